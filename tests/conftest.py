@@ -17,6 +17,8 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # Triton's kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import places  # noqa: E402 - Triton reads the environment when it is imported
+
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -28,10 +30,38 @@ def _few_idle_ranks():
         sys.modules["worlds"].rest(size=4, groups=16)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def pytest_addoption(parser):
+    parser.addoption(
+        "--place",
+        choices=["cpu", "cuda", "second"],
+        help="where tests compute that take the fixture `place`: the CPU, and CUDA where "
+        "there is one, by default; `second` is the device of tests/second_device.py",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--place") == "second":
+        os.environ["PYG_DISTCOMM_TEST_PLACE"] = "spare"
+        places.prepare()
+
+
+def pytest_generate_tests(metafunc):
+    if "place" in metafunc.fixturenames:
+        asked = {"second": "spare"}.get(metafunc.config.getoption("--place"))
+        asked = asked or metafunc.config.getoption("--place")
+        known = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        marked = metafunc.definition.get_closest_marker("place")
+        suits = marked.args if marked else ("cpu", "cuda", "spare")
+        found = [each for each in ([asked] if asked else known) if each in suits]
+        metafunc.parametrize("place", found, indirect=True)
+
+
+@pytest.fixture
 def place(request):
     """Where ranks compute what is compared with one process: on CUDA, too, if it is there."""
-    return request.param
+    places.NOW = request.param
+    yield request.param
+    places.NOW = "cpu"
 
 
 def pytest_collection_modifyitems(items):

@@ -122,7 +122,28 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage s) {
   return at::cpu::set_(self, s, 0, {count}, {});
 }
 
+// As CUDA does, refuses a tensor of the CPU beside those of the device, unless it is one number
+// or an index.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& name = op.schema().name();
+  const bool indexes = name.find("index_put") != std::string::npos || name == "aten::index" ||
+                       name == "aten::_unsafe_index";
+  const auto check = [&](const at::Tensor& t) {
+    TORCH_CHECK(!t.defined() || !t.is_cpu() || t.dim() == 0,
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                "spare:0 and cpu, in ", name);
+  };
+  for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (value.isTensor()) {
+      check(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& t : value.toTensorList()) check(t);
+    } else if (value.isList() && !indexes) {
+      for (const c10::IValue& one : value.toListRef()) {
+        if (one.isTensor()) check(one.toTensor());
+      }
+    }
+  }
   at::native::cpu_fallback(op, stack);
 }
 

@@ -43,8 +43,16 @@ class _Module:
         pass
 
     @staticmethod
+    def get_amp_supported_dtype():
+        return [torch.float16, torch.bfloat16]
+
+    @staticmethod
     def current_stream(device=None):
         return _Stream()
+
+    @staticmethod
+    def device(device):
+        return contextlib.nullcontext()
 
     @staticmethod
     def stream(stream):

@@ -26,6 +26,8 @@ from pyg_distcomm.sampling.algebra import (
     sample,
 )
 
+pytestmark = pytest.mark.usefixtures("place")
+
 matrix_reference = definitions.of(matrix_ops)
 TWINS = matrix_cpu, matrix_torch
 LONG, REAL = torch.int64, torch.float64

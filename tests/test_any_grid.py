@@ -26,6 +26,8 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn import HaloConv
 from pyg_distcomm.plan.training import training_of_model
 
+pytestmark = pytest.mark.usefixtures("place")
+
 NAMED = [
     ("GATConv edges", "loops_and_copies", "empty_rank", (2, 2, 1)),
     ("GATv2Conv edges", "star", "random", (1, 2, 1)),

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as nn
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 class Net(torch.nn.Module):
     def __init__(self, lib, norm=True):
@@ -130,10 +132,10 @@ def _intermediate(net, data):
     z = net.encode(data.x, data.edge_index)
     scale = net.scale.exp()
     scale.retain_grad()
-    shift = torch.zeros(4) + net.scale
+    shift = torch.zeros(4, device=scale.device) + net.scale
     shift.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
     step(net, data, z[:, :4].sin() * scale + shift)
-    weight = net.scale * torch.ones(4)
+    weight = net.scale * torch.ones(4, device=scale.device)
     cut = (z.detach()[:, :4] * weight).cos().mean()
     (g,) = torch.autograd.grad(cut, weight)
     net.scale.grad += g.sum() + scale.grad
@@ -184,7 +186,8 @@ def _shared(net, data):
 
 
 def _edge_weights(net, data):
-    net.w = torch.nn.Parameter(torch.linspace(0.1, 1, data.num_edges).double())
+    w = torch.linspace(0.1, 1, data.num_edges).double().to(data.x.device)
+    net.w = torch.nn.Parameter(w)
     out = net.conv1(data.x, data.edge_index, net.w)
     return step(net, data, out[:, :4] * net.scale)
 
@@ -297,7 +300,7 @@ def _gradients(cutter, replicated):
 
     def check(case):
         want = case(net_of(pyg), data)
-        net = net_of(nn)
+        net = net_of(nn).to(share.x.device)
         got = case(pdc.replicate(net, mesh) if replicated else net, share)
         for (name, p), (_, q) in zip(
             want.named_parameters(), got.named_parameters(), strict=True
@@ -382,6 +385,7 @@ def _refused():
     torch.testing.assert_close(local.grad, share.x.to_local())
 
 
+@pytest.mark.place("cpu")
 def test_what_differs_between_ranks_is_refused():
     worlds.run(_refused, 2)
 
@@ -416,7 +420,7 @@ def _watched_on_one_rank(method):
     (_, share), seen = share_of("undirected"), []
     found = []
     for watch in (False, True):
-        net = net_of(nn)
+        net = net_of(nn).to(share.x.device)
         if watch and mesh.rank == 0:
             getattr(net.conv2.lin_l.weight, method)(lambda x: seen.append(1))
         loss_of(net(share.x, share.edge_index), share).backward()

@@ -26,6 +26,8 @@ from pyg_distcomm.graph.edge_matrix import EdgeMatrix
 from pyg_distcomm.graph.partitioning_batch import graph_owners
 from pyg_distcomm.partition.partition import Partition
 
+pytestmark = pytest.mark.usefixtures("place")
+
 SIZES = (5, 1, 8, 3, 12, 2, 6)  # nodes of each graph
 EDGES = (9, 0, 20, 4, 30, 1, 10)
 GRAPHS = len(SIZES)

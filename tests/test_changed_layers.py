@@ -14,6 +14,8 @@ from test_step import agree
 import pyg_distcomm as pdc
 from pyg_distcomm.loader import DistNeighborLoader
 
+pytestmark = pytest.mark.usefixtures("place")
+
 WIDTH = 7  # features of the problems' graphs
 
 

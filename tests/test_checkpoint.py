@@ -18,6 +18,8 @@ import pyg_distcomm as pdc
 from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 class Net(torch.nn.Module):
     def __init__(self, rows=None):
@@ -114,7 +116,7 @@ def _begun(grid, kind, make_link):
     data.x = torch.randn(data.num_nodes, 64)
     share = pdc.partition(data, mesh, "random", link=link)
     torch.manual_seed(1)
-    net = LayerProfile(kind)
+    net = LayerProfile(kind).to(share.x.device)
     return mesh, share, net, torch.optim.Adam(net.parameters(), lr=0.01), link
 
 
@@ -225,6 +227,7 @@ def _minibatches(path):
             )
             loader.load_state_dict(state["loader"])
         for number, batch in enumerate(loader):
+            batch = batch.to(next(model.parameters()).device)
             optimizer.zero_grad()
             out = model(batch.x, batch.edge_index)[: batch.batch_size]
             F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
@@ -237,6 +240,7 @@ def _minibatches(path):
 
 
 @pytest.mark.parametrize("size", [3, tiers.rarely(2), tiers.rarely(4)])
+@pytest.mark.place("cpu", "cuda")
 def test_minibatches_go_on_bit_for_bit(tmp_path, size):
     worlds.run(_minibatches, size, str(tmp_path / "run"))
 

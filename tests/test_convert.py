@@ -20,6 +20,8 @@ from torch_geometric.nn.models import GAT, GCN, GIN, PNA, EdgeCNN, GraphSAGE
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import DistBatchNorm, DistGCNConv, DistSAGEConv, HaloConv
 
+pytestmark = pytest.mark.usefixtures("place")
+
 X = ("x", "edge_index")
 W = ("x", "edge_index", "edge_weight")
 PNA_ARGS = {

@@ -18,6 +18,8 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo import halo as halos
 from pyg_distcomm.ops.grid_plan import HALOS, PACKING
 
+pytestmark = pytest.mark.usefixtures("place")
+
 # The cover ----------------------------------------------------------------------------
 
 
@@ -104,11 +106,11 @@ def _checked(graph, cutter, grid, halo):
         (matrix.transposed, x[1], dense.t()),
     ):
         mesh.ledger.reset()
-        z = one @ at[gid]
+        z = one @ at[gid].to(share.x.device)
         assert mesh.ledger.words() == one.price(5).words
         assert mesh.ledger.messages() == one.price(5).messages
         torch.testing.assert_close(z, (truth @ at)[gid], rtol=1e-12, atol=1e-12)
-    assert torch.equal(matrix.transposed @ x[1][gid], z)
+    assert torch.equal(matrix.transposed @ x[1][gid].to(z.device), z)
     received = matrix.price(1).words, matrix.transposed.price(1).words
     return [row[0] for row in collectives.all_gather_counts(received[:1], mesh.world)]
 

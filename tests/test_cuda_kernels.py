@@ -17,7 +17,7 @@ import tiers
 import torch
 
 from pyg_distcomm import kernels
-from pyg_distcomm.kernels import core_ops
+from pyg_distcomm.kernels import core_ops, registry
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from pyg_distcomm.kernels import core_cuda, core_library
@@ -55,6 +55,19 @@ GRAPHS = {
     "long rows side by side": [16, 70, 33, 0, 2, 47],
     "no rows": [],
 }
+
+
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
+    """Triton launches on the current device, which may be another."""
+    entered, device_of = [], torch.cuda.device_of
+    monkeypatch.setattr(registry, "place_of", lambda t: "cuda")
+    watched = lambda t: entered.append(t) or device_of(t)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "device_of", watched)
+    rowptr, col, x = *matrix(GRAPHS["plain"], 11), torch.ones(11, 4)
+    given = there(rowptr, col, x)
+    kernels.spmm(*given[:2], None, given[2])
+    kernels.keyed_bits(KEY, given[1], 3)
+    assert [id(t) for t in entered] == [id(given[0]), id(given[1])]
 
 
 @tiers.cover(

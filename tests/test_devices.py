@@ -34,7 +34,7 @@ def misplaced(what, ranks):
     """Says what a layer raises where some ranks have something on the meta device."""
     mesh, data = worlds.mesh(fresh=True), GRAPHS["undirected"]()
     share = pdc.partition(data, mesh, owners("random", data, mesh.size))
-    conv = DistGCNConv(7, 4).double()
+    conv, head = DistGCNConv(7, 4).double(), torch.nn.Linear(4, 2).double()
     x, edges, weight = share.x, share.edge_index, share.edge_weight
     if what in ("edge_attr", "edge_weight"):
         attended = HaloConv(GATConv(7, 4, edge_dim=1).double())
@@ -44,6 +44,8 @@ def misplaced(what, ranks):
             conv = conv.to("meta")
         elif what == "features":
             x = x.to("meta")
+        elif what == "between layers":
+            head = head.to("meta")
         elif what in ("edge_attr", "edge_weight"):
             weight = weight.to("meta")
         else:
@@ -51,9 +53,19 @@ def misplaced(what, ranks):
     try:
         if what in ("edge_attr", "edge_weight"):
             return conv(x, edges, weight) is None
-        return conv(x, edges) is None
+        out = conv(x, edges)
+        return out is None if what != "between layers" else head(out).sum() is None
     except (ValueError, RankError) as error:
         return str(error)
+
+
+@pytest.mark.parametrize("ranks", [(1,), tiers.rarely((0, 1))])
+def test_what_meets_between_layers_is_named_on_all_ranks(ranks):
+    wrong = (
+        r"by \.to\(mesh.device\): in linear\(\), .* lies on .*Linear\.\w+ lies on meta"
+    )
+    for said in worlds.run(misplaced, 2, "between layers", ranks):
+        assert re.search(wrong, said), said
 
 
 @tiers.parametrize(

@@ -21,6 +21,8 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import random
 from pyg_distcomm.comm.rows import Rows
 
+pytestmark = pytest.mark.usefixtures("place")
+
 X = ("x", "edge_index")
 W = ("x", "edge_index", "edge_weight")
 
@@ -87,7 +89,11 @@ def _trained(name, graph, cutter, training):
     found = step(model, share, names)
     found.update(_parameter_grads(model))
     return {
-        key: (v.full_tensor() if isinstance(v, pdc.DistTensor) else v).detach().numpy()
+        key: (v.full_tensor() if isinstance(v, pdc.DistTensor) else v)
+        .detach()
+        .cpu()
+        .cpu()
+        .numpy()
         for key, v in found.items()
         if v is not None
     }
@@ -122,7 +128,7 @@ def test_ranks_and_cutters_do_not_change_the_masks(name, graph, ranks):
 def undropped(make, names):
     torch.manual_seed(4)
     found = step(make().double().eval(), problem("directed"), names)
-    return {k: v.detach().numpy() for k, v in found.items()}
+    return {k: v.detach().cpu().numpy() for k, v in found.items()}
 
 
 @tiers.parametrize("name", [*LAYERS], slice(0, None, 3))
@@ -141,7 +147,7 @@ def masks():
     gid = torch.arange(share.x.rows.total)
     plain = torch.ones(len(gid), WIDTH, dtype=torch.float64)
     told = [kernels.keyed_dropout(plain, random.fold(0, k), gid, 0.5) for k in (1, 2)]
-    return [d.numpy() for d in drawn], [t.numpy() for t in told]
+    return [d.cpu().numpy() for d in drawn], [t.numpy() for t in told]
 
 
 def test_masks_are_those_of_the_kernel():
@@ -157,7 +163,7 @@ def slopes():
     x = share.x.detach().abs().add(1.0).requires_grad_()
     y = F.dropout(x, 0.3)
     (y * x.detach()).sum().backward()
-    return [t.detach().full_tensor().numpy() for t in (y, x, x.grad)]
+    return [t.detach().full_tensor().cpu().numpy() for t in (y, x, x.grad)]
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -202,7 +208,7 @@ def parallel():
     share = shared(data, mesh, "random")
     conv = KeepsMessages()
     pdc.nn.HaloConv(conv)(share.x, share.edge_index)
-    return conv.kept.rows.gid.numpy(), conv.kept.to_local().numpy()
+    return conv.kept.rows.gid.numpy(), conv.kept.to_local().cpu().numpy()
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -244,6 +250,7 @@ def _recomputed(name, reentrant):
             v.full_tensor() if isinstance(v, pdc.DistTensor) else v
         )
         .detach()
+        .cpu()
         .numpy()
         for k, v in found.items()
         if v is not None and "running" not in k and "tracked" not in k

@@ -15,6 +15,8 @@ import pyg_distcomm as pdc
 from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv
 
+pytestmark = pytest.mark.usefixtures("place")
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.3),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.3),
@@ -33,7 +35,7 @@ def _ids(batch, step):
 
 
 def _loss(rows, ids):
-    target = torch.stack([ids.sin(), ids.cos(), ids / N], 1).to(rows.dtype)
+    target = torch.stack([ids.sin(), ids.cos(), ids / N], 1).to(rows)
     return ((rows - target) ** 2).sum()
 
 
@@ -71,6 +73,7 @@ KINDS = [("sgd", True), ("sgd", False), ("adagrad", True), ("sparse_adam", True)
 
 @pytest.mark.parametrize(("optimizer", "sparse"), [*KINDS, ("adam", False)])
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.place("cpu", "cuda")
 def test_minibatches_train_the_rows_that_torch_trains(size, optimizer, sparse):
     want = _plain(optimizer, sparse)
     every = worlds.run(_trained, size, optimizer, sparse)
@@ -94,6 +97,7 @@ def _one_step(sparse):
 
 
 @pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.place("cpu", "cuda")
 def test_gradients_are_added_in_the_order_of_ranks(sparse):
     want = worlds.run(_one_after_the_other, 1, sparse)[0]
     assert torch.equal(worlds.run(_one_step, BATCHES, sparse)[0], want)
@@ -191,6 +195,7 @@ def test_a_run_goes_on_that_was_saved_before_its_first_step(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.place("cpu", "cuda")
 def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, optimizer):
     path = str(tmp_path / "ckpt")
     want = worlds.run(_save, 2, path, optimizer)[0]
@@ -427,6 +432,7 @@ def _under_ddp(ids):
 
 
 @pytest.mark.parametrize("ids", [torch.tensor([1, 2]), None])
+@pytest.mark.place("cpu")
 def test_ddp_that_would_send_the_rows_is_refused(ids):
     worlds.run(_under_ddp, 2, ids)
 
@@ -460,6 +466,7 @@ def _clipped(norm_type, sparse):
 @pytest.mark.parametrize(
     ("norm_type", "sparse"), [(2.0, True), (2.0, False), (float("inf"), True)]
 )
+@pytest.mark.place("cpu", "cuda")
 def test_gradients_are_clipped_as_on_one_process(norm_type, sparse):
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Embedding(N, DIM), torch.nn.Linear(DIM, 1))
@@ -500,6 +507,7 @@ def _of_a_loader(routed, kind):
 
 
 @pytest.mark.parametrize("kind", [DistNeighborLoader, DistLayerLoader])
+@pytest.mark.place("cpu", "cuda")
 def test_routes_that_come_with_a_bulk_change_no_bit_and_leave_rows_alone(kind):
     size = 3
     plain = worlds.run(_of_a_loader, size, False, kind)

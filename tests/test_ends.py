@@ -28,6 +28,8 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.store import RankError, StoreMailbox
 from pyg_distcomm.loader import DistNeighborLoader, shared
 
+pytestmark = pytest.mark.usefixtures("place")
+
 ROOT = Path(__file__).parents[1]
 DEADLINE = 4.0
 SOON = 20.0  # seconds from an error to the end of the process: idle, less than 5

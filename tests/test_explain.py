@@ -22,6 +22,8 @@ from torch_geometric.utils import get_embeddings
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
 
+pytestmark = pytest.mark.usefixtures("place")
+
 NODES, F_IN, CLASSES = 30, 6, 3
 MODEL = {
     "mode": "multiclass_classification",

@@ -13,6 +13,8 @@ import worlds
 
 import pyg_distcomm as pdc
 
+pytestmark = pytest.mark.usefixtures("place")
+
 DOCS = Path(__file__).parents[1] / "docs" / "how-to"
 
 

@@ -32,6 +32,8 @@ from pyg_distcomm.loader.feature_store import EDGES
 from pyg_distcomm.loader.fetch import Fetch
 from pyg_distcomm.loader.row_group import Index, QuiverFeature, RowGroup
 
+pytestmark = pytest.mark.usefixtures("place")
+
 WORLDS = [(p, c) for p in (1, 2, 3, 4) for c in range(1, p + 1) if p % c == 0]
 OPS = {"plan": 8, "fetch_ids": 4, "fetch_rows": 1}  # bytes of a word
 

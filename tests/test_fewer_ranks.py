@@ -17,6 +17,8 @@ from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import read_part, write_folder
 from pyg_distcomm.partition.part_share import merged
 
+pytestmark = pytest.mark.usefixtures("place")
+
 PARTS = 5
 
 

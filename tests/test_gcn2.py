@@ -14,6 +14,8 @@ from torch_geometric.nn import GCN2Conv
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import DistGCN2Conv
 
+pytestmark = pytest.mark.usefixtures("place")
+
 KINDS = {
     "plain": {},
     "unshared": {"shared_weights": False, "cached": True},

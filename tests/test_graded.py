@@ -14,6 +14,8 @@ from pyg_distcomm.halo.codecs import Chain, ColumnMask, DegreeBits, Quantise, Ra
 from pyg_distcomm.halo.codecs.graded import LEVELS
 from pyg_distcomm.halo.state import codec_state, read_codec
 
+pytestmark = pytest.mark.usefixtures("place")
+
 CODECS = [*map(DegreeBits, LEVELS), *(RangeBits(b) for b in (1, 1.5, 2, 3.75, 8))]
 
 

@@ -26,6 +26,8 @@ from pyg_distcomm.partition.hetero import cut_hetero
 from pyg_distcomm.partition.layout import folder_meta, write_meta
 from pyg_distcomm.partition.partition import Partition, PartitionReport
 
+pytestmark = pytest.mark.usefixtures("place")
+
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 COUNTS = {"paper": 41, "author": 23, "venue": 6, "field": 1}
 
@@ -369,7 +371,9 @@ def edges_between_types():
         torch.testing.assert_close(
             out, right, msg=lambda m, n=name: f"{n}: {m}", **CLOSE
         )
-    out = layer(x, whole).full_tensor()  # an ordinary edge_index, beside rows of ranks
+    out = layer(
+        x, whole.to(edges.device)
+    ).full_tensor()  # an ordinary edge_index, beside rows of ranks
     torch.testing.assert_close(out, layer(plain, whole), **CLOSE)
     back = dist.SAGEConv((9, 10), 4).double()
     out = back(x[::-1], edges.flip(0)).full_tensor()

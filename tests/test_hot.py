@@ -20,6 +20,8 @@ from pyg_distcomm.loader.sharded import (
 )
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 def inclusion_probability(data, num_neighbors, seeds, batch_size):
     """The probabilities of the nodes of a graph of one type."""

@@ -38,6 +38,8 @@ import pyg_distcomm as pdc
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 from pyg_distcomm.nn.patched_functions import STAND_INS
 
+pytestmark = pytest.mark.usefixtures("place")
+
 CUTTERS = ("metis", "random", "empty_rank", "lopsided")
 TOLERANCE = 1e-9
 

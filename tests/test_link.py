@@ -20,6 +20,8 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.state import LinkState
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
+pytestmark = pytest.mark.usefixtures("place")
+
 # exact where nothing is left out
 
 

@@ -18,6 +18,8 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Budget, Exponential
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 class Dropping(torch.nn.Module):
     """Drops of its input too, which only an evaluation sees as it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import tiers
 import torch
 import worlds
@@ -13,6 +14,8 @@ from problems import GRAPHS
 import pyg_distcomm as pdc
 from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.halo.policy import LinkPolicy
+
+pytestmark = pytest.mark.usefixtures("place")
 
 # late links
 

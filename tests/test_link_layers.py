@@ -23,6 +23,8 @@ from pyg_distcomm.halo.codecs import (
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.compressibility import is_coded
 
+pytestmark = pytest.mark.usefixtures("place")
+
 LAYERS = {
     "GCN": lambda a, b: pyg.GCNConv(a, b),
     "SAGE": lambda a, b: pyg.SAGEConv(a, b),

@@ -26,6 +26,8 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Budget, Exponential
 from pyg_distcomm.halo.staleness import Drift
 
+pytestmark = pytest.mark.usefixtures("place")
+
 OTHERS = {
     "apart": lambda: LinkPolicy(
         DegreeBits(1),

@@ -18,6 +18,8 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_distcomm as pdc
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 def seeded(make):
     torch.manual_seed(2)

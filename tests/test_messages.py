@@ -23,6 +23,8 @@ from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.process import PROCESS
 
+pytestmark = pytest.mark.usefixtures("place")
+
 SIZES = (2, 3, 4, 8)
 BIG = collectives._MUCH // 8  # rows of eight bytes that make much
 

@@ -27,6 +27,8 @@ from pyg_distcomm.datasets.node_tasks import (
 )
 from pyg_distcomm.datasets.ogb import OGB, load_ogb, ogb_score
 
+pytestmark = pytest.mark.usefixtures("place")
+
 ROOT = Path(__file__).parents[1]
 N, E, F_IN = 60, 200, 8
 

@@ -21,6 +21,8 @@ from pyg_distcomm.comm.failure import FailureMonitor, RankError
 from pyg_distcomm.graph import topology
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
+pytestmark = pytest.mark.usefixtures("place")
+
 # Widths, and how many times fewer words a late epoch sends than the order of [Tripathy20]:
 # (A X) W forward and A G backward, in every layer.
 SHAPES = {

@@ -23,6 +23,8 @@ from pyg_distcomm.kernels import memory
 from pyg_distcomm.nn import GATConv, GCNConv, SAGEConv, node_chunks
 from pyg_distcomm.partition.folder import write_folder
 
+pytestmark = pytest.mark.usefixtures("place")
+
 CAP = 60_000  # of which a stage is 3,750 bytes
 LARGE = [
     "GATv2Conv edges",
@@ -239,9 +241,10 @@ def staged():
     mesh = worlds.mesh()
     here = cut(mesh, "undirected", None).edge_index.topology.locals
     x = torch.randn(here.halo.num_local, 5, dtype=torch.float64)
+    x = x.to(here.halo.send_slot.device)
     link = StagedHalo(here.halo, memory.MemoryCap(4096))
     assert torch.equal(link.begin(x)(), here.halo.begin(x)())
-    g = torch.randn(link.num_ghosts, 5, dtype=torch.float64)
+    g = torch.randn(link.num_ghosts, 5, dtype=torch.float64).to(x.device)
     sums = [one.begin_transpose(g)(torch.zeros_like(x)) for one in (link, here.halo)]
     torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
     mesh.ledger.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import tiers
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch_geometric.utils import add_self_loops, degree, scatter, softmax
 
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import HaloConv
+
+pytestmark = pytest.mark.usefixtures("place")
 
 NODES, WIDE = 30, 6
 
@@ -69,9 +72,9 @@ MESSAGES = {
         x_j, index, 0, dim_size, "max"
     )[index],
     "onto known": lambda self, x_j, index: self.known.index_add(0, index, x_j)[index],
-    "onto zeros": lambda self, x_j, index: torch.zeros(NODES, WIDE).index_add_(
-        0, index, x_j
-    )[index],
+    "onto zeros": lambda self, x_j, index: torch.zeros(
+        NODES, WIDE, device=x_j.device
+    ).index_add_(0, index, x_j)[index],
     "size_i": lambda self, x_j, size_i: 1 / size_i + torch.tensor(size_i).sqrt(),
     "size_j": lambda self, x_j, size_j: size_j + 1,
     "sqrt": lambda self, x_j, dim_size: math.sqrt(dim_size),

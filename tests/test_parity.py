@@ -12,6 +12,8 @@ import worlds
 from parity import compare
 from problems import CUTTERS, GRAPHS, grids, some_grids
 
+pytestmark = pytest.mark.usefixtures("place")
+
 KINDS = ("plain", "sum", "improved", "raw", "narrow")
 
 

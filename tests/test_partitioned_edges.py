@@ -19,6 +19,8 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm.process_grid import new_process_grid
 from pyg_distcomm.loader import DistFeatureStore, DistLayerLoader, DistNeighborLoader
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 def alike(data, share, kind=DistNeighborLoader, fan_outs=(2, 2), **options):
     """Asserts that a share yields what the whole graph does."""

@@ -14,6 +14,8 @@ from pyg_distcomm.sampling.graph_block import read_block
 from pyg_distcomm.sampling.partitioned import PartitionedLayerGraph
 from pyg_distcomm.sampling.rules import UserRule
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 def root(p):
     return p.with_value(p.values.sqrt())

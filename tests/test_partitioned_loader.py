@@ -24,6 +24,8 @@ from pyg_distcomm.loader import (
 from pyg_distcomm.partition.folder import write_folder
 from pyg_distcomm.sampling import KeyedLayerSampler, KeyedNeighborSampler, Ladies
 
+pytestmark = pytest.mark.usefixtures("place")
+
 GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import batches
+import pytest
 import tiers
 import torch
 import worlds
@@ -12,6 +13,8 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm.random import fold
 from pyg_distcomm.sampling import KeyedNeighborSampler
 from pyg_distcomm.sampling.partitioned import PartitionedNeighborSampler
+
+pytestmark = pytest.mark.usefixtures("place")
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
 

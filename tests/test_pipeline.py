@@ -29,6 +29,8 @@ from pyg_distcomm.pipeline.history_buffer import History
 from pyg_distcomm.pipeline.pipeline import CROSSING
 from pyg_distcomm.pipeline.warmup import measured_costs
 
+pytestmark = pytest.mark.usefixtures("place")
+
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 

@@ -23,6 +23,8 @@ from pyg_distcomm.halo.codecs import ColumnMask, Plain, Quantise
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Budget, Exponential
 
+pytestmark = pytest.mark.usefixtures("place")
+
 BUDGET = 1.2e5
 LINKS = {
     "none": lambda: None,

@@ -17,6 +17,8 @@ import pyg_distcomm as pdc
 from pyg_distcomm.pipeline.layer_stack import read_stack
 from pyg_distcomm.pipeline.pipeline import hybrid_words, stage_words
 
+pytestmark = pytest.mark.usefixtures("place")
+
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SHAPES = [(2, 1), (1, 2), (4, 1), (2, 2)]
 
@@ -495,6 +497,7 @@ def _autocast(stages):
         pipe.train_step(share, lambda out, data: out.float().mean())
 
 
+@pytest.mark.place("cpu")
 def test_borders_keep_their_type():
     worlds.run(_autocast, 2, 2)
     worlds.only(0)

@@ -30,6 +30,8 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.partition import atomic
 from pyg_distcomm.partition.atomic import sha256
 
+pytestmark = pytest.mark.usefixtures("place")
+
 STEPS = "open os.rename os.mkdir os.remove os.rmdir shutil.rmtree os.listdir".split()
 
 

@@ -18,6 +18,8 @@ from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder
 from pyg_distcomm.partition.report import report
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 def _from_folder(folder):
     data = GRAPHS["directed"]()
@@ -108,6 +110,7 @@ def _replicated():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.place("cpu", "cuda")
 def test_replicas_agree_and_their_bytes_are_counted(size):
     found = worlds.run(_replicated, size)
     assert all(torch.equal(found[0], other) for other in found[1:])

@@ -20,6 +20,8 @@ from pyg_distcomm.graph.edge_products import aggregate, ends_added, multiply_lin
 from pyg_distcomm.graph.local_adjacency import GroupedEdges, adjacency_of, known
 from pyg_distcomm.loader import DistNeighborLoader
 
+pytestmark = pytest.mark.usefixtures("place")
+
 SEEDS = ("paper", torch.arange(12))
 
 

@@ -30,6 +30,8 @@ from pyg_distcomm.loader import (
     ShaDowKHopSampler,
 )
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 def clusters(data):
     return ClusterData(data, 7, method=torch.arange(60) * 7 // 60)

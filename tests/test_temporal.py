@@ -18,6 +18,8 @@ import pyg_distcomm as pdc
 import pyg_distcomm.loader
 import pyg_distcomm.nn
 
+pytestmark = pytest.mark.usefixtures("place")
+
 NODES, EVENTS, BATCH, MSG, DIM, TIME, KEPT = 17, 58, 9, 3, 4, 2, 3  # 58 = 6 * 9 + 4
 
 PYG = types.SimpleNamespace(
@@ -91,7 +93,8 @@ def script(lib, kind, aggregator, events=EVENTS, batch_size=BATCH, cut=None):
         lib.loader.TemporalDataLoader(half, batch_size, neg_sampling_ratio=1.0)
         for half in halves
     )
-    neighbor_loader = lib.tgn.LastNeighborLoader(NODES, size=KEPT)
+    here = data.msg.device
+    neighbor_loader = lib.tgn.LastNeighborLoader(NODES, size=KEPT, device=here)
     message = Message() if kind == "learnt" else tgn.IdentityMessage(MSG, DIM, TIME)
     memory = lib.nn.TGNMemory(NODES, MSG, DIM, TIME, message, aggregator())
     gnn, link_pred = Attention(lib, memory.time_enc), Predictor()
@@ -104,11 +107,11 @@ def script(lib, kind, aggregator, events=EVENTS, batch_size=BATCH, cut=None):
     )
     optimizer = torch.optim.Adam(parameters, lr=0.01)
     criterion = torch.nn.BCEWithLogitsLoss()
-    assoc = torch.empty(NODES, dtype=torch.long)
+    assoc = torch.empty(NODES, dtype=torch.long, device=here)
 
     def scores(batch):
         n_id, edge_index, e_id = neighbor_loader(batch.n_id)
-        assoc[n_id] = torch.arange(n_id.size(0))
+        assoc[n_id] = torch.arange(n_id.size(0), device=here)
         z, last_update = memory(n_id)
         seen.extend([n_id, full(edge_index), full(e_id), full(z), full(last_update)])
         z = gnn(z, last_update, edge_index, data.t[e_id], data.msg[e_id])

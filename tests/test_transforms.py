@@ -21,6 +21,8 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 import pyg_distcomm as pdc
 import pyg_distcomm.nn
 
+pytestmark = pytest.mark.usefixtures("place")
+
 KEPT = ("x", "y", "edge_index", "train_mask", "num_nodes")
 
 
@@ -211,7 +213,9 @@ CASES = {
     "narrow from the end": lambda nn, d: gcn(nn, d, d.edge_index.narrow(1, -9, 9)),
     "batched_negative_sampling": lambda nn, d: pairs(
         gcn(nn, d),
-        U.batched_negative_sampling(d.edge_index, torch.arange(d.num_nodes) // 20),
+        U.batched_negative_sampling(
+            d.edge_index, torch.arange(d.num_nodes, device=d.x.device) // 20
+        ),
     ),
     "coalesce": lambda nn, d: gcn(nn, d, U.coalesce(d.edge_index)),
     "coalesce of a tree": lambda nn, d: listed(
@@ -314,6 +318,7 @@ def compared():
 
 
 @tiers.parametrize("size", [1, 2, 3], [2])
+@pytest.mark.place("cpu", "cuda")
 def test_utilities_give_one_processes_numbers(size):
     worlds.run(compared, size)
 
@@ -351,7 +356,7 @@ def solved_and_refused():
             data.edge_index, None, "sym", num_nodes=data.num_nodes
         )
         dense = U.to_dense_adj(edges, None, weight, data.num_nodes)[0]
-        pe = found.pe.full_tensor()
+        pe = found.pe.full_tensor().cpu()
         values = (pe * (dense @ pe)).sum(0)  # of unit vectors
         torch.testing.assert_close(dense @ pe, pe * values)
         edge = T.LaplacianLambdaMax("sym", True)(share).lambda_max
@@ -541,6 +546,7 @@ def refused(share, mesh):
 
 
 @tiers.parametrize("size", [1, 2, 3], [2])
+@pytest.mark.place("cpu")
 def test_parts_of_typed_graphs_are_shares_of_what_pyg_gives(size):
     worlds.run(parted, size)
 
@@ -656,7 +662,9 @@ APART = {
     "no mask": lambda d, one: d.edge_subgraph(
         torch.ones(d.num_edges, dtype=torch.float if one else torch.bool)
     ),
-    "no edge": lambda d, one: d.edge_subgraph(torch.tensor([999 if one else 1])),
+    "no edge": lambda d, one: d.edge_subgraph(
+        torch.tensor([999 if one else 1], device=d.x.device)
+    ),
     "ids": lambda d, one: T.IndexToMask()(_with_ids(d, [3, 4 + one])),
     "settings": lambda d, one: T.RandomNodeSplit(num_val=5 + one)(copy.copy(d)),
     "rows": lambda d, one: d.x[torch.tensor([1, 99 if one else 2])],
@@ -665,7 +673,7 @@ APART = {
         [("a", "to", "b")] if one else [("b", "of", "a")]
     ),
     "no edge type": lambda d, one: _of_types(d).edge_subgraph(
-        {"a" if one else ("a", "to", "b"): torch.tensor([0])}
+        {"a" if one else ("a", "to", "b"): torch.tensor([0], device=d.x.device)}
     ),
 }
 

@@ -22,6 +22,8 @@ import pyg_distcomm.nn as dist
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.loader import NeighborLoader
 
+pytestmark = pytest.mark.usefixtures("place")
+
 NODES = ("x", "y", "train_mask")
 EDGES = ("edge_weight", "edge_attr")
 
@@ -361,7 +363,7 @@ def late_rows():
     exact = pdc.partition(data, mesh, "random", edge_attrs=EDGES)
     net = pdc.convert(made())
     for _ in range(3):
-        x = share.x * torch.rand(7).double()
+        x = share.x * torch.rand(7).double().to(share.x.device)
         net.first(x, share.edge_index).sin().sum().backward()
         link.step()
     given = {

@@ -20,6 +20,9 @@ import time
 import traceback
 from multiprocessing.connection import wait
 
+import places
+import pytest
+
 DEADLINE = 300.0  # to stop what hangs: a busy machine may take long
 MANY = 128  # process groups of all ranks of a pool: with more, new ranks take over
 LINUX = sys.platform == "linux"
@@ -32,7 +35,8 @@ class WorldError(AssertionError):
 
 def run(fn, size, *args, deadline=DEADLINE):
     if size == 1:
-        return [fn(*args)]
+        with places.at(places.NOW), _where_possible():
+            return [places.home(fn(*args))]
     pool = _POOLS.get(size)
     if pool is not None and size * pool.groups > MANY:
         _POOLS.pop(size).close()  # not group by group: failed ones would wait to end
@@ -41,12 +45,24 @@ def run(fn, size, *args, deadline=DEADLINE):
         pool = _POOLS[size] = _Pool(size)
     try:
         pool.signal(signal.SIGCONT)
-        return pool.run(fn, args, deadline)
-    except WorldError:
+        with _where_possible():
+            return pool.run(fn, args, deadline)
+    except (WorldError, pytest.skip.Exception):
         _POOLS.pop(size).close()
         raise
     finally:
         pool.signal(signal.SIGSTOP)  # threads of gloo wake a hundred times a second
+
+
+@contextlib.contextmanager
+def _where_possible():
+    """Skips a test of which the second device lacks an operation."""
+    try:
+        yield
+    except Exception as error:
+        if places.lacks(str(error)):
+            pytest.skip("the second device lacks an operation of this test")
+        raise
 
 
 def anew(fn, size, *args, deadline=DEADLINE):
@@ -119,7 +135,7 @@ class _Pool:
 
     def run(self, fn, args, deadline):
         for pipe in self.pipes:
-            pipe.send((fn, args))
+            pipe.send((fn, args, places.NOW))
         answers, stop = {}, time.monotonic() + deadline
         while len(answers) < len(self.pipes) and time.monotonic() < stop:
             left = [p for r, p in enumerate(self.pipes) if r not in answers]
@@ -162,18 +178,21 @@ def _serve(rank, size, port, pipe):
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     torch.set_num_threads(1)
+    places.prepare()
     fresh = torch.initial_seed()
     if LINUX:  # one that is stopped would not see that tests have ended
         die_with_parent = 1
         ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
     while True:
         try:
-            fn, args = pipe.recv()
+            fn, args, place = pipe.recv()
         except EOFError:
             return
         torch.manual_seed(fresh)  # whatever ran here before, and on the other ranks
         try:
-            pipe.send((True, fn(*args), _groups()))
+            with places.at(place):
+                found = places.home(fn(*args))
+            pipe.send((True, found, _groups()))
         except BaseException:
             pipe.send((False, traceback.format_exc(), _groups()))
 

@@ -22,6 +22,7 @@ from pyg_distcomm.comm.serialization import decode, encode
 from pyg_distcomm.comm.store import ENDED, RankError
 from pyg_distcomm.comm.trace import Exchange
 from pyg_distcomm.kernels.registry import HALVES
+from pyg_distcomm.process import PROCESS
 
 _MUCH = 1 << 17  # bytes to one rank that would delay what they overtake
 _TAG = 0x9D0C  # of messages, on groups that a script's own may share
@@ -32,7 +33,11 @@ def _staged(x: Tensor, axis: Axis) -> Tensor:
     backends = _back_ends(axis)
     if not x.is_cpu and "nccl" not in backends:
         return x.cpu()
-    return x.cuda() if x.is_cpu and backends == "cuda:nccl" else x
+    if x.is_cpu and backends == "cuda:nccl":  # threads have a current device of their own
+        mesh = None if PROCESS.mesh is None else PROCESS.mesh()
+        home = None if mesh is None else mesh.device
+        return x.to(home if home is not None and home.type == "cuda" else "cuda")
+    return x
 
 
 def _back_ends(axis: Axis) -> str:

@@ -582,8 +582,8 @@ def _wrap(
 def _moved(before: DistEdgeIndex, after: Tensor) -> DistEdgeIndex:
     if isinstance(after, DistEdgeIndex):
         return after
-    weight: Any = before.weight
-    weight = weight if weight is None else weight.to(after.device)
+    if (weight := before.weight) is not None:  # of which torch makes a plain one here
+        weight = DistTensor.wrap(weight.to_local().to(after.device), weight.rows)
     return _wrap(after, before.topology.to(after.device), weight, before)
 
 

@@ -162,7 +162,7 @@ class CodingContext:
         ):
             told = bad.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(bad.device))
             PROCESS.refused.append((event, told, replace(self, draw=None, state=None)))
 
 

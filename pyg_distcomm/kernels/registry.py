@@ -103,8 +103,21 @@ class Op(Generic[P, R]):
                     raise
                 continue
             if hasattr(module, self.definition.__name__):
-                return getattr(module, self.definition.__name__)
+                twin = getattr(module, self.definition.__name__)
+                return self._there(twin) if kind == "cuda" else twin
         return None
+
+    def _there(self, twin: Callable[P, R]) -> Callable[P, R]:
+        # Triton launches on the current device, wherever the tensors are
+        place, name = self._by[0]
+
+        @functools.wraps(twin)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            given: Any = args[place] if place < len(args) else kwargs[name]
+            with torch.cuda.device_of(given[1] if isinstance(given, tuple) else given):
+                return twin(*args, **kwargs)
+
+        return run
 
 
 def place_of(t: Tensor) -> str:

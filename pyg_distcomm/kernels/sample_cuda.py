@@ -58,7 +58,7 @@ def copy_rows(
     """
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = k < total
-    row = tl.load(index + k // width, mask=live, other=0)
+    row = tl.load(index + k // width, mask=live, other=0).to(tl.int64)
     if KEPT:
         at = tl.load(place + row, mask=live, other=-1).to(tl.int64)
         near = at >= 0
@@ -126,13 +126,12 @@ def uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> 
     """Runs `sample_ops.uniform_picks`, one thread a node."""
     out = torch.empty((len(size), draws), dtype=torch.int64, device=size.device)
     if out.numel():
-        with torch.cuda.device_of(size):
-            draw_rows[(triton.cdiv(len(size), BLOCK),)](
-                *(streams.contiguous(), size.contiguous(), out, len(size), draws),
-                REPLACED=replaced,
-                BLOCK=BLOCK,
-                num_warps=BLOCK // 32,
-            )
+        draw_rows[(triton.cdiv(len(size), BLOCK),)](
+            *(streams.contiguous(), size.contiguous(), out, len(size), draws),
+            REPLACED=replaced,
+            BLOCK=BLOCK,
+            num_warps=BLOCK // 32,
+        )
     return out
 
 
@@ -146,13 +145,12 @@ def draw_urns(
     entries, lefts = torch.empty(shape, dtype=torch.int64, device=low.device)
     if entries.numel():
         lanes = max(triton.next_power_of_2(draws), BLOCK)
-        with torch.cuda.device_of(low):
-            draw_from_urn[(len(low),)](
-                *(t.contiguous() for t in (running, low, high, keys)),
-                *(entries, lefts, draws),
-                LANES=lanes,
-                num_warps=min(lanes // 32, 16),
-            )
+        draw_from_urn[(len(low),)](
+            *(t.contiguous() for t in (running, low, high, keys)),
+            *(entries, lefts, draws),
+            LANES=lanes,
+            num_warps=min(lanes // 32, 16),
+        )
     return entries, lefts
 
 
@@ -160,12 +158,11 @@ def row_sums(ptr: Tensor, value: Tensor) -> Tensor:
     """Runs `sample_ops.row_sums`, one thread a row."""
     out = torch.empty(len(ptr) - 1, dtype=torch.float64, device=value.device)
     if len(out):
-        with torch.cuda.device_of(value):
-            sum_rows[(triton.cdiv(len(out), BLOCK),)](
-                *(ptr.contiguous(), value.contiguous(), out, len(out)),
-                BLOCK=BLOCK,
-                num_warps=BLOCK // 32,
-            )
+        sum_rows[(triton.cdiv(len(out), BLOCK),)](
+            *(ptr.contiguous(), value.contiguous(), out, len(out)),
+            BLOCK=BLOCK,
+            num_warps=BLOCK // 32,
+        )
     return out
 
 
@@ -190,10 +187,9 @@ def read_rows(
     near, place = (flat, index) if kept is None else kept
     near = near.reshape(-1).view(torch.uint8).view(kind)
     words = out.view(-1).view(torch.uint8).view(kind)
-    with torch.cuda.device_of(index):
-        copy_rows[(triton.cdiv(len(words), WORDS),)](
-            *(flat, near, place, index.contiguous(), words, len(words), size // word),
-            KEPT=kept is not None,
-            BLOCK=WORDS,
-        )
+    copy_rows[(triton.cdiv(len(words), WORDS),)](
+        *(flat, near, place, index.contiguous(), words, len(words), size // word),
+        KEPT=kept is not None,
+        BLOCK=WORDS,
+    )
     return out

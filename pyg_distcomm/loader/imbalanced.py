@@ -54,5 +54,5 @@ def check_drawn(sampler: ByClass, count: int) -> None:
 
 
 def drawn_positions(sampler: ByClass, key: int) -> Tensor:
-    """Returns the positions of the seeds of an epoch, by a key."""
-    return keyed_choice(key, sampler.weights, sampler.num_samples)
+    """Returns the positions of the seeds of an epoch, by a key; the host draws them."""
+    return keyed_choice(key, sampler.weights.cpu(), sampler.num_samples)

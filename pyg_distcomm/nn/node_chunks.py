@@ -291,7 +291,7 @@ class NodeChunks:
         first, self._order = self._by_target()
         ends = first[1:] + torch.arange(1, own + 1, device=first.device)
         total = int(ends[-1]) if own else 0
-        marks = torch.arange(fit, max(total, fit), fit)
+        marks = torch.arange(fit, max(total, fit), fit, device=ends.device)
         cuts = torch.searchsorted(ends, marks, right=True)
         cuts = torch.unique(cuts)
         cuts = cuts[(cuts > 0) & (cuts < own)]

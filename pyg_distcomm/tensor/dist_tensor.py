@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.tensor import dispatch, getitem
-from pyg_distcomm.tensor.operands import agree
+from pyg_distcomm.tensor.operands import agree, check_devices
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     check_saved,
@@ -65,7 +65,11 @@ class DistTensor(RowShardedTensor):
         """Applies the rule to one torch function."""
         if Stacked in types:
             return Stacked.__torch_function__(func, types, args, kwargs)
-        return dispatch.apply(func, args, kwargs or {})
+        try:
+            return dispatch.apply(func, args, kwargs or {})
+        except RuntimeError as error:  # of this rank alone, it may be
+            check_devices(func, args, kwargs or {}, error)
+            raise
 
     def __getitem__(self, key: Any) -> Any:
         return getitem.get(self, key)

@@ -6,6 +6,8 @@ averaged; and ranks compare what they call before it exchanges anything.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.consistency import comparer_of
+from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.gradient_averaging import averager_of, meet
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor, tree_map
@@ -124,6 +127,44 @@ def _described(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, slice, torch.dtype)):
         return repr(value)
     return type(value).__name__
+
+
+def check_devices(func: Callable, args: Any, kwargs: Any, error: Exception) -> None:
+    """Raises, on all ranks, if torch refused operands because they lie on several devices.
+
+    Raises:
+        ValueError: naming the operands, and their devices.
+    """
+    found: list[Tensor] = []
+    tree_map(lambda v: found.append(v) if isinstance(v, Tensor) else v, (args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        where = {str(t.device): t for t in found if t.dim()}
+    if len(where) < 2 or not re.search("device|meta tensor", str(error)):
+        return
+    said = [f"{_called(t)} lies on {device}" for device, t in where.items()]
+    wrong = ValueError(
+        f"move the model and the data to one device, by .to(mesh.device): in "
+        f"{getattr(func, '__name__', func)}(), {', and '.join(said)}"
+    )
+    mesh = next(t for t in found if isinstance(t, RowShardedTensor)).rows.mesh
+    watch = watch_of(mesh)
+    if watch is not None:
+        watch.fail(wrong)
+    raise wrong from error
+
+
+def _called(t: Tensor) -> str:
+    """Names a tensor: by the module that calls, if it is one of its own, or by its shape."""
+    frame, name = inspect.currentframe(), ""
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            own = (*module.named_parameters(), *module.named_buffers())
+            name = next(
+                (f"{type(module).__name__}.{n}" for n, p in own if p is t), name
+            )
+        frame = frame.f_back
+    return name or _described(t)
 
 
 def compare_plain(x: RowShardedTensor, value: Any, name: str) -> None:

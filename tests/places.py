@@ -1,0 +1,198 @@
+"""Runs tests on a device: shares are sent there, models follow what they are called with.
+
+A test that takes the fixture `place` runs its ranks within `at(place)`. What is made from
+ordinary tensors stays with the host, as the numbers of one process that it is held to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+
+import second_device
+import torch
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._pytree import tree_leaves, tree_map
+from torch_geometric.data.data import BaseData
+
+NOW = "cpu"  # where the test that runs now computes
+
+
+def prepare():
+    """Compiles the second device before autograd starts threads, if tests will use it."""
+    if os.environ.get("PYG_DISTCOMM_TEST_PLACE") == "spare":
+        second_device.device()
+
+
+def _tensors(value):
+    """The tensors in a value, in lists, dictionaries and graphs."""
+    if isinstance(value, BaseData):
+        value = value.to_dict()
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, BaseData):
+            found += _tensors(leaf)
+    return found
+
+
+def _move(module, device):
+    """Sends a module to a device; parameters stay those that optimizers know.
+
+    torch's own `to` makes others of those of the second device.
+    """
+    for kind in (module.parameters, module.buffers):
+        for t in kind():
+            if t.device not in (device, torch.device("meta")):
+                if isinstance(t, UninitializedTensorMixin):
+                    there = type(t)(device=device, dtype=t.dtype)
+                else:
+                    there = t.detach().to(device).requires_grad_(t.requires_grad)
+                torch._C._swap_tensor_impl(t, there)
+                if t.grad is not None:
+                    t.grad = t.grad.to(device)
+
+
+def _following(call, device, inside):
+    """Sends modules where their arguments are, and holds them to answer there."""
+
+    @functools.wraps(call)
+    def follow(module, *args, **kwargs):
+        found = [] if inside else _tensors([args, kwargs])
+        given = {t.device for t in found}
+        if device in given:
+            _move(module, device)
+        elif any(t.is_floating_point() for t in found):  # ids may lie anywhere
+            _move(module, torch.device("cpu"))
+        inside.append(module)
+        try:
+            out = call(module, *args, **kwargs)
+        finally:
+            inside.pop()
+        if device in given:
+            astray = {str(t.device) for t in _tensors(out)} - {str(device)}
+            assert not astray, f"{type(module).__name__} gives tensors on {astray}"
+        return out
+
+    return follow
+
+
+def lacks(text):
+    """Tells whether an error says that the second device has no such operation."""
+    return NOW == "spare" and "Could not run 'aten::" in text
+
+
+def home(value):
+    """Brings tensors of a device to the host, to be compared."""
+    moved = lambda t: t.cpu() if isinstance(t, torch.Tensor) and not t.is_cpu else t  # noqa: E731
+    return tree_map(moved, value)
+
+
+def _comparing(function):
+    @functools.wraps(function)
+    def compare(one, two, *args, **kwargs):
+        places = {t.device for t in _tensors([one, two])}
+        if len(places) > 1:
+            one, two = home(one), home(two)
+        return function(one, two, *args, **kwargs)
+
+    return compare
+
+
+def _sending(function, device):
+    @functools.wraps(function)
+    def send(*args, **kwargs):
+        return function(*args, **kwargs).to(device)
+
+    return send
+
+
+def _moving(function, device):
+    @functools.wraps(function)
+    def convert(*args, **kwargs):
+        model = function(*args, **kwargs)
+        _move(model, device)
+        return model
+
+    return convert
+
+
+def _placing(init, device):
+    @functools.wraps(init)
+    def place(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        _move(self, device)
+
+    return place
+
+
+def _replicating(function, device):
+    import pyg_distcomm as pdc
+
+    @functools.wraps(function)
+    def replicate(model, *args, **kwargs):
+        _move(model, device)
+        if device.type == "cuda":
+            return function(model, *args, **kwargs)
+        model = pdc.convert(model)  # DistributedDataParallel has no back end there
+        object.__setattr__(model, "module", model)
+        return model
+
+    return replicate
+
+
+def _piping(function, device):
+    @functools.wraps(function)
+    def init(self, layers, *args, **kwargs):
+        for layer in layers if isinstance(layers, (list, tuple)) else [layers]:
+            layer = layer[0] if isinstance(layer, tuple) else layer
+            if isinstance(layer, torch.nn.Module):
+                _move(layer, device)
+        return function(self, layers, *args, **kwargs)
+
+    return init
+
+
+@contextlib.contextmanager
+def at(place):
+    """Has shares and their models lie on a device, and results compared on the host."""
+    global NOW
+    NOW, outer = place, NOW
+    try:
+        with _changed(place) if place != "cpu" else contextlib.nullcontext():
+            yield
+    finally:
+        NOW = outer
+
+
+@contextlib.contextmanager
+def _changed(place):
+    import pyg_distcomm as pdc
+
+    device = second_device.device_of(place)
+    inside = []  # the modules that are called now
+    changes = [
+        *(
+            (kind, "__call__", _following(kind.__call__, device, inside))
+            for kind in (torch.nn.Module, pdc.nn.HaloExecution)
+        ),
+        (pdc, "partition", _sending(pdc.partition, device)),
+        (pdc, "load_partition", _sending(pdc.load_partition, device)),
+        (pdc, "convert", _moving(pdc.convert, device)),
+        (pdc.DistEmbedding, "__init__", _placing(pdc.DistEmbedding.__init__, device)),
+        (pdc, "replicate", _replicating(pdc.replicate, device)),
+        (pdc.Pipeline, "__init__", _piping(pdc.Pipeline.__init__, device)),
+        (torch.testing, "assert_close", _comparing(torch.testing.assert_close)),
+        (torch, "equal", _comparing(torch.equal)),
+        (torch, "allclose", _comparing(torch.allclose)),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
