@@ -47,12 +47,13 @@ def pytest_configure(config):
 
 def pytest_generate_tests(metafunc):
     if "place" in metafunc.fixturenames:
-        asked = {"second": "spare"}.get(metafunc.config.getoption("--place"))
-        asked = asked or metafunc.config.getoption("--place")
+        asked = metafunc.config.getoption("--place")
         known = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        marked = metafunc.definition.get_closest_marker("place")
-        suits = marked.args if marked else ("cpu", "cuda", "spare")
-        found = [each for each in ([asked] if asked else known) if each in suits]
+        known = {"second": ["spare"], None: known}.get(asked, [asked])
+        mark = metafunc.definition.get_closest_marker("place")
+        found = [each for each in known if mark is None or each in mark.args]
+        cuda = pytest.param("cuda", marks=pytest.mark.cuda)
+        found = [cuda if each == "cuda" else each for each in found]
         metafunc.parametrize("place", found, indirect=True)
 
 

@@ -20,8 +20,6 @@ from torch_geometric import seed_everything
 import pyg_distcomm as pdc
 import pyg_distcomm.nn
 
-pytestmark = pytest.mark.usefixtures("place")
-
 
 def seeded(make, *args, **kwargs):
     torch.manual_seed(5)

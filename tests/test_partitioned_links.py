@@ -18,8 +18,6 @@ from pyg_distcomm.loader import (
     DistNeighborLoader,
 )
 
-pytestmark = pytest.mark.usefixtures("place")
-
 CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
 
 
@@ -149,15 +147,15 @@ def _compared(size, c, case, place):
 
 
 @tiers.cover(
-    ("world", "case", "place"),
+    ("world", "case", "where"),
     GRIDS,
     list(CASES),
     [{}, {"sample_at": "requester"}, {"topology": "replicated"}],
     step=3,
 )
-def test_links_of_a_share_are_those_of_the_whole_graph(world, case, place):
+def test_links_of_a_share_are_those_of_the_whole_graph(world, case, where):
     size, c = world
-    worlds.run(_compared, size, size, c, case, place)
+    worlds.run(_compared, size, size, c, case, where)
 
 
 def _refused(case):

@@ -21,7 +21,7 @@ from layers import F as WIDTH
 from pipelines import loss_of, stack_of
 from problems import GRAPHS, owners
 from torch_geometric import transforms as T
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import scatter
 
 import pyg_distcomm as pdc
@@ -332,6 +332,16 @@ def shares():
     found = [share, pdc.update(share, **given)]
     found += [T.Compose(steps)(copy.copy(share)), *T.RandomLinkSplit()(share)]
     pdc.partition_report(share)
+    whole = GRAPHS["undirected"]().coalesce()
+    shape, weight = (whole.num_nodes,) * 2, torch.ones(whole.num_edges).double()
+    adj = torch.sparse_coo_tensor(whole.edge_index, weight, shape).coalesce()
+    weighted = Data(x=whole.x, adj_t=adj, num_nodes=whole.num_nodes)
+    weighted = pdc.partition(weighted, mesh, cut).to(device)
+    conv = pdc.convert(pyg.GCNConv(7, 4, add_self_loops=False).double().to(device))
+    capped = pdc.partition(GRAPHS["undirected"](), mesh, cut, memory=2000).to(device)
+    chunked = pdc.convert(pyg.GATConv(7, 4).double().to(device))
+    outs = conv(weighted.x, weighted.adj_t), chunked(capped.x, capped.edge_index)
+    assert devices(outs) == {device}
     for each in found:
         assert devices(each.to_dict()) == {device}, each
 
@@ -411,6 +421,8 @@ def loaders():
         loading.ShaDowKHopSampler(data, 2, 3, batch_size=8),
         loading.GraphSAINTNodeSampler(data, 16, 2),
     ]
+    drawn = loading.ImbalancedSampler(share)
+    made.append(NeighborLoader(share, [2, 2], batch_size=8, sampler=drawn))
     model = spread(pyg.GraphSAGE(7, 6, 2, 4).double().to(device), mesh)
     for loader in made:
         for batch in loader:

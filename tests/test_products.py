@@ -16,8 +16,6 @@ from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.tensor.reductions import keyed_dropout
 
-pytestmark = pytest.mark.usefixtures("place")
-
 SIZES = (1, 2, 3, 4, 6, 8)
 
 

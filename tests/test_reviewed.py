@@ -16,8 +16,6 @@ from torch_geometric.utils import add_self_loops, degree, scatter
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as nn
 
-pytestmark = pytest.mark.usefixtures("place")
-
 F_IN, OUT = 7, 4
 
 

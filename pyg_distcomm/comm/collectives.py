@@ -33,7 +33,9 @@ def _staged(x: Tensor, axis: Axis) -> Tensor:
     backends = _back_ends(axis)
     if not x.is_cpu and "nccl" not in backends:
         return x.cpu()
-    if x.is_cpu and backends == "cuda:nccl":  # threads have a current device of their own
+    if (
+        x.is_cpu and backends == "cuda:nccl"
+    ):  # threads have a current device of their own
         mesh = None if PROCESS.mesh is None else PROCESS.mesh()
         home = None if mesh is None else mesh.device
         return x.to(home if home is not None and home.type == "cuda" else "cuda")
