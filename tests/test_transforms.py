@@ -337,6 +337,9 @@ def _typed(mesh):
             seeded(nn.GraphConv, 4, 5)(x, back.edge_index, back.edge_weight)
         )
     torch.testing.assert_close(found[1], found[0])
+    sort = T.ToSparseTensor(attr=None)
+    ours, want = (sort(copy.copy(x))["a", "to", "b"] for x in (d, data))
+    assert torch.equal(ours.edge_weight.full_tensor(), want.edge_weight)
 
 
 def solved_and_refused():

@@ -40,12 +40,11 @@ def _to_sparse_tensor(self: Any, data: Any) -> Any:
     for store in data.edge_stores:
         if not isinstance(store.get("edge_index"), DistEdgeIndex):
             continue
-        if store.edge_index.sources is store.edge_index.nodes:  # in PyG's order
-            kept = ("edge_index", "edge_label", "edge_label_index")
-            names = [k for k in store if k not in kept and store.is_edge_attr(k)]
-            values = [store[name] for name in names]
-            edges, values = sort_edge_index(store.edge_index, values, sort_by_row=False)
-            store.update({"edge_index": edges, **dict(zip(names, values, strict=True))})
+        kept = ("edge_index", "edge_label", "edge_label_index")
+        names = [k for k in store if k not in kept and store.is_edge_attr(k)]
+        values = [store[name] for name in names]
+        edges, values = sort_edge_index(store.edge_index, values, sort_by_row=False)
+        store.update({"edge_index": edges, **dict(zip(names, values, strict=True))})
         edges, weight = store.edge_index, store.get(self.attr or "")
         of_torch = self.layout is not None or not WITH_TORCH_SPARSE
         if of_torch:  # which has each edge once
