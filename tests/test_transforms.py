@@ -509,6 +509,14 @@ def parted():
             for a, b in zip(*(side[1] for side in sides), strict=True):
                 same(b, a, name)
         share = pdc.partition(typed_graph(), mesh, "random")
+        found = T.AddMetaPaths(PATHS, weighted=True)(copy.copy(share))  # of equal edges
+        want = PARTS["AddMetaPaths"](typed_graph())
+        for name in ("metapath_0", "metapath_1"):
+            ours, one = (
+                g[next(t for t in g.edge_types if name in t)] for g in (found, want)
+            )
+            assert torch.equal(ours.edge_index.full_tensor(), one.edge_index)
+            torch.testing.assert_close(ours.edge_weight.full_tensor(), one.edge_weight)
         mesh.ledger.reset()
         share.subgraph({"paper": share["paper"].train_mask})
         moved = mesh.ledger.bytes() - mesh.ledger.bytes("plan")

@@ -180,6 +180,8 @@ def _metapaths(self: Any, data: Any, forward: Transform) -> Any:
         for key in here[: 1 + weighted]:
             if key in data[kind]:
                 whole[kind][key] = data[kind][key].full_tensor()
+        if here and getattr(self, "max_sample", 1) is None:
+            _merge_equal(whole[kind], max(whole.num_nodes, 1), weighted)
         if kind not in named:
             whole[kind].edge_index = torch.empty(2, 0, dtype=torch.int64)
     twin = copy.copy(self)
@@ -205,6 +207,18 @@ def _metapaths(self: Any, data: Any, forward: Transform) -> Any:
     after = vars(sys.modules[type(self).__module__])["postprocess"]
     after(data, edge_types, *kept, self.drop_unconnected_node_types)
     return data
+
+
+def _merge_equal(store: Any, count: int, weighted: bool) -> None:
+    """Merges equal edges, whose weights, or numbers, add up; torch may crash on them."""
+    edges, weight = store.edge_index, store.get("edge_weight")
+    if weighted and weight is None:
+        weight = torch.ones(edges.size(1), device=edges.device)
+    once, weight = coalesce(edges, weight, count)
+    if once.size(1) < edges.size(1):
+        store.edge_index = once
+        if weight is not None:
+            store.edge_weight = weight
 
 
 def _index_to_mask(self: Any, data: Any, forward: Transform) -> Any:

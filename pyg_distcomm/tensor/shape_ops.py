@@ -574,7 +574,9 @@ def joined(tensors: list[Any]) -> RowShardedTensor:
     if (
         len(shapes) > 1
     ):  # torch takes an empty `[0]` with any, and a rank may have no row
-        raise ValueError(f"cat() of rows must get rows of one shape, got {sorted(shapes)}")
+        raise ValueError(
+            f"cat() of rows must get rows of one shape, got {sorted(shapes)}"
+        )
     of = next(
         (t.rows for t in tensors if isinstance(t, RowShardedTensor) and t.rows.nodes),
         like.rows,
