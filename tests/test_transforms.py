@@ -633,6 +633,22 @@ def sparse():
     want = gcn(torch_geometric.nn, _in_floats(plain), plain.adj_t)
     got = gcn(pyg_distcomm.nn, _in_floats(after), after.adj_t)
     torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5)
+    for one in (
+        lambda d: (
+            (0.1 * d.adj_t + torch.eye(d.num_nodes).to_sparse_csr()) @ d.x.float()
+        ),
+        lambda d: d.adj_t.t() @ d.x.float(),
+        lambda d: torch.sparse.mm(-d.adj_t, d.x.float()),
+        lambda d: d.adj_t @ d.x[:, 0].float(),
+        lambda d: d.adj_t.to_dense().sum(1),
+        lambda d: torch.diag(d.x[:, 0]).to_sparse() @ d.x,
+        lambda d: torch.arange(d.num_nodes)[(d.x[:, 0] > 0,)],
+    ):
+        want, got = one(plain), one(after)
+        got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match=r"mul\(\) of a DistEdgeIndex"):
+        after.adj_t.mul_(2)
     if mesh.size > 1:
         with pytest.raises(TypeError, match=r"before pdc\.partition"):
             U.get_ppr(share.edge_index)

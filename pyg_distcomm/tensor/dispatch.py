@@ -459,7 +459,7 @@ def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)([cut(v) for v in value])
         many = isinstance(value, Tensor) and value.dim() and x.rows.whole
-        if not many or value.size(0) != x.rows.total:
+        if not many or value.size(0) != x.rows.total or value.layout != torch.strided:
             return value
         return x.wrap(value[x.rows.gid_on(value.device)], x.rows)
 
@@ -535,6 +535,7 @@ def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
 def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
     """Rows of a table, ordinary or row-sharded, at row-sharded integer numbers of them."""
     table, key, dim = args[0], args[-1], 0
+    key = key[0] if isinstance(key, tuple) and len(key) == 1 else key
     if base_name(func) == "index_select":
         dim, key = (
             argument((args, kwargs), k, n) for k, n in ((1, "dim"), (2, "index"))

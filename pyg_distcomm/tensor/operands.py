@@ -52,6 +52,13 @@ def argument(tree: Any, place: int, name: str) -> Any:
     return args[place] if len(args) > place else kwargs.get(name)
 
 
+def kind_of(value: Any) -> str:
+    """Describes what was given instead of a row-sharded tensor."""
+    if isinstance(value, Tensor):
+        return f"a plain tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
 def meet_all(x: RowShardedTensor, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns the operands of an operation, plain ones as they have to meet row-sharded `x`.
 

@@ -571,12 +571,8 @@ def joined(tensors: list[Any]) -> RowShardedTensor:
             gids.append(before + block.gid)
             before += t.size(0)
     shapes = {tuple(p.shape[1:]) for p, t in zip(parts, tensors, strict=True) if len(t)}
-    if (
-        len(shapes) > 1
-    ):  # torch takes an empty `[0]` with any, and a rank may have no row
-        raise ValueError(
-            f"cat() of rows must get rows of one shape, got {sorted(shapes)}"
-        )
+    if len(shapes) > 1:  # torch takes an empty one, as of a rank without rows, with any
+        raise ValueError(f"cat() of rows must get rows of one shape: {sorted(shapes)}")
     of = next(
         (t.rows for t in tensors if isinstance(t, RowShardedTensor) and t.rows.nodes),
         like.rows,
