@@ -232,20 +232,6 @@ EDITS = {
             "explainer(data.x.full_tensor(), data.edge_index.full_tensor(),",
         ),
     ),
-    "ogc": changed(
-        "a mask for a diagonal matrix; add the identity before the cut",
-        (
-            "S = torch.diag(data.train_mask).float().to_sparse()",
-            "S = data.train_mask.view(-1, 1)",
-        ),
-        ("(S @ (-y_one_hot + pred))", "(S * (-y_one_hot + pred))"),
-        (
-            "lazy_adj = beta * data.adj_t + (1 - beta) * I_N\n",
-            "lazy_adj = beta * dataset[0].adj_t + (1 - beta) * I_N\n"
-            "lazy_adj = Data(adj_t=lazy_adj, num_nodes=data.num_nodes)\n"
-            "lazy_adj = pdc.partition(lazy_adj, mesh).adj_t\n",
-        ),
-    ),
     "reddit": (
         Edit(
             "`split=False` for the loader of all nodes",

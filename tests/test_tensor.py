@@ -436,6 +436,8 @@ def _refused():
         assert "full_tensor" in str(error.value) or "pdc.partition" in str(
             error.value
         ), name
+    with pytest.raises(ValueError, match="rows of one shape"):
+        torch.cat([share.x[:, 0], torch.ones(2, 7).double()])
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -342,6 +342,9 @@ def _typed(mesh):
             seeded(nn.GraphConv, 4, 5)(x, back.edge_index, back.edge_weight)
         )
     torch.testing.assert_close(found[1], found[0])
+    sort = T.ToSparseTensor(attr=None)
+    ours, want = (sort(copy.copy(x))["a", "to", "b"] for x in (d, data))
+    assert torch.equal(ours.edge_weight.full_tensor(), want.edge_weight)
 
 
 def solved_and_refused():
@@ -511,6 +514,14 @@ def parted():
             for a, b in zip(*(side[1] for side in sides), strict=True):
                 same(b, a, name)
         share = pdc.partition(typed_graph(), mesh, "random")
+        found = T.AddMetaPaths(PATHS, weighted=True)(copy.copy(share))  # of equal edges
+        want = PARTS["AddMetaPaths"](typed_graph())
+        for name in ("metapath_0", "metapath_1"):
+            ours, one = (
+                g[next(t for t in g.edge_types if name in t)] for g in (found, want)
+            )
+            assert torch.equal(ours.edge_index.full_tensor(), one.edge_index)
+            torch.testing.assert_close(ours.edge_weight.full_tensor(), one.edge_weight)
         mesh.ledger.reset()
         share.subgraph({"paper": share["paper"].train_mask})
         moved = mesh.ledger.bytes() - mesh.ledger.bytes("plan")
@@ -628,6 +639,22 @@ def sparse():
     want = gcn(torch_geometric.nn, _in_floats(plain), plain.adj_t)
     got = gcn(pyg_distcomm.nn, _in_floats(after), after.adj_t)
     torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5)
+    for one in (
+        lambda d: (
+            (0.1 * d.adj_t + torch.eye(d.num_nodes).to_sparse_csr()) @ d.x.float()
+        ),
+        lambda d: d.adj_t.t() @ d.x.float(),
+        lambda d: torch.sparse.mm(-d.adj_t, d.x.float()),
+        lambda d: d.adj_t @ d.x[:, 0].float(),
+        lambda d: d.adj_t.to_dense().sum(1),
+        lambda d: torch.diag(d.x[:, 0]).to_sparse() @ d.x,
+        lambda d: torch.arange(d.num_nodes)[(d.x[:, 0] > 0,)],
+    ):
+        want, got = one(plain), one(after)
+        got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match=r"mul\(\) of a DistEdgeIndex"):
+        after.adj_t.mul_(2)
     if mesh.size > 1:
         with pytest.raises(TypeError, match=r"before pdc\.partition"):
             U.get_ppr(share.edge_index)

@@ -112,6 +112,8 @@ CASES = {
         [d.x[d.train_mask], d.x[:9], torch.ones(3, 7).double()]
     ),
     "stack": lambda d: torch.stack([d.x, 2 * d.x], 1).flatten(1),
+    "columns meet rows": lambda d: d.x[:, 0] * torch.arange(3).view(-1, 1),
+    "one column meets rows": lambda d: d.x * torch.ones(1, 1, 1).double(),
     "expand": lambda d: d.x[:, :1].expand(d.num_nodes, 7) * d.x,
     "row": lambda d: d.x[5] + d.x[-1],
     "range": lambda d: d.x[10:30:3],

@@ -17,13 +17,14 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem
-from pyg_distcomm.ops.csr import coo_of
+from pyg_distcomm.ops.csr import coo_of, csr_of
 from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.partition.cutters import check_edge_index
-from pyg_distcomm.tensor import getitem
+from pyg_distcomm.tensor import getitem, op_tables
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import cut_as, kept
-from pyg_distcomm.tensor.op_tables import FACTS, NEW, SIZES, WHOLE, base_name
+from pyg_distcomm.tensor.op_tables import FACTS, NEW, SIZES, base_name
+from pyg_distcomm.tensor.operands import kind_of
 from pyg_distcomm.tensor.row_sharded import (
     advice,
     check_saved,
@@ -47,8 +48,8 @@ class DistEdgeIndex(torch.Tensor):
     `edge_index[1]` are DistTensors of node ids, one row per edge, so that
     `z[edge_index[0]]` fetches the rows of the sources. `edge_index[:, mask]`,
     `torch.cat([edge_index, loops], 1)`, `edge_index.flip(0)` and `torch.stack` of sources
-    and targets are edges spread over ranks again; other operations gather all edges, or
-    are refused. This rank's edges are those of `.to_local()`.
+    and targets are edges spread over ranks again; other operations gather all edges, or are
+    refused. This rank's edges are those of `.to_local()`.
     """
 
     topology: Topology
@@ -100,7 +101,7 @@ class DistEdgeIndex(torch.Tensor):
         if nodes is None or nodes.partition is None or any(f is None for f in found):
             raise TypeError(
                 "edges are stacked from as many sources as targets, that come from an "
-                f"edge_index of pdc.partition; got {' and '.join(map(_kind, both))}"
+                f"edge_index of pdc.partition; got {' and '.join(map(kind_of, both))}"
             )
         ends: Tensor = torch.stack([end.to(like.dtype) for end in found])
         owner = nodes.partition.owner_of(ends[1].cpu().long())
@@ -253,7 +254,7 @@ class DistEdgeIndex(torch.Tensor):
         if not isinstance(x, DistTensor):
             raise TypeError(
                 f"pass data.x of pdc.partition as {name} (a DistTensor), or something "
-                f"computed from it: it is {_kind(x)}, but the edge_index is spread over "
+                f"computed from it: it is {kind_of(x)}, but the edge_index is spread over "
                 f"ranks, with {nodes.total} nodes"
             )
         if x.rows is not nodes and not x.rows.same_as(nodes):
@@ -285,7 +286,7 @@ class DistEdgeIndex(torch.Tensor):
             return self.topology.placed(name, value[edges.place_on(value.device)])
         raise TypeError(
             f"give {name} one row for each of the {edges.count} edges: it is "
-            f"{_kind(value)}; make it part of the Data before pdc.partition"
+            f"{kind_of(value)}; make it part of the Data before pdc.partition"
         )
 
     def to_local(self) -> Tensor:
@@ -375,9 +376,12 @@ class DistEdgeIndex(torch.Tensor):
                 return _moved(args[0], func(*args, **kwargs))
             if name in NEW:  # of the dtype and device
                 return getattr(args[0].to_local(), name)(*args[1:], **kwargs)
-        if name in _MADE:
+        first = args[0] if args else None
+        matrix = name in op_tables.OF_MATRICES and getattr(first, "of_torch", False)
+        if name in _MADE and not matrix:
             return _MADE[name](*args, **kwargs)
-        if name in _GATHERED:
+        written = isinstance(first, DistEdgeIndex) and getitem.writes(func)
+        if (name in op_tables.ON_ALL_EDGES or matrix) and not written:
             return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
         raise _refusal(name)
 
@@ -456,12 +460,6 @@ def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
 _COPIES = frozenset("to cpu cuda clone detach contiguous long pin_memory".split())
 
 
-_GATHERED = WHOLE | frozenset(
-    """numpy tolist eq ne lt gt le ge add sub mul remainder floor_divide index_select
-    view reshape flatten any all equal sum to_dense max min split chunk tensor_split""".split()
-)
-
-
 def _refusal(name: str) -> TypeError:
     """Returns the error of an operation on edges, which names the layer it came from."""
     return TypeError(
@@ -483,9 +481,11 @@ def _size(x: DistEdgeIndex, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    if isinstance(value, (DistEdgeIndex, DistTensor)):
-        return value.full_tensor()
-    return value
+    if isinstance(value, DistEdgeIndex) and value.of_torch:
+        shape = value.nodes.total, value.sources.total
+        return csr_of(value.full_tensor(), _whole(value.weight), shape)
+    spread = isinstance(value, (DistEdgeIndex, DistTensor))
+    return value.full_tensor() if spread else value
 
 
 def _joined(tensors: Any, dim: int = 0, **more: Any) -> Any:
@@ -551,6 +551,12 @@ def _extreme(op: str) -> Callable[..., Any]:
     return found
 
 
+def _product(x: Any, y: Any) -> Any:
+    if isinstance(x, DistEdgeIndex):
+        return x.matmul(y) if y.dim() > 1 else x.matmul(y.unsqueeze(1)).squeeze(1)
+    raise _refusal("matmul")
+
+
 _MADE: dict[str, Callable[..., Any]] = {
     "getitem": _taken,
     "setitem": _written,
@@ -562,10 +568,9 @@ _MADE: dict[str, Callable[..., Any]] = {
     "narrow": lambda x, dim, start, length: x[
         (slice(None),) * (dim % 2) + (getitem.span(x.size(dim), start, length),)
     ],
-    "matmul": lambda x, y: x.matmul(y),
-    **dict.fromkeys(("t", "T", "mT", "transpose"), _turned),
-    "max": _extreme("max"),
-    "min": _extreme("min"),
+    **dict.fromkeys(("matmul", "mm", "mv", "_sparse_mm"), _product),
+    **dict.fromkeys(op_tables.TURNED, _turned),
+    **{op: _extreme(op) for op in ("max", "min")},
 }
 
 
@@ -592,9 +597,3 @@ def _end_cut_as(end: Tensor, rows: Rows) -> Any:
     if isinstance(end, DistTensor):
         return cut_as(end, rows)
     return end[rows.place_on(end.device)] if len(end) == rows.count else None
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a plain tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -40,12 +40,11 @@ def _to_sparse_tensor(self: Any, data: Any) -> Any:
     for store in data.edge_stores:
         if not isinstance(store.get("edge_index"), DistEdgeIndex):
             continue
-        if store.edge_index.sources is store.edge_index.nodes:  # in PyG's order
-            kept = ("edge_index", "edge_label", "edge_label_index")
-            names = [k for k in store if k not in kept and store.is_edge_attr(k)]
-            values = [store[name] for name in names]
-            edges, values = sort_edge_index(store.edge_index, values, sort_by_row=False)
-            store.update({"edge_index": edges, **dict(zip(names, values, strict=True))})
+        kept = ("edge_index", "edge_label", "edge_label_index")
+        names = [k for k in store if k not in kept and store.is_edge_attr(k)]
+        values = [store[name] for name in names]
+        edges, values = sort_edge_index(store.edge_index, values, sort_by_row=False)
+        store.update({"edge_index": edges, **dict(zip(names, values, strict=True))})
         edges, weight = store.edge_index, store.get(self.attr or "")
         of_torch = self.layout is not None or not WITH_TORCH_SPARSE
         if of_torch:  # which has each edge once
@@ -181,6 +180,8 @@ def _metapaths(self: Any, data: Any, forward: Transform) -> Any:
         for key in here[: 1 + weighted]:
             if key in data[kind]:
                 whole[kind][key] = data[kind][key].full_tensor()
+        if here and getattr(self, "max_sample", 1) is None:
+            _merge_equal(whole[kind], max(whole.num_nodes, 1), weighted)
         if kind not in named:
             whole[kind].edge_index = torch.empty(2, 0, dtype=torch.int64)
     twin = copy.copy(self)
@@ -206,6 +207,18 @@ def _metapaths(self: Any, data: Any, forward: Transform) -> Any:
     after = vars(sys.modules[type(self).__module__])["postprocess"]
     after(data, edge_types, *kept, self.drop_unconnected_node_types)
     return data
+
+
+def _merge_equal(store: Any, count: int, weighted: bool) -> None:
+    """Merges equal edges, whose weights, or numbers, add up; torch may crash on them."""
+    edges, weight = store.edge_index, store.get("edge_weight")
+    if weighted and weight is None:
+        weight = torch.ones(edges.size(1), device=edges.device)
+    once, weight = coalesce(edges, weight, count)
+    if once.size(1) < edges.size(1):
+        store.edge_index = once
+        if weight is not None:
+            store.edge_weight = weight
 
 
 def _index_to_mask(self: Any, data: Any, forward: Transform) -> Any:

@@ -271,6 +271,15 @@ class Links:
         return Links(*(link.to(device) for link in every))
 
 
+def csr_of(edges: Tensor, value: Any, shape: tuple[int, int]) -> Tensor:
+    """Returns a matrix of torch.sparse, its rows targets, of all edges `[2, e]`."""
+    if value is None:
+        value = torch.ones(edges.size(1), device=edges.device)
+    return (
+        torch.sparse_coo_tensor(edges.flip(0), value, shape).coalesce().to_sparse_csr()
+    )
+
+
 def coo_of(adj: Any) -> tuple[Tensor, Tensor | None]:
     """Returns the edges of a sparse adjacency, rows being targets, and their weights.
 

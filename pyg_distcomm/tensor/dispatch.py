@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.comm import autograd, random
+from pyg_distcomm.comm import random
 from pyg_distcomm.comm.consistency import check_transforms, refuse_transforms
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id, gradient_scale, reductions, sizes
@@ -26,10 +26,18 @@ from pyg_distcomm.tensor.op_tables import (
     WHOLE,
     base_name,
 )
-from pyg_distcomm.tensor.operands import agree, call_local, meet_all
+from pyg_distcomm.tensor.operands import (
+    agree,
+    all_rows,
+    argument,
+    call_local,
+    local_part,
+    meet_all,
+)
 from pyg_distcomm.tensor.reductions import RECURRENT, dropout, recurrent
 from pyg_distcomm.tensor.row_sharded import (
     WAYS_OUT,
+    MoreDims,
     RowShardedTensor,
     advice,
     first_sharded,
@@ -64,12 +72,15 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     check_writes(func, args)
     if kwargs.get("out") is not None and name not in ROWWISE:
         return _into(kwargs["out"], func, args, kwargs)
-    if name in ("type_as", "to") and isinstance((*args, None)[1], RowShardedTensor):
+    if name in ("type_as", "to") and isinstance((*args, None)[1], Tensor):
         return args[0].to(args[1].device, args[1].dtype, **kwargs)
     if name in _SILENT:  # hooks of saved tensors would hand it others
         return _applied(name, func, args, kwargs)
     with first_sharded(args, kwargs).rows.spilling():
-        return _applied(name, func, *_met(name, args, kwargs))
+        try:
+            return _applied(name, func, *_met(name, args, kwargs))
+        except MoreDims:
+            return gathered(func, args, kwargs)
 
 
 def _applied(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
@@ -109,7 +120,7 @@ def _into(out: Any, func: Callable, args: Any, kwargs: Any) -> Any:
     given = {key: value for key, value in kwargs.items() if key != "out"}
     found = func(*args, **given)
     if not isinstance(out, RowShardedTensor):
-        return out.copy_(_gathered(found))
+        return out.copy_(all_rows(found))
     same = isinstance(found, RowShardedTensor) and out.dim() == found.dim()
     local = gather_by_id.cut_as(found, out.rows) if same else None
     if local is None:
@@ -122,7 +133,7 @@ def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
         return gathered(func, args, kwargs)
     if _writes_whole(func, args, kwargs):
         agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
-        return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        return func(*tree_map(all_rows, args), **tree_map(all_rows, kwargs))
     args, kwargs, rows, width = _alike(func, args, kwargs)
     args, kwargs = _aligned(func, (args, kwargs), rows, width)
     wants_gradient = base_name(func).endswith("_like") and kwargs.pop(
@@ -156,12 +167,6 @@ def _writes_whole(func: Callable, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _gathered(value: Any) -> Any:
-    if not isinstance(value, RowShardedTensor):
-        return value
-    return autograd.all_gather(value.to_local(), value.rows.gid, value.rows.mesh.world)
-
-
 def _alike(func: Callable, args: Any, kwargs: Any) -> tuple[Any, Any, Rows, int]:
     """Returns operands that are cut alike (by `cut_as`), their rows, and the most dims."""
     found: list[RowShardedTensor] = []
@@ -191,8 +196,8 @@ def _alike(func: Callable, args: Any, kwargs: Any) -> tuple[Any, Any, Rows, int]
 def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
     name = base_name(func)
     if name in WEIGHTED:  # their other operands are weights
-        weights = _at(tree, 1, "weight")
-        plain = not isinstance(_at(tree, 0, "input"), RowShardedTensor)
+        weights = argument(tree, 1, "weight")
+        plain = not isinstance(argument(tree, 0, "input"), RowShardedTensor)
         if name in ("linear", "embedding", "prelu") and (
             plain or isinstance(weights, RowShardedTensor)
         ):
@@ -228,11 +233,6 @@ def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
         return fit_plain(value, like, width, name)
 
     return tree_map(fit, tree)
-
-
-def _at(tree: Any, place: int, name: str) -> Any:
-    args, kwargs = tree
-    return args[place] if len(args) > place else kwargs.get(name)
 
 
 def _wrapped(out: Any, like: RowShardedTensor) -> Any:
@@ -312,7 +312,7 @@ def _reduce(
     if name in WHOLE:
         return gathered(func, args, kwargs)
     if name == "select":
-        return x[_at((args, kwargs), 2, "index")]
+        return x[argument((args, kwargs), 2, "index")]
     if name == "unbind":
         return tuple(x)
     if name == "logsumexp":  # of each row, then of the rows
@@ -417,10 +417,10 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
             a if isinstance(a, RowShardedTensor) else fit_plain(a, first, most, name)
             for a in args
         ]
-        x, other = (_unwrapped(arg) for arg in args)
+        x, other = (local_part(arg) for arg in args)
         if not isinstance(args[0], RowShardedTensor) or x.dim() == other.dim():
             return first.wrap(x.expand_as(other), first.rows)
-    local_args, local_kwargs = tree_map(_unwrapped, (args, kwargs))
+    local_args, local_kwargs = tree_map(local_part, (args, kwargs))
     try:
         out = SHAPING[name](func, *local_args, **local_kwargs)
     except UnsupportedOp:
@@ -453,21 +453,17 @@ def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
     if x.reads_local:
         raise unsupported_op(f"{base_name(func)}() over the rows")
     agree(base_name(func), x, (args, kwargs))
-    args, kwargs = tree_map(_gathered, (args, kwargs))
+    args, kwargs = tree_map(all_rows, (args, kwargs))
 
     def cut(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)([cut(v) for v in value])
         many = isinstance(value, Tensor) and value.dim() and x.rows.whole
-        if not many or value.size(0) != x.rows.total:
+        if not many or value.size(0) != x.rows.total or value.layout != torch.strided:
             return value
         return x.wrap(value[x.rows.gid_on(value.device)], x.rows)
 
     return cut(func(*args, **kwargs))
-
-
-def _unwrapped(value: Any) -> Any:
-    return value.to_local() if isinstance(value, RowShardedTensor) else value
 
 
 def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -539,8 +535,11 @@ def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
 def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
     """Rows of a table, ordinary or row-sharded, at row-sharded integer numbers of them."""
     table, key, dim = args[0], args[-1], 0
+    key = key[0] if isinstance(key, tuple) and len(key) == 1 else key
     if base_name(func) == "index_select":
-        dim, key = (_at((args, kwargs), k, n) for k, n in ((1, "dim"), (2, "index")))
+        dim, key = (
+            argument((args, kwargs), k, n) for k, n in ((1, "dim"), (2, "index"))
+        )
         if isinstance(table, RowShardedTensor) and dim % table.dim() != 0:
             return _shape(func, args, kwargs)
         if isinstance(table, RowShardedTensor):
@@ -567,7 +566,7 @@ def _assigned(func: Callable, args: Any, kwargs: Any) -> None:
         table[key] = value
         return
     agree("setitem", first_sharded((key, value), {}), args)
-    call_local(func, (table, tree_map(_gathered, key), _gathered(value)), {})
+    call_local(func, (table, tree_map(all_rows, key), all_rows(value)), {})
 
 
 def _to_python(func: Callable, args: Any, kwargs: Any) -> Any:

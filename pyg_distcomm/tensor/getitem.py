@@ -150,11 +150,11 @@ def at_edges(x: Tensor, edges: Any) -> Any:
 
 def check_writes(func: Callable, args: Any) -> None:
     """Refuses a torch function that writes to a copy of some rows."""
-    if args and isinstance(args[0], RowShardedTensor) and _writes(func):
+    if args and isinstance(args[0], RowShardedTensor) and writes(func):
         check_writable(args[0])
 
 
-def _writes(func: Callable) -> bool:
+def writes(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name.startswith("__i") and name not in _READ

@@ -105,9 +105,22 @@ WHOLE = frozenset(
     nanmedian mode kthvalue quantile nanquantile prod nanmean nansum unique
     unique_consecutive bincount histc nonzero argwhere msort multinomial diff cov corrcoef
     isin searchsorted bucketize nonzero_static aminmax segment_reduce take_along_dim
-    qr svd svdvals lstsq pinv matrix_rank matrix_norm pdist histogram masked_select renorm
+    diag to_sparse to_sparse_csr to_sparse_coo qr svd svdvals lstsq pinv matrix_rank
+    matrix_norm pdist histogram masked_select renorm
     """.split()
 )
+
+# of edges: computed on all of them, gathered on every rank
+ON_ALL_EDGES = WHOLE | frozenset(
+    """numpy tolist eq ne lt gt le ge add sub mul remainder floor_divide index_select
+    view reshape flatten any all equal sum to_dense max min split chunk tensor_split""".split()
+)
+TURNED = ("t", "T", "mT", "transpose")
+# of edges that stand for a matrix of torch.sparse: as those, but of that matrix
+OF_MATRICES = frozenset(
+    """max min neg div values indices crow_indices col_indices to_sparse to_sparse_csr
+    to_sparse_coo to_sparse_csc coalesce""".split()
+).union(TURNED)
 
 # sizes: the whole tensor's, see `sizes.py`
 SIZES = frozenset("shape size numel nelement nbytes len".split())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_distcomm.comm import autograd
 from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.gradient_averaging import averager_of, meet
@@ -39,6 +40,26 @@ def call_local(func: Callable, args: Any, kwargs: Any) -> Any:
 def local_part(value: Any) -> Any:
     """Returns the rows of this rank of a row-sharded tensor, and other values as they are."""
     return value.to_local() if isinstance(value, RowShardedTensor) else value
+
+
+def all_rows(value: Any) -> Any:
+    """Returns the rows of all ranks of a row-sharded tensor, and other values as they are."""
+    if not isinstance(value, RowShardedTensor):
+        return value
+    return autograd.all_gather(value.to_local(), value.rows.gid, value.rows.mesh.world)
+
+
+def argument(tree: Any, place: int, name: str) -> Any:
+    """Returns an argument of a call, given by place or by name; None if it is not."""
+    args, kwargs = tree
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def kind_of(value: Any) -> str:
+    """Describes what was given instead of a row-sharded tensor."""
+    if isinstance(value, Tensor):
+        return f"a plain tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def meet_all(x: RowShardedTensor, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -220,7 +220,8 @@ def fit_plain(
     """
     rows = like if isinstance(like, Rows) else like.rows
     known = rows.total if rows.whole else vars(rows).get("count", rows.known)
-    if value.dim() < width or (value.size(0) == 1 and known != 1):
+    one = value.dim() == width and value.size(0) == 1
+    if value.dim() < width or (one and known != 1):
         return value
     inside = rows.mesh.local_sizes if isinstance(like, Rows) else like.reads_local
     count = value.size(0)
@@ -231,7 +232,13 @@ def fit_plain(
             return value[rows.gid_on(value.device)]
         if not rows.whole and not inside and count == rows.count:
             return value[rows.place_on(value.device)]
-    raise TypeError(_misfit(value, rows, width, name, inside))
+    more = value.dim() > width and torch._C._current_graph_task_id() == -1
+    kind = MoreDims if more else TypeError
+    raise kind(_misfit(value, rows, width, name, inside))
+
+
+class MoreDims(TypeError):
+    """A plain operand has more dims than row-sharded ones, so that its columns meet rows."""
 
 
 def _misfit(value: Tensor, rows: Rows, width: int, name: str, inside: bool) -> str:

@@ -554,10 +554,7 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
 
 
 def joined(tensors: list[Any]) -> RowShardedTensor:
-    """Returns tensors one after the other, each rank with its rows of each.
-
-    Ordinary tensors among them are cut into equal blocks.
-    """
+    """Returns tensors one after the other, of which ordinary ones are cut into equal blocks."""
     like = next(t for t in tensors if isinstance(t, RowShardedTensor))
     mesh, device = like.rows.mesh, like.device
     parts: list[Tensor] = []
@@ -573,6 +570,9 @@ def joined(tensors: list[Any]) -> RowShardedTensor:
             parts.append(t[block.gid.to(t.device)].to(device))
             gids.append(before + block.gid)
             before += t.size(0)
+    shapes = {tuple(p.shape[1:]) for p, t in zip(parts, tensors, strict=True) if len(t)}
+    if len(shapes) > 1:  # torch takes an empty one, as of a rank without rows, with any
+        raise ValueError(f"cat() of rows must get rows of one shape: {sorted(shapes)}")
     of = next(
         (t.rows for t in tensors if isinstance(t, RowShardedTensor) and t.rows.nodes),
         like.rows,
