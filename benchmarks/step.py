@@ -206,6 +206,7 @@ def competitors(data: Data, args: argparse.Namespace, layer: str) -> dict[str, A
         return found  # torch-sparse does not count what trim_to_layer reads
     if how:
         found[f"PyG{how}"] = loader, copy.deepcopy(trimmed), PLAIN
+    found["PyG, EdgeIndex"] = loader, copy.deepcopy(plain), as_edge_index
     if WITH_TORCH_SPARSE:
         found[f"PyG{how}, SparseTensor"] = loader, copy.deepcopy(best), as_sparse
         sampler = TorchSparseSampler(data, args.fan_outs)
