@@ -248,6 +248,9 @@ MODULES = {
     "plain rows": lambda x, m: torch.einsum("nf,nk->fk", x, m.weight),
     "rows written": lambda x, m: x.index_copy(0, torch.tensor([1, 40]), m.weight),
     "all rows in one": lambda x, m: m(*[x[None]] * 3)[0].squeeze(0) + x,
+    "fetched rows": lambda x, m: m(
+        *[torch.stack([(x + m.in_proj_bias[:7])[x.argmax(1)], x])] * 3
+    )[0].sum(0),
 }
 
 
@@ -263,6 +266,7 @@ def _modules():
         "plain rows": _seeded(nn.Linear, 2, 50),
         "rows written": _seeded(nn.Linear, 7, 2),
         "all rows in one": _seeded(nn.MultiheadAttention, 7, 1, batch_first=True),
+        "fetched rows": _seeded(nn.MultiheadAttention, 7, 1),
     }
 
 

@@ -312,7 +312,7 @@ def _attention(func: Callable, args: Any, kwargs: Any) -> Any:
 
     def local(x: RowShardedTensor) -> Tensor:  # torch's refuses no rows
         rows = x.to_local()
-        return rows if count else rows.new_zeros(1, *rows.shape[1:])
+        return rows if count else torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
 
     for k, part in zip(("query", "key", "value"), parts, strict=True):
         if not isinstance(part, Stacked) or part.x.rows is not like.rows:
