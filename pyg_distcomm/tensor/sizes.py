@@ -128,7 +128,7 @@ class NumRows(int):
         return self._compared(0, operator.ne)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, NumRows) and other == 0:
+        if type(other) in (int, float) and other == 0:
             return not self
         return int.__eq__(self, other)
 
