@@ -79,8 +79,12 @@ MESSAGES = {
     "size_j": lambda self, x_j, size_j: size_j + 1,
     "sqrt": lambda self, x_j, dim_size: math.sqrt(dim_size),
     "if": lambda self, x_j, size_i: 2 if size_i > NODES - 5 else 1,
-    "any": lambda self, x_j, size_i: (2 if size_i else 1) + (3 if size_i == 0 else 4),
-    "equal to a tensor": lambda self, x_j, size_i: 1 + 0 * (size_i == self.known[0]).sum(),
+    "any": lambda self, x_j, size_i: (
+        (2 if size_i else 1) + (3 if size_i == 0 else 4) + (5 if size_i != 0 else 6)
+    ),
+    "equal to a tensor": lambda self, x_j, size_i: (
+        1 + 0 * (size_i == self.known[0]).sum()
+    ),
     "edges": lambda self, x_j, index: (
         x_j.size(0) + 1 / index.numel() + 1 / index.shape[0]
     ),

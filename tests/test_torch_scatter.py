@@ -31,7 +31,8 @@ def _extreme(largest):
             index = index.movedim(dim, 0)
         size = dim_size if out is None else out.size(dim)
         size = int(index.max()) + 1 if size is None else size
-        best = torch.zeros(size, *src.shape[1:], dtype=src.dtype)
+        worst = torch.finfo(src.dtype).min if largest else torch.finfo(src.dtype).max
+        best = torch.full((size, *src.shape[1:]), worst, dtype=src.dtype)
         if out is not None:
             best = out.movedim(dim, 0).clone()
         place = torch.full(best.shape, len(src))
@@ -39,11 +40,11 @@ def _extreme(largest):
             for at in itertools.product(*map(range, src.shape[1:])):
                 g = (int(index[(k, *at)]), *at)
                 value, old = src[(k, *at)], best[g]
-                new = out is None and place[g] == len(src)
-                if new or (value > old if largest else value < old):
+                if value > old if largest else value < old:
                     best[g], place[g] = value.detach(), k
+        rest = torch.zeros_like(best) if out is None else best
         padded = torch.cat([src, src.new_zeros(1, *src.shape[1:])])
-        found = torch.where(place < len(src), padded.gather(0, place), best)
+        found = torch.where(place < len(src), padded.gather(0, place), rest)
         return found.movedim(0, dim), place.movedim(0, dim)
 
     return run
@@ -115,6 +116,12 @@ CASES = {
     "mul": lambda x, batch: OPS.scatter_mul(x, batch, 0, None, GROUPS),
     "within": lambda x, batch: OPS.scatter_max(
         x, torch.tensor([0, 1, 0, 1]).expand(NODES, -1), 1, None, 2
+    )[0],
+    "not numbers": lambda x, batch: OPS.scatter_max(
+        torch.where(batch.view(-1, 1) == 1, float("nan"), x), batch, 0, None, GROUPS
+    )[0],
+    "own width": lambda x, batch: OPS.scatter_min(
+        x, torch.tensor([0, 1, 0, 1]).expand(NODES, -1), 1, None, None
     )[0],
     "softmax": softmax,
     "whole index": lambda x, batch: OPS.scatter_min(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -397,7 +398,7 @@ class DistEdgeIndex(torch.Tensor):
                 return self if order == [0, 1] else _flipped(self, 0)
         if row is Ellipsis or row == slice(None):
             return self._columns(column)
-        if type(row) is int:
+        if type(row) is int and row is not key:
             return self[row][column]
         raise _refusal(f"edge_index[{key!r}]")
 
@@ -470,14 +471,13 @@ def _refusal(name: str) -> TypeError:
 
 def _size(x: DistEdgeIndex, name: str, args: Any, kwargs: Any) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if name == "len" or (name == "size" and dim in (0, -2)):
-        return 2
-    count = x.edges.count
-    if name == "size" and dim is not None:
-        return count
+    first = name == "len" or (name == "size" and dim in (0, -2))
+    if first:
+        return x.nodes.total if x.of_torch else 2
+    shape = (x.nodes.total, x.sources.total) if x.of_torch else (2, x.edges.count)
     if name in ("shape", "size"):
-        return torch.Size((2, count))
-    return 2 * count * (x.element_size() if name == "nbytes" else 1)
+        return torch.Size(shape) if dim is None else shape[dim]
+    return math.prod(shape) * (x.element_size() if name == "nbytes" else 1)
 
 
 def _whole(value: Any) -> Any:

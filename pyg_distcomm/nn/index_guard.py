@@ -271,7 +271,7 @@ class Targets(LocalIndexGuard):
             return self._scattered(name, func, args, kwargs)
         if name in _OF_TORCH_SCATTER:
             return self._reduced(name, func, *args, **kwargs)
-        if name == "gather" and isinstance(args[0], RowShardedTensor):
+        if name == "gather":
             return self._gathered(func, *args, **kwargs)
         picks = name == "index_select" and isinstance(
             first := args[0], RowShardedTensor
@@ -338,27 +338,31 @@ class Targets(LocalIndexGuard):
         dim_size: Any = None,
     ) -> Any:
         """Runs an operator of torch_scatter over the edges of each target: complete here."""
-        known = dim_size is None or is_count_of(dim_size, self.scene.nodes)
+        nodes = self.scene.nodes
+        known = dim_size is None or is_count_of(dim_size, nodes)
+        known = known or (type(dim_size) is int and dim_size == nodes.total)
         if index is not self or dim % src.dim() or out is not None or not known:
             raise self.refusal(f"{name}() other than of values per edge to size_i rows")
         own, (src, index) = self.scene.here.num_own, _bare((src, index))
         found = func(src, index, 0, None, own)
         if isinstance(found, Tensor):
             return DistTensor.wrap(found, self.scene.nodes)
-        gid = self.rows.gid_on(index.device)
-        gid = torch.cat([gid, gid.new_full((1,), self.rows.total)])  # of no edge
+        place = self.rows.place_on(index.device)
+        place = torch.cat([place, place.new_full((1,), self.rows.count)])  # of no edge
         values, first = found
         return tuple(
-            DistTensor.wrap(part, self.scene.nodes) for part in (values, gid[first])
+            DistTensor.wrap(part, self.scene.nodes) for part in (values, place[first])
         )
 
     def _gathered(
-        self, func: Callable, x: Any, dim: int, index: Any, **how: Any
+        self, func: Callable, input: Any, dim: int, index: Any, **how: Any
     ) -> Any:
         """Takes entries of own nodes' rows at the targets, of each edge and column."""
-        if index is not self or dim % x.dim() or not x.rows.same_as(self.scene.nodes):
+        rows = input.rows if isinstance(input, RowShardedTensor) else None
+        whole = rows is not None and rows.same_as(self.scene.nodes)
+        if index is not self or dim % input.dim() or not whole:
             raise self.refusal("gather() of something that has no row per node")
-        return DistTensor.wrap(func(*_bare((x, 0, index)), **how), self.rows)
+        return DistTensor.wrap(func(*_bare((input, 0, index)), **how), self.rows)
 
     def _own_rows(self, name: str, func: Callable, table: Tensor) -> Tensor:
         """Returns the rows of own nodes of an ordinary tensor that has one of every node."""

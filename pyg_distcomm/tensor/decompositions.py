@@ -30,7 +30,12 @@ def decomposed(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def of_plain(
-    name: str, input: Any = None, dim: Any = None, index: Any = None, **kwargs: Any
+    name: str,
+    input: Any = None,
+    dim: Any = None,
+    index: Any = None,
+    *rest: Any,
+    **kwargs: Any,
 ) -> Any:
     """Takes entries of an ordinary tensor's rows at row-sharded places; refuses the rest."""
     rows = isinstance(index, RowShardedTensor) and isinstance(dim, int)
@@ -261,10 +266,16 @@ def _of_scatter(name: str) -> Callable[..., Any]:
             return found if out is None else _beyond(out, op, *found, src)
         if not isinstance(src, RowShardedTensor):
             raise unsupported_op(f"torch_scatter.{name}() of an ordinary tensor")
+        if dim_size is None:
+            dim_size = int(index.max()) + 1 if index.numel() else 0
         if isinstance(index, RowShardedTensor):
-            index = index.to_local()
+            index = gather_by_id.cut_as(index, src.rows)
         elif index.dim() == src.dim():
             index = fit_plain(index, src, src.dim(), name)
+        if index is None:
+            raise unsupported_op(
+                f"torch_scatter.{name}() of rows that are cut otherwise"
+            )
         operator = getattr(torch.ops.torch_scatter, name)
         found = operator(src.to_local(), index, dim, None, dim_size)
         if isinstance(found, tuple):
@@ -306,6 +317,12 @@ def _of_pointers(op: str) -> Callable[..., Any]:
     return run
 
 
+def _gather_coo(src: Any, index: Any, out: None = None) -> Any:
+    if index.dim() != 1 or out is not None:
+        raise unsupported_op("torch_scatter.gather_coo() other than of rows")
+    return src[index]
+
+
 def _rows_and_ids(src: Any, index: Any, name: str) -> tuple[Any, Any]:
     """Returns both row-sharded, where one of them is."""
     if not isinstance(src, RowShardedTensor):
@@ -344,19 +361,24 @@ def _grouped(name: str, op: str, src: Any, ids: Any, groups: Any) -> Any:
         numbers = zeros.scatter_add(0, ids, torch.ones_like(src)).clamp(min=1)
         if src.is_floating_point():
             return sums / numbers
-        return sums.div(numbers, rounding_mode="floor")
+        whole = "trunc" if name.startswith("segment") else "floor"
+        return sums.div(numbers, rounding_mode=whole)
     with torch.no_grad():
         values = src.detach()
+        facts: Any = torch.iinfo
         if src.is_floating_point():  # what is not a number is never extreme
-            worst = float("-inf" if op == "max" else "inf")
+            worst, facts = float("-inf" if op == "max" else "inf"), torch.finfo
             values = torch.where(values.isnan(), worst, values)
+        start = facts(src.dtype).min if op == "max" else facts(src.dtype).max
+        beyond = (values > start) if op == "max" else (values < start)
         best = zeros.scatter_reduce(0, ids, values, f"a{op}", include_self=False)
         places = src.rows.place_on(src.device).view(-1, *[1] * (src.dim() - 1))
         places = src.wrap(places.expand_as(src.to_local()), src.rows)
-        places = torch.where(src.detach() == best.gather(0, ids), places, count)
+        hit = beyond & (values == best.gather(0, ids))
+        places = torch.where(hit, places, count)
         first = torch.full(shape, count, dtype=torch.int64, device=src.device)
         first = first.scatter_reduce(0, ids, places, "amin")
-        chosen = places == first.gather(0, ids)
+        chosen = hit & (places == first.gather(0, ids))
     return zeros.scatter_add(0, ids, torch.where(chosen, src, 0)), first
 
 
@@ -500,7 +522,8 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     },
     **{f"segment_{op}_coo": _of_segments(op) for op in ("sum", "mean", "max", "min")},
     **{f"segment_{op}_csr": _of_pointers(op) for op in ("sum", "mean", "max", "min")},
-    "gather_coo": lambda src, index, out=None: src[index],
+    "gather_coo": _gather_coo,
+    "index_sort": lambda input, max_value=None: input.sort(stable=True),  # of pyg-lib
     **{
         name: _of_batch(name)
         for name in (f"{kind}{dims}d" for kind in _BATCHED for dims in (1, 2, 3))

@@ -118,8 +118,10 @@ class NumRows(int):
         return self._compared(other, operator.ge)
 
     def _compared(self, other: Any, op: Callable[[Any, Any], bool]) -> bool:
-        """Compares sizes as sizes here, and with a number as one process does, if known."""
-        if isinstance(other, NumRows) or not isinstance(self._total, int):
+        """Compares sizes as sizes here, and with a number as one process does."""
+        if isinstance(other, NumRows):
+            return op(int(self), int(other))
+        if not isinstance(self._total, int) and asked_by_library():
             return op(int(self), int(other))
         return op(self.total, other)
 
@@ -128,9 +130,15 @@ class NumRows(int):
         return self._compared(0, operator.ne)
 
     def __eq__(self, other: object) -> bool:
-        if type(other) in (int, float) and other == 0:
-            return not self
-        return int.__eq__(self, other)
+        return not self if self._asked_for_rows(other) else int.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return bool(self) if self._asked_for_rows(other) else int.__ne__(self, other)
+
+    def _asked_for_rows(self, other: object) -> bool:
+        # not by PyG, whose own code compares lengths of what is here
+        known = type(other) in (int, float) and other == 0
+        return known and not asked_by_library()
 
     __hash__ = int.__hash__
 
