@@ -111,3 +111,13 @@ def test_minibatches(kinds):
         found.append(train(model, batches))
     for got, want in zip(*reversed(found), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_layers_on_ordinary_tensors_break_no_graph():
+    data = GRAPHS["directed"]()
+    for model in (
+        pdc.nn.GCN(7, 8, 2, add_self_loops=False),
+        pdc.nn.GraphSAGE(7, 8, 2),
+    ):
+        found = torch._dynamo.explain(model)(data.x.float(), data.edge_index)
+        assert found.graph_break_count == 0, found.break_reasons

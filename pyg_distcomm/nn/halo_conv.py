@@ -201,7 +201,8 @@ def spread_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
     found = [x for x in flat if isinstance(x, DistTensor)]
     found = [x for x in found if x.rows.partition is not None and not x.reads_local]
     if not found:
-        _warn_whole(layer, values)
+        if not torch.compiler.is_compiling():
+            _warn_whole(layer, values)
         return args, kwargs
     rows = found[0].rows, found[0].rows
     for pair in values:  # of two node types
