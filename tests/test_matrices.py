@@ -125,6 +125,9 @@ def _other_size():
         adj = torch.ones(size, dtype=torch.float64).to_sparse_csr()
         with pytest.raises(ValueError, match=f"is .{n}, {n}., got"):
             layer(share.x, adj)
+    adj = T.ToSparseTensor()(share).adj_t
+    with pytest.raises(TypeError, match=f"shape .{n - 1}, 2., .* with {n} nodes"):
+        adj @ torch.ones(n - 1, 2)
 
 
 def test_a_matrix_of_another_number_of_nodes_is_refused():

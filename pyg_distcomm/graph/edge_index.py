@@ -58,6 +58,7 @@ class DistEdgeIndex(torch.Tensor):
     weight: DistTensor | None = None  # of a sparse adjacency's values
     looped = False  # whether that has self-loops
     of_torch = False  # whether it is a matrix of torch.sparse; see `weighs_messages`
+    __matmul__ = DistTensor.__matmul__  # which tells errors: see `tells_errors`
 
     @staticmethod
     def build(
