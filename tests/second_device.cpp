@@ -13,7 +13,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/csrc/utils/device_lazy_init.h>
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
 #include <torch/library.h>
 
 namespace {
