@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.mesh import Mesh
@@ -202,8 +202,7 @@ class DistEdgeIndex(torch.Tensor):
     @property
     def sources(self) -> Rows:
         """Which source nodes are on this rank; `nodes`, unless they have a type."""
-        sources = self.topology.sources
-        return self.nodes if sources is None else sources
+        return self.topology.source_rows
 
     @property
     def edges(self) -> Rows:
@@ -299,7 +298,8 @@ class DistEdgeIndex(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """Returns all edges in original order, on every rank; collective."""
         local = self.to_local().t().contiguous()
-        return getitem.gather_all(local, self.edges).t().contiguous()
+        world = self.nodes.mesh.world
+        return autograd.all_gather(local, self.edges.gid, world).t().contiguous()
 
     def oblivious(self) -> DistEdgeIndex:
         """Returns the same edges with sparsity-oblivious exchanges, for comparison."""
@@ -448,13 +448,7 @@ class DistEdgeIndex(torch.Tensor):
 
 
 def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
-    """Returns the rows of edges, by their places in the whole edge_index.
-
-    Args:
-        gid: of this rank, ascending.
-        total: of all ranks.
-        nodes: the nodes that they are between.
-    """
+    """Returns the rows of edges, by their places in the whole edge_index."""
     stacked = DistEdgeIndex.of_ends
     return Rows(gid, total, nodes.mesh, None, nodes=nodes, stacked=stacked)
 

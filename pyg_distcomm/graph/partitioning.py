@@ -20,8 +20,9 @@ from pyg_distcomm.comm.consistency import sampled_digest
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
-from pyg_distcomm.graph import partitioning_batch, partitioning_hetero, transforms
+from pyg_distcomm.graph import partitioning_kinds, transforms
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.graph.subgraphs import agree
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
@@ -92,10 +93,10 @@ def partition(
     mesh = given_mesh(mesh, "pdc.partition")
     options = seed, refine, oblivious, link, memory
     if isinstance(data, TemporalData):
-        return partitioning_batch.cut_events(data, mesh)
+        return partitioning_kinds.cut_events(data, mesh)
     if isinstance(data, HeteroData):
         share = _partition_hetero(data, mesh, method, *options)
-        return partitioning_batch.as_given(share, data)
+        return partitioning_kinds.as_given(share, data)
     attrs = node_attrs, edge_attrs
     return _partition_data(data, mesh, method, *options, attrs)
 
@@ -117,7 +118,7 @@ def _partition_data(
     planned = method is None and not refine and _is_planned(data, mesh)
     if planned and seed and problem is None:
         problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
-    _agree(problem, mesh)
+    agree(problem, mesh)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _asked(method, link, seed=seed, **flags)
     _agree_same(asked | _marks(data, kinds), mesh)
@@ -130,11 +131,11 @@ def _partition_data(
         owners = mesh.owners
     else:
         owners = _cut_once(data, mesh, method, seed, refine)
-    with partitioning_hetero.room_for(data, mesh):
+    with partitioning_kinds.room_for(data, mesh):
         share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
     out = _as_planned(out, oblivious) if planned else out
-    out = partitioning_batch.as_given(out, whole)
+    out = partitioning_kinds.as_given(out, whole)
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     return transforms.with_sparse(_linked(out, link), weight, looped, whole)
@@ -193,15 +194,15 @@ def _partition_hetero(
     owners: Partition | None = None
     problem: Exception | None = memory_problem(memory)
     try:
-        links = partitioning_hetero.links_of(link, data.edge_types)
-        partitioning_hetero.refuse_share(data)
+        links = partitioning_kinds.links_of(link, data.edge_types)
+        partitioning_kinds.refuse_share(data)
         hetero.check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
-    _agree(problem, mesh)
+    agree(problem, mesh)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _asked(method, link, seed=seed, **flags)
-    _agree_same(asked | partitioning_hetero.hetero_marks(data, _mark), mesh)
+    _agree_same(asked | partitioning_kinds.hetero_marks(data, _mark), mesh)
     _draw_alike(mesh)
     try:
         if mesh.rank == 0:
@@ -209,14 +210,14 @@ def _partition_hetero(
             owners = hetero.cut_hetero(data, mesh.size, how, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
-    _agree(problem, mesh)
+    agree(problem, mesh)
     owners = _broadcast(owners, mesh)
-    with partitioning_hetero.room_for(data, mesh):
+    with partitioning_kinds.room_for(data, mesh):
         types = hetero.types_of(data, owners)
         share = hetero.part_of_hetero(data, owners, types, mesh.rank)
         for store in data.edge_stores[:1]:
             share = _placed(share, store.edge_index)
-    return partitioning_hetero.assemble_hetero(share, mesh, oblivious, links, memory)
+    return partitioning_kinds.assemble_hetero(share, mesh, oblivious, links, memory)
 
 
 def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
@@ -227,15 +228,6 @@ def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
         owners = Partition.from_owner(owner, mesh.size).refined_from(before)
     assert owners is not None
     return owners
-
-
-def _agree(problem: Exception | None, mesh: Mesh) -> None:
-    """Raises rank 0's problem, or the first one there is, on all ranks alike."""
-    kinds = collectives.all_gather_object(
-        type(problem) if problem else None, mesh.world
-    )
-    kind = next((k for k in kinds if k is not None), ValueError)
-    collectives.agree(None if problem is None else str(problem), mesh.world, kind)
 
 
 def _checked(
@@ -342,9 +334,9 @@ def _owners_mark(method: Any) -> str:
 def _cutter(method: Any, data: Any, parts: int, refine: bool) -> Any:
     """Returns a method of cutting, or owners, where None or "graphs" stands for them."""
     if method is None:
-        return "metis" if refine else partitioning_batch.default_method(data, parts)
+        return "metis" if refine else partitioning_kinds.default_method(data, parts)
     if isinstance(method, str) and method == "graphs":
-        return partitioning_batch.graph_owners(data, parts)[0]
+        return partitioning_kinds.graph_owners(data, parts)[0]
     return method
 
 
@@ -364,7 +356,7 @@ def _cut_once(
             owners = _cut(data, mesh, method, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
-    _agree(problem, mesh)
+    agree(problem, mesh)
     return _broadcast(owners, mesh)
 
 
@@ -452,7 +444,7 @@ def partition_report(data: Data | HeteroData) -> PartitionReport:
     travel one by one, as in `load_partition`'s folders.
     """
     if isinstance(data, HeteroData):
-        return partitioning_hetero.report_of_share(data)
+        return partitioning_kinds.report_of_share(data)
     edge_index = data.edge_index
     if not isinstance(edge_index, DistEdgeIndex):
         raise TypeError("partition_report takes what pdc.partition returned")
@@ -548,18 +540,18 @@ def load_partition(
     share, problem = None, None
     try:
         parts = open_folder(folder, verify)
-        with partitioning_hetero.room_for(Path(folder), mesh):
+        with partitioning_kinds.room_for(Path(folder), mesh):
             share = _read_share(Path(folder), parts, mesh, merge)
         meta = parts.about.read_bytes()
         kinds = None if share.types is None else share.types.edges
         if kinds is not None:
-            links = partitioning_hetero.links_of(link, kinds)
+            links = partitioning_kinds.links_of(link, kinds)
         elif (wrong := link_problem(link)) is not None:
             raise wrong
     except (TypeError, ValueError, OSError) as error:
         problem = error if isinstance(error, (TypeError, ValueError)) else None
         problem = problem or ValueError(f"cannot read {folder}: {error}")
-    _agree(memory_problem(memory) or problem, mesh)
+    agree(memory_problem(memory) or problem, mesh)
     assert share is not None
     owners = {parts.about.name: hashlib.sha256(meta).hexdigest()}
     owners["owners of nodes"] = _mark(share.partition.owner)
@@ -573,9 +565,7 @@ def load_partition(
     _draw_alike(mesh)
     tell(mesh.rank, "read %r of %s", share, folder)
     if share.types is not None:
-        return partitioning_hetero.assemble_hetero(
-            share, mesh, oblivious, links, memory
-        )
+        return partitioning_kinds.assemble_hetero(share, mesh, oblivious, links, memory)
     return _linked(_assemble(share, mesh, oblivious, memory), link)
 
 

@@ -34,15 +34,20 @@ def mesh_of(data: Any) -> Mesh | None:
     return None
 
 
-def agree_same(
-    problem: Exception | None, told: Mapping[str, Any], mesh: Mesh, name: str
-) -> None:
-    """Raises the first problem on all ranks, or what they were given that differs."""
+def agree(problem: Exception | None, mesh: Mesh) -> None:
+    """Raises the first problem there is on any rank on all of them."""
     kinds = collectives.all_gather_object(
         type(problem) if problem else None, mesh.world
     )
     kind = next((k for k in kinds if k is not None), ValueError)
     collectives.agree(None if problem is None else str(problem), mesh.world, kind)
+
+
+def agree_same(
+    problem: Exception | None, told: Mapping[str, Any], mesh: Mesh, name: str
+) -> None:
+    """Raises the first problem on all ranks, or what they were given that differs."""
+    agree(problem, mesh)
     found = differing(collectives.all_gather_object(told, mesh.world))
     if found is not None:
         raise ValueError(

@@ -238,14 +238,7 @@ def _any(flag: bool, mesh: Mesh) -> bool:
 
 
 def _replanned(old: Halo, source: NodeChange, ghost: Tensor, counts: list[int]) -> Halo:
-    """Returns the halo of changed edges; what it asks for already is not said; collective.
-
-    Args:
-        old: the halo of the edges as they were.
-        source: the nodes whose rows it brings.
-        ghost: ids afterwards of the ghosts, by their owners, ascending within.
-        counts: how many of each.
-    """
+    """Returns the halo of changed edges; what it asks for already is not said; collective."""
     nodes, axis = source.after, old.axis
     assert old.ghost_gid is not None
     assert old.send_gid is not None

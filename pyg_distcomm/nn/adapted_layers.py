@@ -1,4 +1,4 @@
-"""Layers of PyG's whose own code has nodes behind other dims, or reads all edges.
+"""Layers of PyG's whose own code has nodes behind other dims, reads all edges, or normalises.
 
 They compute what PyG's do, from the same parameters; on ordinary inputs they are PyG's.
 """
@@ -18,6 +18,55 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution, spread_inputs
 from pyg_distcomm.nn.index_guard import GuardedEdgeIndex
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+
+
+class DistBatchNorm(torch.nn.BatchNorm1d):
+    """Batch norm whose mean and variance are taken over the nodes of all ranks.
+
+        y = (x - mean) / sqrt(var + eps) * weight + bias
+
+    Takes the arguments of `torch.nn.BatchNorm1d`, and is it for an ordinary tensor
+    (SyncBatchNorm refuses CPU tensors). Ranks with one row or none are fine.
+
+    Shapes: x `[n_i, C]` DistTensor -> `[n_i, C]`.
+    Price: two all-reduces of C words forward and two backward.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Runs the layer."""
+        return super().forward(input)  # DistTensor makes F.batch_norm global
+
+    @classmethod
+    def of(cls, norm: torch.nn.BatchNorm1d) -> DistBatchNorm:
+        """Returns the distributed form of a batch norm, sharing its parameters."""
+        twin = cls.__new__(cls)
+        state: dict[str, Any] = vars(twin)
+        state.update(vars(norm))
+        return twin
+
+
+class InstanceNorm(pyg.InstanceNorm):
+    """PyG's InstanceNorm: of one graph, each channel by its mean and variance over nodes.
+
+    Takes PyG's arguments, and is PyG's for an ordinary tensor or a `batch` vector.
+
+    Shapes: x `[n, C]`, row-sharded -> `[n, C]`. Price: that of batch norm.
+    """
+
+    def forward(self, x: Tensor, batch: Any = None, batch_size: Any = None) -> Tensor:
+        """Runs the layer."""
+        if not isinstance(x, RowShardedTensor) or batch is not None:
+            return super().forward(x, batch, batch_size)
+        by_input = self.training or not self.track_running_stats
+        kept = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(x, *kept, by_input, self.momentum or 0.0, self.eps)
+
+    @classmethod
+    def of(cls, norm: pyg.InstanceNorm) -> InstanceNorm:
+        """Returns the distributed form of an instance norm, sharing its parameters."""
+        twin = cls.__new__(cls)
+        twin.__dict__.update(norm.__dict__)
+        return twin
 
 
 class DistARMAConv(HaloExecution, pyg.ARMAConv):

@@ -17,15 +17,12 @@ from torch_geometric.nn import (
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.nn import trimming
-from pyg_distcomm.nn.adapted_layers import REWRITTEN
-from pyg_distcomm.nn.batch_norm import DistBatchNorm, InstanceNorm
-from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv
-from pyg_distcomm.nn.gcn_conv import DistGCNConv
+from pyg_distcomm.nn.adapted_layers import REWRITTEN, DistBatchNorm, InstanceNorm
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
 from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
 from pyg_distcomm.nn.layer_context import OwnLink, check_link
 from pyg_distcomm.nn.pooling import POOLS
-from pyg_distcomm.nn.sage_conv import DistSAGEConv
+from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

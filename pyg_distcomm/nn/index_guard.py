@@ -419,13 +419,7 @@ _SIZES = {"size_i": 0, "dim_size": 0, "size_j": 1}
 
 
 def typed(edges: GuardedEdgeIndex, name: str, value: Any) -> Any:
-    """Returns what PyG gives a layer's own code: sizes, numbers of nodes, values per edge.
-
-    Args:
-        edges: of the call.
-        name: of the argument.
-        value: on this rank.
-    """
+    """Returns what PyG gives a layer's own code: sizes, numbers of nodes, values per edge."""
     scene = edges.scene
     if name in _SIZES and isinstance(value, int):
         rows = scene.sources if _SIZES[name] else scene.nodes

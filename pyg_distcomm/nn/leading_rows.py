@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.tensor.op_tables import BY_DIM, FACTS, ROWWISE, base_name
-from pyg_distcomm.tensor.row_sharded import eager, tree_map
+from pyg_distcomm.tensor.row_sharded import eager, leaves, tree_map, version_of
 
 
 @dataclass(eq=False)
@@ -43,25 +43,15 @@ _CHANGED = (
 
 
 class Deferred:
-    """All rows of a tensor whose leading rows are computed: on demand, from its inputs.
-
-    Args:
-        func, args, kwargs: what computes them; a Deferred stands for its value.
-        reads: tensors that `func` reads besides.
-    """
+    """All rows of a tensor whose leading rows are computed: on demand, from its inputs."""
 
     def __init__(
         self, func: Callable[..., Any], args: Any, kwargs: Any, reads: Any = ()
     ) -> None:
         self._todo: Any = func, args, kwargs, torch.is_grad_enabled()
         self._value: Any = None
-        self._versions: list[tuple[Tensor, int | None]] = []
-        tree_map(self._note, (args, kwargs, tuple(reads)))
-
-    def _note(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self._versions.append((value, version_of(value)))
-        return value
+        given = leaves((args, kwargs, tuple(reads)), Tensor)
+        self._versions = [(t, version_of(t)) for t in given]
 
     def value(self) -> Any:
         """Computes them once; raises RuntimeError if inputs have changed since."""
@@ -78,12 +68,6 @@ class Deferred:
 def _memory(t: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return t.untyped_storage().data_ptr()
-
-
-def version_of(t: Tensor) -> int | None:
-    """Returns how often a tensor has changed in place; None if nobody counts."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return None if t.is_inference() else t._version
 
 
 def _value(item: Any) -> Any:
@@ -279,8 +263,7 @@ def _meets_gradients(name: str, args: Any, kwargs: Any) -> bool:
     """Tells whether an operation is on the gradient of tensors; of all rows, then."""
     if name == "grad" and (len(args) > 1 or kwargs):  # torch.autograd.grad
         args = args[1] if len(args) > 1 else kwargs["inputs"]
-    tracked: list[LeadingRows] = []
-    tree_map(lambda v: _collect(v, tracked), args)
+    tracked = leaves(args, LeadingRows)
     for t in tracked:
         mode = t.origin.mode
         mode.blocked = mode.blocked or f"{name} is of all rows"
@@ -440,8 +423,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Runs an operation on the rows that are there; None if rows do not fit each other."""
-    tracked: list[LeadingRows] = []
-    tree_map(lambda v: _collect(v, tracked), (args, kwargs))
+    tracked = leaves((args, kwargs), LeadingRows)
     first = tracked[0].origin
     same = all(
         t.origin.mode is first.mode and t.origin.total == first.total for t in tracked
@@ -531,9 +513,3 @@ def _part(origin: Origin, place: int) -> Origin:
 
 def _on_copy(func: Any, first: Tensor, *args: Any, **kwargs: Any) -> Any:
     return func(first.clone(), *args, **kwargs)
-
-
-def _collect(value: Any, into: list[LeadingRows]) -> Any:
-    if isinstance(value, LeadingRows):
-        into.append(value)
-    return value

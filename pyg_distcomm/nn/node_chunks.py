@@ -31,7 +31,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.kernels.memory import MemoryCap, give_back
 from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
-from pyg_distcomm.nn.message_forms import has_hooks
+from pyg_distcomm.nn.layer_context import has_hooks
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
 KEPT = 6  # tensors as large as its arguments that a message keeps, roughly
@@ -275,9 +275,6 @@ class NodeChunks:
         """Cuts the targets so that each chunk is within the cap.
 
         Returns False if no rank needs more than one: then all run as without a cap.
-
-        Args:
-            tensors: of the arguments that have one, in their order.
         """
         scene = self.edges.scene
         kinds = [a.kind for a in self.arguments if a.kind != "value"]
@@ -346,13 +343,7 @@ class NodeChunks:
         return edge, source, GuardedEdgeIndex.wrap(oriented, scene, of_edges), ends
 
     def call(self, chunk: int, tensors: list[Tensor], graded: list[bool]) -> Any:
-        """Runs a chunk; returns its outcome, and the tensors that it was run on.
-
-        Args:
-            chunk: which.
-            tensors: of the arguments.
-            graded: which of them get gradients.
-        """
+        """Runs a chunk; returns its outcome, and the tensors that it was run on."""
         edge, source, edges, ends = self.of(chunk)
         begin, end = self.bounds[chunk], self.bounds[chunk + 1]
         given: dict[str, Any] = {}

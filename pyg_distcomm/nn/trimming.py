@@ -87,13 +87,7 @@ class Trimmer:
 
 
 class Pass:
-    """One forward pass of a model that may be trimmed.
-
-    Args:
-        mode: what is known of the model.
-        model: the model.
-        outer: the pass of another, under way or interrupted, that this one is within.
-    """
+    """One forward pass of a model that may be trimmed."""
 
     def __init__(self, mode: Mode, model: torch.nn.Module, outer: Pass | None) -> None:
         self._model = weakref.ref(model)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import random
-from pyg_distcomm.comm.consistency import check_transforms, refuse_transforms
+from pyg_distcomm.comm.gradient_averaging import check_transforms, refuse_transforms
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id, gradient_scale, reductions, sizes
 from pyg_distcomm.tensor.decompositions import DECOMPOSED, decomposed, of_plain
@@ -42,6 +42,7 @@ from pyg_distcomm.tensor.row_sharded import (
     advice,
     first_sharded,
     fit_plain,
+    leaves,
     refuse_loader,
     tree_map,
     unsupported_op,
@@ -169,11 +170,7 @@ def _writes_whole(func: Callable, args: Any, kwargs: Any) -> bool:
 
 def _alike(func: Callable, args: Any, kwargs: Any) -> tuple[Any, Any, Rows, int]:
     """Returns operands that are cut alike (by `cut_as`), their rows, and the most dims."""
-    found: list[RowShardedTensor] = []
-    tree_map(
-        lambda v: found.append(v) if isinstance(v, RowShardedTensor) else v,
-        (args, kwargs),
-    )
+    found = leaves((args, kwargs), RowShardedTensor)
     like = found[0]
     if not func.__name__.endswith("_"):  # else what is written to
         like = next((t for t in found if t.rows.partition is not None), like)

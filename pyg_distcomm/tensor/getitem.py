@@ -14,7 +14,7 @@ from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id
 from pyg_distcomm.tensor.gather_by_id import IdPlan, kept
-from pyg_distcomm.tensor.operands import agree, compare_plain
+from pyg_distcomm.tensor.operands import agree, all_rows, compare_plain
 from pyg_distcomm.tensor.row_sharded import (
     Picker,
     RowShardedTensor,
@@ -81,11 +81,6 @@ def same_ids(key: Any, rows: Rows) -> Tensor:
     idx = ids_of(key, rows.count)
     check_same(idx.reshape(-1), rows)
     return idx
-
-
-def gather_all(local: Tensor, rows: Rows) -> Tensor:
-    """Returns all rows in original order on every rank, differentiably; collective."""
-    return autograd.all_gather(local, rows.gid, rows.mesh.world)
 
 
 def ids_of(key: Any, total: int) -> Tensor:
@@ -235,7 +230,7 @@ def _of_gathered(x: RowShardedTensor, idx: Tensor) -> RowShardedTensor:
     No rank knows who has them, so all of them are gathered.
     """
     check_same(idx, x.rows)
-    whole = gather_all(x.to_local(), x.rows)
+    whole = all_rows(x)
     block = Rows.blocks(len(idx), x.rows.mesh)
     block = replace(block, nodes=x.rows.nodes, stacked=x.rows.stacked)
     return x.wrap(whole[idx[block.gid].to(whole.device)], block)
@@ -390,7 +385,7 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
             agree("setitem", x, (x, first, value))
             if isinstance(value, Tensor) and value.dim():
                 value = _in_order_of(first, value)
-            first = gather_all(first.to_local(), first.rows)
+            first = all_rows(first)
         ids = ids_of(first, x.rows.count)
         compare_plain(x, ids, "setitem")
         first, value = _here(x, ids, value)
@@ -422,7 +417,7 @@ def _in_order_of(ids: RowShardedTensor, value: Tensor) -> Tensor:
         raise TypeError(
             f"x[ids] = value: the ids have {ids.rows}, but the value has {value.rows}"
         )
-    return gather_all(value.to_local(), value.rows)
+    return all_rows(value)
 
 
 def _put_pairs(x: RowShardedTensor, ids: Any, columns: Any, value: Any) -> None:
@@ -432,11 +427,7 @@ def _put_pairs(x: RowShardedTensor, ids: Any, columns: Any, value: Any) -> None:
         TypeError: unless ids and columns are lists of whole numbers.
     """
     agree("x[ids, columns] = value", x, (x, ids, columns, value))
-    pairs: list[Any] = [
-        gather_all(v.to_local(), v.rows) if isinstance(v, RowShardedTensor) else v
-        for v in (ids, columns, value)
-    ]
-    ids, columns, value = pairs
+    ids, columns, value = (all_rows(v) for v in (ids, columns, value))
     whole = all(v.dim() == 1 and v.dtype == torch.int64 for v in (ids, columns))
     if not whole or len(ids) != len(columns):
         raise unsupported_op("x[rows, columns] = value, unless both are lists of ids,")
@@ -466,7 +457,7 @@ def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
         raise unsupported_op("x[ids] = value, where ids are no list,")
     if isinstance(value, RowShardedTensor):  # of which each id may be another rank's
         agree("setitem", x, (x, ids, value))
-        value = gather_all(value.to_local(), value.rows)
+        value = all_rows(value)
     place, here = _places(x, ids)
     many = isinstance(value, Tensor) and value.dim() and value.size(0) == len(ids)
     if many and len(ids) > 1:

@@ -19,7 +19,7 @@ from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.gradient_averaging import averager_of, meet
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor, tree_map
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor, leaves, tree_map
 
 _LISTED = 32  # operands of which each is compared
 
@@ -43,7 +43,7 @@ def local_part(value: Any) -> Any:
 
 
 def all_rows(value: Any) -> Any:
-    """Returns the rows of all ranks of a row-sharded tensor, and other values as they are."""
+    """Returns all rows of a row-sharded tensor, in order; collective. Others as they are."""
     if not isinstance(value, RowShardedTensor):
         return value
     return autograd.all_gather(value.to_local(), value.rows.gid, value.rows.mesh.world)
@@ -112,11 +112,6 @@ def agree(name: str, x: RowShardedTensor, operands: Any = ()) -> None:
     """Has the ranks compare an operation over the rows of all ranks, before its exchange.
 
     Nothing is compared in a backward pass; see `Comparer.check_call` for the rest.
-
-    Args:
-        name: the operation.
-        x: a row-sharded operand.
-        operands: all of its arguments, in any nesting.
     """
     mesh = x.rows.mesh
     if not isinstance(mesh, Mesh) or mesh.size == 1 or mesh.check == "never":
@@ -156,8 +151,7 @@ def check_devices(func: Callable, args: Any, kwargs: Any, error: Exception) -> N
     Raises:
         ValueError: naming the operands, and their devices.
     """
-    found: list[Tensor] = []
-    tree_map(lambda v: found.append(v) if isinstance(v, Tensor) else v, (args, kwargs))
+    found = leaves((args, kwargs), Tensor)
     with torch._C.DisableTorchFunctionSubclass():
         where = {str(t.device): t for t in found if t.dim()}
     if len(where) < 2 or not re.search("device|meta tensor", str(error)):

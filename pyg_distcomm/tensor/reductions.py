@@ -24,7 +24,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.tensor import gather_by_id, sizes
 from pyg_distcomm.tensor.op_tables import FACTS, base_name
-from pyg_distcomm.tensor.operands import agree, call_local
+from pyg_distcomm.tensor.operands import agree, call_local, local_part
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     eager,
@@ -501,9 +501,7 @@ def recurrent(func: Callable, args: Any, kwargs: Any) -> Any:
     if dropout and training:
         raise unsupported_op(f"{name}() with dropout between its layers")
     args = (x, tree_map(lambda v: _here(v, x), args[1]), *args[2:])
-    local = tree_map(
-        lambda v: v.to_local() if isinstance(v, RowShardedTensor) else v, args
-    )
+    local = tree_map(local_part, args)
     with torch._C.DisableTorchFunctionSubclass():
         out, *states = func(*local)
     return x.wrap(out, x.rows), *(_state(s, x) for s in states)

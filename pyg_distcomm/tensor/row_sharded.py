@@ -21,6 +21,7 @@ from typing_extensions import Self
 from pyg_distcomm.comm.rows import Rows
 
 Kind = TypeVar("Kind", bound=type[torch.Tensor])
+Leaf = TypeVar("Leaf")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 for _path in sorted(Path(__file__).parents[1].iterdir()):
@@ -122,6 +123,13 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     if kind is dict:
         return {key: tree_map(fn, value) for key, value in tree.items()}
     return fn(tree)
+
+
+def leaves(tree: Any, kind: type[Leaf]) -> list[Leaf]:
+    """Returns the leaves of arguments that are of a kind, in order."""
+    found: list[Leaf] = []
+    tree_map(lambda v: found.append(v) if isinstance(v, kind) else v, tree)
+    return found
 
 
 def unsupported_op(what: str) -> TypeError:
@@ -265,12 +273,7 @@ def first_sharded(args: Any, kwargs: Any) -> RowShardedTensor:
     for value in args:
         if isinstance(value, RowShardedTensor):
             return value
-    found: list[RowShardedTensor] = []
-    tree_map(
-        lambda v: found.append(v) if isinstance(v, RowShardedTensor) else v,
-        (args, kwargs),
-    )
-    return found[0]
+    return leaves((args, kwargs), RowShardedTensor)[0]
 
 
 def refuse_loader() -> None:

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.op_tables import FACTS, ROWWISE, SIZES, WEIGHTED, base_name
-from pyg_distcomm.tensor.operands import agree, meet_all
+from pyg_distcomm.tensor.operands import agree, all_rows, meet_all
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     eager,
@@ -143,22 +142,14 @@ def mm(func: Callable, x: Tensor, w: Tensor) -> Tensor:
     return x @ w
 
 
-def addmm(
-    func: Callable,
-    bias: Tensor,
-    x: Tensor,
-    w: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Tensor:
+def addmm(func: Callable, bias: Tensor, x: Tensor, w: Tensor, **how: float) -> Tensor:
     """Multiplies each row by a replicated matrix and adds a replicated bias."""
-    return torch.addmm(bias, x, w, beta=beta, alpha=alpha)
+    return torch.addmm(bias, x, w, **how)  # type: ignore[call-overload]
 
 
-def baddbmm(func: Callable, x: Tensor, a: Tensor, b: Tensor, **kwargs: float) -> Tensor:
-    """Multiplies the matrices of each row and adds to them."""
-    return func(x, a, b, **kwargs)  # type: ignore[no-any-return]
+def within_rows(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Runs what never leaves a row: products of its matrices, norms of its channels."""
+    return func(x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def layer_norm(
@@ -168,11 +159,6 @@ def layer_norm(
     if len(normalized_shape) >= x.dim():
         raise UnsupportedOp
     return func(x, normalized_shape, *args, **kwargs)  # type: ignore[no-any-return]
-
-
-def group_norm(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Normalises groups of channels of each row."""
-    return func(x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def one_hot(func: Callable, x: Tensor, num_classes: int = -1) -> Tensor:
@@ -190,37 +176,21 @@ def index_select(func: Callable, x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 SHAPING: dict[str, Callable[..., Tensor]] = {
-    "view": view,
-    "reshape": view,
-    "view_as": view_as,
-    "reshape_as": view_as,
-    "flatten": flatten,
-    "ravel": flatten,
-    "transpose": transpose,
-    "swapaxes": transpose,
-    "swapdims": transpose,
+    **dict.fromkeys(("view", "reshape"), view),
+    **dict.fromkeys(("view_as", "reshape_as"), view_as),
+    **dict.fromkeys(("flatten", "ravel"), flatten),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "T", "mT"), transpose),
     "permute": permute,
     "squeeze": squeeze,
     "unsqueeze": unsqueeze,
-    "expand": expand,
+    **dict.fromkeys(("expand", "broadcast_to"), expand),
     "expand_as": expand_as,
-    "cat": cat,
-    "concat": cat,
-    "concatenate": cat,
+    **dict.fromkeys(("cat", "concat", "concatenate"), cat),
     "stack": stack,
-    "matmul": mm,
-    "mm": mm,
-    "mv": mm,
+    **dict.fromkeys(("matmul", "mm", "mv", "bmm"), mm),
+    **dict.fromkeys(("layer_norm", "rms_norm"), layer_norm),
     "addmm": addmm,
-    "bmm": mm,
-    "baddbmm": baddbmm,
-    "t": transpose,
-    "T": transpose,
-    "mT": transpose,
-    "broadcast_to": expand,
-    "layer_norm": layer_norm,
-    "rms_norm": layer_norm,
-    "group_norm": group_norm,
+    **dict.fromkeys(("baddbmm", "group_norm"), within_rows),
     "one_hot": one_hot,
     "index_select": index_select,
 }
@@ -274,7 +244,7 @@ class Transposed(_Turned):
             return args[0].x
         if name in ("cov", "corrcoef") and isinstance(args[0], Transposed):
             agree(name, args[0].x, (args, kwargs))
-            whole = getitem.gather_all(args[0].x.to_local(), args[0].x.rows)
+            whole = all_rows(args[0].x)
             return func(whole.t(), *args[1:], **kwargs)
         return Stacked.__torch_function__(
             func, types, *tree_map(_stack, (args, kwargs))
@@ -524,7 +494,7 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
         return autograd.all_reduce(part, x.rows.mesh.world)
     if isinstance(right, Transposed):
         agree("matmul", right.x, args)
-        whole = getitem.gather_all(right.x.to_local(), right.x.rows)
+        whole = all_rows(right.x)
         if isinstance(left, RowShardedTensor):
             return left.wrap(left.to_local() @ whole.t(), left.rows)
         return left @ whole.t()
@@ -537,7 +507,7 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
         square = left.dim() == 2 and right.dim() < 3 and right.rows.whole
         if square and left.size(1) == right.rows.total != right.size(-1):
             agree("matmul", left, args)
-            whole = getitem.gather_all(right.to_local(), right.rows)
+            whole = all_rows(right)
             return left.wrap(left.to_local() @ whole, left.rows)
     plain = isinstance(left, Tensor) and not isinstance(left, RowShardedTensor)
     if (

@@ -195,13 +195,6 @@ def size_here(
 ) -> Any:
     """Returns sizes inside a layer with a number of rows in the place of this rank's.
 
-    Args:
-        name: of the question: shape, size, len, numel or nbytes.
-        found: its answer here.
-        rows: of the tensor.
-        place: which of its dims they are.
-        args, kwargs: of the question.
-
     Raises:
         TypeError: for len() asked by a layer of the user's own, which Python makes an int.
     """
@@ -282,12 +275,7 @@ def rows_of_length(x: RowShardedTensor, count: int) -> Rows | None:
 
 
 def with_local_size(x: RowShardedTensor, sizes: Any) -> Any:
-    """Returns sizes in which the whole tensor's number of rows is replaced by this rank's.
-
-    Args:
-        x: whose rows the first size counts.
-        sizes: for `view`, `expand` and their like, or a dtype.
-    """
+    """Returns sizes in which the whole tensor's number of rows is replaced by this rank's."""
     if x.reads_local or not sizes:
         return sizes
     first = sizes[0]
