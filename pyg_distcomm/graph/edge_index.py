@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +33,7 @@ from pyg_distcomm.tensor.row_sharded import (
     tree_map,
 )
 from pyg_distcomm.tensor.shape_ops import joined
+from pyg_distcomm.tensor.sizes import told_size
 
 
 @eager
@@ -466,13 +466,10 @@ def _refusal(name: str) -> TypeError:
 
 def _size(x: DistEdgeIndex, name: str, args: Any, kwargs: Any) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    first = name == "len" or (name == "size" and dim in (0, -2))
-    if first:
-        return x.nodes.total if x.of_torch else 2
+    if not x.of_torch and (name == "len" or (name == "size" and dim in (0, -2))):
+        return 2  # without asking for the number of edges
     shape = (x.nodes.total, x.sources.total) if x.of_torch else (2, x.edges.count)
-    if name in ("shape", "size"):
-        return torch.Size(shape) if dim is None else shape[dim]
-    return math.prod(shape) * (x.element_size() if name == "nbytes" else 1)
+    return told_size(name, shape, x.element_size(), args, kwargs)
 
 
 def _whole(value: Any) -> Any:

@@ -113,8 +113,12 @@ def _partition_data(
     attrs: tuple[Iterable[str], Iterable[str]],
 ) -> Data:
     whole, (data, weight) = data, transforms.from_sparse(data)
-    problem, kinds = _checked(data, *attrs)
-    problem = link_problem(link) or memory_problem(memory) or problem
+    problem = link_problem(link) or memory_problem(memory)
+    kinds: dict[str, Any] = {}
+    try:
+        kinds = _check(data, *attrs)
+    except (TypeError, ValueError) as error:
+        problem = problem or error
     planned = method is None and not refine and _is_planned(data, mesh)
     if planned and seed and problem is None:
         problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
@@ -228,15 +232,6 @@ def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
         owners = Partition.from_owner(owner, mesh.size).refined_from(before)
     assert owners is not None
     return owners
-
-
-def _checked(
-    data: Data, node_attrs: Iterable[str], edge_attrs: Iterable[str]
-) -> tuple[Exception | None, dict[str, Any]]:
-    try:
-        return None, _check(data, node_attrs, edge_attrs)
-    except (TypeError, ValueError) as error:
-        return error, {}
 
 
 def _check(

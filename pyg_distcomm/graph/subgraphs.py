@@ -151,7 +151,7 @@ def induced(data: Any, subset: Any) -> Any:
         ids = each.full_tensor() if isinstance(each, DistTensor) else each
         picks[kind] = ids.cpu().long()
     picks |= _kept(masks, rows, mesh)
-    _check_ids(data, picks, mesh)
+    _check_ids(data, picks)
     return _picked(data, rows, picks)
 
 
@@ -311,7 +311,7 @@ def check_selection(data: Any, name: str, asked: Any) -> None:
                 continue
             given = value if isinstance(value, Mapping) else {None: value}
             for kind, subset in given.items():
-                what = "subset" if kind is None else f"subset[{kind!r}]"
+                what = _named(kind)
                 edges = data if kind is None else _edges_of(data, kind)
                 told[what] = mark(_checked_edges(int(edges.num_edges), what, subset))
     except (TypeError, ValueError) as error:
@@ -403,7 +403,7 @@ def _anywhere(masks: dict[Any, Tensor], mesh: Mesh) -> dict[Any, Tensor]:
     return {k: v.nonzero().view(-1) for k, v in zip(masks, parts, strict=True)}
 
 
-def _check_ids(data: Any, picks: dict[Any, Tensor], mesh: Mesh) -> None:
+def _check_ids(data: Any, picks: dict[Any, Tensor]) -> None:
     """Refuses ids that no node has, on all ranks alike: they are the same there."""
     for kind, ids in picks.items():
         n = _count(data, kind)

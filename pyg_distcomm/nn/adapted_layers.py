@@ -32,17 +32,7 @@ class DistBatchNorm(torch.nn.BatchNorm1d):
     Price: two all-reduces of C words forward and two backward.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Runs the layer."""
-        return super().forward(input)  # DistTensor makes F.batch_norm global
-
-    @classmethod
-    def of(cls, norm: torch.nn.BatchNorm1d) -> DistBatchNorm:
-        """Returns the distributed form of a batch norm, sharing its parameters."""
-        twin = cls.__new__(cls)
-        state: dict[str, Any] = vars(twin)
-        state.update(vars(norm))
-        return twin
+    # as torch's: F.batch_norm of a DistTensor is global
 
 
 class InstanceNorm(pyg.InstanceNorm):
@@ -60,13 +50,6 @@ class InstanceNorm(pyg.InstanceNorm):
         by_input = self.training or not self.track_running_stats
         kept = self.running_mean, self.running_var, self.weight, self.bias
         return F.batch_norm(x, *kept, by_input, self.momentum or 0.0, self.eps)
-
-    @classmethod
-    def of(cls, norm: pyg.InstanceNorm) -> InstanceNorm:
-        """Returns the distributed form of an instance norm, sharing its parameters."""
-        twin = cls.__new__(cls)
-        twin.__dict__.update(norm.__dict__)
-        return twin
 
 
 class DistARMAConv(HaloExecution, pyg.ARMAConv):
@@ -135,10 +118,7 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
         if not spread or not self.training or torch.is_inference_mode_enabled():
             return super().__call__(x, edge_index, neg_edge_index, batch)
         out = super().__call__(x, edge_index)
-        if self.add_self_loops:
-            edge_index, _ = remove_self_loops(edge_index)
-            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
-        h = self.lin(x).view(-1, self.heads, self.out_channels)
+        h, edge_index = self._prepared(x, edge_index)
         positive = self.positive_sampling(edge_index)
         if neg_edge_index is None:
             neg_edge_index = self.negative_sampling(edge_index, x.size(0), batch)
@@ -148,6 +128,12 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
             [torch.ones_like(found[0][:, 0]), torch.zeros_like(found[1][:, 0])]
         )
         return out
+
+    def _prepared(self, x: Tensor, edge_index: Any) -> tuple[Tensor, Any]:
+        if self.add_self_loops:
+            edge_index, _ = remove_self_loops(edge_index)
+            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        return self.lin(x).view(-1, self.heads, self.out_channels), edge_index
 
     def _logits(self, h: Tensor, edges: Any) -> Tensor:
         return self.get_attention(
@@ -160,10 +146,7 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
         """Runs the layer; distributed, without what training adds."""
         if not isinstance(edge_index, GuardedEdgeIndex):
             return super().forward(x, edge_index, neg_edge_index, batch)
-        if self.add_self_loops:
-            edge_index, _ = remove_self_loops(edge_index)
-            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
-        h = self.lin(x).view(-1, self.heads, self.out_channels)
+        h, edge_index = self._prepared(x, edge_index)
         out = self.propagate(edge_index, x=h)
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         return out if self.bias is None else out + self.bias
@@ -315,6 +298,8 @@ class _Propagated:
 
 
 REWRITTEN: dict[type, type] = {
+    torch.nn.BatchNorm1d: DistBatchNorm,
+    pyg.InstanceNorm: InstanceNorm,
     pyg.ARMAConv: DistARMAConv,
     pyg.FastRGCNConv: DistFastRGCNConv,
     pyg.GroupAddRev: DistGroupAddRev,

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.tensor.op_tables import BY_DIM, FACTS, ROWWISE, base_name
+from pyg_distcomm.tensor.op_tables import BY_DIM, FACTS, ROWWISE, SIZES, base_name
 from pyg_distcomm.tensor.row_sharded import eager, leaves, tree_map, version_of
+from pyg_distcomm.tensor.sizes import told_size
 
 
 @dataclass(eq=False)
@@ -211,7 +212,6 @@ def deferred(value: Any) -> Any:
 
 # Operations on them -------------------------------------------------------------------
 
-_SIZES = frozenset("shape size numel nelement nbytes len".split())
 _DROPOUTS = frozenset("dropout alpha_dropout rrelu".split())
 _ROWWISE = (ROWWISE | _DROPOUTS) - frozenset(
     "gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell bilinear data rand type".split()
@@ -223,12 +223,14 @@ _REDUCTIONS = frozenset("sum mean prod amax amin max min median logsumexp".split
 
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     name = base_name(func)
-    if name in FACTS - _SIZES - _OF_GRADIENTS:
+    if name in FACTS - SIZES - _OF_GRADIENTS:
         return _plainly(func, args, kwargs)
     if name in _OF_GRADIENTS and _meets_gradients(name, args, kwargs):
         return _plainly(func, args, kwargs)
-    if name in _SIZES and isinstance(args[0], LeadingRows):
-        return _size(func, name, *args, **kwargs)
+    if name in SIZES and isinstance(args[0], LeadingRows):
+        local = leading(args[0])
+        shape = args[0].origin.total, *local.shape[1:]
+        return told_size(name, shape, local.element_size(), args, kwargs)
     if name in ("getitem", "narrow", "index_select"):
         found = _picked(name, args, kwargs)
         if found is not None:
@@ -278,20 +280,6 @@ def _meets_gradients(name: str, args: Any, kwargs: Any) -> bool:
 def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
-
-
-def _size(func: Any, name: str, t: LeadingRows, *args: Any, **kwargs: Any) -> Any:
-    """Returns sizes as those of all rows."""
-    local = leading(t)
-    shape = torch.Size([t.origin.total, *local.shape[1:]])
-    if name == "len":
-        return shape[0]
-    if name == "shape":
-        return shape
-    if name == "size":
-        dim = args[0] if args else kwargs.get("dim")
-        return shape if dim is None else shape[dim]
-    return shape.numel() * (local.element_size() if name == "nbytes" else 1)
 
 
 def _picked(name: str, args: Any, kwargs: Any) -> Any:

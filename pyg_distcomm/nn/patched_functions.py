@@ -172,55 +172,33 @@ def _with_loops(edges: GuardedEdgeIndex, kept: Rows, local: Tensor, value: Any) 
     return GuardedEdgeIndex.wrap(local, edges.scene, rows), value
 
 
-def _check_fill(edges: GuardedEdgeIndex, edge_attr: Any, fill_value: Any) -> None:
-    if (
-        edge_attr is not None
-        and isinstance(fill_value, str)
-        and edges.scene.source == 1
-    ):
-        raise TypeError(
-            f"{edges.scene.layer} fills self-loops with the {fill_value} of edges that "
-            "leave a node (flow='target_to_source'), which other ranks hold; give "
-            "fill_value as a number, or add self-loops before pdc.partition"
-        )
+def _adding_loops(kept: Callable[[GuardedEdgeIndex], Rows]) -> Callable[..., Pair]:
+    """Makes a stand-in for what adds self-loops, after the edges that are `kept`."""
 
+    def add(
+        original: Callable[..., Any],
+        edges: GuardedEdgeIndex,
+        edge_attr: Any = None,
+        fill_value: Any = None,
+        num_nodes: Any = None,
+    ) -> Pair:
+        scene, means = edges.scene, isinstance(fill_value, str)
+        if edge_attr is not None and means and scene.source == 1:
+            raise TypeError(
+                f"{scene.layer} fills self-loops with the {fill_value} of edges that "
+                "leave a node (flow='target_to_source'), which other ranks hold; give "
+                "fill_value as a number, or add self-loops before pdc.partition"
+            )
+        if num_nodes is None:
+            raise TypeError(
+                f"{scene.layer} adds self-loops without num_nodes, so up to the largest "
+                "node with an edge, which may be on another rank; pass num_nodes=x.size(0)"
+            )
+        given = edges.plain(), local_part(edge_attr), fill_value, scene.here.num_own
+        local, value = original(*given)
+        return _with_loops(edges, kept(edges), local, value)
 
-def _add_loops(
-    original: Callable[..., Any],
-    edges: GuardedEdgeIndex,
-    edge_attr: Any = None,
-    fill_value: Any = None,
-    num_nodes: Any = None,
-) -> Pair:
-    """Stands in for `add_self_loops`."""
-    _check_fill(edges, edge_attr, fill_value)
-    _check_count(edges, num_nodes)
-    own = edges.scene.here.num_own
-    local, value = original(edges.plain(), local_part(edge_attr), fill_value, own)
-    return _with_loops(edges, edges.rows, local, value)
-
-
-def _add_remaining_loops(
-    original: Callable[..., Any],
-    edges: GuardedEdgeIndex,
-    edge_attr: Any = None,
-    fill_value: Any = None,
-    num_nodes: Any = None,
-) -> Pair:
-    """Stands in for `add_remaining_self_loops`."""
-    _check_fill(edges, edge_attr, fill_value)
-    _check_count(edges, num_nodes)
-    own = edges.scene.here.num_own
-    local, value = original(edges.plain(), local_part(edge_attr), fill_value, own)
-    return _with_loops(edges, _without_loops(edges), local, value)
-
-
-def _check_count(edges: GuardedEdgeIndex, num_nodes: Any) -> None:
-    if num_nodes is None:
-        raise TypeError(
-            f"{edges.scene.layer} adds self-loops without num_nodes, so up to the largest "
-            "node with an edge, which may be on another rank; pass num_nodes=x.size(0)"
-        )
+    return add
 
 
 def _without_loops(edges: GuardedEdgeIndex) -> Rows:
@@ -344,8 +322,8 @@ def by_row(forward: Callable) -> Callable:
 
 STAND_INS: dict[str, Callable[..., Any]] = {
     "gcn_norm": _on_guarded(_norm),
-    "add_self_loops": _on_guarded(_add_loops),
-    "add_remaining_self_loops": _on_guarded(_add_remaining_loops),
+    "add_self_loops": _on_guarded(_adding_loops(lambda edges: edges.rows)),
+    "add_remaining_self_loops": _on_guarded(_adding_loops(_without_loops)),
     "get_laplacian": _on_guarded(_laplacian),
     "one_hot": _one_hot,
 }

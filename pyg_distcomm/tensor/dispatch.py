@@ -135,8 +135,8 @@ def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
     if _writes_whole(func, args, kwargs):
         agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
         return func(*tree_map(all_rows, args), **tree_map(all_rows, kwargs))
-    args, kwargs, rows, width = _alike(func, args, kwargs)
-    args, kwargs = _aligned(func, (args, kwargs), rows, width)
+    args, kwargs, _, width = _alike(func, args, kwargs)
+    args, kwargs = _aligned(func, (args, kwargs), width)
     wants_gradient = base_name(func).endswith("_like") and kwargs.pop(
         "requires_grad", False
     )
@@ -190,7 +190,7 @@ def _alike(func: Callable, args: Any, kwargs: Any) -> tuple[Any, Any, Rows, int]
     return args, kwargs, like.rows, max(t.dim() for t in found)
 
 
-def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
+def _aligned(func: Callable, tree: Any, width: int) -> Any:
     name = base_name(func)
     if name in WEIGHTED:  # their other operands are weights
         weights = argument(tree, 1, "weight")
@@ -349,7 +349,7 @@ def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
         agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
     name, fitted = func.__name__, func.__name__ in reductions.ELEMENTWISE
     if fitted:
-        args, kwargs = _aligned(func, (args, kwargs), rows, width)
+        args, kwargs = _aligned(func, (args, kwargs), width)
 
     def fit(value: Any, place: Any) -> Any:
         if isinstance(value, RowShardedTensor):
@@ -398,7 +398,7 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
             return rows.stacked(*(args[0] if args else kwargs["tensors"]))
         if name == "stack" and dim % (first.dim() + 1) == 0 and not first.reads_local:
             return Stacked.of(list(args[0] if args else kwargs["tensors"]))
-        args, kwargs = _aligned(func, (args, kwargs), rows, first.dim())
+        args, kwargs = _aligned(func, (args, kwargs), first.dim())
     if name in ("view", "reshape") and sizes.regroups(first, args[1:], kwargs):
         return gathered(func, args, kwargs)
     if name in _SIZED:
@@ -576,7 +576,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "dropout": dropout,
     "_convert_indices_from_coo_to_csr": _compressed,
     **dict.fromkeys(random.DRAWS, _drawn),
-    **dict.fromkeys(NEW, lambda f, a, k: sizes.new_by_size(f, a, k)),
+    **dict.fromkeys(NEW, sizes.new_by_size),
     **dict.fromkeys(("getitem", "index_select"), _looked_up),
     **dict.fromkeys(
         ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce"),

@@ -133,7 +133,7 @@ class IdPlan:
     def scatter_extreme(self, y: Tensor, start: Tensor, op: str) -> Tensor:
         """Returns the largest (or smallest) values for own rows, without gradient."""
         shape = (self.halo.num_ghosts, *y.shape[1:])
-        part = y.new_full(shape, _worst(y.dtype, op))
+        part = y.new_full(shape, worst(y.dtype, op))
         best = _extremes(torch.cat([start, part]), self.slot, y, op)
         own, ghosts = best[: self.own], best[self.own :]
         if self.halo.silent:
@@ -507,7 +507,7 @@ def _scattered(
         sums = summed(source) + (start if include else 0)
         return torch.where(hits > 0, sums / (hits + int(include)).clamp(min=1), start)
     held = start.detach()
-    first = held if include else torch.full_like(held, _worst(held.dtype, op))
+    first = held if include else torch.full_like(held, worst(held.dtype, op))
     best = extreme(source.detach(), first, op)
     best = torch.where((hits > 0) | bool(include), best, held)
     if not source.requires_grad:
@@ -535,8 +535,10 @@ def _learning(best: Tensor, picked: Tensor, hits: Tensor) -> Tensor:
     return torch.where((hits > 0) & (best.isfinite() | (best == held)), exact, best)
 
 
-def _worst(dtype: torch.dtype, op: str) -> float:
+def worst(dtype: torch.dtype, op: str) -> float:
     """Returns what every number of a type is at least, for "amax", or at most."""
+    if dtype == torch.bool:
+        return op == "amin"
     if dtype.is_floating_point:
         return -math.inf if op == "amax" else math.inf
     info = torch.iinfo(dtype)

@@ -329,11 +329,9 @@ def _counted(mask: RowShardedTensor) -> int | None:
 def columns_at(table: Tensor, key: tuple[Any, ...]) -> Any:
     """Returns `table[i, key]` of an ordinary table, a row for each row of `key`."""
     *front, last = key
-    if last.dtype == torch.bool or any(isinstance(k, (Tensor, list)) for k in front):
+    if last.dtype == torch.bool or not all(isinstance(k, int) for k in front):
         raise unsupported_op("x[...] that moves rows or mixes them")
-    if all(isinstance(k, int) for k in front):
-        return last.wrap(table[tuple(front)][last.to_local()], last.rows)
-    raise unsupported_op("x[...] that moves rows or mixes them")
+    return last.wrap(table[tuple(front)][last.to_local()], last.rows)
 
 
 def put(x: RowShardedTensor, key: Any, value: Any) -> None:

@@ -28,6 +28,7 @@ from pyg_distcomm.tensor.row_sharded import (
     tree_map,
     unsupported_op,
 )
+from pyg_distcomm.tensor.sizes import told_size
 
 
 class UnsupportedOp(Exception):
@@ -196,14 +197,6 @@ SHAPING: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _size_in(shape: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Answers shape, size, len and numel of what has another order of dims than its rows."""
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if name == "len" or (name == "size" and dim is not None):
-        return shape[dim or 0]
-    return torch.Size(shape) if name in ("shape", "size") else shape.numel()
-
-
 class _Turned(torch.Tensor):
     """A row-sharded tensor in another order of dims, of which the second is the rows."""
 
@@ -356,7 +349,8 @@ class Stacked(_Turned):
                 found = Stacked.over(args[0].x @ right)
         elif whole is not None and name in SIZES:
             n, k, *rest = whole.x.shape
-            found = _size_in(torch.Size((k, n, *rest)), name, args, kwargs)
+            width = whole.x.element_size()
+            found = told_size(name, (k, n, *rest), width, args, kwargs)
         elif name in ROWWISE or name == "dropout":
             found = _row_by_row(name, func, args, kwargs)
         if found is None:

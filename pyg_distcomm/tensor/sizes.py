@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -178,10 +178,19 @@ def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         return x.rows.count if dim in (0, -len(local)) else local[dim]
     if name == "len":
         return x.rows.count
-    shape = global_shape(x)
+    return told_size(name, global_shape(x), x.element_size(), args, kwargs)
+
+
+def told_size(
+    name: str, shape: Sequence[int], itemsize: int, args: Any, kwargs: Any
+) -> Any:
+    """Answers shape, size, len, numel and nbytes of a tensor of this shape."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if name == "len" or (name == "size" and dim is not None):
+        return shape[dim or 0]
     if name in ("shape", "size"):
-        return shape
-    return math.prod(shape) * (x.element_size() if name == "nbytes" else 1)
+        return torch.Size(shape)
+    return math.prod(shape) * (itemsize if name == "nbytes" else 1)
 
 
 def _size_inside(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
