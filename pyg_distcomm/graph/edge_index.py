@@ -469,7 +469,7 @@ def _size(x: DistEdgeIndex, name: str, args: Any, kwargs: Any) -> Any:
     if not x.of_torch and (name == "len" or (name == "size" and dim in (0, -2))):
         return 2  # without asking for the number of edges
     shape = (x.nodes.total, x.sources.total) if x.of_torch else (2, x.edges.count)
-    return told_size(name, shape, x.element_size(), args, kwargs)
+    return told_size(name, shape, x, args, kwargs)
 
 
 def _whole(value: Any) -> Any:

@@ -230,7 +230,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name in SIZES and isinstance(args[0], LeadingRows):
         local = leading(args[0])
         shape = args[0].origin.total, *local.shape[1:]
-        return told_size(name, shape, local.element_size(), args, kwargs)
+        return told_size(name, shape, local, args, kwargs)
     if name in ("getitem", "narrow", "index_select"):
         found = _picked(name, args, kwargs)
         if found is not None:

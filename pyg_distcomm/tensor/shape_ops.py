@@ -349,8 +349,7 @@ class Stacked(_Turned):
                 found = Stacked.over(args[0].x @ right)
         elif whole is not None and name in SIZES:
             n, k, *rest = whole.x.shape
-            width = whole.x.element_size()
-            found = told_size(name, (k, n, *rest), width, args, kwargs)
+            found = told_size(name, (k, n, *rest), whole.x, args, kwargs)
         elif name in ROWWISE or name == "dropout":
             found = _row_by_row(name, func, args, kwargs)
         if found is None:

@@ -178,19 +178,19 @@ def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         return x.rows.count if dim in (0, -len(local)) else local[dim]
     if name == "len":
         return x.rows.count
-    return told_size(name, global_shape(x), x.element_size(), args, kwargs)
+    return told_size(name, global_shape(x), x, args, kwargs)
 
 
 def told_size(
-    name: str, shape: Sequence[int], itemsize: int, args: Any, kwargs: Any
+    name: str, shape: Sequence[int], like: Tensor, args: Any, kwargs: Any
 ) -> Any:
-    """Answers shape, size, len, numel and nbytes of a tensor of this shape."""
+    """Answers shape, size, len, numel and nbytes of a tensor of this shape, `like` another."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if name == "len" or (name == "size" and dim is not None):
         return shape[dim or 0]
     if name in ("shape", "size"):
         return torch.Size(shape)
-    return math.prod(shape) * (itemsize if name == "nbytes" else 1)
+    return math.prod(shape) * (like.element_size() if name == "nbytes" else 1)
 
 
 def _size_inside(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
