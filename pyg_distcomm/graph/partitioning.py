@@ -345,7 +345,11 @@ def _cut_once(
     owners, problem = None, None
     try:
         if isinstance(method, Partition):
-            _check_fit(method, data, mesh)
+            nodes, parts = method.num_nodes, method.num_parts
+            if (nodes, parts) != (data.num_nodes, mesh.size):
+                raise ValueError(
+                    f"{method} does not fit {data.num_nodes} nodes on {mesh.size} ranks"
+                )
         if mesh.rank == 0:
             method = _cutter(method, data, mesh.size, refine)
             owners = _cut(data, mesh, method, seed, refine)
@@ -353,13 +357,6 @@ def _cut_once(
         problem = error
     agree(problem, mesh)
     return _broadcast(owners, mesh)
-
-
-def _check_fit(owners: Partition, data: Data, mesh: Mesh) -> None:
-    if owners.num_parts != mesh.size or owners.num_nodes != data.num_nodes:
-        raise ValueError(
-            f"{owners} does not fit {data.num_nodes} nodes on {mesh.size} ranks"
-        )
 
 
 def _cut(
@@ -444,23 +441,8 @@ def partition_report(data: Data | HeteroData) -> PartitionReport:
     if not isinstance(edge_index, DistEdgeIndex):
         raise TypeError("partition_report takes what pdc.partition returned")
     topology, mesh = edge_index.topology, edge_index.nodes.mesh
-    here, owners = topology.locals, edge_index.nodes.partition
-    train = data.get("train_mask")
-    one_mask = isinstance(train, DistTensor) and train.dim() == 1
-    mine = [
-        len(edge_index.nodes),
-        len(edge_index.edges),
-        int(train.to_local().sum()) if one_mask else 0,
-        int((here.source_lid >= here.num_own).sum()),
-        here.halo.num_ghosts,
-        sum(here.halo.send_counts),
-    ]
-    rows = collectives.all_gather_counts(mine, mesh.world)
-    nodes, edges, trains, away, halo, send = zip(*rows, strict=True)
-    before = owners.before if owners is not None else None
-    figures = PartitionReport(
-        nodes, edges, trains, sum(away), halo, send, before=before
-    )
+    figures, owners = partitioning_kinds.report_of_share(data), topology.nodes.partition
+    figures = replace(figures, before=None if owners is None else owners.before)
     blocks = _block_figures(topology, mesh)
     return figures.on_grid(mesh.grid, *blocks) if blocks else figures
 

@@ -25,6 +25,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.graph.subgraphs import rows_of_types
 from pyg_distcomm.halo.policy import link_problem
 from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.partition.part_share import EdgeType, PartShare, key_parts
@@ -219,31 +220,26 @@ def hetero_marks(data: HeteroData, mark: Callable[[Any], str]) -> dict[str, Any]
     return told
 
 
-def report_of_share(data: HeteroData) -> PartitionReport:
+def report_of_share(data: Data | HeteroData) -> PartitionReport:
     """Returns the figures of the partition of a share, over all types; collective."""
-    kinds = {store._key: store.get("edge_index") for store in data.edge_stores}
-    if not kinds or not all(isinstance(e, DistEdgeIndex) for e in kinds.values()):
+    kinds = [store.get("edge_index") for store in data.edge_stores]
+    if not kinds or not all(isinstance(edges, DistEdgeIndex) for edges in kinds):
         raise TypeError(
             "partition_report takes what pdc.partition returned, with edges"
         )
     mine = torch.zeros(6, dtype=torch.int64)
-    rows: dict[str, Rows] = {}
-    for (source, _, target), edges in kinds.items():
-        rows[source], rows[target] = edges.sources, edges.nodes
+    for edges in kinds:
         here = edges.topology.locals
         away = int((here.source_lid >= len(edges.sources)).sum())
         sent = sum(here.halo.send_counts)
         mine += torch.tensor([0, len(edges.edges), 0, away, here.halo.num_ghosts, sent])
     for store in data.node_stores:
-        for value in store.values():
-            if isinstance(value, DistTensor):
-                rows[store._key] = value.rows
         mask = store.get("train_mask")
         if isinstance(mask, DistTensor) and mask.dim() == 1:
             mine[2] += int(mask.to_local().sum())
-    mine[0] = sum(map(len, rows.values()))
-    mesh = next(iter(rows.values())).mesh
-    each = collectives.all_gather_counts(mine.tolist(), mesh.world)
+    mine[0] = sum(map(len, rows_of_types(data).values()))
+    world = kinds[0].nodes.mesh.world
+    each = collectives.all_gather_counts(mine.tolist(), world)
     nodes, edges, trains, cut, halo, send = zip(*each, strict=True)
     return PartitionReport(nodes, edges, trains, sum(cut), halo, send)
 

@@ -179,7 +179,7 @@ def with_edges(data: Any) -> Any:
     return _picked(data, rows, _anywhere(met, mesh))
 
 
-def homogeneous(data: HeteroData, forward: Any, *args: Any, **kwargs: Any) -> Data:
+def homogeneous(forward: Any, data: HeteroData, *args: Any, **kwargs: Any) -> Data:
     """Returns the share of PyG's `data.to_homogeneous`, its types one behind another.
 
     PyG's own code joins the rows of this rank, whose ids follow. No node changes its owner.

@@ -123,11 +123,6 @@ def _to_undirected(self: Any, data: Any, forward: Transform) -> Any:
     return data
 
 
-def _remove_isolated(self: Any, data: Any) -> Any:
-    """Removes nodes without edges, at their owners."""
-    return subgraphs.with_edges(data)
-
-
 def _on_all_edges(self: Any, data: Any, forward: Transform) -> Any:
     """Runs PyG's transform on all edges, gathered on every rank; rank 0's answer counts.
 
@@ -247,7 +242,7 @@ _RUN: dict[str, Transform] = {
     "AddLaplacianEigenvectorPE": _on_all_edges,
     "LaplacianLambdaMax": _on_all_edges,
     "ToUndirected": _to_undirected,
-    "RemoveIsolatedNodes": _remove_isolated,
+    "RemoveIsolatedNodes": lambda self, data: subgraphs.with_edges(data),
     "AddMetaPaths": _metapaths,
     "AddRandomMetaPaths": _metapaths,
     "IndexToMask": _index_to_mask,
@@ -390,10 +385,6 @@ def _gathered(data: Any) -> Any:
     return data
 
 
-def _homogeneous(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-    return subgraphs.homogeneous(data, original, *args, **kwargs)
-
-
 def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Makes AttentionExplainer refuse shares: its hooks see this rank's edges alone."""
 
@@ -436,7 +427,7 @@ def register() -> None:
     batch.get_example = _method(batch.get_example, _example)
     batch.to_data_list = _method(batch.to_data_list, _examples)
     hetero: Any = HeteroData
-    hetero.to_homogeneous = _method(hetero.to_homogeneous, _homogeneous)
+    hetero.to_homogeneous = _method(hetero.to_homogeneous, subgraphs.homogeneous)
     explainer: Any = AttentionExplainer
     explainer.forward = _explained(explainer.forward)
     utils = torch_geometric.utils

@@ -292,7 +292,9 @@ def _picked(name: str, args: Any, kwargs: Any) -> Any:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         head = index[0] if index else Ellipsis
         if head is Ellipsis or (isinstance(head, slice) and head == slice(None)):
-            if len(index) < 2 or any(_is_array(i) or i is None for i in index[1:]):
+            if len(index) < 2 or not all(
+                isinstance(i, (int, slice)) or i is Ellipsis for i in index[1:]
+            ):
                 return None
             rest = (slice(None) if head is not Ellipsis else head, *index[1:])
             if head is Ellipsis and len(index) >= local.dim() + 1:
@@ -326,10 +328,6 @@ def _picked(name: str, args: Any, kwargs: Any) -> Any:
     if low < 0 or high >= limit:
         return None
     return local[args[1]] if name == "getitem" else local.index_select(0, rows)
-
-
-def _is_array(index: Any) -> bool:
-    return not isinstance(index, (int, slice)) and index is not Ellipsis
 
 
 def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> bool:

@@ -173,8 +173,10 @@ def _is_plain(layer: MessagePassing, mesh: Mesh) -> bool:
     if any(len(p._backward_hooks or ()) > ours for p in params):
         return False
     aggregating = list(layer.aggr_module.modules()) if layer.aggr_module else []
-    if any(isinstance(m, _NormBase) or _is_pygs_norm(m) for m in aggregating):
-        return False
+    norm = "torch_geometric.nn.norm"
+    for part in aggregating:
+        if isinstance(part, _NormBase) or type(part).__module__.startswith(norm):
+            return False
     return not any(map(pads, layer.modules()))
 
 
@@ -233,10 +235,6 @@ def _root(value: Any) -> str:
     """Returns the package that a function, class or module is of."""
     named = getattr(value, "__module__", None) or getattr(value, "__name__", "")
     return str(named).split(".")[0]
-
-
-def _is_pygs_norm(module: torch.nn.Module) -> bool:
-    return type(module).__module__.startswith("torch_geometric.nn.norm")
 
 
 @dataclass(eq=False)

@@ -250,10 +250,8 @@ def _coarsened(
     parts = edges.check_edges(score, "score")
     values = edges.check_edges(weight, "edge_weight")
     assert parts is not None
-    if values is None:  # of the result only the places of its entries count
-        parts = None
-    else:
-        parts = parts[stays]
+    # without values, only the places of the result's entries count
+    parts = None if values is None else parts[stays]
     whole = EdgeMatrix(source, target, values, nodes)
     chosen = EdgeMatrix(source[stays], number[target[stays]], parts, kept.rows)
     return (chosen.turned(nodes) @ (whole @ chosen)).edges()

@@ -21,7 +21,6 @@ random stream.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -245,12 +244,10 @@ def call(
         return _on_all(compute, source, target)
     out = compute(leading(source), leading(target), rows)
     args = tuple(map(deferred, (source, target)))
-    origin.every = Deferred(functools.partial(_again, compute), args, {}, reads)
+    origin.every = Deferred(
+        lambda *ends: compute(ends[0], ends[1], None), args, {}, reads
+    )
     return wrap(out, origin)
-
-
-def _again(compute: Callable[..., Any], source: Any, target: Any) -> Any:
-    return compute(source, target, None)
 
 
 def _rows_of(

@@ -248,7 +248,9 @@ def _by_dim(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else kwargs.get("input", kwargs.get("self"))
     if not isinstance(x, RowShardedTensor):
         return of_plain(name, *args, **kwargs)
-    if name in ("max", "min") and _is_pairwise(args, kwargs):
+    if name in ("max", "min") and isinstance(
+        argument((args, kwargs), 1, "other"), Tensor
+    ):
         return _rowwise(torch.maximum if name == "max" else torch.minimum, args, kwargs)
     place, default = BY_DIM[name]
     dim = _dim_of(name, args, kwargs, place, default)
@@ -258,10 +260,6 @@ def _by_dim(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     if 0 not in dims:
         return _rowwise(func, args, kwargs)
     return _reduce(func, x, dims, dim, args, kwargs)
-
-
-def _is_pairwise(args: Any, kwargs: Any) -> bool:
-    return "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor))
 
 
 _MANY_DIMS = frozenset("sum mean amax amin flip var std any all".split())
@@ -300,7 +298,8 @@ def _reduce(
 ) -> Any:
     local, rows, name = x.to_local(), x.rows, base_name(func)
     agree(name, x, (args, kwargs))
-    keepdim = bool(kwargs.get("keepdim", _third_bool(args, BY_DIM[name][0])))
+    place = BY_DIM[name][0] + 1
+    keepdim = bool(kwargs.get("keepdim", args[place:] and args[place] is True))
     if name in ("max", "min", "argmax", "argmin"):
         return reductions.extreme_of(name, local, rows, dim, keepdim)
     if name in reductions.SCALED and dims == [0]:
@@ -337,10 +336,6 @@ def _reduce(
 
 
 _SPANS = frozenset("chunk split tensor_split narrow".split())
-
-
-def _third_bool(args: Any, place: int) -> bool:
-    return len(args) > place + 1 and args[place + 1] is True
 
 
 def _loss(func: Callable, args: Any, kwargs: Any) -> Any:

@@ -203,7 +203,9 @@ def _take_rows(x: RowShardedTensor, key: Any) -> Any:
         return x
     if isinstance(key, (type(None), bool)):
         raise unsupported_op(f"x[{key}], which drops or adds the row dimension,")
-    if isinstance(key, (int, np.integer)) or _is_scalar(key):
+    if isinstance(key, (int, np.integer)) or (
+        isinstance(key, Tensor) and key.dim() == 0
+    ):
         return _one_row(x, int(key))
     if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8):
         return _masked(x, key)
@@ -265,10 +267,6 @@ def _span(x: RowShardedTensor, ids: Tensor) -> RowShardedTensor:
     out = x.wrap(x.to_local()[here.to(x.device)], rows)
     out._is_copy = True
     return out
-
-
-def _is_scalar(key: Any) -> bool:
-    return isinstance(key, Tensor) and key.dim() == 0
 
 
 def _told(rows: Rows) -> str:

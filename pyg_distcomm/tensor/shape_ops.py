@@ -247,10 +247,6 @@ class Transposed(_Turned):
         return iter(self.x.unbind(1))
 
 
-def _is_flat(value: Any) -> bool:
-    return isinstance(value, Stacked) and value.x.dim() == 2
-
-
 def _stack(value: Any) -> Any:
     return Stacked.over(value.x) if isinstance(value, Transposed) else value
 
@@ -339,7 +335,10 @@ class Stacked(_Turned):
         elif name == "multi_head_attention_forward":
             return _attention(func, args, kwargs)
         elif name in (*_PRODUCTS, "cov", "corrcoef"):
-            flat = [a.x.t() if _is_flat(a) else a for a in args]
+            flat = [
+                a.x.t() if isinstance(a, Stacked) and a.x.dim() == 2 else a
+                for a in args
+            ]
             if not any(isinstance(a, Stacked) for a in flat):
                 return func(*flat, **kwargs)
             right = args[-1]
@@ -547,14 +546,10 @@ def joined(tensors: list[Any]) -> RowShardedTensor:
 def check_product(name: str, args: Any) -> None:
     """Refuses products that sum over rows."""
     bias, left, right = args if len(args) == 3 else (None, *args[-2:])
-    if isinstance(right, RowShardedTensor) and not _batched(left, right):
-        raise unsupported_op(f"{name}() that sums over rows")
-    if not isinstance(left, RowShardedTensor):
+    if not isinstance(left, RowShardedTensor) or (
+        isinstance(right, RowShardedTensor)
+        and not left.dim() == right.dim() > 2  # the matrices of each row
+    ):
         raise unsupported_op(f"{name}() that sums over rows")
     if isinstance(bias, RowShardedTensor) and bias.dim() < left.dim():
         raise unsupported_op(f"{name}() with a row-sharded bias of {bias.dim()} dims")
-
-
-def _batched(left: Any, right: Any) -> bool:
-    """Whether a product multiplies the matrices of each row."""
-    return isinstance(left, RowShardedTensor) and left.dim() == right.dim() > 2

@@ -169,7 +169,8 @@ def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     """Answers shape, size, len, numel and nbytes of a row-sharded tensor."""
     x = args[0]
     if isinstance(x, RowShardedTensor) and x._inside:
-        return _size_inside(name, func, args, kwargs)
+        found = call_local(func, args, kwargs)
+        return size_here(name, found, x.rows, 0, args, kwargs)
     if not isinstance(x, RowShardedTensor) or x.reads_local:
         return call_local(func, args, kwargs)
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -191,12 +192,6 @@ def told_size(
     if name in ("shape", "size"):
         return torch.Size(shape)
     return math.prod(shape) * (like.element_size() if name == "nbytes" else 1)
-
-
-def _size_inside(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
-    """Answers for a tensor inside a layer, which counts as this rank's rows."""
-    found, rows = call_local(func, args, kwargs), args[0].rows
-    return size_here(name, found, rows, 0, args, kwargs)
 
 
 def size_here(
@@ -311,8 +306,8 @@ def regroups(x: RowShardedTensor, args: Any, kwargs: Any) -> bool:
         return False
     if first != -1:
         return bool(first != x.rows.count)
-    return bool(rest) and -1 not in rest and math.prod(rest) != _width_of(x)
-
-
-def _width_of(x: RowShardedTensor) -> int:
-    return math.prod(local_shape(x)[1:])
+    return (
+        bool(rest)
+        and -1 not in rest
+        and math.prod(rest) != math.prod(local_shape(x)[1:])
+    )
