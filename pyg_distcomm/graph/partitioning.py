@@ -283,11 +283,7 @@ def _mark(value: Any) -> str:
 
 
 def _agree_same(told: Mapping[str, Any], mesh: Mesh, name: str = "partition") -> None:
-    """Raises on all ranks if they were not given the same.
-
-    Raises:
-        ValueError: naming what differs, and both values.
-    """
+    """Raises on all ranks if they were not given the same."""
     found = differing(collectives.all_gather_object(told, mesh.world))
     if found is not None:
         raise ValueError(

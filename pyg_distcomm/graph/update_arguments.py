@@ -308,13 +308,7 @@ def _edges_in(store: Any) -> tuple[Any, Any]:
 
 
 def _held(store: Any, own: Rows | None, other: Rows | None) -> dict[str, DistTensor]:
-    """Returns the attributes of a store that have certain rows.
-
-    Args:
-        store: of nodes, of edges, or of both.
-        own: those rows.
-        other: rows that others may have; None where a store has rows of one kind.
-    """
+    """Returns the attributes of a store that have certain rows."""
     found = {}
     for name, value in store.items():
         if not isinstance(value, DistTensor):
