@@ -112,7 +112,7 @@ def _partition_data(
     memory: int | str | None,
     attrs: tuple[Iterable[str], Iterable[str]],
 ) -> Data:
-    whole, (data, weight) = data, transforms.from_sparse(data)
+    whole, (data, weight) = data, partitioning_kinds.from_sparse(data)
     problem = link_problem(link) or memory_problem(memory)
     kinds: dict[str, Any] = {}
     try:
@@ -142,7 +142,7 @@ def _partition_data(
     out = partitioning_kinds.as_given(out, whole)
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    return transforms.with_sparse(_linked(out, link), weight, looped, whole)
+    return partitioning_kinds.with_sparse(_linked(out, link), weight, looped, whole)
 
 
 def _placed(share: PartShare, edge_index: Tensor) -> PartShare:

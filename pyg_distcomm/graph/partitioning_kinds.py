@@ -1,4 +1,4 @@
-"""Cuts what is no plain Data: a Batch, a TemporalData, and a HeteroData.
+"""Cuts what is no plain Data: a Batch, a TemporalData, a HeteroData, and one with an adj_t.
 
 Of a Batch, whole graphs go to one rank; a TemporalData is cut into blocks of messages; and a
 HeteroData, whose nodes and edges have types, is assembled from one part.
@@ -28,6 +28,7 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.subgraphs import rows_of_types
 from pyg_distcomm.halo.policy import link_problem
 from pyg_distcomm.kernels.memory import MemoryCap
+from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.part_share import EdgeType, PartShare, key_parts
 from pyg_distcomm.partition.partition import Partition, PartitionReport
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -304,3 +305,31 @@ def room_for(data: Any, mesh: Mesh) -> Any:
     edges = [] if isinstance(data, Path) else data.edge_stores
     device = edges[0].edge_index.device if edges else torch.device("cpu")
     return needing("a rank's share of the graph", size, mesh.world.watch, device)
+
+
+# Data with an adj_t ------------------------------------------------------------------
+
+
+def from_sparse(data: Any) -> tuple[Any, Tensor | None]:
+    """Returns a Data with an edge_index in the place of its adj_t, and what that holds."""
+    if not isinstance(data, Data) or data.edge_index is not None:
+        return data, None
+    value, count, sparse = None, data.num_nodes, data.get("adj_t")
+    edge_index = data.get("train_pos_edge_index")  # as PyG splits edges
+    if sparse is not None:
+        edge_index, value = coo_of(sparse)
+        value = torch.empty(0) if value is None else value
+    data = copy.copy(data)
+    data.pop("adj_t", None)
+    data.edge_index, data.num_nodes = edge_index, count
+    return data, value
+
+
+def with_sparse(share: Data, weight: Tensor | None, looped: bool, whole: Any) -> Data:
+    """Gives a share the adj_t that its data, the whole graph, had."""
+    if weight is not None:
+        edges: Any = share.edge_index
+        share.adj_t = edges.carrying(weight if len(weight) else None)
+        share.adj_t.looped = looped
+        share.adj_t.of_torch = isinstance(whole.get("adj_t"), Tensor)
+    return share

@@ -1,4 +1,4 @@
-"""Runs PyG's transforms on a share: those whose own code would read other ranks' rows.
+"""Runs PyG's transforms on a share, and its draws of negative edges.
 
 Most transforms of PyG run on a share as they are. Three kinds do not: some are products with
 the edges, some look at the whole graph at once, and some make another graph of it.
@@ -10,9 +10,11 @@ import copy
 import functools
 import inspect
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch_geometric.transforms
 import torch_geometric.utils
@@ -24,10 +26,11 @@ from torch_geometric.typing import WITH_TORCH_SPARSE
 from torch_geometric.utils import coalesce, scatter, sort_edge_index
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.graph import negative_edges, subgraphs
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph import subgraphs
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import OperatorKind
-from pyg_distcomm.ops.csr import coo_of
+from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import tree_map
 from pyg_distcomm.tensor.shape_ops import Stacked
@@ -412,6 +415,140 @@ def _embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+# Negative edges: candidates are alike on all ranks, and owners look them up ------------
+
+
+class _EdgeCodes(DistTensor):
+    """The edges of a graph as numbers, in which `negative_sampling` looks up candidates."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Stays where it is: it is looked up there."""
+        return self
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns what `numpy.isin` asks."""
+        return _HeldEdges(self)
+
+
+class _HeldEdges:
+    """Stands for all edges of a graph, as an array of numpy that no rank holds.
+
+    Every rank has the same candidates, looks them up in its own edges, and the ranks combine
+    what they found. Price of `isin`: an all-reduce of a byte for each candidate, and a word of
+    each rank.
+    """
+
+    def __init__(self, codes: DistTensor) -> None:
+        self._codes = codes
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Returns all edges, on every rank; collective."""
+        return self._codes.__array__(dtype, copy)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Looks candidates up where the edges are; gathers them for other functions."""
+        if func is np.isin and len(args) == 2 and args[1] is self and not kwargs:
+            return self._isin(np.asarray(args[0]))
+        args = [np.asarray(arg) if arg is self else arg for arg in args]
+        return func(*args, **kwargs)
+
+    def _isin(self, candidates: Any) -> Any:
+        mesh = self._codes.rows.mesh
+        mark = zlib.crc32(np.ascontiguousarray(candidates).tobytes())
+        marks = collectives.all_gather_counts([mark, candidates.size], mesh.world)
+        if any(other != marks[0] for other in marks):
+            raise ValueError(
+                "negative edges are drawn by Python's random, whose state differs between "
+                "ranks: seed all ranks alike, torch_geometric.seed_everything(seed)"
+            )
+        own = self._codes.to_local().detach().cpu().numpy()
+        found = torch.from_numpy(np.isin(candidates, own)).to(torch.uint8)
+        return collectives.all_reduce(found, mesh.world, "max").bool().numpy()
+
+
+def _coded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes PyG's `edge_index_to_vector` return edges that stay with their owners."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        codes, population = original(*args, **kwargs)
+        if isinstance(codes, DistTensor):
+            codes = _EdgeCodes.wrap(codes.to_local(), codes.rows)
+        return codes, population
+
+    return run
+
+
+def _structured(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `structured_negative_sampling` ask the owners of edges for its candidates."""
+
+    @functools.wraps(original)
+    def run(
+        edge_index: Any,
+        num_nodes: int | None = None,
+        contains_neg_self_loops: bool = True,
+    ) -> Any:
+        if not isinstance(edge_index, DistEdgeIndex):
+            return original(edge_index, num_nodes, contains_neg_self_loops)
+        n = int(edge_index.max()) + 1 if num_nodes is None else num_nodes
+        told = {
+            "num_nodes": n,
+            "contains_neg_self_loops": bool(contains_neg_self_loops),
+        }
+        subgraphs.agree_same(
+            None, told, edge_index.nodes.mesh, "structured_negative_sampling"
+        )
+        ends = edge_index.to_local().cpu()
+        found = _negative_ends(edge_index, ends, n, contains_neg_self_loops)
+        out = DistTensor.wrap(found.to(edge_index.device), edge_index.edges)
+        return edge_index[0], edge_index[1], out
+
+    return run
+
+
+def _negative_ends(edges: DistEdgeIndex, ends: Tensor, n: int, loops: bool) -> Tensor:
+    """Returns a target that each edge `[2, e_i]` of this rank has not, as PyG draws it.
+
+    All ranks draw alike for all edges. A candidate (i, k) is looked up in the edges that the
+    owner of k holds.
+
+    Price of a round: a word for each candidate that another rank looks up, a byte back, and
+    the places of those that are edges, on every rank.
+    """
+    nodes, place, mesh = edges.nodes, edges.edges.place, edges.nodes.mesh
+    pairs = ends[0] * n + ends[1]
+    rest = torch.arange(edges.edges.count)
+    out = torch.empty_like(ends[0])
+    while len(rest):
+        drawn = torch.randint(n, (len(rest),), dtype=torch.long)
+        getitem.check_same(drawn, nodes)
+        at = torch.searchsorted(rest, place).clamp(max=len(rest) - 1)
+        mine = (rest[at] == place).nonzero().view(-1)
+        out[mine] = drawn[at[mine]]
+        hit = _held(ends[0][mine], out[mine], pairs, n, nodes)
+        if not loops:
+            hit |= ends[0][mine] == out[mine]
+        rest = subgraphs.of_all_ranks(place[mine][hit], mesh, "edges")
+    return out
+
+
+def _held(source: Tensor, target: Tensor, pairs: Tensor, n: int, nodes: Rows) -> Tensor:
+    """Returns which pairs `[k]` are edges of any rank, `pairs` being those of this one."""
+    world, known = nodes.mesh.world, nodes.partition
+    assert known is not None
+    owner = torch.where(target < nodes.total, known.owner_of(target % nodes.total), 0)
+    order = owner.argsort(stable=True)
+    counts = torch.bincount(owner, minlength=world.size).tolist()
+    back = collectives.exchange_counts(counts, world)
+    code = (source * n + target)[order]
+    asked = collectives.all_to_all(code, counts, back, world, "edges").wait()
+    answer = torch.isin(asked, pairs).to(torch.uint8)
+    came = collectives.all_to_all(answer, back, counts, world, "edges").wait()
+    out = torch.empty(len(order), dtype=torch.bool)
+    out[order] = came.bool()
+    return out
+
+
 def register() -> None:
     """Has transforms, `negative_sampling` and methods of PyG's data run on shares as here."""
     for kind in (Data, HeteroData):
@@ -428,13 +565,13 @@ def register() -> None:
     explainer.forward = _explained(explainer.forward)
     utils = torch_geometric.utils
     for scopes, name, around in (
-        ([utils.negative_sampling], "edge_index_to_vector", negative_edges.coded),
+        ([utils.negative_sampling], "edge_index_to_vector", _coded),
         ([utils.to_torch_coo_tensor], "coalesce", _whole_entries),
         ([utils.mask_select, utils, HeteroData], "mask_select", _masked_edges),
         (
             [utils.negative_sampling, utils],
             "structured_negative_sampling",
-            negative_edges.structured,
+            _structured,
         ),
         ([utils, utils.get_embeddings, PGExplainer], "get_embeddings", _embeddings),
     ):
@@ -446,28 +583,3 @@ def register() -> None:
         if name not in _LEFT and hasattr(every[name], "forward"):
             run = _refuse if name in _REFUSED else _RUN.get(name, _as_it_is)
             every[name].forward = _of_shares(every[name].forward, run)
-
-
-def from_sparse(data: Any) -> tuple[Any, Tensor | None]:
-    """Returns a Data with an edge_index in the place of its adj_t, and what that holds."""
-    if not isinstance(data, Data) or data.edge_index is not None:
-        return data, None
-    value, count, sparse = None, data.num_nodes, data.get("adj_t")
-    edge_index = data.get("train_pos_edge_index")  # as PyG splits edges
-    if sparse is not None:
-        edge_index, value = coo_of(sparse)
-        value = torch.empty(0) if value is None else value
-    data = copy.copy(data)
-    data.pop("adj_t", None)
-    data.edge_index, data.num_nodes = edge_index, count
-    return data, value
-
-
-def with_sparse(share: Data, weight: Tensor | None, looped: bool, whole: Any) -> Data:
-    """Gives a share the adj_t that its data, the whole graph, had."""
-    if weight is not None:
-        edges: Any = share.edge_index
-        share.adj_t = edges.carrying(weight if len(weight) else None)
-        share.adj_t.looped = looped
-        share.adj_t.of_torch = isinstance(whole.get("adj_t"), Tensor)
-    return share
