@@ -24,11 +24,11 @@ from pyg_distcomm.tensor import getitem, op_tables
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import cut_as, kept
 from pyg_distcomm.tensor.op_tables import FACTS, NEW, SIZES, base_name
-from pyg_distcomm.tensor.operands import kind_of
 from pyg_distcomm.tensor.row_sharded import (
     advice,
     check_saved,
     eager,
+    kind_of,
     refuse_loader,
     tree_map,
 )

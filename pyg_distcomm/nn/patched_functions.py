@@ -35,9 +35,9 @@ from pyg_distcomm.nn.index_guard import (
 from pyg_distcomm.tensor import dispatch
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.op_tables import base_name
-from pyg_distcomm.tensor.operands import local_part
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
+    local_part,
     tree_map,
     unsupported_op,
     version_of,

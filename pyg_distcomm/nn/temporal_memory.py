@@ -32,7 +32,7 @@ from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import IdPlan, cut_as
 from pyg_distcomm.tensor.getitem import check_same
-from pyg_distcomm.tensor.operands import local_part
+from pyg_distcomm.tensor.row_sharded import local_part
 
 
 class _Messages(NamedTuple):

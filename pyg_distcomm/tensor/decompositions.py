@@ -17,8 +17,13 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.tensor import gather_by_id
 from pyg_distcomm.tensor.op_tables import base_name
-from pyg_distcomm.tensor.operands import agree, all_rows
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor, fit_plain, unsupported_op
+from pyg_distcomm.tensor.row_sharded import (
+    RowShardedTensor,
+    agree,
+    all_rows,
+    fit_plain,
+    unsupported_op,
+)
 
 
 def decomposed(func: Callable, args: Any, kwargs: Any) -> Any:

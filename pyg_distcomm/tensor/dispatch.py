@@ -26,23 +26,21 @@ from pyg_distcomm.tensor.op_tables import (
     WHOLE,
     base_name,
 )
-from pyg_distcomm.tensor.operands import (
-    agree,
-    all_rows,
-    argument,
-    call_local,
-    local_part,
-    meet_all,
-)
 from pyg_distcomm.tensor.reductions import RECURRENT, dropout, recurrent
 from pyg_distcomm.tensor.row_sharded import (
     WAYS_OUT,
     MoreDims,
     RowShardedTensor,
     advice,
+    agree,
+    all_rows,
+    argument,
+    call_local,
     first_sharded,
     fit_plain,
     leaves,
+    local_part,
+    meet_all,
     refuse_loader,
     tree_map,
     unsupported_op,

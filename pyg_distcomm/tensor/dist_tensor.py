@@ -11,9 +11,11 @@ from torch import Tensor
 
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.tensor import dispatch, getitem
-from pyg_distcomm.tensor.operands import agree, all_rows, check_devices
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
+    agree,
+    all_rows,
+    check_devices,
     check_saved,
     eager,
     unsupported_op,

@@ -27,8 +27,13 @@ from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.halo.link import exchange, exchange_transpose
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.tensor.operands import all_rows, local_part
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor, fit_plain, unsupported_op
+from pyg_distcomm.tensor.row_sharded import (
+    RowShardedTensor,
+    all_rows,
+    fit_plain,
+    local_part,
+    unsupported_op,
+)
 
 _KEPT = 8  # plans per set of nodes
 

@@ -14,10 +14,12 @@ from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id
 from pyg_distcomm.tensor.gather_by_id import IdPlan, kept
-from pyg_distcomm.tensor.operands import agree, all_rows, compare_plain
 from pyg_distcomm.tensor.row_sharded import (
     Picker,
     RowShardedTensor,
+    agree,
+    all_rows,
+    compare_plain,
     fit_plain,
     unsupported_op,
 )

@@ -24,12 +24,14 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.tensor import gather_by_id, sizes
 from pyg_distcomm.tensor.op_tables import FACTS, base_name
-from pyg_distcomm.tensor.operands import agree, call_local, local_part
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
+    agree,
+    call_local,
     eager,
     first_sharded,
     fit_plain,
+    local_part,
     tree_map,
     unsupported_op,
 )

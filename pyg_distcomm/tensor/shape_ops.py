@@ -20,11 +20,13 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor.op_tables import FACTS, ROWWISE, SIZES, WEIGHTED, base_name
-from pyg_distcomm.tensor.operands import agree, all_rows, meet_all
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
+    agree,
+    all_rows,
     eager,
     fit_plain,
+    meet_all,
     tree_map,
     unsupported_op,
 )

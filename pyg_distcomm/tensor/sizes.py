@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.tensor.operands import call_local
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor, asked_by_library
+from pyg_distcomm.tensor.row_sharded import (
+    RowShardedTensor,
+    asked_by_library,
+    call_local,
+)
 
 
 class NumRows(int):
