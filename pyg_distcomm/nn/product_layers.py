@@ -176,12 +176,8 @@ class DistGCNConv(_OwnLinked, GCNConv):
         self, x: Any, edge_index: DistEdgeIndex, edge_weight: Any
     ) -> Tensor:
         with edge_index.nodes.spilling():
-            linear = is_product(self, GCNConv, self.lin)
-            if (
-                isinstance(x, (tuple, list))
-                or self.aggr not in ("add", "sum")
-                or not linear
-            ):
+            known = not isinstance(x, (tuple, list)) and self.aggr in ("add", "sum")
+            if not known or not is_product(self, GCNConv, self.lin):
                 run = super().forward
                 return through_halo(self, self.link, run, x, edge_index, edge_weight)
             x = edge_index.as_nodes(x, "x")
