@@ -188,7 +188,7 @@ def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
 def told_size(
     name: str, shape: Sequence[int], like: Tensor, args: Any, kwargs: Any
 ) -> Any:
-    """Answers shape, size, len, numel and nbytes of a tensor of this shape, `like` another."""
+    """Answers shape, size, len, numel and nbytes of a tensor of this shape, typed as `like`."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if name == "len" or (name == "size" and dim is not None):
         return shape[dim or 0]
