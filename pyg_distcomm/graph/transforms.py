@@ -309,14 +309,19 @@ def _settings(transform: Any) -> dict[str, str]:
     return told
 
 
-def _whole_entries(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `coalesce` return all edges: torch's own sparse tensors are whole on every rank."""
+def _instead(original: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """Makes `run` take the place of a function of PyG's, which it is given first."""
 
     @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return tree_map(_whole, original(*args, **kwargs))
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return run(original, *args, **kwargs)
 
-    return run
+    return either
+
+
+def _whole_entries(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has `coalesce` return all edges: torch's own sparse tensors are whole on every rank."""
+    return tree_map(_whole, original(*args, **kwargs))
 
 
 def _whole(value: Any) -> Any:
@@ -324,16 +329,11 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if spread else value
 
 
-def _masked_edges(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `mask_select` keep edges where they are."""
-
-    @functools.wraps(original)
-    def run(src: Any, dim: int, mask: Tensor) -> Any:
-        if isinstance(src, DistEdgeIndex) and dim % 2:
-            return src[:, mask]
-        return original(src, dim, mask)
-
-    return run
+def _masked_edges(original: Any, src: Any, dim: int, mask: Tensor) -> Any:
+    """Has `mask_select` keep edges where they are."""
+    if isinstance(src, DistEdgeIndex) and dim % 2:
+        return src[:, mask]
+    return original(src, dim, mask)
 
 
 def _method(original: Callable[..., Any], run: Callable[..., Any]) -> Any:
@@ -384,35 +384,26 @@ def _gathered(data: Any) -> Any:
     return data
 
 
-def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes AttentionExplainer refuse shares: its hooks see this rank's edges alone."""
-
-    @functools.wraps(forward)
-    def run(self: Any, model: Any, x: Any, edge_index: Any, **kwargs: Any) -> Any:
-        given = edge_index.values() if isinstance(edge_index, dict) else [edge_index]
-        if any(isinstance(value, DistEdgeIndex) for value in given):
-            raise TypeError(
-                "AttentionExplainer reads the attention of this rank's edges alone: give it "
-                "x.full_tensor() and edge_index.full_tensor(), which the model takes as well, "
-                "or explain by GNNExplainer or PGExplainer"
-            )
-        return forward(self, model, x, edge_index, **kwargs)
-
-    return run
+def _explained(
+    forward: Any, self: Any, model: Any, x: Any, edge_index: Any, **kwargs: Any
+) -> Any:
+    """Has AttentionExplainer refuse shares: its hooks see this rank's edges alone."""
+    given = edge_index.values() if isinstance(edge_index, dict) else [edge_index]
+    if any(isinstance(value, DistEdgeIndex) for value in given):
+        raise TypeError(
+            "AttentionExplainer reads the attention of this rank's edges alone: give it "
+            "x.full_tensor() and edge_index.full_tensor(), which the model takes as well, "
+            "or explain by GNNExplainer or PGExplainer"
+        )
+    return forward(self, model, x, edge_index, **kwargs)
 
 
-def _embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `get_embeddings` return what layers return, not what they hold while they run."""
-
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        return [
-            DistTensor.wrap(x.to_local(), x.rows) if isinstance(x, DistTensor) else x
-            for x in found
-        ]
-
-    return run
+def _embeddings(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has `get_embeddings` return what layers return, not what they hold while they run."""
+    return [
+        DistTensor.wrap(x.to_local(), x.rows) if isinstance(x, DistTensor) else x
+        for x in original(*args, **kwargs)
+    ]
 
 
 # Negative edges: candidates are alike on all ranks, and owners look them up ------------
@@ -466,44 +457,31 @@ class _HeldEdges:
         return collectives.all_reduce(found, mesh.world, "max").bool().numpy()
 
 
-def _coded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes PyG's `edge_index_to_vector` return edges that stay with their owners."""
-
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        codes, population = original(*args, **kwargs)
-        if isinstance(codes, DistTensor):
-            codes = _EdgeCodes.wrap(codes.to_local(), codes.rows)
-        return codes, population
-
-    return run
+def _coded(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has PyG's `edge_index_to_vector` return edges that stay with their owners."""
+    codes, population = original(*args, **kwargs)
+    if isinstance(codes, DistTensor):
+        codes = _EdgeCodes.wrap(codes.to_local(), codes.rows)
+    return codes, population
 
 
-def _structured(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `structured_negative_sampling` ask the owners of edges for its candidates."""
-
-    @functools.wraps(original)
-    def run(
-        edge_index: Any,
-        num_nodes: int | None = None,
-        contains_neg_self_loops: bool = True,
-    ) -> Any:
-        if not isinstance(edge_index, DistEdgeIndex):
-            return original(edge_index, num_nodes, contains_neg_self_loops)
-        n = int(edge_index.max()) + 1 if num_nodes is None else num_nodes
-        told = {
-            "num_nodes": n,
-            "contains_neg_self_loops": bool(contains_neg_self_loops),
-        }
-        subgraphs.agree_same(
-            None, told, edge_index.nodes.mesh, "structured_negative_sampling"
-        )
-        ends = edge_index.to_local().cpu()
-        found = _negative_ends(edge_index, ends, n, contains_neg_self_loops)
-        out = DistTensor.wrap(found.to(edge_index.device), edge_index.edges)
-        return edge_index[0], edge_index[1], out
-
-    return run
+def _structured(
+    original: Any,
+    edge_index: Any,
+    num_nodes: int | None = None,
+    contains_neg_self_loops: bool = True,
+) -> Any:
+    """Has `structured_negative_sampling` ask the owners of edges for its candidates."""
+    loops = contains_neg_self_loops
+    if not isinstance(edge_index, DistEdgeIndex):
+        return original(edge_index, num_nodes, loops)
+    n = int(edge_index.max()) + 1 if num_nodes is None else num_nodes
+    told = {"num_nodes": n, "contains_neg_self_loops": bool(loops)}
+    mesh = edge_index.nodes.mesh
+    subgraphs.agree_same(None, told, mesh, "structured_negative_sampling")
+    found = _negative_ends(edge_index, edge_index.to_local().cpu(), n, loops)
+    out = DistTensor.wrap(found.to(edge_index.device), edge_index.edges)
+    return edge_index[0], edge_index[1], out
 
 
 def _negative_ends(edges: DistEdgeIndex, ends: Tensor, n: int, loops: bool) -> Tensor:
@@ -562,9 +540,9 @@ def register() -> None:
     hetero: Any = HeteroData
     hetero.to_homogeneous = _method(hetero.to_homogeneous, subgraphs.homogeneous)
     explainer: Any = AttentionExplainer
-    explainer.forward = _explained(explainer.forward)
+    explainer.forward = _instead(explainer.forward, _explained)
     utils = torch_geometric.utils
-    for scopes, name, around in (
+    for scopes, name, stand_in in (
         ([utils.negative_sampling], "edge_index_to_vector", _coded),
         ([utils.to_torch_coo_tensor], "coalesce", _whole_entries),
         ([utils.mask_select, utils, HeteroData], "mask_select", _masked_edges),
@@ -577,7 +555,7 @@ def register() -> None:
     ):
         for scope in scopes:
             module = vars(sys.modules[getattr(scope, "__module__", scope.__name__)])
-            module[name] = around(module[name])
+            module[name] = _instead(module[name], stand_in)
     every = vars(torch_geometric.transforms)
     for name in every["__all__"]:
         if name not in _LEFT and hasattr(every[name], "forward"):
