@@ -777,8 +777,8 @@ MUTATIONS = (
     Mutation(
         "a rank knows of new self-loops of its own alone",
         "update",
-        "return any(row[0] for row in collectives.all_gather_counts([int(flag)], mesh.world))",
-        "return flag",
+        "store.adj_t.looped = any(row[0] for row in every)",
+        "store.adj_t.looped = bool(found[0])",
         "test_update.py",
         "test_edges_of_an_adj_change",
     ),

@@ -22,8 +22,8 @@ import pyg_distcomm.loader
 import pyg_distcomm.nn as nn
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_matrix import EdgeMatrix
-from pyg_distcomm.graph.partitioning_batch import graph_owners
+from pyg_distcomm.graph.partitioning_kinds import graph_owners
+from pyg_distcomm.nn.pooling import EdgeMatrix
 from pyg_distcomm.partition.partition import Partition
 
 pytestmark = pytest.mark.usefixtures("place")

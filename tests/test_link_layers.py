@@ -21,7 +21,7 @@ from pyg_distcomm.halo.codecs import (
     TopK,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.nn.compressibility import is_coded
+from pyg_distcomm.nn.message_forms import is_coded
 
 pytestmark = pytest.mark.usefixtures("place")
 

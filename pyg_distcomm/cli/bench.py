@@ -27,7 +27,7 @@ from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.comm.mesh import init
 from pyg_distcomm.datasets import generated
 from pyg_distcomm.graph.partitioning import partition
-from pyg_distcomm.nn.gcn_conv import DistGCNConv
+from pyg_distcomm.nn.product_layers import DistGCNConv
 
 OURS = "pyg_distcomm"
 REUSED = "pyg_distcomm, out given"  # fresh memory costs page faults: see the report

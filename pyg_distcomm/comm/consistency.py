@@ -112,26 +112,6 @@ _ADVICE = {
 }
 
 
-def check_transforms() -> None:
-    """Refuses to go on inside torch.func and torch.vmap; see `refuse_transforms`."""
-    if torch._C._functorch.maybe_current_level() is not None:
-        refuse_transforms()
-
-
-def refuse_transforms() -> None:
-    """Refuses what torch.func and torch.vmap make of a function: they take this rank's rows.
-
-    Raises:
-        TypeError: always.
-    """
-    raise TypeError(
-        "torch.func (grad, vjp, jvp, jacrev, hessian) and torch.vmap do not ask row-sharded "
-        "tensors, and would take this rank's rows for all of them: use loss.backward(), "
-        "torch.autograd.grad, or torch.autograd.functional.vjp and hvp; or compute with "
-        "ordinary tensors alone (x.full_tensor() has all rows)"
-    )
-
-
 def digest(x: Tensor) -> int:
     """Returns a hash of dtype, shape and values of a tensor, in [0, 2^62)."""
     x = x.detach()

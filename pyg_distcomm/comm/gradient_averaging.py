@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import autograd, collectives, random
-from pyg_distcomm.comm.consistency import check_transforms, comparer_of, digest
+from pyg_distcomm.comm.consistency import comparer_of, digest
 from pyg_distcomm.comm.mesh import Mesh
 
 BUCKETS = 4
@@ -495,3 +495,23 @@ def meet(x: Any, mesh: Any) -> Any:
         check_transforms()
         return averager_of(mesh).meet(x)
     return x
+
+
+def check_transforms() -> None:
+    """Refuses to go on inside torch.func and torch.vmap; see `refuse_transforms`."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        refuse_transforms()
+
+
+def refuse_transforms() -> None:
+    """Refuses what torch.func and torch.vmap make of a function: they take this rank's rows.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(
+        "torch.func (grad, vjp, jvp, jacrev, hessian) and torch.vmap do not ask row-sharded "
+        "tensors, and would take this rank's rows for all of them: use loss.backward(), "
+        "torch.autograd.grad, or torch.autograd.functional.vjp and hvp; or compute with "
+        "ordinary tensors alone (x.full_tensor() has all rows)"
+    )

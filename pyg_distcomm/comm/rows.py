@@ -170,11 +170,10 @@ class Rows:
         gid = torch.arange(start, start + sizes[mesh.rank])
         return Rows(gid, total, mesh, None)
 
-    def spilling(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a block in which what autograd saves is kept within the cap, if any."""
-        return (
-            contextlib.nullcontext() if self.memory is None else self.memory.spilling()
-        )
+    @cached_property
+    def spilling(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Returns what makes a block that keeps what autograd saves within the cap, if any."""
+        return contextlib.nullcontext if self.memory is None else self.memory.spilling
 
     @property
     def updates(self) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.mesh import Mesh
@@ -25,15 +24,16 @@ from pyg_distcomm.tensor import getitem, op_tables
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import cut_as, kept
 from pyg_distcomm.tensor.op_tables import FACTS, NEW, SIZES, base_name
-from pyg_distcomm.tensor.operands import kind_of
 from pyg_distcomm.tensor.row_sharded import (
     advice,
     check_saved,
     eager,
+    kind_of,
     refuse_loader,
     tree_map,
 )
 from pyg_distcomm.tensor.shape_ops import joined
+from pyg_distcomm.tensor.sizes import told_size
 
 
 @eager
@@ -202,8 +202,7 @@ class DistEdgeIndex(torch.Tensor):
     @property
     def sources(self) -> Rows:
         """Which source nodes are on this rank; `nodes`, unless they have a type."""
-        sources = self.topology.sources
-        return self.nodes if sources is None else sources
+        return self.topology.source_rows
 
     @property
     def edges(self) -> Rows:
@@ -299,7 +298,8 @@ class DistEdgeIndex(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """Returns all edges in original order, on every rank; collective."""
         local = self.to_local().t().contiguous()
-        return getitem.gather_all(local, self.edges).t().contiguous()
+        world = self.nodes.mesh.world
+        return autograd.all_gather(local, self.edges.gid, world).t().contiguous()
 
     def oblivious(self) -> DistEdgeIndex:
         """Returns the same edges with sparsity-oblivious exchanges, for comparison."""
@@ -448,13 +448,7 @@ class DistEdgeIndex(torch.Tensor):
 
 
 def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
-    """Returns the rows of edges, by their places in the whole edge_index.
-
-    Args:
-        gid: of this rank, ascending.
-        total: of all ranks.
-        nodes: the nodes that they are between.
-    """
+    """Returns the rows of edges, by their places in the whole edge_index."""
     stacked = DistEdgeIndex.of_ends
     return Rows(gid, total, nodes.mesh, None, nodes=nodes, stacked=stacked)
 
@@ -472,13 +466,10 @@ def _refusal(name: str) -> TypeError:
 
 def _size(x: DistEdgeIndex, name: str, args: Any, kwargs: Any) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    first = name == "len" or (name == "size" and dim in (0, -2))
-    if first:
-        return x.nodes.total if x.of_torch else 2
+    if not x.of_torch and (name == "len" or (name == "size" and dim in (0, -2))):
+        return 2  # without asking for the number of edges
     shape = (x.nodes.total, x.sources.total) if x.of_torch else (2, x.edges.count)
-    if name in ("shape", "size"):
-        return torch.Size(shape) if dim is None else shape[dim]
-    return math.prod(shape) * (x.element_size() if name == "nbytes" else 1)
+    return told_size(name, shape, x, args, kwargs)
 
 
 def _whole(value: Any) -> Any:

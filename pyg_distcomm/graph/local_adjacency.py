@@ -413,13 +413,7 @@ def follow(
     sizes: Mapping[Any, int],
     seeds: Mapping[Any, int],
 ) -> None:
-    """Has the edges of a minibatch carry what they did when `.to(device)` has moved it.
-
-    Args:
-        minibatch: whose edges are looked up when a layer meets edges it does not know.
-        edges_of: returns them, as `carry` takes them.
-        sizes, seeds: as `carry` takes them.
-    """
+    """Has the edges of a minibatch carry what they did when `.to(device)` has moved it."""
     PROCESS.minibatches[minibatch] = edges_of, sizes, seeds
 
 

@@ -20,8 +20,9 @@ from pyg_distcomm.comm.consistency import sampled_digest
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
-from pyg_distcomm.graph import partitioning_batch, partitioning_hetero, transforms
+from pyg_distcomm.graph import partitioning_kinds, transforms
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.graph.subgraphs import agree
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
@@ -92,10 +93,10 @@ def partition(
     mesh = given_mesh(mesh, "pdc.partition")
     options = seed, refine, oblivious, link, memory
     if isinstance(data, TemporalData):
-        return partitioning_batch.cut_events(data, mesh)
+        return partitioning_kinds.cut_events(data, mesh)
     if isinstance(data, HeteroData):
         share = _partition_hetero(data, mesh, method, *options)
-        return partitioning_batch.as_given(share, data)
+        return partitioning_kinds.as_given(share, data)
     attrs = node_attrs, edge_attrs
     return _partition_data(data, mesh, method, *options, attrs)
 
@@ -111,13 +112,17 @@ def _partition_data(
     memory: int | str | None,
     attrs: tuple[Iterable[str], Iterable[str]],
 ) -> Data:
-    whole, (data, weight) = data, transforms.from_sparse(data)
-    problem, kinds = _checked(data, *attrs)
-    problem = link_problem(link) or memory_problem(memory) or problem
+    whole, (data, weight) = data, partitioning_kinds.from_sparse(data)
+    problem = link_problem(link) or memory_problem(memory)
+    kinds: dict[str, Any] = {}
+    try:
+        kinds = _check(data, *attrs)
+    except (TypeError, ValueError) as error:
+        problem = problem or error
     planned = method is None and not refine and _is_planned(data, mesh)
     if planned and seed and problem is None:
         problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
-    _agree(problem, mesh)
+    agree(problem, mesh)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _asked(method, link, seed=seed, **flags)
     _agree_same(asked | _marks(data, kinds), mesh)
@@ -130,14 +135,14 @@ def _partition_data(
         owners = mesh.owners
     else:
         owners = _cut_once(data, mesh, method, seed, refine)
-    with partitioning_hetero.room_for(data, mesh):
+    with partitioning_kinds.room_for(data, mesh):
         share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
     out = _as_planned(out, oblivious) if planned else out
-    out = partitioning_batch.as_given(out, whole)
+    out = partitioning_kinds.as_given(out, whole)
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    return transforms.with_sparse(_linked(out, link), weight, looped, whole)
+    return partitioning_kinds.with_sparse(_linked(out, link), weight, looped, whole)
 
 
 def _placed(share: PartShare, edge_index: Tensor) -> PartShare:
@@ -193,15 +198,15 @@ def _partition_hetero(
     owners: Partition | None = None
     problem: Exception | None = memory_problem(memory)
     try:
-        links = partitioning_hetero.links_of(link, data.edge_types)
-        partitioning_hetero.refuse_share(data)
+        links = partitioning_kinds.links_of(link, data.edge_types)
+        partitioning_kinds.refuse_share(data)
         hetero.check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
-    _agree(problem, mesh)
+    agree(problem, mesh)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _asked(method, link, seed=seed, **flags)
-    _agree_same(asked | partitioning_hetero.hetero_marks(data, _mark), mesh)
+    _agree_same(asked | partitioning_kinds.hetero_marks(data, _mark), mesh)
     _draw_alike(mesh)
     try:
         if mesh.rank == 0:
@@ -209,14 +214,14 @@ def _partition_hetero(
             owners = hetero.cut_hetero(data, mesh.size, how, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
-    _agree(problem, mesh)
+    agree(problem, mesh)
     owners = _broadcast(owners, mesh)
-    with partitioning_hetero.room_for(data, mesh):
+    with partitioning_kinds.room_for(data, mesh):
         types = hetero.types_of(data, owners)
         share = hetero.part_of_hetero(data, owners, types, mesh.rank)
         for store in data.edge_stores[:1]:
             share = _placed(share, store.edge_index)
-    return partitioning_hetero.assemble_hetero(share, mesh, oblivious, links, memory)
+    return partitioning_kinds.assemble_hetero(share, mesh, oblivious, links, memory)
 
 
 def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
@@ -227,24 +232,6 @@ def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
         owners = Partition.from_owner(owner, mesh.size).refined_from(before)
     assert owners is not None
     return owners
-
-
-def _agree(problem: Exception | None, mesh: Mesh) -> None:
-    """Raises rank 0's problem, or the first one there is, on all ranks alike."""
-    kinds = collectives.all_gather_object(
-        type(problem) if problem else None, mesh.world
-    )
-    kind = next((k for k in kinds if k is not None), ValueError)
-    collectives.agree(None if problem is None else str(problem), mesh.world, kind)
-
-
-def _checked(
-    data: Data, node_attrs: Iterable[str], edge_attrs: Iterable[str]
-) -> tuple[Exception | None, dict[str, Any]]:
-    try:
-        return None, _check(data, node_attrs, edge_attrs)
-    except (TypeError, ValueError) as error:
-        return error, {}
 
 
 def _check(
@@ -296,11 +283,7 @@ def _mark(value: Any) -> str:
 
 
 def _agree_same(told: Mapping[str, Any], mesh: Mesh, name: str = "partition") -> None:
-    """Raises on all ranks if they were not given the same.
-
-    Raises:
-        ValueError: naming what differs, and both values.
-    """
+    """Raises on all ranks if they were not given the same."""
     found = differing(collectives.all_gather_object(told, mesh.world))
     if found is not None:
         raise ValueError(
@@ -342,9 +325,9 @@ def _owners_mark(method: Any) -> str:
 def _cutter(method: Any, data: Any, parts: int, refine: bool) -> Any:
     """Returns a method of cutting, or owners, where None or "graphs" stands for them."""
     if method is None:
-        return "metis" if refine else partitioning_batch.default_method(data, parts)
+        return "metis" if refine else partitioning_kinds.default_method(data, parts)
     if isinstance(method, str) and method == "graphs":
-        return partitioning_batch.graph_owners(data, parts)[0]
+        return partitioning_kinds.graph_owners(data, parts)[0]
     return method
 
 
@@ -358,21 +341,18 @@ def _cut_once(
     owners, problem = None, None
     try:
         if isinstance(method, Partition):
-            _check_fit(method, data, mesh)
+            nodes, parts = method.num_nodes, method.num_parts
+            if (nodes, parts) != (data.num_nodes, mesh.size):
+                raise ValueError(
+                    f"{method} does not fit {data.num_nodes} nodes on {mesh.size} ranks"
+                )
         if mesh.rank == 0:
             method = _cutter(method, data, mesh.size, refine)
             owners = _cut(data, mesh, method, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
-    _agree(problem, mesh)
+    agree(problem, mesh)
     return _broadcast(owners, mesh)
-
-
-def _check_fit(owners: Partition, data: Data, mesh: Mesh) -> None:
-    if owners.num_parts != mesh.size or owners.num_nodes != data.num_nodes:
-        raise ValueError(
-            f"{owners} does not fit {data.num_nodes} nodes on {mesh.size} ranks"
-        )
 
 
 def _cut(
@@ -452,28 +432,13 @@ def partition_report(data: Data | HeteroData) -> PartitionReport:
     travel one by one, as in `load_partition`'s folders.
     """
     if isinstance(data, HeteroData):
-        return partitioning_hetero.report_of_share(data)
+        return partitioning_kinds.report_of_share(data)
     edge_index = data.edge_index
     if not isinstance(edge_index, DistEdgeIndex):
         raise TypeError("partition_report takes what pdc.partition returned")
     topology, mesh = edge_index.topology, edge_index.nodes.mesh
-    here, owners = topology.locals, edge_index.nodes.partition
-    train = data.get("train_mask")
-    one_mask = isinstance(train, DistTensor) and train.dim() == 1
-    mine = [
-        len(edge_index.nodes),
-        len(edge_index.edges),
-        int(train.to_local().sum()) if one_mask else 0,
-        int((here.source_lid >= here.num_own).sum()),
-        here.halo.num_ghosts,
-        sum(here.halo.send_counts),
-    ]
-    rows = collectives.all_gather_counts(mine, mesh.world)
-    nodes, edges, trains, away, halo, send = zip(*rows, strict=True)
-    before = owners.before if owners is not None else None
-    figures = PartitionReport(
-        nodes, edges, trains, sum(away), halo, send, before=before
-    )
+    figures, owners = partitioning_kinds.report_of_share(data), topology.nodes.partition
+    figures = replace(figures, before=None if owners is None else owners.before)
     blocks = _block_figures(topology, mesh)
     return figures.on_grid(mesh.grid, *blocks) if blocks else figures
 
@@ -548,18 +513,18 @@ def load_partition(
     share, problem = None, None
     try:
         parts = open_folder(folder, verify)
-        with partitioning_hetero.room_for(Path(folder), mesh):
+        with partitioning_kinds.room_for(Path(folder), mesh):
             share = _read_share(Path(folder), parts, mesh, merge)
         meta = parts.about.read_bytes()
         kinds = None if share.types is None else share.types.edges
         if kinds is not None:
-            links = partitioning_hetero.links_of(link, kinds)
+            links = partitioning_kinds.links_of(link, kinds)
         elif (wrong := link_problem(link)) is not None:
             raise wrong
     except (TypeError, ValueError, OSError) as error:
         problem = error if isinstance(error, (TypeError, ValueError)) else None
         problem = problem or ValueError(f"cannot read {folder}: {error}")
-    _agree(memory_problem(memory) or problem, mesh)
+    agree(memory_problem(memory) or problem, mesh)
     assert share is not None
     owners = {parts.about.name: hashlib.sha256(meta).hexdigest()}
     owners["owners of nodes"] = _mark(share.partition.owner)
@@ -573,9 +538,7 @@ def load_partition(
     _draw_alike(mesh)
     tell(mesh.rank, "read %r of %s", share, folder)
     if share.types is not None:
-        return partitioning_hetero.assemble_hetero(
-            share, mesh, oblivious, links, memory
-        )
+        return partitioning_kinds.assemble_hetero(share, mesh, oblivious, links, memory)
     return _linked(_assemble(share, mesh, oblivious, memory), link)
 
 

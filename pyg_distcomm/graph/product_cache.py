@@ -57,12 +57,7 @@ class MultiplyOrder:
     def takes_first(
         self, width_in: int, width_out: int, grads: tuple[bool, bool]
     ) -> bool:
-        """Says whether a layer computes (A X) W, and not A (X W).
-
-        Args:
-            width_in, width_out: columns of X and of X W.
-            grads: whether the backward pass goes on to X, and to X W.
-        """
+        """Says whether a layer computes (A X) W, and not A (X W)."""
         before, after = width_in * (1 + grads[0]), width_out * (1 + grads[1])
         return self.order == "first" or (self.order == "auto" and before <= after)
 

@@ -34,15 +34,20 @@ def mesh_of(data: Any) -> Mesh | None:
     return None
 
 
-def agree_same(
-    problem: Exception | None, told: Mapping[str, Any], mesh: Mesh, name: str
-) -> None:
-    """Raises the first problem on all ranks, or what they were given that differs."""
+def agree(problem: Exception | None, mesh: Mesh) -> None:
+    """Raises the first problem there is on any rank on all of them."""
     kinds = collectives.all_gather_object(
         type(problem) if problem else None, mesh.world
     )
     kind = next((k for k in kinds if k is not None), ValueError)
     collectives.agree(None if problem is None else str(problem), mesh.world, kind)
+
+
+def agree_same(
+    problem: Exception | None, told: Mapping[str, Any], mesh: Mesh, name: str
+) -> None:
+    """Raises the first problem on all ranks, or what they were given that differs."""
+    agree(problem, mesh)
     found = differing(collectives.all_gather_object(told, mesh.world))
     if found is not None:
         raise ValueError(
@@ -146,7 +151,7 @@ def induced(data: Any, subset: Any) -> Any:
         ids = each.full_tensor() if isinstance(each, DistTensor) else each
         picks[kind] = ids.cpu().long()
     picks |= _kept(masks, rows, mesh)
-    _check_ids(data, picks, mesh)
+    _check_ids(data, picks)
     return _picked(data, rows, picks)
 
 
@@ -174,7 +179,7 @@ def with_edges(data: Any) -> Any:
     return _picked(data, rows, _anywhere(met, mesh))
 
 
-def homogeneous(data: HeteroData, forward: Any, *args: Any, **kwargs: Any) -> Data:
+def homogeneous(forward: Any, data: HeteroData, *args: Any, **kwargs: Any) -> Data:
     """Returns the share of PyG's `data.to_homogeneous`, its types one behind another.
 
     PyG's own code joins the rows of this rank, whose ids follow. No node changes its owner.
@@ -306,7 +311,7 @@ def check_selection(data: Any, name: str, asked: Any) -> None:
                 continue
             given = value if isinstance(value, Mapping) else {None: value}
             for kind, subset in given.items():
-                what = "subset" if kind is None else f"subset[{kind!r}]"
+                what = _named(kind)
                 edges = data if kind is None else _edges_of(data, kind)
                 told[what] = mark(_checked_edges(int(edges.num_edges), what, subset))
     except (TypeError, ValueError) as error:
@@ -398,7 +403,7 @@ def _anywhere(masks: dict[Any, Tensor], mesh: Mesh) -> dict[Any, Tensor]:
     return {k: v.nonzero().view(-1) for k, v in zip(masks, parts, strict=True)}
 
 
-def _check_ids(data: Any, picks: dict[Any, Tensor], mesh: Mesh) -> None:
+def _check_ids(data: Any, picks: dict[Any, Tensor]) -> None:
     """Refuses ids that no node has, on all ranks alike: they are the same there."""
     for kind, ids in picks.items():
         n = _count(data, kind)
@@ -485,13 +490,7 @@ def _between(
     target: tuple[Tensor, Rows],
     typed: bool,
 ) -> tuple[DistEdgeIndex, Tensor]:
-    """Returns the edges whose ends stay, and which of this rank's they are.
-
-    Args:
-        edges: as they were.
-        source, target: new ids of the nodes of each end, -1 of those that go, and their rows.
-        typed: whether the graph has several types of edges.
-    """
+    """Returns the edges whose ends stay, and which of this rank's they are."""
     before, like = edges.topology, edges.to_local()
     (source_id, sources), (target_id, targets) = source, target
     if sources is edges.sources and targets is edges.nodes:

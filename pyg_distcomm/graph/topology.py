@@ -239,11 +239,7 @@ class Topology:
         return self.numbered(build)
 
     def numbered(self, build: Callable[[Tensor, list[int]], Halo]) -> LocalGraph:
-        """Returns own edges in local numbering; collective.
-
-        Args:
-            build: plans the halo of ghosts, of ids grouped by owner, and how many of each.
-        """
+        """Returns own edges in local numbering; collective."""
         nodes, sources, mesh = self.nodes, self.source_rows, self.nodes.mesh
         partition = sources.partition
         assert partition is not None
@@ -323,11 +319,7 @@ class Topology:
         return ReverseGraph(turned, route.to(self.device), order)
 
     def sum_plan(self, trainable: bool = False) -> GridPlan:
-        """The plan of `sum over in-edges`; collective the first time.
-
-        Args:
-            trainable: whether it must multiply by values that are learnt.
-        """
+        """The plan of `sum over in-edges`; collective the first time."""
         return self._planned(
             "sum", trainable, lambda: (self.source_gid, self.target_gid)
         )

@@ -1,4 +1,4 @@
-"""Runs PyG's transforms on a share: those whose own code would read other ranks' rows.
+"""Runs PyG's transforms on a share, and its draws of negative edges.
 
 Most transforms of PyG run on a share as they are. Three kinds do not: some are products with
 the edges, some look at the whole graph at once, and some make another graph of it.
@@ -10,9 +10,11 @@ import copy
 import functools
 import inspect
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch_geometric.transforms
 import torch_geometric.utils
@@ -24,10 +26,11 @@ from torch_geometric.typing import WITH_TORCH_SPARSE
 from torch_geometric.utils import coalesce, scatter, sort_edge_index
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.graph import negative_edges, subgraphs
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph import subgraphs
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import OperatorKind
-from pyg_distcomm.ops.csr import coo_of
+from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import tree_map
 from pyg_distcomm.tensor.shape_ops import Stacked
@@ -121,11 +124,6 @@ def _to_undirected(self: Any, data: Any, forward: Transform) -> Any:
             ends = torch.stack([end.full_tensor() for end in store.edge_index])
             store.edge_index = DistEdgeIndex.cut(ends, rows[target], rows[source])
     return data
-
-
-def _remove_isolated(self: Any, data: Any) -> Any:
-    """Removes nodes without edges, at their owners."""
-    return subgraphs.with_edges(data)
 
 
 def _on_all_edges(self: Any, data: Any, forward: Transform) -> Any:
@@ -247,7 +245,7 @@ _RUN: dict[str, Transform] = {
     "AddLaplacianEigenvectorPE": _on_all_edges,
     "LaplacianLambdaMax": _on_all_edges,
     "ToUndirected": _to_undirected,
-    "RemoveIsolatedNodes": _remove_isolated,
+    "RemoveIsolatedNodes": lambda self, data: subgraphs.with_edges(data),
     "AddMetaPaths": _metapaths,
     "AddRandomMetaPaths": _metapaths,
     "IndexToMask": _index_to_mask,
@@ -311,14 +309,19 @@ def _settings(transform: Any) -> dict[str, str]:
     return told
 
 
-def _whole_entries(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `coalesce` return all edges: torch's own sparse tensors are whole on every rank."""
+def _instead(original: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """Makes `run` take the place of a function of PyG's, which it is given first."""
 
     @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return tree_map(_whole, original(*args, **kwargs))
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return run(original, *args, **kwargs)
 
-    return run
+    return either
+
+
+def _whole_entries(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has `coalesce` return all edges: torch's own sparse tensors are whole on every rank."""
+    return tree_map(_whole, original(*args, **kwargs))
 
 
 def _whole(value: Any) -> Any:
@@ -326,16 +329,11 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if spread else value
 
 
-def _masked_edges(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `mask_select` keep edges where they are."""
-
-    @functools.wraps(original)
-    def run(src: Any, dim: int, mask: Tensor) -> Any:
-        if isinstance(src, DistEdgeIndex) and dim % 2:
-            return src[:, mask]
-        return original(src, dim, mask)
-
-    return run
+def _masked_edges(original: Any, src: Any, dim: int, mask: Tensor) -> Any:
+    """Has `mask_select` keep edges where they are."""
+    if isinstance(src, DistEdgeIndex) and dim % 2:
+        return src[:, mask]
+    return original(src, dim, mask)
 
 
 def _method(original: Callable[..., Any], run: Callable[..., Any]) -> Any:
@@ -362,11 +360,7 @@ def _subgraph(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _example(original: Any, data: Any, idx: Any) -> Any:
-    """Returns one graph of a batch, whole on every rank; its rows and edges travel.
-
-    Raises:
-        ValueError: on all ranks, if they ask for different graphs.
-    """
+    """Returns one graph of a batch, whole on every rank; its rows and edges travel."""
     mesh: Any = subgraphs.mesh_of(data)
     asked = collectives.all_gather_counts([int(idx)], mesh.world)
     if any(other != asked[0] for other in asked):
@@ -390,39 +384,147 @@ def _gathered(data: Any) -> Any:
     return data
 
 
-def _homogeneous(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-    return subgraphs.homogeneous(data, original, *args, **kwargs)
+def _explained(
+    forward: Any, self: Any, model: Any, x: Any, edge_index: Any, **kwargs: Any
+) -> Any:
+    """Has AttentionExplainer refuse shares: its hooks see this rank's edges alone."""
+    given = edge_index.values() if isinstance(edge_index, dict) else [edge_index]
+    if any(isinstance(value, DistEdgeIndex) for value in given):
+        raise TypeError(
+            "AttentionExplainer reads the attention of this rank's edges alone: give it "
+            "x.full_tensor() and edge_index.full_tensor(), which the model takes as well, "
+            "or explain by GNNExplainer or PGExplainer"
+        )
+    return forward(self, model, x, edge_index, **kwargs)
 
 
-def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes AttentionExplainer refuse shares: its hooks see this rank's edges alone."""
+def _embeddings(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has `get_embeddings` return what layers return, not what they hold while they run."""
+    return [
+        DistTensor.wrap(x.to_local(), x.rows) if isinstance(x, DistTensor) else x
+        for x in original(*args, **kwargs)
+    ]
 
-    @functools.wraps(forward)
-    def run(self: Any, model: Any, x: Any, edge_index: Any, **kwargs: Any) -> Any:
-        given = edge_index.values() if isinstance(edge_index, dict) else [edge_index]
-        if any(isinstance(value, DistEdgeIndex) for value in given):
-            raise TypeError(
-                "AttentionExplainer reads the attention of this rank's edges alone: give it "
-                "x.full_tensor() and edge_index.full_tensor(), which the model takes as well, "
-                "or explain by GNNExplainer or PGExplainer"
+
+# Negative edges: candidates are alike on all ranks, and owners look them up ------------
+
+
+class _EdgeCodes(DistTensor):
+    """The edges of a graph as numbers, in which `negative_sampling` looks up candidates."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Stays where it is: it is looked up there."""
+        return self
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns what `numpy.isin` asks."""
+        return _HeldEdges(self)
+
+
+class _HeldEdges:
+    """Stands for all edges of a graph, as an array of numpy that no rank holds.
+
+    Every rank has the same candidates, looks them up in its own edges, and the ranks combine
+    what they found. Price of `isin`: an all-reduce of a byte for each candidate, and a word of
+    each rank.
+    """
+
+    def __init__(self, codes: DistTensor) -> None:
+        self._codes = codes
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Returns all edges, on every rank; collective."""
+        return self._codes.__array__(dtype, copy)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Looks candidates up where the edges are; gathers them for other functions."""
+        if func is np.isin and len(args) == 2 and args[1] is self and not kwargs:
+            return self._isin(np.asarray(args[0]))
+        args = [np.asarray(arg) if arg is self else arg for arg in args]
+        return func(*args, **kwargs)
+
+    def _isin(self, candidates: Any) -> Any:
+        mesh = self._codes.rows.mesh
+        mark = zlib.crc32(np.ascontiguousarray(candidates).tobytes())
+        marks = collectives.all_gather_counts([mark, candidates.size], mesh.world)
+        if any(other != marks[0] for other in marks):
+            raise ValueError(
+                "negative edges are drawn by Python's random, whose state differs between "
+                "ranks: seed all ranks alike, torch_geometric.seed_everything(seed)"
             )
-        return forward(self, model, x, edge_index, **kwargs)
+        own = self._codes.to_local().detach().cpu().numpy()
+        found = torch.from_numpy(np.isin(candidates, own)).to(torch.uint8)
+        return collectives.all_reduce(found, mesh.world, "max").bool().numpy()
 
-    return run
+
+def _coded(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has PyG's `edge_index_to_vector` return edges that stay with their owners."""
+    codes, population = original(*args, **kwargs)
+    if isinstance(codes, DistTensor):
+        codes = _EdgeCodes.wrap(codes.to_local(), codes.rows)
+    return codes, population
 
 
-def _embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `get_embeddings` return what layers return, not what they hold while they run."""
+def _structured(
+    original: Any,
+    edge_index: Any,
+    num_nodes: int | None = None,
+    contains_neg_self_loops: bool = True,
+) -> Any:
+    """Has `structured_negative_sampling` ask the owners of edges for its candidates."""
+    loops = contains_neg_self_loops
+    if not isinstance(edge_index, DistEdgeIndex):
+        return original(edge_index, num_nodes, loops)
+    n = int(edge_index.max()) + 1 if num_nodes is None else num_nodes
+    told = {"num_nodes": n, "contains_neg_self_loops": bool(loops)}
+    mesh = edge_index.nodes.mesh
+    subgraphs.agree_same(None, told, mesh, "structured_negative_sampling")
+    found = _negative_ends(edge_index, edge_index.to_local().cpu(), n, loops)
+    out = DistTensor.wrap(found.to(edge_index.device), edge_index.edges)
+    return edge_index[0], edge_index[1], out
 
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        return [
-            DistTensor.wrap(x.to_local(), x.rows) if isinstance(x, DistTensor) else x
-            for x in found
-        ]
 
-    return run
+def _negative_ends(edges: DistEdgeIndex, ends: Tensor, n: int, loops: bool) -> Tensor:
+    """Returns a target that each edge `[2, e_i]` of this rank has not, as PyG draws it.
+
+    All ranks draw alike for all edges. A candidate (i, k) is looked up in the edges that the
+    owner of k holds.
+
+    Price of a round: a word for each candidate that another rank looks up, a byte back, and
+    the places of those that are edges, on every rank.
+    """
+    nodes, place, mesh = edges.nodes, edges.edges.place, edges.nodes.mesh
+    pairs = ends[0] * n + ends[1]
+    rest = torch.arange(edges.edges.count)
+    out = torch.empty_like(ends[0])
+    while len(rest):
+        drawn = torch.randint(n, (len(rest),), dtype=torch.long)
+        getitem.check_same(drawn, nodes)
+        at = torch.searchsorted(rest, place).clamp(max=len(rest) - 1)
+        mine = (rest[at] == place).nonzero().view(-1)
+        out[mine] = drawn[at[mine]]
+        hit = _held(ends[0][mine], out[mine], pairs, n, nodes)
+        if not loops:
+            hit |= ends[0][mine] == out[mine]
+        rest = subgraphs.of_all_ranks(place[mine][hit], mesh, "edges")
+    return out
+
+
+def _held(source: Tensor, target: Tensor, pairs: Tensor, n: int, nodes: Rows) -> Tensor:
+    """Returns which pairs `[k]` are edges of any rank, `pairs` being those of this one."""
+    world, known = nodes.mesh.world, nodes.partition
+    assert known is not None
+    owner = torch.where(target < nodes.total, known.owner_of(target % nodes.total), 0)
+    order = owner.argsort(stable=True)
+    counts = torch.bincount(owner, minlength=world.size).tolist()
+    back = collectives.exchange_counts(counts, world)
+    code = (source * n + target)[order]
+    asked = collectives.all_to_all(code, counts, back, world, "edges").wait()
+    answer = torch.isin(asked, pairs).to(torch.uint8)
+    came = collectives.all_to_all(answer, back, counts, world, "edges").wait()
+    out = torch.empty(len(order), dtype=torch.bool)
+    out[order] = came.bool()
+    return out
 
 
 def register() -> None:
@@ -436,51 +538,26 @@ def register() -> None:
     batch.get_example = _method(batch.get_example, _example)
     batch.to_data_list = _method(batch.to_data_list, _examples)
     hetero: Any = HeteroData
-    hetero.to_homogeneous = _method(hetero.to_homogeneous, _homogeneous)
+    hetero.to_homogeneous = _method(hetero.to_homogeneous, subgraphs.homogeneous)
     explainer: Any = AttentionExplainer
-    explainer.forward = _explained(explainer.forward)
+    explainer.forward = _instead(explainer.forward, _explained)
     utils = torch_geometric.utils
-    for scopes, name, around in (
-        ([utils.negative_sampling], "edge_index_to_vector", negative_edges.coded),
+    for scopes, name, stand_in in (
+        ([utils.negative_sampling], "edge_index_to_vector", _coded),
         ([utils.to_torch_coo_tensor], "coalesce", _whole_entries),
         ([utils.mask_select, utils, HeteroData], "mask_select", _masked_edges),
         (
             [utils.negative_sampling, utils],
             "structured_negative_sampling",
-            negative_edges.structured,
+            _structured,
         ),
         ([utils, utils.get_embeddings, PGExplainer], "get_embeddings", _embeddings),
     ):
         for scope in scopes:
             module = vars(sys.modules[getattr(scope, "__module__", scope.__name__)])
-            module[name] = around(module[name])
+            module[name] = _instead(module[name], stand_in)
     every = vars(torch_geometric.transforms)
     for name in every["__all__"]:
         if name not in _LEFT and hasattr(every[name], "forward"):
             run = _refuse if name in _REFUSED else _RUN.get(name, _as_it_is)
             every[name].forward = _of_shares(every[name].forward, run)
-
-
-def from_sparse(data: Any) -> tuple[Any, Tensor | None]:
-    """Returns a Data with an edge_index in the place of its adj_t, and what that holds."""
-    if not isinstance(data, Data) or data.edge_index is not None:
-        return data, None
-    value, count, sparse = None, data.num_nodes, data.get("adj_t")
-    edge_index = data.get("train_pos_edge_index")  # as PyG splits edges
-    if sparse is not None:
-        edge_index, value = coo_of(sparse)
-        value = torch.empty(0) if value is None else value
-    data = copy.copy(data)
-    data.pop("adj_t", None)
-    data.edge_index, data.num_nodes = edge_index, count
-    return data, value
-
-
-def with_sparse(share: Data, weight: Tensor | None, looped: bool, whole: Any) -> Data:
-    """Gives a share the adj_t that its data, the whole graph, had."""
-    if weight is not None:
-        edges: Any = share.edge_index
-        share.adj_t = edges.carrying(weight if len(weight) else None)
-        share.adj_t.looped = looped
-        share.adj_t.of_torch = isinstance(whole.get("adj_t"), Tensor)
-    return share

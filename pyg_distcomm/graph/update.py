@@ -196,7 +196,9 @@ def _change_edges(
         store.adj_t = grown.carrying(weight)
         store.adj_t.of_torch = edges.adj.of_torch
         looped = (grown.topology.source_gid == grown.topology.target_gid).any()
-        store.adj_t.looped = _any(bool(looped) and source is target, mesh)
+        found = [int(bool(looped) and source is target)]
+        every = collectives.all_gather_counts(found, mesh.world)
+        store.adj_t.looped = any(row[0] for row in every)
 
 
 def _plan(
@@ -233,19 +235,8 @@ def _joined(
     return DistTensor.wrap(whole, rows)
 
 
-def _any(flag: bool, mesh: Mesh) -> bool:
-    return any(row[0] for row in collectives.all_gather_counts([int(flag)], mesh.world))
-
-
 def _replanned(old: Halo, source: NodeChange, ghost: Tensor, counts: list[int]) -> Halo:
-    """Returns the halo of changed edges; what it asks for already is not said; collective.
-
-    Args:
-        old: the halo of the edges as they were.
-        source: the nodes whose rows it brings.
-        ghost: ids afterwards of the ghosts, by their owners, ascending within.
-        counts: how many of each.
-    """
+    """Returns the halo of changed edges; what it asks for already is not said; collective."""
     nodes, axis = source.after, old.axis
     assert old.ghost_gid is not None
     assert old.send_gid is not None

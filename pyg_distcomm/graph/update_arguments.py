@@ -17,6 +17,7 @@ from pyg_distcomm.comm.consistency import sampled_digest
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.subgraphs import rows_of_types
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -155,13 +156,14 @@ class GraphChange:
         self.nodes: dict[Any, NodeChange] = {}
         self.edges: dict[Any, EdgeChange] = {}
         by_type = {name: _by_type(data, name, value) for name, value in given.items()}
+        rows = rows_of_types(data)
         new, gone = by_type["new_nodes"], by_type["removed_nodes"]
         for kind, store in _by_key(data.node_stores).items():
-            self.nodes[kind] = _nodes_of(data, kind, store, new, gone)
+            self.nodes[kind] = _nodes_of(kind, store, rows.get(kind), new, gone)
         for kind in new:
             if kind not in self.nodes:
                 edges = by_type["new_edges"]
-                self.nodes[kind] = _begun(data, kind, new[kind], edges)
+                self.nodes[kind] = _begun(data, kind, new[kind], edges, rows)
         new, gone = by_type["new_edges"], by_type["removed_edges"]
         stores = _by_key(data.edge_stores)
         for kind in dict.fromkeys([*stores, *new, *gone]):
@@ -305,27 +307,8 @@ def _edges_in(store: Any) -> tuple[Any, Any]:
     return known, adj
 
 
-def rows_of_type(data: Any, kind: Any) -> Rows | None:
-    """Returns the rows of the nodes of a type, if anything in the share tells them."""
-    for key, store in _by_key(data.edge_stores).items():
-        if key is None or kind == key[-1]:
-            return _edges_in(store)[0].nodes  # type: ignore[no-any-return]
-        if kind == key[0]:
-            return _edges_in(store)[0].sources  # type: ignore[no-any-return]
-    for value in data[kind].values():
-        if isinstance(value, DistTensor) and value.rows.partition is not None:
-            return value.rows
-    return None
-
-
 def _held(store: Any, own: Rows | None, other: Rows | None) -> dict[str, DistTensor]:
-    """Returns the attributes of a store that have certain rows.
-
-    Args:
-        store: of nodes, of edges, or of both.
-        own: those rows.
-        other: rows that others may have; None where a store has rows of one kind.
-    """
+    """Returns the attributes of a store that have certain rows."""
     found = {}
     for name, value in store.items():
         if not isinstance(value, DistTensor):
@@ -345,10 +328,14 @@ def _held(store: Any, own: Rows | None, other: Rows | None) -> dict[str, DistTen
 
 
 def _nodes_of(
-    data: Any, kind: Any, store: Any, new: Mapping[Any, Any], gone: Mapping[Any, Any]
+    kind: Any,
+    store: Any,
+    rows: Rows | None,
+    new: Mapping[Any, Any],
+    gone: Mapping[Any, Any],
 ) -> NodeChange:
     """Reads what happens to the nodes of a type."""
-    where, rows = "" if kind is None else f"[{kind!r}]", rows_of_type(data, kind)
+    where = "" if kind is None else f"[{kind!r}]"
     total = int(store.num_nodes) if rows is None else rows.total
     other = _edges_in(store)[0].edges if kind is None else None
     given, ids = new.get(kind), _plain(gone.get(kind, torch.empty(0)))
@@ -373,7 +360,13 @@ def _nodes_of(
     return nodes
 
 
-def _begun(data: Any, kind: Any, given: Any, edges: Mapping[Any, Any]) -> NodeChange:
+def _begun(
+    data: Any,
+    kind: Any,
+    given: Any,
+    edges: Mapping[Any, Any],
+    known: Mapping[Any, Rows],
+) -> NodeChange:
     """Reads what the nodes of a type are that begins."""
     where, some = f"[{kind!r}]", given if isinstance(given, Mapping) else {}
     if not some and not any(kind in (key[0], key[-1]) for key in edges):
@@ -381,8 +374,7 @@ def _begun(data: Any, kind: Any, given: Any, edges: Mapping[Any, Any]) -> NodeCh
             f"new_nodes has {kind!r}, which is no node type; there are {data.node_types}, and "
             "one that begins has attributes, or new_edges"
         )
-    every = (rows_of_type(data, other) for other in data.node_types)
-    like = next(rows for rows in every if rows is not None)
+    like = next(iter(known.values()))
     assert like.partition is not None
     none = torch.empty(0, dtype=torch.int64)
     nobody = Partition.from_owner(none, like.partition.num_parts)

@@ -16,19 +16,19 @@ import torch
 import torch_geometric.nn as _pyg
 
 from pyg_distcomm.nn import layers as _layers
-from pyg_distcomm.nn.batch_norm import DistBatchNorm as DistBatchNorm
-from pyg_distcomm.nn.batch_norm import InstanceNorm as InstanceNorm
+from pyg_distcomm.nn.adapted_layers import DistBatchNorm as DistBatchNorm
+from pyg_distcomm.nn.adapted_layers import InstanceNorm as InstanceNorm
 from pyg_distcomm.nn.convert import DISTRIBUTED as _DISTRIBUTED
 from pyg_distcomm.nn.convert import Converted as _Converted
 from pyg_distcomm.nn.convert import convert as convert
 from pyg_distcomm.nn.embedding import DistEmbedding as DistEmbedding
-from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv as DistGCN2Conv
-from pyg_distcomm.nn.gcn_conv import DistGCNConv as DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv as HaloConv
 from pyg_distcomm.nn.halo_conv import HaloExecution as HaloExecution
 from pyg_distcomm.nn.layers import *  # noqa: F403
+from pyg_distcomm.nn.product_layers import DistGCN2Conv as DistGCN2Conv
+from pyg_distcomm.nn.product_layers import DistGCNConv as DistGCNConv
+from pyg_distcomm.nn.product_layers import DistSAGEConv as DistSAGEConv
 from pyg_distcomm.nn.replicate import replicate as replicate
-from pyg_distcomm.nn.sage_conv import DistSAGEConv as DistSAGEConv
 from pyg_distcomm.nn.temporal_memory import LastAggregator as _LastAggregator
 from pyg_distcomm.nn.temporal_memory import LastNeighborLoader as _LastNeighborLoader
 from pyg_distcomm.nn.temporal_memory import TGNMemory as TGNMemory

@@ -1,4 +1,4 @@
-"""Layers of PyG's whose own code has nodes behind other dims, or reads all edges.
+"""Layers of PyG's whose own code has nodes behind other dims, reads all edges, or normalises.
 
 They compute what PyG's do, from the same parameters; on ordinary inputs they are PyG's.
 """
@@ -18,6 +18,38 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution, spread_inputs
 from pyg_distcomm.nn.index_guard import GuardedEdgeIndex
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+
+
+class DistBatchNorm(torch.nn.BatchNorm1d):
+    """Batch norm whose mean and variance are taken over the nodes of all ranks.
+
+        y = (x - mean) / sqrt(var + eps) * weight + bias
+
+    Takes the arguments of `torch.nn.BatchNorm1d`, and is it for an ordinary tensor
+    (SyncBatchNorm refuses CPU tensors). Ranks with one row or none are fine.
+
+    Shapes: x `[n_i, C]` DistTensor -> `[n_i, C]`.
+    Price: two all-reduces of C words forward and two backward.
+    """
+
+    # as torch's: F.batch_norm of a DistTensor is global
+
+
+class InstanceNorm(pyg.InstanceNorm):
+    """PyG's InstanceNorm: of one graph, each channel by its mean and variance over nodes.
+
+    Takes PyG's arguments, and is PyG's for an ordinary tensor or a `batch` vector.
+
+    Shapes: x `[n, C]`, row-sharded -> `[n, C]`. Price: that of batch norm.
+    """
+
+    def forward(self, x: Tensor, batch: Any = None, batch_size: Any = None) -> Tensor:
+        """Runs the layer."""
+        if not isinstance(x, RowShardedTensor) or batch is not None:
+            return super().forward(x, batch, batch_size)
+        by_input = self.training or not self.track_running_stats
+        kept = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(x, *kept, by_input, self.momentum or 0.0, self.eps)
 
 
 class DistARMAConv(HaloExecution, pyg.ARMAConv):
@@ -86,10 +118,7 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
         if not spread or not self.training or torch.is_inference_mode_enabled():
             return super().__call__(x, edge_index, neg_edge_index, batch)
         out = super().__call__(x, edge_index)
-        if self.add_self_loops:
-            edge_index, _ = remove_self_loops(edge_index)
-            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
-        h = self.lin(x).view(-1, self.heads, self.out_channels)
+        h, edge_index = self._prepared(x, edge_index)
         positive = self.positive_sampling(edge_index)
         if neg_edge_index is None:
             neg_edge_index = self.negative_sampling(edge_index, x.size(0), batch)
@@ -99,6 +128,12 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
             [torch.ones_like(found[0][:, 0]), torch.zeros_like(found[1][:, 0])]
         )
         return out
+
+    def _prepared(self, x: Tensor, edge_index: Any) -> tuple[Tensor, Any]:
+        if self.add_self_loops:
+            edge_index, _ = remove_self_loops(edge_index)
+            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        return self.lin(x).view(-1, self.heads, self.out_channels), edge_index
 
     def _logits(self, h: Tensor, edges: Any) -> Tensor:
         return self.get_attention(
@@ -111,10 +146,7 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
         """Runs the layer; distributed, without what training adds."""
         if not isinstance(edge_index, GuardedEdgeIndex):
             return super().forward(x, edge_index, neg_edge_index, batch)
-        if self.add_self_loops:
-            edge_index, _ = remove_self_loops(edge_index)
-            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
-        h = self.lin(x).view(-1, self.heads, self.out_channels)
+        h, edge_index = self._prepared(x, edge_index)
         out = self.propagate(edge_index, x=h)
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         return out if self.bias is None else out + self.bias
@@ -266,6 +298,8 @@ class _Propagated:
 
 
 REWRITTEN: dict[type, type] = {
+    torch.nn.BatchNorm1d: DistBatchNorm,
+    pyg.InstanceNorm: InstanceNorm,
     pyg.ARMAConv: DistARMAConv,
     pyg.FastRGCNConv: DistFastRGCNConv,
     pyg.GroupAddRev: DistGroupAddRev,

@@ -18,14 +18,11 @@ from torch_geometric.nn import (
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.nn import trimming
 from pyg_distcomm.nn.adapted_layers import REWRITTEN
-from pyg_distcomm.nn.batch_norm import DistBatchNorm, InstanceNorm
-from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv
-from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
 from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
 from pyg_distcomm.nn.layer_context import OwnLink, check_link
 from pyg_distcomm.nn.pooling import POOLS
-from pyg_distcomm.nn.sage_conv import DistSAGEConv
+from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -103,16 +100,12 @@ def _converted(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module
     return out
 
 
-def _ranks() -> int:
-    mesh = latest_mesh()
-    return 1 if mesh is None else mesh.size
-
-
 def _stand_in(module: torch.nn.Module) -> torch.nn.Module:
-    ours = *DISTRIBUTED.values(), HaloConv, HaloExecution, DistBatchNorm
+    ours = *DISTRIBUTED.values(), HaloConv, HaloExecution
     if isinstance(module, ours):
         return module
-    if type(module) is pyg.TGNMemory and _ranks() > 1:
+    mesh = latest_mesh() if type(module) is pyg.TGNMemory else None
+    if mesh is not None and mesh.size > 1:
         raise TypeError(
             "import TGNMemory from pyg_distcomm.nn, after pdc.init(): PyG's keeps the memory "
             "of all nodes on one rank, and what it holds is not cut afterwards"
@@ -120,8 +113,4 @@ def _stand_in(module: torch.nn.Module) -> torch.nn.Module:
     if type(module) in DISTRIBUTED:
         module.__class__ = DISTRIBUTED[type(module)]
         return module
-    if type(module) is torch.nn.BatchNorm1d:
-        return DistBatchNorm.of(module)
-    if type(module) is pyg.InstanceNorm:
-        return InstanceNorm.of(module)
     return HaloConv(module) if isinstance(module, MessagePassing) else module

@@ -151,7 +151,9 @@ class DistEmbedding(torch.nn.Module):
             raise AttributeError("the embedding has no rows yet") from None
         shard.is_shard = True  # other ranks' are others: see `Averager`
         shard.is_part = self.rows.mesh.size > 1
-        _watch_optimizers()
+        if not PROCESS.watches_optimizers:
+            register_optimizer_step_pre_hook(_refuse_optimizer)
+            PROCESS.watches_optimizers = True
         return shard  # type: ignore[no-any-return]
 
     def reset_parameters(self) -> None:
@@ -259,12 +261,6 @@ class _Lookup(torch.autograd.Function):
         else:
             grad = g.new_zeros(ctx.shape).index_copy(0, slot, sums)
         return grad, None, None, None
-
-
-def _watch_optimizers() -> None:
-    if not PROCESS.watches_optimizers:
-        register_optimizer_step_pre_hook(_refuse_optimizer)
-    PROCESS.watches_optimizers = True
 
 
 def _refuse_optimizer(optimizer: Any, *_: Any) -> None:

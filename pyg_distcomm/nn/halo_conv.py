@@ -21,12 +21,11 @@ from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import OperatorKind
-from pyg_distcomm.nn.compressibility import check_aggregations
 from pyg_distcomm.nn.halo_execution import HaloVisit
 from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
 from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
 from pyg_distcomm.nn.local_products import run_layer
-from pyg_distcomm.nn.message_forms import layers_of
+from pyg_distcomm.nn.message_forms import check_aggregations, layers_of
 from pyg_distcomm.nn.patched_functions import MatrixOf
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.process import PROCESS
@@ -172,7 +171,7 @@ def _run(
     conv: MessagePassing, link: OwnLink, forward: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     if any(isinstance(v, DistEdgeIndex) for v in (*args, *kwargs.values())):
-        return _through_halo(conv, link, forward, *args, **kwargs)
+        return through_halo(conv, link, forward, *args, **kwargs)
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     return run_layer(conv, forward, *args, **kwargs)
@@ -279,6 +278,7 @@ def _spread(value: Any, nodes: Rows, sources: Rows | None) -> Any:
 _INDICES = (torch.int64, torch.int32)
 
 
+@eagerly
 def through_halo(
     conv: MessagePassing,
     link: OwnLink,
@@ -286,27 +286,7 @@ def through_halo(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Runs `forward` of `conv`, fetching ghosts where the layer meets its edges.
-
-    Args:
-        conv: the layer.
-        link: its own; see `LayerContext.of`.
-        forward: how it runs.
-        args, kwargs: what it is given.
-    """
-    if not any(isinstance(v, DistEdgeIndex) for v in (*args, *kwargs.values())):
-        return forward(*args, **kwargs)
-    return _through_halo(conv, link, forward, *args, **kwargs)
-
-
-@eagerly
-def _through_halo(
-    conv: MessagePassing,
-    link: OwnLink,
-    forward: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    """Runs `forward` of `conv`, fetching ghosts where the layer meets its edges."""
     bound = inspect.signature(conv.forward).bind(*args, **kwargs)
     given = bound.arguments
     extra = given.get("kwargs", {}) if "kwargs" not in kwargs else {}

@@ -29,8 +29,6 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.link import DEGREES, NAMES, Link
-from pyg_distcomm.nn.call_guard import RngGuard
-from pyg_distcomm.nn.compressibility import is_coded
 from pyg_distcomm.nn.index_guard import (
     GhostMeshGuard,
     GuardedEdgeIndex,
@@ -47,6 +45,7 @@ from pyg_distcomm.nn.message_forms import (
     adds_rows,
     aggregates_itself,
     check_sizes,
+    is_coded,
     layers_of,
     mask_messages,
     untemplated,
@@ -63,6 +62,7 @@ from pyg_distcomm.nn.node_chunks import (
 from pyg_distcomm.nn.patched_functions import (
     STAND_INS,
     MatrixOf,
+    RngGuard,
     by_row,
     replaced,
     standing_in,

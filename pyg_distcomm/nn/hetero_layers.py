@@ -41,12 +41,7 @@ def _spread(edge_index_dict: Any) -> bool:
 
 
 def _cut_alike(layer: Any, x_dict: Any, edge_index_dict: Any) -> dict[str, Any]:
-    """Returns the rows of each type, refusing those that are not cut as its edges are.
-
-    Raises:
-        TypeError, ValueError: if x_dict is no dictionary, or lacks a type that edges have, or
-            if rows or the layer lie on another device than the edges.
-    """
+    """Returns the rows of each type, refusing those that are not cut as its edges are."""
     for edges in edge_index_dict.values():
         check_placement(layer, edges.topology)
     if not isinstance(x_dict, Mapping):

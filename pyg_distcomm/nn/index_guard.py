@@ -121,6 +121,10 @@ class LocalIndexGuard(Picker):
 
     def call(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         """Runs one torch function that has these numbers among its arguments."""
+        if name == "stack" and (joined := _joined(args, kwargs)) is not None:
+            return joined
+        if name == "getitem" and args[0] is self and isinstance(args[1], DistTensor):
+            return _kept(self, args[1])
         first = args[0] if args else None
         if name in FACTS:
             found = func(*_bare(args), **_bare(kwargs))
@@ -224,10 +228,6 @@ class Sources(LocalIndexGuard):
 
     def call(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         """Runs one torch function on sources."""
-        if name == "stack" and (joined := _joined(args, kwargs)) is not None:
-            return joined
-        if name == "getitem" and args[0] is self and isinstance(args[1], DistTensor):
-            return _kept(self, args[1])
         if name == "scatter_add" and len(args) == 4 and args[2] is self:
             return self._added(func, args[0], args[3])
         return super().call(name, func, args, kwargs)
@@ -278,10 +278,6 @@ class Targets(LocalIndexGuard):
         )
         if picks and _dim(args, kwargs) % first.dim() == 0:
             return self.pick(first)
-        if name == "stack" and (joined := _joined(args, kwargs)) is not None:
-            return joined
-        if name == "getitem" and args[0] is self and isinstance(args[1], DistTensor):
-            return _kept(self, args[1])
         if name in _RESHAPES and name not in _COPIES and args[0] is self:
             return self.wrap(func(*_bare(args), **_bare(kwargs)), self.scene, self.rows)
         if name == "numel" and self.rows.total:  # no rank takes a branch of its own
@@ -419,13 +415,7 @@ _SIZES = {"size_i": 0, "dim_size": 0, "size_j": 1}
 
 
 def typed(edges: GuardedEdgeIndex, name: str, value: Any) -> Any:
-    """Returns what PyG gives a layer's own code: sizes, numbers of nodes, values per edge.
-
-    Args:
-        edges: of the call.
-        name: of the argument.
-        value: on this rank.
-    """
+    """Returns what PyG gives a layer's own code: sizes, numbers of nodes, values per edge."""
     scene = edges.scene
     if name in _SIZES and isinstance(value, int):
         rows = scene.sources if _SIZES[name] else scene.nodes

@@ -1,4 +1,4 @@
-"""Gathers what one call of a layer needs: edges, link and cache; and orders its products."""
+"""Tells whether a layer is PyG's own, and gathers what a call of it needs: edges and link."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import (
@@ -19,20 +18,20 @@ from torch_geometric.nn import (
 )
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_distcomm.comm.consistency import check_transforms, comparer_of
-from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.consistency import comparer_of
+from pyg_distcomm.comm.gradient_averaging import check_transforms
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.graph.topology import OperatorKind, Topology
+from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy, settings_of
-from pyg_distcomm.nn.message_forms import has_hooks, is_changed, propagates_as_pyg
-from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.process import tell
-from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 OwnLink: TypeAlias = LinkPolicy | Literal["exact"] | None
+
+STEPS = "propagate message aggregate update message_and_aggregate edge_update".split()
+_WHEN = ("pre_hooks", "hooks")
 
 
 def check_link(link: OwnLink) -> OwnLink:
@@ -79,13 +78,6 @@ class LayerContext:
     ) -> LayerContext:
         """Returns the context of a call; collective at first.
 
-        Args:
-            layer: the layer.
-            own: its own link; None for that of the edges.
-            edges: the edges that it is given.
-            weight: their weights here, `[e]` or, as PyG takes them too, `[e, 1]`.
-            given: the tensor that the layer was given as weights.
-
         Raises:
             ValueError: on all ranks, if links or settings of the layer differ.
         """
@@ -112,12 +104,7 @@ class LayerContext:
         return link is not None and link.is_used_on(self.edges.nodes.mesh)
 
     def exchange(self, x: Any = None, kind: Any = None) -> LayerExchange | None:
-        """Returns how the links of this call write rows, None if it is exact.
-
-        Args:
-            x: the input whose product with the graph may be kept, if any.
-            kind: the kind of that product.
-        """
+        """Returns how the links of this call write rows, None if it is exact."""
         if self.link is None:
             return None
         stage = None
@@ -187,11 +174,6 @@ def tell_of_rows(layer: Any, topology: Topology, why: str) -> None:
     """Tells, once for each kind of layer, that rows travel where the grid has more axes.
 
     On rank 0, as a warning and in the log, with the price of both ways. Collective.
-
-    Args:
-        layer: the layer.
-        topology: its edges, in the direction of its messages.
-        why: why the grid cannot add up its messages, in words.
     """
     mesh, name = topology.nodes.mesh, type(layer).__name__
     if mesh.grid[1:] == (1, 1) or name in mesh.told:
@@ -227,11 +209,10 @@ def is_product(
         linears: its transformations of features, which have no bias.
         biased: those that may have one.
     """
-    steps = "message aggregate update message_and_aggregate edge_update".split()
-    kind, own = type(conv), vars(conv)
-    if any(s in own or getattr(kind, s) is not getattr(base, s) for s in steps):
+    kind = type(conv)
+    if any(getattr(kind, s) is not getattr(base, s) for s in STEPS[1:]):
         return False
-    if "propagate" in own or not propagates_as_pyg(conv):
+    if not vars(conv).keys().isdisjoint(STEPS) or not propagates_as_pyg(conv):
         return False
     if conv.explain or has_hooks(conv):  # messages are weighed by a mask of edges
         return False
@@ -248,102 +229,40 @@ def is_product(
     )
 
 
-class LinearProduct:
-    """Plans `(A X) W + b` or `A (X W) + b`, whichever exchanges fewer words.
+def has_hooks(conv: MessagePassing) -> bool:
+    """Tells whether hooks see or change what a layer does on its way."""
+    own = vars(conv)
+    if any(own.get(f"_{s}_forward_{when}") for s in STEPS for when in _WHEN):
+        return True
+    return is_changed(conv.aggr_module)
 
-    Both are the same function; the exchange has the width it is made at ([Kurt23]). The
-    first is made once where x needs no gradient, and again backward where it does; not
-    at all where A X is known (see [Note: constant inputs]). The layer multiplies:
 
-        plan = LinearProduct(context, x, kind, lin, bias)
-        out = plan.finish(plan.matrix @ plan.rows if plan.known is None else plan.known)
+def is_changed(part: torch.nn.Module) -> bool:
+    """Tells whether hooks, or a `forward` of its own, see or change what a module does.
 
-    `x` may have more dims than two: they travel flattened.
-
-    Args:
-        context: of the call.
-        x: the features.
-        kind: which matrix A is.
-        lin, bias: W and b.
-        mean: whether sums are divided by the number of edges.
+    Hooks of this package, by which it traces and plans, change nothing.
     """
+    own = vars(part)
+    hooks = (h for name in _HOOKS for h in own.get(f"_{name}_hooks", {}).values())
+    root = __name__.split(".")[0]
+    return "forward" in own or any(
+        (getattr(hook, "__module__", None) or "").split(".")[0] != root
+        for hook in hooks
+    )
 
-    def __init__(
-        self,
-        context: LayerContext,
-        x: DistTensor,
-        kind: OperatorKind,
-        lin: Linear,
-        bias: Tensor | None,
-        *,
-        mean: bool = False,
-    ) -> None:
-        self._context, self._kind, self._mean = context, kind, mean
-        topology, weight = context.topology, lin.weight
-        ordering, mesh = context.edges.topology.ordering, topology.nodes.mesh
-        if is_lazy(weight):
-            lin(x)  # takes its width from x, through its own hooks
-            weight = lin.weight
-        self._w, self._bias = meet(weight, mesh), meet(bias, mesh)
-        local = x.to_local().contiguous()  # products round by strides
-        self._values = None if context.weight is None else context.weight.dtype
-        if context.weight is None and kind.normalize:
-            self._values = local.dtype
-        self._outside = bias is not None and bias is not lin.bias
-        grad, learns = torch.is_grad_enabled(), weight.requires_grad
-        self.known = self._exchange = cached = None
-        self._first = True
-        keep = ordering.keep_inputs and topology.nodes.memory is None
-        if keep and ordering.order != "last":
-            cached = kind, mean, local.dtype
-            self.known = topology.constants.product(
-                cached,
-                (x, context.given),
-                lambda: self._exactly(local, grad),
-                at_once=context.had_kept(),
-            )
-        if self.known is None:
-            self._exchange = context.exchange(None if cached is None else x, cached)
-            backward = grad and local.requires_grad
-            grads = backward, backward or (grad and learns)
-            widths = lin.in_channels, lin.out_channels
-            self._first = ordering.takes_first(*widths, grads)
-            self._set(local if self._first else F.linear(local, self._w))
 
-    def _exactly(self, local: Tensor, grad: bool) -> Tensor:
-        """Returns `A x` to be kept."""
-        self._context.note_kept(grad)  # which is off in here
-        self._set(local)
-        return self._scaled(self.matrix @ self.rows)
+_HOOKS = "forward", "forward_pre", "backward", "backward_pre"
 
-    def _set(self, h: Tensor) -> None:
-        """Takes the rows to multiply, flat; under autocast narrower than the matrix."""
-        self._shape = h.shape
-        self.rows = h.flatten(1) if h.dim() > 2 else h
-        context = self._context
-        self.matrix: GridMatrix = context.topology.operator(
-            self._kind, context.weight, self._wider(h.dtype), self._exchange
-        )
 
-    def _wider(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the type of messages made of rows, in PyG's layer."""
-        found = self._values
-        return dtype if found is None else torch.promote_types(dtype, found)
+def propagates_as_pyg(conv: MessagePassing) -> bool:
+    """Tells whether no subclass has a `propagate` of its own."""
+    for kind in type(conv).__mro__:
+        call = vars(kind).get("propagate")
+        if call is not None:
+            return kind is MessagePassing or call.__module__ == template_of(kind)
+    raise AssertionError("MessagePassing has no propagate")
 
-    def _scaled(self, z: Tensor) -> Tensor:
-        if self._mean:
-            degree = self._context.topology.in_degree.clamp(min=1)
-            z = z / degree.to(z.dtype).unsqueeze(1)
-        return z.view(self._shape) if len(self._shape) > 2 else z
 
-    def finish(self, z: Tensor) -> DistTensor:
-        """Returns the layer's output of the product, or of the known one."""
-        z = z if self.known is not None else self._scaled(z)
-        if self._first:
-            out = F.linear(z, self._w, self._bias)
-        else:  # a fresh tensor: nobody saved it
-            out = z if self._bias is None else z.add_(self._bias)
-        if self._outside:
-            out = out.to(torch.promote_types(out.dtype, self._bias.dtype))
-        out = out.to(self._wider(out.dtype))
-        return DistTensor.wrap(out, self._context.edges.nodes)
+def template_of(kind: type) -> str:
+    """Returns the module in which PyG writes the `propagate` of a class."""
+    return f"{kind.__module__}_{kind.__name__}_propagate"

@@ -10,278 +10,167 @@ from __future__ import annotations
 
 import torch_geometric.nn as pyg
 
-from pyg_distcomm.nn.adapted_layers import DistARMAConv as ARMAConv
-from pyg_distcomm.nn.adapted_layers import DistFastRGCNConv as FastRGCNConv
-from pyg_distcomm.nn.adapted_layers import DistGroupAddRev as GroupAddRev
-from pyg_distcomm.nn.adapted_layers import DistLabelPropagation as LabelPropagation
-from pyg_distcomm.nn.adapted_layers import DistMFConv as MFConv
-from pyg_distcomm.nn.adapted_layers import DistSignedConv as SignedConv
-from pyg_distcomm.nn.adapted_layers import DistSuperGATConv as SuperGATConv
-from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv as GCN2Conv
-from pyg_distcomm.nn.gcn_conv import DistGCNConv as GCNConv
+from pyg_distcomm.nn.adapted_layers import (
+    DistARMAConv,
+    DistFastRGCNConv,
+    DistGroupAddRev,
+    DistLabelPropagation,
+    DistMFConv,
+    DistSignedConv,
+    DistSuperGATConv,
+)
 from pyg_distcomm.nn.halo_conv import HaloExecution
-from pyg_distcomm.nn.hetero_layers import DistHANConv as HANConv
-from pyg_distcomm.nn.hetero_layers import DistHGTConv as HGTConv
-from pyg_distcomm.nn.sage_conv import DistSAGEConv as SAGEConv
-
-__all__ = [
-    "APPNP",
-    "AGNNConv",
-    "ARMAConv",
-    "CGConv",
-    "ChebConv",
-    "ClusterGCNConv",
-    "DNAConv",
-    "DynamicEdgeConv",
-    "EGConv",
-    "EdgeConv",
-    "FAConv",
-    "FastRGCNConv",
-    "FeaStConv",
-    "FiLMConv",
-    "FusedGATConv",
-    "GATConv",
-    "GATv2Conv",
-    "GCN2Conv",
-    "GCNConv",
-    "GENConv",
-    "GINConv",
-    "GINEConv",
-    "GMMConv",
-    "GatedGraphConv",
-    "GeneralConv",
-    "GraphConv",
-    "GravNetConv",
-    "GroupAddRev",
-    "HANConv",
-    "HEATConv",
-    "HGTConv",
-    "HypergraphConv",
-    "LEConv",
-    "LGConv",
-    "LabelPropagation",
-    "MFConv",
-    "MeshCNNConv",
-    "MessagePassing",
-    "MixHopConv",
-    "NNConv",
-    "PANConv",
-    "PDNConv",
-    "PNAConv",
-    "PPFConv",
-    "PointGNNConv",
-    "PointNetConv",
-    "PointTransformerConv",
-    "RGATConv",
-    "RGCNConv",
-    "ResGatedGraphConv",
-    "SAGEConv",
-    "SGConv",
-    "SSGConv",
-    "SignedConv",
-    "SimpleConv",
-    "SplineConv",
-    "SuperGATConv",
-    "TAGConv",
-    "TransformerConv",
-    "WLConvContinuous",
-]
+from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
+from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
 
 
-class DistAGNNConv(HaloExecution, pyg.AGNNConv):
-    pass
+class DistAGNNConv(HaloExecution, pyg.AGNNConv): ...
 
 
-class DistAPPNP(HaloExecution, pyg.APPNP):
-    pass
+class DistAPPNP(HaloExecution, pyg.APPNP): ...
 
 
-class DistCGConv(HaloExecution, pyg.CGConv):
-    pass
+class DistCGConv(HaloExecution, pyg.CGConv): ...
 
 
-class DistChebConv(HaloExecution, pyg.ChebConv):
-    pass
+class DistChebConv(HaloExecution, pyg.ChebConv): ...
 
 
-class DistClusterGCNConv(HaloExecution, pyg.ClusterGCNConv):
-    pass
+class DistClusterGCNConv(HaloExecution, pyg.ClusterGCNConv): ...
 
 
-class DistDNAConv(HaloExecution, pyg.DNAConv):
-    pass
+class DistDNAConv(HaloExecution, pyg.DNAConv): ...
 
 
-class DistDynamicEdgeConv(HaloExecution, pyg.DynamicEdgeConv):
-    pass
+class DistDynamicEdgeConv(HaloExecution, pyg.DynamicEdgeConv): ...
 
 
-class DistEGConv(HaloExecution, pyg.EGConv):
-    pass
+class DistEGConv(HaloExecution, pyg.EGConv): ...
 
 
-class DistEdgeConv(HaloExecution, pyg.EdgeConv):
-    pass
+class DistEdgeConv(HaloExecution, pyg.EdgeConv): ...
 
 
-class DistFAConv(HaloExecution, pyg.FAConv):
-    pass
+class DistFAConv(HaloExecution, pyg.FAConv): ...
 
 
-class DistFeaStConv(HaloExecution, pyg.FeaStConv):
-    pass
+class DistFeaStConv(HaloExecution, pyg.FeaStConv): ...
 
 
-class DistFiLMConv(HaloExecution, pyg.FiLMConv):
-    pass
+class DistFiLMConv(HaloExecution, pyg.FiLMConv): ...
 
 
-class DistFusedGATConv(HaloExecution, pyg.FusedGATConv):
-    pass
+class DistFusedGATConv(HaloExecution, pyg.FusedGATConv): ...
 
 
-class DistGATConv(HaloExecution, pyg.GATConv):
-    pass
+class DistGATConv(HaloExecution, pyg.GATConv): ...
 
 
-class DistGATv2Conv(HaloExecution, pyg.GATv2Conv):
-    pass
+class DistGATv2Conv(HaloExecution, pyg.GATv2Conv): ...
 
 
-class DistGENConv(HaloExecution, pyg.GENConv):
-    pass
+class DistGENConv(HaloExecution, pyg.GENConv): ...
 
 
-class DistGINConv(HaloExecution, pyg.GINConv):
-    pass
+class DistGINConv(HaloExecution, pyg.GINConv): ...
 
 
-class DistGINEConv(HaloExecution, pyg.GINEConv):
-    pass
+class DistGINEConv(HaloExecution, pyg.GINEConv): ...
 
 
-class DistGMMConv(HaloExecution, pyg.GMMConv):
-    pass
+class DistGMMConv(HaloExecution, pyg.GMMConv): ...
 
 
-class DistGatedGraphConv(HaloExecution, pyg.GatedGraphConv):
-    pass
+class DistGatedGraphConv(HaloExecution, pyg.GatedGraphConv): ...
 
 
-class DistGeneralConv(HaloExecution, pyg.GeneralConv):
-    pass
+class DistGeneralConv(HaloExecution, pyg.GeneralConv): ...
 
 
-class DistGraphConv(HaloExecution, pyg.GraphConv):
-    pass
+class DistGraphConv(HaloExecution, pyg.GraphConv): ...
 
 
-class DistGravNetConv(HaloExecution, pyg.GravNetConv):
-    pass
+class DistGravNetConv(HaloExecution, pyg.GravNetConv): ...
 
 
-class DistHEATConv(HaloExecution, pyg.HEATConv):
-    pass
+class DistHEATConv(HaloExecution, pyg.HEATConv): ...
 
 
-class DistHypergraphConv(HaloExecution, pyg.HypergraphConv):
-    pass
+class DistHypergraphConv(HaloExecution, pyg.HypergraphConv): ...
 
 
-class DistLEConv(HaloExecution, pyg.LEConv):
-    pass
+class DistLEConv(HaloExecution, pyg.LEConv): ...
 
 
-class DistLGConv(HaloExecution, pyg.LGConv):
-    pass
+class DistLGConv(HaloExecution, pyg.LGConv): ...
 
 
-class DistMeshCNNConv(HaloExecution, pyg.MeshCNNConv):
-    pass
+class DistMeshCNNConv(HaloExecution, pyg.MeshCNNConv): ...
 
 
-class DistMessagePassing(HaloExecution, pyg.MessagePassing):
-    pass
+class DistMessagePassing(HaloExecution, pyg.MessagePassing): ...
 
 
-class DistMixHopConv(HaloExecution, pyg.MixHopConv):
-    pass
+class DistMixHopConv(HaloExecution, pyg.MixHopConv): ...
 
 
-class DistNNConv(HaloExecution, pyg.NNConv):
-    pass
+class DistNNConv(HaloExecution, pyg.NNConv): ...
 
 
-class DistPANConv(HaloExecution, pyg.PANConv):
-    pass
+class DistPANConv(HaloExecution, pyg.PANConv): ...
 
 
-class DistPDNConv(HaloExecution, pyg.PDNConv):
-    pass
+class DistPDNConv(HaloExecution, pyg.PDNConv): ...
 
 
-class DistPNAConv(HaloExecution, pyg.PNAConv):
-    pass
+class DistPNAConv(HaloExecution, pyg.PNAConv): ...
 
 
-class DistPPFConv(HaloExecution, pyg.PPFConv):
-    pass
+class DistPPFConv(HaloExecution, pyg.PPFConv): ...
 
 
-class DistPointGNNConv(HaloExecution, pyg.PointGNNConv):
-    pass
+class DistPointGNNConv(HaloExecution, pyg.PointGNNConv): ...
 
 
-class DistPointNetConv(HaloExecution, pyg.PointNetConv):
-    pass
+class DistPointNetConv(HaloExecution, pyg.PointNetConv): ...
 
 
-class DistPointTransformerConv(HaloExecution, pyg.PointTransformerConv):
-    pass
+class DistPointTransformerConv(HaloExecution, pyg.PointTransformerConv): ...
 
 
-class DistRGATConv(HaloExecution, pyg.RGATConv):
-    pass
+class DistRGATConv(HaloExecution, pyg.RGATConv): ...
 
 
-class DistRGCNConv(HaloExecution, pyg.RGCNConv):
-    pass
+class DistRGCNConv(HaloExecution, pyg.RGCNConv): ...
 
 
-class DistResGatedGraphConv(HaloExecution, pyg.ResGatedGraphConv):
-    pass
+class DistResGatedGraphConv(HaloExecution, pyg.ResGatedGraphConv): ...
 
 
-class DistSGConv(HaloExecution, pyg.SGConv):
-    pass
+class DistSGConv(HaloExecution, pyg.SGConv): ...
 
 
-class DistSSGConv(HaloExecution, pyg.SSGConv):
-    pass
+class DistSSGConv(HaloExecution, pyg.SSGConv): ...
 
 
-class DistSimpleConv(HaloExecution, pyg.SimpleConv):
-    pass
+class DistSimpleConv(HaloExecution, pyg.SimpleConv): ...
 
 
-class DistSplineConv(HaloExecution, pyg.SplineConv):
-    pass
+class DistSplineConv(HaloExecution, pyg.SplineConv): ...
 
 
-class DistTAGConv(HaloExecution, pyg.TAGConv):
-    pass
+class DistTAGConv(HaloExecution, pyg.TAGConv): ...
 
 
-class DistTransformerConv(HaloExecution, pyg.TransformerConv):
-    pass
+class DistTransformerConv(HaloExecution, pyg.TransformerConv): ...
 
 
-class DistWLConvContinuous(HaloExecution, pyg.WLConvContinuous):
-    pass
+class DistWLConvContinuous(HaloExecution, pyg.WLConvContinuous): ...
 
 
 AGNNConv = DistAGNNConv
 APPNP = DistAPPNP
+ARMAConv = DistARMAConv
 CGConv = DistCGConv
 ChebConv = DistChebConv
 ClusterGCNConv = DistClusterGCNConv
@@ -290,11 +179,14 @@ DynamicEdgeConv = DistDynamicEdgeConv
 EGConv = DistEGConv
 EdgeConv = DistEdgeConv
 FAConv = DistFAConv
+FastRGCNConv = DistFastRGCNConv
 FeaStConv = DistFeaStConv
 FiLMConv = DistFiLMConv
 FusedGATConv = DistFusedGATConv
 GATConv = DistGATConv
 GATv2Conv = DistGATv2Conv
+GCN2Conv = DistGCN2Conv
+GCNConv = DistGCNConv
 GENConv = DistGENConv
 GINConv = DistGINConv
 GINEConv = DistGINEConv
@@ -303,10 +195,15 @@ GatedGraphConv = DistGatedGraphConv
 GeneralConv = DistGeneralConv
 GraphConv = DistGraphConv
 GravNetConv = DistGravNetConv
+GroupAddRev = DistGroupAddRev
+HANConv = DistHANConv
 HEATConv = DistHEATConv
+HGTConv = DistHGTConv
 HypergraphConv = DistHypergraphConv
 LEConv = DistLEConv
 LGConv = DistLGConv
+LabelPropagation = DistLabelPropagation
+MFConv = DistMFConv
 MeshCNNConv = DistMeshCNNConv
 MessagePassing = DistMessagePassing
 MixHopConv = DistMixHopConv
@@ -321,10 +218,20 @@ PointTransformerConv = DistPointTransformerConv
 RGATConv = DistRGATConv
 RGCNConv = DistRGCNConv
 ResGatedGraphConv = DistResGatedGraphConv
+SAGEConv = DistSAGEConv
 SGConv = DistSGConv
 SSGConv = DistSSGConv
+SignedConv = DistSignedConv
 SimpleConv = DistSimpleConv
 SplineConv = DistSplineConv
+SuperGATConv = DistSuperGATConv
 TAGConv = DistTAGConv
 TransformerConv = DistTransformerConv
 WLConvContinuous = DistWLConvContinuous
+
+# the names that a class of this package bears, without its Dist
+__all__ = [
+    name
+    for name, kind in list(globals().items())
+    if getattr(kind, "__name__", "") == f"Dist{name}"
+]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.tensor.op_tables import BY_DIM, FACTS, ROWWISE, base_name
-from pyg_distcomm.tensor.row_sharded import eager, tree_map
+from pyg_distcomm.tensor.op_tables import BY_DIM, FACTS, ROWWISE, SIZES, base_name
+from pyg_distcomm.tensor.row_sharded import eager, leaves, tree_map, version_of
+from pyg_distcomm.tensor.sizes import told_size
 
 
 @dataclass(eq=False)
@@ -43,25 +44,15 @@ _CHANGED = (
 
 
 class Deferred:
-    """All rows of a tensor whose leading rows are computed: on demand, from its inputs.
-
-    Args:
-        func, args, kwargs: what computes them; a Deferred stands for its value.
-        reads: tensors that `func` reads besides.
-    """
+    """All rows of a tensor whose leading rows are computed: on demand, from its inputs."""
 
     def __init__(
         self, func: Callable[..., Any], args: Any, kwargs: Any, reads: Any = ()
     ) -> None:
         self._todo: Any = func, args, kwargs, torch.is_grad_enabled()
         self._value: Any = None
-        self._versions: list[tuple[Tensor, int | None]] = []
-        tree_map(self._note, (args, kwargs, tuple(reads)))
-
-    def _note(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self._versions.append((value, version_of(value)))
-        return value
+        given = leaves((args, kwargs, tuple(reads)), Tensor)
+        self._versions = [(t, version_of(t)) for t in given]
 
     def value(self) -> Any:
         """Computes them once; raises RuntimeError if inputs have changed since."""
@@ -78,12 +69,6 @@ class Deferred:
 def _memory(t: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return t.untyped_storage().data_ptr()
-
-
-def version_of(t: Tensor) -> int | None:
-    """Returns how often a tensor has changed in place; None if nobody counts."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return None if t.is_inference() else t._version
 
 
 def _value(item: Any) -> Any:
@@ -227,7 +212,6 @@ def deferred(value: Any) -> Any:
 
 # Operations on them -------------------------------------------------------------------
 
-_SIZES = frozenset("shape size numel nelement nbytes len".split())
 _DROPOUTS = frozenset("dropout alpha_dropout rrelu".split())
 _ROWWISE = (ROWWISE | _DROPOUTS) - frozenset(
     "gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell bilinear data rand type".split()
@@ -239,12 +223,14 @@ _REDUCTIONS = frozenset("sum mean prod amax amin max min median logsumexp".split
 
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     name = base_name(func)
-    if name in FACTS - _SIZES - _OF_GRADIENTS:
+    if name in FACTS - SIZES - _OF_GRADIENTS:
         return _plainly(func, args, kwargs)
     if name in _OF_GRADIENTS and _meets_gradients(name, args, kwargs):
         return _plainly(func, args, kwargs)
-    if name in _SIZES and isinstance(args[0], LeadingRows):
-        return _size(func, name, *args, **kwargs)
+    if name in SIZES and isinstance(args[0], LeadingRows):
+        local = leading(args[0])
+        shape = args[0].origin.total, *local.shape[1:]
+        return told_size(name, shape, local, args, kwargs)
     if name in ("getitem", "narrow", "index_select"):
         found = _picked(name, args, kwargs)
         if found is not None:
@@ -279,8 +265,7 @@ def _meets_gradients(name: str, args: Any, kwargs: Any) -> bool:
     """Tells whether an operation is on the gradient of tensors; of all rows, then."""
     if name == "grad" and (len(args) > 1 or kwargs):  # torch.autograd.grad
         args = args[1] if len(args) > 1 else kwargs["inputs"]
-    tracked: list[LeadingRows] = []
-    tree_map(lambda v: _collect(v, tracked), args)
+    tracked = leaves(args, LeadingRows)
     for t in tracked:
         mode = t.origin.mode
         mode.blocked = mode.blocked or f"{name} is of all rows"
@@ -297,20 +282,6 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _size(func: Any, name: str, t: LeadingRows, *args: Any, **kwargs: Any) -> Any:
-    """Returns sizes as those of all rows."""
-    local = leading(t)
-    shape = torch.Size([t.origin.total, *local.shape[1:]])
-    if name == "len":
-        return shape[0]
-    if name == "shape":
-        return shape
-    if name == "size":
-        dim = args[0] if args else kwargs.get("dim")
-        return shape if dim is None else shape[dim]
-    return shape.numel() * (local.element_size() if name == "nbytes" else 1)
-
-
 def _picked(name: str, args: Any, kwargs: Any) -> Any:
     """Returns rows that a script picks, as an ordinary tensor; None if others are read."""
     t = args[0] if args else None
@@ -321,7 +292,9 @@ def _picked(name: str, args: Any, kwargs: Any) -> Any:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         head = index[0] if index else Ellipsis
         if head is Ellipsis or (isinstance(head, slice) and head == slice(None)):
-            if len(index) < 2 or any(_is_array(i) or i is None for i in index[1:]):
+            if len(index) < 2 or not all(
+                isinstance(i, (int, slice)) or i is Ellipsis for i in index[1:]
+            ):
                 return None
             rest = (slice(None) if head is not Ellipsis else head, *index[1:])
             if head is Ellipsis and len(index) >= local.dim() + 1:
@@ -355,10 +328,6 @@ def _picked(name: str, args: Any, kwargs: Any) -> Any:
     if low < 0 or high >= limit:
         return None
     return local[args[1]] if name == "getitem" else local.index_select(0, rows)
-
-
-def _is_array(index: Any) -> bool:
-    return not isinstance(index, (int, slice)) and index is not Ellipsis
 
 
 def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> bool:
@@ -440,8 +409,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Runs an operation on the rows that are there; None if rows do not fit each other."""
-    tracked: list[LeadingRows] = []
-    tree_map(lambda v: _collect(v, tracked), (args, kwargs))
+    tracked = leaves((args, kwargs), LeadingRows)
     first = tracked[0].origin
     same = all(
         t.origin.mode is first.mode and t.origin.total == first.total for t in tracked
@@ -531,9 +499,3 @@ def _part(origin: Origin, place: int) -> Origin:
 
 def _on_copy(func: Any, first: Tensor, *args: Any, **kwargs: Any) -> Any:
     return func(first.clone(), *args, **kwargs)
-
-
-def _collect(value: Any, into: list[LeadingRows]) -> Any:
-    if isinstance(value, LeadingRows):
-        into.append(value)
-    return value

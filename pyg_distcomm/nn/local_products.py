@@ -46,15 +46,14 @@ from pyg_distcomm.graph.local_adjacency import (
 )
 from pyg_distcomm.nn import local_attention, trimming
 from pyg_distcomm.nn.halo_execution import scopes_of
-from pyg_distcomm.nn.layer_context import is_product
-from pyg_distcomm.nn.leading_rows import leading, whole
-from pyg_distcomm.nn.message_forms import (
-    AGGREGATIONS,
-    MESSAGES,
+from pyg_distcomm.nn.layer_context import (
     STEPS,
     has_hooks,
+    is_product,
     propagates_as_pyg,
 )
+from pyg_distcomm.nn.leading_rows import leading, whole
+from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES
 from pyg_distcomm.nn.patched_functions import standing_in
 
 _FLOATS = (torch.float32, torch.float64)
@@ -85,12 +84,7 @@ def _is_plain(t: Any) -> bool:
 
 
 class _Visit:
-    """One run of a layer of PyG's in this thread, by products.
-
-    Args:
-        conv: the layer.
-        known: edge_index tensors that it is given, and what is kept beside them.
-    """
+    """One run of a layer of PyG's in this thread, by products."""
 
     def __init__(
         self, conv: MessagePassing, *known: tuple[Tensor, LocalAdjacency]
@@ -261,13 +255,7 @@ def _runs_by_products(conv: MessagePassing) -> bool:
 def run_layer(
     conv: MessagePassing, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs `forward` of a layer on ordinary tensors, by products if its edges are known.
-
-    Args:
-        conv: the layer.
-        forward: how it runs.
-        args, kwargs: what it is given.
-    """
+    """Runs `forward` of a layer on ordinary tensors, by products if its edges are known."""
     bound = _bound(conv, args, kwargs)
     given = {} if bound is None else bound.arguments
     edge_index, x = given.get("edge_index"), given.get("x")

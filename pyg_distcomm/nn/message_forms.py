@@ -1,4 +1,11 @@
-"""Names layers whose messages are rows of sources, and weighs messages by values of edges."""
+"""Knows what the messages of PyG's layers are: rows, weighted rows, or made by attention.
+
+[Note: attention] A softmax over neighbours turns small errors of its logits into large ones
+of its weights, and an unbiased code of them into a biased weight. So what logits are made
+from travels exactly and now: what a layer gives to `edge_updater`, and the tensors below,
+which it compares inside `message`, or all where the aggregation is a softmax. Where these
+are a layer's features, nothing is coded.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +18,19 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import Aggregation, MultiAggregation, SoftmaxAggregation
 
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.halo.codec import nested
+from pyg_distcomm.halo.codecs import TopK
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.nn.layer_context import (
+    STEPS,
+    has_hooks,
+    propagates_as_pyg,
+    template_of,
+)
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 AGGREGATIONS: dict[type, str] = {
@@ -34,47 +51,21 @@ MESSAGES: dict[Any, str | None] = {
     pyg.GATConv.message: "alpha",
     pyg.GATv2Conv.message: "alpha",
 }
-STEPS = "propagate message aggregate update message_and_aggregate edge_update".split()
-_WHEN = ("pre_hooks", "hooks")
-
-
-def has_hooks(conv: MessagePassing) -> bool:
-    """Tells whether hooks see or change what a layer does on its way."""
-    own = vars(conv)
-    if any(own.get(f"_{s}_forward_{when}") for s in STEPS for when in _WHEN):
-        return True
-    return is_changed(conv.aggr_module)
-
-
-def is_changed(part: torch.nn.Module) -> bool:
-    """Tells whether hooks, or a `forward` of its own, see or change what a module does.
-
-    Hooks of this package, by which it traces and plans, change nothing.
-    """
-    own = vars(part)
-    hooks = (h for name in _HOOKS for h in own.get(f"_{name}_hooks", {}).values())
-    root = __name__.split(".")[0]
-    return "forward" in own or any(
-        (getattr(hook, "__module__", None) or "").split(".")[0] != root
-        for hook in hooks
-    )
-
-
-_HOOKS = "forward", "forward_pre", "backward", "backward_pre"
-
-
-def propagates_as_pyg(conv: MessagePassing) -> bool:
-    """Tells whether no subclass has a `propagate` of its own."""
-    for kind in type(conv).__mro__:
-        call = vars(kind).get("propagate")
-        if call is not None:
-            return kind is MessagePassing or call.__module__ == _template(kind)
-    raise AssertionError("MessagePassing has no propagate")
-
-
-def _template(kind: type) -> str:
-    """Returns the module in which PyG writes the `propagate` of a class."""
-    return f"{kind.__module__}_{kind.__name__}_propagate"
+# of each layer, the arguments of propagate that its weights of messages come from
+_COMPARED = {
+    "AGNNConv": {"x_norm"},
+    "DNAConv": {"x"},
+    "FAConv": {"alpha"},
+    "FeaStConv": {"x"},
+    "GeneralConv": {"x"},
+    "HEATConv": {"x"},
+    "PointTransformerConv": {"pos", "alpha"},
+    "RGATConv": {"x"},
+    "ResGatedGraphConv": {"q"},
+    "SuperGATConv": {"x"},
+    "TransformerConv": {"key"},
+}
+_CODED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def adds_rows(conv: MessagePassing) -> bool:
@@ -144,7 +135,7 @@ def untemplated(conv: MessagePassing) -> Any:
     """
     for kind in type(conv).__mro__:
         call = vars(kind).get("propagate")
-        if call is not None and call.__module__ != _template(kind):
+        if call is not None and call.__module__ != template_of(kind):
             return call.__get__(conv)
     raise AssertionError("MessagePassing has no propagate")
 
@@ -192,11 +183,6 @@ def weighs_messages(conv: MessagePassing, values: Any, of_torch: bool) -> bool:
     PyG multiplies by the matrix where a layer has a `message_and_aggregate`, by its values
     too. Layers without weights, as SAGEConv and GINConv, take them away from a SparseTensor of
     torch-sparse, and leave them in matrices of torch.sparse.
-
-    Args:
-        conv: the layer.
-        values: of the matrix; None of one without, and of edges.
-        of_torch: whether it is given a matrix of torch.sparse.
     """
     if values is None or not conv.fuse or conv.explain:
         return False
@@ -239,3 +225,62 @@ def layers_of(conv: MessagePassing) -> list[MessagePassing]:
         if isinstance(module, MessagePassing) and module not in found:
             found.append(module)
     return found
+
+
+# What may be coded ---------------------------------------------------------------------
+
+
+def is_coded(layer: MessagePassing, verb: str, name: str, value: Tensor) -> bool:
+    """Tells whether a tensor that a layer looks up by node may be coded."""
+    if verb != "propagate" or value.dtype not in _CODED:
+        return False
+    if _is_softmax(layer.aggr_module):
+        return False
+    kinds = {kind.__name__ for kind in type(layer).__mro__}
+    return not any(name in _COMPARED.get(kind, ()) for kind in kinds)
+
+
+def compares(layers: list[MessagePassing]) -> bool:
+    """Tells whether layers make logits of what they read of neighbours."""
+    return any(
+        type(layer).edge_update is not MessagePassing.edge_update
+        or _is_softmax(layer.aggr_module)
+        or any(kind.__name__ in _COMPARED for kind in type(layer).__mro__)
+        for layer in layers
+    )
+
+
+def check_aggregations(layers: list[MessagePassing], link: LinkPolicy) -> None:
+    """Refuses what would take numbers left out for zeros that were sent.
+
+    Raises:
+        ValueError: on all ranks, naming the layer.
+    """
+    if not _leaves_out(link):
+        return
+    for layer in layers:
+        custom = type(layer).aggregate is not MessagePassing.aggregate
+        if custom or not _is_linear(layer.aggr_module):
+            what = "its own aggregate" if custom else f"aggr={layer.aggr!r}"
+            raise ValueError(
+                f"{type(layer).__name__} has {what}, where what {link.codec} leaves out, "
+                "which is zero or of before, could win; use Quantise, or link='exact' for this "
+                "layer"
+            )
+
+
+def _is_linear(aggregation: Aggregation | None) -> bool:
+    if isinstance(aggregation, MultiAggregation):
+        return all(map(_is_linear, aggregation.aggrs))
+    return isinstance(aggregation, pyg.SumAggregation | pyg.MeanAggregation)
+
+
+def _is_softmax(aggregation: Aggregation | None) -> bool:
+    if isinstance(aggregation, MultiAggregation):
+        return any(map(_is_softmax, aggregation.aggrs))
+    return isinstance(aggregation, SoftmaxAggregation)
+
+
+def _leaves_out(link: LinkPolicy) -> bool:
+    codec = link.codec if link.scheduler is None else link.codec.with_rate(2.0)
+    return any(one.zero_fills or isinstance(one, TopK) for one in nested(codec))

@@ -31,7 +31,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.kernels.memory import MemoryCap, give_back
 from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
-from pyg_distcomm.nn.message_forms import has_hooks
+from pyg_distcomm.nn.layer_context import has_hooks
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
 KEPT = 6  # tensors as large as its arguments that a message keeps, roughly
@@ -173,8 +173,10 @@ def _is_plain(layer: MessagePassing, mesh: Mesh) -> bool:
     if any(len(p._backward_hooks or ()) > ours for p in params):
         return False
     aggregating = list(layer.aggr_module.modules()) if layer.aggr_module else []
-    if any(isinstance(m, _NormBase) or _is_pygs_norm(m) for m in aggregating):
-        return False
+    norm = "torch_geometric.nn.norm"
+    for part in aggregating:
+        if isinstance(part, _NormBase) or type(part).__module__.startswith(norm):
+            return False
     return not any(map(pads, layer.modules()))
 
 
@@ -235,10 +237,6 @@ def _root(value: Any) -> str:
     return str(named).split(".")[0]
 
 
-def _is_pygs_norm(module: torch.nn.Module) -> bool:
-    return type(module).__module__.startswith("torch_geometric.nn.norm")
-
-
 @dataclass(eq=False)
 class NodeChunks:
     """The chunks of one call of `propagate` or `edge_updater`.
@@ -275,9 +273,6 @@ class NodeChunks:
         """Cuts the targets so that each chunk is within the cap.
 
         Returns False if no rank needs more than one: then all run as without a cap.
-
-        Args:
-            tensors: of the arguments that have one, in their order.
         """
         scene = self.edges.scene
         kinds = [a.kind for a in self.arguments if a.kind != "value"]
@@ -346,13 +341,7 @@ class NodeChunks:
         return edge, source, GuardedEdgeIndex.wrap(oriented, scene, of_edges), ends
 
     def call(self, chunk: int, tensors: list[Tensor], graded: list[bool]) -> Any:
-        """Runs a chunk; returns its outcome, and the tensors that it was run on.
-
-        Args:
-            chunk: which.
-            tensors: of the arguments.
-            graded: which of them get gradients.
-        """
+        """Runs a chunk; returns its outcome, and the tensors that it was run on."""
         edge, source, edges, ends = self.of(chunk)
         begin, end = self.bounds[chunk], self.bounds[chunk + 1]
         given: dict[str, Any] = {}

@@ -1,12 +1,15 @@
-"""Replaces functions of PyG that read both ends of edges, while a layer runs.
+"""Guards and replaces functions that an unchanged layer calls, while it runs.
 
-Each takes the original, and runs it unless it is given guarded edges.
+Those of PyG that read both ends of edges are replaced: each stand-in takes the original, and
+runs it unless it is given guarded edges. Those of torch are guarded: draws, sizes, and copies
+of values.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,12 +17,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
+from torch.overrides import TorchFunctionMode
 from torch_geometric.utils import add_self_loops
 
+from pyg_distcomm.comm.gradient_averaging import refuse_transforms
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import OperatorKind, gcn_norm, loop_places
-from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
+from pyg_distcomm.nn.index_guard import (
+    GuardedEdgeIndex,
+    LayerTensor,
+    LocalIndexGuard,
+    Scene,
+    find_guard,
+    guarded_call,
+)
+from pyg_distcomm.tensor import dispatch
 from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.op_tables import base_name
+from pyg_distcomm.tensor.row_sharded import (
+    RowShardedTensor,
+    local_part,
+    tree_map,
+    unsupported_op,
+    version_of,
+)
+from pyg_distcomm.tensor.sizes import NumRows, is_count_of, totalled
 
 Pair = tuple[GuardedEdgeIndex, Any]
 
@@ -89,20 +112,15 @@ class MatrixOf:
     def mark(value: Any, kind: OperatorKind, weight: Tensor | None) -> None:
         """Marks weights, if they are no function of what learns."""
         if not value.requires_grad:
-            value.matrix = MatrixOf(kind, weight, _version(value))
+            value.matrix = MatrixOf(kind, weight, version_of(value))
 
     @staticmethod
     def of(value: Any) -> MatrixOf | None:
         """Returns the matrix of weights that are as they were marked."""
         found: MatrixOf | None = vars(value).get("matrix")
-        if found is None or found.version != _version(value):
+        if found is None or found.version != version_of(value):
             return None
         return found
-
-
-def _version(value: Any) -> int:
-    local = _local(value)
-    return 0 if local.is_inference() else int(local._version)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +157,6 @@ def _on_guarded(stand_in: Callable[..., Any]) -> Callable[..., Any]:
     return instead_of
 
 
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DistTensor) else value
-
-
 def _with_loops(edges: GuardedEdgeIndex, kept: Rows, local: Tensor, value: Any) -> Pair:
     """Edges joined with one loop per own node; a loop's id follows those of edges."""
     nodes = edges.scene.nodes
@@ -158,55 +172,33 @@ def _with_loops(edges: GuardedEdgeIndex, kept: Rows, local: Tensor, value: Any) 
     return GuardedEdgeIndex.wrap(local, edges.scene, rows), value
 
 
-def _check_fill(edges: GuardedEdgeIndex, edge_attr: Any, fill_value: Any) -> None:
-    if (
-        edge_attr is not None
-        and isinstance(fill_value, str)
-        and edges.scene.source == 1
-    ):
-        raise TypeError(
-            f"{edges.scene.layer} fills self-loops with the {fill_value} of edges that "
-            "leave a node (flow='target_to_source'), which other ranks hold; give "
-            "fill_value as a number, or add self-loops before pdc.partition"
-        )
+def _adding_loops(kept: Callable[[GuardedEdgeIndex], Rows]) -> Callable[..., Pair]:
+    """Makes a stand-in for what adds self-loops, after the edges that are `kept`."""
 
+    def add(
+        original: Callable[..., Any],
+        edges: GuardedEdgeIndex,
+        edge_attr: Any = None,
+        fill_value: Any = None,
+        num_nodes: Any = None,
+    ) -> Pair:
+        scene, means = edges.scene, isinstance(fill_value, str)
+        if edge_attr is not None and means and scene.source == 1:
+            raise TypeError(
+                f"{scene.layer} fills self-loops with the {fill_value} of edges that "
+                "leave a node (flow='target_to_source'), which other ranks hold; give "
+                "fill_value as a number, or add self-loops before pdc.partition"
+            )
+        if num_nodes is None:
+            raise TypeError(
+                f"{scene.layer} adds self-loops without num_nodes, so up to the largest "
+                "node with an edge, which may be on another rank; pass num_nodes=x.size(0)"
+            )
+        given = edges.plain(), local_part(edge_attr), fill_value, scene.here.num_own
+        local, value = original(*given)
+        return _with_loops(edges, kept(edges), local, value)
 
-def _add_loops(
-    original: Callable[..., Any],
-    edges: GuardedEdgeIndex,
-    edge_attr: Any = None,
-    fill_value: Any = None,
-    num_nodes: Any = None,
-) -> Pair:
-    """Stands in for `add_self_loops`."""
-    _check_fill(edges, edge_attr, fill_value)
-    _check_count(edges, num_nodes)
-    own = edges.scene.here.num_own
-    local, value = original(edges.plain(), _local(edge_attr), fill_value, own)
-    return _with_loops(edges, edges.rows, local, value)
-
-
-def _add_remaining_loops(
-    original: Callable[..., Any],
-    edges: GuardedEdgeIndex,
-    edge_attr: Any = None,
-    fill_value: Any = None,
-    num_nodes: Any = None,
-) -> Pair:
-    """Stands in for `add_remaining_self_loops`."""
-    _check_fill(edges, edge_attr, fill_value)
-    _check_count(edges, num_nodes)
-    own = edges.scene.here.num_own
-    local, value = original(edges.plain(), _local(edge_attr), fill_value, own)
-    return _with_loops(edges, _without_loops(edges), local, value)
-
-
-def _check_count(edges: GuardedEdgeIndex, num_nodes: Any) -> None:
-    if num_nodes is None:
-        raise TypeError(
-            f"{edges.scene.layer} adds self-loops without num_nodes, so up to the largest "
-            "node with an edge, which may be on another rank; pass num_nodes=x.size(0)"
-        )
+    return add
 
 
 def _without_loops(edges: GuardedEdgeIndex) -> Rows:
@@ -241,7 +233,7 @@ def _norm(
         scene.here,
         local,
         edges.rows,
-        _local(edge_weight),
+        local_part(edge_weight),
         improved,
         add_self_loops,
         kind,
@@ -270,7 +262,7 @@ def _laplacian(
     """Stands in for `get_laplacian`: out-degrees are summed over ranks."""
     scene = edges.scene
     others = loop_places(scene.here, edges.plain(), edges.rows)[0]
-    local, weight = edges.plain().index_select(1, others), _local(edge_weight)
+    local, weight = edges.plain().index_select(1, others), local_part(edge_weight)
     if weight is not None:
         weight = weight.index_select(0, others)
     else:
@@ -322,7 +314,7 @@ def by_row(forward: Callable) -> Callable:
     """Makes the forward of a module that sorts or moves rows run on those that are here."""
 
     def run(x: Any, *args: Any) -> Any:
-        out = forward(_local(x), *map(_local, args))
+        out = forward(local_part(x), *map(local_part, args))
         return x.wrap(out, x.rows) if isinstance(x, DistTensor) else out
 
     return run
@@ -330,8 +322,113 @@ def by_row(forward: Callable) -> Callable:
 
 STAND_INS: dict[str, Callable[..., Any]] = {
     "gcn_norm": _on_guarded(_norm),
-    "add_self_loops": _on_guarded(_add_loops),
-    "add_remaining_self_loops": _on_guarded(_add_remaining_loops),
+    "add_self_loops": _on_guarded(_adding_loops(lambda edges: edges.rows)),
+    "add_remaining_self_loops": _on_guarded(_adding_loops(_without_loops)),
     "get_laplacian": _on_guarded(_laplacian),
     "one_hot": _one_hot,
 }
+
+
+# Guards ------------------------------------------------------------------------------
+
+_DRAWS = frozenset("rand randn randint randperm bernoulli multinomial normal".split())
+_TRAINED = frozenset(
+    """dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d
+    dropout3d rrelu batch_norm instance_norm""".split()
+)
+
+
+# where a number of rows is a value, and that of all ranks
+_FORMULAS = frozenset(
+    """add sub subtract rsub mul multiply div divide true_divide pow float_power fmod
+    remainder floor_divide tensor as_tensor scalar_tensor addcmul addcdiv""".split()
+)
+
+
+class RngGuard(TorchFunctionMode):
+    """Lets guarded numbers decide first, and refuses what would depend on the ranks."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs one torch function, or refuses it by name."""
+        kwargs = kwargs or {}
+        guard, caller = None, sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith(dispatch.TRANSFORMS) and any(map(_is_spread, args)):
+            refuse_transforms()
+        if any(issubclass(kind, LocalIndexGuard) for kind in types):
+            guard = find_guard((*args, *kwargs.values()))
+        if guard is not None:
+            return guarded_call(func, args, kwargs)
+        name = base_name(func)
+        if name in _READING and any(map(_is_spread, args)):
+            raise unsupported_op(f"torch.{name}(x), in a layer,")
+        if name in _FORMULAS:
+            args, kwargs = tree_map(totalled, args), tree_map(totalled, kwargs)
+        elif name == "arange" and isinstance(args[0], NumRows) and len(args) == 1:
+            rows, device = args[0].rows, torch.device(kwargs.get("device") or "cpu")
+            if int(args[0]) != len(rows):
+                raise unsupported_op("arange() of a multiple of this rank's rows")
+            return LayerTensor.wrap(rows.place_on(device).clone(), rows)
+        elif name in _MADE and (made := _rows_made(args, kwargs)) is not None:
+            return LayerTensor.wrap(func(*args, **kwargs), made)
+        if name in _DRAWS or (name in _TRAINED and _plain_in_training(args, kwargs)):
+            raise TypeError(
+                f"{self.layer} calls {name}() on tensors that no rank shares, so its "
+                "result would depend on the number of ranks; draw and normalise per "
+                "node or per edge, with F.dropout, torch.rand_like or batch norm"
+            )
+        return func(*args, **kwargs)
+
+
+def _is_spread(value: Any) -> bool:
+    return isinstance(value, (RowShardedTensor, LocalIndexGuard))
+
+
+# what reads the values of tensors that it does not ask
+_READING = frozenset("tensor scalar_tensor sparse_coo_tensor sparse_csr_tensor".split())
+_MADE = frozenset("zeros ones empty full".split())
+
+
+def _rows_made(args: Any, kwargs: Any) -> Rows | None:
+    """Returns the rows that a new tensor has, if its first size counts them."""
+    first = args[0] if args else kwargs.get("size")
+    first = first[0] if isinstance(first, (tuple, list)) and first else first
+    if kwargs.get("requires_grad") or not isinstance(first, NumRows):
+        return None
+    return first.rows if is_count_of(first, first.rows) else None
+
+
+def _plain_in_training(args: Any, kwargs: Any) -> bool:
+    x = args[0] if args else kwargs.get("input")
+    if isinstance(x, RowShardedTensor):
+        return False
+    flags = [*args[1:], *(kwargs[k] for k in ("training", "train") if k in kwargs)]
+    rate = kwargs.get("p", args[1] if len(args) > 1 else None)
+    return rate != 0 and any(flag is True for flag in flags)
+
+
+def _guard_torch_func() -> None:
+    """Has torch.func refuse row-sharded tensors that it is to differentiate by.
+
+    It wraps them without asking their class. A torch without this function is left alone.
+    Here, and not beside the tensors, as torch.compile traces the functions of `nn`.
+    """
+    original = getattr(eager_transforms, "_wrap_tensor_for_grad", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def wrap(maybe_tensor: Any, level: int) -> Any:
+        if getattr(type(maybe_tensor), "_spread", False):
+            refuse_transforms()
+        return original(maybe_tensor, level)
+
+    eager_transforms._wrap_tensor_for_grad = wrap
+
+
+_guard_torch_func()

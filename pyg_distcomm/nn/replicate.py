@@ -57,11 +57,6 @@ class Replicated(_Transparent, DistributedDataParallel):
     A copy is replicated anew, which is collective; a pickled one is the module, in `Alone`.
     Where the module's own methods are called instead of this one, gradients are averaged as
     without DDP (see `comm/gradient_averaging.py`).
-
-    Args:
-        module: the model.
-        mesh: the ranks.
-        options: arguments of DistributedDataParallel.
     """
 
     armed = False  # whether DDP averages the gradients of the next backward pass
@@ -118,9 +113,6 @@ class Replicated(_Transparent, DistributedDataParallel):
         In the first pass DDP has one bucket a dtype. On three ranks and more, a sum rounds
         by the place of a gradient in its bucket, so that a run that goes on from a
         checkpoint would have other bits than a straight one, past its first pass there.
-
-        Args:
-            parameters: those in the bucket.
 
         Returns:
             For each bucket, numbers of parameters in the given list.

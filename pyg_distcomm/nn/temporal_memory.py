@@ -32,6 +32,7 @@ from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import IdPlan, cut_as
 from pyg_distcomm.tensor.getitem import check_same
+from pyg_distcomm.tensor.row_sharded import local_part
 
 
 class _Messages(NamedTuple):
@@ -118,7 +119,7 @@ class TGNMemory(PygTGNMemory):
             super().reset_state()
             return
         for name in ("memory", "last_update"):
-            buffer = _local(getattr(self, name))
+            buffer = local_part(getattr(self, name))
             setattr(self, name, DistTensor.wrap(torch.zeros_like(buffer), self.rows))
         self._reset_message_store()
 
@@ -147,7 +148,10 @@ class TGNMemory(PygTGNMemory):
         if self.training:
             memory, last = self._updated(lid)
         else:
-            memory, last = _local(self.memory)[lid], _local(self.last_update)[lid]
+            memory, last = (
+                local_part(self.memory)[lid],
+                local_part(self.last_update)[lid],
+            )
         return DistTensor.wrap(memory, kept), DistTensor.wrap(last, kept)
 
     def update_state(
@@ -228,7 +232,7 @@ class TGNMemory(PygTGNMemory):
     def _write(self, lid: Tensor) -> None:
         """Updates the rows of own nodes; a rank may have none."""
         memory, last = self._updated(lid)
-        old = _local(self.memory)
+        old = local_part(self.memory)
         if old.requires_grad:  # nobody has detached it: gradients go on
             new = old.index_copy(0, lid, memory)
         else:
@@ -236,12 +240,12 @@ class TGNMemory(PygTGNMemory):
             new[lid] = memory
         assert self.rows is not None
         self.memory = DistTensor.wrap(new, self.rows)
-        _local(self.last_update)[lid] = last
+        local_part(self.last_update)[lid] = last
 
     def _updated(self, lid: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the new memory, and times of last events, of own nodes; collective."""
         assert self.rows is not None
-        places, memory = _local(self._assoc), _local(self.memory)
+        places, memory = local_part(self._assoc), local_part(self.memory)
         places[lid] = torch.arange(len(lid), device=lid.device)
         waiting = [
             self._waiting(store, lid) for store in (self.msg_s_store, self.msg_d_store)
@@ -268,7 +272,7 @@ class TGNMemory(PygTGNMemory):
         found = [store[i] for i in lid.tolist() if i in store]
         if not found:
             none = lid.new_empty(0)
-            raw = _local(self.memory).detach().new_empty((0, self.raw_msg_dim))
+            raw = local_part(self.memory).detach().new_empty((0, self.raw_msg_dim))
             return _Messages(none, none, none, none, raw)
         joined = _Messages(*(torch.cat(column) for column in zip(*found, strict=True)))
         return joined.at(joined.number.argsort())
@@ -277,7 +281,7 @@ class TGNMemory(PygTGNMemory):
         """Returns the messages of events to own nodes, as a module makes them."""
         assert self.rows is not None
         rows = _some(self.rows, events.number.cpu(), self._seen)
-        near, last = _local(self.memory)[events.near], _local(self.last_update)
+        near, last = local_part(self.memory)[events.near], local_part(self.last_update)
         since = (events.t - last[events.near]).to(events.raw.dtype)
         t_enc = self.time_enc(DistTensor.wrap(since, rows))
         ends = (DistTensor.wrap(x, rows) for x in (near, far, events.raw))
@@ -417,8 +421,8 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
         owner = n_id % mesh.size
         mine = (owner == mesh.rank).nonzero().view(-1)
         lid = _lid(n_id[mine], self.rows)
-        events = _local(self.e_id)[lid]
-        near = _local(self.neighbors)[lid].masked_fill(events < 0, -1)
+        events = local_part(self.e_id)[lid]
+        near = local_part(self.neighbors)[lid].masked_fill(events < 0, -1)
         counts = torch.bincount(owner, minlength=mesh.size).tolist()
         came = collectives.all_gather_rows(near, counts, mesh.world, op="neighbors")
         table = torch.empty_like(came)
@@ -465,19 +469,14 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
         new_events, new_near = events.new_full(shape, -1), near.new_full(shape, -1)
         new_events[run[new], slot[new]] = events[new]
         new_near[run[new], slot[new]] = near[new]
-        kept, kept_near = _local(self.e_id), _local(self.neighbors)
+        kept, kept_near = local_part(self.e_id), local_part(self.neighbors)
         found, pick = torch.cat([kept[here], new_events], 1).topk(self.size, dim=1)
         kept[here] = found
         kept_near[here] = torch.cat([kept_near[here], new_near], 1).gather(1, pick)
 
 
 def rows_at_owners(n_id: Tensor, mesh: Mesh) -> Rows:
-    """Returns the rows of a tensor with a row for each of some nodes, cut by their owners.
-
-    Args:
-        n_id: the nodes `[k]`, the same on all ranks.
-        mesh: the ranks; node v is rank v mod P's.
-    """
+    """Returns the rows of a tensor with a row for each of some nodes, cut by their owners."""
     owner = n_id.cpu() % mesh.size
     gid = (owner == mesh.rank).nonzero().view(-1)
     partition = Partition.from_owner(owner, mesh.size, len(owner))
@@ -500,11 +499,6 @@ def _some(rows: Rows, gid: Tensor, total: int) -> Rows:
 def _lid(n_id: Tensor, rows: Rows) -> Tensor:
     """Returns the places of own nodes among those of this rank."""
     return n_id.div(rows.mesh.size, rounding_mode="floor")
-
-
-def _local(x: Any) -> Any:
-    """Returns this rank's rows."""
-    return x.to_local() if isinstance(x, DistTensor) else x
 
 
 def _same_nodes(n_id: Tensor, rows: Rows, unique: bool = False) -> Tensor:
@@ -536,7 +530,7 @@ def _gathered(store: dict[int, Any], memory: TGNMemory) -> tuple[Tensor, Tensor]
     rows, raw_dim = memory.rows, memory.raw_msg_dim
     held = [m for m in store.values() if len(m[0])]
     raw = torch.cat(
-        [_local(memory.memory).new_empty(0, raw_dim), *(m[-1] for m in held)]
+        [local_part(memory.memory).new_empty(0, raw_dim), *(m[-1] for m in held)]
     )
     ints = [torch.stack([*m[:3]], 1) for m in held]
     near_far_t = torch.cat([torch.empty(0, 3).long().to(raw.device), *ints])

@@ -21,7 +21,6 @@ random stream.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -87,13 +86,7 @@ class Trimmer:
 
 
 class Pass:
-    """One forward pass of a model that may be trimmed.
-
-    Args:
-        mode: what is known of the model.
-        model: the model.
-        outer: the pass of another, under way or interrupted, that this one is within.
-    """
+    """One forward pass of a model that may be trimmed."""
 
     def __init__(self, mode: Mode, model: torch.nn.Module, outer: Pass | None) -> None:
         self._model = weakref.ref(model)
@@ -251,12 +244,10 @@ def call(
         return _on_all(compute, source, target)
     out = compute(leading(source), leading(target), rows)
     args = tuple(map(deferred, (source, target)))
-    origin.every = Deferred(functools.partial(_again, compute), args, {}, reads)
+    origin.every = Deferred(
+        lambda *ends: compute(ends[0], ends[1], None), args, {}, reads
+    )
     return wrap(out, origin)
-
-
-def _again(compute: Callable[..., Any], source: Any, target: Any) -> Any:
-    return compute(source, target, None)
 
 
 def _rows_of(

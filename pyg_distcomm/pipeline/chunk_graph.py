@@ -22,8 +22,7 @@ from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.graph.topology import LocalGraph, OperatorKind, Topology
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.nn.compressibility import check_aggregations, compares
-from pyg_distcomm.nn.message_forms import layers_of
+from pyg_distcomm.nn.message_forms import check_aggregations, compares, layers_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
 from pyg_distcomm.pipeline.history_buffer import (
     GradientRule,
@@ -93,7 +92,7 @@ class ChunkPass:
         """Hears which layer reads next, and its link, while sites are made.
 
         A site is coded as a whole, so that it is exact where attention depends on it; see
-        [Note: attention] in `compressibility.py`.
+        [Note: attention] in `message_forms.py`.
         """
         if self.mode != "fill":
             return

@@ -21,9 +21,8 @@ from pyg_distcomm.comm import mesh as grids
 from pyg_distcomm.comm.axis import let_go
 from pyg_distcomm.comm.mesh import Grid, Mesh
 from pyg_distcomm.graph.partitioning import partition
-from pyg_distcomm.nn.gcn_conv import DistGCNConv
+from pyg_distcomm.nn.product_layers import DistGCNConv, DistSAGEConv
 from pyg_distcomm.nn.replicate import replicate
-from pyg_distcomm.nn.sage_conv import DistSAGEConv
 from pyg_distcomm.partition.cutters import (
     check_edge_index,
     check_method,

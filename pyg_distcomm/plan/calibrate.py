@@ -24,7 +24,7 @@ from pyg_distcomm.comm.process_grid import new_axis_group
 from pyg_distcomm.graph.partitioning import partition
 from pyg_distcomm.halo.codec import RngKey
 from pyg_distcomm.halo.codecs import Plain, fresh_state
-from pyg_distcomm.nn.gcn_conv import DistGCNConv
+from pyg_distcomm.nn.product_layers import DistGCNConv
 from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.cost import sum_messages

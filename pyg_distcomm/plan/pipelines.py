@@ -21,7 +21,7 @@ import torch
 
 from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.graph.product_cache import MultiplyOrder
-from pyg_distcomm.nn.compressibility import check_aggregations
+from pyg_distcomm.nn.message_forms import check_aggregations
 from pyg_distcomm.pipeline.layer_stack import check_untied, cut_layers
 from pyg_distcomm.pipeline.schedule import BUBBLE, bubble, fewest_chunks
 from pyg_distcomm.plan.codecs import Coding, Writing

@@ -16,10 +16,14 @@ from torch import Tensor
 
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.tensor import gather_by_id
-from pyg_distcomm.tensor.getitem import gather_all
 from pyg_distcomm.tensor.op_tables import base_name
-from pyg_distcomm.tensor.operands import agree
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor, fit_plain, unsupported_op
+from pyg_distcomm.tensor.row_sharded import (
+    RowShardedTensor,
+    agree,
+    all_rows,
+    fit_plain,
+    unsupported_op,
+)
 
 
 def decomposed(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -51,7 +55,7 @@ def _whole(x: Any, name: str) -> Any:
     if x.reads_local:
         raise unsupported_op(f"{name}() over the rows")
     agree(name, x, (x,))
-    return gather_all(x.to_local(), x.rows)
+    return all_rows(x)
 
 
 # Joins and repeats -------------------------------------------------------------------

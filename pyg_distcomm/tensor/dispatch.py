@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import random
-from pyg_distcomm.comm.consistency import check_transforms, refuse_transforms
+from pyg_distcomm.comm.gradient_averaging import check_transforms, refuse_transforms
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id, gradient_scale, reductions, sizes
 from pyg_distcomm.tensor.decompositions import DECOMPOSED, decomposed, of_plain
@@ -26,22 +26,21 @@ from pyg_distcomm.tensor.op_tables import (
     WHOLE,
     base_name,
 )
-from pyg_distcomm.tensor.operands import (
-    agree,
-    all_rows,
-    argument,
-    call_local,
-    local_part,
-    meet_all,
-)
 from pyg_distcomm.tensor.reductions import RECURRENT, dropout, recurrent
 from pyg_distcomm.tensor.row_sharded import (
     WAYS_OUT,
     MoreDims,
     RowShardedTensor,
     advice,
+    agree,
+    all_rows,
+    argument,
+    call_local,
     first_sharded,
     fit_plain,
+    leaves,
+    local_part,
+    meet_all,
     refuse_loader,
     tree_map,
     unsupported_op,
@@ -134,8 +133,8 @@ def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
     if _writes_whole(func, args, kwargs):
         agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
         return func(*tree_map(all_rows, args), **tree_map(all_rows, kwargs))
-    args, kwargs, rows, width = _alike(func, args, kwargs)
-    args, kwargs = _aligned(func, (args, kwargs), rows, width)
+    args, kwargs, _, width = _alike(func, args, kwargs)
+    args, kwargs = _aligned(func, (args, kwargs), width)
     wants_gradient = base_name(func).endswith("_like") and kwargs.pop(
         "requires_grad", False
     )
@@ -169,11 +168,7 @@ def _writes_whole(func: Callable, args: Any, kwargs: Any) -> bool:
 
 def _alike(func: Callable, args: Any, kwargs: Any) -> tuple[Any, Any, Rows, int]:
     """Returns operands that are cut alike (by `cut_as`), their rows, and the most dims."""
-    found: list[RowShardedTensor] = []
-    tree_map(
-        lambda v: found.append(v) if isinstance(v, RowShardedTensor) else v,
-        (args, kwargs),
-    )
+    found = leaves((args, kwargs), RowShardedTensor)
     like = found[0]
     if not func.__name__.endswith("_"):  # else what is written to
         like = next((t for t in found if t.rows.partition is not None), like)
@@ -193,7 +188,7 @@ def _alike(func: Callable, args: Any, kwargs: Any) -> tuple[Any, Any, Rows, int]
     return args, kwargs, like.rows, max(t.dim() for t in found)
 
 
-def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
+def _aligned(func: Callable, tree: Any, width: int) -> Any:
     name = base_name(func)
     if name in WEIGHTED:  # their other operands are weights
         weights = argument(tree, 1, "weight")
@@ -251,7 +246,9 @@ def _by_dim(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else kwargs.get("input", kwargs.get("self"))
     if not isinstance(x, RowShardedTensor):
         return of_plain(name, *args, **kwargs)
-    if name in ("max", "min") and _is_pairwise(args, kwargs):
+    if name in ("max", "min") and isinstance(
+        argument((args, kwargs), 1, "other"), Tensor
+    ):
         return _rowwise(torch.maximum if name == "max" else torch.minimum, args, kwargs)
     place, default = BY_DIM[name]
     dim = _dim_of(name, args, kwargs, place, default)
@@ -261,10 +258,6 @@ def _by_dim(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     if 0 not in dims:
         return _rowwise(func, args, kwargs)
     return _reduce(func, x, dims, dim, args, kwargs)
-
-
-def _is_pairwise(args: Any, kwargs: Any) -> bool:
-    return "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor))
 
 
 _MANY_DIMS = frozenset("sum mean amax amin flip var std any all".split())
@@ -303,7 +296,8 @@ def _reduce(
 ) -> Any:
     local, rows, name = x.to_local(), x.rows, base_name(func)
     agree(name, x, (args, kwargs))
-    keepdim = bool(kwargs.get("keepdim", _third_bool(args, BY_DIM[name][0])))
+    place = BY_DIM[name][0] + 1
+    keepdim = bool(kwargs.get("keepdim", args[place:] and args[place] is True))
     if name in ("max", "min", "argmax", "argmin"):
         return reductions.extreme_of(name, local, rows, dim, keepdim)
     if name in reductions.SCALED and dims == [0]:
@@ -342,17 +336,13 @@ def _reduce(
 _SPANS = frozenset("chunk split tensor_split narrow".split())
 
 
-def _third_bool(args: Any, place: int) -> bool:
-    return len(args) > place + 1 and args[place + 1] is True
-
-
 def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
     args, kwargs, rows, width = _alike(func, args, kwargs)
     if not any(type(v) is str and v == "none" for v in (*args, *kwargs.values())):
         agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
     name, fitted = func.__name__, func.__name__ in reductions.ELEMENTWISE
     if fitted:
-        args, kwargs = _aligned(func, (args, kwargs), rows, width)
+        args, kwargs = _aligned(func, (args, kwargs), width)
 
     def fit(value: Any, place: Any) -> Any:
         if isinstance(value, RowShardedTensor):
@@ -401,7 +391,7 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
             return rows.stacked(*(args[0] if args else kwargs["tensors"]))
         if name == "stack" and dim % (first.dim() + 1) == 0 and not first.reads_local:
             return Stacked.of(list(args[0] if args else kwargs["tensors"]))
-        args, kwargs = _aligned(func, (args, kwargs), rows, first.dim())
+        args, kwargs = _aligned(func, (args, kwargs), first.dim())
     if name in ("view", "reshape") and sizes.regroups(first, args[1:], kwargs):
         return gathered(func, args, kwargs)
     if name in _SIZED:
@@ -579,7 +569,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "dropout": dropout,
     "_convert_indices_from_coo_to_csr": _compressed,
     **dict.fromkeys(random.DRAWS, _drawn),
-    **dict.fromkeys(NEW, lambda f, a, k: sizes.new_by_size(f, a, k)),
+    **dict.fromkeys(NEW, sizes.new_by_size),
     **dict.fromkeys(("getitem", "index_select"), _looked_up),
     **dict.fromkeys(
         ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce"),

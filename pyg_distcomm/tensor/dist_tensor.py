@@ -11,9 +11,11 @@ from torch import Tensor
 
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.tensor import dispatch, getitem
-from pyg_distcomm.tensor.operands import agree, check_devices
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
+    agree,
+    all_rows,
+    check_devices,
     check_saved,
     eager,
     unsupported_op,
@@ -56,7 +58,7 @@ class DistTensor(RowShardedTensor):
     def full_tensor(self) -> Tensor:
         """Returns all rows, in original order, on every rank; collective."""
         agree("full_tensor", self, (self,))
-        return getitem.gather_all(self.to_local(), self.rows)
+        return all_rows(self)
 
     @classmethod
     def __torch_function__(
@@ -82,7 +84,7 @@ class DistTensor(RowShardedTensor):
         if self.reads_local:
             raise unsupported_op("iterating over rows, inside a layer,")
         agree("iter", self, (self,))
-        return iter(getitem.gather_all(self.to_local(), self.rows))
+        return iter(all_rows(self))
 
     def __contains__(self, value: Any) -> bool:
         return bool((self == value).any())

@@ -27,7 +27,13 @@ from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.halo.link import exchange, exchange_transpose
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor, fit_plain, unsupported_op
+from pyg_distcomm.tensor.row_sharded import (
+    RowShardedTensor,
+    all_rows,
+    fit_plain,
+    local_part,
+    unsupported_op,
+)
 
 _KEPT = 8  # plans per set of nodes
 
@@ -130,15 +136,9 @@ class IdPlan:
         return out.view(-1, *y.shape[1:])
 
     def scatter_extreme(self, y: Tensor, start: Tensor, op: str) -> Tensor:
-        """Returns the largest (or smallest) values for own rows, without gradient.
-
-        Args:
-            y: rows at the ids.
-            start: own rows to begin with `[n, ...]`.
-            op: "amax" or "amin".
-        """
+        """Returns the largest (or smallest) values for own rows, without gradient."""
         shape = (self.halo.num_ghosts, *y.shape[1:])
-        part = y.new_full(shape, _worst(y.dtype, op))
+        part = y.new_full(shape, worst(y.dtype, op))
         best = _extremes(torch.cat([start, part]), self.slot, y, op)
         own, ghosts = best[: self.own], best[self.own :]
         if self.halo.silent:
@@ -283,8 +283,7 @@ def gather(x: RowShardedTensor, ids: RowShardedTensor) -> RowShardedTensor:
             f"x[idx] with row-sharded idx of {local.dim()} dims and {local.dtype}"
         )
     if x.rows.partition is None and not x.reads_local:  # nobody knows who has them
-        whole = autograd.all_gather(x.to_local(), x.rows.gid, x.rows.mesh.world)
-        return x.wrap(whole.index_select(0, local.long()), ids.rows)
+        return x.wrap(all_rows(x).index_select(0, local.long()), ids.rows)
     if x.rows.mesh.size == 1 and x.rows.whole and x.rows.partition is not None:
         return x.wrap(x.to_local().index_select(0, local.long()), ids.rows)
     return x.wrap(plan_of(ids, x.rows).gather(x.to_local()), ids.rows)
@@ -391,15 +390,9 @@ def _gathered(func: Callable, given: dict[str, Any]) -> Any:
     if "src" in given and not isinstance(given["src"], Tensor):
         given["value"] = given.pop("src")
 
-    def full(value: Any) -> Any:
-        if not isinstance(value, RowShardedTensor):
-            return value
-        rows = value.rows
-        return autograd.all_gather(value.to_local(), rows.gid, rows.mesh.world)
-
-    everywhere = {k: full(v) for k, v in given.items() if k not in ("input", "self")}
-    start = full(target).clone()  # which is kept for the gradient
-    out = getattr(torch.Tensor, out_of_place)(start, **everywhere)
+    rest = {k: all_rows(v) for k, v in given.items() if k not in ("input", "self")}
+    start = all_rows(target).clone()  # which is kept for the gradient
+    out = getattr(torch.Tensor, out_of_place)(start, **rest)
     if isinstance(target, RowShardedTensor):
         out = target.wrap(out[target.rows.place_on(out.device)], target.rows)
     if not func.__name__.endswith("_"):
@@ -444,9 +437,8 @@ def _source_rows(
     source: Any, index: RowShardedTensor, target: Any, name: str
 ) -> Tensor:
     if not isinstance(source, Tensor) or not source.dim():
-        shape = (len(index.rows), *_shape(target)[1:])
-        base = target if not isinstance(target, RowShardedTensor) else target.to_local()
-        return base.new_ones(shape) * source
+        base = local_part(target)
+        return base.new_ones((len(index.rows), *base.shape[1:])) * source
     if isinstance(source, RowShardedTensor):
         found = cut_as(source, index.rows)
         if found is None:
@@ -456,11 +448,6 @@ def _source_rows(
             )
         return found
     return fit_plain(source, index, source.dim(), name)
-
-
-def _shape(x: Tensor) -> torch.Size:
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.shape
 
 
 def _to_owners(
@@ -525,7 +512,7 @@ def _scattered(
         sums = summed(source) + (start if include else 0)
         return torch.where(hits > 0, sums / (hits + int(include)).clamp(min=1), start)
     held = start.detach()
-    first = held if include else torch.full_like(held, _worst(held.dtype, op))
+    first = held if include else torch.full_like(held, worst(held.dtype, op))
     best = extreme(source.detach(), first, op)
     best = torch.where((hits > 0) | bool(include), best, held)
     if not source.requires_grad:
@@ -553,8 +540,10 @@ def _learning(best: Tensor, picked: Tensor, hits: Tensor) -> Tensor:
     return torch.where((hits > 0) & (best.isfinite() | (best == held)), exact, best)
 
 
-def _worst(dtype: torch.dtype, op: str) -> float:
+def worst(dtype: torch.dtype, op: str) -> float:
     """Returns what every number of a type is at least, for "amax", or at most."""
+    if dtype == torch.bool:
+        return op == "amin"
     if dtype.is_floating_point:
         return -math.inf if op == "amax" else math.inf
     info = torch.iinfo(dtype)

@@ -14,10 +14,12 @@ from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id
 from pyg_distcomm.tensor.gather_by_id import IdPlan, kept
-from pyg_distcomm.tensor.operands import agree, compare_plain
 from pyg_distcomm.tensor.row_sharded import (
     Picker,
     RowShardedTensor,
+    agree,
+    all_rows,
+    compare_plain,
     fit_plain,
     unsupported_op,
 )
@@ -81,11 +83,6 @@ def same_ids(key: Any, rows: Rows) -> Tensor:
     idx = ids_of(key, rows.count)
     check_same(idx.reshape(-1), rows)
     return idx
-
-
-def gather_all(local: Tensor, rows: Rows) -> Tensor:
-    """Returns all rows in original order on every rank, differentiably; collective."""
-    return autograd.all_gather(local, rows.gid, rows.mesh.world)
 
 
 def ids_of(key: Any, total: int) -> Tensor:
@@ -208,7 +205,9 @@ def _take_rows(x: RowShardedTensor, key: Any) -> Any:
         return x
     if isinstance(key, (type(None), bool)):
         raise unsupported_op(f"x[{key}], which drops or adds the row dimension,")
-    if isinstance(key, (int, np.integer)) or _is_scalar(key):
+    if isinstance(key, (int, np.integer)) or (
+        isinstance(key, Tensor) and key.dim() == 0
+    ):
         return _one_row(x, int(key))
     if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8):
         return _masked(x, key)
@@ -235,7 +234,7 @@ def _of_gathered(x: RowShardedTensor, idx: Tensor) -> RowShardedTensor:
     No rank knows who has them, so all of them are gathered.
     """
     check_same(idx, x.rows)
-    whole = gather_all(x.to_local(), x.rows)
+    whole = all_rows(x)
     block = Rows.blocks(len(idx), x.rows.mesh)
     block = replace(block, nodes=x.rows.nodes, stacked=x.rows.stacked)
     return x.wrap(whole[idx[block.gid].to(whole.device)], block)
@@ -270,10 +269,6 @@ def _span(x: RowShardedTensor, ids: Tensor) -> RowShardedTensor:
     out = x.wrap(x.to_local()[here.to(x.device)], rows)
     out._is_copy = True
     return out
-
-
-def _is_scalar(key: Any) -> bool:
-    return isinstance(key, Tensor) and key.dim() == 0
 
 
 def _told(rows: Rows) -> str:
@@ -334,11 +329,9 @@ def _counted(mask: RowShardedTensor) -> int | None:
 def columns_at(table: Tensor, key: tuple[Any, ...]) -> Any:
     """Returns `table[i, key]` of an ordinary table, a row for each row of `key`."""
     *front, last = key
-    if last.dtype == torch.bool or any(isinstance(k, (Tensor, list)) for k in front):
+    if last.dtype == torch.bool or not all(isinstance(k, int) for k in front):
         raise unsupported_op("x[...] that moves rows or mixes them")
-    if all(isinstance(k, int) for k in front):
-        return last.wrap(table[tuple(front)][last.to_local()], last.rows)
-    raise unsupported_op("x[...] that moves rows or mixes them")
+    return last.wrap(table[tuple(front)][last.to_local()], last.rows)
 
 
 def put(x: RowShardedTensor, key: Any, value: Any) -> None:
@@ -390,7 +383,7 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
             agree("setitem", x, (x, first, value))
             if isinstance(value, Tensor) and value.dim():
                 value = _in_order_of(first, value)
-            first = gather_all(first.to_local(), first.rows)
+            first = all_rows(first)
         ids = ids_of(first, x.rows.count)
         compare_plain(x, ids, "setitem")
         first, value = _here(x, ids, value)
@@ -422,21 +415,13 @@ def _in_order_of(ids: RowShardedTensor, value: Tensor) -> Tensor:
         raise TypeError(
             f"x[ids] = value: the ids have {ids.rows}, but the value has {value.rows}"
         )
-    return gather_all(value.to_local(), value.rows)
+    return all_rows(value)
 
 
 def _put_pairs(x: RowShardedTensor, ids: Any, columns: Any, value: Any) -> None:
-    """Writes `x[ids, columns] = value`; the pairs come to every rank.
-
-    Raises:
-        TypeError: unless ids and columns are lists of whole numbers.
-    """
+    """Writes `x[ids, columns] = value`; the pairs come to every rank."""
     agree("x[ids, columns] = value", x, (x, ids, columns, value))
-    pairs: list[Any] = [
-        gather_all(v.to_local(), v.rows) if isinstance(v, RowShardedTensor) else v
-        for v in (ids, columns, value)
-    ]
-    ids, columns, value = pairs
+    ids, columns, value = (all_rows(v) for v in (ids, columns, value))
     whole = all(v.dim() == 1 and v.dtype == torch.int64 for v in (ids, columns))
     if not whole or len(ids) != len(columns):
         raise unsupported_op("x[rows, columns] = value, unless both are lists of ids,")
@@ -466,7 +451,7 @@ def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
         raise unsupported_op("x[ids] = value, where ids are no list,")
     if isinstance(value, RowShardedTensor):  # of which each id may be another rank's
         agree("setitem", x, (x, ids, value))
-        value = gather_all(value.to_local(), value.rows)
+        value = all_rows(value)
     place, here = _places(x, ids)
     many = isinstance(value, Tensor) and value.dim() and value.size(0) == len(ids)
     if many and len(ids) > 1:

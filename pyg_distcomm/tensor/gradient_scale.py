@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils import swap_tensors
 
-from pyg_distcomm.tensor.operands import agree, call_local, local_part
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+from pyg_distcomm.tensor.row_sharded import (
+    RowShardedTensor,
+    agree,
+    call_local,
+    local_part,
+)
 
 
 def requires_grad(func: Callable, args: Any, kwargs: Any) -> Any:

@@ -40,61 +40,30 @@ WEIGHTED = frozenset(
 )
 ROWWISE |= WEIGHTED
 
-# a `dim` decides: local unless it names the rows; (place of dim, default or None)
+# a `dim` decides: local unless it names the rows; by the place of dim, and its default
 BY_DIM: dict[str, tuple[int, Any]] = {
-    "softmax": (1, "missing"),
-    "log_softmax": (1, "missing"),
-    "softmin": (1, "missing"),
-    "glu": (1, -1),
-    "normalize": (2, 1),
-    "diff": (2, -1),
-    "cummax": (1, "missing"),
-    "cummin": (1, "missing"),
-    "logcumsumexp": (1, "missing"),
-    "nanmedian": (1, None),
-    "quantile": (2, None),
-    "nanquantile": (2, None),
-    "cosine_similarity": (2, 1),
-    "sum": (1, None),
-    "mean": (1, None),
-    "prod": (1, None),
-    "amax": (1, None),
-    "amin": (1, None),
-    "any": (1, None),
-    "all": (1, None),
-    "var": (1, None),
-    "std": (1, None),
-    "norm": (2, None),
-    "linalg_norm": (2, None),
-    "vector_norm": (2, None),
-    "count_nonzero": (1, None),
-    "logsumexp": (1, "missing"),
-    "max": (1, None),
-    "min": (1, None),
-    "argmax": (1, None),
-    "argmin": (1, None),
-    "median": (1, None),
-    "nanmean": (1, None),
-    "nansum": (1, None),
-    "mode": (1, -1),
-    "kthvalue": (2, -1),
-    "topk": (2, -1),
-    "sort": (1, -1),
-    "argsort": (1, -1),
-    "cumsum": (1, "missing"),
-    "cumprod": (1, "missing"),
-    "flip": (1, "missing"),
-    "roll": (2, None),
-    "gather": (1, "missing"),
-    "split": (2, 0),
-    "chunk": (2, 0),
-    "tensor_split": (2, 0),
-    "unbind": (1, 0),
-    "select": (1, "missing"),
-    "narrow": (1, "missing"),
-    "unflatten": (1, "missing"),
-    "pairwise_distance": (9, -1),
-    "cross": (2, "missing"),
+    name: how
+    for how, names in {
+        (
+            1,
+            None,
+        ): """sum mean prod amax amin any all var std count_nonzero max min argmax
+            argmin median nanmedian nanmean nansum""",
+        (2, None): "norm linalg_norm vector_norm quantile nanquantile roll",
+        (1, -1): "glu mode sort argsort",
+        (2, -1): "diff kthvalue topk",
+        (9, -1): "pairwise_distance",
+        (1, 0): "unbind",
+        (2, 0): "split chunk tensor_split",
+        (2, 1): "normalize cosine_similarity",
+        (
+            1,
+            "missing",
+        ): """softmax log_softmax softmin cummax cummin logcumsumexp logsumexp
+            cumsum cumprod flip gather select narrow unflatten""",
+        (2, "missing"): "cross",
+    }.items()
+    for name in names.split()
 }
 
 # computed on all rows, gathered on every rank: a row for each row comes out row-sharded,

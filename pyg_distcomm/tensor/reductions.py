@@ -24,12 +24,14 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.tensor import gather_by_id, sizes
 from pyg_distcomm.tensor.op_tables import FACTS, base_name
-from pyg_distcomm.tensor.operands import agree, call_local
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
+    agree,
+    call_local,
     eager,
     first_sharded,
     fit_plain,
+    local_part,
     tree_map,
     unsupported_op,
 )
@@ -121,22 +123,13 @@ def norm(
     return torch.where(positive, power, 1).pow(1 / p) * positive
 
 
-def _lowest(dtype: torch.dtype, op: str) -> Any:
-    if dtype == torch.bool:
-        return op == "min"
-    if dtype.is_floating_point:
-        return -math.inf if op == "max" else math.inf
-    info = torch.iinfo(dtype)
-    return info.min if op == "max" else info.max
-
-
 def _bound(x: Tensor, rows: Rows, dims: Dims, op: str) -> Tensor:
     """The extreme value over all ranks, kept in every reduced dim, without gradient."""
     if rows.count == 0:
         raise IndexError(f"{op}() over rows needs at least one row on some rank")
     x = x.detach()
     if x.size(0) == 0:
-        x = x.new_full((1, *x.shape[1:]), _lowest(x.dtype, op))
+        x = x.new_full((1, *x.shape[1:]), gather_by_id.worst(x.dtype, f"a{op}"))
     local = (x.amax if op == "max" else x.amin)(dims, keepdim=True)
     if local.dtype in _WHOLE_NUMBERS:
         ordered = _ordered(local, op)
@@ -222,12 +215,6 @@ def truth(x: Tensor, rows: Rows, dims: Dims, keepdim: bool, op: str) -> Tensor:
     return extreme(x != 0, rows, dims, keepdim, op)
 
 
-def agree_all(local: bool, rows: Rows) -> bool:
-    """Returns whether something holds on every rank."""
-    flag = torch.tensor([int(local)])
-    return bool(collectives.all_reduce(flag, rows.mesh.world, "min"))
-
-
 def compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
     """Returns whether tensors are equal (or close) on all ranks, however they are cut."""
     x, name = first_sharded(args, kwargs), base_name(func)
@@ -249,7 +236,8 @@ def compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
             args[k] = x.wrap(local, x.rows)
     shapes = {sizes.local_shape(v) for v in args if isinstance(v, RowShardedTensor)}
     same = len(shapes) <= 1 and call_local(func, args, kwargs)
-    return agree_all(same, x.rows)
+    flag = torch.tensor([int(same)])
+    return bool(collectives.all_reduce(flag, x.rows.mesh.world, "min"))
 
 
 def batch_norm(
@@ -302,15 +290,12 @@ def logsumexp(x: Tensor, rows: Rows, keepdim: bool = True) -> Tensor:
 
 
 def _softmax(x: Tensor, rows: Rows, kwargs: Any, args: Any) -> Tensor:
-    return (_as(x, kwargs) - logsumexp(_as(x, kwargs), rows)).exp()
-
-
-def _as(x: Tensor, kwargs: Any) -> Tensor:
-    return x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
+    return _log_softmax(x, rows, kwargs, args).exp()
 
 
 def _log_softmax(x: Tensor, rows: Rows, kwargs: Any, args: Any) -> Tensor:
-    return _as(x, kwargs) - logsumexp(_as(x, kwargs), rows)
+    x = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
+    return x - logsumexp(x, rows)
 
 
 def _logsumexp(x: Tensor, rows: Rows, kwargs: Any, args: Any) -> Tensor:
@@ -413,20 +398,16 @@ def _losses_count(
     weight = given.get("weight")
     if name in ("mse_loss", "l1_loss") and weight is not None:
         return weight.sum()  # as torch does
-    by_row = reduction == "batchmean" or name in _PER_ROW
-    first = next(v for v in given.values() if isinstance(v, Tensor))
-    return torch.tensor(len(rows) if by_row else _numel(name, given, first))
+    if reduction == "batchmean" or name in _PER_ROW:
+        return torch.tensor(len(rows))
+    shapes = [v.shape for v in given.values() if isinstance(v, Tensor)][:2]
+    return torch.tensor(torch.broadcast_shapes(*shapes).numel())
 
 
 _PER_ROW = frozenset(
     """multilabel_soft_margin_loss multi_margin_loss multilabel_margin_loss
     cosine_embedding_loss triplet_margin_loss""".split()
 )
-
-
-def _numel(name: str, given: dict[str, Any], first: Tensor) -> int:
-    tensors = [v for v in given.values() if isinstance(v, Tensor)][:2]
-    return torch.broadcast_shapes(*(t.shape for t in tensors)).numel()
 
 
 def _class_count(given: dict[str, Any]) -> Tensor:
@@ -501,9 +482,7 @@ def recurrent(func: Callable, args: Any, kwargs: Any) -> Any:
     if dropout and training:
         raise unsupported_op(f"{name}() with dropout between its layers")
     args = (x, tree_map(lambda v: _here(v, x), args[1]), *args[2:])
-    local = tree_map(
-        lambda v: v.to_local() if isinstance(v, RowShardedTensor) else v, args
-    )
+    local = tree_map(local_part, args)
     with torch._C.DisableTorchFunctionSubclass():
         out, *states = func(*local)
     return x.wrap(out, x.rows), *(_state(s, x) for s in states)

@@ -19,16 +19,18 @@ from torch import Tensor
 
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.op_tables import FACTS, ROWWISE, SIZES, WEIGHTED, base_name
-from pyg_distcomm.tensor.operands import agree, meet_all
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
+    agree,
+    all_rows,
     eager,
     fit_plain,
+    meet_all,
     tree_map,
     unsupported_op,
 )
+from pyg_distcomm.tensor.sizes import told_size
 
 
 class UnsupportedOp(Exception):
@@ -143,22 +145,14 @@ def mm(func: Callable, x: Tensor, w: Tensor) -> Tensor:
     return x @ w
 
 
-def addmm(
-    func: Callable,
-    bias: Tensor,
-    x: Tensor,
-    w: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Tensor:
+def addmm(func: Callable, bias: Tensor, x: Tensor, w: Tensor, **how: float) -> Tensor:
     """Multiplies each row by a replicated matrix and adds a replicated bias."""
-    return torch.addmm(bias, x, w, beta=beta, alpha=alpha)
+    return torch.addmm(bias, x, w, **how)  # type: ignore[call-overload]
 
 
-def baddbmm(func: Callable, x: Tensor, a: Tensor, b: Tensor, **kwargs: float) -> Tensor:
-    """Multiplies the matrices of each row and adds to them."""
-    return func(x, a, b, **kwargs)  # type: ignore[no-any-return]
+def within_rows(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Runs what never leaves a row: products of its matrices, norms of its channels."""
+    return func(x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def layer_norm(
@@ -168,11 +162,6 @@ def layer_norm(
     if len(normalized_shape) >= x.dim():
         raise UnsupportedOp
     return func(x, normalized_shape, *args, **kwargs)  # type: ignore[no-any-return]
-
-
-def group_norm(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Normalises groups of channels of each row."""
-    return func(x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def one_hot(func: Callable, x: Tensor, num_classes: int = -1) -> Tensor:
@@ -190,48 +179,24 @@ def index_select(func: Callable, x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 SHAPING: dict[str, Callable[..., Tensor]] = {
-    "view": view,
-    "reshape": view,
-    "view_as": view_as,
-    "reshape_as": view_as,
-    "flatten": flatten,
-    "ravel": flatten,
-    "transpose": transpose,
-    "swapaxes": transpose,
-    "swapdims": transpose,
+    **dict.fromkeys(("view", "reshape"), view),
+    **dict.fromkeys(("view_as", "reshape_as"), view_as),
+    **dict.fromkeys(("flatten", "ravel"), flatten),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "T", "mT"), transpose),
     "permute": permute,
     "squeeze": squeeze,
     "unsqueeze": unsqueeze,
-    "expand": expand,
+    **dict.fromkeys(("expand", "broadcast_to"), expand),
     "expand_as": expand_as,
-    "cat": cat,
-    "concat": cat,
-    "concatenate": cat,
+    **dict.fromkeys(("cat", "concat", "concatenate"), cat),
     "stack": stack,
-    "matmul": mm,
-    "mm": mm,
-    "mv": mm,
+    **dict.fromkeys(("matmul", "mm", "mv", "bmm"), mm),
+    **dict.fromkeys(("layer_norm", "rms_norm"), layer_norm),
     "addmm": addmm,
-    "bmm": mm,
-    "baddbmm": baddbmm,
-    "t": transpose,
-    "T": transpose,
-    "mT": transpose,
-    "broadcast_to": expand,
-    "layer_norm": layer_norm,
-    "rms_norm": layer_norm,
-    "group_norm": group_norm,
+    **dict.fromkeys(("baddbmm", "group_norm"), within_rows),
     "one_hot": one_hot,
     "index_select": index_select,
 }
-
-
-def _size_in(shape: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Answers shape, size, len and numel of what has another order of dims than its rows."""
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if name == "len" or (name == "size" and dim is not None):
-        return shape[dim or 0]
-    return torch.Size(shape) if name in ("shape", "size") else shape.numel()
 
 
 class _Turned(torch.Tensor):
@@ -274,7 +239,7 @@ class Transposed(_Turned):
             return args[0].x
         if name in ("cov", "corrcoef") and isinstance(args[0], Transposed):
             agree(name, args[0].x, (args, kwargs))
-            whole = getitem.gather_all(args[0].x.to_local(), args[0].x.rows)
+            whole = all_rows(args[0].x)
             return func(whole.t(), *args[1:], **kwargs)
         return Stacked.__torch_function__(
             func, types, *tree_map(_stack, (args, kwargs))
@@ -282,10 +247,6 @@ class Transposed(_Turned):
 
     def __iter__(self) -> Any:
         return iter(self.x.unbind(1))
-
-
-def _is_flat(value: Any) -> bool:
-    return isinstance(value, Stacked) and value.x.dim() == 2
 
 
 def _stack(value: Any) -> Any:
@@ -376,7 +337,10 @@ class Stacked(_Turned):
         elif name == "multi_head_attention_forward":
             return _attention(func, args, kwargs)
         elif name in (*_PRODUCTS, "cov", "corrcoef"):
-            flat = [a.x.t() if _is_flat(a) else a for a in args]
+            flat = [
+                a.x.t() if isinstance(a, Stacked) and a.x.dim() == 2 else a
+                for a in args
+            ]
             if not any(isinstance(a, Stacked) for a in flat):
                 return func(*flat, **kwargs)
             right = args[-1]
@@ -386,7 +350,7 @@ class Stacked(_Turned):
                 found = Stacked.over(args[0].x @ right)
         elif whole is not None and name in SIZES:
             n, k, *rest = whole.x.shape
-            found = _size_in(torch.Size((k, n, *rest)), name, args, kwargs)
+            found = told_size(name, (k, n, *rest), whole.x, args, kwargs)
         elif name in ROWWISE or name == "dropout":
             found = _row_by_row(name, func, args, kwargs)
         if found is None:
@@ -524,7 +488,7 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
         return autograd.all_reduce(part, x.rows.mesh.world)
     if isinstance(right, Transposed):
         agree("matmul", right.x, args)
-        whole = getitem.gather_all(right.x.to_local(), right.x.rows)
+        whole = all_rows(right.x)
         if isinstance(left, RowShardedTensor):
             return left.wrap(left.to_local() @ whole.t(), left.rows)
         return left @ whole.t()
@@ -537,7 +501,7 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
         square = left.dim() == 2 and right.dim() < 3 and right.rows.whole
         if square and left.size(1) == right.rows.total != right.size(-1):
             agree("matmul", left, args)
-            whole = getitem.gather_all(right.to_local(), right.rows)
+            whole = all_rows(right)
             return left.wrap(left.to_local() @ whole, left.rows)
     plain = isinstance(left, Tensor) and not isinstance(left, RowShardedTensor)
     if (
@@ -584,14 +548,10 @@ def joined(tensors: list[Any]) -> RowShardedTensor:
 def check_product(name: str, args: Any) -> None:
     """Refuses products that sum over rows."""
     bias, left, right = args if len(args) == 3 else (None, *args[-2:])
-    if isinstance(right, RowShardedTensor) and not _batched(left, right):
-        raise unsupported_op(f"{name}() that sums over rows")
-    if not isinstance(left, RowShardedTensor):
+    if not isinstance(left, RowShardedTensor) or (
+        isinstance(right, RowShardedTensor)
+        and not left.dim() == right.dim() > 2  # the matrices of each row
+    ):
         raise unsupported_op(f"{name}() that sums over rows")
     if isinstance(bias, RowShardedTensor) and bias.dim() < left.dim():
         raise unsupported_op(f"{name}() with a row-sharded bias of {bias.dim()} dims")
-
-
-def _batched(left: Any, right: Any) -> bool:
-    """Whether a product multiplies the matrices of each row."""
-    return isinstance(left, RowShardedTensor) and left.dim() == right.dim() > 2

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.tensor.operands import call_local
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor, asked_by_library
+from pyg_distcomm.tensor.row_sharded import (
+    RowShardedTensor,
+    asked_by_library,
+    call_local,
+)
 
 
 class NumRows(int):
@@ -169,7 +172,8 @@ def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     """Answers shape, size, len, numel and nbytes of a row-sharded tensor."""
     x = args[0]
     if isinstance(x, RowShardedTensor) and x._inside:
-        return _size_inside(name, func, args, kwargs)
+        found = call_local(func, args, kwargs)
+        return size_here(name, found, x.rows, 0, args, kwargs)
     if not isinstance(x, RowShardedTensor) or x.reads_local:
         return call_local(func, args, kwargs)
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -178,29 +182,25 @@ def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         return x.rows.count if dim in (0, -len(local)) else local[dim]
     if name == "len":
         return x.rows.count
-    shape = global_shape(x)
+    return told_size(name, global_shape(x), x, args, kwargs)
+
+
+def told_size(
+    name: str, shape: Sequence[int], like: Tensor, args: Any, kwargs: Any
+) -> Any:
+    """Answers shape, size, len, numel and nbytes of a tensor of this shape, typed as `like`."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if name == "len" or (name == "size" and dim is not None):
+        return shape[dim or 0]
     if name in ("shape", "size"):
-        return shape
-    return math.prod(shape) * (x.element_size() if name == "nbytes" else 1)
-
-
-def _size_inside(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
-    """Answers for a tensor inside a layer, which counts as this rank's rows."""
-    found, rows = call_local(func, args, kwargs), args[0].rows
-    return size_here(name, found, rows, 0, args, kwargs)
+        return torch.Size(shape)
+    return math.prod(shape) * (like.element_size() if name == "nbytes" else 1)
 
 
 def size_here(
     name: str, found: Any, rows: Rows, place: int, args: Any, kwargs: Any
 ) -> Any:
     """Returns sizes inside a layer with a number of rows in the place of this rank's.
-
-    Args:
-        name: of the question: shape, size, len, numel or nbytes.
-        found: its answer here.
-        rows: of the tensor.
-        place: which of its dims they are.
-        args, kwargs: of the question.
 
     Raises:
         TypeError: for len() asked by a layer of the user's own, which Python makes an int.
@@ -282,12 +282,7 @@ def rows_of_length(x: RowShardedTensor, count: int) -> Rows | None:
 
 
 def with_local_size(x: RowShardedTensor, sizes: Any) -> Any:
-    """Returns sizes in which the whole tensor's number of rows is replaced by this rank's.
-
-    Args:
-        x: whose rows the first size counts.
-        sizes: for `view`, `expand` and their like, or a dtype.
-    """
+    """Returns sizes in which the whole tensor's number of rows is replaced by this rank's."""
     if x.reads_local or not sizes:
         return sizes
     first = sizes[0]
@@ -314,8 +309,8 @@ def regroups(x: RowShardedTensor, args: Any, kwargs: Any) -> bool:
         return False
     if first != -1:
         return bool(first != x.rows.count)
-    return bool(rest) and -1 not in rest and math.prod(rest) != _width_of(x)
-
-
-def _width_of(x: RowShardedTensor) -> int:
-    return math.prod(local_shape(x)[1:])
+    return (
+        bool(rest)
+        and -1 not in rest
+        and math.prod(rest) != math.prod(local_shape(x)[1:])
+    )

@@ -1,0 +1,335 @@
+"""Cuts what is no plain Data: a Batch, a TemporalData, a HeteroData, and one with an adj_t.
+
+Of a Batch, whole graphs go to one rank; a TemporalData is cut into blocks of messages; and a
+HeteroData, whose nodes and edges have types, is assembled from one part.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch, Data, HeteroData, TemporalData
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import sampled_digest
+from pyg_distcomm.comm.failure import needing
+from pyg_distcomm.comm.ledger import balanced_split
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.graph.subgraphs import rows_of_types
+from pyg_distcomm.halo.policy import link_problem
+from pyg_distcomm.kernels.memory import MemoryCap
+from pyg_distcomm.ops.csr import coo_of
+from pyg_distcomm.partition.part_share import EdgeType, PartShare, key_parts
+from pyg_distcomm.partition.partition import Partition, PartitionReport
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+
+# Batches and events ------------------------------------------------------------------
+
+UNEVEN = 1.1  # the most work of a rank over the mean at which graphs stay whole
+
+
+def graph_owners(data: Any, parts: int) -> tuple[Any, float]:
+    """Returns the part of each node, with the nodes of a graph in one, and how uneven it is.
+
+    The graph with most nodes and edges goes first, each to the part with least of both.
+
+    Returns:
+        Owners `[n]`, of a HeteroData a dictionary of them by node type; and the work of the
+        busiest part over the mean.
+
+    Raises:
+        ValueError: if there is no batch vector, or it is not one graph for each node.
+    """
+    stores = data.node_stores
+    vectors = {store._key: _graph_of(store) for store in stores}
+    count = max((int(v.max()) + 1 for v in vectors.values() if len(v)), default=0)
+    work = torch.zeros(count, dtype=torch.int64)
+    for vector in vectors.values():
+        work += torch.bincount(vector, minlength=count)
+    for store in data.edge_stores:
+        target = None if store._key is None or stores[0]._key is None else store._key[2]
+        ends = store.edge_index[1].cpu()
+        work += torch.bincount(vectors[target][ends], minlength=count)
+    part, loads = _packed(work, parts)
+    owners = {name: part[vector] for name, vector in vectors.items()}
+    uneven = max(loads) * parts / max(sum(loads), 1)
+    return owners if isinstance(data, HeteroData) else owners[None], uneven
+
+
+def default_method(data: Any, parts: int) -> Any:
+    """Returns the owners of whole graphs, where these spread evenly, or "metis"."""
+    if parts == 1 or not isinstance(data, Batch):
+        return "metis"
+    try:
+        if data.num_graphs < parts:
+            return "metis"
+        owners, uneven = graph_owners(data, parts)
+    except ValueError:  # joined without a batch vector
+        return "metis"
+    return owners if uneven <= UNEVEN else "metis"
+
+
+def as_given(share: Any, data: Any) -> Any:
+    """Returns a share as what was cut: a Batch with its graphs' number, or a script's class."""
+    if not isinstance(data, Batch):
+        if type(data) not in (Data, HeteroData):
+            object.__setattr__(share, "__class__", type(data))  # its own would store it
+        return share
+    out: Any = Batch(_base_cls=type(data).__bases__[-1])
+    for store in share.stores:
+        mine, whole = out, data
+        if store._key is not None:
+            mine, whole = out[store._key], data[store._key]
+        for name, value in store.items():
+            mine[name] = value
+        if hasattr(whole, "_num_nodes"):  # of each graph
+            mine._num_nodes = whole._num_nodes
+    for name in ("_num_graphs", "_slice_dict", "_inc_dict"):
+        if hasattr(data, name):
+            setattr(out, name, getattr(data, name))
+    return out
+
+
+def _graph_of(store: Any) -> Tensor:
+    """Returns the graph `[n]` of each node of a store."""
+    vector = store.get("batch")
+    if not isinstance(vector, Tensor) or vector.shape != (int(store.num_nodes),):
+        raise ValueError(
+            "method 'graphs' keeps graphs whole, and needs data.batch, the graph of each "
+            f"node, as torch_geometric.data.Batch has it; got {vector!r}"
+        )
+    if len(vector) and int(vector.min()) < 0:
+        raise ValueError(
+            f"data.batch has the graph {int(vector.min())}; give 0 or more"
+        )
+    return vector.cpu().long()
+
+
+def _packed(work: Tensor, parts: int) -> tuple[Tensor, list[int]]:
+    """Shares out pieces of work, the largest first, each to the part with least."""
+    heap = [(0, part) for part in range(parts)]
+    owner = torch.empty_like(work)
+    for piece in work.argsort(descending=True, stable=True).tolist():
+        load, part = heapq.heappop(heap)
+        owner[piece] = part
+        heapq.heappush(heap, (load + int(work[piece]), part))
+    return owner, [load for load, _ in heap]
+
+
+def cut_events(data: TemporalData, mesh: Mesh) -> TemporalData:
+    """Returns events of which this rank has a block of what takes more than a number each.
+
+    So `msg` is a DistTensor, and `src`, `dst` and `t` stay whole, by which all ranks find the
+    events of a batch. On one rank it is the data itself.
+
+    Raises:
+        TypeError: on all ranks, if they are cut already. ValueError: if ranks have others.
+    """
+    held = {name: x for name, x in data.to_dict().items() if isinstance(x, Tensor)}
+    cut = next((name for name, x in held.items() if isinstance(x, DistTensor)), None)
+    problem = f"{cut} is cut already; partition takes all events" if cut else None
+    collectives.agree(problem, mesh.world, TypeError)
+    told = {n: f"{list(x.shape)}, hash {sampled_digest(x):x}" for n, x in held.items()}
+    found = differing(collectives.all_gather_object(told, mesh.world))
+    if found is not None:
+        raise ValueError(f"partition needs the same events on all ranks: {found}")
+    if mesh.size == 1:
+        return data
+    out = copy.copy(data)
+    rows = event_rows(data.num_events, mesh)
+    for name, value in held.items():
+        if value.dim() > 1 and len(value) == rows.total:
+            own = value.detach()[rows.gid.to(value.device)]
+            out[name] = DistTensor.wrap(own, rows)
+    return out
+
+
+def event_rows(count: int, mesh: Mesh) -> Rows:
+    """Returns equal blocks of events, in order, whose owners all ranks know."""
+    block = Rows.blocks(count, mesh)
+    sizes = torch.tensor(balanced_split(count, mesh.size))
+    owner = torch.arange(mesh.size).repeat_interleave(sizes)
+    return Rows(block.gid, count, mesh, Partition.from_owner(owner, mesh.size, count))
+
+
+# Graphs of several types -------------------------------------------------------------
+
+
+def refuse_share(data: HeteroData) -> None:
+    """Refuses a graph that has been cut already."""
+    for store in data.edge_stores:
+        if isinstance(store.get("edge_index"), DistEdgeIndex):
+            raise TypeError("this is a share already; partition takes the whole graph")
+
+
+def links_of(link: Any, kinds: Iterable[EdgeType]) -> dict[EdgeType, Any]:
+    """Returns the link of each edge type.
+
+    Args:
+        link: one for all; or a dictionary of links by edge type, "author__writes__paper", or
+            the name of a relation, "writes". Types without one exchange exactly.
+        kinds: the edge types of the graph.
+
+    Raises:
+        TypeError: for what is no link. ValueError: for a name that no edge type has, or two
+            that name one edge type.
+    """
+    several = isinstance(link, Mapping)
+    for one in link.values() if several else [link]:
+        if (problem := link_problem(one)) is not None:
+            raise problem
+    if not several:
+        return dict.fromkeys(kinds, link)
+    found: dict[EdgeType, Any] = dict.fromkeys(kinds)
+    names: dict[EdgeType, Any] = {}
+    for name, one in link.items():
+        meant = [kind for kind in found if name in (kind, "__".join(kind), kind[1])]
+        if not meant:
+            raise ValueError(
+                f"link has {name!r}, but the edge types are {list(found)}; name one, or the "
+                "relation in its middle"
+            )
+        for kind in meant:
+            if kind in names:
+                raise ValueError(
+                    f"link gives edge type {kind} two links, by {names[kind]!r} and {name!r}; "
+                    "leave one out"
+                )
+            names[kind], found[kind] = name, one
+    return found
+
+
+def hetero_marks(data: HeteroData, mark: Callable[[Any], str]) -> dict[str, Any]:
+    """Returns what all ranks must have alike of a graph: a mark of each of its arrays."""
+    told: dict[str, Any] = {}
+    for store in data.stores:
+        for name, value in store.items():
+            if not isinstance(value, DistTensor):
+                told[f"data[{store._key!r}].{name}"] = mark(value)
+    for store in data.node_stores:
+        told[f"data[{store._key!r}].num_nodes"] = int(store.num_nodes)
+    return told
+
+
+def report_of_share(data: Data | HeteroData) -> PartitionReport:
+    """Returns the figures of the partition of a share, over all types; collective."""
+    kinds = [store.get("edge_index") for store in data.edge_stores]
+    if not kinds or not all(isinstance(edges, DistEdgeIndex) for edges in kinds):
+        raise TypeError(
+            "partition_report takes what pdc.partition returned, with edges"
+        )
+    mine = torch.zeros(6, dtype=torch.int64)
+    for edges in kinds:
+        here = edges.topology.locals
+        away = int((here.source_lid >= len(edges.sources)).sum())
+        sent = sum(here.halo.send_counts)
+        mine += torch.tensor([0, len(edges.edges), 0, away, here.halo.num_ghosts, sent])
+    for store in data.node_stores:
+        mask = store.get("train_mask")
+        if isinstance(mask, DistTensor) and mask.dim() == 1:
+            mine[2] += int(mask.to_local().sum())
+    mine[0] = sum(map(len, rows_of_types(data).values()))
+    world = kinds[0].nodes.mesh.world
+    each = collectives.all_gather_counts(mine.tolist(), world)
+    nodes, edges, trains, cut, halo, send = zip(*each, strict=True)
+    return PartitionReport(nodes, edges, trains, sum(cut), halo, send)
+
+
+def assemble_hetero(
+    share: PartShare,
+    mesh: Mesh,
+    oblivious: bool,
+    links: dict[EdgeType, Any],
+    memory: int | str | None = None,
+) -> HeteroData:
+    """Returns this rank's share: each type's nodes, and the edges into them; collective."""
+    types, parts = share.types, share.partition.num_parts
+    assert types is not None
+    cap = None if memory is None else MemoryCap(memory)
+    if cap is not None:
+        cap.keep(*share.node.values(), *share.edge.values(), share.edge_index)
+    out, rows = HeteroData(), {}
+    places = types.slices("node", share.part)
+    for name, (begin, end) in types.ranges("node").items():
+        own = Partition.from_owner(share.partition.owner[begin:end].clone(), parts)
+        own = replace(own, union=share.partition)
+        gid = share.node_gid[places[name]] - begin
+        rows[name] = Rows(gid, end - begin, mesh, own, memory=cap)
+        out[name].num_nodes = end - begin
+    nodes, places = dict(rows), types.slices("edge", share.part)
+    for kind, (begin, end) in types.ranges("edge").items():
+        source, _, target = kind
+        gid = share.edge_gid[places[kind]] - begin
+        edges = Rows(gid, end - begin, mesh, None)
+        if source == target:
+            edges = rows_of_edges(gid, end - begin, nodes[target])
+        ends = share.edge_index[:, places[kind]]
+        first = [[types.ranges("node")[name][0]] for name in (source, target)]
+        out[kind].edge_index = DistEdgeIndex.build(
+            ends - torch.tensor(first, device=ends.device),
+            nodes[target],
+            edges,
+            oblivious=oblivious,
+            sources=nodes[source],
+        ).with_link(links[kind])
+        rows[kind] = edges
+    for key, value in (*share.node.items(), *share.edge.items()):
+        kind, name = key_parts(key)
+        out[kind][name] = DistTensor.wrap(value, rows[kind])
+    for key, value in share.graph.items():
+        kind, name = key_parts(key)
+        (out if kind is None else out[kind])[name] = value
+    return out
+
+
+def room_for(data: Any, mesh: Mesh) -> Any:
+    """Returns a block that says what a share, of a graph or of a folder, lacks memory for."""
+
+    def size() -> int:
+        if isinstance(data, Path):
+            files = [data] if data.is_file() else data.rglob("*")
+            return sum(f.stat().st_size for f in files if f.is_file()) // mesh.size
+        held = [v for store in data.stores for v in store.values()]
+        return sum(v.nbytes for v in held if isinstance(v, Tensor)) // mesh.size
+
+    edges = [] if isinstance(data, Path) else data.edge_stores
+    device = edges[0].edge_index.device if edges else torch.device("cpu")
+    return needing("a rank's share of the graph", size, mesh.world.watch, device)
+
+
+# Data with an adj_t ------------------------------------------------------------------
+
+
+def from_sparse(data: Any) -> tuple[Any, Tensor | None]:
+    """Returns a Data with an edge_index in the place of its adj_t, and what that holds."""
+    if not isinstance(data, Data) or data.edge_index is not None:
+        return data, None
+    value, count, sparse = None, data.num_nodes, data.get("adj_t")
+    edge_index = data.get("train_pos_edge_index")  # as PyG splits edges
+    if sparse is not None:
+        edge_index, value = coo_of(sparse)
+        value = torch.empty(0) if value is None else value
+    data = copy.copy(data)
+    data.pop("adj_t", None)
+    data.edge_index, data.num_nodes = edge_index, count
+    return data, value
+
+
+def with_sparse(share: Data, weight: Tensor | None, looped: bool, whole: Any) -> Data:
+    """Gives a share the adj_t that its data, the whole graph, had."""
+    if weight is not None:
+        edges: Any = share.edge_index
+        share.adj_t = edges.carrying(weight if len(weight) else None)
+        share.adj_t.looped = looped
+        share.adj_t.of_torch = isinstance(whole.get("adj_t"), Tensor)
+    return share
