@@ -32,11 +32,11 @@ from pyg_distcomm.kernels.core_ops import (
     spmm,
 )
 from pyg_distcomm.kernels.matrix_ops import (
+    Csr,
     count_positive,
     draw,
     exponential_race,
     extract,
-    layer_weights,
     normalize_rows,
     spgemm,
     weighted_sampler,
@@ -87,6 +87,13 @@ def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tens
     """
     cover: tuple[Tensor, Tensor] = _load("core_cpu").minimum_cover(ptr, to, num_right)
     return cover
+
+
+def layer_weights(
+    a: Csr, own: Tensor | None, power: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Rounds `(A + I)^power` to integers, on the host; see `matrix_cpu.layer_weights`."""
+    return _load("matrix_cpu").layer_weights(a, own, power, scale)  # type: ignore[no-any-return]
 
 
 def rank_select_index(gid: Tensor, total: int) -> Callable[[Tensor], Tensor]:
