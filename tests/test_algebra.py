@@ -15,7 +15,7 @@ from scipy.stats import chi2_contingency, chisquare
 from pyg_distcomm.comm.random import fold
 from pyg_distcomm.kernels import matrix_cpu, matrix_ops
 from pyg_distcomm.ops import CSR, Pattern
-from pyg_distcomm.ops.spgemm import spgemm
+from pyg_distcomm.ops.csr import spgemm
 from pyg_distcomm.sampling import BulkMatrix, BulkNodes, Ladies
 from pyg_distcomm.sampling.algebra import (
     SharedRow,

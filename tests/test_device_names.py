@@ -35,7 +35,7 @@ from pyg_distcomm import kernels, ops, sampling
 from pyg_distcomm.graph import transforms
 from pyg_distcomm.halo import codecs
 from pyg_distcomm.kernels.registry import Op
-from pyg_distcomm.ops.spgemm import spgemm
+from pyg_distcomm.ops.csr import spgemm
 from pyg_distcomm.sampling import algebra
 
 CPU = torch.device("cpu")

@@ -33,8 +33,7 @@ from pyg_distcomm.halo.codec import (
     packed_bytes,
 )
 from pyg_distcomm.halo.codecs.quantise import Plain
-from pyg_distcomm.halo.halo import ChunkedHalo, Direction, Halo
-from pyg_distcomm.halo.link import DEGREES, Link
+from pyg_distcomm.halo.halo import DEGREES, ChunkedHalo, Direction, Halo, Link
 from pyg_distcomm.halo.staleness import Message, StaleBuffer, Timing
 from pyg_distcomm.halo.state import CallKey, ExchangeKey, LinkState
 

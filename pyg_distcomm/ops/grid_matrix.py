@@ -35,7 +35,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,10 +44,10 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
-from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.registry import HALVES
-from pyg_distcomm.ops.csr import CSR, Links, LinkWrapper, LocalBlocks
+from pyg_distcomm.ops.csr import CSR, LocalBlocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +113,58 @@ class FiberSplit:
     def width(self, width: int) -> int:
         """Returns how many of `width` features this rank has inside the product."""
         return balanced_split(width, self.axis.size)[self.axis.rank]
+
+
+class LinkWrapper(Protocol):
+    """Puts links in place of the exact ones, as a call of a layer has them."""
+
+    def wrap(self, link: Link, name: int) -> Link:
+        """Returns what stands for one of the links of a product."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """The exchanges of a product.
+
+    Args:
+        ghost: brings ghost columns, over the row axis.
+        out: takes sums of out rows to their owners, over the col axis.
+        sums: takes sum rows to who wants them, over the row axis; they land in own
+            rows, and out rows after them.
+        far: brings far columns, own or ghost of their sender, over the col axis.
+    """
+
+    ghost: Link
+    out: Link
+    sums: Link
+    far: Link
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of them are."""
+        return all(x.is_exact for x in (self.ghost, self.out, self.sums, self.far))
+
+    @property
+    def mirrored(self) -> Links:
+        """The exchanges of the transpose."""
+        return Links(self.out, self.ghost, self.far, self.sums)
+
+    def price(self, width: int) -> Price:
+        """Returns the price of one product at `width` features."""
+        there = self.ghost.price(width) + self.far.price(width)
+        back = self.out.price_transpose(width) + self.sums.price_transpose(width)
+        return there + back
+
+    def wrapped(self, wrapper: LinkWrapper) -> Links:
+        """Returns the same exchanges, each as `wrapper` has it."""
+        every = (self.ghost, self.out, self.sums, self.far)
+        return Links(*(wrapper.wrap(link, name) for name, link in enumerate(every)))
+
+    def to(self, device: torch.device) -> Links:
+        """Returns the same exchanges on another device."""
+        every = (self.ghost, self.out, self.sums, self.far)
+        return Links(*(link.to(device) for link in every))
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,11 +23,10 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.halo.halo import Halo, plan_link
-from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.halo import Halo, Link, plan_link
 from pyg_distcomm.kernels.core_ops import offset_dtype
-from pyg_distcomm.ops.csr import CSR, Links, LocalBlocks, Pattern
-from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix
+from pyg_distcomm.ops.csr import CSR, LocalBlocks, Pattern
+from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix, Links
 from pyg_distcomm.partition.partition import Partition
 
 
