@@ -6,7 +6,6 @@ A `Link` is any such exchange with its transpose; `exchange` applies it under au
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -268,19 +267,20 @@ class Halo(Link):
         """Starts to send sums for the ghosts; the call adds received sums into own rows."""
         if self.silent:
             return lambda out: out
-        op = "reduce_scatter" if self.dense else "halo_reduce"
+        op, block = "halo_reduce", None
         if self.dense:
-            block = g.flatten(1), self.recv_counts, self.num_local, self.axis
-            sums = collectives.reduce_scatter_begin(*block)
-            if sums is not None:
-                return lambda out: _added(out, sums.wait())
-        pending = collectives.all_to_all(
+            op, counts = "reduce_scatter", (self.recv_counts, self.num_local)
+            block = collectives.reduce_scatter_begin(g.flatten(1), *counts, self.axis)
+        pending = block or collectives.all_to_all(
             g.flatten(1), self.recv_counts, self.send_counts, self.axis, op, self.most
         )
 
         def arrive(out: Tensor) -> Tensor:
-            flat, sums = out.flatten(1), pending.wait()
-            kernels.scatter_add_rows(flat, self.send_slot, sums.to(flat.dtype))
+            flat, sums = out.flatten(1), pending.wait().to(out.dtype)
+            if block is None:
+                kernels.scatter_add_rows(flat, self.send_slot, sums)
+            else:
+                flat.add_(sums)
             return out
 
         return arrive
@@ -308,21 +308,13 @@ class Halo(Link):
 
     def price(self, width: int) -> Price:
         """Returns the price of one `begin` at `width` features."""
-        return exchange_price(
-            self.send_counts,
-            self.recv_counts,
-            self.axis.rank,
-            0 if self.silent else width,
-        )
+        counts = self.send_counts, self.recv_counts, self.axis.rank
+        return exchange_price(*counts, 0 if self.silent else width)
 
     def price_transpose(self, width: int) -> Price:
         """Returns the price of one `begin_transpose` at `width` features."""
-        return exchange_price(
-            self.recv_counts,
-            self.send_counts,
-            self.axis.rank,
-            0 if self.silent else width,
-        )
+        counts = self.recv_counts, self.send_counts, self.axis.rank
+        return exchange_price(*counts, 0 if self.silent else width)
 
     def to(self, device: torch.device) -> Halo:
         """Returns the same plan with its indices on another device."""
@@ -338,12 +330,6 @@ class Halo(Link):
             f"Halo({self.axis.name} {self.axis.rank}/{self.axis.size}, {self.num_local} "
             f"rows, sends {sum(self.send_counts)}, receives {self.num_ghosts})"
         )
-
-
-def _added(out: Tensor, sums: Tensor) -> Tensor:
-    """Adds a block of sums to own rows."""
-    out.flatten(1).add_(sums.to(out.dtype))
-    return out
 
 
 def _slots(asked: Tensor, have_gid: Tensor, axis: Axis) -> Tensor:
@@ -467,7 +453,7 @@ class StagedHalo(Link):
             shape = self.num_ghosts, *x.shape[1:]
             into = self.cap.empty(shape, x.dtype, x.device)
         ghosts = into
-        for part, places in self._stages(_width(x)):
+        for part, places in self._stages(x.shape[1:].numel()):
             came = part.begin(x)()
             for place, rows in zip(places, came.split(part.recv_counts), strict=True):
                 ghosts[place] = rows
@@ -477,7 +463,7 @@ class StagedHalo(Link):
         """Returns a call that sends sums for the ghosts, and adds those that arrive."""
 
         def arrive(out: Tensor) -> Tensor:
-            for part, places in self._stages(_width(g)):
+            for part, places in self._stages(g.shape[1:].numel()):
                 part.begin_transpose(torch.cat([g[place] for place in places]))(out)
             return out
 
@@ -521,10 +507,6 @@ class StagedHalo(Link):
     def to(self, device: torch.device) -> StagedHalo:
         """Returns the same plan with its indices on another device."""
         return StagedHalo(self.halo.to(device), self.cap)
-
-
-def _width(x: Tensor) -> int:
-    return math.prod(x.shape[1:])
 
 
 def _shares(counts: Sequence[int], parts: int, k: int) -> list[slice]:

@@ -199,7 +199,7 @@ class GridMatrix:
             _Product.apply(part, self.value, self.index, self)
             for part in (x.split(widths, 1) if len(widths) > 1 else (x,))
         ]
-        return torch.cat(out, 1) if len(out) > 1 else out[0]  # type: ignore[no-any-return]
+        return torch.cat(out, 1) if len(out) > 1 else out[0]
 
     def _widths(self, width: int) -> list[int]:
         """Returns how many features are multiplied in each stage."""
