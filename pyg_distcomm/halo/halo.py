@@ -141,7 +141,6 @@ class Direction:
     from_gid: Tensor
     from_counts: tuple[int, ...]
     most: int
-    sums: bool
     degree: Tensor | None = None
     from_degree: Tensor | None = None
 
@@ -303,8 +302,8 @@ class Halo(Link):
         ghosts = self.ghost_gid, self.recv_counts
         most = self.most or 0
         if sums:
-            return Direction(self.axis, None, *ghosts, *rows, most, sums)
-        return Direction(self.axis, self.send_slot, *rows, *ghosts, most, sums)
+            return Direction(self.axis, None, *ghosts, *rows, most)
+        return Direction(self.axis, self.send_slot, *rows, *ghosts, most)
 
     def price(self, width: int) -> Price:
         """Returns the price of one `begin` at `width` features."""

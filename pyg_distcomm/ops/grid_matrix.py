@@ -35,7 +35,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -123,8 +123,7 @@ class LinkWrapper(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class Links:
+class Links(NamedTuple):
     """The exchanges of a product.
 
     Args:
@@ -143,7 +142,7 @@ class Links:
     @property
     def is_exact(self) -> bool:
         """Whether all of them are."""
-        return all(x.is_exact for x in (self.ghost, self.out, self.sums, self.far))
+        return all(link.is_exact for link in self)
 
     @property
     def mirrored(self) -> Links:
@@ -158,13 +157,11 @@ class Links:
 
     def wrapped(self, wrapper: LinkWrapper) -> Links:
         """Returns the same exchanges, each as `wrapper` has it."""
-        every = (self.ghost, self.out, self.sums, self.far)
-        return Links(*(wrapper.wrap(link, name) for name, link in enumerate(every)))
+        return Links(*(wrapper.wrap(link, name) for name, link in enumerate(self)))
 
     def to(self, device: torch.device) -> Links:
         """Returns the same exchanges on another device."""
-        every = (self.ghost, self.out, self.sums, self.far)
-        return Links(*(link.to(device) for link in every))
+        return Links(*(link.to(device) for link in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,9 +216,8 @@ class GridMatrix:
             world: all ranks of the grid.
             transpose: whether the transpose is made now, in files, too.
         """
-        every = (self.links.ghost, self.links.out, self.links.sums, self.links.far)
-        sizes = [link.num_ghosts for link in every]
-        most = int(collectives.all_reduce(torch.tensor([sum(sizes)]), world, "max"))
+        size = sum(link.num_ghosts for link in self.links)
+        most = int(collectives.all_reduce(torch.tensor([size]), world, "max"))
         fit, p = cap.stage // (8 * max(most, 1)), self.fiber.axis.size
         matrix = replace(self.moved(cap.moved), columns=max(fit // p, 1) * p)
         if transpose:
@@ -269,18 +265,10 @@ class GridMatrix:
 
     def within_room(self, x: Tensor) -> contextlib.AbstractContextManager[None]:
         """Returns a block in which a product of own rows `x` says what it lacks memory for."""
-        axis, every = (
-            self.fiber.axis,
-            (
-                self.links.ghost,
-                self.links.out,
-                self.links.sums,
-                self.links.far,
-            ),
-        )
+        axis = self.fiber.axis
 
         def size() -> int:
-            halo = sum(link.num_ghosts for link in every)
+            halo = sum(link.num_ghosts for link in self.links)
             width = self.fiber.width(x.size(1)) * x.element_size()
             return (2 * sum(self.fiber.rows) + halo) * width
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from pyg_distcomm import kernels
 from pyg_distcomm.comm import random
 from pyg_distcomm.halo.codec import (
     Codec,
@@ -244,8 +243,8 @@ class RowSample(Codec):
 
     def _chosen(self, draw: RngKey) -> Tensor:
         """Returns the places of the rows that are sent, ascending `[k]`."""
-        bits = kernels.keyed_bits(random.fold(draw.key, _SALT), draw.gid, 2).long()
-        order = torch.argsort(bits[:, 0] << 24 | bits[:, 1], stable=True)
+        bits = random.keyed_bits48(random.fold(draw.key, _SALT), draw.gid)
+        order = torch.argsort(bits, stable=True)
         return order[: self.kept(len(order))].sort().values
 
 
