@@ -556,11 +556,7 @@ def _open_axes(
 def _make_watch(
     timeout: float, asked: dict[str, Any], problem: Exception | None
 ) -> FailureMonitor:
-    """Meets the other ranks, and compares with them what each was asked for.
-
-    Raises:
-        ValueError, TypeError: on all ranks, for a problem of one, or what differs.
-    """
+    """Meets the other ranks; raises on all for a problem of one, or where they differ."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = StoreMailbox(dist.distributed_c10d._get_default_store())
     # meshes are made in the same order on all ranks, so each counts its own

@@ -129,7 +129,6 @@ class CompressedLink(Link):
 
     @property
     def num_ghosts(self) -> int:
-        """The number of rows that arrive here."""
         return self.halo.num_ghosts
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
@@ -304,7 +303,6 @@ class CompressedLink(Link):
         return Price(received, sent, sum(map(bool, sizes)) + headers)
 
     def to(self, device: torch.device) -> CompressedLink:
-        """Returns the same exchange with its indices on another device."""
         return CompressedLink(self.halo.to(device), self.use, self.key)
 
     def __repr__(self) -> str:

@@ -241,7 +241,6 @@ class Halo(Link):
 
     @property
     def num_ghosts(self) -> int:
-        """The number of rows that arrive here, h."""
         return sum(self.recv_counts)
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
@@ -306,17 +305,14 @@ class Halo(Link):
         return Direction(self.axis, self.send_slot, *rows, *ghosts, most)
 
     def price(self, width: int) -> Price:
-        """Returns the price of one `begin` at `width` features."""
         counts = self.send_counts, self.recv_counts, self.axis.rank
         return exchange_price(*counts, 0 if self.silent else width)
 
     def price_transpose(self, width: int) -> Price:
-        """Returns the price of one `begin_transpose` at `width` features."""
         counts = self.recv_counts, self.send_counts, self.axis.rank
         return exchange_price(*counts, 0 if self.silent else width)
 
     def to(self, device: torch.device) -> Halo:
-        """Returns the same plan with its indices on another device."""
         tensors = {
             name: value.to(device)
             for name in ("send_slot", "send_gid", "ghost_gid")
@@ -373,7 +369,6 @@ class ChunkedHalo(Link):
 
     @property
     def num_ghosts(self) -> int:
-        """The number of rows that arrive here."""
         return sum(chunk.num_ghosts for chunk in self.chunks)
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
@@ -407,15 +402,12 @@ class ChunkedHalo(Link):
         return [chunk.num_ghosts for chunk in self.chunks]
 
     def price(self, width: int) -> Price:
-        """Returns the price of one `begin` at `width` features."""
         return sum((chunk.price(width) for chunk in self.chunks), Price())
 
     def price_transpose(self, width: int) -> Price:
-        """Returns the price of one `begin_transpose` at `width` features."""
         return sum((chunk.price_transpose(width) for chunk in self.chunks), Price())
 
     def to(self, device: torch.device) -> ChunkedHalo:
-        """Returns the same plan with its indices on another device."""
         return ChunkedHalo(tuple(chunk.to(device) for chunk in self.chunks))
 
     def __repr__(self) -> str:
@@ -443,7 +435,6 @@ class StagedHalo(Link):
 
     @property
     def num_ghosts(self) -> int:
-        """The number of rows that arrive here."""
         return self.halo.num_ghosts
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
@@ -494,17 +485,14 @@ class StagedHalo(Link):
             yield part, came
 
     def price(self, width: int) -> Price:
-        """Returns the price of one `begin` at `width` features."""
         parts = [part.price(width) for part, _ in self._stages(width)]
         return sum(parts, Price())
 
     def price_transpose(self, width: int) -> Price:
-        """Returns the price of one `begin_transpose` at `width` features."""
         parts = [part.price_transpose(width) for part, _ in self._stages(width)]
         return sum(parts, Price())
 
     def to(self, device: torch.device) -> StagedHalo:
-        """Returns the same plan with its indices on another device."""
         return StagedHalo(self.halo.to(device), self.cap)
 
 

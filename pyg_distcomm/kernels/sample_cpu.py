@@ -386,11 +386,7 @@ def _bounds(
 
 
 def _check_room(edges: int, nodes: int, fan_out: int) -> None:
-    """Refuses draws that memory does not hold.
-
-    Raises:
-        ValueError: with what they would take, and what is free.
-    """
+    """Refuses draws that memory does not hold."""
     free, size = memory.available(), edges * EDGE_BYTES
     if free is not None and size > free:
         raise ValueError(
