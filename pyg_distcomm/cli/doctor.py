@@ -180,9 +180,9 @@ def cuda_kernels() -> Finding:
     try:
         rowptr, col = torch.tensor([0, 2, 2, 3]), torch.tensor([0, 2, 1])
         x = torch.arange(6.0).view(3, 2)
-        found_there = kernels.spmm(rowptr.cuda(), col.cuda(), None, x.cuda())
+        product = kernels.spmm(rowptr.cuda(), col.cuda(), None, x.cuda())
         wanted = core_ops.spmm.definition(rowptr, col, None, x)
-        right = torch.equal(found_there.cpu(), wanted)
+        right = torch.equal(product.cpu(), wanted)
     except Exception as error:  # whatever a broken driver raises, the report goes on
         return Finding("kernels, CUDA", f"fail: {_first_line(error)}", "see nvidia-smi")
     if not right:
