@@ -44,7 +44,7 @@ from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.halo.codec import RngKey, pack, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import Cast, Plain, Quantise
-from pyg_distcomm.kernels import core_library
+from pyg_distcomm.kernels import core_ops
 from pyg_distcomm.loader import DistLayerLoader, NeighborLoader
 
 Table = tuple[str, list[str], list[list[Any]]]
@@ -152,7 +152,7 @@ def _ways(
     ways = {
         "this package": lambda: kernels.spmm(rowptr, col, value, x),
         "this package, no values": lambda: kernels.spmm(rowptr, col, None, x),
-        "cuSPARSE by torch": lambda: core_library.spmm(rowptr, col, value, x),
+        "cuSPARSE by torch": lambda: core_ops.library_spmm(rowptr, col, value, x),
         "PyG's scatter": lambda: by_scatter(x, value),
     }
     if _has_triton() and (device.cuda or _interprets()):

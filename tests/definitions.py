@@ -12,8 +12,9 @@ from pyg_distcomm.kernels.registry import Op
 
 def of(module):
     """Returns the definitions of a module's ops, by name."""
-    found = {n: v.definition for n, v in vars(module).items() if isinstance(v, Op)}
-    return SimpleNamespace(**found)
+    ops = {n: v for n, v in vars(module).items() if isinstance(v, Op)}
+    own = {n: op for n, op in ops.items() if op.__module__ == module.__name__}
+    return SimpleNamespace(**{n: op.definition for n, op in own.items()})
 
 
 def places(gid, ids):

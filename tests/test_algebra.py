@@ -6,15 +6,16 @@ import sys
 from itertools import combinations, permutations
 
 import definitions
+import matrix_reference
 import pytest
 import tiers
 import torch
 from scipy.stats import chi2_contingency, chisquare
 
 from pyg_distcomm.comm.random import fold
-from pyg_distcomm.kernels import matrix_cpu, matrix_ops, matrix_torch
+from pyg_distcomm.kernels import matrix_cpu, matrix_ops
 from pyg_distcomm.ops import CSR, Pattern
-from pyg_distcomm.ops.spgemm import spgemm
+from pyg_distcomm.ops.csr import spgemm
 from pyg_distcomm.sampling import BulkMatrix, BulkNodes, Ladies
 from pyg_distcomm.sampling.algebra import (
     SharedRow,
@@ -28,8 +29,7 @@ from pyg_distcomm.sampling.algebra import (
 
 pytestmark = pytest.mark.usefixtures("place")
 
-matrix_reference = definitions.of(matrix_ops)
-TWINS = matrix_cpu, matrix_torch
+TWINS = matrix_cpu, definitions.of(matrix_ops)
 LONG, REAL = torch.int64, torch.float64
 
 

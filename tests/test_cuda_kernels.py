@@ -20,7 +20,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.kernels import core_ops, registry
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from pyg_distcomm.kernels import core_cuda, core_library
+from pyg_distcomm.kernels import core_cuda
 
 reference = definitions.of(core_ops)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -145,15 +145,17 @@ def test_what_torch_brings(index):
     x, value = torch.randn(11, 8), torch.randn(len(col))
     for given in (None, value):
         want = reference.spmm(rowptr, col, given, x)
-        found = core_library.spmm(*there(rowptr, col, given, x)).cpu()
+        found = core_ops.library_spmm(*there(rowptr, col, given, x)).cpu()
         torch.testing.assert_close(found, want)
         out = torch.ones(6, 8).to(DEVICE)
-        core_library.spmm(*there(rowptr, col, given, x), out, True)
+        core_ops.library_spmm(*there(rowptr, col, given, x), out, True)
         torch.testing.assert_close(out.cpu(), want + 1)
     part = there(rowptr[1:4])[0] if DEVICE.type == "cpu" else rowptr.to(DEVICE)[1:4]
-    found = core_library.spmm(part, *there(col, value, x)).cpu()
+    assert not core_ops.library_fits(part, *there(col, x))
+    found = core_ops.spmm.definition(part, *there(col, value, x)).cpu()
     torch.testing.assert_close(found, reference.spmm(rowptr[1:4], col, value, x))
-    assert torch.equal(core_library.gather_rows(*there(x, col)).cpu(), x[col.long()])
+    found = core_ops.gather_rows.definition(*there(x, col)).cpu()
+    assert torch.equal(found, x[col.long()])
 
 
 @tiers.cover("key, index", [KEY, 2**63 - 1, 0], [torch.int64, torch.int32], step=2)

@@ -11,7 +11,7 @@ import torch
 
 from pyg_distcomm.halo.codec import RngKey, pack, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import Chain, ColumnMask, DegreeBits, Quantise, RangeBits
-from pyg_distcomm.halo.codecs.graded import LEVELS
+from pyg_distcomm.halo.codecs.quantise import LEVELS
 from pyg_distcomm.halo.state import codec_state, read_codec
 
 pytestmark = pytest.mark.usefixtures("place")

@@ -29,7 +29,7 @@ import pyg_distcomm.loader as loading
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.loader import DistFeatureStore, NeighborLoader
 from pyg_distcomm.ops import CSR, Pattern
-from pyg_distcomm.ops.spgemm import spgemm
+from pyg_distcomm.ops.csr import spgemm
 from pyg_distcomm.partition.folder import write_folder
 
 LAYERS = {

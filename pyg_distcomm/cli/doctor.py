@@ -178,11 +178,11 @@ def cuda_kernels() -> Finding:
         else "pip install 'pyg-distcomm[triton]': products without buffers"
     )
     try:
-        matrix = torch.tensor([0, 2, 2, 3]).cuda(), torch.tensor([0, 2, 1]).cuda(), None
-        x = torch.arange(6.0, device="cuda").view(3, 2)
-        right = torch.equal(
-            kernels.spmm(*matrix, x), core_ops.spmm.definition(*matrix, x)
-        )
+        rowptr, col = torch.tensor([0, 2, 2, 3]), torch.tensor([0, 2, 1])
+        x = torch.arange(6.0).view(3, 2)
+        product = kernels.spmm(rowptr.cuda(), col.cuda(), None, x.cuda())
+        wanted = core_ops.spmm.definition(rowptr, col, None, x)
+        right = torch.equal(product.cpu(), wanted)
     except Exception as error:  # whatever a broken driver raises, the report goes on
         return Finding("kernels, CUDA", f"fail: {_first_line(error)}", "see nvidia-smi")
     if not right:

@@ -119,10 +119,10 @@ def all_gather_begin(
         return Pending(own if into is None else into.copy_(own), x.device, axis, op)
     source = _staged(x.contiguous(), axis)
     here = counts[axis.rank]
-    if into is None and _by_blocks(source, counts, axis):
+    if into is None and _by_blocks(source, counts, len(source), axis):
         out = source.new_empty((axis.size * len(source), *source.shape[1:]))
         sent = [len(source)] * axis.size
-        traced = _note_rows(x, _width(x), sent, counts, axis, op)
+        traced = _note_rows(x, sent, counts, axis, op)
         with guarded(axis, op):
             work = dist.all_gather_into_tensor(
                 out, source, group=axis.group, async_op=True
@@ -133,10 +133,10 @@ def all_gather_begin(
     return _begun(x, parts, counts, axis, op, most, into)
 
 
-def _by_blocks(x: Tensor, counts: Sequence[int], axis: Axis) -> bool:
-    """Tells whether ranks hold blocks of one size, which NCCL moves by its own operations."""
+def _by_blocks(x: Tensor, counts: Sequence[int], size: int, axis: Axis) -> bool:
+    """Tells whether all ranks hold blocks of `size`, which NCCL moves by its own operations."""
     others = {count for i, count in enumerate(counts) if i != axis.rank}
-    return _owns_blocks(x, axis) and others == {len(x)} and len(x) > 0
+    return _owns_blocks(x, axis) and others == {size} and size > 0
 
 
 def _owns_blocks(x: Tensor, axis: Axis) -> bool:
@@ -158,9 +158,8 @@ def reduce_scatter_begin(
     Returns None where rows must go one by one: blocks differ in size, or no NCCL is there.
     Price: (P - 1) own f words.
     """
-    others = {count for i, count in enumerate(counts) if i != axis.rank}
     source = _staged(x.contiguous(), axis)
-    if not _owns_blocks(source, axis) or others != {own} or not own:
+    if not _by_blocks(source, counts, own, axis):
         return None
     if x.dtype in HALVES or torch.are_deterministic_algorithms_enabled():
         return None  # summed here: in float32, and in the order of ranks
@@ -170,7 +169,7 @@ def reduce_scatter_begin(
     )
     out = source.new_empty((own, *x.shape[1:]))
     received = [0 if i == axis.rank else own for i in range(axis.size)]
-    traced = _note_rows(x, _width(x), counts, received, axis, "reduce_scatter")
+    traced = _note_rows(x, counts, received, axis, "reduce_scatter")
     with guarded(axis, "reduce_scatter"):
         work = dist.reduce_scatter_tensor(out, blocks, group=axis.group, async_op=True)
     return Pending(out, x.device, axis, "reduce_scatter", work, traced, blocks)
@@ -188,12 +187,12 @@ def _begun(
 ) -> Pending:
     """Begins an exchange of the parts of `x`; `whole` is all of them, if it is at hand."""
     like = parts[0]
-    width = x[0].numel() if x.size(0) else _width(x)
+    width = x.shape[1:].numel()
     send_counts = [part.size(0) for part in parts]
     out = into
     if out is None or out.device != like.device:
         out = like.new_empty((sum(recv_counts), *x.shape[1:]))
-    traced = _note_rows(x, width, send_counts, recv_counts, axis, op)
+    traced = _note_rows(x, send_counts, recv_counts, axis, op)
     small = most is not None and most * width * like.element_size() < _MUCH
     if not like.is_cuda and "gloo" in _back_ends(axis) and not small:
         places = out.split(list(recv_counts))
@@ -262,18 +261,14 @@ def _message(begin: Any, x: Tensor, peer: int, axis: Axis, op: str) -> Any:
     return work if x.is_cuda else Messages([work], x)
 
 
-def _width(x: Tensor) -> int:
-    return int(torch.Size(x.shape[1:]).numel())
-
-
 def _note_rows(
     x: Tensor,
-    width: int,
     send_counts: Sequence[int],
     recv_counts: Sequence[int],
     axis: Axis,
     op: str,
 ) -> Exchange | None:
+    width = x.shape[1:].numel()
     received = sum(recv_counts) - recv_counts[axis.rank]
     sent = sum(send_counts) - send_counts[axis.rank]
     peers = [c for i, c in enumerate(send_counts) if i != axis.rank]
@@ -294,8 +289,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """
     if axis.observer is not None:
         axis.observer(x, False)
-    pending = all_reduce_begin(x, axis, op)
-    return pending.wait()
+    return all_reduce_begin(x, axis, op).wait()
 
 
 _REDUCTIONS = {
@@ -332,14 +326,8 @@ def note_all_reduce(x: Tensor, axis: Axis, before: int = 0) -> Exchange | None:
     """
     words = ring_words(before + x.numel(), axis.size) - ring_words(before, axis.size)
     size = words * x.element_size()
-    return axis.ledger.note(
-        "all_reduce",
-        axis.name,
-        words=words,
-        bytes=size,
-        sent_bytes=size,
-        messages=2 * (axis.size - 1),
-    )
+    note = {"bytes": size, "sent_bytes": size, "messages": 2 * (axis.size - 1)}
+    return axis.ledger.note("all_reduce", axis.name, words=words, **note)
 
 
 def ring_words(numel: int, size: int) -> int:
@@ -419,7 +407,9 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     size = exchange_counts([len(mine)] * axis.size, axis)[0]
     mine = mine if axis.rank == 0 else bytearray(size)
     buffer = _staged(torch.frombuffer(mine, dtype=torch.uint8), axis)
-    traced = _note_broadcast(buffer, axis)
+    come, away = (size, 0) if axis.rank else (0, axis.size - 1)
+    note = {"bytes": come, "sent_bytes": size * away, "messages": away}
+    traced = axis.ledger.note("plan", axis.name, words=come, **note)
     with guarded(axis, "plan"):
         first = _global_rank(0, axis)
         work = dist.broadcast(buffer, first, axis.group, async_op=True)
@@ -444,21 +434,6 @@ def _decoded(data: Tensor) -> Any:
 def _global_rank(rank: int, axis: Axis) -> int:
     assert axis.group is not None
     return dist.get_global_rank(axis.group, rank)
-
-
-def _note_broadcast(x: Tensor, axis: Axis) -> Exchange | None:
-    first = axis.rank == 0
-    received = 0 if first else x.numel()
-    sent = x.numel() * (axis.size - 1) if first else 0
-    peers = axis.size - 1 if first else 0
-    return axis.ledger.note(
-        "plan",
-        axis.name,
-        words=received,
-        bytes=received,
-        sent_bytes=sent,
-        messages=peers,
-    )
 
 
 def barrier(axis: Axis) -> None:

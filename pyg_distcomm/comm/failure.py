@@ -423,7 +423,7 @@ def _rebuilt(note: dict[str, Any]) -> BaseException:
     except TypeError:  # an exception that wants more than a text
         return RankError(message)
     error.told = True
-    return error  # type: ignore[no-any-return]
+    return error
 
 
 @contextlib.contextmanager
@@ -473,7 +473,7 @@ def needing(
 def watch_of(mesh: Any) -> FailureMonitor | None:
     """Returns what tells the ranks of a mesh of a failure; None where there is none."""
     if hasattr(mesh, "watch"):  # of a chunk's rows, whose mesh has no world
-        return mesh.watch  # type: ignore[no-any-return]
+        return mesh.watch
     return getattr(getattr(mesh, "world", None), "watch", None)
 
 

@@ -151,12 +151,13 @@ def _rank_main(
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent holds the store
     )
     torch.set_num_threads(threads)
-    _end_with_launcher()
+    threading.Thread(target=_outlive, daemon=True).start()
     try:
         _send(pipe, (True, fn(*args)))
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        _send(pipe, (False, (type(error).__name__, _portable(error), _story(error))))
+        story = "".join(traceback.format_exception(error))
+        _send(pipe, (False, (type(error).__name__, _portable(error), story)))
     finally:
         pipe.close()
         come_to_rest()  # the process ends without atexit
@@ -169,22 +170,14 @@ def _send(pipe: Connection, value: Any) -> None:
     pipe.send_bytes(pickle.dumps(value))
 
 
-def _end_with_launcher() -> None:
-    """Ends this rank when its launcher ends; see [Note: ranks end with their launcher]."""
-    threading.Thread(target=_outlive, daemon=True).start()
-
-
 def _outlive() -> None:
+    """Ends this rank when its launcher ends; see [Note: ranks end with their launcher]."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     wait([launcher.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_SAVING)
     os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
-
-
-def _story(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def _portable(error: BaseException) -> BaseException | None:
@@ -241,23 +234,23 @@ def _first_cause(failures: dict[int, Any]) -> BaseException:
     # ranks that only heard of the failure name another rank in their message, or come from
     # a collective of the script's own, which lost one; failures are in order of arrival
     heard = ("failed with", "lost another rank", "waited")
-    own = [r for r, f in failures.items() if not _mentions(f, heard)]
-    first = [r for r in own if not _LOST.search(str(failures[r][1]))]
+    told = {r: str(error) for r, (_, error, _) in failures.items()}
+    own = [
+        r
+        for r, text in told.items()
+        if not (text.startswith("rank ") and any(word in text for word in heard))
+    ]
+    first = [r for r in own if not _LOST.search(told[r])]
     rank = (first or own or sorted(failures))[0]
     kind, error, story = failures[rank]
     text = f"rank {rank} failed with {kind}\n--- traceback of rank {rank} ---\n{story}"
     if error is None:
         return RankError(text)
     error.__cause__ = RankError(text)
-    return error  # type: ignore[no-any-return]
+    return error
 
 
 _LOST = re.compile(r"gloo|Connection (closed|reset) by peer|NCCL|waiting for a store")
-
-
-def _mentions(failure: Any, words: tuple[str, ...]) -> bool:
-    message = str(failure[1])
-    return message.startswith("rank ") and any(word in message for word in words)
 
 
 def _stop(ranks: list[Any], patience: float) -> None:

@@ -269,15 +269,13 @@ class Mesh:
             watch.break_off()  # what nobody waits for any more
             watch.closed = True
             made = self._device_mesh
-            let_go(self._axes(), [] if made is None else made.get_all_groups())
+            axes = [getattr(self, name) for name in _AXES]
+            let_go(axes, [] if made is None else made.get_all_groups())
             self.averager = self._device_mesh = None
             if self._kept is not None:
                 self._kept.detach()
             for name in _AXES:  # the groups end with the last that refers to them
                 setattr(self, name, replace(getattr(self, name), group=None))
-
-    def _axes(self) -> tuple[Axis, ...]:
-        return tuple(getattr(self, name) for name in _AXES)
 
     def __enter__(self) -> Mesh:
         return self
@@ -415,7 +413,8 @@ def init(
     else:
         mesh = _joined((stages, *sides), seed, home, watch, check)
     at = f"on {socket.gethostname()}, {home}"
-    tell(mesh.everyone.rank, "%s over %s, %s", mesh, _back_end(), at)
+    over = dist.get_backend() if dist.is_initialized() else "no network"
+    tell(mesh.everyone.rank, "%s over %s, %s", mesh, over, at)
     return remember(mesh)
 
 
@@ -482,10 +481,6 @@ def remember(mesh: Mesh) -> Mesh:
 def latest_mesh() -> Mesh | None:
     """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
     return joined_mesh()
-
-
-def _back_end() -> str:
-    return str(dist.get_backend()) if dist.is_initialized() else "no network"
 
 
 def alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
@@ -561,11 +556,7 @@ def _open_axes(
 def _make_watch(
     timeout: float, asked: dict[str, Any], problem: Exception | None
 ) -> FailureMonitor:
-    """Meets the other ranks, and compares with them what each was asked for.
-
-    Raises:
-        ValueError, TypeError: on all ranks, for a problem of one, or what differs.
-    """
+    """Meets the other ranks; raises on all for a problem of one, or where they differ."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = StoreMailbox(dist.distributed_c10d._get_default_store())
     # meshes are made in the same order on all ranks, so each counts its own

@@ -92,12 +92,8 @@ def rows_drawn(
     return out
 
 
-def keyed_bits48(key: int, count: int) -> Tensor:
-    """Returns 48 random bits for each of `count` places, as int64."""
-    return _bits48(key, torch.arange(count))
-
-
-def _bits48(key: int, ids: Tensor) -> Tensor:
+def keyed_bits48(key: int, ids: Tensor) -> Tensor:
+    """Returns 48 random bits for each id, as int64."""
     bits = kernels.keyed_bits(key, ids, 2).long()
     return bits[:, 0] << 24 | bits[:, 1]
 
@@ -109,14 +105,14 @@ def keyed_race(key: int, ids: Tensor, weight: Tensor, count: int) -> Tensor:
 
     Shapes: ids [m] distinct, weight [m] positive; returns [min(m, count)].
     """
-    unit = (_bits48(key, ids).double() + 0.5) * 2.0**-48
+    unit = (keyed_bits48(key, ids).double() + 0.5) * 2.0**-48
     clock = -unit.log() / weight
     return clock.topk(min(count, len(ids)), largest=False).indices
 
 
 def keyed_unit(key: int, count: int) -> Tensor:
     """Returns `count` uniform float64 numbers in [0, 1), in steps of 2^-48."""
-    return keyed_bits48(key, count).double() * 2.0**-48
+    return keyed_bits48(key, torch.arange(count)).double() * 2.0**-48
 
 
 def keyed_choice(key: int, weight: Tensor, count: int) -> Tensor:
@@ -132,7 +128,7 @@ def keyed_choice(key: int, weight: Tensor, count: int) -> Tensor:
 
 def keyed_permutation(key: int, count: int) -> Tensor:
     """Returns 0 .. count-1 sorted by a keyed hash of each."""
-    return torch.argsort(keyed_bits48(key, count), stable=True)
+    return torch.argsort(keyed_bits48(key, torch.arange(count)), stable=True)
 
 
 def keyed_uniform(key: int, gid: Tensor, like: Tensor) -> Tensor:

@@ -70,19 +70,19 @@ class StoreMailbox:
 
     def get(self, key: str) -> bytes:
         """Returns a value that is known to be there."""
-        return self._call("get", key)  # type: ignore[no-any-return]
+        return self._call("get", key)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter, and returns its value."""
-        return self._call("add", key, amount)  # type: ignore[no-any-return]
+        return self._call("add", key, amount)
 
     def check(self, keys: list[str]) -> bool:
         """Returns whether all keys are there."""
-        return self._call("check", keys)  # type: ignore[no-any-return]
+        return self._call("check", keys)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         """Stores a value if the one there is as expected; returns what is there then."""
-        return self._call("compare_set", key, expected, value)  # type: ignore[no-any-return]
+        return self._call("compare_set", key, expected, value)
 
     def within(self, prefix: str) -> StoreMailbox:
         """Returns the part of this store under a prefix."""

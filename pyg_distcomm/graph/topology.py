@@ -15,13 +15,12 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache, all_or_none
-from pyg_distcomm.halo.halo import Halo, StagedHalo
-from pyg_distcomm.halo.link import DEGREES, Link, exchange, exchange_transpose
+from pyg_distcomm.halo import Halo, Link
+from pyg_distcomm.halo.halo import DEGREES, StagedHalo, exchange, exchange_transpose
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.memory import MemoryCap
-from pyg_distcomm.ops.csr import LinkWrapper
-from pyg_distcomm.ops.grid_matrix import GridMatrix
+from pyg_distcomm.ops.grid_matrix import GridMatrix, LinkWrapper
 from pyg_distcomm.ops.grid_plan import EdgeRoute, GridPlan, build_plan
 
 Kind = TypeVar("Kind", bound=Tensor)

@@ -1,4 +1,4 @@
 """Moves rows between ranks: halos, codecs, staleness, and the policy of a link."""
 
 from pyg_distcomm.halo.halo import Halo as Halo
-from pyg_distcomm.halo.link import Link as Link
+from pyg_distcomm.halo.halo import Link as Link

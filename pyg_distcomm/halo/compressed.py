@@ -33,8 +33,7 @@ from pyg_distcomm.halo.codec import (
     packed_bytes,
 )
 from pyg_distcomm.halo.codecs.quantise import Plain
-from pyg_distcomm.halo.halo import ChunkedHalo, Direction, Halo
-from pyg_distcomm.halo.link import DEGREES, Link
+from pyg_distcomm.halo.halo import DEGREES, ChunkedHalo, Direction, Halo, Link
 from pyg_distcomm.halo.staleness import Message, StaleBuffer, Timing
 from pyg_distcomm.halo.state import CallKey, ExchangeKey, LinkState
 
@@ -130,7 +129,6 @@ class CompressedLink(Link):
 
     @property
     def num_ghosts(self) -> int:
-        """The number of rows that arrive here."""
         return self.halo.num_ghosts
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
@@ -305,7 +303,6 @@ class CompressedLink(Link):
         return Price(received, sent, sum(map(bool, sizes)) + headers)
 
     def to(self, device: torch.device) -> CompressedLink:
-        """Returns the same exchange with its indices on another device."""
         return CompressedLink(self.halo.to(device), self.use, self.key)
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from pyg_distcomm.comm.ledger import Short, format_table
 from pyg_distcomm.halo.codec import Codec, Load
 from pyg_distcomm.halo.codecs.quantise import Plain
 from pyg_distcomm.halo.compressed import gradient_codec
-from pyg_distcomm.halo.link import DEGREES, NAMES
+from pyg_distcomm.halo.halo import DEGREES, NAMES
 from pyg_distcomm.halo.schedule import BytesOf
 from pyg_distcomm.halo.staleness import Timing
 from pyg_distcomm.halo.state import CallKey, ExchangeKey, ExchangeState, LayerState

@@ -1,10 +1,14 @@
-"""Plans which rows travel between ranks, once and from integers, and moves them exactly."""
+"""Plans which rows travel between ranks, once and from integers, and moves them exactly.
+
+A `Link` is any such exchange with its transpose; `exchange` applies it under autograd.
+"""
 
 from __future__ import annotations
 
-import math
+import abc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +17,112 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
-from pyg_distcomm.halo.link import Link
 from pyg_distcomm.kernels.memory import MemoryCap
 
+# names of the exchanges of a layer's call: those of a product; others follow from len(NAMES)
+NAMES = ("ghost", "out", "sums", "far")
+DEGREES = 1 << 20  # from here on exchanges of degrees, which layers may cache
 CHUNK_ROWS = (
     8192  # of a chunk, at least: smaller ones cost more messages than they hide
 )
 MAX_CHUNKS = 4
+
+
+class Link(abc.ABC):
+    """Moves owned rows to the ranks that need them, and sums back (abstract).
+
+    With `H` the 0/1 matrix that selects, for every rank, the rows it needs of all rows:
+
+        begin(x)            ghost = H x
+        begin_transpose(g)  x += H^T g
+
+    Every `begin` is followed by exactly one call of the function it returned. A link is
+    silent if nothing travels on any rank of its axis.
+    """
+
+    silent: bool
+
+    @property
+    @abc.abstractmethod
+    def num_ghosts(self) -> int:
+        """The number of rows that arrive here, h."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether rows arrive as they were sent, and in the same call."""
+        return True
+
+    @property
+    def parts(self) -> Sequence[Link]:
+        """The links that make up this one, their ghosts one after another."""
+        return (self,)
+
+    @abc.abstractmethod
+    def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        """Starts to send own rows `[n, f]`; the call returns ghosts `[h, f]`.
+
+        Ghosts are written `into` a tensor of that shape, if one is given.
+        """
+
+    @abc.abstractmethod
+    def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
+        """Starts to send ghost sums `[h, f]`; the call adds into own rows `[n, f]`."""
+
+    @abc.abstractmethod
+    def price(self, width: int) -> Price:
+        """Returns the price of one `begin` at `width` features."""
+
+    @abc.abstractmethod
+    def price_transpose(self, width: int) -> Price:
+        """Returns the price of one `begin_transpose` at `width` features."""
+
+    @abc.abstractmethod
+    def to(self, device: torch.device) -> Link:
+        """Returns the same link with its indices on another device."""
+
+
+def exchange(x: Tensor, link: Link) -> Tensor:
+    """Returns the ghosts of own rows `x`; the gradient sends sums back to them."""
+    return _Exchange.apply(x, link)
+
+
+def exchange_transpose(g: Tensor, out: Tensor, link: Link) -> Tensor:
+    """Returns `out` plus the other ranks' sums for own rows."""
+    return _ExchangeTranspose.apply(g, out, link)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: Link) -> Tensor:
+        ctx.link, ctx.shape = link, x.shape
+        return link.begin(x)()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        _check_twice(ctx.link)
+        return exchange_transpose(g, g.new_zeros(ctx.shape), ctx.link), None
+
+
+class _ExchangeTranspose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, out: Tensor, link: Link) -> Tensor:
+        ctx.link = link
+        arrive = link.begin_transpose(g.contiguous())
+        return arrive(out.clone())
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        _check_twice(ctx.link)
+        return exchange(x.contiguous(), ctx.link), x, None
+
+
+def _check_twice(link: Link) -> None:
+    """Raises for a double backward pass over a coded or late exchange."""
+    if torch.is_grad_enabled() and not link.is_exact:
+        raise RuntimeError(
+            "differentiate twice over exact exchanges only: create_graph=True met "
+            f"{link}, which is coded or late; use link='exact' for this layer"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +141,6 @@ class Direction:
     from_gid: Tensor
     from_counts: tuple[int, ...]
     most: int
-    sums: bool
     degree: Tensor | None = None
     from_degree: Tensor | None = None
 
@@ -139,7 +241,6 @@ class Halo(Link):
 
     @property
     def num_ghosts(self) -> int:
-        """The number of rows that arrive here, h."""
         return sum(self.recv_counts)
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
@@ -164,19 +265,20 @@ class Halo(Link):
         """Starts to send sums for the ghosts; the call adds received sums into own rows."""
         if self.silent:
             return lambda out: out
-        op = "reduce_scatter" if self.dense else "halo_reduce"
+        op, block = "halo_reduce", None
         if self.dense:
-            block = g.flatten(1), self.recv_counts, self.num_local, self.axis
-            sums = collectives.reduce_scatter_begin(*block)
-            if sums is not None:
-                return lambda out: _added(out, sums.wait())
-        pending = collectives.all_to_all(
+            op, counts = "reduce_scatter", (self.recv_counts, self.num_local)
+            block = collectives.reduce_scatter_begin(g.flatten(1), *counts, self.axis)
+        pending = block or collectives.all_to_all(
             g.flatten(1), self.recv_counts, self.send_counts, self.axis, op, self.most
         )
 
         def arrive(out: Tensor) -> Tensor:
-            flat, sums = out.flatten(1), pending.wait()
-            kernels.scatter_add_rows(flat, self.send_slot, sums.to(flat.dtype))
+            flat, sums = out.flatten(1), pending.wait().to(out.dtype)
+            if block is None:
+                kernels.scatter_add_rows(flat, self.send_slot, sums)
+            else:
+                flat.add_(sums)
             return out
 
         return arrive
@@ -199,29 +301,18 @@ class Halo(Link):
         ghosts = self.ghost_gid, self.recv_counts
         most = self.most or 0
         if sums:
-            return Direction(self.axis, None, *ghosts, *rows, most, sums)
-        return Direction(self.axis, self.send_slot, *rows, *ghosts, most, sums)
+            return Direction(self.axis, None, *ghosts, *rows, most)
+        return Direction(self.axis, self.send_slot, *rows, *ghosts, most)
 
     def price(self, width: int) -> Price:
-        """Returns the price of one `begin` at `width` features."""
-        return exchange_price(
-            self.send_counts,
-            self.recv_counts,
-            self.axis.rank,
-            0 if self.silent else width,
-        )
+        counts = self.send_counts, self.recv_counts, self.axis.rank
+        return exchange_price(*counts, 0 if self.silent else width)
 
     def price_transpose(self, width: int) -> Price:
-        """Returns the price of one `begin_transpose` at `width` features."""
-        return exchange_price(
-            self.recv_counts,
-            self.send_counts,
-            self.axis.rank,
-            0 if self.silent else width,
-        )
+        counts = self.recv_counts, self.send_counts, self.axis.rank
+        return exchange_price(*counts, 0 if self.silent else width)
 
     def to(self, device: torch.device) -> Halo:
-        """Returns the same plan with its indices on another device."""
         tensors = {
             name: value.to(device)
             for name in ("send_slot", "send_gid", "ghost_gid")
@@ -234,12 +325,6 @@ class Halo(Link):
             f"Halo({self.axis.name} {self.axis.rank}/{self.axis.size}, {self.num_local} "
             f"rows, sends {sum(self.send_counts)}, receives {self.num_ghosts})"
         )
-
-
-def _added(out: Tensor, sums: Tensor) -> Tensor:
-    """Adds a block of sums to own rows."""
-    out.flatten(1).add_(sums.to(out.dtype))
-    return out
 
 
 def _slots(asked: Tensor, have_gid: Tensor, axis: Axis) -> Tensor:
@@ -284,7 +369,6 @@ class ChunkedHalo(Link):
 
     @property
     def num_ghosts(self) -> int:
-        """The number of rows that arrive here."""
         return sum(chunk.num_ghosts for chunk in self.chunks)
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
@@ -318,15 +402,12 @@ class ChunkedHalo(Link):
         return [chunk.num_ghosts for chunk in self.chunks]
 
     def price(self, width: int) -> Price:
-        """Returns the price of one `begin` at `width` features."""
         return sum((chunk.price(width) for chunk in self.chunks), Price())
 
     def price_transpose(self, width: int) -> Price:
-        """Returns the price of one `begin_transpose` at `width` features."""
         return sum((chunk.price_transpose(width) for chunk in self.chunks), Price())
 
     def to(self, device: torch.device) -> ChunkedHalo:
-        """Returns the same plan with its indices on another device."""
         return ChunkedHalo(tuple(chunk.to(device) for chunk in self.chunks))
 
     def __repr__(self) -> str:
@@ -354,7 +435,6 @@ class StagedHalo(Link):
 
     @property
     def num_ghosts(self) -> int:
-        """The number of rows that arrive here."""
         return self.halo.num_ghosts
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
@@ -363,7 +443,7 @@ class StagedHalo(Link):
             shape = self.num_ghosts, *x.shape[1:]
             into = self.cap.empty(shape, x.dtype, x.device)
         ghosts = into
-        for part, places in self._stages(_width(x)):
+        for part, places in self._stages(x.shape[1:].numel()):
             came = part.begin(x)()
             for place, rows in zip(places, came.split(part.recv_counts), strict=True):
                 ghosts[place] = rows
@@ -373,7 +453,7 @@ class StagedHalo(Link):
         """Returns a call that sends sums for the ghosts, and adds those that arrive."""
 
         def arrive(out: Tensor) -> Tensor:
-            for part, places in self._stages(_width(g)):
+            for part, places in self._stages(g.shape[1:].numel()):
                 part.begin_transpose(torch.cat([g[place] for place in places]))(out)
             return out
 
@@ -405,22 +485,15 @@ class StagedHalo(Link):
             yield part, came
 
     def price(self, width: int) -> Price:
-        """Returns the price of one `begin` at `width` features."""
         parts = [part.price(width) for part, _ in self._stages(width)]
         return sum(parts, Price())
 
     def price_transpose(self, width: int) -> Price:
-        """Returns the price of one `begin_transpose` at `width` features."""
         parts = [part.price_transpose(width) for part, _ in self._stages(width)]
         return sum(parts, Price())
 
     def to(self, device: torch.device) -> StagedHalo:
-        """Returns the same plan with its indices on another device."""
         return StagedHalo(self.halo.to(device), self.cap)
-
-
-def _width(x: Tensor) -> int:
-    return math.prod(x.shape[1:])
 
 
 def _shares(counts: Sequence[int], parts: int, k: int) -> list[slice]:

@@ -15,8 +15,7 @@ from typing import Any
 
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs.composed import Chain
-from pyg_distcomm.halo.codecs.graded import DegreeBits
-from pyg_distcomm.halo.codecs.quantise import Quantise
+from pyg_distcomm.halo.codecs.quantise import LEVELS, DegreeBits, Quantise
 
 __all__ = [
     "Adaptive",
@@ -35,7 +34,6 @@ __all__ = [
 
 BytesOf = Callable[[int, float], float]  # (epoch, rate) -> bytes of that epoch
 WITHIN = 0.01  # the share of its budget that a schedule may leave
-BITS = (1, 2, 4, 8)
 
 
 class Schedule(abc.ABC):
@@ -432,9 +430,9 @@ class Adaptive:
                 "window is 1 or more and momentum in [0, 1), got "
                 f"{self.window} and {self.momentum}"
             )
-        if not {self.least, self.most} <= set(BITS) or self.least > self.most:
+        if not {self.least, self.most} <= set(LEVELS) or self.least > self.most:
             raise ValueError(
-                f"least and most are among {BITS}, got {self.least} and {self.most}"
+                f"least and most are among {LEVELS}, got {self.least} and {self.most}"
             )
 
 

@@ -223,7 +223,7 @@ class LinkState:
         if trains:
             if layer not in self.numbers:
                 self.guests.clear()
-            number: int = self.numbers.setdefault(layer, len(self.layers))
+            number = self.numbers.setdefault(layer, len(self.layers))
             state = self.layers.setdefault(number, LayerState(""))
             state.name, state.used = name or type(layer).__name__, True
             return number
@@ -232,8 +232,7 @@ class LinkState:
             if not self.layers and len(self.guests) == max(before, default=-1) + 1:
                 self.guests.clear()
             self.guests[layer] = len(self.layers) + len(self.guests)
-        number = (self.numbers if layer in self.numbers else self.guests)[layer]
-        return number
+        return (self.numbers if layer in self.numbers else self.guests)[layer]
 
     def agree(self, layer: Any, training: bool) -> int:
         """Returns the mode of a call on all ranks; collective, except within a pass.
@@ -492,8 +491,7 @@ def read_codec(state: Mapping[str, Any]) -> Codec:
         for name, value in state.items()
         if name != "kind"
     }
-    codec: Codec = getattr(codecs, state["kind"])(**fields)
-    return codec
+    return getattr(codecs, state["kind"])(**fields)
 
 
 def _saved_buffer(buffer: StaleBuffer) -> dict[str, Any]:
@@ -525,11 +523,7 @@ def _saved_buffer(buffer: StaleBuffer) -> dict[str, Any]:
 
 
 def _read_buffer(state: Mapping[str, Any], way: Direction, where: str) -> StaleBuffer:
-    """Returns the buffer that was saved of an exchange.
-
-    Raises:
-        ValueError: if it holds other rows than those of this direction.
-    """
+    """Returns the buffer that was saved of an exchange, of the rows of this direction."""
     gid, counts = way.from_gid, way.from_counts
     if state["rows"] != _digests((way.gid, way.counts), (gid, counts)):
         raise ValueError(

@@ -32,11 +32,11 @@ from pyg_distcomm.kernels.core_ops import (
     spmm,
 )
 from pyg_distcomm.kernels.matrix_ops import (
+    Csr,
     count_positive,
     draw,
     exponential_race,
     extract,
-    layer_weights,
     normalize_rows,
     spgemm,
     weighted_sampler,
@@ -85,8 +85,14 @@ def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tens
     Shapes: ptr [m + 1], to [e], edges from left to right vertices as CSR; returns bool
     [m] and [num_right].
     """
-    cover: tuple[Tensor, Tensor] = _load("core_cpu").minimum_cover(ptr, to, num_right)
-    return cover
+    return _load("core_cpu").minimum_cover(ptr, to, num_right)
+
+
+def layer_weights(
+    a: Csr, own: Tensor | None, power: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Rounds `(A + I)^power` to integers, on the host; see `matrix_cpu.layer_weights`."""
+    return _load("matrix_cpu").layer_weights(a, own, power, scale)
 
 
 def rank_select_index(gid: Tensor, total: int) -> Callable[[Tensor], Tensor]:
@@ -95,8 +101,7 @@ def rank_select_index(gid: Tensor, total: int) -> Callable[[Tensor], Tensor]:
     It takes ids [k] in [0, total) and returns int64 [k], -1 for ids that `gid` lacks. On
     the CPU; it holds 12 bytes for each 64 ids below `total`.
     """
-    index: Callable[[Tensor], Tensor] = _load("id_lookup").RankSelect(gid, total)
-    return index
+    return _load("id_lookup").RankSelect(gid, total)
 
 
 def neighbor_sampler(
@@ -107,12 +112,9 @@ def neighbor_sampler(
     It may be called by several threads at once, and holds 8 bytes a node for each. On a
     device it draws the same minibatches; see `sample_device.DeviceSampler`.
     """
-    sampler: Callable[[Request], Minibatch]
     if device is None:
-        sampler = _load("sample_cpu").Sampler(graph)
-    else:
-        sampler = _load("sample_device").DeviceSampler(graph, device, pinned)
-    return sampler
+        return _load("sample_cpu").Sampler(graph)
+    return _load("sample_device").DeviceSampler(graph, device, pinned)
 
 
 def warm_up() -> None:
@@ -122,14 +124,12 @@ def warm_up() -> None:
 
 def describe() -> dict[str, object]:
     """Returns what runs the CPU kernels: version, threads, cache folder, SIMD."""
-    description: dict[str, object] = _load("core_cpu").describe()
-    return description
+    return _load("core_cpu").describe()
 
 
 def untrusted_writer(folder: str) -> str | None:
     """Names who else can write to a cache folder; see `compile.untrusted_writer`."""
-    other: str | None = _load("compile").untrusted_writer(folder)
-    return other
+    return _load("compile").untrusted_writer(folder)
 
 
 def _load(module: str) -> Any:

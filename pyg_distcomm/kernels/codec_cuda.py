@@ -54,24 +54,12 @@ def quantise_wide(
         COLS=columns,
     )
     low, high = ends + 0.0
-    z = codec_ops.rounded_to_bf16(low.double(), up=False)
-    step = codec_ops.rounded_to_bf16((high.double() - z.double()) / top, up=True)
-    same = (low == high) & high.isfinite()
-    bad = ~(same | z.isfinite() & step.isfinite() & high.isfinite())
+    z, step, word, same, bad = codec_ops.write_bounds(low, high, top, out, end)
     width = step.double()
     kind = ((width * top > codec_ops.WIDEST) | (width < codec_ops.LEAST)).to(
         torch.int32
     )
     kind = kind.masked_fill(same, 2).masked_fill(bad, 3)
-    word = codec_ops.word_of(low)
-    first = step.view(torch.int16).masked_fill(bad, 0)
-    head = ((word >> 49) & 0x7FFF | codec_ops.FLAG).to(torch.int16)
-    first = torch.where(same, head, first)
-    second = z.masked_fill(bad, float("nan")).view(torch.int16)
-    second = torch.where(same, (word >> 33).to(torch.int16), second)
-    out[: META * m] = torch.stack([first, second], 1).view(torch.uint8).view(-1)
-    if end < len(out):
-        out[end:] = word.masked_fill(~same, 0).to(torch.int32).view(torch.uint8)
     drawn = noise is not None
     key = torch.full((1,), noise[0] if noise else 0, dtype=torch.int64, device=x.device)
     some = BLOCK * bits // 8
@@ -95,12 +83,8 @@ def dequantise_wide(message: Tensor, bits: int, out: Tensor) -> Tensor:
     if not out.numel():
         return out
     end = rest_begins(m, f, bits)
-    first, second = message[: META * m].clone().view(torch.int16).view(m, 2).unbind(1)
-    step, z = (t.contiguous().view(torch.bfloat16).double() for t in (first, second))
-    head = (first.long() & 0x7FFF) << 49 | (second.long() & 0xFFFF) << 33
-    if end < len(message):
-        head |= message[end:].clone().view(torch.int32).long() & 0xFFFFFFFF
-    kind = (first < 0).to(torch.int32) * 2
+    z, step, head, same = codec_ops.read_bounds(message, m, end)
+    kind = same.to(torch.int32) * 2
     packed, words = message[META * m : end].contiguous(), torch.empty_like(head)
     codec_triton.constants[(triton.cdiv(m, 128),)](
         packed, head, kind, words, m, f, BITS=bits, ROWS=128

@@ -123,28 +123,54 @@ def quantise_wide(
         out.zero_()
         return -1
     low, high = (t + 0.0 for t in torch.aminmax(x, dim=1))  # a zero has no sign here
+    end = rest_begins(m, f, bits)
+    z, step, word, same, bad = write_bounds(low, high, 2**bits - 1, out, end)
+    codes = _codes(x, z, step, 2**bits - 1, noise).clamp_(max=2**bits - 1)
+    codes[bad] = 0.0
+    codes[same] = _tail(word[same], bits, f).to(codes.dtype)
+    out[META * m : end] = pack_bits.definition(codes.to(torch.uint8).view(-1), bits)
+    return int(bad.nonzero()[0]) if bool(bad.any()) else -1
+
+
+def write_bounds(
+    low: Tensor, high: Tensor, top: int, out: Tensor, end: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Writes what leads rows, and what comes after all codes, which end at `end`.
+
+    Shapes: low and high, the bounds of rows, [m]. Returns z and D, the bits of `low` as
+    int64, and whether a row is one and the same number, or cannot be written, [m] each.
+    """
     z = rounded_to_bf16(low.double(), up=False)
-    span = high.double() - z.double()
-    top = 2**bits - 1
-    step = rounded_to_bf16(span / top, up=True)
+    step = rounded_to_bf16((high.double() - z.double()) / top, up=True)
     same = (low == high) & high.isfinite()
     bad = ~(same | z.isfinite() & step.isfinite() & high.isfinite())
-    codes = _codes(x, z, step, top, noise).clamp_(max=top)
-    codes[bad] = 0.0
     word = word_of(low)
-    codes[same] = _tail(word[same], bits, f).to(codes.dtype)
     first = step.view(torch.int16).masked_fill(bad, 0)
     second = z.masked_fill(bad, float("nan")).view(torch.int16)
     first = torch.where(same, ((word >> 49) & 0x7FFF | FLAG).to(torch.int16), first)
     second = torch.where(same, (word >> 33).to(torch.int16), second)
     meta = torch.stack([first, second], 1)
-    out[: META * m] = meta.view(torch.uint8).view(-1)
-    end = rest_begins(m, f, bits)
-    out[META * m : end] = pack_bits.definition(codes.to(torch.uint8).view(-1), bits)
+    out[: META * len(low)] = meta.view(torch.uint8).view(-1)
     if end < len(out):
-        rest = word.masked_fill(~same, 0).to(torch.int32)
-        out[end:] = rest.view(torch.uint8)
-    return int(bad.nonzero()[0]) if bool(bad.any()) else -1
+        out[end:] = word.masked_fill(~same, 0).to(torch.int32).view(torch.uint8)
+    return z, step, word, same, bad
+
+
+def read_bounds(
+    message: Tensor, rows: int, end: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reads what `write_bounds` wrote.
+
+    Returns z and D in float64, the bits of rows of one number but for those in their codes,
+    int64, and which rows these are, [rows] each.
+    """
+    meta = message[: META * rows].clone().view(torch.int16).view(rows, 2)
+    first, second = meta.unbind(1)
+    step, z = (t.contiguous().view(torch.bfloat16).double() for t in (first, second))
+    word = (first.long() & 0x7FFF) << 49 | (second.long() & 0xFFFF) << 33
+    if end < len(message):
+        word |= message[end:].clone().view(torch.int32).long() & 0xFFFFFFFF
+    return z, step, word, first < 0
 
 
 def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
@@ -176,16 +202,10 @@ def dequantise_wide(message: Tensor, bits: int, out: Tensor) -> Tensor:
     codes = (
         unpack_bits.definition(message[META * m : end], bits, m * f).view(m, f).long()
     )
-    meta = message[: META * m].clone().view(torch.int16).view(m, 2)
-    first, second = meta.unbind(1)
-    step, z = (t.contiguous().view(torch.bfloat16).double() for t in (first, second))
+    z, step, word, same = read_bounds(message, m, end)
     sums = torch.addcmul(z.unsqueeze(1), codes.double(), step.unsqueeze(1))
     out.copy_(sums.clamp_(max=torch.finfo(out.dtype).max))
-    same = first < 0
-    head = (first.long() & 0x7FFF) << 49 | (second.long() & 0xFFFF) << 33
-    word = head[same] | _joined(codes[same], bits)
-    if end < len(message):
-        word |= message[end:].clone().view(torch.int32)[same].long() & 0xFFFFFFFF
+    word = word[same] | _joined(codes[same], bits)
     if out.dtype == torch.float32:
         constant = (word >> 32).to(torch.int32).view(torch.float32)
     else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pyg_distcomm.kernels.core_triton import hashes
+from pyg_distcomm.kernels.core_cuda import hashes
 
 
 @triton.jit

@@ -115,8 +115,7 @@ def entry(loop: Loop) -> Loop:
 
 def cache_folder(loop: Any) -> str | None:
     """Returns where Numba keeps a compiled loop on disk, if it does."""
-    folder: str | None = loop.stats.cache_path
-    return folder
+    return loop.stats.cache_path
 
 
 def _kind(arg: Any) -> object:

@@ -102,7 +102,7 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
     out = x.new_empty(int(pointers[-1]) - int(pointers[0]))
     if f and out.numel():
         args = (pointers, vector(col), *flat(g), *flat(x), out.numpy(), f)
-        threads.run(ready(core_jit.sddmm, args, 2), _pieces(pointers, f))
+        _over_segments(core_jit.sddmm, args, pointers, f)
         return out
     return out.zero_()
 
@@ -113,8 +113,7 @@ def segment_softmax(rowptr: Tensor, x: Tensor) -> Tensor:
     out = torch.empty_like(values)
     h = x.size(1)
     args = (pointers, values.view(-1).numpy(), out.view(-1).numpy(), h)
-    if out.numel():
-        threads.run(ready(core_jit.segment_softmax, args, 2), _pieces(pointers, h))
+    _over_segments(core_jit.segment_softmax, args, pointers, h)
     return out
 
 
@@ -124,8 +123,7 @@ def segment_softmax_grad(rowptr: Tensor, y: Tensor, g: Tensor) -> Tensor:
     out = torch.empty(y.shape, dtype=y.dtype)
     flats = [t.detach().contiguous().view(-1).numpy() for t in (y, g)]
     args = (pointers, *flats, out.view(-1).numpy(), h)
-    if out.numel():
-        threads.run(ready(core_jit.segment_softmax_grad, args, 2), _pieces(pointers, h))
+    _over_segments(core_jit.segment_softmax_grad, args, pointers, h)
     return out
 
 
@@ -134,8 +132,7 @@ def segment_max(rowptr: Tensor, col: Tensor, x: Tensor) -> Tensor:
     pointers, f = vector(rowptr), x.size(1)
     out = memory.empty(len(pointers) - 1, f, x.dtype)
     args = (pointers, vector(col), *flat(x), out.view(-1).numpy(), f)
-    if out.numel():
-        threads.run(ready(core_jit.segment_max, args, 2), _pieces(pointers, f))
+    _over_segments(core_jit.segment_max, args, pointers, f)
     return out
 
 
@@ -306,6 +303,12 @@ def over_rows(loop: Any, args: tuple[Any, ...], rows: int, width: int) -> None:
     """Runs a loop over ranges of rows in parallel, each row with `width` numbers."""
     if rows and width:
         threads.run_split(ready(loop, args, 2), rows, GRAIN // width)
+
+
+def _over_segments(loop: Any, args: tuple[Any, ...], rowptr: Array, width: int) -> None:
+    """Runs a loop over rows of a CSR matrix in parallel, each edge with `width` numbers."""
+    if width and len(rowptr) > 1:
+        threads.run(ready(loop, args, 2), _pieces(rowptr, width))
 
 
 def _pieces(rowptr: Array, f: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyg_distcomm.kernels.registry import HALVES, op
+from pyg_distcomm.kernels.registry import FLOATS, HALVES, op
 
 MAX_INT32 = 2**31 - 1
 HASH_BITS = 24
@@ -110,6 +110,8 @@ def spmm(
     of a row is taken in edge order, so the bits depend neither on the number of threads nor
     on how callers cut ``rowptr``.
     """
+    if x.is_cuda and library_fits(rowptr, col, x):
+        return library_spmm(rowptr, col, value, x, out, accumulate)
     row, lo, hi = _rows(rowptr)
     wide = _wide(x.dtype)
     message = x[col[lo:hi].long()].to(wide)
@@ -121,6 +123,44 @@ def spmm(
     if out is None:
         return total
     return out.add_(total) if accumulate else out.copy_(total)
+
+
+def library_spmm(
+    rowptr: Tensor,
+    col: Tensor,
+    value: Tensor | None,
+    x: Tensor,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """Runs `spmm` by torch's library (on CUDA cuSPARSE), where `library_fits`.
+
+    A matrix without values needs a vector of ones, `[nnz]`.
+    """
+    ones = col.new_ones(1, dtype=x.dtype).expand(len(col)) if value is None else value
+    weight = ones.to(x.dtype).contiguous()
+    shape = (rowptr.numel() - 1, len(x))
+    matrix = torch.sparse_csr_tensor(rowptr, col, weight, shape, check_invariants=False)
+    if out is None:
+        return matrix @ x
+    return out.addmm_(matrix, x, beta=1 if accumulate else 0)
+
+
+def library_fits(rowptr: Tensor, col: Tensor, x: Tensor) -> bool:
+    """Tells whether torch's library takes a matrix: of floats, of one index type, and whole.
+
+    A slice of offsets shares its memory with the rest, and is taken to be a part; of others
+    it looks once whether they span all columns.
+    """
+    return (
+        x.dtype in FLOATS
+        and rowptr.dtype == col.dtype
+        and rowptr.numel() > 1
+        and len(col) > 0
+        and x.numel() > 0
+        and rowptr.nbytes == rowptr.untyped_storage().nbytes()
+        and span_of(rowptr) == (0, len(col))
+    )
 
 
 @op("rowptr col g x", check=_check_sddmm)
@@ -222,8 +262,11 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """
     if index.is_cpu:  # elsewhere the host would wait, and the device looks itself
         _check_index(index, x.size(0))
-    rows = x.index_select(0, index)
-    return rows if out is None else out.copy_(rows)
+    if out is None:
+        return x.index_select(0, index)
+    if out.is_contiguous() and not (out.requires_grad or x.requires_grad):
+        return torch.index_select(x, 0, index, out=out)
+    return out.copy_(x.index_select(0, index))
 
 
 @op("out index src", check=_check_scatter)

@@ -132,8 +132,7 @@ class NodeRelabeler:
         self, keys: Array, label_of: Array, begin: int, end: int, copy: Array | None
     ) -> int:
         args = (keys, label_of, self.node, self.tree, self.size, begin, end, copy)
-        repeats: int = ready(enter, args)()
-        return repeats
+        return ready(enter, args)()
 
 
 def grown(old: Array, used: int, size: int, exact: bool = False) -> Array:

@@ -1,8 +1,9 @@
-"""Defines products of sparse matrices, and draws from their rows, in plain Python.
+"""Defines products of sparse matrices, and draws from their rows.
 
-Matrices are CSR, `rowptr` [m + 1] and `col` [nnz] (any stride); the twins return the same
-numbers, bit for bit, but for logarithms. On a device A may lie in pinned host memory. A row
-draws from a generator of its own key,
+Matrices are CSR, `rowptr` [m + 1] and `col` [nnz] (any stride); the CPU's twins return the
+same numbers, bit for bit, but for logarithms. On a device A may lie in pinned host memory.
+All rows are worked on at once; integers are added up in any order, and floats in the order
+of their entries. A row draws from a generator of its own key,
 
     s = mix(key + G),    h_j = mix(s + (j + 1) G)
 
@@ -11,17 +12,25 @@ with mix and G those of `core_ops.keyed_bits`; h_j are 64 bits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pyg_distcomm.kernels.registry import op
+from pyg_distcomm.kernels.sample_ops import (
+    UNIT,
+    draw_urns,
+    first_above,
+    hashes,
+    keyed_hash,
+    read_rows,
+    row_sums,
+    share,
+    spread,
+)
 
-_WORD = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-MOST = 1 << 62  # sums of integer weights stay below it
+HALF = 31  # bits of a weight that are summed apart, so that no sum wraps around
 
 Csr = tuple[Tensor, Tensor, Tensor | None]  # rowptr, col, value (None: ones)
 WeightedSampler = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -37,24 +46,28 @@ def spgemm(
     int64, columns ascending, equal ones added up in the order of Q's and then of A's
     entries; entries that add up to zero stay. Values are int64 or float64, ones if None.
     """
-    rowptr, col, total = [0], [], []
-    dtype = value_type(q[2], a[2])
-    ends, columns = a[0].tolist(), a[1].tolist()
-    for i in range(len(q[0]) - 1):
-        row: dict[int, int | float] = {}
-        for k in range(int(q[0][i]), int(q[0][i + 1])):
-            j = int(q[1][k])
-            scale = 1 if q[2] is None else q[2][k].item()
-            for e in range(ends[j], ends[j + 1]):
-                one = 1 if a[2] is None else a[2][e].item()
-                row[columns[e]] = row.get(columns[e], 0) + scale * one
-            if diagonal is not None:
-                own, one = int(diagonal[0][j]), diagonal[1][j].item()
-                row[own] = row.get(own, 0) + scale * one
-        col += sorted(row)
-        total += [row[c] for c in sorted(row)]
-        rowptr.append(len(col))
-    return _ids(rowptr), _ids(col), torch.tensor(total, dtype=dtype)
+    device, m, dtype = q[1].device, len(q[0]) - 1, value_type(q[2], a[2])
+    row = _rows(q[0], len(q[1]))
+    owner, entry, loop = _entries(a[0], q[1].long(), diagonal is not None)
+    inner = q[1].long()[owner]
+    col = _read(a[1], entry, ~loop).long()
+    value = torch.ones(len(owner), dtype=dtype, device=device)
+    if a[2] is not None:
+        value = _read(a[2], entry, ~loop).to(dtype)
+    if diagonal is not None:
+        col = torch.where(loop, diagonal[0][inner], col)
+        value = torch.where(loop, diagonal[1][inner].to(dtype), value)
+    if q[2] is not None:
+        value = q[2].to(dtype)[owner] * value
+    step = max(num_cols, 1)
+    codes, place = torch.unique(row[owner] * step + col, return_inverse=True)
+    if dtype == torch.int64:
+        total = value.new_zeros(len(codes)).index_add_(0, place, value)
+    else:
+        order = torch.argsort(place, stable=True)
+        each = torch.arange(len(codes) + 1, device=device)
+        total = row_sums(torch.searchsorted(place[order], each), value[order])
+    return _offsets(codes, m, step), codes % step, total
 
 
 def value_type(*values: Tensor | None) -> torch.dtype:
@@ -78,21 +91,21 @@ def extract(
     by entry. Where `own` [m] is given, row j has one more entry at its end, -1, in column
     `own[j]`.
     """
-    found: list[tuple[int, int, int]] = []
-    for i in range(len(rows[1]) - 1):
-        wanted = range(int(cols[1][i]), int(cols[1][i + 1]))
-        place = {int(cols[0][k]): k for k in wanted}
-        for r in range(int(rows[1][i]), int(rows[1][i + 1])):
-            j = int(rows[0][r])
-            if j < 0:
-                continue
-            for e in range(int(a[0][j]), int(a[0][j + 1])):
-                if int(a[1][e]) in place:
-                    found.append((r, place[int(a[1][e])], e))
-            if own is not None and int(own[j]) in place:
-                found.append((r, place[int(own[j])], -1))
-    r, c, e = torch.tensor(found, dtype=torch.int64).view(-1, 3).T.contiguous()
-    return r, c, e
+    none = rows[0].new_empty(0, dtype=torch.int64)
+    if not len(rows[0]) or not len(cols[0]):
+        return none, none, none
+    owner, entry, loop = _entries(a[0], rows[0].long(), own is not None)
+    if not len(owner):
+        return none, none, none
+    col = _read(a[1], entry, ~loop).long()
+    if own is not None:
+        col = torch.where(loop, own[rows[0].long()[owner]], col)
+    step = cols[0].max() + 1
+    known, order = torch.sort(_rows(cols[1], len(cols[0])) * step + cols[0])
+    code = _rows(rows[1], len(rows[0]))[owner] * step + col
+    place = torch.searchsorted(known, code).clamp_(max=len(known) - 1)
+    kept = ((known[place] == code) & (col < step)).nonzero().view(-1)
+    return owner[kept], order[place[kept]], torch.where(loop, -1, entry)[kept]
 
 
 @op("value", types=None)
@@ -101,12 +114,16 @@ def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
 
     And -2 for a row whose entries add up to 2^62 or more.
     """
-    counts = []
-    for low, high in zip(rowptr[:-1].tolist(), rowptr[1:].tolist(), strict=True):
-        row = value[low:high].tolist()
-        count = -2 if sum(row) >= MOST else sum(w > 0 for w in row)
-        counts.append(-1 if min(row, default=0) < 0 else count)
-    return _ids(counts)
+    row, m = _rows(rowptr, len(value)), len(rowptr) - 1
+
+    def summed(values: Tensor) -> Tensor:
+        return torch.zeros(m, dtype=torch.int64, device=row.device).index_add_(
+            0, row, values.long()
+        )
+
+    high = summed(value >> HALF) + (summed(value & ((1 << HALF) - 1)) >> HALF)
+    count = summed(value > 0).masked_fill_(high >= 1 << HALF, -2)
+    return count.masked_fill_(summed(value < 0) > 0, -1)
 
 
 @op("value", types=None)
@@ -125,17 +142,8 @@ def draw(
     drawn yet (all, if `replace`). A row that draws all its `count` positive entries takes
     them in order instead. Returns the entries, and the `left` before each draw.
     """
-    entries: list[int] = []
-    sums: list[int] = []
-    for i, (low, high) in enumerate(
-        zip(rowptr[:-1].tolist(), rowptr[1:].tolist(), strict=True)
-    ):
-        weight = value[low:high].tolist()
-        args = (int(count[i]), int(keys[i]), int(ptr[i + 1] - ptr[i]), replace)
-        picks, lefts = _draw_row(weight, *args)
-        entries += [low + pick for pick in picks]
-        sums += lefts
-    return _ids(entries), _ids(sums)
+    running, found = _running(value), _running(value > 0)
+    return _drawn(running, found, rowptr[:-1], rowptr[1:], count, keys, ptr, replace)
 
 
 @op("value", types=None)
@@ -144,44 +152,14 @@ def weighted_sampler(value: Tensor) -> WeightedSampler:
 
     As `draw` where all rows are equal; `value` [n].
     """
-    weight = value.tolist()
-    count = sum(w > 0 for w in weight)
+    running, found = _running(value), _running(value > 0)
 
     def draw_all(keys: Tensor, ptr: Tensor, replace: bool) -> tuple[Tensor, Tensor]:
-        entries: list[int] = []
-        sums: list[int] = []
-        for i, key in enumerate(keys.tolist()):
-            draws = int(ptr[i + 1] - ptr[i])
-            picks, lefts = _draw_row(list(weight), count, key, draws, replace)
-            entries += picks
-            sums += lefts
-        return _ids(entries), _ids(sums)
+        low, high = torch.zeros_like(keys), torch.full_like(keys, len(value))
+        count = found[-1].expand(len(keys))
+        return _drawn(running, found, low, high, count, keys, ptr, replace)
 
     return draw_all
-
-
-def _draw_row(
-    weight: list[int], count: int, key: int, draws: int, replace: bool
-) -> tuple[list[int], list[int]]:
-    left, picks, lefts = sum(weight), [], []
-    some = iter([e for e, w in enumerate(weight) if w > 0])
-    for j in range(draws):
-        goal = (_hash(key, j) * left) >> 64
-        pick = next(some) if draws == count and not replace else _first(weight, goal)
-        picks.append(pick)
-        lefts.append(left)
-        if not replace:
-            left, weight[pick] = left - weight[pick], 0
-    return picks, lefts
-
-
-def _first(weight: list[int], goal: int) -> int:
-    """Returns the first place whose running sum exceeds the goal."""
-    for place, w in enumerate(weight):
-        goal -= w
-        if goal < 0:
-            return place
-    raise AssertionError("the goal must be below the sum")
 
 
 @op("value", types=None)
@@ -192,105 +170,109 @@ def exponential_race(
 
     Row i takes its positive entries e with the least `-log(u_e) / weight_e`, least first,
     where u_e is `h_e` at the place e in the row, as a number in (0, 1) ([Efraimidis06]).
+    Logarithms may differ between devices in the last bit: two entries can change places
+    where their clocks agree to 2^-52 of themselves.
     """
-    entries: list[int] = []
-    sums: list[int] = []
-    for i, (low, high) in enumerate(
-        zip(rowptr[:-1].tolist(), rowptr[1:].tolist(), strict=True)
-    ):
-        weight, key = value[low:high].tolist(), int(keys[i])
-        clocks = [
-            (-math.log(((_hash(key, e) >> 11) + 0.5) * 2.0**-53) / w, e)
-            for e, w in enumerate(weight)
-            if w > 0
-        ]
-        left = sum(weight)
-        for _, e in sorted(clocks)[: int(ptr[i + 1] - ptr[i])]:
-            entries.append(low + e)
-            sums.append(left)
-            left -= weight[e]
-    return _ids(entries), _ids(sums)
+    entry = (value > 0).nonzero().view(-1)
+    row = _rows(rowptr, len(value))[entry]
+    bits = keyed_hash(hashes(keys)[row], entry - rowptr[row])
+    u = (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) * UNIT
+    order = torch.argsort(-torch.log(u) / value[entry], stable=True)
+    order = order[torch.argsort(row[order], stable=True)]
+    entry, row = entry[order], row[order]
+    first = torch.searchsorted(row, torch.arange(len(keys), device=row.device))
+    rank = torch.arange(len(row), device=row.device) - first[row]
+    taken = (rank < ptr.diff()[row]).nonzero().view(-1)
+    entry, row = entry[taken], row[taken]
+    before, running = _running(value[entry]), _running(value)
+    total = running[rowptr[row + 1]] - running[rowptr[row]]
+    return entry, total - (before[:-1] - before[ptr[row]])
 
 
 @op("value", types=None)
 def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
     """Divides float64 entries by the sum of their row, taken in order; zero rows stay."""
-    out = value.clone()
-    for low, high in zip(rowptr[:-1].tolist(), rowptr[1:].tolist(), strict=True):
-        total = 0.0
-        for e in range(low, high):
-            total += float(value[e])
-        if total != 0:
-            out[low:high] = value[low:high] / total
-    return out
+    total = row_sums(rowptr, value)[_rows(rowptr, len(value))]
+    return torch.where(total != 0, value / total, value)
 
 
-@op("a", types=None)
-def layer_weights(
-    a: Csr, own: Tensor | None, power: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Rounds `(A + I)^power` to integers, entry by entry, on the host; see `layer_graph`.
+def _drawn(
+    running: Tensor,
+    found: Tensor,
+    low: Tensor,
+    high: Tensor,
+    count: Tensor,
+    keys: Tensor,
+    ptr: Tensor,
+    replace: bool,
+) -> tuple[Tensor, Tensor]:
+    """Draws from the entries `low .. high - 1` by each key.
 
-    Parallel edges make one entry of their summed weight x, in row j with sum t_j (taken in
-    order, I last; I where `own` [m], its columns, is given). An entry weighs
-
-        w = round(scale (x / t_j)^2), round(scale x) or 1      for power 2, 1 and 0,
-
-    at least 1 where x > 0, and 0 where x = 0. Returns t [m] (float64), the w [m] of one
-    edge of weight 1 in each row, and (value [nnz], loop [m]): w on the first edge of each
-    entry and 0 on the others, and that of I (None without `own`). The last two are None
-    where they are what the w of the row says.
+    `running` and `found` are the weights, and the numbers of positive ones, before each entry.
     """
-    m = len(a[0]) - 1
-    total, even = torch.zeros(m, dtype=torch.float64), torch.zeros(m, dtype=torch.int64)
-    value, loop = torch.zeros(len(a[1]), dtype=torch.int64), torch.zeros_like(even)
-    plain = a[2] is None
-    for j in range(m):
-        first: dict[int, int] = {}
-        summed: dict[int, float] = {}
-        edges = range(int(a[0][j]), int(a[0][j + 1]))
-        for e in edges:
-            c, x = int(a[1][e]), 1.0 if a[2] is None else float(a[2][e])
-            first.setdefault(c, e)
-            summed[c] = summed.get(c, 0.0) + x
-            total[j] += x
-        if own is not None:
-            c = int(own[j])
-            first[c] = -1
-            summed[c] = summed.get(c, 0.0) + 1.0
-            total[j] += 1.0
-        even[j] = _rounded(1.0, float(total[j]), power, scale)
-        for c, e in first.items():
-            w = _rounded(summed[c], float(total[j]), power, scale)
-            if e < 0:
-                loop[j] = w
-            else:
-                value[e] = w
-        plain &= all(value[e] == even[j] for e in edges)
-        plain &= own is None or bool(loop[j] == even[j])
-    if plain:
-        return total, even, None, None
-    return total, even, value, None if own is None else loop
+    draws = ptr.diff()
+    # the host asks once: how many draws, urns, and draws of an urn
+    urn = torch.where(draws < count, draws, 0)
+    largest = torch.cat([urn.new_zeros(1), urn]).max()
+    drawn, urns, most = torch.stack([ptr[-1], (urn > 0).sum(), largest]).tolist()
+    row, nth, start = spread(draws, drawn)
+    total = (running[high] - running[low])[row]
+    if replace:
+        goal = share(keyed_hash(hashes(keys)[row], nth), total)
+        return first_above(running, low[row], high[row], goal), total
+    entry = first_above(found, low[row], high[row], nth)  # where all are taken
+    left = total - (running[entry] - running[low][row])
+    if urns:
+        some = torch.argsort(urn, descending=True, stable=True)[:urns]
+        entries, lefts = draw_urns(running, low[some], high[some], keys[some], most)
+        steps = torch.arange(most, device=row.device)
+        # behind the last of fewer draws is room for all that is left over
+        place = torch.where(steps < draws[some, None], start[some, None] + steps, drawn)
+        entry, left = (
+            torch.cat([t, t.new_zeros(1)]).scatter_(0, place.view(-1), f.view(-1))[:-1]
+            for t, f in ((entry, entries), (left, lefts))
+        )
+    return entry, left
 
 
-def _rounded(x: float, total: float, power: int, scale: float) -> int:
-    if x <= 0 or total <= 0:
-        return 0
-    if power == 0:
-        return 1
-    share = x / total
-    return max(1, round(scale * (share * share if power == 2 else x)))
+def _entries(
+    rowptr: Tensor, rows: Tensor, loops: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists the entries of rows, -1 for none, and of each its loop if there are loops.
+
+    Returns, for each, the place in `rows`, the entry, and whether it is a loop.
+    """
+    real = rows >= 0
+    known = torch.where(real, rows, 0)
+    if len(rowptr) < 2:
+        real, known = torch.zeros_like(real), torch.zeros_like(rows)
+        low = size = known
+    else:
+        low = read_rows(rowptr, known).long()
+        size = read_rows(rowptr, known + 1).long() - low
+    owner, within, _ = spread(torch.where(real, size + loops, 0))
+    return owner, low[owner] + within, within == size[owner]
 
 
-def _hash(key: int, draw: int) -> int:
-    return _mix(_mix(key + _GOLDEN & _WORD) + (draw + 1) * _GOLDEN & _WORD)
+def _read(values: Tensor, index: Tensor, there: Tensor) -> Tensor:
+    """Returns rows by index, any where there is none."""
+    if not len(values):
+        return torch.zeros(len(index), dtype=values.dtype, device=index.device)
+    return read_rows(values, torch.where(there, index, 0))
 
 
-def _mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
-    return z ^ (z >> 31)
+def _rows(ptr: Tensor, total: int) -> Tensor:
+    """Returns the row of each entry."""
+    return torch.repeat_interleave(ptr.diff().long(), output_size=total)
 
 
-def _ids(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+def _offsets(codes: Tensor, m: int, step: int) -> Tensor:
+    """Returns where each row begins among ascending codes `row step + column`."""
+    return torch.searchsorted(codes, torch.arange(m + 1, device=codes.device) * step)
+
+
+def _running(values: Tensor) -> Tensor:
+    """Returns the sums of the integers before each place, and of all."""
+    out = torch.zeros(len(values) + 1, dtype=torch.int64, device=values.device)
+    torch.cumsum(values, 0, out=out[1:])
+    return out

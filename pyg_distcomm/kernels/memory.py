@@ -289,4 +289,4 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         os.unlink(path)
     # no view of the bytes, which operations in place would be refused on
     empty = torch.empty(0, dtype=dtype)
-    return empty.set_(file.untyped_storage(), 0, shape)  # type: ignore[call-overload,no-any-return]
+    return empty.set_(file.untyped_storage(), 0, shape)  # type: ignore[call-overload]

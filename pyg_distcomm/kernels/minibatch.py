@@ -183,15 +183,11 @@ class UnweightedNode(ValueError):
         self.relation, self.node = relation, node
 
 
-def relation_key(key: int, relation: int) -> int:
-    """Returns the key of a minibatch's draws from one relation."""
-    return (key + relation * 0x9E3779B97F4A7C15) % (1 << 63)
-
-
 def hop_key(key: int, number: int, relation: Relation, hop: int, labor: bool) -> int:
     """Returns the key of a minibatch's draws from one relation at one hop.
 
     A node draws at one hop only, so that its hop is no part of the key; by "labor" it is
     the sources that are keyed, alike for all relations from their type.
     """
-    return relation_key(key, (hop + 1 << 20) + relation.source if labor else number)
+    place = (hop + 1 << 20) + relation.source if labor else number
+    return (key + place * 0x9E3779B97F4A7C15) % (1 << 63)

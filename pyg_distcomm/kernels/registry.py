@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 FLOATS = (torch.float32, torch.float64)
 HALVES = (torch.float16, torch.bfloat16)
 INDICES = (torch.int32, torch.int64)
-MODULES = {"cpu": ("cpu",), "cuda": ("cuda", "library", "torch"), "fake": ("fake",)}
-ELSEWHERE = ("torch",)
+PLACES = ("cpu", "cuda")  # that have twins
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,13 +25,10 @@ class Op(Generic[P, R]):
     """Calls the twin of a definition that is made for where its arguments lie.
 
     The definition is a function of tensors in plain torch, without autograd, in a module
-    `x_ops`. Its twins have its name and signature, one in each module of `MODULES` that
-    has one: on the CPU `x_cpu` (compiled by Numba); on CUDA `x_cuda` (Triton), or where
-    Triton is not installed `x_library` (what torch brings); there and on other devices
-    `x_torch`, where the definition is plain Python; for fake tensors, which have shapes and
-    no numbers, `x_fake`. Where no module has a twin the definition runs. Twins
-    are imported when they are first called, because importing Numba or Triton takes a
-    while.
+    `x_ops`. Its twins have its name and signature: on the CPU in `x_cpu` (compiled by
+    Numba), on CUDA in `x_cuda` (Triton, where that is installed). Where there is no twin the
+    definition runs, also for fake tensors, which have shapes and no numbers. Twins are
+    imported when they are first called, because importing Numba or Triton takes a while.
 
     The CPU's twin gets arguments of `types` alone. The other twins get all, and call the
     definition for those that they cannot take.
@@ -68,7 +64,7 @@ class Op(Generic[P, R]):
         return (twin or self.definition)(*args, **kwargs)
 
     def place(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
-        """Returns the key in `MODULES` of the twin for these arguments, if there is one."""
+        """Returns where these arguments lie, if a twin may take them; see `place_of`."""
         where: str | None = None
         float_type: torch.dtype | None = None
         suits = True  # the CPU's twin
@@ -88,24 +84,23 @@ class Op(Generic[P, R]):
         return where if suits or where != "cpu" else None
 
     def twin(self, where: str) -> Callable[P, R] | None:
-        """Returns the twin for a place, None where there is none."""
+        """Returns the twin for a place, if there is one."""
         if where not in self._twins:
             self._twins[where] = self._load(where)
         return self._twins[where]
 
     def _load(self, where: str) -> Callable[P, R] | None:
         stem, _, ending = self.definition.__module__.rpartition("_")
-        for kind in MODULES.get(where, ELSEWHERE) if ending == "ops" else ():
-            try:
-                module = importlib.import_module(f"{stem}_{kind}")
-            except ModuleNotFoundError as error:
-                if error.name not in ("triton", f"{stem}_{kind}"):
-                    raise
-                continue
-            if hasattr(module, self.definition.__name__):
-                twin = getattr(module, self.definition.__name__)
-                return self._there(twin) if kind == "cuda" else twin
-        return None
+        if where not in PLACES or ending != "ops":
+            return None
+        try:
+            module = importlib.import_module(f"{stem}_{where}")
+        except ModuleNotFoundError as error:
+            if error.name not in ("triton", f"{stem}_{where}"):
+                raise
+            return None
+        twin = getattr(module, self.definition.__name__, None)
+        return twin if twin is None or where == "cpu" else self._there(twin)
 
     def _there(self, twin: Callable[P, R]) -> Callable[P, R]:
         # Triton launches on the current device, wherever the tensors are
@@ -121,7 +116,7 @@ class Op(Generic[P, R]):
 
 
 def place_of(t: Tensor) -> str:
-    """Returns a key of `MODULES`: the type of a tensor's device, or "fake"."""
+    """Returns the type of a tensor's device, or "fake"."""
     if type(t) is not Tensor and isinstance(t, FakeTensor):
         return "fake"
     return "cpu" if t.is_cpu else t.device.type

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,8 @@ from pyg_distcomm.kernels.minibatch import (
 )
 
 MANY = 1 << 24  # edges of a hop from which room for them is looked for
-EDGE_BYTES = (
-    32  # of an edge: both ends and its id, twice where a minibatch is put together
-)
+# of an edge: both ends and its id, twice where a minibatch is put together
+EDGE_BYTES = 32
 GRAIN = 1 << 14  # nodes or entries that are worth a thread
 TABLES = 1 << 28  # bytes of tables, one slot a node, beyond which nodes are hashed
 
@@ -125,7 +125,7 @@ class Drawing:
         self.weight: list[list[Tensor]] = [[] for _ in graph.relations]
         trees = 0
         for kind, seed in request.seeds:
-            self.seen[kind].seed(_vector(seed), trees)
+            self.seen[kind].seed(seed.contiguous().numpy(), trees)
             trees += seed.numel()
         self.end_hop()
 
@@ -196,23 +196,20 @@ class Drawing:
 
     def draw(self, number: int, hop: int, relation: Relation, ask: HopDraw) -> None:
         """Draws for an ask, from rows that are here."""
+        clock, room = self.graph.time[relation.source], partial(self._room, number)
         try:
             if ask.rounds:
-                room: Room = lambda n: self._room(number, n)  # noqa: E731
                 start, edge, at, weight = draw_important(relation, ask, room)
                 self.weight[number].append(torch.from_numpy(weight))
             else:
-                start, edge, at = draw_rows(
-                    relation,
-                    self._clock(relation),
-                    ask,
-                    lambda n: self._room(number, n),
-                )
+                start, edge, at = draw_rows(relation, clock, ask, room)
         except UnweightedNode as error:
             raise UnweightedNode(number, error.node) from None
         source, row = self.index[number][0], relation.row.numpy()
         ready(loops.fetch, (row, relation.stride, edge, source, at))()
-        self._enter(number, hop, start, at)
+        begin, _ = self.seen[self.graph.relations[number].target].frontier(hop)
+        ready(loops.point_to, (start, begin, self.index[number][1], at))()
+        self._label(number, at)
 
     def take(self, number: int, hop: int, draws: Draws) -> None:
         """Takes in draws made elsewhere, those of each node of the ask."""
@@ -233,13 +230,6 @@ class Drawing:
         self.edge[number] = grown(self.edge[number], before, size, exact=True)
         return self.edge[number], before
 
-    def _enter(self, number: int, hop: int, start: Array, at: int) -> None:
-        """Turns the sources drawn at a hop, in place, into local ids; keeps targets."""
-        index = self.index[number]
-        begin, _ = self.seen[self.graph.relations[number].target].frontier(hop)
-        ready(loops.point_to, (start, begin, index[1], at))()
-        self._label(number, at)
-
     def _label(self, number: int, at: int) -> None:
         """Turns the sources of draws from `at` on into local ids."""
         relation, (source, target) = self.graph.relations[number], self.index[number]
@@ -247,13 +237,10 @@ class Drawing:
         ends[0].label(source, at, target, ends[1])
         self.drawn[number].append(len(source) - at)
 
-    def _clock(self, relation: Relation) -> Tensor | None:
-        return self.graph.time[relation.source]
-
     def induce(self, number: int, relation: Relation, ask: HopDraw) -> None:
         """Replaces the edges of a relation by all those between the nodes found."""
         source, target = self.seen[relation.source], self.seen[relation.target]
-        bounds = _bounds(relation, self._clock(relation), ask)
+        bounds = _bounds(relation, self.graph.time[relation.source], ask)
         place, entry, label = source.known_edges(relation, *bounds, target)
         self.index[number] = np.stack([label, place])
         row = relation.row.numpy()
@@ -261,6 +248,8 @@ class Drawing:
 
     def result(self) -> Minibatch:
         """Returns the minibatch."""
+        none = torch.empty(0, dtype=torch.float64)
+        weight = [torch.cat([none, *parts]) for parts in self.weight]
         nodes = [_tensor(seen.node[: seen.known]) for seen in self.seen]
         trees = [
             _tensor(seen.tree[: seen.known])
@@ -274,12 +263,8 @@ class Drawing:
             edge=[torch.from_numpy(e.astype(np.int64, copy=False)) for e in self.edge],
             nodes_per_hop=[np.diff(s.ends, prepend=0).tolist() for s in self.seen],
             edges_per_hop=self.drawn,
-            weight=self._weights() if self.request.rounds else None,
+            weight=weight if self.request.rounds else None,
         )
-
-    def _weights(self) -> list[Tensor]:
-        none = torch.empty(0, dtype=torch.float64)
-        return [torch.cat([none, *parts]) for parts in self.weight]
 
 
 CLOSE, MOST_ROUNDS = 1e-4, 100  # the change in distinct sources that ends the rounds
@@ -401,11 +386,7 @@ def _bounds(
 
 
 def _check_room(edges: int, nodes: int, fan_out: int) -> None:
-    """Refuses draws that memory does not hold.
-
-    Raises:
-        ValueError: with what they would take, and what is free.
-    """
+    """Refuses draws that memory does not hold."""
     free, size = memory.available(), edges * EDGE_BYTES
     if free is not None and size > free:
         raise ValueError(
@@ -413,10 +394,6 @@ def _check_room(edges: int, nodes: int, fan_out: int) -> None:
             f"{size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; give a smaller "
             "fan-out, or a smaller batch_size"
         )
-
-
-def _vector(t: Tensor) -> Array:
-    return t.contiguous().numpy()
 
 
 def _tensor(part: Array) -> Tensor:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_distcomm.kernels import sample_ops
-from pyg_distcomm.kernels.core_triton import mix
+from pyg_distcomm.kernels.core_cuda import mix
 
 BLOCK = 128  # one thread a node: what it has written it reads again
 WORDS = 1024

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -68,7 +68,8 @@ def run(work: Callable[..., None], pieces: Iterable[tuple[int, ...]]) -> None:
         _drain(work, pending)
     finally:
         pending.clear()
-        _join(helpers)
+        for helper in [helper for helper in helpers if not helper.cancel()]:
+            helper.result()
 
 
 def split(count: int, parts: int) -> list[tuple[int, int]]:
@@ -91,12 +92,6 @@ def _drain(work: Callable[..., None], pending: list[tuple[int, ...]]) -> None:
         except IndexError:
             return
         work(*piece)
-
-
-def _join(helpers: list[Future[None]]) -> None:
-    started = [helper for helper in helpers if not helper.cancel()]
-    for helper in started:
-        helper.result()
 
 
 def _executor(size: int) -> ThreadPoolExecutor:

@@ -28,7 +28,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.compressed import LayerExchange
-from pyg_distcomm.halo.link import DEGREES, NAMES, Link
+from pyg_distcomm.halo.halo import DEGREES, NAMES, Link
 from pyg_distcomm.nn.index_guard import (
     GhostMeshGuard,
     GuardedEdgeIndex,

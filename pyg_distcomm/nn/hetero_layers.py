@@ -22,7 +22,7 @@ from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.halo.compressed import LayerExchange
-from pyg_distcomm.halo.link import NAMES
+from pyg_distcomm.halo.halo import NAMES
 from pyg_distcomm.nn.halo_conv import HaloExecution
 from pyg_distcomm.nn.layer_context import LayerContext, check_placement, tell_of_rows
 from pyg_distcomm.tensor.dist_tensor import DistTensor

@@ -27,7 +27,7 @@ from typing_extensions import Self
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import LocalGraph
-from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.tensor import dispatch
 from pyg_distcomm.tensor.dist_tensor import DistTensor, tells_errors
 from pyg_distcomm.tensor.op_tables import FACTS, ROWWISE, SIZES, base_name

@@ -35,7 +35,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,10 +44,10 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
-from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.registry import HALVES
-from pyg_distcomm.ops.csr import CSR, Links, LinkWrapper, LocalBlocks
+from pyg_distcomm.ops.csr import CSR, LocalBlocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +115,55 @@ class FiberSplit:
         return balanced_split(width, self.axis.size)[self.axis.rank]
 
 
+class LinkWrapper(Protocol):
+    """Puts links in place of the exact ones, as a call of a layer has them."""
+
+    def wrap(self, link: Link, name: int) -> Link:
+        """Returns what stands for one of the links of a product."""
+        ...
+
+
+class Links(NamedTuple):
+    """The exchanges of a product.
+
+    Args:
+        ghost: brings ghost columns, over the row axis.
+        out: takes sums of out rows to their owners, over the col axis.
+        sums: takes sum rows to who wants them, over the row axis; they land in own
+            rows, and out rows after them.
+        far: brings far columns, own or ghost of their sender, over the col axis.
+    """
+
+    ghost: Link
+    out: Link
+    sums: Link
+    far: Link
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of them are."""
+        return all(link.is_exact for link in self)
+
+    @property
+    def mirrored(self) -> Links:
+        """The exchanges of the transpose."""
+        return Links(self.out, self.ghost, self.far, self.sums)
+
+    def price(self, width: int) -> Price:
+        """Returns the price of one product at `width` features."""
+        there = self.ghost.price(width) + self.far.price(width)
+        back = self.out.price_transpose(width) + self.sums.price_transpose(width)
+        return there + back
+
+    def wrapped(self, wrapper: LinkWrapper) -> Links:
+        """Returns the same exchanges, each as `wrapper` has it."""
+        return Links(*(wrapper.wrap(link, name) for name, link in enumerate(self)))
+
+    def to(self, device: torch.device) -> Links:
+        """Returns the same exchanges on another device."""
+        return Links(*(link.to(device) for link in self))
+
+
 @dataclass(frozen=True, eq=False)
 class GridMatrix:
     """A row-sharded sparse matrix times row-sharded features, on any grid of ranks.
@@ -147,7 +196,7 @@ class GridMatrix:
             _Product.apply(part, self.value, self.index, self)
             for part in (x.split(widths, 1) if len(widths) > 1 else (x,))
         ]
-        return torch.cat(out, 1) if len(out) > 1 else out[0]  # type: ignore[no-any-return]
+        return torch.cat(out, 1) if len(out) > 1 else out[0]
 
     def _widths(self, width: int) -> list[int]:
         """Returns how many features are multiplied in each stage."""
@@ -167,9 +216,8 @@ class GridMatrix:
             world: all ranks of the grid.
             transpose: whether the transpose is made now, in files, too.
         """
-        every = (self.links.ghost, self.links.out, self.links.sums, self.links.far)
-        sizes = [link.num_ghosts for link in every]
-        most = int(collectives.all_reduce(torch.tensor([sum(sizes)]), world, "max"))
+        size = sum(link.num_ghosts for link in self.links)
+        most = int(collectives.all_reduce(torch.tensor([size]), world, "max"))
         fit, p = cap.stage // (8 * max(most, 1)), self.fiber.axis.size
         matrix = replace(self.moved(cap.moved), columns=max(fit // p, 1) * p)
         if transpose:
@@ -217,18 +265,10 @@ class GridMatrix:
 
     def within_room(self, x: Tensor) -> contextlib.AbstractContextManager[None]:
         """Returns a block in which a product of own rows `x` says what it lacks memory for."""
-        axis, every = (
-            self.fiber.axis,
-            (
-                self.links.ghost,
-                self.links.out,
-                self.links.sums,
-                self.links.far,
-            ),
-        )
+        axis = self.fiber.axis
 
         def size() -> int:
-            halo = sum(link.num_ghosts for link in every)
+            halo = sum(link.num_ghosts for link in self.links)
             width = self.fiber.width(x.size(1)) * x.element_size()
             return (2 * sum(self.fiber.rows) + halo) * width
 

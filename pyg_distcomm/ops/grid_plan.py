@@ -23,11 +23,10 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.halo.halo import Halo, plan_link
-from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.halo import Halo, Link, plan_link
 from pyg_distcomm.kernels.core_ops import offset_dtype
-from pyg_distcomm.ops.csr import CSR, Links, LocalBlocks, Pattern
-from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix
+from pyg_distcomm.ops.csr import CSR, LocalBlocks, Pattern
+from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix, Links
 from pyg_distcomm.partition.partition import Partition
 
 
@@ -78,10 +77,8 @@ class EdgeRoute:
             then=None if self.then is None else self.then.to(device),
         )
 
-    def followed_by(self, then: EdgeRoute | None) -> EdgeRoute:
+    def followed_by(self, then: EdgeRoute) -> EdgeRoute:
         """Returns the route that goes on with another."""
-        if then is None:
-            return self
         after = then if self.then is None else self.then.followed_by(then)
         return replace(self, then=after)
 
@@ -404,7 +401,7 @@ def build_plan(
         halo: what travels; see `check_halo`.
     """
     route = _plan_route(source_gid, partition, mesh)
-    edges = Edges(*(_carried(ids, route) for ids in (source_gid, target_gid)))
+    edges = Edges(*(route.carry(ids) for ids in (source_gid, target_gid)))
     own_gid, rows = _fiber_rows(partition, mesh)
     block = BlockPlan(partition, mesh, own_gid, check_halo(halo))
     tile, index, links, hops = block.plan(edges)
@@ -412,10 +409,6 @@ def build_plan(
     for hop in hops:
         route = route.followed_by(hop)
     return GridPlan(matrix, route, index)
-
-
-def _carried(gid: Tensor, route: EdgeRoute) -> Tensor:
-    return gid if route.local else route.carry(gid)
 
 
 def _plan_route(source_gid: Tensor, partition: Partition, mesh: Mesh) -> EdgeRoute:

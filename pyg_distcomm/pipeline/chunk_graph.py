@@ -20,7 +20,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.graph.topology import LocalGraph, OperatorKind, Topology
-from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.message_forms import check_aggregations, compares, layers_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator

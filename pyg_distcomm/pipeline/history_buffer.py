@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.kernels import codec_ops
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
 

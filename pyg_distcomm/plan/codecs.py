@@ -21,8 +21,7 @@ from pyg_distcomm.halo.codecs import codec_of, known_codecs
 from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
 from pyg_distcomm.halo.codecs.sparse import Bitmap
 from pyg_distcomm.halo.compressed import gradient_codec
-from pyg_distcomm.halo.halo import MAX_CHUNKS
-from pyg_distcomm.halo.link import DEGREES, NAMES
+from pyg_distcomm.halo.halo import DEGREES, MAX_CHUNKS, NAMES
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.partition.part_share import EdgeType
 from pyg_distcomm.plan.traffic import Array, Side

@@ -24,7 +24,7 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.partitioning import partition as cut_data
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
 from pyg_distcomm.graph.topology import LocalGraph
-from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.partition.hetero import check_hetero, cut_hetero, types_of

@@ -24,7 +24,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.partitioning import partition
 from pyg_distcomm.graph.product_cache import ProductCache
 from pyg_distcomm.graph.topology import LocalGraph
-from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.nn.adapted_layers import DistBatchNorm
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.ops.csr import CSR, Pattern
-from pyg_distcomm.ops.spgemm import spgemm
+from pyg_distcomm.ops.csr import CSR, Pattern, spgemm
 
 __all__ = [
     "BulkMatrix",
@@ -305,7 +304,7 @@ class Sample:
 def product(q: BulkMatrix, a: BulkMatrix, backend: str = "own") -> BulkMatrix:
     """Multiplies stacked rows Q [m, l] by a matrix A [l, n], `P = Q A`.
 
-    Back ends, errors and price: see `ops.spgemm`.
+    Back ends, errors and price: see `ops.csr.spgemm`.
     """
     c = spgemm(q.csr(), a.csr(), backend)
     return BulkMatrix(c.pattern.rowptr, c.pattern.col, c.value, a.num_cols, q.batch_ptr)

@@ -23,8 +23,7 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.halo.halo import Halo
-from pyg_distcomm.halo.link import exchange, exchange_transpose
+from pyg_distcomm.halo.halo import Halo, exchange, exchange_transpose
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.tensor.row_sharded import (

@@ -14,14 +14,14 @@ from pyg_distcomm.halo.codec import RngKey as RngKey
 from pyg_distcomm.halo.codec import fresh_state as fresh_state
 from pyg_distcomm.halo.codecs.composed import Chain as Chain
 from pyg_distcomm.halo.codecs.composed import Residual as Residual
-from pyg_distcomm.halo.codecs.graded import DegreeBits as DegreeBits
-from pyg_distcomm.halo.codecs.graded import RangeBits as RangeBits
-from pyg_distcomm.halo.codecs.mask import ColumnMask as ColumnMask
-from pyg_distcomm.halo.codecs.mask import RowSample as RowSample
 from pyg_distcomm.halo.codecs.quantise import Cast as Cast
+from pyg_distcomm.halo.codecs.quantise import DegreeBits as DegreeBits
 from pyg_distcomm.halo.codecs.quantise import Plain as Plain
 from pyg_distcomm.halo.codecs.quantise import Quantise as Quantise
+from pyg_distcomm.halo.codecs.quantise import RangeBits as RangeBits
 from pyg_distcomm.halo.codecs.sparse import Bitmap as Bitmap
+from pyg_distcomm.halo.codecs.sparse import ColumnMask as ColumnMask
+from pyg_distcomm.halo.codecs.sparse import RowSample as RowSample
 from pyg_distcomm.halo.codecs.sparse import TopK as TopK
 
 __all__ = [

@@ -15,9 +15,8 @@ from pyg_distcomm.halo.codec import (
     RngKey,
     nested,
 )
-from pyg_distcomm.halo.codecs.mask import ColumnMask, RowSample
 from pyg_distcomm.halo.codecs.quantise import Cast, Quantise, rows_at
-from pyg_distcomm.halo.codecs.sparse import TopK
+from pyg_distcomm.halo.codecs.sparse import ColumnMask, RowSample, TopK
 from pyg_distcomm.kernels import codec_ops
 
 ONE_BIT_GAIN = 0.125
