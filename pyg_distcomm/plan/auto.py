@@ -22,7 +22,6 @@ from pyg_distcomm.comm.axis import let_go
 from pyg_distcomm.comm.mesh import Grid, Mesh
 from pyg_distcomm.graph.partitioning import partition
 from pyg_distcomm.nn.product_layers import DistGCNConv, DistSAGEConv
-from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.partition.cutters import (
     check_edge_index,
     check_method,
@@ -31,19 +30,18 @@ from pyg_distcomm.partition.cutters import (
 )
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.pipeline.schedule import BUBBLE
-from pyg_distcomm.plan.arguments import check_options
-from pyg_distcomm.plan.calibrate import calibrate, once
+from pyg_distcomm.plan.calibrate import TrainingRun, calibrate, once
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.planner import (
+from pyg_distcomm.plan.planner import check_options, edges_of, plan
+from pyg_distcomm.plan.plans import Plan, Plans
+from pyg_distcomm.plan.training import (
+    INPUTS,
+    Training,
     dtype_of,
-    edges_of,
-    plan,
     training_asked,
 )
-from pyg_distcomm.plan.plans import Plan, Plans
-from pyg_distcomm.plan.training import INPUTS, Training
 from pyg_distcomm.process import PROCESS
 
 MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # of a rank, of the matrix that is timed
@@ -354,7 +352,7 @@ def shortlist(
 
 
 def _plain(training: Training) -> bool:
-    """Returns whether a `_Model` multiplies what `training` does."""
+    """Returns whether layers of `LAYERS` multiply what `training` does."""
     layers = training.layers
     pairs = itertools.pairwise(layers)
     follow = all(one.width_out == other.width_in for one, other in pairs)
@@ -394,7 +392,7 @@ def fastest(
     x = torch.ones(1, layers[0].width_in, dtype=dtype).expand(owners.num_nodes, -1)
     y = torch.arange(owners.num_nodes) % layers[-1].width_out
     data = Data(x=x, y=y, edge_index=edge_index)
-    runs = [_Run(data, owners, plan, training, how) for plan in plans]
+    runs = [_begun(data, owners, plan, training, how) for plan in plans]
     took: list[list[float]] = [[] for _ in plans]
     off = None if runs[0].mesh.rank == 0 else True
     for _ in tqdm(range(WARM + EPOCHS), "timing plans", disable=off, leave=False):
@@ -403,65 +401,27 @@ def fastest(
     medians = [statistics.median(seconds[WARM:]) for seconds in took]
     slowest = torch.tensor(medians, dtype=torch.float64)
     slowest = collectives.all_reduce(slowest, runs[0].mesh.world, "max")
-    for run in runs:
-        run.end()
+    meshes = [run.mesh for run in runs]
+    del run, runs  # which use the groups
+    for mesh in meshes:
+        collectives.barrier(mesh.world)
+        axes = (getattr(mesh, name) for name in grids.AXES)
+        let_go((mesh.world, mesh.data, *axes))
     return plans[int(slowest.argmin())]
 
 
-class _Run:
-    """Trains a model as one plan has it."""
-
-    def __init__(
-        self,
-        data: Data,
-        owners: Partition,
-        plan: Plan,
-        training: Training,
-        how: dict[str, Any],
-    ) -> None:
-        self.mesh: Mesh = grids.init(grid=plan.grid, **how)
-        self.mesh.plan, self.mesh.owners = plan, owners
-        self._share = partition(data, self.mesh).to(self.mesh.device)
-        self._share.x.requires_grad_(training.wants_gradient(0))
-        self._changing = training.inputs == "changing"
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # the script's own draws stay as they are
-            model = _Model(training).to(self.mesh.device, data.x.dtype)  # type: ignore[union-attr]
-        self._model = replicate(model, self.mesh)
-        self._optimizer = torch.optim.Adam(self._model.parameters())
-
-    def epoch(self) -> None:
-        """Trains once on all nodes."""
-        self._optimizer.zero_grad()
-        x = self._share.x.clone() if self._changing else self._share.x
-        out = self._model(x, self._share.edge_index)
-        torch.nn.functional.cross_entropy(out, self._share.y).backward()
-        self._optimizer.step()
-
-    def end(self) -> None:
-        """Closes the process groups."""
-        collectives.barrier(self.mesh.world)
-        del self._model, self._optimizer, self._share
-        axes = (
-            self.mesh.world,
-            self.mesh.data,
-            *(getattr(self.mesh, a) for a in grids.AXES),
-        )
-        let_go(axes)
-
-
-class _Model(torch.nn.Module):
-    """Stacks the layers of a training."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__()
-        self.convs = torch.nn.ModuleList(
-            LAYERS[one.kind](int(one.width_in), int(one.width_out))
-            for one in training.layers
-        )
-
-    def forward(self, x: Any, edge_index: Any) -> Any:
-        for conv in self.convs[:-1]:
-            x = conv(x, edge_index).relu()
-        return self.convs[-1](x, edge_index)
+def _begun(
+    data: Data, owners: Partition, plan: Plan, training: Training, how: dict[str, Any]
+) -> TrainingRun:
+    """Returns what trains a model as one plan has it, on a mesh of its own."""
+    mesh = grids.init(grid=plan.grid, **how)
+    mesh.plan, mesh.owners = plan, owners
+    share = partition(data, mesh).to(mesh.device)
+    share.x.requires_grad_(training.wants_gradient(0))
+    layers = (
+        LAYERS[one.kind](int(one.width_in), int(one.width_out))
+        for one in training.layers
+    )
+    # the script's own draws stay as they are
+    with torch.random.fork_rng(devices=[]):
+        return TrainingRun(share, layers, mesh, training.inputs == "changing")
