@@ -14,13 +14,14 @@ from pyg_distcomm.loader.base import BulkLoading, chosen_sampler
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import (
     LoaderOptions,
+    alike,
     checked_links,
     checked_seeds,
     digest,
+    ranks_of,
     unused_arguments,
 )
-from pyg_distcomm.loader.partitioned_options import PartitionedOptions
-from pyg_distcomm.loader.partitioned_source import alike, ranks_of
+from pyg_distcomm.loader.partitioned_source import PartitionedOptions
 from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.sampling.neighbor_sampler import draws_of
 
