@@ -290,7 +290,9 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             loader_options = LoaderOptions(*loading)
             self.placement = Placement.of(device, graph_on, rows_on, cache)
             kwargs = unused_arguments(kwargs)
-            neg_sampling = _negatives(neg_sampling, neg_sampling_ratio)
+            if neg_sampling_ratio:  # PyG's old name of it
+                neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
+            neg_sampling = NegativeSampling.cast(neg_sampling)
             partitioned = PartitionedOptions(*placing)
             is_spread = partitioned.wanted(data, self.placement)
             if is_spread:
@@ -340,11 +342,6 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
     def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
         found: list[Any] = self.link_sampler.sample_bulk(inputs, self.neg_sampling)
         return found
-
-
-def _negatives(given: Any, ratio: float | None) -> NegativeSampling | None:
-    """Returns how negatives are sampled; `ratio` is PyG's old name of it."""
-    return NegativeSampling.cast(NegativeSampling("binary", ratio) if ratio else given)
 
 
 def _named(negatives: NegativeSampling | None) -> str | None:

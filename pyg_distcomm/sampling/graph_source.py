@@ -482,41 +482,27 @@ def _from_edges(
     source_size, target_size = sizes[::-1] if backward else sizes
     check_ids(source, source_size, "source")
     check_ids(target, target_size, "target")
+    colptr = _offsets(target, target_size)
     if is_sorted:
         if target.numel() and bool((target[1:] < target[:-1]).any()):
             raise ValueError(
                 "is_sorted=True, but the edges are not sorted by their "
                 f"{'source' if backward else 'target'}; sort them, or leave is_sorted out"
             )
-        colptr = _offsets(target, target_size)
         relation = Relation(0, 0, colptr, _own_copy(source), 1)
     else:
         when = edge_time if node_time is None else node_time[edges[0].long()]
         order = None if when is None else torch.argsort(when, stable=True)
-        relation = _sorted_pairs(source, target, sizes, target_size, order)
+        narrow = max(*sizes, target.numel()) < 2**31
+        kind = torch.int32 if narrow else torch.int64
+        pair = torch.empty(2 * target.numel(), dtype=kind)
+        kernels.place_pairs(target, source, order, colptr, pair)
+        relation = Relation(0, 0, colptr, pair, 2)
     if kept:
-        built = [
-            item
-            for item in PROCESS.topologies.get(edge_index, ())
-            if item[0][0] == memo[0]
-        ]
-        PROCESS.topologies[edge_index] = [*built, (memo, relation)]
+        known = PROCESS.topologies.get(edge_index, ())
+        known = [one for one in known if one[0][0] == memo[0]]  # of this version
+        PROCESS.topologies[edge_index] = [*known, (memo, relation)]
     return relation
-
-
-def _sorted_pairs(
-    source: Tensor,
-    target: Tensor,
-    sizes: tuple[int, int],
-    target_size: int,
-    order: Tensor | None,
-) -> Relation:
-    """Sorts edges by target, and within one target as they come in ``order``."""
-    narrow = max(*sizes, target.numel()) < 2**31
-    pair = torch.empty(2 * target.numel(), dtype=torch.int32 if narrow else torch.int64)
-    colptr = _offsets(target, target_size)
-    kernels.place_pairs(target, source, order, colptr, pair)
-    return Relation(0, 0, colptr, pair, 2)
 
 
 def _joined(

@@ -462,7 +462,7 @@ class RemoteRows:
         answers = self._column(r, nodes)
         arrived = self._arrived(r, answers)
         start, entry, _ = self._sampler.draw_rows(
-            arrived, None, everything(nodes, answers.slot), _as_array
+            arrived, None, everything(nodes, answers.slot), _fresh
         )
         picked = torch.from_numpy(entry)
         weight = None if arrived.weight is None else arrived.weight[picked]
@@ -492,7 +492,3 @@ class RemoteRows:
 
     def _columns(self, r: int) -> list[torch.dtype]:
         return [column.dtype for column in columns_of(self.relations[r])]
-
-
-def _as_array(total: int) -> Any:
-    return torch.empty(total, dtype=torch.int64).numpy(), 0
