@@ -257,7 +257,7 @@ def _note(batch: Any, sizes: dict[Any, int], seeds: dict[Any, int]) -> None:
     if edges is None:
         return
     carry(edges, sizes, seeds)
-    every = _edges(batch)
+    every = list(edges.values()) if isinstance(edges, dict) else [edges]
     if every and every[0].is_cpu:
         follow(batch, _carrying, sizes, seeds)
     elif every:
@@ -271,13 +271,6 @@ def _carrying(batch: Any) -> Any:
         return edges if all(isinstance(e, Tensor) for e in edges.values()) else None
     edges = batch.get("edge_index") if isinstance(batch, Data) else None
     return edges if isinstance(edges, Tensor) else None
-
-
-def _edges(batch: Any) -> list[Tensor]:
-    edges = _carrying(batch)
-    if isinstance(edges, dict):
-        return list(edges.values())
-    return [] if edges is None else [edges]
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,7 +290,9 @@ class Sent:
     @staticmethod
     def of(batch: Any) -> Sent:
         """Returns a minibatch with what its edges carry in this process."""
-        found = [known(edges) for edges in _edges(batch)]
+        edges = _carrying(batch)
+        every = edges.values() if isinstance(edges, dict) else [edges]
+        found = [None if e is None else known(e) for e in every]
         kept = [None if k is None else k.batch for k in found]
         if not kept or kept[0] is None or any(k is not kept[0] for k in kept):
             return Sent(batch, None, {})

@@ -165,7 +165,6 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "directed": directed,
             "draws": draws_of(draws, kwargs.pop("rule", None)),
         }
-        whole = data
         loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
         with alike(ranks_of(data)):
@@ -188,13 +187,12 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             )
             input_time = self.spread.plain(input_time, "input_time")
             input_nodes = self.spread.seeds(input_nodes, input_time, neighbor_sampler)
-            whole = self.spread.hollow
         else:
             input_nodes = checked_seeds(data, input_nodes)
             chosen = data, num_neighbors, seed, kwargs, backend, self.placement
             neighbor_sampler = chosen_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
-            whole,
+            data if self.spread is None else self.spread.hollow,
             num_neighbors,
             input_nodes=input_nodes,
             input_time=input_time,
@@ -283,7 +281,6 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             "directed": directed,
             "draws": draws_of(draws, kwargs.pop("rule", None)),
         }
-        whole = data
         loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
         with alike(ranks_of(data)):
@@ -311,13 +308,12 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             edge_label_time = self.spread.plain(edge_label_time, "edge_label_time")
             links = self.spread.links(edge_label_index, neg_sampling, neighbor_sampler)
             edge_label_index, neg_sampling = links
-            whole = self.spread.hollow
         else:
             edge_label_index = checked_links(data, edge_label_index)
             chosen = data, num_neighbors, seed, kwargs, backend, self.placement
             neighbor_sampler = chosen_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
-            whole,
+            data if self.spread is None else self.spread.hollow,
             num_neighbors,
             edge_label_index=edge_label_index,
             edge_label=edge_label,

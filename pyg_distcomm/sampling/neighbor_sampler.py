@@ -419,43 +419,42 @@ class KeyedNeighborSampler(NeighborSampler):
         return every.long().contiguous()
 
     def _output(self, found: Minibatch, hetero: bool) -> Output:
-        if self._topology.dtype != torch.int64:
-            found.node = [t.to(self._topology.dtype) for t in found.node]
-            found.edge_index = [t.to(self._topology.dtype) for t in found.edge_index]
-        out = self._joined(found, hetero)
-        if found.weight is not None:
-            kind = torch.get_default_dtype()
-            weight = [w.to(kind) for w in found.weight]
-            named = _named(self._topology.edge_types, weight) if hetero else weight[0]
-            out.edge_weight = named  # type: ignore[union-attr]
-        return out
-
-    def _joined(self, found: Minibatch, hetero: bool) -> Output:
+        dtype, nodes = self._topology.dtype, self.node_types
+        edges, trees = self._topology.edge_types, found.tree
+        if dtype != torch.int64:
+            found.node = [t.to(dtype) for t in found.node]
+            found.edge_index = [t.to(dtype) for t in found.edge_index]
         row, col = [e[0] for e in found.edge_index], [e[1] for e in found.edge_index]
         if self.sample_direction == "backward":
             row, col = col, row
         counted = self.subgraph_type != SubgraphType.induced
+        out: Any
         if not hetero:
-            return SamplerOutput(
+            out = SamplerOutput(
                 node=found.node[0],
                 row=row[0],
                 col=col[0],
                 edge=found.edge[0],
-                batch=None if found.tree is None else found.tree[0],
+                batch=None if trees is None else trees[0],
                 num_sampled_nodes=found.nodes_per_hop[0] if counted else None,
                 num_sampled_edges=found.edges_per_hop[0] if counted else None,
             )
-        nodes, edges = self.node_types, self._topology.edge_types
-        trees = found.tree
-        return HeteroSamplerOutput(
-            node=_named(nodes, found.node),
-            row=_named(edges, row),
-            col=_named(edges, col),
-            edge=_named(edges, found.edge),
-            batch=None if trees is None else _named(nodes, trees),
-            num_sampled_nodes=_named(nodes, found.nodes_per_hop) if counted else None,
-            num_sampled_edges=_named(edges, found.edges_per_hop) if counted else None,
-        )
+        else:
+            steps = found.nodes_per_hop, found.edges_per_hop
+            out = HeteroSamplerOutput(
+                node=_named(nodes, found.node),
+                row=_named(edges, row),
+                col=_named(edges, col),
+                edge=_named(edges, found.edge),
+                batch=None if trees is None else _named(nodes, trees),
+                num_sampled_nodes=_named(nodes, steps[0]) if counted else None,
+                num_sampled_edges=_named(edges, steps[1]) if counted else None,
+            )
+        if found.weight is not None:
+            kind = torch.get_default_dtype()
+            weight = [w.to(kind) for w in found.weight]
+            out.edge_weight = _named(edges, weight) if hetero else weight[0]
+        return out
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies the graph for a process that cannot share pages with this one.
