@@ -18,6 +18,7 @@ if not torch.cuda.is_available():  # Triton's kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import places  # noqa: E402 - Triton reads the environment when it is imported
+import templates  # noqa: E402, F401 - keeps what PyG compiles for each class of layers
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

@@ -1240,14 +1240,23 @@ MUTATIONS = (
 )
 
 
-def find(mutation: Mutation, root: Path = ROOT) -> Path:
+def texts(root: Path = ROOT) -> dict[Path, str]:
+    """Returns the text of each file of the package below a root."""
+    return {p: p.read_text() for p in sorted((root / PACKAGE).rglob("*.py"))}
+
+
+def find(
+    mutation: Mutation, root: Path = ROOT, known: dict[Path, str] | None = None
+) -> Path:
     """Returns the only file below a root whose text a fault changes.
+
+    ``known`` are the `texts` below that root, read anew by default.
 
     Raises:
         LookupError: if there is no such text, or more than one.
     """
-    paths = sorted((root / PACKAGE).rglob("*.py"))
-    counts = {path: path.read_text().count(mutation.old) for path in paths}
+    known = known or texts(root)
+    counts = {path: text.count(mutation.old) for path, text in known.items()}
     places = [str(p.relative_to(root)) for p, count in counts.items() if count]
     if sum(counts.values()) != 1:
         raise LookupError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import templates  # noqa: F401 - keeps what PyG compiles for each class of layers
 import torch
 from torch_geometric.nn import GCNConv, SAGEConv
 
