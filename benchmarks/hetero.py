@@ -33,7 +33,7 @@ from torch_geometric.datasets import DBLP
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.partition.hetero import cut_hetero
+from pyg_distcomm.partition.part_share import cut_hetero
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 WIDTH, HIDDEN, HEADS, CLASSES = 128, 64, 4, 8

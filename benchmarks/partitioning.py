@@ -30,8 +30,8 @@ from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.external import partition_files
+from pyg_distcomm.partition.partition import report
 from pyg_distcomm.partition.refine import refine_partition
-from pyg_distcomm.partition.report import report
 
 METHODS = ("metis", "ldg", "stream", "random")
 GRIDS = {4: [(2, 2, 1), (1, 4, 1)], 8: [(4, 2, 1), (2, 2, 2), (2, 4, 1)]}

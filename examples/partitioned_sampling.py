@@ -22,7 +22,7 @@ from pyg_distcomm.datasets.node_tasks import (
     num_outputs,
 )
 from pyg_distcomm.loader import DistFeatureStore, DistNeighborLoader
-from pyg_distcomm.loader.epoch import plot_phases
+from pyg_distcomm.loader.prefetch import plot_phases
 
 
 def train(model, loader, optimizer, device):

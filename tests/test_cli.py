@@ -21,7 +21,7 @@ from pyg_distcomm.partition import layout
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import read_part
 from pyg_distcomm.partition.layout import folder_meta
-from pyg_distcomm.partition.report import report
+from pyg_distcomm.partition.partition import report
 
 REAL = Path(__file__).parents[2] / "shared" / "data"
 

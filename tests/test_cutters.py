@@ -16,8 +16,7 @@ from pyg_distcomm.partition.cutters import (
     cut,
     ldg,
 )
-from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.partition.report import report
+from pyg_distcomm.partition.partition import Partition, report
 from pyg_distcomm.process import PROCESS
 
 REAL = Path(__file__).parents[2] / "shared" / "data"

@@ -22,8 +22,7 @@ from pyg_distcomm.partition import cutters_jit, edge_files, external, stream_cut
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import read_part, verify_folder, write_folder
-from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.partition.report import report
+from pyg_distcomm.partition.partition import Partition, report
 
 N, M = 50, 300
 

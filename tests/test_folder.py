@@ -32,8 +32,8 @@ from pyg_distcomm.partition.folder import (
     verify_folder,
     write_folder,
 )
-from pyg_distcomm.partition.hetero import part_of_hetero, types_of
 from pyg_distcomm.partition.layout import META, folder_meta, is_folder, write_meta
+from pyg_distcomm.partition.part_share import part_of_hetero, types_of
 from pyg_distcomm.partition.pyg_folder import (
     is_pyg_folder,
     read_pyg_folder,

@@ -22,8 +22,8 @@ from pyg_distcomm.cli.command import main
 from pyg_distcomm.halo.schedule import Fixed
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import read_part, verify_folder, write_folder
-from pyg_distcomm.partition.hetero import cut_hetero
 from pyg_distcomm.partition.layout import folder_meta, write_meta
+from pyg_distcomm.partition.part_share import cut_hetero
 from pyg_distcomm.partition.partition import Partition, PartitionReport
 
 pytestmark = pytest.mark.usefixtures("place")

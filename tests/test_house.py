@@ -40,7 +40,7 @@ FLOORS = (
     "api",
     "__init__",
 )
-TALKS = {"checkpoint.training", "nn.replicate", "cli.doctor", "loader.registry"}
+TALKS = {"checkpoint.training", "nn.replicate", "cli.doctor", "loader.epoch"}
 KNOWS_PYG = {
     "loader",
     "nn",
@@ -52,7 +52,7 @@ KNOWS_PYG = {
     "datasets.node_tasks",
     "datasets.ogb",
     "partition.folder",
-    "partition.hetero",
+    "partition.part_share",
     "partition.pyg_folder",
 }
 PYG_ROOMS = ("graph.", "nn.", "sampling.", "loader.", "pipeline.", "plan.")

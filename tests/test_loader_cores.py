@@ -12,8 +12,7 @@ import torch
 
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.loader import DistNeighborLoader
-from pyg_distcomm.loader.epoch import Phases
-from pyg_distcomm.loader.prefetch import BulkBuilder
+from pyg_distcomm.loader.prefetch import BulkBuilder, Phases
 
 
 @pytest.fixture

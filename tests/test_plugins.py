@@ -133,7 +133,7 @@ def test_a_registered_rule_samples_as_the_function_does(installed):
 @pytest.mark.parametrize("name", ["kahip", "mtkahypar"])
 def test_libraries_cut_evenly_and_better_than_chance(name, monkeypatch):
     pytest.importorskip(name)
-    from pyg_distcomm.partition.report import report
+    from pyg_distcomm.partition.partition import report
 
     data = generated(400)
     found = cut(data.edge_index, 400, 3, name, seed=1)

@@ -11,9 +11,14 @@ from test_cutters import GRAPHS, NONE, cliques, random_graph, rng, star
 
 from pyg_distcomm.partition import cutters_jit, refine_jit
 from pyg_distcomm.partition.cutters import LIBRARIES, METHODS, cut
-from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.partition import (
+    Partition,
+    capacities,
+    node_weights,
+    part_loads,
+    report,
+)
 from pyg_distcomm.partition.refine import refine_partition
-from pyg_distcomm.partition.report import capacities, node_weights, part_loads, report
 
 DATA = real.SHARED.exists()
 

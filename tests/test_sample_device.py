@@ -35,7 +35,7 @@ from pyg_distcomm.loader import (
     ShaDowKHopSampler,
     placement,
 )
-from pyg_distcomm.loader.partitioned_options import PartitionedOptions
+from pyg_distcomm.loader.partitioned_source import PartitionedOptions
 from pyg_distcomm.loader.placement import HOST
 from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
 from pyg_distcomm.tensor.gather_by_id import route_of

@@ -10,20 +10,42 @@ import worlds
 from test_partitioned_sampling import GRIDS, inputs, owners
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.sampling import KeyedLayerSampler, KeyedNeighborSampler, Ladies
 from pyg_distcomm.sampling.graph_block import read_block
 from pyg_distcomm.sampling.partitioned import (
     PartitionedLayerGraph,
     PartitionedNeighborSampler,
-    edges_price,
-    layer_counts_price,
-    sums_price,
 )
-from pyg_distcomm.sampling.row_service import counts_price, request_price
 
 HOPS = [4, 3, 5]
 MORE = [*GRIDS, (6, 2), (6, 3), (8, 4)]
 FEW = [(2, 1), (3, 1), (3, 3), (4, 2)]
+
+
+def request_price(asked, asked_by_others, drawn, id_words=1):
+    """The words of a request, as `RowRequest` says."""
+    return Price(words=id_words * asked_by_others + asked + 2 * drawn)
+
+
+def counts_price(segments, ranks):
+    """Its counts."""
+    return Price(words=(segments + 2) * (ranks - 1))
+
+
+def sums_price(asked_by_others, batches, columns):
+    """The words of a layer's sums, as `PartitionedLayerGraph` says, for words of 4 bytes."""
+    return Price(words=asked_by_others + batches + 3 * columns)
+
+
+def edges_price(cols_of_others, asked, edges):
+    """Those of its edges, without weights."""
+    return Price(words=cols_of_others + asked + 2 * edges + 2 * asked)
+
+
+def layer_counts_price(batches, ranks):
+    """Its counts."""
+    return Price(words=(2 * batches + 3) * (ranks - 1))
 
 
 class Ranks:

@@ -16,7 +16,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder
-from pyg_distcomm.partition.report import report
+from pyg_distcomm.partition.partition import report
 
 pytestmark = pytest.mark.usefixtures("place")
 

@@ -14,13 +14,21 @@ from typing import Any
 from torch_geometric.data import HeteroData
 
 from pyg_distcomm.datasets import is_known, load_dataset
-from pyg_distcomm.partition.any_folder import AnyFolder, open_foreign
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.external import partition_files
-from pyg_distcomm.partition.folder import verify_folder, write_folder
-from pyg_distcomm.partition.hetero import check_hetero, cut_hetero
+from pyg_distcomm.partition.folder import (
+    AnyFolder,
+    open_foreign,
+    verify_folder,
+    write_folder,
+)
 from pyg_distcomm.partition.layout import Meta, folder_meta
-from pyg_distcomm.partition.part_share import GraphTypes, types_from_meta
+from pyg_distcomm.partition.part_share import (
+    GraphTypes,
+    check_hetero,
+    cut_hetero,
+    types_from_meta,
+)
 from pyg_distcomm.partition.partition import Partition, PartitionReport, imbalance
 from pyg_distcomm.partition.sources import is_source
 

@@ -12,7 +12,7 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.datasets import is_known, load_dataset
-from pyg_distcomm.partition.any_folder import open_folder, open_foreign
+from pyg_distcomm.partition.folder import open_folder, open_foreign
 from pyg_distcomm.partition.part_share import PartShare, key_parts
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.degree_distribution import RandomGraph

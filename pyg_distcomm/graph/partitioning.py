@@ -26,12 +26,11 @@ from pyg_distcomm.graph.subgraphs import agree
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
-from pyg_distcomm.partition import hetero
-from pyg_distcomm.partition.any_folder import AnyFolder, open_folder
+from pyg_distcomm.partition import part_share
 from pyg_distcomm.partition.cutters import check_edge_index, cut
-from pyg_distcomm.partition.folder import attribute_kinds, part_of
+from pyg_distcomm.partition.folder import AnyFolder, attribute_kinds, open_folder
 from pyg_distcomm.partition.layout import Verify
-from pyg_distcomm.partition.part_share import PartShare, merged
+from pyg_distcomm.partition.part_share import PartShare, merged, part_of
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -200,7 +199,7 @@ def _partition_hetero(
     try:
         links = partitioning_kinds.links_of(link, data.edge_types)
         partitioning_kinds.refuse_share(data)
-        hetero.check_hetero(data)
+        part_share.check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
     agree(problem, mesh)
@@ -211,14 +210,14 @@ def _partition_hetero(
     try:
         if mesh.rank == 0:
             how = _cutter(method, data, mesh.size, refine)
-            owners = hetero.cut_hetero(data, mesh.size, how, seed, refine)
+            owners = part_share.cut_hetero(data, mesh.size, how, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
     agree(problem, mesh)
     owners = _broadcast(owners, mesh)
     with partitioning_kinds.room_for(data, mesh):
-        types = hetero.types_of(data, owners)
-        share = hetero.part_of_hetero(data, owners, types, mesh.rank)
+        types = part_share.types_of(data, owners)
+        share = part_share.part_of_hetero(data, owners, types, mesh.rank)
         for store in data.edge_stores[:1]:
             share = _placed(share, store.edge_index)
     return partitioning_kinds.assemble_hetero(share, mesh, oblivious, links, memory)

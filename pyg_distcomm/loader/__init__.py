@@ -11,49 +11,29 @@ from typing import Any
 
 import torch_geometric.loader as _pyg
 
-from pyg_distcomm.loader.clusters import ClusterData as ClusterData
 from pyg_distcomm.loader.data_loader import DataLoader as DataLoader
-from pyg_distcomm.loader.data_loader import (
-    TemporalDataLoader as TemporalDataLoader,
-)
-from pyg_distcomm.loader.epoch import Phases as Phases
-from pyg_distcomm.loader.epoch import plot_phases as plot_phases
-from pyg_distcomm.loader.feature_store import (
-    DistFeatureStore as DistFeatureStore,
-)
-from pyg_distcomm.loader.hgt import HGTLoader as HGTLoader
-from pyg_distcomm.loader.imbalanced import (
-    ImbalancedSampler as ImbalancedSampler,
-)
-from pyg_distcomm.loader.layer_loader import (
-    DistLayerLoader as DistLayerLoader,
-)
+from pyg_distcomm.loader.data_loader import TemporalDataLoader as TemporalDataLoader
+from pyg_distcomm.loader.epoch import ImbalancedSampler as ImbalancedSampler
+from pyg_distcomm.loader.feature_store import DistFeatureStore as DistFeatureStore
+from pyg_distcomm.loader.layer_loader import DistLayerLoader as DistLayerLoader
+from pyg_distcomm.loader.layer_loader import HGTLoader as HGTLoader
 from pyg_distcomm.loader.neighbor_loader import (
     DistLinkNeighborLoader as DistLinkNeighborLoader,
 )
-from pyg_distcomm.loader.neighbor_loader import (
-    DistNeighborLoader as DistNeighborLoader,
-)
-from pyg_distcomm.loader.saint import (
-    GraphSAINTEdgeSampler as GraphSAINTEdgeSampler,
-)
-from pyg_distcomm.loader.saint import (
-    GraphSAINTNodeSampler as GraphSAINTNodeSampler,
-)
+from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader as DistNeighborLoader
+from pyg_distcomm.loader.prefetch import Phases as Phases
+from pyg_distcomm.loader.prefetch import plot_phases as plot_phases
+from pyg_distcomm.loader.saint import GraphSAINTEdgeSampler as GraphSAINTEdgeSampler
+from pyg_distcomm.loader.saint import GraphSAINTNodeSampler as GraphSAINTNodeSampler
 from pyg_distcomm.loader.saint import (
     GraphSAINTRandomWalkSampler as GraphSAINTRandomWalkSampler,
 )
-from pyg_distcomm.loader.saint import (
-    GraphSAINTSampler as GraphSAINTSampler,
-)
+from pyg_distcomm.loader.saint import GraphSAINTSampler as GraphSAINTSampler
 from pyg_distcomm.loader.shared import shared as shared
+from pyg_distcomm.loader.subgraphs import ClusterData as ClusterData
 from pyg_distcomm.loader.subgraphs import ClusterLoader as ClusterLoader
-from pyg_distcomm.loader.subgraphs import (
-    RandomNodeLoader as RandomNodeLoader,
-)
-from pyg_distcomm.loader.subgraphs import (
-    ShaDowKHopSampler as ShaDowKHopSampler,
-)
+from pyg_distcomm.loader.subgraphs import RandomNodeLoader as RandomNodeLoader
+from pyg_distcomm.loader.subgraphs import ShaDowKHopSampler as ShaDowKHopSampler
 from pyg_distcomm.pyg_mirror import mirror as _mirror
 
 LinkNeighborLoader = DistLinkNeighborLoader

@@ -19,23 +19,26 @@ from pyg_distcomm.loader.epoch import (
     BatchSharding,
     Epochs,
     IndexSampler,
+    Notes,
     Numbered,
-    Phases,
+    Place,
     Positions,
     Progress,
-    Tracked,
+    World,
+    check_drawn,
+    drawn_positions,
+    launched,
 )
-from pyg_distcomm.loader.imbalanced import check_drawn, drawn_positions
 from pyg_distcomm.loader.options import (
     LoaderOptions,
+    alike,
     check_lengths,
     describe_graph,
     digest,
 )
-from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
+from pyg_distcomm.loader.partitioned_source import PartitionedSource
 from pyg_distcomm.loader.placement import Placement
-from pyg_distcomm.loader.prefetch import BulkBuilder, PrefetchQueue
-from pyg_distcomm.loader.registry import Notes, Place, World, launched
+from pyg_distcomm.loader.prefetch import BulkBuilder, Phases, PrefetchQueue, Tracked
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 from pyg_distcomm.sampling.pyg_backends import library_sampler
 
@@ -212,10 +215,8 @@ class BulkLoading(_PyGLoader):
 
     def _plan(self) -> Iterator[Numbered]:
         progress = self._progress or Progress(self._epoch, self._resume)
-        seed = self._agreed_seed()
-        return self._epochs.batches(
-            seed, progress.epoch, self._sharding(), progress.start
-        )
+        seed, epoch = self._agreed_seed(), progress.epoch
+        return self._epochs.batches(seed, epoch, self._sharding(), progress.start)
 
     # What PyG's loaders ask for ------------------------------------------------------
 
@@ -260,7 +261,6 @@ class BulkLoading(_PyGLoader):
         return self._marked(self._sample(self._input_of(index)), index)
 
     def _sampled_bulk(self, plan: list[Numbered]) -> list[Any]:
-        """Samples minibatches together."""
         inputs = [self._input_of(index) for index in plan]
         outs = self._sample_bulk(inputs)
         return [self._marked(out, k) for out, k in zip(outs, plan, strict=True)]
@@ -285,13 +285,8 @@ class BulkLoading(_PyGLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what a worker process has no use for, and cannot be given."""
-        return {
-            **self.__dict__,
-            "_notes": None,
-            "_buffers": None,
-            "_last": None,
-            "phases": None,
-        }
+        without = dict.fromkeys(("_notes", "_buffers", "_last", "phases"))
+        return {**self.__dict__, **without}
 
     # Epochs and ranks ----------------------------------------------------------------
 
@@ -317,9 +312,10 @@ class BulkLoading(_PyGLoader):
             done = progress.start + progress.rounds * sharding.size
             if not sharding.batches or sharding.rounds(done):
                 epoch, batches = progress.epoch, done
-        state = {"seed": self._agreed_seed(), "epoch": epoch, "batches": batches}
         return {
-            **state,
+            "seed": self._agreed_seed(),
+            "epoch": epoch,
+            "batches": batches,
             "inputs": self._inputs,
             "ranks": sharding.size if sharding.split else 0,
             "made_from": self._describe(),
@@ -394,28 +390,22 @@ class BulkLoading(_PyGLoader):
         if self._notes is None and world.size > 1 and self._place is not None:
             mesh = latest_mesh() if self.spread is None else self.spread.mesh
             self._notes = Notes(world, self._place, mesh)
-            if self.seed is None:
-                self.seed = self._fresh_seed()
-            given = self._epochs.given is not None
             note = {
                 "inputs": self._inputs,
                 "batches": self._epochs.length(),
-                "given": given,
+                "given": self._epochs.given is not None,
+                "seed": self._agreed_seed(),
+                "asked": self._loader_options.seed,
             }
-            self._notes.leave(
-                {**note, "seed": self.seed, "asked": self._loader_options.seed}
-            )
+            self._notes.leave(note)
         return world
 
     def _sharding(self) -> BatchSharding:
         """Returns how batches are sharded; the first call may wait for other ranks."""
         if self._known_sharding is None:
             world = self._join()
-            if (
-                world.size == 1
-                and launched() > 1
-                and self._loader_options.split is not False
-            ):
+            shared = self._loader_options.split is not False
+            if world.size == 1 and launched() > 1 and shared:
                 warnings.warn(
                     f"{launched()} ranks were started, but they have not joined: call "
                     "pyg_distcomm.init() or init_process_group() before loading, or each "
@@ -465,8 +455,5 @@ class BulkLoading(_PyGLoader):
 
     def _agreed_seed(self) -> int:
         if self.seed is None:
-            self.seed = self._fresh_seed()
+            self.seed = fresh_seed(self.generator)
         return self.seed
-
-    def _fresh_seed(self) -> int:
-        return fresh_seed(self.generator)

@@ -233,13 +233,12 @@ def _carry(batch: Any, out: Any) -> None:
     """Notes that the edges of a minibatch are a sampler's; seeds are its first nodes."""
     found = out.num_sampled_nodes
     if not isinstance(batch, HeteroData):
-        if isinstance(batch.get("edge_index"), Tensor) and isinstance(out.node, Tensor):
+        if isinstance(out.node, Tensor):
             # nobody counts those of links in an induced subgraph: then none is trimmed
             seeds = getattr(batch, "batch_size", 0) if found is None else found[0]
             seeds = min(int(seeds), len(out.node))
             _note(batch, {None: len(out.node)}, {None: seeds})
         return
-    edges = batch.collect("edge_index", allow_empty=True)
     sizes = {kind: len(out.node.get(kind, ())) for kind in batch.node_types}
     if found is not None:
         seeds = {kind: int(counts[0]) for kind, counts in found.items() if len(counts)}
@@ -249,8 +248,7 @@ def _carry(batch: Any, out: Any) -> None:
             for kind in batch.node_types
             if "batch_size" in batch[kind]
         }
-    if all(isinstance(e, Tensor) for e in edges.values()):
-        _note(batch, sizes, seeds)
+    _note(batch, sizes, seeds)
 
 
 def _note(batch: Any, sizes: dict[Any, int], seeds: dict[Any, int]) -> None:
@@ -271,7 +269,7 @@ def _carrying(batch: Any) -> Any:
     if isinstance(batch, HeteroData):
         edges = batch.collect("edge_index", allow_empty=True)
         return edges if all(isinstance(e, Tensor) for e in edges.values()) else None
-    edges = batch.get("edge_index")
+    edges = batch.get("edge_index") if isinstance(batch, Data) else None
     return edges if isinstance(edges, Tensor) else None
 
 
@@ -292,7 +290,9 @@ class Sent:
     @staticmethod
     def of(batch: Any) -> Sent:
         """Returns a minibatch with what its edges carry in this process."""
-        found = [known(e) if isinstance(e, Tensor) else None for e in _edges(batch)]
+        edges = _carrying(batch)
+        every = edges.values() if isinstance(edges, dict) else [edges]
+        found = [None if e is None else known(e) for e in every]
         kept = [None if k is None else k.batch for k in found]
         if not kept or kept[0] is None or any(k is not kept[0] for k in kept):
             return Sent(batch, None, {})
@@ -307,13 +307,6 @@ class Sent:
     def pin_memory(self) -> Sent:
         """Returns it in pinned memory; called by torch's loader."""
         return Sent(self.batch.pin_memory(), self.sizes, self.seeds)
-
-
-def _edges(batch: Any) -> list[Any]:
-    """Returns the edge_index of each type of edges."""
-    if isinstance(batch, HeteroData):
-        return list(batch.collect("edge_index", allow_empty=True).values())
-    return [batch.get("edge_index")] if isinstance(batch, Data) else []
 
 
 def hollow_rows(count: int) -> Tensor:

@@ -67,7 +67,8 @@ class DataLoader(PygDataLoader):
             )
         self.mesh = None if mesh is None else given_mesh(mesh, "DataLoader")
         self.method = method
-        if shuffle and isinstance(dataset, Sized) and _chooses(kwargs):
+        own = any(kwargs.get(k) is not None for k in ("sampler", "batch_sampler"))
+        if shuffle and isinstance(dataset, Sized) and not own:
             order = _SharedOrder(dataset, generator=kwargs.get("generator"))
             kwargs["sampler"], shuffle = order, False
         super().__init__(
@@ -84,11 +85,6 @@ class DataLoader(PygDataLoader):
             self.sampler.axis = axis
         for batch in super().__iter__():
             yield batch if axis is None else _cut_graphs(batch, mesh, self.method)
-
-
-def _chooses(options: Mapping[str, Any]) -> bool:
-    """Whether the loader chooses the order itself."""
-    return options.get("sampler") is None and options.get("batch_sampler") is None
 
 
 def _check_lengths(dataset: Any, axis: Any) -> None:

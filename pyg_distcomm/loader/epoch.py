@@ -1,150 +1,44 @@
-"""Shares the minibatches of an epoch out over the ranks, and tracks an epoch's progress.
+"""Shares the minibatches of an epoch out over the ranks, and matches the loaders of all ranks.
 
 [Note: batch sharding] An epoch is a list of batches, numbered 0 .. T-1, the same on all ranks.
 Batch t goes to rank t mod P, so that an epoch can go on with another number of ranks
 after any round. Lists that the script has split itself stay split: batch i of rank r
 then has number i P + r. A batch's number, not its rank, keys its draws.
 
-`Phases` measures sampling, fetching, collating and training.
+[Note: notes instead of collectives] PyG scripts build loaders on rank 0 alone, to
+evaluate; a collective in a constructor would hang there. So ranks leave notes in the
+rendezvous store, and read those of the others when they first need them. The n-th loader of
+a kind (its class, batch size and order) on one rank belongs with the n-th of that kind on
+the others. Ranks also note which epochs they begin: a rank that has begun one which this
+rank began after it built a loader, and has not built that loader, does not share it. The
+number of a loader that was not shared is used up: ranks that come to it later take the next.
+Ranks that wait for each other at loaders of different kinds raise at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.loader import ImbalancedSampler as ByClass
 
-from pyg_distcomm.comm.ledger import Ledger, format_table
-from pyg_distcomm.comm.random import fold, keyed_permutation
-from pyg_distcomm.comm.trace import label
-from pyg_distcomm.loader.collate import Sent
+from pyg_distcomm.comm.mesh import Mesh, latest_mesh
+from pyg_distcomm.comm.random import fold, keyed_choice, keyed_permutation
+from pyg_distcomm.comm.store import RankError, StoreMailbox
 from pyg_distcomm.process import PROCESS
-
-SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "train"
-
-
-@dataclass
-class Phase:
-    """Sums up one phase of an epoch, on this rank.
-
-    Args:
-        seconds: spent in it.
-        waiting: of them, for other ranks and the network.
-        bytes: received in it.
-    """
-
-    seconds: float = 0.0
-    waiting: float = 0.0
-    bytes: int = 0
-
-    @property
-    def computing(self) -> float:
-        """Seconds that were not spent waiting for other ranks."""
-        return max(self.seconds - self.waiting, 0.0)
-
-
-@dataclass(eq=False)
-class Phases:
-    """Sums up the phases of one epoch of a loader, as far as it has come.
-
-    "sample", "fetch" and "assemble" run in threads beside training, so that they add up
-    to more than the epoch; "wait" is what the loop waited for the next minibatch, and
-    "train" all that it did between two of them. `print(phases)` shows a table.
-    """
-
-    by_name: dict[str, Phase] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _left: int | None = None
-
-    @contextmanager
-    def timed(self, name: str, ledger: Ledger | None = None) -> Iterator[None]:
-        """Adds what a block takes, and what is counted by a ledger of its own meanwhile."""
-        begin, before = time.perf_counter_ns(), _travelled(ledger)
-        try:
-            with label(name):
-                yield
-        finally:
-            after = _travelled(ledger)
-            self._add(name, begin, after[0] - before[0], after[1] - before[1])
-
-    def asked(self) -> None:
-        """Notes that the loop asks for a minibatch: it has trained until now."""
-        if self._left is not None:
-            self._add(TRAIN, self._left)
-
-    def given(self, asked: int) -> None:
-        """Notes that it has got one, and when it asked, in ns."""
-        self._add(WAIT, asked)
-        self._left = time.perf_counter_ns()
-
-    def _add(self, name: str, begin: int, waiting: float = 0.0, bytes: int = 0) -> None:
-        with self._lock:
-            phase = self.by_name.setdefault(name, Phase())
-            phase.seconds += (time.perf_counter_ns() - begin) / 1e9
-            phase.waiting += waiting
-            phase.bytes += bytes
-        if (recorder := PROCESS.recorder) is not None:
-            about = {"bytes": bytes} if bytes else {}
-            recorder.add("loader", name, begin, **about)
-
-    def __getitem__(self, name: str) -> Phase:
-        return self.by_name.get(name, Phase())
-
-    def __str__(self) -> str:
-        head = ("phase", "seconds", "computing", "waiting for ranks", "bytes received")
-        order = [n for n in (SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN) if n in self.by_name]
-        rows = [
-            (name, p.seconds, p.computing, p.waiting, p.bytes)
-            for name, p in ((n, self.by_name[n]) for n in order)
-        ]
-        return format_table(head, rows)
-
-
-def _travelled(ledger: Ledger | None) -> tuple[float, int]:
-    """Returns seconds waited and bytes received."""
-    if ledger is None:
-        return 0.0, 0
-    return ledger.total("seconds"), ledger.bytes()
-
-
-def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:
-    """Plots a stacked bar of phases for each run, with waiting hatched.
-
-    As the breakdown of epochs in [Tripathy24]; phases overlap in time, so a bar is work and
-    not the length of an epoch. Returns matplotlib's axes; needs the extra "plot".
-    """
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
-
-    ax = plt.subplots()[1] if ax is None else ax
-    names = [SAMPLE, FETCH, ASSEMBLE, TRAIN]
-    colours = dict(
-        zip(names, ("#0072B2", "#D55E00", "#009E73", "#999999"), strict=True)
-    )
-    for place, phases in enumerate(runs.values()):
-        top = 0.0
-        for name in names:
-            phase = phases[name]
-            for seconds, hatch in ((phase.computing, ""), (phase.waiting, "//")):
-                if seconds:
-                    ax.bar(place, seconds, bottom=top, color=colours[name], hatch=hatch)
-                    top += seconds
-    ax.set_xticks(range(len(runs)), list(runs))
-    ax.set_ylabel("seconds in an epoch, summed over threads")
-    marks = [Patch(color=colours[name], label=name) for name in names]
-    marks.append(Patch(fill=False, hatch="//", label="waiting for ranks"))
-    ax.legend(handles=marks, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    return ax
-
+from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 _ORDER, _DRAWS = 0x0D, 0xD4
 
@@ -326,29 +220,257 @@ class IndexSampler:
         return len(self._loader._epochs.given)  # raises what the script's own raise
 
 
-class Tracked:
-    """Iterates over one epoch, and records its progress and its phases."""
+class ImbalancedSampler(ByClass):
+    """Draws seeds with a chance of 1 / (size of their class), as PyG's sampler does.
+
+    Given as `sampler` to a loader of this package, it draws the list of an epoch as a
+    function of (seed, epoch): the same on all ranks, which share out its batches, and
+    again where a state resumes. To any other loader it is PyG's own, with torch's generator.
+
+    Args:
+        dataset: a Data, a share of one from `pdc.partition` (collective), a list or data set
+            of graphs, or classes [n], int64.
+        input_nodes: ids or a mask of the seeds of the loader; of a share, also its masks.
+        num_samples: draws of an epoch (default: as many as there are seeds).
+
+    Price: of a share, the classes of all nodes once, on every rank.
+    """
 
     def __init__(
-        self, inner: Iterator[Any], progress: Progress, length: int, phases: Phases
+        self, dataset: Any, input_nodes: Any = None, num_samples: int | None = None
     ) -> None:
-        self._inner, self._progress, self._length = inner, progress, length
-        self._phases = phases
+        spread = isinstance(dataset, Data) and isinstance(dataset.get("y"), DistTensor)
+        classes = dataset.y if spread else dataset
+        super().__init__(_whole(classes), _whole(input_nodes), num_samples)
 
-    def __iter__(self) -> Tracked:
-        return self
 
-    def __len__(self) -> int:
-        return self._length
+def _whole(values: Any) -> Any:
+    """Returns rows of all ranks; collective if they are spread."""
+    return values.full_tensor() if isinstance(values, DistTensor) else values
 
-    def __next__(self) -> Any:
-        self._phases.asked()
-        begin = time.perf_counter_ns()
+
+def check_drawn(sampler: ByClass, count: int) -> None:
+    """Refuses a sampler of other seeds than a loader has."""
+    if len(sampler.weights) != count:
+        raise ValueError(
+            f"the ImbalancedSampler draws from {len(sampler.weights)} seeds, and the loader "
+            f"has {count}; give both the same input_nodes"
+        )
+
+
+def drawn_positions(sampler: ByClass, key: int) -> Tensor:
+    """Returns the positions of the seeds of an epoch, by a key; the host draws them."""
+    return keyed_choice(key, sampler.weights.cpu(), sampler.num_samples)
+
+
+PATIENCE = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
+_BEAT = 0.5  # seconds between heartbeats of a rank that others wait for
+OWN = (
+    "A loader shares its batches out over the ranks, so all have to build it; for a loader "
+    "of one rank's own, to evaluate on rank 0 for instance, pass split=False"
+)
+_DECISION = "decision"
+_WITNESSES = 3  # later epochs that show whether a rank has passed a loader by
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """Describes the ranks of torch's default process group, or a single one."""
+
+    rank: int
+    size: int
+
+    @staticmethod
+    def now() -> World:
+        """Returns the world as it is at this moment."""
+        if not dist.is_initialized():
+            return World(0, 1)
+        return World(dist.get_rank(), dist.get_world_size())
+
+
+def launched() -> int:
+    """Returns how many ranks a launcher says it has started, whether joined or not."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Names a loader alike on all ranks: by its kind, and its number among these."""
+
+    kind: str
+    number: int
+
+    @staticmethod
+    def next(kind: str) -> Place:
+        """Returns the place of the loader of a kind that is built next."""
+        PROCESS.loaders.append(("built", kind))
+        return Place(kind, PROCESS.loaders.count(("built", kind)))
+
+    def __str__(self) -> str:
+        return f"{self.kind} #{self.number}"
+
+
+class Notes:
+    """Exchanges notes about one loader between the ranks.
+
+    Args:
+        world: the ranks, more than one.
+        place: of the loader.
+        mesh: the ranks as the script knows them, if it does: failures are reported there.
+        about: which of several notes of the loader this is.
+    """
+
+    def __init__(
+        self, world: World, place: Place, mesh: Mesh | None = None, about: str = ""
+    ) -> None:
+        mesh = latest_mesh() if mesh is None else mesh
+        self._watch = None if mesh is None else mesh.everyone.watch
+        self.world, self._born = world, len(PROCESS.loaders)
+        store = StoreMailbox(dist.distributed_c10d._get_default_store())
+        self._common = store.within("pyg_distcomm/loader")
+        while self._own(f"place/{place}{about}"):
+            place = Place.next(place.kind)
+        self._where = f"place/{place}{about}"
+        self._store = self._common.within(self._where)
+        self.name = str(place)
+
+    def _own(self, key: str) -> bool:
+        """Returns whether ranks have settled that the loader there is not shared."""
+        decision = f"{key}/{_DECISION}"
+        return self._common.check([decision]) and self._common.get(decision) == b"own"
+
+    def leave(self, note: dict[str, Any]) -> None:
+        """Leaves this rank's note; does not wait."""
+        self._mark("")  # of a wait that ended in an error
+        self._store.post(str(self.world.rank), note)
+
+    def begin(self, epoch: int) -> None:
+        """Notes that this rank begins an epoch of the loader."""
+        begun = f"begun/{self.name}/{epoch}"
+        PROCESS.loaders.append(("begun", begun))
+        self._common.set(f"{begun}/{self.world.rank}", "")
+
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """Sends heartbeats during a slow block that ends in this rank's note."""
+        stop = threading.Event()
+
+        def beat() -> None:
+            count = 0
+            with contextlib.suppress(RuntimeError):
+                while not stop.wait(_BEAT):
+                    count += 1
+                    self._store.set(f"alive/{self.world.rank}", str(count))
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
         try:
-            batch = next(self._inner)
-        except StopIteration:
-            self._progress.finished = True
-            raise
-        self._progress.rounds += 1
-        self._phases.given(begin)
-        return batch.received() if isinstance(batch, Sent) else batch
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    @property
+    def _patience(self) -> float:
+        return PATIENCE if self._watch is None else self._watch.deadline
+
+    def collect(self, doing: str, advice: str = OWN) -> list[dict[str, Any]]:
+        """Waits for the notes of all ranks, and returns them in rank order.
+
+        Raises RankError if some have not come in time, naming them and what to do.
+        """
+        patience = self._patience
+        missing = self._wait(lambda late, waited: waited > patience)
+        if missing:
+            self._store.compare_set(_DECISION, "", "own")
+            late = ", ".join(map(str, missing))
+            raise RankError(
+                f"rank {self.world.rank} waited {patience:.0f} s to {doing}, but rank(s) "
+                f"{late} have not come to {self.name}. {advice}"
+            )
+        return [self._store.read(str(rank)) for rank in range(self.world.size)]
+
+    def collect_if_shared(self, doing: str) -> list[dict[str, Any]] | None:
+        """Does as `collect`, or returns None if some ranks have passed the loader by.
+
+        The ranks that have built it then agree that it is each one's own.
+        """
+        missing = self._wait(
+            lambda late, waited: any(map(self._passed, late)) or waited > self._patience
+        )
+        if not missing or any(map(self._passed, missing)):
+            decision = "own" if missing else "shared"
+            if self._store.compare_set(_DECISION, "", decision) == b"own":
+                warnings.warn(
+                    f"not all ranks have built the loader {self.name}, "
+                    "so each rank that has yields all of its batches; pass split=False to "
+                    "say so",
+                    stacklevel=5,
+                )
+                return None
+        return self.collect(doing)
+
+    def _passed(self, rank: int) -> bool:
+        """Returns whether a rank has begun an epoch later than this loader."""
+        later = [key for what, key in PROCESS.loaders[self._born :] if what == "begun"]
+        after = later[:_WITNESSES]
+        return any(self._common.check([f"{epoch}/{rank}"]) for epoch in after)
+
+    def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
+        """Waits for notes until `enough`; returns the ranks whose notes are missing."""
+        if not self._missing():
+            return []
+        self._mark(self._where)
+        since, alive = 0.0, ""
+
+        def look(seconds: float) -> bool:
+            nonlocal since, alive
+            missing = self._missing()
+            self._check_mutual_wait(missing)
+            before, alive = alive, self._signs(missing)
+            since = since if before == alive else seconds
+            try:
+                stop = enough(missing, seconds - since)
+                if self._watch is not None and not stop:
+                    self._watch.look()  # a rank that failed will not come
+            except BaseException:
+                self._mark("")
+                raise
+            return stop
+
+        self._store.wait([str(rank) for rank in range(self.world.size)], look)
+        self._mark("")
+        # one that has passed may have left its note just before
+        return self._missing()
+
+    def _missing(self) -> list[int]:
+        ranks = range(self.world.size)
+        return [int(key) for key in self._store.missing(map(str, ranks))]
+
+    def _mark(self, where: str) -> None:
+        """Says what place this rank waits at; nothing if at none."""
+        self._common.set(f"waiting/{self.world.rank}", where)
+
+    def _check_mutual_wait(self, missing: list[int]) -> None:
+        """Raises if a rank waits for this one elsewhere, so that neither will come.
+
+        The mark of this rank stays, for the other to see.
+        """
+        for rank in missing:
+            key = f"waiting/{rank}"
+            there = self._common.get(key).decode() if self._common.check([key]) else ""
+            if there in ("", self._where) or self._store.check([str(rank)]):
+                continue  # it came meanwhile, and may wait elsewhere since
+            if not self._common.within(there).check([str(self.world.rank)]):
+                here = self._where.removeprefix("place/")
+                raise ValueError(
+                    "build the same loaders on all ranks, in the same order: rank "
+                    f"{rank} has {there.removeprefix('place/')}, and rank "
+                    f"{self.world.rank} has {here}, and each waits for the other. {OWN}"
+                )
+
+    def _signs(self, ranks: list[int]) -> str:
+        """Returns the heartbeats of ranks that have sent any."""
+        keys = [f"alive/{rank}" for rank in ranks]
+        late = self._store.missing(keys)
+        return " ".join(k + self._store.get(k).decode() for k in keys if k not in late)

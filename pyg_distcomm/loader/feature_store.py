@@ -18,7 +18,7 @@ from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.row_group import EDGES as EDGES
 from pyg_distcomm.loader.row_group import NODES as NODES
-from pyg_distcomm.loader.row_group import Group, QuiverFeature, own_rows
+from pyg_distcomm.loader.row_group import Group, QuiverFeature, lengths, own_rows
 from pyg_distcomm.loader.sharded import (
     Fanouts,
     RowsAttr,
@@ -135,9 +135,7 @@ class DistFeatureStore(ShardedStore):
         there too.
         """
         store = cls(channel, wire=wire, folder=folder)
-        world = store.channel.world
-        sizes = [row[0] for row in network.all_gather_counts([len(tensor)], world)]
-        store._add_ranges(NODES, sizes)
+        store._add_ranges(NODES, lengths(tensor, store.channel.world))
         store.add(NODES, name, tensor)
         return store
 
@@ -173,9 +171,7 @@ class DistFeatureStore(ShardedStore):
     def dtype(self) -> torch.dtype:
         """Returns the dtype of the only attribute."""
         group, name = self._single()
-        row_group = self._known(group, name)
-        source = row_group.values if name in row_group.values else row_group.foreign
-        dtype: torch.dtype = source[name].dtype
+        dtype: torch.dtype = self._known(group, name).source(name).dtype
         return dtype
 
     def size(self, dim: int) -> int:
@@ -275,12 +271,8 @@ class DistFeatureStore(ShardedStore):
 
     def _remove_tensor(self, attr: TensorAttr) -> bool:
         row_group = self._known(attr.group_name, attr.attr_name)
-        for place in (
-            row_group.values,
-            row_group.codecs,
-            row_group.hot,
-            row_group.foreign,
-        ):
+        held = row_group.values, row_group.codecs, row_group.hot, row_group.foreign
+        for place in held:
             place.pop(attr.attr_name, None)
         return True
 
@@ -292,8 +284,7 @@ class DistFeatureStore(ShardedStore):
 
     def _size(self, group: Group, name: Any) -> tuple[int, ...]:
         row_group = self._known(group, name)
-        source = row_group.values if name in row_group.values else row_group.foreign
-        return (row_group.total, *source[name].shape[1:])
+        return (row_group.total, *row_group.source(name).shape[1:])
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
         """Returns what is in the store."""
@@ -331,7 +322,7 @@ def _is_share(part: Any) -> bool:
 
 def _row_cut(part: Any) -> Iterator[tuple[Group, str, DistTensor]]:
     """Yields the attributes of one store of a Data that have a row per node or edge."""
-    key = getattr(part, "_key", None)
+    key = part._key
     edges = part.edge_index.edges if _is_share(part) else None
     for name, value in part.items():
         if not isinstance(value, DistTensor) or not value.rows.whole:

@@ -64,51 +64,12 @@ class FetchedColumn:
         return RngKey(self.key, gid) if self.codec.keyed else None
 
 
-def pack_ids(parts: Sequence[Sequence[Tensor]], kind: torch.dtype) -> Tensor:
-    """Returns ids by rank and within that by group, from `parts[group][rank]`."""
-    return torch.cat([p for one in zip(*parts, strict=True) for p in one]).to(kind)
-
-
-def unpack_ids(ids: Sequence[Tensor], asked: Counts) -> list[Tensor]:
-    """Returns what was asked of each group, rank by rank: the reverse of `pack_ids`."""
-    by_rank = zip(ids, zip(*asked, strict=True), strict=True)
-    parts = [part for one, sizes in by_rank for part in one.long().split(sizes)]
-    return [torch.cat(parts[g :: len(asked)]) for g in range(len(asked))]
-
-
 def message_bytes(columns: Sequence[FetchedColumn], counts: Counts) -> list[int]:
     """Returns the bytes for each rank."""
     return [
         sum(c.bytes_of(counts[c.group][rank]) for c in columns)
         for rank in range(len(counts[0]))
     ]
-
-
-def pack_rows(
-    columns: Sequence[FetchedColumn],
-    places: Sequence[Tensor],
-    gids: Sequence[Tensor],
-    counts: Counts,
-) -> Tensor:
-    """Returns the message of the rows `gids[group]` at `places[group]`, rank by rank."""
-    out = torch.empty(sum(message_bytes(columns, counts)), dtype=torch.uint8)
-    for column, rows, part in _parts(columns, counts):
-        group = column.group
-        column.write(out[part], places[group][rows], gids[group][rows])
-    return out
-
-
-def unpack_rows(
-    message: Tensor,
-    columns: Sequence[FetchedColumn],
-    counts: Counts,
-    gids: Sequence[Tensor],
-    out: Sequence[Tensor],
-) -> None:
-    """Decodes a message into one tensor of rows for each column, rank by rank."""
-    place = {id(column): rows for column, rows in zip(columns, out, strict=True)}
-    for column, rows, part in _parts(columns, counts):
-        column.read(message[part], place[id(column)][rows], gids[column.group][rows])
 
 
 def _parts(
@@ -212,11 +173,7 @@ class Fetch:
     placement: Placement | None = None
 
     def __call__(self, wanted: Wanted) -> dict[Group, Pool]:
-        """Returns the distinct rows wanted, by group; collective.
-
-        Raises:
-            ValueError: on all ranks of the axis, if one asks for a bad id.
-        """
+        """Returns the distinct rows wanted, by group; collective, as are its errors."""
         asks, problem = self.plan(wanted)
         axis, pending = self.channel.row, None
         room = [self._room(column, asks) for column in self.columns]
@@ -284,7 +241,7 @@ class Fetch:
 
     def _sorted(self, row_group: RowGroup, ids: Tensor, block: Tensor) -> GroupQuery:
         """Sorts distinct ids `[u]` of the blocks `[u]` by where their rows are."""
-        own = block == self.channel.block
+        own = block == self.channel.row.rank
         home, rest = own.nonzero().view(-1), (~own).nonzero().view(-1)
         here, found = row_group.index.places(ids[home])
         if not bool(found.all()):
@@ -322,13 +279,20 @@ class Fetch:
         self, turn: RowRound, asks: Sequence[GroupQuery], asked: Counts
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Sends ids to where their rows are; returns places and ids of those asked here."""
+        # by rank, and within that by group
+        away = [ask.away.split(ask.counts) for ask in asks]
         ids = turn.send_ids(
-            pack_ids([ask.away.split(ask.counts) for ask in asks], self.id_type),
+            torch.cat([p for one in zip(*away, strict=True) for p in one]).to(
+                self.id_type
+            ),
             [sum(one) for one in zip(*(ask.counts for ask in asks), strict=True)],
             [sum(one) for one in zip(*asked, strict=True)],
             "fetch_ids",
         )
-        places, gids = [], unpack_ids(ids, asked)
+        by_rank = zip(ids, zip(*asked, strict=True), strict=True)
+        parts = [part for one, sizes in by_rank for part in one.long().split(sizes)]
+        gids = [torch.cat(parts[g :: len(asked)]) for g in range(len(asked))]
+        places = []
         for row_group, part in zip(self.row_groups, gids, strict=True):
             place, here = row_group.index.places(part)
             if not bool(here.all()):
@@ -339,11 +303,16 @@ class Fetch:
     def _packed(
         self, places: list[Tensor], gids: list[Tensor], asked: Counts
     ) -> Tensor:
+        """Returns the message of the rows `gids[group]` at `places[group]`, rank by rank."""
+        out = torch.empty(sum(message_bytes(self.columns, asked)), dtype=torch.uint8)
         try:
-            return pack_rows(self.columns, places, gids, asked)
+            for column, rows, part in _parts(self.columns, asked):
+                group = column.group
+                column.write(out[part], places[group][rows], gids[group][rows])
         except ValueError as error:
             self._tell(error)
             raise
+        return out
 
     def _misled(self, row_group: RowGroup, gid: int) -> ValueError:
         error = ValueError(
@@ -401,8 +370,6 @@ class Fetch:
     ) -> dict[Group, Pool]:
         """Lays rows from here beside those that arrive."""
         direct = [self._direct(n, ask) for n, ask in enumerate(asks)]
-        whole: list[Tensor] = []
-        away: list[Tensor] = []
         for column, rows in zip(self.columns, room, strict=True):
             ask, row_group = asks[column.group], self.row_groups[column.group]
             here, kept = len(ask.here), len(ask.here) + len(ask.kept)
@@ -410,24 +377,27 @@ class Fetch:
                 take_rows(column.values, ask.here, rows[:here])
                 if kept > here:
                     take_rows(row_group.hot[column.name], ask.kept, rows[here:kept])
-            whole.append(rows)
-            away.append(rows[len(rows) - sum(ask.counts) :])
         if pending is not None:
-            counts = [ask.counts for ask in asks]
-            message, gids = pending.wait(), [ask.away for ask in asks]
+            message = pending.wait()
             if self._landing(asks, room) is None:
-                unpack_rows(message, self.columns, counts, gids, away)
+                counts, away = [ask.counts for ask in asks], [ask.away for ask in asks]
+                into = {
+                    column: rows[len(rows) - sum(counts[column.group]) :]
+                    for column, rows in zip(self.columns, room, strict=True)
+                }
+                for column, some, part in _parts(self.columns, counts):
+                    gid = away[column.group][some]
+                    column.read(message[part], into[column][some], gid)
         if self.placement is not None:
-            whole = [
-                self._placed(*one, asks)
-                for one in zip(self.columns, whole, strict=True)
+            room = [
+                self._placed(*one, asks) for one in zip(self.columns, room, strict=True)
             ]
         pools: dict[Group, Pool] = {}
         for number, (row_group, ask) in enumerate(
             zip(self.row_groups, asks, strict=True)
         ):
             if row_group.group in wanted:
-                pairs = zip(self.columns, whole, strict=True)
+                pairs = zip(self.columns, room, strict=True)
                 rows_of = {c.name: rows for c, rows in pairs if c.group == number}
                 place = ask.here if direct[number] else ask.place
                 pools[row_group.group] = Pool(ask.ids, place, rows_of)

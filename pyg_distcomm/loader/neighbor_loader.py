@@ -14,13 +14,14 @@ from pyg_distcomm.loader.base import BulkLoading, chosen_sampler
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import (
     LoaderOptions,
+    alike,
     checked_links,
     checked_seeds,
     digest,
+    ranks_of,
     unused_arguments,
 )
-from pyg_distcomm.loader.partitioned_options import PartitionedOptions
-from pyg_distcomm.loader.partitioned_source import alike, ranks_of
+from pyg_distcomm.loader.partitioned_source import PartitionedOptions
 from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.sampling.neighbor_sampler import draws_of
 
@@ -164,7 +165,6 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "directed": directed,
             "draws": draws_of(draws, kwargs.pop("rule", None)),
         }
-        whole = data
         loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
         with alike(ranks_of(data)):
@@ -187,13 +187,12 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             )
             input_time = self.spread.plain(input_time, "input_time")
             input_nodes = self.spread.seeds(input_nodes, input_time, neighbor_sampler)
-            whole = self.spread.hollow
         else:
             input_nodes = checked_seeds(data, input_nodes)
             chosen = data, num_neighbors, seed, kwargs, backend, self.placement
             neighbor_sampler = chosen_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
-            whole,
+            data if self.spread is None else self.spread.hollow,
             num_neighbors,
             input_nodes=input_nodes,
             input_time=input_time,
@@ -282,14 +281,15 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             "directed": directed,
             "draws": draws_of(draws, kwargs.pop("rule", None)),
         }
-        whole = data
         loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
         with alike(ranks_of(data)):
             loader_options = LoaderOptions(*loading)
             self.placement = Placement.of(device, graph_on, rows_on, cache)
             kwargs = unused_arguments(kwargs)
-            neg_sampling = _negatives(neg_sampling, neg_sampling_ratio)
+            if neg_sampling_ratio:  # PyG's old name of it
+                neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
+            neg_sampling = NegativeSampling.cast(neg_sampling)
             partitioned = PartitionedOptions(*placing)
             is_spread = partitioned.wanted(data, self.placement)
             if is_spread:
@@ -308,13 +308,12 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             edge_label_time = self.spread.plain(edge_label_time, "edge_label_time")
             links = self.spread.links(edge_label_index, neg_sampling, neighbor_sampler)
             edge_label_index, neg_sampling = links
-            whole = self.spread.hollow
         else:
             edge_label_index = checked_links(data, edge_label_index)
             chosen = data, num_neighbors, seed, kwargs, backend, self.placement
             neighbor_sampler = chosen_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
-            whole,
+            data if self.spread is None else self.spread.hollow,
             num_neighbors,
             edge_label_index=edge_label_index,
             edge_label=edge_label,
@@ -339,11 +338,6 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
     def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
         found: list[Any] = self.link_sampler.sample_bulk(inputs, self.neg_sampling)
         return found
-
-
-def _negatives(given: Any, ratio: float | None) -> NegativeSampling | None:
-    """Returns how negatives are sampled; `ratio` is PyG's old name of it."""
-    return NegativeSampling.cast(NegativeSampling("binary", ratio) if ratio else given)
 
 
 def _named(negatives: NegativeSampling | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Checks the arguments of loaders: those that PyG lacks, seeds, links and their lengths."""
+"""Checks arguments of loaders, on all ranks alike: those that PyG lacks, seeds and links."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import hashlib
 import numbers
 import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.kernels.memory import as_bytes
+from pyg_distcomm.sampling.graph_block import is_share, mesh_of
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 # arguments of torch_geometric.distributed's loaders that have no meaning here
@@ -73,6 +75,44 @@ def _whole(value: Any, least: int) -> bool:
     return isinstance(value, numbers.Integral) and int(value) >= least
 
 
+@contextmanager
+def alike(world: Axis | None) -> Iterator[None]:
+    """Raises on all ranks, after the block, what one rank raises in it."""
+    failed = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    if world is not None:
+        problem = None if failed is None else f"{type(failed).__name__}: {failed}"
+        try:
+            collectives.agree(problem, world)
+        except ValueError:
+            if failed is None:
+                raise
+    if failed is not None:
+        raise failed
+
+
+def ranks_of(data: Any) -> Axis | None:
+    """Returns the ranks of a share, which have to raise alike; None for a whole graph."""
+    return mesh_of(data).world if is_share(data) else None
+
+
+def agree_on(arguments: dict[str, Any], world: Axis) -> None:
+    own = {name: repr(value) for name, value in arguments.items()}
+    every = collectives.all_gather_object(own, world)
+    for rank, theirs in enumerate(every):
+        differ = [name for name in own if theirs.get(name) != every[0].get(name)]
+        if differ:
+            name = differ[0]
+            raise ValueError(
+                "a loader of a partitioned graph is built by all ranks alike, but rank "
+                f"{rank} has {name}={theirs.get(name)}, and rank 0 {name}="
+                f"{every[0].get(name)}; give all ranks the same"
+            )
+
+
 def unused_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Takes out the arguments of torch_geometric.distributed, and says so."""
     unused = [name for name in RPC_ARGUMENTS if kwargs.get(name) is not None]
@@ -99,12 +139,7 @@ def digest(inputs: list[Any]) -> str:
 
 
 def named_seeds(data: Data | HeteroData, nodes: Any) -> tuple[str | None, Any]:
-    """Returns the node type of seeds, None where there are none, and their ids or mask.
-
-    Raises:
-        ValueError: for a type that the graph does not have. To look it up in a HeteroData
-            would add it there.
-    """
+    """Returns the node type of seeds, None where there are none, and their ids or mask."""
     if isinstance(data, Data):
         if isinstance(nodes, str):
             raise ValueError(
@@ -114,6 +149,7 @@ def named_seeds(data: Data | HeteroData, nodes: Any) -> tuple[str | None, Any]:
         return None, nodes
     pair = isinstance(nodes, (tuple, list)) and len(nodes) == 2
     name, ids = nodes if pair else (nodes, None)
+    # to look it up in the data would add it there
     if isinstance(name, str) and name in data.node_types:
         return name, ids
     got = repr(name) if isinstance(name, str) else type(nodes).__name__
@@ -140,12 +176,7 @@ def seed_ids(nodes: Any) -> Tensor | None:
 
 
 def checked_seeds(data: Any, nodes: Any) -> Any:
-    """Returns seeds as PyG takes them, ids and masks as tensors.
-
-    Raises:
-        ValueError: for no such type, what is neither ids nor a mask, and a mask that is
-            not as long as there are nodes.
-    """
+    """Returns seeds as PyG takes them, ids and masks as tensors, or refuses them."""
     if not isinstance(data, (Data, HeteroData)):
         return nodes  # stores: PyG asks them for sizes where it needs them
     name, given = named_seeds(data, nodes)
@@ -163,11 +194,7 @@ def checked_seeds(data: Any, nodes: Any) -> Any:
 
 
 def named_links(data: Data | HeteroData, links: Any) -> tuple[Any, Any]:
-    """Returns the edge type of seed edges, None where there are none, and their ends.
-
-    Raises:
-        ValueError: for no such edge type.
-    """
+    """Returns the edge type of seed edges, None where there are none, and their ends."""
     if isinstance(data, Data):
         return None, links
     typed = isinstance(links, (tuple, list)) and len(links) > 1
@@ -185,11 +212,7 @@ def named_links(data: Data | HeteroData, links: Any) -> tuple[Any, Any]:
 
 
 def checked_ends(ends: Any) -> Tensor:
-    """Returns the ends `[2, k]` of edges as a tensor.
-
-    Raises:
-        ValueError: for what is no list of pairs.
-    """
+    """Returns the ends `[2, k]` of edges as a tensor, or refuses them."""
     try:
         ends = torch.as_tensor(ends)
     except (TypeError, ValueError, RuntimeError):
@@ -203,11 +226,7 @@ def checked_ends(ends: Any) -> Tensor:
 
 
 def checked_links(data: Any, links: Any) -> Any:
-    """Returns the edges of a link loader as PyG takes them.
-
-    Raises:
-        ValueError: for no such edge type, or what is no list of pairs.
-    """
+    """Returns the edges of a link loader as PyG takes them, or refuses them."""
     if not isinstance(data, (Data, HeteroData)):
         return links
     name, ends = named_links(data, links)
@@ -236,12 +255,8 @@ def describe_graph(
 ) -> dict[str, Any]:
     """Returns the sizes of a graph, and sums over its edges that tell it from others.
 
-    The same for a share and the whole graph; collective over `world` for a share.
-
-    Args:
-        data: the graph, or a share.
-        world: the ranks that it is spread over, if any.
-        attributes: names of weights and times, over which it sums as well.
+    Also over `attributes`, names of weights and times. The same for a share and the whole
+    graph; collective over `world` for a share.
     """
     if not isinstance(data, (Data, HeteroData)):
         return {}

@@ -1,11 +1,11 @@
-"""Gives a loader the shape, the rows and the process groups of a partitioned graph."""
+"""Gives a loader of a partitioned graph what it samples, the rows, and process groups."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,25 +19,29 @@ from pyg_distcomm.comm.process_grid import (
     check_replication,
     new_process_grid,
 )
+from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.collate import Attribute, Pools, hollow_rows
-from pyg_distcomm.loader.epoch import FETCH, SAMPLE
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import (
+    LoaderOptions,
+    agree_on,
+    alike,
     checked_ends,
     named_links,
     named_seeds,
     seed_ids,
 )
 from pyg_distcomm.loader.placement import Placement
+from pyg_distcomm.loader.prefetch import FETCH, SAMPLE
 from pyg_distcomm.loader.row_group import EDGES
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sampling.graph_block import is_share, mesh_of
+from pyg_distcomm.sampling.graph_block import gathered, is_share, mesh_of
+from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
+from pyg_distcomm.sampling.partitioned import PLACES, PartitionedNeighborSampler
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import IdPlan, attach_route, plan_ids
-
-# Stores of the shares that are alive: loaders for training and evaluation keep one.
 
 
 class PartitionedSource:
@@ -71,11 +75,17 @@ class PartitionedSource:
         try:
             c = check_replication(self.mesh, replication)
             if features is not None:
-                c = _check_features(features, c, replication)
+                held = features.channel.replication
+                if replication not in (None, held):
+                    raise ValueError(
+                        f"replication={c}, but the feature store holds {held} copies; "
+                        "build it on a channel of that replication, or leave replication out"
+                    )
+                c = held
         except ValueError as error:
             problem = str(error)
         collectives.agree(problem, self.mesh.world)
-        _agree_on(arguments, self.mesh.world)
+        agree_on(arguments, self.mesh.world)
         self.sampling: ProcessGrid = new_process_grid(self.mesh, c, SAMPLE)
         self.fetching: ProcessGrid = new_process_grid(self.mesh, c, FETCH)
         self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
@@ -92,19 +102,14 @@ class PartitionedSource:
         else:  # what it does not have is the share's own
             rest = _without(self.data, self._given)
             found = [self._given, DistFeatureStore.from_data(rest, self.fetching)]
-        self.stores = [self._over_channel(store) for store in found]
-        self.hollow, self.attributes = _hollow(self.data)
-        self._attrs: list[dict[Any, list[str]]] = []
+        self.stores = [copy.copy(store) for store in found]
         for store in self.stores:
-            self._attrs.append(self._taken_from(store))
+            store.channel = self.fetching
+        self.hollow = _hollow(self.data)
+        self.attributes: list[Attribute] = []
+        self._attrs = [self._taken_from(store) for store in self.stores]
         if self._edge_owners_known:
             self.learn_edge_owners()
-
-    def _over_channel(self, store: DistFeatureStore) -> DistFeatureStore:
-        """Returns a store that fetches over this spread's channel."""
-        over = copy.copy(store)
-        over.channel = self.fetching
-        return over
 
     def _taken_from(self, store: DistFeatureStore) -> dict[Any, list[str]]:
         """Returns which attributes a store brings, those of the stores before it apart."""
@@ -118,7 +123,10 @@ class PartitionedSource:
             of_edges = of_edges or isinstance(key, tuple)
             part, out = _store(self.data, key), _store(self.hollow, key)
             edges = part.get("edge_index")
-            count = _num_edges(edges) if of_edges else _num_nodes(part, edges)
+            if of_edges:
+                count = edges.edges.total if isinstance(edges, DistEdgeIndex) else None
+            else:
+                count = _num_nodes(part, edges)
             rows = store.total(group)
             if rows != count:
                 raise ValueError(
@@ -134,20 +142,14 @@ class PartitionedSource:
         return taken
 
     def refresh(self) -> None:
-        """Reads rows again that have changed on any rank; collective, once an epoch.
-
-        Raises:
-            RuntimeError: if the graph has been updated since the loader was made.
-        """
+        """Reads rows again that have changed on any rank; collective, once an epoch."""
         if _updates(self.data) != self._updates:
             raise RuntimeError(
                 "this loader draws from the graph as it was before pdc.update; make a loader "
                 "of the share that update returned"
             )
-        same = [_same(self._marks, _marks(self.data))]
-        found = collectives.all_gather_counts(
-            [int(one) for one in same], self.fetching.world
-        )
+        same = _same(self._marks, _marks(self.data))
+        found = collectives.all_gather_counts([int(same)], self.fetching.world)
         if not all(one for (one,) in found):
             self._read_rows()
 
@@ -160,16 +162,15 @@ class PartitionedSource:
             name, ids = named_seeds(self.data, given)
         clocks = None if times is None else "given"
         kinds = {"input_nodes of type": name, "input_time": clocks}
-        _agree_on(kinds, self.mesh.world)
+        agree_on(kinds, self.mesh.world)
         ids = self.plain(ids, "input_nodes")
         with alike(self.mesh.world):
             ids = seed_ids(ids)
             ids = ids if ids is None else ids.cpu()
             self._check_mask(ids, name)
         set_times = getattr(sampler, "set_seed_times", None)
-        clock = _store(self.data, name).get(getattr(sampler, "time_attr", None))
-        of_nodes = isinstance(clock, DistTensor) and clock.rows.partition is not None
-        if set_times is not None and times is None and of_nodes:
+        clock = self._clock(name, sampler)
+        if set_times is not None and times is None and clock is not None:
             time = clock.full_tensor().cpu()
             every = torch.arange(len(time))
             with alike(self.mesh.world):
@@ -188,7 +189,7 @@ class PartitionedSource:
         """
         with alike(self.mesh.world):
             name, ends = named_links(self.data, given)
-        _agree_on({"edge_label_index of type": name}, self.mesh.world)
+        agree_on({"edge_label_index of type": name}, self.mesh.world)
         if ends is None:
             ends = _store(self.data, name).edge_index
         ends = self.plain(ends, "edge_label_index")
@@ -207,16 +208,21 @@ class PartitionedSource:
         set_times = getattr(sampler, "set_node_times", None)
         types = [None] if edge_type is None else [edge_type[0], edge_type[-1]]
         for name in dict.fromkeys(types):
-            time = _store(self.data, name).get(sampler.time_attr)
-            of_nodes = isinstance(time, DistTensor) and time.rows.partition is not None
-            if set_times is not None and of_nodes:
-                set_times(name, time.full_tensor().cpu())
+            clock = self._clock(name, sampler)
+            if set_times is not None and clock is not None:
+                set_times(name, clock.full_tensor().cpu())
+
+    def _clock(self, name: Any, sampler: Any) -> DistTensor | None:
+        """Returns the times of the nodes of a type, if these have any."""
+        time = _store(self.data, name).get(getattr(sampler, "time_attr", None))
+        of_nodes = isinstance(time, DistTensor) and time.rows.partition is not None
+        return time if of_nodes else None
 
     def plain(self, values: Any, what: str) -> Any:
         """Returns values of all nodes, spread or not, as a plain tensor; collective."""
         spread = isinstance(values, (DistTensor, DistEdgeIndex))
         kind = "rows of the share" if spread else "a tensor, or None"
-        _agree_on({what: kind}, self.mesh.world)
+        agree_on({what: kind}, self.mesh.world)
         return values.full_tensor() if spread else values
 
     def _check_mask(self, mask: Tensor | None, name: Any) -> None:
@@ -295,36 +301,160 @@ class PartitionedSource:
         return every if self._edge_owners_known else (every, torch.cat(owners))
 
 
-@contextmanager
-def alike(world: collectives.Axis | None) -> Iterator[None]:
-    """Raises on all ranks, after the block, what one rank raises in it."""
-    failed = None
-    try:
-        yield
-    except Exception as error:
-        failed = error
-    if world is not None:
-        problem = None if failed is None else f"{type(failed).__name__}: {failed}"
-        try:
-            collectives.agree(problem, world)
-        except ValueError:
-            if failed is None:
-                raise
-    if failed is not None:
-        raise failed
+TOPOLOGIES = ("auto", "partitioned", "replicated")
 
 
-def ranks_of(data: Any) -> collectives.Axis | None:
-    """Returns the ranks of a share, which have to raise alike; None for a whole graph."""
-    return mesh_of(data).world if is_share(data) else None
+@dataclass(frozen=True)
+class PartitionedOptions:
+    """Checks where a share is sampled and its rows are fetched; see `DistNeighborLoader`."""
+
+    topology: str = "auto"
+    replication: int | None = None
+    sample_at: str = "owner"
+    features: DistFeatureStore | None = None
+    embedding: Any = None
+
+    def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise ValueError(
+                f"topology must be one of {TOPOLOGIES}, got {self.topology!r}"
+            )
+        if self.sample_at not in PLACES:
+            raise ValueError(
+                f"sample_at must be one of {PLACES}, got {self.sample_at!r}"
+            )
+        if not isinstance(self.features, (DistFeatureStore, type(None))):
+            raise TypeError(
+                "features must be a DistFeatureStore, got "
+                f"{type(self.features).__name__}"
+            )
+
+    def source(
+        self,
+        data: Any,
+        loader_options: LoaderOptions,
+        dataloader: dict[str, Any],
+        **options: Any,
+    ) -> PartitionedSource:
+        """Returns the source of a loader of a share; collective."""
+        loading = {k: dataloader.get(k) for k in ("batch_size", "shuffle", "drop_last")}
+        types = self.embedding
+        types = (
+            sorted(types, key=str) if isinstance(types, Mapping) else types is not None
+        )
+        own = vars(self) | {"features": self.features is not None, "embedding": types}
+        arguments = {**options, **loading, **vars(loader_options), **own}
+        given = data, self.replication, self.features, arguments, self.embedding
+        return PartitionedSource(*given)
+
+    def wanted(self, data: Any, placement: Placement | None = None) -> bool:
+        """Tells whether a graph is spread; refuses options that need one that is, or not."""
+        if is_share(data):
+            if placement is not None and placement.graph_pinned:
+                raise ValueError(
+                    "graph_on='pinned': a partitioned graph is sampled on the hosts of all "
+                    "ranks; leave graph_on out, or give each rank the whole graph"
+                )
+            if placement is not None and placement.cache:
+                raise ValueError(
+                    f"cache={placement.cache!r} is for a graph that each rank holds whole; "
+                    "for a share give features=DistFeatureStore.from_data(..., cache=...)"
+                )
+            return True
+        if isinstance(data, (Data, HeteroData)) and any(
+            isinstance(value, DistTensor) for s in data.stores for value in s.values()
+        ):
+            raise ValueError(
+                "this share of pdc.partition has no edges of any type to be sampled; load "
+                "the whole graph, or batches of its rows"
+            )
+        used = {
+            "topology='partitioned'": self.topology == "partitioned",
+            f"replication={self.replication}": self.replication is not None,
+            "sample_at='requester'": self.sample_at == "requester",
+            "features": self.features is not None,
+            "embedding": self.embedding is not None,
+        }
+        asked = [name for name, given in used.items() if given]
+        if asked:
+            raise ValueError(
+                f"{', '.join(asked)} is for a graph spread over the ranks, got a "
+                f"{type(data).__name__} that each rank holds whole; pass "
+                "data = pyg_distcomm.partition(data, mesh)"
+            )
+        return False
+
+    @staticmethod
+    def check(
+        sampler: Any,
+        loader_options: LoaderOptions,
+        dataloader: dict[str, Any],
+        backend: str | None = None,
+    ) -> None:
+        """Refuses what cannot be done by all ranks together."""
+        if backend is not None:
+            raise ValueError(
+                f"backend={backend!r} samples a graph that each rank holds whole, but this "
+                "one is partitioned; leave it out"
+            )
+        if sampler is not None:
+            raise ValueError(
+                "neighbor_sampler was given, but a partitioned graph is sampled by all "
+                "ranks together; leave it out"
+            )
+        if dataloader.get("num_workers", 0):
+            raise ValueError(
+                f"num_workers={dataloader['num_workers']}: a partitioned graph is sampled "
+                "and its rows are fetched by threads of this process, which talk to the "
+                "other ranks; leave num_workers out"
+            )
+        if loader_options.split is False:
+            raise ValueError(
+                "split=False is for a loader of one rank's own, but a partitioned graph "
+                "is sampled by all ranks together; leave it out"
+            )
+
+    def begin(
+        self,
+        loader: str,
+        data: Any,
+        num_neighbors: Any,
+        loader_options: LoaderOptions,
+        dataloader: dict[str, Any],
+        options: dict[str, Any],
+        own_transform: bool,
+    ) -> tuple[PartitionedSource, Any]:
+        """Returns the source of a loader of a share, and what samples it; collective."""
+        source = self.source(
+            data,
+            loader_options,
+            dataloader,
+            num_neighbors=num_neighbors,
+            own_transform=own_transform,
+            loader=loader,
+            **options,
+        )
+        seed = fresh_seed() if loader_options.seed is None else loader_options.seed
+        if options["subgraph_type"] == "bidirectional":
+            source.learn_edge_owners()  # the target of an edge turned round is its source
+        if self.topology == "replicated":
+            names = [options["time_attr"], options["weight_attr"]]
+            whole = gathered(data, [name for name in names if name is not None])
+            return source, KeyedNeighborSampler(
+                whole, num_neighbors, seed=seed, **options
+            )
+        return source, PartitionedNeighborSampler(
+            data,
+            num_neighbors,
+            channel=source.sampling,
+            sample_at=self.sample_at,
+            seed=seed,
+            **options,
+        )
 
 
 def _embedded_rows(data: Any, embedding: Any) -> dict[Any, Rows]:
-    """Returns the rows of learnable vectors, by node type.
-
-    Raises:
-        TypeError, ValueError: for what has no rows, or not one for each node.
-    """
+    """Returns the rows of learnable vectors, by node type."""
     if embedding is None:
         return {}
     given = embedding if isinstance(embedding, Mapping) else {None: embedding}
@@ -355,15 +485,15 @@ def _embedded_rows(data: Any, embedding: Any) -> dict[Any, Rows]:
 
 def _updates(data: Data | HeteroData) -> int:
     """Counts the rows that `pdc.update` has replaced in shares that follow this one."""
-    edges = [store.edge_index for store in data.edge_stores if "edge_index" in store]
-    rows = [rows for e in edges for rows in (e.edges, e.nodes, e.sources)]
+    known = [s.edge_index.topology for s in data.edge_stores if "edge_index" in s]
+    rows = [rows for t in known for rows in (t.edges, t.nodes, t.sources)]
     rows += [
         value.rows
         for store in data.node_stores
         for value in store.values()
         if isinstance(value, DistTensor)
     ]
-    return sum(each.updates for each in rows)
+    return sum(each.updates for each in rows if each is not None)
 
 
 def _part(found: Any, key: Any) -> Any:
@@ -380,12 +510,11 @@ def _group(attribute: Attribute) -> Any:
     return attribute.store
 
 
-def _hollow(data: Data | HeteroData) -> tuple[Any, list[Attribute]]:
-    """Returns the whole graph's shape, without its rows, and a list for what these are."""
+def _hollow(data: Data | HeteroData) -> Any:
+    """Returns the whole graph's shape, without its rows."""
     hollow: Any = type(data)()
     for part in data.stores:
-        key = getattr(part, "_key", None)
-        out = hollow if key is None else hollow[key]
+        out = _store(hollow, part._key)
         for name, value in part.items():
             if name == "num_nodes":
                 continue
@@ -403,7 +532,7 @@ def _hollow(data: Data | HeteroData) -> tuple[Any, list[Attribute]]:
         nodes = _num_nodes(part, part.get("edge_index"))
         if nodes is not None:
             out.num_nodes = nodes
-    return hollow, []
+    return hollow
 
 
 def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
@@ -411,7 +540,7 @@ def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
     rest: Any = copy.copy(data)
     held = {(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()}
     for part in rest.stores:
-        key = getattr(part, "_key", None)
+        key = part._key
         for name, value in list(part.items()):
             if not isinstance(value, DistTensor):
                 continue
@@ -421,18 +550,11 @@ def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
     return rest
 
 
-def _num_edges(edges: Any) -> int | None:
-    return edges.edges.total if isinstance(edges, DistEdgeIndex) else None
-
-
 def _num_nodes(part: Any, edges: Any) -> int | None:
     if "num_nodes" in part:
         return int(part.num_nodes)
-    if isinstance(edges, DistEdgeIndex) and not isinstance(
-        getattr(part, "_key", None), tuple
-    ):
-        return edges.nodes.total
-    return None
+    typed = isinstance(part._key, tuple)
+    return None if typed or not isinstance(edges, DistEdgeIndex) else edges.nodes.total
 
 
 def _marks(data: Data | HeteroData) -> list[Any]:
@@ -472,27 +594,3 @@ def _kept_store(
 def _close(*channels: ProcessGrid) -> None:
     for channel in channels:
         channel.close()
-
-
-def _check_features(features: DistFeatureStore, c: int, asked: int | None) -> int:
-    held = features.channel.replication
-    if asked is not None and held != c:
-        raise ValueError(
-            f"replication={c}, but the feature store holds {held} copies; build it on a "
-            "channel of that replication, or leave replication out"
-        )
-    return held
-
-
-def _agree_on(arguments: dict[str, Any], world: collectives.Axis) -> None:
-    own = {name: repr(value) for name, value in arguments.items()}
-    every = collectives.all_gather_object(own, world)
-    for rank, theirs in enumerate(every):
-        differ = [name for name in own if theirs.get(name) != every[0].get(name)]
-        if differ:
-            name = differ[0]
-            raise ValueError(
-                "a loader of a partitioned graph is built by all ranks alike, but rank "
-                f"{rank} has {name}={theirs.get(name)}, and rank 0 {name}="
-                f"{every[0].get(name)}; give all ranks the same"
-            )

@@ -57,8 +57,7 @@ class Placement:
     ) -> Placement | None:
         """Checks the arguments of a loader; returns None for the host.
 
-        Raises:
-            ValueError: for no such device or place; other ranks raise where they wait next.
+        Where one is wrong, other ranks raise where they wait next.
         """
         try:
             rows_kept(cache, 0)
@@ -110,17 +109,9 @@ class Placement:
         return Placement(found, graph_on == PINNED, rows_on, cache)
 
     def check(
-        self,
-        data: Any,
-        sampler: Any,
-        backend: str | None,
-        dataloader: dict[str, Any],
+        self, data: Any, sampler: Any, backend: str | None, dataloader: dict[str, Any]
     ) -> None:
-        """Refuses what is not made on a device.
-
-        Raises:
-            ValueError: with what to leave out.
-        """
+        """Refuses what is not made on a device, and says what to leave out."""
         wrong = None
         if sampler is not None:
             wrong = "neighbor_sampler samples in a way of its own; leave one out"
@@ -166,7 +157,7 @@ class Placement:
         Of equal ones the lower id comes first. It takes 4 bytes a node on the device.
         """
         degrees = {
-            getattr(store, "_key", None): torch.zeros(store.num_nodes or 0).long()
+            store._key: torch.zeros(store.num_nodes or 0).long()
             for store in data.node_stores
         }
         for store in data.edge_stores:
@@ -174,8 +165,7 @@ class Placement:
             if "adj_t" in store:
                 source = to_edge_index(store.adj_t)[0].flip(0)
             if isinstance(source, Tensor):
-                key = getattr(store, "_key", None)
-                degree = degrees[None if key is None else key[0]]
+                degree = degrees[None if store._key is None else store._key[0]]
                 degree += torch.bincount(source[0], minlength=len(degree))
         for kind, score in degrees.items():
             order = torch.argsort(score, descending=True, stable=True)
@@ -261,9 +251,8 @@ def _check_pinned(device: torch.device) -> None:
     wrong = None
     if device.type != "cuda":
         wrong = f"device={str(device)!r} is none of CUDA"
-    else:
-        if importlib.util.find_spec("triton") is None:
-            wrong = "Triton is not installed (pip install triton)"
+    elif importlib.util.find_spec("triton") is None:
+        wrong = "Triton is not installed (pip install triton)"
     if wrong is not None:
         raise ValueError(
             f"pinned memory is read by a kernel in Triton, on CUDA, and {wrong}; leave "

@@ -1,4 +1,4 @@
-"""Builds bulks of minibatches in background threads, ahead of training."""
+"""Builds bulks of minibatches in threads, ahead of training, and times phases of an epoch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -19,12 +21,130 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch_geometric.profile import get_data_size
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.ledger import Ledger
+from pyg_distcomm.comm.ledger import Ledger, format_table
+from pyg_distcomm.comm.trace import label
 from pyg_distcomm.kernels import threads
-from pyg_distcomm.loader.collate import Collator
-from pyg_distcomm.loader.epoch import ASSEMBLE, FETCH, SAMPLE, Numbered, Phases
+from pyg_distcomm.loader.collate import Collator, Sent
+from pyg_distcomm.loader.epoch import Numbered, Progress, World
 from pyg_distcomm.loader.placement import Placement, SideStream
-from pyg_distcomm.loader.registry import World
+from pyg_distcomm.process import PROCESS
+
+SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "train"
+
+
+@dataclass
+class Phase:
+    """Sums up one phase of an epoch, on this rank.
+
+    Args:
+        seconds: spent in it.
+        waiting: of them, for other ranks and the network.
+        bytes: received in it.
+    """
+
+    seconds: float = 0.0
+    waiting: float = 0.0
+    bytes: int = 0
+
+    @property
+    def computing(self) -> float:
+        """Seconds that were not spent waiting for other ranks."""
+        return max(self.seconds - self.waiting, 0.0)
+
+
+@dataclass(eq=False)
+class Phases:
+    """Sums up the phases of one epoch of a loader, as far as it has come.
+
+    "sample", "fetch" and "assemble" run in threads beside training, so that they add up
+    to more than the epoch; "wait" is what the loop waited for the next minibatch, and
+    "train" all that it did between two of them. `print(phases)` shows a table.
+    """
+
+    by_name: dict[str, Phase] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _left: int | None = None
+
+    @contextmanager
+    def timed(self, name: str, ledger: Ledger | None = None) -> Iterator[None]:
+        """Adds what a block takes, and what is counted by a ledger of its own meanwhile."""
+        begin, before = time.perf_counter_ns(), _travelled(ledger)
+        try:
+            with label(name):
+                yield
+        finally:
+            after = _travelled(ledger)
+            self._add(name, begin, after[0] - before[0], after[1] - before[1])
+
+    def asked(self) -> None:
+        """Notes that the loop asks for a minibatch: it has trained until now."""
+        if self._left is not None:
+            self._add(TRAIN, self._left)
+
+    def given(self, asked: int) -> None:
+        """Notes that it has got one, and when it asked, in ns."""
+        self._add(WAIT, asked)
+        self._left = time.perf_counter_ns()
+
+    def _add(self, name: str, begin: int, waiting: float = 0.0, bytes: int = 0) -> None:
+        with self._lock:
+            phase = self.by_name.setdefault(name, Phase())
+            phase.seconds += (time.perf_counter_ns() - begin) / 1e9
+            phase.waiting += waiting
+            phase.bytes += bytes
+        if (recorder := PROCESS.recorder) is not None:
+            about = {"bytes": bytes} if bytes else {}
+            recorder.add("loader", name, begin, **about)
+
+    def __getitem__(self, name: str) -> Phase:
+        return self.by_name.get(name, Phase())
+
+    def __str__(self) -> str:
+        head = ("phase", "seconds", "computing", "waiting for ranks", "bytes received")
+        order = [n for n in (SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN) if n in self.by_name]
+        rows = [
+            (name, p.seconds, p.computing, p.waiting, p.bytes)
+            for name, p in ((n, self.by_name[n]) for n in order)
+        ]
+        return format_table(head, rows)
+
+
+def _travelled(ledger: Ledger | None) -> tuple[float, int]:
+    """Returns seconds waited and bytes received."""
+    if ledger is None:
+        return 0.0, 0
+    return ledger.total("seconds"), ledger.bytes()
+
+
+def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:
+    """Plots a stacked bar of phases for each run, with waiting hatched.
+
+    As the breakdown of epochs in [Tripathy24]; phases overlap in time, so a bar is work and
+    not the length of an epoch. Returns matplotlib's axes; needs the extra "plot".
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    ax = plt.subplots()[1] if ax is None else ax
+    names = [SAMPLE, FETCH, ASSEMBLE, TRAIN]
+    colours = dict(
+        zip(names, ("#0072B2", "#D55E00", "#009E73", "#999999"), strict=True)
+    )
+    for place, phases in enumerate(runs.values()):
+        top = 0.0
+        for name in names:
+            phase = phases[name]
+            for seconds, hatch in ((phase.computing, ""), (phase.waiting, "//")):
+                if seconds:
+                    ax.bar(place, seconds, bottom=top, color=colours[name], hatch=hatch)
+                    top += seconds
+    ax.set_xticks(range(len(runs)), list(runs))
+    ax.set_ylabel("seconds in an epoch, summed over threads")
+    marks = [Patch(color=colours[name], label=name) for name in names]
+    marks.append(Patch(fill=False, hatch="//", label="waiting for ranks"))
+    ax.legend(handles=marks, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    return ax
+
 
 _SLICE = 0.2  # seconds between looks at whether to stop
 
@@ -91,7 +211,6 @@ class PrefetchQueue:
             self._close()
 
     def __iter__(self) -> PrefetchQueue:
-        """Returns itself."""
         return self
 
     def __next__(self) -> Any:
@@ -191,6 +310,34 @@ def _stop(line: _Line, threads: list[threading.Thread], patience: float) -> None
             thread.join(timeout=patience)
 
 
+class Tracked:
+    """Iterates over one epoch, and records its progress and its phases."""
+
+    def __init__(
+        self, inner: Iterator[Any], progress: Progress, length: int, phases: Phases
+    ) -> None:
+        self._inner, self._progress, self._length = inner, progress, length
+        self._phases = phases
+
+    def __iter__(self) -> Tracked:
+        return self
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __next__(self) -> Any:
+        self._phases.asked()
+        begin = time.perf_counter_ns()
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self._progress.finished = True
+            raise
+        self._progress.rounds += 1
+        self._phases.given(begin)
+        return batch.received() if isinstance(batch, Sent) else batch
+
+
 BUDGET = 1 << 30  # bytes of minibatches in flight, if memory allows that much
 MOST = 4  # minibatches of an automatic bulk for each thread: more wins nothing
 FIRST_SPREAD = 4  # minibatches of the first bulk where each bulk costs messages
@@ -217,6 +364,9 @@ class BulkBuilder:
         self._phases = phases
         self._loader, self._assembly = loader, Collator(loader, loader._buffers)
         self._spread = loader.spread
+        self._end = self._finished
+        if self._spread is not None:
+            self._end = self._reporting(self._finished)
         own, ours = loader._customised, self._assembly.threads
         self._late = own or not ours or loader.transform_sampler_output is not None
         self._sample = loader.collate_fn if own else loader._sampled
@@ -291,9 +441,8 @@ class BulkBuilder:
             most = max(most, MOST_SPREAD)
         size = self._loader.batch_bytes
         if not size:  # how large a minibatch is shows after the first bulk
-            return (
-                self._width if self._spread is None else max(self._width, FIRST_SPREAD)
-            )
+            least = 0 if self._spread is None else FIRST_SPREAD
+            return max(self._width, least)
         place = self._loader.placement
         free = None if place is None else place.free_memory()
         room = min(BUDGET, (_free_memory() if free is None else free) // 8)
@@ -374,28 +523,24 @@ class BulkBuilder:
         self._weigh(found)
         return found
 
-    def _reporting(self, stage: Stage) -> Stage:
-        def work(bulk: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-            with self._report_failure():
-                return stage(bulk, stopped)
+    def _reporting(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that also reports its errors to the other ranks."""
 
-        return work
+        def reporting(*args: Any) -> Any:
+            try:
+                return work(*args)
+            except BaseException as error:
+                watch = self._spread.sampling.world.watch
+                if watch is not None:
+                    watch.report(error)
+                raise
 
-    @contextmanager
-    def _report_failure(self) -> Iterator[None]:
-        """Reports an error in a block to the other ranks."""
-        try:
-            yield
-        except BaseException as error:
-            watch = self._spread.sampling.world.watch
-            if watch is not None:
-                watch.report(error)
-            raise
+        return reporting
 
     def _ledger(self, purpose: str) -> Ledger | None:
-        if self._spread is None:
-            return None
         spread = self._spread
+        if spread is None:
+            return None
         channel = spread.sampling if purpose == SAMPLE else spread.fetching
         found: Ledger = channel.world.ledger
         return found
@@ -404,10 +549,7 @@ class BulkBuilder:
         """Runs the script's own functions, in the thread that iterates."""
         if self._side is not None:
             out = self._side.received(out)
-        if self._spread is None:
-            return self._finished(out)
-        with self._report_failure():
-            return self._finished(out)
+        return self._end(out)
 
     def _finished(self, out: Any) -> Any:
         loader = self._loader

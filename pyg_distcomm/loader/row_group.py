@@ -22,12 +22,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
 from pyg_distcomm.kernels.memory import as_bytes
-from pyg_distcomm.partition.layout import (
-    dtype_name,
-    file_name,
-    read_array,
-    write_array,
-)
+from pyg_distcomm.partition.layout import dtype_name, file_name, read_array, write_array
 from pyg_distcomm.partition.partition import Partition
 
 Values = Tensor | np.ndarray
@@ -71,11 +66,7 @@ class Index:
 
 
 def rows_kept(size: float, total: int) -> int:
-    """Returns how many rows a cache size means: a count, or a fraction of all.
-
-    Raises:
-        ValueError: unless it is a whole number of rows, or a fraction in [0, 1].
-    """
+    """Returns how many rows a cache size means: a count, or a fraction of all."""
     whole = isinstance(size, int) and not isinstance(size, bool)
     if whole and size >= 0:
         return min(int(size), total)
@@ -135,15 +126,10 @@ def gather_block(
 
 
 def as_rows(values: Any) -> Tensor:
-    """Returns rows as a contiguous tensor on the CPU; a mapped file stays one.
-
-    Raises:
-        TypeError: unless they are a dense tensor or array of numbers with rows.
-    """
+    """Returns rows as a contiguous CPU tensor, or refuses them; a mapped file stays one."""
     if isinstance(values, np.ndarray):
-        with (
-            warnings.catch_warnings()
-        ):  # of memory that may not be written: nobody does
+        # of memory that may not be written: nobody does
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             values = torch.from_numpy(values)
     if not isinstance(values, Tensor) or values.layout != torch.strided:
@@ -160,8 +146,7 @@ def on_disk(
 ) -> Tensor:
     """Writes rows to a .npy file, aside and renamed, and maps them; collective.
 
-    Raises:
-        ValueError: on all ranks, if one cannot write its file; none then replaces its own.
+    Where a rank cannot write its file, all raise, and none replaces its own.
     """
     path = folder / file_name(kind, name)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -285,6 +270,10 @@ class RowGroup:
         """Returns the names of the attributes."""
         return [*self.values, *self.foreign]
 
+    def source(self, name: str) -> Any:
+        """Returns where the rows of an attribute are: here, or somebody else's store."""
+        return (self.values if name in self.values else self.foreign)[name]
+
 
 def make_row_group(
     group: Group,
@@ -293,18 +282,14 @@ def make_row_group(
     owners: Partition | None,
     channel: ProcessGrid,
 ) -> RowGroup:
-    """Makes an empty group from the ids this rank owns; collective.
-
-    Raises:
-        ValueError: on all ranks, if ids are missing, repeated or out of order.
-    """
+    """Makes an empty group from the ids this rank owns, or refuses them; collective."""
     gid, world = gid.detach().cpu().long(), channel.world
     problem = None
     if len(gid) and not bool((gid[1:] > gid[:-1]).all()):
         problem = f"the ids of group {group!r} must ascend"
     elif len(gid) and not 0 <= int(gid[0]) <= int(gid[-1]) < total:
         problem = f"the ids of group {group!r} must lie in [0, {total})"
-    sizes = [row[0] for row in collectives.all_gather_counts([len(gid)], world)]
+    sizes = lengths(gid, world)
     if problem is None and sum(sizes) != total:
         problem = f"the ranks own {sizes} rows of group {group!r}, not all {total}"
     collectives.agree(problem, world)
@@ -314,12 +299,13 @@ def make_row_group(
 
 def _all_owned(gid: Tensor, channel: ProcessGrid) -> Tensor:
     """Returns the ids that the ranks of this block own, rank by rank."""
-    counts = _counts(gid, channel)
+    counts = lengths(gid, channel.col)
     return collectives.all_gather_rows(gid, counts, channel.col, "build")
 
 
-def _counts(gid: Tensor, channel: ProcessGrid) -> list[int]:
-    return [row[0] for row in collectives.all_gather_counts([len(gid)], channel.col)]
+def lengths(rows: Tensor | np.ndarray, axis: collectives.Axis) -> list[int]:
+    """Returns how many rows each rank of an axis gives; collective."""
+    return [count for (count,) in collectives.all_gather_counts([len(rows)], axis)]
 
 
 def add_rows(
@@ -350,7 +336,7 @@ def add_rows(
     if not isinstance(codec, Plain):
         collectives.agree(_unwritable(name, rows, codec), channel.world)
     if channel.col.size > 1:
-        counts = _counts(row_group.own, channel)
+        counts = lengths(row_group.own, channel.col)
         order = torch.argsort(_all_owned(row_group.own, channel))
         rows = gather_block(rows, counts, order, channel)
     if folder is not None:
@@ -420,15 +406,9 @@ def learn_owners(row_group: RowGroup, channel: ProcessGrid) -> Partition:
     Price: the ids of all other blocks. It holds one byte an id, up to 256 ranks.
     """
     if row_group.owners is None:
-        counts = [
-            row[0]
-            for row in collectives.all_gather_counts(
-                [len(row_group.index)], channel.row
-            )
-        ]
-        every = collectives.all_gather_rows(
-            row_group.index.gid, counts, channel.row, "build"
-        )
+        gid, axis = row_group.index.gid, channel.row
+        counts = lengths(gid, axis)
+        every = collectives.all_gather_rows(gid, counts, axis, "build")
         block = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         owner = torch.empty(row_group.total, dtype=torch.int64)
         owner[every] = block * channel.replication

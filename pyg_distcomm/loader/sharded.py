@@ -23,11 +23,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.halo.codecs import (
-    Codec,
-    Plain,
-    codec_of,
-)
+from pyg_distcomm.halo.codecs import Codec, Plain, codec_of
 from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader.fetch import (
@@ -46,6 +42,7 @@ from pyg_distcomm.loader.row_group import (
     RowGroup,
     add_rows,
     learn_owners,
+    lengths,
     make_row_group,
     own_rows,
     rows_kept,
@@ -137,10 +134,10 @@ def inclusion_probabilities(
         batch_size: how many of them one minibatch has.
     """
     edges = {key: Upstream.build(e) for key, e in _edges_of(data).items()}
-    missing = (
-        set(edges) - set(num_neighbors) if isinstance(num_neighbors, Mapping) else ()
-    )
-    if missing:
+    fanouts = num_neighbors
+    if not isinstance(fanouts, Mapping):
+        fanouts = dict.fromkeys(edges, fanouts)
+    if missing := set(edges) - set(fanouts):
         raise ValueError(
             f"num_neighbors has no fan-outs for the edge types {sorted(missing)}; give a "
             "list for each, of zeros where no edges are drawn"
@@ -151,11 +148,10 @@ def inclusion_probabilities(
     for group, mask in seeds.items():
         p[group] = mask.to_local().cpu().double() * share
     missed = {group: _log_rest(one) for group, one in p.items()}
-    for hop in range(_hops(num_neighbors)):
+    for hop in range(max(map(len, fanouts.values()))):
         rest = {group: torch.zeros_like(one) for group, one in p.items()}
         for key, upstream in edges.items():
-            fanouts = num_neighbors
-            fanout = (fanouts[key] if isinstance(fanouts, Mapping) else fanouts)[hop]
+            fanout = fanouts[key][hop]
             drawn = (fanout / upstream.in_degree.clamp(min=1)).clamp_(max=1)
             drawn = drawn if fanout >= 0 else torch.ones_like(drawn)
             rest[key[0]] += upstream(_log_rest(p[key[-1]] * drawn))
@@ -183,12 +179,6 @@ def _share(
     return min(1.0, batch_size / max(int(collectives.all_reduce(count, mesh.world)), 1))
 
 
-def _hops(num_neighbors: Fanouts) -> int:
-    if isinstance(num_neighbors, Mapping):
-        return max(len(one) for one in num_neighbors.values())
-    return len(num_neighbors)
-
-
 def _log_rest(p: Tensor) -> Tensor:
     return torch.log1p(-p).clamp_(min=_LOG_ZERO)
 
@@ -211,8 +201,7 @@ def _edges_of(data: Any) -> dict[Any, DistEdgeIndex]:
     for part in data.stores:
         edge_index = part.get("edge_index")
         if isinstance(edge_index, DistEdgeIndex):
-            key = getattr(part, "_key", None)
-            found[(NODES, NODES) if key is None else key] = edge_index
+            found[(NODES, NODES) if part._key is None else part._key] = edge_index
     if not found:
         raise TypeError(
             "nodes are ranked by the edges of a graph of pdc.partition, and this has none"
@@ -249,7 +238,7 @@ def hottest(score: Tensor, gid: Tensor, count: int, axis: Axis) -> Tensor:
         problem = "scores must be numbers, got NaN"
     collectives.agree(problem, axis)
     best = torch.sort(score.double(), descending=True, stable=True).indices[:count]
-    sizes = [row[0] for row in collectives.all_gather_counts([len(best)], axis)]
+    sizes = lengths(best, axis)
     ids = collectives.all_gather_rows(gid[best], sizes, axis, "build")
     scores = collectives.all_gather_rows(score.double()[best], sizes, axis, "build")
     ids, order = ids.sort()
@@ -275,12 +264,7 @@ class RowsAttr(TensorAttr):
 
 
 def _known_size(wire: Wire) -> Codec:
-    """Returns a codec whose messages an asker can cut, and read, by itself.
-
-    Raises:
-        ValueError: for one that has other sizes, a memory, or leaves rows out; and for a
-            link that is late or changes from epoch to epoch.
-    """
+    """Returns a codec whose messages an asker can cut, and read, by itself; refuses others."""
     if isinstance(wire, LinkPolicy):
         if wire.timing.is_late or wire.scheduler is not None or wire.trend is not None:
             raise ValueError(

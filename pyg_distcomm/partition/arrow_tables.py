@@ -304,7 +304,6 @@ class ArrowColumn:
     def __init__(
         self, table: ArrowTable, name: str, order: np.ndarray | None = None
     ) -> None:
-        """Reads the first rows, to know dtype and shape."""
         self.name = f"{table.path}: {name}"
         self._table, self._column, self._order = table, name, order
         first = next(table.batches([name]), [np.zeros(0, np.float32)])[0]

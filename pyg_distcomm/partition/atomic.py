@@ -101,10 +101,8 @@ def clear(place: Path, is_ours: Callable[[Path], bool]) -> None:
 def put_in_place(aside: Path, place: Path, keep: int = 1) -> None:
     """Renames a finished folder to `place`, where the folder before it stays until then.
 
-    Args:
-        aside: the folder in the state "writing".
-        place: where it goes.
-        keep: how many folders remain: the new one, and those before it at `place.1`, ...
+    `aside` is in the state "writing"; `keep` folders remain: the new one, and those before it
+    at `place.1`, ...
     """
     ready = in_state(aside, "ready")
     os.rename(aside, ready)

@@ -16,24 +16,21 @@ from tqdm import tqdm
 
 from pyg_distcomm import plugins
 from pyg_distcomm.kernels.core_ops import MAX_INT32
-from pyg_distcomm.partition.grid_cut import grid_cut
 from pyg_distcomm.partition.partition import (
     Grid,
     Owner,
     Partition,
+    capacities,
+    check_edge_index,
     check_grid,
     check_num_parts,
-)
-from pyg_distcomm.partition.refine import BALANCE, refine_partition
-from pyg_distcomm.partition.report import (
-    capacities,
     fill_empty,
     node_weights,
     part_loads,
     plain_edges,
     train_vector,
 )
-from pyg_distcomm.partition.report import check_edge_index as check_edge_index
+from pyg_distcomm.partition.refine import BALANCE, grid_cut, refine_partition
 from pyg_distcomm.partition.stream_cutter import TensorEdges, jit_loops, stream
 from pyg_distcomm.process import PROCESS
 
@@ -403,7 +400,7 @@ def kahip(csr: Csr, num_parts: int, *, seed: int, balance: float) -> np.ndarray:
     Raises:
         ValueError: if kahip is not installed, or the links do not fit 32 bits.
     """
-    library = _library("kahip", "kahip")
+    library = _library("kahip")
     indptr, indices = csr
     if indices.size > np.iinfo(np.int32).max:
         raise ValueError(
@@ -432,7 +429,7 @@ def mtkahypar(csr: Csr, num_parts: int, *, seed: int, balance: float) -> np.ndar
     Raises:
         ValueError: if mtkahypar is not installed.
     """
-    library = _library("mtkahypar", "mtkahypar")
+    library = _library("mtkahypar")
     if PROCESS.mtkahypar is None:  # it may be initialised once
         PROCESS.mtkahypar = library.initialize(1)
     context = PROCESS.mtkahypar.context_from_preset(library.PresetType.DETERMINISTIC)
@@ -449,12 +446,12 @@ def mtkahypar(csr: Csr, num_parts: int, *, seed: int, balance: float) -> np.ndar
     return np.fromiter((found.block_id(v) for v in range(indptr.size - 1)), np.int64)
 
 
-def _library(name: str, extra: str) -> Any:
+def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
         raise ValueError(
-            f"method {name!r} needs {name}: pip install 'pyg-distcomm[{extra}]'; or cut with "
+            f"method {name!r} needs {name}: pip install 'pyg-distcomm[{name}]'; or cut with "
             "method='metis' or 'ldg'"
         ) from None
 

@@ -344,11 +344,7 @@ def cluster(
 
 @entry
 def pack(
-    order: Array,
-    weight: Array,
-    capacity: Array,
-    load: Array,
-    place: Array,
+    order: Array, weight: Array, capacity: Array, load: Array, place: Array
 ) -> None:
     """Puts each cluster of `order` where most room is left; place -1 where none has it.
 
@@ -371,12 +367,7 @@ def pack(
 
 @entry
 def vote(
-    src: Array,
-    dst: Array,
-    owner: Array,
-    own: Array,
-    seat: Array,
-    count: Array,
+    src: Array, dst: Array, owner: Array, own: Array, seat: Array, count: Array
 ) -> int:
     """Counts, for both ends of each edge, where the other is; returns the edges cut.
 

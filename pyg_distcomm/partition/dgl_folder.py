@@ -26,15 +26,10 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.partition.layout import Meta, load_json
-from pyg_distcomm.partition.part_share import PartShare
+from pyg_distcomm.partition.part_share import PartShare, check_ends
 from pyg_distcomm.partition.partition import Partition
 
-__all__ = [
-    "dgl_folder_meta",
-    "is_dgl_folder",
-    "read_dgl_folder",
-    "read_dgl_partition",
-]
+__all__ = ["dgl_folder_meta", "is_dgl_folder", "read_dgl_folder", "read_dgl_partition"]
 
 TENSORS, GRAPHS, TENSOR = 0xDD5A9FBE3FA2443F, 0xDD2E4FF046B4A13F, 0xDD5E40F096B4A13F
 HETERO, META_GRAPH, UNIT = 0xDD589FBE35224ABF, 0xDD3C5FFE20046ABF, 0xDD2E60F0F6B4A127
@@ -216,13 +211,7 @@ def _edges(path: Path, partition: Partition, part: int, edge_gid: Tensor) -> Ten
     if local.numel() and not 0 <= int(local.min()) <= int(local.max()) < ids.numel():
         raise ValueError(f"{path}: an edge ends at a node that the part does not list")
     edge_index = ids[local]
-    try:
-        partition.owner_of(edge_index[0])
-        misplaced = bool((partition.owner_of(edge_index[1]) != part).any())
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    if misplaced:
-        raise ValueError(f"{path}: holds an edge whose target part {part} does not own")
+    check_ends(edge_index, partition, part, path)
     return edge_index
 
 

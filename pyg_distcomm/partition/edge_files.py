@@ -318,7 +318,6 @@ class PairWriter:
     """Writes an .npy file `[m, 2]` whose length is known at the end."""
 
     def __init__(self, path: Path) -> None:
-        """Names the file, which `with` opens."""
         self._path, self._rows = path, 0
 
     def __enter__(self) -> PairWriter:
@@ -448,7 +447,6 @@ class ArrayColumn:
     """Holds rows in memory."""
 
     def __init__(self, name: str, array: np.ndarray) -> None:
-        """Takes the array, which is not copied."""
         self.name, self._array = name, array
         self.dtype, self.shape = array.dtype, array.shape
 
@@ -461,7 +459,6 @@ class RowReader:
     """Reads ranges of rows from a column, in the order of their first rows."""
 
     def __init__(self, column: Column) -> None:
-        """Starts at the first row."""
         self._rows = column.rows()
         self._rows_held = np.empty((0, *column.shape[1:]), column.dtype)
         self._first = 0

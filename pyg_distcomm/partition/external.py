@@ -20,12 +20,7 @@ from tqdm import tqdm
 
 from pyg_distcomm.partition.atomic import sha256, sync
 from pyg_distcomm.partition.cutters import check_method, check_nodes_fit, cut
-from pyg_distcomm.partition.edge_files import (
-    Column,
-    EdgeFile,
-    RowReader,
-    torch_name,
-)
+from pyg_distcomm.partition.edge_files import Column, EdgeFile, RowReader, torch_name
 from pyg_distcomm.partition.folder import graph_meta, shape_kinds
 from pyg_distcomm.partition.layout import (
     OWNER,
@@ -42,15 +37,14 @@ from pyg_distcomm.partition.partition import (
     Owner,
     Partition,
     PartitionReport,
+    RowCount,
+    by_part,
     check_num_parts,
 )
-from pyg_distcomm.partition.report import RowCount, by_part
 from pyg_distcomm.partition.sources import GraphFiles, open_source
 from pyg_distcomm.partition.stream_cutter import stream
 
-__all__ = [
-    "partition_files",
-]
+__all__ = ["partition_files"]
 
 NEED_NO_EDGES = ("block", "random")
 

@@ -1,4 +1,4 @@
-"""Writes, reads and verifies a partitioned graph on disk, one folder per part.
+"""Writes, reads and verifies a partitioned graph on disk, one folder per part; reads others'.
 
     OUT/META.json          sizes, attributes, figures, checksums
     OUT/owner.npy          [num_nodes], the part of each node
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ from torch_geometric.data import Data, HeteroData
 from tqdm import tqdm
 
 from pyg_distcomm.partition.atomic import sync
-from pyg_distcomm.partition.hetero import (
-    OwnersByType,
-    check_hetero,
-    owners_of_all,
-    part_of_hetero,
-    report_of_hetero,
+from pyg_distcomm.partition.dgl_folder import (
+    dgl_folder_meta,
+    is_dgl_folder,
+    read_dgl_folder,
+    read_dgl_partition,
 )
 from pyg_distcomm.partition.layout import (
+    META,
     OWNER,
     Meta,
     Verify,
@@ -57,10 +58,16 @@ from pyg_distcomm.partition.part_share import (
     NODE_NAMES,
     GraphTypes,
     Kind,
+    OwnersByType,
     PartShare,
     batch_kind,
+    check_hetero,
     key_parts,
     labels_pairs,
+    owners_of_all,
+    part_of,
+    part_of_hetero,
+    report_of_hetero,
     types_from_meta,
     types_to_meta,
     wrong_ids,
@@ -71,15 +78,16 @@ from pyg_distcomm.partition.partition import (
     PartitionReport,
     out_of_range,
     owner_dtype,
+    plain_edges,
+    report,
 )
-from pyg_distcomm.partition.report import report
+from pyg_distcomm.partition.pyg_folder import (
+    is_pyg_folder,
+    read_pyg_folder,
+    read_pyg_partition,
+)
 
-__all__ = [
-    "read_part",
-    "verify_folder",
-    "write_folder",
-]
-
+__all__ = ["read_part", "verify_folder", "write_folder"]
 
 STRUCTURE = ("edge_index", "num_nodes")
 
@@ -149,7 +157,6 @@ def read_part(
 
 
 def _files_of(meta: Meta, part: int) -> list[str]:
-    """Lists the files that a part is read from."""
     names = ["node_gid.npy", "edge_gid.npy", "edge_index.npy"]
     whole = [OWNER]
     for name, attr in meta["attributes"].items():
@@ -262,7 +269,7 @@ def _parts_of(
     figures = report(edges, partition, mask, grid)
     home = partition.owner[edges[1].long()]
     return _Parts(
-        partition, figures, lambda part: part_of(data, kinds, partition, part, home)
+        partition, figures, partial(part_of, data, kinds, partition, home=home)
     )
 
 
@@ -294,50 +301,8 @@ def _parts_of_hetero(
             f"{partition.num_nodes}; cut this graph"
         )
     figures, types = report_of_hetero(data, partition)
-    owners = partition
-    return _Parts(
-        owners, figures, lambda part: part_of_hetero(data, owners, types, part), types
-    )
-
-
-def part_of(
-    data: Data,
-    kinds: Mapping[str, Kind],
-    partition: Partition,
-    part: int,
-    home: Tensor | None = None,
-) -> PartShare:
-    """Takes one part of a graph in memory: its nodes, and the edges into them.
-
-    Args:
-        data: the whole graph.
-        kinds: of its attributes, as `attribute_kinds` returns them.
-        partition: the owners of its nodes.
-        part: the number of the part.
-        home: the part of each edge, where it is known.
-    """
-    assert data.edge_index is not None
-    edge_index = data.edge_index.detach().as_subclass(Tensor).cpu()
-    home = partition.owner_of(edge_index[1]) if home is None else home
-    gid = {"node": partition.gids(part), "edge": (home == part).nonzero().view(-1)}
-    rows: dict[Kind, dict[str, Any]] = {"node": {}, "edge": {}, "graph": {}}
-    for name, kind in kinds.items():
-        value = data[name]
-        if kind != "graph":
-            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            value = value.detach()[gid[kind].to(value.device)]
-        rows[kind][name] = value
-    return PartShare(
-        part=part,
-        partition=partition,
-        num_edges_global=edge_index.size(1),
-        node_gid=gid["node"],
-        edge_gid=gid["edge"],
-        edge_index=edge_index[:, gid["edge"]],
-        node=rows["node"],
-        edge=rows["edge"],
-        graph=rows["graph"],
-    )
+    take = partial(part_of_hetero, data, partition, types)
+    return _Parts(partition, figures, take, types)
 
 
 def _write_all(out: Path, parts: _Parts) -> None:
@@ -453,8 +418,7 @@ def _edges(data: Data, partition: Partition) -> Tensor:
         raise ValueError(
             "data.edge_index is missing; convert adj_t to edge_index first"
         )
-    edge_index: Tensor = data.edge_index
-    return edge_index.detach().as_subclass(Tensor).cpu()
+    return plain_edges(data.edge_index).cpu()
 
 
 def attribute_kinds(
@@ -554,3 +518,49 @@ def _length(data: Data, name: str) -> int | None:
 def _what(value: Any) -> str:
     shape = getattr(value, "shape", None)
     return f"it is {value!r}" if shape is None else f"its shape is {list(shape)}"
+
+
+@dataclass(frozen=True)
+class AnyFolder:
+    """Tells how the parts of a folder are read.
+
+    Args:
+        about: the file that describes them.
+        num_parts: how many there are.
+        read: reads one, by its number.
+        writer: of another library, by its name; None for a folder of this package.
+        partition: where another library wrote it; else each part holds it.
+    """
+
+    about: Path
+    num_parts: int
+    read: Callable[[int], PartShare]
+    writer: str | None = None
+    partition: Partition | None = None
+
+
+def open_foreign(folder: str | Path) -> AnyFolder | None:
+    """Opens a folder, or DGL's .json file, of another library; None if it is none."""
+    place = Path(folder)
+    if is_dgl_folder(place):
+        writer, partition = "dgl.distributed.partition_graph", read_dgl_partition(place)
+        about, of_dgl = dgl_folder_meta(place)[0], partial(read_dgl_folder, place)
+        return AnyFolder(about, partition.num_parts, of_dgl, writer, partition)
+    if is_pyg_folder(place):
+        writer = "torch_geometric.distributed.Partitioner"
+        partition, of_pyg = read_pyg_partition(place), partial(read_pyg_folder, place)
+        return AnyFolder(place / META, partition.num_parts, of_pyg, writer, partition)
+    return None
+
+
+def open_folder(folder: str | Path, verify: Verify = "checksums") -> AnyFolder:
+    """Finds out who wrote a folder, or DGL's .json file; no part is read yet.
+
+    `verify` is of folders of this package, as `read_part` has it. Raises ValueError, naming
+    the file that is missing or damaged.
+    """
+    place, foreign = Path(folder), open_foreign(folder)
+    if foreign is not None:
+        return foreign
+    own = partial(read_part, place, verify=verify)
+    return AnyFolder(place / META, int(folder_meta(place)["num_parts"]), own)

@@ -25,16 +25,12 @@ from pyg_distcomm.partition.part_share import (
     GraphTypes,
     PartShare,
     attribute_key,
+    check_ends,
     wrong_ids,
 )
 from pyg_distcomm.partition.partition import Partition
 
-__all__ = [
-    "is_pyg_folder",
-    "pyg_folder_meta",
-    "read_pyg_folder",
-    "read_pyg_partition",
-]
+__all__ = ["is_pyg_folder", "pyg_folder_meta", "read_pyg_folder", "read_pyg_partition"]
 
 # edge_feats.pt is a defaultdict, which torch refuses to fill with weights_only=True; so
 # it is unpickled with these names and no others
@@ -265,16 +261,10 @@ def _edges(
     """Reads edge ids and ends, ascending by id, and the order that sorts the file."""
     file = _load(path)
     edge_gid, order = _entry(file, "edge_id", path).sort()
-    src = _rows(file, "row", order, order.numel(), path)
-    dst = _rows(file, "col", order, order.numel(), path)
-    try:
-        partition.owner_of(src)
-        misplaced = bool((partition.owner_of(dst) != part).any())
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    if misplaced:
-        raise ValueError(f"{path}: holds an edge whose target part {part} does not own")
-    return edge_gid, torch.stack([src, dst]), order
+    pair = [_rows(file, end, order, order.numel(), path) for end in ("row", "col")]
+    edge_index = torch.stack(pair)
+    check_ends(edge_index, partition, part, path)
+    return edge_gid, edge_index, order
 
 
 def _edge_attrs(path: Path, edge_gid: Tensor, order: Tensor) -> dict[str, Tensor]:

@@ -26,11 +26,7 @@ from pyg_distcomm.partition.edge_files import (
     spool_text,
 )
 
-__all__ = [
-    "GraphFiles",
-    "is_source",
-    "open_source",
-]
+__all__ = ["GraphFiles", "is_source", "open_source"]
 
 MANY = 10**8  # nodes; most of them without edges are taken for a mistake
 ENDINGS = (".csv.gz", ".csv", ".npy")
@@ -184,17 +180,14 @@ def _with_edges(
         edges, largest = spool_text(
             path, spool / "edges.npy", num_nodes=num_nodes, undirected=undirected
         )
-        count = _count(path, largest, edges) if num_nodes is None else num_nodes
+        count = _count(path, largest, edges, num_nodes)
         return GraphFiles(edges, count, undirected)
     if is_table(path):
         edge_table = ArrowTable(path)
         edges, largest = edge_table.edges(
-            spool / "edges.npy",
-            num_nodes=num_nodes,
-            undirected=undirected,
-            nodes=names,
+            spool / "edges.npy", num_nodes=num_nodes, undirected=undirected, nodes=names
         )
-        count = _count(path, largest, edges) if num_nodes is None else num_nodes
+        count = _count(path, largest, edges, num_nodes)
         found = GraphFiles(edges, count, undirected)
         for name, column in edge_table.edge_columns().items():
             found.add(name, column, "edge")
@@ -227,13 +220,17 @@ def _counted(
     else:
         for pair in edges.chunks("counting nodes"):
             largest = max(largest, int(pair.max()))
-    count = _count(name, largest, edges) if num_nodes is None else num_nodes
+    count = _count(name, largest, edges, num_nodes)
     edges.limit(count)
     return GraphFiles(edges, count, undirected)
 
 
-def _count(name: Path | str, largest: int, edges: EdgeFile) -> int:
-    """Returns how many nodes there are, by their ids."""
+def _count(
+    name: Path | str, largest: int, edges: EdgeFile, num_nodes: int | None
+) -> int:
+    """Returns how many nodes there are: as is said, or by their ids."""
+    if num_nodes is not None:
+        return num_nodes
     if largest >= max(MANY, 100 * edges.num_edges):
         raise ValueError(
             f"{name}: {edges.num_edges} edges have ids up to {largest}, and each of 0 .. "

@@ -25,8 +25,12 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.partition.report import capacities, fill_empty, plain_edges
+from pyg_distcomm.partition.partition import (
+    Partition,
+    capacities,
+    fill_empty,
+    plain_edges,
+)
 
 CHUNK = 1 << 18  # edges in memory at once
 SEATS = 8  # parts whose votes are counted, at most
@@ -51,7 +55,6 @@ class TensorEdges:
     """Reads the edges of an edge_index in memory, or mapped from a file."""
 
     def __init__(self, edge_index: Tensor) -> None:
-        """Takes `[2, num_edges]`, which is not copied."""
         self._edges = plain_edges(edge_index).cpu().numpy()
 
     @property

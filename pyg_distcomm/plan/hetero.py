@@ -26,8 +26,12 @@ from pyg_distcomm.graph.partitioning import partition as cut_data
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.convert import convert
-from pyg_distcomm.partition.hetero import check_hetero, cut_hetero, types_of
-from pyg_distcomm.partition.part_share import EdgeType
+from pyg_distcomm.partition.part_share import (
+    EdgeType,
+    check_hetero,
+    cut_hetero,
+    types_of,
+)
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.codecs import (
     Coding,
@@ -215,7 +219,6 @@ class _HeteroStack(Module):
         self.layers = torch.nn.ModuleList(layers)
 
     def forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
-        """Runs the layers."""
         for place, layer in enumerate(self.layers):
             if place:
                 x_dict = {name: x.relu() for name, x in x_dict.items()}
@@ -251,11 +254,7 @@ class _DryRun:
         self.model, self.data, self.inputs = model, data, inputs
 
     def visited(self, links: Mapping[EdgeType, Coding]) -> tuple[_HeteroVisit, int]:
-        """Runs three epochs over links; returns the last, and how many numbers it trains.
-
-        Raises:
-            ValueError: if that does not work.
-        """
+        """Runs three epochs over links; returns the last, and how many numbers it trains."""
         try:
             grad, random = torch.enable_grad(), torch.random.fork_rng(devices=[])
             with torch.inference_mode(False), grad, random:

@@ -10,7 +10,7 @@ which node:
     features    (4 bytes + the bytes of a row) for each distinct node of a bulk elsewhere
 
 with c copies of a block, "elsewhere" is what a rank's process row does not hold. The words are
-those of `request_price`, `sums_price`, `edges_price` and `ShardedStore.price`, for all ranks at
+those that `RowRequest`, `PartitionedLayerGraph` and `ShardedStore.price` name, for all ranks at
 once. Of a HeteroData nodes are numbered through all types, and each relation has its own rows;
 a Data is one type and one relation.
 """

@@ -1,9 +1,9 @@
-"""Reads the block of a partitioned graph that a rank samples for the others."""
+"""Reads the block of a partitioned graph that a rank samples for the others, or all edges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -103,6 +103,21 @@ def mesh_of(data: Data | HeteroData) -> Mesh:
     return mesh
 
 
+def gathered(data: Data | HeteroData, names: list[str]) -> Any:
+    """Returns the edges of a share on every rank, and a few attributes; collective."""
+    whole: Any = type(data)()
+    for part in data.stores:
+        out = whole if part._key is None else whole[part._key]
+        if "num_nodes" in part:
+            out.num_nodes = part.num_nodes
+        for name, value in part.items():
+            if isinstance(value, DistEdgeIndex):
+                out[name] = value.full_tensor().contiguous()
+            elif isinstance(value, DistTensor) and name in names:
+                out[name] = torch.as_tensor(value.full_tensor())
+    return whole
+
+
 def read_block(
     data: Data | HeteroData,
     channel: ProcessGrid,
@@ -184,15 +199,8 @@ class _Edges:
     def ordered(self) -> _Edges:
         """Returns the edges in ascending id."""
         order = torch.argsort(self.gid)
-        return _Edges(
-            self.gid[order],
-            self.source[order],
-            self.target[order],
-            self.total,
-            None if self.weight is None else self.weight[order],
-            None if self.time is None else self.time[order],
-            self.sort_by_time,
-        )
+        arrays: Any = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **{name: t[order] for name, t in arrays.items()})
 
 
 def _own_edges(
@@ -313,7 +321,7 @@ def _relation(
     kernels.place_pairs(place, edges.source, order, colptr, pair)
     slot = pair[1::2].to(torch.int64, copy=True)
     pair[1::2] = edges.gid[slot].to(kind)
-    relation = Relation(
+    return Relation(
         *kinds,
         colptr,
         pair,
@@ -321,33 +329,22 @@ def _relation(
         None if edges.weight is None else edges.weight[slot].clone(),
         None if edges.time is None else edges.time[slot].clone(),
     )
-    return relation
 
 
 def _shared_by_members(own: _Edges, channel: ProcessGrid) -> _Edges:
     """Returns the edges of all members of the block."""
     if channel.col.size == 1:
         return own
-    sizes = [
-        row[0] for row in collectives.all_gather_counts([len(own.gid)], channel.col)
-    ]
+    counts = collectives.all_gather_counts([len(own.gid)], channel.col)
+    sizes = [count for (count,) in counts]
 
     def every(t: Tensor | None) -> Tensor | None:
-        return (
-            None
-            if t is None
-            else collectives.all_gather_rows(t, sizes, channel.col, op="topology")
-        )
+        if t is None:
+            return None
+        return collectives.all_gather_rows(t, sizes, channel.col, op="topology")
 
     ids = every(torch.stack([own.gid, own.source, own.target], 1))
     assert ids is not None
     gid, source, target = (part.contiguous() for part in ids.unbind(1))
-    return _Edges(
-        gid,
-        source,
-        target,
-        own.total,
-        every(own.weight),
-        every(own.time),
-        own.sort_by_time,
-    )
+    weight, time = every(own.weight), every(own.time)
+    return replace(own, gid=gid, source=source, target=target, weight=weight, time=time)

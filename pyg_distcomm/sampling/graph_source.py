@@ -125,67 +125,6 @@ def read_weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
     return weight.contiguous()
 
 
-Csc = tuple[
-    int, int, Tensor, Tensor, Tensor | None
-]  # source, target, colptr, row, perm
-
-
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """Describes the graph of a pair of stores, with types as numbers."""
-
-    sizes: tuple[int, ...]
-    node_types: list[Any]
-    edge_types: list[Any]
-    relations: list[Csc]
-    node_time: list[Tensor | None]
-    edge_time: list[Tensor | None]
-
-
-def read_stores(
-    stores: tuple[FeatureStore, GraphStore], time_attr: str | None, backward: bool
-) -> Stored:
-    """Reads all edges, and times by the rules of PyG's own sampler."""
-    features, graph = stores
-    edge_attrs = graph.get_all_edge_attrs()
-    edge_types = list(dict.fromkeys(attr.edge_type for attr in edge_attrs))
-    times = _times(features, time_attr)
-    if edge_types == [None]:
-        n = max(edge_attrs[0].size)
-        time = _only(times) if time_attr is not None else None
-        # PyG takes an attribute called 'time' to be of nodes, and any other of edges
-        by_node = time_attr == "time"
-        csc = _csc(graph, backward)
-        return Stored(
-            (n,),
-            [None],
-            [None],
-            [(0, 0, *csc)],
-            [time if by_node else None],
-            [None if by_node else time],
-        )
-    names = [a.group_name for a in features.get_all_tensor_attrs()]
-    names = [name for name in names if isinstance(name, str)]
-    names += [end for s, _, t in edge_types for end in (s, t)]
-    node_types = list(dict.fromkeys(names))
-    index = {name: k for k, name in enumerate(node_types)}
-    sizes = {t: remote_backend_utils.num_nodes(*stores, t) for t in node_types}
-    colptr, row, perm = _csc(graph, backward)
-    relations = []
-    for key in edge_types:
-        ends = index[key[0]], index[key[2]]
-        source, target = ends[::-1] if backward else ends
-        relations.append((source, target, colptr[key], row[key], perm.get(key)))
-    return Stored(
-        tuple(int(sizes[t]) for t in node_types),
-        node_types,
-        edge_types,
-        relations,
-        [times.get(t) for t in node_types],
-        [times.get(t) for t in edge_types],
-    )
-
-
 def _csc(graph: GraphStore, backward: bool) -> Any:
     """Returns (colptr, row, perm), or one dictionary of each by edge type."""
     if backward:
@@ -407,39 +346,73 @@ def _stored(
     weight_attr: str | None,
     backward: bool,
 ) -> SampledTopology:
+    """Reads edges of stores, and times by the rules of PyG's own sampler."""
     if weight_attr is not None:
         raise NotImplementedError(
             "'weight_attr' is not supported for (FeatureStore, GraphStore) inputs, whose "
             "edges have no attributes; pass a Data or HeteroData"
         )
-    edge_attrs = stores[1].get_all_edge_attrs()
+    features, store = stores
+    edge_attrs = store.get_all_edge_attrs()
     for attr in edge_attrs if time_attr is not None else ():
         if attr.layout == EdgeLayout.CSR or not attr.is_sorted:
             raise ValueError(
                 "Temporal sampling from a GraphStore requires edges in COO or CSC layout, "
                 "sorted by destination, and by time within the edges of a node"
             )
-    found = read_stores(stores, time_attr, backward)
-    clocks = tuple(
-        None if t is None else read_times(t, str(time_attr)) for t in found.node_time
-    )
+    edge_types = list(dict.fromkeys(attr.edge_type for attr in edge_attrs))
+    times = _times(features, time_attr)
+    if edge_types == [None]:
+        node_types, sizes = [None], [max(edge_attrs[0].size)]
+        time = _only(times) if time_attr is not None else None
+        # PyG takes an attribute called 'time' to be of nodes, and any other of edges
+        by_node = time_attr == "time"
+        node_time, edge_time = [time if by_node else None], [None if by_node else time]
+        parts = [_csc(store, backward)]
+    else:
+        names = [a.group_name for a in features.get_all_tensor_attrs()]
+        names = [name for name in names if isinstance(name, str)]
+        names += [end for s, _, t in edge_types for end in (s, t)]
+        node_types = list(dict.fromkeys(names))
+        sizes = [int(remote_backend_utils.num_nodes(*stores, t)) for t in node_types]
+        node_time = [times.get(t) for t in node_types]
+        edge_time = [times.get(t) for t in edge_types]
+        colptr, row, perm = _csc(store, backward)
+        parts = [(colptr[k], row[k], perm.get(k)) for k in edge_types]
+    clocks = tuple(_clock(t, time_attr) for t in node_time)
+    index = {name: k for k, name in enumerate(node_types)}
     relations = []
-    for k, (source, target, colptr, row, perm) in enumerate(found.relations):
-        with said_of(found.edge_types[k]):
-            time = found.edge_time[k]
-            time = None if time is None else read_times(time, str(time_attr))
-            _check_length("edges", row.numel(), "times", time)
-            _check_length("nodes", found.sizes[source], "times", clocks[source])
-            if time is not None and perm is not None:
-                time = time[perm.long()]
-            sizes = found.sizes[source], found.sizes[target]
-            check_csc(colptr, row, sizes)
-            relation = _joined(colptr, row, perm, source, target)
-            relation = replace(relation, time=time)
-            check_times(relation, clocks[source])
-            relations.append(relation)
-    graph = SampleGraph(found.sizes, tuple(relations), clocks)
-    return SampledTopology(graph, found.node_types, found.edge_types, torch.int64)
+    for key, part, time in zip(edge_types, parts, edge_time, strict=True):
+        source, target = (0, 0) if key is None else (index[key[0]], index[key[2]])
+        ends = (target, source) if backward else (source, target)
+        with said_of(key):
+            clock = _clock(time, time_attr)
+            relations.append(_checked(part, ends, sizes, clock, clocks[ends[0]]))
+    graph = SampleGraph(tuple(sizes), tuple(relations), clocks)
+    return SampledTopology(graph, node_types, edge_types, torch.int64)
+
+
+def _clock(time: Tensor | None, name: str | None) -> Tensor | None:
+    return None if time is None else read_times(time, str(name))
+
+
+def _checked(
+    part: tuple[Tensor, Tensor, Tensor | None],
+    ends: tuple[int, int],
+    sizes: list[int],
+    time: Tensor | None,
+    node_time: Tensor | None,
+) -> Relation:
+    """Returns a relation of stores, (colptr, row, perm), from a type of nodes to another."""
+    (colptr, row, perm), (source, target) = part, ends
+    _check_length("edges", row.numel(), "times", time)
+    _check_length("nodes", sizes[source], "times", node_time)
+    if time is not None and perm is not None:
+        time = time[perm.long()]
+    check_csc(colptr, row, (sizes[source], sizes[target]))
+    relation = replace(_joined(colptr, row, perm, source, target), time=time)
+    check_times(relation, node_time)
+    return relation
 
 
 def _relation(
@@ -509,41 +482,27 @@ def _from_edges(
     source_size, target_size = sizes[::-1] if backward else sizes
     check_ids(source, source_size, "source")
     check_ids(target, target_size, "target")
+    colptr = _offsets(target, target_size)
     if is_sorted:
         if target.numel() and bool((target[1:] < target[:-1]).any()):
             raise ValueError(
                 "is_sorted=True, but the edges are not sorted by their "
                 f"{'source' if backward else 'target'}; sort them, or leave is_sorted out"
             )
-        colptr = _offsets(target, target_size)
         relation = Relation(0, 0, colptr, _own_copy(source), 1)
     else:
         when = edge_time if node_time is None else node_time[edges[0].long()]
         order = None if when is None else torch.argsort(when, stable=True)
-        relation = _sorted_pairs(source, target, sizes, target_size, order)
+        narrow = max(*sizes, target.numel()) < 2**31
+        kind = torch.int32 if narrow else torch.int64
+        pair = torch.empty(2 * target.numel(), dtype=kind)
+        kernels.place_pairs(target, source, order, colptr, pair)
+        relation = Relation(0, 0, colptr, pair, 2)
     if kept:
-        built = [
-            item
-            for item in PROCESS.topologies.get(edge_index, ())
-            if item[0][0] == memo[0]
-        ]
-        PROCESS.topologies[edge_index] = [*built, (memo, relation)]
+        known = PROCESS.topologies.get(edge_index, ())
+        known = [one for one in known if one[0][0] == memo[0]]  # of this version
+        PROCESS.topologies[edge_index] = [*known, (memo, relation)]
     return relation
-
-
-def _sorted_pairs(
-    source: Tensor,
-    target: Tensor,
-    sizes: tuple[int, int],
-    target_size: int,
-    order: Tensor | None,
-) -> Relation:
-    """Sorts edges by target, and within one target as they come in ``order``."""
-    narrow = max(*sizes, target.numel()) < 2**31
-    pair = torch.empty(2 * target.numel(), dtype=torch.int32 if narrow else torch.int64)
-    colptr = _offsets(target, target_size)
-    kernels.place_pairs(target, source, order, colptr, pair)
-    return Relation(0, 0, colptr, pair, 2)
 
 
 def _joined(

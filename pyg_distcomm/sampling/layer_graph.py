@@ -33,12 +33,7 @@ from torch_geometric.data import Data
 
 from pyg_distcomm import kernels
 from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.sampling.algebra import (
-    BulkMatrix,
-    BulkNodes,
-    check_nodes,
-    offsets,
-)
+from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes, check_nodes, offsets
 from pyg_distcomm.sampling.graph_source import read_topology
 from pyg_distcomm.sampling.rules import COUNTED, SQUARED, Rule
 
@@ -46,13 +41,7 @@ MOST_ROWS = 1 << 13  # rows that integer weights leave room for, if nobody says 
 
 
 def rows_of_layers(numbers: Sequence[int], seeds: int, num_nodes: int) -> int:
-    """Returns the most rows that a layer has: the seeds, or seeds and nodes drawn for them.
-
-    Args:
-        numbers: nodes to draw for each layer, -1 for all.
-        seeds: of a minibatch.
-        num_nodes: n.
-    """
+    """Returns the most rows that a layer has: the seeds, or seeds and nodes drawn for them."""
     # those drawn last are no rows
     drawn = [num_nodes if s < 0 else int(s) for s in numbers[:-1]]
     return max(seeds, min(num_nodes, seeds + max(drawn, default=0)))

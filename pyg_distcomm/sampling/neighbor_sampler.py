@@ -30,12 +30,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_choice, keyed_unit
 from pyg_distcomm.comm.store import joined_mesh
-from pyg_distcomm.kernels.minibatch import (
-    Minibatch,
-    Relation,
-    Request,
-    UnweightedNode,
-)
+from pyg_distcomm.kernels.minibatch import Minibatch, Relation, Request, UnweightedNode
 from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
 
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
@@ -222,18 +217,13 @@ class KeyedNeighborSampler(NeighborSampler):
         self.node_types = topology.node_types
         self.edge_types = topology.edge_types
         hetero = topology.edge_types != [None]
-        node_time = dict(zip(self.node_types, graph.time, strict=True))
-        node_time = {k: t for k, t in node_time.items() if t is not None}
-        edge_time = dict(
-            zip(self.edge_types, [r.time for r in graph.relations], strict=True)
-        )
-        edge_time = {k: t for k, t in edge_time.items() if t is not None}
-        weight = dict(
-            zip(self.edge_types, [r.weight for r in graph.relations], strict=True)
-        )
-        weight = {k: w for k, w in weight.items() if w is not None}
+        clocks, relations = _named(self.node_types, graph.time), graph.relations
+        edges = _named(self.edge_types, relations)
+        node_time = {k: t for k, t in clocks.items() if t is not None}
+        edge_time = {k: r.time for k, r in edges.items() if r.time is not None}
+        weight = {k: r.weight for k, r in edges.items() if r.weight is not None}
         if hetero:
-            self.num_nodes: Any = dict(zip(self.node_types, graph.sizes, strict=True))
+            self.num_nodes: Any = _named(self.node_types, graph.sizes)
             self.node_time = node_time or None
             self.edge_time = edge_time or None
             self.edge_weight = weight or None
@@ -242,7 +232,7 @@ class KeyedNeighborSampler(NeighborSampler):
             self.node_time = node_time.get(None)
             self.edge_time = edge_time.get(None)
             self.edge_weight = weight.get(None)
-            self.colptr = graph.relations[0].colptr
+            self.colptr = relations[0].colptr
         self.to_backward_edge_type: dict[Any, Any] = {}
         if backward and hetero:
             self.to_backward_edge_type = {k: _reversed(k) for k in self.edge_types}
@@ -279,7 +269,8 @@ class KeyedNeighborSampler(NeighborSampler):
 
     def key_of(self, inputs: Any) -> int:
         """Returns the key of a sampler's input: its own, or the next of calls without."""
-        return self._key(inputs)
+        key = getattr(inputs, "key", None)
+        return self._next_key() if key is None else key
 
     def in_edges(
         self, number: int, nodes: Sequence[Tensor]
@@ -294,7 +285,7 @@ class KeyedNeighborSampler(NeighborSampler):
 
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
         """Samples around nodes; see `torch_geometric.sampler.BaseSampler`."""
-        sample = partial(self._sample, key=self._key(inputs))
+        sample = partial(self._sample, key=self.key_of(inputs))
         if isinstance(inputs.node, dict):
             return self._finished(typed_sample(inputs, sample))
         return self._finished(node_sample(inputs, sample))
@@ -303,7 +294,7 @@ class KeyedNeighborSampler(NeighborSampler):
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None
     ) -> Output:
         """Samples around edges, and around negative ones, which are keyed as well."""
-        key = self._key(inputs)
+        key = self.key_of(inputs)
         out = edge_sample(
             inputs,
             partial(self._sample, key=key),
@@ -319,10 +310,6 @@ class KeyedNeighborSampler(NeighborSampler):
             return out.to_bidirectional(keep_orig_edges=self.keep_orig_edges)
         return out
 
-    def _key(self, inputs: Any) -> int:
-        key = getattr(inputs, "key", None)
-        return self._next_key() if key is None else key
-
     def _next_key(self) -> int:
         worker = torch.utils.data.get_worker_info()
         return fold(self.seed, _CALL, worker.seed if worker else 0, next(self._calls))
@@ -337,7 +324,7 @@ class KeyedNeighborSampler(NeighborSampler):
         return self._output(self._drawn(request), isinstance(seed, dict))
 
     def _request(self, seed: Any, seed_time: Any, key: int) -> Request:
-        hetero = isinstance(seed, dict)
+        hetero, temporal = isinstance(seed, dict), self.is_temporal
         seeds = seed if hetero else {None: seed}
         times = seed_time if hetero or seed_time is None else {None: seed_time}
         index = {name: k for k, name in enumerate(self.node_types)}
@@ -356,8 +343,8 @@ class KeyedNeighborSampler(NeighborSampler):
             replace=self.replace,
             disjoint=self.disjoint,
             induced=self.subgraph_type == SubgraphType.induced,
-            latest=self.is_temporal and self.temporal_strategy == "last",
-            tree_time=self._tree_time(seeds, times) if self.is_temporal else None,
+            latest=temporal and self.temporal_strategy == "last",
+            tree_time=self._tree_time(seeds, times) if temporal else None,
             labor=self.draws in (LABOR, *ROUNDS),
             rounds=ROUNDS.get(self.draws, 0),
         )
@@ -432,43 +419,42 @@ class KeyedNeighborSampler(NeighborSampler):
         return every.long().contiguous()
 
     def _output(self, found: Minibatch, hetero: bool) -> Output:
-        if self._topology.dtype != torch.int64:
-            found.node = [t.to(self._topology.dtype) for t in found.node]
-            found.edge_index = [t.to(self._topology.dtype) for t in found.edge_index]
-        out = self._joined(found, hetero)
-        if found.weight is not None:
-            kind = torch.get_default_dtype()
-            weight = [w.to(kind) for w in found.weight]
-            named = _named(self._topology.edge_types, weight) if hetero else weight[0]
-            out.edge_weight = named  # type: ignore[union-attr]
-        return out
-
-    def _joined(self, found: Minibatch, hetero: bool) -> Output:
+        dtype, nodes = self._topology.dtype, self.node_types
+        edges, trees = self._topology.edge_types, found.tree
+        if dtype != torch.int64:
+            found.node = [t.to(dtype) for t in found.node]
+            found.edge_index = [t.to(dtype) for t in found.edge_index]
         row, col = [e[0] for e in found.edge_index], [e[1] for e in found.edge_index]
         if self.sample_direction == "backward":
             row, col = col, row
         counted = self.subgraph_type != SubgraphType.induced
+        out: Any
         if not hetero:
-            return SamplerOutput(
+            out = SamplerOutput(
                 node=found.node[0],
                 row=row[0],
                 col=col[0],
                 edge=found.edge[0],
-                batch=None if found.tree is None else found.tree[0],
+                batch=None if trees is None else trees[0],
                 num_sampled_nodes=found.nodes_per_hop[0] if counted else None,
                 num_sampled_edges=found.edges_per_hop[0] if counted else None,
             )
-        nodes, edges = self.node_types, self._topology.edge_types
-        trees = found.tree
-        return HeteroSamplerOutput(
-            node=_named(nodes, found.node),
-            row=_named(edges, row),
-            col=_named(edges, col),
-            edge=_named(edges, found.edge),
-            batch=None if trees is None else _named(nodes, trees),
-            num_sampled_nodes=_named(nodes, found.nodes_per_hop) if counted else None,
-            num_sampled_edges=_named(edges, found.edges_per_hop) if counted else None,
-        )
+        else:
+            steps = found.nodes_per_hop, found.edges_per_hop
+            out = HeteroSamplerOutput(
+                node=_named(nodes, found.node),
+                row=_named(edges, row),
+                col=_named(edges, col),
+                edge=_named(edges, found.edge),
+                batch=None if trees is None else _named(nodes, trees),
+                num_sampled_nodes=_named(nodes, steps[0]) if counted else None,
+                num_sampled_edges=_named(edges, steps[1]) if counted else None,
+            )
+        if found.weight is not None:
+            kind = torch.get_default_dtype()
+            weight = [w.to(kind) for w in found.weight]
+            out.edge_weight = _named(edges, weight) if hetero else weight[0]
+        return out
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies the graph for a process that cannot share pages with this one.
@@ -539,12 +525,7 @@ def draws_of(draws: str, rule: str | None) -> str:
 
 
 def check_draws(draws: str, options: dict[str, Any]) -> str:
-    """Returns how nodes draw their neighbours.
-
-    Raises:
-        ValueError: if there are no such draws, or none with replacement; with importances,
-            for weights, times, trees of their own, other subgraphs and devices.
-    """
+    """Returns how nodes draw their neighbours; refuses what does not go with `options`."""
     if draws not in DRAWS:
         raise ValueError(f"draws must be one of {DRAWS}, got {draws!r}")
     wrong = [name for name, value in options.items() if value]

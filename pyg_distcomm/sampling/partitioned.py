@@ -33,7 +33,6 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.kernels.minibatch import (
@@ -74,7 +73,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     Minibatches are those of `KeyedNeighborSampler` on the whole graph, bit for bit. All
     calls are collective: all ranks of the channel sample as many minibatches at a time.
 
-    Price of a hop: see `request_price` and `counts_price`. At the owner, for k minibatches
+    Price of a hop: that of a `RowRequest`. At the owner, for k minibatches
     of b nodes and fan-out s on this rank, at most k b (1 + s) pairs of words are asked and
     answered, of which those of this rank's own block do not travel, and k keys of 8 bytes
     come from each rank of the column, once a bulk; at the requester, the whole rows, and
@@ -180,7 +179,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         self, inputs: Any, neg_sampling: NegativeSampling | None
     ) -> tuple[Request, Callable[[Output], Output]]:
         """Returns what to draw for a minibatch, and what to do with it."""
-        key = self._key(inputs)
+        key = self.key_of(inputs)
         if isinstance(inputs, EdgeSamplerInput):
             seed, time, finish = self._edge_seeds(inputs, key, neg_sampling)
             return self._request(seed, time, key), finish
@@ -253,12 +252,12 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             keys = collectives.all_gather_counts(own_keys, self.channel.row)
         fan_outs = self._fan_outs()
         for hop in range(max(map(len, fan_outs), default=0)):
-            drawing_from = [r for r, f in enumerate(fan_outs) if f[hop] != 0]
+            numbers = {r: f[hop] for r, f in enumerate(fan_outs) if f[hop] != 0}
             asks = [[d.ask(r, hop) for d in drawings] for r in range(len(fan_outs))]
-            if self.sample_at == "owner" and drawing_from:
-                self._at_owner(hop, drawings, asks, drawing_from, keys)
+            if self.sample_at == "owner" and numbers:
+                self._at_owner(hop, drawings, asks, numbers, keys)
             elif self.sample_at == "requester":
-                for r in drawing_from:
+                for r in numbers:
                     self._at_requester(r, hop, drawings, asks[r])
             for drawing in drawings:
                 drawing.end_hop()
@@ -267,24 +266,29 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
                 self._induce(r, drawings)
 
     def _at_owner(
-        self, hop: int, drawings: list[Any], asks: Any, where: list[int], keys: Any
+        self,
+        hop: int,
+        drawings: list[Any],
+        asks: Any,
+        fan_outs: dict[int, int],
+        keys: list[list[int]],
     ) -> None:
-        queries = [_query(r, ask) for r in where for ask in asks[r]]
+        queries = [_query(r, ask) for r in fan_outs for ask in asks[r]]
         request = self._rows.ask(queries)
-        k, fan_outs, labor = len(drawings), self._fan_outs(), self.draws == LABOR
+        k, labor, relations = len(drawings), self.draws == LABOR, self._relations
         messages = []
         for peer, theirs in enumerate(request.received):
             segments = []
-            for n, r in enumerate(where):
+            for n, (r, fan_out) in enumerate(fan_outs.items()):
                 wanted = theirs[n * k : (n + 1) * k]
-                relation = self._relations[r]
+                relation = relations[r]
                 drawn_by = [hop_key(m, r, relation, hop, labor) for m in keys[peer]]
-                segments.append((r, self._ask(wanted, drawn_by, fan_outs[r][hop])))
+                segments.append((r, self._ask(wanted, drawn_by, fan_out)))
             messages.append(self._rows.answer(segments))
         draws, first = self._rows.draws(request, messages), request.first
 
         def take(i: int) -> None:
-            for n, r in enumerate(where):
+            for n, r in enumerate(fan_outs):
                 if asks[r][i] is not None:
                     s = n * k + i
                     drawings[i].take(r, hop, draws.of(first[s], first[s + 1]))
@@ -343,51 +347,6 @@ def _query(relation: int, ask: HopDraw | None) -> RowQuery:
     return RowQuery(relation, ask.node, ask.name, ask.limit)
 
 
-def sums_price(
-    asked_by_others: int, batches: int, columns: int, word: int = 4
-) -> Price:
-    """Prices what the partial sums of one layer bring this rank, in words of 4 or 8 bytes.
-
-        received = asked_by_others + batches + (1 + 8 / word) columns
-
-    Args:
-        asked_by_others: rows that other ranks ask this one for.
-        batches: minibatches of this rank, for each other rank of the axis.
-        columns: entries of the partial rows that come from others.
-        word: bytes of a word.
-    """
-    return Price(words=asked_by_others + batches + (1 + 8 // word) * columns)
-
-
-def edges_price(
-    cols_of_others: int, asked: int, edges: int, weighted: bool = False, word: int = 4
-) -> Price:
-    """Prices what the edges of one layer bring this rank, after its sums.
-
-        received = cols_of_others + asked + 2 edges + (8 / word) (edges, or asked)
-
-    Args:
-        cols_of_others: columns that other ranks send, of minibatches with rows here.
-        asked: rows of this rank's minibatches that others multiply.
-        edges: edges into these rows.
-        weighted: whether each edge has a weight; otherwise each row has.
-        word: bytes of a word.
-    """
-    weights = edges if weighted else asked
-    return Price(words=cols_of_others + asked + 2 * edges + 8 // word * weights)
-
-
-def layer_counts_price(batches: int, ranks: int) -> Price:
-    """Prices the counts of one layer over an axis of `ranks`, in words of 8 bytes.
-
-        received = (2 batches + 3) (ranks - 1)
-
-    How many rows and columns each minibatch has, what stands beside the rows, and how long
-    the sums and the edges are.
-    """
-    return Price(words=(2 * batches + 3) * (ranks - 1))
-
-
 @dataclass(eq=False)
 class _Round:
     """Holds the rows of one layer, their request, and the graph that multiplies them."""
@@ -414,10 +373,18 @@ class PartitionedLayerGraph:
         sample_at: "owner" or "requester"; see [Note: a distributed P = Q A].
         most_rows: how many rows a minibatch may have in a layer; the most of any rank.
 
-    Price of a layer: see `sums_price`, `edges_price` and `layer_counts_price`; rules that
-    share a row need the edges alone. At the owner, all is exchanged in the process column.
-    At the requester, all is in the process row, and rows of A travel in the column, each
-    distinct one once (`request_price`, `counts_price`).
+    Price of a layer, of a bulk of k minibatches over an axis of `ranks`, in words of w = 4 or 8
+    bytes, and counts of 8 bytes:
+
+        sums    asked_by_others + k (ranks - 1) + (1 + 8 / w) columns
+        edges   cols_of_others + asked + 2 edges + (8 / w) (edges, or asked)
+        counts  (2 k + 3) (ranks - 1)
+
+    `asked` are the rows of this rank that others multiply, `columns` the entries of the partial
+    sums that come back, `edges` those into these rows; each edge has a weight, or each row.
+    Rules that share a row need the edges alone. At the owner, all is exchanged in the process
+    column. At the requester, all is in the process row, and rows of A travel in the column,
+    each distinct one once (`RowRequest`).
     """
 
     def __init__(

@@ -8,11 +8,7 @@ from typing import Any
 import torch
 import torch_geometric.typing as installed
 from torch import Tensor
-from torch_geometric.sampler import (
-    HeteroSamplerOutput,
-    NeighborSampler,
-    SamplerOutput,
-)
+from torch_geometric.sampler import HeteroSamplerOutput, NeighborSampler, SamplerOutput
 from torch_geometric.sampler.base import SubgraphType
 from torch_geometric.sampler.utils import remap_keys
 
@@ -43,11 +39,7 @@ class LibrarySampler(NeighborSampler):
 
 
 class PygLibSampler(LibrarySampler):
-    """Samples as PyG does by pyg-lib.
-
-    Raises:
-        ValueError: for induced subgraphs, which PyG leaves to torch-sparse.
-    """
+    """Samples as PyG does by pyg-lib; refuses induced subgraphs, as PyG does there."""
 
     backend = "pyg-lib"
 
@@ -86,9 +78,7 @@ class PygLibSampler(LibrarySampler):
 class TorchSparseSampler(LibrarySampler):
     """Samples as PyG does by torch-sparse, where pyg-lib is installed as well.
 
-    Raises:
-        ValueError: for weights of edges, and for disjoint trees, which torch-sparse knows
-            nothing of.
+    Refuses weights of edges, and disjoint trees, which torch-sparse knows nothing of.
     """
 
     backend = "torch-sparse"
@@ -154,15 +144,11 @@ class TorchSparseSampler(LibrarySampler):
 def _placed(
     ids: Tensor, seed: Tensor, node: Tensor, row: Tensor, edge: Tensor
 ) -> Tensor:
-    """Returns the places of the sources of edges among the nodes of a minibatch.
+    """Returns the places `[e]` of the sources of edges among the nodes of a minibatch.
 
-    pyg-lib 0.9 lists a seed as often as it is given, and numbers it once: the numbers of
-    what is drawn after it are too small by its repeats.
-
-    Args:
-        ids: pyg-lib's numbers `[e]`.
-        seed, node: ids of the seeds, and of all nodes of the minibatch.
-        row, edge: the sources of all edges of the graph, and which of these were drawn `[e]`.
+    pyg-lib 0.9 lists a seed as often as it is given, and numbers it once: its numbers `ids` of
+    what is drawn after it are too small by its repeats. `edge` are those drawn of all edges,
+    whose sources are `row`.
     """
     distinct, inverse = seed.unique(return_inverse=True)
     if len(distinct) == len(seed) or torch.equal(node[ids], row[edge]):
@@ -176,13 +162,8 @@ def _placed(
 def library_sampler(backend: str, data: Any, num_neighbors: Any, **options: Any) -> Any:
     """Returns a sampler of PyG's that draws by one of its compiled libraries.
 
-    Args:
-        backend: "pyg-lib" or "torch-sparse".
-        data, num_neighbors, options: as `torch_geometric.sampler.NeighborSampler` takes them.
-
-    Raises:
-        ValueError: if there is no such backend, its package is not installed, or it cannot
-            draw what is asked for.
+    Takes the arguments of `torch_geometric.sampler.NeighborSampler`. Raises ValueError if there
+    is no such backend, it is not installed, or it cannot draw what is asked for.
     """
     if backend not in BACKENDS:
         raise ValueError(

@@ -40,7 +40,6 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
-from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.kernels.minibatch import (
     Draws,
@@ -79,31 +78,6 @@ class RowReply:
     pair: Tensor
     columns: tuple[Tensor, ...]
     slot: Tensor
-
-
-def request_price(
-    asked: int, asked_by_others: int, drawn: int, id_words: int = 1, columns: int = 0
-) -> Price:
-    """Prices what one request brings this rank, in words of 4 bytes (8 if ids need them).
-
-        received = id_words asked_by_others + asked + (2 + columns) drawn
-
-    A node asked for is one word, and one more for its tree, two for a time; each is
-    answered by a count, and a source and an id for each of its in-edges `drawn`. Nodes
-    whose rows lie on this rank count nowhere.
-    """
-    return Price(words=id_words * asked_by_others + asked + (2 + columns) * drawn)
-
-
-def counts_price(segments: int, ranks: int) -> Price:
-    """Prices the counts of one request over an axis of `ranks`, in words of 8 bytes.
-
-        received = (segments + 2) (ranks - 1)
-
-    These are the number of nodes of each segment, the flags of columns beside them, and
-    the length of an answer.
-    """
-    return Price(words=(segments + 2) * (ranks - 1))
 
 
 class RowRound:
@@ -163,13 +137,27 @@ class RowRequest:
     """Asks other ranks for in-edges: sends node ids when made, and `reply` returns rows.
 
     All ranks of the axis give as many segments, for the same relations in the same
-    order. Price: see `request_price` and `counts_price`.
+    order. Price, in words of 4 bytes (8 if ids need them), and counts of 8 bytes:
+
+        words   id_words asked_by_others + asked + (2 + columns) drawn
+        counts  (segments + 2) (ranks - 1)
+
+    A node asked for is one word, and one more for its tree, two for a time; each is answered
+    by a count, and a source and an id for each of its in-edges `drawn`. Counts are the nodes of
+    each segment, the flags of columns beside them, and the length of an answer. Nodes
+    whose rows lie on this rank count nowhere.
 
     Args:
         axis: the ranks that ask each other.
         queries: what this rank wants; a segment may be empty.
         peers: for each query, which rank of the axis has each node's row.
         word: int32, or int64 where ids need it: the type of all that travels.
+
+    Attributes:
+        received: what each rank asks for here, as its queries.
+        sent: [ranks, segments], how many nodes of each segment are asked of each rank.
+        first: [segments + 1], where segments begin in the order of asking.
+        asked: by rank, the places in that order of the nodes asked of it.
     """
 
     def __init__(
@@ -181,45 +169,33 @@ class RowRequest:
     ) -> None:
         self._word = word
         sizes = torch.tensor([w.node.numel() for w in queries], dtype=torch.int64)
-        self._first = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+        self.first: list[int] = [0, *sizes.cumsum(0).tolist()]
         peer = torch.cat([torch.empty(0).long(), *peers])
         segments = len(queries)
         segment = torch.repeat_interleave(torch.arange(segments), sizes)
         _, _, self._order = kernels.coo_to_csr(peer, peer, axis.size)
         each = torch.bincount(peer * segments + segment, minlength=axis.size * segments)
-        self._counts = each.view(axis.size, segments)
+        self.sent = each.view(axis.size, segments)
+        rows = self.sent.sum(1)
+        self.asked = self._order.split(rows.tolist())
         flags = _flags(queries)
-        table = torch.cat([self._counts, torch.full((axis.size, 1), flags)], 1)
+        table = torch.cat([self.sent, torch.full((axis.size, 1), flags)], 1)
         self._round = RowRound(axis, table)
         theirs = self._round.table
         message = _packed(queries, flags, word).index_select(0, self._order)
-        sent = self._counts.sum(1) * message.size(1)
         widths = torch.tensor([_width(int(row[-1]), word) for row in theirs])
         coming = theirs[:, :-1].sum(1) * widths
         parts = self._round.send_ids(
-            message.view(-1), sent.tolist(), coming.tolist(), "frontier"
+            message.view(-1),
+            (rows * message.size(1)).tolist(),
+            coming.tolist(),
+            "frontier",
         )
         kinds = [w.relation for w in queries]
         self.received = [
             _unpacked(part, row[:-1].tolist(), int(row[-1]), kinds)
             for part, row in zip(parts, theirs, strict=True)
         ]
-
-    @property
-    def sent(self) -> Tensor:
-        """Returns how many nodes of each segment are asked of each rank [ranks, segments]."""
-        return self._counts
-
-    @property
-    def first(self) -> list[int]:
-        """Returns the offsets of segments in the order of asking, [segments + 1]."""
-        found: list[int] = self._first.tolist()
-        return found
-
-    @property
-    def asked(self) -> list[Tensor]:
-        """Returns the positions, in the order of asking, of the nodes asked of each rank."""
-        return list(self._order.split(self._counts.sum(1).tolist()))
 
     def exchange(self, messages: Sequence[Tensor], op: str = "samples") -> list[Tensor]:
         """Sends a message of words to each rank of the axis; returns those for this one."""
@@ -236,13 +212,11 @@ class RowRequest:
     ) -> RowReply:
         """Answers every rank by a message from `answer`; returns what they answered.
 
-        Args:
-            messages: for each rank of the axis.
-            columns: types of what comes with each in-edge beside its pair.
+        `columns` are the types of what comes with each in-edge beside its pair.
         """
         counts, parts = [], []
-        rows = self._counts.sum(1).tolist()
-        for part, asked in zip(self.exchange(messages), rows, strict=True):
+        for part, nodes in zip(self.exchange(messages), self.asked, strict=True):
+            asked = len(nodes)
             counts.append(part[:asked].long())
             total = int(counts[-1].sum())
             words = [2 * total, *(total * _words(c, self._word) for c in columns)]
@@ -404,7 +378,6 @@ class RemoteRows:
         queries: Sequence[RowQuery],
         whom: Callable[[int, Tensor], Tensor],
     ) -> RowRequest:
-        """Begins a request to the ranks that hold, or fetch, the rows of nodes."""
         peers = [
             whom(kind, torch.cat([w.node for w in some]))
             for kind, some in groupby(
@@ -445,7 +418,7 @@ class RemoteRows:
         With c copies of a block, the ranks of a process row pool what they want; see
         [Note: rows over the process row].
 
-        Price: `request_price` and `counts_price` on each axis. In the process row, it asks
+        Price: that of a `RowRequest` on each axis. In the process row, it asks
         for the distinct rows that others are to bring; in the process column, for those
         that it is to bring for any of the process row and does not hold.
 
@@ -489,7 +462,7 @@ class RemoteRows:
         answers = self._column(r, nodes)
         arrived = self._arrived(r, answers)
         start, entry, _ = self._sampler.draw_rows(
-            arrived, None, everything(nodes, answers.slot), _as_array
+            arrived, None, everything(nodes, answers.slot), _fresh
         )
         picked = torch.from_numpy(entry)
         weight = None if arrived.weight is None else arrived.weight[picked]
@@ -519,7 +492,3 @@ class RemoteRows:
 
     def _columns(self, r: int) -> list[torch.dtype]:
         return [column.dtype for column in columns_of(self.relations[r])]
-
-
-def _as_array(total: int) -> Any:
-    return torch.empty(total, dtype=torch.int64).numpy(), 0

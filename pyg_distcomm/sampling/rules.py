@@ -26,14 +26,7 @@ import torch
 
 from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes
 
-__all__ = [
-    "FastGCN",
-    "GraphSAGE",
-    "Ladies",
-    "Rule",
-    "UserRule",
-    "rule_name",
-]
+__all__ = ["FastGCN", "GraphSAGE", "Ladies", "Rule", "UserRule", "rule_name"]
 
 SQUARED, PLAIN, COUNTED = 2, 1, 0  # what Q multiplies: Ahat^2, A, or 1 where A > 0
 
@@ -76,10 +69,7 @@ class GraphSAGE(Rule):
     distribution; for the algebra, not for `KeyedLayerSampler`.
     """
 
-    @property
-    def power(self) -> int:
-        """Returns the power of A that Q multiplies: weights as they are."""
-        return PLAIN
+    power = PLAIN
 
     def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
         """Returns Q [total rows, n], a one in each row."""
@@ -133,15 +123,8 @@ class FastGCN(Rule):
     shared: ClassVar[bool] = True
     keeps_batch: ClassVar[bool] = False
 
-    @property
-    def loops(self) -> bool:
-        """Returns whether A + I replaces A: it does."""
-        return True
-
-    @property
-    def power(self) -> int:
-        """Returns the power of A that Q multiplies: squares."""
-        return SQUARED
+    loops = True
+    power = SQUARED
 
     def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
         """Returns Q [1, n], all ones."""
