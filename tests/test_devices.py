@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import torch_geometric.nn as pyg
 import worlds
 from problems import GRAPHS, owners, two_types
+from test_synchronisations import benchmark
 from torch_geometric.nn import GATConv
 
 import pyg_distcomm as pdc
@@ -368,18 +368,10 @@ def test_a_pipeline_names_what_is_misplaced():
         pipe(share)
 
 
-def benchmark():
-    """The module that benchmarks/cuda.py runs."""
-    path = Path(__file__).parents[1] / "benchmarks" / "one_device.py"
-    spec = importlib.util.spec_from_file_location("one_device", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without CUDA")
 def test_the_benchmark_says_that_there_is_no_device(tmp_path, capsys):
-    assert benchmark().main(["--report", str(tmp_path / "report.md")]) == 1
+    asked = ["--report", str(tmp_path / "report.md")]
+    assert benchmark("device_parts").main("", asked) == 1
     assert "no CUDA device" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -400,11 +392,14 @@ def test_benchmarks_leave_torch_the_package_that_it_looks_for(tmp_path):
 
 
 @tiers.rare
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.subprocess
 def test_the_benchmark_runs_on_tiny_graphs(tmp_path):
     report = tmp_path / "report.md"
-    assert benchmark().main(["--smoke", "--report", str(report)]) == 0
+    asked = ["--smoke", "--report", str(report)]
+    assert benchmark("device_parts").main("", asked) == 0
     text = report.read_text()
     assert "Failed" not in text
+    assert "Not run on a CUDA device" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
     for part in ("SpMM", "GraphSAGE", "synchronisations", "Quantise", "trains"):
         assert part in text

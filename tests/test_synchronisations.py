@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import axis, collectives
+from pyg_distcomm.halo import codecs
+from pyg_distcomm.kernels import codec_ops
+from pyg_distcomm.kernels.registry import Op
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 LAYERS = {
@@ -46,13 +50,19 @@ MORE = {
 }
 
 
+def benchmark(name):
+    """A module of benchmarks/, which import each other by name."""
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+
+
 def counter():
     """The dispatch mode that counts, of benchmarks/one_device.py."""
-    path = Path(__file__).parents[1] / "benchmarks" / "one_device.py"
-    spec = importlib.util.spec_from_file_location("one_device", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Synchronisations
+    return benchmark("one_device").Synchronisations
 
 
 def unseen(run):
@@ -145,6 +155,56 @@ def waits_by_type(place):
     return {name: came for name, came in found.items() if came}
 
 
+LINKS = {
+    "coded": lambda: pdc.Sylvie(bits=1, late=0),
+    "late": lambda: pdc.PipeGCN(smooth=0.95),
+    "late codes": lambda: pdc.Sylvie(bits=8),
+    "columns": lambda: pdc.LinkPolicy(codecs.ColumnMask(2)),
+    "largest": lambda: pdc.LinkPolicy(codecs.TopK(2)),
+    "with errors": lambda: pdc.LinkPolicy(codecs.Residual(codecs.Quantise(2))),
+    "some rows": lambda: pdc.BNS(p=0.5),
+}
+
+
+@contextlib.contextmanager
+def codes_unseen(place):
+    """Leaves out what plain torch waits for in codecs, whose kernels run on CUDA.
+
+    `test_cuda_codecs.py` counts within those.
+    """
+    ops = [v for v in vars(codec_ops).values() if isinstance(v, Op)]
+    before = [op._twins.get(place) for op in ops]
+    for op in ops:
+        op._twins[place] = unseen(op.definition)
+    try:
+        yield
+    finally:
+        for op, twin in zip(ops, before, strict=True):
+            op._twins[place] = twin
+
+
+def waits_by_links(names, place, grid=None):
+    """Layers whose rows are coded or late, of exchanges that were made before."""
+    where = second_device.device() if place == "spare" else torch.device(place)
+    mesh, data, found = worlds.mesh(grid=grid), GRAPHS["undirected"](), {}
+    with uncounted(mesh), codes_unseen(place):
+        for name in names:
+            for kind in ("GCN", "SAGE"):
+                link, cut = LINKS[name](), owners("random", data, mesh.size)
+                share = pdc.partition(data, mesh, cut, link=link).to(where)
+                conv = pdc.convert(LAYERS[kind]().double().to(where))
+                x = share.x.clone().requires_grad_()
+
+                def step(conv=conv, x=x, share=share, link=link):
+                    conv(x, share.edge_index).sum().backward()
+                    link.step()
+
+                came = third(step, counter(), place != "cpu")
+                if came:
+                    found[name, kind] = came
+    return found
+
+
 def test_products_ask_for_no_value():
     """On the CPU, too, where masks that select edges have no places to be kept."""
     assert waits(("GCN", "SAGE", "SAGE max"), "cpu") == {}
@@ -163,6 +223,12 @@ def test_no_waits_on_a_device(size, grid):
 @tiers.parametrize("size", [1, 2], [])
 def test_no_waits_by_type_or_for_learnt_rows(size):
     assert worlds.anew(waits_by_type, size, "spare") == [{}] * size
+
+
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@tiers.parametrize("size", [2, 3], [])
+def test_no_waits_where_rows_are_coded_or_late(size):
+    assert worlds.anew(waits_by_links, size, tuple(LINKS), "spare") == [{}] * size
 
 
 @pytest.mark.cuda
