@@ -1,4 +1,4 @@
-"""Draws charts as SVG that follows the colours of the page it is in.
+"""Draws charts, and timelines of traces, as SVG in the colours of the page it is in.
 
 Series have the classes s0 to s7, whose colours the page defines, for light and dark; they
 can be told apart by colour-blind readers. Every mark has its figures as a tooltip. Legends
@@ -7,9 +7,14 @@ are text above a chart, never on its data.
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from typing import Any
 
 WIDTH, HEIGHT = 540, 270  # pixels, at which text has its size
 LEFT, RIGHT, TOP, BOTTOM = 74, 14, 12, 46
@@ -86,6 +91,11 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", more: str = "")
     return f"<text {place} {more}>{escape(text)}</text>"
 
 
+def _mark(tag: str, look: str, tip: str) -> str:
+    """Returns a shape with its figures as a tooltip."""
+    return f"<{tag} {look}><title>{escape(tip)}</title></{tag}>"
+
+
 class _Axes:
     """Maps values to places, and draws the grid and the numbers beside it."""
 
@@ -109,7 +119,7 @@ class _Axes:
     def mark(self, x: float, said: str) -> str:
         """Returns a broken line from top to bottom."""
         path = f'class="mark" d="M{self.at(x):.1f} {TOP}V{HEIGHT - BOTTOM}"'
-        return f"<path {path}><title>{escape(said)}</title></path>"
+        return _mark("path", path, said)
 
     def drawn(self, x_shown: Shown, y_shown: Shown, names: tuple[str, str]) -> str:
         """Returns the grid, its numbers, and what they are."""
@@ -164,12 +174,10 @@ def stacked(
             y, height = axes.up(low + value), axes.up(low) - axes.up(low + value)
             low += value
             if height > 0:
-                place = f'x="{left:.1f}" y="{y:.1f}" width="{right - left - gap:.1f}"'
+                look = f'class="s{k % SERIES}" x="{left:.1f}" y="{y:.1f}" '
+                look += f'width="{right - left - gap:.1f}" height="{height:.1f}"'
                 tip = f"{names[0]} {span}, {name}: {shown(value)}"
-                out.append(
-                    f'<rect class="s{k % SERIES}" {place} height="{height:.1f}">'
-                    f"<title>{escape(tip)}</title></rect>"
-                )
+                out.append(_mark("rect", look, tip))
     out += [axes.mark(*one) for one in marks]
     return _svg("".join(out), f"{names[1]} by {names[0]}"), group
 
@@ -202,11 +210,8 @@ def lines(
         out.append(f'<path class="line l{k % SERIES}" d="M{path}"/>')
         size = 3.2 if len(points) <= 40 else 1.8
         for (x, y), (px, py) in zip(points, places, strict=True):
-            tip = f"{name}: {y_shown(y)} at {x_shown(x)}"
-            out.append(
-                f'<circle class="s{k % SERIES}" cx="{px:.1f}" cy="{py:.1f}" r="{size}">'
-                f"<title>{escape(tip)}</title></circle>"
-            )
+            look = f'class="s{k % SERIES}" cx="{px:.1f}" cy="{py:.1f}" r="{size}"'
+            out.append(_mark("circle", look, f"{name}: {y_shown(y)} at {x_shown(x)}"))
     out += [axes.mark(*one) for one in marks]
     return _svg("".join(out), f"{names[1]} by {names[0]}")
 
@@ -229,12 +234,9 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], shown: Shown) -> str:
         for name, value in parts.items():
             length = value * scale
             if length > 0:
-                place = f'x="{x:.1f}" y="{y}" width="{max(length - 1, 0.5):.1f}" height="18"'
-                tip = escape(f"{label}, {name}: {shown(value)}")
-                series = names.index(name) % SERIES
-                out.append(
-                    f'<rect class="s{series}" {place}><title>{tip}</title></rect>'
-                )
+                look = f'class="s{names.index(name) % SERIES}" x="{x:.1f}" y="{y}" '
+                look += f'width="{max(length - 1, 0.5):.1f}" height="18"'
+                out.append(_mark("rect", look, f"{label}, {name}: {shown(value)}"))
                 x += length
         out.append(_text(x + 7, y + 13, shown(sum(parts.values())), "start"))
     return _svg("".join(out), "bars", len(rows) * step + 6)
@@ -260,12 +262,10 @@ def matrix(values: Sequence[Sequence[float]], what: str) -> str:
             out.append(_text(left + (i + 0.5) * cell, top - 8, str(i)))
         for j, value in enumerate(row):
             x, y, share = left + j * cell, top + i * cell, value / most
-            tip = escape(f"rank {i} to rank {j}: {value:,.0f} {what}")
-            out.append(
-                f'<rect class="s0" fill-opacity="{0.05 + 0.95 * share:.3f}" x="{x:.1f}" '
-                f'y="{y:.1f}" width="{cell - 1:.1f}" height="{cell - 1:.1f}">'
-                f"<title>{tip}</title></rect>"
-            )
+            look = f'class="s0" fill-opacity="{0.05 + 0.95 * share:.3f}" x="{x:.1f}" '
+            look += f'y="{y:.1f}" width="{cell - 1:.1f}" height="{cell - 1:.1f}"'
+            tip = f"rank {i} to rank {j}: {value:,.0f} {what}"
+            out.append(_mark("rect", look, tip))
             if size <= 8 and value:
                 on = "on" if share > 0.45 else "off"
                 shown = as_count(value)
@@ -301,21 +301,150 @@ def network(sizes: Sequence[float], rows: Sequence[Sequence[float]]) -> str:
     for (i, j), value in sorted(both.items(), key=lambda pair: pair[1]):
         if value:
             (x, y), (u, v) = places[i], places[j]
-            tip = escape(f"ranks {i} and {j} exchange {value:,.0f} rows")
             share = value / most
             wide = 0.6 + 11 * share * min(1.0, 6 / count)
-            look = f'stroke-width="{wide:.1f}" opacity="{0.2 + 0.7 * share:.2f}"'
-            out.append(
-                f'<path class="join" {look} '
-                f'd="M{x:.1f} {y:.1f}L{u:.1f} {v:.1f}"><title>{tip}</title></path>'
-            )
+            look = f'class="join" stroke-width="{wide:.1f}" '
+            look += f'opacity="{0.2 + 0.7 * share:.2f}" d="M{x:.1f} {y:.1f}L{u:.1f} {v:.1f}"'
+            tip = f"ranks {i} and {j} exchange {value:,.0f} rows"
+            out.append(_mark("path", look, tip))
     for k, (x, y) in enumerate(places):
         size = max(largest * math.sqrt(sizes[k] / top), 3.0)
-        tip = escape(f"rank {k}: {sizes[k]:,.0f} nodes")
-        out.append(
-            f'<circle class="disc" cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}">'
-            f"<title>{tip}</title></circle>"
-        )
+        look = f'class="disc" cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}"'
+        out.append(_mark("circle", look, f"rank {k}: {sizes[k]:,.0f} nodes"))
         if count <= 24 and size > 8:
             out.append(_text(x, y + 4, str(k), more='class="on"'))
     return _svg("".join(out), "ranks and the rows they exchange", side, side)
+
+
+# Timelines --------------------------------------------------------------------------
+
+TIMELINE_RANKS = 16
+_WIDE, _LEFT, _LANE, _GAP = 1100, 62.0, 13.0, 12.0  # pixels, of a timeline
+# of the lanes of a rank, the kinds of spans, each drawn over those before it
+_LANES = (
+    ("script", "layer"),
+    ("product", "codec", "loader", "send", "wait"),
+    ("exchange",),
+)
+_SERIES = {"script": 6, "layer": 5, "product": 0, "codec": 2, "loader": 1}
+_SERIES |= {"send": 7, "wait": 3, "exchange": 4, "other": 2}
+_NAMES = {"send": "beginning an exchange", "wait": "waiting", "exchange": "in flight"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A span of a trace, in µs."""
+
+    rank: int
+    kind: str
+    name: str
+    begin: float
+    end: float
+
+
+def read_blocks(path: Path) -> tuple[list[Block], dict[str, Any]]:
+    """Returns the spans of a file of `pdc.trace`, exchanges too, and what it says of itself.
+
+    Raises:
+        ValueError: if it is no such file.
+    """
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            found = json.load(file)
+        about = dict(found["otherData"])
+        if about.get("writer") != "pyg_distcomm":
+            raise ValueError("it has another writer")
+        return _blocks(found["traceEvents"]), about
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise ValueError(
+            f"{path}: is not what pdc.trace has written ({error})"
+        ) from None
+
+
+def _blocks(events: Iterable[dict[str, Any]]) -> list[Block]:
+    begun: dict[str, dict[str, Any]] = {}
+    out = []
+    for event in events:
+        ph, rank = event["ph"], int(event["pid"])
+        if ph == "X":
+            begin, kind = float(event["ts"]), str(event.get("cat", "other"))
+            kind = kind if kind in _SERIES else "other"
+            end = begin + float(event["dur"])
+            out.append(Block(rank, kind, str(event["name"]), begin, end))
+        elif ph == "b":
+            begun[event["id"]] = event
+        elif ph == "e" and event["id"] in begun:
+            first = begun.pop(event["id"])
+            name = f"{first['name']}, {first['args']['bytes']:,} bytes"
+            begin, end = float(first["ts"]), float(event["ts"])
+            out.append(Block(rank, "exchange", name, begin, end))
+    return out
+
+
+def _window(blocks: list[Block]) -> tuple[float, float]:
+    """Returns what to show: the last span that the script called "epoch" or "train", or all."""
+    marked = [
+        b
+        for b in blocks
+        if b.kind == "script" and b.name.startswith(("epoch", "train"))
+    ]
+    if marked:
+        last = max(marked, key=lambda b: b.begin)
+        return last.begin, last.end
+    return min(b.begin for b in blocks), max(b.end for b in blocks)
+
+
+def timeline(blocks: list[Block]) -> tuple[str, str]:
+    """Returns the picture of a window of a trace, and its key."""
+    begin, end = _window(blocks)
+    end = max(end, begin + 1)
+    scale = (_WIDE - _LEFT - 14) / (end - begin)
+    ranks = sorted({b.rank for b in blocks})[:TIMELINE_RANKS]
+    shown = [b for b in blocks if b.end > begin and b.begin < end and b.rank in ranks]
+    tall = len(_LANES) * _LANE + _GAP
+    height = len(ranks) * tall + 36
+    out = []
+    for value in ticks(0, (end - begin) / 1e6, 7):
+        x = _LEFT + value * 1e6 * scale
+        out.append(f'<path class="grid" d="M{x:.1f} 4V{height - 30:.1f}"/>')
+        out.append(_text(x, height - 12, as_seconds(value)))
+    for place, rank in enumerate(ranks):
+        y = place * tall + 6
+        out.append(_text(_LEFT - 10, y + tall / 2 - 2, f"rank {rank}", "end"))
+        own = [b for b in shown if b.rank == rank]
+        for lane, kinds in enumerate(_LANES):
+            for kind in [*kinds, *(["other"] if lane == 1 else [])]:
+                some = [b for b in own if b.kind == kind]
+                out += _rects(some, y + lane * _LANE, begin, end, scale)
+    seen = [k for k in _SERIES if any(b.kind == k for b in shown)]
+    key = "".join(
+        f'<span class="key"><i class="b{_SERIES[k]}"></i>{_NAMES.get(k, k)}</span>'
+        for k in seen
+    )
+    label = "what each rank computed, waited for and exchanged"
+    svg = f'<svg viewBox="0 0 {_WIDE} {height:g}" role="img" aria-label="{label}">'
+    return svg + "".join(out) + "</svg>", f'<p class="legend">{key}</p>'
+
+
+def _rects(
+    blocks: list[Block], y: float, begin: float, end: float, scale: float
+) -> Iterable[str]:
+    """Yields rectangles; of those too narrow to see, one for each half pixel."""
+    drawn = -1.0
+    for b in sorted(blocks, key=lambda b: b.begin):
+        left = _LEFT + (max(b.begin, begin) - begin) * scale
+        right = _LEFT + (min(b.end, end) - begin) * scale
+        if right - left < 0.5 and left < drawn + 0.5:
+            continue
+        drawn = left
+        look = f'class="s{_SERIES[b.kind]}" x="{left:.1f}" y="{y:.1f}" '
+        look += f'width="{max(right - left, 0.5):.1f}" height="{_LANE - 2}"'
+        yield _mark("rect", look, f"{b.name}: {as_seconds((b.end - b.begin) / 1e6)}")

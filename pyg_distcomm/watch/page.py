@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from pyg_distcomm.partition.partition import PartitionReport, imbalance
-from pyg_distcomm.watch import drawing, timeline
+from pyg_distcomm.watch import drawing
 from pyg_distcomm.watch.drawing import as_bytes, as_count, as_number, as_seconds
 from pyg_distcomm.watch.metrics import OWN, RecordedRun, Row, is_finite
 
@@ -82,18 +82,18 @@ def render(
         partition = PartitionReport.from_dict(about["partition"])
         rows = about.get("rows", ())
     epochs = [] if run is None else run.rows
+    repeated = [] if run is None else run.repeated
     trace = trace if run is None or run.trace is None else run.trace
-    parts = [
-        *_accuracy(epochs),
-        *([] if run is None else _starts(run)),
-        *_bytes(epochs, [] if run is None else run.repeated),
-        *_waits(epochs),
-        *_phases(epochs),
-        *_values(epochs),
-        *([] if partition is None else _partition(partition, rows, about)),
-        *([] if trace is None else _timeline(trace)),
-        *_table(epochs),
-    ]
+    parts = _accuracy(epochs) if epochs else []
+    parts += [] if run is None else _starts(run)
+    if epochs:
+        parts.append(_bytes(epochs, repeated))
+        for name, figure in (("Waits by rank", _waits), ("Phases", _phases)):
+            parts.append(_section(name, _of_each_start(epochs, figure)))
+        parts += _values(epochs)
+    parts += [] if partition is None else _partition(partition, rows, about)
+    parts += [] if trace is None else _timeline(trace)
+    parts += _table(epochs) if epochs else []
     if not parts:
         parts = [_section("Nothing recorded yet", "<p>No epoch has ended.</p>")]
     head = (
@@ -103,7 +103,7 @@ def render(
     )
     return (
         f"{head}<body><main><h1>{escape(title)}</h1>{_about(about)}"
-        f"{_tiles(about, epochs, partition, [] if run is None else run.repeated)}"
+        f"{_tiles(about, epochs, partition, repeated)}"
         f'<div class="grid2">{"".join(parts)}</div></main></body></html>\n'
     )
 
@@ -218,16 +218,14 @@ def _restarts(epochs: Sequence[Row]) -> list[tuple[float, str]]:
     ]
 
 
-def _bytes(epochs: Sequence[Row], repeated: Sequence[Row]) -> list[str]:
-    if not epochs:
-        return []
+def _bytes(epochs: Sequence[Row], repeated: Sequence[Row]) -> str:
     sums: dict[str, int] = {}
     for row in epochs:
         for op, count in row["bytes"].items():
             sums[op] = sums.get(op, 0) + count
     total = sums.pop("total", 0)
     if not total:
-        return [_section("Bytes by epoch and operation", "<p>Nothing was sent.</p>")]
+        return _section("Bytes by epoch and operation", "<p>Nothing was sent.</p>")
     order = sorted(sums, key=lambda op: -sums[op])
     large = [op for op in order if sums[op] > total / 100]
     kept = order if len(order) < 4 else large[: drawing.SERIES - 1]
@@ -261,7 +259,7 @@ def _bytes(epochs: Sequence[Row], repeated: Sequence[Row]) -> list[str]:
     ]
     table = _rows_of(["operation", "median epoch", "all epochs"], lines)
     body += f"<details><summary>Each operation</summary>{table}</details>"
-    return [_section("Bytes by epoch and operation", body)]
+    return _section("Bytes by epoch and operation", body)
 
 
 def _settled(epochs: Sequence[Row], start: Any) -> list[Row]:
@@ -322,13 +320,7 @@ def _most(
     return [labelled[k] for k in sorted(chosen)], said
 
 
-def _waits(epochs: Sequence[Row]) -> list[str]:
-    if not epochs:
-        return []
-    return [_section("Waits by rank", _of_each_start(epochs, _waits_of))]
-
-
-def _waits_of(settled: Sequence[Row]) -> str:
+def _waits(settled: Sequence[Row]) -> str:
     waits, seconds = _by_rank(settled, "waits"), _by_rank(settled, "seconds")
     rows: list[tuple[str, Any]] = [
         (
@@ -368,13 +360,7 @@ def _span_of(settled: Sequence[Row]) -> str:
     return f"Medians of epochs {first} to {last}."
 
 
-def _phases(epochs: Sequence[Row]) -> list[str]:
-    if not epochs:
-        return []
-    return [_section("Phases", _of_each_start(epochs, _phases_of))]
-
-
-def _phases_of(settled: Sequence[Row]) -> str:
+def _phases(settled: Sequence[Row]) -> str:
     names = dict.fromkeys(name for row in settled for name in row["phases"])
     middle = {n: median(row["phases"].get(n, 0.0) for row in settled) for n in names}
     rows = [(name, {"seconds": value}) for name, value in middle.items()]
@@ -459,13 +445,13 @@ def _partition_of(figures: PartitionReport, rows: Sequence[Sequence[int]]) -> st
 
 
 def _timeline(path: Path) -> list[str]:
-    blocks, about = timeline.read_blocks(path)
+    blocks, about = drawing.read_blocks(path)
     if not blocks:
         return []
-    svg, key = timeline.draw(blocks)
+    svg, key = drawing.timeline(blocks)
     told = "Of each rank: layers and marked blocks, what it did, exchanges in flight."
-    if about["ranks"] > timeline.MOST_RANKS:
-        told += f" The first {timeline.MOST_RANKS} of {about['ranks']} ranks."
+    if about["ranks"] > drawing.TIMELINE_RANKS:
+        told += f" The first {drawing.TIMELINE_RANKS} of {about['ranks']} ranks."
     told += f" All of {path.name} can be opened in ui.perfetto.dev."
     return [_section("Timeline", _figure(key, svg, told), wide=True)]
 
@@ -480,8 +466,6 @@ def _rows_of(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _table(epochs: Sequence[Row]) -> list[str]:
-    if not epochs:
-        return []
     names = _names(epochs)
     head = [
         "epoch",
