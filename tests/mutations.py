@@ -1098,8 +1098,8 @@ MUTATIONS = (
     Mutation(
         "first epochs of a typed graph are priced with one rank's sums",
         "planner",
-        "rest = self.size * sum(sums.values())",
-        "rest = sum(sums.values())",
+        '"early_bytes": tuple(n + size * sums for n in self.early)',
+        '"early_bytes": tuple(n + sums for n in self.early)',
         "test_hetero.py",
         "test_plans_of_links",
     ),
@@ -1114,8 +1114,8 @@ MUTATIONS = (
     Mutation(
         "gradients that no loss reads are priced",
         "planner",
-        "if one.halo or not one.transposed or calls[one.layer].read",
-        "if True",
+        "if back and layer.read:",
+        "if back:",
         "test_hetero.py",
         "test_gradients_that_no_loss_reads",
     ),

@@ -22,7 +22,6 @@ from pyg_distcomm.comm.axis import let_go
 from pyg_distcomm.comm.mesh import Grid, Mesh
 from pyg_distcomm.graph.partitioning import partition
 from pyg_distcomm.nn.gcn_conv import DistGCNConv
-from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.nn.sage_conv import DistSAGEConv
 from pyg_distcomm.partition.cutters import (
     check_edge_index,
@@ -32,19 +31,18 @@ from pyg_distcomm.partition.cutters import (
 )
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.pipeline.schedule import BUBBLE
-from pyg_distcomm.plan.arguments import check_options
-from pyg_distcomm.plan.calibrate import calibrate, once
+from pyg_distcomm.plan.calibrate import TrainingRun, calibrate, once
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.planner import (
+from pyg_distcomm.plan.planner import check_options, edges_of, plan
+from pyg_distcomm.plan.plans import Plan, Plans
+from pyg_distcomm.plan.training import (
+    INPUTS,
+    Training,
     dtype_of,
-    edges_of,
-    plan,
     training_asked,
 )
-from pyg_distcomm.plan.plans import Plan, Plans
-from pyg_distcomm.plan.training import INPUTS, Training
 from pyg_distcomm.process import PROCESS
 
 MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # of a rank, of the matrix that is timed
@@ -355,7 +353,7 @@ def shortlist(
 
 
 def _plain(training: Training) -> bool:
-    """Returns whether a `_Model` multiplies what `training` does."""
+    """Returns whether a `_Run` multiplies what `training` does."""
     layers = training.layers
     pairs = itertools.pairwise(layers)
     follow = all(one.width_out == other.width_in for one, other in pairs)
@@ -422,47 +420,25 @@ class _Run:
     ) -> None:
         self.mesh: Mesh = grids.init(grid=plan.grid, **how)
         self.mesh.plan, self.mesh.owners = plan, owners
-        self._share = partition(data, self.mesh).to(self.mesh.device)
-        self._share.x.requires_grad_(training.wants_gradient(0))
-        self._changing = training.inputs == "changing"
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # the script's own draws stay as they are
-            model = _Model(training).to(self.mesh.device, data.x.dtype)  # type: ignore[union-attr]
-        self._model = replicate(model, self.mesh)
-        self._optimizer = torch.optim.Adam(self._model.parameters())
-
-    def epoch(self) -> None:
-        """Trains once on all nodes."""
-        self._optimizer.zero_grad()
-        x = self._share.x.clone() if self._changing else self._share.x
-        out = self._model(x, self._share.edge_index)
-        torch.nn.functional.cross_entropy(out, self._share.y).backward()
-        self._optimizer.step()
+        share = partition(data, self.mesh).to(self.mesh.device)
+        share.x.requires_grad_(training.wants_gradient(0))
+        layers = (
+            LAYERS[one.kind](int(one.width_in), int(one.width_out))
+            for one in training.layers
+        )
+        changing = training.inputs == "changing"
+        # the script's own draws stay as they are
+        with torch.random.fork_rng(devices=[]):
+            self._run = TrainingRun(share, layers, self.mesh, changing)
+        self.epoch = self._run.epoch
 
     def end(self) -> None:
         """Closes the process groups."""
         collectives.barrier(self.mesh.world)
-        del self._model, self._optimizer, self._share
+        del self.epoch, self._run
         axes = (
             self.mesh.world,
             self.mesh.data,
             *(getattr(self.mesh, a) for a in grids.AXES),
         )
         let_go(axes)
-
-
-class _Model(torch.nn.Module):
-    """Stacks the layers of a training."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__()
-        self.convs = torch.nn.ModuleList(
-            LAYERS[one.kind](int(one.width_in), int(one.width_out))
-            for one in training.layers
-        )
-
-    def forward(self, x: Any, edge_index: Any) -> Any:
-        for conv in self.convs[:-1]:
-            x = conv(x, edge_index).relu()
-        return self.convs[-1](x, edge_index)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch_geometric.data import Data
 from tqdm import tqdm
 
@@ -120,6 +120,7 @@ def _finish(mesh: Mesh) -> None:
 
 def computed(epoch: Work, mesh: Mesh) -> float:
     """Returns the seconds of an epoch beside its exchanges, whose prices are known."""
+    mesh.ledger.reset()
     wall = once(epoch, mesh)
     return wall - sum(entry.seconds for entry in mesh.ledger.entries.values())
 
@@ -149,8 +150,7 @@ def _check(widths: Sequence[int], *counts: int) -> None:
 def _uncounted(mesh: Mesh) -> Mesh:
     """Returns the same mesh with a ledger of its own."""
     ledger = Ledger()
-    names = (*AXES, "control")
-    axes = {name: replace(getattr(mesh, name), ledger=ledger) for name in names}
+    axes = {name: replace(getattr(mesh, name), ledger=ledger) for name in AXES}
     return replace(mesh, ledger=ledger, compared=None, **axes)
 
 
@@ -284,19 +284,10 @@ def _epochs(mesh: Mesh) -> dict[int, Work]:
     share.x.requires_grad_()  # else the first product is kept
     found: dict[int, Work] = {}
     for depth in (SHALLOW, DEEP):
-        model = replicate(_Stack(depth).to(mesh.device), mesh)
-        optimizer = torch.optim.Adam(model.parameters())
-
-        def epoch(model: Any = model, optimizer: Any = optimizer) -> None:
-            mesh.ledger.reset()
-            optimizer.zero_grad()
-            out = model(share.x, share.edge_index)
-            torch.nn.functional.cross_entropy(out, share.y).backward()
-            optimizer.step()
-
-        for _ in itertools.repeat(None, 2):
-            epoch()
-        found[depth] = epoch
+        run = TrainingRun(share, (DistGCNConv(4, 4) for _ in range(depth)), mesh)
+        for _ in range(2):
+            run.epoch()
+        found[depth] = run.epoch
     return found
 
 
@@ -307,14 +298,39 @@ def _overheads(took: dict[Name, float]) -> tuple[float, float]:
     return layer, max(shallow - SHALLOW * layer, 0.0)
 
 
-class _Stack(torch.nn.Module):
-    """Stacks layers of width 4."""
+class TrainingRun:
+    """Trains layers, with ReLU between them, on a share.
 
-    def __init__(self, depth: int) -> None:
+    Args:
+        share: with x and y.
+        layers: in order.
+        mesh: the ranks.
+        changing: whether x is a new tensor in each epoch.
+    """
+
+    def __init__(
+        self, share: Data, layers: Iterable[Module], mesh: Mesh, changing: bool = False
+    ) -> None:
+        self.share, self._changing = share, changing
+        model = _Stack(layers).to(mesh.device, share.x.dtype)  # type: ignore[union-attr]
+        self._model = replicate(model, mesh)
+        self._optimizer = torch.optim.Adam(self._model.parameters())
+
+    def epoch(self) -> None:
+        """Trains once on all nodes."""
+        self._optimizer.zero_grad()
+        x: Any = self.share.x.clone() if self._changing else self.share.x  # type: ignore[union-attr]
+        out = self._model(x, self.share.edge_index)
+        torch.nn.functional.cross_entropy(out, self.share.y).backward()
+        self._optimizer.step()
+
+
+class _Stack(Module):
+    def __init__(self, layers: Iterable[Module]) -> None:
         super().__init__()
-        self.convs = torch.nn.ModuleList(DistGCNConv(4, 4) for _ in range(depth))
+        self.layers = torch.nn.ModuleList(layers)
 
     def forward(self, x: Any, edge_index: Any) -> Any:
-        for conv in self.convs:
-            x = conv(x, edge_index).relu()
-        return x
+        for layer in self.layers[:-1]:
+            x = layer(x, edge_index).relu()
+        return self.layers[-1](x, edge_index)

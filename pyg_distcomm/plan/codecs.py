@@ -293,12 +293,10 @@ class Writing:
     Args:
         codec: by what; None is the exact link.
         dtype: of the numbers.
-        late: by how many epochs they are read.
     """
 
     codec: Codec | None
     dtype: torch.dtype
-    late: int = 0
 
     def sizes(self, side: Side, width: Array) -> tuple[Array, Array, Array]:
         """Returns what one link moves, `[r, s, p]` or broadcast to it.

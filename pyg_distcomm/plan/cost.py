@@ -1,17 +1,13 @@
 """Prices an epoch on one grid: bytes, seconds and memory, as plain arithmetic.
 
 Bytes are exact: the ledger counts the same. Seconds are estimates from a `Machine`'s latency,
-bandwidth and rates; they rank plans.
+bandwidth and rates; they rank plans. A product, whose steps [Note: order of a product] in
+`ops/grid_matrix.py` has, takes as long as its slowest rank:
 
-A product takes the steps of `GridMatrix.apply` (see [Note: order of a product] in
-`ops/grid_matrix.py`), each as long as its slowest rank takes. Exchanges of one step
-share the
-link: alpha messages + bytes / beta for all of them, alpha for the one with most messages:
+    over the fiber + max(exchanges, nonzeros of own rows) + other nonzeros + copying and coding
 
-    fiber | ghosts travel, beside sums for others, which follow, and the own columns
-          | far columns travel, beside the ghost columns of out rows, whose sums follow, and
-          the ghost columns of own rows | far columns | fiber
-
+Ghosts travel beside sums for others, and then far columns beside sums of out rows: each time
+alpha messages + bytes / beta, for the bytes of both and the messages of the one with more.
 Exchanges of late links overlap with all that an epoch computes.
 """
 
@@ -19,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,36 +59,48 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class ProductPath:
-    """One product: its exchanges, and the nonzeros that each step multiplies.
+    """One product: its exchanges, and the nonzeros that it multiplies.
 
-    split, join     over the fiber
-    first, second   what travels at once: ghosts, and sums for others; far columns, and sums
-    before, early   times the width, beside the first: sums for others, and then the rest
-    between, late   times the width, beside the second: sums, and then the rest
-    after           times the width, when that has arrived
+    fiber          exchanges over the fiber, before and after
+    first, second  what travels at once
+    own, others    nonzeros that are multiplied meanwhile, and those that wait, times the width
     """
 
-    split: Move
-    first: tuple[Move, Move]
-    second: tuple[Move, Move]
-    join: Move
+    fiber: tuple[Move, ...]
+    first: tuple[Move, ...]
+    second: tuple[Move, ...]
     width: Array
-    before: Array
-    early: Array
-    between: Array
-    late: Array
-    after: Array
+    own: Array
+    others: Array
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """All exchanges, in order."""
-        return self.split, *self.first, *self.second, self.join
+        """All exchanges."""
+        return *self.fiber, *self.first, *self.second
+
+    @property
+    def coded(self) -> bool:
+        """Whether a codec writes its rows."""
+        return any(move.codec is not None for move in self.first)
 
     @property
     def received(self) -> Array:
         """Bytes received `[r, s, p]`."""
         out: Array = sum(move.received for move in self.moves)  # type: ignore[assignment]
         return out
+
+
+def kept_by_link(moves: Iterable[Move], coding: Coding, transposed: bool) -> Any:
+    """Returns the bytes that coded exchanges keep, as `StaleBuffer` has them."""
+    total, timing = np.zeros(()), coding.link.timing
+    averaged, skips = timing.momentum(transposed) > 0, timing.skips(transposed)
+    for move in moves:
+        if move.codec is not None:
+            stateful = move.codec.stateful
+            total = total + (coding.late(transposed) + skips) * move.received
+            total = total + move.read * (averaged + stateful)
+            total = total + move.written * (stateful + skips)
+    return total
 
 
 def product_path(
@@ -105,37 +114,24 @@ def product_path(
         itemsize: bytes of a number on the fiber.
         writing: how rows are written on the other axes.
     """
-    p = flow.grid[2]
-    width = np.array(balanced_split(product.width, p))[None, None, :]
-    sides, axes = flow.sides, ("row", "col")
-    own, own_ghost, out_own, out_ghost, sum_own, own_far = flow.nonzeros
+    width = np.array(balanced_split(product.width, flow.grid[2]))[None, None, :]
+    sides, (one, two) = flow.sides, ("row", "col")
     if product.transposed:
-        sides, axes = sides.mirrored, ("col", "row")
-        own_ghost, out_own, sum_own, own_far = out_own, own_ghost, own_far, sum_own
-    one, two = axes
-    # where nothing has to arrive first, far columns and sums leave before own rows are
-    # multiplied
-    line = ("row", "col").index(one)
-    others = np.any(sides.sums.ghosts > 0, axis=line, keepdims=True)
-    waits = (sides.ghost.ghosts > 0) | others
-    soon, later = (own + out_own) * waits, own * ~waits
+        sides, (one, two) = sides.mirrored, ("col", "row")
+    own, *others = flow.nonzeros
     return ProductPath(
-        _fiber(flow, product.width, width, itemsize, leaving=True),
+        _fiber(flow, product.width, width, itemsize),
         (
-            _there(one, sides.ghost, width, writing),
-            _back(one, sides.sums, width, writing),
+            _move(one, sides.ghost, width, writing),
+            _move(one, sides.sums, width, writing, back=True),
         ),
         (
-            _there(two, sides.far, width, writing),
-            _back(two, sides.out, width, writing),
+            _move(two, sides.far, width, writing),
+            _move(two, sides.out, width, writing, back=True),
         ),
-        _fiber(flow, product.width, width, itemsize, leaving=False),
         width,
-        sum_own[:, :, None],
-        soon[:, :, None],
-        (out_ghost + out_own * ~waits)[:, :, None],
-        (later + own_ghost)[:, :, None],
-        own_far[:, :, None],
+        own[:, :, None],
+        sum(others)[:, :, None],  # type: ignore[index]
     )
 
 
@@ -150,19 +146,13 @@ def halo_path(
         writing: how rows are written.
         grid: where the ranks stand.
     """
-    side, width = flow.sides.ghost, np.array([[[product.width]]])
-    none = np.zeros((1, 1, 1), np.int64)
-    still = Move("world", none, none, none)
+    width = np.array([[[product.width]]])
     here = _placed(sum(flow.nonzeros)[:, :, None], grid)  # type: ignore[index]
-    go = _back if product.transposed else _there
-    move = go("world", side, width, writing)
-    facts = (move.received, move.sent, move.messages, move.read, move.written)
-    came, went, messages, read, written = (_placed(fact, grid) for fact in facts)
-    move = Move("world", came, went, messages, move.codec, read, written)
-    both = (move, still), (still, still)
-    if product.transposed:
-        both = (still, still), (still, move)
-    return ProductPath(still, *both, still, width, none, none, here, none, none)
+    move = _move("world", flow.sides.ghost, width, writing, product.transposed)
+    names = "received", "sent", "messages", "read", "written"
+    facts = {name: _placed(getattr(move, name), grid) for name in names}
+    none = np.zeros((1, 1, 1), np.int64)
+    return ProductPath((), (replace(move, **facts),), (), width, none, here)
 
 
 def _placed(each: Any, grid: Grid) -> Any:
@@ -173,98 +163,100 @@ def _placed(each: Any, grid: Grid) -> Any:
 
 def adds_on_grid(flow: Flow, halo: Flow, dtype: torch.dtype) -> bool:
     """Tells whether sums of rows are products on the grid; see `Topology.adds_on_grid`."""
-    one, plain = ProductShape(0, flow.grid[2], False), Writing(None, dtype, 0)
+    one, plain = ProductShape(0, flow.grid[2], False), Writing(None, dtype)
     sums = product_path(flow, one, dtype.itemsize, plain).received.mean()
     rows = halo_path(halo, one, plain, flow.grid).received.mean()
     return flow.grid[1:] != (1, 1) and bool(sums < rows)
 
 
-def _there(axis: str, side: Side, width: Array, writing: Writing) -> Move:
+def _move(
+    axis: str, side: Side, width: Array, writing: Writing, back: bool = False
+) -> Move:
+    """Prices an exchange over one link: ghosts come, or their sums go `back`."""
     asking, asked, ahead = writing.sizes(side, width)
     rows = width * writing.dtype.itemsize
-    messages = side.readers[:, :, None] * (width > 0) + ahead
-    came, went = side.ghosts[:, :, None] * rows, side.lent[:, :, None] * rows
-    return Move(axis, asking, asked, messages, writing.codec, came, went)
+    ends = side.ghosts[:, :, None] * rows, side.lent[:, :, None] * rows
+    peers = (side.sources if back else side.readers)[:, :, None] * (width > 0) + ahead
+    if back:
+        return Move(axis, asked, asking, peers, writing.codec, *ends[::-1])
+    return Move(axis, asking, asked, peers, writing.codec, *ends)
 
 
-def _back(axis: str, side: Side, width: Array, writing: Writing) -> Move:
-    asking, asked, ahead = writing.sizes(side, width)
-    rows = width * writing.dtype.itemsize
-    messages = side.sources[:, :, None] * (width > 0) + ahead
-    came, went = side.lent[:, :, None] * rows, side.ghosts[:, :, None] * rows
-    return Move(axis, asked, asking, messages, writing.codec, came, went)
-
-
-def _fiber(flow: Flow, total: int, width: Array, item: int, leaving: bool) -> Move:
-    """All features of own rows for a share of the features of the fiber's, or back."""
+def _fiber(flow: Flow, total: int, width: Array, item: int) -> tuple[Move, ...]:
+    """All features of own rows for a share of the features of the fiber's, and back."""
     p, n = flow.grid[2], flow.nodes
     if p == 1:
-        none = np.zeros_like(n)
-        return Move("fiber", none, none, none)
-    away, others = (
-        n * (total - width) * item,
-        (flow.fiber[:, :, None] - n) * width * item,
-    )
-    if flow.nodes.shape[2] == 1:  # a law of degrees: no rank is empty
+        return ()
+    away = n * (total - width) * item
+    others = (flow.fiber[:, :, None] - n) * width * item
+    if n.shape[2] == 1:  # a law of degrees: no rank is empty
         busy = np.full((1, 1, 1), p)
     else:
         busy = (n > 0).sum(2, keepdims=True)
     wide = (width > 0).sum()
-    if leaving:
-        return Move("fiber", others, away, (n > 0) * (wide - (width > 0)))
-    return Move("fiber", away, others, (width > 0) * (busy - (n > 0)))
-
-
-def product_seconds(path: ProductPath, flow: Flow, machine: Machine) -> float:
-    """Returns the seconds of one product; every step waits for its slowest rank."""
-    total, none = 0.0, np.zeros(())
-    steps: tuple[tuple[tuple[Move, ...], tuple[Move, ...], Array, Array], ...] = (
-        ((path.split,), (), none, none),
-        (path.first[:1], path.first[1:], path.before, path.early),
-        (path.second[:1], path.second[1:], path.between, path.late),
-        ((), (), path.after, none),
-        ((path.join,), (), none, none),
+    return (
+        Move("fiber", others, away, (n > 0) * (wide - (width > 0))),
+        Move("fiber", away, others, (width > 0) * (busy - (n > 0))),
     )
-    for rows, sums, *nonzeros in steps:
-        ahead, beside = (machine.multiply_seconds(n, path.width) for n in nonzeros)
-        travel = _travel(rows + sums, flow, machine)
-        follow = _travel(sums, flow, machine)
-        # encoding and copying are not hidden behind other work, communication is
-        handled = sum(move.handled(machine) for move in rows + sums)
-        slowest = np.maximum(travel, ahead + np.maximum(follow, beside)) + handled
-        total += float(slowest.max())
-    return total
 
 
-def late_seconds(
-    path: ProductPath, flow: Flow, machine: Machine
-) -> tuple[float, float, float]:
-    """Returns the seconds of one product whose rows are read in a later epoch.
+@dataclass
+class EpochClock:
+    """Adds up the seconds of an epoch.
 
-    Returns:
-        Seconds spent waiting (fiber exchanges are never late), seconds of computing and
-        encoding, and seconds of communication that the whole epoch can hide.
+    Args:
+        grid, machine: of all products.
+        worked: seconds of computing beside products.
     """
-    fiber = (path.split, path.join)
-    waited = sum(_travel((m,), flow, machine) + m.handled(machine) for m in fiber)
-    moves = (*path.first, *path.second)
-    nonzeros = path.before + path.early + path.between + path.late + path.after
-    work = machine.multiply_seconds(nonzeros, path.width)
-    work = work + sum(move.handled(machine) for move in moves)
-    hidden = sum(_travel(group, flow, machine) for group in (path.first, path.second))
-    return tuple(float(np.max(part)) for part in (waited, work, hidden))  # type: ignore[return-value]
 
+    grid: Grid
+    machine: Machine
+    worked: float
+    waited: float = 0.0  # for sums
+    now: float = 0.0  # in products, if their rows are those of this epoch
+    # in products, if rows are late: waited for, worked, and hidden behind the epoch
+    late: Array = field(default_factory=lambda: np.zeros(3))
 
-def _travel(moves: tuple[Move, ...], flow: Flow, machine: Machine) -> Array:
-    """Returns the seconds of exchanges that run at once over one axis."""
-    if not any(np.any(move.messages) for move in moves):
-        return np.zeros(())
-    link = machine.wire(moves[0].axis, flow.grid)
-    messages = functools.reduce(np.maximum, (move.messages for move in moves))
-    sent: Any = sum(move.sent for move in moves)
-    received: Any = sum(move.received for move in moves)
-    took: Array = link.seconds(messages, sent, received)
-    return took
+    def add(self, path: ProductPath, late: int) -> None:
+        """Adds a product, which takes as long as its slowest rank."""
+        machine, moves = self.machine, (*path.first, *path.second)
+        fiber: Any = sum(
+            self._travel((move,)) + move.handled(machine) for move in path.fiber
+        )
+        travel = self._travel(path.first) + self._travel(path.second)
+        own, others = (
+            machine.multiply_seconds(n, path.width) for n in (path.own, path.others)
+        )
+        # encoding and copying are not hidden behind other work, communication is
+        others = others + sum(move.handled(machine) for move in moves)
+        now = float(np.max(fiber + np.maximum(travel, own) + others))
+        parts = (fiber, own + others, travel) if late else (now, 0.0, 0.0)
+        self.now += now
+        self.late += [float(np.max(part)) for part in parts]
+
+    def add_sums(self, sums: Mapping[str, Sequence[int]], size: int) -> None:
+        """Adds all-reduces of so many ranks, by the bytes that each receives."""
+        wire = self.machine.sum_wire()
+        for each in (n for group in sums.values() for n in group):
+            self.waited += float(wire.seconds(sum_messages(size), each, each))
+
+    def _travel(self, moves: tuple[Move, ...]) -> Array:
+        """Returns the seconds of exchanges that run at once over one axis."""
+        if not any(np.any(move.messages) for move in moves):
+            return np.zeros(())
+        wire = self.machine.wire(moves[0].axis, self.grid)
+        messages = functools.reduce(np.maximum, (move.messages for move in moves))
+        sent: Any = sum(move.sent for move in moves)
+        received: Any = sum(move.received for move in moves)
+        took: Array = wire.seconds(messages, sent, received)
+        return took
+
+    def seconds(self, synchronous: float) -> float:
+        """Returns the mean epoch, of which a share `synchronous` reads no late rows."""
+        waited, worked, hidden = self.late
+        now = self.waited + self.worked + self.now
+        late = self.waited + waited + max(self.worked + worked, hidden)
+        return float(synchronous * now + (1 - synchronous) * late)
 
 
 PASSES = 12  # times an epoch reads or writes the outcome of a layer, row by row
@@ -279,6 +271,7 @@ class Cost:
     messages   messages each rank sends in products [r, s, p]
     seconds    of the epoch
     memory     bytes that live at its peak, beside the interpreter's [r, s, p]
+    early      bytes all ranks receive in products in the first epoch, and in the second
     """
 
     exchange: Array
@@ -286,172 +279,201 @@ class Cost:
     messages: Array
     seconds: float
     memory: Array
+    early: tuple[int, int]
+
+    def figures(self, size: int) -> dict[str, Any]:
+        """Returns the same as fields of a `Plan`."""
+        sums = sum(self.sums.values())
+        by_rank = tuple(round(float(n)) + sums for n in self.exchange.ravel())
+        every = len(by_rank) == size
+        mean = float(self.exchange.mean()) + sums
+        return {
+            "bytes_by_rank": by_rank if every else (max(by_rank),),
+            "exchange_bytes": round(float(self.exchange.max())),
+            "sum_bytes": self.sums,
+            "total_bytes": sum(by_rank) if every else round(mean * size),
+            "messages": round(float(self.messages.max())),
+            "seconds": self.seconds,
+            "memory": round(float(self.memory.max())),
+            "early_bytes": tuple(n + size * sums for n in self.early),
+        }
 
 
-def epoch_cost(
-    flows: tuple[Flow, Flow, Flow],
-    training: Training,
-    ways: tuple[list[ProductShape], tuple[str, ...], int],
-    coding: Coding | None,
-    dtype: torch.dtype,
-    machine: Machine,
-) -> Cost:
-    """Prices an epoch.
+class EpochProducts:
+    """Prices what a training multiplies on one grid, products of each kind once.
 
     Args:
         flows: of products, of those against the edges, and of `HaloConv`, which always
             sends only what is needed.
         training: the model.
-        ways: what it multiplies, each layer's order, and the width of ghosts that are kept.
-        coding: the link; None is the exact one.
         dtype: of the features.
-        machine: the figures for seconds.
+        last: the number of the layer whose exchanges a link leaves exact; None if products
+            say so themselves.
     """
-    flow, back, halo = flows
-    products, orders, kept_rows = ways
-    size = int(np.prod(flow.grid))
-    shape = np.broadcast_shapes(flow.nodes.shape, (1, 1, flow.grid[2]))
-    exchange, messages, kept = (np.zeros(shape) for _ in range(3))
-    if not np.issubdtype(flow.nodes.dtype, np.floating):
-        exchange, messages = exchange.astype(np.int64), messages.astype(np.int64)
-    worked = machine.epoch + _dense_seconds(flow, training, machine)
-    clock, known = EpochClock(flow, machine, worked), {}
-    for product in products:
-        writing = writing_of(coding, product, len(training.layers) - 1, dtype)
-        kind = product.transposed, product.halo, product.against
-        key = product.width, *kind, writing.codec
-        if key not in known:
+
+    def __init__(
+        self,
+        flows: tuple[Flow, Flow, Flow],
+        training: Training,
+        dtype: torch.dtype,
+        last: int | None,
+    ) -> None:
+        self.flows, self.training = flows, training
+        self._dtype, self._last = dtype, last
+        self._known: dict[Any, ProductPath] = {}
+
+    def _path(self, product: ProductShape, coding: Coding | None) -> ProductPath:
+        flow, back, halo = self.flows
+        codec = None if coding is None else coding.codec_of(product, self._last)
+        key = product.width, product.transposed, product.halo, product.against, codec
+        if key not in self._known:
+            writing = Writing(codec, self._dtype)
             if product.halo:
-                known[key] = halo_path(halo, product, writing, flow.grid)
+                path = halo_path(halo, product, writing, flow.grid)
             else:
                 rows = back if product.against else flow
-                known[key] = product_path(rows, product, training.itemsize, writing)
-        found = known[key]
-        exchange = exchange + found.received
-        messages = messages + sum(move.messages for move in found.moves)
-        clock.add(found, writing.late)
-        if coding is not None and writing.codec is not None:
-            kept = kept + link_bytes(found, writing, coding, product.transposed)
+                path = product_path(rows, product, self.training.itemsize, writing)
+            self._known[key] = path
+        return self._known[key]
+
+    def moved(
+        self, products: list[ProductShape], coding: Coding | None, clock: EpochClock
+    ) -> tuple[Array, Array, Array]:
+        """Returns bytes received, messages, and what a link keeps, of each rank `[r, s, p]`.
+
+        Args:
+            products: of an epoch.
+            coding: the link; None is the exact one.
+            clock: which they are added to.
+        """
+        nodes = self.flows[0].nodes
+        shape = np.broadcast_shapes(nodes.shape, (1, 1, clock.grid[2]))
+        whole = not np.issubdtype(nodes.dtype, np.floating)
+        exchange, messages = np.zeros((2, *shape), np.int64 if whole else np.float64)
+        kept = np.zeros(shape)
+        for product in products:
+            path = self._path(product, coding)
+            exchange = exchange + path.received
+            messages = messages + sum(move.messages for move in path.moves)
+            late, back = 0, product.transposed
+            if coding is not None and path.coded:
+                late = coding.late(back)
+                kept = kept + kept_by_link(path.moves, coding, back)
+            clock.add(path, late)
+        return exchange, messages, kept
+
+    def early(
+        self, ordering: MultiplyOrder, coding: Coding | None, **how: bool
+    ) -> tuple[int, int]:
+        """Returns what all ranks receive in the first and second epoch, but for sums.
+
+        Args:
+            ordering, how: as `Training.products` takes them.
+            coding: the link, which begins to be used; None is the exact one.
+        """
+        flow, uses, found = self.flows[0], dict[Any, int](), []
+        size = math.prod(flow.grid)
+        for epoch in range(2):
+            total, now = 0.0, None if coding is None else coding.early(epoch)
+            for product in self.training.products(ordering, uses=uses, **how):
+                path = self._path(product, now)
+                came = np.broadcast_arrays(path.received, flow.nodes, path.width)[0]
+                means = came.size < size
+                total += float(came.mean() * size if means else came.sum())
+            found.append(round(total))
+        return found[0], found[1]
+
+    def memory(
+        self, products: list[ProductShape], orders: tuple[str, ...], kept_rows: int
+    ) -> Array:
+        """Returns the bytes that live on each rank at the peak of an epoch, about.
+
+        topology     ids of own edges and of their ends (24 e), in local numbering (16 e)
+        operator     columns, values and edges of the block (12 each), its transpose the same
+        features     x, and A X where it is kept; y and masks
+        activations  of each layer A X, where it comes first, and its outcome; a temporary
+        gradients    two of the widest at once
+        halo         rows received and sent, for the widest product
+        parameters   with gradients and the two moments of Adam
+        """
+        flow, _, halo = self.flows
+        layers, grid = self.training.layers, flow.grid
+        n, item = flow.nodes, self.training.itemsize
+        block = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
+        if all(product.halo for product in products) and set(orders) == {"halo"}:
+            block = _placed(sum(halo.nonzeros)[:, :, None], grid)  # type: ignore[index]
+        features = layers[0].width_in * (1 + (orders[0] == "kept")) * item + 9
+        saved = sum(
+            layer.width_in
+            for order, layer in zip(orders, layers, strict=True)
+            if order in ("first", "halo")
+        )
+        outs = [layer.width_out for layer in layers]
+        widest = max([*outs, *(layer.width_in for layer in layers[1:])])
+        active = (saved + sum(outs) + 3 * outs[-1] + 3 * widest) * item
+        kept = _placed(halo.sides.ghost.ghosts[:, :, None], grid) * kept_rows * item
+        out: Array = (
+            40 * flow.edges
+            + 24 * block
+            + n * (16 + 8 + features + active)
+            + self._halo_bytes(products)
+            + 4 * item * sum(self.training.parameters)
+            + kept
+        )
+        return out
+
+    def _halo_bytes(self, products: list[ProductShape]) -> Array:
+        flow, _, halo = self.flows
+        p, item = flow.grid[2], self._dtype.itemsize
+        wide = [
+            max((one.width for one in products if one.halo == way), default=0)
+            for way in (False, True)
+        ]
+        share = -(-wide[0] // p)
+        rows = sum(side.ghosts + side.lent for side in flow.sides.all)
+        inside = flow.fiber * share * self.training.itemsize * 2 if p > 1 else 0
+        ghost = halo.sides.ghost
+        fetched = (ghost.ghosts + ghost.lent)[:, :, None] * wide[1] * item
+        product = (rows * share * item + inside)[:, :, None]  # type: ignore[operator,index]
+        return np.maximum(product, _placed(fetched, flow.grid))
+
+
+def epoch_cost(
+    prices: EpochProducts,
+    ordering: MultiplyOrder,
+    coding: Coding | None,
+    machine: Machine,
+    adds_on_grid: bool,
+) -> Cost:
+    """Prices an epoch.
+
+    Args:
+        prices: of its products.
+        ordering: how layers take A X W apart.
+        coding: the link; None is the exact one. Rows of a coded link are summed where they
+            are read, and none are kept.
+        machine: the figures for seconds.
+        adds_on_grid: whether rows that `HaloConv` sums are products on the grid.
+    """
+    flow, training, exact = prices.flows[0], prices.training, coding is None
+    how: Any = {"adds_on_grid": adds_on_grid and exact, "keeps_rows": exact}
+    products, orders = training.products(ordering, **how), training.orders(ordering)
+    worked = machine.epoch + _dense_seconds(flow, training, machine)
+    clock, size = EpochClock(flow.grid, machine, worked), math.prod(flow.grid)
+    exchange, messages, kept = prices.moved(products, coding, clock)
     sums = training.sums(size)
     if coding is not None and size > 1:
         sums["agreement"] = [ring_words(1, size)] * any(o != "kept" for o in orders)
-    link = machine.sum_wire()
-    for each in (n for group in sums.values() for n in group):
-        clock.waited += float(link.seconds(sum_messages(size), each, each))
+    clock.add_sums(sums, size)
+    rows = training.kept_rows(ordering, **how)
     return Cost(
         exchange,
         {name: sum(group) for name, group in sums.items()},
         messages,
         clock.seconds(1.0 if coding is None else coding.synchronous),
-        memory((flow, halo), training, products, orders, dtype)
-        + kept
-        + kept_bytes(halo, kept_rows * training.itemsize, flow.grid),
+        prices.memory(products, orders, rows) + kept,
+        prices.early(ordering, coding, **how),
     )
-
-
-def early_bytes(
-    flows: tuple[Flow, Flow, Flow],
-    training: Training,
-    how: tuple[MultiplyOrder, dict[str, Any]],
-    dtype: torch.dtype,
-    coding: Coding | None = None,
-) -> tuple[int, int]:
-    """Returns what all ranks receive in the first and second epoch.
-
-    Args:
-        flows, training, dtype: see `epoch_cost`.
-        how: the order of products, and what else `Training.products` takes.
-        coding: the link, which begins to be used; None is the exact one.
-    """
-    (flow, back, halo), uses = flows, dict[Any, int]()
-    size, known, last = math.prod(flow.grid), {}, len(training.layers) - 1
-    rest = size * sum(sum(group) for group in training.sums(size).values())
-    found = []
-    for epoch in range(2):
-        total, now = 0.0, None if coding is None else coding.early(epoch)
-        for product in training.products(how[0], uses=uses, **how[1]):
-            writing = writing_of(now, product, last, dtype)
-            kind = product.transposed, product.halo, product.against
-            key = product.width, *kind, writing.codec
-            if key not in known:
-                if product.halo:
-                    path = halo_path(halo, product, writing, flow.grid)
-                else:
-                    rows, item = back if product.against else flow, training.itemsize
-                    path = product_path(rows, product, item, writing)
-                came = np.broadcast_arrays(path.received, flow.nodes, path.width)[0]
-                means = came.size < size
-                known[key] = float(came.mean() * size if means else came.sum())
-            total += known[key]
-        found.append(round(total) + rest)
-    return found[0], found[1]
-
-
-def kept_bytes(halo: Flow, row_bytes: int, grid: Grid) -> Array:
-    """Returns the bytes of ghosts that each rank keeps, `[r, s, p]`."""
-    ghosts: Array = _placed(halo.sides.ghost.ghosts[:, :, None], grid)
-    return ghosts * row_bytes
-
-
-def writing_of(
-    coding: Coding | None,
-    product: ProductShape,
-    last: int | None,
-    dtype: torch.dtype,
-) -> Writing:
-    """Returns how a product is written by a link."""
-    codec = None if coding is None else coding.codec_of(product, last)
-    late = 0 if codec is None or coding is None else coding.late(product.transposed)
-    return Writing(codec, dtype, late)
-
-
-def link_bytes(
-    found: ProductPath, writing: Writing, coding: Coding, transposed: bool
-) -> Array:
-    """Returns the bytes that exchanges keep from epoch to epoch, as `StaleBuffer` has them."""
-    codec, total = writing.codec, np.zeros(())
-    assert codec is not None
-    timing = coding.link.timing
-    averaged, skips = timing.momentum(transposed) > 0, timing.skips(transposed)
-    for move in (*found.first, *found.second):
-        total = total + (writing.late + skips) * move.received
-        total = total + move.read * (averaged + codec.stateful)
-        total = total + move.written * (codec.stateful + skips)
-    return total
-
-
-@dataclass
-class EpochClock:
-    """Adds up the seconds of an epoch.
-
-    Args:
-        flow, machine: of all products.
-        worked: seconds of computing beside products.
-    """
-
-    flow: Flow
-    machine: Machine
-    worked: float
-    waited: float = 0.0  # for sums
-    now: float = 0.0  # in products, if their rows are those of this epoch
-    late: tuple[float, float, float] = (0.0, 0.0, 0.0)  # see `late_seconds`
-
-    def add(self, path: ProductPath, late: int) -> None:
-        """Adds a product."""
-        now = product_seconds(path, self.flow, self.machine)
-        then = (now, 0.0, 0.0)
-        if late:
-            then = late_seconds(path, self.flow, self.machine)
-        self.now += now
-        first, second, third = (a + b for a, b in zip(self.late, then, strict=True))
-        self.late = first, second, third
-
-    def seconds(self, synchronous: float) -> float:
-        """Returns the mean epoch, of which a share `synchronous` reads no late rows."""
-        waited, worked, hidden = self.late
-        now = self.waited + self.worked + self.now
-        late = self.waited + waited + max(self.worked + worked, hidden)
-        return synchronous * now + (1 - synchronous) * late
 
 
 def sum_messages(size: int) -> int:
@@ -472,65 +494,3 @@ def _dense_seconds(flow: Flow, training: Training, machine: Machine) -> float:
         passes = PASSES * rows * layer.width_out * training.itemsize / machine.stream
         total += float(times * dense * one) + passes + machine.overhead
     return total
-
-
-def memory(
-    flows: tuple[Flow, Flow],
-    training: Training,
-    products: list[ProductShape],
-    orders: tuple[str, ...],
-    dtype: torch.dtype,
-) -> Array:
-    """Returns the bytes that live on each rank at the peak of an epoch, about.
-
-    topology     ids of own edges and of their ends (24 e), in local numbering (16 e)
-    operator     columns, values and edges of the block (12 each), its transpose the same
-    features     x, and A X where it is kept; y and masks
-    activations  of each layer A X, where it comes first, and its outcome; a temporary
-    gradients    two of the widest at once
-    halo         rows received and sent, for the widest product
-    parameters   with gradients and the two moments of Adam
-    """
-    flow, halo = flows
-    n, item = flow.nodes, training.itemsize
-    layers = training.layers
-    block = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
-    if all(product.halo for product in products) and set(orders) == {"halo"}:
-        block = _placed(sum(halo.nonzeros)[:, :, None], flow.grid)  # type: ignore[index]
-    features = layers[0].width_in * (1 + (orders[0] == "kept")) * item + 9
-    saved = sum(
-        (order == "first") * layer.width_in + (order == "halo") * layer.width_in
-        for order, layer in zip(orders, layers, strict=True)
-    )
-    outs = [layer.width_out for layer in layers]
-    widest = max([*outs, *(layer.width_in for layer in layers[1:])])
-    active = (saved + sum(outs) + 3 * outs[-1] + 3 * widest) * item
-    out: Array = (
-        40 * flow.edges
-        + 24 * block
-        + n * (16 + 8 + features + active)
-        + _halo_bytes(flows, products, dtype, item)
-        + 4 * item * sum(training.parameters)
-    )
-    return out
-
-
-def _halo_bytes(
-    flows: tuple[Flow, Flow],
-    products: list[ProductShape],
-    dtype: torch.dtype,
-    item: int,
-) -> Array:
-    flow, halo = flows
-    wide = {way: [one.width for one in products if one.halo == way] for way in (0, 1)}
-    p = flow.grid[2]
-    share, whole = -(-max(wide[0], default=0) // p), max(wide[1], default=0)
-    rows = sum(_traffic(side) for side in flow.sides.all)
-    inside = flow.fiber * share * item * 2 if p > 1 else 0
-    product = (rows * share * dtype.itemsize + inside)[:, :, None]  # type: ignore[operator,index]
-    fetched = _traffic(halo.sides.ghost)[:, :, None] * whole * dtype.itemsize
-    return np.maximum(product, _placed(fetched, flow.grid))
-
-
-def _traffic(side: Side) -> Array:
-    return side.ghosts + side.lent

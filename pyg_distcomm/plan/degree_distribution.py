@@ -33,7 +33,6 @@ class Uniform(DegreeDistribution):
     """Both ends of every edge drawn from all nodes alike: (1 - q/n)^m."""
 
     def missing(self, nodes: int, edges: int, share: float) -> float:
-        """Returns the mean over nodes of (1 - share)^degree."""
         return float(_power(share / nodes, edges))
 
 
@@ -57,7 +56,6 @@ class PowerLaw(DegreeDistribution):
             )
 
     def missing(self, nodes: int, edges: int, share: float) -> float:
-        """Returns the mean over nodes of (1 - share)^degree."""
         slope = 1 / (self.exponent - 1)
         # quantiles denser towards the hubs; each stands for the nodes up to the next
         ends = np.unique(np.geomspace(1, nodes + 1, POINTS).round())
@@ -88,7 +86,6 @@ class RMat(DegreeDistribution):
             raise ValueError(f"heavy must lie in [0.5, 1), got {self.heavy}")
 
     def missing(self, nodes: int, edges: int, share: float) -> float:
-        """Returns the mean over nodes of (1 - share)^degree."""
         bits = max(1, round(math.log2(max(nodes, 2))))
         scaled = edges * 2.0**bits / nodes  # as many edges a node
         ones = np.arange(bits + 1)
@@ -108,7 +105,6 @@ class Degrees(DegreeDistribution):
     degrees: tuple[int, ...]
 
     def missing(self, nodes: int, edges: int, share: float) -> float:
-        """Returns the mean over nodes of (1 - share)^degree."""
         return float(_power(share, np.array(self.degrees, np.float64)).mean())
 
 
@@ -169,30 +165,27 @@ class RandomGraph:
         r, s, p = grid
         n, m = self.nodes, self.edges
         full = halo == "blocks"
-        none = Side(_each(0), _each(0), _each(0), _each(0))
         rows = n / s * (1 - 1 / r) * (1 if full or r == 1 else self.fill(r))
         sums = n / r * (1 - 1 / s) * (1 if full or s == 1 else self.fill(s))
+        ghost, out, none = (
+            Side(*map(_each, (count, count, peers, peers)))
+            for count, peers in ((rows, r - 1), (sums, s - 1), (0, 0))
+        )
         block, own = m / (r * s), 1 / (r * s)
-        loops = n / (r * s) if add_loops else 0.0
+        nonzeros = (
+            block * own + (n / (r * s) if add_loops else 0.0),
+            block * (1 / s - own),
+            block * (1 / r - own),
+            block * (1 - 1 / r) * (1 - 1 / s),
+            *(0, 0),
+        )
         return Flow(
             grid,
             _each(n / (r * s * p))[:, :, None],
             _each(n / (r * s)),
             _each(m / (r * s * p))[:, :, None],
-            Sides(
-                Side(_each(rows), _each(rows), _each(r - 1), _each(r - 1)),
-                Side(_each(sums), _each(sums), _each(s - 1), _each(s - 1)),
-                none,
-                none,
-            ),
-            (
-                _each(block * own + loops),
-                _each(block * (1 / s - own)),
-                _each(block * (1 / r - own)),
-                _each(block * (1 - 1 / r) * (1 - 1 / s)),
-                _each(0),
-                _each(0),
-            ),
+            Sides(ghost, out, none, none),
+            tuple(map(_each, nonzeros)),
         )
 
 

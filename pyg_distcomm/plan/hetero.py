@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,6 @@ from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.partitioning import partition as cut_data
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
-from pyg_distcomm.graph.topology import LocalGraph
-from pyg_distcomm.halo.link import Link
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.partition.hetero import check_hetero, cut_hetero, types_of
@@ -35,27 +34,23 @@ from pyg_distcomm.plan.codecs import (
     DryCalls,
     DryExchange,
     DryLink,
-    Writing,
     links_by_type,
 )
-from pyg_distcomm.plan.cost import (
-    EpochClock,
-    ProductPath,
-    halo_path,
-    kept_bytes,
-    link_bytes,
-    memory,
-    product_path,
-    sum_messages,
-    writing_of,
-)
+from pyg_distcomm.plan.cost import Cost, EpochClock, EpochProducts
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.model_profile import Round, bare, is_layer, observed
+from pyg_distcomm.plan.model_profile import (
+    RecordingGraph,
+    Round,
+    RunRecorder,
+    Visited,
+    bare,
+    is_layer,
+    observed,
+)
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.traffic import Array, CutEdges
 from pyg_distcomm.plan.training import (
     LayerShape,
-    ProductShape,
     Training,
     layer_called,
 )
@@ -63,66 +58,15 @@ from pyg_distcomm.plan.training import (
 KINDS = {"sage": pyg.SAGEConv, "halo": pyg.GraphConv}
 
 
-@dataclass
-class _RelationCall:
-    """Records what one edge type exchanges in one call of a layer.
-
-    Args:
-        conv: the layer.
-        width: of the rows of its sources.
-        still: whether these are the features themselves.
-        flows: whether a gradient goes on to them.
-        rounds: its halo exchanges: see `Visited`.
-        out: width of its outcome.
-        read: whether a gradient comes back from the loss.
-        coded: whether the relation's link codes what is a product.
-    """
-
-    conv: Module
-    width: int
-    still: bool
-    flows: bool
-    rounds: list[Round] = field(default_factory=list)
-    out: int = 0
-    against: bool = False
-    read: bool = False
-    coded: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class _RecordingRelation(LocalGraph):
-    """Records which rows of one edge type more ranks would exchange."""
-
-    visit: _HeteroVisit
-    kind: EdgeType
-
-    def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
-        """Records own rows `x`, and their gradients when they come."""
-        return self.visit.note(self.kind, x, link, home=False)
-
-    def with_constant_ghosts(self, x: Any, constants: ProductCache) -> Tensor | None:
-        """Records that the rows of features are kept."""
-        return self.visit.note_kept(self.kind, x)
-
-    def scatter_to_owners(
-        self, ghosts: Tensor, own: Tensor, link: Link | None = None
-    ) -> Tensor:
-        """Records that sums for ghosts, of which there are none, would be sent."""
-        return self.visit.note(self.kind, own, link, home=True)
-
-
-class _HeteroVisit:
+class _HeteroVisit(RunRecorder):
     """Records what a run of a model exchanges by edge type, and what it sums."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[EdgeType, _RelationCall]] = []
-        self.begun = self.calls[:]  # in the first epoch
-        self.sums: list[str] = []
-        self.stack: list[Module] = []
-        self.now: dict[EdgeType, _RelationCall] = {}
-        self.features: list[Any] = []
+        super().__init__()
+        self.calls: list[tuple[EdgeType, Visited]] = []
+        self.begun = self.calls  # in the first epoch
+        self.now: dict[EdgeType, Visited] = {}
         self.kinds: dict[int, EdgeType] = {}
-        self.keeps = False  # whether features are the same in every epoch
         self.links: dict[int, DryCalls] = {}
 
     def clear(self) -> None:
@@ -142,45 +86,28 @@ class _HeteroVisit:
         calls = self.links.setdefault(id(link), DryCalls(link.exact_last))
         return DryLink(link, calls, tell)
 
-    def watch(self, model: Module) -> None:
-        """Follows the modules of a model."""
-        for part in model.modules():
-            part.register_forward_pre_hook(self._enter, with_kwargs=True)
-            part.register_forward_hook(self._leave)
+    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        self.now = {}
+        edges = [a for a in (*args, *kwargs.values()) if isinstance(a, DistEdgeIndex)]
+        kind = self.kinds.get(id(edges[0].topology)) if edges else None
+        if kind is not None:
+            self._call(kind, layer, args[0] if args else kwargs["x"])
 
-    def _enter(self, module: Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        if is_layer(module) and not any(map(is_layer, self.stack)):
-            self.now = {}
-            edges = [
-                a for a in (*args, *kwargs.values()) if isinstance(a, DistEdgeIndex)
-            ]
-            kind = self.kinds.get(id(edges[0].topology)) if edges else None
-            if kind is not None:
-                given = args[0] if args else kwargs["x"]
-                first = given[0] if isinstance(given, (tuple, list)) else given
-                self._call(kind, module, first)
-        self.stack.append(module)
-
-    def _call(self, kind: EdgeType, module: Module, x: Any) -> _RelationCall:
-        still = any(x is each for each in self.features)
-        call = _RelationCall(bare(module), x.size(-1), still, x.requires_grad)
-        self.now[kind] = call
+    def _call(self, kind: EdgeType, layer: Module, x: Any) -> Visited:
+        self.now[kind] = call = self.called(layer, x)
+        call.read = False  # until a gradient comes
         self.calls.append((kind, call))
         return call
 
-    def _leave(self, module: Module, args: tuple[Any, ...], out: Any) -> None:
-        self.stack.pop()
-        if not is_layer(module) or any(map(is_layer, self.stack)):
-            return
-        first = out[0] if isinstance(out, (tuple, list)) else out
-        if not isinstance(first, Tensor):  # a dictionary, of a layer of all relations
+    def end(self, out: Any) -> None:
+        if not isinstance(out, Tensor):  # a dictionary, of a layer of all relations
             return
         for call in self.now.values():
-            call.out = first.size(-1)
-            if first.requires_grad:
-                first.register_hook(lambda grad, call=call: setattr(call, "read", True))
+            call.out = out.size(-1)
+            if out.requires_grad:
+                out.register_hook(lambda grad, call=call: setattr(call, "read", True))
 
-    def note(self, kind: EdgeType, x: Tensor, link: Any, *, home: bool) -> Tensor:
+    def note(self, kind: EdgeType, x: Tensor, link: Any, home: bool) -> Tensor:
         """Records rows that would be exchanged, and their gradients when they come."""
         call, coded = self._call_of(kind, x), isinstance(link, DryExchange)
         coded = coded and link.coded
@@ -194,14 +121,11 @@ class _HeteroVisit:
 
     def note_kept(self, kind: EdgeType, x: Any) -> Tensor | None:
         """Records that rows of features are kept; returns None for what is computed."""
-        if not (self.keeps and any(x is each for each in self.features)):
-            return None
-        rows: Tensor = x.to_local()
-        kept = Round(rows[0].numel(), False, kept=True)
-        self._call_of(kind, x).rounds.append(kept)
-        return rows
+        if self.keeps and self.has(x):
+            return self.keep(self._call_of(kind, x), x)
+        return None
 
-    def _call_of(self, kind: EdgeType, x: Tensor) -> _RelationCall:
+    def _call_of(self, kind: EdgeType, x: Tensor) -> Visited:
         layer = next(filter(is_layer, self.stack))
         return self.now[kind] if kind in self.now else self._call(kind, layer, x)
 
@@ -249,7 +173,7 @@ def plan_hetero(
     dry = _DryRun(model, data, inputs)
     priced = _Priced(data, owners, machine, dry, memory_limit)
     links = links_by_type(codecs, data.edge_types)  # refuses what is none
-    found = [priced.plan(*dry.visited({}))]
+    found = [priced.plan(*dry.visited({}), {})]
     for name, given, by_type in links:
         try:
             found.append(priced.plan(*dry.visited(by_type), by_type, name, given))
@@ -356,10 +280,8 @@ class _DryRun:
             model(*given)
         for store in share.edge_stores:
             topology, kind = store.edge_index.topology, store._key
-            here = {
-                f.name: getattr(topology.locals, f.name) for f in fields(LocalGraph)
-            }
-            topology.locals = _RecordingRelation(**here, visit=visit, kind=kind)
+            notes = partial(visit.note, kind), partial(visit.note_kept, kind)
+            RecordingGraph.record(topology, *notes)
             topology.constants = ProductCache()  # of what that pass has seen
             visit.kinds[id(topology)] = kind
             if kind in links:
@@ -456,26 +378,25 @@ class _Priced:
         self,
         visit: _HeteroVisit,
         trained: int,
-        links: Mapping[EdgeType, Coding] | None = None,
+        links: Mapping[EdgeType, Coding],
         name: str = "plain",
         link: Any = None,
     ) -> Plan:
         """Returns the plan of one link; none are the exact one."""
-        grid, links = (self.size, 1, 1), links or {}
+        grid, by_type, orders = (self.size, 1, 1), dict[str, int](), list[str]()
+        clock = EpochClock(grid, self.machine, self.machine.epoch)
         exchange, messages, held = np.zeros((3, *grid), np.int64)
-        by_type: dict[str, int] = {}
-        orders: list[str] = []
-        early, clock = np.zeros(2, np.int64), None
+        early = np.zeros(2, np.int64)
         for kind in dict.fromkeys(kind for kind, _ in visit.calls):
             calls = [call for other, call in visit.calls if other == kind]
             found = self._relation(kind, calls, links.get(kind), clock)
-            clock = found.clock
             exchange = exchange + found.came
             messages, held = messages + found.left, held + found.room
-            early = early + found.early
+            early += found.early
             if kind in links and links[kind].early(0) is None:  # exact, all its calls
                 calls = [call for other, call in visit.begun if other == kind]
-                first = self._relation(kind, calls, None, None)
+                aside = EpochClock(grid, self.machine, 0.0)
+                first = self._relation(kind, calls, None, aside)
                 early[0] += first.early[0] - found.early[0]
             by_type[" ".join(kind)] = int(found.came.sum())
             orders += found.orders
@@ -485,34 +406,27 @@ class _Priced:
         agreements = sum(calls.agreements for calls in visit.links.values())
         if agreements and self.size > 1:
             groups["agreement"] = [ring_words(1, self.size)] * agreements
-        sums = {name: sum(each) for name, each in groups.items()}
-        wire, waited = self.machine.sum_wire(), self.machine.epoch
-        for each in (n for group in groups.values() for n in group):
-            waited += float(wire.seconds(sum_messages(self.size), each, each))
-        often = [coding.synchronous for coding in links.values()]
-        products = 0.0 if clock is None else clock.seconds(max(often, default=1.0))
-        by_rank = tuple(int(n) + sum(sums.values()) for n in exchange.ravel())
-        missing = "; ".join(
-            f"sums over nodes of {n}" for n in dict.fromkeys(visit.sums)
+        clock.add_sums(groups, self.size)
+        cost = Cost(
+            exchange,
+            {name: sum(each) for name, each in groups.items()},
+            messages,
+            clock.seconds(max((c.synchronous for c in links.values()), default=1.0)),
+            held + 4 * self.item * trained,
+            (int(early[0]), int(early[1])),
         )
-        rest = self.size * sum(sums.values())
         plan = Plan(
             grid,
             tuple(dict.fromkeys(orders)),
             codec=name,
-            bytes_by_rank=by_rank,
-            exchange_bytes=int(exchange.max()),
-            sum_bytes=sums,
-            total_bytes=sum(by_rank),
-            messages=int(messages.max()),
-            seconds=waited + products,
-            memory=round(float(held.max())) + 4 * self.item * trained,
+            **cost.figures(self.size),
             exact=all(coding.exact for coding in links.values()),
             sized=all(coding.sized for coding in links.values()),
             link=link,
-            missing=missing,
+            missing="; ".join(
+                f"sums over nodes of {n}" for n in dict.fromkeys(visit.sums)
+            ),
             relation_bytes=by_type,
-            early_bytes=tuple(int(n) + rest for n in early),
         )
         if self.limit is not None and plan.memory > self.limit:
             need = f"needs {plan.memory:,} bytes a rank of {self.limit:,}"
@@ -534,67 +448,37 @@ class _Priced:
     def _relation(
         self,
         kind: EdgeType,
-        calls: list[_RelationCall],
+        calls: list[Visited],
         coding: Coding | None,
-        clock: EpochClock | None,
+        clock: EpochClock,
     ) -> _RelationCost:
         """Prices all calls of one edge type over its link."""
         source, _, target = kind
-        cut, grid, ordering = self._cut(kind), (self.size, 1, 1), MultiplyOrder()
-        shapes = []
+        cut, ordering, shapes = self._cut(kind), MultiplyOrder(), []
         for call in calls:
             call.out = call.out or call.width
-            shape = replace(layer_called(call), coded=call.coded)
+            shape = replace(layer_called(call), coded=call.coded, read=call.read)
             if source != target:  # rows travel, whatever the layer
                 shape = replace(shape, kind="halo", rounds=tuple(call.rounds))
             shapes.append(shape)
         training = Training(tuple(shapes), (), self.inputs, self.item)
-        orders = training.orders(ordering)
-
-        def products(**how: Any) -> list[ProductShape]:
-            return [
-                one
-                for one in training.products(ordering, **how)
-                if one.halo or not one.transposed or calls[one.layer].read
-            ]
-
-        flow, halo = cut.flow(grid, "auto", training.adds_loops), cut.halo_flow
-        clock = clock or EpochClock(flow, self.machine, 0.0)
-
-        def path(product: ProductShape, writing: Writing) -> ProductPath:
-            if product.halo:
-                return halo_path(halo, product, writing, grid)
-            return product_path(flow, product, self.item, writing)
-
-        came, left, kept = (np.zeros(grid, np.int64) for _ in range(3))
-        steady, uses = products(), dict[Any, int]()
-        for product in steady:
-            writing = writing_of(coding, product, None, self.dtype)
-            found = path(product, writing)
-            came = came + found.received
-            left = left + sum(move.messages for move in found.moves)
-            clock.add(found, writing.late)
-            if coding is not None and writing.codec is not None:
-                kept = kept + link_bytes(found, writing, coding, product.transposed)
-        early = [
-            sum(
-                int(path(one, writing_of(now, one, None, self.dtype)).received.sum())
-                for one in products(uses=uses)
-            )
-            for now in (coding and coding.early(epoch) for epoch in range(2))
-        ]
-        room = memory((flow, halo), training, steady, orders, self.dtype) + kept
-        room = room + kept_bytes(halo, training.kept_rows(ordering) * self.item, grid)
-        return _RelationCost(came, left, room, np.array(early), orders, clock)
+        flow = cut.flow(clock.grid, "auto", training.adds_loops)
+        prices = EpochProducts(
+            (flow, flow, cut.halo_flow), training, self.dtype, last=None
+        )
+        products, orders = training.products(ordering), training.orders(ordering)
+        came, left, kept = prices.moved(products, coding, clock)
+        room = prices.memory(products, orders, training.kept_rows(ordering)) + kept
+        early = np.array(prices.early(ordering, coding))
+        return _RelationCost(came, left, room, early, orders)
 
 
 @dataclass(frozen=True, eq=False)
 class _RelationCost:
-    """What one edge type costs: bytes, messages, memory, first epochs, orders, seconds."""
+    """What one edge type costs: bytes, messages, memory, first epochs, and orders."""
 
     came: Array
     left: Array
     room: Array
     early: Array
     orders: tuple[str, ...]
-    clock: EpochClock

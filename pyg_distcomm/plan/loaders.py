@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -20,7 +19,7 @@ from pyg_distcomm.plan.minibatch_bytes import (
     candidates,
     probe_loader,
 )
-from pyg_distcomm.plan.plans import MOST_LINES, show_bytes
+from pyg_distcomm.plan.plans import MOST_LINES, Ranked, show_bytes
 from pyg_distcomm.sampling.neighbor_sampler import ROUNDS
 from pyg_distcomm.sampling.partitioned import PLACES
 
@@ -114,7 +113,7 @@ class LoaderPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class LoaderPlans(Sequence[LoaderPlan]):
+class LoaderPlans(Ranked[LoaderPlan]):
     """All ways to load that can be run, the fastest first; `print` shows them as a table.
 
     Args:
@@ -151,19 +150,6 @@ class LoaderPlans(Sequence[LoaderPlan]):
                 return one
         raise ValueError(f"no plan has (replication, bulk_size, sample_at) = {wanted}")
 
-    @overload
-    def __getitem__(self, key: int) -> LoaderPlan: ...
-    @overload
-    def __getitem__(self, key: slice) -> tuple[LoaderPlan, ...]: ...
-    def __getitem__(self, key: int | slice) -> LoaderPlan | tuple[LoaderPlan, ...]:
-        return self.ranked[key]
-
-    def __len__(self) -> int:
-        return len(self.ranked)
-
-    def __iter__(self) -> Iterator[LoaderPlan]:
-        return iter(self.ranked)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
         return {
@@ -172,10 +158,6 @@ class LoaderPlans(Sequence[LoaderPlan]):
             "plans": [one.to_dict() for one in self.ranked],
             "refused": [one.to_dict() for one in self.refused],
         }
-
-    def to_json(self) -> str:
-        """Returns the plans as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
         head = ("c", "k", "at", "sampling, all", "features, all", "bytes, most")

@@ -313,7 +313,7 @@ class TrafficModel:
 
     def __init__(self, probe: MinibatchProbe) -> None:
         self.probe = probe
-        self._kept: dict[Any, Any] = {}
+        self._kept: dict[tuple[int, int], list[Tensor]] = {}
 
     def price(self, c: int, k: int, place: str) -> Traffic:
         """Returns the traffic of the probe, the counts of its bulks included."""
@@ -393,11 +393,9 @@ class TrafficModel:
     ) -> Tensor:
         """Prices whole rows of one hop, each once: over the process row, and the column."""
         probe = self.probe
-        none = torch.empty(0, dtype=torch.int64)
-        wanted = [torch.cat([none, *(h.rows for h in mine)]).unique() for mine in parts]
         word, extra = probe.word, probe.weight[relation]
         total = torch.zeros(probe.size, dtype=torch.int64)
-        pools, twins = grid.pools(wanted)
+        pools, twins = grid.pools(_distinct_rows(parts))
         if grid.c > 1:
             ids = grid.at_twins(twins)
             rows = grid.at_twins(twins, probe.degree[relation])
@@ -427,11 +425,8 @@ class TrafficModel:
         axis, peers = "row", grid.blocks
         if place == "requester":
             axis, peers = "col", grid.c
-            none = torch.empty(0, dtype=torch.int64)
-            wanted = [
-                torch.cat([none, *(h.rows for h in mine)]).unique() for mine in parts
-            ]
-            total += self._column(grid, grid.pools(wanted)[0], 0, found)
+            pools, _ = grid.pools(_distinct_rows(parts))
+            total += self._column(grid, pools, 0, found)
         if peers == 1:
             return total
         word = probe.word
@@ -489,10 +484,9 @@ class TrafficModel:
         groups = sum(map(bool, probe.widths))
         if not groups or not others:
             return total
-        key = which
-        if key not in self._kept:
-            self._kept[key] = self._distinct(bulk)
-        for owners, width in zip(self._kept[key], probe.widths, strict=True):
+        if which not in self._kept:
+            self._kept[which] = self._distinct(bulk)
+        for owners, width in zip(self._kept[which], probe.widths, strict=True):
             if width:
                 ids = grid.blocked(owners)
                 total += 4 * grid.asked(ids, "row") + width * ids.sum(1)
@@ -541,15 +535,8 @@ class _Grid:
 
     def away(self, ids: Sequence[Tensor], weight: Tensor | None = None) -> Tensor:
         """Counts the ids of each rank by the block that has them, but for its own."""
-        return self.blocked(
-            torch.stack([self._counted(self.owner[i], i, weight) for i in ids])
-        )
-
-    def _counted(self, who: Tensor, ids: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            return torch.bincount(who, minlength=self.size)
-        out = torch.zeros(self.size, dtype=torch.int64)
-        return out.index_add_(0, who, weight[ids])
+        counts = [_counted(self.owner[i], self.size, i, weight) for i in ids]
+        return self.blocked(torch.stack(counts))
 
     def asked(self, table: Tensor, axis: str) -> Tensor:
         """Returns what others on its axis ask of each rank, [P]."""
@@ -583,12 +570,20 @@ class _Grid:
         self, twins: Sequence[tuple[Tensor, Tensor]], weight: Tensor | None = None
     ) -> Tensor:
         """Counts what each rank asks of the others of its process row, [P, c]."""
-        rows = []
-        for ids, who in twins:
-            out = torch.zeros(self.c, dtype=torch.int64)
-            one = torch.ones_like(ids) if weight is None else weight[ids]
-            rows.append(out.index_add_(0, who, one))
+        rows = [_counted(who, self.c, ids, weight) for ids, who in twins]
         return torch.stack(rows).masked_fill(self.own("col"), 0)
+
+
+def _counted(who: Tensor, size: int, ids: Tensor, weight: Tensor | None) -> Tensor:
+    """Counts ids by whose they are, or adds up what they weigh."""
+    each = None if weight is None else weight[ids].double()  # of whole numbers, exact
+    return torch.bincount(who, each, size).long()
+
+
+def _distinct_rows(parts: list[Any]) -> list[Tensor]:
+    """Returns the distinct rows that the hops of each rank need."""
+    none = torch.empty(0, dtype=torch.int64)
+    return [torch.cat([none, *(h.rows for h in mine)]).unique() for mine in parts]
 
 
 def candidates(size: int) -> Iterator[int]:

@@ -23,7 +23,7 @@ from pyg_distcomm.comm.mesh import Mesh, alone
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.partitioning import partition
 from pyg_distcomm.graph.product_cache import ProductCache
-from pyg_distcomm.graph.topology import LocalGraph
+from pyg_distcomm.graph.topology import LocalGraph, Topology
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.nn.batch_norm import DistBatchNorm
 from pyg_distcomm.nn.convert import convert
@@ -73,6 +73,8 @@ class Visited:
         rounds: its halo exchanges, forward and backward.
         out: width of its outcome.
         against: whether it fetches rows against the edges, which is not foreseen.
+        read: whether a gradient comes back to its outcome.
+        coded: whether a link codes what is a product.
     """
 
     conv: Module
@@ -82,6 +84,8 @@ class Visited:
     rounds: list[Round] = field(default_factory=list)
     out: int = 0
     against: bool = False
+    read: bool = True
+    coded: bool = True
 
 
 class SequentialStack(Module):
@@ -114,16 +118,27 @@ class SequentialStack(Module):
 
 
 @dataclass(frozen=True, eq=False)
-class _RecordingGraph(LocalGraph):
-    """Records which rows of these edges more ranks would exchange."""
+class RecordingGraph(LocalGraph):
+    """Records which rows of these edges more ranks would exchange.
 
-    note: Callable[[Tensor, bool], None]
+    Args:
+        note: is told rows that would be exchanged, by which link, and whether they go home,
+            and returns them.
+        keep: is told rows that would be kept if they are features, and returns them then.
+    """
+
+    note: Callable[[Tensor, Any, bool], Tensor]
     keep: Callable[[Any], Tensor | None] = field(kw_only=True)
+
+    @staticmethod
+    def record(topology: Topology, note: Any, keep: Any) -> None:
+        """Has the edges of a topology recorded."""
+        here = {f.name: getattr(topology.locals, f.name) for f in fields(LocalGraph)}
+        topology.locals = RecordingGraph(**here, note=note, keep=keep)
 
     def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Records own rows `x`, and returns them."""
-        self.note(x, False)
-        return x
+        return self.note(x, link, False)
 
     def with_constant_ghosts(self, x: Any, constants: ProductCache) -> Tensor | None:
         """Records that the rows of features are kept."""
@@ -133,20 +148,17 @@ class _RecordingGraph(LocalGraph):
         self, ghosts: Tensor, own: Tensor, link: Link | None = None
     ) -> Tensor:
         """Records that sums for ghosts, of which there are none, would be sent."""
-        self.note(own, True)
-        return own
+        return self.note(own, link, True)
 
 
-class _Recorder:
-    """Records what a run of a model calls, fetches and sums."""
+class RunRecorder:
+    """Records the layers that a run of a model calls, one inside another left out."""
 
     def __init__(self) -> None:
-        self.calls: list[Visited] = []
         self.sums: list[str] = []
-        self.norms: list[int] = []
         self.stack: list[Module] = []
-        self.x: Any = None
-        self.keeps = False  # whether x is the same in every epoch
+        self.features: list[Any] = []
+        self.keeps = False  # whether these are the same in every epoch
 
     def watch(self, model: Module) -> None:
         """Follows the modules of a model."""
@@ -156,37 +168,73 @@ class _Recorder:
 
     def _enter(self, module: Module, args: tuple[Any, ...], kwargs: Any) -> None:
         if is_layer(module) and not any(map(is_layer, self.stack)):
-            given = args[0] if args else kwargs["x"]
-            first = given[0] if isinstance(given, (tuple, list)) else given
-            how = first.size(-1), first is self.x, first.requires_grad
-            self.calls.append(Visited(bare(module), *how))
+            self.begin(module, args, kwargs)
         self.stack.append(module)
 
     def _leave(self, module: Module, args: tuple[Any, ...], out: Any) -> None:
         self.stack.pop()
         if is_layer(module) and not any(map(is_layer, self.stack)):
-            first = out[0] if isinstance(out, (tuple, list)) else out
-            self.calls[-1].out = first.size(-1)
+            self.end(out[0] if isinstance(out, (tuple, list)) else out)
 
-    def note(self, x: Tensor, home: bool, adds: bool = False) -> None:
+    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Hears of a call of a layer."""
+        raise NotImplementedError
+
+    def end(self, out: Any) -> None:
+        """Hears of its outcome."""
+        raise NotImplementedError
+
+    def called(self, layer: Module, x: Any) -> Visited:
+        """Returns the record of a call with rows x, of which there may be two."""
+        x = x[0] if isinstance(x, (tuple, list)) else x
+        return Visited(bare(layer), x.size(-1), self.has(x), x.requires_grad)
+
+    def has(self, x: Any) -> bool:
+        """Says whether these are features themselves."""
+        return any(x is each for each in self.features)
+
+    def keep(self, call: Visited, x: Any) -> Tensor:
+        """Records that rows are kept, and returns those of this rank."""
+        rows: Tensor = x.to_local()
+        call.rounds.append(Round(rows[0].numel(), False, kept=True))
+        return rows
+
+
+class _ModelRecorder(RunRecorder):
+    """Records what a run of a model calls, fetches and sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Visited] = []
+        self.norms: list[int] = []
+
+    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        self.calls.append(self.called(layer, args[0] if args else kwargs["x"]))
+
+    def end(self, out: Any) -> None:
+        self.calls[-1].out = out.size(-1)
+
+    def note(self, x: Tensor, link: Any, home: bool, adds: bool = False) -> Tensor:
         """Records rows that would be exchanged, or summed, and their gradients."""
         ways = (home, not home) if x.requires_grad else (home,)
         # rows that are summed are those of features if these are where they are read
-        kept = adds and self.keeps and x.data_ptr() == self.x.to_local().data_ptr()
+        kept = (
+            adds
+            and self.keeps
+            and x.data_ptr() == self.features[0].to_local().data_ptr()
+        )
         width = x[0].numel()
         self.calls[-1].rounds += [Round(width, way, adds, kept) for way in ways]
+        return x
 
-    def keep(self, x: Any) -> Tensor | None:
+    def note_kept(self, x: Any) -> Tensor | None:
         """Records that rows of features are kept; returns None for what is computed."""
-        if not (self.keeps and x is self.x):
-            return None
-        rows: Tensor = x.to_local()
-        self.calls[-1].rounds.append(Round(rows[0].numel(), False, kept=True))
-        return rows
+        return self.keep(self.calls[-1], x) if self.keeps and self.has(x) else None
 
-    def note_against(self, x: Tensor, home: bool) -> None:
+    def note_against(self, x: Tensor, link: Any, home: bool) -> Tensor:
         """Records that rows would be fetched against the edges."""
         self.calls[-1].against = True
+        return x
 
     def note_sum(self, x: Tensor, differentiable: bool) -> None:
         """Records a sum over all nodes: its width in batch norms, else its module."""
@@ -214,7 +262,7 @@ def visited(
     Raises:
         ValueError: if that does not work, with the reason.
     """
-    visit, grad = _Recorder(), torch.enable_grad()
+    visit, grad = _ModelRecorder(), torch.enable_grad()
     try:
         with torch.inference_mode(False), grad, torch.random.fork_rng(devices=[]):
             _run(copy.deepcopy(model).cpu().train(), num_features, inputs, visit)
@@ -223,7 +271,7 @@ def visited(
     return visit.calls, visit.norms, list(dict.fromkeys(visit.sums))
 
 
-def _run(model: Module, num_features: int, inputs: str, visit: _Recorder) -> None:
+def _run(model: Module, num_features: int, inputs: str, visit: _ModelRecorder) -> None:
     model = model.converted() if isinstance(model, SequentialStack) else convert(model)
     visit.watch(model)
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
@@ -232,13 +280,12 @@ def _run(model: Module, num_features: int, inputs: str, visit: _Recorder) -> Non
     data.edge_weight = torch.ones(2, dtype=dtype)
     mesh = observed(visit.note_sum)
     share = partition(data, mesh, "block", node_attrs=["x"], edge_attrs=["edge_weight"])
-    visit.x = share.x.requires_grad_(inputs == "trained")
+    visit.features.append(share.x.requires_grad_(inputs == "trained"))
     visit.keeps = inputs == "constant"
     edges = share.edge_index.topology
-    notes = (edges, visit.note), (edges.reversed.topology, visit.note_against)
-    for topology, note in notes:
-        here = {f.name: getattr(topology.locals, f.name) for f in fields(LocalGraph)}
-        topology.locals = _RecordingGraph(**here, note=note, keep=visit.keep)
+    RecordingGraph.record(edges, visit.note, visit.note_kept)
+    against = edges.reversed.topology
+    RecordingGraph.record(against, visit.note_against, visit.note_kept)
     vars(edges).update(adds_on_grid=True, add_rows=_recording(edges.add_rows, visit))
     if isinstance(model, SequentialStack):
         model.given = {"edge_weight": share.edge_weight}
@@ -247,11 +294,11 @@ def _run(model: Module, num_features: int, inputs: str, visit: _Recorder) -> Non
     model(share.x, share.edge_index)
 
 
-def _recording(add_rows: Any, visit: _Recorder) -> Any:
+def _recording(add_rows: Any, visit: _ModelRecorder) -> Any:
     """Returns what records rows, and then adds them up."""
 
     def run(x: Tensor, *matrix: Any) -> Tensor:
-        visit.note(x, home=False, adds=True)
+        visit.note(x, None, home=False, adds=True)
         out: Tensor = add_rows(x, *matrix)
         return out
 

@@ -12,7 +12,7 @@ Symbols: P ranks, S stages of W ranks, M chunks, L layers, n own nodes of a rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -25,7 +25,7 @@ from pyg_distcomm.nn.compressibility import check_aggregations
 from pyg_distcomm.pipeline.layer_stack import check_untied, cut_layers
 from pyg_distcomm.pipeline.schedule import BUBBLE, bubble, fewest_chunks
 from pyg_distcomm.plan.codecs import Coding, Writing
-from pyg_distcomm.plan.cost import PASSES, Move, sum_messages
+from pyg_distcomm.plan.cost import PASSES, Move, kept_by_link, sum_messages
 from pyg_distcomm.plan.machine import Machine, Wire
 from pyg_distcomm.plan.model_profile import Item, Read
 from pyg_distcomm.plan.plans import Plan
@@ -38,24 +38,19 @@ BACK = (
 ROWS_ONLY = "the stages of a pipeline have rows only, a grid (W, 1, 1)"
 
 
-def read_width(kind: str, width_in: int, width_out: int) -> tuple[int, bool]:
-    """Returns the width at which a layer reads neighbours in chunks, and if after W."""
-    if kind == "halo":
-        return width_in, False
-    first = MultiplyOrder().takes_first(width_in, width_out, (False, False))
-    return (width_in, False) if first else (width_out, True)
-
-
 def items_of(training: Training, skips: int) -> list[Item]:
     """Reads the items of a stack from the widths of its layers."""
     found = []
     for i, layer in enumerate(training.layers):
-        width, after = read_width(layer.kind, layer.width_in, layer.width_out)
         pair = layer.width_in, layer.width_out
+        # chunks multiply the narrower side, whatever needs gradients
+        after = layer.kind != "halo" and not MultiplyOrder().takes_first(
+            *pair, (False, False)
+        )
         found.append(
             Item(
                 1.0,
-                (Read(width, after or training.wants_gradient(i)),),
+                (Read(pair[after], after or training.wants_gradient(i)),),
                 (pair, pair) if layer.kind == "sage" else (pair,),
                 sum(layer.parameters),
                 layer.width_out * (1 + skips),
@@ -202,10 +197,7 @@ class Staged:
         out = [*(items[k].carried for k in self.borders), 0]
         self._into, self._out = (np.array([x]).T for x in (into, out))
         self.border = self._n * (self._into + self._out) * item
-        both = zip(self._there, self._back, strict=True)
-        self.rows = np.concatenate(
-            [self._sum(move.received for move in (*a, *b)) for a, b in both]
-        )
+        self.rows = self._by_stage(lambda move: move.received)
         numbers = [sum(one.parameters for one in part) for part in self._of]
         weights = [ring_words(n, ways) * item for n in numbers]
         self.weights = np.array([weights]).T
@@ -269,16 +261,17 @@ class Staged:
         received, sent, messages, read, written = found
         return Move("row", received, sent, messages, codec, read, written)
 
-    def _sum(self, parts: Iterable[Array]) -> Array:
-        return sum(parts, np.zeros_like(self._n))
+    def _by_stage(self, of: Callable[[Move], Array]) -> Array:
+        """Adds something up over the exchanges of each stage, both ways."""
+        both = zip(self._there, self._back, strict=True)
+        none = np.zeros_like(self._n)
+        return np.concatenate([sum(map(of, (*a, *b)), none) for a, b in both])
 
     @property
     def messages(self) -> Array:
         """Messages that each rank sends, at most."""
         ends = self.chunks * ((self._into > 0).astype(np.int64) + (self._out > 0))
-        both = zip(self._there, self._back, strict=True)
-        inside = [self._sum(move.messages for move in (*a, *b)) for a, b in both]
-        out: Array = ends + np.concatenate(inside)
+        out: Array = ends + self._by_stage(lambda move: move.messages)
         return out
 
     def seconds(self) -> float:
@@ -362,19 +355,11 @@ class Staged:
 
     def _kept(self) -> Array:
         """Returns the bytes that coded exchanges keep from epoch to epoch."""
-
-        def of(move: Move, back: bool) -> Array:
-            coding = self.coding
-            if coding is None or move.codec is None:
-                return np.zeros_like(self._n)
-            out: Array = coding.late(back) * move.received
-            averaged = coding.link.timing.momentum(back) > 0
-            out = out + move.read * (averaged + move.codec.stateful)
-            return out + move.written * move.codec.stateful
-
-        return np.concatenate(
-            [
-                self._sum([*(of(m, False) for m in a), *(of(m, True) for m in b)])
-                for a, b in zip(self._there, self._back, strict=True)
-            ]
-        )
+        if self.coding is None:
+            return np.zeros_like(self._n)
+        found = [
+            kept_by_link(there, self.coding, False)
+            + kept_by_link(back, self.coding, True)
+            for there, back in zip(self._there, self._back, strict=True)
+        ]
+        return np.concatenate([np.broadcast_to(kept, self._n.shape) for kept in found])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import numbers
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, overload
 
@@ -20,111 +21,22 @@ from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.pipeline.schedule import BUBBLE, fewest_chunks
-from pyg_distcomm.plan.arguments import (
-    check_hetero_options,
-    check_options,
-    check_width,
-    grid_of,
-    ranks_of,
-)
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
-from pyg_distcomm.plan.cost import Cost, adds_on_grid, early_bytes, epoch_cost
+from pyg_distcomm.plan.cost import EpochProducts, adds_on_grid, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.hetero import owners_of_types, plan_hetero
 from pyg_distcomm.plan.loaders import LoaderPlans, plan_loader
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.model_profile import SequentialStack, items_of_stack
+from pyg_distcomm.plan.model_profile import items_of_stack
 from pyg_distcomm.plan.pipelines import LayerProfile, items_of
 from pyg_distcomm.plan.plans import Plan, Plans, name_of, rejections, show_bytes
 from pyg_distcomm.plan.traffic import CutEdges, Flow
 from pyg_distcomm.plan.training import (
     Training,
-    features_of,
-    training_of,
-    training_of_model,
+    dtype_of,
+    features_asked,
+    training_asked,
 )
-
-
-def training_asked(
-    graph: Any,
-    widths: Sequence[int] | None,
-    model: torch.nn.Module | Sequence[Any] | None,
-    layers: str | Sequence[str],
-    inputs: str,
-    dtype: torch.dtype,
-) -> Training:
-    """Returns what an epoch of widths, or of a model, multiplies."""
-    if (widths is None) == (model is None):
-        raise ValueError(
-            "plan needs either widths=[features, hidden, ..., output] or model=..."
-        )
-    if model is not None:
-        features = features_asked(graph, model)
-        read = training_of_model(_whole(model), features, inputs)
-        return replace(read, itemsize=dtype.itemsize)
-    assert widths is not None
-    read = training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
-    check_width(graph, read.layers[0].width_in, inputs)
-    return read
-
-
-def _whole(model: Any) -> torch.nn.Module:
-    """Returns a model, or a stack of layers as `Pipeline` takes it as one."""
-    return model if isinstance(model, torch.nn.Module) else SequentialStack(model)
-
-
-def features_asked(graph: Any, model: Any) -> int:
-    """Returns the width of the features, which a model tells where the graph does not."""
-    given = graph.num_features if isinstance(graph, Data) else 0
-    return given or features_of(_whole(model))
-
-
-def dtype_of(graph: Any, model: Any, dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype that features have: as said, or the wider of theirs and the model's."""
-    if dtype is not None:
-        return dtype
-    items = model if isinstance(model, Sequence) else [model]
-    parts = (
-        p for item in items for p in (item if isinstance(item, tuple) else (item,))
-    )
-    modules = [p for p in parts if isinstance(p, torch.nn.Module)]
-    values = [graph.x] if isinstance(graph, Data) else []
-    values += [p for one in modules for p in one.parameters()]
-    floats = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())
-    found = list(dict.fromkeys(v.dtype for v in floats))
-    return functools.reduce(torch.promote_types, found) if found else torch.float32
-
-
-def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
-    """Returns the edges, the number of nodes, and which are trained on, if known."""
-    edge_index = graph.edge_index if isinstance(graph, Data) else graph
-    if isinstance(edge_index, DistEdgeIndex):
-        raise TypeError(
-            "plan takes the whole graph, and this is a rank's share; plan before "
-            "pdc.partition"
-        )
-    if isinstance(graph, Data) and edge_index is None:
-        other = (
-            " (adj_t is not read: leave ToSparseTensor out)" if "adj_t" in graph else ""
-        )
-        raise TypeError(f"plan takes data.edge_index, and data has none{other}")
-    if not isinstance(edge_index, Tensor):
-        raise TypeError(
-            "plan takes a torch_geometric.data.Data, an edge_index [2, num_edges] or a "
-            f"RandomGraph, got {type(graph).__name__}"
-        )
-    if isinstance(graph, Data):
-        if graph.num_nodes is None:
-            raise ValueError("data.num_nodes is not known; set it, or give data.x")
-        mask = graph.get("train_mask")
-        mask = mask if isinstance(mask, Tensor) and mask.dim() == 1 else None
-        return edge_index.cpu(), int(graph.num_nodes), mask
-    if isinstance(partition, Partition):
-        return edge_index.cpu(), partition.num_nodes, None
-    if isinstance(partition, str):
-        nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
-        return edge_index.cpu(), nodes, None
-    return edge_index.cpu(), len(partition), None
 
 
 @overload
@@ -228,11 +140,11 @@ def plan(
     """
     staged = pipeline, chunks, bubble, skips
     check_options(machine, memory, staged, (grid, algorithm))
-    size = ranks_of(ranks, mesh, partition)
+    size = _ranks_of(ranks, mesh, partition)
     machine, cutting = machine or Machine(), (graph, size, partition, seed)
     read = widths, model, layers, inputs, dtype
     if isinstance(graph, HeteroData) and loader is None:
-        check_hetero_options(pipeline, grid, algorithm, size)
+        _check_hetero(pipeline, grid, algorithm, size)
         return plan_hetero(cutting, read, machine, memory, codecs)
     if loader is not None:
         others = widths, model, grid, algorithm, dtype, *codecs, pipeline or None
@@ -249,26 +161,30 @@ def _graph_plans(
     how: tuple[Machine, float | None, Any, str | None, Sequence[Asked]],
 ) -> Plans:
     """Returns the plans of all grids, and of stages."""
-    (graph, size, partition, seed), (machine, memory, grid, algorithm, codecs) = (
-        cutting,
-        how,
-    )
+    (graph, size, *_), (machine, memory, grid, algorithm, codecs) = cutting, how
     widths, model, layers, inputs, dtype = read
-    grid = grid_of(grid, algorithm, size)
+    grid = _grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
     training = training_asked(graph, widths, model, layers, inputs, dtype)
     source, words, owners = _source(*cutting, grid)
-    found, links = [], codings(codecs)
-    if staged[0]:
-        stages = (model, graph, staged), (source, partition, seed)
-        found += _pipelines(*stages, training, machine, size, links, dtype)
-    grids = _grids(size, algorithm, grid)
-    found += _on_grids(grids, cutting, source, training, machine, links, dtype)
-    ranked, refused = _ranked(found, training, machine, memory)
-    owners = _on_fastest(ranked, cutting, owners)
-    names = () if grid is not None else rejections(size, algorithm)
-    said = f"{words}, {size} ranks; {_words(training)}"
-    return Plans(ranked, refused, names, said, machine, owners)
+    search = _Search(cutting, source, training, dtype, machine, codings(codecs))
+    found = search.in_stages(model, *staged[1:]) if staged[0] else []
+    found += search.on_grids(_grids(size, algorithm, grid))
+    limit = machine.memory if memory is None else memory
+    known = (replace(each, missing=training.missing) for each in found)
+    judged = sorted((_judged(each, limit) for each in known), key=_merit)
+    ranked = tuple(one for one in judged if one.reason is None)
+    fastest = next((each.grid for each in ranked if each.stages == 1), None)
+    if fastest is not None and takes_grid(cutting[2]):
+        owners = _source(*cutting, fastest)[2]
+    return Plans(
+        ranked,
+        tuple(one for one in judged if one.reason is not None),
+        () if grid is not None else rejections(size, algorithm),
+        f"{words}, {size} ranks; {_words(training)}",
+        machine,
+        owners,
+    )
 
 
 def _loader_plans(
@@ -304,91 +220,150 @@ def _loader_plans(
     return plan_loader(graph, owners, *how)
 
 
-def _on_grids(
-    grids: Iterable[Grid],
-    cutting: tuple[Any, int, Any, int],
-    source: CutEdges | RandomGraph,
-    *how: Any,
-) -> list[Plan]:
-    """Returns the plans of all grids; of a graph that is cut anew for each, if need be."""
-    found = []
-    for one in grids:
-        if takes_grid(cutting[2]):
-            source = _source(*cutting, one)[0]
-        found += _plans_of(one, source, *how)
-    return found
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """Prices every way to train a graph on so many ranks.
 
+    Args:
+        cutting: the graph, the number of ranks, how it is cut, and the seed.
+        source: the graph cut so, or its law.
+        training, dtype: what is trained, and the numbers of features.
+        machine: the figures for seconds.
+        links: the exact one, which is None, and others.
+    """
 
-def _on_fastest(
-    ranked: tuple[Plan, ...],
-    cutting: tuple[Any, int, Any, int],
-    owners: Partition | None,
-) -> Partition | None:
-    """Returns who owns which node on the fastest grid, where the cutter goes by grids."""
-    fastest = next((each.grid for each in ranked if each.stages == 1), None)
-    if fastest is None or not takes_grid(cutting[2]):
-        return owners
-    return _source(*cutting, fastest)[2]
+    cutting: tuple[Any, int, Any, int]
+    source: CutEdges | RandomGraph
+    training: Training
+    dtype: torch.dtype
+    machine: Machine
+    links: list[Coding | None]
 
+    def on_grids(self, grids: Iterable[Grid]) -> list[Plan]:
+        """Returns the plans of grids; of a graph that is cut anew for each, if need be."""
+        found, source = [], self.source
+        for grid in grids:
+            if takes_grid(self.cutting[2]):
+                source = _source(*self.cutting, grid)[0]
+            for halo in self._halos(grid):
+                found += self._plans_of(grid, halo, source)
+        return found
 
-def _ranked(
-    found: list[Plan], training: Training, machine: Machine, memory: float | None
-) -> tuple[tuple[Plan, ...], tuple[Plan, ...]]:
-    """Returns what can be run, the fastest first, and what cannot."""
-    limit = machine.memory if memory is None else memory
-    known = (replace(each, missing=training.missing) for each in found)
-    judged = sorted((_judged(each, limit) for each in known), key=_merit)
-    refused = tuple(p for p in judged if p.reason is not None)
-    return tuple(p for p in judged if p.reason is None), refused
+    def _plans_of(
+        self, grid: Grid, halo: str, source: CutEdges | RandomGraph
+    ) -> list[Plan]:
+        """Returns one plan for each different way to train on a grid."""
+        training, found = self.training, []
+        flow = ghosts = back = source.flow(grid, halo, training.adds_loops)
+        if training.goes_back and isinstance(source, CutEdges):
+            back = source.turned.flow(grid, halo, training.adds_loops)
+        if training.runs_by_halo:
+            ghosts = self._ghosts(source, math.prod(grid))
+        adds = training.adds_rows and adds_on_grid(flow, ghosts, self.dtype)
+        last = len(training.layers) - 1
+        prices = EpochProducts((flow, back, ghosts), training, self.dtype, last)
+        seen: set[tuple[tuple[str, ...], bool]] = set()
+        for ordering in (
+            MultiplyOrder(o, keep) for o in ORDERS for keep in (True, False)
+        ):
+            orders = training.orders(ordering)
+            kind = orders, training.kept_rows(ordering) > 0
+            if kind in seen:
+                continue
+            coded = [] if orders in {order for order, _ in seen} else self.links[1:]
+            seen.add(kind)
+            for link in (None, *coded):
+                cost = epoch_cost(prices, ordering, link, self.machine, adds)
+                figures = cost.figures(math.prod(grid)) | _written(link)
+                found.append(Plan(grid, orders, ordering, halo, **figures))
+        return found
 
+    def _halos(self, grid: Grid) -> tuple[str, ...]:
+        """Lists what may travel: all there is, but for laws of degrees and for one way."""
+        if isinstance(self.source, RandomGraph):
+            return ("rows", "blocks") if grid[:2] != (1, 1) else ("rows",)
+        products = any(each.kind != "halo" for each in self.training.layers)
+        products = products or (self.training.adds_rows and grid[1:] != (1, 1))
+        return HALOS if grid[:2] != (1, 1) and products else HALOS[:1]
 
-def _pipelines(
-    read: tuple[Any, Any, tuple[bool, int | None, float, int]],
-    cutting: tuple[CutEdges | RandomGraph, Any, int],
-    training: Training,
-    machine: Machine,
-    size: int,
-    links: list[Coding | None],
-    dtype: torch.dtype,
-) -> list[Plan]:
-    """Returns the plans of all numbers of stages."""
-    (model, graph, staged), (source, partition, seed) = read, cutting
-    _, chunks, most, skips = staged
-    fewest_chunks(1, most)  # refuses what is no share
-    for name, value, least in (("chunks", chunks, 1), ("skips", skips, 0)):
-        if value is not None and (type(value) is not int or value < least):
-            raise ValueError(
-                f"{name} must be a whole number from {least} on: {value!r}"
-            )
-
-    def share(ways: int) -> Flow:
-        if isinstance(source, RandomGraph):
-            return source.flow((ways, 1, 1), "rows", False)
-        if ways == source.size:
+    @staticmethod
+    def _ghosts(source: CutEdges | RandomGraph, ways: int) -> Flow:
+        if isinstance(source, CutEdges):
             return source.halo_flow
-        if ways > 1 and not isinstance(partition, str):
-            raise ValueError(
-                f"a stage has {ways} ranks, and the owners given are {source.size}; plan "
-                "with the name of a method"
-            )
-        method = "block" if ways == 1 else partition
-        cut_again = _source(graph, ways, method, seed)[0]
-        assert isinstance(cut_again, CutEdges)
-        return cut_again.halo_flow
+        return source.flow((ways, 1, 1), "rows", False)
 
-    if model is None:
-        items = items_of(training, skips)
-    else:
-        try:
-            items = items_of_stack(model, features_asked(graph, model))
-        except (ValueError, TypeError, RuntimeError) as error:
-            sizes = (d for d in range(2, size + 1) if size % d == 0)
-            return [Plan((size // d, 1, 1), stages=d, reason=str(error)) for d in sizes]
-    nodes = source.nodes if isinstance(source, RandomGraph) else len(source.owner)
-    deep = LayerProfile(
-        items, training, cache(share), nodes, chunks, machine, links, dtype, most
-    )
-    return deep.plans(size)
+    def in_stages(
+        self, model: Any, chunks: int | None, most: float, skips: int
+    ) -> list[Plan]:
+        """Returns the plans of all numbers of stages."""
+        fewest_chunks(1, most)  # refuses what is no share
+        for name, value, least in (("chunks", chunks, 1), ("skips", skips, 0)):
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(
+                    f"{name} must be a whole number from {least} on: {value!r}"
+                )
+        graph, size = self.cutting[:2]
+        if model is None:
+            items = items_of(self.training, skips)
+        else:
+            try:
+                items = items_of_stack(model, features_asked(graph, model))
+            except (ValueError, TypeError, RuntimeError) as error:
+                every = (d for d in range(2, size + 1) if size % d == 0)
+                why = str(error)
+                return [Plan((size // d, 1, 1), stages=d, reason=why) for d in every]
+        source = self.source
+        nodes = source.nodes if isinstance(source, RandomGraph) else len(source.owner)
+        how = self.machine, self.links, self.dtype, most
+        share = cache(self._share)
+        return LayerProfile(items, self.training, share, nodes, chunks, *how).plans(
+            size
+        )
+
+    def _share(self, ways: int) -> Flow:
+        """Returns what so many ranks exchange for a layer of their stage."""
+        (graph, size, partition, seed), source = self.cutting, self.source
+        if ways != size and isinstance(source, CutEdges):
+            if ways > 1 and not isinstance(partition, str):
+                raise ValueError(
+                    f"a stage has {ways} ranks, and the owners given are {size}; plan "
+                    "with the name of a method"
+                )
+            method = "block" if ways == 1 else partition
+            source = _source(graph, ways, method, seed)[0]
+        return self._ghosts(source, ways)
+
+
+def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
+    """Returns the edges, the number of nodes, and which are trained on, if known."""
+    edge_index = graph.edge_index if isinstance(graph, Data) else graph
+    if isinstance(edge_index, DistEdgeIndex):
+        raise TypeError(
+            "plan takes the whole graph, and this is a rank's share; plan before "
+            "pdc.partition"
+        )
+    if isinstance(graph, Data) and edge_index is None:
+        other = (
+            " (adj_t is not read: leave ToSparseTensor out)" if "adj_t" in graph else ""
+        )
+        raise TypeError(f"plan takes data.edge_index, and data has none{other}")
+    if not isinstance(edge_index, Tensor):
+        raise TypeError(
+            "plan takes a torch_geometric.data.Data, an edge_index [2, num_edges] or a "
+            f"RandomGraph, got {type(graph).__name__}"
+        )
+    if isinstance(graph, Data):
+        if graph.num_nodes is None:
+            raise ValueError("data.num_nodes is not known; set it, or give data.x")
+        mask = graph.get("train_mask")
+        mask = mask if isinstance(mask, Tensor) and mask.dim() == 1 else None
+        return edge_index.cpu(), int(graph.num_nodes), mask
+    if isinstance(partition, Partition):
+        return edge_index.cpu(), partition.num_nodes, None
+    if isinstance(partition, str):
+        nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
+        return edge_index.cpu(), nodes, None
+    return edge_index.cpu(), len(partition), None
 
 
 def _source(
@@ -436,101 +411,12 @@ def _fits(grid: Grid, algorithm: str) -> bool:
     return name_of(grid) == algorithm
 
 
-def _plans_of(
-    grid: Grid,
-    source: CutEdges | RandomGraph,
-    training: Training,
-    machine: Machine,
-    links: list[Coding | None],
-    dtype: torch.dtype,
-) -> list[Plan]:
-    """Returns the plans of one grid, one for each different way to train on it."""
-    found = []
-    for halo in _halos(grid, source, training):
-        flow = source.flow(grid, halo, training.adds_loops)
-        back = flow
-        if training.goes_back and isinstance(source, CutEdges):
-            back = source.turned.flow(grid, halo, training.adds_loops)
-        ghosts = _ghosts(source, grid) if training.runs_by_halo else flow
-        adds = training.adds_rows and adds_on_grid(flow, ghosts, dtype)
-        seen: set[tuple[tuple[str, ...], bool]] = set()
-        for ordering in _orderings():
-            orders = training.orders(ordering)
-            kind = orders, training.kept_rows(ordering) > 0
-            if kind in seen:
-                continue
-            coded = [] if orders in {order for order, _ in seen} else links[1:]
-            seen.add(kind)
-            for link in (None, *coded):
-                # rows of a coded link are summed here, and none are kept
-                exact = link is None
-                how: Any = {"adds_on_grid": adds and exact, "keeps_rows": exact}
-                products = training.products(ordering, **how)
-                kept = training.kept_rows(ordering, **how)
-                flows, ways = (flow, back, ghosts), (products, orders, kept)
-                cost = epoch_cost(flows, training, ways, link, dtype, machine)
-                one = _plan(grid, ordering, orders, halo, link, cost)
-                early = early_bytes(flows, training, (ordering, how), dtype, link)
-                agreed = one.size * one.sum_bytes.get("agreement", 0)
-                early = early[0] + agreed, early[1] + agreed
-                found.append(replace(one, early_bytes=early))
-    return found
-
-
-def _ghosts(source: CutEdges | RandomGraph, grid: Grid) -> Flow:
-    if isinstance(source, CutEdges):
-        return source.halo_flow
-    return source.flow((math.prod(grid), 1, 1), "rows", False)
-
-
-def _halos(
-    grid: Grid, source: CutEdges | RandomGraph, training: Training
-) -> tuple[str, ...]:
-    """Lists what may travel: all there is, but for laws of degrees and for one way."""
-    if isinstance(source, RandomGraph):
-        return ("rows", "blocks") if grid[:2] != (1, 1) else ("rows",)
-    products = any(each.kind != "halo" for each in training.layers)
-    products = products or (training.adds_rows and grid[1:] != (1, 1))
-    return HALOS if grid[:2] != (1, 1) and products else HALOS[:1]
-
-
-def _orderings() -> list[MultiplyOrder]:
-    names = ("auto", *(name for name in ORDERS if name != "auto"))
-    return [MultiplyOrder(order, keep) for order in names for keep in (True, False)]
-
-
-def _plan(
-    grid: Grid,
-    ordering: MultiplyOrder,
-    orders: tuple[str, ...],
-    halo: str,
-    link: Coding | None,
-    cost: Cost,
-) -> Plan:
-    size = grid[0] * grid[1] * grid[2]
-    sums = sum(cost.sums.values())
-    by_rank = tuple(round(float(n)) + sums for n in cost.exchange.ravel())
-    every = len(by_rank) == size
-    total = (
-        sum(by_rank) if every else round((float(cost.exchange.mean()) + sums) * size)
-    )
-    return Plan(
-        grid,
-        orders,
-        ordering,
-        halo,
-        "plain" if link is None else link.name,
-        by_rank if every else (max(by_rank),),
-        round(float(cost.exchange.max())),
-        cost.sums,
-        total,
-        round(float(cost.messages.max())),
-        cost.seconds,
-        round(float(cost.memory.max())),
-        exact=link is None or link.exact,
-        sized=link is None or link.sized,
-        link=None if link is None else link.link,
-    )
+def _written(link: Coding | None) -> dict[str, Any]:
+    """Returns what a plan says of its link."""
+    if link is None:
+        return {}
+    how = {"exact": link.exact, "sized": link.sized}
+    return {"codec": link.name, "link": link.link, **how}
 
 
 def _judged(found: Plan, limit: float | None) -> Plan:
@@ -553,3 +439,92 @@ def _words(training: Training) -> str:
     kinds = [one.kind for one in training.layers]
     names = kinds[0] if len(set(kinds)) == 1 else "-".join(kinds)
     return f"{names} {'-'.join(map(str, widths))}, {training.inputs} inputs"
+
+
+def _ranks_of(ranks: Any, mesh: Mesh | None, partition: Any) -> int:
+    """Returns how many ranks to plan for."""
+    if ranks is None:
+        if mesh is not None:
+            return mesh.size
+        if isinstance(partition, Partition):
+            return partition.num_parts
+        raise ValueError(
+            "plan needs ranks=P (--ranks P), or the mesh whose ranks it is for"
+        )
+    size = _integer(ranks)
+    if size is None or size < 1:
+        raise ValueError(f"ranks must be a whole number above 0, got {ranks!r}")
+    if mesh is not None and mesh.size != size:
+        raise ValueError(
+            f"ranks={ranks}, but the mesh has {mesh.size}; give one of them"
+        )
+    return size
+
+
+def _grid_of(grid: Any, algorithm: str | None, size: int) -> Grid | None:
+    """Returns the grid that alone is asked for."""
+    if grid is None:
+        return None
+    sides = [_integer(n) for n in grid] if isinstance(grid, (tuple, list)) else []
+    if len(sides) != 3 or any(n is None or n < 1 for n in sides):
+        raise ValueError(
+            f"grid={grid!r} must be three whole numbers above 0: (row, col, fiber)"
+        )
+    if algorithm is not None:
+        raise ValueError(
+            f"grid={tuple(grid)} and algorithm={algorithm!r} both choose the grids; give "
+            "one of them"
+        )
+    r, s, p = sides
+    if r * s * p != size:  # type: ignore[operator]
+        raise ValueError(f"grid={tuple(grid)} does not have {size} ranks")
+    return r, s, p  # type: ignore[return-value]
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_options(
+    machine: Any,
+    memory: Any,
+    stages: tuple[bool, Any, Any, Any],
+    grids: tuple[Grid | None, str | None],
+) -> None:
+    """Refuses options of wrong types, and those that would be ignored."""
+    if not isinstance(machine, (Machine, type(None))):
+        raise TypeError(
+            "machine must be a pdc.Machine, as pdc.Machine.load(path) returns, got "
+            f"{machine!r}"
+        )
+    number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)
+    if memory is not None and not number:
+        raise TypeError(
+            f"memory must be a number of bytes, as 24 * 2**30, got {memory!r}"
+        )
+    if memory is not None and not memory > 0:
+        raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
+    pipeline, chunks, most, skips = stages
+    if pipeline and grids != (None, None):
+        raise ValueError(
+            "pipeline=True plans for stages beside all grids; leave algorithm and grid out"
+        )
+    if not pipeline and (chunks is not None or skips != 0 or most != BUBBLE):
+        raise ValueError("chunks, bubble and skips are of stages; add pipeline=True")
+
+
+def _check_hetero(pipeline: bool, grid: Any, algorithm: Any, size: int) -> None:
+    """Refuses what is not planned for a HeteroData."""
+    if pipeline:
+        raise ValueError(
+            "a pipeline takes layers of one node type, and this is a HeteroData; leave "
+            "pipeline out"
+        )
+    if algorithm not in (None, "1d") or grid not in (None, (size, 1, 1)):
+        raise ValueError(
+            "the rows of a HeteroData travel between all ranks, whatever the grid; leave "
+            "grid and algorithm out"
+        )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, named_grid, resolve_grid
@@ -166,8 +167,35 @@ class Rejection:
         return {"algorithm": self.algorithm, "reason": self.reason}
 
 
+One = TypeVar("One")
+
+
+class Ranked(Sequence[One]):
+    """The plans that can be run, the fastest first."""
+
+    ranked: tuple[One, ...]
+
+    @overload
+    def __getitem__(self, key: int) -> One: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[One, ...]: ...
+    def __getitem__(self, key: int | slice) -> One | tuple[One, ...]:
+        return self.ranked[key]
+
+    def __len__(self) -> int:
+        return len(self.ranked)
+
+    @abc.abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values, for JSON."""
+
+    def to_json(self) -> str:
+        """Returns the plans as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+
 @dataclass(frozen=True, eq=False)
-class Plans(Sequence[Plan]):
+class Plans(Ranked[Plan]):
     """All plans that can be run, the fastest first; `print` shows them as a table.
 
     Args:
@@ -203,19 +231,6 @@ class Plans(Sequence[Plan]):
         reasons += [f"{m.algorithm}: {m.reason}" for m in self.rejections]
         raise ValueError("no plan can be run:\n" + "\n".join(reasons[:MOST_LINES]))
 
-    @overload
-    def __getitem__(self, key: int) -> Plan: ...
-    @overload
-    def __getitem__(self, key: slice) -> tuple[Plan, ...]: ...
-    def __getitem__(self, key: int | slice) -> Plan | tuple[Plan, ...]:
-        return self.ranked[key]
-
-    def __len__(self) -> int:
-        return len(self.ranked)
-
-    def __iter__(self) -> Iterator[Plan]:
-        return iter(self.ranked)
-
     def of(self, grid: Grid, **choice: Any) -> Plan:
         """Returns the first plan of a grid, refused or not, with these attributes."""
         for plan in (*self.ranked, *self.refused):
@@ -233,10 +248,6 @@ class Plans(Sequence[Plan]):
             "refused": [plan.to_dict() for plan in self.refused],
             "rejections": [misfit.to_dict() for misfit in self.rejections],
         }
-
-    def to_json(self) -> str:
-        """Returns the plans as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
         first = {_kind(plan): plan for plan in reversed(self.ranked)}

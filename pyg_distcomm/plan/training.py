@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import numbers
 from collections.abc import Sequence
@@ -9,12 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import BatchNorm1d
+from torch_geometric.data import Data
 from torch_geometric.nn import GCN2Conv, GCNConv, SAGEConv
 
 from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.graph.product_cache import MultiplyOrder
-from pyg_distcomm.plan.model_profile import Round, bare, is_layer, visited
+from pyg_distcomm.plan.model_profile import (
+    Round,
+    SequentialStack,
+    bare,
+    is_layer,
+    visited,
+)
 
 INPUTS = ("constant", "changing", "trained")
 KINDS = ("gcn", "sage", "halo")
@@ -39,6 +48,7 @@ class LayerShape:
         against: whether messages flow against the edges.
         matrix: tells the matrices of layers of one kind apart, which are kept with an input.
         coded: whether a link codes its products.
+        read: whether a gradient comes back to its outcome.
     """
 
     kind: str
@@ -52,6 +62,7 @@ class LayerShape:
     against: bool = False
     matrix: str = ""
     coded: bool = True
+    read: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -215,7 +226,8 @@ class Training:
                 order = self._multiplied(i, ordering)
                 width = layer.width_out if order == "last" else layer.width_in
             found.append(ProductShape(i, width, False, *how))
-            if (order == "last" and layer.trains) or self.wants_gradient(i):
+            back = (order == "last" and layer.trains) or self.wants_gradient(i)
+            if back and layer.read:
                 found.append(ProductShape(i, width, True, *how))
         return found
 
@@ -426,3 +438,65 @@ def _last_width(module: torch.nn.Module) -> int | None:
         return None
     last: Any = (linear or wide)[-1]
     return int(last.out_features if linear else last.out_channels)
+
+
+def training_asked(
+    graph: Any,
+    widths: Sequence[int] | None,
+    model: torch.nn.Module | Sequence[Any] | None,
+    layers: str | Sequence[str],
+    inputs: str,
+    dtype: torch.dtype,
+) -> Training:
+    """Returns what an epoch of widths, or of a model, multiplies."""
+    if (widths is None) == (model is None):
+        raise ValueError(
+            "plan needs either widths=[features, hidden, ..., output] or model=..."
+        )
+    if model is not None:
+        features = features_asked(graph, model)
+        read = training_of_model(_whole(model), features, inputs)
+        return replace(read, itemsize=dtype.itemsize)
+    assert widths is not None
+    read = training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
+    _check_width(graph, read.layers[0].width_in, inputs)
+    return read
+
+
+def _whole(model: Any) -> torch.nn.Module:
+    """Returns a model, or a stack of layers as `Pipeline` takes it as one."""
+    return model if isinstance(model, torch.nn.Module) else SequentialStack(model)
+
+
+def features_asked(graph: Any, model: Any) -> int:
+    """Returns the width of the features, which a model tells where the graph does not."""
+    given = graph.num_features if isinstance(graph, Data) else 0
+    return given or features_of(_whole(model))
+
+
+def dtype_of(graph: Any, model: Any, dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype that features have: as said, or the wider of theirs and the model's."""
+    if dtype is not None:
+        return dtype
+    items = model if isinstance(model, Sequence) else [model]
+    parts = (
+        p for item in items for p in (item if isinstance(item, tuple) else (item,))
+    )
+    modules = [p for p in parts if isinstance(p, torch.nn.Module)]
+    values = [graph.x] if isinstance(graph, Data) else []
+    values += [p for one in modules for p in one.parameters()]
+    floats = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())
+    found = list(dict.fromkeys(v.dtype for v in floats))
+    return functools.reduce(torch.promote_types, found) if found else torch.float32
+
+
+def _check_width(graph: Any, first: int, inputs: str) -> None:
+    """Refuses widths that do not begin with that of the features, where these go in."""
+    x = graph.x if isinstance(graph, Data) else None
+    if not isinstance(x, Tensor) or x.dim() != 2 or inputs != "constant":
+        return
+    if first != x.size(1):
+        raise ValueError(
+            f"widths begin with {first}, and data.x has {x.size(1)} features; if they go "
+            'through something else first, say inputs="changing" (--inputs changing)'
+        )
