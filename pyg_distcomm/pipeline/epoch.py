@@ -23,7 +23,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass, view_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan
 from pyg_distcomm.pipeline.layer_stack import StackLayer, from_data
-from pyg_distcomm.pipeline.schedule import ActionSpan, StageSchedule
+from pyg_distcomm.pipeline.schedule import Action, ActionSpan, StageSchedule
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 Values = dict[str, Any]
@@ -285,8 +285,12 @@ class Epoch:
         for action in schedule.stages[self.mesh.stage.rank]:
             if action.kind == "loss":
                 loss = self._loss(data, loss_fn)
+            elif action.peer:
+                self._exchange(action)
+            elif action.kind == "forward":
+                self._forward(action.slot)
             else:
-                getattr(self, f"_{action.kind}")(action.slot)
+                self._backward(action.slot)
         for pending in self._under_way.values():
             pending.wait()
         for site in self._sites():
@@ -299,49 +303,18 @@ class Epoch:
     def _rows(self, slot: int) -> slice:
         return self.stage.run.plan.own.rows(self.order[slot])
 
-    # messages
-
-    def _post(self, slot: int) -> None:
-        assert self.boundary.inbox is not None
-        into = self.boundary.inbox[self._rows(slot)]
-        self._start(
-            "post", slot, collectives.receive(into, self._peer(-1), self._axis, OP)
-        )
-
-    def _post_grad(self, slot: int) -> None:
-        into = self.boundary.outbox[self._rows(slot)]
-        self._start(
-            "post_grad", slot, collectives.receive(into, self._peer(1), self._axis, OP)
-        )
-
-    def _receive(self, slot: int) -> None:
-        self._under_way.pop(("post", slot)).wait()
-
-    def _receive_grad(self, slot: int) -> None:
-        self._under_way.pop(("post_grad", slot)).wait()
-
-    def _send(self, slot: int) -> None:
-        rows = self.boundary.outbox[self._rows(slot)]
-        self._start("send", slot, collectives.send(rows, self._peer(1), self._axis, OP))
-
-    def _send_grad(self, slot: int) -> None:
-        assert self.boundary.inbox is not None
-        rows = self.boundary.inbox[self._rows(slot)]
-        self._start(
-            "send_grad", slot, collectives.send(rows, self._peer(-1), self._axis, OP)
-        )
-
-    @property
-    def _axis(self) -> collectives.Axis:
-        return self.mesh.stage
-
-    def _peer(self, step: int) -> int:
-        return self.mesh.stage.rank + step
-
-    def _start(self, kind: str, slot: int, pending: Pending) -> None:
-        self._under_way[kind, slot] = pending
-
-    # computing
+    def _exchange(self, action: Action) -> None:
+        """Starts to send or receive a chunk's rows, or waits for them."""
+        kind, slot, axis = action.kind, action.slot, self.mesh.stage
+        if kind.startswith("receive"):
+            self._under_way.pop((kind.replace("receive", "post"), slot)).wait()
+            return
+        # what the next stage has to do with is in the outbox
+        box = self.boundary.outbox if action.peer > 0 else self.boundary.inbox
+        assert box is not None
+        move = collectives.send if kind.startswith("send") else collectives.receive
+        rows, peer = box[self._rows(slot)], axis.rank + action.peer
+        self._under_way[kind, slot] = move(rows, peer, axis, OP)
 
     def _forward(self, slot: int) -> None:
         begin = time.perf_counter()

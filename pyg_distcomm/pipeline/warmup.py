@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_geometric.data import Data
 
 from pyg_distcomm.comm import collectives, random
@@ -61,25 +62,25 @@ def measured_costs(stage: Stage) -> list[float]:
     sizes = torch.tensor([plan.own.size(c) for c in range(plan.chunks)])
     chunk = int(collectives.all_reduce(sizes, plan.mesh.world).argmax())
     run.mode, costs = "measure", []
+
+    def step(place: int, inputs: Values) -> Values:
+        run.begin_layer(place, chunk)
+        copies = tree_map_only(DistTensor, Tensor.clone, inputs)  # layers may write
+        gives = stage.call(stage.layers[place], copies)
+        parts = [part for part in tree_leaves(gives) if isinstance(part, DistTensor)]
+        total = sum(part.to_local().sum() for part in parts)
+        if isinstance(total, Tensor) and total.requires_grad:
+            total.backward()
+        return gives
+
     known = stage.given(chunk)
     for place in range(stage.begin, stage.end):
-        layer = stage.layers[place]
-        inputs = leaves({name: known[name] for name in layer.takes if name in known})
+        names = stage.layers[place].takes
+        inputs = leaves({name: known[name] for name in names if name in known})
         run.sites.clear()  # one layer's buffers at a time
-
-        def step(
-            place: int = place, layer: StackLayer = layer, inputs: Any = inputs
-        ) -> Values:
-            run.begin_layer(place, chunk)
-            gives = stage.call(layer, _copies(inputs))
-            total = sum(part.to_local().sum() for part in _tensors(gives))
-            if isinstance(total, Tensor) and total.requires_grad:
-                total.backward()
-            return gives
-
         with random.apart(plan.topology.device):
-            costs.append(seconds_of(step))
-            known.update(step())
+            costs.append(seconds_of(partial(step, place, inputs)))
+            known.update(step(place, inputs))
     for layer in stage.layers[stage.begin : stage.end]:
         if isinstance(layer.run, torch.nn.Module):
             layer.run.zero_grad()
@@ -99,28 +100,7 @@ def leaves(values: Values) -> Values:
             return value
         return DistTensor.wrap(value.to_local().detach().requires_grad_(), value.rows)
 
-    return _mapped(leaf, values)
-
-
-def _copies(values: Values) -> Values:
-    """Returns copies of rows, into which layers may write."""
-    return _mapped(lambda value: value.clone(), values)
-
-
-def _mapped(change: Callable[[DistTensor], Tensor], values: Values) -> Values:
-    def one(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [one(part) for part in value]
-        return change(value) if isinstance(value, DistTensor) else value
-
-    return {name: one(value) for name, value in values.items()}
-
-
-def _tensors(values: Values) -> list[DistTensor]:
-    found: list[DistTensor] = []
-    for value in values.values():
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        found += [part for part in parts if isinstance(part, DistTensor)]
+    found: Values = tree_map_only(DistTensor, leaf, values)
     return found
 
 
