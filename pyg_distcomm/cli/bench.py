@@ -166,7 +166,8 @@ def run(
 
 def table(rows: Sequence[Row]) -> str:
     """Formats rows as Markdown: our milliseconds, and ratios of others to them."""
-    names = [name for name in _names(rows) if name != OURS]
+    every = dict.fromkeys(name for row in rows for name in row.milliseconds)
+    names = [name for name in every if name != OURS]
     head = ["threads", "width", f"{OURS}, ms", *names, "best other"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
@@ -189,10 +190,6 @@ def using_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _names(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row.milliseconds))
 
 
 def _csr(rowptr: Tensor, col: Tensor, value: Tensor, n: int) -> Tensor:

@@ -349,7 +349,3 @@ def _bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument("--widths", type=whole(1), nargs="+", default=[16, 64, 256])
     parser.add_argument("--threads", type=whole(1), nargs="+", default=[1])
     parser.add_argument("--repeats", type=whole(1), default=5)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -147,11 +147,7 @@ def compiled() -> Finding:
     """Runs a compiled kernel and compares it with its definition."""
     start = time.perf_counter()
     try:
-        x = torch.arange(6.0).view(3, 2)
-        matrix = torch.tensor([0, 2, 2, 3]), torch.tensor([0, 2, 1]), None
-        right = torch.equal(
-            kernels.spmm(*matrix, x), core_ops.spmm.definition(*matrix, x)
-        )
+        right = _multiplies("cpu")
         about = ", ".join(f"{k} {v}" for k, v in kernels.describe().items())
     except Exception as error:  # whatever a broken Numba raises, the report goes on
         advice = "pip install --upgrade numba"
@@ -161,6 +157,17 @@ def compiled() -> Finding:
         advice = "a compiled kernel is wrong here; please report this machine"
         return Finding("kernels", about, advice, needed=True)
     return Finding("kernels", f"{about} (ready in {seconds:.1f} s)")
+
+
+def _multiplies(device: str) -> bool:
+    """Returns whether the product of a small matrix is that of the definition."""
+    x = torch.arange(6.0, device=device).view(3, 2)
+    ends = (
+        torch.tensor([0, 2, 2, 3], device=device),
+        torch.tensor([0, 2, 1], device=device),
+    )
+    want = core_ops.spmm.definition(*ends, None, x)
+    return torch.equal(kernels.spmm(*ends, None, x), want)
 
 
 def cuda_kernels() -> Finding:
@@ -178,11 +185,7 @@ def cuda_kernels() -> Finding:
         else "pip install 'pyg-distcomm[triton]': products without buffers"
     )
     try:
-        matrix = torch.tensor([0, 2, 2, 3]).cuda(), torch.tensor([0, 2, 1]).cuda(), None
-        x = torch.arange(6.0, device="cuda").view(3, 2)
-        right = torch.equal(
-            kernels.spmm(*matrix, x), core_ops.spmm.definition(*matrix, x)
-        )
+        right = _multiplies("cuda")
     except Exception as error:  # whatever a broken driver raises, the report goes on
         return Finding("kernels, CUDA", f"fail: {_first_line(error)}", "see nvidia-smi")
     if not right:

@@ -37,17 +37,21 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if ranks is None and owners is not None:
         ranks = owners.num_parts
     if arguments.widths is None:
-        return _run_loader(arguments, graph, owners, ranks)
-    layers = arguments.layers or ["gcn"]
+        what: dict[str, Any] = {"loader": _loader(arguments, graph)}
+    else:
+        layers = arguments.layers or ["gcn"]
+        what = {
+            "widths": arguments.widths,
+            "layers": layers[0] if len(layers) == 1 else layers,
+            "inputs": arguments.inputs or "constant",
+        }
     found = plan(
         graph,
-        arguments.widths,
-        ranks,
-        layers=layers[0] if len(layers) == 1 else layers,
-        inputs=arguments.inputs or "constant",
+        ranks=ranks,
         machine=_machine(arguments),
         partition=arguments.method if owners is None else owners,
         seed=arguments.seed,
+        **what,
         **_options(arguments),
     )
     print(found.to_json() if arguments.json else found)
@@ -81,13 +85,8 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _run_loader(
-    arguments: argparse.Namespace,
-    graph: Any,
-    owners: Partition | None,
-    ranks: int | None,
-) -> int:
-    """Prints the plans of a loader, whose seeds are the training nodes, if it knows them."""
+def _loader(arguments: argparse.Namespace, graph: Any) -> dict[str, Any]:
+    """Returns a loader's arguments; its seeds are the training nodes, if they are known."""
     loader: dict[str, Any] = {"batch_size": arguments.batch_size or 1024}
     if arguments.probe is not None:
         loader["probe"] = arguments.probe
@@ -99,18 +98,7 @@ def _run_loader(
     mask = graph.get("train_mask") if isinstance(graph, Data) else None
     if mask is not None and mask.dim() == 1:
         loader["input_nodes"] = mask
-    more = _options(arguments)
-    found = plan(
-        graph,
-        ranks=ranks,
-        machine=_machine(arguments),
-        partition=arguments.method if owners is None else owners,
-        seed=arguments.seed,
-        loader={**loader, "shuffle": True},
-        **more,
-    )
-    print(found.to_json() if arguments.json else found)
-    return 0 if found else 1
+    return {**loader, "shuffle": True}
 
 
 def _graph(arguments: argparse.Namespace) -> tuple[Any, Partition | None]:

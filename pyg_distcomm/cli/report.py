@@ -31,7 +31,8 @@ def run_report(arguments: argparse.Namespace) -> int:
     if run.is_file():
         page = render(title, trace=run)
     elif is_folder(run):
-        page = render(title, partition=_figures(run), rows=_rows(run))
+        figures = PartitionReport.from_dict(folder_meta(run)["report"])
+        page = render(title, partition=figures, rows=_rows(run))
     else:
         recorded = read_run(run)
         page = render(title, recorded)
@@ -43,10 +44,6 @@ def run_report(arguments: argparse.Namespace) -> int:
     else:
         print(f"{out}: {len(page.encode()):,} bytes; open it in a browser")
     return 0
-
-
-def _figures(folder: Path) -> PartitionReport:
-    return PartitionReport.from_dict(folder_meta(folder)["report"])
 
 
 def _rows(folder: Path) -> list[list[int]]:

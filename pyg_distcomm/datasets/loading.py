@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import pickle
 import re
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch_geometric.datasets
-from filelock import FileLock
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
@@ -27,19 +25,10 @@ from torch_geometric.data.storage import (
 from torch_geometric.utils import to_undirected
 
 from pyg_distcomm.comm.serialization import allowing
-from pyg_distcomm.datasets.ogb import OGB, load_ogb
+from pyg_distcomm.datasets.ogb import OGB, load_ogb, one_at_a_time
 from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
 from pyg_distcomm.partition.layout import META
 from pyg_distcomm.partition.pyg_folder import check_saved, is_archive
-
-__all__ = [
-    "KNOWN",
-    "communities",
-    "digits",
-    "generated",
-    "is_known",
-    "load_dataset",
-]
 
 # name -> (folder below root, class in torch_geometric.datasets, its name argument)
 KNOWN: dict[str, tuple[str, str, str | None]] = {
@@ -335,11 +324,7 @@ def _masks_per_class(
 def _from_pyg(name: str, root: Path, kind: str, argument: str | None) -> Data:
     source: Any = getattr(torch_geometric.datasets, kind)
     try:
-        with contextlib.ExitStack() as stack:
-            # one rank downloads and processes, the others then read what it wrote
-            with contextlib.suppress(OSError, NotImplementedError):  # read-only
-                root.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(root / f".{name}.lock"))
+        with one_at_a_time(root, name):
             dataset = source(str(root), argument) if argument else source(str(root))
     except OSError as error:
         raise ValueError(

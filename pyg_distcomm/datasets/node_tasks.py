@@ -53,14 +53,9 @@ def load_node_data(name: str, root: str | Path = "data", seed: int = 0) -> Data:
         for mask, high in SHARES.items():
             data[mask], low = (draw >= low) & (draw < high), high
     for mask in SHARES:
-        if data.get(mask) is not None:
-            data[mask] = _first(data[mask])
+        if data.get(mask) is not None and data[mask].dim() > 1:
+            data[mask] = data[mask][:, 0].clone()  # the first of several splits
     return data
-
-
-def _first(mask: Any) -> Any:
-    """Returns the first of several splits."""
-    return mask if mask.dim() == 1 else mask[:, 0].clone()
 
 
 def num_outputs(y: Any) -> int:

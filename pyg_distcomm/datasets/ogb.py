@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -62,12 +62,7 @@ def load_ogb(name: str, root: str | Path) -> Data:
     source: Any = _ogb("PygNodePropPredDataset")
     root = Path(root)
     try:
-        with contextlib.ExitStack() as stack:
-            # one rank downloads and processes, the others then read what it wrote
-            with contextlib.suppress(OSError, NotImplementedError):  # read-only
-                root.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(root / f".{name}.lock"))
-            stack.enter_context(allowing(SAVED))
+        with one_at_a_time(root, name), allowing(SAVED):
             dataset = source(name, str(root))
             split = dataset.get_idx_split()
     except (OSError, EOFError, SystemExit) as error:  # it asks, and may exit
@@ -85,6 +80,16 @@ def load_ogb(name: str, root: str | Path) -> Data:
         data[mask] = torch.zeros(count, dtype=torch.bool)
         data[mask][split[part]] = True
     return data
+
+
+@contextlib.contextmanager
+def one_at_a_time(root: Path, name: str) -> Iterator[None]:
+    """Lets one rank download and process, where the others then read what it wrote."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, NotImplementedError):  # read-only
+            root.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(root / f".{name}.lock"))
+        yield
 
 
 def node_labels(y: Any) -> Any:
