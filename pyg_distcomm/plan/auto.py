@@ -353,7 +353,7 @@ def shortlist(
 
 
 def _plain(training: Training) -> bool:
-    """Returns whether a `_Run` multiplies what `training` does."""
+    """Returns whether layers of `LAYERS` multiply what `training` does."""
     layers = training.layers
     pairs = itertools.pairwise(layers)
     follow = all(one.width_out == other.width_in for one, other in pairs)
@@ -393,7 +393,7 @@ def fastest(
     x = torch.ones(1, layers[0].width_in, dtype=dtype).expand(owners.num_nodes, -1)
     y = torch.arange(owners.num_nodes) % layers[-1].width_out
     data = Data(x=x, y=y, edge_index=edge_index)
-    runs = [_Run(data, owners, plan, training, how) for plan in plans]
+    runs = [_begun(data, owners, plan, training, how) for plan in plans]
     took: list[list[float]] = [[] for _ in plans]
     off = None if runs[0].mesh.rank == 0 else True
     for _ in tqdm(range(WARM + EPOCHS), "timing plans", disable=off, leave=False):
@@ -402,43 +402,27 @@ def fastest(
     medians = [statistics.median(seconds[WARM:]) for seconds in took]
     slowest = torch.tensor(medians, dtype=torch.float64)
     slowest = collectives.all_reduce(slowest, runs[0].mesh.world, "max")
-    for run in runs:
-        run.end()
+    meshes = [run.mesh for run in runs]
+    del run, runs  # which use the groups
+    for mesh in meshes:
+        collectives.barrier(mesh.world)
+        axes = (getattr(mesh, name) for name in grids.AXES)
+        let_go((mesh.world, mesh.data, *axes))
     return plans[int(slowest.argmin())]
 
 
-class _Run:
-    """Trains a model as one plan has it."""
-
-    def __init__(
-        self,
-        data: Data,
-        owners: Partition,
-        plan: Plan,
-        training: Training,
-        how: dict[str, Any],
-    ) -> None:
-        self.mesh: Mesh = grids.init(grid=plan.grid, **how)
-        self.mesh.plan, self.mesh.owners = plan, owners
-        share = partition(data, self.mesh).to(self.mesh.device)
-        share.x.requires_grad_(training.wants_gradient(0))
-        layers = (
-            LAYERS[one.kind](int(one.width_in), int(one.width_out))
-            for one in training.layers
-        )
-        changing = training.inputs == "changing"
-        # the script's own draws stay as they are
-        with torch.random.fork_rng(devices=[]):
-            self._run = TrainingRun(share, layers, self.mesh, changing)
-        self.epoch = self._run.epoch
-
-    def end(self) -> None:
-        """Closes the process groups."""
-        collectives.barrier(self.mesh.world)
-        del self.epoch, self._run
-        axes = (
-            self.mesh.world,
-            self.mesh.data,
-            *(getattr(self.mesh, a) for a in grids.AXES),
-        )
-        let_go(axes)
+def _begun(
+    data: Data, owners: Partition, plan: Plan, training: Training, how: dict[str, Any]
+) -> TrainingRun:
+    """Returns what trains a model as one plan has it, on a mesh of its own."""
+    mesh = grids.init(grid=plan.grid, **how)
+    mesh.plan, mesh.owners = plan, owners
+    share = partition(data, mesh).to(mesh.device)
+    share.x.requires_grad_(training.wants_gradient(0))
+    layers = (
+        LAYERS[one.kind](int(one.width_in), int(one.width_out))
+        for one in training.layers
+    )
+    # the script's own draws stay as they are
+    with torch.random.fork_rng(devices=[]):
+        return TrainingRun(share, layers, mesh, training.inputs == "changing")

@@ -311,7 +311,7 @@ class TrainingRun:
     def __init__(
         self, share: Data, layers: Iterable[Module], mesh: Mesh, changing: bool = False
     ) -> None:
-        self.share, self._changing = share, changing
+        self.share, self.mesh, self._changing = share, mesh, changing
         model = _Stack(layers).to(mesh.device, share.x.dtype)  # type: ignore[union-attr]
         self._model = replicate(model, mesh)
         self._optimizer = torch.optim.Adam(self._model.parameters())
