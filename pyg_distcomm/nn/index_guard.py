@@ -282,7 +282,9 @@ class Targets(LocalIndexGuard):
             return self.wrap(func(*_bare(args), **_bare(kwargs)), self.scene, self.rows)
         if name == "numel" and self.rows.total:  # no rank takes a branch of its own
             found = super().call(name, func, args, kwargs)
-            return found or NumRows.made(1, getattr(found, "_total", 1), self.rows)
+            if int(found):  # `if found` would ask for those of all ranks
+                return found
+            return NumRows.made(1, getattr(found, "_total", 1), self.rows)
         if name == "max" and len(args) == 1 and not kwargs:
             if not asked_by_library():
                 raise self.refusal("max(); size_i or x.size(0) is the number of nodes")

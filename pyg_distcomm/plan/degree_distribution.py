@@ -168,7 +168,7 @@ class RandomGraph:
         rows = n / s * (1 - 1 / r) * (1 if full or r == 1 else self.fill(r))
         sums = n / r * (1 - 1 / s) * (1 if full or s == 1 else self.fill(s))
         ghost, out, none = (
-            Side(*map(_each, (count, count, peers, peers)))
+            Side(_each(count), _each(count), _each(peers), _each(peers))
             for count, peers in ((rows, r - 1), (sums, s - 1), (0, 0))
         )
         block, own = m / (r * s), 1 / (r * s)
