@@ -45,7 +45,7 @@ def full(where, text, ranks):
         "backward": (kernels, "spmm"),
         "halo": (halo.kernels, "gather_rows"),
         "partition": (partitioning, "part_of"),
-        "typed": (partitioning.hetero, "part_of_hetero"),
+        "typed": (partitioning.part_share, "part_of_hetero"),
         "folder": (partitioning, "_read_share"),
         "to": (dispatch, "apply"),
         "matrix": (GridPlan, "valued"),
