@@ -130,7 +130,8 @@ def from_a_vector(out, x, data):
 
 
 def from_a_whole_vector(out, x, data):
-    out.backward(gradient=torch.ones(data.num_nodes, OUT).double())
+    one = torch.ones(data.num_nodes, OUT, dtype=out.dtype, device=out.device)
+    out.backward(gradient=one)
 
 
 def from_a_selection(out, x, data):
