@@ -374,18 +374,15 @@ def _refused():
     share = pdc.partition(data, mesh, owners("random", data, mesh.size))
     torch.manual_seed(mesh.rank)
     with pytest.raises(ValueError, match="seed what draws"):
-        share.x + torch.rand(data.num_nodes, 1).double()
+        share.x + torch.rand(data.num_nodes, 1).double().to(share.x.device)
     with pytest.raises(TypeError, match=r"pdc\.from_local"):
-        share.x + torch.zeros(len(share.x.rows), 7).double()
-    local = (
-        torch.full((len(share.x.rows), 7), float(mesh.rank)).double().requires_grad_()
-    )
+        share.x + torch.zeros_like(share.x.to_local())
+    local = torch.full_like(share.x.to_local(), float(mesh.rank)).requires_grad_()
     out = (pdc.from_local(local, like=share.x) * share.x).sum()
     out.backward()
     torch.testing.assert_close(local.grad, share.x.to_local())
 
 
-@pytest.mark.place("cpu")
 def test_what_differs_between_ranks_is_refused():
     worlds.run(_refused, 2)
 

@@ -240,7 +240,6 @@ def _minibatches(path):
 
 
 @pytest.mark.parametrize("size", [3, tiers.rarely(2), tiers.rarely(4)])
-@pytest.mark.place("cpu", "cuda")
 def test_minibatches_go_on_bit_for_bit(tmp_path, size):
     worlds.run(_minibatches, size, str(tmp_path / "run"))
 

@@ -21,6 +21,8 @@ from pyg_distcomm.datasets.node_tasks import (
     num_outputs,
 )
 
+pytestmark = pytest.mark.usefixtures("place")
+
 ECOSYSTEM = Path(__file__).parents[1] / "examples" / "ecosystem"
 ARGS = {"dataset": "generated-300", "epochs": 3, "batch_size": 32}
 

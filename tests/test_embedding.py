@@ -73,7 +73,6 @@ KINDS = [("sgd", True), ("sgd", False), ("adagrad", True), ("sparse_adam", True)
 
 @pytest.mark.parametrize(("optimizer", "sparse"), [*KINDS, ("adam", False)])
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.place("cpu", "cuda")
 def test_minibatches_train_the_rows_that_torch_trains(size, optimizer, sparse):
     want = _plain(optimizer, sparse)
     every = worlds.run(_trained, size, optimizer, sparse)
@@ -97,7 +96,6 @@ def _one_step(sparse):
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.place("cpu", "cuda")
 def test_gradients_are_added_in_the_order_of_ranks(sparse):
     want = worlds.run(_one_after_the_other, 1, sparse)[0]
     assert torch.equal(worlds.run(_one_step, BATCHES, sparse)[0], want)
@@ -195,7 +193,6 @@ def test_a_run_goes_on_that_was_saved_before_its_first_step(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.place("cpu", "cuda")
 def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, optimizer):
     path = str(tmp_path / "ckpt")
     want = worlds.run(_save, 2, path, optimizer)[0]
@@ -466,7 +463,6 @@ def _clipped(norm_type, sparse):
 @pytest.mark.parametrize(
     ("norm_type", "sparse"), [(2.0, True), (2.0, False), (float("inf"), True)]
 )
-@pytest.mark.place("cpu", "cuda")
 def test_gradients_are_clipped_as_on_one_process(norm_type, sparse):
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Embedding(N, DIM), torch.nn.Linear(DIM, 1))
@@ -507,7 +503,6 @@ def _of_a_loader(routed, kind):
 
 
 @pytest.mark.parametrize("kind", [DistNeighborLoader, DistLayerLoader])
-@pytest.mark.place("cpu", "cuda")
 def test_routes_that_come_with_a_bulk_change_no_bit_and_leave_rows_alone(kind):
     size = 3
     plain = worlds.run(_of_a_loader, size, False, kind)

@@ -20,6 +20,8 @@ from torch_geometric import seed_everything
 import pyg_distcomm as pdc
 import pyg_distcomm.nn
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 def seeded(make, *args, **kwargs):
     torch.manual_seed(5)
@@ -71,7 +73,7 @@ def _perceptron(nn, d, before):
 
 def _distmult(nn, d, before):
     encoder, weight = seeded(nn.RGCNConv, 7, 4, 3, num_bases=2), torch.randn(3, 4)
-    weight, kind = torch.nn.Parameter(weight), relations(d)
+    weight, kind = torch.nn.Parameter(weight.to(d.x.device)), relations(d)
     z = encoder(d.x, d.edge_index, kind)
     negative = U.negative_sampling(d.edge_index, d.num_nodes)
     ends = d.edge_index, negative
@@ -135,7 +137,7 @@ def _recommended(nn, d, before):
     model = seeded(nn.LightGCN, d.num_nodes, 8, 2).double()
     known = d.edge_index[:, d.edge_index[0] < d.edge_index[1]]
     positive = known[:, torch.randperm(known.size(1))[:20]]
-    drawn = torch.randint(0, d.num_nodes, (20,))
+    drawn = torch.randint(0, d.num_nodes, (20,)).to(d.x.device)
     edges = torch.cat([positive, torch.stack([positive[0], drawn])], dim=1)
     high, low = model(d.edge_index, edges).chunk(2)
     loss = model.recommendation_loss(high, low, node_id=edges.unique())
@@ -232,7 +234,7 @@ def looked_up():
             U.negative_sampling(edges, data.num_nodes, 40),
             U.negative_sampling(edges, data.num_nodes, force_undirected=True),
             U.negative_sampling(edges, (data.num_nodes, data.num_nodes)),
-            U.batched_negative_sampling(edges, batch),
+            U.batched_negative_sampling(edges, batch.to(edges.device)),
             U.negative_sampling(edges, data.num_nodes, method="dense"),
         ]
         found.append(drawn)

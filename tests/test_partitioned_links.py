@@ -18,6 +18,8 @@ from pyg_distcomm.loader import (
     DistNeighborLoader,
 )
 
+pytestmark = pytest.mark.usefixtures("place")
+
 CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
 
 

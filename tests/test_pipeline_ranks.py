@@ -491,13 +491,12 @@ def _autocast(stages):
     pipe = pdc.Pipeline(layers, mesh, chunks=3, balance=[2, 1])
     pipe(share)
     with (
-        torch.autocast("cpu", torch.bfloat16),
+        torch.autocast(share.x.device.type, torch.bfloat16),
         pytest.raises(TypeError, match=r"torch\.autocast around all"),
     ):
         pipe.train_step(share, lambda out, data: out.float().mean())
 
 
-@pytest.mark.place("cpu")
 def test_borders_keep_their_type():
     worlds.run(_autocast, 2, 2)
     worlds.only(0)
@@ -509,7 +508,7 @@ def _mixed(stages):
     share = pdc.partition(Data(data.x.float(), data.edge_index), mesh, "random")
     layers = [GCNConv(7, 8), torch.nn.Linear(8, 8), GCNConv(8, 4), GCNConv(4, 8)]
     pipe = pdc.Pipeline(layers, mesh, chunks=3)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(share.x.device.type, torch.bfloat16):
         pipe(share)
         mesh.ledger.reset()
         pipe.train_step(share, lambda out, data: out.float().square().mean())

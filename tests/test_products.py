@@ -16,6 +16,8 @@ from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.tensor.reductions import keyed_dropout
 
+pytestmark = pytest.mark.usefixtures("place")
+
 SIZES = (1, 2, 3, 4, 6, 8)
 
 
@@ -37,7 +39,8 @@ def _contract(graph, cutter, grid, width, oblivious):
     x = torch.randn(data.num_nodes, width, generator=g, dtype=torch.float64)
     y = torch.randn(data.num_nodes, width, generator=g, dtype=torch.float64)
     rows = share.edge_index.nodes
-    mine = x[rows.gid]
+    there = share.edge_index.device
+    mine, theirs = x[rows.gid].to(there), y[rows.gid].to(there)
     plan = share.edge_index.topology.sum_plan()
     dense = _matrix(data, True)
     matrix = plan.valued(share.edge_weight.to_local())
@@ -52,11 +55,11 @@ def _contract(graph, cutter, grid, width, oblivious):
     torch.testing.assert_close(z, (dense @ x)[rows.gid], rtol=1e-12, atol=1e-12)
 
     mesh.ledger.reset()
-    zt = matrix.transposed @ y[rows.gid]
+    zt = matrix.transposed @ theirs
     assert mesh.ledger.words() == matrix.transposed.price(width).words
     torch.testing.assert_close(zt, (dense.t() @ y)[rows.gid], rtol=1e-12, atol=1e-12)
 
-    pair = torch.stack([(z * y[rows.gid]).sum(), (mine * zt).sum()])
+    pair = torch.stack([(z * theirs).sum(), (mine * zt).sum()])
     pair = collectives.all_reduce(pair, mesh.world)
     torch.testing.assert_close(pair[0], pair[1])
     assert torch.equal(matrix @ mine, z)  # the same bits twice
@@ -117,7 +120,7 @@ def _oblivious_words():
         share = pdc.partition(data, mesh, "block", oblivious=oblivious)
         matrix = share.edge_index.topology.sum_plan().matrix
         found[oblivious] = matrix.price(8).words
-        matrix @ torch.ones(len(share.edge_index.nodes), 8)
+        matrix @ torch.ones_like(share.x.to_local())[:, :1].expand(-1, 8)
         ops = {op for op, _ in mesh.ledger.entries}
         assert ("all_gather" in ops) == oblivious
     return found, len(share.edge_index.nodes)
@@ -174,6 +177,7 @@ def _gradients_behind():
     assert sums[1] < products[2]
 
 
+@pytest.mark.place("cpu", "cuda")  # it is DistributedDataParallel's work
 def test_gradients_travel_behind_the_backward_pass():
     worlds.run(_gradients_behind, 3)
 
@@ -285,13 +289,13 @@ def _twice():
 
     whole = data.x.clone().requires_grad_()
     want = penalty(whole, lambda x: dense @ x)
-    mine = data.x[gid].clone().requires_grad_()
+    mine = share.x.to_local().clone().requires_grad_()
     operator = edges.topology.operator(OperatorKind(), None, mine.dtype)
     got = penalty(mine, lambda x: operator @ x)
     torch.testing.assert_close(got, want[gid], rtol=1e-9, atol=1e-9)
     keep = keyed_dropout(torch.ones_like(data.x), 0.5, torch.arange(len(whole)), 3)
     want = penalty(whole, lambda x: x * keep)
-    got = penalty(mine, lambda x: keyed_dropout(x, 0.5, gid, 3))
+    got = penalty(mine, lambda x: keyed_dropout(x, 0.5, gid.to(x.device), 3))
     torch.testing.assert_close(got, want[gid], rtol=1e-9, atol=1e-9)
 
 

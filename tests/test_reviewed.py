@@ -16,6 +16,8 @@ from torch_geometric.utils import add_self_loops, degree, scatter
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as nn
 
+pytestmark = pytest.mark.usefixtures("place")
+
 F_IN, OUT = 7, 4
 
 
@@ -100,7 +102,7 @@ def own_layer(before=None, message=None, edges=None):
 
 
 def zeros_of(h):
-    return torch.zeros(h.size(0), dtype=torch.long)
+    return torch.zeros(h.size(0), dtype=torch.long, device=h.device)
 
 
 def within(make):
@@ -128,7 +130,8 @@ def from_a_vector(out, x, data):
 
 
 def from_a_whole_vector(out, x, data):
-    out.backward(gradient=torch.ones(data.num_nodes, OUT).double())
+    one = torch.ones(data.num_nodes, OUT, dtype=out.dtype, device=out.device)
+    out.backward(gradient=one)
 
 
 def from_a_selection(out, x, data):
@@ -219,20 +222,18 @@ def stacked_and_turned(lib, data):
     loss = (
         F.kl_div(q.log(), p, reduction="batchmean") + z.std(0).sum() + z.var(0).mean()
     )
-    (
-        loss + (z.transpose(0, 1) @ torch.ones(F_IN, 2).double()).square().sum()
-    ).backward()
+    (loss + (z.transpose(0, 1) @ x.new_ones(F_IN, 2)).square().sum()).backward()
     flat = torch.stack([x[:, :1].flatten(), x[:, 1].flatten()])
     found = [
         loss,
         x.grad,
         z.argmax(0),
         (z > 1).any(0),
-        (z @ torch.ones(F_IN, 2).double())[1],
+        (z @ x.new_ones(F_IN, 2))[1],
     ]
     found += [flat.t(), flat.T.sum(0), torch.corrcoef(flat.detach()), flat @ data.x]
     found += [
-        torch.from_numpy(z.detach().numpy()),
+        torch.from_numpy(z.detach().cpu().numpy()),
         *x.T.unbind(0),
         x.T.mean(1),
         x.t()[1],

@@ -25,6 +25,8 @@ from torch_geometric.utils import add_self_loops, scatter
 import pyg_distcomm as pdc
 from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
 
+pytestmark = pytest.mark.usefixtures("place")
+
 GIVEN = {"normalize": False, "add_self_loops": False}  # edges come with their weights
 
 

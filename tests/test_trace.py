@@ -26,6 +26,8 @@ from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.process import PROCESS
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 class Net(torch.nn.Module):
     def __init__(self):

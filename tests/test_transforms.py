@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import places
 import pytest
 import tiers
 import torch
@@ -130,7 +131,7 @@ def model_of(name, *args, **kwargs):
 def under_autocast(name):
     def run(nn, d):
         conv = seeded(getattr(nn, name), 7, 4).float()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(d.x.device.type, dtype=torch.bfloat16):
             out = conv(d.x.float(), d.edge_index)
         return torch.tensor({torch.bfloat16: 16, torch.float32: 32}[out.dtype])
 
@@ -149,9 +150,9 @@ def _loader(rows):
 
 
 def _written_by_mask(nn, d):
-    mask = torch.zeros(d.num_nodes, dtype=torch.bool)
+    mask = torch.zeros(d.num_nodes, dtype=torch.bool, device=d.x.device)
     mask[d.train_mask] = True
-    rows = torch.zeros(d.num_nodes, 3)
+    rows = torch.zeros(d.num_nodes, 3, device=d.x.device)
     rows[d.train_mask] = d.x[d.train_mask][:, :3]
     return d.x[mask], rows
 
@@ -305,6 +306,8 @@ def compared():
     try:
         share = pdc.partition(graph(), worlds.mesh(), "random")
         for name, case in CASES.items():
+            if places.NOW == "spare" and name == "torch.sparse":
+                continue  # the second device lacks sparse tensors
             seed_everything(3)
             want = listed(case(torch_geometric.nn, graph()))
             seed_everything(3)
@@ -318,7 +321,6 @@ def compared():
 
 
 @tiers.parametrize("size", [1, 2, 3], [2])
-@pytest.mark.place("cpu", "cuda")
 def test_utilities_give_one_processes_numbers(size):
     worlds.run(compared, size)
 
@@ -487,11 +489,32 @@ def same(got, want, where):
     torch.testing.assert_close(got, want, **close, msg=lambda m: f"{where}: {m}")
 
 
+# the second device lacks sparse products; PyG draws random paths on the CPU, and its own
+# transform fails where edges lie elsewhere
+LACKING = {"spare": ("AddMetaPaths", "of some")}
+OF_THE_HOST = ("AddRandomMetaPaths",)
+
+
+def of_equal_edges(share):
+    found = T.AddMetaPaths(PATHS, weighted=True)(copy.copy(share))
+    want = PARTS["AddMetaPaths"](typed_graph())
+    for name in ("metapath_0", "metapath_1"):
+        ours, one = (
+            g[next(t for t in g.edge_types if name in t)] for g in (found, want)
+        )
+        assert torch.equal(ours.edge_index.full_tensor(), one.edge_index)
+        torch.testing.assert_close(ours.edge_weight.full_tensor(), one.edge_weight)
+
+
 def parted():
     torch.set_default_dtype(torch.float64)
     try:
         mesh = worlds.mesh()
         for name, part in PARTS.items():
+            if name in LACKING.get(places.NOW, ()):
+                continue
+            if places.NOW != "cpu" and name in OF_THE_HOST:
+                continue
             sides = []
             for nn, d in (
                 (torch_geometric.nn, typed_graph()),
@@ -514,14 +537,8 @@ def parted():
             for a, b in zip(*(side[1] for side in sides), strict=True):
                 same(b, a, name)
         share = pdc.partition(typed_graph(), mesh, "random")
-        found = T.AddMetaPaths(PATHS, weighted=True)(copy.copy(share))  # of equal edges
-        want = PARTS["AddMetaPaths"](typed_graph())
-        for name in ("metapath_0", "metapath_1"):
-            ours, one = (
-                g[next(t for t in g.edge_types if name in t)] for g in (found, want)
-            )
-            assert torch.equal(ours.edge_index.full_tensor(), one.edge_index)
-            torch.testing.assert_close(ours.edge_weight.full_tensor(), one.edge_weight)
+        if places.NOW != "spare":
+            of_equal_edges(share)
         mesh.ledger.reset()
         share.subgraph({"paper": share["paper"].train_mask})
         moved = mesh.ledger.bytes() - mesh.ledger.bytes("plan")
@@ -557,7 +574,6 @@ def refused(share, mesh):
 
 
 @tiers.parametrize("size", [1, 2, 3], [2])
-@pytest.mark.place("cpu")
 def test_parts_of_typed_graphs_are_shares_of_what_pyg_gives(size):
     worlds.run(parted, size)
 

@@ -28,6 +28,14 @@ def _steps(d):
     return mask
 
 
+def _ones(d, *shape):
+    return torch.ones(shape, dtype=torch.float64, device=d.x.device)
+
+
+def _counted(d, count):
+    return torch.arange(count, device=d.x.device)
+
+
 def _perm(d, seed=3):
     return torch.randperm(d.num_nodes, generator=torch.Generator().manual_seed(seed))
 
@@ -39,7 +47,7 @@ def _written(d):
 
 
 def _plain_written(d):
-    mask = torch.zeros(d.num_nodes, dtype=torch.bool)
+    mask = torch.zeros(d.num_nodes, dtype=torch.bool, device=d.x.device)
     mask[d.x[:, 0] > 0] = True
     return d.x[mask]
 
@@ -102,18 +110,16 @@ CASES = {
     "view -1": lambda d: d.x.view(-1, 7),
     "new zeros": _written,
     "into plain": _plain_written,
-    "zeros": lambda d: d.x + torch.zeros(d.num_nodes, 1),
-    "arange row": lambda d: d.x * torch.arange(d.num_nodes).view(-1, 1),
+    "zeros": lambda d: d.x + 0 * _ones(d, d.num_nodes, 1),
+    "arange row": lambda d: d.x * _counted(d, d.num_nodes).view(-1, 1),
     "ones for selection": lambda d: (
-        d.x[d.train_mask] * torch.arange(int(d.train_mask.sum())).view(-1, 1)
+        d.x[d.train_mask] * _counted(d, int(d.train_mask.sum())).view(-1, 1)
     ),
-    "cat": lambda d: torch.cat([d.x, torch.ones(d.num_nodes, 2).double()], 1),
-    "cat rows": lambda d: torch.cat(
-        [d.x[d.train_mask], d.x[:9], torch.ones(3, 7).double()]
-    ),
+    "cat": lambda d: torch.cat([d.x, _ones(d, d.num_nodes, 2)], 1),
+    "cat rows": lambda d: torch.cat([d.x[d.train_mask], d.x[:9], _ones(d, 3, 7)]),
     "stack": lambda d: torch.stack([d.x, 2 * d.x], 1).flatten(1),
-    "columns meet rows": lambda d: d.x[:, 0] * torch.arange(3).view(-1, 1),
-    "one column meets rows": lambda d: d.x * torch.ones(1, 1, 1).double(),
+    "columns meet rows": lambda d: d.x[:, 0] * _counted(d, 3).view(-1, 1),
+    "one column meets rows": lambda d: d.x * _ones(d, 1, 1, 1),
     "expand": lambda d: d.x[:, :1].expand(d.num_nodes, 7) * d.x,
     "row": lambda d: d.x[5] + d.x[-1],
     "range": lambda d: d.x[10:30:3],
@@ -123,14 +129,16 @@ CASES = {
     "one column each": lambda d: d.x[
         torch.arange(d.num_nodes), torch.arange(d.num_nodes) % 7
     ],
-    "expand as": lambda d: torch.arange(d.num_nodes).view(-1, 1).expand_as(d.x) * d.x,
+    "expand as": lambda d: _counted(d, d.num_nodes).view(-1, 1).expand_as(d.x) * d.x,
     "product": lambda d: U.scatter(
         d.x.tanh() + 1.5, d.y, 0, int(d.y.max()) + 1, reduce="mul"
     ),
     "product of edges": lambda d: U.scatter(
         d.x[d.edge_index[0]].tanh() + 1.5, d.edge_index[1], 0, d.num_nodes, reduce="mul"
     ),
-    "segments": lambda d: U.segment(d.x, torch.tensor([0, 9, 40, d.num_nodes]), "max"),
+    "segments": lambda d: U.segment(
+        d.x, torch.tensor([0, 9, 40, d.num_nodes], device=d.x.device), "max"
+    ),
     "picked twice": lambda d: d.x[d.y > 0][d.train_mask[d.y > 0]],
     "ids of a selection": lambda d: d.x[d.y > 0][[3, 0, 3]],
     "range of a selection": lambda d: d.x[d.y > 0][2:9],
@@ -139,7 +147,7 @@ CASES = {
     "gram": lambda d: d.x.t() @ d.x,
     "outer": lambda d: d.x @ d.x.t(),
     "T": lambda d: torch.matmul(d.x, d.x.T).sigmoid().sum(1),
-    "plain times rows": lambda d: torch.ones(3, d.num_nodes).double() @ d.x,
+    "plain times rows": lambda d: _ones(d, 3, d.num_nodes) @ d.x,
     "dot": lambda d: d.x[:, 0] @ d.x[:, 1],
     "sort": lambda d: d.x.sort(0).values,
     "topk": lambda d: d.x[:, 0].topk(7).values,
@@ -167,11 +175,11 @@ CASES = {
     "pool max": lambda d: pyg.global_max_pool(d.x, d.y),
     "pool add, no batch": lambda d: pyg.global_add_pool(d.x, None),
     "embedding": lambda d: (
-        F.embedding(d.y, torch.arange(8.0).view(4, 2).double()) * d.x[:, :2]
+        F.embedding(d.y, _counted(d, 8).view(4, 2).double()) * d.x[:, :2]
     ),
-    "lookup": lambda d: torch.arange(4).double()[d.y] * d.x[:, 0],
+    "lookup": lambda d: _counted(d, 4).double()[d.y] * d.x[:, 0],
     "plain whole masked": lambda d: (
-        _perm(d).double()[d.train_mask] * d.x[d.train_mask][:, 0]
+        _perm(d).double().to(d.x.device)[d.train_mask] * d.x[d.train_mask][:, 0]
     ),
     **{f"scatter {r}": _scatter(r) for r in ("sum", "mean", "max", "min")},
     **{f"edges {r}": _over_edges(r) for r in ("sum", "mean", "max", "min")},
@@ -193,7 +201,7 @@ CASES = {
 
 def _set_ids(x):
     x[torch.tensor([3, 50, 7])] = 2.0
-    x[4] = torch.arange(7.0).double()
+    x[4] = torch.arange(7.0, dtype=x.dtype, device=x.device)
     return x * 1
 
 
@@ -271,6 +279,5 @@ def test_sizes_are_the_whole_graphs(size):
         (3, "directed", "empty_rank"),
     ],
 )
-@pytest.mark.place("cpu")
 def test_values_and_gradients_are_those_of_one_process(size, graph, cutter):
     assert_none(worlds.run(_values, size, graph, cutter))
