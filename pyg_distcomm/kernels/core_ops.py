@@ -108,9 +108,11 @@ def spmm(
     Shapes: rowptr [m + 1], col and value [nnz], x [n, f], out [m, f].
     Half-precision sums are taken in float32. Values are rounded to the type of x. The sum
     of a row is taken in edge order, so the bits depend neither on the number of threads nor
-    on how callers cut ``rowptr``.
+    on how callers cut ``rowptr``; cuSPARSE may take another order, and is not called where
+    torch is told to be deterministic.
     """
-    if x.is_cuda and library_fits(rowptr, col, x):
+    free = x.is_cuda and not torch.are_deterministic_algorithms_enabled()
+    if free and library_fits(rowptr, col, x):
         return library_spmm(rowptr, col, value, x, out, accumulate)
     row, lo, hi = _rows(rowptr)
     wide = _wide(x.dtype)
@@ -264,7 +266,8 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
         _check_index(index, x.size(0))
     if out is None:
         return x.index_select(0, index)
-    if out.is_contiguous() and not (out.requires_grad or x.requires_grad):
+    plain = out.is_contiguous() and out.dtype == x.dtype
+    if plain and not (out.requires_grad or x.requires_grad):
         return torch.index_select(x, 0, index, out=out)
     return out.copy_(x.index_select(0, index))
 

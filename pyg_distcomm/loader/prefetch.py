@@ -364,9 +364,6 @@ class BulkBuilder:
         self._phases = phases
         self._loader, self._assembly = loader, Collator(loader, loader._buffers)
         self._spread = loader.spread
-        self._end = self._finished
-        if self._spread is not None:
-            self._end = self._reporting(self._finished)
         own, ours = loader._customised, self._assembly.threads
         self._late = own or not ours or loader.transform_sampler_output is not None
         self._sample = loader.collate_fn if own else loader._sampled
@@ -549,7 +546,12 @@ class BulkBuilder:
         """Runs the script's own functions, in the thread that iterates."""
         if self._side is not None:
             out = self._side.received(out)
-        return self._end(out)
+        end = (
+            self._finished if self._spread is None else self._reporting(self._finished)
+        )
+        return end(
+            out
+        )  # not kept: the builder would hold itself, and loaders never end
 
     def _finished(self, out: Any) -> Any:
         loader = self._loader

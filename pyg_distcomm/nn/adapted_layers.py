@@ -5,7 +5,7 @@ They compute what PyG's do, from the same parameters; on ordinary inputs they ar
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution, spread_inputs
 from pyg_distcomm.nn.index_guard import GuardedEdgeIndex
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+
+Norm = TypeVar("Norm", bound=torch.nn.Module)
 
 
 class DistBatchNorm(torch.nn.BatchNorm1d):
@@ -32,7 +34,12 @@ class DistBatchNorm(torch.nn.BatchNorm1d):
     Price: two all-reduces of C words forward and two backward.
     """
 
-    # as torch's: F.batch_norm of a DistTensor is global
+    # forward is torch's: F.batch_norm of a DistTensor is global
+
+    @classmethod
+    def of(cls, norm: torch.nn.BatchNorm1d) -> DistBatchNorm:
+        """Returns the distributed form of a batch norm, sharing its parameters."""
+        return _twin(cls, norm)
 
 
 class InstanceNorm(pyg.InstanceNorm):
@@ -50,6 +57,17 @@ class InstanceNorm(pyg.InstanceNorm):
         by_input = self.training or not self.track_running_stats
         kept = self.running_mean, self.running_var, self.weight, self.bias
         return F.batch_norm(x, *kept, by_input, self.momentum or 0.0, self.eps)
+
+    @classmethod
+    def of(cls, norm: pyg.InstanceNorm) -> InstanceNorm:
+        """Returns the distributed form of an instance norm, sharing its parameters."""
+        return _twin(cls, norm)
+
+
+def _twin(kind: type[Norm], norm: torch.nn.Module) -> Norm:
+    out = kind.__new__(kind)
+    vars(out).update(vars(norm))
+    return out
 
 
 class DistARMAConv(HaloExecution, pyg.ARMAConv):
@@ -298,8 +316,6 @@ class _Propagated:
 
 
 REWRITTEN: dict[type, type] = {
-    torch.nn.BatchNorm1d: DistBatchNorm,
-    pyg.InstanceNorm: InstanceNorm,
     pyg.ARMAConv: DistARMAConv,
     pyg.FastRGCNConv: DistFastRGCNConv,
     pyg.GroupAddRev: DistGroupAddRev,

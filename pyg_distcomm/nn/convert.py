@@ -17,7 +17,7 @@ from torch_geometric.nn import (
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.nn import trimming
-from pyg_distcomm.nn.adapted_layers import REWRITTEN
+from pyg_distcomm.nn.adapted_layers import REWRITTEN, DistBatchNorm, InstanceNorm
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
 from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
 from pyg_distcomm.nn.layer_context import OwnLink, check_link
@@ -101,7 +101,7 @@ def _converted(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module
 
 
 def _stand_in(module: torch.nn.Module) -> torch.nn.Module:
-    ours = *DISTRIBUTED.values(), HaloConv, HaloExecution
+    ours = *DISTRIBUTED.values(), HaloConv, HaloExecution, DistBatchNorm
     if isinstance(module, ours):
         return module
     mesh = latest_mesh() if type(module) is pyg.TGNMemory else None
@@ -113,4 +113,8 @@ def _stand_in(module: torch.nn.Module) -> torch.nn.Module:
     if type(module) in DISTRIBUTED:
         module.__class__ = DISTRIBUTED[type(module)]
         return module
+    if type(module) is torch.nn.BatchNorm1d:
+        return DistBatchNorm.of(module)
+    if type(module) is pyg.InstanceNorm:
+        return InstanceNorm.of(module)
     return HaloConv(module) if isinstance(module, MessagePassing) else module
