@@ -953,7 +953,7 @@ def test_messages_begin_while_others_travel():
     assert one.seconds == pytest.approx(2 * (2 * 5 * 4 + 30))
 
 
-def test_only_own_rows_are_multiplied_while_others_travel():
+def test_sums_are_multiplied_while_rows_travel():
     ends = [[0, 8], [0, 9], [0, 10], [8, 1], [9, 1], [10, 1]]
     ends += [[12, 2], [12, 3], [12, 4], [2, 13], [3, 13], [4, 13]]
     data = Data(x=torch.ones(16, 3), edge_index=torch.tensor(ends).t())
@@ -964,9 +964,10 @@ def test_only_own_rows_are_multiplied_while_others_travel():
         how = {"partition": "block", "machine": machine, "layers": "sage"}
         return pdc.plan(data, [3, 5, 7], 2, **how).of((2, 1, 1), halo="auto").seconds
 
-    # a row and a sum of 20 bytes travel, and neither's 3 edges are multiplied meanwhile
-    assert seconds(1.0) == pytest.approx(2 * (2 * 20 + 6 * 5))
-    assert seconds(0.5) == pytest.approx(2 * (2 * 20 + 6 * 10))
+    # a row and a sum of 20 bytes travel beside 3 edges of theirs; 3 wait for what arrives
+    assert seconds(1.0) == pytest.approx(2 * (2 * 20 + 3 * 5))
+    # 30 seconds until the sum can leave
+    assert seconds(0.5) == pytest.approx(2 * (30 + 20 + 30))
 
 
 def test_what_is_sent_is_multiplied_before_and_what_arrives_after():

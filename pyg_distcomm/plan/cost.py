@@ -1,13 +1,16 @@
 """Prices an epoch on one grid: bytes, seconds and memory, as plain arithmetic.
 
 Bytes are exact: the ledger counts the same. Seconds are estimates from a `Machine`'s latency,
-bandwidth and rates; they rank plans. A product, whose steps [Note: order of a product] in
-`ops/grid_matrix.py` has, takes as long as its slowest rank:
+bandwidth and rates; they rank plans.
 
-    over the fiber + max(exchanges, nonzeros of own rows) + other nonzeros + copying and coding
+A product takes the steps of `GridMatrix.apply` (see [Note: order of a product] in
+`ops/grid_matrix.py`), each as long as its slowest rank takes. Exchanges of one step share the
+link: alpha messages + bytes / beta for all of them, alpha for the one with most messages:
 
-Ghosts travel beside sums for others, and then far columns beside sums of out rows: each time
-alpha messages + bytes / beta, for the bytes of both and the messages of the one with more.
+    fiber | ghosts travel, beside sums for others, which follow, and the own columns
+          | far columns travel, beside the ghost columns of out rows, whose sums follow, and
+          the ghost columns of own rows | far columns | fiber
+
 Exchanges of late links overlap with all that an epoch computes.
 """
 
@@ -59,19 +62,24 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class ProductPath:
-    """One product: its exchanges, and the nonzeros that it multiplies.
+    """One product: its exchanges, and the nonzeros that each step multiplies.
 
-    fiber          exchanges over the fiber, before and after
-    first, second  what travels at once
-    own, others    nonzeros that are multiplied meanwhile, and those that wait, times the width
+    fiber           exchanges over the fiber, before and after
+    first, second   what travels at once: ghosts, and sums for others; far columns, and sums
+    before, early   nonzeros multiplied beside the first: sums for others, and then the rest
+    between, late   nonzeros multiplied beside the second: sums, and then the rest
+    after           nonzeros multiplied when that has arrived
     """
 
     fiber: tuple[Move, ...]
     first: tuple[Move, ...]
     second: tuple[Move, ...]
     width: Array
-    own: Array
-    others: Array
+    before: Array
+    early: Array
+    between: Array
+    late: Array
+    after: Array
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -116,9 +124,16 @@ def product_path(
     """
     width = np.array(balanced_split(product.width, flow.grid[2]))[None, None, :]
     sides, (one, two) = flow.sides, ("row", "col")
+    own, own_ghost, out_own, out_ghost, sum_own, own_far = flow.nonzeros
     if product.transposed:
         sides, (one, two) = sides.mirrored, ("col", "row")
-    own, *others = flow.nonzeros
+        own_ghost, out_own, sum_own, own_far = out_own, own_ghost, own_far, sum_own
+    # where nothing has to arrive first, far columns and sums leave before own rows are
+    # multiplied
+    line = ("row", "col").index(one)
+    others = np.any(sides.sums.ghosts > 0, axis=line, keepdims=True)
+    waits = (sides.ghost.ghosts > 0) | others
+    soon, later = (own + out_own) * waits, own * ~waits
     return ProductPath(
         _fiber(flow, product.width, width, itemsize),
         (
@@ -130,8 +145,11 @@ def product_path(
             _move(two, sides.out, width, writing, back=True),
         ),
         width,
-        own[:, :, None],
-        sum(others)[:, :, None],  # type: ignore[index]
+        sum_own[:, :, None],
+        soon[:, :, None],
+        (out_ghost + out_own * ~waits)[:, :, None],
+        (later + own_ghost)[:, :, None],
+        own_far[:, :, None],
     )
 
 
@@ -152,7 +170,8 @@ def halo_path(
     names = "received", "sent", "messages", "read", "written"
     facts = {name: _placed(getattr(move, name), grid) for name in names}
     none = np.zeros((1, 1, 1), np.int64)
-    return ProductPath((), (replace(move, **facts),), (), width, none, here)
+    first = (replace(move, **facts),)
+    return ProductPath((), first, (), width, none, none, here, none, none)
 
 
 def _placed(each: Any, grid: Grid) -> Any:
@@ -218,19 +237,27 @@ class EpochClock:
     late: Array = field(default_factory=lambda: np.zeros(3))
 
     def add(self, path: ProductPath, late: int) -> None:
-        """Adds a product, which takes as long as its slowest rank."""
-        machine, moves = self.machine, (*path.first, *path.second)
-        fiber: Any = sum(
-            self._travel((move,)) + move.handled(machine) for move in path.fiber
+        """Adds a product, each step of which takes as long as its slowest rank."""
+        machine, none = self.machine, np.zeros(())
+        fiber = sum(
+            float(np.max(self._travel((move,)) + move.handled(machine)))
+            for move in path.fiber
         )
-        travel = self._travel(path.first) + self._travel(path.second)
-        own, others = (
-            machine.multiply_seconds(n, path.width) for n in (path.own, path.others)
+        steps = (
+            (path.first, path.before, path.early),
+            (path.second, path.between, path.late),
+            ((), path.after, none),
         )
-        # encoding and copying are not hidden behind other work, communication is
-        others = others + sum(move.handled(machine) for move in moves)
-        now = float(np.max(fiber + np.maximum(travel, own) + others))
-        parts = (fiber, own + others, travel) if late else (now, 0.0, 0.0)
+        now, worked, hidden = fiber, none, none
+        for moves, *nonzeros in steps:
+            ahead, beside = (machine.multiply_seconds(n, path.width) for n in nonzeros)
+            # encoding and copying are not hidden behind other work, communication is
+            handled = sum(move.handled(machine) for move in moves)
+            travel, follow = self._travel(moves), self._travel(moves[1:])
+            slowest = np.maximum(travel, ahead + np.maximum(follow, beside)) + handled
+            now += float(np.max(slowest))
+            worked, hidden = worked + ahead + beside + handled, hidden + travel
+        parts = (fiber, worked, hidden) if late else (now, 0.0, 0.0)
         self.now += now
         self.late += [float(np.max(part)) for part in parts]
 
