@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -291,6 +292,20 @@ def test_the_thread_ends_with_its_loop():
     run = iter(nodes(bulk_size=1, prefetch=0))
     next(run)
     assert not at_work()
+
+
+def test_a_loader_ends_when_it_is_dropped():
+    gc.collect()
+    gc.disable()  # a cycle would keep its rows, and process groups, until it is found
+    try:
+        for way in ({}, {"prefetch": 0}):
+            loader = nodes(bulk_size=2, **way)
+            list(loader)
+            alive = weakref.ref(loader)
+            del loader
+            assert gone() and alive() is None, way
+    finally:
+        gc.enable()
 
 
 class OddError(Exception):
