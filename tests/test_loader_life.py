@@ -303,7 +303,8 @@ def test_a_loader_ends_when_it_is_dropped():
             list(loader)
             alive = weakref.ref(loader)
             del loader
-            assert gone() and alive() is None, way
+            assert gone()
+            assert alive() is None, way
     finally:
         gc.enable()
 
