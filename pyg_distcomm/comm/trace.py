@@ -399,7 +399,11 @@ class _Ranks:
         return max(to_first(ns, self._readings) - self._start, 0)
 
     def _read(self, key: str, patience: float | None = None) -> Any:
-        """Waits for a note, and returns it; None after `patience` seconds, if given."""
+        """Waits for a note, and returns it; None after `patience` seconds, if given.
+
+        Raises:
+            Exception: without `patience`, another rank's failure, or past the deadline.
+        """
         try:
             if patience is not None:
                 there = self.box.wait([key], lambda seconds: seconds > patience)

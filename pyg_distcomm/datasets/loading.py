@@ -30,6 +30,15 @@ from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
 from pyg_distcomm.partition.layout import META
 from pyg_distcomm.partition.pyg_folder import check_saved, is_archive
 
+__all__ = [
+    "KNOWN",
+    "communities",
+    "digits",
+    "generated",
+    "is_known",
+    "load_dataset",
+]
+
 # name -> (folder below root, class in torch_geometric.datasets, its name argument)
 KNOWN: dict[str, tuple[str, str, str | None]] = {
     "Cora": ("planetoid", "Planetoid", "Cora"),

@@ -448,7 +448,13 @@ class DistEdgeIndex(torch.Tensor):
 
 
 def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
-    """Returns the rows of edges, by their places in the whole edge_index."""
+    """Returns the rows of edges, by their places in the whole edge_index.
+
+    Args:
+        gid: of this rank, ascending.
+        total: of all ranks.
+        nodes: the nodes that they are between.
+    """
     stacked = DistEdgeIndex.of_ends
     return Rows(gid, total, nodes.mesh, None, nodes=nodes, stacked=stacked)
 

@@ -282,7 +282,11 @@ def _mark(value: Any) -> str:
 
 
 def _agree_same(told: Mapping[str, Any], mesh: Mesh, name: str = "partition") -> None:
-    """Raises on all ranks if they were not given the same."""
+    """Raises on all ranks if they were not given the same.
+
+    Raises:
+        ValueError: on all ranks, naming what differs, and both values.
+    """
     found = differing(collectives.all_gather_object(told, mesh.world))
     if found is not None:
         raise ValueError(

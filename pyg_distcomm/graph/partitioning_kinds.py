@@ -43,6 +43,10 @@ def graph_owners(data: Any, parts: int) -> tuple[Any, float]:
 
     The graph with most nodes and edges goes first, each to the part with least of both.
 
+    Args:
+        data: a Batch, or what has its `batch` vector in each store of nodes.
+        parts: their number.
+
     Returns:
         Owners `[n]`, of a HeteroData a dictionary of them by node type; and the work of the
         busiest part over the mean.

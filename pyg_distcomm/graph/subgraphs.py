@@ -490,7 +490,13 @@ def _between(
     target: tuple[Tensor, Rows],
     typed: bool,
 ) -> tuple[DistEdgeIndex, Tensor]:
-    """Returns the edges whose ends stay, and which of this rank's they are."""
+    """Returns the edges whose ends stay, and which of this rank's they are.
+
+    Args:
+        edges: as they were.
+        source, target: new ids of the nodes of each end, -1 of those that go, and their rows.
+        typed: whether the graph has several types of edges.
+    """
     before, like = edges.topology, edges.to_local()
     (source_id, sources), (target_id, targets) = source, target
     if sources is edges.sources and targets is edges.nodes:

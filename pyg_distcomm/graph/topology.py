@@ -238,7 +238,11 @@ class Topology:
         return self.numbered(build)
 
     def numbered(self, build: Callable[[Tensor, list[int]], Halo]) -> LocalGraph:
-        """Returns own edges in local numbering; collective."""
+        """Returns own edges in local numbering; collective.
+
+        Args:
+            build: plans the halo of ghosts, of ids grouped by owner, and how many of each.
+        """
         nodes, sources, mesh = self.nodes, self.source_rows, self.nodes.mesh
         partition = sources.partition
         assert partition is not None

@@ -360,7 +360,11 @@ def _subgraph(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _example(original: Any, data: Any, idx: Any) -> Any:
-    """Returns one graph of a batch, whole on every rank; its rows and edges travel."""
+    """Returns one graph of a batch, whole on every rank; its rows and edges travel.
+
+    Raises:
+        ValueError: on all ranks, if they ask for different graphs.
+    """
     mesh: Any = subgraphs.mesh_of(data)
     asked = collectives.all_gather_counts([int(idx)], mesh.world)
     if any(other != asked[0] for other in asked):

@@ -313,6 +313,7 @@ class Halo(Link):
         return exchange_price(*counts, 0 if self.silent else width)
 
     def to(self, device: torch.device) -> Halo:
+        """Returns the same plan with its indices on another device."""
         tensors = {
             name: value.to(device)
             for name in ("send_slot", "send_gid", "ghost_gid")

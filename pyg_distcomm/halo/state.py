@@ -523,7 +523,11 @@ def _saved_buffer(buffer: StaleBuffer) -> dict[str, Any]:
 
 
 def _read_buffer(state: Mapping[str, Any], way: Direction, where: str) -> StaleBuffer:
-    """Returns the buffer that was saved of an exchange, of the rows of this direction."""
+    """Returns the buffer that was saved of an exchange.
+
+    Raises:
+        ValueError: if it holds other rows than those of this direction.
+    """
     gid, counts = way.from_gid, way.from_counts
     if state["rows"] != _digests((way.gid, way.counts), (gid, counts)):
         raise ValueError(

@@ -136,18 +136,7 @@ def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
 def layer_weights(
     a: Csr, own: Tensor | None, power: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Rounds `(A + I)^power` to integers, entry by entry, rows in parallel.
-
-    Parallel edges make one entry of their summed weight x, in row j with sum t_j (taken in
-    order, I last; I where `own` [m], its columns, is given). An entry weighs
-
-        w = round(scale (x / t_j)^2), round(scale x) or 1      for power 2, 1 and 0,
-
-    at least 1 where x > 0, and 0 where x = 0. Returns t [m] (float64), the w [m] of one
-    edge of weight 1 in each row, and (value [nnz], loop [m]): w on the first edge of each
-    entry and 0 on the others, and that of I (None without `own`). The last two are None
-    where they are what the w of the row says.
-    """
+    """Computes `kernels.layer_weights`, rows in parallel."""
     m = len(a[0]) - 1
     total, even = torch.empty(m, dtype=torch.float64), torch.empty(m, dtype=torch.int64)
     loop = torch.empty(0 if own is None else m, dtype=torch.int64)

@@ -386,7 +386,11 @@ def _bounds(
 
 
 def _check_room(edges: int, nodes: int, fan_out: int) -> None:
-    """Refuses draws that memory does not hold."""
+    """Refuses draws that memory does not hold.
+
+    Raises:
+        ValueError: with what they would take, and what is free.
+    """
     free, size = memory.available(), edges * EDGE_BYTES
     if free is not None and size > free:
         raise ValueError(

@@ -173,7 +173,11 @@ class Fetch:
     placement: Placement | None = None
 
     def __call__(self, wanted: Wanted) -> dict[Group, Pool]:
-        """Returns the distinct rows wanted, by group; collective, as are its errors."""
+        """Returns the distinct rows wanted, by group; collective.
+
+        Raises:
+            ValueError: on all ranks of the axis, if one asks for a bad id.
+        """
         asks, problem = self.plan(wanted)
         axis, pending = self.channel.row, None
         room = [self._room(column, asks) for column in self.columns]

@@ -142,7 +142,11 @@ class PartitionedSource:
         return taken
 
     def refresh(self) -> None:
-        """Reads rows again that have changed on any rank; collective, once an epoch."""
+        """Reads rows again that have changed on any rank; collective, once an epoch.
+
+        Raises:
+            RuntimeError: if `pdc.update` has changed the graph since the loader was made.
+        """
         if _updates(self.data) != self._updates:
             raise RuntimeError(
                 "this loader draws from the graph as it was before pdc.update; make a loader "
@@ -416,13 +420,13 @@ class PartitionedOptions:
 
     def begin(
         self,
-        loader: str,
-        data: Any,
-        num_neighbors: Any,
-        loader_options: LoaderOptions,
-        dataloader: dict[str, Any],
-        options: dict[str, Any],
-        own_transform: bool,
+        loader: str,  # what it is, the same on all ranks
+        data: Any,  # as the loader got it
+        num_neighbors: Any,  # likewise
+        loader_options: LoaderOptions,  # its own options
+        dataloader: dict[str, Any],  # torch's options
+        options: dict[str, Any],  # PyG's options
+        own_transform: bool,  # whether it got a `transform_sampler_output`
     ) -> tuple[PartitionedSource, Any]:
         """Returns the source of a loader of a share, and what samples it; collective."""
         source = self.source(
@@ -580,8 +584,8 @@ def _kept_store(
 ) -> DistFeatureStore:
     """Returns a store of the share's rows, built before if all ranks have it; collective."""
     anchor = next(s.edge_index for s in data.edge_stores).topology
-    kept = PROCESS.stores.setdefault(anchor, {})
-    known = kept.get(channel.replication)
+    kept = PROCESS.stores.setdefault(anchor, {})  # of the shares that are alive
+    known = kept.get(channel.replication)  # loaders to train and evaluate keep one
     same = known is not None and _same(known[0], marks)
     if all(one for (one,) in collectives.all_gather_counts([int(same)], channel.world)):
         store: DistFeatureStore = known[1]

@@ -282,7 +282,11 @@ def make_row_group(
     owners: Partition | None,
     channel: ProcessGrid,
 ) -> RowGroup:
-    """Makes an empty group from the ids this rank owns, or refuses them; collective."""
+    """Makes an empty group from the ids this rank owns; collective.
+
+    Raises:
+        ValueError: on all ranks, if ids are missing, repeated or out of order.
+    """
     gid, world = gid.detach().cpu().long(), channel.world
     problem = None
     if len(gid) and not bool((gid[1:] > gid[:-1]).all()):

@@ -78,6 +78,13 @@ class LayerContext:
     ) -> LayerContext:
         """Returns the context of a call; collective at first.
 
+        Args:
+            layer: the layer.
+            own: its own link; None for that of the edges.
+            edges: the edges that it is given.
+            weight: their weights here, `[e]` or, as PyG takes them too, `[e, 1]`.
+            given: the tensor that the layer was given as weights.
+
         Raises:
             ValueError: on all ranks, if links or settings of the layer differ.
         """
@@ -104,7 +111,12 @@ class LayerContext:
         return link is not None and link.is_used_on(self.edges.nodes.mesh)
 
     def exchange(self, x: Any = None, kind: Any = None) -> LayerExchange | None:
-        """Returns how the links of this call write rows, None if it is exact."""
+        """Returns how the links of this call write rows, None if it is exact.
+
+        Args:
+            x: the input whose product with the graph may be kept, None if there is none.
+            kind: the kind of that product.
+        """
         if self.link is None:
             return None
         stage = None

@@ -44,7 +44,12 @@ _CHANGED = (
 
 
 class Deferred:
-    """All rows of a tensor whose leading rows are computed: on demand, from its inputs."""
+    """All rows of a tensor whose leading rows are computed: on demand, from its inputs.
+
+    Args:
+        func, args, kwargs: what computes them; a Deferred stands for its value.
+        reads: tensors that `func` reads besides.
+    """
 
     def __init__(
         self, func: Callable[..., Any], args: Any, kwargs: Any, reads: Any = ()

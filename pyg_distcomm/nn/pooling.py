@@ -331,6 +331,10 @@ class _Clusters:
 def _connected(ends: Tensor, nodes: Rows) -> tuple[Tensor, Tensor]:
     """Returns the component `[n]` of each node, and the first node `[c]` of each.
 
+    Args:
+        ends: edges `[2, k]` on this rank, as global ids.
+        nodes: which nodes are here.
+
     Price: two words for each node at an edge here, to all ranks.
     """
     ids, place = torch.unique(ends, return_inverse=True)

@@ -38,6 +38,13 @@ class LinearProduct:
         out = plan.finish(plan.matrix @ plan.rows if plan.known is None else plan.known)
 
     `x` may have more dims than two: they travel flattened.
+
+    Args:
+        context: of the call.
+        x: the features.
+        kind: which matrix A is.
+        lin, bias: W and b.
+        mean: whether sums are divided by the number of edges.
     """
 
     def __init__(

@@ -254,7 +254,11 @@ class _DryRun:
         self.model, self.data, self.inputs = model, data, inputs
 
     def visited(self, links: Mapping[EdgeType, Coding]) -> tuple[_HeteroVisit, int]:
-        """Runs three epochs over links; returns the last, and how many numbers it trains."""
+        """Runs three epochs over links; returns the last, and how many numbers it trains.
+
+        Raises:
+            ValueError: if that does not work.
+        """
         try:
             grad, random = torch.enable_grad(), torch.random.fork_rng(devices=[])
             with torch.inference_mode(False), grad, random:

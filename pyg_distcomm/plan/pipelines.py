@@ -331,8 +331,9 @@ class Staged:
     def memory(self) -> Array:
         """Returns the bytes of each rank at the peak of an epoch, about.
 
-        As in `cost.memory`: edges and blocks, features, parameters; beside them rows that
-        exchanges read, their history and gradients, borders, and a chunk's activations.
+        As in `cost.EpochProducts.memory`: edges and blocks, features, parameters; beside them
+        rows that exchanges read, their history and gradients, borders, and a chunk's
+        activations.
         """
         item, n = self.deep.training.itemsize, self._n
         copies = 2 if self.chunks > 1 else 1

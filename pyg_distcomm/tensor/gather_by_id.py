@@ -135,7 +135,13 @@ class IdPlan:
         return out.view(-1, *y.shape[1:])
 
     def scatter_extreme(self, y: Tensor, start: Tensor, op: str) -> Tensor:
-        """Returns the largest (or smallest) values for own rows, without gradient."""
+        """Returns the largest (or smallest) values for own rows, without gradient.
+
+        Args:
+            y: rows at the ids.
+            start: own rows to begin with `[n, ...]`.
+            op: "amax" or "amin".
+        """
         shape = (self.halo.num_ghosts, *y.shape[1:])
         part = y.new_full(shape, worst(y.dtype, op))
         best = _extremes(torch.cat([start, part]), self.slot, y, op)

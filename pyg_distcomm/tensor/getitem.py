@@ -419,7 +419,11 @@ def _in_order_of(ids: RowShardedTensor, value: Tensor) -> Tensor:
 
 
 def _put_pairs(x: RowShardedTensor, ids: Any, columns: Any, value: Any) -> None:
-    """Writes `x[ids, columns] = value`; the pairs come to every rank."""
+    """Writes `x[ids, columns] = value`; the pairs come to every rank.
+
+    Raises:
+        TypeError: unless ids and columns are lists of whole numbers.
+    """
     agree("x[ids, columns] = value", x, (x, ids, columns, value))
     ids, columns, value = (all_rows(v) for v in (ids, columns, value))
     whole = all(v.dim() == 1 and v.dtype == torch.int64 for v in (ids, columns))

@@ -202,6 +202,13 @@ def size_here(
 ) -> Any:
     """Returns sizes inside a layer with a number of rows in the place of this rank's.
 
+    Args:
+        name: of the question: shape, size, len, numel or nbytes.
+        found: its answer here.
+        rows: of the tensor.
+        place: which of its dims they are.
+        args, kwargs: of the question.
+
     Raises:
         TypeError: for len() asked by a layer of the user's own, which Python makes an int.
     """
