@@ -13,6 +13,7 @@ from problems import GRAPHS
 from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm import consistency
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder
@@ -35,6 +36,23 @@ def _from_folder(folder):
     b = conv(again.x, again.edge_index, again.edge_weight)
     assert torch.equal(a, b)
     return pdc.partition_report(share)
+
+
+@pytest.mark.place("cpu")
+@pytest.mark.parametrize("shape", [(2, 6000), (6000, 2), (12000,)])
+def test_ranks_compare_pieces_of_what_is_long(monkeypatch, shape):
+    hashed, whole = [], consistency.digest
+    count = lambda x: hashed.append(x.numel() * x.element_size()) or whole(x)  # noqa: E731
+    monkeypatch.setattr(consistency, "_LONG", 1 << 13)
+    monkeypatch.setattr(consistency, "digest", count)
+    x = torch.arange(12000).view(shape)
+    mark = consistency.sampled_digest(x)
+    assert sum(hashed[:-1]) <= 1 << 13
+    assert mark == consistency.sampled_digest(x.clone())
+    for at in (0, -1):
+        other = x.clone()
+        other.view(-1)[at] = -1
+        assert consistency.sampled_digest(other) != mark
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

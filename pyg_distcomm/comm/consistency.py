@@ -148,10 +148,11 @@ def sampled_digest(x: Tensor) -> int:
         or x.dim() == 0
     ):
         return digest(x)
-    rows = x.size(0)
-    piece = max(1, rows * _LONG // (x.numel() * x.element_size()) // _PIECES)
-    begins = torch.linspace(0, max(0, rows - piece), _PIECES).long().tolist()
-    marks = [digest(x[at : at + piece]) for at in begins]
+    along = max(range(x.dim()), key=x.size)  # an edge_index [2, e] has but two rows
+    length = x.size(along)
+    piece = max(1, length * _LONG // (x.numel() * x.element_size()) // _PIECES)
+    begins = torch.linspace(0, max(0, length - piece), _PIECES).long().tolist()
+    marks = [digest(x.narrow(along, at, piece)) for at in begins]
     told = torch.tensor([*marks, *x.shape])
     return digest(told)
 
