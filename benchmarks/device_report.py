@@ -58,7 +58,7 @@ class Report:
 
     def write(self) -> None:
         """Writes what there is, whole or not at all."""
-        fresh = self.path.with_suffix(".new")
+        fresh = _unfinished(self.path)
         fresh.write_text(json.dumps(self.tables))
         fresh.replace(self.path)
 
@@ -115,7 +115,8 @@ def run_parts(
                 child.kill()
                 child.wait()
             found[name] = _read(path)
-            path.unlink(missing_ok=True)
+            for left in (path, _unfinished(path)):  # of a child that was stopped
+                left.unlink(missing_ok=True)
         if late:
             why = f"Stopped after its {most:.0f} minutes; lines before stand."
             found[name].append({"about": name, "failed": why})
@@ -127,6 +128,10 @@ def run_parts(
     took = (time.monotonic() - start) / 60
     target.write_text(_text(heading, found) + f"\n{took:.1f} minutes in all.\n")
     return whole
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_suffix(".new")
 
 
 def _read(path: Path) -> Tables:
