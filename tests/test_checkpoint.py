@@ -72,7 +72,7 @@ def _resume(path, embedding):
     return _steps(model, opt, share, 4)
 
 
-@pytest.mark.parametrize("embedding", [False, True])
+@pytest.mark.parametrize("embedding", [tiers.rarely(False), True])
 def test_resume_on_another_number_of_ranks(tmp_path, embedding):
     path = str(tmp_path / "ckpt")
     want = worlds.run(_save, 3, path, embedding)[0]

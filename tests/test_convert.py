@@ -158,7 +158,7 @@ def parity_in_doubles(*args):
     _in_doubles(parity, *args)
 
 
-@tiers.parametrize("name", MODELS, slice(0, None, 3))
+@tiers.parametrize("name", MODELS, slice(0, None, 4))
 def test_converted_model_equals_pyg(name):
     worlds.run(parity_in_doubles, 1, name, "directed", "random")
     worlds.run(parity_in_doubles, 3, name, "directed", "random")

@@ -116,7 +116,7 @@ RANKS = [(2, "random"), (3, "empty_rank"), (4, "metis")]
     [*LAYERS],
     ["directed", "loops_and_copies"],
     RANKS,
-    step=2,
+    step=3,
 )
 def test_ranks_and_cutters_do_not_change_the_masks(name, graph, ranks):
     size, cutter = ranks

@@ -598,7 +598,7 @@ def _load_and_train(folder):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@tiers.parametrize("size", [1, 2, 4], [2])
 def test_training_from_files_is_that_from_memory(tmp_path, size):
     data = graph()
     arrays = {k: v.numpy() for k, v in data.to_dict().items()}

@@ -46,7 +46,7 @@ def priced(name, grid, keep=False, cutter="random", graph="undirected", sized=Tr
     assert not link.state.exchanges or "forward" in str(link)
 
 
-@tiers.cover(("grid", "name"), [(4, 1, 1), (2, 2, 1)], [*LINKS, *UNSIZED], step=3)
+@tiers.cover(("grid", "name"), [(4, 1, 1), (2, 2, 1)], [*LINKS, *UNSIZED], step=5)
 def test_bytes_are_those_foretold(name, grid):
     keep, graph = (False, "undirected") if grid[0] == 4 else (True, "directed")
     worlds.run(priced, 4, name, grid, keep, "random", graph, name in LINKS)

@@ -142,7 +142,7 @@ def trains(layer, name):
 PRESETS = ["varco", "sylvie", "pipegcn", "bns"]
 
 
-@tiers.cover(("layer", "name"), ["GCN", "SAGE", "GAT", "GIN"], PRESETS)
+@tiers.cover(("layer", "name"), ["GCN", "SAGE", "GAT", "GIN"], PRESETS, step=2)
 def test_layers_train_under_each_preset(layer, name):
     for losses in worlds.run(trains, 3, layer, name):
         assert losses[-1] < losses[0]
@@ -169,7 +169,7 @@ def priced(layer, name):
 PRICED = ["GAT", "GIN", "Transformer", "GATv2", "TAG", "Cheb"]
 
 
-@tiers.cover(("layer", "name"), PRICED, ["sylvie", "varco late"])
+@tiers.cover(("layer", "name"), PRICED, ["sylvie", "varco late"], step=2)
 def test_bytes_of_layers_are_those_foretold(layer, name):
     for text in worlds.run(priced, 3, layer, name):
         if layer in ("TAG", "Cheb"):

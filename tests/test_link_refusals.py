@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tiers
 import torch
 import worlds
 from links import ONE, Net, build, epoch
@@ -157,7 +158,7 @@ def _catches(late):
     return said
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [tiers.rarely(0), 1])
 def test_what_diverged_is_told_also_where_it_is_caught(late):
     for said in pdc.launch(_catches, 3, late, timeout=300):
         assert "layer 0 (DistGCNConv)" in said

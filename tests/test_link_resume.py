@@ -134,7 +134,7 @@ def resumed(name, grid, folder):
     assert link.epoch == 7
 
 
-@tiers.parametrize("name", NAMES, ["budget", "skipped"])
+@tiers.parametrize("name", NAMES, ["skipped"])
 def test_the_next_epoch_is_the_same(name, tmp_path):
     worlds.run(resumed, 4, name, (4, 1, 1), tmp_path / "a")
     if name in ("varco late", "residual"):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 import torch.distributed as dist
 import worlds
@@ -67,7 +68,7 @@ def _dealt(kind, even):
 
 @pytest.mark.parametrize("even", ["pad", "drop"])
 @pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("size", SIZES)
+@tiers.parametrize("size", SIZES, [2, 3])
 def test_batch_t_goes_to_rank_t_mod_p(size, kind, even):
     found = worlds.run(_dealt, size, kind, even)
     total = found[0][1]

@@ -153,7 +153,7 @@ def _compared(size, c, case, place):
     GRIDS,
     list(CASES),
     [{}, {"sample_at": "requester"}, {"topology": "replicated"}],
-    step=3,
+    step=4,
 )
 def test_links_of_a_share_are_those_of_the_whole_graph(world, case, where):
     size, c = world

@@ -81,7 +81,7 @@ def test_what_changes_nothing_is_the_exact_link(shape, link):
         assert mine[2] == theirs[2]
 
 
-@tiers.cover(("stack", "link"), [(1, "gin"), (2, "gcnii")], [*LINKS][2:], step=2)
+@tiers.cover(("stack", "link"), [(1, "gin"), (2, "gcnii")], [*LINKS][2:], step=3)
 def test_bytes_are_foretold_whatever_the_link(stack, link):
     stages, name = stack
     for _, out, _ in worlds.run(train, 2 * stages, stages, link, name):

@@ -527,7 +527,7 @@ def automatic(case):
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@tiers.parametrize("size", [1, 2, 4], [2])
 def test_auto_takes_the_best_plan_on_all_ranks(size):
     data = GRAPHS["undirected"]()
     machine = pdc.Machine(latency=0.0, bandwidth=1e4)
