@@ -655,6 +655,18 @@ def test_cached_code_is_keyed_by_the_sources_that_it_contains(cached):
     assert cached(2, "+") == (208, True)
 
 
+def test_cached_code_is_read_while_others_compile(cached, monkeypatch):
+    from pyg_distcomm.kernels import compile
+
+    asked = []
+    monkeypatch.setattr(compile, "_lock", asked.append)
+    assert cached(2, "+") == (208, False)
+    assert asked
+    asked.clear()
+    assert cached(2, "+") == (208, True)
+    assert not asked
+
+
 @pytest.mark.parametrize("ending", ["nbi", "nbc"])
 @pytest.mark.parametrize("left", [0, 12, 400])
 def test_cached_code_that_is_cut_short_is_compiled_anew(cached, tmp_path, ending, left):

@@ -136,7 +136,10 @@ def _compile_apart(loop: Any, signature: tuple[Any, ...]) -> None:
 
 
 def _compile(loop: Any, signature: tuple[Any, ...]) -> None:
-    with _alone(cache_folder(loop)):
+    folder = cache_folder(loop)
+    if folder is not None and loop._cache.has(signature, loop.targetctx):
+        return loop.compile(signature)  # reads it, while others compile other loops
+    with _alone(folder):
         loop.compile(signature)
 
 
@@ -198,6 +201,14 @@ class KernelCache(FunctionCache):
         super().__init__(loop)
         about = self._impl.filename_base, self._impl.locator.get_source_stamp()
         self._cache_file = _CodeFiles(self._cache_path, *about)
+
+    def has(self, sig: Any, target_context: Any) -> bool:
+        """Tells whether the index names code for a signature, which is then written whole."""
+        try:
+            index = self._cache_file._load_index()
+            return self._index_key(sig, target_context.codegen()) in index
+        except Exception:  # a pickle that was cut short may raise anything
+            return False
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Returns the code for a signature; None if there is none, or it is damaged."""
