@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+gc.disable()  # until tests are collected: what is imported and collected stays
 sys.path.insert(0, str(Path(__file__).parent))
 # ranks are processes: the pools' ranks import the tests by name, and share two cores
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -44,6 +46,21 @@ def pytest_configure(config):
     if config.getoption("--place") == "second":
         os.environ["PYG_DISTCOMM_TEST_PLACE"] = "spare"
         places.prepare()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
+    gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Has the garbage collector pass over what is imported and collected, which stays."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_generate_tests(metafunc):

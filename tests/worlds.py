@@ -116,9 +116,7 @@ class _Pool:
         import torch.distributed as dist
 
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch_geometric.nn", "pyg_distcomm.api", "warm"]
-        )
+        context.set_forkserver_preload(["warm"])
         self.store = dist.TCPStore(
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
         )
