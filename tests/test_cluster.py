@@ -31,7 +31,7 @@ def start(pair, folder, name, epochs):
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
     words += ["--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     words += ["--rdzv-endpoint", "host-a:29400", "--rdzv-id", name]
-    words += ["--rdzv-conf", "last_call_timeout=5", str(SCRIPT)]
+    words += ["--rdzv-conf", "last_call_timeout=30", str(SCRIPT)]
     words += ["--folder", str(folder), "--cut", "2", "--dataset", "generated-300"]
     words += ["--epochs", str(epochs), "--every", str(EVERY), "--pause", "0.2"]
     logs = [folder.parent / f"{folder.name}.{name}.{host.name}.log" for host in pair]
