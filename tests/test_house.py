@@ -345,6 +345,15 @@ def test_the_plan_in_contributing_shows_every_room():
             assert re.search(rf"\b{room}(\.py|/)", plan), f"{name} is not on the plan"
 
 
+def test_the_glossary_is_short_and_questions_lead_to_files():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    glossary, _, rest = text.partition("## Glossary")[2].partition("## Where to look")
+    assert 20 < len(re.findall(r"^\| ", glossary, re.M)) - 1 <= 30
+    files = re.findall(r"^\|.*\| `(.*)` \|$", rest.partition("\n## ")[0], re.M)
+    assert len(files) >= 10
+    assert all((HOUSE / file).is_file() for file in files), files
+
+
 def test_every_fault_of_the_campaign_has_its_place():
     names = [fault.name for fault in mutations.MUTATIONS]
     assert len(names) == len(set(names)) >= 36
