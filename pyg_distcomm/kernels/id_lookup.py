@@ -108,11 +108,11 @@ class NodeRelabeler:
         more = (self.keys, self.label_of, self.size, other.tree, *edges)
         return ready(known_by_hash, more)()
 
-    def names(self, hop: int) -> Array | None:
+    def streams(self, hop: int) -> Array | None:
         """Returns what tells the draws of equal nodes apart at a hop."""
         return self.tree if self.disjoint else self.copy if hop == 0 else None
 
-    def frontier(self, hop: int) -> tuple[int, int]:
+    def frontier_range(self, hop: int) -> tuple[int, int]:
         """Returns the range of nodes that the hop before found."""
         return (self.ends[hop - 1] if hop else 0), self.ends[hop]
 

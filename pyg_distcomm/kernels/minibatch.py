@@ -1,7 +1,7 @@
 """Describes a graph to sample, a request to sample it, and the minibatch that is drawn.
 
-A graph has nodes of one or more types and relations between them; a type is a number,
-its place in `SampleGraph.sizes`. A homogeneous graph has one of each.
+A graph has nodes of one or more types and relations between them; a node type is a number,
+the index into `SampleGraph.sizes`. A homogeneous graph has one of each.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Relation:
-    """The edges of one type as in-edges of their targets (CSC).
+    """Holds the edges of one type as in-edges of their targets (CSC).
 
     Args:
-        source: the type of the nodes edges come from.
-        target: the type of the nodes they point to.
+        source: the number of the source node type.
+        target: the number of the target node type.
         colptr: in-edges of node v are entries `colptr[v] .. colptr[v + 1] - 1`.
         row: the source of entry e at `row[e * stride]`; flat, int32 or int64.
         stride: 2 if `row[2 e + 1]` is the id of the edge, 1 if the id is e.
-        weight: of each entry, or None.
-        time: of each entry, or None; ascends among the in-edges of a node.
+        weight: the weight of each entry, or None.
+        time: the time of each entry, or None; ascends among the in-edges of a node.
     """
 
     source: int
@@ -42,12 +42,13 @@ class Relation:
 
 @dataclass(frozen=True, eq=False)
 class SampleGraph:
-    """A graph to sample from.
+    """Describes a graph to sample from.
 
     Args:
         sizes: the number of nodes of each type.
         relations: the edges, by type.
-        time: of each node, by type, or None; then in-edges ascend in their source's time.
+        time: by node type, the time of each node, or None; with times, the in-edges of a
+            node ascend in the time of their source.
     """
 
     sizes: tuple[int, ...]
@@ -57,21 +58,21 @@ class SampleGraph:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One minibatch to draw.
+    """Describes one minibatch to draw.
 
     Args:
         seeds: (type, node ids), in the order in which trees are numbered.
-        fan_outs: for each relation, in-edges to draw for a node at each hop; -1 is all.
-        key: of all its draws, in [0, 2^63).
+        fan_outs: for each relation, in-edges to draw for a node at each hop; -1 takes all.
+        key: the key of all its draws, in [0, 2^63).
         replace: whether an edge may be drawn twice.
         disjoint: whether each seed grows a tree of its own.
-        induced: whether to return all edges between the nodes found.
-        latest: whether the latest edges are taken, rather than drawn; needs `tree_time`.
-        labor: whether the nodes of a hop draw by the same random number of a source, so
-            that they draw the same sources; not with `replace`.
-        tree_time: of each seed: no edge or node later than it is drawn in its tree.
-        rounds: by "labor", how often importances of sources are found anew: 0 draws as
-            many in-edges as `fan_outs` say, -1 goes on until that changes nothing.
+        induced: whether to return all edges between the sampled nodes.
+        latest: whether to take the latest edges instead of random ones; needs `tree_time`.
+        labor: whether the nodes of a hop share one random number per source, so that they
+            draw the same sources; not with `replace`.
+        tree_time: for each seed, the latest time of an edge or node of its tree.
+        rounds: with `labor`, how often importances of sources are recomputed: 0 draws as
+            many in-edges as `fan_outs` say, -1 repeats until they converge.
     """
 
     seeds: tuple[tuple[int, Tensor], ...]
@@ -92,21 +93,22 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class HopDraw:
-    """Nodes of one or more minibatches that draw from one relation, at one hop.
+class Frontier:
+    """Holds the nodes of one or more minibatches that draw from one relation at one hop.
 
     Args:
-        node: their ids, int64, which key the draws.
-        place: where the relation has their in-edges: row `place[i]` of its offsets.
-        keys: of each minibatch's draws from this relation.
-        ends: where the nodes of each minibatch end; those of the next come after them.
-        fan_out: in-edges to draw for each; -1 is all.
+        node: node ids, int64, which key the draws.
+        place: the row of each node in the offsets (`colptr`) of the relation.
+        keys: the key of each minibatch's draws from this relation.
+        ends: the end of each minibatch's nodes in `node`; the next ones begin there.
+        fan_out: in-edges to draw for each node; -1 takes all.
         replace: whether an edge may be drawn twice.
-        latest: whether the latest edges are taken, rather than drawn.
-        name: tells the draws of equal nodes apart, or None.
-        limit: for each node, no edge later than it is drawn; or None.
-        labor: whether nodes of one key draw by the same random number of a source.
-        rounds: how often importances are found anew; see `Request`.
+        latest: whether to take the latest edges instead of random ones.
+        stream: the random stream of each node, so that equal nodes draw independently;
+            None for stream 0.
+        max_time: for each node, the latest time of an edge to draw; or None.
+        labor: whether nodes with the same key share one random number per source.
+        rounds: how often importances are recomputed; see `Request`.
     """
 
     node: Tensor
@@ -116,51 +118,54 @@ class HopDraw:
     fan_out: int
     replace: bool = False
     latest: bool = False
-    name: Tensor | None = None
-    limit: Tensor | None = None
+    stream: Tensor | None = None
+    max_time: Tensor | None = None
     labor: bool = False
     rounds: int = 0
 
 
-def everything(node: Tensor, place: Tensor) -> HopDraw:
-    """Returns an ask for all in-edges of nodes."""
-    return HopDraw(node, place, (0,), (node.numel(),), -1)
+def all_in_edges(node: Tensor, place: Tensor) -> Frontier:
+    """Returns a frontier that takes all in-edges of its nodes."""
+    return Frontier(node, place, (0,), (node.numel(),), -1)
 
 
 @dataclass(frozen=True, eq=False)
-class Draws:
-    """Draws made elsewhere: who draws, in order, and where in which message its draws are.
+class RemoteDraws:
+    """Locates the draws of each frontier node in the messages that hold them.
 
     Shapes:
-        begin [m]: the first word of each node's in `far`; `~begin` in `near` if negative.
-        count [m]: how many there are: a source and an edge id each.
-        near, far: the words of this rank's own message, and of the others'.
+        begin [m]: the first word of each node's draws in `remote`; if negative, `~begin`
+            is their first word in `local`.
+        count [m]: the number of draws of each node; a draw is a source and an edge id.
+        local, remote: the words of this rank's own message, and of the other ranks'.
     """
 
     begin: Tensor
     count: Tensor
-    near: Tensor
-    far: Tensor
+    local: Tensor
+    remote: Tensor
 
-    def of(self, first: int, end: int) -> Draws:
-        """Returns those of a range of the nodes."""
-        return Draws(self.begin[first:end], self.count[first:end], self.near, self.far)
+    def part(self, first: int, end: int) -> RemoteDraws:
+        """Returns the draws of frontier nodes `first .. end - 1`."""
+        begin, count = self.begin[first:end], self.count[first:end]
+        return RemoteDraws(begin, count, self.local, self.remote)
 
 
 @dataclass(eq=False)
 class Minibatch:
-    """A sampled subgraph, with nodes and edges in the order in which they were found.
+    """Holds a sampled subgraph, with nodes and edges in the order in which they were sampled.
 
     Args:
         node: ids of the nodes, by type; the seeds come first.
-        tree: the tree of each node, by type; None unless disjoint.
-        edge_index: by relation, [2, edges]: places in `node` of source and target.
+        tree: the tree of each node, by type; None unless sampling is disjoint.
+        edge_index: by relation, [2, edges]: local ids (positions in `node`) of source and
+            target.
         edge: by relation, ids of the edges.
-        nodes_per_hop: by type, how many nodes each hop found; the seeds are the first.
-        edges_per_hop: by relation, how many edges each hop drew.
-        weight: by relation, of each edge, 1 / (its target's in-edges times its chance), by
-            which the sum of what is drawn has the mean over all in-edges as its
-            expectation; None but where importances are found.
+        nodes_per_hop: by type, the number of new nodes at each hop; the seeds are the first.
+        edges_per_hop: by relation, the number of edges drawn at each hop.
+        weight: by relation, 1 / (in-degree of the target * probability of the edge) for each
+            edge, so that weighted sums estimate the mean over all in-edges without bias;
+            None unless edges are drawn by importances.
     """
 
     node: list[Tensor]
@@ -173,7 +178,7 @@ class Minibatch:
 
 
 class UnweightedNode(ValueError):
-    """A node whose in-edges all have weight zero was to be drawn from."""
+    """Raised when in-edges are drawn of a node whose in-edges all have weight zero."""
 
     def __init__(self, relation: int, node: int) -> None:
         super().__init__(
@@ -186,8 +191,8 @@ class UnweightedNode(ValueError):
 def hop_key(key: int, number: int, relation: Relation, hop: int, labor: bool) -> int:
     """Returns the key of a minibatch's draws from one relation at one hop.
 
-    A node draws at one hop only, so that its hop is no part of the key; by "labor" it is
-    the sources that are keyed, alike for all relations from their type.
+    A node draws at one hop only, so the key does not contain the hop. With "labor" the
+    key belongs to the sources: all relations from one source type share it, hop by hop.
     """
     place = (hop + 1 << 20) + relation.source if labor else number
     return (key + place * 0x9E3779B97F4A7C15) % (1 << 63)

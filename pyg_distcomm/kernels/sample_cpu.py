@@ -18,39 +18,40 @@ from pyg_distcomm.kernels import sample_jit as loops
 from pyg_distcomm.kernels.compile import ready
 from pyg_distcomm.kernels.id_lookup import NodeRelabeler, Table, grown
 from pyg_distcomm.kernels.minibatch import (
-    Draws,
-    HopDraw,
+    Frontier,
     Minibatch,
     Relation,
+    RemoteDraws,
     Request,
     SampleGraph,
     UnweightedNode,
     hop_key,
 )
 
-MANY = 1 << 24  # edges of a hop from which room for them is looked for
-# of an edge: both ends and its id, twice where a minibatch is put together
+CHECKED_EDGES = 1 << 24  # edges of one hop from which the free memory is checked first
+# bytes of an edge: both ends and its id, twice while a minibatch is put together
 EDGE_BYTES = 32
 GRAIN = 1 << 14  # nodes or entries that are worth a thread
-TABLES = 1 << 28  # bytes of tables, one slot a node, beyond which nodes are hashed
+TABLES = 1 << 28  # bytes of tables (one slot per node) above which nodes are hashed
 
 _INDEX = torch.int64
 
 Array = NDArray[Any]
-Room = Callable[[int], tuple[Array, int]]
+# takes a number of draws; returns an array, and the position to write them from
+Allocate = Callable[[int], tuple[Array, int]]
 
 
 class Sampler:
-    """Draws minibatches from one graph; any number of threads may call it at once."""
+    """Draws minibatches from one graph. Thread-safe."""
 
     def __init__(self, graph: SampleGraph) -> None:
         self.graph = graph
-        # minibatches in flight have one each; used again, so bounded by the threads
+        # one list for each minibatch in flight; reused, so bounded by the number of threads
         self._tables: deque[list[Table]] = deque()
 
     @staticmethod
     def draw_rows(*args: Any) -> tuple[Array, Array, int]:
-        """Draws from rows for whoever asks; see `draw_rows`."""
+        """Draws in-edges from rows of this process for any rank; see `draw_rows`."""
         return draw_rows(*args)
 
     @staticmethod
@@ -62,14 +63,15 @@ class Sampler:
     @staticmethod
     def locate(
         messages: Sequence[tuple[Tensor, Tensor]], own: int, far: Tensor
-    ) -> Draws:
-        """Finds each node's draws in the messages that have come.
+    ) -> RemoteDraws:
+        """Locates each node's draws in the messages received.
 
         Args:
-            messages: for each rank, what it says (how many draws each node has, then the
-                pairs of all), and which of those who asked its nodes are.
-            own: which of the messages is this rank's; the others stand in `far`, in order.
-            far: their words.
+            messages: for each rank, its message (the number of draws of each node, then
+                the pairs of all), and the positions of its nodes in the frontier.
+            own: the index of this rank's own message; the others follow each other in
+                `far`, in rank order.
+            far: the words of the other ranks' messages.
         """
         begin, count = torch.empty((2, sum(len(p) for _, p in messages)), dtype=_INDEX)
         base = 0
@@ -78,7 +80,7 @@ class Sampler:
             arrays = words.numpy(), order.numpy(), near, 0 if near else base
             ready(loops.locate, (*arrays, begin.numpy(), count.numpy()))()
             base += 0 if near else len(words)
-        return Draws(begin, count, messages[own][0], far)
+        return RemoteDraws(begin, count, messages[own][0], far)
 
     def __call__(self, request: Request) -> Minibatch:
         """Draws a minibatch.
@@ -86,27 +88,34 @@ class Sampler:
         Raises:
             UnweightedNode: if weights do not say what to draw.
         """
-        with self.drawing(request) as drawing:
-            return drawing.run()
+        with self.builder(request) as builder:
+            return builder.run()
 
     @contextmanager
-    def drawing(self, request: Request, beside: int = 1) -> Iterator[Drawing]:
-        """Lends a minibatch the tables it grows with, `beside` of them at a time."""
+    def builder(
+        self, request: Request, concurrent: int = 1
+    ) -> Iterator[MinibatchBuilder]:
+        """Yields the builder of a minibatch, with lookup tables from the pool.
+
+        Args:
+            request: the minibatch to draw.
+            concurrent: how many builders are in use at the same time.
+        """
         tables = None
-        if not request.disjoint and 8 * sum(self.graph.sizes) * beside <= TABLES:
+        if not request.disjoint and 8 * sum(self.graph.sizes) * concurrent <= TABLES:
             try:
                 tables = self._tables.pop()
             except IndexError:
                 tables = [Table(size) for size in self.graph.sizes]
         try:
-            yield Drawing(self.graph, request, tables)
+            yield MinibatchBuilder(self.graph, request, tables)
         finally:
             if tables is not None:
                 self._tables.append(tables)
 
 
-class Drawing:
-    """One minibatch while it grows, wherever its in-edges are drawn."""
+class MinibatchBuilder:
+    """Builds one minibatch hop by hop, from draws made here or on other ranks."""
 
     def __init__(
         self,
@@ -115,17 +124,17 @@ class Drawing:
         tables: list[Table] | None = None,
     ) -> None:
         self.graph, self.request = graph, request
-        self.seen = [
+        self.nodes = [
             NodeRelabeler(size, tables[t] if tables else None, request.disjoint)
             for t, size in enumerate(graph.sizes)
         ]
         self.index = [np.empty((2, 0), np.int64) for _ in graph.relations]
         self.edge = [np.empty(0, np.int64) for _ in graph.relations]
-        self.drawn: list[list[int]] = [[] for _ in graph.relations]
+        self.edges_per_hop: list[list[int]] = [[] for _ in graph.relations]
         self.weight: list[list[Tensor]] = [[] for _ in graph.relations]
         trees = 0
-        for kind, seed in request.seeds:
-            self.seen[kind].seed(seed.contiguous().numpy(), trees)
+        for node_type, seed in request.seeds:
+            self.nodes[node_type].seed(seed.contiguous().numpy(), trees)
             trees += seed.numel()
         self.end_hop()
 
@@ -133,54 +142,54 @@ class Drawing:
         """Draws everything from the relations of the graph."""
         for hop in range(self.request.hops):
             for number, relation in enumerate(self.graph.relations):
-                ask = self.ask(number, hop)
-                if ask is not None:
-                    self.draw(number, hop, relation, ask)
+                frontier = self.frontier(number, hop)
+                if frontier is not None:
+                    self.draw(number, hop, relation, frontier)
             self.end_hop()
         if self.request.induced:
             for number, relation in enumerate(self.graph.relations):
-                self.induce(number, relation, self.ask_all(number))
+                self.induce(number, relation, self.all_nodes(number))
         return self.result()
 
     def end_hop(self) -> None:
-        """Notes which nodes a hop has found: those that draw at the next."""
-        for seen in self.seen:
-            seen.ends.append(seen.known)
+        """Records the nodes found at this hop: they are the frontier of the next."""
+        for nodes in self.nodes:
+            nodes.ends.append(nodes.known)
 
-    def ask(self, number: int, hop: int) -> HopDraw | None:
-        """Returns who draws from a relation at a hop; None if nobody does."""
+    def frontier(self, number: int, hop: int) -> Frontier | None:
+        """Returns the nodes that draw from a relation at a hop; None if there are none."""
         relation = self.graph.relations[number]
         fan_out = self.request.fan_outs[number][hop]
-        target = self.seen[relation.target]
-        begin, end = target.frontier(hop)
+        target = self.nodes[relation.target]
+        begin, end = target.frontier_range(hop)
         if begin == end or fan_out == 0:
-            self.drawn[number].append(0)
+            self.edges_per_hop[number].append(0)
             return None
-        names = target.names(hop)
-        names = None if names is None else names[begin:end]
-        return self._asked(number, begin, end, fan_out, names, hop)
+        streams = target.streams(hop)
+        streams = None if streams is None else streams[begin:end]
+        return self._frontier(number, begin, end, fan_out, streams, hop)
 
-    def ask_all(self, number: int) -> HopDraw:
-        """Returns an ask for all in-edges of all nodes found, to induce a subgraph."""
-        target = self.seen[self.graph.relations[number].target]
-        return self._asked(number, 0, target.known, -1, None)
+    def all_nodes(self, number: int) -> Frontier:
+        """Returns a frontier that takes all in-edges of all nodes, to induce a subgraph."""
+        target = self.nodes[self.graph.relations[number].target]
+        return self._frontier(number, 0, target.known, -1, None)
 
-    def _asked(
+    def _frontier(
         self,
         number: int,
         begin: int,
         end: int,
         fan_out: int,
-        names: Array | None,
+        streams: Array | None,
         hop: int = 0,
-    ) -> HopDraw:
+    ) -> Frontier:
         request, relation = self.request, self.graph.relations[number]
-        target = self.seen[relation.target]
+        target = self.nodes[relation.target]
         node = torch.from_numpy(target.node[begin:end])
-        limit = None
+        max_time = None
         if request.tree_time is not None and target.tree is not None:
-            limit = request.tree_time[torch.from_numpy(target.tree[begin:end])]
-        return HopDraw(
+            max_time = request.tree_time[torch.from_numpy(target.tree[begin:end])]
+        return Frontier(
             node=node,
             place=node,
             keys=(hop_key(request.key, number, relation, hop, request.labor),),
@@ -188,42 +197,52 @@ class Drawing:
             fan_out=fan_out,
             replace=request.replace and fan_out > 0,
             latest=request.latest and fan_out > 0,
-            name=None if names is None else torch.from_numpy(names),
-            limit=limit,
+            stream=None if streams is None else torch.from_numpy(streams),
+            max_time=max_time,
             labor=request.labor and fan_out > 0,
             rounds=request.rounds,
         )
 
-    def draw(self, number: int, hop: int, relation: Relation, ask: HopDraw) -> None:
-        """Draws for an ask, from rows that are here."""
-        clock, room = self.graph.time[relation.source], partial(self._room, number)
+    def draw(
+        self, number: int, hop: int, relation: Relation, frontier: Frontier
+    ) -> None:
+        """Draws in-edges of a frontier, from rows held in this process."""
+        clock, allocate = (
+            self.graph.time[relation.source],
+            partial(self._allocate, number),
+        )
         try:
-            if ask.rounds:
-                start, edge, at, weight = draw_important(relation, ask, room)
+            if frontier.rounds:
+                start, edge, at, weight = draw_important(relation, frontier, allocate)
                 self.weight[number].append(torch.from_numpy(weight))
             else:
-                start, edge, at = draw_rows(relation, clock, ask, room)
+                start, edge, at = draw_rows(relation, clock, frontier, allocate)
         except UnweightedNode as error:
             raise UnweightedNode(number, error.node) from None
         source, row = self.index[number][0], relation.row.numpy()
         ready(loops.fetch, (row, relation.stride, edge, source, at))()
-        begin, _ = self.seen[self.graph.relations[number].target].frontier(hop)
+        target = self.nodes[self.graph.relations[number].target]
+        begin, _ = target.frontier_range(hop)
         ready(loops.point_to, (start, begin, self.index[number][1], at))()
         self._label(number, at)
 
-    def take(self, number: int, hop: int, draws: Draws) -> None:
-        """Takes in draws made elsewhere, those of each node of the ask."""
+    def add_draws(self, number: int, hop: int, draws: RemoteDraws) -> None:
+        """Adds the draws that other ranks made for each node of the frontier."""
         count = draws.count.numpy()
-        edge, at = self._room(number, int(count.sum()))
-        words = draws.near.numpy(), draws.far.numpy()
-        first, _ = self.seen[self.graph.relations[number].target].frontier(hop)
+        edge, at = self._allocate(number, int(count.sum()))
+        words = draws.local.numpy(), draws.remote.numpy()
+        target = self.nodes[self.graph.relations[number].target]
+        first, _ = target.frontier_range(hop)
         index = self.index[number]
         args = (draws.begin.numpy(), count, *words, first, *index, edge, at)
         ready(loops.take_rows, args)()
         self._label(number, at)
 
-    def _room(self, number: int, total: int) -> tuple[Array, int]:
-        """Makes room for the draws of a hop; returns where edge ids go, and from."""
+    def _allocate(self, number: int, total: int) -> tuple[Array, int]:
+        """Grows the edge arrays for the draws of a hop.
+
+        Returns the array of edge ids, and the position of the first new one.
+        """
         before = len(self.edge[number])
         size = before + total
         self.index[number] = grown(self.index[number], before, size, exact=True)
@@ -231,16 +250,16 @@ class Drawing:
         return self.edge[number], before
 
     def _label(self, number: int, at: int) -> None:
-        """Turns the sources of draws from `at` on into local ids."""
+        """Relabels the sources of the draws from position `at` on to local ids."""
         relation, (source, target) = self.graph.relations[number], self.index[number]
-        ends = self.seen[relation.source], self.seen[relation.target]
+        ends = self.nodes[relation.source], self.nodes[relation.target]
         ends[0].label(source, at, target, ends[1])
-        self.drawn[number].append(len(source) - at)
+        self.edges_per_hop[number].append(len(source) - at)
 
-    def induce(self, number: int, relation: Relation, ask: HopDraw) -> None:
-        """Replaces the edges of a relation by all those between the nodes found."""
-        source, target = self.seen[relation.source], self.seen[relation.target]
-        bounds = _bounds(relation, self.graph.time[relation.source], ask)
+    def induce(self, number: int, relation: Relation, frontier: Frontier) -> None:
+        """Replaces the edges of a relation by all edges between the sampled nodes."""
+        source, target = self.nodes[relation.source], self.nodes[relation.target]
+        bounds = _bounds(relation, self.graph.time[relation.source], frontier)
         place, entry, label = source.known_edges(relation, *bounds, target)
         self.index[number] = np.stack([label, place])
         row = relation.row.numpy()
@@ -250,48 +269,48 @@ class Drawing:
         """Returns the minibatch."""
         none = torch.empty(0, dtype=torch.float64)
         weight = [torch.cat([none, *parts]) for parts in self.weight]
-        nodes = [_tensor(seen.node[: seen.known]) for seen in self.seen]
         trees = [
-            _tensor(seen.tree[: seen.known])
-            for seen in self.seen
-            if seen.tree is not None
+            _tensor(nodes.tree[: nodes.known])
+            for nodes in self.nodes
+            if nodes.tree is not None
         ]
         return Minibatch(
-            node=nodes,
+            node=[_tensor(nodes.node[: nodes.known]) for nodes in self.nodes],
             tree=trees if self.request.disjoint else None,
             edge_index=[torch.from_numpy(index) for index in self.index],
             edge=[torch.from_numpy(e.astype(np.int64, copy=False)) for e in self.edge],
-            nodes_per_hop=[np.diff(s.ends, prepend=0).tolist() for s in self.seen],
-            edges_per_hop=self.drawn,
+            nodes_per_hop=[np.diff(s.ends, prepend=0).tolist() for s in self.nodes],
+            edges_per_hop=self.edges_per_hop,
             weight=weight if self.request.rounds else None,
         )
 
 
-CLOSE, MOST_ROUNDS = 1e-4, 100  # the change in distinct sources that ends the rounds
+# rounds end when the expected number of distinct sources changes by less than this share
+CONVERGED, MAX_ROUNDS = 1e-4, 100
 
 
 def draw_important(
-    relation: Relation, ask: HopDraw, room: Room
+    relation: Relation, frontier: Frontier, allocate: Allocate
 ) -> tuple[Array, Array, int, Array]:
     """Draws in-edges by importances of their sources: LABOR-1 and later ([Balin23]).
 
-    Source t has the importance pi_t, at first 1. Node s with d in-edges draws those with
-    r_t < c_s pi_t, where r_t is one random number of t, and c_s is such that
+    Source t has importance pi_t, initially 1. Node s with d in-edges draws those with
+    r_t < c_s pi_t, where r_t is one random number per source t, and c_s solves
 
         sum over its in-edges of 1 / min(1, c_s pi_t)  =  d^2 / k,
 
-    so that the variance of its estimate is that of k draws; where d <= k it takes all. Each
-    round has pi_t <- pi_t max_s c_s, by which fewer distinct sources are drawn.
+    so that its estimate has the variance of k draws; if d <= k it takes all in-edges. Each
+    round sets pi_t <- pi_t max_s c_s, so that fewer distinct sources are drawn.
 
     Args:
-        relation: where the in-edges are.
-        ask: the nodes of one minibatch.
-        room: see `draw_rows`.
+        relation: holds the in-edges.
+        frontier: the nodes of one minibatch that draw.
+        allocate: see `draw_rows`.
 
     Returns:
-        as `draw_rows`, and the weight of each edge drawn, 1 / (d min(1, c_s pi_t)).
+        what `draw_rows` returns, and the weight of each edge drawn, 1 / (d min(1, c_s pi_t)).
     """
-    low, high = _bounds(relation, None, ask)
+    low, high = _bounds(relation, None, frontier)
     first = np.zeros(len(low) + 1, np.int64)
     np.cumsum(high - low, out=first[1:])
     source = np.empty(first[-1], np.int64)
@@ -301,61 +320,70 @@ def draw_important(
     place = place.reshape(-1)
     importance, scale = np.ones(len(node)), np.empty(len(low))
     best, expected = np.empty(len(node)), np.inf
-    rounds = MOST_ROUNDS if ask.rounds < 0 else ask.rounds
+    rounds = MAX_ROUNDS if frontier.rounds < 0 else frontier.rounds
     for number in range(rounds + 1):
-        solve = (first, place, importance, ask.fan_out, scale)
+        solve = (first, place, importance, frontier.fan_out, scale)
         threads.run_split(ready(loops.solve_scales, solve, 2), len(low), GRAIN)
         best[:] = 0
         ready(loops.most_scale, (first, place, scale, best))()
         found = float(np.minimum(importance * best, 1).sum())
-        done = ask.rounds < 0 and expected - found <= CLOSE * found
+        done = frontier.rounds < 0 and expected - found <= CONVERGED * found
         if number == rounds or done:
             break
         importance, expected = importance * best, found
-    chosen = (np.int64(ask.keys[0]), node, first, place, importance, scale)
+    chosen = (np.int64(frontier.keys[0]), node, first, place, importance, scale)
     start = np.empty(len(low) + 1, np.int64)
     total = ready(loops.count_important, (*chosen, start))()
-    edge, at = room(int(total))
+    edge, at = allocate(int(total))
     weight = np.empty(total)
     ready(loops.draw_important, (*chosen, low, edge, at, weight))()
     return start, edge, at, weight
 
 
 def draw_rows(
-    relation: Relation, clock: Tensor | None, ask: HopDraw, room: Room
+    relation: Relation, clock: Tensor | None, frontier: Frontier, allocate: Allocate
 ) -> tuple[Array, Array, int]:
-    """Draws in-edges of the nodes of an ask.
+    """Draws in-edges of the nodes of a frontier.
 
     Args:
-        relation: where they are.
-        clock: the times of its sources, if nodes have times and its entries none.
-        ask: who draws, and how.
-        room: returns an array and where in it to write, for so many draws.
+        relation: holds the in-edges.
+        clock: the times of its source nodes, if nodes have times and edges have none.
+        frontier: the nodes that draw, and how they draw.
+        allocate: provides the output array for a number of draws.
 
     Returns:
-        offsets of each node's draws [m + 1], the array with places of entries, and where
-        in it the first stands.
+        offsets of each node's draws [m + 1], the array of positions of the drawn entries,
+        and the position in it of the first draw.
 
     Raises:
         UnweightedNode: if all in-edges of a node have weight zero.
-        ValueError: if memory does not hold the draws.
+        ValueError: if the draws do not fit in memory.
     """
-    low, high = _bounds(relation, clock, ask)
+    low, high = _bounds(relation, clock, frontier)
     weight = None if relation.weight is None else relation.weight.numpy()
     start = np.empty(len(low) + 1, np.int64)
-    args = (low, high, weight, ask.fan_out, ask.replace, start)
+    args = (low, high, weight, frontier.fan_out, frontier.replace, start)
     threads.run_split(ready(loops.count, args, 2), len(low), GRAIN)
     total = ready(loops.add_up, (start,))()
     if total < 0:
-        raise UnweightedNode(0, int(ask.node[-1 - total]))
-    if total >= MANY:
-        _check_room(int(total), len(low), ask.fan_out)
-    position, at = room(int(total))
-    name = None if ask.name is None else ask.name.numpy()
-    keys, ends = np.array(ask.keys, np.int64), np.array(ask.ends, np.int64)
-    nodes = (keys, ends, ask.node.numpy(), name, low, high, start, ask.replace)
+        raise UnweightedNode(0, int(frontier.node[-1 - total]))
+    if total >= CHECKED_EDGES:
+        _check_memory(int(total), len(low), frontier.fan_out)
+    position, at = allocate(int(total))
+    stream = None if frontier.stream is None else frontier.stream.numpy()
+    keys, ends = np.array(frontier.keys, np.int64), np.array(frontier.ends, np.int64)
+    nodes = (
+        keys,
+        ends,
+        frontier.node.numpy(),
+        stream,
+        low,
+        high,
+        start,
+        frontier.replace,
+    )
     edges = relation.row.numpy(), relation.stride, weight
-    if ask.labor:
+    if frontier.labor:
         rows = (keys, ends, low, high, start, *edges, position, at)
         draw = ready(loops.draw_labor, rows, 2)
     elif weight is None:
@@ -367,30 +395,28 @@ def draw_rows(
 
 
 def _bounds(
-    relation: Relation, clock: Tensor | None, ask: HopDraw
+    relation: Relation, clock: Tensor | None, frontier: Frontier
 ) -> tuple[Array, Array]:
-    """Returns the entries that the nodes of an ask may draw from."""
-    count = ask.place.numel()
+    """Returns the first and the end of the entries that each frontier node may draw from."""
+    count = frontier.place.numel()
     low, high = np.empty((2, count), np.int64)
-    args = (relation.colptr.numpy(), ask.place.numpy(), low, high)
+    args = (relation.colptr.numpy(), frontier.place.numpy(), low, high)
     threads.run_split(ready(loops.bounds, args, 2), count, GRAIN)
     time = clock if relation.time is None else relation.time
-    if ask.limit is None or time is None:
+    if frontier.max_time is None or time is None:
         return low, high
     row = relation.row.numpy()
     timed = (row, relation.stride, time.numpy(), relation.time is None)
-    keep = ask.fan_out if ask.latest else -1
-    narrow = ready(loops.narrow, (*timed, ask.limit.numpy(), keep, low, high), 2)
+    keep = frontier.fan_out if frontier.latest else -1
+    narrow = ready(
+        loops.narrow, (*timed, frontier.max_time.numpy(), keep, low, high), 2
+    )
     threads.run_split(narrow, count, GRAIN)
     return low, high
 
 
-def _check_room(edges: int, nodes: int, fan_out: int) -> None:
-    """Refuses draws that memory does not hold.
-
-    Raises:
-        ValueError: with what they would take, and what is free.
-    """
+def _check_memory(edges: int, nodes: int, fan_out: int) -> None:
+    """Raises ValueError if the draws of a hop do not fit in the free memory."""
     free, size = memory.available(), edges * EDGE_BYTES
     if free is not None and size > free:
         raise ValueError(

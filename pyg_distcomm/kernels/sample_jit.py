@@ -463,7 +463,7 @@ def locate(
 ) -> None:
     """Finds the pairs of each node in a message: how many each has, then all of them.
 
-    Node i of the message is number `order[i]` of those who asked; see `Draws`.
+    Node i of the message is number `order[i]` of those who asked; see `RemoteDraws`.
     """
     at = np.int64(base + len(order))
     for i in range(len(order)):

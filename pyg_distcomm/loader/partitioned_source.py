@@ -39,7 +39,7 @@ from pyg_distcomm.loader.row_group import EDGES
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sampling.graph_block import gathered, is_share, mesh_of
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
-from pyg_distcomm.sampling.partitioned import PLACES, PartitionedNeighborSampler
+from pyg_distcomm.sampling.partitioned import SAMPLE_AT, PartitionedNeighborSampler
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import IdPlan, attach_route, plan_ids
 
@@ -323,9 +323,9 @@ class PartitionedOptions:
             raise ValueError(
                 f"topology must be one of {TOPOLOGIES}, got {self.topology!r}"
             )
-        if self.sample_at not in PLACES:
+        if self.sample_at not in SAMPLE_AT:
             raise ValueError(
-                f"sample_at must be one of {PLACES}, got {self.sample_at!r}"
+                f"sample_at must be one of {SAMPLE_AT}, got {self.sample_at!r}"
             )
         if not isinstance(self.features, (DistFeatureStore, type(None))):
             raise TypeError(

@@ -21,7 +21,7 @@ from pyg_distcomm.plan.minibatch_bytes import (
 )
 from pyg_distcomm.plan.plans import MOST_LINES, Ranked, show_bytes
 from pyg_distcomm.sampling.neighbor_sampler import ROUNDS
-from pyg_distcomm.sampling.partitioned import PLACES
+from pyg_distcomm.sampling.partitioned import SAMPLE_AT
 
 BULKS = (1, 2, 4, 8, 16)
 PROBED = 16  # minibatches of each rank
@@ -288,12 +288,12 @@ def _choices(
         raise ValueError(f"replication={c!r} must divide {size} ranks: one of {fits}")
     if k != "auto" and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
         raise ValueError(f"bulk_size must be 'auto' or at least 1, got {k!r}")
-    if place is not None and place not in PLACES:
-        raise ValueError(f"sample_at must be one of {PLACES}, got {place!r}")
+    if place is not None and place not in SAMPLE_AT:
+        raise ValueError(f"sample_at must be one of {SAMPLE_AT}, got {place!r}")
     return (
         fits if c is None else [c],
         list(BULKS) if k == "auto" else [k],
-        list(PLACES) if place is None else [place],
+        list(SAMPLE_AT) if place is None else [place],
     )
 
 
@@ -363,5 +363,5 @@ def _memory(data: Data | HeteroData, probe: MinibatchProbe, c: int, k: int) -> i
 
 def _merit(found: LoaderPlan) -> tuple[Any, ...]:
     """Fastest first; of equals the one with fewer bytes, then with less memory."""
-    place = PLACES.index(found.sample_at)
+    place = SAMPLE_AT.index(found.sample_at)
     return found.seconds, found.total_bytes, found.memory, found.bulk_size, place

@@ -1,4 +1,4 @@
-"""Reads the block of a partitioned graph that a rank samples for the others, or all edges."""
+"""Reads the block of a partitioned graph that a rank samples from, or gathers all edges."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pyg_distcomm.sampling.graph_source import (
     SampledTopology,
     check_times,
     check_weighted,
+    naming_edge_type,
     read_times,
     read_weights,
-    said_of,
 )
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import IdPlan
@@ -35,13 +35,13 @@ from pyg_distcomm.tensor.gather_by_id import IdPlan
 class GraphBlock:
     """Holds the nodes of one block of a 1.5D grid, and the edges into them.
 
-    Rank q of P holds block q // c: what ranks q' with q' // c the same own between them.
+    Rank q of P holds block q // c: the nodes of all ranks q' with q' // c = q // c.
 
     Args:
-        topology: names, and the relations of this block: row i of a relation belongs to
-            node `node_gid[t][i]` of its target type; sources and edges are gids.
+        topology: type names, and the relations of this block: row i of a relation belongs
+            to node `node_gid[t][i]` of its target type; sources and edges are global ids.
         node_gid: by type, the nodes of the block, ascending.
-        partitions: by type, who owns which node.
+        partitions: by type, the owner of each node.
         channel: the ranks that hold the other blocks.
     """
 
@@ -50,24 +50,25 @@ class GraphBlock:
     partitions: tuple[Partition, ...]
     channel: ProcessGrid
 
-    def block_of(self, kind: int, gid: Tensor) -> Tensor:
-        """Returns which block has each node of a type, int64."""
-        owner = self.partitions[kind].owner_of(gid)
+    def block_of(self, node_type: int, gid: Tensor) -> Tensor:
+        """Returns the block of each node of a type, int64."""
+        owner = self.partitions[node_type].owner_of(gid)
         c = self.channel.replication
         return owner if c == 1 else owner // c
 
-    def twin_of(self, kind: int, gid: Tensor) -> Tensor:
-        """Returns which rank of the process row is to bring the row of each node, int64.
+    def fetcher_of(self, node_type: int, gid: Tensor) -> Tensor:
+        """Returns the rank of the process row that fetches the row of each node, int64.
 
-        The one whose process column the node's owner is in; all have those of their block.
+        It is the rank in the process column of the node's owner; for nodes of this block,
+        which every rank of the process row holds, it is this rank.
         """
-        owner, c = self.partitions[kind].owner_of(gid), self.channel.replication
+        owner, c = self.partitions[node_type].owner_of(gid), self.channel.replication
         here = owner // c == self.channel.block
         return torch.where(here, self.channel.col.rank, owner % c)
 
-    def place_of(self, kind: int, gid: Tensor) -> Tensor:
-        """Returns the rows of nodes that are in this block."""
-        return self._index[kind](gid)
+    def local_rows(self, node_type: int, gid: Tensor) -> Tensor:
+        """Returns the local row of each node, all of which are in this block."""
+        return self._index[node_type](gid)
 
     @cached_property
     def _index(self) -> list[Callable[[Tensor], Tensor]]:
@@ -165,7 +166,7 @@ def read_block(
 
 
 def _blocks(store: Any, mesh: Mesh) -> Rows:
-    """Returns nodes in blocks: of those without edges and attributes nobody said whose."""
+    """Assigns nodes to ranks in equal blocks, for a type without edges and attributes."""
     n = int(store.num_nodes)
     owner = torch.arange(n) * mesh.size // max(n, 1)
     partition = Partition.from_owner(owner, mesh.size, n)
@@ -173,11 +174,11 @@ def _blocks(store: Any, mesh: Mesh) -> Rows:
 
 
 def _agree_on_order(relations: list[Relation], names: list[Any], mesh: Mesh) -> None:
-    """Raises on all ranks if in-edges on one do not ascend in time as they should."""
+    """Raises on all ranks if in-edges on any rank do not ascend in time."""
     problem = None
     try:
         for name, relation in zip(names, relations, strict=True):
-            with said_of(name):
+            with naming_edge_type(name):
                 check_times(relation, None)
     except ValueError as error:
         problem = str(error)
@@ -186,7 +187,7 @@ def _agree_on_order(relations: list[Relation], names: list[Any], mesh: Mesh) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Edges:
-    """Edges by id, with what is needed to draw them; e of them."""
+    """Holds edges by id, with the weights and times that sampling needs."""
 
     gid: Tensor
     source: Tensor
@@ -211,7 +212,7 @@ def _own_edges(
     mesh: Mesh,
     is_sorted: bool,
 ) -> _Edges:
-    """Reads the edges this rank owns; agrees with the others on what is wrong."""
+    """Reads the edges that this rank owns; if a rank finds an error, all ranks raise it."""
     store = data if key is None else data[key]
     edges: DistEdgeIndex = store.edge_index
     topology, problem = edges.topology, None
@@ -251,8 +252,8 @@ def _attribute(store: Any, name: str, count: int) -> Tensor:
     value = store.get(name)
     if not isinstance(value, DistTensor) or len(value.rows) != count:
         raise ValueError(
-            f"'{name}' is no attribute with a row for each edge of the share; make it "
-            "part of the Data before pdc.partition"
+            f"got '{name}', which has no row for each edge of the share; make it part of the "
+            "Data before pdc.partition"
         )
     return value.to_local()
 
@@ -260,7 +261,7 @@ def _attribute(store: Any, name: str, count: int) -> Tensor:
 def _check_names(
     data: Data | HeteroData, time_attr: str | None, weight_attr: str | None
 ) -> None:
-    """Refuses names that stand nowhere, or on nodes and edges; the same on all ranks."""
+    """Raises, on all ranks alike, for names of no attribute, or of nodes and edges both."""
     if weight_attr is not None:
         check_weighted(data, weight_attr)
     if time_attr is None:

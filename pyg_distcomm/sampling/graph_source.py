@@ -274,7 +274,7 @@ def _homogeneous(
         check_weighted(data, weight_attr)
         weight = read_weights(data[weight_attr], weight_attr)
     n = _size(data.num_nodes)
-    with said_of(None):
+    with naming_edge_type(None):
         relation = _relation(
             data, (n, n), node_time, edge_time, weight, is_sorted, backward
         )
@@ -300,7 +300,7 @@ def _heterogeneous(
     relations = []
     for edge_type in edge_types:
         source, _, target = edge_type
-        with said_of(edge_type):
+        with naming_edge_type(edge_type):
             weight = weights.get(edge_type)
             weight = None if weight is None else read_weights(weight, str(weight_attr))
             times = node_time.get(source), edge_time.get(edge_type)
@@ -385,7 +385,7 @@ def _stored(
     for key, part, time in zip(edge_types, parts, edge_time, strict=True):
         source, target = (0, 0) if key is None else (index[key[0]], index[key[2]])
         ends = (target, source) if backward else (source, target)
-        with said_of(key):
+        with naming_edge_type(key):
             clock = _clock(time, time_attr)
             relations.append(_checked(part, ends, sizes, clock, clocks[ends[0]]))
     graph = SampleGraph(tuple(sizes), tuple(relations), clocks)
@@ -548,7 +548,7 @@ def _size(n: int | None) -> int:
 
 
 @contextmanager
-def said_of(edge_type: EdgeType | None) -> Iterator[None]:
+def naming_edge_type(edge_type: EdgeType | None) -> Iterator[None]:
     """Names the edge type in what is raised about it."""
     try:
         yield

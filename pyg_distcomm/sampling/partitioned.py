@@ -36,7 +36,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.kernels.minibatch import (
-    HopDraw,
+    Frontier,
     Minibatch,
     Relation,
     Request,
@@ -64,7 +64,7 @@ from pyg_distcomm.sampling.neighbor_sampler import (
 from pyg_distcomm.sampling.row_service import RemoteRows, RowQuery, RowRequest, RowRound
 from pyg_distcomm.sampling.rules import Rule
 
-PLACES = ("owner", "requester")
+SAMPLE_AT = ("owner", "requester")
 
 
 class PartitionedNeighborSampler(KeyedNeighborSampler):
@@ -96,7 +96,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         sample_at: str = "owner",
         **options: Any,
     ) -> None:
-        if sample_at not in PLACES:
+        if sample_at not in SAMPLE_AT:
             raise ValueError(
                 f"sample_at must be 'owner' or 'requester', got {sample_at!r}"
             )
@@ -109,7 +109,9 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         self.channel, self.sample_at = channel, sample_at
         self._clock: dict[Any, tuple[Tensor, Tensor]] = {}
         super().__init__(data, num_neighbors, **options)
-        self.node_time: Any = None  # those of this rank's nodes say nothing of others
+        self.node_time: Any = (
+            None  # this rank's node times do not cover other ranks' nodes
+        )
         self._rows = RemoteRows(self.block, channel)
         self._sampler: Any = kernels.neighbor_sampler(self.block.topology.graph)
 
@@ -168,17 +170,17 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             bulk: seed nodes, or seed edges, of each minibatch.
             neg_sampling: how many negative edges to draw for each seed edge, and how.
         """
-        asked = [self._asked(inputs, neg_sampling) for inputs in bulk]
-        drawn = self._grown([request for request, _ in asked])
+        plans = [self._request_of(inputs, neg_sampling) for inputs in bulk]
+        drawn = self._draw_bulk([request for request, _ in plans])
         return [
             self._finished(finish(self._output(found, inputs.input_type is not None)))
-            for inputs, found, (_, finish) in zip(bulk, drawn, asked, strict=True)
+            for inputs, found, (_, finish) in zip(bulk, drawn, plans, strict=True)
         ]
 
-    def _asked(
+    def _request_of(
         self, inputs: Any, neg_sampling: NegativeSampling | None
     ) -> tuple[Request, Callable[[Output], Output]]:
-        """Returns what to draw for a minibatch, and what to do with it."""
+        """Returns the request for a minibatch, and a function that completes its output."""
         key = self.key_of(inputs)
         if isinstance(inputs, EdgeSamplerInput):
             seed, time, finish = self._edge_seeds(inputs, key, neg_sampling)
@@ -201,19 +203,19 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     def _edge_seeds(
         self, inputs: EdgeSamplerInput, key: int, neg_sampling: NegativeSampling | None
     ) -> tuple[Any, Any, Callable[[Output], Output]]:
-        """Returns the ends of seed edges, their times, and what labels the minibatch."""
+        """Returns the ends of seed edges, their times, and what adds labels to the output."""
         seeds: list[tuple[Any, Any]] = []
         blank = SimpleNamespace(
             batch=torch.empty(0).long() if inputs.input_type is None else {}
         )
 
-        def note(seed: Any, time: Any) -> Any:
+        def record(seed: Any, time: Any) -> Any:
             seeds.append((seed, time))
             return blank
 
         negatives = keyed_negatives(neg_sampling, key)
         edge_sample(
-            inputs, note, self.num_nodes, self.disjoint, self.node_time, negatives
+            inputs, record, self.num_nodes, self.disjoint, self.node_time, negatives
         )
 
         def finish(out: Output) -> Output:
@@ -236,119 +238,128 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
                 found[name] = time[torch.searchsorted(node, ids.long())]
         return super()._tree_time(seeds, found)
 
-    def _grown(self, requests: Sequence[Request]) -> list[Minibatch]:
-        """Draws the minibatches of a bulk, hop by hop."""
-        with ExitStack() as lent:
-            drawings = [
-                lent.enter_context(self._sampler.drawing(r, len(requests)))
+    def _draw_bulk(self, requests: Sequence[Request]) -> list[Minibatch]:
+        """Draws the minibatches of a bulk."""
+        with ExitStack() as stack:
+            builders = [
+                stack.enter_context(self._sampler.builder(r, len(requests)))
                 for r in requests
             ]
-            self._grow(drawings, [r.key for r in requests])
-            return [drawing.result() for drawing in drawings]
+            self._draw_hops(builders, [r.key for r in requests])
+            return [builder.result() for builder in builders]
 
-    def _grow(self, drawings: list[Any], own_keys: list[int]) -> None:
+    def _draw_hops(self, builders: list[Any], own_keys: list[int]) -> None:
+        """Draws all hops of the minibatches of a bulk together; collective."""
         keys: list[list[int]] = []
         if self.sample_at == "owner":
             keys = collectives.all_gather_counts(own_keys, self.channel.row)
         fan_outs = self._fan_outs()
         for hop in range(max(map(len, fan_outs), default=0)):
-            numbers = {r: f[hop] for r, f in enumerate(fan_outs) if f[hop] != 0}
-            asks = [[d.ask(r, hop) for d in drawings] for r in range(len(fan_outs))]
-            if self.sample_at == "owner" and numbers:
-                self._at_owner(hop, drawings, asks, numbers, keys)
+            active = {r: f[hop] for r, f in enumerate(fan_outs) if f[hop] != 0}
+            frontiers = [
+                [builder.frontier(r, hop) for builder in builders]
+                for r in range(len(fan_outs))
+            ]
+            if self.sample_at == "owner" and active:
+                self._draw_at_owner(hop, builders, frontiers, active, keys)
             elif self.sample_at == "requester":
-                for r in numbers:
-                    self._at_requester(r, hop, drawings, asks[r])
-            for drawing in drawings:
-                drawing.end_hop()
+                for r in active:
+                    self._draw_at_requester(r, hop, builders, frontiers[r])
+            for builder in builders:
+                builder.end_hop()
         if self.subgraph_type == SubgraphType.induced:
             for r in range(len(self._relations)):
-                self._induce(r, drawings)
+                self._induce(r, builders)
 
-    def _at_owner(
+    def _draw_at_owner(
         self,
         hop: int,
-        drawings: list[Any],
-        asks: Any,
+        builders: list[Any],
+        frontiers: list[list[Frontier | None]],
         fan_outs: dict[int, int],
         keys: list[list[int]],
     ) -> None:
-        queries = [_query(r, ask) for r in fan_outs for ask in asks[r]]
-        request = self._rows.ask(queries)
-        k, labor, relations = len(drawings), self.draws == LABOR, self._relations
+        """Has the owners of the frontier nodes draw their in-edges, and adds the draws."""
+        queries = [_query(r, frontier) for r in fan_outs for frontier in frontiers[r]]
+        request = self._rows.request(queries)
+        k, labor, relations = len(builders), self.draws == LABOR, self._relations
         messages = []
         for peer, theirs in enumerate(request.received):
             segments = []
             for n, (r, fan_out) in enumerate(fan_outs.items()):
-                wanted = theirs[n * k : (n + 1) * k]
+                received = theirs[n * k : (n + 1) * k]
                 relation = relations[r]
                 drawn_by = [hop_key(m, r, relation, hop, labor) for m in keys[peer]]
-                segments.append((r, self._ask(wanted, drawn_by, fan_out)))
+                segments.append((r, self._frontier_of(received, drawn_by, fan_out)))
             messages.append(self._rows.answer(segments))
         draws, first = self._rows.draws(request, messages), request.first
 
-        def take(i: int) -> None:
+        def add(i: int) -> None:
             for n, r in enumerate(fan_outs):
-                if asks[r][i] is not None:
+                if frontiers[r][i] is not None:
                     s = n * k + i
-                    drawings[i].take(r, hop, draws.of(first[s], first[s + 1]))
+                    part = draws.part(first[s], first[s + 1])
+                    builders[i].add_draws(r, hop, part)
 
-        threads.run(take, [(i,) for i in range(k)])
+        threads.run(add, [(i,) for i in range(k)])
 
-    def _at_requester(
-        self, r: int, hop: int, drawings: list[Any], asks: list[HopDraw | None]
+    def _draw_at_requester(
+        self, r: int, hop: int, builders: list[Any], frontiers: list[Frontier | None]
     ) -> None:
-        relation, places = self._rows.fetch(r, [a.node if a else None for a in asks])
+        """Fetches the rows of the frontier nodes, and draws from them on this rank."""
+        nodes = [frontier.node if frontier else None for frontier in frontiers]
+        relation, places = self._rows.fetch(r, nodes)
 
         def draw(i: int) -> None:
-            ask, place = asks[i], places[i]
-            if ask is not None:
-                drawings[i].draw(r, hop, relation, replace(ask, place=place))
+            frontier, place = frontiers[i], places[i]
+            if frontier is not None:
+                builders[i].draw(r, hop, relation, replace(frontier, place=place))
 
         try:
-            threads.run(draw, [(i,) for i in range(len(drawings))])
+            threads.run(draw, [(i,) for i in range(len(builders))])
         except UnweightedNode as error:
             raise self._rows.unweighted(error, r) from None
 
-    def _induce(self, r: int, drawings: list[Any]) -> None:
-        asks = [drawing.ask_all(r) for drawing in drawings]
-        relation, places = self._rows.fetch(r, [ask.node for ask in asks])
-        for drawing, ask, place in zip(drawings, asks, places, strict=True):
-            drawing.induce(r, relation, replace(ask, place=place))
+    def _induce(self, r: int, builders: list[Any]) -> None:
+        """Fetches the in-edges of all sampled nodes, and keeps those between them."""
+        frontiers = [builder.all_nodes(r) for builder in builders]
+        relation, places = self._rows.fetch(r, [f.node for f in frontiers])
+        for builder, frontier, place in zip(builders, frontiers, places, strict=True):
+            builder.induce(r, relation, replace(frontier, place=place))
 
-    def _ask(
+    def _frontier_of(
         self, queries: Sequence[RowQuery], keys: Sequence[int], fan_out: int
-    ) -> HopDraw:
-        """Returns another rank's query of a relation as a draw from this rank's rows."""
+    ) -> Frontier:
+        """Returns another rank's queries of one relation as a frontier on this rank."""
         node, drawn = torch.cat([w.node for w in queries]), fan_out > 0
-        return HopDraw(
+        return Frontier(
             node=node,
-            place=self._rows.place_of(queries[0].relation, node),
+            place=self._rows.local_rows(queries[0].relation, node),
             keys=keys,
             ends=list(accumulate(len(w.node) for w in queries)),
             fan_out=fan_out,
             replace=self.replace and drawn,
             latest=self.is_temporal and self.temporal_strategy == "last" and drawn,
-            name=_joined([w.name for w in queries]),
-            limit=_joined([w.limit for w in queries]),
+            stream=_joined([w.stream for w in queries]),
+            max_time=_joined([w.max_time for w in queries]),
             labor=self.draws == LABOR and drawn,
         )
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Joins a column of a message, which all its segments have, or none."""
+    """Concatenates an optional column of all segments of a message; None if it is absent."""
     found = [part for part in parts if part is not None]
     return torch.cat(found) if found else None
 
 
-def _query(relation: int, ask: HopDraw | None) -> RowQuery:
-    if ask is None:
+def _query(relation: int, frontier: Frontier | None) -> RowQuery:
+    if frontier is None:
         return RowQuery(relation, torch.empty(0).long())
-    return RowQuery(relation, ask.node, ask.name, ask.limit)
+    return RowQuery(relation, frontier.node, frontier.stream, frontier.max_time)
 
 
 @dataclass(eq=False)
-class _Round:
+class _LayerRound:
     """Holds the rows of one layer, their request, and the graph that multiplies them."""
 
     rows: BulkNodes
@@ -357,7 +368,7 @@ class _Round:
 
     @property
     def received(self) -> list[BulkNodes]:
-        """Returns the rows that each rank asks for here."""
+        """Returns the rows that each rank requests from this one."""
         return [BulkNodes.of([w.node for w in part]) for part in self.request.received]
 
 
@@ -399,7 +410,7 @@ class PartitionedLayerGraph:
         self.block, self.channel, self.rule = block, channel, rule
         self.sample_at = sample_at
         self.num_nodes = block.topology.graph.sizes[0]
-        self._far = RemoteRows(block, channel)
+        self._remote_rows = RemoteRows(block, channel)
         relation = block.topology.graph.relations[0]
         problem, peak = None, 0.0
         try:
@@ -414,14 +425,14 @@ class PartitionedLayerGraph:
         self._own = self._local(relation, block.node_gid[0])
         self.scale = self._own.scale
         self._weighted = relation.weight is not None
-        self._round: _Round | None = None
+        self._round: _LayerRound | None = None
 
     def sums(self, rows: BulkNodes) -> BulkMatrix:
         """Returns the weights of the rows of each minibatch, [k, n] int64."""
-        turn = self._turn(rows)
-        parts = [turn.server.sums(asked) for asked in turn.received]
+        current = self._round_of(rows)
+        parts = [current.server.sums(requested) for requested in current.received]
         messages = [self._words(p.rowptr.diff(), p.col, p.values) for p in parts]
-        found = turn.request.exchange(messages, "sums")
+        found = current.request.exchange(messages, "sums")
         return add([self._read_sums(part, len(rows)) for part in found])
 
     def column_sums(self) -> Tensor:
@@ -430,34 +441,34 @@ class PartitionedLayerGraph:
 
     def extract(self, rows: BulkNodes, cols: BulkNodes) -> LayerEdges:
         """Returns the edges from the columns to the rows of each minibatch."""
-        turn = self._turn(rows)
+        current = self._round_of(rows)
         self._round = None
-        wanted = turn.request.sent > 0  # [peers, k]
+        wanted = current.request.sent > 0  # [peers, k]
         sizes = cols.ptr.diff() * wanted
         columns = RowRound(self._axis, sizes)
         coming = columns.table
         places = [_ranges(cols.ptr, row) for row in wanted]
         theirs = columns.send_ids(
-            cols.id[torch.cat(places)].to(self._far.word),
+            cols.id[torch.cat(places)].to(self._remote_rows.word),
             sizes.sum(1).tolist(),
             coming.sum(1).tolist(),
             "columns",
         )
         messages = [
-            self._edges(turn.server, asked, BulkNodes(ids.long(), offsets(counts)))
-            for asked, ids, counts in zip(turn.received, theirs, coming, strict=True)
+            self._edges(current.server, rows, BulkNodes(ids.long(), offsets(counts)))
+            for rows, ids, counts in zip(current.received, theirs, coming, strict=True)
         ]
-        found = turn.request.exchange(messages, "edges")
-        asked_rows = turn.request.asked
+        found = current.request.exchange(messages, "edges")
+        by_peer = current.request.asked
         parts = [
-            self._read_edges(message, len(asked), place)
-            for message, asked, place in zip(found, asked_rows, places, strict=True)
+            self._read_edges(message, len(rows_there), place)
+            for message, rows_there, place in zip(found, by_peer, places, strict=True)
         ]
-        return LayerEdges.join(parts, asked_rows)
+        return LayerEdges.join(parts, by_peer)
 
     @property
     def _axis(self) -> Any:
-        """Returns the axis over which rows of Q are sent."""
+        """Returns the axis over which the rows of Q are sent."""
         return self.channel.row if self.sample_at == "owner" else self.channel.col
 
     def _local(self, rows: Relation, gid: Tensor) -> LocalLayerGraph:
@@ -465,29 +476,28 @@ class PartitionedLayerGraph:
             rows, self.num_nodes, self.rule, gid, self.most_rows, self._peak
         )
 
-    def _turn(self, rows: BulkNodes) -> _Round:
-        """Sends the rows of a layer, once for its sums and its edges."""
+    def _round_of(self, rows: BulkNodes) -> _LayerRound:
+        """Sends the rows of a layer, once for both its sums and its edges; collective."""
         if self._round is not None and self._round.rows is rows:
             return self._round
         check_nodes(rows, self.num_nodes, "rows")
         queries = [RowQuery(0, node) for node in rows.split()]
         if self.sample_at == "owner":
-            turn = _Round(rows, self._far.ask(queries), self._own)
+            request, server = self._remote_rows.request(queries), self._own
         else:
-            request = self._far.ask_twins(queries)
+            request = self._remote_rows.request_from_row(queries)
             none = [torch.empty(0).long()]
-            asked = [w.node for part in request.received for w in part]
-            wanted = torch.unique(torch.cat(none + asked))
-            server = self._local(self._far.sorted_rows(0, wanted), wanted)
-            turn = _Round(rows, request, server)
-        self._round = turn
-        return turn
+            requested = [w.node for part in request.received for w in part]
+            wanted = torch.unique(torch.cat(none + requested))
+            server = self._local(self._remote_rows.sorted_rows(0, wanted), wanted)
+        self._round = _LayerRound(rows, request, server)
+        return self._round
 
     # Messages -------------------------------------------------------------------------
 
     def _words(self, *parts: Tensor) -> Tensor:
-        """Joins counts and ids, as words, and numbers of eight bytes, as they are."""
-        word = self._far.word
+        """Packs counts and ids as words, and the last part, 8-byte numbers, unchanged."""
+        word = self._remote_rows.word
         head, last = parts[:-1], parts[-1]
         return torch.cat([*(p.to(word) for p in head), last.contiguous().view(word)])
 
@@ -506,7 +516,7 @@ class PartitionedLayerGraph:
     def _edges(
         self, server: LocalLayerGraph, rows: BulkNodes, cols: BulkNodes
     ) -> Tensor:
-        """Writes: edges of each row; column and id of each edge; weights."""
+        """Packs the number of edges of each row, the column and id of each edge, weights."""
         edges = server.extract(rows, cols)
         counts = torch.bincount(edges.row, minlength=len(rows.id))
         weight = edges.weight
@@ -528,5 +538,5 @@ class PartitionedLayerGraph:
 
 
 def _ranges(ptr: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the places of the ranges of `ptr` that are chosen, in order."""
+    """Returns the positions that the chosen ranges of `ptr` span, in order."""
     return chosen.repeat_interleave(ptr.diff()).nonzero().view(-1)

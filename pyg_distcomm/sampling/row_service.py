@@ -1,10 +1,10 @@
-"""Sends ids to the ranks that hold their rows, and brings the rows back.
+"""Sends ids to the ranks that hold their rows, and returns the rows.
 
-[Note: row service] A `RowRound` is three exchanges over an axis: how many ids each rank asks
-of each other, the ids, and the answers. All that looks rows up by id runs on it: node-wise
-and layer-wise samplers of a partitioned graph (`RemoteRows`), which draw from the rows or
-bring them whole, and the feature store (`loader.fetch`). Callers decide what a
-message holds; this module decides the order of the exchanges.
+[Note: row service] A `RowRound` is three exchanges over an axis: the number of ids that each
+rank requests of each other rank, the ids, and the answers. Every lookup of rows by id runs on
+it: node-wise and layer-wise samplers of a partitioned graph (`RemoteRows`), which draw from
+the rows or fetch them whole, and the feature store (`loader.fetch`). Callers decide the
+content of a message; this module decides the order of the exchanges.
 
 [Note: rows over the process row] In the Graph Partitioned algorithm of [Tripathy24] the c
 ranks of a process row hold the same rows of Q. Each multiplies by a c-th of the blocks of A,
@@ -16,13 +16,13 @@ differs here:
   to the others of the process row, and only these rows come back: a reduce-scatter;
 - a row of a node-wise Q has one nonzero, so that no two ranks have parts of one row of the
   product, and nothing is left to add; layer-wise, partial rows are added;
-- which of the c ranks brings a row is settled by the column of its owner, not by its block,
-  so that c need not divide P/c, and they bring about as many each;
-- rows of the own block, which all c ranks hold, do not travel;
-- one all_to_allv brings all blocks, and each row once for all minibatches of all c ranks.
+- the column of a row's owner, not its block, decides which of the c ranks fetches it, so
+  that c need not divide P/c, and all fetch about as many rows;
+- rows of this rank's block, which all c ranks hold, do not travel;
+- one all_to_allv moves rows of all blocks, each row once for all minibatches of all c ranks.
 
-Each rank asking its column for what itself needs would bring fewer words to a rank in all;
-this way a row comes into a process row once, which is what counts where it is a host.
+If each rank requested only its own rows from its column, a rank would receive fewer words in
+total; here a row enters a process row once, which counts if the process row is one host.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.kernels.minibatch import (
-    Draws,
-    HopDraw,
+    Frontier,
     Relation,
+    RemoteDraws,
     UnweightedNode,
-    everything,
+    all_in_edges,
 )
 from pyg_distcomm.sampling.graph_block import GraphBlock
 
-_NAMED, _TIMED, _FLOAT = 1, 2, 4  # columns beside the ids of a message
+_STREAM, _TIMED, _FLOAT = 1, 2, 4  # flags: the columns beside the ids of a message
 
 
 @dataclass(frozen=True, eq=False)
 class RowQuery:
-    """Lists nodes whose in-edges in one relation are needed: a segment of a message.
+    """Requests the in-edges of nodes in one relation: a segment of a message.
 
-    Shapes: node [m] gids; name, limit [m] or None, as in `HopDraw`.
+    Shapes: node [m] gids; stream, max_time [m] or None, as in `Frontier`.
     """
 
     relation: int
     node: Tensor
-    name: Tensor | None = None
-    limit: Tensor | None = None
+    stream: Tensor | None = None
+    max_time: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class RowReply:
-    """Holds in-edges received, as rows in the order in which they arrived.
+    """Holds the in-edges received, as rows in the order of arrival.
 
     Shapes: offset [m + 1]; pair [2 t], a source and an edge id each; columns [t] each;
-    slot [m], the row of each node in the order of asking.
+    slot [m], the row of each node, in the order in which they were requested.
     """
 
     offset: Tensor
@@ -81,12 +81,12 @@ class RowReply:
 
 
 class RowRound:
-    """Runs the exchanges of one round: counts when it is made, then ids, then answers.
+    """Runs the exchanges of one round: counts (in the constructor), then ids, then answers.
 
     Args:
-        axis: the ranks that ask each other.
-        table: `[ranks, w]` int64, a row for each rank: how many ids are asked of it, and
-            what it has to know to read them.
+        axis: the ranks that exchange rows.
+        table: `[ranks, w]` int64, a row for each rank: the numbers of ids requested of it,
+            and flags that say how to read them.
     """
 
     def __init__(self, axis: Axis, table: Tensor) -> None:
@@ -99,7 +99,7 @@ class RowRound:
     def send_ids(
         self, ids: Tensor, sent: Sequence[int], coming: Sequence[int], op: str
     ) -> list[Tensor]:
-        """Sends ids, sorted by rank; returns those that each rank asks for here."""
+        """Sends ids, sorted by rank; returns the ids that each rank requests from this one."""
         got = collectives.all_to_all(ids, list(sent), list(coming), self.axis, op)
         return list(got.wait().split(list(coming)))
 
@@ -111,17 +111,17 @@ class RowRound:
         op: str,
         into: Tensor | None = None,
     ) -> collectives.Pending:
-        """Starts to send answers of sizes that both ends know from the counts."""
+        """Starts to send answers whose sizes both sides know from the counts."""
         counts = list(sent), list(coming)
         return collectives.all_to_all(rows, *counts, self.axis, op, into=into)
 
     def send_parts(
         self, messages: Sequence[Tensor], op: str
     ) -> tuple[list[Tensor], Tensor]:
-        """Sends answers of any size, whose sizes go first; a rank's own does not travel.
+        """Sends answers of any size, after their sizes; a rank's own answer does not travel.
 
         Returns:
-            the answer of each rank, and all those of other ranks, in rank order.
+            the answer of each rank, and the answers of all other ranks, in rank order.
         """
         rank = self.axis.rank
         coming = collectives.exchange_counts([len(m) for m in messages], self.axis)
@@ -134,30 +134,30 @@ class RowRound:
 
 
 class RowRequest:
-    """Asks other ranks for in-edges: sends node ids when made, and `reply` returns rows.
+    """Requests in-edges of other ranks: the constructor sends ids, `reply` returns rows.
 
-    All ranks of the axis give as many segments, for the same relations in the same
-    order. Price, in words of 4 bytes (8 if ids need them), and counts of 8 bytes:
+    All ranks of the axis give the same number of segments, for the same relations in the
+    same order. Price, in words of 4 bytes (8 if ids need them), and counts of 8 bytes:
 
         words   id_words asked_by_others + asked + (2 + columns) drawn
         counts  (segments + 2) (ranks - 1)
 
-    A node asked for is one word, and one more for its tree, two for a time; each is answered
-    by a count, and a source and an id for each of its in-edges `drawn`. Counts are the nodes of
-    each segment, the flags of columns beside them, and the length of an answer. Nodes
-    whose rows lie on this rank count nowhere.
+    A requested node is one word, one more for its stream, and two for a time; it is answered
+    by a count, and by a source and an id for each of its in-edges `drawn`. Counts are the
+    nodes of each segment, the flags of their columns, and the length of an answer. Nodes
+    whose rows lie on this rank cost nothing.
 
     Args:
-        axis: the ranks that ask each other.
-        queries: what this rank wants; a segment may be empty.
-        peers: for each query, which rank of the axis has each node's row.
-        word: int32, or int64 where ids need it: the type of all that travels.
+        axis: the ranks that exchange rows.
+        queries: the requests of this rank; a segment may be empty.
+        peers: for each query, the rank of the axis that has each node's row.
+        word: the dtype of messages: int32, or int64 where ids need it.
 
     Attributes:
-        received: what each rank asks for here, as its queries.
-        sent: [ranks, segments], how many nodes of each segment are asked of each rank.
-        first: [segments + 1], where segments begin in the order of asking.
-        asked: by rank, the places in that order of the nodes asked of it.
+        received: the queries of each rank for rows of this one.
+        sent: [ranks, segments], the number of nodes of each segment requested of each rank.
+        first: [segments + 1], the first node of each segment, in request order.
+        asked: by rank, the positions in request order of the nodes requested of it.
     """
 
     def __init__(
@@ -191,28 +191,28 @@ class RowRequest:
             coming.tolist(),
             "frontier",
         )
-        kinds = [w.relation for w in queries]
+        relations = [w.relation for w in queries]
         self.received = [
-            _unpacked(part, row[:-1].tolist(), int(row[-1]), kinds)
+            _unpacked(part, row[:-1].tolist(), int(row[-1]), relations)
             for part, row in zip(parts, theirs, strict=True)
         ]
 
     def exchange(self, messages: Sequence[Tensor], op: str = "samples") -> list[Tensor]:
-        """Sends a message of words to each rank of the axis; returns those for this one."""
-        return self.arrived(messages, op)[0]
+        """Sends a message to each rank of the axis; returns the messages for this one."""
+        return self.exchange_parts(messages, op)[0]
 
-    def arrived(
+    def exchange_parts(
         self, messages: Sequence[Tensor], op: str = "samples"
     ) -> tuple[list[Tensor], Tensor]:
-        """Does as `exchange`; returns also all that came from others, in rank order."""
+        """Like `exchange`; also returns the words of all other ranks, in rank order."""
         return self._round.send_parts(messages, op)
 
     def reply(
         self, messages: Sequence[Tensor], columns: Sequence[torch.dtype] = ()
     ) -> RowReply:
-        """Answers every rank by a message from `answer`; returns what they answered.
+        """Sends every rank its answer (see `answer`); returns the answers received.
 
-        `columns` are the types of what comes with each in-edge beside its pair.
+        `columns` are the dtypes of the values of each in-edge beside its pair.
         """
         counts, parts = [], []
         for part, nodes in zip(self.exchange(messages), self.asked, strict=True):
@@ -231,28 +231,29 @@ class RowRequest:
 
 def answer(
     relations: Sequence[Relation],
-    asks: Sequence[tuple[int, HopDraw]],
+    frontiers: Sequence[tuple[int, Frontier]],
     sampler: Any,
     word: torch.dtype,
     whole: bool = False,
 ) -> Tensor:
-    """Draws what one rank asks for, and writes the message that answers it.
+    """Draws the in-edges that one rank requests, and packs them into its message.
 
-    How many in-edges each node has comes first, then the pairs of all, then the columns.
+    The number of in-edges of each node comes first, then the pairs of all, then the columns.
 
     Args:
-        relations: where the rows are.
-        asks: (relation, ask), relations ascending.
+        relations: the relations that hold the rows.
+        frontiers: (number of the relation, its frontier nodes), relations ascending.
         sampler: draws from rows and writes pairs (`kernels.neighbor_sampler`).
-        word: the type of the message.
-        whole: whether weights and times of the in-edges go with them.
+        word: the dtype of the message.
+        whole: whether to send weights and times of the in-edges, too.
     """
     found = []
-    for number, ask in asks:
+    for number, frontier in frontiers:
         try:
-            start, entry, _ = sampler.draw_rows(relations[number], None, ask, _fresh)
+            drawn = sampler.draw_rows(relations[number], None, frontier, _allocate)
         except UnweightedNode as error:
             raise UnweightedNode(number, error.node) from None
+        start, entry, _ = drawn
         found.append((relations[number], torch.from_numpy(start).diff(), entry))
     columns = [
         _widened(column[torch.from_numpy(entry)], word)
@@ -276,88 +277,90 @@ def answer(
 
 
 def columns_of(relation: Relation) -> list[Tensor]:
-    """Returns what an in-edge has beside its pair: a weight, a time."""
+    """Returns the values of in-edges beside their pairs: the weight and the time, if any."""
     return [c for c in (relation.weight, relation.time) if c is not None]
 
 
 def _widened(column: Tensor, word: torch.dtype) -> Tensor:
-    """Writes numbers as words; float32 becomes float64 where words have eight bytes."""
+    """Reinterprets numbers as words; float32 becomes float64 if words have eight bytes."""
     narrow = column.element_size() < word.itemsize
     return (column.double() if narrow else column).view(word)
 
 
 def _narrowed(words: Tensor, kind: torch.dtype) -> Tensor:
-    """Reads what `_widened` wrote."""
+    """Reads numbers that `_widened` wrote as words."""
     wide = torch.float64 if kind.itemsize < words.element_size() else kind
     return words.clone().view(wide).to(kind)
 
 
-def _fresh(total: int) -> tuple[NDArray[np.int64], int]:
+def _allocate(total: int) -> tuple[NDArray[np.int64], int]:
     return np.empty(total, np.int64), 0
 
 
 def _flags(queries: Sequence[RowQuery]) -> int:
-    named = any(w.name is not None for w in queries)
-    limits = [w.limit for w in queries if w.limit is not None]
-    floats = any(limit.is_floating_point() for limit in limits)
-    return _NAMED * named + _TIMED * bool(limits) + _FLOAT * floats
+    """Returns which columns go beside the ids of a message, as bits."""
+    streams = any(w.stream is not None for w in queries)
+    times = [w.max_time for w in queries if w.max_time is not None]
+    floats = any(time.is_floating_point() for time in times)
+    return _STREAM * streams + _TIMED * bool(times) + _FLOAT * floats
 
 
-def _words(kind: torch.dtype, word: torch.dtype) -> int:
-    return max(kind.itemsize // word.itemsize, 1)
+def _words(dtype: torch.dtype, word: torch.dtype) -> int:
+    """Returns how many words a number of a dtype takes."""
+    return max(dtype.itemsize // word.itemsize, 1)
 
 
 def _width(flags: int, word: torch.dtype) -> int:
+    """Returns how many words each requested node takes."""
     timed = _words(torch.int64, word) if flags & _TIMED else 0
-    return 1 + bool(flags & _NAMED) + timed
+    return 1 + bool(flags & _STREAM) + timed
 
 
 def _packed(queries: Sequence[RowQuery], flags: int, word: torch.dtype) -> Tensor:
-    """Writes ids, and what goes with them, as rows of words [m, width]."""
+    """Packs ids, and the columns of their flags, as rows of words [m, width]."""
     none = torch.empty(0).long()
     columns = [torch.cat([none, *(w.node for w in queries)]).to(word).unsqueeze(1)]
-    if flags & _NAMED:
-        names = [
-            torch.zeros_like(w.node) if w.name is None else w.name for w in queries
+    if flags & _STREAM:
+        streams = [
+            torch.zeros_like(w.node) if w.stream is None else w.stream for w in queries
         ]
-        columns.append(torch.cat([none, *names]).to(word).unsqueeze(1))
+        columns.append(torch.cat([none, *streams]).to(word).unsqueeze(1))
     if flags & _TIMED:
-        kind = torch.float64 if flags & _FLOAT else torch.int64
-        limits = [
-            torch.zeros(len(w.node), dtype=kind)
-            if w.limit is None
-            else w.limit.to(kind)
+        dtype = torch.float64 if flags & _FLOAT else torch.int64
+        times = [
+            torch.zeros(len(w.node), dtype=dtype)
+            if w.max_time is None
+            else w.max_time.to(dtype)
             for w in queries
         ]
-        every = torch.cat([none.to(kind), *limits])
+        every = torch.cat([none.to(dtype), *times])
         columns.append(every.view(word).view(len(every), -1))
     return torch.cat(columns, 1)
 
 
 def _unpacked(
-    part: Tensor, counts: Sequence[int], flags: int, kinds: Sequence[int]
+    part: Tensor, counts: Sequence[int], flags: int, relations: Sequence[int]
 ) -> list[RowQuery]:
-    """Reads what `_packed` wrote, for one rank, as its queries."""
+    """Reads the queries of one rank, written by `_packed`."""
     rows = part.view(sum(counts), -1) if len(part) else part.view(0, 1)
     none: list[Tensor | None] = [None] * len(counts)
     nodes = rows[:, 0].long().split(list(counts))
-    names, limits = list(none), list(none)
-    if flags & _NAMED and len(part):
-        names = list(rows[:, 1].long().split(list(counts)))
+    streams, times = list(none), list(none)
+    if flags & _STREAM and len(part):
+        streams = list(rows[:, 1].long().split(list(counts)))
     if flags & _TIMED and len(part):
-        kind = torch.float64 if flags & _FLOAT else torch.int64
-        raw = rows[:, 1 + bool(flags & _NAMED) :].contiguous().view(kind)
-        limits = list(raw.view(-1).split(list(counts)))
-    return [
-        RowQuery(*segment) for segment in zip(kinds, nodes, names, limits, strict=True)
-    ]
+        dtype = torch.float64 if flags & _FLOAT else torch.int64
+        raw = rows[:, 1 + bool(flags & _STREAM) :].contiguous().view(dtype)
+        times = list(raw.view(-1).split(list(counts)))
+    segments = zip(relations, nodes, streams, times, strict=True)
+    return [RowQuery(*segment) for segment in segments]
 
 
 class RemoteRows:
     """Draws from, and fetches, the rows of all blocks.
 
     Args:
-        block: what this rank holds.
+        block: the block of this rank.
         channel: the ranks; used by one thread at a time.
     """
 
@@ -368,7 +371,7 @@ class RemoteRows:
         self.word = torch.int64 if wide else torch.int32
         self._sampler: Any = kernels.neighbor_sampler(block.topology.graph)
 
-    def ask(self, queries: Sequence[RowQuery]) -> RowRequest:
+    def request(self, queries: Sequence[RowQuery]) -> RowRequest:
         """Sends ids to the ranks of the process column that have their rows."""
         return self._request(self.channel.row, queries, self.block.block_of)
 
@@ -376,32 +379,34 @@ class RemoteRows:
         self,
         axis: Axis,
         queries: Sequence[RowQuery],
-        whom: Callable[[int, Tensor], Tensor],
+        peer_of: Callable[[int, Tensor], Tensor],
     ) -> RowRequest:
         peers = [
-            whom(kind, torch.cat([w.node for w in some]))
-            for kind, some in groupby(
+            peer_of(node_type, torch.cat([w.node for w in some]))
+            for node_type, some in groupby(
                 queries, lambda w: self.relations[w.relation].target
             )
         ]
         return RowRequest(axis, queries, peers, self.word)
 
-    def place_of(self, r: int, node: Tensor) -> Tensor:
-        """Returns where nodes that were asked of this rank have their rows."""
-        return self.block.place_of(self.relations[r].target, node)
+    def local_rows(self, r: int, node: Tensor) -> Tensor:
+        """Returns the local row of each node that was requested of this rank."""
+        return self.block.local_rows(self.relations[r].target, node)
 
-    def answer(self, asks: list[tuple[int, HopDraw]], whole: bool = False) -> Tensor:
-        """Draws what one rank asks of this one; see `answer`."""
+    def answer(
+        self, frontiers: list[tuple[int, Frontier]], whole: bool = False
+    ) -> Tensor:
+        """Draws the in-edges that one rank requests from this one; see `answer`."""
         try:
-            return answer(self.relations, asks, self._sampler, self.word, whole)
+            return answer(self.relations, frontiers, self._sampler, self.word, whole)
         except UnweightedNode as error:
             raise self.unweighted(error, error.relation) from None
 
-    def draws(self, request: RowRequest, messages: Sequence[Tensor]) -> Draws:
-        """Answers every rank by a message; returns the draws that this one asked for."""
-        found, far = request.arrived(messages)
+    def draws(self, request: RowRequest, messages: Sequence[Tensor]) -> RemoteDraws:
+        """Sends every rank its answer; returns the draws that this rank requested."""
+        found, far = request.exchange_parts(messages)
         parts = list(zip(found, request.asked, strict=True))
-        draws: Draws = self._sampler.locate(parts, self.channel.row.rank, far)
+        draws: RemoteDraws = self._sampler.locate(parts, self.channel.row.rank, far)
         return draws
 
     def unweighted(self, error: UnweightedNode, r: int) -> ValueError:
@@ -415,54 +420,54 @@ class RemoteRows:
     ) -> tuple[Relation, list[Tensor]]:
         """Fetches whole rows of a relation, each distinct one once; collective.
 
-        With c copies of a block, the ranks of a process row pool what they want; see
+        With c copies of a block, the ranks of a process row pool their requests; see
         [Note: rows over the process row].
 
-        Price: that of a `RowRequest` on each axis. In the process row, it asks
-        for the distinct rows that others are to bring; in the process column, for those
-        that it is to bring for any of the process row and does not hold.
+        Price: that of a `RowRequest` on each axis. In the process row, this rank requests
+        the distinct rows that other ranks fetch; in the process column, the rows that it
+        fetches for any rank of the process row and does not hold.
 
         Returns:
-            the rows as a relation, and for each list of nodes, their places in it.
+            the rows as a relation, and for each list of nodes, their rows in it.
         """
         none = torch.empty(0).long()
         every = torch.cat([none, *(n for n in nodes if n is not None)])
         wanted, where = torch.unique(every, return_inverse=True)
-        request = self.ask_twins([RowQuery(r, wanted)])
-        asked = [theirs[0].node for theirs in request.received]
-        pool, places = torch.unique(torch.cat(asked), return_inverse=True)
-        answers = self._column(r, pool)
+        request = self.request_from_row([RowQuery(r, wanted)])
+        requested = [theirs[0].node for theirs in request.received]
+        pool, places = torch.unique(torch.cat(requested), return_inverse=True)
+        answers = self._fetch_from_column(r, pool)
         if self.channel.col.size > 1:
             arrived = self._arrived(r, answers)
             messages = [
                 answer(
                     [arrived],
-                    [(0, everything(node, answers.slot[place]))],
+                    [(0, all_in_edges(node, answers.slot[place]))],
                     self._sampler,
                     self.word,
                     whole=True,
                 )
                 for node, place in zip(
-                    asked, places.split([len(a) for a in asked]), strict=True
+                    requested, places.split([len(n) for n in requested]), strict=True
                 )
             ]
             answers = request.reply(messages, self._columns(r))
         sizes = [0 if n is None else len(n) for n in nodes]
         return self._arrived(r, answers), list(answers.slot[where].split(sizes))
 
-    def ask_twins(self, queries: Sequence[RowQuery]) -> RowRequest:
-        """Asks each rank of the process row for the rows that it fetches for all of them.
+    def request_from_row(self, queries: Sequence[RowQuery]) -> RowRequest:
+        """Requests of each rank of the process row the rows that it fetches for all of it.
 
-        See `GraphBlock.twin_of`.
+        See `GraphBlock.fetcher_of`.
         """
-        return self._request(self.channel.col, queries, self.block.twin_of)
+        return self._request(self.channel.col, queries, self.block.fetcher_of)
 
     def sorted_rows(self, r: int, nodes: Tensor) -> Relation:
         """Fetches the rows of distinct ids from this column, in the order of the ids."""
-        answers = self._column(r, nodes)
+        answers = self._fetch_from_column(r, nodes)
         arrived = self._arrived(r, answers)
         start, entry, _ = self._sampler.draw_rows(
-            arrived, None, everything(nodes, answers.slot), _fresh
+            arrived, None, all_in_edges(nodes, answers.slot), _allocate
         )
         picked = torch.from_numpy(entry)
         weight = None if arrived.weight is None else arrived.weight[picked]
@@ -471,18 +476,20 @@ class RemoteRows:
             arrived, colptr=torch.from_numpy(start), row=pair, weight=weight, time=None
         )
 
-    def _column(self, r: int, wanted: Tensor) -> RowReply:
-        request = self.ask([RowQuery(r, wanted)])
+    def _fetch_from_column(self, r: int, wanted: Tensor) -> RowReply:
+        """Fetches whole rows of distinct nodes from the ranks of the process column."""
+        request = self.request([RowQuery(r, wanted)])
         messages = [
             self.answer(
-                [(r, everything(query.node, self.place_of(r, query.node)))], whole=True
+                [(r, all_in_edges(query.node, self.local_rows(r, query.node)))],
+                whole=True,
             )
             for (query,) in request.received
         ]
         return request.reply(messages, self._columns(r))
 
     def _arrived(self, r: int, answers: RowReply) -> Relation:
-        """Returns rows that have arrived as a relation of their own."""
+        """Returns the rows received as a relation of their own."""
         columns, own = list(answers.columns), self.relations[r]
         weight = None if own.weight is None else columns.pop(0)
         time = None if own.time is None else columns.pop(0)
