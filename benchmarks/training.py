@@ -129,7 +129,7 @@ def watched(loader: Any, kind: str, place: str) -> Watch:
         return watch
     rows = sampler._rows
     if place == "owner":
-        watch.over(rows, ("ask",), "probability")
+        watch.over(rows, ("request",), "probability")
         watch.over(rows, ("answer", "draws"), "sampling")
     else:
         watch.over(rows, ("fetch",), "probability")

@@ -472,8 +472,8 @@ MUTATIONS = (
     Mutation(
         "fan-outs do not bound the chance that a node is reached",
         "weights",
-        "drawn = (fanout / upstream.in_degree.clamp(min=1)).clamp_(max=1)",
-        "drawn = (fanout / upstream.in_degree.clamp(min=1)).clamp_(max=0.5)",
+        "drawn = (fanout / out_edge_sum.in_degree.clamp(min=1)).clamp_(max=1)",
+        "drawn = (fanout / out_edge_sum.in_degree.clamp(min=1)).clamp_(max=0.5)",
         "test_hot.py",
         "test_exact_on_a_tree",
     ),
@@ -579,17 +579,17 @@ MUTATIONS = (
     Mutation(
         "the cache keeps the rows of an attribute that was replaced",
         "cache",
-        "row_group.foreign.pop(name, None)\n        if len(row_group.chosen):",
-        "row_group.foreign.pop(name, None)\n"
-        "        if len(row_group.chosen) and name not in row_group.hot:",
+        "row_group.external.pop(name, None)\n        if len(row_group.cached_gid):",
+        "row_group.external.pop(name, None)\n"
+        "        if len(row_group.cached_gid) and name not in row_group.cached_rows:",
         "test_feature_store.py",
         "test_the_cache_is_the_same or test_putting",
     ),
     Mutation(
         "rows of the cache are laid out as if they came from others",
         "cache",
-        "ids, torch.cat([home, hot, cold]), tuple(counts), here, kept[found]",
-        "ids, torch.cat([home, cold, hot]), tuple(counts), here, kept[found]",
+        "order = torch.cat([own_ids, cached, uncached])",
+        "order = torch.cat([own_ids, uncached, cached])",
         "test_feature_store.py",
         "test_the_cache_is_the_same or test_traffic_falls",
     ),
@@ -1155,8 +1155,8 @@ MUTATIONS = (
     Mutation(
         "HGT draws by budgets, not by their squares",
         "subgraphs",
-        "budget.square(), asked",
-        "budget, asked",
+        "budget.square(), count",
+        "budget, count",
         "test_subgraph_loaders.py",
         "test_hgt_draws_by_the_square or test_hgt_on_ranks",
     ),

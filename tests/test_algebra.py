@@ -98,7 +98,7 @@ def same(ours, theirs):
 @pytest.mark.parametrize("right", [None, LONG, REAL])
 @pytest.mark.parametrize("left", [None, LONG, REAL])
 def test_product_equals_reference(left, right, diagonal, dense, monkeypatch):
-    monkeypatch.setattr(matrix_cpu, "DENSE", 200 if dense else 0)
+    monkeypatch.setattr(matrix_cpu, "DENSE_COLUMNS", 200 if dense else 0)
     q, a = entries(7, 20, 90, left), entries(20, 200, 600, right, seed=1)
     extra = (torch.arange(20) % 7 * 30, torch.arange(20) % 3) if diagonal else None
     args = (q, a, 200, extra)

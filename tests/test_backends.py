@@ -96,11 +96,11 @@ def test_what_cannot_be_is_refused(monkeypatch):
     monkeypatch.setattr(installed, "WITH_PYG_LIB", True)
     monkeypatch.setattr(installed, "WITH_TORCH_SPARSE", True)
     for backend, options, wrong in [
-        ("torch-sparse", {"weight_attr": "weight"}, "draws all neighbors alike"),
-        ("torch-sparse", {"disjoint": True}, "draws no disjoint trees"),
-        ("torch-sparse", {"time_attr": "time"}, "draws no disjoint trees"),
-        ("pyg-lib", {"subgraph_type": "induced"}, "draws no induced subgraphs"),
-        ("pyg-lib", {"directed": False}, "draws no induced subgraphs"),
+        ("torch-sparse", {"weight_attr": "weight"}, "draws neighbors uniformly"),
+        ("torch-sparse", {"disjoint": True}, "torch-sparse does not support"),
+        ("torch-sparse", {"time_attr": "time"}, "torch-sparse does not support"),
+        ("pyg-lib", {"subgraph_type": "induced"}, "pyg-lib does not support"),
+        ("pyg-lib", {"directed": False}, "pyg-lib does not support"),
     ]:
         with (
             pytest.warns(UserWarning, match="generator of its own"),

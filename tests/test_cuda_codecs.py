@@ -151,7 +151,7 @@ TWINS = [name for name, value in vars(codec_ops).items() if isinstance(value, Op
 
 @pytest.mark.parametrize("name", TWINS)
 def test_tensors_on_cuda_get_these_twins(name):
-    twin = getattr(codec_ops, name).twin("cuda")
+    twin = getattr(codec_ops, name).backend("cuda")
     assert twin.__wrapped__ is getattr(codec_cuda, name)
 
 
@@ -199,7 +199,7 @@ def as_on_cuda(monkeypatch):
     def change():
         for name in TWINS:
             monkeypatch.setitem(
-                getattr(codec_ops, name)._twins, "cpu", getattr(codec_cuda, name)
+                getattr(codec_ops, name)._backends, "cpu", getattr(codec_cuda, name)
             )
 
     yield change

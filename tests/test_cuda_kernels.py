@@ -60,7 +60,7 @@ GRAPHS = {
 def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
     """Triton launches on the current device, which may be another."""
     entered, device_of = [], torch.cuda.device_of
-    monkeypatch.setattr(registry, "place_of", lambda t: "cuda")
+    monkeypatch.setattr(registry, "device_type_of", lambda t: "cuda")
     watched = lambda t: entered.append(t) or device_of(t)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "device_of", watched)
     rowptr, col, x = *matrix(GRAPHS["plain"], 11), torch.ones(11, 4)

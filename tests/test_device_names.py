@@ -93,6 +93,9 @@ KERNELS = {
         at(ROWPTR), at(COL), at(X), largest(at), at(X)
     ),
     "segment_softmax": segments,
+    "rank_select_index": lambda at: kernels.rank_select_index(
+        at(torch.tensor([0, 2])), 3
+    )(at(IDS)),
     "segment_softmax_grad": lambda at: kernels.segment_softmax_grad(
         at(ROWPTR), segments(at), at(EDGES)
     ),
@@ -105,7 +108,6 @@ KERNELS = {
     "describe": "says what runs on the CPU",
     "layer_weights": "weighs a graph on the host, before it is sent",
     "minimum_cover": "plans on the host",
-    "rank_select_index": "looks up on the host",
     "untrusted_writer": "looks at a folder",
     "warm_up": "compiles for the CPU",
 }

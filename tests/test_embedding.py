@@ -538,7 +538,7 @@ def _changed_ids():
         for batch in DistNeighborLoader(share, [2], embedding=emb, prefetch=0):
             assert torch.equal(emb(batch.n_id), batch.x)
     other = pdc.DistEmbedding(N + 1, DIM, like=mesh)
-    with pytest.raises(ValueError, match="has 51 rows, and the graph 50 nodes"):
+    with pytest.raises(ValueError, match="with 51 rows, and a graph with 50 nodes"):
         DistNeighborLoader(share, [2], embedding=other)
     with pytest.raises(TypeError, match="must be a DistEmbedding"):
         DistNeighborLoader(share, [2], embedding=share.x.to_local())

@@ -1,4 +1,4 @@
-"""What a process keeps, and how it ends: [Note: compiled apart], [Note: at rest]."""
+"""State and shutdown of a process: [Note: compiled in its own thread], [Note: at rest]."""
 
 import os
 import subprocess

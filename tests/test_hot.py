@@ -14,9 +14,9 @@ from torch_geometric.sampler import NodeSamplerInput
 import pyg_distcomm as pdc
 from pyg_distcomm.loader.sharded import (
     NODES,
-    hottest,
     inclusion_probabilities,
     out_degrees,
+    top_scoring_ids,
 )
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
@@ -79,7 +79,7 @@ def _same(graph, cutter, grid):
     n = data.num_nodes
     assert torch.equal(degree.long(), torch.bincount(data.edge_index[0], minlength=n))
     rows = share.edge_index.nodes
-    best = hottest(out_degrees(share)[None].to_local(), rows.gid, 5, mesh.world)
+    best = top_scoring_ids(out_degrees(share)[None].to_local(), rows.gid, 5, mesh.world)
     want = torch.sort(degree, descending=True, stable=True).indices[:5]
     assert torch.equal(best, want.sort().values)
     return found.full_tensor()
@@ -146,7 +146,7 @@ def test_near_what_the_sampler_does():
     degree = out_degrees(share)[None].to_local()
     hits = {}
     for name, score in (("vip", estimate), ("degree", degree), ("truth", seen)):
-        best = hottest(score, torch.arange(300), 30, pdc.init().world)
+        best = top_scoring_ids(score, torch.arange(300), 30, pdc.init().world)
         hits[name] = float(seen[best].sum() / seen.sum())
     assert hits["truth"] >= hits["vip"] > hits["degree"] > 0.1
     assert hits["vip"] > 0.98 * hits["truth"]
@@ -189,7 +189,7 @@ def test_exact_between_types(size):
 
 
 def test_a_graph_that_is_not_partitioned_is_refused():
-    with pytest.raises(TypeError, match=r"graph of pdc\.partition"):
+    with pytest.raises(TypeError, match=r"give a share from pdc\.partition"):
         out_degrees(GRAPHS["star"]())
 
 
@@ -198,5 +198,5 @@ def test_fan_outs_of_types_that_are_missing():
     data["paper"].train_mask = torch.arange(40) % 2 == 0
     share = pdc.partition(data, pdc.init(), "block")
     some, seeds = {data.edge_types[0]: [2]}, {"paper": share["paper"].train_mask}
-    with pytest.raises(ValueError, match=r"no fan-outs for the edge types .*'writes'"):
+    with pytest.raises(ValueError, match=r"without the edge types .*'writes'"):
         inclusion_probabilities(share, some, seeds, 2)

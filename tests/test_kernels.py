@@ -774,12 +774,12 @@ def test_a_lock_that_nobody_can_hold_stops_nobody(tmp_path, monkeypatch):
 
     from pyg_distcomm.kernels import compile
 
-    with compile._alone(None), compile._alone(str(tmp_path / "file" / "\0")):
+    with compile._cache_lock(None), compile._cache_lock(str(tmp_path / "file" / "\0")):
         pass
     with open(tmp_path / "pyg_distcomm.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        monkeypatch.setattr(compile, "PATIENCE", 0.05)
-        with compile._alone(str(tmp_path)):
+        monkeypatch.setattr(compile, "LOCK_TIMEOUT", 0.05)
+        with compile._cache_lock(str(tmp_path)):
             pass
 
 

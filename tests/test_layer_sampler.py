@@ -751,7 +751,7 @@ def test_errors():
             KeyedLayerSampler(data, numbers)
     with pytest.raises(ValueError, match=r"weights must be one of .* got 'x'"):
         KeyedLayerSampler(data, [1], weights="x")
-    with pytest.raises(ValueError, match="'debiased' is for draws without"):
+    with pytest.raises(ValueError, match="'debiased' with replace=True"):
         KeyedLayerSampler(data, [1], weights="debiased", replace=True)
     with pytest.raises(ValueError, match="method must be"):
         KeyedLayerSampler(data, [1], method="x")
@@ -788,7 +788,7 @@ def test_errors():
         (lambda p: p.with_value(p.value[1:]), "got 3 values"),
         (
             lambda p: BulkMatrix(p.rowptr, p.col + 1, p.value, 8, p.batch_ptr),
-            "got others",
+            "got others from a rule",
         ),
         (lambda p: p.with_value(-p.value), "holds -1.0 in column 2"),
         (lambda p: p.with_value(p.value / 0), "holds inf in column 2"),

@@ -208,7 +208,7 @@ def test_states_that_do_not_fit_are_refused():
             other.load_state_dict(state)
     with pytest.raises(ValueError, match="'epoch'"):
         nodes().load_state_dict({"seed": 1, "batches": 0, "inputs": ""})
-    with pytest.raises(ValueError, match="split over 2 ranks"):
+    with pytest.raises(ValueError, match="split over 2 ranks, and this one"):
         nodes().load_state_dict({**state, "ranks": 2})
     for wrong in (None, 3, [], {**state, "made_from": None}, {**state, "batches": -1}):
         with pytest.raises(ValueError, match="not the state of a loader"):

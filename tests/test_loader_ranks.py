@@ -237,7 +237,7 @@ def test_ranks_that_do_not_come_are_named():
 
 def _seeds_differ():
     mesh = worlds.mesh()
-    with pytest.raises(ValueError, match=r"different seeds, \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"different seeds on the ranks, \[0, 1\]"):
         list(nodes(seed=mesh.rank))
 
 
@@ -247,7 +247,7 @@ def test_seeds_that_differ_by_rank_are_refused():
 
 def _lists_differ():
     mesh = worlds.mesh()
-    with pytest.raises(ValueError, match="their lists differ"):
+    with pytest.raises(ValueError, match="different inputs on the ranks"):
         list(nodes(input_nodes=torch.arange(9 + mesh.rank), split=True))
 
 
@@ -322,7 +322,7 @@ def _split_state():
     later.load_state_dict(state)
     all_same(later, list(whole)[2:])
     one = nodes(batch_size=5)
-    with pytest.raises(ValueError, match="split over 2 ranks by the script"):
+    with pytest.raises(ValueError, match="the script split over 2 ranks"):
         one.load_state_dict({**state, "inputs": one._inputs})
 
 
@@ -424,7 +424,7 @@ def _shared_as_data(place):
     same(got, roads)
     data.more = Strange()
     with pytest.raises(
-        RuntimeError, match=r"the graph holds .*mkdir; shared\(\) hands"
+        RuntimeError, match=r"the graph holds .*mkdir; shared\(\) passes"
     ):
         shared(data)
     return os.path.exists(place)

@@ -239,7 +239,7 @@ def test_graphs_without_masks_get_them_and_one_of_several_is_taken(tmp_path):
     )
     del data.y
     torch.save(data, tmp_path / "unlabelled.pt")
-    with pytest.raises(ValueError, match="has no y"):
+    with pytest.raises(ValueError, match="got no y"):
         load_node_data(str(tmp_path / "unlabelled.pt"))
 
 

@@ -293,7 +293,7 @@ def test_nothing_is_left_of_what_was_kept():
             y = x.exp().sin().exp()
         y.sum().backward()
         del x, y
-    assert (cap._sum, cap._kept) == (0, {})
+    assert (cap._saved_bytes, cap._saved) == (0, {})
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_sizes(size, found):
 @pytest.mark.parametrize("size", ["lots", 0, "-3GB", "4 apples", True, "0.1"])
 def test_what_is_no_size_is_refused(size):
     with pytest.raises(
-        ValueError, match=r"memory must be a number of bytes, or .* got"
+        ValueError, match=r"got memory=.*, wanted a number of bytes; give"
     ):
         pdc.partition(GRAPHS["tiny"](), pdc.init(), memory=size)
 

@@ -127,10 +127,10 @@ def refused(size):
         DistNeighborLoader(share, [2], input_nodes="paper", weight_attr="heavy")
     plain = masked()
     share = pdc.partition(plain, mesh, cut(plain, size))
-    with pytest.raises(ValueError, match="has no length"):
+    with pytest.raises(ValueError, match="without a length"):
         DistNeighborLoader(share, [2], batch_sampler=Endless())
     short = DistFeatureStore.from_replicated(torch.zeros(50, 3), new_process_grid(mesh))
-    with pytest.raises(ValueError, match="50 rows of 'x', and the graph 60"):
+    with pytest.raises(ValueError, match="50 rows of 'x', and a graph with 60"):
         DistNeighborLoader(share, [2], features=short)
 
 
@@ -171,7 +171,7 @@ def test_times_of_the_share_are_those_of_seeds():
 
 def twice(size):
     _, loader = built(size)
-    with pytest.raises(RuntimeError, match="another one has begun"):
+    with pytest.raises(RuntimeError, match="another epoch of the loader has begun"):
         list(zip(loader, loader, strict=True))
     assert len(list(loader)) == len(loader)
 

@@ -230,7 +230,10 @@ def two_at_once(size):
         assert len(batch.n_id)
         assert len(more.n_id)
     later = DistNeighborLoader(share, num_neighbors=[2], batch_size=9)
-    assert later.spread.stores[0]._row_groups is loader.spread.stores[0]._row_groups
+    assert (
+        later.partitioned_source.stores[0]._row_groups
+        is loader.partitioned_source.stores[0]._row_groups
+    )
 
 
 def test_loaders_of_one_share_keep_one_store_and_may_run_at_a_time():
@@ -363,12 +366,14 @@ def refused(size):
         load(time_attr="when")
     with pytest.raises(ValueError, match="no edges have an attribute 'heavy'"):
         load(weight_attr="heavy")
-    with pytest.raises(ValueError, match="no attribute with a row for each edge"):
+    with pytest.raises(ValueError, match="no row for each edge of the share"):
         load(weight_attr="edge_index")
     if size > 1:
         with pytest.raises(ValueError, match=r"num_neighbors=\[3\]"):
             load(num_neighbors=[2 + mesh.rank])
-        with pytest.raises(ValueError, match="rank 1 has seed=1, and rank 0 seed=0"):
+        with pytest.raises(
+            ValueError, match="got seed=1 on rank 1, and seed=0 on rank 0"
+        ):
             load(seed=mesh.rank)
 
 
@@ -498,7 +503,7 @@ def one_sided():
     odd = mesh.rank == 1
     seeds = {"input_nodes": none if odd else some, "batch_size": 1, "shuffle": True}
     assert not list(DistNeighborLoader(share, [2], even_batches="drop", **seeds))
-    with pytest.raises(ValueError, match=r"have \[2, 0\] batches of their own"):
+    with pytest.raises(ValueError, match=r"got \[2, 0\] batches on the ranks"):
         list(DistNeighborLoader(share, [2], **seeds))
     kind, text = (
         (TypeError, "'foo'") if odd else (ValueError, "rank 1: TypeError.*'foo'")
@@ -507,7 +512,9 @@ def one_sided():
         DistNeighborLoader(share, [2], **({"foo": 1} if odd else {}))
     with pytest.raises(ValueError, match="vector of node ids"):
         DistNeighborLoader(share, [2], input_nodes=object() if odd else some)
-    with pytest.raises(ValueError, match=r"rank 1 has input_nodes='rows of the share'"):
+    with pytest.raises(
+        ValueError, match=r"got input_nodes='rows of the share' on rank 1"
+    ):
         DistNeighborLoader(share, [2], input_nodes=share.train_mask if odd else some)
 
 
@@ -542,7 +549,7 @@ def named():
     bare = HeteroData()
     bare["a"].x = torch.zeros(5, 1)
     share = pdc.partition(bare, mesh, {"a": torch.arange(5) % size})
-    with pytest.raises(ValueError, match="no edges of any type"):
+    with pytest.raises(ValueError, match="without edges to sample"):
         DistNeighborLoader(share, [2], input_nodes="a")
 
 

@@ -243,7 +243,7 @@ def test_layers_are_those_of_the_host(name, device, forced, monkeypatch):
     if device == "cpu":  # by operations of torch, as on a device
         for op in vars(matrix_ops).values():
             if isinstance(op, Op):
-                monkeypatch.setitem(op._twins, "cpu", None)
+                monkeypatch.setitem(op._backends, "cpu", None)
     graph = data()
     graph.edge_index[:, 1::9] = graph.edge_index[:, ::9]  # parallel
     graph.edge_index[0, ::7] = graph.edge_index[1, ::7]  # loops
@@ -359,7 +359,7 @@ def shared(place="cpu", rows=("device", "host"), some=slice(None)):
         for name, said in (("graph_pinned", "graph_on out"), ("cache", "features=")):
             wrong = placement.Placement(place, **{name: True})
             with pytest.raises(ValueError, match=said):
-                PartitionedOptions().wanted(share, wrong)
+                PartitionedOptions().applies_to(share, wrong)
     finally:
         placement.HOST = HOST
 
@@ -371,10 +371,10 @@ class Side:
         self.use = contextlib.nullcontext
 
     def sent(self, outs):
-        return [placement.Arriving(out, None) for out in outs]
+        return [placement.PendingBatch(out, None) for out in outs]
 
     def received(self, arriving):
-        assert type(arriving) is placement.Arriving
+        assert type(arriving) is placement.PendingBatch
         return arriving.out
 
 
@@ -565,7 +565,7 @@ def test_hot_rows_are_read_from_the_device(hetero, forced, monkeypatch):
     """Of pinned rows, those of nodes that most edges leave: by a kernel, interpreted."""
     triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
     reads = triton_kernels.read_rows
-    monkeypatch.setitem(sample_ops.read_rows._twins, "cpu", reads)
+    monkeypatch.setitem(sample_ops.read_rows._backends, "cpu", reads)
     monkeypatch.setattr(placement, "_check_pinned", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     graph = typed() if hetero else data()

@@ -224,7 +224,7 @@ def test_minibatches_of_two_types():
 def as_cuda(monkeypatch):
     """Has products of CPU tensors run by the kernels of CUDA, in Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setattr(registry, "place_of", lambda t: "cuda")
+    monkeypatch.setattr(registry, "device_type_of", lambda t: "cuda")
     build = local_adjacency._built_there
 
     def built(edge_index, sources, targets, checked=False):

@@ -285,7 +285,7 @@ def test_hgt_draws_by_the_square_of_the_budget():
     for key in range(500):
         inputs = loader.input_data[torch.arange(2)]
         inputs.key = key
-        node = loader._drawn([inputs])[0].node
+        node = loader._draw_nodes([inputs])[0].node
         assert node["paper"][:2].tolist() == [3, 7]
         assert [len(v.unique()) for v in node.values()] == [5, 1]
         counts["paper"][node["paper"][2]] += 1
@@ -510,7 +510,7 @@ def _wrong_on_one():
         GraphSAINTNodeSampler(share, 5, topology="partitioned" if bad else "auto")
     with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
         GraphSAINTNodeSampler(share, 0 if bad else 5, sample_coverage=2)
-    with pytest.raises(ValueError, match="give all ranks the same numbers"):
+    with pytest.raises(ValueError, match="numbers that differ by rank"):
         GraphSAINTNodeSampler(share, 5, num_steps=3 if bad else 4)
     with pytest.raises(ValueError, match=r"num_samples must be 0 or more, got \[-3\]"):
         HGTLoader(typed, [-3 if bad else 3], input_nodes="paper", batch_size=4)

@@ -173,14 +173,14 @@ def codes_unseen(place):
     `test_cuda_codecs.py` counts within those.
     """
     ops = [v for v in vars(codec_ops).values() if isinstance(v, Op)]
-    before = [op._twins.get(place) for op in ops]
+    before = [op._backends.get(place) for op in ops]
     for op in ops:
-        op._twins[place] = unseen(op.definition)
+        op._backends[place] = unseen(op.definition)
     try:
         yield
     finally:
         for op, twin in zip(ops, before, strict=True):
-            op._twins[place] = twin
+            op._backends[place] = twin
 
 
 def waits_by_links(names, place, grid=None):

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.serialization import differing
-from pyg_distcomm.kernels.memory import as_bytes
+from pyg_distcomm.kernels.core_ops import as_bytes
 
 _LONG = 1 << 26  # bytes up to which all of a tensor is hashed
 _ROUNDING = 1.0  # of the root of the dtype's rounding: how far processors part copies

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_distcomm.kernels.memory import as_bytes
+from pyg_distcomm.kernels.core_ops import as_bytes
 
 _HEAD = struct.Struct("<Q")  # bytes of text
 _SCALARS = (type(None), bool, int, float, str)

@@ -61,7 +61,7 @@ KNOWN: dict[str, tuple[str, str, str | None]] = {
 }
 GENERATED = ("digits", "generated-NODES", "communities-NODES-EDGES")
 
-# what a saved Data is made of, beyond tensors and plain values
+# classes in a saved Data, besides tensors and plain values
 DATA: list[Any] = [Data, DataEdgeAttr, DataTensorAttr, GlobalStorage]
 DATA += [HeteroData, EdgeAttr, TensorAttr, BaseStorage, NodeStorage, EdgeStorage]
 
@@ -118,13 +118,13 @@ def load_dataset(
     names = ", ".join([*GENERATED, *KNOWN, *OGB])
     raise ValueError(
         f"unknown data set {name!r}; give one of {names}, or the path of a "
-        ".pt file (a Data) or an .npz file (edge_index, x, y, ...); edges in other files "
-        "are cut first, by pyg-distcomm partition FILE parts"
+        ".pt file (a Data) or an .npz file (edge_index, x, y, ...); partition edges in other "
+        "files first, by pyg-distcomm partition FILE parts"
     )
 
 
 def is_known(name: str) -> bool:
-    """Returns whether a name, in any case, or a path to it is that of a data set."""
+    """Returns whether a name (in any case), or a path that ends in it, is a data set's."""
     known = {"digits", *(known.lower() for known in (*KNOWN, *OGB))}
     return Path(name).name.lower() in known and not (Path(name) / META).exists()
 
@@ -238,7 +238,7 @@ def communities(
     if num_edges % 2 or n < 2 * FIELDS * CLASSES_OF_FIELD or pairs > n * (n - 1) // 8:
         raise ValueError(
             f"communities takes at least {2 * FIELDS * CLASSES_OF_FIELD} nodes and an "
-            "even number of edges, at most a quarter of all there can be; got "
+            "even number of edges, at most a quarter of all possible ones; got "
             f"{n} and {num_edges}"
         )
     rng = np.random.default_rng(seed)

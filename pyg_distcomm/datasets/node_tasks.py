@@ -1,12 +1,12 @@
-"""Trains and scores the classes of nodes, one a node or several: what examples share.
+"""Provides data, loss and score of node classification, single- and multi-label, for examples.
 
     data = load_node_data(name)                     # masks in any case
     out = model(data.x, data.edge_index)            # num_outputs(data.y) columns
     loss = node_loss(out[mask], data.y[mask])
     node_score(out[mask], data.y[mask])             # accuracy, or micro F1
 
-of whole graphs, shares and minibatches alike: y is [n] of classes, or [n, c] of zeros and
-ones (Yelp).
+for whole graphs, shares and minibatches: y is [n] with classes, or [n, c] with zeros and
+ones (multi-label, as Yelp).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ SHARES = {"train_mask": 0.6, "val_mask": 0.8, "test_mask": 1.0}  # where none ar
 
 
 def load_node_data(name: str, root: str | Path = "data", seed: int = 0) -> Data:
-    """Loads a graph as `load_dataset`, with labels and masks that a loop can use as they are.
+    """Loads a graph like `load_dataset`, with labels and masks that are ready for training.
 
-    Where a data set has several splits, the first is taken; where it has none, 60, 20 and
-    20 % of the nodes are drawn by `seed`.
+    If a data set has several splits, the first is taken; if it has none, 60, 20 and 20 % of
+    the nodes are drawn by `seed`.
 
     Raises:
-        ValueError: for what `load_dataset` refuses, and a graph without x or y.
+        ValueError: as `load_dataset`, and for a graph without x or y.
     """
     data = load_dataset(name, root, seed)
     if data.x is None or data.y is None:
         missing = "x" if data.x is None else "y"
         raise ValueError(
-            f"{name}: has no {missing}; training takes features and labels"
+            f"{name}: got no {missing}, but training takes features and labels; add it"
         )
     data.y = node_labels(data.y)
     if data.get("train_mask") is None:
@@ -59,19 +59,19 @@ def load_node_data(name: str, root: str | Path = "data", seed: int = 0) -> Data:
 
 
 def num_outputs(y: Any) -> int:
-    """Returns how many columns a model puts out; collective for the y of a share."""
+    """Returns the number of output columns of a model; collective for the y of a share."""
     return int(y.size(1)) if y.dim() == 2 else int(y.max()) + 1
 
 
 def node_loss(out: Any, y: Any) -> Any:
-    """Returns the cross entropy of scores [k, c]: softmax for one class a node, or logistic."""
+    """Returns the cross entropy of scores [k, c]: softmax, or logistic if multi-label."""
     if y.dim() == 2:
         return F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
     return F.cross_entropy(out, y)
 
 
 def node_score(out: Any, y: Any) -> float:
-    """Returns the accuracy of scores [k, c], or the micro F1 of several classes a node.
+    """Returns the accuracy of scores [k, c], or the micro F1 if multi-label.
 
         F1 = 2 TP / (2 TP + FP + FN)     over all nodes and classes
 

@@ -84,7 +84,7 @@ def load_ogb(name: str, root: str | Path) -> Data:
 
 @contextlib.contextmanager
 def one_at_a_time(root: Path, name: str) -> Iterator[None]:
-    """Lets one rank download and process, where the others then read what it wrote."""
+    """Lets one process at a time download and process; the others then read its files."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, NotImplementedError):  # read-only
             root.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def node_labels(y: Any) -> Any:
 
 
 def ogb_score(name: str, out: Any, y: Any) -> float:
-    """Returns what OGB's Evaluator says of scores [k, classes] for labels [k] of a split.
+    """Returns the metric of OGB's Evaluator for scores [k, classes] and labels [k] of a split.
 
     Of row-sharded tensors all rows are gathered on every rank first, which is collective
     (16 bytes a row), and every rank returns the same.

@@ -1,9 +1,10 @@
 """Computes on tensors, without autograd: compiled on the CPU, as plain torch elsewhere.
 
-Modules `*_ops` define ops; `*_cpu` hold their compiled twins, for float32 and float64 with
-int32 or int64 indices, and `*_jit` the loops that Numba compiles. Column indices of `spmm`
-and `sddmm` are trusted: they are checked where a matrix is built (`coo_to_csr`,
-`csr_transpose`), not at each product.
+Modules `*_ops` define ops, `*_cpu` and `*_cuda` hold their compiled backends (on the CPU for
+float32 and float64 with int32 or int64 indices), and `*_jit` and `*_triton` the loops that
+Numba and Triton compile; `registry` picks one. Column indices of `spmm` and `sddmm` are
+trusted: they are checked where a matrix is built (`coo_to_csr`, `csr_transpose`), not at each
+product.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pyg_distcomm.kernels.core_ops import (
     keyed_dropout,
     keyed_mask,
     place_pairs,
+    rank_select_index,
     scatter_add_rows,
     sddmm,
     segment_max,
@@ -106,15 +108,6 @@ def layer_weights(
     return _load("matrix_cpu").layer_weights(a, own, power, scale)
 
 
-def rank_select_index(gid: Tensor, total: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function that finds the places of ids among ascending, distinct `gid`.
-
-    It takes ids [k] in [0, total) and returns int64 [k], -1 for ids that `gid` lacks. On
-    the CPU; it holds 12 bytes for each 64 ids below `total`.
-    """
-    return _load("id_lookup").RankSelect(gid, total)
-
-
 def neighbor_sampler(
     graph: SampleGraph, device: torch.device | None = None, pinned: bool = False
 ) -> Callable[[Request], Minibatch]:
@@ -139,7 +132,7 @@ def describe() -> dict[str, object]:
 
 
 def untrusted_writer(folder: str) -> str | None:
-    """Names who else can write to a cache folder; see `compile.untrusted_writer`."""
+    """Returns who else can write to a cache folder; see `compile.untrusted_writer`."""
     return _load("compile").untrusted_writer(folder)
 
 

@@ -1,7 +1,7 @@
 """Runs ops of `codec_ops` on CUDA by Triton: the same bytes as on the CPU.
 
 What concerns rows as wholes is computed by torch, on vectors of a number a row; Triton reads
-and writes their numbers and codes. Ops without a twin here run as plain torch.
+and writes their numbers and codes. Ops without a backend here run as plain torch.
 """
 
 from __future__ import annotations

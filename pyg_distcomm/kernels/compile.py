@@ -1,18 +1,18 @@
-"""Compiles loops by Numba, each once, and offers them two instructions that Numba lacks.
+"""Compiles loops with Numba, once each, and adds two instructions that Numba lacks.
 
-[Note: compiled apart] Numba keeps the exceptions that it meets while it compiles, with
-their tracebacks, and these hold every frame below: the caller's graph, its model, its
-process groups. So loops are compiled in a thread of their own, below which nothing lies.
+[Note: compiled in its own thread] Numba keeps exceptions that it raises while compiling, with
+their tracebacks, and these keep every frame of the caller alive: its graph, its model, its
+process groups. So loops are compiled in a thread of their own, whose stack is empty.
 
-[Note: the key of cached code] Numba files machine code under the loop's own source file, its
-bytecode, the types of its arguments, the processor and Numba's version. Yet the code
-contains all that the loop calls, so `fingerprint` adds the functions and constants of other
+[Note: the key of cached code] Numba keys cached machine code by the loop's source file,
+bytecode, argument types, the processor and Numba's version. But the code also contains all
+functions that the loop calls, so `fingerprint` adds the functions and constants of other
 modules, and the versions of Python and llvmlite.
 
-[Note: why write LLVM by hand] A random gather waits for memory, so the product must ask
-for a row well before it needs it, and must keep its sums in registers meanwhile. Numba has
-no prefetch, and spills a loop's sums to memory at each edge. Both are a few LLVM
-instructions, the same on every processor.
+[Note: why write LLVM by hand] A random gather waits for memory, so the product must prefetch
+a row well before it is used, and keep its sums in registers meanwhile. Numba has no prefetch,
+and spills a loop's sums to memory at each edge. Both are a few LLVM instructions, the same on
+every processor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Builder: TypeAlias = Any  # llvmlite.ir.IRBuilder, which has no types
 Emitted = tuple[Any, Callable[..., Any]]
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
-PATIENCE = 120.0  # seconds to wait for another process before compiling as well
+LOCK_TIMEOUT = 120.0  # seconds to wait for another process before compiling as well
 PACKAGE = Path(__file__).resolve().parent
 LINE = 64  # bytes in a cache line
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -55,13 +55,13 @@ I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
 def jit(loop: Loop) -> Loop:
-    """Declares a loop that is compiled at its first call, and kept on disk.
+    """Declares a loop that is compiled at its first call, and cached on disk.
 
-    Where Numba finds no folder it may write to, or others can write to that folder, the
-    loop is kept in memory only.
+    If Numba finds no folder that it can write to, or other users can write to that folder,
+    the loop is kept in memory only.
     """
     compiled: Any = njit(nogil=True, error_model="numpy")(loop)
-    compiled.ready_for = set()  # the kinds of arguments that it has been compiled for
+    compiled.ready_for = set()  # the argument types that it has been compiled for
     try:
         cache = KernelCache(loop)
     except RuntimeError:  # no folder
@@ -79,34 +79,34 @@ def jit(loop: Loop) -> Loop:
 
 
 def reordering(loop: Loop) -> Loop:
-    """Declares a loop whose sums may be taken in another order, so in vectors.
+    """Declares a loop whose sums may be reordered, so that they can be vectorised.
 
-    The order is fixed when compiling: bits do not depend on threads. Never cached
-    on its own, since its callers contain it.
+    The order is fixed at compile time, so bits do not depend on threads. It is not cached
+    by itself, since its callers contain it.
     """
     compiled: Any = njit(fastmath={"reassoc", "contract"}, error_model="numpy")(loop)
     return cast(Loop, compiled)
 
 
 def ready(loop: Any, args: tuple[Any, ...], integers: int = 0) -> Callable[..., Any]:
-    """Binds ``args`` to a loop that is compiled for them and ``integers`` more."""
-    kinds = tuple([_kind(arg) for arg in args])
-    if kinds not in loop.ready_for:
+    """Compiles a loop for ``args`` and ``integers`` more int64, and binds ``args`` to it."""
+    key = tuple([_type_key(arg) for arg in args])
+    if key not in loop.ready_for:
         signature = [numba.typeof(arg) for arg in args] + [numba.int64] * integers
-        _compile_apart(loop, tuple(signature))
-        loop.ready_for.add(kinds)
+        _compile_in_thread(loop, tuple(signature))
+        loop.ready_for.add(key)
     return partial(loop, *args)
 
 
 def entry(loop: Loop) -> Loop:
-    """Declares a loop for Python to call, not for other loops: see `ready`."""
+    """Declares a loop that Python calls directly, without `ready`."""
     compiled: Any = jit(loop)
 
     @wraps(loop)
     def call(*args: Any) -> Any:
         signature = tuple(numba.typeof(arg) for arg in args)
         if signature not in compiled.ready_for:
-            _compile_apart(compiled, signature)
+            _compile_in_thread(compiled, signature)
             compiled.ready_for.add(signature)
         return compiled(*args)
 
@@ -114,23 +114,23 @@ def entry(loop: Loop) -> Loop:
 
 
 def cache_folder(loop: Any) -> str | None:
-    """Returns where Numba keeps a compiled loop on disk, if it does."""
+    """Returns the folder in which Numba caches a compiled loop, if any."""
     return loop.stats.cache_path
 
 
-def _kind(arg: Any) -> object:
-    """Returns what the compiled type of an argument depends on."""
+def _type_key(arg: Any) -> object:
+    """Returns a key of the type that Numba compiles an argument for."""
     if isinstance(arg, np.ndarray):
         return arg.dtype.num  # a hash of the type itself takes longer
     return -1 - len(arg) if isinstance(arg, tuple) else type(arg)
 
 
-def _compile_apart(loop: Any, signature: tuple[Any, ...]) -> None:
-    """Compiles in a thread of its own; see [Note: compiled apart]."""
+def _compile_in_thread(loop: Any, signature: tuple[Any, ...]) -> None:
+    """Compiles in a thread of its own; see [Note: compiled in its own thread]."""
     with ThreadPoolExecutor(1) as own:
         try:
             done = own.submit(_compile, loop, signature)
-        except RuntimeError:  # Python begins to end, and no thread begins any more
+        except RuntimeError:  # the interpreter shuts down and starts no more threads
             return _compile(loop, signature)
     return done.result()
 
@@ -138,17 +138,17 @@ def _compile_apart(loop: Any, signature: tuple[Any, ...]) -> None:
 def _compile(loop: Any, signature: tuple[Any, ...]) -> None:
     folder = cache_folder(loop)
     if folder is not None and loop._cache.has(signature, loop.targetctx):
-        return loop.compile(signature)  # reads it, while others compile other loops
-    with _alone(folder):
+        return loop.compile(signature)  # reads the cache, without waiting for the lock
+    with _cache_lock(folder):
         loop.compile(signature)
 
 
 @contextlib.contextmanager
-def _alone(folder: str | None) -> Iterator[None]:
-    """Holds a file lock in Numba's cache folder, where there is one to hold.
+def _cache_lock(folder: str | None) -> Iterator[None]:
+    """Holds a file lock in Numba's cache folder, if one can be made there.
 
-    The first process compiles and writes the cache; the others wait and read it.
-    A folder that cannot be written, or a system without file locks, waits for nobody.
+    The first process compiles and writes the cache; the others wait and read it. Nothing is
+    locked in a folder that cannot be written to, or on a system without file locks.
     """
     file = _lock_file(folder)
     if file is None:
@@ -177,7 +177,7 @@ def _lock(file: int) -> None:
         import fcntl
     except ImportError:  # Windows
         return
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while time.monotonic() < deadline:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,10 +191,10 @@ def _lock(file: int) -> None:
 
 
 class KernelCache(FunctionCache):
-    """Files machine code under all that it was made from.
+    """Caches machine code on disk, keyed by everything it was made from.
 
-    See [Note: the key of cached code]. Code that cannot be read is compiled anew, and code
-    that cannot be written serves this process alone.
+    See [Note: the key of cached code]. Code that cannot be read is compiled again, and code
+    that cannot be written is used by this process only.
     """
 
     def __init__(self, loop: Any) -> None:
@@ -203,7 +203,7 @@ class KernelCache(FunctionCache):
         self._cache_file = _CodeFiles(self._cache_path, *about)
 
     def has(self, sig: Any, target_context: Any) -> bool:
-        """Tells whether the index names code for a signature, which is then written whole."""
+        """Returns whether there is code for a signature, which is then complete on disk."""
         try:
             index = self._cache_file._load_index()
             return self._index_key(sig, target_context.codegen()) in index
@@ -211,7 +211,7 @@ class KernelCache(FunctionCache):
             return False
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Returns the code for a signature; None if there is none, or it is damaged."""
+        """Returns the code for a signature; None if there is none or it is damaged."""
         try:
             return super().load_overload(sig, target_context)
         except Exception:  # a pickle that was cut short may raise anything
@@ -220,7 +220,7 @@ class KernelCache(FunctionCache):
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keeps the code for a signature, or warns why not."""
+        """Saves the code for a signature, or warns that it cannot."""
         try:
             super().save_overload(sig, data)
         except OSError as error:
@@ -237,8 +237,8 @@ class KernelCache(FunctionCache):
 class _CodeFiles(IndexDataCacheFile):
     """Writes code before the index that names it.
 
-    Numba writes the index first, so that a kill in between lets the index of a new source
-    name the code of an old one, where file numbers begin again.
+    Numba writes the index first. If the process is killed in between, the index of a new
+    source may name the code of an old one, because file numbers start again.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -252,7 +252,7 @@ class _CodeFiles(IndexDataCacheFile):
 
 
 def fingerprint(loop: Any) -> str:
-    """Hashes the functions and constants that a loop reaches, and the compiler's versions."""
+    """Hashes all functions and constants that a loop uses, and the compiler's versions."""
     parts = {
         f"python {platform.python_version()}",
         f"numba {numba.__version__}",
@@ -271,7 +271,7 @@ def fingerprint(loop: Any) -> str:
             )
             for name in code.co_names:
                 used = function.__globals__.get(name)
-                # of a loop, of an intrinsic, or itself
+                # the Python function of a loop, or of an intrinsic
                 used = getattr(used, "py_func", getattr(used, "_defn", used))
                 if isinstance(used, FunctionType):
                     pending.append(used)
@@ -281,7 +281,7 @@ def fingerprint(loop: Any) -> str:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yields the code of a function, and of those that it defines."""
+    """Yields the code of a function, and of the functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -289,11 +289,11 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def untrusted_writer(folder: str | Path) -> str | None:
-    """Names who else can write to a folder or rename it; None if nobody can.
+    """Returns who else can write to a folder or rename it; None if nobody can.
 
-    Numba keeps compiled loops as pickles, so whoever can write to their folder can run code
-    in the processes that load them. The user, root, and whoever can write this package's
-    source are trusted. Folders that do not exist yet are judged by those above them.
+    Numba caches compiled loops as pickles, so a user who can write to the folder can run code
+    in the processes that load them. This user, root, and users who can write this package's
+    source are trusted. For a folder that does not exist yet, the folders above it count.
     """
     if not hasattr(os, "getuid"):
         return None  # Windows keeps users' folders apart
@@ -304,7 +304,7 @@ def untrusted_writer(folder: str | Path) -> str | None:
             about = place.stat()
         except OSError:
             continue
-        # where names are sticky others add their own, and can not replace ours
+        # in a sticky folder other users can add files, but not replace ours
         shared = place != path and bool(about.st_mode & stat.S_ISVTX)
         if about.st_uid not in trusted:
             return f"{place} belongs to another user (uid {about.st_uid})"
@@ -316,7 +316,7 @@ def untrusted_writer(folder: str | Path) -> str | None:
 
 
 def _is_own(gid: int) -> bool:
-    """Tells whether a group is the user's alone, or can write this package's source."""
+    """Returns whether a group has no other user, or can write this package's source."""
     source = PACKAGE.stat()
     if gid == 0 or (source.st_gid == gid and source.st_mode & stat.S_IWGRP):
         return True
@@ -335,7 +335,7 @@ def _is_own(gid: int) -> bool:
 
 
 def _prefetch_line(typing: Any, x: Any, position: Any) -> Emitted:
-    """Asks for the cache line of ``x[position]``, without waiting for it."""
+    """Prefetches the cache line of ``x[position]``."""
 
     def emit(context: Any, build: Builder, sig: Any, args: Any) -> Any:
         pointer = _pointer(context, build, sig.args[0], args[0])
@@ -382,7 +382,7 @@ def _sum_block(
         x, weights = pointer(8), pointer(5) if weighted else None
         columns, origin = pointer(4), build.gep(x, [args[10]])
         block = ir.VectorType(x.type.pointee, lanes)
-        home = build.bitcast(build.gep(pointer(1), [args[2]]), block.as_pointer())
+        target = build.bitcast(build.gep(pointer(1), [args[2]]), block.as_pointer())
 
         def row_of(edge: ir.Value) -> ir.Value:
             column = build.load(build.gep(columns, [edge]))
@@ -400,21 +400,21 @@ def _sum_block(
             weight = build.load(build.gep(weights, [edge]))
             return _multiply_add(build, _spread(build, weight, block), row, sums)
 
-        start = _start(build, args[3], home)
+        start = _start(build, args[3], target)
         build.store(
-            _loop(build, args[6], args[7], start, step), home, align=_align(home)
+            _loop(build, args[6], args[7], start, step), target, align=_align(target)
         )
         return context.get_dummy_value()
 
     return sig, emit
 
 
-def _start(build: Builder, fresh: ir.Value, home: ir.Value) -> ir.Value:
-    """Returns zeros, or what lies at ``home``, which is then read."""
-    zeros = ir.Constant(home.type.pointee, None)
+def _start(build: Builder, fresh: ir.Value, target: ir.Value) -> ir.Value:
+    """Returns zeros if ``fresh``, otherwise the block at ``target``."""
+    zeros = ir.Constant(target.type.pointee, None)
     before = build.block
     with build.if_then(build.not_(fresh)):
-        found, inside = _load(build, home), build.block
+        found, inside = _load(build, target), build.block
     start = build.phi(zeros.type)
     start.add_incoming(zeros, before)
     start.add_incoming(found, inside)
@@ -428,7 +428,7 @@ def _loop(
     start: ir.Value,
     step: Callable[[ir.Value, ir.Value], ir.Value],
 ) -> ir.Value:
-    """Folds ``step`` over begin .. end-1, the carried value staying in registers."""
+    """Folds ``step`` over begin .. end-1, with the carried value in registers."""
     before, body = build.block, build.append_basic_block()
     after = build.append_basic_block()
     build.cbranch(build.icmp_signed("<", begin, end), body, after)
@@ -459,7 +459,7 @@ def _prefetch(build: Builder, pointer: ir.Value, size: int) -> None:
 
 
 def _multiply_add(build: Builder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """Returns a b + c, rounded once where the processor can."""
+    """Returns a b + c, rounded once if the processor has a fused multiply-add."""
     kind = a.type
     bits = 8 * _align(kind.as_pointer())
     name = f"llvm.fmuladd.v{kind.count}f{bits}"
@@ -480,7 +480,7 @@ def _load(build: Builder, pointer: ir.Value) -> ir.Value:
 
 
 def _align(pointer: ir.Value | ir.PointerType) -> int:
-    """Returns the bytes of one number: all the alignment a row is sure to have."""
+    """Returns the bytes of one number: the alignment that every row has."""
     kind = getattr(pointer, "type", pointer).pointee
     return 4 if kind.element == ir.FloatType() else 8
 

@@ -17,6 +17,7 @@ from pyg_distcomm.kernels import core_jit, core_ops, memory, threads
 from pyg_distcomm.kernels.compile import cache_folder, ready
 
 GRAIN = 1 << 15  # numbers read or written below which a second thread does not pay
+LOOKUP_GRAIN = 1 << 14  # lookups of ids below which a second thread does not pay
 PANEL = 128  # bytes of a row copied together; see _panels_pay
 LAST_CACHE = 1 << 25  # bytes of a typical last-level cache
 
@@ -46,7 +47,7 @@ def spmm(
 
 
 def _panels_pay(x: Tensor, edges: int) -> bool:
-    """Tells whether to copy columns of ``x`` side by side before multiplying.
+    """Returns whether to copy columns of ``x`` side by side before multiplying.
 
     Such a panel is likelier to stay in the last cache. That pays when x does not
     stay there and each of its rows is read often.
@@ -251,6 +252,33 @@ def keyed_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> Tensor:
     return out
 
 
+class RankSelect:
+    """Runs what `core_ops.rank_select_index` returns: a bit for each id there could be.
+
+    The position of an id is the number of bits set before its own, so a lookup touches
+    two lines of memory: a word of bits, and the count before that word.
+    """
+
+    def __init__(self, gid: Tensor, total: int) -> None:
+        words = torch.zeros(total // 64 + 1, dtype=torch.int64)
+        dtype = torch.int32 if len(gid) < 2**31 else torch.int64
+        counts = torch.zeros(total // 64 + 1, dtype=dtype)
+        self._bits = words.numpy().view("uint64"), counts.numpy()
+        ready(core_jit.mark_bits, (gid.long().contiguous().numpy(), *self._bits))()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Returns the position of each id [k], -1 for those that are not in the list."""
+        ids = ids.long().contiguous()
+        out = torch.empty_like(ids)
+        args = (*self._bits, ids.numpy(), out.numpy())
+        find = ready(core_jit.find_places, args, integers=2)
+        threads.run_split(find, len(ids), LOOKUP_GRAIN)
+        return out
+
+
+rank_select_index = RankSelect
+
+
 def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tensor]:
     """Runs `kernels.minimum_cover`, on one thread.
 
@@ -331,7 +359,7 @@ def writable(out: Tensor | None, rows: int, like: Tensor) -> Tensor:
 
 
 def deliver(target: Tensor, out: Tensor | None) -> Tensor:
-    """Returns ``out``, with what was computed in ``target``."""
+    """Copies ``target`` to ``out`` if it is other memory; returns ``out``."""
     if out is None:
         return target
     if target.data_ptr() != out.data_ptr():
@@ -340,7 +368,7 @@ def deliver(target: Tensor, out: Tensor | None) -> Tensor:
 
 
 def row_strided(t: Tensor) -> bool:
-    """Tells whether the numbers of a row of a matrix lie side by side."""
+    """Returns whether the rows of a matrix are contiguous."""
     return t.stride(1) == 1 and t.stride(0) >= t.size(1)
 
 

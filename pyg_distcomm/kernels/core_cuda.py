@@ -236,7 +236,7 @@ def keyed(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Draws 24 bits a number: writes them (0), whether they keep it (1), or what is left."""
+    """Draws 24 bits per number: writes the bits (0), the mask (1), or the dropout of x (2)."""
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = k < count
     v = tl.load(gid + k // cols, mask=live, other=0).to(tl.int64)
@@ -309,7 +309,7 @@ def spmm(
 
 
 def library_wins(rowptr: Tensor, col: Tensor, x: Tensor) -> bool:
-    """Tells whether cuSPARSE is to multiply: a wide x, and many edges a row."""
+    """Returns whether cuSPARSE is to multiply: a wide x, and many edges a row."""
     dense = len(col) >= LIBRARY_DEGREE * (rowptr.numel() - 1)
     return (
         dense and x.size(1) >= LIBRARY_WIDTH and core_ops.library_fits(rowptr, col, x)
@@ -409,7 +409,7 @@ def _keyed(
 
 
 def rows_of(t: Tensor) -> Tensor:
-    """Returns a matrix whose rows lie side by side in memory, itself if it is one."""
+    """Returns a matrix whose rows are contiguous, without copying if they are."""
     t = t.detach()
     return t if t.stride(1) == 1 or t.size(1) == 0 else t.contiguous()
 

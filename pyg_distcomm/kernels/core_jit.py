@@ -20,10 +20,12 @@ from pyg_distcomm.kernels.compile import (
     sum_block,
 )
 
-AHEAD = 4096  # bytes of rows asked for before they are needed
-SOON = 16  # rows asked for before they are needed
+AHEAD = 4096  # bytes of rows prefetched ahead of the one in use
+SOON = 16  # rows prefetched ahead of the one in use
+LOOKUP_SOON = 32  # lookups of ids prefetched ahead of the one in use
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 TINY = 1e-16  # what PyG adds to the sums of a softmax
+ONE, LOW = np.uint64(1), np.uint64(63)
 UNIT = 2.0**-53  # the grain of uniform numbers
 FREE = -1  # a vertex without a mate, or that no path has reached
 
@@ -399,6 +401,47 @@ def dropout(
             keep = draw(row, c) >= np.uint64(threshold)
             k = base + np.uint64(c)
             out[k] = x[k] * (scale if keep else out.dtype.type(0))
+
+
+# Lookup of ids -----------------------------------------------------------------------
+
+
+@jit
+def ones_in(word: np.uint64) -> np.int64:
+    """Counts the bits of a word."""
+    word = word - ((word >> ONE) & np.uint64(0x5555555555555555))
+    twos = np.uint64(0x3333333333333333)
+    word = (word & twos) + ((word >> np.uint64(2)) & twos)
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@jit
+def mark_bits(gid: Array, words: Array, counts: Array) -> None:
+    """Sets the bits of ids, and counts those before each word."""
+    for i in range(len(gid)):
+        words[gid[i] >> 6] |= ONE << (np.uint64(gid[i]) & LOW)
+    before = np.int64(0)
+    for w in range(len(words)):
+        counts[w] = before
+        before += ones_in(words[w])
+
+
+@jit
+def find_places(
+    words: Array, counts: Array, ids: Array, out: Array, begin: int, end: int
+) -> None:
+    """Looks up places: the bits set before that of an id."""
+    for i in range(begin, end):
+        soon = ids[min(i + LOOKUP_SOON, end - 1)] >> 6
+        prefetch(words, soon)
+        prefetch(counts, soon)
+        at, bit = ids[i] >> 6, np.uint64(ids[i]) & LOW
+        word = words[at]
+        if word >> bit & ONE:
+            out[i] = counts[at] + ones_in(word & ((ONE << bit) - ONE))
+        else:
+            out[i] = -1
 
 
 # Vertex covers ------------------------------------------------------------------------

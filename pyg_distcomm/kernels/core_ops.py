@@ -1,4 +1,4 @@
-"""Defines products with sparse matrices, row copies, sorting of edges, and keyed randomness.
+"""Defines products with sparse matrices, row copies, lookups, sorted edges, keyed randomness.
 
 Letters: a CSR matrix has ``m`` rows and ``nnz`` edges, ``x`` has ``n`` rows, ``f``
 is the feature width. ``rowptr`` may be a slice of a longer one: its entries are
@@ -6,6 +6,9 @@ offsets into ``col`` and ``value`` as they stand, and need not start at zero.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -149,10 +152,10 @@ def library_spmm(
 
 
 def library_fits(rowptr: Tensor, col: Tensor, x: Tensor) -> bool:
-    """Tells whether torch's library takes a matrix: of floats, of one index type, and whole.
+    """Returns whether torch's library supports a matrix: floats, one index dtype, all edges.
 
-    A slice of offsets shares its memory with the rest, and is taken to be a part; of others
-    it looks once whether they span all columns.
+    A slice of offsets shares its memory with the rest, and counts as a part; for other
+    offsets it checks once whether they span all columns.
     """
     return (
         x.dtype in FLOATS
@@ -262,7 +265,7 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
 
     Shapes: x [n, f], index [k], out [k, f]. Raises IndexError outside 0 .. n-1.
     """
-    if index.is_cpu:  # elsewhere the host would wait, and the device looks itself
+    if index.is_cpu:  # the host would wait for a device, which checks indices itself
         _check_index(index, x.size(0))
     if out is None:
         return x.index_select(0, index)
@@ -270,6 +273,25 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     if plain and not (out.requires_grad or x.requires_grad):
         return torch.index_select(x, 0, index, out=out)
     return out.copy_(x.index_select(0, index))
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """Returns the bytes of a dense tensor, `[bytes]`, in its memory where it is contiguous."""
+    flat = values.contiguous().flatten()
+    # the stride of one number or none may be anything, which `view` does not take
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def words_of(values: Tensor) -> Tensor:
+    """Returns contiguous rows `[n, ...]` as the widest words that fit, `[n, w]`.
+
+    They are what `gather_rows` copies fastest, whatever the dtype of the values.
+    """
+    width = math.prod(values.shape[1:]) * values.element_size()
+    begin = values.storage_offset() * values.element_size()
+    size = next(size for size in (8, 4, 1) if width % size == begin % size == 0)
+    dtype = {8: torch.float64, 4: torch.float32, 1: torch.uint8}[size]
+    return as_bytes(values).view(dtype).view(len(values), width // size)
 
 
 @op("out index src", check=_check_scatter)
@@ -320,7 +342,7 @@ def csr_transpose(
 def transposed(
     rowptr: Tensor, col: Tensor, num_cols: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `csr_transpose` of columns in range; asks a device for nothing but its span."""
+    """Returns `csr_transpose` of valid columns; the host waits only for the span of offsets."""
     row, lo, hi = _rows(rowptr)
     by_col, perm = torch.sort(col[lo:hi], stable=True)
     ends = torch.arange(num_cols + 1, dtype=col.dtype, device=col.device)
@@ -344,6 +366,24 @@ def place_pairs(
     first = each if order is None else order
     edge = first[torch.argsort(target[first], stable=True)]
     return pair.copy_(torch.stack([source[edge], edge], 1).view(-1))
+
+
+@op("gid", dtypes=None)
+def rank_select_index(gid: Tensor, total: int) -> Callable[[Tensor], Tensor]:
+    """Returns a function that finds the positions of ids in ascending, distinct `gid`.
+
+    It takes ids [k] in [0, total) and returns int64 [k], -1 for ids that `gid` lacks. The
+    CPU backend holds 12 bytes for each 64 ids below `total`.
+    """
+
+    def find(ids: Tensor) -> Tensor:
+        ids = ids.long()
+        if not len(gid):
+            return torch.full_like(ids, -1)
+        place = torch.searchsorted(gid.long(), ids).clamp_(max=len(gid) - 1)
+        return torch.where(gid[place] == ids, place, -1)
+
+    return find
 
 
 @op("gid", check=_check_key)
@@ -422,9 +462,10 @@ def _rows(rowptr: Tensor) -> tuple[Tensor, int, int]:
 
 
 def span_of(rowptr: Tensor) -> tuple[int, int]:
-    """Returns the first edge that offsets span, and the end; asks a device once.
+    """Returns the first edge that offsets span, and the end.
 
-    A tensor on a device keeps the answer: its offsets must not change.
+    The span is cached on tensors of a device, so that the host waits once; such offsets must
+    not change.
     """
     known: tuple[int, int] | None = getattr(rowptr, "_span", None)
     if known is None:
@@ -435,7 +476,7 @@ def span_of(rowptr: Tensor) -> tuple[int, int]:
 
 
 def note_span(rowptr: Tensor, low: int, high: int) -> None:
-    """Keeps beside offsets on a device what they span; see `span_of`."""
+    """Caches the span of offsets that are on a device; see `span_of`."""
     if not rowptr.is_cpu:
         rowptr._span = low, high  # type: ignore[attr-defined]
 

@@ -17,9 +17,9 @@ from pyg_distcomm.kernels.compile import ready
 from pyg_distcomm.kernels.matrix_ops import Csr, value_type
 
 Array = NDArray[Any]
-NONE = np.empty(0, np.int64)
-DENSE = 1 << 23  # columns up to which a row may have a place for each
-FAIR = 256  # columns for one product, up to which that pays
+NO_IDS = np.empty(0, np.int64)
+DENSE_COLUMNS = 1 << 23  # columns up to which a row may have a place for each
+DENSE_RATIO = 256  # columns for one product, up to which that pays
 
 
 def spgemm(
@@ -32,7 +32,7 @@ def spgemm(
     right = (_long(a[0]), *_strided(a[1]), _values(a[2], dtype))
     args = (*left, *right, _long(own), _values(extra, dtype))
     products = int((right[0][left[1] + 1] - right[0][left[1]]).sum()) + len(left[1])
-    if num_cols <= DENSE and FAIR * products >= m * num_cols:
+    if num_cols <= DENSE_COLUMNS and DENSE_RATIO * products >= m * num_cols:
         found = _over_rows(loops.spgemm_dense, (*args, num_cols), m)
     else:
         found = _over_rows(loops.spgemm, args, m)
@@ -50,7 +50,7 @@ def extract(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Runs `matrix_ops.extract`, minibatches in parallel."""
     wanted = (*map(_long, rows), *map(_long, cols))
-    loop = NONE if own is None else _long(own)
+    loop = NO_IDS if own is None else _long(own)
     args = (_long(a[0]), *_strided(a[1]), *wanted, loop)
     row, col, entry = _over_rows(loops.extract, args, len(rows[1]) - 1)
     return row, col, entry
@@ -73,7 +73,7 @@ def draw(
     replace: bool,
 ) -> tuple[Tensor, Tensor]:
     """Runs `matrix_ops.draw`, rows in parallel."""
-    entry, left = _drawn(ptr)
+    entry, left = _empty_draws(ptr)
     row = (_long(rowptr), _long(value), _long(count), _long(keys), _long(ptr))
     args = (*row, replace, entry.numpy(), left.numpy())
     threads.run_split(ready(loops.draw, args, 2), len(keys), 1)
@@ -81,13 +81,13 @@ def draw(
 
 
 class WeightedSampler:
-    """Draws from one row for many keys; any number of threads may call it at once."""
+    """Draws from one row for many keys. Thread-safe."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = _long(value)
         self._count = int((self._value > 0).sum())
         self._total = int(self._value.sum())
-        # calls in flight have one each, and leave it as they found it
+        # one tree for each call in flight, which restores it
         self._trees: deque[Array] = deque()
 
     def __call__(
@@ -98,7 +98,7 @@ class WeightedSampler:
             tree = self._trees.pop()
         except IndexError:
             tree = self._tree()
-        entry, left = _drawn(ptr)
+        entry, left = _empty_draws(ptr)
         row = (tree, self._value, self._count, self._total)
         args = (*row, _long(keys), _long(ptr), replace, entry.numpy(), left.numpy())
         ready(loops.draw_shared, args)()
@@ -118,7 +118,7 @@ def exponential_race(
     rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Runs `matrix_ops.exponential_race`, rows in parallel."""
-    entry, left = _drawn(ptr)
+    entry, left = _empty_draws(ptr)
     row = (_long(rowptr), _long(value), _long(keys), _long(ptr))
     args = (*row, entry.numpy(), left.numpy())
     threads.run_split(ready(loops.exponential_race, args, 2), len(keys), 1)
@@ -142,7 +142,7 @@ def layer_weights(
     loop = torch.empty(0 if own is None else m, dtype=torch.int64)
     weight = _values(a[2], torch.float64)
     value = torch.empty(0 if a[2] is None else len(a[1]), dtype=torch.int64)
-    mine = NONE if own is None else _long(own)
+    mine = NO_IDS if own is None else _long(own)
     graph = (_long(a[0]), *_strided(a[1]), weight, mine, power, float(scale))
     out = (total.numpy(), even.numpy(), loop.numpy())
 
@@ -177,7 +177,7 @@ def _over_rows(loop: Any, args: tuple[Any, ...], m: int) -> list[Tensor]:
     ]
 
 
-def _drawn(ptr: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_draws(ptr: Tensor) -> tuple[Tensor, Tensor]:
     entry, left = torch.empty(2, int(ptr[-1]), dtype=torch.int64)
     return entry, left
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from pyg_distcomm.kernels.compile import Array, jit, prefetch
-from pyg_distcomm.kernels.core_jit import GOLDEN, UNIT, mix, word
-from pyg_distcomm.kernels.id_lookup import ONE, ones_in
+from pyg_distcomm.kernels.core_jit import GOLDEN, ONE, UNIT, mix, ones_in, word
 
 FEW = 1 << 9  # columns that a table has room for at first
 SOON = 16  # products before it is needed that a slot is asked for

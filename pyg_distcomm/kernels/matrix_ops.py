@@ -1,6 +1,6 @@
 """Defines products of sparse matrices, and draws from their rows.
 
-Matrices are CSR, `rowptr` [m + 1] and `col` [nnz] (any stride); the CPU's twins return the
+Matrices are CSR, `rowptr` [m + 1] and `col` [nnz] (any stride); the CPU backends return the
 same numbers, bit for bit, but for logarithms. On a device A may lie in pinned host memory.
 All rows are worked on at once; integers are added up in any order, and floats in the order
 of their entries. A row draws from a generator of its own key,
@@ -36,7 +36,7 @@ Csr = tuple[Tensor, Tensor, Tensor | None]  # rowptr, col, value (None: ones)
 WeightedSampler = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
-@op("q", types=None)
+@op("q", dtypes=None)
 def spgemm(
     q: Csr, a: Csr, num_cols: int, diagonal: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +76,7 @@ def value_type(*values: Tensor | None) -> torch.dtype:
     return torch.float64 if real else torch.int64
 
 
-@op("rows", types=None)
+@op("rows", dtypes=None)
 def extract(
     a: tuple[Tensor, Tensor],
     rows: tuple[Tensor, Tensor],
@@ -108,7 +108,7 @@ def extract(
     return owner[kept], order[place[kept]], torch.where(loop, -1, entry)[kept]
 
 
-@op("value", types=None)
+@op("value", dtypes=None)
 def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
     """Counts the positive entries of each row; -1 for a row with a negative one.
 
@@ -126,7 +126,7 @@ def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
     return count.masked_fill_(summed(value < 0) > 0, -1)
 
 
-@op("value", types=None)
+@op("value", dtypes=None)
 def draw(
     rowptr: Tensor,
     value: Tensor,
@@ -143,10 +143,12 @@ def draw(
     them in order instead. Returns the entries, and the `left` before each draw.
     """
     running, found = _running(value), _running(value > 0)
-    return _drawn(running, found, rowptr[:-1], rowptr[1:], count, keys, ptr, replace)
+    return _draw_entries(
+        running, found, rowptr[:-1], rowptr[1:], count, keys, ptr, replace
+    )
 
 
-@op("value", types=None)
+@op("value", dtypes=None)
 def weighted_sampler(value: Tensor) -> WeightedSampler:
     """Returns what draws from one row for many keys: `weighted_sampler(keys, ptr, replace)`.
 
@@ -157,12 +159,12 @@ def weighted_sampler(value: Tensor) -> WeightedSampler:
     def draw_all(keys: Tensor, ptr: Tensor, replace: bool) -> tuple[Tensor, Tensor]:
         low, high = torch.zeros_like(keys), torch.full_like(keys, len(value))
         count = found[-1].expand(len(keys))
-        return _drawn(running, found, low, high, count, keys, ptr, replace)
+        return _draw_entries(running, found, low, high, count, keys, ptr, replace)
 
     return draw_all
 
 
-@op("value", types=None)
+@op("value", dtypes=None)
 def exponential_race(
     rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -189,14 +191,14 @@ def exponential_race(
     return entry, total - (before[:-1] - before[ptr[row]])
 
 
-@op("value", types=None)
+@op("value", dtypes=None)
 def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
     """Divides float64 entries by the sum of their row, taken in order; zero rows stay."""
     total = row_sums(rowptr, value)[_rows(rowptr, len(value))]
     return torch.where(total != 0, value / total, value)
 
 
-def _drawn(
+def _draw_entries(
     running: Tensor,
     found: Tensor,
     low: Tensor,

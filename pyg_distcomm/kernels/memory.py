@@ -1,7 +1,7 @@
-"""Asks for huge pages under matrices, gives freed memory back, and keeps within a cap.
+"""Allocates matrices in huge pages, returns freed memory to the system, and caps memory.
 
-A random gather over 4 KiB pages misses the translation cache at nearly each row,
-and a fresh matrix faults once a page. Linux gives 2 MiB pages to those who ask.
+A random gather over 4 KiB pages misses the TLB at nearly every row, and a fresh matrix
+faults once per page. Linux gives 2 MiB pages on request (`madvise`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WORTH = 1 << 23  # bytes below which asking does not pay
-ROOM = 1 << 20  # bytes of a product below which making room does not pay
-SMALLEST = 1 << 12  # bytes of a saved tensor below which a file does not pay
-
-
-def as_bytes(values: Tensor) -> Tensor:
-    """Returns the bytes of a dense tensor, `[bytes]`, in its memory where it is contiguous."""
-    flat = values.contiguous().flatten()
-    # of one number or none, a stride may be anything, which `view` does not take
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+HUGE_PAGES_FROM = 1 << 23  # bytes of a matrix from which huge pages pay
+GIVE_BACK_FROM = 1 << 20  # bytes of a product from which giving memory back first pays
+SPILL_FROM = 1 << 12  # bytes of a saved tensor from which a file pays
 
 
 def _open_libc(*names: str) -> ctypes.CDLL | None:
@@ -62,7 +55,7 @@ ADVISES = _open_libc("madvise") if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
 def available() -> int | None:
-    """Returns how many bytes this process may still take, where the system says so."""
+    """Returns the bytes that this process can still allocate; None if that is not known."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -78,9 +71,9 @@ def empty(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
 
 
 def advise(fresh: Tensor) -> Tensor:
-    """Asks for huge pages under a tensor that has not been written to, when large."""
+    """Requests huge pages for a large tensor that has not been written to; returns it."""
     size = fresh.numel() * fresh.element_size()
-    if size >= WORTH:
+    if size >= HUGE_PAGES_FROM:
         _advise(fresh.data_ptr(), size)
     return fresh
 
@@ -88,9 +81,9 @@ def advise(fresh: Tensor) -> Tensor:
 def give_back() -> None:
     """Returns freed memory to the system: planning frees more than it keeps.
 
-    glibc holds on to blocks below 32 MiB, which would count against this process for
-    as long as it lives; elsewhere this does nothing. What is used again comes in huge
-    pages.
+    glibc keeps freed blocks below 32 MiB, which would count as memory of this process as
+    long as it lives; without glibc this does nothing. The heap gets huge pages when it is
+    used again.
     """
     if GLIBC is not None:
         end = GLIBC.sbrk(0)
@@ -100,62 +93,62 @@ def give_back() -> None:
 
 
 def _advise(address: int, size: int) -> None:
-    """Asks for huge pages, where the system has them."""
+    """Requests huge pages for a range of memory, if the system has them."""
     if ADVISES is not None:
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         pages = (address + size - first) // mmap.PAGESIZE
         arguments = ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE)
-        # a refusal costs speed only, so nobody reads the answer
+        # a failure costs speed only, so the result is not read
         ADVISES.madvise(*arguments, mmap.MADV_HUGEPAGE)
 
 
 class MemoryCap:
-    """Bounds the memory that layers on a rank's share of a graph take, in bytes.
+    """Caps the memory that layers on a rank's share of a graph take.
 
-    A quarter is for what autograd keeps for the backward pass; what is more goes to
-    memory-mapped files in the folder for temporary files (TMPDIR), which the system reads
-    and writes page by page, and which end with the process. A sixteenth is for one stage:
-    rows that arrive in one exchange, or the messages of one chunk of nodes.
+    A quarter of the limit is for tensors that autograd saves for the backward pass; further
+    ones are spilled to memory-mapped files in the folder for temporary files (TMPDIR), which
+    the system reads and writes page by page, and which end with the process. A sixteenth is
+    for one stage: the rows received in one exchange, or the messages of one chunk of nodes.
 
     Args:
         limit: the bytes, or a text such as "8GiB" or "500MB".
 
     Raises:
-        ValueError: if it is no size, or less than one byte.
+        ValueError: if the limit is no size, or less than one byte.
     """
 
     def __init__(self, limit: int | str) -> None:
         self.limit = parse_bytes(limit)
         self.stage = max(self.limit // 16, 1)
-        self.given: set[int] = set()  # storages that live as long as the graph
-        self._kept: dict[int, list[int]] = {}  # of each storage: users, bytes
-        self._sum = 0
+        self._permanent: set[int] = set()  # storages that live as long as the graph
+        self._saved: dict[int, list[int]] = {}  # by storage: number of users, bytes
+        self._saved_bytes = 0
         self._lock = threading.Lock()
 
-    def keep(self, *lasting: Tensor) -> None:
-        """Notes tensors that live as long as the graph: to save them costs nothing."""
-        self.given.update(x.untyped_storage()._cdata for x in lasting)
+    def keep(self, *permanent: Tensor) -> None:
+        """Marks tensors that live as long as the graph: saving them costs no memory."""
+        self._permanent.update(x.untyped_storage()._cdata for x in permanent)
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Returns a tensor that is not initialised, in a file where it exceeds a stage."""
+        """Returns an uninitialised tensor, in a file if it is larger than a stage."""
         size = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or size <= self.stage:
             return torch.empty(shape, dtype=dtype, device=device)
         return mapped(shape, dtype)
 
     def moved(self, x: Tensor) -> Tensor:
-        """Returns a tensor that is kept for long, in a file where it exceeds a stage."""
+        """Moves a tensor that is kept for long to a file if it is larger than a stage."""
         if x.nbytes <= self.stage or x.device.type != "cpu" or is_mapped(x):
             return x
         return self.empty(tuple(x.shape), x.dtype, x.device).copy_(x)
 
     @contextlib.contextmanager
     def spilling(self) -> Iterator[None]:
-        """Has what autograd saves in a block kept within the cap, or in files.
+        """Keeps tensors that autograd saves within the cap, and spills others to files.
 
-        Not where other hooks look after saved tensors, as in torch's checkpointing.
+        It does nothing where other saved-tensor hooks are active, as in torch's checkpointing.
         """
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         if hooked or not torch.is_grad_enabled():
@@ -169,16 +162,17 @@ class MemoryCap:
             plain = x.detach().as_subclass(Tensor)
             storage = plain.untyped_storage()
             size = plain.nbytes
-            lasting = (x.is_leaf and x.requires_grad) or storage._cdata in self.given
+            parameter = x.is_leaf and x.requires_grad
             if (
-                lasting
+                parameter
+                or storage._cdata in self._permanent
                 or is_mapped(plain)
-                or size < SMALLEST
+                or size < SPILL_FROM
                 or storage.nbytes() < size
             ):
                 return _Saved(plain, x._version, None)
-            if x.device.type != "cpu" or self._keeps(storage._cdata, size):
-                drop = functools.partial(self._dropped, storage._cdata)
+            if x.device.type != "cpu" or self._acquire(storage._cdata, size):
+                drop = functools.partial(self._release, storage._cdata)
                 return _Saved(plain, x._version, drop)
             file = mapped(tuple(plain.shape), plain.dtype)
             return _Saved(file.copy_(plain), None, None)
@@ -193,30 +187,32 @@ class MemoryCap:
             )
         return x
 
-    def _keeps(self, storage: int, size: int) -> bool:
+    def _acquire(self, storage: int, size: int) -> bool:
+        """Counts a user of a saved storage; returns False if it does not fit the cap."""
         with self._lock:
-            if storage in self._kept:
-                self._kept[storage][0] += 1
+            if storage in self._saved:
+                self._saved[storage][0] += 1
                 return True
-            if self._sum + size > self.limit // 4:
+            if self._saved_bytes + size > self.limit // 4:
                 return False
-            self._kept[storage] = [1, size]
-            self._sum += size
+            self._saved[storage] = [1, size]
+            self._saved_bytes += size
             return True
 
-    def _dropped(self, storage: int) -> None:
+    def _release(self, storage: int) -> None:
+        """Drops a user of a saved storage, and its bytes with the last user."""
         with self._lock:
-            known = self._kept.get(storage)
-            if known is None:
+            entry = self._saved.get(storage)
+            if entry is None:
                 return
-            known[0] -= 1
-            if not known[0]:
-                self._sum -= known[1]
-                del self._kept[storage]
+            entry[0] -= 1
+            if not entry[0]:
+                self._saved_bytes -= entry[1]
+                del self._saved[storage]
 
 
 class _Saved:
-    """A tensor saved for the backward pass, its version, and what to tell at its end."""
+    """Holds a tensor saved for the backward pass, and calls `drop` when it is freed."""
 
     def __init__(
         self, tensor: Tensor, version: int | None, drop: Callable[[], None] | None
@@ -229,7 +225,7 @@ class _Saved:
 
 
 def memory_problem(memory: int | str | None) -> ValueError | None:
-    """Returns the error for what cannot be a memory cap."""
+    """Returns the error of `parse_bytes` for a memory cap, or None if the cap is valid."""
     try:
         _ = memory is None or parse_bytes(memory)
     except ValueError as error:
@@ -238,7 +234,7 @@ def memory_problem(memory: int | str | None) -> ValueError | None:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Returns a number of bytes, given as one or as text: "8GiB", "500 MB", "2e9".
+    """Parses a number of bytes, given as a number or as text: "8GiB", "500 MB", "2e9".
 
     Raises:
         ValueError: if it is neither, or less than 1.
@@ -257,27 +253,29 @@ def parse_bytes(size: int | str) -> int:
             raise ValueError
     except ValueError:
         raise ValueError(
-            f"memory must be a number of bytes, or a text such as '8GiB', got {size!r}"
+            f"got memory={size!r}, wanted a number of bytes; give one, or a text as '8GiB'"
         ) from None
     return count
 
 
 def is_mapped(x: Tensor) -> bool:
-    """Tells whether a tensor lies in a file that torch has mapped."""
+    """Returns whether a tensor is in a file that torch has mapped."""
     return x.device.type == "cpu" and x.untyped_storage().filename is not None
 
 
 def mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of zeros in a file without a name, which ends with it.
+    """Returns a tensor of zeros in a memory-mapped file, which is deleted with the tensor.
 
     Raises:
-        MemoryError: if the disk has no room for it.
+        MemoryError: if the disk is too full.
     """
     size = math.prod(shape) * dtype.itemsize
     number, path = tempfile.mkstemp(prefix="pyg_distcomm-")
     try:
         if size and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(number, 0, size)  # a full disk would kill later
+            os.posix_fallocate(
+                number, 0, size
+            )  # else a full disk kills at a later write
         file = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     except OSError as error:
         raise MemoryError(
@@ -287,6 +285,6 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     finally:
         os.close(number)
         os.unlink(path)
-    # no view of the bytes, which operations in place would be refused on
+    # not a view of the bytes: operations in place would be refused on it
     empty = torch.empty(0, dtype=dtype)
     return empty.set_(file.untyped_storage(), 0, shape)  # type: ignore[call-overload]

@@ -16,7 +16,6 @@ from torch import Tensor
 from pyg_distcomm.kernels import memory, threads
 from pyg_distcomm.kernels import sample_jit as loops
 from pyg_distcomm.kernels.compile import ready
-from pyg_distcomm.kernels.id_lookup import NodeRelabeler, Table, grown
 from pyg_distcomm.kernels.minibatch import (
     Frontier,
     Minibatch,
@@ -27,6 +26,7 @@ from pyg_distcomm.kernels.minibatch import (
     UnweightedNode,
     hop_key,
 )
+from pyg_distcomm.kernels.node_relabeler import NodeRelabeler, Table, grow
 
 CHECKED_EDGES = 1 << 24  # edges of one hop from which the free memory is checked first
 # bytes of an edge: both ends and its id, twice while a minibatch is put together
@@ -134,7 +134,7 @@ class MinibatchBuilder:
         self.weight: list[list[Tensor]] = [[] for _ in graph.relations]
         trees = 0
         for node_type, seed in request.seeds:
-            self.nodes[node_type].seed(seed.contiguous().numpy(), trees)
+            self.nodes[node_type].add_seeds(seed.contiguous().numpy(), trees)
             trees += seed.numel()
         self.end_hop()
 
@@ -154,7 +154,7 @@ class MinibatchBuilder:
     def end_hop(self) -> None:
         """Records the nodes found at this hop: they are the frontier of the next."""
         for nodes in self.nodes:
-            nodes.ends.append(nodes.known)
+            nodes.ends.append(nodes.num_nodes)
 
     def frontier(self, number: int, hop: int) -> Frontier | None:
         """Returns the nodes that draw from a relation at a hop; None if there are none."""
@@ -172,7 +172,7 @@ class MinibatchBuilder:
     def all_nodes(self, number: int) -> Frontier:
         """Returns a frontier that takes all in-edges of all nodes, to induce a subgraph."""
         target = self.nodes[self.graph.relations[number].target]
-        return self._frontier(number, 0, target.known, -1, None)
+        return self._frontier(number, 0, target.num_nodes, -1, None)
 
     def _frontier(
         self,
@@ -245,22 +245,22 @@ class MinibatchBuilder:
         """
         before = len(self.edge[number])
         size = before + total
-        self.index[number] = grown(self.index[number], before, size, exact=True)
-        self.edge[number] = grown(self.edge[number], before, size, exact=True)
+        self.index[number] = grow(self.index[number], before, size, exact=True)
+        self.edge[number] = grow(self.edge[number], before, size, exact=True)
         return self.edge[number], before
 
     def _label(self, number: int, at: int) -> None:
         """Relabels the sources of the draws from position `at` on to local ids."""
         relation, (source, target) = self.graph.relations[number], self.index[number]
         ends = self.nodes[relation.source], self.nodes[relation.target]
-        ends[0].label(source, at, target, ends[1])
+        ends[0].relabel(source, at, target, ends[1])
         self.edges_per_hop[number].append(len(source) - at)
 
     def induce(self, number: int, relation: Relation, frontier: Frontier) -> None:
         """Replaces the edges of a relation by all edges between the sampled nodes."""
         source, target = self.nodes[relation.source], self.nodes[relation.target]
         bounds = _bounds(relation, self.graph.time[relation.source], frontier)
-        place, entry, label = source.known_edges(relation, *bounds, target)
+        place, entry, label = source.induced_edges(relation, *bounds, target)
         self.index[number] = np.stack([label, place])
         row = relation.row.numpy()
         self.edge[number] = row[2 * entry + 1] if relation.stride == 2 else entry
@@ -270,12 +270,12 @@ class MinibatchBuilder:
         none = torch.empty(0, dtype=torch.float64)
         weight = [torch.cat([none, *parts]) for parts in self.weight]
         trees = [
-            _tensor(nodes.tree[: nodes.known])
+            _tensor(nodes.tree[: nodes.num_nodes])
             for nodes in self.nodes
             if nodes.tree is not None
         ]
         return Minibatch(
-            node=[_tensor(nodes.node[: nodes.known]) for nodes in self.nodes],
+            node=[_tensor(nodes.node[: nodes.num_nodes]) for nodes in self.nodes],
             tree=trees if self.request.disjoint else None,
             edge_index=[torch.from_numpy(index) for index in self.index],
             edge=[torch.from_numpy(e.astype(np.int64, copy=False)) for e in self.edge],

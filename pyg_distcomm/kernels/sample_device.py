@@ -1,14 +1,15 @@
-"""Samples neighbours on any device by operations of torch: the minibatches of `sample_cpu`.
+"""Samples neighbours on any device with torch operations: the minibatches of `sample_cpu`.
 
 All nodes of a hop draw at once. Draws are hashes in int64, which wraps around as uint64 does;
-what decides between floats is one product or one sequential sum, in float64, so that the
-minibatches are those of the CPU's loops bit for bit. One exception: draws without replacement
-by weight compare -log(u) / w, and logarithms of two devices may differ in the last bit. The
-order of two edges can differ where their clocks agree to 2^-52 of themselves.
+every comparison of floats is of one product or one sequential sum, in float64, so that
+minibatches equal those of the CPU's loops bit for bit. One exception: draws without
+replacement by weight compare -log(u) / w, and logarithms may differ between devices in the
+last bit. The order of two edges can differ if their clocks agree to a relative 2^-52.
 
-[Note: first come] Local ids go by the first appearance of a node. Each appearance writes its
-number to the slot of its node, where the least stays; those that find their own number there
-are new, and a running count of them gives their ids. No order of threads changes that.
+[Note: first come] Local ids are given in the order of first appearance. Each appearance of a
+node writes its number to the node's slot, which keeps the least. An appearance that finds its
+own number there is the first, and a running count of these gives local ids. The result does
+not depend on the order of threads.
 """
 
 from __future__ import annotations
@@ -38,27 +39,27 @@ from pyg_distcomm.kernels.sample_ops import (
     uniform_picks,
 )
 
-TABLE = 1 << 30  # bytes of a slot for each node, beyond which those found are sorted
-_FREE = torch.iinfo(torch.int64).max  # a slot that no node has
+TABLE = 1 << 30  # bytes of a slot for each node above which nodes are sorted instead
+_FREE = torch.iinfo(torch.int64).max  # marks a free slot
 
 
 class DeviceSampler:
-    """Draws minibatches from one graph on one device; any number of threads may call it.
+    """Draws minibatches from one graph on one device. Thread-safe.
 
     Args:
-        graph: on the host.
-        device: where minibatches are drawn, and lie.
-        pinned: whether the graph stays in the host's memory, pinned, and the device reads
-            it from there; needs CUDA and Triton.
+        graph: the graph, on the host.
+        device: the device on which minibatches are drawn and returned.
+        pinned: whether the graph stays in pinned host memory, where the device reads it;
+            needs CUDA and Triton.
 
     Memory: the graph on the device, or in pinned memory; 8 bytes an edge more for draws by
-    weight, and 8 a node for each minibatch that is being drawn.
+    weight, and 8 a node for each minibatch in flight.
     """
 
     def __init__(
         self, graph: SampleGraph, device: torch.device, pinned: bool = False
     ) -> None:
-        self.device, self.pinned, self._host = device, pinned, graph
+        self.device, self.pinned, self._host_graph = device, pinned, graph
         self.graph = SampleGraph(
             graph.sizes,
             tuple(
@@ -75,8 +76,8 @@ class DeviceSampler:
         )
         degrees = [r.colptr.diff() for r in graph.relations]
         most = [int(d.max()) if d.numel() else 0 for d in degrees]
-        self.steps = [degree.bit_length() for degree in most]  # of a bisection
-        self.positive = [
+        self.search_steps = [degree.bit_length() for degree in most]  # of a bisection
+        self.all_positive = [
             r.weight is None or bool((r.weight > 0).all()) for r in graph.relations
         ]
         self._sums: dict[int, Tensor] = {}
@@ -87,9 +88,9 @@ class DeviceSampler:
         return t.pin_memory() if self.pinned else t.to(self.device)
 
     def running(self, number: int) -> Tensor:
-        """Returns sums of the weights of a node's in-edges, up to each, added in order."""
+        """Returns running sums of the weights of each node's in-edges, added in order."""
         if number not in self._sums:
-            relation = self._host.relations[number]
+            relation = self._host_graph.relations[number]
             assert relation.weight is not None
             sums = torch.empty(relation.num_edges, dtype=torch.float64)
             args = relation.colptr.numpy(), relation.weight.numpy(), sums.numpy()
@@ -103,23 +104,25 @@ class DeviceSampler:
         Raises:
             UnweightedNode: if weights do not say what to draw.
         """
-        return _Drawing(self, request).run()
+        return _DeviceMinibatchBuilder(self, request).run()
 
 
-class _Nodes:
-    """The nodes of one type in a minibatch, in the order of their local ids."""
+class _NodeTable:
+    """Relabels the nodes of one type in a minibatch, in the order of their local ids."""
 
     def __init__(self, size: int, device: torch.device, disjoint: bool) -> None:
         self.size, self.disjoint = size, disjoint
         self.node = torch.empty(0, dtype=torch.int64, device=device)
-        self.tree = self.node  # for disjoint sampling; of a repeated seed, which it is
+        self.tree = (
+            self.node
+        )  # the tree if disjoint, else how many equal seeds came before
         self.ends: list[int] = []
         self._table: Tensor | None = None
         if not disjoint and 8 * size <= TABLE:
             self._table = torch.full((size,), _FREE, device=device)
 
     def seed(self, seed: Tensor, first_tree: int) -> None:
-        """Enters seeds; a repeated one keeps a place of its own, which no edge points to."""
+        """Adds seeds; a repeated seed gets a local id of its own, without edges to it."""
         count = seed.numel()
         place = torch.arange(count, device=seed.device)
         self.node = seed
@@ -131,7 +134,7 @@ class _Nodes:
         return tree * self.size + node if self.disjoint else node
 
     def _slots(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns slots with the labels of the nodes known, and which are those of codes."""
+        """Returns slots with the local ids of known nodes, and the slots of the codes."""
         if self._table is not None:
             return self._table, codes
         known = len(self.node)
@@ -143,7 +146,7 @@ class _Nodes:
         return table, slot[known:]
 
     def label(self, source: Tensor, tree: Tensor) -> Tensor:
-        """Returns local ids of sources, in trees; see [Note: first come]."""
+        """Adds new sources, in their trees; returns local ids; see [Note: first come]."""
         known, count = len(self.node), len(source)
         if not count:
             return source
@@ -159,68 +162,68 @@ class _Nodes:
         return table.index_select(0, slot)
 
     def find(self, source: Tensor, tree: Tensor) -> Tensor:
-        """Returns local ids of sources, in trees, and a large number for unknown ones."""
+        """Returns local ids of sources, in their trees; `_FREE` for unknown ones."""
         table, slot = self._slots(self._codes(tree, source))
         return table.index_select(0, slot)
 
 
-class _Drawing:
-    """One minibatch while it grows."""
+class _DeviceMinibatchBuilder:
+    """Builds one minibatch hop by hop."""
 
     def __init__(self, sampler: DeviceSampler, request: Request) -> None:
         self.sampler, self.request = sampler, request
         self.graph, device = sampler.graph, sampler.device
-        self.seen = [_Nodes(n, device, request.disjoint) for n in self.graph.sizes]
+        self.nodes = [_NodeTable(n, device, request.disjoint) for n in self.graph.sizes]
         self.none = torch.empty(0, dtype=torch.int64, device=device)
         self.parts: list[list[tuple[Tensor, Tensor, Tensor]]]
         self.parts = [[] for _ in self.graph.relations]
-        self.drawn: list[list[int]] = [[] for _ in self.graph.relations]
+        self.edges_per_hop: list[list[int]] = [[] for _ in self.graph.relations]
         trees = 0
-        for kind, seed in request.seeds:
-            self.seen[kind].seed(seed.to(device), trees)
+        for node_type, seed in request.seeds:
+            self.nodes[node_type].seed(seed.to(device), trees)
             trees += seed.numel()
         time = request.tree_time
         self.limits = time.to(device) if time is not None and request.disjoint else None
 
     def run(self) -> Minibatch:
-        begins = [0 for _ in self.seen]
+        begins = [0 for _ in self.nodes]
         self._end_hop()
         for hop in range(self.request.hops):
             for number, relation in enumerate(self.graph.relations):
-                target = self.seen[relation.target]
+                target = self.nodes[relation.target]
                 begin, end = begins[relation.target], target.ends[hop]
                 fan_out = self.request.fan_outs[number][hop]
                 count = 0
                 if begin < end and fan_out:
                     count = self._expand(number, hop, fan_out, begin, end)
-                self.drawn[number].append(count)
-            begins = [seen.ends[hop] for seen in self.seen]
+                self.edges_per_hop[number].append(count)
+            begins = [nodes.ends[hop] for nodes in self.nodes]
             self._end_hop()
         if self.request.induced:
             self.parts = [[self._induced(k)] for k in range(len(self.graph.relations))]
         return self._result()
 
     def _end_hop(self) -> None:
-        for seen in self.seen:
-            seen.ends.append(len(seen.node))
+        for nodes in self.nodes:
+            nodes.ends.append(len(nodes.node))
 
     def _expand(self, number: int, hop: int, fan_out: int, begin: int, end: int) -> int:
-        """Draws for the nodes that a hop has found; returns how many edges."""
+        """Draws in-edges of the frontier, nodes begin .. end-1; returns the number of edges."""
         relation = self.graph.relations[number]
-        target = self.seen[relation.target]
+        target = self.nodes[relation.target]
         node, name = target.node[begin:end], target.tree[begin:end]
         latest = fan_out if self.request.latest and fan_out > 0 else -1
         low, high = self._bounds(number, node, name, latest)
         owner, entry = self._draw(number, hop, fan_out, node, name, low, high)
         source = read_rows(relation.row, entry * relation.stride).long()
-        label = self.seen[relation.source].label(source, name[owner])
+        label = self.nodes[relation.source].label(source, name[owner])
         self.parts[number].append((label, owner + begin, self._ids(relation, entry)))
         return len(entry)
 
     def _bounds(
         self, number: int, node: Tensor, tree: Tensor, latest: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns which entries nodes may draw from; the latest few, unless that is -1."""
+        """Returns the entries that nodes may draw from; only the `latest`, unless it is -1."""
         relation = self.graph.relations[number]
         low = read_rows(relation.colptr, node).long()
         high = read_rows(relation.colptr, node + 1).long()
@@ -230,7 +233,7 @@ class _Drawing:
             return low, high
         limit = self.limits[tree]
         first = low
-        for _ in range(self.sampler.steps[number]):
+        for _ in range(self.sampler.search_steps[number]):
             open_ = first < high
             middle = torch.where(open_, (first + high) // 2, 0)
             timed = middle
@@ -253,12 +256,12 @@ class _Drawing:
         low: Tensor,
         high: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Draws entries; returns whose they are, and them, node by node."""
+        """Draws entries; returns the node of each entry, and the entries, node by node."""
         request, relation = self.request, self.graph.relations[number]
         size, replaced = high - low, request.replace and fan_out > 0
         choices, weighted = size, relation.weight is not None and fan_out > 0
-        if weighted and not self.sampler.positive[number]:
-            choices = self._choices(relation, low, size)
+        if weighted and not self.sampler.all_positive[number]:
+            choices = self._count_positive(relation, low, size)
             bare = ((size > 0) & (choices == 0)).nonzero().view(-1)
             if len(bare):
                 raise UnweightedNode(number, int(node[bare[0]]))
@@ -278,30 +281,30 @@ class _Drawing:
         streams = streams_of(key, name[some], node[some])
         if request.labor or (weighted and not replaced):
             labor_key = key if request.labor else None
-            place, found = self._by_clock(
+            place, found = self._draw_by_clock(
                 number, labor_key, streams, low, size, start, draws[some]
             )
             entry[place] = found
             return owner, entry
         if weighted:
-            picks = self._by_weight(number, streams, low, size, fan_out)
+            picks = self._draw_by_weight(number, streams, low, size, fan_out)
         else:
             picks = uniform_picks(streams, size, fan_out, replaced)
         steps = torch.arange(fan_out, device=low.device)
         entry[start[:, None] + steps] = low[:, None] + picks
         return owner, entry
 
-    def _choices(self, relation: Relation, low: Tensor, size: Tensor) -> Tensor:
+    def _count_positive(self, relation: Relation, low: Tensor, size: Tensor) -> Tensor:
         """Counts the entries of positive weight."""
         assert relation.weight is not None
         owner, within, _ = spread(size)
         positive = (read_rows(relation.weight, low[owner] + within) > 0).long()
         return torch.zeros_like(size).index_add_(0, owner, positive)
 
-    def _by_weight(
+    def _draw_by_weight(
         self, number: int, streams: Tensor, low: Tensor, size: Tensor, fan_out: int
     ) -> Tensor:
-        """Draws with replacement: where the running sum of weights exceeds a number."""
+        """Draws by weight with replacement: the first entry whose running sum exceeds u."""
         u = uniform(streams[:, None], torch.arange(fan_out, device=low.device))
         last = (size - 1)[:, None]
         if self.request.latest:  # few entries, not from a node's first one on
@@ -320,7 +323,7 @@ class _Drawing:
         goal = u * read_rows(running, low + size - 1)[:, None]
         first, high = torch.zeros_like(goal, dtype=torch.int64), last + 1
         high = high.expand_as(first)
-        for _ in range(self.sampler.steps[number]):
+        for _ in range(self.sampler.search_steps[number]):
             open_ = first < high
             middle = torch.where(open_, (first + high) // 2, 0)
             below = read_rows(running, low[:, None] + middle) <= goal
@@ -328,7 +331,7 @@ class _Drawing:
             high = torch.where(open_ & ~below, middle, high)
         return torch.minimum(first, last)
 
-    def _by_clock(
+    def _draw_by_clock(
         self,
         number: int,
         labor_key: int | None,
@@ -338,13 +341,13 @@ class _Drawing:
         start: Tensor,
         draws: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Draws the entries of least u, or -log(u) / weight; returns where, and them."""
+        """Draws the entries of least u, or -log(u) / weight; returns positions and entries."""
         relation = self.graph.relations[number]
         owner, within, _ = spread(size)
         entry, weight = low[owner] + within, None
         if relation.weight is not None:
             weight = read_rows(relation.weight, entry)
-            if not self.sampler.positive[number]:
+            if not self.sampler.all_positive[number]:
                 kept = (weight > 0).nonzero().view(-1)
                 owner, entry, weight = owner[kept], entry[kept], weight[kept]
         if labor_key is None:
@@ -365,9 +368,9 @@ class _Drawing:
         return start[owner[taken]] + rank[taken], entry[taken]
 
     def _induced(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns all edges between the nodes found."""
+        """Returns all edges between the sampled nodes."""
         relation = self.graph.relations[number]
-        target, source = self.seen[relation.target], self.seen[relation.source]
+        target, source = self.nodes[relation.target], self.nodes[relation.source]
         low, high = self._bounds(number, target.node, target.tree, -1)
         owner, within, _ = spread(high - low)
         entry = low[owner] + within
@@ -383,19 +386,21 @@ class _Drawing:
         return read_rows(relation.row, 2 * entry + 1).long()
 
     def _result(self) -> Minibatch:
-        ends = [torch.tensor([0, *seen.ends]) for seen in self.seen]
+        ends = [torch.tensor([0, *nodes.ends]) for nodes in self.nodes]
         none = (self.none, self.none, self.none)
         columns = [
             [torch.cat(column) for column in zip(none, *parts, strict=True)]
             for parts in self.parts
         ]
         return Minibatch(
-            node=[seen.node for seen in self.seen],
-            tree=[seen.tree for seen in self.seen] if self.request.disjoint else None,
+            node=[nodes.node for nodes in self.nodes],
+            tree=[nodes.tree for nodes in self.nodes]
+            if self.request.disjoint
+            else None,
             edge_index=[torch.stack(found[:2]) for found in columns],
             edge=[found[2] for found in columns],
             nodes_per_hop=[end.diff().tolist() for end in ends],
-            edges_per_hop=self.drawn,
+            edges_per_hop=self.edges_per_hop,
         )
 
 

@@ -1,4 +1,4 @@
-"""Defines what samplers on devices draw with: keyed numbers, picks, urns, rows by index."""
+"""Defines ops for samplers on devices: keyed random numbers, draws, sums, rows by index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def uniform(streams: Tensor, draw: Tensor) -> Tensor:
     return _shift(keyed_hash(streams, draw), 11).double() * UNIT
 
 
-@op("streams size", types=None)
+@op("streams size", dtypes=None)
 def uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> Tensor:
     """Draws places in 0 .. size-1; without replacement by Floyd's method ([Bentley87]).
 
@@ -39,14 +39,14 @@ def uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> 
     return picks
 
 
-@op("index", types=None)
+@op("index", dtypes=None)
 def read_rows(
     values: Tensor, index: Tensor, kept: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Returns rows by index, on its device; from pinned host memory where they lie there.
+    """Returns rows by index, on the device of the index; values may be in pinned host memory.
 
-    Of those, some may be kept on the device: `kept` has these rows [h, ...], and where each
-    row is among them, [n] int32, -1 for others.
+    Some rows may be cached on the device: `kept` has these rows [h, ...], and the position of
+    each row among them, [n] int32, -1 for others.
 
     Shapes: values [n, ...], contiguous; index any, int64; returns [*index.shape, ...].
     """
@@ -54,7 +54,7 @@ def read_rows(
     return found.view(*index.shape, *values.shape[1:])
 
 
-@op("running", types=None)
+@op("running", dtypes=None)
 def draw_urns(
     running: Tensor, low: Tensor, high: Tensor, keys: Tensor, draws: int
 ) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def draw_urns(
     return entries, lefts
 
 
-@op("value", types=None)
+@op("value", dtypes=None)
 def row_sums(ptr: Tensor, value: Tensor) -> Tensor:
     """Adds up each row of float64 numbers [nnz], one after the other; ptr [m + 1]."""
     place, end = ptr[:-1], ptr[1:]
@@ -137,7 +137,7 @@ def share(bits: Tensor, whole: Tensor) -> Tensor:
 def spread(count: Tensor, total: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the owner of each of `sum(count)` items, its number there, and offsets.
 
-    The host waits for the sum, unless it knows it.
+    The host waits for the sum, unless `total` is given.
     """
     ends = count.cumsum(0)
     start = ends - count

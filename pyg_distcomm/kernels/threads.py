@@ -1,9 +1,9 @@
-"""Runs kernels that release the interpreter lock on a pool of threads.
+"""Runs kernels, which release the GIL, on a pool of threads.
 
-Work is a list of pieces. The caller and its helpers take the next piece when they
-are done with the last, so a piece that takes long stalls nobody; and the caller
-never waits for a helper that has not started, so concurrent callers, and callers
-inside a helper, cannot lock each other out.
+Work is a list of pieces. The calling thread and its helpers each take the next piece when
+they have finished one, so a slow piece does not delay the others. The caller never waits for
+a helper that has not started, so concurrent callers, and callers inside a helper, cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from itertools import pairwise
 
 import torch
 
-# One executor per process and size. The key holds the process id since the threads
-# of a parent do not survive a fork; setdefault needs no lock that a fork could freeze.
+# One executor per process and size. The process id is in the key because threads do not
+# survive a fork; setdefault needs no lock that a fork could leave locked.
 _executors: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
-# of the thread that calls kernels; None for torch's own width
+# the limit set by the calling thread; None for torch's number of threads
 _limit: ContextVar[int | None] = ContextVar("pyg_distcomm_threads", default=None)
 
 
 def width() -> int:
-    """Returns the number of threads a kernel may use: torch's own, at call time."""
+    """Returns the number of threads that a kernel may use: torch's, unless limited."""
     limit = _limit.get()
     return torch.get_num_threads() if limit is None else limit
 
 
 def spare(ranks: int = 1) -> int:
-    """Returns how many cores torch's threads leave idle, of those this rank may use.
+    """Returns how many of this rank's cores torch's threads leave idle.
 
     Args:
-        ranks: how many share the cores of this host, unless LOCAL_WORLD_SIZE says it.
+        ranks: the number of ranks on this host, unless LOCAL_WORLD_SIZE is set.
     """
     try:
         cores = len(os.sched_getaffinity(0))
@@ -48,7 +48,7 @@ def spare(ranks: int = 1) -> int:
 
 @contextmanager
 def limited(most: int) -> Iterator[None]:
-    """Sets how many threads the kernels called by this thread may use."""
+    """Limits the number of threads of kernels that this thread calls in a block."""
     token = _limit.set(most)
     try:
         yield
@@ -57,7 +57,7 @@ def limited(most: int) -> Iterator[None]:
 
 
 def run(work: Callable[..., None], pieces: Iterable[tuple[int, ...]]) -> None:
-    """Calls ``work(*piece)`` for every piece, on as many threads as torch uses."""
+    """Calls ``work(*piece)`` for every piece, on `width()` threads."""
     pending = list(pieces)
     pending.reverse()
     helpers = [

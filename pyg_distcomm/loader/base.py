@@ -14,27 +14,27 @@ from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
-from pyg_distcomm.loader.collate import Buffers, Collator, Sent
+from pyg_distcomm.loader.collate import Buffers, Collator, WorkerBatch
 from pyg_distcomm.loader.epoch import (
     BatchSharding,
-    Epochs,
+    EpochPlan,
     IndexSampler,
+    LoaderId,
     Notes,
-    Numbered,
-    Place,
-    Positions,
+    PassThroughDataset,
+    PlannedBatch,
     Progress,
     World,
-    check_drawn,
-    drawn_positions,
-    launched,
+    check_weighted_sampler,
+    launched_ranks,
+    weighted_positions,
 )
 from pyg_distcomm.loader.options import (
     LoaderOptions,
-    alike,
     check_lengths,
     describe_graph,
     digest,
+    errors_on_all_ranks,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedSource
 from pyg_distcomm.loader.placement import Placement
@@ -43,7 +43,7 @@ from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSample
 from pyg_distcomm.sampling.pyg_backends import library_sampler
 
 
-def chosen_sampler(
+def make_sampler(
     given: Any,
     data: Any,
     num_neighbors: Any,
@@ -53,17 +53,17 @@ def chosen_sampler(
     placement: Placement | None,
     **options: Any,
 ) -> Any:
-    """Returns the sampler of a loader: the one given, PyG's by a backend, or ours."""
+    """Returns the sampler of a loader: the one given, PyG's own for a backend, or keyed."""
     if placement is not None:
         placement.check(data, given, backend, dataloader)
     if given is not None:
         if backend is not None:
             raise ValueError(
-                f"backend={backend!r} and neighbor_sampler were given; leave one out"
+                f"got both backend={backend!r} and neighbor_sampler; leave one out"
             )
         if options["draws"] != NEIGHBOR:
             raise ValueError(
-                f"draws={options['draws']!r} and neighbor_sampler were given; leave one out"
+                f"got both draws={options['draws']!r} and neighbor_sampler; leave one out"
             )
         return given
     options["share_memory"] = dataloader.get("num_workers", 0) > 0
@@ -74,115 +74,120 @@ def chosen_sampler(
     return KeyedNeighborSampler(data, num_neighbors, seed=seed, **options)
 
 
-_PyGLoader: Any = object  # for the type checker: PyG's loader, which stands behind
+_PyGLoader: Any = object  # for the type checker: PyG's loader, the next base class
 
 
 class BulkLoading(_PyGLoader):
-    """Loads the minibatches of an epoch in bulks; every loader of this package derives from it.
+    """Loads the minibatches of an epoch in bulks: the base of all loaders of this package.
 
-    It stands before one of PyG's loaders in a class's bases.
+    It is a mixin that comes before one of PyG's loaders in the bases of a class.
     """
 
     def __init__(self, *args: Any, shuffle: bool | None = None, **kwargs: Any) -> None:
-        # `Epochs` shuffles; torch's own sampler refuses a rank that has no inputs
+        # `EpochPlan` shuffles; torch's own sampler refuses a rank that has no inputs
         own = any(kwargs.get(k) is not None for k in ("sampler", "batch_sampler"))
         kwargs |= {"shuffle": shuffle} if own else {}
-        with alike(None if self.spread is None else self.spread.mesh.world):
+        source = self.partitioned_source
+        with errors_on_all_ranks(None if source is None else source.mesh.world):
             super().__init__(*args, **kwargs)
             check_lengths(self.input_data)
         if shuffle and not own and self.batch_size and len(self.dataset):  # for others
             sampler = RandomSampler(self.dataset, generator=self.generator)
             self.__dict__["sampler"] = self.batch_sampler.sampler = sampler
 
-    def _set_up(
+    def _finish_init(
         self,
         loader_options: LoaderOptions,
         inputs: list[Any],
         dataloader: dict[str, Any],
     ) -> None:
-        """Completes the work of PyG's constructor."""
+        """Completes PyG's constructor: plans epochs, and posts a note for the other ranks."""
         if self.batch_size is None and dataloader.get("batch_sampler") is None:
-            raise ValueError("batch_size=None asks for no batches; give a number")
+            raise ValueError("got batch_size=None, wanted a number of seeds; give one")
         self._loader_options, self._buffers = loader_options, Buffers()
-        self._last: tuple[Any, list[Any]] | None = None  # the epoch before, if spread
-        self.seed, self._epoch, self._resume = loader_options.seed, 0, 0
+        self._previous_epoch: tuple[Any, list[Any]] | None = (
+            None  # the epoch before, if spread
+        )
+        self.seed, self._epoch, self._start_batch = loader_options.seed, 0, 0
         self._progress: Progress | None = None
-        # torch keeps the method, and with it the loader, until a collector comes round
+        # torch stores the bound method, a reference cycle that keeps the loader alive
         self.__dict__.pop("collate_fn", None)
         drawn, count = dataloader.get("sampler"), len(self.dataset)
         own = drawn is not None or dataloader.get("batch_sampler") is not None
         if isinstance(drawn, ByClass):
-            check_drawn(drawn, count)
+            check_weighted_sampler(drawn, count)
             own, inputs = False, [*inputs, drawn.weights, drawn.num_samples]
-        self._epochs = Epochs(
+        self._epoch_plan = EpochPlan(
             count if own or drawn is None else drawn.num_samples,
             self.batch_size or 1,
             bool(dataloader.get("shuffle")),
             bool(self.drop_last),
             self.batch_sampler if own else None,
-            None if own or drawn is None else partial(drawn_positions, drawn),
+            None if own or drawn is None else partial(weighted_positions, drawn),
         )
-        if self.spread is not None and self._epochs.length() is None:
+        if self.partitioned_source is not None and self._epoch_plan.length() is None:
             raise ValueError(
-                "the sampler of batches has no length, and a partitioned graph is sampled "
-                "by all ranks together, who have to know how many batches there are; give "
-                "it a __len__"
+                "got a batch_sampler without a length, but all ranks sample a partitioned "
+                "graph together, and have to know how many batches there are; give it a "
+                "__len__"
             )
-        # torch's DataLoader forbids to set it, and would hand out single positions
-        self.__dict__["dataset"] = Positions(count)
-        options = [self.batch_size, self.drop_last, self._epochs.shuffle]
+        # torch's DataLoader forbids setting it, and would index it one position at a time
+        self.__dict__["dataset"] = PassThroughDataset(count)
+        options = [self.batch_size, self.drop_last, self._epoch_plan.shuffle]
         self._inputs = digest(inputs + options)
         kind = "{}(batch_size={}, drop_last={}, shuffle={})".format(
             type(self).__qualname__, *options
         )
-        self._place = None if loader_options.split is False else Place.next(kind)
-        self._known_sharding: BatchSharding | None = None
+        self._loader_id = None if loader_options.split is False else LoaderId.next(kind)
+        self._cached_sharding: BatchSharding | None = None
         self._notes: Notes | None = None
         self._described: dict[str, Any] | None = None
-        if self.spread is not None:  # collective
+        if self.partitioned_source is not None:  # collective
             self._describe()
         elif self.placement is not None and self.placement.cache:
             self.placement.keep(self.data)
-        self._join()
+        self._post_note()
 
-    placement: Placement | None = None  # on a device, if not on the host
-    spread: PartitionedSource | None = None  # for a graph that is spread over the ranks
-    batch_bytes = 0  # of a minibatch, once one is known
-    #: where the time of the epoch under way, or the last one, has gone; see `Phases`
+    placement: Placement | None = None  # of minibatches on a device; None on the host
+    partitioned_source: PartitionedSource | None = None  # of a share, not a whole graph
+    batch_bytes = 0  # the size of a minibatch, once one was made
+    #: the time that each phase of the current or last epoch took; see `Phases`
     phases: Phases = Phases()
 
     @property
     def neighbor_sampler_in_use(self) -> Any:
-        """Returns the sampler, by whichever name PyG's loader has it."""
+        """Returns the sampler, under whichever name PyG's loader stores it."""
         found = getattr(self, "node_sampler", None)
         return getattr(self, "link_sampler", None) if found is None else found
 
-    # What torch's DataLoader asks for ------------------------------------------------
+    # Hooks of torch's DataLoader -------------------------------------------------------
 
     @property
     def _index_sampler(self) -> Any:
         return (
-            IndexSampler(self) if "_epochs" in self.__dict__ else super()._index_sampler
+            IndexSampler(self)
+            if "_epoch_plan" in self.__dict__
+            else super()._index_sampler
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Begins the next epoch, or goes on with the one that was loaded."""
+        """Begins the next epoch, or resumes the one of a loaded state."""
         sharding = self._sharding()
-        self._progress = progress = Progress(self._epoch, self._resume)
-        length = sharding.rounds(self._resume) if sharding.batches else 0
+        self._progress = progress = Progress(self._epoch, self._start_batch)
+        length = sharding.rounds(self._start_batch) if sharding.batches else 0
         if self._notes is not None and sharding.size > 1:
             self._notes.begin(self._epoch)
         self.phases = Phases()
         inner = super().__iter__()
-        self._epoch, self._resume = self._epoch + 1, 0
+        self._epoch, self._start_batch = self._epoch + 1, 0
         return Tracked(inner, progress, length, self.phases)
 
     def _get_iterator(self) -> Any:
         if self.num_workers:
             return super()._get_iterator()
         self._end_epoch()
-        if self.spread is not None:
-            self.spread.refresh()
+        if self.partitioned_source is not None:
+            self.partitioned_source.refresh()
         bulk = BulkBuilder(self, self.phases)
         bulks = PrefetchQueue(
             self._plan(),
@@ -190,56 +195,56 @@ class BulkLoading(_PyGLoader):
             bulk.finish,
             bulk.size,
             bulk.ahead,
-            drain=self.spread is not None,
+            drain=self.partitioned_source is not None,
         )
-        if self.spread is not None:
-            self._last = weakref.ref(bulks), bulks.threads
+        if self.partitioned_source is not None:
+            self._previous_epoch = weakref.ref(bulks), bulks.threads
         return bulks
 
     def _end_epoch(self) -> None:
-        """Waits for the threads of the epoch before, in which other ranks take part."""
-        if self._last is None:
+        """Waits for the threads of the previous epoch, which communicate with other ranks."""
+        if self._previous_epoch is None:
             return
-        bulks, threads = self._last[0](), self._last[1]
+        bulks, threads = self._previous_epoch[0](), self._previous_epoch[1]
         if bulks is not None:
             bulks.close()
         for thread in threads:
             thread.join()
 
     @property
-    def _customised(self) -> bool:
-        """Returns whether a subclass samples or collates in its own way."""
+    def _overrides_collate(self) -> bool:
+        """Returns whether a subclass overrides how minibatches are sampled or collated."""
         own = type(self)
         same = own.filter_fn is BulkLoading.filter_fn
         return not (same and own.collate_fn is BulkLoading.collate_fn)
 
-    def _plan(self) -> Iterator[Numbered]:
-        progress = self._progress or Progress(self._epoch, self._resume)
+    def _plan(self) -> Iterator[PlannedBatch]:
+        progress = self._progress or Progress(self._epoch, self._start_batch)
         seed, epoch = self._agreed_seed(), progress.epoch
-        return self._epochs.batches(seed, epoch, self._sharding(), progress.start)
+        return self._epoch_plan.batches(seed, epoch, self._sharding(), progress.start)
 
-    # What PyG's loaders ask for ------------------------------------------------------
+    # Hooks of PyG's loaders ------------------------------------------------------------
 
     def collate_fn(self, index: Any) -> Any:
-        """Samples one minibatch: a numbered one of an epoch, or any list of inputs."""
-        out = self._sampled(index)
+        """Samples one minibatch: a planned one of an epoch, or one of any list of inputs."""
+        out = self._sample_planned(index)
         if not self.filter_per_worker:
             return out
         batch = self.filter_fn(out)
-        apart = get_worker_info() is not None and not self._customised
-        return Sent.of(batch) if apart else batch
+        apart = get_worker_info() is not None and not self._overrides_collate
+        return WorkerBatch.pack(batch) if apart else batch
 
     def filter_fn(self, out: Any) -> Any:
-        """Joins what was sampled with its features, marks repeats, and transforms."""
+        """Collates a sampler's output with its features, marks padding, and transforms."""
         if self.transform_sampler_output is not None:
             padding = getattr(out, "padding", None)
             out = self.transform_sampler_output(out)
             if padding is not None:
                 out.padding = padding
-        return self._finished(Collator(self)(out), getattr(out, "padding", None))
+        return self._postprocess(Collator(self)(out), getattr(out, "padding", None))
 
     def pyg_filter_fn(self, out: Any) -> Any:
-        """Calls PyG's own `filter_fn`, and adds the weights that a rule gives edges."""
+        """Calls PyG's own `filter_fn`, and adds the edge weights of the sampler's output."""
         batch = super().filter_fn(out)
         weights = getattr(out, "edge_weight", None)
         if isinstance(weights, dict):
@@ -250,28 +255,28 @@ class BulkLoading(_PyGLoader):
             batch.edge_weight = weights
         return batch
 
-    def _finished(self, data: Any, padding: bool | None) -> Any:
+    def _postprocess(self, data: Any, padding: bool | None) -> Any:
         if padding is not None:
             data.padding = padding
         return data if self.transform is None else self.transform(data)
 
-    def _sampled(self, index: Any) -> Any:
-        if not isinstance(index, Numbered):
+    def _sample_planned(self, index: Any) -> Any:
+        if not isinstance(index, PlannedBatch):
             return self._sample(self.input_data[index])
-        return self._marked(self._sample(self._input_of(index)), index)
+        return self._mark_padding(self._sample(self._seeds_of(index)), index)
 
-    def _sampled_bulk(self, plan: list[Numbered]) -> list[Any]:
-        inputs = [self._input_of(index) for index in plan]
+    def _sample_planned_bulk(self, plan: list[PlannedBatch]) -> list[Any]:
+        inputs = [self._seeds_of(index) for index in plan]
         outs = self._sample_bulk(inputs)
-        return [self._marked(out, k) for out, k in zip(outs, plan, strict=True)]
+        return [self._mark_padding(out, k) for out, k in zip(outs, plan, strict=True)]
 
-    def _input_of(self, index: Numbered) -> Any:
+    def _seeds_of(self, index: PlannedBatch) -> Any:
         inputs = self.input_data[torch.from_numpy(index.positions)]
         inputs.key = index.key
         return inputs
 
-    def _marked(self, out: Any, index: Numbered) -> Any:
-        sharding = self._known_sharding
+    def _mark_padding(self, out: Any, index: PlannedBatch) -> Any:
+        sharding = self._cached_sharding
         if sharding is not None and sharding.size > 1 and sharding.even == "pad":
             out.padding = index.padding
         return out
@@ -284,8 +289,8 @@ class BulkLoading(_PyGLoader):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what a worker process has no use for, and cannot be given."""
-        without = dict.fromkeys(("_notes", "_buffers", "_last", "phases"))
+        """Leaves out attributes that a worker process cannot pickle and does not need."""
+        without = dict.fromkeys(("_notes", "_buffers", "_previous_epoch", "phases"))
         return {**self.__dict__, **without}
 
     # Epochs and ranks ----------------------------------------------------------------
@@ -293,17 +298,17 @@ class BulkLoading(_PyGLoader):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration; without it, epochs are counted."""
         if int(epoch) != self._epoch:  # else go on where a loaded state left it
-            self._epoch, self._resume = int(epoch), 0
+            self._epoch, self._start_batch = int(epoch), 0
         self._progress = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the loader has yielded: enough to go on inside an epoch.
+        """Returns how far the loader has come: enough to resume inside an epoch.
 
-        The same on all ranks in step, and good for another number of ranks, unless the
-        script has split its inputs itself.
+        It is the same on all ranks that have loaded equally many batches, and can be loaded
+        on another number of ranks, unless the script splits its inputs itself.
         """
         sharding, progress = self._sharding(), self._progress
-        epoch, batches = self._epoch, self._resume
+        epoch, batches = self._epoch, self._start_batch
         if (
             progress is not None
             and not progress.finished
@@ -322,7 +327,7 @@ class BulkLoading(_PyGLoader):
         }
 
     def _describe(self) -> dict[str, Any]:
-        """Returns what its minibatches depend on, besides inputs and keys."""
+        """Returns all options that its minibatches depend on, besides inputs and keys."""
         if self._described is None:
             describe = getattr(self.neighbor_sampler_in_use, "describe", dict)
             negatives = getattr(self, "neg_sampling", None)
@@ -331,7 +336,8 @@ class BulkLoading(_PyGLoader):
                 for c in type(self).__mro__
                 if c.__module__.startswith("pyg_distcomm.")
             )
-            world = None if self.spread is None else self.spread.mesh.world
+            source = self.partitioned_source
+            world = None if source is None else source.mesh.world
             made_from: dict[str, Any] = describe()
             names = [made_from.get(of) for of in ("weight_attr", "time_attr")]
             self._described = {
@@ -351,7 +357,7 @@ class BulkLoading(_PyGLoader):
         """
         sharding = self._sharding()
         if not isinstance(state, dict):
-            raise ValueError(f"not the state of a loader: a {type(state).__name__}")
+            raise ValueError(f"not the state of a loader: got a {type(state).__name__}")
         missing = {"seed", "epoch", "batches", "inputs", "made_from"} - set(state)
         if missing:
             raise ValueError(f"not the state of a loader: {sorted(missing)} missing")
@@ -367,68 +373,70 @@ class BulkLoading(_PyGLoader):
         for name in {**now, **before}:
             if before.get(name) != now.get(name):
                 raise ValueError(
-                    f"the state is of a loader with {name}={before.get(name)}, and this one "
-                    f"has {name}={now.get(name)}; build this one as that one was"
+                    f"got the state of a loader with {name}={before.get(name)}, and this one "
+                    f"has {name}={now.get(name)}; build both with the same arguments"
                 )
         if not sharding.split and state["inputs"] != self._inputs:
             raise ValueError(
-                "the state is of a loader with other inputs, batch size or shuffling; "
-                "build this one as that one was"
+                "got the state of a loader with other inputs, batch size or shuffling; build "
+                "both with the same arguments"
             )
-        if (sharding.size if sharding.split else 0) != state.get("ranks", 0):
+        ranks = sharding.size if sharding.split else 0
+        if ranks != state.get("ranks", 0):
             raise ValueError(
-                f"the state is of inputs split over {state.get('ranks', 0)} ranks by the "
-                f"script, and there are {sharding.size}; only inputs that are the same on all "
-                "ranks can go on with another number of them"
+                f"got a state of inputs that the script split over {state.get('ranks', 0)} "
+                f"ranks, and this one splits them over {ranks} (0 if not at all); split them "
+                "in the same way, or give all ranks the same inputs, to resume on any number"
             )
         self.seed, self._epoch = state["seed"], state["epoch"]
-        self._resume, self._progress = state["batches"], None
+        self._start_batch, self._progress = state["batches"], None
 
-    def _join(self) -> World:
-        """Leaves a note for the other ranks, once there are any."""
+    def _post_note(self) -> World:
+        """Posts this rank's note about the loader, once a process group is initialised."""
         world = World.now()
-        if self._notes is None and world.size > 1 and self._place is not None:
-            mesh = latest_mesh() if self.spread is None else self.spread.mesh
-            self._notes = Notes(world, self._place, mesh)
+        if self._notes is None and world.size > 1 and self._loader_id is not None:
+            source = self.partitioned_source
+            mesh = latest_mesh() if source is None else source.mesh
+            self._notes = Notes(world, self._loader_id, mesh)
             note = {
                 "inputs": self._inputs,
-                "batches": self._epochs.length(),
-                "given": self._epochs.given is not None,
+                "batches": self._epoch_plan.length(),
+                "given": self._epoch_plan.batch_sampler is not None,
                 "seed": self._agreed_seed(),
                 "asked": self._loader_options.seed,
             }
-            self._notes.leave(note)
+            self._notes.post(note)
         return world
 
     def _sharding(self) -> BatchSharding:
-        """Returns how batches are sharded; the first call may wait for other ranks."""
-        if self._known_sharding is None:
-            world = self._join()
+        """Returns how batches are sharded; the first call may wait for the other ranks."""
+        if self._cached_sharding is None:
+            world = self._post_note()
             shared = self._loader_options.split is not False
-            if world.size == 1 and launched() > 1 and shared:
+            if world.size == 1 and launched_ranks() > 1 and shared:
                 warnings.warn(
-                    f"{launched()} ranks were started, but they have not joined: call "
+                    f"got {launched_ranks()} launched ranks, but no process group: call "
                     "pyg_distcomm.init() or init_process_group() before loading, or each "
                     "rank loads every batch",
                     stacklevel=4,
                 )
-            self._known_sharding = self._sharding_over(world)
-        return self._known_sharding
+            self._cached_sharding = self._sharding_over(world)
+        return self._cached_sharding
 
     def _sharding_over(self, world: World) -> BatchSharding:
         even = self._loader_options.even_batches
         if self._notes is None:
-            return self._own(even)
+            return self._unsharded(even)
         whole = self._loader_options.split is True
         gather = self._notes.collect if whole else self._notes.collect_if_shared
         notes = gather("share out its batches")
         if notes is None:
-            return self._own(even)
-        asked = {note["asked"] for note in notes}
-        if len(asked) > 1:
+            return self._unsharded(even)
+        seeds = {note["asked"] for note in notes}
+        if len(seeds) > 1:
             raise ValueError(
-                f"the ranks ask for different seeds, {[n['asked'] for n in notes]}; give "
-                "all ranks one seed"
+                f"got different seeds on the ranks, {[n['asked'] for n in notes]}; give all "
+                "ranks the same seed"
             )
         self.seed = notes[0]["seed"]
         same = len({note["inputs"] for note in notes}) == 1
@@ -436,7 +444,7 @@ class BulkLoading(_PyGLoader):
         split = split or (not same and self._loader_options.split == "auto")
         if self._loader_options.split is True and not same:
             raise ValueError(
-                "split=True shares out one list over the ranks, but their lists differ; "
+                "got different inputs on the ranks, but split=True shards one list over them; "
                 "give all ranks the same inputs, or leave split out"
             )
         counts = tuple(n["batches"] for n in notes) if split else (notes[0]["batches"],)
@@ -444,13 +452,13 @@ class BulkLoading(_PyGLoader):
             counts = ()
         elif 0 in counts and any(counts) and even == "pad":
             raise ValueError(
-                f"the ranks have {list(counts)} batches of their own: a rank without any "
-                "has none to repeat; give all ranks the whole list, or even_batches='drop'"
+                f"got {list(counts)} batches on the ranks, and a rank without batches has none "
+                "to repeat; give all ranks the whole list, or even_batches='drop'"
             )
         return BatchSharding(world.rank, world.size, split, counts, even)
 
-    def _own(self, even: str) -> BatchSharding:
-        length = self._epochs.length()
+    def _unsharded(self, even: str) -> BatchSharding:
+        length = self._epoch_plan.length()
         return BatchSharding(0, 1, False, () if length is None else (length,), even)
 
     def _agreed_seed(self) -> int:

@@ -1,18 +1,19 @@
-"""Shares the minibatches of an epoch out over the ranks, and matches the loaders of all ranks.
+"""Shards the minibatches of an epoch over the ranks, and matches the loaders of all ranks.
 
 [Note: batch sharding] An epoch is a list of batches, numbered 0 .. T-1, the same on all ranks.
-Batch t goes to rank t mod P, so that an epoch can go on with another number of ranks
-after any round. Lists that the script has split itself stay split: batch i of rank r
-then has number i P + r. A batch's number, not its rank, keys its draws.
+Rank t mod P loads batch t, so an epoch can be resumed on another number of ranks after any
+round. If the script splits the inputs itself, batch i of rank r has number i P + r. A
+batch's number, not its rank, keys its draws.
 
 [Note: notes instead of collectives] PyG scripts build loaders on rank 0 alone, to
-evaluate; a collective in a constructor would hang there. So ranks leave notes in the
-rendezvous store, and read those of the others when they first need them. The n-th loader of
-a kind (its class, batch size and order) on one rank belongs with the n-th of that kind on
-the others. Ranks also note which epochs they begin: a rank that has begun one which this
-rank began after it built a loader, and has not built that loader, does not share it. The
-number of a loader that was not shared is used up: ranks that come to it later take the next.
-Ranks that wait for each other at loaders of different kinds raise at once.
+evaluate; a collective in a constructor would hang there. So ranks post notes to the
+rendezvous store, and read the notes of the others when they first need them. The n-th loader
+of a kind (its class, batch size and order) on one rank is matched with the n-th of that kind
+on the others. Ranks also post the epochs that they begin. If a rank has begun an epoch that
+this rank began after it built a loader, and has not built that loader, then it does not
+share the loader. The number of an unshared loader is not used again: ranks that build a
+loader of that kind later take the next number. Ranks that wait for each other at loaders of
+different kinds raise at once.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _ORDER, _DRAWS = 0x0D, 0xD4
 
 
 @dataclass(frozen=True, eq=False)
-class Numbered:
+class PlannedBatch:
     """Describes one minibatch to sample, for the thread or worker that samples it.
 
     Args:
-        positions: of its inputs in the loader's list.
-        key: of its draws.
-        padding: whether it repeats another batch, to keep the ranks in step.
+        positions: the positions of its inputs in the loader's list.
+        key: the key of its draws.
+        padding: whether it repeats another batch, so that all ranks have equally many.
     """
 
     positions: NDArray[np.int64]
@@ -66,8 +67,9 @@ class BatchSharding:
         rank: this rank.
         size: the number of ranks.
         split: whether each rank has a list of its own.
-        batches: of the epoch; of each rank's own list, if split; none if not known.
-        even: "pad" or "drop".
+        batches: the number of batches of the epoch; if split, of each rank's own list;
+            empty if not known.
+        even: how ranks get equally many batches, "pad" or "drop".
     """
 
     rank: int
@@ -85,30 +87,30 @@ class BatchSharding:
         return -(-left // self.size) if self.even == "pad" else left // self.size
 
     def of_rank(self, start: int) -> Iterator[tuple[int, int, bool]]:
-        """Yields this rank's batches: (place in its list, global number, a repeat?)."""
+        """Yields this rank's batches: (position in its list, global number, is it padding)."""
         for i in range(self.rounds(start)):
             if self.split:
                 own, t = self.batches[self.rank], start // self.size + i
-                spare = t >= own
-                t = t % own if spare and own else t
-                yield t, t * self.size + self.rank, spare
+                padding = t >= own
+                t = t % own if padding and own else t
+                yield t, t * self.size + self.rank, padding
                 continue
             first = start + i * self.size
             t = first + (self.rank - first) % self.size
-            spare = t >= self.batches[0]
-            t = t % self.batches[0] if spare else t
-            yield t, t, spare
+            padding = t >= self.batches[0]
+            t = t % self.batches[0] if padding else t
+            yield t, t, padding
 
 
-class Epochs:
+class EpochPlan:
     """Lists the batches of any epoch of a loader, as a function of its seed.
 
     Args:
-        count: number of inputs.
-        batch_size: inputs of a batch.
-        shuffle: whether each epoch has an order of its own.
-        drop_last: whether to leave out a last batch that is not full.
-        given: the script's own batches, an iterable of lists of positions, or None.
+        count: the number of inputs.
+        batch_size: the number of inputs of a batch.
+        shuffle: whether to shuffle each epoch.
+        drop_last: whether to drop a last batch that is not full.
+        batch_sampler: the script's own batches, an iterable of lists of positions, or None.
         draw: returns the positions [count] of an epoch, given a key; or None.
     """
 
@@ -118,17 +120,17 @@ class Epochs:
         batch_size: int,
         shuffle: bool,
         drop_last: bool,
-        given: Any = None,
+        batch_sampler: Any = None,
         draw: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.count, self.batch_size, self.shuffle = count, batch_size, shuffle
-        self.drop_last, self.given, self.draw = drop_last, given, draw
+        self.drop_last, self.batch_sampler, self.draw = drop_last, batch_sampler, draw
 
     def length(self) -> int | None:
-        """Returns the number of batches of an epoch, if the script's own have one."""
-        if self.given is not None:
+        """Returns the number of batches of an epoch; None if a batch_sampler has no length."""
+        if self.batch_sampler is not None:
             try:
-                return len(self.given)
+                return len(self.batch_sampler)
             except (TypeError, ValueError, NotImplementedError):
                 return None
         full = self.count / self.batch_size
@@ -136,10 +138,10 @@ class Epochs:
 
     def batches(
         self, seed: int, epoch: int, sharding: BatchSharding, start: int
-    ) -> Iterator[Numbered]:
+    ) -> Iterator[PlannedBatch]:
         """Yields this rank's batches of an epoch, from global batch `start` on."""
-        if self.given is not None:
-            yield from self._given(seed, epoch, sharding, start)
+        if self.batch_sampler is not None:
+            yield from self._from_batch_sampler(seed, epoch, sharding, start)
             return
         order = torch.arange(self.count)
         key = fold(seed, epoch, _ORDER, sharding.rank if sharding.split else 0)
@@ -150,19 +152,19 @@ class Epochs:
         positions = order.numpy()
         for place, number, padding in sharding.of_rank(start):
             inputs = positions[place * self.batch_size : (place + 1) * self.batch_size]
-            yield Numbered(inputs, fold(seed, epoch, _DRAWS, number), padding)
+            yield PlannedBatch(inputs, fold(seed, epoch, _DRAWS, number), padding)
 
-    def _given(
+    def _from_batch_sampler(
         self, seed: int, epoch: int, sharding: BatchSharding, start: int
-    ) -> Iterator[Numbered]:
-        """Numbers the script's own batches; those before `start` are passed over."""
+    ) -> Iterator[PlannedBatch]:
+        """Yields the script's own batches with their keys, without those before `start`."""
         rounds = (
             sharding.rounds(start) if sharding.size > 1 and sharding.batches else None
         )
         skipped = start // sharding.size
         first = np.empty(0, np.int64)
         i = skipped
-        for place, index in enumerate(self.given):
+        for place, index in enumerate(self.batch_sampler):
             if place == 0:
                 first = np.asarray(index, dtype=np.int64)
             if place < skipped:
@@ -170,11 +172,11 @@ class Epochs:
             if rounds is not None and i - skipped >= rounds:
                 return
             key = fold(seed, epoch, _DRAWS, i * sharding.size + sharding.rank)
-            yield Numbered(np.asarray(index, dtype=np.int64), key)
+            yield PlannedBatch(np.asarray(index, dtype=np.int64), key)
             i += 1
         key = fold(seed, epoch, _DRAWS, sharding.rank)
         while rounds is not None and i - skipped < rounds:
-            yield Numbered(first, key, padding=True)
+            yield PlannedBatch(first, key, padding=True)
             i += 1
 
 
@@ -188,8 +190,11 @@ class Progress:
     finished: bool = False
 
 
-class Positions(Sequence[int]):
-    """Stands for the positions of a list, and passes a `Numbered` on to a worker."""
+class PassThroughDataset(Sequence[int]):
+    """Replaces the dataset of torch's DataLoader: it returns the indices it is given.
+
+    So a `PlannedBatch` reaches the worker that samples it.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -205,19 +210,21 @@ class Positions(Sequence[int]):
 
 
 class IndexSampler:
-    """Yields the batches of the next epoch, as torch's DataLoader asks for them."""
+    """Yields the batches of the next epoch to torch's DataLoader."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[Numbered]:
+    def __iter__(self) -> Iterator[PlannedBatch]:
         return self._loader._plan()
 
     def __len__(self) -> int:
         sharding = self._loader._sharding()
         if sharding.batches:
             return sharding.rounds(0)
-        return len(self._loader._epochs.given)  # raises what the script's own raise
+        return len(
+            self._loader._epoch_plan.batch_sampler
+        )  # may raise: it has no length
 
 
 class ImbalancedSampler(ByClass):
@@ -245,12 +252,12 @@ class ImbalancedSampler(ByClass):
 
 
 def _whole(values: Any) -> Any:
-    """Returns rows of all ranks; collective if they are spread."""
+    """Returns the rows of all ranks; collective if they are row-sharded."""
     return values.full_tensor() if isinstance(values, DistTensor) else values
 
 
-def check_drawn(sampler: ByClass, count: int) -> None:
-    """Refuses a sampler of other seeds than a loader has."""
+def check_weighted_sampler(sampler: ByClass, count: int) -> None:
+    """Raises ValueError if a sampler draws from another number of seeds than a loader has."""
     if len(sampler.weights) != count:
         raise ValueError(
             f"the ImbalancedSampler draws from {len(sampler.weights)} seeds, and the loader "
@@ -258,19 +265,19 @@ def check_drawn(sampler: ByClass, count: int) -> None:
         )
 
 
-def drawn_positions(sampler: ByClass, key: int) -> Tensor:
-    """Returns the positions of the seeds of an epoch, by a key; the host draws them."""
+def weighted_positions(sampler: ByClass, key: int) -> Tensor:
+    """Draws the positions of the seeds of an epoch by a key, on the CPU."""
     return keyed_choice(key, sampler.weights.cpu(), sampler.num_samples)
 
 
-PATIENCE = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
+TIMEOUT = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
 _BEAT = 0.5  # seconds between heartbeats of a rank that others wait for
-OWN = (
-    "A loader shares its batches out over the ranks, so all have to build it; for a loader "
-    "of one rank's own, to evaluate on rank 0 for instance, pass split=False"
+ADVICE = (
+    "A loader shards its batches over the ranks, so all ranks have to build it; for a loader "
+    "of a single rank, for instance to evaluate on rank 0, pass split=False"
 )
 _DECISION = "decision"
-_WITNESSES = 3  # later epochs that show whether a rank has passed a loader by
+_LATER_EPOCHS = 3  # how many are checked to find whether a rank has skipped a loader
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,29 +289,29 @@ class World:
 
     @staticmethod
     def now() -> World:
-        """Returns the world as it is at this moment."""
+        """Returns the current world."""
         if not dist.is_initialized():
             return World(0, 1)
         return World(dist.get_rank(), dist.get_world_size())
 
 
-def launched() -> int:
-    """Returns how many ranks a launcher says it has started, whether joined or not."""
+def launched_ranks() -> int:
+    """Returns how many ranks the launcher has started, whether they have joined or not."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 @dataclass(frozen=True)
-class Place:
-    """Names a loader alike on all ranks: by its kind, and its number among these."""
+class LoaderId:
+    """Identifies a loader on all ranks: its kind, and its number among loaders of the kind."""
 
     kind: str
     number: int
 
     @staticmethod
-    def next(kind: str) -> Place:
-        """Returns the place of the loader of a kind that is built next."""
+    def next(kind: str) -> LoaderId:
+        """Returns the id of the next loader of a kind, and counts it."""
         PROCESS.loaders.append(("built", kind))
-        return Place(kind, PROCESS.loaders.count(("built", kind)))
+        return LoaderId(kind, PROCESS.loaders.count(("built", kind)))
 
     def __str__(self) -> str:
         return f"{self.kind} #{self.number}"
@@ -315,44 +322,48 @@ class Notes:
 
     Args:
         world: the ranks, more than one.
-        place: of the loader.
-        mesh: the ranks as the script knows them, if it does: failures are reported there.
-        about: which of several notes of the loader this is.
+        loader_id: the loader.
+        mesh: the mesh of the script, if there is one: failures are reported there.
+        about: which of several exchanges of the loader this is.
     """
 
     def __init__(
-        self, world: World, place: Place, mesh: Mesh | None = None, about: str = ""
+        self,
+        world: World,
+        loader_id: LoaderId,
+        mesh: Mesh | None = None,
+        about: str = "",
     ) -> None:
         mesh = latest_mesh() if mesh is None else mesh
         self._watch = None if mesh is None else mesh.everyone.watch
-        self.world, self._born = world, len(PROCESS.loaders)
+        self.world, self._loaders_before = world, len(PROCESS.loaders)
         store = StoreMailbox(dist.distributed_c10d._get_default_store())
         self._common = store.within("pyg_distcomm/loader")
-        while self._own(f"place/{place}{about}"):
-            place = Place.next(place.kind)
-        self._where = f"place/{place}{about}"
-        self._store = self._common.within(self._where)
-        self.name = str(place)
+        while self._is_unshared(f"place/{loader_id}{about}"):
+            loader_id = LoaderId.next(loader_id.kind)
+        self._key = f"place/{loader_id}{about}"
+        self._store = self._common.within(self._key)
+        self.name = str(loader_id)
 
-    def _own(self, key: str) -> bool:
-        """Returns whether ranks have settled that the loader there is not shared."""
+    def _is_unshared(self, key: str) -> bool:
+        """Returns whether the ranks have decided that the loader at a key is not shared."""
         decision = f"{key}/{_DECISION}"
         return self._common.check([decision]) and self._common.get(decision) == b"own"
 
-    def leave(self, note: dict[str, Any]) -> None:
-        """Leaves this rank's note; does not wait."""
-        self._mark("")  # of a wait that ended in an error
+    def post(self, note: dict[str, Any]) -> None:
+        """Posts this rank's note, without waiting."""
+        self._set_waiting_at("")  # an earlier wait may have ended in an error
         self._store.post(str(self.world.rank), note)
 
     def begin(self, epoch: int) -> None:
-        """Notes that this rank begins an epoch of the loader."""
+        """Posts that this rank begins an epoch of the loader."""
         begun = f"begun/{self.name}/{epoch}"
         PROCESS.loaders.append(("begun", begun))
         self._common.set(f"{begun}/{self.world.rank}", "")
 
     @contextlib.contextmanager
-    def alive(self) -> Iterator[None]:
-        """Sends heartbeats during a slow block that ends in this rank's note."""
+    def heartbeat(self) -> Iterator[None]:
+        """Sends heartbeats during a slow block, after which this rank posts its note."""
         stop = threading.Event()
 
         def beat() -> None:
@@ -371,106 +382,112 @@ class Notes:
             thread.join()
 
     @property
-    def _patience(self) -> float:
-        return PATIENCE if self._watch is None else self._watch.deadline
+    def _timeout(self) -> float:
+        return TIMEOUT if self._watch is None else self._watch.deadline
 
-    def collect(self, doing: str, advice: str = OWN) -> list[dict[str, Any]]:
+    def collect(self, doing: str, advice: str = ADVICE) -> list[dict[str, Any]]:
         """Waits for the notes of all ranks, and returns them in rank order.
 
-        Raises RankError if some have not come in time, naming them and what to do.
+        Raises:
+            RankError: if notes are missing after the timeout, with their ranks and what to do.
         """
-        patience = self._patience
-        missing = self._wait(lambda late, waited: waited > patience)
+        timeout = self._timeout
+        missing = self._wait(lambda late, waited: waited > timeout)
         if missing:
             self._store.compare_set(_DECISION, "", "own")
             late = ", ".join(map(str, missing))
             raise RankError(
-                f"rank {self.world.rank} waited {patience:.0f} s to {doing}, but rank(s) "
+                f"rank {self.world.rank} waited {timeout:.0f} s to {doing}, but rank(s) "
                 f"{late} have not come to {self.name}. {advice}"
             )
         return [self._store.read(str(rank)) for rank in range(self.world.size)]
 
     def collect_if_shared(self, doing: str) -> list[dict[str, Any]] | None:
-        """Does as `collect`, or returns None if some ranks have passed the loader by.
+        """Like `collect`, but returns None if some ranks have skipped the loader.
 
-        The ranks that have built it then agree that it is each one's own.
+        The ranks that have built it then agree that it is not shared.
         """
-        missing = self._wait(
-            lambda late, waited: any(map(self._passed, late)) or waited > self._patience
-        )
-        if not missing or any(map(self._passed, missing)):
+
+        def enough(late: list[int], waited: float) -> bool:
+            return any(map(self._skipped_loader, late)) or waited > self._timeout
+
+        missing = self._wait(enough)
+        if not missing or any(map(self._skipped_loader, missing)):
             decision = "own" if missing else "shared"
             if self._store.compare_set(_DECISION, "", decision) == b"own":
                 warnings.warn(
-                    f"not all ranks have built the loader {self.name}, "
-                    "so each rank that has yields all of its batches; pass split=False to "
-                    "say so",
+                    f"not all ranks have built the loader {self.name}, so the ranks that have "
+                    "each yield all of its batches; pass split=False if that is meant, or "
+                    "build it on all ranks",
                     stacklevel=5,
                 )
                 return None
         return self.collect(doing)
 
-    def _passed(self, rank: int) -> bool:
-        """Returns whether a rank has begun an epoch later than this loader."""
-        later = [key for what, key in PROCESS.loaders[self._born :] if what == "begun"]
-        after = later[:_WITNESSES]
-        return any(self._common.check([f"{epoch}/{rank}"]) for epoch in after)
+    def _skipped_loader(self, rank: int) -> bool:
+        """Returns whether a rank has begun an epoch that this rank began after this loader."""
+        events = PROCESS.loaders[self._loaders_before :]
+        later = [key for event, key in events if event == "begun"]
+        return any(
+            self._common.check([f"{key}/{rank}"]) for key in later[:_LATER_EPOCHS]
+        )
 
     def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
-        """Waits for notes until `enough`; returns the ranks whose notes are missing."""
+        """Waits for notes until `enough`; returns the ranks whose notes are still missing."""
         if not self._missing():
             return []
-        self._mark(self._where)
+        self._set_waiting_at(self._key)
         since, alive = 0.0, ""
 
         def look(seconds: float) -> bool:
             nonlocal since, alive
             missing = self._missing()
             self._check_mutual_wait(missing)
-            before, alive = alive, self._signs(missing)
+            before, alive = alive, self._heartbeats(missing)
             since = since if before == alive else seconds
             try:
                 stop = enough(missing, seconds - since)
                 if self._watch is not None and not stop:
                     self._watch.look()  # a rank that failed will not come
             except BaseException:
-                self._mark("")
+                self._set_waiting_at("")
                 raise
             return stop
 
         self._store.wait([str(rank) for rank in range(self.world.size)], look)
-        self._mark("")
-        # one that has passed may have left its note just before
+        self._set_waiting_at("")
+        # a rank that has skipped the loader may have posted its note just before
         return self._missing()
 
     def _missing(self) -> list[int]:
+        """Returns the ranks whose notes are not there yet."""
         ranks = range(self.world.size)
         return [int(key) for key in self._store.missing(map(str, ranks))]
 
-    def _mark(self, where: str) -> None:
-        """Says what place this rank waits at; nothing if at none."""
-        self._common.set(f"waiting/{self.world.rank}", where)
+    def _set_waiting_at(self, key: str) -> None:
+        """Posts the key of the loader that this rank waits at; an empty one for none."""
+        self._common.set(f"waiting/{self.world.rank}", key)
 
     def _check_mutual_wait(self, missing: list[int]) -> None:
-        """Raises if a rank waits for this one elsewhere, so that neither will come.
+        """Raises ValueError if a rank waits for this one at another loader: a deadlock.
 
-        The mark of this rank stays, for the other to see.
+        This rank's own key stays posted, so that the other rank raises, too.
         """
         for rank in missing:
             key = f"waiting/{rank}"
             there = self._common.get(key).decode() if self._common.check([key]) else ""
-            if there in ("", self._where) or self._store.check([str(rank)]):
-                continue  # it came meanwhile, and may wait elsewhere since
+            if there in ("", self._key) or self._store.check([str(rank)]):
+                continue  # it has posted its note meanwhile, and may wait elsewhere now
             if not self._common.within(there).check([str(self.world.rank)]):
-                here = self._where.removeprefix("place/")
+                here = self._key.removeprefix("place/")
                 raise ValueError(
-                    "build the same loaders on all ranks, in the same order: rank "
-                    f"{rank} has {there.removeprefix('place/')}, and rank "
-                    f"{self.world.rank} has {here}, and each waits for the other. {OWN}"
+                    f"got {there.removeprefix('place/')} on rank {rank} and {here} on rank "
+                    f"{self.world.rank}, which wait for each other; build the same loaders on "
+                    f"all ranks, in the same order. {ADVICE}"
                 )
 
-    def _signs(self, ranks: list[int]) -> str:
-        """Returns the heartbeats of ranks that have sent any."""
+    def _heartbeats(self, ranks: list[int]) -> str:
+        """Returns the latest heartbeats of ranks, as one text."""
         keys = [f"alive/{rank}" for rank in ranks]
         late = self._store.missing(keys)
         return " ".join(k + self._store.get(k).decode() for k in keys if k not in late)

@@ -41,25 +41,27 @@ class DistFeatureStore(ShardedStore):
 
     `fetch` is collective over a column, as is all that reads rows in PyG's way:
     `store[group, name, ids]`, `get_tensor`; `store[ids]` where there is one attribute.
-    Ids differ by rank, the rest does not, and one thread at a time calls. An index of
-    None means all rows, in order. What adds or removes is collective over all ranks.
+    Ids differ by rank, all other arguments are equal on all ranks, and only one thread may
+    call at a time. An index of None means all rows, in order. Methods that add or remove
+    attributes are collective over all ranks.
 
     Price: a distinct row that is neither in the block nor in the cache travels once,
     with its id: 1 - c/P of the rows of random ids.
     Differs from [Tripathy24] in fetching each row of a bulk once.
 
     Args:
-        channel: a Channel, for a loader in a thread of its own; or a Mesh, to open one
-            (`store.channel.close()` lets it go).
+        channel: a ProcessGrid, for a loader in a thread of its own; or a Mesh, from which
+            one is opened (`store.channel.close()` closes it).
         wire: how floating-point rows travel: "fp16", "bf16", "int8", a Codec, a link such
-            as `Sylvie(late=0)`, a dictionary of these by attribute name, or None: as they
-            are. What a codec draws depends on the row alone, so that it always arrives
-            alike. A codec that would not make rows smaller is left out.
-        folder: where each rank keeps its rows as mapped files, in a folder of its own;
-            in memory without it.
+            as `Sylvie(late=0)`, a dictionary of these by attribute name, or None for
+            uncompressed. The draws of a codec depend on the row alone, so a row is always
+            received with the same values. A codec that would not make rows smaller is not
+            used.
+        folder: where each rank stores its rows as memory-mapped files, in a folder of its
+            own; None keeps them in memory.
     """
 
-    # Ways to fill one -----------------------------------------------------------------
+    # Constructors ---------------------------------------------------------------------
 
     @classmethod
     def from_data(
@@ -80,11 +82,11 @@ class DistFeatureStore(ShardedStore):
         Args:
             data: a Data or HeteroData of `pdc.partition`.
             channel, wire, folder: as above.
-            cache: how many nodes of each type every rank keeps: a count (int) or a
+            cache: how many rows of nodes of each type every rank caches: a count (int) or a
                 fraction (float).
-            ranking: which: "degree", by edges that leave a node; "vip", by the
-                probability that a minibatch holds it (`inclusion_probabilities`); or a
-                score for each node, in a dictionary where there are node types.
+            ranking: which nodes: "degree", those of highest out-degree; "vip", those most
+                probable in a minibatch (`inclusion_probabilities`); or a score for each
+                node, in a dictionary if there are node types.
             num_neighbors, seeds, batch_size: of the minibatches, for "vip"; seeds are a
                 mask such as `data.train_mask`, or masks by node type.
 
@@ -94,8 +96,8 @@ class DistFeatureStore(ShardedStore):
         """
         if not any(_is_share(part) for part in data.stores):
             raise TypeError(
-                "from_data takes the share that pdc.partition returned; for a tensor that "
-                "all ranks hold there is from_replicated"
+                "got data that is no share; give from_data the share that pdc.partition "
+                "returned, or from_replicated a tensor that all ranks hold"
             )
         store = cls(channel, wire=wire, folder=folder)
         found = {
@@ -105,7 +107,9 @@ class DistFeatureStore(ShardedStore):
         }
         names = network.all_gather_object(list(found), store.channel.world)
         if any(one != names[0] for one in names):
-            raise ValueError(f"the ranks hold different attributes: {names}")
+            raise ValueError(
+                f"got different attributes on the ranks: {names}; give all ranks the same"
+            )
         _check_names("wire", wire, [name for _, name in found])
         for (group, name), value in found.items():
             if group not in store._row_groups:
@@ -171,7 +175,7 @@ class DistFeatureStore(ShardedStore):
     def dtype(self) -> torch.dtype:
         """Returns the dtype of the only attribute."""
         group, name = self._single()
-        dtype: torch.dtype = self._known(group, name).source(name).dtype
+        dtype: torch.dtype = self._group_with(group, name).source(name).dtype
         return dtype
 
     def size(self, dim: int) -> int:
@@ -182,24 +186,24 @@ class DistFeatureStore(ShardedStore):
         there = [(a.group_name, a.attr_name) for a in self.get_all_tensor_attrs()]
         if len(there) != 1:
             raise ValueError(
-                f"a store is one tensor where it has one attribute, but it has {there}; "
-                "use store[group, name, ids]"
+                f"got a store with the attributes {there}, but it is one tensor only with one "
+                "attribute; use store[group, name, ids]"
             )
         return there[0]
 
-    # What PyG asks of a feature store -------------------------------------------------
+    # PyG's interface of a feature store -----------------------------------------------
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
         group, name = attr.group_name, attr.attr_name
         if attr.index is not None:
             raise ValueError(
-                "the store takes whole attributes; put them with index=None"
+                "got part of an attribute, but a store takes whole attributes; give index=None"
             )
         if group not in self._row_groups:
             self._add_group_like(group, tensor)
         row_group = self._row_group(group)
         if isinstance(tensor, QuiverFeature):
-            row_group.foreign[name] = tensor
+            row_group.external[name] = tensor
             row_group.values.pop(name, None)
             return True
         if isinstance(tensor, DistTensor):
@@ -208,7 +212,7 @@ class DistFeatureStore(ShardedStore):
         return True
 
     def _add_group_like(self, group: Group, tensor: Any) -> None:
-        """Adds the group of the first attribute: its own rows, or equal blocks."""
+        """Adds the group of a first attribute: with its rows, or in equal blocks."""
         if isinstance(tensor, DistTensor):
             rows = tensor.rows
             self.add_group(group, rows.gid, rows.total, rows.partition)
@@ -217,7 +221,7 @@ class DistFeatureStore(ShardedStore):
         self._add_ranges(group, balanced_split(tensor.shape[0], size))
 
     def _add_ranges(self, group: Group, sizes: Sequence[int]) -> None:
-        """Adds a group whose rows lie one rank after the other."""
+        """Adds a group whose rows are in consecutive ranges, rank by rank."""
         rank, size = self.channel.world.rank, len(sizes)
         start = sum(sizes[:rank])
         gid = torch.arange(start, start + sizes[rank])
@@ -228,7 +232,7 @@ class DistFeatureStore(ShardedStore):
         return self._multi_get_tensor([attr])[0]
 
     def _multi_get_tensor(self, attrs: list[TensorAttr]) -> list[Any]:
-        """Reads attributes in one fetch, unless one group is asked for different ids."""
+        """Reads attributes in one fetch for each set of ids of a group."""
         found: list[Any] = [None] * len(attrs)
         left = list(range(len(attrs)))
         while left:
@@ -252,7 +256,7 @@ class DistFeatureStore(ShardedStore):
         wanted = {}
         for group, asked in index.items():
             for name in names[group]:
-                row_group = self._known(group, name)
+                row_group = self._group_with(group, name)
             self.learn_owners(group)
             wanted[group] = _ids(asked, row_group.total)
         rows = self.fetch(wanted, names)
@@ -264,14 +268,19 @@ class DistFeatureStore(ShardedStore):
         return rows
 
     def update_tensor(self, tensor: Any, *args: Any, **kwargs: Any) -> bool:
-        """Puts other values in the place of an attribute; what is refused leaves it be."""
+        """Replaces the values of an attribute; on an error it keeps its old values."""
         attr = self._tensor_attr_cls.cast(*args, **kwargs)
-        self._known(attr.group_name, attr.attr_name)
+        self._group_with(attr.group_name, attr.attr_name)
         return bool(self.put_tensor(tensor, attr))
 
     def _remove_tensor(self, attr: TensorAttr) -> bool:
-        row_group = self._known(attr.group_name, attr.attr_name)
-        held = row_group.values, row_group.codecs, row_group.hot, row_group.foreign
+        row_group = self._group_with(attr.group_name, attr.attr_name)
+        held = (
+            row_group.values,
+            row_group.codecs,
+            row_group.cached_rows,
+            row_group.external,
+        )
         for place in held:
             place.pop(attr.attr_name, None)
         return True
@@ -283,11 +292,11 @@ class DistFeatureStore(ShardedStore):
         return (len(_ids(attr.index, total)), *rest)
 
     def _size(self, group: Group, name: Any) -> tuple[int, ...]:
-        row_group = self._known(group, name)
+        row_group = self._group_with(group, name)
         return (row_group.total, *row_group.source(name).shape[1:])
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
-        """Returns what is in the store."""
+        """Returns the attributes of the store."""
         return [
             RowsAttr(group, name)
             for group, row_group in self._row_groups.items()
@@ -303,7 +312,7 @@ class DistFeatureStore(ShardedStore):
 
 
 def _ids(index: Any, total: int) -> Any:
-    """Returns the ids that an index of PyG's stands for; None is all of them."""
+    """Returns the ids of an index of PyG's; all ids for None."""
     if index is None:
         return torch.arange(total)
     if isinstance(index, int):
@@ -311,7 +320,7 @@ def _ids(index: Any, total: int) -> Any:
     try:
         ids = ids_of(index, total)
     except (TypeError, ValueError):
-        return index  # refused with the others, so that all ranks raise
+        return index  # refused later, on all ranks together
     mask = ids.dtype == torch.bool and ids.shape == (total,)  # others are refused later
     return ids.nonzero().view(-1) if mask else ids
 
@@ -336,13 +345,13 @@ def _row_cut(part: Any) -> Iterator[tuple[Group, str, DistTensor]]:
 
 
 def _check_names(what: str, given: Any, there: Sequence[Any]) -> None:
-    """Refuses a dictionary that names what is not there: the same on all ranks."""
+    """Raises ValueError, on all ranks alike, for a dictionary with unknown names."""
     unknown = (
         [one for one in given if one not in there] if isinstance(given, Mapping) else []
     )
     if unknown:
         raise ValueError(
-            f"{what} is given for {unknown}, but there are only {list(there)}; check the names"
+            f"got {what} for {unknown}, but there are only {list(there)}; check the names"
         )
 
 
@@ -361,8 +370,8 @@ def _scores(
     if not isinstance(ranking, str):
         if types != [NODES]:
             raise ValueError(
-                "one vector of scores was given as ranking, but nodes have the types "
-                f"{types}; give a dictionary of one vector for each"
+                "got one vector of scores as ranking, but nodes have the types "
+                f"{types}; give a dictionary with a vector for each"
             )
         return {NODES: ranking}
     if ranking == "degree":

@@ -1,4 +1,4 @@
-"""Fetches rows of a feature store by id, in one round of the row service."""
+"""Fetches rows of a sharded feature store by id, in one round of the row service."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
+from pyg_distcomm.kernels.core_ops import words_of
 from pyg_distcomm.loader.placement import ON_HOST, Placement
-from pyg_distcomm.loader.row_group import Group, RowGroup, take_rows, width_of, words_of
+from pyg_distcomm.loader.row_group import Group, RowGroup, take_rows, width_of
 from pyg_distcomm.sampling.row_service import RowRound
 
 Counts = Sequence[Sequence[int]]  # rows of each group, for each rank
@@ -25,14 +26,14 @@ Counts = Sequence[Sequence[int]]  # rows of each group, for each rank
 
 @dataclass(frozen=True, eq=False)
 class FetchedColumn:
-    """Encodes and decodes the rows of one attribute that travels.
+    """Encodes and decodes the rows of one attribute that is fetched.
 
     Args:
         group: the number of its group.
-        name: of the attribute.
-        values: the rows here, `[m, ...]`.
-        codec: how they are written.
-        key: of what that draws, with the ids of rows: a row is always drawn alike.
+        name: the name of the attribute.
+        values: the local rows, `[m, ...]`.
+        codec: encodes the rows in messages.
+        key: keys the codec's draws, together with row ids: a row is always encoded alike.
     """
 
     group: int
@@ -42,11 +43,11 @@ class FetchedColumn:
     key: int = 0
 
     def bytes_of(self, count: int) -> int:
-        """Returns the bytes of `count` rows for one rank."""
+        """Returns the bytes of `count` rows in a message."""
         return self.codec.wire_bytes(count, width_of(self.values), self.values.dtype)
 
     def write(self, part: Tensor, place: Tensor, gid: Tensor) -> None:
-        """Puts the rows `gid` at `place` `[k]` into a part of a message, `[bytes_of(k)]`."""
+        """Writes the rows `gid`, at `place` `[k]`, into a part of a message `[bytes_of(k)]`."""
         words, count = words_of(self.values), len(place)
         plain = isinstance(self.codec, Plain)
         if plain and part.storage_offset() % words.element_size() == 0:
@@ -56,7 +57,7 @@ class FetchedColumn:
             self.codec.encode(rows, self._draw(gid), out=part, where=self.name)
 
     def read(self, part: Tensor, out: Tensor, gid: Tensor) -> None:
-        """Decodes a part of a message into contiguous rows `gid` `[k, ...]`."""
+        """Decodes a part of a message into the contiguous rows `out` `[k, ...]` of `gid`."""
         flat = out.view(len(out), width_of(self.values))
         self.codec.decode(part, flat, self._draw(gid))
 
@@ -65,7 +66,7 @@ class FetchedColumn:
 
 
 def message_bytes(columns: Sequence[FetchedColumn], counts: Counts) -> list[int]:
-    """Returns the bytes for each rank."""
+    """Returns the bytes of the message for each rank."""
     return [
         sum(c.bytes_of(counts[c.group][rank]) for c in columns)
         for rank in range(len(counts[0]))
@@ -75,7 +76,7 @@ def message_bytes(columns: Sequence[FetchedColumn], counts: Counts) -> list[int]
 def _parts(
     columns: Sequence[FetchedColumn], counts: Counts
 ) -> Iterator[tuple[FetchedColumn, slice, slice]]:
-    """Yields each column's rows for each rank, and where they lie in the message."""
+    """Yields each column, its rows for each rank, and their bytes in the message, as ranges."""
     first = [[0, *accumulate(row)] for row in counts]
     at = 0
     for rank in range(len(counts[0])):
@@ -89,15 +90,15 @@ def _parts(
 
 Wanted: TypeAlias = Mapping[Group, Tensor | tuple[Tensor, Tensor]]
 
-SPARSE = 256  # ids there could be for each that there is: beyond, a search is cheaper
-_BAD = -1  # in the place of a checksum: this rank cannot ask for what it wants
+SPARSE = 256  # range of ids per id in a pool, above which a binary search is cheaper
+_FAILED = -1  # instead of a checksum: the request of this rank is invalid
 
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Holds the distinct rows of one group, in the order in which they arrived.
+    """Holds the distinct rows of one group, in the order of arrival.
 
-    Shapes (u ids): ids `[u]` ascending; place `[u]`, where each is in the rows;
+    Shapes (u ids): ids `[u]` ascending; place `[u]`, the position of each id's row;
     rows name -> `[v, ...]`, v >= u.
     """
 
@@ -106,7 +107,7 @@ class Pool:
     rows: dict[str, Tensor]
 
     def find(self, ids: Tensor) -> Tensor:
-        """Returns where the rows of ids are; all of them must have been asked for."""
+        """Returns the positions of the rows of ids, all of which must be in the pool."""
         if ids is self.ids:
             return self.place
         return self.place[self._look_up(ids)]
@@ -127,14 +128,14 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class GroupQuery:
-    """Lists the distinct ids that one fetch needs of one group, sorted by where they are.
+    """Lists the distinct ids that one fetch needs of one group, sorted by location.
 
     Shapes (u ids):
         ids     [u]  ascending
-        order   [u]  places in ids: those here, those in the cache, then block by block
-        counts  how many each block sends; none from this one
-        here    [l]  where those here are in the block
-        kept    [h]  where those in the cache are in it
+        order   [u]  positions in ids: local ones, cached ones, then block by block
+        counts  how many rows each block sends; none from this one
+        here    [l]  the rows of the local ids in this block
+        kept    [h]  the rows of the cached ids in the cache
     """
 
     ids: Tensor
@@ -145,12 +146,12 @@ class GroupQuery:
 
     @property
     def away(self) -> Tensor:
-        """Returns the ids that travel, block by block."""
+        """Returns the ids of rows on other blocks, block by block."""
         return self.ids[self.order[len(self.order) - sum(self.counts) :]]
 
     @property
     def place(self) -> Tensor:
-        """Returns the position of each id in the order."""
+        """Returns the position of each id in `order`."""
         place = torch.empty_like(self.order)
         place[self.order] = torch.arange(len(self.order))
         return place
@@ -161,10 +162,10 @@ class Fetch:
     """Fetches rows of some attributes; collective.
 
     Args:
-        channel: its row axis holds all blocks between its ranks.
+        channel: the ranks of its row axis hold all blocks between them.
         row_groups: the groups of the store, in the same order on all ranks.
-        columns: the attributes to bring, likewise; `group` numbers the row_groups.
-        placement: the device that rows are brought to; None for the host.
+        columns: the attributes to fetch, in the same order on all ranks.
+        placement: the device to put rows on; None for the host.
     """
 
     channel: ProcessGrid
@@ -176,61 +177,61 @@ class Fetch:
         """Returns the distinct rows wanted, by group; collective.
 
         Raises:
-            ValueError: on all ranks of the axis, if one asks for a bad id.
+            ValueError: on all ranks of the axis, if one requests an invalid id.
         """
-        asks, problem = self.plan(wanted)
+        queries, problem = self.plan(wanted)
         axis, pending = self.channel.row, None
-        room = [self._room(column, asks) for column in self.columns]
+        outputs = [self._output_of(column, queries) for column in self.columns]
         if axis.size > 1:
-            turn = self._agree(asks, problem)
-            asked: Counts = turn.table[:, 1:].t().tolist()
-            places, gids = self._served(turn, asks, asked)
-            pending = turn.send_rows(
-                self._packed(places, gids, asked),
+            round_ = self._start_round(queries, problem)
+            asked: Counts = round_.table[:, 1:].t().tolist()
+            places, gids = self._exchange_ids(round_, queries, asked)
+            pending = round_.send_rows(
+                self._pack_rows(places, gids, asked),
                 message_bytes(self.columns, asked),
-                message_bytes(self.columns, [ask.counts for ask in asks]),
+                message_bytes(self.columns, [query.counts for query in queries]),
                 "fetch_rows",
-                self._landing(asks, room),
+                self._receive_buffer(queries, outputs),
             )
         elif problem is not None:
             raise ValueError(problem)
-        return self._joined(wanted, asks, room, pending)
+        return self._join(wanted, queries, outputs, pending)
 
     # Before anything travels ----------------------------------------------------------
 
     def plan(self, wanted: Wanted) -> tuple[list[GroupQuery], str | None]:
-        """Returns what is wanted of each group, or why it cannot be had."""
+        """Returns the query of each group, and an error message if one is invalid."""
         groups = [row_group.group for row_group in self.row_groups]
         unknown = [group for group in wanted if group not in groups]
         problem = None
         if unknown:
-            problem = f"no group {unknown[0]!r} in the store; there are {groups}"
-        asks = []
+            problem = f"got group {unknown[0]!r}, but the store has {groups}; take one of them"
+        queries = []
         for number, row_group in enumerate(self.row_groups):
-            ask = self._nothing
+            query = self._empty_query
             try:
                 if problem is None and row_group.group in wanted:
-                    ask = self._planned(number, row_group, wanted[row_group.group])
+                    query = self._plan_group(number, row_group, wanted[row_group.group])
             except ValueError as error:
                 problem = str(error)
-            asks.append(ask)
-        return asks, problem
+            queries.append(query)
+        return queries, problem
 
     @property
-    def _nothing(self) -> GroupQuery:
+    def _empty_query(self) -> GroupQuery:
         none = torch.empty(0, dtype=torch.int64)
         return GroupQuery(none, none, (0,) * self.channel.row.size, none, none)
 
-    def _planned(
+    def _plan_group(
         self, number: int, row_group: RowGroup, asked: Tensor | tuple[Tensor, Tensor]
     ) -> GroupQuery:
         group = row_group.group
-        ids = _vector(asked, f"ids of group {group!r}", row_group.total)
+        ids = _checked_ids(asked, f"ids of group {group!r}", row_group.total)
         _check_range(ids, row_group.total, f"ids of group {group!r}")
         unique = distinct(ids, row_group.total)
         if not any(column.group == number for column in self.columns):
-            order = torch.arange(len(unique))  # nothing of them is ours to bring
-            return replace(self._nothing, ids=unique, order=order)
+            order = torch.arange(len(unique))  # no attribute of them is fetched here
+            return replace(self._empty_query, ids=unique, order=order)
         if isinstance(asked, tuple):
             owner = _owners_of(unique, ids, asked[1])
             _check_range(owner, self.channel.world.size, f"owners of group {group!r}")
@@ -238,58 +239,69 @@ class Fetch:
             owner = row_group.owners.owner_of(unique)
         else:
             raise ValueError(
-                f"who owns which id of group {group!r} is not known; give (ids, owners), "
-                "or call learn_owners(group) before"
+                f"got ids of group {group!r}, whose owners are not known; give (ids, owners), "
+                "or call learn_owners(group) first"
             )
-        return self._sorted(row_group, unique, owner // self.channel.replication)
+        return self._sort_by_location(
+            row_group, unique, owner // self.channel.replication
+        )
 
-    def _sorted(self, row_group: RowGroup, ids: Tensor, block: Tensor) -> GroupQuery:
-        """Sorts distinct ids `[u]` of the blocks `[u]` by where their rows are."""
+    def _sort_by_location(
+        self, row_group: RowGroup, ids: Tensor, block: Tensor
+    ) -> GroupQuery:
+        """Sorts distinct ids `[u]` of the blocks `[u]` by the location of their rows."""
         own = block == self.channel.row.rank
-        home, rest = own.nonzero().view(-1), (~own).nonzero().view(-1)
-        here, found = row_group.index.places(ids[home])
+        own_ids, rest = own.nonzero().view(-1), (~own).nonzero().view(-1)
+        here, found = row_group.index.places(ids[own_ids])
         if not bool(found.all()):
-            bad = int(ids[home[~found]][0])
+            bad = int(ids[own_ids[~found]][0])
             raise ValueError(
-                f"id {bad} of group {row_group.group!r} is not here, as the owner given with "
-                "it says"
+                f"got this rank as the owner of id {bad} of group {row_group.group!r}, but its "
+                "row is not here; give the rank that owns it"
             )
         kept, found = row_group.cached.places(ids[rest])
-        hot, cold = rest[found], rest[~found]
-        cold = cold[torch.argsort(block[cold], stable=True)]
-        counts = torch.bincount(block[cold], minlength=self.channel.row.size).tolist()
-        return GroupQuery(
-            ids, torch.cat([home, hot, cold]), tuple(counts), here, kept[found]
-        )
+        cached, uncached = rest[found], rest[~found]
+        uncached = uncached[torch.argsort(block[uncached], stable=True)]
+        blocks = self.channel.row.size
+        counts = torch.bincount(block[uncached], minlength=blocks).tolist()
+        order = torch.cat([own_ids, cached, uncached])
+        return GroupQuery(ids, order, tuple(counts), here, kept[found])
 
     # Exchanges ------------------------------------------------------------------------
 
-    def _agree(self, asks: Sequence[GroupQuery], problem: str | None) -> RowRound:
-        """Begins a round: sends each rank the number of rows that are asked of it."""
+    def _start_round(
+        self, queries: Sequence[GroupQuery], problem: str | None
+    ) -> RowRound:
+        """Starts a round: sends each rank the number of rows that are requested of it."""
         axis = self.channel.row
-        spoken = zlib.crc32(repr([(c.group, c.name) for c in self.columns]).encode())
-        head = torch.full((axis.size,), spoken if problem is None else _BAD)
-        table = torch.stack([head, *(torch.tensor(ask.counts) for ask in asks)], 1)
-        turn = RowRound(axis, table)
-        if problem is not None or bool((turn.table[:, 0] != spoken).any()):
+        checksum = zlib.crc32(repr([(c.group, c.name) for c in self.columns]).encode())
+        head = torch.full((axis.size,), checksum if problem is None else _FAILED)
+        table = torch.stack(
+            [head, *(torch.tensor(query.counts) for query in queries)], 1
+        )
+        round_ = RowRound(axis, table)
+        if problem is not None or bool((round_.table[:, 0] != checksum).any()):
             collectives.agree(problem, axis)
             raise ValueError(
-                "the ranks fetch different attributes at the same time; give all ranks "
-                "the same `attrs`"
+                "got different attributes to fetch on the ranks; give all ranks the same "
+                "`attrs`"
             )
-        return turn
+        return round_
 
-    def _served(
-        self, turn: RowRound, asks: Sequence[GroupQuery], asked: Counts
+    def _exchange_ids(
+        self, round_: RowRound, queries: Sequence[GroupQuery], asked: Counts
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Sends ids to where their rows are; returns places and ids of those asked here."""
+        """Sends ids to the ranks of their rows; returns positions and ids requested here."""
         # by rank, and within that by group
-        away = [ask.away.split(ask.counts) for ask in asks]
-        ids = turn.send_ids(
+        away = [query.away.split(query.counts) for query in queries]
+        ids = round_.send_ids(
             torch.cat([p for one in zip(*away, strict=True) for p in one]).to(
                 self.id_type
             ),
-            [sum(one) for one in zip(*(ask.counts for ask in asks), strict=True)],
+            [
+                sum(one)
+                for one in zip(*(query.counts for query in queries), strict=True)
+            ],
             [sum(one) for one in zip(*asked, strict=True)],
             "fetch_ids",
         )
@@ -300,136 +312,146 @@ class Fetch:
         for row_group, part in zip(self.row_groups, gids, strict=True):
             place, here = row_group.index.places(part)
             if not bool(here.all()):
-                raise self._misled(row_group, int(part[~here][0]))
+                raise self._wrong_owner(row_group, int(part[~here][0]))
             places.append(place)
         return places, gids
 
-    def _packed(
+    def _pack_rows(
         self, places: list[Tensor], gids: list[Tensor], asked: Counts
     ) -> Tensor:
-        """Returns the message of the rows `gids[group]` at `places[group]`, rank by rank."""
+        """Packs the rows `gids[group]`, at `places[group]`, into a message, rank by rank."""
         out = torch.empty(sum(message_bytes(self.columns, asked)), dtype=torch.uint8)
         try:
             for column, rows, part in _parts(self.columns, asked):
                 group = column.group
                 column.write(out[part], places[group][rows], gids[group][rows])
         except ValueError as error:
-            self._tell(error)
+            self._report(error)
             raise
         return out
 
-    def _misled(self, row_group: RowGroup, gid: int) -> ValueError:
+    def _wrong_owner(self, row_group: RowGroup, gid: int) -> ValueError:
         error = ValueError(
-            f"id {gid} of group {row_group.group!r} was asked of rank "
-            f"{self.channel.world.rank}, which does not have it: the owner given with it "
-            "is wrong"
+            f"got rank {self.channel.world.rank} as the owner of id {gid} of group "
+            f"{row_group.group!r}, but its row is not there; give the rank that owns it"
         )
-        self._tell(error)
+        self._report(error)
         return error
 
-    def _tell(self, error: ValueError) -> None:
+    def _report(self, error: ValueError) -> None:
         watch = self.channel.row.watch
-        if watch is not None:  # the others wait for rows that will not come
+        if watch is not None:  # the other ranks wait for rows that will not arrive
             watch.report(error)
 
     @property
     def id_type(self) -> torch.dtype:
-        """Returns the dtype in which ids travel."""
+        """Returns the dtype of ids in messages."""
         big = any(row_group.total >= 2**31 for row_group in self.row_groups)
         return torch.int64 if big else torch.int32
 
     # After ----------------------------------------------------------------------------
 
-    def _room(self, column: FetchedColumn, asks: Sequence[GroupQuery]) -> Tensor:
-        """Returns where rows of a column go, those that arrive last, all for a device.
+    def _output_of(
+        self, column: FetchedColumn, queries: Sequence[GroupQuery]
+    ) -> Tensor:
+        """Returns the tensor for the fetched rows of a column; received rows come last.
 
-        It returns the values of the column, if all are read in place.
+        For a device it holds received rows only. If all rows are local and can be read in
+        place, it is the values of the column.
         """
-        ask = asks[column.group]
-        if self._direct(column.group, ask):
+        query = queries[column.group]
+        if self._reads_in_place(column.group, query):
             return column.values
         if self.placement is not None:
-            return self.placement.landing(sum(ask.counts), column.values)
-        count = len(ask.ids)
+            return self.placement.receive_buffer(sum(query.counts), column.values)
+        count = len(query.ids)
         return column.values.new_empty((count, *column.values.shape[1:]))
 
-    def _landing(
-        self, asks: Sequence[GroupQuery], room: Sequence[Tensor]
+    def _receive_buffer(
+        self, queries: Sequence[GroupQuery], outputs: Sequence[Tensor]
     ) -> Tensor | None:
-        """Returns where a message can be received as it is: one column of plain rows."""
+        """Returns the rows that the message is received into, if it needs no decoding."""
         if len(self.columns) != 1 or not isinstance(self.columns[0].codec, Plain):
             return None
-        ask = asks[self.columns[0].group]
-        rows = room[0][len(room[0]) - sum(ask.counts) :]
-        if not sum(ask.counts) or not rows.numel():  # nothing comes
+        query = queries[self.columns[0].group]
+        rows = outputs[0][len(outputs[0]) - sum(query.counts) :]
+        if not sum(query.counts) or not rows.numel():  # nothing is received
             return None
         return rows.view(-1).view(torch.uint8)
 
-    def _joined(
+    def _join(
         self,
         wanted: Wanted,
-        asks: Sequence[GroupQuery],
-        room: Sequence[Tensor],
+        queries: Sequence[GroupQuery],
+        outputs: Sequence[Tensor],
         pending: collectives.Pending | None,
     ) -> dict[Group, Pool]:
-        """Lays rows from here beside those that arrive."""
-        direct = [self._direct(n, ask) for n, ask in enumerate(asks)]
-        for column, rows in zip(self.columns, room, strict=True):
-            ask, row_group = asks[column.group], self.row_groups[column.group]
-            here, kept = len(ask.here), len(ask.here) + len(ask.kept)
+        """Copies local and cached rows, decodes received ones, and returns the pools."""
+        direct = [self._reads_in_place(n, query) for n, query in enumerate(queries)]
+        for column, rows in zip(self.columns, outputs, strict=True):
+            query, row_group = queries[column.group], self.row_groups[column.group]
+            here, kept = len(query.here), len(query.here) + len(query.kept)
             if not direct[column.group] and self.placement is None:
-                take_rows(column.values, ask.here, rows[:here])
+                take_rows(column.values, query.here, rows[:here])
                 if kept > here:
-                    take_rows(row_group.hot[column.name], ask.kept, rows[here:kept])
+                    take_rows(
+                        row_group.cached_rows[column.name], query.kept, rows[here:kept]
+                    )
         if pending is not None:
             message = pending.wait()
-            if self._landing(asks, room) is None:
-                counts, away = [ask.counts for ask in asks], [ask.away for ask in asks]
+            if self._receive_buffer(queries, outputs) is None:
+                counts, away = (
+                    [query.counts for query in queries],
+                    [query.away for query in queries],
+                )
                 into = {
                     column: rows[len(rows) - sum(counts[column.group]) :]
-                    for column, rows in zip(self.columns, room, strict=True)
+                    for column, rows in zip(self.columns, outputs, strict=True)
                 }
                 for column, some, part in _parts(self.columns, counts):
                     gid = away[column.group][some]
                     column.read(message[part], into[column][some], gid)
         if self.placement is not None:
-            room = [
-                self._placed(*one, asks) for one in zip(self.columns, room, strict=True)
+            outputs = [
+                self._to_device(*one, queries)
+                for one in zip(self.columns, outputs, strict=True)
             ]
         pools: dict[Group, Pool] = {}
-        for number, (row_group, ask) in enumerate(
-            zip(self.row_groups, asks, strict=True)
+        for number, (row_group, query) in enumerate(
+            zip(self.row_groups, queries, strict=True)
         ):
             if row_group.group in wanted:
-                pairs = zip(self.columns, room, strict=True)
+                pairs = zip(self.columns, outputs, strict=True)
                 rows_of = {c.name: rows for c, rows in pairs if c.group == number}
-                place = ask.here if direct[number] else ask.place
-                pools[row_group.group] = Pool(ask.ids, place, rows_of)
+                place = query.here if direct[number] else query.place
+                pools[row_group.group] = Pool(query.ids, place, rows_of)
         return pools
 
-    def _placed(
-        self, column: FetchedColumn, rows: Tensor, asks: Sequence[GroupQuery]
+    def _to_device(
+        self, column: FetchedColumn, rows: Tensor, queries: Sequence[GroupQuery]
     ) -> Tensor:
-        """Returns rows of a column on the device: those here, kept here, and come."""
-        place, ask = self.placement, asks[column.group]
+        """Returns the rows of a column on the device: local, cached, and received ones."""
+        place, query = self.placement, queries[column.group]
         assert place is not None
         row_group = self.row_groups[column.group]
         key = row_group.group, column.name
-        if self._direct(column.group, ask):
+        if self._reads_in_place(column.group, query):
             return place.rows(key, column.values)
-        parts = [place.take(key, column.values, ask.here)]
-        if len(ask.kept):
+        parts = [place.take(key, column.values, query.here)]
+        if len(query.kept):
             parts.append(
-                place.take((*key, "kept"), row_group.hot[column.name], ask.kept)
+                place.take(
+                    (*key, "kept"), row_group.cached_rows[column.name], query.kept
+                )
             )
         return torch.cat([*parts, place.send(rows)])
 
-    def _direct(self, number: int, ask: GroupQuery) -> bool:
-        """Returns whether a group's rows are all here, and can be read in place."""
-        alone = not self.row_groups[number].foreign
+    def _reads_in_place(self, number: int, query: GroupQuery) -> bool:
+        """Returns whether all rows of a query are local, and can be read in place."""
+        alone = not self.row_groups[number].external
         if self.placement is not None and self.placement.rows_on == ON_HOST:
             return False
-        return alone and 0 < len(ask.here) == len(ask.ids)
+        return alone and 0 < len(query.here) == len(query.ids)
 
 
 def ids_of(asked: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -442,7 +464,7 @@ def distinct(ids: Tensor, total: int) -> Tensor:
     """Returns ids in [0, total) once each, ascending."""
     if bool((ids[1:] > ids[:-1]).all()):
         return ids
-    if total < 32 * len(ids):  # a mark for each id there is takes less than a sort
+    if total < 32 * len(ids):  # marking ids is faster than sorting them
         seen = torch.zeros(total, dtype=torch.bool)
         seen[ids] = True
         return seen.nonzero().view(-1)
@@ -462,8 +484,8 @@ def _owners_of(unique: Tensor, ids: Tensor, owner: Tensor) -> Tensor:
     return out
 
 
-def _vector(asked: Any, what: str, total: int) -> Tensor:
-    """Returns ids as a vector of integers, or refuses them."""
+def _checked_ids(asked: Any, what: str, total: int) -> Tensor:
+    """Returns ids as a vector of integers, or raises ValueError."""
     wanted = f"{what} must be a vector of integers (or in an index, a mask of {total})"
     try:
         ids = ids_of(asked)

@@ -1,4 +1,4 @@
-"""Loads minibatches of as many nodes for each layer, or step, as asked for: LADIES to HGT."""
+"""Loads minibatches with a fixed number of nodes per layer or step: LADIES, FastGCN, HGT."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from pyg_distcomm.comm.random import fold, fresh_seed, keyed_race
 from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
-from pyg_distcomm.loader.options import LoaderOptions, alike, checked_seeds, ranks_of
+from pyg_distcomm.loader.options import (
+    LoaderOptions,
+    checked_seeds,
+    errors_on_all_ranks,
+    ranks_of,
+)
 from pyg_distcomm.loader.partitioned_source import PartitionedOptions, PartitionedSource
 from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.sampling.algebra import BulkMatrix
@@ -28,8 +33,8 @@ from pyg_distcomm.sampling.neighbor_sampler import TypedSeeds
 from pyg_distcomm.sampling.partitioned import PartitionedLayerGraph
 from pyg_distcomm.sampling.rules import FastGCN, Ladies, Rule, UserRule, rule_name
 
-# seeds that are left room for: of calls by hand, and of minibatches by a batch_sampler
-_LEAST, _MOST = 1 << 13, 1 << 20
+# seeds of a minibatch that weights are scaled for: at least, and at most with a batch_sampler
+_MIN_SEEDS, _MAX_SEEDS = 1 << 13, 1 << 20
 RULES = {"ladies": Ladies, "fastgcn": FastGCN}
 _HOP = 0x4867
 
@@ -109,21 +114,21 @@ class DistLayerLoader(BulkLoading, NodeLoader):
     ) -> None:
         loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
-        with alike(ranks_of(data)):
+        with errors_on_all_ranks(ranks_of(data)):
             loader_options = LoaderOptions(*loading)
             self.placement = Placement.of(device, graph_on, rows_on, cache)
-            partitioned = PartitionedOptions(*placing)
+            share_options = PartitionedOptions(*placing)
             chosen, graph, whole = _rule(rule), data, data
             numbers = layer_numbers(num_nodes_per_layer)
-            is_spread = partitioned.wanted(data, self.placement)
-            if is_spread:
-                partitioned.check(None, loader_options, kwargs)
+            is_partitioned = share_options.applies_to(data, self.placement)
+            if is_partitioned:
+                share_options.check(None, loader_options, kwargs)
             elif self.placement is not None:
                 self.placement.check(data, None, None, kwargs)
         options: dict[str, Any] = {"weights": weights, "replace": replace}
         options |= {"keep_batch": keep_batch, "method": method}
-        if is_spread:
-            self.spread = partitioned.source(
+        if is_partitioned:
+            self.partitioned_source = source = share_options.source(
                 data,
                 loader_options,
                 kwargs,
@@ -134,10 +139,10 @@ class DistLayerLoader(BulkLoading, NodeLoader):
                 loader=type(self).__qualname__,
                 **options,
             )
-            input_time = self.spread.plain(input_time, "input_time")
-            most = _most_rows(numbers, self.spread.hollow, kwargs)
-            graph = _spread_graph(self.spread, partitioned, chosen, weight_attr, most)
-            whole = self.spread.hollow
+            whole = source.placeholder
+            input_time = source.plain(input_time, "input_time")
+            most = _most_rows(numbers, whole, kwargs)
+            graph = _partitioned_graph(source, share_options, chosen, weight_attr, most)
         else:
             input_nodes = checked_seeds(data, input_nodes)
             options |= self.placement.sampling if self.placement else {}
@@ -152,8 +157,8 @@ class DistLayerLoader(BulkLoading, NodeLoader):
             seed=fresh_seed(kwargs.get("generator")) if seed is None else seed,
             **options,
         )
-        if self.spread is not None:
-            input_nodes = self.spread.seeds(input_nodes, input_time, sampler)
+        if is_partitioned:
+            input_nodes = source.seeds(input_nodes, input_time, sampler)
         super().__init__(
             whole,
             sampler,
@@ -165,10 +170,10 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         )
         self.data, inputs = data, self.input_data
         listed = [inputs.node, inputs.time, inputs.input_type]
-        self._set_up(loader_options, listed, kwargs)
+        self._finish_init(loader_options, listed, kwargs)
 
     def pyg_filter_fn(self, out: Any) -> Any:
-        """PyG's `filter_fn`, for edges of which some are loops without an id."""
+        """Calls PyG's `filter_fn` for edges of which some are self-loops without an id."""
         real = copy.copy(out)
         real.edge = out.edge.clamp(min=0) if self.data.num_edges else None
         batch = super().pyg_filter_fn(real)
@@ -206,26 +211,26 @@ def _rule(rule: Any) -> Rule:
 def _most_rows(
     numbers: Sequence[int], data: Any, dataloader: dict[str, Any]
 ) -> int | None:
-    """Returns how many rows a layer may have; None where only PyG can say what is wrong."""
+    """Returns the most rows of a layer; None if arguments are wrong, which PyG will raise."""
     seeds, own = dataloader.get("batch_size", 1), dataloader.get("batch_sampler")
     if not (isinstance(data, Data) and isinstance(seeds, int)) or not data.num_nodes:
         return None
-    if own is not None:  # nobody knows how many seeds
-        seeds = min(data.num_nodes, _MOST)
-    return rows_of_layers(numbers, max(seeds, _LEAST), data.num_nodes)
+    if own is not None:  # the number of seeds is not known
+        seeds = min(data.num_nodes, _MAX_SEEDS)
+    return rows_of_layers(numbers, max(seeds, _MIN_SEEDS), data.num_nodes)
 
 
-def _spread_graph(
-    spread: PartitionedSource,
+def _partitioned_graph(
+    source: PartitionedSource,
     place: PartitionedOptions,
     rule: Rule,
     weight_attr: str | None,
     most_rows: int | None,
 ) -> Any:
-    """Returns what the sampler reads of a share; collective."""
+    """Returns the graph that the sampler of a share multiplies; collective."""
     if place.topology == "replicated":
-        return gathered(spread.data, [] if weight_attr is None else [weight_attr])
-    block = read_block(spread.data, spread.sampling, weight_attr=weight_attr)
+        return gathered(source.data, [] if weight_attr is None else [weight_attr])
+    block = read_block(source.data, source.sampling, weight_attr=weight_attr)
     if len(block.topology.graph.relations) != 1 or block.topology.node_types != [None]:
         raise TypeError(
             "layer-wise sampling takes a graph of one node type; for a HeteroData, see "
@@ -233,7 +238,7 @@ def _spread_graph(
         )
     return PartitionedLayerGraph(
         block,
-        spread.sampling,
+        source.sampling,
         rule,
         sample_at=place.sample_at,
         most_rows=MOST_ROWS if most_rows is None else most_rows,
@@ -241,7 +246,7 @@ def _spread_graph(
 
 
 class HGTLoader(DistNeighborLoader):
-    """Loads as many nodes of each type at each step as asked for ([Hu20] Alg. 1).
+    """Loads minibatches with a fixed number of nodes of each type per step ([Hu20] Alg. 1).
 
     As PyG's class, whose arguments it takes; torch-sparse is not needed. A node not yet
     drawn has the budget
@@ -288,7 +293,7 @@ class HGTLoader(DistNeighborLoader):
                 "HGTLoader takes a HeteroData, or a share of one, got "
                 f"{type(data).__name__}; for one node type, see DistLayerLoader"
             )
-        with alike(ranks_of(data)):
+        with errors_on_all_ranks(ranks_of(data)):
             given = [
                 name
                 for name in ("neighbor_sampler", "backend", "draws", "rule")
@@ -310,10 +315,10 @@ class HGTLoader(DistNeighborLoader):
             filter_per_worker=filter_per_worker,
             **kwargs,
         )
-        if self.spread is not None:  # or some would wait for the exchanges of others
-            every = collectives.all_gather_object(
-                repr(self.num_samples), self.spread.mesh.world
-            )
+        source = self.partitioned_source
+        if source is not None:  # else ranks would wait for exchanges that never come
+            world = source.mesh.world
+            every = collectives.all_gather_object(repr(self.num_samples), world)
             if len(set(every)) > 1:
                 raise ValueError(
                     f"num_samples differs by rank: {every}; give all the same"
@@ -323,40 +328,40 @@ class HGTLoader(DistNeighborLoader):
         return {**super()._describe(), "num_samples": self.num_samples}
 
     def _sample(self, inputs: Any) -> Any:
-        return super()._sample(self._drawn([inputs])[0])
+        return super()._sample(self._draw_nodes([inputs])[0])
 
     def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
-        return super()._sample_bulk(self._drawn(inputs))
+        return super()._sample_bulk(self._draw_nodes(inputs))
 
-    def _drawn(self, bulk: Sequence[Any]) -> list[TypedSeeds]:
-        """Returns the nodes of each minibatch; of a share, collective."""
+    def _draw_nodes(self, bulk: Sequence[Any]) -> list[TypedSeeds]:
+        """Draws the nodes of each minibatch; collective for a share."""
         sampler = self.node_sampler
         types, ends = sampler.node_types, sampler.ends
-        drawings = [
+        budgets = [
             _Budgets(types, inputs.input_type, inputs.node, sampler.key_of(inputs))
             for inputs in bulk
         ]
         for hop in range(max((len(n) for n in self.num_samples.values()), default=0)):
             for number, (source, target) in enumerate(ends):
-                nodes = [d.fresh[types[target]] for d in drawings]
+                nodes = [budget.fresh[types[target]] for budget in budgets]
                 relation, places = sampler.in_edges(number, nodes)
                 row = relation.row[:: relation.stride]
-                for drawing, place in zip(drawings, places, strict=True):
-                    drawing.add(types[source], relation.colptr, row, place)
-            for drawing in drawings:
-                drawing.step(hop, self.num_samples)
+                for budget, place in zip(budgets, places, strict=True):
+                    budget.add(types[source], relation.colptr, row, place)
+            for budget in budgets:
+                budget.step(hop, self.num_samples)
         return [
-            TypedSeeds(inputs.input_id, d.node, inputs.input_type, inputs.time, d.key)
-            for inputs, d in zip(bulk, drawings, strict=True)
+            TypedSeeds(inputs.input_id, b.node, inputs.input_type, inputs.time, b.key)
+            for inputs, b in zip(bulk, budgets, strict=True)
         ]
 
 
 class _Budgets:
-    """Holds the nodes of one minibatch while it grows, and the budgets of others.
+    """Draws the nodes of one minibatch step by step, by the budgets of their neighbours.
 
     Attributes:
         node: by type, the nodes drawn, in order.
-        fresh: by type, those of the last step.
+        fresh: by type, the nodes drawn at the last step.
     """
 
     def __init__(self, types: list[str], seeds: str, ids: Tensor, key: int) -> None:
@@ -366,7 +371,7 @@ class _Budgets:
         self._known: dict[str, list[tuple[Tensor, Tensor]]] = {n: [] for n in types}
 
     def add(self, name: str, colptr: Tensor, row: Tensor, place: Tensor) -> None:
-        """Adds to the budgets of the sources, of type `name`, of in-edges of some rows."""
+        """Adds the in-edges of rows `place` to the budgets of their sources, of type `name`."""
         begin, count = colptr[place], colptr[place + 1] - colptr[place]
         within = torch.arange(int(count.sum())) - torch.repeat_interleave(
             count.cumsum(0) - count, count
@@ -378,10 +383,10 @@ class _Budgets:
     def step(self, hop: int, numbers: dict[str, list[int]]) -> None:
         """Draws the nodes of a step."""
         for number, name in enumerate(self.node):
-            asked = numbers[name][hop] if hop < len(numbers[name]) else 0
+            count = numbers[name][hop] if hop < len(numbers[name]) else 0
             node, budget = self._budget(name)
             key = fold(self.key, _HOP, hop, number)
-            drawn = node[keyed_race(key, node, budget.square(), asked)]
+            drawn = node[keyed_race(key, node, budget.square(), count)]
             self.fresh[name] = drawn
             self.node[name] = torch.cat([self.node[name], drawn])
 
@@ -401,7 +406,7 @@ class _Budgets:
 
 
 def _numbers(given: Any, types: list[str]) -> dict[str, list[int]]:
-    """Returns how many nodes of each type to draw at each step."""
+    """Returns the number of nodes of each type to draw at each step."""
     named = given if isinstance(given, dict) else dict.fromkeys(types, given)
     unknown = sorted(set(named) - set(types))
     if unknown:

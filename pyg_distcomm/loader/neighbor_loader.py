@@ -10,14 +10,14 @@ from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
 from torch_geometric.sampler import NegativeSampling
 from torch_geometric.sampler.base import SubgraphType
 
-from pyg_distcomm.loader.base import BulkLoading, chosen_sampler
+from pyg_distcomm.loader.base import BulkLoading, make_sampler
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import (
     LoaderOptions,
-    alike,
     checked_links,
     checked_seeds,
     digest,
+    errors_on_all_ranks,
     ranks_of,
     unused_arguments,
 )
@@ -167,16 +167,16 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         }
         loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
-        with alike(ranks_of(data)):
+        with errors_on_all_ranks(ranks_of(data)):
             loader_options = LoaderOptions(*loading)
             self.placement = Placement.of(device, graph_on, rows_on, cache)
             kwargs = unused_arguments(kwargs)
-            partitioned = PartitionedOptions(*placing)
-            is_spread = partitioned.wanted(data, self.placement)
-            if is_spread:
-                partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
-        if is_spread:
-            self.spread, neighbor_sampler = partitioned.begin(
+            share_options = PartitionedOptions(*placing)
+            is_partitioned = share_options.applies_to(data, self.placement)
+            if is_partitioned:
+                share_options.check(neighbor_sampler, loader_options, kwargs, backend)
+        if is_partitioned:
+            source, neighbor_sampler = share_options.begin(
                 type(self).__qualname__,
                 data,
                 num_neighbors,
@@ -185,14 +185,15 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
                 options,
                 transform_sampler_output is not None,
             )
-            input_time = self.spread.plain(input_time, "input_time")
-            input_nodes = self.spread.seeds(input_nodes, input_time, neighbor_sampler)
+            input_time = source.plain(input_time, "input_time")
+            input_nodes = source.seeds(input_nodes, input_time, neighbor_sampler)
+            self.partitioned_source = source
         else:
             input_nodes = checked_seeds(data, input_nodes)
             chosen = data, num_neighbors, seed, kwargs, backend, self.placement
-            neighbor_sampler = chosen_sampler(neighbor_sampler, *chosen, **options)
+            neighbor_sampler = make_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
-            data if self.spread is None else self.spread.hollow,
+            source.placeholder if is_partitioned else data,
             num_neighbors,
             input_nodes=input_nodes,
             input_time=input_time,
@@ -204,7 +205,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             **kwargs,
         )
         self.data, inputs = data, self.input_data
-        self._set_up(
+        self._finish_init(
             loader_options, [inputs.node, inputs.time, inputs.input_type], kwargs
         )
 
@@ -283,19 +284,19 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         }
         loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
-        with alike(ranks_of(data)):
+        with errors_on_all_ranks(ranks_of(data)):
             loader_options = LoaderOptions(*loading)
             self.placement = Placement.of(device, graph_on, rows_on, cache)
             kwargs = unused_arguments(kwargs)
             if neg_sampling_ratio:  # PyG's old name of it
                 neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
             neg_sampling = NegativeSampling.cast(neg_sampling)
-            partitioned = PartitionedOptions(*placing)
-            is_spread = partitioned.wanted(data, self.placement)
-            if is_spread:
-                partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
-        if is_spread:
-            self.spread, neighbor_sampler = partitioned.begin(
+            share_options = PartitionedOptions(*placing)
+            is_partitioned = share_options.applies_to(data, self.placement)
+            if is_partitioned:
+                share_options.check(neighbor_sampler, loader_options, kwargs, backend)
+        if is_partitioned:
+            source, neighbor_sampler = share_options.begin(
                 f"{type(self).__qualname__}, neg_sampling={_named(neg_sampling)}",
                 data,
                 num_neighbors,
@@ -304,16 +305,17 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
                 options,
                 transform_sampler_output is not None,
             )
-            edge_label = self.spread.plain(edge_label, "edge_label")
-            edge_label_time = self.spread.plain(edge_label_time, "edge_label_time")
-            links = self.spread.links(edge_label_index, neg_sampling, neighbor_sampler)
+            edge_label = source.plain(edge_label, "edge_label")
+            edge_label_time = source.plain(edge_label_time, "edge_label_time")
+            links = source.links(edge_label_index, neg_sampling, neighbor_sampler)
             edge_label_index, neg_sampling = links
+            self.partitioned_source = source
         else:
             edge_label_index = checked_links(data, edge_label_index)
             chosen = data, num_neighbors, seed, kwargs, backend, self.placement
-            neighbor_sampler = chosen_sampler(neighbor_sampler, *chosen, **options)
+            neighbor_sampler = make_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
-            data if self.spread is None else self.spread.hollow,
+            source.placeholder if is_partitioned else data,
             num_neighbors,
             edge_label_index=edge_label_index,
             edge_label=edge_label,
@@ -328,7 +330,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         )
         self.data, inputs = data, self.input_data
         listed = [inputs.row, inputs.col, inputs.label, inputs.time, inputs.input_type]
-        self._set_up(loader_options, listed, kwargs)
+        self._finish_init(loader_options, listed, kwargs)
 
     def _sample(self, inputs: Any) -> Any:
         return self.link_sampler.sample_from_edges(

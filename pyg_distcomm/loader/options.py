@@ -1,4 +1,4 @@
-"""Checks arguments of loaders, on all ranks alike: those that PyG lacks, seeds and links."""
+"""Checks the arguments of loaders on all ranks: options that PyG lacks, seeds, seed edges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_geometric.data import Data, HeteroData
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.kernels.memory import as_bytes
+from pyg_distcomm.kernels.core_ops import as_bytes
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
@@ -71,13 +71,13 @@ class LoaderOptions:
 
 
 def _whole(value: Any, least: int) -> bool:
-    """Tells whether a value is a whole number, of Python or NumPy, and large enough."""
+    """Returns whether a value is an integer of Python or NumPy, and large enough."""
     return isinstance(value, numbers.Integral) and int(value) >= least
 
 
 @contextmanager
-def alike(world: Axis | None) -> Iterator[None]:
-    """Raises on all ranks, after the block, what one rank raises in it."""
+def errors_on_all_ranks(world: Axis | None) -> Iterator[None]:
+    """Raises the error of one rank in a block on all ranks, at the end of the block."""
     failed = None
     try:
         yield
@@ -95,11 +95,12 @@ def alike(world: Axis | None) -> Iterator[None]:
 
 
 def ranks_of(data: Any) -> Axis | None:
-    """Returns the ranks of a share, which have to raise alike; None for a whole graph."""
+    """Returns the axis of all ranks of a share; None for a whole graph."""
     return mesh_of(data).world if is_share(data) else None
 
 
 def agree_on(arguments: dict[str, Any], world: Axis) -> None:
+    """Raises ValueError on all ranks unless arguments are equal on all of them."""
     own = {name: repr(value) for name, value in arguments.items()}
     every = collectives.all_gather_object(own, world)
     for rank, theirs in enumerate(every):
@@ -107,19 +108,19 @@ def agree_on(arguments: dict[str, Any], world: Axis) -> None:
         if differ:
             name = differ[0]
             raise ValueError(
-                "a loader of a partitioned graph is built by all ranks alike, but rank "
-                f"{rank} has {name}={theirs.get(name)}, and rank 0 {name}="
-                f"{every[0].get(name)}; give all ranks the same"
+                f"got {name}={theirs.get(name)} on rank {rank}, and {name}="
+                f"{every[0].get(name)} on rank 0, for a loader of a partitioned graph; give "
+                "all ranks the same arguments"
             )
 
 
 def unused_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Takes out the arguments of torch_geometric.distributed, and says so."""
+    """Removes arguments of torch_geometric.distributed's loaders, with a warning."""
     unused = [name for name in RPC_ARGUMENTS if kwargs.get(name) is not None]
     if unused:
         warnings.warn(
             f"{', '.join(unused)}: arguments of torch_geometric.distributed that are not "
-            "used here, where ranks are those of torch.distributed; leave them out",
+            "used here, because ranks are those of torch.distributed; leave them out",
             stacklevel=3,
         )
     return {k: v for k, v in kwargs.items() if k not in RPC_ARGUMENTS}
@@ -139,7 +140,7 @@ def digest(inputs: list[Any]) -> str:
 
 
 def named_seeds(data: Data | HeteroData, nodes: Any) -> tuple[str | None, Any]:
-    """Returns the node type of seeds, None where there are none, and their ids or mask."""
+    """Returns the node type of seeds (None for a Data), and their ids or mask."""
     if isinstance(data, Data):
         if isinstance(nodes, str):
             raise ValueError(
@@ -149,7 +150,7 @@ def named_seeds(data: Data | HeteroData, nodes: Any) -> tuple[str | None, Any]:
         return None, nodes
     pair = isinstance(nodes, (tuple, list)) and len(nodes) == 2
     name, ids = nodes if pair else (nodes, None)
-    # to look it up in the data would add it there
+    # indexing a HeteroData with an unknown type would add the type
     if isinstance(name, str) and name in data.node_types:
         return name, ids
     got = repr(name) if isinstance(name, str) else type(nodes).__name__
@@ -160,7 +161,7 @@ def named_seeds(data: Data | HeteroData, nodes: Any) -> tuple[str | None, Any]:
 
 
 def seed_ids(nodes: Any) -> Tensor | None:
-    """Returns ids or a mask as a tensor; None stays."""
+    """Returns ids or a mask as a tensor, and None unchanged."""
     if nodes is None:
         return None
     wanted = "input_nodes must be a vector of node ids, or a mask of nodes"
@@ -176,9 +177,9 @@ def seed_ids(nodes: Any) -> Tensor | None:
 
 
 def checked_seeds(data: Any, nodes: Any) -> Any:
-    """Returns seeds as PyG takes them, ids and masks as tensors, or refuses them."""
+    """Returns seeds as PyG takes them, ids and masks as tensors; raises for invalid ones."""
     if not isinstance(data, (Data, HeteroData)):
-        return nodes  # stores: PyG asks them for sizes where it needs them
+        return nodes  # PyG reads the sizes of stores itself
     name, given = named_seeds(data, nodes)
     ids = seed_ids(given)
     if ids is not None and ids.dtype == torch.bool:
@@ -194,7 +195,7 @@ def checked_seeds(data: Any, nodes: Any) -> Any:
 
 
 def named_links(data: Data | HeteroData, links: Any) -> tuple[Any, Any]:
-    """Returns the edge type of seed edges, None where there are none, and their ends."""
+    """Returns the edge type of seed edges (None for a Data), and their ends."""
     if isinstance(data, Data):
         return None, links
     typed = isinstance(links, (tuple, list)) and len(links) > 1
@@ -212,7 +213,7 @@ def named_links(data: Data | HeteroData, links: Any) -> tuple[Any, Any]:
 
 
 def checked_ends(ends: Any) -> Tensor:
-    """Returns the ends `[2, k]` of edges as a tensor, or refuses them."""
+    """Returns the ends `[2, k]` of edges as a tensor; raises for anything else."""
     try:
         ends = torch.as_tensor(ends)
     except (TypeError, ValueError, RuntimeError):
@@ -226,7 +227,7 @@ def checked_ends(ends: Any) -> Tensor:
 
 
 def checked_links(data: Any, links: Any) -> Any:
-    """Returns the edges of a link loader as PyG takes them, or refuses them."""
+    """Returns the edges of a link loader as PyG takes them; raises for invalid ones."""
     if not isinstance(data, (Data, HeteroData)):
         return links
     name, ends = named_links(data, links)
@@ -237,7 +238,7 @@ def checked_links(data: Any, links: Any) -> Any:
 
 
 def check_lengths(inputs: Any) -> None:
-    """Refuses times and labels that are not one for each seed."""
+    """Raises ValueError unless there is one time, and one label, for each seed."""
     links = not hasattr(inputs, "node")
     count = len(inputs.row if links else inputs.node)
     given = {"edge_label_time" if links else "input_time": inputs.time}
@@ -253,10 +254,10 @@ def check_lengths(inputs: Any) -> None:
 def describe_graph(
     data: Any, world: Axis | None, attributes: Iterable[str | None] = ()
 ) -> dict[str, Any]:
-    """Returns the sizes of a graph, and sums over its edges that tell it from others.
+    """Returns the sizes of a graph, and checksums of its edges.
 
-    Also over `attributes`, names of weights and times. The same for a share and the whole
-    graph; collective over `world` for a share.
+    It also has checksums of `attributes`, names of weights and times. They are equal for a
+    share and the whole graph; collective over `world` for a share.
     """
     if not isinstance(data, (Data, HeteroData)):
         return {}
@@ -276,7 +277,7 @@ def describe_graph(
 
 
 def _value_sum(values: Any, world: Axis | None) -> int:
-    """Sums a hash of each value and its place, modulo 2^64."""
+    """Sums a hash of each value and its position, modulo 2^64."""
     local = values.to_local() if isinstance(values, DistTensor) else values
     if not isinstance(local, Tensor):
         return 0
@@ -297,7 +298,7 @@ def _value_sum(values: Any, world: Axis | None) -> int:
 
 
 def _edge_sum(store: Any) -> int:
-    """Sums a hash of each edge and its number, modulo 2^64."""
+    """Sums a hash of each edge and its position, modulo 2^64."""
     edge_index, adj, place = store.get("edge_index"), store.get("adj_t"), None
     if isinstance(edge_index, DistEdgeIndex):
         source, target = edge_index.topology.source_gid, edge_index.topology.target_gid
@@ -311,7 +312,7 @@ def _edge_sum(store: Any) -> int:
     else:
         return 0
     place = torch.arange(len(source)) if place is None else place
-    # draws are of places among the edges of a node, which their order decides
+    # samplers draw positions among a node's edges, so the order of edges matters
     ends = source.cpu() * _ODD[0] + target.cpu() * _ODD[1]
     return _mixed_sum((ends ^ (ends >> 29)) * _ODD[2] + place * _ODD[0])
 

@@ -1,4 +1,4 @@
-"""Gives a loader of a partitioned graph what it samples, the rows, and process groups."""
+"""Connects a loader to a partitioned graph: its sampler, its features, its process groups."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pyg_distcomm.comm.process_grid import (
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.loader.collate import Attribute, Pools, hollow_rows
+from pyg_distcomm.loader.collate import Attribute, Pools, placeholder_rows
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     agree_on,
-    alike,
     checked_ends,
+    errors_on_all_ranks,
     named_links,
     named_seeds,
     seed_ids,
@@ -45,17 +45,17 @@ from pyg_distcomm.tensor.gather_by_id import IdPlan, attach_route, plan_ids
 
 
 class PartitionedSource:
-    """Holds a share of a graph for a loader: its shape for PyG, its row stores, its channels.
+    """Holds a share of a graph for a loader: placeholders for PyG, feature stores, channels.
 
-    All ranks build it together. Its channels are closed with it.
+    All ranks build it together. Its channels are closed when it is freed.
 
     Args:
         data: from `pdc.partition` or `pdc.load_partition`.
         replication: c, how many ranks hold each block; see `new_process_grid`.
-        features: where rows are fetched from (default: a store of the share's own rows).
-        arguments: those that must be the same on all ranks.
-        embedding: what has learnable rows of the nodes, or these by node type: the routes of
-            a minibatch's nodes to them are planned with its bulk.
+        features: the store to fetch rows from (default: a store of the share's own rows).
+        arguments: the arguments that must be equal on all ranks.
+        embedding: a `DistEmbedding` of the nodes, or a dictionary of them by node type: the
+            exchange of their rows is planned for each minibatch, with its bulk.
 
     Raises:
         ValueError, TypeError: on all ranks alike.
@@ -89,39 +89,39 @@ class PartitionedSource:
         self.sampling: ProcessGrid = new_process_grid(self.mesh, c, SAMPLE)
         self.fetching: ProcessGrid = new_process_grid(self.mesh, c, FETCH)
         self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
-        self._given, self._edge_owners_known = features, False
-        with alike(self.mesh.world):
-            self._routed = _embedded_rows(data, embedding)
+        self._given_store, self._edge_owners_known = features, False
+        with errors_on_all_ranks(self.mesh.world):
+            self._embedding_rows = _rows_of_embeddings(data, embedding)
         self._read_rows()
 
     def _read_rows(self) -> None:
         """Reads the rows of the share, and of the store that was given; collective."""
-        self._marks = _marks(self.data)
-        if self._given is None:
-            found = [_kept_store(self.data, self._marks, self.fetching)]
-        else:  # what it does not have is the share's own
-            rest = _without(self.data, self._given)
-            found = [self._given, DistFeatureStore.from_data(rest, self.fetching)]
+        self._versions = _versions(self.data)
+        if self._given_store is None:
+            found = [_kept_store(self.data, self._versions, self.fetching)]
+        else:  # attributes that it lacks come from the share
+            rest = _without(self.data, self._given_store)
+            found = [self._given_store, DistFeatureStore.from_data(rest, self.fetching)]
         self.stores = [copy.copy(store) for store in found]
         for store in self.stores:
             store.channel = self.fetching
-        self.hollow = _hollow(self.data)
+        self.placeholder = _with_placeholders(self.data)
         self.attributes: list[Attribute] = []
-        self._attrs = [self._taken_from(store) for store in self.stores]
+        self._attrs = [self._attributes_of(store) for store in self.stores]
         if self._edge_owners_known:
             self.learn_edge_owners()
 
-    def _taken_from(self, store: DistFeatureStore) -> dict[Any, list[str]]:
-        """Returns which attributes a store brings, those of the stores before it apart."""
+    def _attributes_of(self, store: DistFeatureStore) -> dict[Any, list[str]]:
+        """Returns the attributes to fetch from a store, without those of earlier stores."""
         known = {(_group(a), a.name) for a in self.attributes}
-        taken: dict[Any, list[str]] = {}
+        found: dict[Any, list[str]] = {}
         for held in store.get_all_tensor_attrs():
             group, name = held.group_name, held.attr_name
             if (group, name) in known:
                 continue
             key, of_edges = (None, True) if group == EDGES else (group, False)
             of_edges = of_edges or isinstance(key, tuple)
-            part, out = _store(self.data, key), _store(self.hollow, key)
+            part, out = _store(self.data, key), _store(self.placeholder, key)
             edges = part.get("edge_index")
             if of_edges:
                 count = edges.edges.total if isinstance(edges, DistEdgeIndex) else None
@@ -130,45 +130,45 @@ class PartitionedSource:
             rows = store.total(group)
             if rows != count:
                 raise ValueError(
-                    f"the feature store has {rows} rows of {name!r}, and the graph "
-                    f"{count} {'edges' if of_edges else 'nodes'} there; build it from the "
+                    f"got a feature store with {rows} rows of {name!r}, and a graph with "
+                    f"{count} {'edges' if of_edges else 'nodes'} there; build both from the "
                     "same graph"
                 )
             self.attributes.append(Attribute(key, name, None, of_edges))
-            out[name] = hollow_rows(rows)
+            out[name] = placeholder_rows(rows)
             if name == "x" and not of_edges:
                 out.pop("num_nodes", None)
-            taken.setdefault(group, []).append(name)
-        return taken
+            found.setdefault(group, []).append(name)
+        return found
 
     def refresh(self) -> None:
-        """Reads rows again that have changed on any rank; collective, once an epoch.
+        """Reads the rows again if they have changed on any rank; collective, once per epoch.
 
         Raises:
             RuntimeError: if `pdc.update` has changed the graph since the loader was made.
         """
         if _updates(self.data) != self._updates:
             raise RuntimeError(
-                "this loader draws from the graph as it was before pdc.update; make a loader "
-                "of the share that update returned"
+                "this loader samples the graph from before pdc.update; build a loader of the "
+                "share that update returned"
             )
-        same = _same(self._marks, _marks(self.data))
+        same = _unchanged(self._versions, _versions(self.data))
         found = collectives.all_gather_counts([int(same)], self.fetching.world)
         if not all(one for (one,) in found):
             self._read_rows()
 
     def seeds(self, given: Any, times: Any, sampler: Any) -> Any:
-        """Returns seeds as ids of the whole graph; masks may be spread like the graph.
+        """Returns seeds as global ids; masks may be row-sharded like the graph; collective.
 
-        Where nodes have times, the sampler gets those of the seeds.
+        If nodes have times, the sampler is given those of the seeds.
         """
-        with alike(self.mesh.world):
+        with errors_on_all_ranks(self.mesh.world):
             name, ids = named_seeds(self.data, given)
         clocks = None if times is None else "given"
         kinds = {"input_nodes of type": name, "input_time": clocks}
         agree_on(kinds, self.mesh.world)
         ids = self.plain(ids, "input_nodes")
-        with alike(self.mesh.world):
+        with errors_on_all_ranks(self.mesh.world):
             ids = seed_ids(ids)
             ids = ids if ids is None else ids.cpu()
             self._check_mask(ids, name)
@@ -177,7 +177,7 @@ class PartitionedSource:
         if set_times is not None and times is None and clock is not None:
             time = clock.full_tensor().cpu()
             every = torch.arange(len(time))
-            with alike(self.mesh.world):
+            with errors_on_all_ranks(self.mesh.world):
                 every = every if ids is None else every[ids]
             set_times(name, every, time[every])
         if name is None:
@@ -185,19 +185,19 @@ class PartitionedSource:
         return name if ids is None else (name, ids)
 
     def links(self, given: Any, negatives: Any, sampler: Any) -> tuple[Any, Any]:
-        """Returns seed edges by ids of the whole graph, and how negative ones are drawn.
+        """Returns seed edges by global ids, and the negative sampling; collective.
 
         Without a list, all edges (of a type) are seeds, in the order of the whole graph: 16
-        bytes an edge on every rank. Where nodes have times, the sampler gets all of them if
-        negative ends are drawn, 8 bytes a node.
+        bytes an edge on every rank. If nodes have times and negative ends are drawn, the
+        sampler is given all times, 8 bytes a node.
         """
-        with alike(self.mesh.world):
+        with errors_on_all_ranks(self.mesh.world):
             name, ends = named_links(self.data, given)
         agree_on({"edge_label_index of type": name}, self.mesh.world)
         if ends is None:
             ends = _store(self.data, name).edge_index
         ends = self.plain(ends, "edge_label_index")
-        with alike(self.mesh.world):
+        with errors_on_all_ranks(self.mesh.world):
             ends = checked_ends(ends).cpu()
         if isinstance(negatives, NegativeSampling):
             negatives = copy.copy(negatives)
@@ -208,7 +208,7 @@ class PartitionedSource:
         return ends if name is None else (name, ends), negatives
 
     def _give_times(self, edge_type: Any, sampler: Any) -> None:
-        """Gives a sampler the times of all nodes at the ends of edges of a type."""
+        """Gives a sampler the times of all nodes of the two node types of an edge type."""
         set_times = getattr(sampler, "set_node_times", None)
         types = [None] if edge_type is None else [edge_type[0], edge_type[-1]]
         for name in dict.fromkeys(types):
@@ -217,20 +217,20 @@ class PartitionedSource:
                 set_times(name, clock.full_tensor().cpu())
 
     def _clock(self, name: Any, sampler: Any) -> DistTensor | None:
-        """Returns the times of the nodes of a type, if these have any."""
+        """Returns the times of the nodes of a type, if they have any."""
         time = _store(self.data, name).get(getattr(sampler, "time_attr", None))
         of_nodes = isinstance(time, DistTensor) and time.rows.partition is not None
         return time if of_nodes else None
 
     def plain(self, values: Any, what: str) -> Any:
-        """Returns values of all nodes, spread or not, as a plain tensor; collective."""
-        spread = isinstance(values, (DistTensor, DistEdgeIndex))
-        kind = "rows of the share" if spread else "a tensor, or None"
+        """Returns values, row-sharded or not, as a plain tensor of all nodes; collective."""
+        sharded = isinstance(values, (DistTensor, DistEdgeIndex))
+        kind = "rows of the share" if sharded else "a tensor, or None"
         agree_on({what: kind}, self.mesh.world)
-        return values.full_tensor() if spread else values
+        return values.full_tensor() if sharded else values
 
     def _check_mask(self, mask: Tensor | None, name: Any) -> None:
-        """Refuses a mask of seeds that is not as long as there are nodes."""
+        """Raises ValueError for a mask of seeds of another length than the number of nodes."""
         count = _store(self.data, name).num_nodes
         if mask is None or mask.dtype != torch.bool or mask.shape == (count,):
             return
@@ -240,7 +240,7 @@ class PartitionedSource:
         )
 
     def learn_edge_owners(self) -> None:
-        """Finds who has which edge; needed where an edge's target is not known."""
+        """Finds the owners of all edges; needed if the target of an edge is not known."""
         for store, attrs in zip(self.stores, self._attrs, strict=True):
             for group in attrs:
                 if group == EDGES or isinstance(group, tuple):
@@ -264,25 +264,25 @@ class PartitionedSource:
         return {k: found[_group(a), a.name] for k, a in enumerate(self.attributes)}
 
     def routes(self, outs: Sequence[Any]) -> list[dict[Any, IdPlan]]:
-        """Plans how learnable rows of each minibatch will travel, by node type; collective.
+        """Plans the exchange of embedding rows of each minibatch, by node type; collective.
 
         One exchange of counts and one of ids, for all minibatches and types of a bulk.
         """
         found: list[dict[Any, IdPlan]] = [{} for _ in outs]
-        for key, rows in self._routed.items():
+        for key, rows in self._embedding_rows.items():
             lists = [_part(out.node, key).long() for out in outs]
             plans = plan_ids(lists, rows, self.fetching.world)
             for routes, plan in zip(found, plans, strict=True):
-                _ = plan.owner_slots  # here, and not in the step
+                _ = plan.owner_slots  # computed here, not in the training step
                 routes[key] = plan
         return found
 
     def attach(self, batch: Any, routes: dict[Any, IdPlan]) -> None:
-        """Lays routes beside the ids of a minibatch's nodes."""
+        """Attaches the planned exchanges to the node ids of a minibatch."""
         for key, plan in routes.items():
             ids = _store(batch, key).get("n_id")
             if isinstance(ids, Tensor) and len(ids) == len(plan.slot):
-                attach_route(ids, plan, self._routed[key])
+                attach_route(ids, plan, self._embedding_rows[key])
 
     def _wanted(self, attribute: Attribute, outs: Sequence[Any]) -> Any:
         none = torch.empty(0, dtype=torch.int64)
@@ -296,7 +296,7 @@ class PartitionedSource:
             if e_id is None:
                 continue
             target = _part(out.node, None if key is None else key[2])
-            real = e_id >= 0  # loops that a rule adds have no rows
+            real = e_id >= 0  # self-loops that a rule adds have no rows
             ids.append(e_id.long()[real])
             gid = target[_part(out.col, key)[real]]
             assert edges.nodes.partition is not None
@@ -310,7 +310,7 @@ TOPOLOGIES = ("auto", "partitioned", "replicated")
 
 @dataclass(frozen=True)
 class PartitionedOptions:
-    """Checks where a share is sampled and its rows are fetched; see `DistNeighborLoader`."""
+    """Checks the arguments of a loader that are for a share; see `DistNeighborLoader`."""
 
     topology: str = "auto"
     replication: int | None = None
@@ -351,26 +351,26 @@ class PartitionedOptions:
         given = data, self.replication, self.features, arguments, self.embedding
         return PartitionedSource(*given)
 
-    def wanted(self, data: Any, placement: Placement | None = None) -> bool:
-        """Tells whether a graph is spread; refuses options that need one that is, or not."""
+    def applies_to(self, data: Any, placement: Placement | None = None) -> bool:
+        """Returns whether the data is a share; raises for options that do not fit it."""
         if is_share(data):
             if placement is not None and placement.graph_pinned:
                 raise ValueError(
-                    "graph_on='pinned': a partitioned graph is sampled on the hosts of all "
-                    "ranks; leave graph_on out, or give each rank the whole graph"
+                    "got graph_on='pinned', but a partitioned graph is sampled on the hosts of "
+                    "all ranks; leave graph_on out, or give each rank the whole graph"
                 )
             if placement is not None and placement.cache:
                 raise ValueError(
-                    f"cache={placement.cache!r} is for a graph that each rank holds whole; "
-                    "for a share give features=DistFeatureStore.from_data(..., cache=...)"
+                    f"got cache={placement.cache!r}, which is for a graph that each rank holds "
+                    "whole; for a share give features=DistFeatureStore.from_data(cache=...)"
                 )
             return True
         if isinstance(data, (Data, HeteroData)) and any(
             isinstance(value, DistTensor) for s in data.stores for value in s.values()
         ):
             raise ValueError(
-                "this share of pdc.partition has no edges of any type to be sampled; load "
-                "the whole graph, or batches of its rows"
+                "got a share of pdc.partition without edges to sample; give the whole graph, "
+                "or load batches of its rows"
             )
         used = {
             "topology='partitioned'": self.topology == "partitioned",
@@ -395,7 +395,7 @@ class PartitionedOptions:
         dataloader: dict[str, Any],
         backend: str | None = None,
     ) -> None:
-        """Refuses what cannot be done by all ranks together."""
+        """Raises ValueError for arguments that do not work if all ranks sample together."""
         if backend is not None:
             raise ValueError(
                 f"backend={backend!r} samples a graph that each rank holds whole, but this "
@@ -428,7 +428,7 @@ class PartitionedOptions:
         options: dict[str, Any],  # PyG's options
         own_transform: bool,  # whether it got a `transform_sampler_output`
     ) -> tuple[PartitionedSource, Any]:
-        """Returns the source of a loader of a share, and what samples it; collective."""
+        """Returns the source of a loader of a share, and its sampler; collective."""
         source = self.source(
             data,
             loader_options,
@@ -457,8 +457,8 @@ class PartitionedOptions:
         )
 
 
-def _embedded_rows(data: Any, embedding: Any) -> dict[Any, Rows]:
-    """Returns the rows of learnable vectors, by node type."""
+def _rows_of_embeddings(data: Any, embedding: Any) -> dict[Any, Rows]:
+    """Returns the row layout of the embeddings, by node type."""
     if embedding is None:
         return {}
     given = embedding if isinstance(embedding, Mapping) else {None: embedding}
@@ -479,9 +479,9 @@ def _embedded_rows(data: Any, embedding: Any) -> dict[Any, Rows]:
         nodes, old = _store(data, key).num_nodes, bool(rows.updates)
         if rows.total != nodes or (old and not _updates(data)):
             raise ValueError(
-                f"the embedding has {rows.total} rows{' from before pdc.update' * old}, and "
-                f"the graph {nodes} nodes; build it with num_embeddings=data.num_nodes and "
-                "like=data"
+                f"got an embedding with {rows.total} rows{' from before pdc.update' * old}, "
+                f"and a graph with {nodes} nodes; build it with num_embeddings=data.num_nodes "
+                "and like=data"
             )
         found[key] = rows
     return found
@@ -514,11 +514,11 @@ def _group(attribute: Attribute) -> Any:
     return attribute.store
 
 
-def _hollow(data: Data | HeteroData) -> Any:
-    """Returns the whole graph's shape, without its rows."""
-    hollow: Any = type(data)()
+def _with_placeholders(data: Data | HeteroData) -> Any:
+    """Returns a Data or HeteroData of the whole graph's sizes, with placeholders for edges."""
+    placeholder: Any = type(data)()
     for part in data.stores:
-        out = _store(hollow, part._key)
+        out = _store(placeholder, part._key)
         for name, value in part.items():
             if name == "num_nodes":
                 continue
@@ -536,7 +536,7 @@ def _hollow(data: Data | HeteroData) -> Any:
         nodes = _num_nodes(part, part.get("edge_index"))
         if nodes is not None:
             out.num_nodes = nodes
-    return hollow
+    return placeholder
 
 
 def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
@@ -561,8 +561,8 @@ def _num_nodes(part: Any, edges: Any) -> int | None:
     return None if typed or not isinstance(edges, DistEdgeIndex) else edges.nodes.total
 
 
-def _marks(data: Data | HeteroData) -> list[Any]:
-    """Returns what shows whether the rows of a share are the same as before."""
+def _versions(data: Data | HeteroData) -> list[Any]:
+    """Returns the identity and version of each attribute, to find out what has changed."""
     with torch._C.DisableTorchFunctionSubclass():
         return [
             (name, weakref.ref(value), 0 if value.is_inference() else value._version)
@@ -572,7 +572,7 @@ def _marks(data: Data | HeteroData) -> list[Any]:
         ]
 
 
-def _same(before: list[Any], now: list[Any]) -> bool:
+def _unchanged(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(
         a[0] == b[0] and a[1]() is b[1]() and a[2] == b[2]
         for a, b in zip(before, now, strict=True)
@@ -582,11 +582,11 @@ def _same(before: list[Any], now: list[Any]) -> bool:
 def _kept_store(
     data: Data | HeteroData, marks: list[Any], channel: ProcessGrid
 ) -> DistFeatureStore:
-    """Returns a store of the share's rows, built before if all ranks have it; collective."""
+    """Returns a store of the share's rows, reused if all ranks have one; collective."""
     anchor = next(s.edge_index for s in data.edge_stores).topology
-    kept = PROCESS.stores.setdefault(anchor, {})  # of the shares that are alive
-    known = kept.get(channel.replication)  # loaders to train and evaluate keep one
-    same = known is not None and _same(known[0], marks)
+    kept = PROCESS.stores.setdefault(anchor, {})  # as long as the share is alive
+    known = kept.get(channel.replication)  # loaders to train and to evaluate share it
+    same = known is not None and _unchanged(known[0], marks)
     if all(one for (one,) in collectives.all_gather_counts([int(same)], channel.world)):
         store: DistFeatureStore = known[1]
         return store

@@ -1,4 +1,4 @@
-"""Places the graph and the rows of a loader on a device, where its minibatches are made."""
+"""Places the graph and the features of a loader on a device, where minibatches are built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.store import joined_mesh
 from pyg_distcomm.graph.local_adjacency import hand_over
-from pyg_distcomm.loader.row_group import rows_kept
+from pyg_distcomm.loader.row_group import num_cached_rows
 
 DEVICE, PINNED, ON_HOST = "device", "pinned", "host"
 PLACES = {"graph_on": (DEVICE, PINNED), "rows_on": (DEVICE, PINNED, ON_HOST)}
@@ -26,19 +26,19 @@ _LESS_ROWS = (
     "rows_on='pinned', which the device reads in host memory, with cache= for some",
     "rows_on='host', from which those of each minibatch are sent",
 )
-HOST = frozenset({"cpu"})  # types of devices that mean the host's own sampler
+HOST = frozenset({"cpu"})  # types of devices that use the host's sampler
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Says on which device minibatches are made, and where what they are made of lies.
+    """Describes on which device minibatches are built, and where graph and rows are stored.
 
     Args:
-        device: of the minibatches.
+        device: the device of the minibatches.
         graph_pinned: whether the graph stays in pinned host memory, which the device reads.
-        rows_on: where rows of nodes and edges are: on the device, in pinned memory, or where
-            they were, on the host, which picks those that travel.
-        cache: how many nodes' rows the device keeps of pinned ones, a count or a fraction.
+        rows_on: where rows of nodes and edges are stored: on the device, in pinned memory,
+            or on the host, which gathers the rows of each minibatch.
+        cache: how many pinned rows of nodes the device caches, a count or a fraction.
     """
 
     device: torch.device
@@ -57,14 +57,15 @@ class Placement:
     ) -> Placement | None:
         """Checks the arguments of a loader; returns None for the host.
 
-        Where one is wrong, other ranks raise where they wait next.
+        If one is wrong, the other ranks raise at their next wait.
         """
         try:
-            rows_kept(cache, 0)
+            num_cached_rows(cache, 0)
             if cache and rows_on != PINNED:
                 raise ValueError(
-                    f"cache={cache!r} is of rows in pinned memory; give rows_on='pinned', or "
-                    "for a share features=DistFeatureStore.from_data(..., cache=...)"
+                    f"got cache={cache!r}, which is for rows in pinned memory; give "
+                    "rows_on='pinned', or for a share "
+                    "features=DistFeatureStore.from_data(..., cache=...)"
                 )
             return Placement._of(device, graph_on, rows_on, cache)
         except ValueError as error:
@@ -111,7 +112,7 @@ class Placement:
     def check(
         self, data: Any, sampler: Any, backend: str | None, dataloader: dict[str, Any]
     ) -> None:
-        """Refuses what is not made on a device, and says what to leave out."""
+        """Raises ValueError for options of a loader that do not work on a device."""
         wrong = None
         if sampler is not None:
             wrong = "neighbor_sampler samples in a way of its own; leave one out"
@@ -134,27 +135,27 @@ class Placement:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Returns what a sampler is told."""
+        """Returns the arguments of a sampler."""
         return {"device": self.device, "pinned": self.graph_pinned}
 
     @property
     def cuda(self) -> bool:
-        """Returns whether the device is one of CUDA, with streams."""
+        """Returns whether it is a CUDA device, which has streams."""
         return self.device.type == "cuda"
 
     def rows(self, key: Any, values: Tensor) -> Tensor:
-        """Returns an attribute where the device reads it; a copy made anew if it changed."""
+        """Returns an attribute where the device reads it; copied again if it has changed."""
         pinned = self.rows_on == PINNED
-        return self._kept(
+        return self._cached(
             key,
             values,
             lambda t: t.contiguous().pin_memory() if pinned else self.put(t),
         )
 
     def keep(self, data: Data | HeteroData) -> None:
-        """Chooses the nodes of each type whose rows are kept: those that most edges leave.
+        """Chooses the nodes of each type whose rows are cached: those of highest out-degree.
 
-        Of equal ones the lower id comes first. It takes 4 bytes a node on the device.
+        Ties go to the lower id. It takes 4 bytes a node on the device.
         """
         degrees = {
             store._key: torch.zeros(store.num_nodes or 0).long()
@@ -169,7 +170,7 @@ class Placement:
                 degree += torch.bincount(source[0], minlength=len(degree))
         for kind, score in degrees.items():
             order = torch.argsort(score, descending=True, stable=True)
-            ids = order[: rows_kept(self.cache, len(score))].sort().values
+            ids = order[: num_cached_rows(self.cache, len(score))].sort().values
             slot = torch.full((len(score),), -1, dtype=torch.int32)
             slot[ids] = torch.arange(len(ids), dtype=torch.int32)
             self._slots[kind] = ids, self.put(slot)
@@ -179,33 +180,33 @@ class Placement:
     ) -> Tensor:
         """Returns rows `index` `[k]` of an attribute on the device.
 
-        `key` is its (store, name), or any other; of nodes, rows may be kept there.
+        `key` is its (store, name), or any other key; rows of nodes may be cached there.
         """
         if self.rows_on == ON_HOST:
             return self.send(values.index_select(0, index.cpu()))
         kept = None
         if nodes and key[0] in self._slots:
             ids, slot = self._slots[key[0]]
-            rows = self._kept(
+            rows = self._cached(
                 (*key, "kept"), values, lambda t: self.put(t.index_select(0, ids))
             )
             kept = rows, slot
         return kernels.read_rows(self.rows(key, values), self.send(index), kept)
 
     def shape_of(self, key: Any, edges: Tensor) -> Tensor:
-        """Returns edges of the shape of others, on the device, between their last nodes.
+        """Returns an edge_index of the same shape and largest ids, on the device.
 
-        PyG puts a minibatch's edges where the data's are, and reads no more of these than
-        how many nodes there are. It takes 16 bytes.
+        PyG puts a minibatch's edges on the device of the data's, and reads only the number of
+        nodes from these. It takes 16 bytes.
         """
 
         def last(t: Tensor) -> Tensor:
             ends = t.amax(1, keepdim=True) if t.numel() else t.new_zeros(len(t), 1)
             return self.put(ends).expand(t.shape)
 
-        return self._kept((key, "edge_index"), edges, last)
+        return self._cached((key, "edge_index"), edges, last)
 
-    def _kept(
+    def _cached(
         self, key: Any, values: Tensor, make: Callable[[Tensor], Tensor]
     ) -> Tensor:
         with self._lock:
@@ -230,43 +231,43 @@ class Placement:
         return t.to(self.device)
 
     def send(self, t: Tensor) -> Tensor:
-        """Returns a tensor of a minibatch on the device; nobody waits for the copy."""
+        """Returns a tensor of a minibatch on the device, without waiting for the copy."""
         if t.device == self.device:
             return t
         if self.cuda and not t.is_pinned():
-            t = t.pin_memory()  # its memory is used again when the copy has ended
+            t = t.pin_memory()  # torch reuses its memory only after the copy
         return t.to(self.device, non_blocking=True)
 
-    def landing(self, rows: int, like: Tensor) -> Tensor:
-        """Returns room for rows that arrive on the host, on their way to the device."""
+    def receive_buffer(self, rows: int, like: Tensor) -> Tensor:
+        """Returns an uninitialised host tensor for received rows, pinned for CUDA."""
         shape = (rows, *like.shape[1:])
         return torch.empty(shape, dtype=like.dtype, pin_memory=self.cuda)
 
     def free_memory(self) -> int | None:
-        """Returns the bytes that are free on the device, if that is known."""
+        """Returns the free bytes of the device; None if they are not known."""
         return int(torch.cuda.mem_get_info(self.device)[0]) if self.cuda else None
 
 
 def _check_pinned(device: torch.device) -> None:
     wrong = None
     if device.type != "cuda":
-        wrong = f"device={str(device)!r} is none of CUDA"
+        wrong = f"device={str(device)!r} is not a CUDA device"
     elif importlib.util.find_spec("triton") is None:
         wrong = "Triton is not installed (pip install triton)"
     if wrong is not None:
         raise ValueError(
-            f"pinned memory is read by a kernel in Triton, on CUDA, and {wrong}; leave "
-            "graph_on and rows_on out"
+            f"pinned memory is read by a Triton kernel on CUDA, but {wrong}; leave graph_on "
+            "and rows_on out"
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Arriving:
-    """A minibatch that a device may still be making.
+class PendingBatch:
+    """Holds a minibatch that a device may still be building.
 
     Args:
-        out: the minibatch, or what was sampled for it.
-        event: recorded behind the work that makes it.
+        out: the minibatch, or a sampler's output.
+        event: recorded after the work that builds it.
     """
 
     out: Any
@@ -274,36 +275,36 @@ class Arriving:
 
 
 class SideStream:
-    """Makes minibatches on a CUDA stream of its own, while others train on theirs."""
+    """Builds minibatches on a CUDA stream of its own, beside the stream of training."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Puts the work of this thread on the stream."""
+        """Runs a block on the stream."""
         with torch.cuda.stream(self._stream):
             yield
 
     def sent(self, outs: list[Any]) -> list[Any]:
-        """Returns what was made, each with an event behind all work so far."""
+        """Pairs each minibatch with an event after all work so far."""
         event = torch.cuda.Event()
         event.record(self._stream)
-        return [Arriving(out, event) for out in outs]
+        return [PendingBatch(out, event) for out in outs]
 
-    def received(self, arriving: Arriving) -> Any:
-        """Lets the stream that is current wait for a minibatch, and use its memory."""
+    def received(self, pending: PendingBatch) -> Any:
+        """Has the current stream wait for a minibatch, and returns it."""
         current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(arriving.event)
-        for t in tensors_of(arriving.out):
+        current.wait_event(pending.event)
+        for t in tensors_of(pending.out):
             if t.is_cuda:
                 t.record_stream(current)
                 hand_over(t)
-        return arriving.out
+        return pending.out
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a minibatch, in what was sampled, or in lists and dicts."""
+    """Yields the tensors of a minibatch, of a sampler's output, or of lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Data, HeteroData)):

@@ -1,4 +1,4 @@
-"""Builds bulks of minibatches in threads, ahead of training, and times phases of an epoch."""
+"""Prefetches bulks of minibatches in threads, and times the phases of an epoch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import Ledger, format_table
 from pyg_distcomm.comm.trace import label
 from pyg_distcomm.kernels import threads
-from pyg_distcomm.loader.collate import Collator, Sent
-from pyg_distcomm.loader.epoch import Numbered, Progress, World
+from pyg_distcomm.loader.collate import Collator, WorkerBatch
+from pyg_distcomm.loader.epoch import PlannedBatch, Progress, World
 from pyg_distcomm.loader.placement import Placement, SideStream
 from pyg_distcomm.process import PROCESS
 
@@ -34,12 +34,12 @@ SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "t
 
 @dataclass
 class Phase:
-    """Sums up one phase of an epoch, on this rank.
+    """Sums up one phase of an epoch on this rank.
 
     Args:
-        seconds: spent in it.
-        waiting: of them, for other ranks and the network.
-        bytes: received in it.
+        seconds: the time spent in the phase.
+        waiting: the part of it that was spent waiting for other ranks and the network.
+        bytes: the bytes received in the phase.
     """
 
     seconds: float = 0.0
@@ -54,7 +54,7 @@ class Phase:
 
 @dataclass(eq=False)
 class Phases:
-    """Sums up the phases of one epoch of a loader, as far as it has come.
+    """Sums up the phases of one epoch of a loader, up to now.
 
     "sample", "fetch" and "assemble" run in threads beside training, so that they add up
     to more than the epoch; "wait" is what the loop waited for the next minibatch, and
@@ -63,28 +63,28 @@ class Phases:
 
     by_name: dict[str, Phase] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _left: int | None = None
+    _train_begin: int | None = None
 
     @contextmanager
     def timed(self, name: str, ledger: Ledger | None = None) -> Iterator[None]:
-        """Adds what a block takes, and what is counted by a ledger of its own meanwhile."""
-        begin, before = time.perf_counter_ns(), _travelled(ledger)
+        """Adds the time of a block to a phase, and what `ledger` counts meanwhile."""
+        begin, before = time.perf_counter_ns(), _ledger_totals(ledger)
         try:
             with label(name):
                 yield
         finally:
-            after = _travelled(ledger)
+            after = _ledger_totals(ledger)
             self._add(name, begin, after[0] - before[0], after[1] - before[1])
 
-    def asked(self) -> None:
-        """Notes that the loop asks for a minibatch: it has trained until now."""
-        if self._left is not None:
-            self._add(TRAIN, self._left)
+    def training_ended(self) -> None:
+        """Adds the time since the last minibatch to "train": the loop requests the next."""
+        if self._train_begin is not None:
+            self._add(TRAIN, self._train_begin)
 
-    def given(self, asked: int) -> None:
-        """Notes that it has got one, and when it asked, in ns."""
-        self._add(WAIT, asked)
-        self._left = time.perf_counter_ns()
+    def waiting_ended(self, begin: int) -> None:
+        """Adds the time since `begin`, in ns, to "wait": the loop receives a minibatch."""
+        self._add(WAIT, begin)
+        self._train_begin = time.perf_counter_ns()
 
     def _add(self, name: str, begin: int, waiting: float = 0.0, bytes: int = 0) -> None:
         with self._lock:
@@ -109,8 +109,8 @@ class Phases:
         return format_table(head, rows)
 
 
-def _travelled(ledger: Ledger | None) -> tuple[float, int]:
-    """Returns seconds waited and bytes received."""
+def _ledger_totals(ledger: Ledger | None) -> tuple[float, int]:
+    """Returns the seconds waited and the bytes received that a ledger has counted."""
     if ledger is None:
         return 0.0, 0
     return ledger.total("seconds"), ledger.bytes()
@@ -119,7 +119,7 @@ def _travelled(ledger: Ledger | None) -> tuple[float, int]:
 def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:
     """Plots a stacked bar of phases for each run, with waiting hatched.
 
-    As the breakdown of epochs in [Tripathy24]; phases overlap in time, so a bar is work and
+    As the breakdown of epochs in [Tripathy24]. Phases overlap in time, so a bar shows work,
     not the length of an epoch. Returns matplotlib's axes; needs the extra "plot".
     """
     import matplotlib.pyplot as plt
@@ -146,25 +146,25 @@ def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:
     return ax
 
 
-_SLICE = 0.2  # seconds between looks at whether to stop
+_POLL_SECONDS = 0.2  # seconds between looks at whether to stop
 
 Stage = Callable[[list[Any], Callable[[], bool]], list[Any]]
 
 
 class PrefetchQueue:
-    """Yields minibatches in order, made a bulk at a time, each stage in its own thread.
+    """Yields minibatches in order, built a bulk at a time, each stage in its own thread.
 
-    Dropped, exhausted or interrupted, it stops its threads.
+    Its threads stop when it is exhausted, dropped or interrupted.
 
     Args:
-        plan: what to make, in order; read by one thread.
-        stages: each makes a bulk of what the one before made; the first, of a list from
-            the plan. They are also given a function that tells whether to stop.
-        finish: applied to each minibatch in the thread that asks for it.
-        size: returns how many minibatches the next bulk has; 0 ends the plan.
-        ahead: how many bulks may wait behind a stage; 0 works on demand, without threads.
-        drain: whether a bulk that has been begun goes through all stages in any case:
-            where other ranks take part in them. Only `size` may end the plan early.
+        plan: the minibatches to build, in order; read by one thread.
+        stages: functions that turn the bulk of the previous stage (the first: a list from
+            the plan) into a bulk. They are also given a function that returns whether to stop.
+        finish: applied to each minibatch in the thread that requests it.
+        size: returns the size of the next bulk; 0 ends the plan.
+        ahead: how many bulks may wait after a stage; 0 builds on demand, without threads.
+        drain: whether a bulk that was started goes through all stages in any case, because
+            other ranks take part in them. Then only `size` may end the plan early.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class PrefetchQueue:
         self._ready: deque[Any] = deque()
         stop = threading.Event()
         bulks: Iterator[list[Any]] = _cut(plan, lambda: size(stop.is_set))
-        before: _Line | None = None
+        upstream: _StageQueue | None = None
         self.threads: list[threading.Thread] = []
         self._close: Any = None
         if ahead == 0:
@@ -189,24 +189,24 @@ class PrefetchQueue:
             self._bulks = bulks
             return
         for k, stage in enumerate(stages):
-            line = _Line(ahead, stop, drain, last=k == len(stages) - 1)
+            output = _StageQueue(ahead, stop, drain, last=k == len(stages) - 1)
             thread = threading.Thread(
                 target=_run,
-                args=(bulks, partial(_staged, stage, stop), before, line),
+                args=(bulks, partial(_staged, stage, stop), upstream, output),
                 name="pyg_distcomm bulks",
                 daemon=True,
             )
             self.threads.append(thread)
-            bulks, before = iter(line), line
+            bulks, upstream = iter(output), output
         self._bulks = bulks
-        # the threads know the lines, not this object: dropping this ends them
-        patience = 5.0 if drain else 30.0  # other ranks may not be there any more
-        self._close = weakref.finalize(self, _stop, line, self.threads, patience)
+        # the threads refer to the queues, not to this object: dropping it ends them
+        timeout = 5.0 if drain else 30.0  # other ranks may have gone
+        self._close = weakref.finalize(self, _stop, output, self.threads, timeout)
         for thread in self.threads:
             thread.start()
 
     def close(self) -> None:
-        """Stops the threads, after what other ranks take part in."""
+        """Stops the threads, after bulks that other ranks take part in."""
         if self._close is not None:
             self._close()
 
@@ -214,45 +214,46 @@ class PrefetchQueue:
         return self
 
     def __next__(self) -> Any:
-        """Returns the next minibatch, or raises what making it raised."""
+        """Returns the next minibatch, or raises the error of building it."""
         while not self._ready:
             self._ready.extend(next(self._bulks))
         return self._finish(self._ready.popleft())
 
 
-class _Line:
+class _StageQueue:
     """Passes bulks from the thread of one stage to the next."""
 
     def __init__(
-        self, room: int, stop: threading.Event, drain: bool, last: bool
+        self, capacity: int, stop: threading.Event, drain: bool, last: bool
     ) -> None:
-        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(room)
+        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(capacity)
         self._stop, self._drain, self._last = stop, drain, last
-        self._left = threading.Event()
+        self._closed = threading.Event()
 
     def put(self, kind: str, value: Any) -> bool:
-        """Waits for room, or for nobody to want it; returns whether to go on."""
-        while not self._unwanted():
+        """Waits for a free slot, or until nobody reads on; returns whether to go on."""
+        while not self._abandoned():
             try:
-                self._queue.put((kind, value), timeout=_SLICE)
+                self._queue.put((kind, value), timeout=_POLL_SECONDS)
                 break
             except queue.Full:
                 continue
-        return self._drain or not self._unwanted()
+        return self._drain or not self._abandoned()
 
-    def _unwanted(self) -> bool:
-        # what is drained goes on to the next stage, whoever has stopped
+    def _abandoned(self) -> bool:
+        # bulks that are drained go on to the next stage, even after a stop
         through = self._drain and not self._last
-        return self._left.is_set() or (self._stop.is_set() and not through)
+        return self._closed.is_set() or (self._stop.is_set() and not through)
 
-    def leave(self) -> None:
-        """Says that nobody takes any more, and makes room for one who waits."""
-        self._left.set()
+    def close(self) -> None:
+        """Ends reading, frees a slot for a waiting writer, and raises in a waiting reader."""
+        self._closed.set()
         self._stop.set()
         ended = RuntimeError(
-            "this epoch of the loader has ended, since another one has begun"
+            "got a request for a minibatch of an epoch that has ended, because another epoch "
+            "of the loader has begun; iterate over one epoch at a time"
         )
-        while True:  # whoever puts at this moment may still win
+        while True:  # a writer may still fill the slot first
             try:
                 self._queue.put_nowait(("error", ended))
                 return
@@ -263,8 +264,10 @@ class _Line:
     def __iter__(self) -> Iterator[list[Any]]:
         while True:
             try:
-                kind, value = self._queue.get(timeout=_SLICE)
-            except queue.Empty:  # the stage before has stopped, and said nothing
+                kind, value = self._queue.get(timeout=_POLL_SECONDS)
+            except (
+                queue.Empty
+            ):  # the previous stage may have stopped without an end mark
                 if self._stop.is_set() and not self._drain:
                     return
                 continue
@@ -287,27 +290,27 @@ def _staged(stage: Stage, stop: threading.Event, bulk: list[Any]) -> list[Any]:
 def _run(
     bulks: Iterator[list[Any]],
     work: Callable[[list[Any]], list[Any]],
-    before: _Line | None,
-    line: _Line,
+    upstream: _StageQueue | None,
+    output: _StageQueue,
 ) -> None:
-    """Fills a line, from the plan or the line before; what goes wrong is put in it too."""
+    """Fills an output queue from the plan or the previous stage; errors go into it, too."""
     try:
         for bulk in bulks:
-            if not line.put("bulk", work(bulk)):
+            if not output.put("bulk", work(bulk)):
                 return
-        line.put("end", None)
+        output.put("end", None)
     except BaseException as error:
-        line.put("error", error)
-        if before is not None:
-            before.leave()
+        output.put("error", error)
+        if upstream is not None:
+            upstream.close()
 
 
-def _stop(line: _Line, threads: list[threading.Thread], patience: float) -> None:
-    line.leave()
-    # a collector may run this in a helper that a thread itself is waiting for
+def _stop(output: _StageQueue, threads: list[threading.Thread], timeout: float) -> None:
+    output.close()
+    # the garbage collector may run this in a thread that one of these threads waits for
     if threading.current_thread() is threading.main_thread():
         for thread in threads:
-            thread.join(timeout=patience)
+            thread.join(timeout=timeout)
 
 
 class Tracked:
@@ -326,7 +329,7 @@ class Tracked:
         return self._length
 
     def __next__(self) -> Any:
-        self._phases.asked()
+        self._phases.training_ended()
         begin = time.perf_counter_ns()
         try:
             batch = next(self._inner)
@@ -334,75 +337,81 @@ class Tracked:
             self._progress.finished = True
             raise
         self._progress.rounds += 1
-        self._phases.given(begin)
-        return batch.received() if isinstance(batch, Sent) else batch
+        self._phases.waiting_ended(begin)
+        return batch.unpack() if isinstance(batch, WorkerBatch) else batch
 
 
-BUDGET = 1 << 30  # bytes of minibatches in flight, if memory allows that much
-MOST = 4  # minibatches of an automatic bulk for each thread: more wins nothing
-FIRST_SPREAD = 4  # minibatches of the first bulk where each bulk costs messages
-MOST_SPREAD = 16  # where each bulk costs messages, more of them do
+BUDGET = 1 << 30  # bytes of minibatches in flight, if that much memory is free
+MAX_PER_THREAD = 4  # minibatches of an automatic bulk per thread: more is not faster
+FIRST_PARTITIONED = 4  # minibatches of the first bulk of a partitioned graph
+MAX_PARTITIONED = (
+    16  # minibatches of an automatic bulk of one: each bulk costs messages
+)
 
 
 class BulkBuilder:
     """Builds the bulks of one epoch: samples, fetches, collates, and chooses their size.
 
-    What a script has written itself (a transform of the sampler's output, a subclass) runs
-    in the thread that asks for minibatches; so does all that is not on the CPU.
+    The script's own code (a transform of the sampler's output, a subclass) runs in the
+    thread that requests minibatches; so does all work that is not on the CPU.
 
-    Minibatches are sampled and assembled in one go, each on one thread, unless they are
-    sampled together or their rows come from other ranks: then a bulk is sampled, and
-    fetched and assembled, in two stages.
+    A minibatch is sampled and collated in one stage, on one thread, unless minibatches are
+    sampled together or their rows come from other ranks: then there are two stages, one
+    that samples a bulk, and one that fetches its rows and collates it.
 
-    [Note: cores] Bulks are built ahead on cores that the threads of training leave idle,
-    so that together they are never more than the cores. Where none is left, they are
-    built when asked for, on all threads of training, which wait meanwhile. What waits
-    itself, for messages of other ranks or for a disk, is begun ahead in any case.
+    [Note: cores] Bulks are built ahead on cores that the training threads leave idle, so
+    that there are never more threads than cores. If no core is idle, bulks are built when
+    requested, on all training threads, which wait meanwhile. Bulks that wait themselves, for
+    messages of other ranks or for a disk, are built ahead in any case.
     """
 
     def __init__(self, loader: Any, phases: Phases) -> None:
         self._phases = phases
-        self._loader, self._assembly = loader, Collator(loader, loader._buffers)
-        self._spread = loader.spread
-        own, ours = loader._customised, self._assembly.threads
-        self._late = own or not ours or loader.transform_sampler_output is not None
-        self._sample = loader.collate_fn if own else loader._sampled
+        self._loader, self._collator = loader, Collator(loader, loader._buffers)
+        self._source = loader.partitioned_source
+        own, ours = loader._overrides_collate, self._collator.thread_safe
+        self._collates_late = (
+            own or not ours or loader.transform_sampler_output is not None
+        )
+        self._sample = loader.collate_fn if own else loader._sample_planned
         together = hasattr(loader.neighbor_sampler_in_use, "sample_bulk")
-        self._together = together and not own
-        self._alone = together and own  # each minibatch is collective: one at a time
-        asked = loader._loader_options.prefetch
+        self._samples_bulks = together and not own
+        self._one_at_a_time = (
+            together and own
+        )  # each minibatch is collective: one at a time
+        option = loader._loader_options.prefetch
         idle = threads.spare(World.now().size)
-        waits = self._spread is not None or self._assembly.pooled
+        waits = self._source is not None or self._collator.pooled
         place: Placement | None = loader.placement
-        self._side = SideStream(place.device) if place and place.cuda else None
-        waits = waits or self._side is not None
-        self.ahead = int(idle > 0 or waits) if asked == "auto" else int(asked)
-        # work on a device is put on the stream of one thread
-        several = ours and not own and self._side is None
+        self._side_stream = SideStream(place.device) if place and place.cuda else None
+        waits = waits or self._side_stream is not None
+        self.ahead = int(idle > 0 or waits) if option == "auto" else int(option)
+        # on a device, one thread puts the work on its stream
+        several = ours and not own and self._side_stream is None
         self._width = threads.width() if several else 1
         if self.ahead:
             self._width = max(1, min(self._width, idle))
 
     def stages(self) -> list[Stage]:
-        """Returns what makes a bulk, one function after the other."""
-        two = self._together or self._spread is not None
-        stages: list[Stage] = [self._whole]
-        if two and self._late:
-            stages = [self._sampled]
+        """Returns the functions that build a bulk, in order."""
+        two = self._samples_bulks or self._source is not None
+        stages: list[Stage] = [self._sample_and_assemble]
+        if two and self._collates_late:
+            stages = [self._sample_bulk]
         elif two:
-            stages = [self._sampled, self._assembled]
-        if self._spread is not None:
-            stages = [self._reporting(stage) for stage in stages]
-        if self._side is not None:
+            stages = [self._sample_bulk, self._assemble]
+        if self._source is not None:
+            stages = [self._reporting_errors(stage) for stage in stages]
+        if self._side_stream is not None:
             last = len(stages) - 1
             stages = [
-                self._streamed(self._side, stage, k == last)
+                self._on_side_stream(self._side_stream, stage, k == last)
                 for k, stage in enumerate(stages)
             ]
         return stages
 
     @staticmethod
-    def _streamed(side: SideStream, stage: Stage, last: bool) -> Stage:
+    def _on_side_stream(side: SideStream, stage: Stage, last: bool) -> Stage:
         def work(bulk: list[Any], stopped: Callable[[], bool]) -> list[Any]:
             with side.use():
                 found = stage(bulk, stopped)
@@ -411,52 +420,54 @@ class BulkBuilder:
         return work
 
     def size(self, stopped: Callable[[], bool]) -> int:
-        """Returns the size of the next bulk: as asked, or what the budget holds.
+        """Returns the size of the next bulk: the option of the loader, or what fits a budget.
 
         For a partitioned graph, all ranks agree on it; 0 ends the epoch.
         """
-        asked = self._loader._loader_options.bulk_size
-        fits = int(asked) if asked != "auto" else self._fitting()
-        if self._spread is None:
+        option = self._loader._loader_options.bulk_size
+        fits = int(option) if option != "auto" else self._bulk_size_for_budget()
+        if self._source is None:
             return fits
-        world = self._spread.sampling.world
+        world = self._source.sampling.world
         sizes = collectives.all_gather_counts([int(stopped()), fits], world)
         gone = [rank for rank, (stop, _) in enumerate(sizes) if stop]
         if gone and world.rank not in gone:
             if world.watch is not None:
-                world.watch.listen()  # it may have failed, and say why next
+                world.watch.listen()  # it may have failed, and report why
             raise RuntimeError(
                 f"rank(s) {', '.join(map(str, gone))} stopped in the middle of an epoch, "
                 f"and rank {world.rank} did not; all ranks sample a partitioned graph "
-                "together, so all have to take the same number of minibatches"
+                "together, so take the same number of minibatches on all ranks"
             )
         return 0 if gone else min(fits for _, fits in sizes)
 
-    def _fitting(self) -> int:
-        most = MOST * self._width
-        if self._together or self._spread is not None:
-            most = max(most, MOST_SPREAD)
+    def _bulk_size_for_budget(self) -> int:
+        most = MAX_PER_THREAD * self._width
+        if self._samples_bulks or self._source is not None:
+            most = max(most, MAX_PARTITIONED)
         size = self._loader.batch_bytes
-        if not size:  # how large a minibatch is shows after the first bulk
-            least = 0 if self._spread is None else FIRST_SPREAD
+        if not size:  # the size of a minibatch is known after the first bulk
+            least = 0 if self._source is None else FIRST_PARTITIONED
             return max(self._width, least)
         place = self._loader.placement
         free = None if place is None else place.free_memory()
-        room = min(BUDGET, (_free_memory() if free is None else free) // 8)
-        # beside those that wait: one in use, one in the making, and the rows for it
-        beside = 2 if self._spread is None else 3
-        fits = room // (size * (self.ahead + beside))
+        budget = min(BUDGET, (_free_memory() if free is None else free) // 8)
+        # besides the waiting bulks: one in use, one being built, and the rows fetched for it
+        others = 2 if self._source is None else 3
+        fits = budget // (size * (self.ahead + others))
         return max(self._width, min(most, fits))
 
     # Stages: a bulk for a bulk --------------------------------------------------------
 
-    def _whole(self, plan: list[Numbered], stopped: Callable[[], bool]) -> list[Any]:
+    def _sample_and_assemble(
+        self, plan: list[PlannedBatch], stopped: Callable[[], bool]
+    ) -> list[Any]:
         """Samples and assembles a bulk, each minibatch on one thread.
 
-        It leaves off between two minibatches once ``stopped()``: nobody wants them.
+        It ends between two minibatches once ``stopped()`` returns True.
         """
         outs: list[Any] = [None] * len(plan)
-        whole = not self._late and not self._assembly.pooled
+        whole = not self._collates_late and not self._collator.pooled
 
         def sample(k: int) -> None:
             if stopped():
@@ -464,70 +475,72 @@ class BulkBuilder:
             with threads.limited(1):
                 outs[k] = self._sample(plan[k])
                 if whole:
-                    outs[k] = self._joined(outs[k], None)
+                    outs[k] = self._collate(outs[k], None)
 
         with self._phases.timed(SAMPLE):  # and assembly, if in one go
-            self._spread_out(sample, len(plan))
+            self._run_on_threads(sample, len(plan))
         if stopped():
             return []
         if whole:
-            self._weigh(outs)
-        if whole or self._late:
+            self._record_batch_bytes(outs)
+        if whole or self._collates_late:
             return outs
-        return self._assembled(outs, stopped)
+        return self._assemble(outs, stopped)
 
-    def _sampled(self, plan: list[Numbered], stopped: Callable[[], bool]) -> list[Any]:
+    def _sample_bulk(
+        self, plan: list[PlannedBatch], stopped: Callable[[], bool]
+    ) -> list[Any]:
         with self._phases.timed(SAMPLE, self._ledger(SAMPLE)):
-            return self._drawn(plan)
+            return self._draw_samples(plan)
 
-    def _drawn(self, plan: list[Numbered]) -> list[Any]:
-        if self._together:
+    def _draw_samples(self, plan: list[PlannedBatch]) -> list[Any]:
+        if self._samples_bulks:
             with threads.limited(self._width):
-                return list(self._loader._sampled_bulk(plan))
+                return list(self._loader._sample_planned_bulk(plan))
         outs: list[Any] = [None] * len(plan)
 
         def sample(k: int) -> None:
             with threads.limited(1):
                 outs[k] = self._sample(plan[k])
 
-        if self._alone:
+        if self._one_at_a_time:
             for k in range(len(plan)):
                 sample(k)
         else:
-            self._spread_out(sample, len(plan))
+            self._run_on_threads(sample, len(plan))
         return outs
 
-    def _assembled(self, outs: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-        """Fetches the rows of a bulk, and assembles its minibatches over threads."""
+    def _assemble(self, outs: list[Any], stopped: Callable[[], bool]) -> list[Any]:
+        """Fetches the rows of a bulk, and collates its minibatches on several threads."""
         with (
             self._phases.timed(FETCH, self._ledger(FETCH)),
             threads.limited(self._width),
         ):
-            pools = self._assembly.fetch(outs)
-            routes = [] if self._spread is None else self._spread.routes(outs)
+            pools = self._collator.fetch(outs)
+            routes = [] if self._source is None else self._source.routes(outs)
         found: list[Any] = [None] * len(outs)
 
         def assemble(k: int) -> None:
             with threads.limited(1):
-                found[k] = self._joined(outs[k], pools)
+                found[k] = self._collate(outs[k], pools)
                 if routes:
-                    self._spread.attach(found[k][0], routes[k])
+                    self._source.attach(found[k][0], routes[k])
 
         if stopped():
             return []
         with self._phases.timed(ASSEMBLE):
-            self._spread_out(assemble, len(outs))
-        self._weigh(found)
+            self._run_on_threads(assemble, len(outs))
+        self._record_batch_bytes(found)
         return found
 
-    def _reporting(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that also reports its errors to the other ranks."""
+    def _reporting_errors(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a function so that it reports its errors to the other ranks."""
 
         def reporting(*args: Any) -> Any:
             try:
                 return work(*args)
             except BaseException as error:
-                watch = self._spread.sampling.world.watch
+                watch = self._source.sampling.world.watch
                 if watch is not None:
                     watch.report(error)
                 raise
@@ -535,29 +548,27 @@ class BulkBuilder:
         return reporting
 
     def _ledger(self, purpose: str) -> Ledger | None:
-        spread = self._spread
-        if spread is None:
+        source = self._source
+        if source is None:
             return None
-        channel = spread.sampling if purpose == SAMPLE else spread.fetching
+        channel = source.sampling if purpose == SAMPLE else source.fetching
         found: Ledger = channel.world.ledger
         return found
 
     def finish(self, out: Any) -> Any:
-        """Runs the script's own functions, in the thread that iterates."""
-        if self._side is not None:
-            out = self._side.received(out)
-        end = (
-            self._finished if self._spread is None else self._reporting(self._finished)
-        )
-        return end(
-            out
-        )  # not kept: the builder would hold itself, and loaders never end
+        """Completes a minibatch in the thread that iterates, where the script's code runs."""
+        if self._side_stream is not None:
+            out = self._side_stream.received(out)
+        if self._source is None:
+            return self._complete(out)
+        # not stored: the builder would refer to itself, and loaders would never be freed
+        return self._reporting_errors(self._complete)(out)
 
-    def _finished(self, out: Any) -> Any:
+    def _complete(self, out: Any) -> Any:
         loader = self._loader
-        if not self._late:
-            data = loader._finished(*out)
-        elif loader._customised and loader.filter_per_worker:
+        if not self._collates_late:
+            data = loader._postprocess(*out)
+        elif loader._overrides_collate and loader.filter_per_worker:
             data = out
         else:
             data = loader.filter_fn(out)
@@ -566,15 +577,15 @@ class BulkBuilder:
             return pin_memory(data)
         return data
 
-    def _joined(self, out: Any, pools: Any) -> tuple[Any, bool | None]:
-        return self._assembly(out, pools), getattr(out, "padding", None)
+    def _collate(self, out: Any, pools: Any) -> tuple[Any, bool | None]:
+        return self._collator(out, pools), getattr(out, "padding", None)
 
-    def _weigh(self, found: list[Any]) -> None:
-        """Notes how large a minibatch is, once one is known: later epochs know it too."""
+    def _record_batch_bytes(self, found: list[Any]) -> None:
+        """Records the size of the first minibatch; later epochs use it, too."""
         if not self._loader.batch_bytes and found:
             self._loader.batch_bytes = max(get_data_size(found[0][0]), 1)
 
-    def _spread_out(self, work: Any, count: int) -> None:
+    def _run_on_threads(self, work: Any, count: int) -> None:
         with threads.limited(self._width):
             threads.run(work, [(k,) for k in range(count)])
 

@@ -1,4 +1,4 @@
-"""Holds the rows of a feature store's group that are on this rank, and loads them."""
+"""Holds this rank's rows of a group of a sharded feature store, and adds attributes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
-from pyg_distcomm.kernels.memory import as_bytes
+from pyg_distcomm.kernels.core_ops import as_bytes, words_of
 from pyg_distcomm.partition.layout import dtype_name, file_name, read_array, write_array
 from pyg_distcomm.partition.partition import Partition
 
@@ -30,10 +30,10 @@ Values = Tensor | np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Finds the ids of a block.
+    """Looks ids up among the ids of a block.
 
     Args:
-        gid: ids of the rows here, `[m]`, ascending.
+        gid: the ids of the block, `[m]`, ascending.
         total: ids lie in [0, total).
     """
 
@@ -52,7 +52,7 @@ class Index:
         return kernels.rank_select_index(self.gid, self.total)
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns where ids stand, `[k]`, and whether they do; elsewhere the place is 0."""
+        """Returns the position of each id `[k]`, and whether it is there; else position 0."""
         if not len(self.gid):
             return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         first, last = int(self.gid[0]), int(self.gid[-1])
@@ -65,8 +65,8 @@ class Index:
         return place.masked_fill_(~here, 0), here
 
 
-def rows_kept(size: float, total: int) -> int:
-    """Returns how many rows a cache size means: a count, or a fraction of all."""
+def num_cached_rows(size: float, total: int) -> int:
+    """Returns the number of rows of a cache whose size is a count, or a fraction of all."""
     whole = isinstance(size, int) and not isinstance(size, bool)
     if whole and size >= 0:
         return min(int(size), total)
@@ -74,27 +74,13 @@ def rows_kept(size: float, total: int) -> int:
         return round(size * total)
     raise ValueError(
         f"cache={size!r} must be a number of rows (an int), or a fraction of all rows "
-        "(a float from 0.0 to 1.0)"
+        "(a float from 0.0 to 1.0); give one of these"
     )
 
 
 def width_of(values: Tensor) -> int:
-    """Returns the numbers of one row."""
+    """Returns how many numbers a row has."""
     return math.prod(values.shape[1:])
-
-
-def words_of(values: Tensor) -> Tensor:
-    """Returns contiguous rows as whole words, `[m, w]`: what kernels copy fastest."""
-    size, begin = values.element_size(), values.storage_offset()
-    width = width_of(values) * size
-    word = next(w for w in (8, 4, 1) if width % w == begin * size % w == 0)
-    kind = {8: torch.float64, 4: torch.float32, 1: torch.uint8}[word]
-    return _as_words(values, kind)
-
-
-def _as_words(values: Tensor, kind: torch.dtype) -> Tensor:
-    width = width_of(values) * values.element_size() // kind.itemsize
-    return as_bytes(values).view(kind).view(len(values), width)
 
 
 def take_rows(values: Tensor, place: Tensor, out: Tensor | None = None) -> Tensor:
@@ -103,17 +89,18 @@ def take_rows(values: Tensor, place: Tensor, out: Tensor | None = None) -> Tenso
         out = values.new_empty((len(place), *values.shape[1:]))
     if out.numel():
         words = words_of(values)
-        kernels.gather_rows(words, place, _as_words(out, words.dtype))
+        target = as_bytes(out).view(words.dtype).view(len(out), words.size(1))
+        kernels.gather_rows(words, place, target)
     return out
 
 
 def gather_block(
     values: Tensor, counts: list[int], order: Tensor | None, channel: ProcessGrid
 ) -> Tensor:
-    """Returns the rows of a block from what its c ranks own; collective over them.
+    """Gathers the rows of a block that its c ranks own; collective over them.
 
     Shapes: values `[counts[rank], ...]`, order `[m]` sorts the ranks' rows by id
-    (None leaves them), return `[m, ...]`.
+    (None keeps their order), return `[m, ...]`.
     Price: (m - counts[rank]) rows, as bytes.
     """
     if len(counts) == 1:
@@ -126,27 +113,30 @@ def gather_block(
 
 
 def as_rows(values: Any) -> Tensor:
-    """Returns rows as a contiguous CPU tensor, or refuses them; a mapped file stays one."""
+    """Returns rows as a contiguous CPU tensor, without copying memory-mapped files.
+
+    Raises TypeError for anything but a dense tensor or array with rows.
+    """
     if isinstance(values, np.ndarray):
-        # of memory that may not be written: nobody does
+        # torch warns of read-only memory, which is only read here
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             values = torch.from_numpy(values)
     if not isinstance(values, Tensor) or values.layout != torch.strided:
         raise TypeError(
-            f"an attribute must be a dense tensor or array, got {type(values).__name__}"
+            f"got a {type(values).__name__}, wanted a dense tensor or array; convert it"
         )
     if values.dim() == 0:
-        raise TypeError("an attribute must have rows, got a single number")
+        raise TypeError("got a single number, wanted rows; give one value for each id")
     return values.detach().cpu().contiguous()
 
 
 def on_disk(
     values: Tensor, folder: Path, kind: str, name: str, channel: ProcessGrid
 ) -> Tensor:
-    """Writes rows to a .npy file, aside and renamed, and maps them; collective.
+    """Writes rows to a .npy file, atomically, and maps it into memory; collective.
 
-    Where a rank cannot write its file, all raise, and none replaces its own.
+    If one rank cannot write its file, all ranks raise, and no old file is replaced.
     """
     path = folder / file_name(kind, name)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -156,12 +146,12 @@ def on_disk(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_array(aside, values)
         except OSError as error:
-            problem = _unwritten(path, error)
+            problem = _write_error(path, error)
         collectives.agree(problem, channel.world)
         try:
             os.replace(aside, path)
         except OSError as error:
-            problem = _unwritten(path, error)
+            problem = _write_error(path, error)
         collectives.agree(problem, channel.world)
     finally:
         with contextlib.suppress(OSError):
@@ -169,7 +159,7 @@ def on_disk(
     return read_array(path, dtype_name(values.dtype), list(values.shape))
 
 
-def _unwritten(path: Path, error: OSError) -> str:
+def _write_error(path: Path, error: OSError) -> str:
     return (
         f"the feature store cannot write its rows to {path}: {error.strerror or error}; make "
         "room or allow writing there, give another folder, or leave folder out"
@@ -179,22 +169,22 @@ def _unwritten(path: Path, error: OSError) -> str:
 class QuiverFeature:
     """Reads rows by id from an object with the interface of quiver-feature's DistTensor.
 
-    That object does its own communication: nothing of it is in our ledger or in our
-    price. Put it in a store with `store.put_tensor(QuiverFeature(t), group_name=None,
-    attr_name="x", index=None)`; its rows then come with every fetch.
+    That object communicates by itself, which neither the ledger nor `price` counts. Put it
+    in a store with `store.put_tensor(QuiverFeature(t), group_name=None, attr_name="x",
+    index=None)`; its rows are then part of every fetch.
 
     Args:
-        tensor: has `tensor[ids]` `[k, f]` for int64 ids, and `shape` `(n, f)`. It may
-            write into the ids it is given, and answer on another device.
-        most: rows it can answer at a time: the first size of its buffer.
+        tensor: supports `tensor[ids]` `[k, f]` for int64 ids, and has a `shape` `(n, f)`. It
+            may overwrite the ids, and return rows on another device.
+        most: the most rows per read: the first size of its buffer.
     """
 
     def __init__(self, tensor: Any, most: int | None = None) -> None:
         missing = [n for n in ("__getitem__", "shape") if not hasattr(tensor, n)]
         if missing or len(tensor.shape) != 2:
             raise TypeError(
-                f"{type(tensor).__name__} does not look like quiver-feature's DistTensor: "
-                "it needs tensor[ids], and a shape (rows, width)"
+                f"got a {type(tensor).__name__}, wanted an object like quiver-feature's "
+                "DistTensor; give one with tensor[ids] and a shape (rows, width)"
             )
         self._tensor, self._most = tensor, most
 
@@ -221,11 +211,11 @@ class QuiverFeature:
 
 Group: TypeAlias = Any  # None, a node type, an edge type, or EDGES
 
-_SAFE = 65504.0  # what every codec can write
+_SAFE = 65504.0  # the largest magnitude that every codec can encode
 _CHUNK = 1 << 20  # numbers checked at a time
 
-NODES = None  # the nodes of a graph of one type: PyG's own name for them
-EDGES = (None, None)  # its edges: likewise
+NODES = None  # the group of the nodes of a homogeneous graph, as PyG names it
+EDGES = (None, None)  # the group of its edges
 
 
 def _no_ids() -> Tensor:
@@ -237,16 +227,16 @@ class RowGroup:
     """Holds one group: the rows of this rank's block, and cached rows of other blocks.
 
     Args:
-        group: its name.
-        index: which rows are here.
-        own: ids of the rows that this rank owns itself, in order.
-        owners: which rank owns which id; None where nobody has said.
+        group: the name of the group.
+        index: the ids of the rows in this block.
+        own: the ids of the rows that this rank owns, ascending.
+        owners: the owner of each id; None if it is not known.
         values: name -> rows `[m, ...]`, in the order of the index.
-        codecs: name -> how its rows are written on the wire.
-        foreign: name -> somebody else's store of rows, read as `rows[ids]`.
-        chosen: ids of the rows that every rank keeps, ascending.
-        cached: those of them that are not in this block.
-        hot: name -> the rows of those.
+        codecs: name -> the codec of its rows in messages.
+        external: name -> a store of another library, read as `rows[ids]`.
+        cached_gid: the ids of the rows that every rank caches, ascending.
+        cached: the index of those that are not in this block.
+        cached_rows: name -> the rows of that index.
     """
 
     group: Group
@@ -255,10 +245,10 @@ class RowGroup:
     owners: Partition | None
     values: dict[str, Tensor] = field(default_factory=dict)
     codecs: dict[str, Codec] = field(default_factory=dict)
-    foreign: dict[str, Any] = field(default_factory=dict)
-    chosen: Tensor = field(default_factory=_no_ids)
+    external: dict[str, Any] = field(default_factory=dict)
+    cached_gid: Tensor = field(default_factory=_no_ids)
     cached: Index = field(default_factory=lambda: Index(_no_ids(), 0))
-    hot: dict[str, Tensor] = field(default_factory=dict)
+    cached_rows: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -268,11 +258,11 @@ class RowGroup:
     @property
     def names(self) -> list[str]:
         """Returns the names of the attributes."""
-        return [*self.values, *self.foreign]
+        return [*self.values, *self.external]
 
     def source(self, name: str) -> Any:
-        """Returns where the rows of an attribute are: here, or somebody else's store."""
-        return (self.values if name in self.values else self.foreign)[name]
+        """Returns the rows of an attribute, or the external store that has them."""
+        return (self.values if name in self.values else self.external)[name]
 
 
 def make_row_group(
@@ -282,7 +272,7 @@ def make_row_group(
     owners: Partition | None,
     channel: ProcessGrid,
 ) -> RowGroup:
-    """Makes an empty group from the ids this rank owns; collective.
+    """Makes a group without attributes from the ids that this rank owns; collective.
 
     Raises:
         ValueError: on all ranks, if ids are missing, repeated or out of order.
@@ -302,13 +292,13 @@ def make_row_group(
 
 
 def _all_owned(gid: Tensor, channel: ProcessGrid) -> Tensor:
-    """Returns the ids that the ranks of this block own, rank by rank."""
+    """Gathers the ids that the ranks of this block own, rank by rank; collective."""
     counts = lengths(gid, channel.col)
     return collectives.all_gather_rows(gid, counts, channel.col, "build")
 
 
 def lengths(rows: Tensor | np.ndarray, axis: collectives.Axis) -> list[int]:
-    """Returns how many rows each rank of an axis gives; collective."""
+    """Returns the number of rows on each rank of an axis; collective."""
     return [count for (count,) in collectives.all_gather_counts([len(rows)], axis)]
 
 
@@ -325,20 +315,22 @@ def add_rows(
     Price: the rows of a block that other ranks of it own, as bytes.
 
     Raises:
-        ValueError, TypeError: on all ranks, if sizes or types do not fit, a codec cannot
-            send what is in the rows, or a rank cannot write its file.
+        ValueError, TypeError: on all ranks, if sizes or dtypes do not fit, a codec cannot
+            encode the values, or a rank cannot write its file.
     """
     rows, problem = _checked(row_group, name, values)
     spec = None if problem else (name, rows.dtype, tuple(rows.shape[1:]))
     collectives.agree(problem, channel.world)
     specs = collectives.all_gather_object(spec, channel.world)
     if any(one != specs[0] for one in specs):
-        raise ValueError(f"the ranks add attributes that differ: {specs}")
+        raise ValueError(
+            f"got attributes that differ by rank: {specs}; add the same one on all ranks"
+        )
     shape = width_of(rows), rows.dtype
     smaller = codec.wire_bytes(1, *shape) < Plain().wire_bytes(1, *shape)
     codec = codec if rows.is_floating_point() and smaller else Plain()
     if not isinstance(codec, Plain):
-        collectives.agree(_unwritable(name, rows, codec), channel.world)
+        collectives.agree(_codec_problem(name, rows, codec), channel.world)
     if channel.col.size > 1:
         counts = lengths(row_group.own, channel.col)
         order = torch.argsort(_all_owned(row_group.own, channel))
@@ -349,8 +341,8 @@ def add_rows(
     row_group.values[name], row_group.codecs[name] = rows, codec
 
 
-def _unwritable(name: str, rows: Tensor, codec: Codec) -> str | None:
-    """Says which row a codec would spoil; reads all of them once."""
+def _codec_problem(name: str, rows: Tensor, codec: Codec) -> str | None:
+    """Returns an error for a row that a codec cannot encode, or None; reads all rows once."""
     rows = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
     step = max(_CHUNK // max(rows.size(1), 1), 1)
     for begin in range(0, len(rows) if rows.size(1) else 0, step):
@@ -358,7 +350,7 @@ def _unwritable(name: str, rows: Tensor, codec: Codec) -> str | None:
         low, high = part.aminmax()
         if low >= -_SAFE and high <= _SAFE:  # and no NaN
             continue
-        bad = _lost(part, codec).nonzero()
+        bad = _rows_a_codec_spoils(part, codec).nonzero()
         if len(bad):
             row = part[int(bad[0])]
             worst = row[~row.isfinite()][:1].tolist() or [float(row.abs().max())]
@@ -370,12 +362,12 @@ def _unwritable(name: str, rows: Tensor, codec: Codec) -> str | None:
     return None
 
 
-def _lost(rows: Tensor, codec: Codec) -> Tensor:
-    """Tells which rows a codec refuses, or where it makes or takes infinities or NaN."""
+def _rows_a_codec_spoils(rows: Tensor, codec: Codec) -> Tensor:
+    """Marks rows that a codec refuses, or in which infinities or NaN appear or vanish."""
     draw = RngKey(0, torch.arange(len(rows))) if codec.keyed else None
     try:
         back = codec.decode(codec.encode(rows, draw), torch.empty_like(rows), draw)
-    except ValueError:  # for what is not finite, or the largest
+    except ValueError:  # the codec refuses numbers that are not finite or too large
         size = rows.abs().amax(1)
         size = torch.where(size.isnan(), torch.inf, size)
         return size == size.max()
@@ -384,7 +376,7 @@ def _lost(rows: Tensor, codec: Codec) -> Tensor:
 
 
 def own_rows(row_group: RowGroup, values: Any) -> Any:
-    """Returns this rank's own rows of values that have one for every id there is."""
+    """Returns this rank's own rows, of values with a row for every id of the group."""
     if len(values) == row_group.total != len(row_group.own):
         return values[row_group.own]
     return values
@@ -404,10 +396,10 @@ def _checked(row_group: RowGroup, name: str, values: Any) -> tuple[Tensor, str |
 
 
 def learn_owners(row_group: RowGroup, channel: ProcessGrid) -> Partition:
-    """Finds which block holds which id, once; collective over the blocks.
+    """Finds the block of every id, once; collective over the blocks.
 
-    Returns a partition among ranks, of which each block's first stands for all of it.
-    Price: the ids of all other blocks. It holds one byte an id, up to 256 ranks.
+    Returns a partition over ranks that names the first rank of each block as the owner.
+    Price: the ids of all other blocks. It holds one byte per id, up to 256 ranks.
     """
     if row_group.owners is None:
         gid, axis = row_group.index.gid, channel.row

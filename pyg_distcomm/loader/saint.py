@@ -1,4 +1,4 @@
-"""Loads subgraphs of nodes drawn by GraphSAINT, with its norms of nodes and edges."""
+"""Loads the subgraphs that GraphSAINT samples, with its normalisation of nodes and edges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
 from pyg_distcomm.loader.epoch import World
-from pyg_distcomm.loader.options import alike, ranks_of
+from pyg_distcomm.loader.options import errors_on_all_ranks, ranks_of
 from pyg_distcomm.loader.subgraphs import SubgraphLoading
 from pyg_distcomm.partition.atomic import keep_file, kept_file
 
@@ -23,7 +23,7 @@ _NORMS, _STEP = 0x6E6F726D, 0x57E9
 
 
 class SampledSteps:
-    """Stands for the steps of an epoch, in the place of the seeds of a loader."""
+    """Lists the steps of an epoch, which a loader takes instead of seeds."""
 
     time = input_type = None
 
@@ -34,11 +34,11 @@ class SampledSteps:
         return self._steps
 
     def __getitem__(self, index: Any) -> NodeSamplerInput:
-        """Returns the nodes of a step drawn by a fresh key."""
+        """Draws the nodes of a step by a fresh key."""
         return self._loader.drawn(fresh_seed())
 
     def digest(self) -> str:
-        """Names what is drawn."""
+        """Returns a text that identifies the sampler and its arguments."""
         return repr(self._loader)
 
 
@@ -93,7 +93,7 @@ class GraphSAINTSampler(SubgraphLoading):
             "num_steps": num_steps,
             "sample_coverage": sample_coverage,
         }
-        with alike(world):
+        with errors_on_all_ranks(world):
             for name, value in numbers.items():
                 least = int(name == "batch_size")
                 if isinstance(value, bool) or not isinstance(value, Integral):
@@ -113,7 +113,9 @@ class GraphSAINTSampler(SubgraphLoading):
         if world is not None:
             every = collectives.all_gather_object(numbers, world)
             if any(one != every[0] for one in every):
-                raise ValueError(f"give all ranks the same numbers; they have {every}")
+                raise ValueError(
+                    f"got numbers that differ by rank: {every}; give all ranks the same"
+                )
             kwargs["topology"] = "replicated"
         self.num_steps, self.sample_coverage = num_steps, sample_coverage
         self.save_dir, self.log = save_dir, log
@@ -125,7 +127,7 @@ class GraphSAINTSampler(SubgraphLoading):
         return f"{type(self).__name__}({self._batch_size}, {self.num_steps})"
 
     def drawn(self, key: int) -> NodeSamplerInput:
-        """Returns the nodes of a subgraph, as a sampler takes them."""
+        """Draws the nodes of a subgraph, as a sampler's input."""
         node = self.sample_nodes(self._batch_size, key).unique()
         inputs = NodeSamplerInput(input_id=node, node=node)
         inputs.key = key
@@ -143,14 +145,14 @@ class GraphSAINTSampler(SubgraphLoading):
             "GraphSAINTEdgeSampler or GraphSAINTRandomWalkSampler"
         )
 
-    def _input_of(self, index: Any) -> Any:
+    def _seeds_of(self, index: Any) -> Any:
         return self.drawn(index.key)
 
-    def _finished(self, data: Any, padding: bool | None) -> Any:
+    def _postprocess(self, data: Any, padding: bool | None) -> Any:
         if self.sample_coverage > 0:
             data.node_norm = self._rows("node_norm", data.n_id)
             data.edge_norm = self._rows("edge_norm", data.e_id)
-        return super()._finished(data, padding)
+        return super()._postprocess(data, padding)
 
     def _rows(self, name: str, ids: Tensor) -> Tensor:
         values: Tensor = getattr(self, name)

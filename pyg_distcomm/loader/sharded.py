@@ -1,6 +1,6 @@
-"""Holds, fetches and prices the rows of a feature store over ranks.
+"""Stores rows sharded over ranks: fetches them, prices a fetch, and caches the hottest.
 
-A cache holds the rows that minibatches need most, by the probability that one does.
+The hottest rows are those that minibatches are most likely to need.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from pyg_distcomm.loader.row_group import (
     learn_owners,
     lengths,
     make_row_group,
+    num_cached_rows,
     own_rows,
-    rows_kept,
 )
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -56,16 +56,16 @@ _LOG_ZERO = -800.0  # its exponential is zero in float64
 
 
 @dataclass(frozen=True, eq=False)
-class Upstream:
-    """Sums over the edges that leave each node, of edges kept where they arrive.
+class OutEdgeSum:
+    """Sums over the out-edges of each node; edges are stored with their targets.
 
         z_u = sum over edges (u, v) of x_v
 
-    Shapes (this rank; e edges, n sources here, k distinct sources of the edges):
-        target  [e]  which target here each edge has
-        source  [e]  which of the k its source is
-        here    [k]  where those owned here are among the n; -1 for the others
-        away         which of the k travel, in the order of the halo
+    Shapes (this rank; e edges, n own source nodes, k distinct sources of the edges):
+        target  [e]  the local target of each edge
+        source  [e]  the index of its source among the k
+        here    [k]  the position of each source among the n own ones; -1 for others
+        away         the sources among the k on other ranks, in the order of the halo
     """
 
     sources: Rows
@@ -77,8 +77,8 @@ class Upstream:
     halo: Halo
 
     @staticmethod
-    def build(edge_index: DistEdgeIndex) -> Upstream:
-        """Plans the sums; collective."""
+    def build(edge_index: DistEdgeIndex) -> OutEdgeSum:
+        """Plans the halo of the sums; collective."""
         topology, sources = edge_index.topology, edge_index.sources
         mesh, partition = sources.mesh, sources.partition
         assert partition is not None
@@ -92,7 +92,7 @@ class Upstream:
         halo = Halo.build(gid[away], counts, sources.gid, mesh.world)
         target = torch.searchsorted(edge_index.nodes.gid, topology.target_gid)
         num_targets = len(edge_index.nodes)
-        return Upstream(sources, num_targets, target, source, here, away, halo)
+        return OutEdgeSum(sources, num_targets, target, source, here, away, halo)
 
     @property
     def in_degree(self) -> Tensor:
@@ -100,9 +100,9 @@ class Upstream:
         return torch.bincount(self.target, minlength=self.num_targets)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns z `[n]` of x, one number for each target here; collective.
+        """Returns z `[n]` of x, one number for each target of this rank; collective.
 
-        Price: a word for each distinct source that is elsewhere.
+        Price: a word for each distinct source on another rank.
         """
         part = x.new_zeros(len(self.here), 1)
         part.index_add_(0, self.source, x[self.target].unsqueeze(1))
@@ -124,79 +124,79 @@ def inclusion_probabilities(
         P_u  = 1 - prod over hops of (1 - p_u)
 
     the vertex inclusion probability of [Kaler23], where p' is p of the hop before and s
-    its fan-out. Draws count as independent, which they are on a tree; elsewhere it is an
-    estimate, and too high for nodes that are reached at two hops and expanded once.
+    its fan-out. Draws are taken as independent, which is exact on a tree; otherwise it is an
+    estimate, too high for nodes that are reached at two hops and expanded once.
 
     Args:
         data: a Data or HeteroData of `pdc.partition`.
         num_neighbors: the fan-out of each hop, -1 for all; or these by edge type.
-        seeds: which nodes minibatches start from: masks by node type, None for the only.
-        batch_size: how many of them one minibatch has.
+        seeds: masks of the seed nodes, by node type; None is the type of a homogeneous graph.
+        batch_size: the number of seeds of a minibatch.
     """
-    edges = {key: Upstream.build(e) for key, e in _edges_of(data).items()}
+    edges = {key: OutEdgeSum.build(e) for key, e in _edge_index_by_type(data).items()}
     fanouts = num_neighbors
     if not isinstance(fanouts, Mapping):
         fanouts = dict.fromkeys(edges, fanouts)
     if missing := set(edges) - set(fanouts):
         raise ValueError(
-            f"num_neighbors has no fan-outs for the edge types {sorted(missing)}; give a "
-            "list for each, of zeros where no edges are drawn"
+            f"got num_neighbors without the edge types {sorted(missing)}; give a list for each "
+            "type, of zeros where no edges are drawn"
         )
-    rows = _rows_of(data)
-    share = _share(seeds, rows, batch_size)
+    rows = _nodes_by_type(data)
+    seed_probability = _seed_probability(seeds, rows, batch_size)
     p = {group: torch.zeros(len(r), dtype=torch.float64) for group, r in rows.items()}
     for group, mask in seeds.items():
-        p[group] = mask.to_local().cpu().double() * share
-    missed = {group: _log_rest(one) for group, one in p.items()}
+        p[group] = mask.to_local().cpu().double() * seed_probability
+    log_missed = {group: _log_complement(one) for group, one in p.items()}
     for hop in range(max(map(len, fanouts.values()))):
         rest = {group: torch.zeros_like(one) for group, one in p.items()}
-        for key, upstream in edges.items():
+        for key, out_edge_sum in edges.items():
             fanout = fanouts[key][hop]
-            drawn = (fanout / upstream.in_degree.clamp(min=1)).clamp_(max=1)
+            drawn = (fanout / out_edge_sum.in_degree.clamp(min=1)).clamp_(max=1)
             drawn = drawn if fanout >= 0 else torch.ones_like(drawn)
-            rest[key[0]] += upstream(_log_rest(p[key[-1]] * drawn))
+            rest[key[0]] += out_edge_sum(_log_complement(p[key[-1]] * drawn))
         p = {group: -torch.expm1(one) for group, one in rest.items()}
         for group, one in p.items():
-            missed[group] += _log_rest(one)
+            log_missed[group] += _log_complement(one)
     return {
         group: DistTensor.wrap(-torch.expm1(one), rows[group])
-        for group, one in missed.items()
+        for group, one in log_missed.items()
     }
 
 
-def _share(
+def _seed_probability(
     seeds: Mapping[Group, DistTensor], rows: Mapping[Group, Rows], batch_size: int
 ) -> float:
     count = torch.zeros(1, dtype=torch.int64)
     for group, mask in seeds.items():
         if group not in rows or not isinstance(mask, DistTensor):
             raise TypeError(
-                f"seeds must be masks of pdc.partition by node type, {list(rows)}; got "
-                f"{type(mask).__name__} for {group!r}"
+                f"got a {type(mask).__name__} for node type {group!r}; give masks of the share "
+                f"from pdc.partition, by node type: {list(rows)}"
             )
         count += mask.to_local().cpu().bool().sum()
     mesh = next(iter(rows.values())).mesh
     return min(1.0, batch_size / max(int(collectives.all_reduce(count, mesh.world)), 1))
 
 
-def _log_rest(p: Tensor) -> Tensor:
+def _log_complement(p: Tensor) -> Tensor:
     return torch.log1p(-p).clamp_(min=_LOG_ZERO)
 
 
 def out_degrees(data: Any) -> dict[Group, DistTensor]:
-    """Returns how many edges leave each node, float64 `[n_i]` by type; collective."""
-    rows = _rows_of(data)
+    """Returns the out-degree of each node, float64 `[n_i]` by type; collective."""
+    rows = _nodes_by_type(data)
     sums = {
         group: torch.zeros(len(r), dtype=torch.float64) for group, r in rows.items()
     }
-    for key, edge_index in _edges_of(data).items():
+    for key, edge_index in _edge_index_by_type(data).items():
         one = torch.ones(len(edge_index.nodes), dtype=torch.float64)
-        sums[key[0]] += Upstream.build(edge_index)(one)
+        sums[key[0]] += OutEdgeSum.build(edge_index)(one)
     return {group: DistTensor.wrap(sums[group], r) for group, r in rows.items()}
 
 
-def _edges_of(data: Any) -> dict[Any, DistEdgeIndex]:
-    """Returns edges by edge type; by (None, None) where there is one."""
+def _edge_index_by_type(data: Any) -> dict[Any, DistEdgeIndex]:
+    """Returns the edge_index of each edge type; of (None, None) in a homogeneous graph."""
     found = {}
     for part in data.stores:
         edge_index = part.get("edge_index")
@@ -204,38 +204,39 @@ def _edges_of(data: Any) -> dict[Any, DistEdgeIndex]:
             found[(NODES, NODES) if part._key is None else part._key] = edge_index
     if not found:
         raise TypeError(
-            "nodes are ranked by the edges of a graph of pdc.partition, and this has none"
+            "got data without a partitioned edge_index, by which nodes are ranked; give a "
+            "share from pdc.partition"
         )
     return found
 
 
-def _rows_of(data: Any) -> dict[Group, Rows]:
-    """Returns which nodes are here of each type that has edges."""
+def _nodes_by_type(data: Any) -> dict[Group, Rows]:
+    """Returns the row layout of the nodes of each type that has edges."""
     found = {}
-    for key, edge_index in _edges_of(data).items():
+    for key, edge_index in _edge_index_by_type(data).items():
         found[key[0]], found[key[-1]] = edge_index.sources, edge_index.nodes
     return found
 
 
-def hottest(score: Tensor, gid: Tensor, count: int, axis: Axis) -> Tensor:
-    """Returns the `count` ids of the highest scores of all ranks, ascending; collective.
+def top_scoring_ids(score: Tensor, gid: Tensor, count: int, axis: Axis) -> Tensor:
+    """Returns the `count` ids with the highest scores over all ranks, ascending; collective.
 
-    Ties go to the lower id, so the choice does not depend on who owns what.
+    Ties go to the lower id, so the result does not depend on the partition.
 
     Shapes: score `[n_i]` and gid `[n_i]`, ascending; return `[count]`, on every rank.
-    Price: at most one id and one score for every id there is.
+    Price: at most one id and one score for every id of the group.
 
     Raises:
-        ValueError: on all ranks, if a score is not a number, or there are not n_i.
+        ValueError: on all ranks, if a score is NaN, or there are not n_i.
     """
     problem = None
     if score.shape != gid.shape:
         problem = (
-            f"a score for each of {len(gid)} rows here is wanted (or for each there is), "
-            f"got {list(score.shape)}"
+            f"got scores {list(score.shape)}, wanted one for each of the {len(gid)} rows of "
+            "this rank; give these, or one for each row of all ranks"
         )
     elif bool(score.isnan().any()):
-        problem = "scores must be numbers, got NaN"
+        problem = "got NaN among the scores, wanted numbers; rank such rows by 0"
     collectives.agree(problem, axis)
     best = torch.sort(score.double(), descending=True, stable=True).indices[:count]
     sizes = lengths(best, axis)
@@ -252,32 +253,32 @@ Rates: TypeAlias = Mapping[Group, Sequence[int]]
 
 
 _UNSET = TensorAttr().index
-_DRAWN = 0xFE7C  # sets the keys of what is fetched apart
+_DRAWN = 0xFE7C  # separates the keys of fetched rows from other keys
 
 
 class RowsAttr(TensorAttr):
-    """PyG's TensorAttr, whose own cannot tell whether an index is set to an array."""
+    """Extends PyG's TensorAttr, which cannot compare an index that is an array."""
 
     def is_set(self, key: str) -> bool:
-        """Says whether a field is set."""
+        """Returns whether a field is set."""
         return getattr(self, key) is not _UNSET
 
 
-def _known_size(wire: Wire) -> Codec:
-    """Returns a codec whose messages an asker can cut, and read, by itself; refuses others."""
+def _fixed_size_codec(wire: Wire) -> Codec:
+    """Returns a codec that encodes each row by itself to a fixed size; refuses others."""
     if isinstance(wire, LinkPolicy):
         if wire.timing.is_late or wire.scheduler is not None or wire.trend is not None:
             raise ValueError(
-                f"rows are fetched once, and ahead of training, so that {wire!r} cannot be "
-                "late, nor follow a schedule; give a link without these, or its codec"
+                f"got {wire!r}, but rows are fetched once and ahead of training, so a link "
+                "cannot be late, nor follow a schedule; give a link without these, or a codec"
             )
         wire = wire.codec
     codec = codec_of(wire)
     if not codec.fixed_size or codec.stateful or not codec.by_row:
         raise ValueError(
-            f"a feature store sends rows by themselves, but {codec!r} has sizes that depend "
-            "on values, remembers or compares rows, or leaves some out; choose 'fp16', 'bf16', "
-            "'int8' or Quantise(bits)"
+            f"got {codec!r}, whose sizes depend on values, or which remembers, compares or "
+            "drops rows, but a feature store encodes each row by itself; choose 'fp16', "
+            "'bf16', 'int8' or Quantise(bits)"
         )
     return codec
 
@@ -294,8 +295,8 @@ class ShardedStore(FeatureStore):
     ) -> None:
         super().__init__(RowsAttr)
         by_name = wire if isinstance(wire, Mapping) else {}
-        self._codecs = {name: _known_size(one) for name, one in by_name.items()}
-        self._codec = _known_size(None if isinstance(wire, Mapping) else wire)
+        self._codecs = {name: _fixed_size_codec(one) for name, one in by_name.items()}
+        self._codec = _fixed_size_codec(None if isinstance(wire, Mapping) else wire)
         self.channel = (
             new_process_grid(channel) if isinstance(channel, Mesh) else channel
         )
@@ -303,18 +304,18 @@ class ShardedStore(FeatureStore):
         self._folder = None if folder is None else Path(folder) / f"rank_{rank:05d}"
         self._row_groups: dict[Group, RowGroup] = {}
 
-    # What is in it --------------------------------------------------------------------
+    # Groups and attributes ------------------------------------------------------------
 
     def add_group(
         self, group: Group, gid: Tensor, total: int, owners: Partition | None = None
     ) -> None:
-        """Says which rows of a group each rank owns; collective over all ranks.
+        """Adds a group, of which each rank owns some rows; collective over all ranks.
 
         Args:
-            group: its name.
-            gid: ids of the rows of this rank, ascending.
+            group: the name of the group.
+            gid: the ids of this rank's rows, ascending.
             total: ids lie in [0, total), each on one rank.
-            owners: who owns which id, if that is known.
+            owners: the owner of each id, if it is known.
 
         Raises:
             ValueError: on all ranks, if ids are missing, repeated or out of order.
@@ -327,74 +328,78 @@ class ShardedStore(FeatureStore):
         """Adds one attribute from this rank's own rows; collective over all ranks.
 
         Args:
-            group: of `add_group`.
-            name: of the attribute.
-            values: `[len(gid), ...]`, which may be mapped from a file: with replication
-                1 and no `folder` it stays where it is.
+            group: a group of `add_group`.
+            name: the name of the attribute.
+            values: `[len(gid), ...]`, which may be memory-mapped: with replication 1 and
+                no `folder` it is not copied.
 
         Raises:
-            ValueError: on all ranks, if sizes or types do not fit.
+            ValueError: on all ranks, if sizes or dtypes do not fit.
         """
         row_group, codec = self._row_group(group), self._codecs.get(name, self._codec)
         add_rows(row_group, name, values, self.channel, codec, self._folder)
-        row_group.foreign.pop(name, None)
-        if len(row_group.chosen):
-            self._fill(row_group, [name])
+        row_group.external.pop(name, None)
+        if len(row_group.cached_gid):
+            self._fill_cache(row_group, [name])
 
     def total(self, group: Group) -> int:
-        """Returns how many rows a group has, on all ranks together."""
+        """Returns the number of rows of a group over all ranks."""
         return self._row_group(group).total
 
     def learn_owners(self, group: Group) -> Partition:
-        """Finds who holds which id of a group, so that ids alone can be asked for.
+        """Finds the owners of all ids of a group, so that rows can be fetched by id alone.
 
-        Collective over a column the first time; nothing if it is known already.
+        Collective over a column the first time; later calls return what is known.
         """
         return learn_owners(self._row_group(group), self.channel)
 
     def keep(self, group: Group, score: Tensor | np.ndarray, size: float) -> None:
-        """Holds the rows of highest score on every rank; collective over all ranks.
+        """Caches the rows of highest score on every rank; collective over all ranks.
 
-        They travel now, exactly, and not again; what was kept before is let go. The
-        choice is the same on all ranks, for all partitions.
+        They are sent once, uncompressed, and replace rows cached before. The choice is the
+        same on all ranks and for all partitions.
 
         Args:
-            group: whose rows.
-            score: of each row that this rank owns, or of each there is.
-            size: how many rows: a count (int), or a fraction of all (float).
+            group: the group of the rows.
+            score: the score of each row that this rank owns, or of each row of the group.
+            size: the number of rows: a count (int), or a fraction of all (float).
         """
         row_group, world = self._row_group(group), self.channel.world
-        count = rows_kept(size, row_group.total)
+        count = num_cached_rows(size, row_group.total)
         local = score.to_local() if isinstance(score, DistTensor) else score
         local = own_rows(row_group, torch.as_tensor(local).cpu())
-        row_group.chosen = hottest(local, row_group.own, count, world)
-        row_group.hot.clear()
-        self._fill(row_group, list(row_group.values))
+        row_group.cached_gid = top_scoring_ids(local, row_group.own, count, world)
+        row_group.cached_rows.clear()
+        self._fill_cache(row_group, list(row_group.values))
 
-    def _fill(self, row_group: RowGroup, names: Sequence[str]) -> None:
-        _, here = row_group.index.places(row_group.chosen)
-        away = row_group.chosen[~here]
+    def _fill_cache(self, row_group: RowGroup, names: Sequence[str]) -> None:
+        """Fetches the cached rows of some attributes; collective over a column."""
+        _, here = row_group.index.places(row_group.cached_gid)
+        away = row_group.cached_gid[~here]
         row_group.cached = row_group.cached.none()
         self.learn_owners(row_group.group)
-        if len(row_group.chosen):
+        if len(row_group.cached_gid):
             fetcher = self._fetcher({row_group.group: names}, exact=True)
-            row_group.hot |= fetcher({row_group.group: away})[row_group.group].take(
-                away
-            )
+            row_group.cached_rows |= fetcher({row_group.group: away})[
+                row_group.group
+            ].take(away)
         row_group.cached = Index(away, row_group.total)
 
     def _row_group(self, group: Group) -> RowGroup:
         if group not in self._row_groups:
             raise KeyError(
-                f"no group {group!r} in the store; there are {list(self._row_groups)}"
+                f"got group {group!r}, but the store has {list(self._row_groups)}; take one of "
+                "them"
             )
         return self._row_groups[group]
 
-    def _known(self, group: Group, name: Any) -> RowGroup:
+    def _group_with(self, group: Group, name: Any) -> RowGroup:
+        """Returns a group, or raises KeyError if it has no such attribute."""
         row_group = self._row_group(group)
         if name not in row_group.names:
             raise KeyError(
-                f"no attribute {name!r} of group {group!r}; there are {row_group.names}"
+                f"got attribute {name!r}, but group {group!r} has {row_group.names}; take one "
+                "of them"
             )
         return row_group
 
@@ -406,16 +411,16 @@ class ShardedStore(FeatureStore):
         """Returns rows by id, in the order of the ids; collective over a column.
 
         Args:
-            wanted: ids `[k]` by group, repeats allowed; with the ranks that own them,
-                `(ids, owners)`, where the store does not know (edges). A rank may leave
-                out groups that others ask for.
-            attrs: which attributes to bring of which group, the same on all ranks; all
-                of them by default.
+            wanted: ids `[k]` by group, repeats allowed; or `(ids, owners)` with the ranks
+                that own them, if the store does not know these (edges). A rank may leave
+                out groups that other ranks fetch.
+            attrs: the attributes to fetch of each group, the same on all ranks; by default
+                all of them.
 
         Returns: rows `[k, ...]` on the CPU, by group and name.
 
         Raises:
-            ValueError: on all ranks of the column, if one asks for a bad id.
+            ValueError: on all ranks of the column, if one requests an invalid id.
         """
         pools = self.fetch_unique(wanted, attrs)
         return {
@@ -426,16 +431,16 @@ class ShardedStore(FeatureStore):
     def fetch_unique(
         self, wanted: Wanted, attrs: Attrs = None, placement: Placement | None = None
     ) -> dict[Group, Pool]:
-        """Returns the distinct rows that `fetch` would, without laying them out.
+        """Returns the distinct rows that `fetch` would, not yet in the order of the ids.
 
-        With a placement they are on its device, and so are, from the first time on, the rows
-        of this rank and those it keeps of others, unless `rows_on` says otherwise.
+        With a placement they are on its device. So are, from the first fetch on, this
+        rank's own and cached rows, unless `rows_on` says otherwise.
         """
         if not self._row_groups:
             return {}
         pools = replace(self._fetcher(attrs), placement=placement)(wanted)
         for group, pool in pools.items():
-            for name, source in self._row_groups[group].foreign.items():
+            for name, source in self._row_groups[group].external.items():
                 if attrs is None or name in attrs.get(group, ()):
                     in_order = torch.empty_like(pool.ids)
                     in_order[pool.place] = pool.ids
@@ -444,11 +449,11 @@ class ShardedStore(FeatureStore):
         return pools
 
     def _fetcher(self, attrs: Attrs, exact: bool = False) -> Fetch:
-        """Lists what travels, widest numbers first so that most rows lie aligned."""
+        """Returns a `Fetch` of attributes, widest numbers first so that most are aligned."""
         columns = []
         for number, (group, row_group) in enumerate(self._row_groups.items()):
             for name in row_group.values if attrs is None else attrs.get(group, ()):
-                self._known(group, name)
+                self._group_with(group, name)
                 if name in row_group.values:
                     codec = Plain() if exact else row_group.codecs[name]
                     key = random.fold(
@@ -460,12 +465,12 @@ class ShardedStore(FeatureStore):
         columns.sort(key=lambda column: -column.values.element_size())
         return Fetch(self.channel, list(self._row_groups.values()), columns)
 
-    # What it costs --------------------------------------------------------------------
+    # Price ----------------------------------------------------------------------------
 
     def travelling(self, wanted: Wanted, attrs: Attrs = None) -> dict[Group, list[int]]:
-        """Returns how many distinct rows of each group a fetch would bring from each block.
+        """Returns the distinct rows of each group that a fetch would receive from each block.
 
-        Nothing is sent. Raises ValueError for a bad id.
+        Nothing is sent. Raises ValueError for an invalid id.
         """
         asks, problem = self._fetcher(attrs).plan(wanted)
         if problem is not None:

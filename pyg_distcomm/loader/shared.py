@@ -1,4 +1,4 @@
-"""Maps one copy of a graph into all ranks of a host."""
+"""Shares one copy of a graph in memory among all ranks of a host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_geometric.data.storage import BaseStorage
 
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.loader.epoch import Notes, Place, World
+from pyg_distcomm.loader.epoch import LoaderId, Notes, World
 from pyg_distcomm.partition.atomic import torch_save
 from pyg_distcomm.sampling.graph_source import read_topology, remember
 
@@ -32,8 +32,8 @@ CALLING = "All ranks have to call shared(), since one of each host loads the gra
 LOADING = (
     "All ranks have to call shared(), and the one that loads the graph is not done"
 )
-_KEPT = (
-    "shared() hands tensors, numbers, strings, lists and dicts to other ranks: delete other "
+_SUPPORTED = (
+    "shared() passes tensors, numbers, strings, lists and dicts to other ranks: delete other "
     "attributes first, or set them on each rank"
 )
 _MEMORY = Path("/dev/shm")  # a file system in memory, where there is one
@@ -66,29 +66,29 @@ def shared(
         RankError: if it has shown no sign of life for the `timeout` of `pdc.init`. It may
             take longer than that to load.
     """
-    world, problem = World.now(), _not_a_source(source)
+    world, problem = World.now(), _source_problem(source)
     if world.size == 1:
         if problem is not None:
             raise TypeError(problem)
         return _graph(source)
-    place = Place.next("shared()")
-    hosts = Notes(world, place, about=" host")
-    hosts.leave({"host": socket.gethostname(), "problem": problem})
+    loader_id = LoaderId.next("shared()")
+    hosts = Notes(world, loader_id, about=" host")
+    hosts.post({"host": socket.gethostname(), "problem": problem})
     notes = hosts.collect("find the ranks of its host", CALLING)
     for rank, note in enumerate(notes):
         if note["problem"] is not None:
             raise TypeError(f"rank {rank}: {note['problem']}")
     names = [note["host"] for note in notes]
     leader = names.index(names[world.rank])
-    written = Notes(world, place, about=" written")
-    mapped = Notes(world, place, about=" mapped")
+    written = Notes(world, loader_id, about=" written")
+    mapped = Notes(world, loader_id, about=" mapped")
     file: Any = None
     try:
         if leader == world.rank:
-            with written.alive():
+            with written.heartbeat():
                 file = _written(source, folder, written)
         else:
-            written.leave({})
+            written.post({})
         notes = written.collect("get the graph of its host", LOADING)
         _raise_first(notes)
         graph = _mapped(notes[leader]["file"], mapped)
@@ -102,7 +102,7 @@ def shared(
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """Describes a memory-mapped array of the graph; each rank maps its file again."""
+    """Describes a memory-mapped array of the graph; each rank maps its file itself."""
 
     file: str
     dtype: str
@@ -111,7 +111,7 @@ class _OnDisk:
 
     @staticmethod
     def of(array: np.ndarray) -> _OnDisk | torch.Tensor:
-        """Returns how to find an array, or the array as a tensor if it is in memory."""
+        """Returns the description of a mapped array; an array in memory as a tensor."""
         whole = isinstance(array.base, mmap.mmap)  # and not a slice of a mapped array
         if isinstance(array, np.memmap) and whole and array.flags.c_contiguous:
             return _OnDisk(
@@ -124,8 +124,8 @@ class _OnDisk:
         return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
 
 
-def _not_a_source(source: Any) -> str | None:
-    """Returns why a source cannot give a graph, or None."""
+def _source_problem(source: Any) -> str | None:
+    """Returns an error message for a source that is no graph and no function, or None."""
     if isinstance(source, (Data, HeteroData)) or callable(source):
         return None
     return (
@@ -135,7 +135,7 @@ def _not_a_source(source: Any) -> str | None:
 
 
 def _graph(source: Any) -> Any:
-    """Returns the graph, loaded if need be; PyG's graphs can be called as well."""
+    """Returns the graph, loaded if the source is a function (a Data is callable, too)."""
     graph = source if isinstance(source, (Data, HeteroData)) else source()
     if not isinstance(graph, (Data, HeteroData)):
         raise TypeError(
@@ -146,7 +146,7 @@ def _graph(source: Any) -> Any:
 
 
 def _save(graph: Any, file: Any, folder: str) -> None:
-    """Writes a graph; says where and why if the disk does not take it."""
+    """Writes a graph; raises OSError with the folder and what to do if that fails."""
     try:
         torch_save(graph, file)
     except OSError as error:
@@ -157,7 +157,7 @@ def _save(graph: Any, file: Any, folder: str) -> None:
 
 
 def _written(source: Any, folder: str | None, notes: Notes) -> Any:
-    """Writes the graph and its topology; says where, or what went wrong."""
+    """Writes the graph and its topology, and posts the path of the file, or the error."""
     file = None
     try:
         data = copy.copy(_graph(source))
@@ -169,17 +169,17 @@ def _written(source: Any, folder: str | None, notes: Notes) -> Any:
         relations = list(
             zip(topology.edge_types, topology.graph.relations, strict=True)
         )
-        folder = folder or _roomy(data) or tempfile.gettempdir()
-        file, path = _nameless(folder)
+        folder = folder or _memory_folder(data) or tempfile.gettempdir()
+        file, path = _unnamed_file(folder)
         _save((data, relations), file, folder)
-        notes.leave({"file": path})
+        notes.post({"file": path})
     except Exception as error:
-        notes.leave({"error": f"{type(error).__name__}: {error}"})
+        notes.post({"error": f"{type(error).__name__}: {error}"})
     return file
 
 
-def _nameless(folder: str) -> tuple[Any, str]:
-    """Opens a file that ends with this process, and returns how others can open it."""
+def _unnamed_file(folder: str) -> tuple[Any, str]:
+    """Opens an unnamed file, which ends with this process; returns a path to open it by."""
     if hasattr(os, "O_TMPFILE"):
         with contextlib.suppress(OSError):  # a file system that has no such files
             number = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -189,25 +189,25 @@ def _nameless(folder: str) -> tuple[Any, str]:
 
 
 def _raise_first(notes: list[dict[str, Any]]) -> None:
-    """Raises on all ranks what went wrong on one."""
+    """Raises the error of one rank on all ranks."""
     for rank, note in enumerate(notes):
         if "error" in note:
             raise RuntimeError(f"rank {rank} could not load the graph: {note['error']}")
 
 
 def _mapped(file: str, notes: Notes) -> Any:
-    """Maps the graph, and says so, or what went wrong."""
+    """Maps the graph, and posts success, or the error."""
     try:
         graph = _read(file)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         what = found[1] if found else str(error).splitlines()[0]
-        notes.leave({"error": f"the graph holds {what}; {_KEPT}"})
+        notes.post({"error": f"the graph holds {what}; {_SUPPORTED}"})
         return None
     except Exception as error:
-        notes.leave({"error": f"{type(error).__name__}: {error}"})
+        notes.post({"error": f"{type(error).__name__}: {error}"})
         return None
-    notes.leave({})
+    notes.post({})
     return graph
 
 
@@ -228,12 +228,12 @@ def _read(file: str) -> Any:
 
 
 def _classes(base: Any) -> list[Any]:
-    """Returns a class, and those that this process has made of it."""
+    """Returns a class and its subclasses."""
     return [base, *(c for below in base.__subclasses__() for c in _classes(below))]
 
 
-def _roomy(data: Data | HeteroData) -> str | None:
-    """Returns the folder in memory if the graph fits in half of its room."""
+def _memory_folder(data: Data | HeteroData) -> str | None:
+    """Returns the folder in memory if the graph fits in it four times; otherwise None."""
     size = sum(
         v.numel() * v.element_size()
         for store in data.stores

@@ -1,4 +1,4 @@
-"""Loads subgraphs that sets of nodes induce: random parts, clusters, and around roots."""
+"""Loads subgraphs induced by sets of nodes: random parts, clusters, and ShaDow's k hops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
-from pyg_distcomm.loader.options import LoaderOptions, alike, digest, ranks_of
+from pyg_distcomm.loader.options import (
+    LoaderOptions,
+    digest,
+    errors_on_all_ranks,
+    ranks_of,
+)
 from pyg_distcomm.partition.atomic import keep_file, kept_file
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
@@ -30,20 +35,21 @@ from pyg_distcomm.sampling.graph_block import is_share
 from pyg_distcomm.sampling.neighbor_sampler import TypedSeeds
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
-# what loaders of neighbourhoods set, and PyG's loaders of subgraphs do not
-_OF_SEEDS = (
+# attributes that neighbour loaders set, and PyG's subgraph loaders do not
+_SEED_ATTRIBUTES = (
     "batch num_sampled_nodes num_sampled_edges input_id seed_time batch_size".split()
 )
-_TAKEN = ("neighbor_sampler", "backend", "draws", "rule", "input_nodes", "input_time")
+# arguments of neighbour loaders that do not apply
+_REFUSED = ("neighbor_sampler", "backend", "draws", "rule", "input_nodes", "input_time")
 
 
 class NodeSets:
-    """Lists sets of nodes, in the place of the seeds of a loader.
+    """Lists sets of nodes, which a loader takes instead of seeds.
 
     Args:
-        ptr: `[s + 1]`, where the nodes of each set begin.
-        node: `[ptr[-1]]` ids; of all node types one after the other, where there are types.
-        sizes: by node type, how many nodes there are; None without types.
+        ptr: `[s + 1]`, the first node of each set.
+        node: `[ptr[-1]]` node ids; with node types, ids count through all types in order.
+        sizes: the number of nodes of each type; None without types.
     """
 
     def __init__(
@@ -54,7 +60,7 @@ class NodeSets:
 
     @classmethod
     def single(cls, sizes: int | dict[str, int]) -> NodeSets:
-        """Returns a set of one node for each node of a graph."""
+        """Returns one set for each node of a graph, with that node."""
         typed = sizes if isinstance(sizes, dict) else None
         total = sizes if isinstance(sizes, int) else sum(sizes.values())
         every = torch.arange(total + 1)
@@ -64,7 +70,7 @@ class NodeSets:
         return len(self.ptr) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns the nodes of some sets together, as a sampler takes them."""
+        """Returns the nodes of some sets together, as a sampler's input."""
         index = torch.as_tensor(index).view(-1)
         begin, count = self.ptr[index], self.ptr[index + 1] - self.ptr[index]
         step = torch.arange(int(count.sum())) - torch.repeat_interleave(
@@ -80,49 +86,53 @@ class NodeSets:
         return TypedSeeds(node, typed, self.input_type)
 
     def digest(self) -> str:
-        """Hashes the sets."""
+        """Returns a hash of the sets."""
         return digest([self.ptr, self.node])
 
 
 class SubgraphLoading(DistNeighborLoader):
-    """Loads subgraphs, with the bulks, ranks and states of `DistNeighborLoader`.
+    """Loads induced subgraphs, with the bulks, ranks and states of `DistNeighborLoader`.
 
     Args:
         data: a Data or HeteroData, or a share of one.
-        num_neighbors: fan-outs around the nodes of a set; none for the nodes alone.
-        chosen: the sets of nodes, in the place of seeds; None for `input_nodes`.
-        **kwargs: as `DistNeighborLoader` takes them.
+        num_neighbors: fan-outs around the nodes of a set; an empty list for no neighbours.
+        node_sets: the sets of nodes to load instead of seeds; None for `input_nodes`.
+        **kwargs: as in `DistNeighborLoader`.
     """
 
-    chosen: Any = None
+    node_sets: Any = None
 
     def __init__(
-        self, data: Any, num_neighbors: Sequence[int], chosen: Any = None, **kwargs: Any
+        self,
+        data: Any,
+        num_neighbors: Sequence[int],
+        node_sets: Any = None,
+        **kwargs: Any,
     ) -> None:
         kwargs.pop("dataset", None)
         kwargs.pop("collate_fn", None)
-        if chosen is not None:
-            given = [name for name in _TAKEN if kwargs.get(name) is not None]
-            with alike(ranks_of(data)):
+        if node_sets is not None:
+            given = [name for name in _REFUSED if kwargs.get(name) is not None]
+            with errors_on_all_ranks(ranks_of(data)):
                 if given:
                     raise ValueError(
                         f"{type(self).__name__} chooses the nodes of a batch itself; leave "
                         f"{', '.join(given)} out"
                     )
-            self.chosen = chosen
+            self.node_sets = node_sets
             if isinstance(data, HeteroData):
                 kwargs["input_nodes"] = data.node_types[0]
         super().__init__(data, num_neighbors, subgraph_type="induced", **kwargs)
 
-    def _set_up(
+    def _finish_init(
         self,
         loader_options: LoaderOptions,
         inputs: list[Any],
         dataloader: dict[str, Any],
     ) -> None:
-        if self.chosen is not None:
-            self.input_data, inputs = self.chosen, [self.chosen.digest()]
-            every = range(len(self.chosen))
+        if self.node_sets is not None:
+            self.input_data, inputs = self.node_sets, [self.node_sets.digest()]
+            every = range(len(self.node_sets))
             self.__dict__["dataset"] = every
             own = any(
                 dataloader.get(k) is not None for k in ("sampler", "batch_sampler")
@@ -135,16 +145,16 @@ class SubgraphLoading(DistNeighborLoader):
                     else SequentialSampler(every)
                 )
                 self.__dict__["sampler"] = self.batch_sampler.sampler = order
-        super()._set_up(loader_options, inputs, dataloader)
+        super()._finish_init(loader_options, inputs, dataloader)
 
     def _sample(self, inputs: Any) -> Any:
-        return self._arranged(super()._sample(inputs))
+        return self._arrange(super()._sample(inputs))
 
     def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
-        return [self._arranged(out) for out in super()._sample_bulk(inputs)]
+        return [self._arrange(out) for out in super()._sample_bulk(inputs)]
 
-    def _arranged(self, out: Any) -> Any:
-        """Notes that all nodes are read: layers are not to be trimmed to some seeds."""
+    def _arrange(self, out: Any) -> Any:
+        """Marks all nodes as seeds, so that no layer is trimmed."""
         node = out.node
         typed = isinstance(node, dict)
         out.num_sampled_nodes = (
@@ -152,11 +162,11 @@ class SubgraphLoading(DistNeighborLoader):
         )
         return out
 
-    def _finished(self, data: Any, padding: bool | None) -> Any:
+    def _postprocess(self, data: Any, padding: bool | None) -> Any:
         for store in data.stores:
-            for name in _OF_SEEDS:
+            for name in _SEED_ATTRIBUTES:
                 store.pop(name, None)
-        return super()._finished(data, padding)
+        return super()._postprocess(data, padding)
 
 
 class RandomNodeLoader(SubgraphLoading):
@@ -179,7 +189,7 @@ class RandomNodeLoader(SubgraphLoading):
     """
 
     def __init__(self, data: Any, num_parts: int, **kwargs: Any) -> None:
-        with alike(ranks_of(data)):
+        with errors_on_all_ranks(ranks_of(data)):
             if not isinstance(num_parts, int):
                 raise TypeError(f"num_parts must be a whole number, got {num_parts!r}")
             if num_parts < 1:
@@ -319,7 +329,7 @@ class ClusterData(PyGClusterData):
 
 
 def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> Tensor:
-    """Returns the cluster of each node of the graph; collective."""
+    """Returns the cluster of each node of a partitioned graph; collective."""
     nodes = edges.nodes
     world, partition = nodes.mesh.world, nodes.partition
     rank, first, problem = world.rank, 0, None
@@ -335,7 +345,7 @@ def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> T
             )
     if not isinstance(method, str):
         given = method.full_tensor() if isinstance(method, DistTensor) else method
-        with alike(world):
+        with errors_on_all_ranks(world):
             found = Partition.from_owner(given, num_parts, partition.num_nodes)
         return found.owner.long()
     try:
@@ -361,11 +371,11 @@ def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> T
 
 
 def _counts(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Returns how many clusters each rank has: in proportion to its nodes, at least one."""
+    """Returns the number of clusters of each rank: in proportion to its nodes, at least one."""
     some = [rank for rank, size in enumerate(sizes) if size]
     if num_parts < len(some):
         raise ValueError(
-            f"num_parts={num_parts}, and {len(some)} ranks own nodes; give each a cluster"
+            f"got num_parts={num_parts}, but {len(some)} ranks own nodes; give each a cluster"
         )
     counts = [int(size > 0) for size in sizes]
     for _ in range(num_parts - sum(counts) if some else 0):
@@ -453,7 +463,7 @@ class ShaDowKHopSampler(SubgraphLoading):
             **kwargs,
         )
 
-    def _arranged(self, out: Any) -> Any:
+    def _arrange(self, out: Any) -> Any:
         """Puts the nodes and edges of each subgraph one after the other, roots first."""
         order = torch.argsort(out.batch, stable=True)
         place = torch.empty_like(order)
@@ -463,19 +473,19 @@ class ShaDowKHopSampler(SubgraphLoading):
         ends = ends[:, edges]
         out.row, out.col, out.edge = ends[0], ends[1], out.edge[edges]
         out.node, out.batch = out.node[order], out.batch[order]
-        return super()._arranged(out)
+        return super()._arrange(out)
 
-    def _finished(self, data: Any, padding: bool | None) -> Any:
+    def _postprocess(self, data: Any, padding: bool | None) -> Any:
         tree, roots = data.batch, int(data.batch_size)
         ptr = torch.zeros(roots + 1, dtype=torch.int64, device=tree.device)
         ptr[1:] = torch.bincount(tree, minlength=roots).cumsum(0)
         y = data.get("y")
         if isinstance(y, Tensor) and y.dim() and len(y) == len(tree):
             data.y = y[ptr[:-1]]
-        for name in _OF_SEEDS:
+        for name in _SEED_ATTRIBUTES:
             data.pop(name, None)
         batch = Batch(batch=tree, ptr=ptr)
         for name, value in data.to_dict().items():
             batch[name] = value
         batch.root_n_id = ptr[:-1].clone()
-        return DistNeighborLoader._finished(self, batch, padding)
+        return DistNeighborLoader._postprocess(self, batch, padding)

@@ -334,7 +334,7 @@ class OverlappedSpMM:
         rows = out + tile.out_ghost.pattern.num_cols + tile.own_far.pattern.num_cols
         rows += len(tile.sum_own.pattern.rowptr) - 1
         size = own.nbytes + rows * own.size(1) * own.element_size()
-        if size >= memory.ROOM:
+        if size >= memory.GIVE_BACK_FROM:
             memory.give_back()
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:

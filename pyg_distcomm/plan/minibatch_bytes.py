@@ -215,7 +215,7 @@ def _drawn(
     Returns:
         them, how many a rank has in an epoch, and the seconds that one took.
     """
-    length, batches, spent = own._epochs.length(), [], []
+    length, batches, spent = own._epoch_plan.length(), [], []
     if not length:
         raise ValueError("the loader has no minibatches to plan for; give it seeds")
     for rank in range(size):
@@ -228,10 +228,12 @@ def _drawn(
                 "ranks, smaller minibatches, or even_batches='pad'"
             )
         begin = time.process_time()
-        plan = own._epochs.batches(own._agreed_seed(), 0, sharding, 0)
+        plan = own._epoch_plan.batches(own._agreed_seed(), 0, sharding, 0)
         numbered = [one for one, _ in zip(plan, range(most), strict=False)]
-        outs = own._sampled_bulk(numbered) if layered else map(own._sampled, numbered)
-        found = list(outs)
+        if layered:
+            found = own._sample_planned_bulk(numbered)
+        else:
+            found = [own._sample_planned(one) for one in numbered]
         spent.append((time.process_time() - begin) / len(found))
         batches.append(tuple(_probed(out, layered, types) for out in found))
     return tuple(batches), rounds, min(spent)  # the first may have compiled kernels

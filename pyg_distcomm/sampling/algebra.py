@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class BulkNodes:
-    """Nodes of k minibatches, one after the other.
+    """Holds the nodes of k minibatches, one after the other.
 
     Args:
         id: [total] int64, global ids.
@@ -258,7 +258,7 @@ def _no_function(what: str) -> str:
 
 
 def check_nodes(nodes: BulkNodes, size: int, what: str) -> None:
-    """Refuses ids outside 0 .. size - 1."""
+    """Raises ValueError for ids outside 0 .. size - 1."""
     if not nodes.id.numel():
         return
     low, high = (int(v) for v in nodes.id.aminmax())
@@ -269,7 +269,7 @@ def check_nodes(nodes: BulkNodes, size: int, what: str) -> None:
 
 
 def offsets(sizes: Tensor) -> Tensor:
-    """Returns where each of a list of ranges begins, and where the last one ends."""
+    """Returns the offsets of consecutive ranges of these sizes, [len(sizes) + 1]."""
     ptr = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=sizes.device)
     torch.cumsum(sizes, 0, out=ptr[1:])
     return ptr
@@ -285,7 +285,7 @@ class Sample:
     Args:
         matrix: Q': the columns drawn, ascending in a row; its value says how often where
             draws were with replacement, otherwise it is None.
-        place: [nnz of Q'] the entry of P that each entry of Q' is.
+        place: [nnz of Q'] the entry of P of each entry of Q'.
         ptr: [m + 1] int64: draws of row i are `ptr[i] .. ptr[i + 1] - 1`.
         drawn: [draws] entries of P, in the order of draw.
         left: [draws] int64, the weight left in the row before each draw; the first is
@@ -461,7 +461,7 @@ def fixed_point(p: BulkMatrix) -> Tensor:
 
 
 def check_draws(s: int, method: str, replace: bool) -> None:
-    """Refuses what cannot be drawn."""
+    """Raises ValueError for a number of draws or a method that is not valid."""
     if method not in ("its", "exponential"):
         raise ValueError(f"method must be 'its' or 'exponential', got {method!r}")
     if method == "exponential" and replace:
@@ -475,7 +475,7 @@ def check_draws(s: int, method: str, replace: bool) -> None:
 
 
 def _choices(rowptr: Tensor, value: Tensor) -> Tensor:
-    """Counts the positive entries of each row, or refuses their values."""
+    """Counts the positive entries of each row; raises ValueError for invalid values."""
     count = kernels.count_positive(rowptr, value)
     if bool((count < 0).any()):
         bad = int((count < 0).nonzero()[0])
@@ -488,7 +488,7 @@ def _choices(rowptr: Tensor, value: Tensor) -> Tensor:
 
 
 def _draws(count: Tensor, s: int, replace: bool) -> tuple[Tensor, Tensor]:
-    """Returns offsets of the draws of each row, and which rows give all they have."""
+    """Returns the offsets of each row's draws, and which rows give all their entries."""
     if replace:
         return offsets(torch.where(count > 0, s, 0)), torch.zeros_like(count).bool()
     return offsets(count.clamp(max=s)), count <= s
@@ -503,7 +503,7 @@ def _sampled(
     complete: Tensor,
     replace: bool,
 ) -> Sample:
-    """Puts draws into the order of columns."""
+    """Returns the draws as a matrix, sorted by column within each row."""
     step = max(p.nnz, 1)
     row = torch.repeat_interleave(ptr.diff(), output_size=len(drawn))
     code, _ = torch.sort(row * step + drawn)

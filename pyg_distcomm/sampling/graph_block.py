@@ -78,7 +78,7 @@ class GraphBlock:
 
 
 def is_share(data: Any) -> bool:
-    """Tells whether a graph is a share, as `pdc.partition` returns it."""
+    """Returns whether a graph is a share, as `pdc.partition` returns it."""
     if not isinstance(data, (Data, HeteroData)):
         return False
     return any(

@@ -1,8 +1,8 @@
-"""Reads the edges of PyG's data objects into the form the sampling kernels take.
+"""Reads the edges of PyG's data objects into the CSC form that sampling kernels take.
 
-[Note: pairs] PyG's samplers keep a source and a permutation for each edge, 16 bytes, in
-two arrays, and look up both for each edge drawn. Here the two stand side by side as
-int32 where the graph allows it: 8 bytes, and one cache miss.
+[Note: pairs] PyG's samplers keep the source and the id of each edge, 16 bytes, in two
+arrays, and look up both for each edge drawn. Here the two are adjacent, as int32 if the
+graph is small enough: 8 bytes, and one cache miss.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
 from pyg_distcomm.process import PROCESS
 
-_LEAST = 1e-300  # of a positive weight
+MIN_WEIGHT = 1e-300  # of a positive weight
 
 
 def check_ids(ids: Tensor, size: int, end: str) -> None:
+    """Raises ValueError unless node ids at one end of the edges lie in 0 .. size - 1."""
     if not ids.numel():
         return
     low, high = (int(v) for v in ids.aminmax())
@@ -46,19 +47,19 @@ def check_ids(ids: Tensor, size: int, end: str) -> None:
 
 
 def check_csc(colptr: Tensor, row: Tensor, sizes: tuple[int, int]) -> None:
-    """Refuses offsets that a kernel would follow out of bounds."""
+    """Raises ValueError for offsets that a kernel would follow out of bounds."""
     steps = colptr.diff()
     fits = colptr.numel() == sizes[1] + 1 and int(colptr[0]) == 0
     if not fits or int(colptr[-1]) != row.numel() or bool((steps < 0).any()):
         raise ValueError(
-            f"the offsets of the CSC matrix must rise from 0 to {row.numel()} edges in "
-            f"{sizes[1]} steps, got {colptr.numel() - 1} steps"
+            f"got {colptr.numel() - 1} offsets of a CSC matrix, wanted {sizes[1]} that ascend "
+            f"from 0 to {row.numel()} edges; fix colptr, or num_nodes"
         )
     check_ids(row, sizes[0], "source")
 
 
 def check_times(relation: Relation, node_time: Tensor | None) -> None:
-    """Refuses in-edges that do not ascend in time: a search would miss some."""
+    """Raises ValueError for in-edges that do not ascend in time: a search would miss some."""
     time = relation.time
     if time is None and node_time is not None:
         time = node_time[relation.row[:: relation.stride].long()]
@@ -69,12 +70,12 @@ def check_times(relation: Relation, node_time: Tensor | None) -> None:
     falls[first[(first > 0) & (first < time.numel())] - 1] = False
     if bool(falls.any()):
         raise ValueError(
-            "the edges are said to be sorted, but those of one node do not ascend in "
-            "time; sort them by (target, time), or leave is_sorted out"
+            "got is_sorted=True, but the in-edges of a node do not ascend in time; sort the "
+            "edges by (target, time), or leave is_sorted out"
         )
 
 
-def _numbers(values: Any, name: str) -> Tensor:
+def _real_vector(values: Any, name: str) -> Tensor:
     """Returns times or weights as a vector of real numbers."""
     try:
         values = torch.as_tensor(values).detach().cpu()
@@ -89,7 +90,8 @@ def _numbers(values: Any, name: str) -> Tensor:
 
 
 def read_times(time: Tensor, name: str) -> Tensor:
-    time = _numbers(time, name)
+    """Returns times as a contiguous vector, int64 or float64; raises ValueError for NaN."""
+    time = _real_vector(time, name)
     if time.is_floating_point():
         if bool(time.isnan().any()):
             raise ValueError(f"'{name}' holds NaN: there is no order to sample by")
@@ -98,25 +100,30 @@ def read_times(time: Tensor, name: str) -> Tensor:
 
 
 def check_weighted(data: Data | HeteroData, name: str) -> None:
-    """Refuses a name that no edges have."""
+    """Raises ValueError for a name of weights that no edges have."""
     if not any(name in store for store in data.edge_stores):
         there = list(data.keys())
         raise ValueError(f"no edges have an attribute '{name}'; data has {there}")
 
 
 def read_weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
-    weight = _numbers(weight, name)
+    """Returns weights as a contiguous vector, float32 or float64.
+
+    Raises ValueError for weights that are negative, not finite or too small to divide by,
+    and, if they are those of the `whole` graph, if all are zero.
+    """
+    weight = _real_vector(weight, name)
     weight = weight if weight.dtype == torch.float64 else weight.float()
     bad = ~weight.isfinite() | (weight < 0)
     if bool(bad.any()):
         where = int(bad.nonzero()[0])
         got = f"{float(weight[where])} for edge {where}"
         raise ValueError(f"'{name}' holds {got}; weights are finite and not negative")
-    tiny = (weight > 0) & (weight < _LEAST)  # a draw divides by them
+    tiny = (weight > 0) & (weight < MIN_WEIGHT)  # a draw divides by them
     if bool(tiny.any()):
         raise ValueError(
             f"'{name}' holds {float(weight[tiny][0]):g}; weights must be 0 or at least "
-            f"{_LEAST:g}: multiply them all by what they need"
+            f"{MIN_WEIGHT:g}: multiply them all by what they need"
         )
     if not bool(weight.sum(dtype=torch.float64).isfinite()):
         raise ValueError(f"weights in '{name}' add up to infinity; divide them all")
@@ -146,8 +153,8 @@ def _times(features: FeatureStore, name: str | None) -> dict[Any, Tensor]:
         a.group_name: t
         for a, t in zip(attrs, features.multi_get_tensor(attrs), strict=True)
     }
-    kinds = {isinstance(group, str) for group in found}
-    if not found or (len(kinds) > 1 and None not in found):
+    of_nodes = {isinstance(group, str) for group in found}
+    if not found or (len(of_nodes) > 1 and None not in found):
         raise ValueError(
             f"time attribute '{name}' must be of node types or of edge types, and of one "
             f"kind only; the feature store has it for {list(found)}"
@@ -155,7 +162,7 @@ def _times(features: FeatureStore, name: str | None) -> dict[Any, Tensor]:
     return found
 
 
-def _only(times: dict[Any, Tensor]) -> Tensor:
+def _single(times: dict[Any, Tensor]) -> Tensor:
     if len(times) != 1:
         raise ValueError(
             "Temporal sampling specified but did not find any temporal data"
@@ -168,17 +175,17 @@ def _only(times: dict[Any, Tensor]) -> Tensor:
 Source: TypeAlias = Data | HeteroData | tuple[FeatureStore, GraphStore]
 EdgeType = tuple[str, str, str]
 
-# The relations of edge tensors that are alive: loaders for training and evaluation on
-# one graph keep one copy. A list per tensor: (what it was built for, relation). Edits in
-# place are seen by torch's version counter, but not those through a NumPy array below it.
+# `PROCESS.topologies` caches the relations of edge tensors that are alive, so that loaders
+# for training and evaluation share one copy: a list of (options, relation) for each tensor.
+# torch's version counter shows edits in place, but not edits through a NumPy array.
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTopology:
-    """Holds a graph ready to be sampled, and the names of its types.
+    """Holds a graph in the form of the sampling kernels, and the names of its types.
 
     Args:
-        graph: what the kernels read.
+        graph: the graph of the kernels.
         node_types: names, in the order of `graph.sizes`; `[None]` if homogeneous.
         edge_types: names, in the order of `graph.relations`, as edges point in the data.
         dtype: of the ids in the data, and so of those in a minibatch.
@@ -198,9 +205,9 @@ def read_topology(
     is_sorted: bool = False,
     backward: bool = False,
 ) -> SampledTopology:
-    """Reads a graph, with times and weights where asked for.
+    """Reads a graph, with its times and weights if their names are given.
 
-    Price: linear in edges; the result is kept as long as the `edge_index` it is from.
+    Price: linear in edges; the result is cached as long as the `edge_index` is alive.
 
     Raises:
         ValueError: if an attribute is missing or ambiguous, a weight is negative or not
@@ -213,14 +220,15 @@ def read_topology(
     if isinstance(data, HeteroData):
         return _heterogeneous(data, time_attr, weight_attr, is_sorted, backward)
     if isinstance(data, tuple) and len(data) == 2:
-        return _stored(data, time_attr, weight_attr, backward)
+        return _from_stores(data, time_attr, weight_attr, backward)
     raise TypeError(
-        "expected a Data, a HeteroData or a (FeatureStore, GraphStore), got "
-        f"{type(data).__name__}"
+        f"got a {type(data).__name__}, wanted a Data, a HeteroData or a pair (FeatureStore, "
+        "GraphStore); convert it"
     )
 
 
 def _check_whole(data: Data | HeteroData) -> None:
+    """Raises for a share, and for an edge_index that is no tensor."""
     for store in data.edge_stores:
         edge_index = store.get("edge_index")
         if edge_index is not None and not isinstance(edge_index, Tensor):
@@ -241,7 +249,7 @@ def remember(
     edge_type: EdgeType | None,
     relation: Relation,
 ) -> None:
-    """Keeps a relation that has been built from an `edge_index` of this graph."""
+    """Caches a relation that was built from an `edge_index` of this graph."""
     ends = (None, None) if edge_type is None else (edge_type[0], edge_type[2])
     sizes = tuple(_size((data if e is None else data[e]).num_nodes) for e in ends)
     plain = replace(relation, source=0, target=0)
@@ -340,13 +348,13 @@ def _hetero_times(
     )
 
 
-def _stored(
+def _from_stores(
     stores: tuple[FeatureStore, GraphStore],
     time_attr: str | None,
     weight_attr: str | None,
     backward: bool,
 ) -> SampledTopology:
-    """Reads edges of stores, and times by the rules of PyG's own sampler."""
+    """Reads a graph of stores, with times by the rules of PyG's own sampler."""
     if weight_attr is not None:
         raise NotImplementedError(
             "'weight_attr' is not supported for (FeatureStore, GraphStore) inputs, whose "
@@ -364,8 +372,8 @@ def _stored(
     times = _times(features, time_attr)
     if edge_types == [None]:
         node_types, sizes = [None], [max(edge_attrs[0].size)]
-        time = _only(times) if time_attr is not None else None
-        # PyG takes an attribute called 'time' to be of nodes, and any other of edges
+        time = _single(times) if time_attr is not None else None
+        # PyG takes an attribute named 'time' as times of nodes, any other as times of edges
         by_node = time_attr == "time"
         node_time, edge_time = [time if by_node else None], [None if by_node else time]
         parts = [_csc(store, backward)]
@@ -379,38 +387,40 @@ def _stored(
         edge_time = [times.get(t) for t in edge_types]
         colptr, row, perm = _csc(store, backward)
         parts = [(colptr[k], row[k], perm.get(k)) for k in edge_types]
-    clocks = tuple(_clock(t, time_attr) for t in node_time)
+    clocks = tuple(_read_times(t, time_attr) for t in node_time)
     index = {name: k for k, name in enumerate(node_types)}
     relations = []
     for key, part, time in zip(edge_types, parts, edge_time, strict=True):
         source, target = (0, 0) if key is None else (index[key[0]], index[key[2]])
         ends = (target, source) if backward else (source, target)
         with naming_edge_type(key):
-            clock = _clock(time, time_attr)
-            relations.append(_checked(part, ends, sizes, clock, clocks[ends[0]]))
+            clock = _read_times(time, time_attr)
+            relations.append(
+                _relation_of_store(part, ends, sizes, clock, clocks[ends[0]])
+            )
     graph = SampleGraph(tuple(sizes), tuple(relations), clocks)
     return SampledTopology(graph, node_types, edge_types, torch.int64)
 
 
-def _clock(time: Tensor | None, name: str | None) -> Tensor | None:
+def _read_times(time: Tensor | None, name: str | None) -> Tensor | None:
     return None if time is None else read_times(time, str(name))
 
 
-def _checked(
+def _relation_of_store(
     part: tuple[Tensor, Tensor, Tensor | None],
     ends: tuple[int, int],
     sizes: list[int],
     time: Tensor | None,
     node_time: Tensor | None,
 ) -> Relation:
-    """Returns a relation of stores, (colptr, row, perm), from a type of nodes to another."""
+    """Returns the relation of one edge type of stores, from (colptr, row, perm)."""
     (colptr, row, perm), (source, target) = part, ends
     _check_length("edges", row.numel(), "times", time)
     _check_length("nodes", sizes[source], "times", node_time)
     if time is not None and perm is not None:
         time = time[perm.long()]
     check_csc(colptr, row, (sizes[source], sizes[target]))
-    relation = replace(_joined(colptr, row, perm, source, target), time=time)
+    relation = replace(_from_csc(colptr, row, perm, source, target), time=time)
     check_times(relation, node_time)
     return relation
 
@@ -424,16 +434,16 @@ def _relation(
     is_sorted: bool,
     backward: bool,
 ) -> Relation:
-    """Returns the edges of one store; targets and sources change places if backward."""
+    """Returns the relation of one store; sources and targets are swapped if backward."""
     _check_length("source nodes", sizes[0], "times", node_time)
     edge_index = store.get("edge_index")
     if edge_index is None:
         way = {"to_transpose": True} if backward else {}  # from PyG 2.7 on
         colptr, row, perm = to_csc(store, device="cpu", **way)
         check_csc(colptr, row, sizes[::-1] if backward else sizes)
-        relation = _joined(colptr, row, perm, 0, 0)
+        relation = _from_csc(colptr, row, perm, 0, 0)
     else:
-        # before they are sorted by it: a kernel follows the order of the times
+        # checked before edges are sorted by time: a kernel follows that order
         _check_length("edges", edge_index.size(-1), "times", edge_time)
         built_for = (sizes, is_sorted, backward, node_time, edge_time)
         relation = _from_edges(edge_index, *built_for)
@@ -461,7 +471,7 @@ def _from_edges(
     node_time: Tensor | None,
     edge_time: Tensor | None,
 ) -> Relation:
-    """Builds a relation from an edge_index, or finds it built before."""
+    """Builds the relation of an edge_index, or returns the cached one."""
     clock = edge_time if node_time is None else node_time
     kept = clock is None and not edge_index.is_inference()  # that has no version
     memo = (edge_index._version if kept else 0, sizes, is_sorted, backward)
@@ -505,7 +515,7 @@ def _from_edges(
     return relation
 
 
-def _joined(
+def _from_csc(
     colptr: Tensor, row: Tensor, perm: Tensor | None, source: int, target: int
 ) -> Relation:
     colptr = colptr.long().clone()
@@ -518,7 +528,7 @@ def _joined(
 
 
 def _own_copy(row: Tensor) -> Tensor:
-    """Copies checked ids, which their owner might change; as int32 if they fit."""
+    """Copies checked ids, which the script may change; as int32 if they fit."""
     narrow = row.numel() == 0 or int(row.max()) < 2**31
     return row.to(torch.int32 if narrow else torch.int64, copy=True).contiguous()
 
@@ -549,7 +559,7 @@ def _size(n: int | None) -> int:
 
 @contextmanager
 def naming_edge_type(edge_type: EdgeType | None) -> Iterator[None]:
-    """Names the edge type in what is raised about it."""
+    """Adds the edge type to a ValueError of a block."""
     try:
         yield
     except ValueError as error:

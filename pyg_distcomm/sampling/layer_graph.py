@@ -1,22 +1,22 @@
-r"""Multiplies rows of the graph for layer-wise sampling: all rows, or a block of them.
+r"""Multiplies rows of the graph for layer-wise sampling: all rows, or those of a block.
 
 [Note: rows and columns of a layer] A is the graph by target: row v holds the edges u -> v.
 Its normalised form divides each row by its sum t_v,
 
     Ahat[v, u] = A[v, u] / t_v,        of A + I where the rule says so,
 
-so a row of Ahat depends on that row of A alone, and whoever holds rows of A can compute
-everything here for them: the sums of a block are partial sums, which `algebra.add` adds up
-to the sums of the graph, bit for bit; the edges of a block are those of the whole whose
-target is in it, which `LayerEdges.join` puts together.
+so a row of Ahat depends on that row of A alone, and a rank can compute everything here for
+the rows of A that it holds: the sums of a block are partial sums, which `algebra.add` adds
+up to the sums of the graph, bit for bit; the edges of a block are the edges of the graph
+whose target is in it, which `LayerEdges.join` joins.
 
-[Note: integer weights] What a rule adds up (Ahat^2, A or ones) is rounded once to integers
-w = round(scale x), at least 1 where x > 0. The scale is a power of two such that the sum
-over as many rows as a layer may have (over all, for a rule that shares its row) stays below
-2^62, and all that follows is exact: a row of Ahat^2 adds up to 1 at most, so 2^13 rows leave
-it 47 bits, with which light edges into a hub keep their share. How many rows that is follows
-from what is asked for (`rows_of_layers`), the same on all ranks and for all bulks. Parallel
-edges count as one entry, of their sum.
+[Note: integer weights] The weights that a rule adds up (Ahat^2, A or ones) are rounded once
+to integers w = round(scale x), at least 1 if x > 0. The scale is a power of two such that
+the sum over as many rows as a layer may have (over all rows, for a rule that shares its row)
+stays below 2^62, and all later sums are exact. A row of Ahat^2 adds up to 1 at most, so 2^13
+rows leave it 47 bits, with which light edges into a hub keep their share. The number of rows
+follows from the arguments (`rows_of_layers`), the same on all ranks and for all bulks.
+Parallel edges count as one entry, of their sum.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes, check_nodes, of
 from pyg_distcomm.sampling.graph_source import read_topology
 from pyg_distcomm.sampling.rules import COUNTED, SQUARED, Rule
 
-MOST_ROWS = 1 << 13  # rows that integer weights leave room for, if nobody says more
+MOST_ROWS = 1 << 13  # rows of a layer that integer weights are scaled for, by default
 
 
 def rows_of_layers(numbers: Sequence[int], seeds: int, num_nodes: int) -> int:
     """Returns the most rows that a layer has: the seeds, or seeds and nodes drawn for them."""
-    # those drawn last are no rows
+    # nodes drawn for the last layer are no rows
     drawn = [num_nodes if s < 0 else int(s) for s in numbers[:-1]]
     return max(seeds, min(num_nodes, seeds + max(drawn, default=0)))
 
 
 def layer_numbers(num_nodes_per_layer: Sequence[int]) -> tuple[int, ...]:
-    """Returns how many nodes to draw for each layer, or refuses them."""
+    """Returns the number of nodes to draw for each layer; raises for invalid numbers."""
     try:
         given = [float(s) for s in num_nodes_per_layer]
         numbers = tuple(int(s) for s in num_nodes_per_layer)
@@ -180,19 +180,19 @@ class LocalLayerGraph:
         #: the largest row sum of A (or A + I) among these rows
         self.peak = self._peak()
         self.scale = self._scale(self.peak if peak is None else peak)
-        self._home: LocalLayerGraph | None = None  # whose copy on a device this is
-        self._own: Tensor | None = None  # the node of each row, where it has a loop
+        self._host_graph: LocalLayerGraph | None = None  # the original of a device copy
+        self._loops: Tensor | None = None  # the column of each row's self-loop, if any
         if rule.loops:
-            self._own = torch.arange(num_nodes) if gid is None else gid
+            self._loops = torch.arange(num_nodes) if gid is None else gid
         graph = (self._ptr, self._col, self._weight)
-        made = kernels.layer_weights(graph, self._own, rule.power, self.scale)
-        total, self._even, self._value, loop = made
+        made = kernels.layer_weights(graph, self._loops, rule.power, self.scale)
+        total, self._row_weight, self._value, loop = made
         self._total = total.masked_fill_(total == 0, 1.0)  # 0 / 1 is a zero row of Ahat
         self._diagonal: tuple[Tensor, Tensor] | None = None
-        if self._own is not None:
+        if self._loops is not None:
             # without values, in units of the row's weight
-            ones = torch.ones_like(self._even)
-            self._diagonal = self._own, ones if loop is None else loop
+            ones = torch.ones_like(self._row_weight)
+            self._diagonal = self._loops, ones if loop is None else loop
 
     @staticmethod
     def from_data(
@@ -239,11 +239,11 @@ class LocalLayerGraph:
 
     @property
     def arrays(self) -> list[Tensor | None]:
-        """Returns what holds the edges."""
+        """Returns the tensors that hold the edges."""
         return [self._ptr, self._col, self._edge, self._weight, self._value]
 
     def on(self, device: torch.device, pinned: bool = False) -> LocalLayerGraph:
-        """Returns the same rows, all of a graph, on a device; it holds on to these.
+        """Copies a graph of all rows to a device; the copy keeps a reference to this one.
 
         Args:
             device: where it multiplies.
@@ -259,18 +259,18 @@ class LocalLayerGraph:
             return t.contiguous().pin_memory()
 
         other = copy.copy(self)
-        other._home, other._own = self, near(self._own)
-        other._total, other._even = near(self._total), near(self._even)
+        other._host_graph, other._loops = self, near(self._loops)
+        other._total, other._row_weight = near(self._total), near(self._row_weight)
         other._ptr, other._col, other._edge = map(
             far, (self._ptr, self._col, self._edge)
         )
         other._weight, other._value = far(self._weight), far(self._value)
         if self._diagonal is not None:
-            other._diagonal = other._own, near(self._diagonal[1])
+            other._diagonal = other._loops, near(self._diagonal[1])
         return other
 
     def sums(self, rows: BulkNodes) -> BulkMatrix:
-        """Returns `P = Q W` over the rows that are here, [k, n] int64.
+        """Returns `P = Q W` over the rows held here, [k, n] int64.
 
         Price: one addition for each edge of the rows, and a sort of the columns found.
         """
@@ -279,7 +279,7 @@ class LocalLayerGraph:
         if self._gid is not None:
             ptr = offsets(torch.bincount(rows.batch[here], minlength=len(rows)))
             place = place[here]
-        scale = self._even[place] if self._value is None else None
+        scale = self._row_weight[place] if self._value is None else None
         graph = (self._ptr, self._col, self._value)
         q, n = (ptr, place, scale), self.num_nodes
         found = kernels.spgemm(q, graph, n, self._diagonal)
@@ -287,21 +287,21 @@ class LocalLayerGraph:
         return BulkMatrix(*found, self.num_nodes, each)
 
     def column_sums(self) -> Tensor:
-        """Returns the sums of W over the rows that are here, [n] int64. Linear in edges."""
-        if self._home is not None:
-            return self._home.column_sums().to(self._even.device)
+        """Returns the sums of W over the rows held here, [n] int64. Linear in edges."""
+        if self._host_graph is not None:
+            return self._host_graph.column_sums().to(self._row_weight.device)
         out = torch.zeros(self.num_nodes, dtype=torch.int64)
         value = self._value
         if value is None:
-            value = torch.repeat_interleave(self._even, self._ptr.diff())
+            value = torch.repeat_interleave(self._row_weight, self._ptr.diff())
         out.index_add_(0, self._col.long(), value)
         if self._diagonal is not None:
             own, loop = self._diagonal
-            out.index_add_(0, own, self._even if self._value is None else loop)
+            out.index_add_(0, own, self._row_weight if self._value is None else loop)
         return out
 
     def extract(self, rows: BulkNodes, cols: BulkNodes) -> LayerEdges:
-        """Returns the edges from the columns to those rows that are here.
+        """Returns the edges from the columns to those rows that are held here.
 
         Price: a look into a table for each edge of the rows.
         """
@@ -309,7 +309,7 @@ class LocalLayerGraph:
         place = torch.where(here, place, -1)
         graph = (self._ptr, self._col)
         wanted = (place, rows.ptr), (cols.id, cols.ptr)
-        row, col, entry = kernels.extract(graph, *wanted, self._own)
+        row, col, entry = kernels.extract(graph, *wanted, self._loops)
         loop, at = entry < 0, entry.clamp(min=0)
         weight = torch.ones_like(entry, dtype=torch.float64)
         if self._weight is not None and len(self._weight):
@@ -320,8 +320,8 @@ class LocalLayerGraph:
         return LayerEdges(row, col, edge, weight / self._total[place[row]])
 
     def _find(self, rows: BulkNodes) -> tuple[Tensor, Tensor]:
-        """Returns the place of each row among those that are here, and whether it is one."""
-        if self._home is None:  # of a copy on a device, who asks has checked
+        """Returns the local position of each row, and whether the row is held here."""
+        if self._host_graph is None:  # rows for a device copy are checked before
             check_nodes(rows, self.num_nodes, "rows")
         if self._gid is None:
             return rows.id, torch.ones_like(rows.id).bool()

@@ -57,20 +57,20 @@ from pyg_distcomm.sampling.layer_graph import (
     layer_numbers,
     rows_of_layers,
 )
-from pyg_distcomm.sampling.neighbor_sampler import room_for_graph
+from pyg_distcomm.sampling.neighbor_sampler import explaining_out_of_memory
 from pyg_distcomm.sampling.rules import GraphSAGE, Ladies, Rule, UserRule, rule_name
 
 OPTIONS = (None, "normalized", "importance", "debiased")
 
 
 def check_weights(weights: str | None, replace: bool) -> None:
-    """Refuses options that say nothing."""
+    """Raises ValueError for unknown weights, or weights that do not fit `replace`."""
     if weights not in OPTIONS:
         raise ValueError(f"weights must be one of {list(OPTIONS)}, got {weights!r}")
     if weights == "debiased" and replace:
         raise ValueError(
-            "weights='debiased' is for draws without replacement; with replacement, "
-            "weights='importance' is unbiased"
+            "got weights='debiased' with replace=True, but it is for draws without "
+            "replacement; take weights='importance', which is unbiased with replacement"
         )
 
 
@@ -247,7 +247,7 @@ class KeyedLayerSampler(BaseSampler):
                 raise ValueError(
                     f"device={str(device)!r} is for a Data; leave it out, or give one"
                 )
-            with room_for_graph(device, pinned, self.graph.arrays):
+            with explaining_out_of_memory(device, pinned, self.graph.arrays):
                 self.graph = self.graph.on(device, pinned)
         self.num_nodes_per_layer = numbers
         self.weights, self.replace, self.method = weights, replace, method
@@ -257,7 +257,7 @@ class KeyedLayerSampler(BaseSampler):
         self._shared: SharedRow | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Returns what its minibatches depend on, besides the graph, the seeds and keys."""
+        """Returns all options that minibatches depend on, besides graph, seeds and keys."""
         return {
             "num_nodes_per_layer": list(self.num_nodes_per_layer),
             "rule": rule_name(self.rule),
@@ -288,21 +288,28 @@ class KeyedLayerSampler(BaseSampler):
         check_nodes(batch, self.graph.num_nodes, "seeds")
         if self.device is not None:
             batch = batch.to(self.device)
-        mine = None
+        seed_columns = None
         if self.keep_batch:
-            mine = torch.unique(batch.batch * self._step + batch.id)
+            seed_columns = torch.unique(batch.batch * self._step + batch.id)
         layers: list[_Layer] = []
         rows, most = batch, max((len(each.node) for each in inputs), default=0)
         seeds = most if self.keep_batch else 0
         for number, s in enumerate(self.num_nodes_per_layer):
             each = torch.tensor([fold(key, number) for key in keys], dtype=torch.int64)
-            layers.append(self._layer(rows, mine, s, each.to(batch.id.device), most))
+            layers.append(
+                self._layer(rows, seed_columns, s, each.to(batch.id.device), most)
+            )
             rows = layers[-1].cols
             most = seeds + (self.graph.num_nodes if s < 0 else s)
         return _outputs(inputs, batch, layers)
 
     def _layer(
-        self, rows: BulkNodes, mine: Tensor | None, s: int, keys: Tensor, most: int
+        self,
+        rows: BulkNodes,
+        seed_columns: Tensor | None,
+        s: int,
+        keys: Tensor,
+        most: int,
     ) -> _Layer:
         """Samples a layer of minibatches, each with `most` rows at most."""
         if most > self.graph.most_rows:  # then count them
@@ -314,13 +321,13 @@ class KeyedLayerSampler(BaseSampler):
                 "take fewer seeds at a time"
             )
         p, drawn = self._draw(rows, s, keys)
-        cols, kept = self._columns(drawn.matrix, mine)
+        cols, kept = self._columns(drawn.matrix, seed_columns)
         edges = self.graph.extract(rows, cols)
         weight = edge_weights(self.weights, edges, rows, cols, kept, p, drawn)
         return _Layer(rows, cols, edges, weight)
 
     def _draw(self, rows: BulkNodes, s: int, keys: Tensor) -> tuple[BulkMatrix, Sample]:
-        """Returns what was drawn from, as integers, and the draws."""
+        """Returns the integer weights drawn from, and the draws."""
         again = self.replace and s >= 0  # all candidates are each one once
         s = self.graph.num_nodes if s < 0 else s
         if self.rule.shared:
@@ -346,20 +353,20 @@ class KeyedLayerSampler(BaseSampler):
         return max(self.graph.num_nodes, 1)
 
     def _columns(
-        self, drawn: BulkMatrix, mine: Tensor | None
+        self, drawn: BulkMatrix, seed_columns: Tensor | None
     ) -> tuple[BulkNodes, Tensor]:
-        """Returns the columns of each minibatch, and which of them are of its batch.
+        """Returns the columns of each minibatch, and which of them are its seeds.
 
-        Nodes are numbered `minibatch step + id`: `mine` are those of the batches, if kept.
+        Nodes are numbered `minibatch step + id`; `seed_columns` are the seeds, if kept.
         """
-        if mine is None:
+        if seed_columns is None:
             cols = BulkNodes(drawn.col, drawn.rowptr)
             return cols, torch.zeros_like(cols.id).bool()
         step = self._step
-        every = torch.unique(torch.cat([mine, drawn.row * step + drawn.col]))
+        every = torch.unique(torch.cat([seed_columns, drawn.row * step + drawn.col]))
         each = torch.arange(drawn.num_rows + 1, device=every.device)
         ptr = torch.searchsorted(every, each * step)
-        return BulkNodes(every % step, ptr), torch.isin(every, mine)
+        return BulkNodes(every % step, ptr), torch.isin(every, seed_columns)
 
     def _key(self, inputs: Any) -> int:
         key: int | None = getattr(inputs, "key", None)
@@ -369,7 +376,7 @@ class KeyedLayerSampler(BaseSampler):
         return fold(self.seed, _CALL, worker.seed if worker else 0, next(self._calls))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what is built again at the first use."""
+        """Leaves out the row of a shared rule, which is computed again at its first use."""
         return {**self.__dict__, "_shared": None}
 
 

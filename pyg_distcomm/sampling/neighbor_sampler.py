@@ -1,4 +1,4 @@
-"""Samples neighbourhoods as PyG's sampler does, with compiled kernels and keyed draws."""
+"""Samples neighbourhoods like PyG's NeighborSampler, with compiled kernels and keyed draws."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class KeyedNegatives(NegativeSampling):
 
 @dataclass
 class TypedSeeds:
-    """Seeds of several node types, in the place of a `NodeSamplerInput`.
+    """Holds seeds of several node types, like a `NodeSamplerInput` of one.
 
     Args:
-        input_id: which seeds of the loader they are.
-        node: ids by node type.
-        input_type: the type that bears what PyG's loaders set for the seeds.
-        time: of the seeds, by type, or None.
-        key: of the draws, or None.
+        input_id: the positions of the seeds in the loader's list.
+        node: node ids, by node type.
+        input_type: the node type whose store gets PyG's attributes of seeds.
+        time: the times of the seeds, by type, or None.
+        key: the key of the draws, or None.
     """
 
     input_id: Tensor
@@ -90,7 +90,7 @@ class TypedSeeds:
 
 
 def typed_sample(inputs: Any, sample: Callable[..., Output]) -> Output:
-    """Samples around seeds of several types, as PyG's `node_sample` does of one."""
+    """Samples around seeds of several types, like PyG's `node_sample` for one type."""
     out = sample(inputs.node, inputs.time)
     out.metadata = inputs.input_id, inputs.time
     return out
@@ -99,15 +99,15 @@ def typed_sample(inputs: Any, sample: Callable[..., Output]) -> Output:
 def keyed_negatives(
     given: NegativeSampling | None, key: int
 ) -> NegativeSampling | None:
-    """Returns negative sampling by a key; one that draws in a way of its own as it is."""
+    """Returns keyed negative sampling; one with its own `sample` method is left unchanged."""
     if given is None or type(given).sample is not NegativeSampling.sample:
         return given
     return KeyedNegatives(given, fold(key, 1))
 
 
 DRAWS = NEIGHBOR, LABOR, *_ = "neighbor", "labor", "labor-1", "labor-*"
-ROUNDS = {"labor-1": 1, "labor-*": -1}  # in which importances of sources are found
-_CALL = 0x63616C6C  # folded into the keys of calls that bring no key
+ROUNDS = {"labor-1": 1, "labor-*": -1}  # in which importances of sources are computed
+_CALL = 0x63616C6C  # folded into the keys of calls without a key
 
 
 class KeyedNeighborSampler(NeighborSampler):
@@ -166,8 +166,8 @@ class KeyedNeighborSampler(NeighborSampler):
         pinned: bool = False,
         rule: str | None = None,
     ) -> None:
-        # PyG's __init__ sorts the edges its own way, and stops without pyg-lib where
-        # times or weights are asked for; what it would set is set here
+        # PyG's __init__ sorts the edges differently, and raises without pyg-lib if times or
+        # weights are used; all attributes that it would set are set here
         BaseSampler.__init__(self)
         _check_options(sample_direction, temporal_strategy, time_attr, directed)
         options = {
@@ -180,7 +180,7 @@ class KeyedNeighborSampler(NeighborSampler):
             "device": device,
         }
         self.draws = check_draws(draws_of(draws, rule), options)
-        self._place = device, pinned
+        self._device = device, pinned
         self.data_type = DataType.from_data(data)
         self.sample_direction = sample_direction
         self.time_attr, self.weight_attr = time_attr, weight_attr
@@ -192,9 +192,9 @@ class KeyedNeighborSampler(NeighborSampler):
             is_sorted=is_sorted,
             backward=backward,
         )
-        # share_memory has no use: forked workers share pages, others get a copy (below)
+        # share_memory is ignored: forked workers share pages, others get a copy (below)
         self._draw: Any = None
-        self._handed: SampledTopology | None = None  # the copy that other processes get
+        self._copy: SampledTopology | None = None  # the copy for other processes
         self._name_types(backward)
         self.perm = None
         self.num_neighbors = _fan_out_lists(num_neighbors)
@@ -212,7 +212,7 @@ class KeyedNeighborSampler(NeighborSampler):
         return read_topology(data, **options)
 
     def _name_types(self, backward: bool) -> None:
-        """Sets what PyG's methods, and its users, read of the graph."""
+        """Sets the attributes of the graph that PyG's methods and its users read."""
         topology, graph = self._topology, self._topology.graph
         self.node_types = topology.node_types
         self.edge_types = topology.edge_types
@@ -254,7 +254,7 @@ class KeyedNeighborSampler(NeighborSampler):
         return self._topology.edge_types != [None]
 
     def describe(self) -> dict[str, Any]:
-        """Returns what its minibatches depend on, besides the graph, the seeds and keys."""
+        """Returns all options that minibatches depend on, besides graph, seeds and keys."""
         fan_outs = [list(numbers) for numbers in self._fan_outs()]
         return {
             "num_neighbors": fan_outs if self.is_hetero else fan_outs[0],
@@ -268,14 +268,14 @@ class KeyedNeighborSampler(NeighborSampler):
         }
 
     def key_of(self, inputs: Any) -> int:
-        """Returns the key of a sampler's input: its own, or the next of calls without."""
+        """Returns the key of a sampler's input; or the next of a counter."""
         key = getattr(inputs, "key", None)
         return self._next_key() if key is None else key
 
     def in_edges(
         self, number: int, nodes: Sequence[Tensor]
     ) -> tuple[Relation, Sequence[Tensor]]:
-        """Returns a relation that holds all in-edges of nodes, and their places in it."""
+        """Returns a relation with all in-edges of nodes, and the rows of the nodes in it."""
         return self._topology.graph.relations[number], nodes
 
     @property
@@ -287,8 +287,8 @@ class KeyedNeighborSampler(NeighborSampler):
         """Samples around nodes; see `torch_geometric.sampler.BaseSampler`."""
         sample = partial(self._sample, key=self.key_of(inputs))
         if isinstance(inputs.node, dict):
-            return self._finished(typed_sample(inputs, sample))
-        return self._finished(node_sample(inputs, sample))
+            return self._to_bidirectional(typed_sample(inputs, sample))
+        return self._to_bidirectional(node_sample(inputs, sample))
 
     def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None
@@ -303,9 +303,9 @@ class KeyedNeighborSampler(NeighborSampler):
             self.node_time,
             keyed_negatives(neg_sampling, key),
         )
-        return self._finished(out)
+        return self._to_bidirectional(out)
 
-    def _finished(self, out: Output) -> Output:
+    def _to_bidirectional(self, out: Output) -> Output:
         if self.subgraph_type == SubgraphType.bidirectional:
             return out.to_bidirectional(keep_orig_edges=self.keep_orig_edges)
         return out
@@ -317,11 +317,11 @@ class KeyedNeighborSampler(NeighborSampler):
     def _sample(
         self, seed: Any, seed_time: Any = None, key: int | None = None, **kwargs: Any
     ) -> Output:
-        """Draws one minibatch: the seam where PyG calls a compiled library."""
+        """Draws one minibatch; in this method PyG calls its compiled library."""
         request = self._request(
             seed, seed_time, self._next_key() if key is None else key
         )
-        return self._output(self._drawn(request), isinstance(seed, dict))
+        return self._output(self._draw_minibatch(request), isinstance(seed, dict))
 
     def _request(self, seed: Any, seed_time: Any, key: int) -> Request:
         hetero, temporal = isinstance(seed, dict), self.is_temporal
@@ -349,12 +349,12 @@ class KeyedNeighborSampler(NeighborSampler):
             rounds=ROUNDS.get(self.draws, 0),
         )
 
-    def _drawn(self, request: Request) -> Minibatch:
+    def _draw_minibatch(self, request: Request) -> Minibatch:
         if self._draw is None:
             graph = self._topology.graph
             held = [t for r in graph.relations for t in (r.colptr, r.row, r.weight)]
-            with room_for_graph(*self._place, held):
-                self._draw = kernels.neighbor_sampler(graph, *self._place)
+            with explaining_out_of_memory(*self._device, held):
+                self._draw = kernels.neighbor_sampler(graph, *self._device)
         try:
             minibatch: Minibatch = self._draw(request)
         except UnweightedNode as error:
@@ -409,8 +409,8 @@ class KeyedNeighborSampler(NeighborSampler):
         if any(time.is_floating_point() for time in found):
             return every.double().contiguous()
         if every.is_floating_point():
-            # t <= x and t <= floor(x) say the same of a whole t; the ends of int64
-            # stand for what lies beyond them
+            # for an integer t, t <= x and t <= floor(x) are equivalent; times beyond int64
+            # become its limits
             ends = torch.iinfo(torch.int64)
             whole = every.double().floor()
             late, early = whole >= 2.0**63, whole < -(2.0**63)
@@ -459,24 +459,24 @@ class KeyedNeighborSampler(NeighborSampler):
     def __getstate__(self) -> dict[str, Any]:
         """Copies the graph for a process that cannot share pages with this one.
 
-        torch moves what it hands over to shared memory, and that from under a kernel
-        that might be reading it; the copy is kept, since it is handed over only after
-        this returns. The tables of the kernels are made anew.
+        torch moves tensors that it sends to shared memory, while a kernel may be reading
+        them, so a copy is sent. The copy is kept, since torch sends it after this returns.
+        The lookup tables of the kernels are built again.
         """
-        if self._handed is None:
+        if self._copy is None:
             graph = self._topology.graph
             relations = tuple(
                 replace(r, colptr=r.colptr.clone(), row=r.row.clone())
                 for r in graph.relations
             )
-            self._handed = replace(
+            self._copy = replace(
                 self._topology, graph=replace(graph, relations=relations)
             )
-        return {**self.__dict__, "_draw": None, "_topology": self._handed}
+        return {**self.__dict__, "_draw": None, "_topology": self._copy}
 
 
 def _fan_out_lists(given: Any) -> Any:
-    """Returns fan-outs as PyG takes them; refuses what is no list."""
+    """Returns fan-outs as PyG takes them; raises ValueError unless they are lists."""
     if isinstance(given, (Tensor, np.ndarray)) and given.ndim == 1:
         return given.tolist()
     lists = list(given.values()) if isinstance(given, dict) else [given]
@@ -513,7 +513,7 @@ def _check_options(
 
 
 def draws_of(draws: str, rule: str | None) -> str:
-    """Returns how nodes draw, and warns where it is given by its former name, `rule`."""
+    """Returns `draws`, or with a warning the value of `rule`, its former name."""
     if rule is None:
         return draws
     warnings.warn(
@@ -525,18 +525,18 @@ def draws_of(draws: str, rule: str | None) -> str:
 
 
 def check_draws(draws: str, options: dict[str, Any]) -> str:
-    """Returns how nodes draw their neighbours; refuses what does not go with `options`."""
+    """Returns `draws`; raises ValueError if it is unknown or does not fit the options."""
     if draws not in DRAWS:
         raise ValueError(f"draws must be one of {DRAWS}, got {draws!r}")
     wrong = [name for name, value in options.items() if value]
     if draws in ROUNDS and wrong:
         raise ValueError(
-            f"draws={draws!r} looks at all in-edges of the nodes of a hop alike, on the host; "
-            f"leave {', '.join(wrong)} out, or take draws='labor'"
+            f"got draws={draws!r}, which weighs all in-edges of the nodes of a hop together, "
+            f"on the host; leave {', '.join(wrong)} out, or take draws='labor'"
         )
     if draws == LABOR and options["replace"]:
         raise ValueError(
-            "draws='labor' draws without replacement; leave replace out, or take "
+            "got draws='labor', which draws without replacement; leave replace out, or take "
             "draws='neighbor'"
         )
     return draws
@@ -566,10 +566,10 @@ def _check_seeds(ids: Tensor, size: int, name: str | None) -> None:
         )
 
 
-def room_for_graph(
+def explaining_out_of_memory(
     device: torch.device | None, pinned: bool, held: Sequence[Tensor | None]
 ) -> AbstractContextManager[None]:
-    """Says of a graph that does not fit on a device how much it needs, and what fits."""
+    """Raises, if a graph does not fit on a device, with the bytes it needs and what to do."""
     if device is None or pinned:
         return nullcontext()
     size = sum(t.nbytes for t in held if t is not None)

@@ -1,4 +1,4 @@
-"""Samples neighbourhoods of a graph that no rank holds whole.
+"""Samples neighbourhoods of a graph that is partitioned over the ranks.
 
 [Note: owner and requester] A hop of a bulk is one all_to_allv of the ids of its frontier
 and one of the answers, inside the process column, whose ranks hold all blocks between
@@ -173,7 +173,9 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         plans = [self._request_of(inputs, neg_sampling) for inputs in bulk]
         drawn = self._draw_bulk([request for request, _ in plans])
         return [
-            self._finished(finish(self._output(found, inputs.input_type is not None)))
+            self._to_bidirectional(
+                finish(self._output(found, inputs.input_type is not None))
+            )
             for inputs, found, (_, finish) in zip(bulk, drawn, plans, strict=True)
         ]
 

@@ -1,4 +1,4 @@
-"""Samples by the compiled libraries of PyG, pyg-lib and torch-sparse, where asked for."""
+"""Samples with PyG's own compiled libraries, pyg-lib or torch-sparse, as a backend."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BACKENDS = ("pyg-lib", "torch-sparse")
 
 
 class LibrarySampler(NeighborSampler):
-    """Samples by PyG's own code, and says what its minibatches depend on."""
+    """Samples with PyG's own code, and describes the options that minibatches depend on."""
 
     backend = ""
 
     def describe(self) -> dict[str, Any]:
-        """Returns what its minibatches depend on, besides the graph, the seeds and draws."""
+        """Returns all options that minibatches depend on, besides graph, seeds and draws."""
         weights = self.edge_weight
         types = self.edge_types if self.is_hetero else None
         return {
@@ -53,8 +53,8 @@ class PygLibSampler(LibrarySampler):
     ) -> None:
         if not directed or SubgraphType(subgraph_type) == SubgraphType.induced:
             raise ValueError(
-                "pyg-lib draws no induced subgraphs; leave subgraph_type='induced' (or "
-                "directed=False) out, or take backend='torch-sparse' or none"
+                "got subgraph_type='induced' (or directed=False), which pyg-lib does not "
+                "support; leave it out, or take backend='torch-sparse' or none"
             )
         super().__init__(data, num_neighbors, subgraph_type, **kwargs)
 
@@ -94,13 +94,13 @@ class TorchSparseSampler(LibrarySampler):
     ) -> None:
         if weight_attr is not None:
             raise ValueError(
-                "torch-sparse draws all neighbors alike, and not by "
-                f"weight_attr={weight_attr!r}; take backend='pyg-lib' or none"
+                f"got weight_attr={weight_attr!r}, but torch-sparse draws neighbors "
+                "uniformly; leave it out, or take backend='pyg-lib' or none"
             )
         if disjoint or time_attr is not None:
             raise ValueError(
-                "torch-sparse draws no disjoint trees, which times need, too; leave "
-                "disjoint and time_attr out, or take backend='pyg-lib' or none"
+                "got disjoint=True or time_attr, which torch-sparse does not support; leave "
+                "them out, or take backend='pyg-lib' or none"
             )
         super().__init__(data, num_neighbors, **kwargs)
 
@@ -144,11 +144,11 @@ class TorchSparseSampler(LibrarySampler):
 def _placed(
     ids: Tensor, seed: Tensor, node: Tensor, row: Tensor, edge: Tensor
 ) -> Tensor:
-    """Returns the places `[e]` of the sources of edges among the nodes of a minibatch.
+    """Returns the local ids `[e]` of the sources of edges, corrected for repeated seeds.
 
-    pyg-lib 0.9 lists a seed as often as it is given, and numbers it once: its numbers `ids` of
-    what is drawn after it are too small by its repeats. `edge` are those drawn of all edges,
-    whose sources are `row`.
+    pyg-lib 0.9 lists a seed as often as it is given, but numbers it once, so that the local
+    ids `ids` of later nodes are too small by the number of repeats. `edge` are the ids of
+    the drawn edges, and `row` the sources of all edges.
     """
     distinct, inverse = seed.unique(return_inverse=True)
     if len(distinct) == len(seed) or torch.equal(node[ids], row[edge]):

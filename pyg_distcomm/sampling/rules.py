@@ -1,7 +1,7 @@
-"""Rules of sampling: whose rows are added up, of which weights, and how they are judged.
+"""Defines the rules of layer-wise samplers: the matrices Q and A, and a function of P = Q A.
 
-A rule is what differs between samplers of one algebra: the rows of Q, the entries of the
-matrix that Q multiplies, and what becomes of P = Q A before it is drawn from. With `Ahat`
+Samplers of one algebra differ in their rule: the rows of Q, the entries of the matrix that
+Q multiplies, and a function applied to P = Q A before columns are drawn from it. With `Ahat`
 the matrix A + I, or A, divided by the sums of its rows,
 
     GraphSAGE            p_vu  ~  A[v,u]                           each row for itself
@@ -28,7 +28,7 @@ from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes
 
 __all__ = ["FastGCN", "GraphSAGE", "Ladies", "Rule", "UserRule", "rule_name"]
 
-SQUARED, PLAIN, COUNTED = 2, 1, 0  # what Q multiplies: Ahat^2, A, or 1 where A > 0
+SQUARED, PLAIN, COUNTED = 2, 1, 0  # Q multiplies: Ahat^2, A, or 1 where A > 0
 
 
 class Rule(ABC):
@@ -57,7 +57,7 @@ class Rule(ABC):
         """Returns Q [m, n]: which rows of the matrix each row of P adds up."""
 
     def judge(self, p: BulkMatrix, scale: float) -> BulkMatrix:
-        """Returns what is drawn from, given P in units of 1 / scale."""
+        """Returns the weights to draw from, given P in units of 1 / scale."""
         return p
 
 
@@ -80,9 +80,9 @@ class GraphSAGE(Rule):
 class Ladies(Rule):
     """Draws for a minibatch from the neighbours of its rows ([Zou19]).
 
-    Three definitions are about: that of the authors' code, "code"; what CAGNET's sampler
-    computes on a graph without weights, "cagnet"; and the text of [Tripathy24],
-    "paper". The last two have no loops, and count an edge whatever its weight.
+    There are three definitions: "code", that of the authors' code; "cagnet", what CAGNET's
+    sampler computes on a graph without weights; and "paper", the text of [Tripathy24]. The
+    last two have no self-loops, and count an edge whatever its weight.
     """
 
     definition: str = "code"
@@ -176,16 +176,16 @@ class UserRule(Rule):
                 return found
             got = f"{len(found.values)} values" if same else "others"
         raise ValueError(
-            f"a rule must return the {p.nnz} entries of P with other values, as P.sqrt() "
-            f"or P.with_value(P.values.sqrt()) do; got {got}"
+            f"got {got} from a rule, wanted the {p.nnz} entries of P with other values; return "
+            "P.sqrt(), or P.with_value(P.values.sqrt())"
         )
 
 
 def rule_name(rule: Rule) -> str:
-    """Names a rule in a way that is the same on all ranks."""
+    """Returns a name of a rule that is the same on all ranks."""
     if isinstance(rule, UserRule):
         function = getattr(rule.function, "__qualname__", type(rule.function).__name__)
         return f"UserRule({function}, {rule.counted}, {rule.loops})"
-    if type(rule).__repr__ is object.__repr__:  # that tells the address, too
+    if type(rule).__repr__ is object.__repr__:  # it contains an address
         return type(rule).__qualname__
     return repr(rule)

@@ -1,9 +1,7 @@
-"""Maps node ids to places: in a minibatch, or in a sorted list.
+"""Relabels the nodes of a minibatch: global ids to local ids, in the order of arrival.
 
-`NodeRelabeler` numbers the nodes of a minibatch as they come, by a table, which has a slot
-for each node of a type with a stamp and a local id, or by a hash table of names with
-local ids beside them. `RankSelect` looks up ascending ids by a bit for each id there could
-be, and counts; a lookup touches two lines of memory.
+`NodeRelabeler` looks local ids up in a table, which has a slot with a stamp and a local id
+for each node of a type, or in a hash table of node names with local ids beside them.
 """
 
 from __future__ import annotations
@@ -13,24 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from pyg_distcomm.kernels import memory, threads
+from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.compile import jit, prefetch, ready
 from pyg_distcomm.kernels.core_jit import GOLDEN, mix
 from pyg_distcomm.kernels.minibatch import Relation
 
-SMALLEST = 1 << 10  # slots of the smallest hash table
-GRAIN = 1 << 14  # lookups that are worth a thread
-SOON = 32  # nodes or entries asked for before they are needed
-LABEL = np.int64(0xFFFFFFFF)  # the low half of a slot, a local id; a stamp is above it
-ONE, SIX, LOW = np.uint64(1), np.uint64(6), np.uint64(63)
+MIN_SLOTS = 1 << 10  # slots of a hash table at first
+PREFETCH_AHEAD = 32  # nodes prefetched ahead of the one in use
+LOCAL_ID = np.int64(0xFFFFFFFF)  # mask: the low half of a slot; above is the stamp
 
 Array = NDArray[Any]
 
 
 class Table:
-    """A slot for each node of a type; emptied by taking the next stamp."""
+    """Holds a slot for each node of a type; taking the next stamp empties it."""
 
     def __init__(self, size: int) -> None:
         self.slot = memory.empty(size, 1, torch.int64).zero_().view(-1).numpy()
@@ -43,23 +38,31 @@ class Table:
 
 
 class NodeRelabeler:
-    """The nodes of one type in a minibatch, in the order of their local ids."""
+    """Relabels the nodes of one type in a minibatch, in the order of arrival.
+
+    Args:
+        size: the number of nodes of the type.
+        table: the lookup table; None to use a hash table.
+        disjoint: whether each seed has a tree of its own, with local ids of its own.
+    """
 
     def __init__(self, size: int, table: Table | None, disjoint: bool) -> None:
         self.size, self.table, self.disjoint = size, table, disjoint
         self.node = np.empty(0, np.int64)
         self.tree: Array | None = np.empty(0, np.int64) if disjoint else None
-        self.copy: Array | None = None  # how many equal seeds came before this one
-        self.known = 0
-        self.ends: list[int] = []  # of the seeds, then of each hop
+        self.copy: Array | None = None  # for each seed, how many equal ones came before
+        self.num_nodes = 0
+        self.ends: list[
+            int
+        ] = []  # the number of nodes after the seeds, and after each hop
         if table is None:
-            self.keys = np.full(SMALLEST, -1, np.int64)
-            self.label_of = np.empty(SMALLEST, np.int64)
+            self.keys = np.full(MIN_SLOTS, -1, np.int64)
+            self.local_ids = np.empty(MIN_SLOTS, np.int64)
         else:
             table.clear()
 
-    def seed(self, seed: Array, first_tree: int) -> None:
-        """Enters seeds, the first of them in tree ``first_tree``."""
+    def add_seeds(self, seed: Array, first_tree: int) -> None:
+        """Adds seeds, the first of them in tree ``first_tree``."""
         self._reserve(len(seed))
         copy = np.empty(len(seed), np.int64)
         if self.table is not None:
@@ -70,97 +73,80 @@ class NodeRelabeler:
             self.node[: len(seed)] = seed
             if self.tree is not None:
                 self.tree[: len(seed)] = np.arange(first_tree, first_tree + len(seed))
-            repeats = self._enter(self.keys, self.label_of, 0, len(seed), copy)
-        self.known = len(seed)
+            repeats = self._add_to_hash_table(
+                self.keys, self.local_ids, 0, len(seed), copy
+            )
+        self.num_nodes = len(seed)
         if repeats and not self.disjoint:
             self.copy = copy
 
-    def label(
+    def relabel(
         self, source: Array, at: int, target: Array, other: NodeRelabeler
     ) -> None:
-        """Turns ``source[at:]`` into local ids; their targets are nodes of ``other``."""
+        """Replaces ``source[at:]`` by local ids; their targets are nodes of ``other``."""
         self._reserve(len(source) - at)
         if self.table is not None:
             slot, stamp = self.table.slot, self.table.stamp
-            args = (slot, stamp, source, at, self.node, self.known)
-            self.known = ready(label_by_table, args)()
+            args = (slot, stamp, source, at, self.node, self.num_nodes)
+            self.num_nodes = ready(label_by_table, args)()
         else:
             hashed = (
                 self.keys,
-                self.label_of,
+                self.local_ids,
                 self.size,
                 source,
                 at,
                 target,
                 other.tree,
             )
-            more = (*hashed, self.node, self.tree, self.known)
-            self.known = ready(label_by_hash, more)()
+            more = (*hashed, self.node, self.tree, self.num_nodes)
+            self.num_nodes = ready(label_by_hash, more)()
 
-    def known_edges(
+    def induced_edges(
         self, relation: Relation, low: Array, high: Array, other: NodeRelabeler
     ) -> Array:
-        """Finds the in-edges of ``other`` that come from here; see `known_by_table`."""
+        """Finds the in-edges of nodes of ``other`` from nodes here; see `known_by_table`."""
         edges = (relation.row.numpy(), relation.stride, low, high)
         if self.table is not None:
             args = (self.table.slot, self.table.stamp, *edges)
             return ready(known_by_table, args)()
-        more = (self.keys, self.label_of, self.size, other.tree, *edges)
+        more = (self.keys, self.local_ids, self.size, other.tree, *edges)
         return ready(known_by_hash, more)()
 
     def streams(self, hop: int) -> Array | None:
-        """Returns what tells the draws of equal nodes apart at a hop."""
+        """Returns the random streams of the nodes at a hop; None if all are stream 0."""
         return self.tree if self.disjoint else self.copy if hop == 0 else None
 
     def frontier_range(self, hop: int) -> tuple[int, int]:
-        """Returns the range of nodes that the hop before found."""
+        """Returns the range of the nodes that the previous hop found."""
         return (self.ends[hop - 1] if hop else 0), self.ends[hop]
 
     def _reserve(self, more: int) -> None:
-        """Makes room for ``more`` nodes."""
-        need = self.known + more
-        self.node = grown(self.node, self.known, need)
+        """Grows the arrays, and the hash table, for ``more`` nodes."""
+        need = self.num_nodes + more
+        self.node = grow(self.node, self.num_nodes, need)
         if self.tree is not None:
-            self.tree = grown(self.tree, self.known, need)
+            self.tree = grow(self.tree, self.num_nodes, need)
         if self.table is None and 2 * need > len(self.keys):
             slots = 1 << (2 * need).bit_length()
             keys, label_of = np.full(slots, -1, np.int64), np.empty(slots, np.int64)
-            self._enter(keys, label_of, 0, self.known, None)
-            self.keys, self.label_of = keys, label_of
+            self._add_to_hash_table(keys, label_of, 0, self.num_nodes, None)
+            self.keys, self.local_ids = keys, label_of
 
-    def _enter(
+    def _add_to_hash_table(
         self, keys: Array, label_of: Array, begin: int, end: int, copy: Array | None
     ) -> int:
         args = (keys, label_of, self.node, self.tree, self.size, begin, end, copy)
         return ready(enter, args)()
 
 
-def grown(old: Array, used: int, size: int, exact: bool = False) -> Array:
+def grow(old: Array, used: int, size: int, exact: bool = False) -> Array:
     """Returns an array of ``size`` or more columns that begins like ``old``."""
     if old.shape[-1] >= size and not exact:
         return old
     new = np.empty((*old.shape[:-1], size), old.dtype)
     new[..., :used] = old[..., :used]
     return new
-
-
-class RankSelect:
-    """The places of ascending, distinct ids in [0, total), for fast lookups."""
-
-    def __init__(self, gid: Tensor, total: int) -> None:
-        words = torch.zeros(total // 64 + 1, dtype=torch.int64)
-        kind = torch.int32 if len(gid) < 2**31 else torch.int64
-        counts = torch.zeros(total // 64 + 1, dtype=kind)
-        self._bits = words.numpy().view("uint64"), counts.numpy()
-        ready(mark_bits, (gid.long().contiguous().numpy(), *self._bits))()
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Returns the place of each id [k], -1 for those that are not in the list."""
-        ids = ids.long().contiguous()
-        out = torch.empty_like(ids)
-        find = ready(find_places, (*self._bits, ids.numpy(), out.numpy()), integers=2)
-        threads.run_split(find, len(ids), GRAIN)
-        return out
 
 
 # Loops --------------------------------------------------------------------------------
@@ -180,8 +166,8 @@ def seed_table(slot: Array, stamp: int, seed: Array, node: Array, copy: Array) -
         node[i] = v
         found = slot[v]
         if found >> 32 == stamp:
-            copies[found & LABEL] += 1
-            copy[i] = copies[found & LABEL]
+            copies[found & LOCAL_ID] += 1
+            copy[i] = copies[found & LOCAL_ID]
             repeats += 1
         else:
             slot[v] = (stamp << 32) | i
@@ -199,11 +185,11 @@ def label_by_table(
     """
     last = len(source) - 1
     for k in range(at, len(source)):
-        prefetch(slot, np.int64(source[min(k + SOON, last)]))
+        prefetch(slot, np.int64(source[min(k + PREFETCH_AHEAD, last)]))
         v = source[k]
         found = slot[v]
         if found >> 32 == stamp:
-            source[k] = found & LABEL
+            source[k] = found & LOCAL_ID
         else:
             slot[v] = (stamp << 32) | known
             node[known] = v
@@ -298,7 +284,7 @@ def known_by_table(
         for e in range(low[i], high[i]):
             label = slot[row[e * stride]]
             if label >> 32 == stamp:
-                found[0, k], found[1, k], found[2, k] = i, e, label & LABEL
+                found[0, k], found[1, k], found[2, k] = i, e, label & LOCAL_ID
                 k += 1
     return found
 
@@ -330,41 +316,3 @@ def known_by_hash(
                 found[0, k], found[1, k], found[2, k] = i, e, labels[slot]
                 k += 1
     return found
-
-
-@jit
-def ones_in(word: np.uint64) -> np.int64:
-    """Counts the bits of a word."""
-    word = word - ((word >> ONE) & np.uint64(0x5555555555555555))
-    twos = np.uint64(0x3333333333333333)
-    word = (word & twos) + ((word >> np.uint64(2)) & twos)
-    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
-
-
-@jit
-def mark_bits(gid: Array, words: Array, counts: Array) -> None:
-    """Sets the bits of ids, and counts those before each word."""
-    for i in range(len(gid)):
-        words[gid[i] >> 6] |= ONE << (np.uint64(gid[i]) & LOW)
-    before = np.int64(0)
-    for w in range(len(words)):
-        counts[w] = before
-        before += ones_in(words[w])
-
-
-@jit
-def find_places(
-    words: Array, counts: Array, ids: Array, out: Array, begin: int, end: int
-) -> None:
-    """Looks up places: the bits set before that of an id."""
-    for i in range(begin, end):
-        soon = ids[min(i + SOON, end - 1)] >> 6
-        prefetch(words, soon)
-        prefetch(counts, soon)
-        at, bit = ids[i] >> 6, np.uint64(ids[i]) & LOW
-        word = words[at]
-        if word >> bit & ONE:
-            out[i] = counts[at] + ones_in(word & ((ONE << bit) - ONE))
-        else:
-            out[i] = -1
