@@ -312,7 +312,7 @@ def _bad_caches():
     with pytest.raises(ValueError, match=r"got wire for \['X'\]"):
         DistFeatureStore.from_data(share, road, wire={"X": "fp16"})
     typed = pdc.partition(hetero(), worlds.mesh(), "block")
-    with pytest.raises(ValueError, match="a dictionary of one vector for each"):
+    with pytest.raises(ValueError, match="a dictionary with a vector for each"):
         DistFeatureStore.from_data(typed, road, cache=3, ranking=torch.zeros(40))
     with pytest.raises(ValueError, match=r"got ranking for \['papr'\]"):
         DistFeatureStore.from_data(
@@ -600,7 +600,7 @@ def _puts(c):
             store.get_tensor_size(*missing)
     with pytest.raises(ValueError, match="whole attributes"):
         store.put_tensor(data.y, None, "y", ids)
-    with pytest.raises(ValueError, match="one attribute, but it has"):
+    with pytest.raises(ValueError, match="one tensor only with one attribute"):
         _ = store[ids]
 
 
