@@ -39,11 +39,14 @@ SIZES = (1, 64, 1024, 8192)  # KiB
 @contextlib.contextmanager
 def as_before() -> Iterator[None]:
     """Exchanges by one collective inside the block, as gloo's all_to_all does."""
-    much, collectives._MUCH = collectives._MUCH, 1 << 60  # nothing is much
+    much, collectives._LARGE_MESSAGE = (
+        collectives._LARGE_MESSAGE,
+        1 << 60,
+    )  # nothing is much
     try:
         yield
     finally:
-        collectives._MUCH = much
+        collectives._LARGE_MESSAGE = much
 
 
 def ways(size: int, mesh: pdc.Mesh) -> dict[str, tuple[Callable[[], object], float]]:

@@ -352,7 +352,7 @@ def one_copy_a_host():
 
     mesh = pdc.init(timeout=TIMEOUT)
     data = shared(graph_in_steps)
-    mesh.everyone.watch.meet("the end", 0, mesh.size)
+    mesh.everyone.watch.barrier("the end", 0, mesh.size)
     return [data.x.sum()]
 
 

@@ -323,7 +323,7 @@ def one_rank_prints():
     return float(data.x.sum())
 
 
-@case(says="seed what draws this tensor")
+@case(says="seed the generator of this tensor")
 def plain_tensors_differ():
     import torch
 
@@ -412,20 +412,20 @@ for checked in ("first", "always"):
         f"masks differ, compared {checked}",
         lambda torch, _p, x: x[rows_kept(0)(torch)].sum(),
         lambda torch, _p, x: x[rows_kept(1)(torch)].sum(),
-        says="seed what draws this tensor",
+        says="seed the generator of this tensor",
         check=checked,
     )
 operations(
     "masks of what is written differ",
     lambda torch, _p, x: x.__setitem__(rows_kept(0)(torch), 0),
     lambda torch, _p, x: x.__setitem__(rows_kept(1)(torch), 0),
-    says="seed what draws this tensor",
+    says="seed the generator of this tensor",
 )
 operations(
     "written values differ",
     lambda torch, _p, x: x.__setitem__(rows_kept(0)(torch), torch.zeros(x.shape[1])),
     lambda torch, _p, x: x.__setitem__(rows_kept(0)(torch), torch.ones(x.shape[1])),
-    says="seed what draws this tensor",
+    says="seed the generator of this tensor",
 )
 
 

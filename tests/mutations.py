@@ -212,8 +212,8 @@ MUTATIONS = (
     Mutation(
         "the running variance of batch norm is biased",
         "reduction",
-        "_track(running_var, spread * (count / (count - 1)), momentum)",
-        "_track(running_var, spread, momentum)",
+        "_update_running(running_var, spread * (count / (count - 1)), momentum)",
+        "_update_running(running_var, spread, momentum)",
         "test_tensor.py",
         "test_norms_see_all_nodes",
     ),
@@ -538,8 +538,8 @@ MUTATIONS = (
     Mutation(
         "rows that are skipped get an epoch less old than they may",
         "compressed",
-        "if use.epoch - buffer.messages[-1].epoch > rule.most:",
-        "if use.epoch - buffer.messages[-1].epoch >= rule.most:",
+        "if exchange.epoch - buffer.messages[-1].epoch > rule.most:",
+        "if exchange.epoch - buffer.messages[-1].epoch >= rule.most:",
         "test_link_late.py",
         "test_rows_get_no_older",
     ),
@@ -613,7 +613,7 @@ MUTATIONS = (
     Mutation(
         "a wait does not look whether another rank has failed",
         "error",
-        "watch.look()\n        if time.monotonic() - start > watch.deadline:",
+        "watch.raise_reported()\n        if time.monotonic() - start > watch.deadline:",
         "if time.monotonic() - start > watch.deadline:",
         "test_failure.py",
         "test_a_wait_raises",
@@ -629,8 +629,8 @@ MUTATIONS = (
     Mutation(
         "ranks may change weights in place on some of them alone",
         "error",
-        "if self._changed < place <= self._passed:",
-        "if self._changed < place < self._passed:",
+        "if self._last_changed < place <= self._places:",
+        "if self._last_changed < place < self._places:",
         "test_ordering.py",
         "test_a_change_is_noticed",
     ),
@@ -753,8 +753,8 @@ MUTATIONS = (
     Mutation(
         "new nodes get the rows of others",
         "update",
-        "mine = new[nodes.mine.to(new.device)]",
-        "mine = new[nodes.mine.flip(0).to(new.device)]",
+        "mine = new[nodes.own_new_nodes.to(new.device)]",
+        "mine = new[nodes.own_new_nodes.flip(0).to(new.device)]",
         "test_update.py",
         "test_what_grew",
     ),
@@ -811,8 +811,8 @@ MUTATIONS = (
     Mutation(
         "edges of a pool name its nodes in the order of ids",
         "pool",
-        "ids = _whole(chosen).to(edge_index.device)",
-        "ids = _whole(chosen).to(edge_index.device).sort().values",
+        "ids = _all_ids(chosen).to(edge_index.device)",
+        "ids = _all_ids(chosen).to(edge_index.device).sort().values",
         "test_batched.py",
         "test_a_batch_is_that",
     ),
@@ -893,7 +893,7 @@ MUTATIONS = (
     Mutation(
         "distances are to the rows of this rank",
         "decomposition",
-        'x2 = _whole(x2, "cdist")',
+        'x2 = _all_rows(x2, "cdist")',
         "x2 = x2.to_local() if isinstance(x2, RowShardedTensor) else x2",
         "test_tensor.py",
         "test_tables and DECOMPOSED and 3",
@@ -917,7 +917,7 @@ MUTATIONS = (
     Mutation(
         "the weights of attention learn from this rank's rows",
         "averaging",
-        "args, kwargs = meet_all(like, func.__name__, args, kwargs)  # weights, too",
+        "args, kwargs = replicate_operands(like, func.__name__, args, kwargs)  # weights, too",
         "",
         "test_tensor.py",
         "test_gradients_of_parameters and 3",
@@ -991,7 +991,7 @@ MUTATIONS = (
     Mutation(
         "an aggregator learns from the messages to this rank's nodes",
         "memory",
-        "            meet(parameter, self.rows.mesh)",
+        "            as_replicated(parameter, self.rows.mesh)",
         "            pass",
         "test_temporal.py",
         "test_trains_as_one_process",

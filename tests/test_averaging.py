@@ -373,7 +373,7 @@ def _refused():
     data = GRAPHS["directed"]()
     share = pdc.partition(data, mesh, owners("random", data, mesh.size))
     torch.manual_seed(mesh.rank)
-    with pytest.raises(ValueError, match="seed what draws"):
+    with pytest.raises(ValueError, match="seed the generator"):
         share.x + torch.rand(data.num_nodes, 1).double().to(share.x.device)
     with pytest.raises(TypeError, match=r"pdc\.from_local"):
         share.x + torch.zeros_like(share.x.to_local())

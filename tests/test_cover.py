@@ -81,13 +81,13 @@ def _contract(*args):
     In pieces of few rows, each in messages, or as they are.
     """
     *args, few = args
-    before = halos.CHUNK_ROWS, collectives._MUCH
+    before = halos.CHUNK_ROWS, collectives._LARGE_MESSAGE
     if few:
-        halos.CHUNK_ROWS, collectives._MUCH = few, 1
+        halos.CHUNK_ROWS, collectives._LARGE_MESSAGE = few, 1
     try:
         return _checked(*args)
     finally:
-        halos.CHUNK_ROWS, collectives._MUCH = before
+        halos.CHUNK_ROWS, collectives._LARGE_MESSAGE = before
 
 
 def _checked(graph, cutter, grid, halo):

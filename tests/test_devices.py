@@ -173,14 +173,14 @@ def blocks(same):
     edges = share.edge_index.with_halo("blocks")
     torch.manual_seed(0)
     conv, found = DistGCNConv(7, 4).double(), []
-    plain, called = collectives._owns_blocks, []
+    plain, called = collectives._uses_nccl, []
 
     def owns(x, axis):
         called.append(axis.name)
         return True
 
     for stand_in in (plain, owns):
-        collectives._owns_blocks = stand_in
+        collectives._uses_nccl = stand_in
         try:
             x = share.x.clone().requires_grad_()
             conv(x, edges)
@@ -193,7 +193,7 @@ def blocks(same):
             ]
             found.append((out.full_tensor().detach(), x.grad.full_tensor(), ledger))
         finally:
-            collectives._owns_blocks = plain
+            collectives._uses_nccl = plain
     (a, ga, counted), (b, gb, other) = found
     torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gb, ga, rtol=1e-12, atol=1e-12)
@@ -232,7 +232,7 @@ def streams():
     conv, x = DistGCNConv(7, 4).double(), share.x.clone().requires_grad_()
     conv(x, share.edge_index).sum().backward()
     group, sends, waits = mesh.row.group, dist.all_to_all_single, axis._wait
-    multiplies, ends = kernels.spmm, collectives._back_ends
+    multiplies, ends = kernels.spmm, collectives._backend_of
 
     def begin(*args, **kwargs):
         work = sends(*args, **kwargs)
@@ -248,7 +248,7 @@ def streams():
     places = [
         (
             collectives,
-            "_back_ends",
+            "_backend_of",
             lambda at: "nccl" if at.group is group else ends(at),
         ),
         (axis, "_wait", lambda work, at, op, _: waits(work, at, op, at.group is group)),

@@ -1,4 +1,4 @@
-"""State and shutdown of a process: [Note: compiled in its own thread], [Note: at rest]."""
+"""State and shutdown of a process: [Note: compiled in its own thread], [Note: exit]."""
 
 import os
 import subprocess

@@ -516,7 +516,7 @@ def test_the_same_signal_again_ends_at_once(capsys):
     os.kill(os.getpid(), signal.SIGINT)
     assert "SIGINT again ends at once" in capsys.readouterr().err
     os.kill(os.getpid(), signal.SIGINT)  # an echo: a terminal and a launcher both send
-    preempted._at -= 2.0
+    preempted._signal_time -= 2.0
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -295,10 +295,12 @@ class _Lost:
 def test_a_store_that_went_is_asked_once():
     store = _Lost()
     watch = FailureMonitor(store, 1, 2, 60.0)
-    told = watch.broken("halo over axis world", RuntimeError("closed by peer"))
+    told = watch.connection_error(
+        "halo over axis world", RuntimeError("closed by peer")
+    )
     assert isinstance(told, RankError)
     assert "closed by peer" in str(told)
-    assert "store does not answer" in str(watch.expired("halo"))
+    assert "store does not answer" in str(watch.timeout_error("halo"))
     assert store.calls == 1
 
 

@@ -116,7 +116,9 @@ PYG = {
 @pytest.mark.filterwarnings("ignore:Using 'NeighborSampler' without")
 def test_a_loader_of_pyg_on_a_share_is_told(name):
     data = pdc.partition(generated(40), lone(), "block")
-    with pytest.raises(TypeError, match=r"a loader of PyG .* given what pdc.partition"):
+    with pytest.raises(
+        TypeError, match=r"a loader of PyG .* got the share that pdc.partition"
+    ):
         PYG[name](data)
 
 

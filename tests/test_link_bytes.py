@@ -139,7 +139,7 @@ def opened(late):
     coded = call.wrap(topology.locals.halo, 0)
     coded.begin(share.x.to_local())()
     inbox = link.state.exchanges[0, 0, 0, 0].buffers[False]
-    return coded._read.raw is None, len(inbox.messages)
+    return coded._forward_message.raw is None, len(inbox.messages)
 
 
 def test_messages_are_freed_once_read():

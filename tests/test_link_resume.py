@@ -169,7 +169,7 @@ def test_rows_of_another_partition_are_dropped(size, tmp_path):
 def mismatched(folder):
     mesh = worlds.mesh()
     _, net, optimizer = begin(mesh, "random")
-    with pytest.raises(ValueError, match="only one has schedule"):
+    with pytest.raises(ValueError, match="this one has schedule"):
         pdc.load_checkpoint(folder, mesh, net, optimizer, link=pdc.Sylvie())
 
 

@@ -26,7 +26,7 @@ from pyg_distcomm.process import PROCESS
 pytestmark = pytest.mark.usefixtures("place")
 
 SIZES = (2, 3, 4, 8)
-BIG = collectives._MUCH // 8  # rows of eight bytes that make much
+BIG = collectives._LARGE_MESSAGE // 8  # rows of eight bytes that make much
 
 
 def _counts(kind, size):
@@ -235,7 +235,7 @@ def _leaves(absent):
     if mesh.rank == 0:
         assert isinstance(pending.work, axis.Messages)
         time.sleep(1.0)
-        pending.work.give_up()
+        pending.work.abort()
         assert pending.work.is_completed()
         assert not PROCESS.messages
     collectives.barrier(mesh.data)

@@ -162,7 +162,7 @@ def changing():
     check(share.x, weight)
     with torch.no_grad():  # hidden features of an evaluation need no gradient either
         conv(share.x.relu(), share.edge_index, weight)
-    kept = share.edge_index.topology.constants._known[share.x]
+    kept = share.edge_index.topology.constants._products[share.x]
     assert all(product is not None for _, product, _ in kept.values())
     assert len(kept) == 2  # with weights and without
     weight.to_local().add_(0.5)
@@ -307,12 +307,12 @@ def test_a_change_is_noticed_at_its_place_and_not_before():
         monitor.all_or_none(False, 0, 2)
     with pytest.raises(RankError, match="changed in place on some ranks only"):
         one.all_or_none(True, 0, 2)  # gives up at its deadline
-    other.look()  # may change it, too
+    other.raise_reported()  # may change it, too
     other.all_or_none(False, 0, 2)
     with pytest.raises(ValueError, match="not on rank 1"):
-        other.look()
+        other.raise_reported()
     with pytest.raises(ValueError, match="rank 1 failed with ValueError"):
-        one.look()
+        one.raise_reported()
 
 
 def test_ranks_compare_changes_of_weights(monkeypatch):

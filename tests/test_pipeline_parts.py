@@ -19,7 +19,7 @@ from torch_geometric.nn import (
     SGConv,
 )
 
-from pyg_distcomm.comm.mesh import ways_of
+from pyg_distcomm.comm.mesh import ranks_per_stage
 from pyg_distcomm.pipeline.history_buffer import History
 from pyg_distcomm.pipeline.layer_stack import (
     crossing,
@@ -225,10 +225,10 @@ def test_the_fewest_chunks_are_those_that_the_bubble_allows(most):
 
 
 def test_stages_share_out_ranks():
-    assert ways_of(6, 3) == 2
+    assert ranks_per_stage(6, 3) == 2
     for stages in (0, 4, 7, 1.5):
         with pytest.raises(ValueError, match=r"\[1, 2, 3, 6\] fit"):
-            ways_of(6, stages)
+            ranks_per_stage(6, stages)
 
 
 def test_actions_say_what_they_are():

@@ -34,7 +34,7 @@ from torch_geometric.nn import (
 import pyg_distcomm as pdc
 from pyg_distcomm.cli import bench, main
 from pyg_distcomm.comm import autograd, collectives
-from pyg_distcomm.comm.axis import let_go
+from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.process_grid import new_axis_group
@@ -883,7 +883,7 @@ def in_line(stages):
         ]
         assert found[size, stride][line.rank] == everyone
         if line is not mesh.world:
-            let_go([line])
+            destroy_groups([line])
     return found
 
 

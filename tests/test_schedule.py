@@ -98,7 +98,7 @@ def test_plateau_falls_when_the_metric_does_not():
     for _ in range(30):
         pace.step(1.0)
     assert pace.rate == 1.0
-    with pytest.raises(ValueError, match="goes by a metric"):
+    with pytest.raises(ValueError, match="needs a metric"):
         pace.step()
     with pytest.raises(ValueError, match="same number on all"):
         pace.step(float("nan"))

@@ -43,7 +43,7 @@ def _from_folder(folder):
 def test_ranks_compare_pieces_of_what_is_long(monkeypatch, shape):
     hashed, whole = [], consistency.digest
     count = lambda x: hashed.append(x.numel() * x.element_size()) or whole(x)  # noqa: E731
-    monkeypatch.setattr(consistency, "_LONG", 1 << 13)
+    monkeypatch.setattr(consistency, "_HASHED_BYTES", 1 << 13)
     monkeypatch.setattr(consistency, "digest", count)
     x = torch.arange(12000).view(shape)
     mark = consistency.sampled_digest(x)

@@ -225,7 +225,7 @@ def as_cuda(monkeypatch):
     """Has products of CPU tensors run by the kernels of CUDA, in Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(registry, "device_type_of", lambda t: "cuda")
-    build = local_adjacency._built_there
+    build = local_adjacency._build_on_device
 
     def built(edge_index, sources, targets, checked=False):
         return build(edge_index[0], edge_index[1], sources, targets, checked)
@@ -249,7 +249,7 @@ def test_products_by_triton_equal_pygs(name, as_cuda):
 
 
 def test_edges_on_a_device_are_checked_before_products_read_them():
-    build = local_adjacency._built_there
+    build = local_adjacency._build_on_device
     good = torch.tensor([[0, 4, 2], [1, 1, 3]])
     form = build(*good, 5, 4, False)
     assert form.order is None
@@ -265,7 +265,7 @@ def test_edges_on_a_device_are_checked_before_products_read_them():
 def test_the_transpose_asks_for_nothing_and_is_the_same():
     g = torch.Generator().manual_seed(0)
     row, col = (torch.randint(9, (40,), generator=g) for _ in "ab")
-    form = local_adjacency._built_there(col, row, 9, 9, False)
+    form = local_adjacency._build_on_device(col, row, 9, 9, False)
     csr = form.pattern.rowptr, form.pattern.col
     found = kernels.csr_transpose.definition(*csr, 9)
     for one, two in zip(found, kernels.csr_transpose(*csr, 9), strict=True):

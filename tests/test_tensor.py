@@ -723,7 +723,7 @@ def test_noise_is_drawn_in_blocks(shape, dtype, kind, monkeypatch):
     torch.manual_seed(1)
     place = torch.arange(0, shape[0], 2)
     fill = lambda block: getattr(block, kind)()  # noqa: E731
-    got = random.rows_drawn(fill, like[place], shape[0], place)
+    got = random.draw_rows(fill, like[place], shape[0], place)
     assert torch.equal(got, want[place])
 
 

@@ -21,7 +21,7 @@ from problems import GRAPHS
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.trace import Reading, clock, span, to_first
+from pyg_distcomm.comm.trace import Reading, clock, span, to_rank0_clock
 from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.process import PROCESS
@@ -498,15 +498,15 @@ def test_clocks_of_other_hosts_are_aligned_to_within_what_is_stated(tmp_path):
 
 def test_a_reading_of_a_clock_is_interpolated():
     readings = [Reading(1000, 500, 10), Reading(3000, 700, 20)]
-    assert [to_first(t, readings) for t in (0, 1000, 2000, 3000, 9000)] == [
+    assert [to_rank0_clock(t, readings) for t in (0, 1000, 2000, 3000, 9000)] == [
         500,
         1500,
         2600,
         3700,
         9700,
     ]
-    assert to_first(7, []) == 7
-    times = [to_first(t, readings) for t in range(0, 4000, 50)]
+    assert to_rank0_clock(7, []) == 7
+    times = [to_rank0_clock(t, readings) for t in range(0, 4000, 50)]
     assert times == sorted(times)
 
 

@@ -213,7 +213,8 @@ def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **k
 
     key = (algorithm, grid, replication, stages)
     watch = _MESHES[key].world.watch if key in _MESHES else None
-    failed = watch is not None and watch.note()  # by all ranks alike, in a test before
+    # a failure of all ranks alike, in a test before
+    failed = watch is not None and watch.reported_failure()
     if fresh or failed or key not in _MESHES:
         shape = {"grid": grid, "replication": replication, "stages": stages}
         made = pdc.init(algorithm, timeout=180, **shape, **kwargs)

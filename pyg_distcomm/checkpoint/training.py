@@ -82,7 +82,7 @@ def save_checkpoint(
     _check_optimizer(bare(model), optimizer)
     state = _state(mesh, bare(model), optimizer, extra)
     _make_momentum_sparse(bare(model), optimizer)  # torch has made what there was not
-    state["mesh"]["inputs"] = inputs_of(mesh).told(mesh)
+    state["mesh"]["inputs"] = inputs_of(mesh).as_text(mesh)
     state["mesh"]["nodes"] = _versions(bare(model))
     with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
         collectives.agree(

@@ -1,8 +1,8 @@
 """Wraps collectives as autograd functions, each beside its transpose.
 
 [Note: gradients] A global sum is an all-reduce forward and an all-reduce backward.
-Every rank then holds the whole loss, and what reaches a rank's own rows is P times the
-true gradient. Averaging over ranks (DDP) makes parameter gradients exact, and row-sharded
+Every rank then holds the whole loss, and the gradient of a rank's own rows is P times the
+true one. Averaging over ranks (DDP) makes parameter gradients exact, and row-sharded
 leaves divide by P. Unlike a summing hook, this is exact for every mix of local terms,
 global terms and terms that every rank repeats (a weight penalty).
 """
@@ -67,7 +67,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 def all_to_all(
     x: Tensor, send: Sequence[int], recv: Sequence[int], axis: Axis, op: str
 ) -> Tensor:
-    """Sends row blocks to the ranks of an axis; the gradient travels the way back."""
+    """Sends row blocks to the ranks of an axis; the gradient goes back the same way."""
     return x if axis.size == 1 else _AllToAll.apply(x, send, recv, axis, op)
 
 
@@ -77,9 +77,9 @@ def all_gather(x: Tensor, gid: Tensor, axis: Axis) -> Tensor:
     Shapes (this rank): x [n_i, ...], gid [n_i], return [n, ...].
     """
     sizes = [row[0] for row in collectives.all_gather_counts([len(gid)], axis)]
-    every = x
+    gathered = x
     if axis.size > 1:
         copies = x.repeat(axis.size, *([1] * (x.dim() - 1)))
-        every = all_to_all(copies, [len(x)] * axis.size, sizes, axis, "all_gather")
+        gathered = all_to_all(copies, [len(x)] * axis.size, sizes, axis, "all_gather")
     order = torch.argsort(collectives.all_gather_rows(gid, sizes, axis))
-    return every.index_select(0, order.to(x.device))
+    return gathered.index_select(0, order.to(x.device))

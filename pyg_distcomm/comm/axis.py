@@ -1,6 +1,6 @@
-"""Begins and awaits exchanges over an axis of the mesh, and ends them with the process.
+"""Waits for exchanges over an axis of the mesh, and shuts them down at exit.
 
-A rank waits in slices, and looks between them whether another has failed: see
+A rank waits in short slices, and checks between them whether another rank has failed: see
 [Note: failure].
 
 [Note: receive first] A gloo rank sends only once the other has said that it is ready to
@@ -9,16 +9,15 @@ post their sends before their receives, so the later rank finds the other ready 
 at once, its own "ready" waits behind all of that, and the two directions take turns on the
 link. An exchange is therefore made of messages: a rank that sends much to another first
 posts what it will receive from it. Where little is sent, sends go first, which takes fewer
-turns. Torch's waits for a message have no end that leaves the connection whole, so threads
-wait, and keep the buffers until the messages have come and gone.
+turns. A wait of torch for a message that times out breaks the connection, so threads of their
+own wait without a timeout, and keep the buffers until all messages are done.
 
-[Note: at rest] A thread of gloo releases a collective's tensors after whoever waited for it
-goes on, and needs Python's lock to do so. A thread that asks for the lock while Python ends
-takes the process down ("terminate called without an active exception", exit code -6;
-pytorch/pytorch#190489), and a script whose last line is a step of training is as quick as
-that. So when a process ends, what is under way has a moment to end, all groups are broken
-off (torch would wait for their timeouts: see [Note: one deadline]), and the lock is left to
-gloo's threads until they sleep.
+[Note: exit] A thread of gloo releases the tensors of a collective after the waiting thread has
+gone on, and takes the GIL to do so. A thread that asks for the GIL while Python shuts down
+aborts the process ("terminate called without an active exception", exit code -6;
+pytorch/pytorch#190489). A script whose last line is a training step can exit that fast. So at
+exit, running exchanges get a moment to complete, all groups are aborted (torch would wait for
+their timeouts: see [Note: one deadline]), and the GIL is released until gloo's threads sleep.
 """
 
 from __future__ import annotations
@@ -39,20 +38,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from pyg_distcomm.comm.failure import FailureMonitor, break_off_all
+from pyg_distcomm.comm.failure import FailureMonitor, abort_all_groups
 from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.comm.trace import Exchange, label
 from pyg_distcomm.process import PROCESS
 
-_SLICE = timedelta(seconds=0.25)
-_LONG = timedelta(days=30)  # who waits for messages has a deadline, and breaks them off
-_BUSY = 5.0  # seconds for threads to come back, where processors are busy
-_PATIENCE = 2.0  # seconds, as a process ends, for exchanges to end and threads to sleep
-_PAUSE = 0.005  # seconds in which a thread that waits for Python's lock would get it
-_UNSEEN = 0.05  # seconds left to threads where the system does not list them
-_TASKS, _NAME = "/proc/self/task", "pt_gloo_runloop"
-_MANY = 8  # collectives remembered before those that have ended are forgotten
+_WAIT_SLICE = timedelta(seconds=0.25)
+_NO_TIMEOUT = timedelta(days=30)  # the waiting rank aborts messages at its deadline
+_THREAD_TIMEOUT = 5.0  # seconds for a waiting thread to return on a busy machine
+_EXIT_TIMEOUT = (
+    2.0  # seconds at exit for exchanges to complete, and for threads to sleep
+)
+_POLL_INTERVAL = 0.005  # seconds, enough for a thread that waits for the GIL to get it
+_EXIT_SLEEP = 0.05  # seconds to sleep where the system does not list threads
+_THREADS_FOLDER, _GLOO_THREAD = "/proc/self/task", "pt_gloo_runloop"
+_MAX_TRACKED_WORKS = 8  # works tracked before completed ones are removed
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +65,8 @@ class Axis:
         rank: this rank's place on the axis.
         size: how many ranks the axis has.
         group: their process group; None when there is no other rank.
-        ledger: where what travels is counted.
-        watch: where failures are reported and looked up.
+        ledger: counts what travels over the axis.
+        watch: the monitor that reports and raises failures; None on one rank.
         observer: called in a dry run on one rank with each tensor that more ranks would
             sum, and whether its gradient would be summed too.
     """
@@ -96,16 +97,16 @@ class Pending:
     op: str
     work: dist.Work | Messages | None = None
     traced: Exchange | None = None
-    kept: Any = None  # what is being sent must live until it has left
+    kept: Any = None  # buffers that are being sent
     into: Tensor | None = None
-    wanted: Sequence[int] = ()  # how many rows of each block of `out`, if not all
+    wanted: Sequence[int] = ()  # rows of each block of `out` to return, if not all
 
     def __post_init__(self) -> None:
         if isinstance(self.work, dist.Work) and not self.out.is_cuda:
-            _remember(self.work)
-        if self.traced is not None:  # on a stream, futures end too early
+            _keep_until_completed(self.work)
+        if self.traced is not None:  # on a stream, futures complete too early
             get = None if self.out.is_cuda else getattr(self.work, "get_future", None)
-            self.traced.under_way(get and get())
+            self.traced.mark_started(get and get())
 
     def wait(self) -> Tensor:
         """Blocks until everything has arrived, and returns it."""
@@ -133,14 +134,20 @@ def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> N
     if watch is None:
         work.wait()
         return
-    if on_stream:  # which waits, and not this thread
+    if on_stream:  # the stream waits, not this thread
         watch.streamed.add(work, doing)
         work.wait()
         return
     try:
-        with watch.threads.waiting() if _is_owned(axis) else contextlib.nullcontext():
+        with (
+            watch.threads.waiting()
+            if _belongs_to_mesh(axis)
+            else contextlib.nullcontext()
+        ):
             _wait_in_slices(work, doing, watch)
-    except BaseException as error:  # what is under way is lost: others must not wait
+    except (
+        BaseException
+    ) as error:  # messages are lost: other ranks must not wait for them
         watch.fail(error)
         raise
 
@@ -148,35 +155,35 @@ def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> N
 def _wait_in_slices(
     work: dist.Work | Messages, doing: str, watch: FailureMonitor
 ) -> None:
-    start, said = time.monotonic(), False
-    while not _arrived(work, doing, watch):
-        if not said:
-            watch.say(doing)
-            said = True
-        watch.look()
+    start, status_set = time.monotonic(), False
+    while not _wait_slice(work, doing, watch):
+        if not status_set:
+            watch.set_status(doing)
+            status_set = True
+        watch.raise_reported()
         if time.monotonic() - start > watch.deadline:
-            raise watch.expired(doing)
-    if said:
-        watch.say("not waiting (computing)")
+            raise watch.timeout_error(doing)
+    if status_set:
+        watch.set_status("not waiting (computing)")
 
 
-def _arrived(work: dist.Work | Messages, doing: str, watch: FailureMonitor) -> bool:
-    """Waits a slice; False if it was too short, an exception if the transport broke."""
+def _wait_slice(work: dist.Work | Messages, doing: str, watch: FailureMonitor) -> bool:
+    """Waits one slice; returns whether the work is done, and raises if the transport broke."""
     try:
-        work.wait(_SLICE)
+        work.wait(_WAIT_SLICE)
         return True
     except RuntimeError:
         if not work.is_completed():
             return False
-    try:  # it ended between the two lines above: well or badly
+    try:  # it completed, or failed, between the two lines above
         work.wait()
         return True
     except RuntimeError as error:
-        raise watch.broken(doing, error) from None
+        raise watch.connection_error(doing, error) from None
 
 
 class guarded:
-    """Begins an exchange in a block; raises why, if the transport breaks."""
+    """Checks the mesh before an exchange starts, and explains a failure of the transport."""
 
     __slots__ = ("_axis", "_label", "_op")
 
@@ -197,7 +204,7 @@ class guarded:
             )
         if watch is not None and watch.streamed.error is not None:
             raise watch.streamed.error
-        if watch is not None and _is_owned(self._axis):
+        if watch is not None and _belongs_to_mesh(self._axis):
             watch.threads.enter(watch)
         self._label.__enter__()
 
@@ -206,20 +213,24 @@ class guarded:
         watch = self._axis.watch
         if watch is None or not isinstance(error, RuntimeError):
             return
-        reason = watch.broken(f"{self._op} over axis {self._axis.name}", error)
+        reason = watch.connection_error(
+            f"{self._op} over axis {self._axis.name}", error
+        )
         watch.fail(reason)
         raise reason from None
 
 
-def _is_owned(axis: Axis) -> bool:
-    """Returns whether an axis is the mesh's own; loaders have others for their threads."""
+def _belongs_to_mesh(axis: Axis) -> bool:
+    """Returns whether an axis is the mesh's own; the threads of loaders use other groups."""
     return axis.watch is not None and axis.group in axis.watch.threads.of
 
 
-def let_go(axes: Iterable[Axis], more: Iterable[dist.ProcessGroup] = ()) -> None:
-    """Ends the process groups of axes, but the caller's; nothing may be under way.
+def destroy_groups(
+    axes: Iterable[Axis], more: Iterable[dist.ProcessGroup] = ()
+) -> None:
+    """Destroys the process groups of axes, except WORLD, once nothing uses them.
 
-    In the same order on all ranks, as NCCL needs it.
+    In the same order on all ranks, as NCCL requires.
     """
     groups = [*(axis.group for axis in axes), *more]
     for group in dict.fromkeys(groups):
@@ -229,11 +240,11 @@ def let_go(axes: Iterable[Axis], more: Iterable[dist.ProcessGroup] = ()) -> None
 
 
 class Messages:
-    """Waits for messages under way, with the methods of a `Work` that an exchange needs.
+    """Groups point-to-point messages under way, with the methods of `Work` that are used.
 
     Args:
-        works: what torch returned for each message.
-        kept: what must live until they are done.
+        works: the work that torch returned for each message.
+        kept: the buffers, which must live until all works are done.
     """
 
     def __init__(self, works: Sequence[dist.Work], kept: Any) -> None:
@@ -241,22 +252,22 @@ class Messages:
         self._kept = kept
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._told: SimpleQueue[Callable[[Messages], None]] = SimpleQueue()
+        self._callbacks: SimpleQueue[Callable[[Messages], None]] = SimpleQueue()
         if not works:
             self._done.set()
             return
         PROCESS.messages.add(self)
-        _inbox().put(self)
+        _idle_waiter().put(self)
 
     def is_completed(self) -> bool:
-        """Returns whether all have arrived, or one has failed."""
+        """Returns whether all messages are done, or one has failed."""
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for all of them.
 
         Raises:
-            RuntimeError: if the transport broke, or after `timeout`; they go on then.
+            RuntimeError: if the transport broke, or after `timeout`; the messages go on then.
         """
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError(f"messages are still under way after {timeout}")
@@ -265,110 +276,114 @@ class Messages:
         return True
 
     def get_future(self) -> Messages:
-        """Returns the object that takes callbacks for the end: itself."""
+        """Returns an object with `add_done_callback`: this one."""
         return self
 
-    def add_done_callback(self, tell: Callable[[Messages], None]) -> None:
-        """Calls back once all have arrived, or one has failed."""
-        self._told.put(tell)
+    def add_done_callback(self, callback: Callable[[Messages], None]) -> None:
+        """Calls `callback` once all messages are done, or one has failed."""
+        self._callbacks.put(callback)
         if self._done.is_set():
-            self._tell()
+            self._run_callbacks()
 
-    def _tell(self) -> None:
+    def _run_callbacks(self) -> None:
         with contextlib.suppress(Empty):
             while True:
-                self._told.get_nowait()(self)
+                self._callbacks.get_nowait()(self)
 
     def run(self) -> None:
-        """Waits for one after the other, in a thread that has nothing else to do."""
+        """Waits for one message after the other; runs in a waiter thread."""
         try:
             self._finish()
         except Exception as error:
             self._error = error.with_traceback(None)
         PROCESS.messages.discard(self)
-        # torch's objects go before anyone learns of the end, which may be Python's too
+        # release torch's objects before anyone sees completion: the process may exit next
         self._works, self._kept = (), None
         self._done.set()
-        self._tell()
+        self._run_callbacks()
 
     def _finish(self) -> None:
         for work in self._works:
-            work.wait(_LONG)
+            work.wait(_NO_TIMEOUT)
 
-    def give_up(self) -> None:
-        """Ends the wait, and with it the connections of the group."""
-        # the thread waits in this order: a wait for a later one could take its end from it
+    def abort(self) -> None:
+        """Ends the wait by breaking the connections of the group."""
+        # the waiter thread waits in this order: it must be the first work that times out
         for work in self._works[:1]:
             try:
                 work.wait(timedelta(milliseconds=1))
             except RuntimeError:
-                self._done.wait(_BUSY)
+                self._done.wait(_THREAD_TIMEOUT)
 
 
-def _inbox() -> SimpleQueue[Messages]:
+def _idle_waiter() -> SimpleQueue[Messages]:
     try:
         return PROCESS.inboxes.pop()
     except IndexError:
         inbox: SimpleQueue[Messages] = SimpleQueue()
-        # a daemon: a process that leaves early must not wait for what will not come
-        threading.Thread(target=_serve, args=(inbox,), daemon=True).start()
+        # a daemon: a process that exits early must not wait for messages that never arrive
+        threading.Thread(target=_run_waiter, args=(inbox,), daemon=True).start()
         return inbox
 
 
-def _serve(inbox: SimpleQueue[Messages]) -> None:
+def _run_waiter(inbox: SimpleQueue[Messages]) -> None:
     while True:
         inbox.get().run()
         PROCESS.inboxes.append(inbox)
 
 
-def _remember(work: dist.Work) -> None:
-    """Keeps a collective, which perhaps nobody will wait for, until it has ended."""
-    if len(PROCESS.works) >= _MANY:
+def _keep_until_completed(work: dist.Work) -> None:
+    """Keeps a reference to a work, which perhaps nobody waits for, until it is completed."""
+    if len(PROCESS.works) >= _MAX_TRACKED_WORKS:
         ended = [one for one in list(PROCESS.works) if one.is_completed()]
         PROCESS.works.difference_update(ended)
     PROCESS.works.add(work)
 
 
 @atexit.register
-def come_to_rest() -> None:
-    """Ends what is under way, and lets gloo's threads come to rest."""
+def drain_at_exit() -> None:
+    """Ends running exchanges at exit, and lets gloo's threads sleep: see [Note: exit]."""
     for messages in list(PROCESS.messages):
-        messages.give_up()
-    stop = time.monotonic() + _PATIENCE
+        messages.abort()
+    stop = time.monotonic() + _EXIT_TIMEOUT
     for work in list(PROCESS.works):
         left = max(stop - time.monotonic(), 0.001)
         with contextlib.suppress(Exception):
             work.wait(timedelta(seconds=left))
-    break_off_all()
-    stop = time.monotonic() + _PATIENCE
+    abort_all_groups()
+    stop = time.monotonic() + _EXIT_TIMEOUT
     while (
         any(not work.is_completed() for work in PROCESS.works)
         and time.monotonic() < stop
     ):
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_INTERVAL)
     PROCESS.works.clear()
-    if dist.is_available() and dist.is_initialized() and not os.path.isdir(_TASKS):
-        time.sleep(_UNSEEN)
-    stop = time.monotonic() + _PATIENCE
+    if (
+        dist.is_available()
+        and dist.is_initialized()
+        and not os.path.isdir(_THREADS_FOLDER)
+    ):
+        time.sleep(_EXIT_SLEEP)
+    stop = time.monotonic() + _EXIT_TIMEOUT
     before, now = None, _gloo_threads()
     while now and time.monotonic() < stop:
         if now == before and not any("R (" in state for state in now.values()):
             return
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_INTERVAL)
         before, now = now, _gloo_threads()
 
 
 def _gloo_threads() -> dict[str, str]:
-    """Returns the state of each, and how often it has come and gone, on Linux."""
+    """Returns the state and the context switches of each gloo thread, on Linux."""
     found = {}
     with contextlib.suppress(OSError):
-        for thread in os.listdir(_TASKS):
+        for thread in os.listdir(_THREADS_FOLDER):
             with (
                 contextlib.suppress(OSError),
-                open(f"{_TASKS}/{thread}/status") as file,
+                open(f"{_THREADS_FOLDER}/{thread}/status") as file,
             ):
                 lines = file.read().splitlines()
-                if lines[0].split()[-1] == _NAME:
-                    told = ("State", "voluntary", "nonvoluntary")
-                    found[thread] = " ".join(s for s in lines if s.startswith(told))
+                if lines[0].split()[-1] == _GLOO_THREAD:
+                    fields = ("State", "voluntary", "nonvoluntary")
+                    found[thread] = " ".join(s for s in lines if s.startswith(fields))
     return found

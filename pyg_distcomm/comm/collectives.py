@@ -1,4 +1,6 @@
-"""Calls collectives, as the only module, and counts every word they move in the Ledger.
+"""Calls the collectives of torch.distributed, and counts every word they move in the Ledger.
+
+No other module calls collectives.
 
 Each function takes the `Axis` it communicates over, skips the network when the axis has
 one rank, and counts what *this rank receives from others* (a row a rank keeps is not
@@ -24,25 +26,23 @@ from pyg_distcomm.comm.trace import Exchange
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.process import PROCESS
 
-_MUCH = 1 << 17  # bytes to one rank that would delay what they overtake
-_TAG = 0x9D0C  # of messages, on groups that a script's own may share
+_LARGE_MESSAGE = 1 << 17  # bytes to one rank from which receives are posted first
+_TAG = 0x9D0C  # of our messages, on groups that a script may use, too
 
 
-def _staged(x: Tensor, axis: Axis) -> Tensor:
-    # gloo moves host memory and nccl device memory: what lies elsewhere is copied
-    backends = _back_ends(axis)
+def _to_backend_device(x: Tensor, axis: Axis) -> Tensor:
+    # gloo moves host memory and NCCL device memory: other tensors are copied
+    backends = _backend_of(axis)
     if not x.is_cpu and "nccl" not in backends:
         return x.cpu()
-    if (
-        x.is_cpu and backends == "cuda:nccl"
-    ):  # threads have a current device of their own
+    if x.is_cpu and backends == "cuda:nccl":  # each thread has its own current device
         mesh = None if PROCESS.mesh is None else PROCESS.mesh()
         home = None if mesh is None else mesh.device
         return x.to(home if home is not None and home.type == "cuda" else "cuda")
     return x
 
 
-def _back_ends(axis: Axis) -> str:
+def _backend_of(axis: Axis) -> str:
     try:
         return str(dist.get_backend_config(axis.group))
     except (TypeError, ValueError) as error:
@@ -66,10 +66,10 @@ def all_to_all(
         send_counts: how many go to each rank.
         recv_counts: how many come from each.
         axis: the ranks.
-        op: how the ledger calls it.
+        op: the name of the operation in the ledger.
         most: the most rows that any rank sends to any other, if all ranks know it: a
             small exchange is faster as one collective.
-        into: where what arrives is written, instead of a new tensor.
+        into: the tensor to receive into, instead of a new one.
 
     Shapes (this rank):
         x        [sum(send_counts), ...]   rows for rank 0, then rank 1, ...
@@ -79,19 +79,19 @@ def all_to_all(
     """
     if axis.size == 1:
         return Pending(x if into is None else into.copy_(x), x.device, axis, op)
-    source = _staged(x.contiguous(), axis)
+    source = _to_backend_device(x.contiguous(), axis)
     parts = source.split(list(send_counts))
-    return _begun(x, parts, recv_counts, axis, op, most, into, source)
+    return _start_exchange(x, parts, recv_counts, axis, op, most, into, source)
 
 
 def all_to_all_parts(
     parts: Sequence[Tensor], recv_counts: Sequence[int], axis: Axis, op: str
 ) -> Pending:
-    """Does as `all_to_all` with the rows for each rank in a tensor of their own."""
+    """Does the same as `all_to_all`, with one tensor of rows for each rank."""
     if axis.size == 1:
         return Pending(parts[0], parts[0].device, axis, op)
-    staged = [_staged(part.contiguous(), axis) for part in parts]
-    return _begun(parts[0], staged, recv_counts, axis, op, None, None)
+    staged = [_to_backend_device(part.contiguous(), axis) for part in parts]
+    return _start_exchange(parts[0], staged, recv_counts, axis, op, None, None)
 
 
 def all_gather_begin(
@@ -107,8 +107,7 @@ def all_gather_begin(
 
     Args:
         x: own rows.
-        counts: how many come from each rank; none from itself where own rows are not
-            wanted.
+        counts: how many rows come from each rank; 0 for this rank leaves out its own.
         axis, op, most, into: as in `all_to_all`.
 
     Shapes (this rank): x [n, ...], return [sum(counts), ...].
@@ -117,12 +116,12 @@ def all_gather_begin(
     if axis.size == 1:
         own = x[: counts[0]]
         return Pending(own if into is None else into.copy_(own), x.device, axis, op)
-    source = _staged(x.contiguous(), axis)
+    source = _to_backend_device(x.contiguous(), axis)
     here = counts[axis.rank]
-    if into is None and _by_blocks(source, counts, len(source), axis):
+    if into is None and _has_equal_blocks(source, counts, len(source), axis):
         out = source.new_empty((axis.size * len(source), *source.shape[1:]))
         sent = [len(source)] * axis.size
-        traced = _note_rows(x, sent, counts, axis, op)
+        traced = _count_rows(x, sent, counts, axis, op)
         with guarded(axis, op):
             work = dist.all_gather_into_tensor(
                 out, source, group=axis.group, async_op=True
@@ -130,23 +129,23 @@ def all_gather_begin(
         given = x.device, axis, op, work, traced, source
         return Pending(out, *given, wanted=counts)
     parts = [source[:here] if i == axis.rank else source for i in range(axis.size)]
-    return _begun(x, parts, counts, axis, op, most, into)
+    return _start_exchange(x, parts, counts, axis, op, most, into)
 
 
-def _by_blocks(x: Tensor, counts: Sequence[int], size: int, axis: Axis) -> bool:
-    """Tells whether all ranks hold blocks of `size`, which NCCL moves by its own operations."""
+def _has_equal_blocks(x: Tensor, counts: Sequence[int], size: int, axis: Axis) -> bool:
+    """Tells whether NCCL's collectives of equal blocks fit: every rank has `size` rows."""
     others = {count for i, count in enumerate(counts) if i != axis.rank}
-    return _owns_blocks(x, axis) and others == {size} and size > 0
+    return _uses_nccl(x, axis) and others == {size} and size > 0
 
 
-def _owns_blocks(x: Tensor, axis: Axis) -> bool:
-    return x.is_cuda and "nccl" in _back_ends(axis)
+def _uses_nccl(x: Tensor, axis: Axis) -> bool:
+    return x.is_cuda and "nccl" in _backend_of(axis)
 
 
 def reduce_scatter_begin(
     x: Tensor, counts: Sequence[int], own: int, axis: Axis
 ) -> Pending | None:
-    """Starts to add up the rows that ranks have for each other's blocks, as NCCL does.
+    """Starts a reduce-scatter of rows by NCCL, without this rank's own contribution.
 
     Args:
         x: rows for rank 0, then rank 1, ..., none for this rank.
@@ -155,27 +154,27 @@ def reduce_scatter_begin(
         axis: the ranks.
 
     Shapes (this rank): x [sum(counts), f], return [own, f], the sums of the other ranks.
-    Returns None where rows must go one by one: blocks differ in size, or no NCCL is there.
+    Returns None where blocks differ in size or NCCL does not move them.
     Price: (P - 1) own f words.
     """
-    source = _staged(x.contiguous(), axis)
-    if not _by_blocks(source, counts, own, axis):
+    source = _to_backend_device(x.contiguous(), axis)
+    if not _has_equal_blocks(source, counts, own, axis):
         return None
     if x.dtype in HALVES or torch.are_deterministic_algorithms_enabled():
-        return None  # summed here: in float32, and in the order of ranks
+        return None  # the caller sums them: in float32, and in the order of ranks
     first = own * axis.rank
     blocks = torch.cat(
         [source[:first], source.new_zeros(own, *x.shape[1:]), source[first:]]
     )
     out = source.new_empty((own, *x.shape[1:]))
     received = [0 if i == axis.rank else own for i in range(axis.size)]
-    traced = _note_rows(x, counts, received, axis, "reduce_scatter")
+    traced = _count_rows(x, counts, received, axis, "reduce_scatter")
     with guarded(axis, "reduce_scatter"):
         work = dist.reduce_scatter_tensor(out, blocks, group=axis.group, async_op=True)
     return Pending(out, x.device, axis, "reduce_scatter", work, traced, blocks)
 
 
-def _begun(
+def _start_exchange(
     x: Tensor,
     parts: Sequence[Tensor],
     recv_counts: Sequence[int],
@@ -185,20 +184,20 @@ def _begun(
     into: Tensor | None,
     whole: Tensor | None = None,
 ) -> Pending:
-    """Begins an exchange of the parts of `x`; `whole` is all of them, if it is at hand."""
+    """Starts an exchange of the parts of `x`; `whole` is their concatenation, if it exists."""
     like = parts[0]
     width = x.shape[1:].numel()
     send_counts = [part.size(0) for part in parts]
     out = into
     if out is None or out.device != like.device:
         out = like.new_empty((sum(recv_counts), *x.shape[1:]))
-    traced = _note_rows(x, send_counts, recv_counts, axis, op)
-    small = most is not None and most * width * like.element_size() < _MUCH
-    if not like.is_cuda and "gloo" in _back_ends(axis) and not small:
+    traced = _count_rows(x, send_counts, recv_counts, axis, op)
+    small = most is not None and most * width * like.element_size() < _LARGE_MESSAGE
+    if not like.is_cuda and "gloo" in _backend_of(axis) and not small:
         places = out.split(list(recv_counts))
         with guarded(axis, op):
-            work: Any = _messages(places, parts, axis)
-        # the work keeps the parts, and lets go of them before anyone waits
+            work: Any = _start_messages(places, parts, axis)
+        # the work keeps the parts, and releases them before anyone waits
         return Pending(out, x.device, axis, op, work, traced, into=into)
     source = torch.cat(list(parts)) if whole is None else whole
     splits = list(recv_counts), send_counts
@@ -209,13 +208,13 @@ def _begun(
     return Pending(out, x.device, axis, op, work, traced, source, into)
 
 
-def _messages(
+def _start_messages(
     places: Sequence[Tensor], parts: Sequence[Tensor], axis: Axis
 ) -> Messages:
-    # [Note: receive first]; every rank begins with its neighbour, so that not all at once
-    # send to one
+    # [Note: receive first]; every rank starts with its neighbour, so that not all ranks
+    # send to the same one at once
     peers = [(axis.rank + i) % axis.size for i in range(1, axis.size)]
-    much = [i for i in peers if parts[i].nbytes >= _MUCH]
+    much = [i for i in peers if parts[i].nbytes >= _LARGE_MESSAGE]
     order: list[Any] = [(dist.irecv, places, i) for i in much]
     order += [(dist.isend, parts, i) for i in peers]
     order += [(dist.irecv, places, i) for i in peers if i not in much]
@@ -233,27 +232,27 @@ def send(x: Tensor, to: int, axis: Axis, op: str = "send") -> Pending:
 
     What one rank sends another arrives in the order in which it was sent.
     """
-    source, some = _staged(x.contiguous(), axis), int(x.numel() > 0)
+    source, some = _to_backend_device(x.contiguous(), axis), int(x.numel() > 0)
     note = {"words": 0, "bytes": 0, "sent_bytes": x.nbytes, "messages": some}
     traced = axis.ledger.note(op, axis.name, **note)
-    work = _message(dist.isend, source, to, axis, op)
+    work = _start_message(dist.isend, source, to, axis, op)
     return Pending(source, x.device, axis, op, work, traced, source)
 
 
 def receive(into: Tensor, origin: int, axis: Axis, op: str = "send") -> Pending:
-    """Starts to receive, `into` a contiguous tensor, what a rank of an axis sends.
+    """Starts to receive the message of one rank of an axis, `into` a contiguous tensor.
 
     Price: the elements of `into`, in words.
     """
-    out = _staged(into, axis)
+    out = _to_backend_device(into, axis)
     note = {"words": into.numel(), "bytes": into.nbytes, "sent_bytes": 0, "messages": 0}
     traced = axis.ledger.note(op, axis.name, **note)
-    work = _message(dist.irecv, out, origin, axis, op)
+    work = _start_message(dist.irecv, out, origin, axis, op)
     return Pending(out, into.device, axis, op, work, traced, out, into)
 
 
-def _message(begin: Any, x: Tensor, peer: int, axis: Axis, op: str) -> Any:
-    if not x.numel():  # both ends know, and nothing is said
+def _start_message(begin: Any, x: Tensor, peer: int, axis: Axis, op: str) -> Any:
+    if not x.numel():  # both ends know that there is nothing to send
         return None
     peer = _global_rank(peer, axis)
     with guarded(axis, op):
@@ -261,7 +260,7 @@ def _message(begin: Any, x: Tensor, peer: int, axis: Axis, op: str) -> Any:
     return work if x.is_cuda else Messages([work], x)
 
 
-def _note_rows(
+def _count_rows(
     x: Tensor,
     send_counts: Sequence[int],
     recv_counts: Sequence[int],
@@ -306,11 +305,11 @@ def all_reduce_begin(
 
     Args:
         x, axis, op: see `all_reduce`.
-        before: where `x` is a piece of a larger sum, the words of it that have left.
+        before: where `x` is a piece of a larger sum, the words already sent of it.
     """
     if axis.size == 1:
         return Pending(x, x.device, axis, "all_reduce")
-    out = _staged(x, axis)
+    out = _to_backend_device(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
     traced = note_all_reduce(x, axis, before)
     reduction: Any = {"op": _REDUCTIONS[op], "group": axis.group, "async_op": True}
@@ -320,9 +319,9 @@ def all_reduce_begin(
 
 
 def note_all_reduce(x: Tensor, axis: Axis, before: int = 0) -> Exchange | None:
-    """Counts an all-reduce of `x` as the ring moves it, after `before` other words.
+    """Counts a ring all-reduce of `x` in the ledger, after `before` words of the same sum.
 
-    Pieces of one sum cost together what the sum in one piece costs.
+    The pieces of one sum together cost the same as the sum in one piece.
     """
     words = ring_words(before + x.numel(), axis.size) - ring_words(before, axis.size)
     size = words * x.element_size()
@@ -338,8 +337,8 @@ def ring_words(numel: int, size: int) -> int:
 def all_reduce_future(x: Tensor, axis: Axis, before: int = 0) -> tuple[Pending, Any]:
     """Starts an in-place sum; returns it, and torch's own future of it (for DDP's hook).
 
-    DDP's wait for the future has no deadline: wait for the sum first. It is a piece of a
-    larger sum, of which `before` words have left.
+    DDP waits for the future without a deadline, so wait for the sum first. `before` is as in
+    `all_reduce_begin`.
     """
     traced = note_all_reduce(x, axis, before)
     with guarded(axis, "all_reduce"):
@@ -354,8 +353,8 @@ def all_gather_counts(
     """Returns every rank's row of integers (all rows have the same length)."""
     if axis.size == 1:
         return [list(counts)]
-    mine = torch.tensor(list(counts), dtype=torch.int64)
-    rows = all_gather_rows(mine.unsqueeze(0), [1] * axis.size, axis, op)
+    own_data = torch.tensor(list(counts), dtype=torch.int64)
+    rows = all_gather_rows(own_data.unsqueeze(0), [1] * axis.size, axis, op)
     return [[int(v) for v in row] for row in rows.tolist()]
 
 
@@ -375,56 +374,57 @@ def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:
     if axis.size == 1:
         return list(counts)
     ones = [1] * axis.size
-    mine = torch.tensor(list(counts), dtype=torch.int64)
+    own_data = torch.tensor(list(counts), dtype=torch.int64)
     return [
-        int(v) for v in all_to_all(mine, ones, ones, axis, "plan", 1).wait().tolist()
+        int(v)
+        for v in all_to_all(own_data, ones, ones, axis, "plan", 1).wait().tolist()
     ]
 
 
 def all_gather_object(value: Any, axis: Axis) -> list[Any]:
-    """Returns every rank's value (for plans and messages; see `encoding.encode`).
+    """Returns every rank's value, for plans and error messages; see `serialization.encode`.
 
     Raises:
         TypeError: on all ranks, if a value can not be sent as data.
     """
     if axis.size == 1:
         return [value]
-    mine = torch.frombuffer(_encoded(value), dtype=torch.uint8)
-    sizes = exchange_counts([mine.numel()] * axis.size, axis)
-    every = all_gather_rows(mine, sizes, axis, op="plan")
-    return [_decoded(part) for part in every.split(sizes)]
+    own_data = torch.frombuffer(_encode(value), dtype=torch.uint8)
+    sizes = exchange_counts([own_data.numel()] * axis.size, axis)
+    gathered = all_gather_rows(own_data, sizes, axis, op="plan")
+    return [_decode(part) for part in gathered.split(sizes)]
 
 
 def broadcast_object(value: Any, axis: Axis) -> Any:
-    """Returns rank 0's value on every rank (for plans; see `encoding.encode`).
+    """Returns rank 0's value on every rank, for plans; see `serialization.encode`.
 
     Raises:
         TypeError: on all ranks, if the value can not be sent as data.
     """
     if axis.size == 1:
         return value
-    mine = _encoded(value) if axis.rank == 0 else bytearray()
-    size = exchange_counts([len(mine)] * axis.size, axis)[0]
-    mine = mine if axis.rank == 0 else bytearray(size)
-    buffer = _staged(torch.frombuffer(mine, dtype=torch.uint8), axis)
-    come, away = (size, 0) if axis.rank else (0, axis.size - 1)
-    note = {"bytes": come, "sent_bytes": size * away, "messages": away}
-    traced = axis.ledger.note("plan", axis.name, words=come, **note)
+    own_data = _encode(value) if axis.rank == 0 else bytearray()
+    size = exchange_counts([len(own_data)] * axis.size, axis)[0]
+    own_data = own_data if axis.rank == 0 else bytearray(size)
+    buffer = _to_backend_device(torch.frombuffer(own_data, dtype=torch.uint8), axis)
+    received, peers = (size, 0) if axis.rank else (0, axis.size - 1)
+    note = {"bytes": received, "sent_bytes": size * peers, "messages": peers}
+    traced = axis.ledger.note("plan", axis.name, words=received, **note)
     with guarded(axis, "plan"):
         first = _global_rank(0, axis)
         work = dist.broadcast(buffer, first, axis.group, async_op=True)
     got = Pending(buffer, torch.device("cpu"), axis, "plan", work, traced).wait()
-    return _decoded(got)
+    return _decode(got)
 
 
-def _encoded(value: Any) -> bytearray:
+def _encode(value: Any) -> bytearray:
     try:
         return encode((True, value))
     except TypeError as error:
         return encode((False, str(error)))
 
 
-def _decoded(data: Tensor) -> Any:
+def _decode(data: Tensor) -> Any:
     fine, value = decode(data.cpu().numpy().data)
     if not fine:
         raise TypeError(value)
@@ -443,10 +443,10 @@ def barrier(axis: Axis) -> None:
 
 
 def agree(problem: str | None, axis: Axis, kind: type[Exception] = ValueError) -> None:
-    """Raises on all ranks, or on none: the rule for every check at a door.
+    """Raises the same error on all ranks if any rank has a problem; else returns on all.
 
     Args:
-        problem: what is wrong on this rank; None when all is well.
+        problem: the error message of this rank; None if there is no problem.
         axis: the ranks that must agree.
         kind: the exception to raise.
 

@@ -1,7 +1,7 @@
-"""Compares what every rank holds a copy of, and counts rows over the ranks.
+"""Compares replicated tensors and settings between ranks, and counts rows over the ranks.
 
-All of it travels over the mesh's control axis, a process group of its own, so that a rank
-that asks alone can not be answered by another exchange.
+It uses the mesh's control axis, which has its own process group, so that a rank that calls
+a check alone does not receive the data of another exchange.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.kernels.core_ops import as_bytes
 
-_LONG = 1 << 26  # bytes up to which all of a tensor is hashed
-_ROUNDING = 1.0  # of the root of the dtype's rounding: how far processors part copies
-_PIECES = 64  # of a longer one
-_CALLS = 4096  # operations that are remembered
+_HASHED_BYTES = 1 << 26  # bytes: a longer tensor is hashed in parts
+_ROUNDING = 1.0  # tolerated relative difference of copies, times sqrt(eps) of the dtype
+_HASHED_PIECES = 64  # pieces of a longer tensor that are hashed
+_MAX_CALLS = 4096  # compared operations that are remembered
 
 
 def count_rows(here: int, mesh: Mesh) -> int:
     """Returns the sum of a number of rows over the ranks; collective.
 
-    Each rank also names its question by number, so that a rank that asks alone, and meets
-    another's next question, raises instead of taking the answer to that.
+    Requests are numbered, so that a rank that makes one alone raises an error instead of
+    taking the answer to another rank's next request.
 
     Price: one all-gather of two words a rank.
 
     Raises:
-        ValueError: on the ranks that met, if they are not at the same question.
+        ValueError: if the ranks are not at the same request.
     """
     if mesh.size == 1:
         return here
-    axis = mesh.control  # which a chunk's mesh refuses
-    mesh.questions += 1
-    counts = _exchange(_SELECTION, {"number": str(mesh.questions)}, here, mesh, axis)
+    axis = mesh.control  # raises for the mesh of a chunk
+    mesh.count_requests += 1
+    counts = _compare_and_gather(
+        _SELECTION, {"number": str(mesh.count_requests)}, here, mesh, axis
+    )
     return sum(counts)
 
 
@@ -53,7 +55,7 @@ _SELECTION = (
 )
 
 
-def _exchange(
+def _compare_and_gather(
     question: str,
     details: dict[str, str],
     word: int,
@@ -61,18 +63,18 @@ def _exchange(
     axis: Any = None,
     op: str = "plan",
 ) -> list[int]:
-    """Returns a word of each rank, all of which have to be at the same question.
+    """Gathers one word of each rank, and checks that all ranks make the same comparison.
 
-    All exchanges over the control axis begin with this one, of one size: ranks that are
-    at different calls get an error here, where collectives of unlike sizes would abort.
+    Every exchange over the control axis starts with this one, whose size is fixed: ranks
+    at different calls get an error here, where collectives of unequal sizes would abort.
 
     Args:
-        question: what the ranks compare.
-        details: what has to be the same on all ranks, by name.
-        word: this rank's.
+        question: the kind of comparison.
+        details: values by name that must be the same on all ranks.
+        word: the word of this rank.
         mesh: the ranks.
-        axis: that they exchange over; None is the control axis.
-        op: how the ledger, and a rank that waits in vain, call it.
+        axis: the axis to exchange over; None is the control axis.
+        op: the name in the ledger, and in the error of a rank that waits too long.
 
     Raises:
         ValueError: on all ranks, naming what differs.
@@ -94,7 +96,7 @@ def _exchange(
         raise ValueError(
             f"not all ranks asked for {question}; ask on all ranks, or use .to_local()"
         )
-    found = differing([details for _, details in every])
+    found = first_difference([details for _, details in every])
     raise ValueError(f"{_ADVICE[question]}: {found}")
 
 
@@ -116,7 +118,7 @@ def digest(x: Tensor) -> int:
     """Returns a hash of dtype, shape and values of a tensor, in [0, 2^62)."""
     x = x.detach()
     if x.layout != torch.strided:
-        parts = [digest(part) for part in _parts(x)]
+        parts = [digest(part) for part in _components(x)]
         return digest(torch.tensor([*parts, *x.shape]))
     known = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=8)
     if x.numel():
@@ -125,8 +127,8 @@ def digest(x: Tensor) -> int:
     return int.from_bytes(known.digest(), "little") >> 2
 
 
-def _parts(x: Tensor) -> list[Tensor]:
-    """Returns the indices and values that a sparse tensor is made of."""
+def _components(x: Tensor) -> list[Tensor]:
+    """Returns the index and value tensors of a sparse tensor."""
     if x.layout == torch.sparse_coo:
         x = x.coalesce()
         return [x.indices(), x.values()]
@@ -138,20 +140,22 @@ def _parts(x: Tensor) -> list[Tensor]:
 
 
 def sampled_digest(x: Tensor) -> int:
-    """Returns `digest` of a tensor, or of pieces all over it where it is long.
+    """Returns `digest` of a tensor, or of evenly spaced pieces of a long one.
 
     Price: a second per GB, of at most 64 MiB.
     """
     if (
         x.layout != torch.strided
-        or x.numel() * x.element_size() <= _LONG
+        or x.numel() * x.element_size() <= _HASHED_BYTES
         or x.dim() == 0
     ):
         return digest(x)
-    along = max(range(x.dim()), key=x.size)  # an edge_index [2, e] has but two rows
+    along = max(range(x.dim()), key=x.size)  # an edge_index [2, e] has only two rows
     length = x.size(along)
-    piece = max(1, length * _LONG // (x.numel() * x.element_size()) // _PIECES)
-    begins = torch.linspace(0, max(0, length - piece), _PIECES).long().tolist()
+    piece = max(
+        1, length * _HASHED_BYTES // (x.numel() * x.element_size()) // _HASHED_PIECES
+    )
+    begins = torch.linspace(0, max(0, length - piece), _HASHED_PIECES).long().tolist()
     marks = [digest(x.narrow(along, at, piece)) for at in begins]
     told = torch.tensor([*marks, *x.shape])
     return digest(told)
@@ -165,27 +169,27 @@ class Comparer:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh: Mesh = weakref.proxy(mesh)  # which has this
-        self._kinds: set[Any] = set()
+        self._mesh: Mesh = weakref.proxy(mesh)  # the mesh holds this object
+        self._compared_kinds: set[Any] = set()
         self._seen: Any = WeakTensorKeyDictionary()
-        self._given: Any = weakref.WeakKeyDictionary()
-        self._calls: set[Any] = set()
+        self._compared_settings: Any = weakref.WeakKeyDictionary()
+        self._compared_calls: set[Any] = set()
 
-    def check_given(
-        self, owner: Any, value: Any, told: Callable[[], dict[str, str]]
+    def check_settings(
+        self, owner: Any, value: Any, get_settings: Callable[[], dict[str, str]]
     ) -> None:
-        """Raises on all ranks if they gave a layer, when first used, other settings.
+        """Raises on all ranks if the settings of a layer differ between them at first use.
 
-        Compares what the constructors of the layer, and of modules in it, were given, too.
-        A layer is compared again when it is first used in the other mode, of training
-        and evaluation; without a link, modes are compared, too.
+        Also compares the constructor arguments of the layer and of the modules in it. A
+        layer is compared again when it is first used in the other mode (training or
+        evaluation); without a link, the modes themselves are compared, too.
 
         Price: one all-gather of two words a rank, once for each owner, value and mode.
 
         Args:
             owner: the layer.
-            value: what it was given.
-            told: returns the settings of that, by name.
+            value: the object that holds its settings, as its link.
+            get_settings: returns these settings by name.
 
         Raises:
             ValueError: naming what differs, and both values.
@@ -193,47 +197,51 @@ class Comparer:
         mesh = self._mesh
         if mesh.size == 1 or mesh.check == "never":
             return
-        compared = self._given.setdefault(owner, [])
+        compared = self._compared_settings.setdefault(owner, [])
         mode = getattr(owner, "training", None) if value is None else None
         if any(value is known and mode == then for known, then in compared):
             return
         compared[:] = [(v, m) for v, m in compared if v is value] + [(value, mode)]
-        details = {"type of layer": type(owner).__name__, **told()}
-        agrees = value is not None  # a link has ranks agree on who evaluates
-        _exchange(_LAYER, details | _settings_in(owner, not agrees), 0, mesh)
+        details = {"type of layer": type(owner).__name__, **get_settings()}
+        agrees = value is not None  # ranks of a link agree on the mode by themselves
+        _compare_and_gather(
+            _LAYER, details | _module_settings(owner, not agrees), 0, mesh
+        )
 
     def check_call(self, name: str, operands: Any) -> None:
-        """Raises on all ranks if they do not call an operation over all rows alike.
+        """Raises on all ranks if they call different operations over all rows.
 
-        Compares an operation when this rank first sees it with such operands. A rank that
-        has seen it before does not compare: one that has not then waits for its deadline.
+        Compares an operation when this rank first calls it with such operands. A rank that
+        has called it before does not compare; one that has not then waits until its deadline.
 
         Price: one all-gather of two words a rank, once for each call.
 
         Args:
             name: the operation.
-            operands: what describes them, the same on all ranks.
+            operands: a hashable description of them, the same on all ranks.
 
         Raises:
             ValueError: naming the operations.
         """
-        if self._mesh.check == "never" or (name, operands) in self._calls:
+        if self._mesh.check == "never" or (name, operands) in self._compared_calls:
             return
-        if len(self._calls) >= _CALLS:  # of loops over scalars; on all ranks alike
-            self._calls.clear()
-        self._calls.add((name, operands))
+        if (
+            len(self._compared_calls) >= _MAX_CALLS
+        ):  # loops over scalars; on all ranks alike
+            self._compared_calls.clear()
+        self._compared_calls.add((name, operands))
         shown = ", ".join(map(str, operands))
         details = {"operation": f"{name}({shown})"}
-        # apart from the mesh's ledger, whose first epoch has its price, too
+        # not in the mesh's ledger: the prices of a first epoch do not include checks
         axis = replace(self._mesh.control, ledger=self._mesh.checks)
-        _exchange(_OPERATION, details, 0, self._mesh, axis, name)
+        _compare_and_gather(_OPERATION, details, 0, self._mesh, axis, name)
 
     def check(self, x: Tensor, what: str) -> None:
         """Raises on all ranks if a plain tensor differs between them; collective.
 
         Args:
             x: the tensor, without gradient.
-            what: what it is used in.
+            what: the name of the operation.
 
         Raises:
             ValueError: naming the operation and the ranks.
@@ -241,43 +249,43 @@ class Comparer:
         mesh = self._mesh
         kind = what, tuple(x.shape), x.dtype
         if mesh.check == "first":
-            if kind in self._kinds:
+            if kind in self._compared_kinds:
                 return
         elif mesh.check == "never" or self._seen.get(x) == _version(x):
             return
-        self._kinds.add(kind)
+        self._compared_kinds.add(kind)
         if mesh.check == "always":
             self._seen[x] = _version(x)
-        details = {"operation": f"{what}()", "plain tensor": _kind_of(x)}
-        marks = _exchange(_PLAIN, details, digest(x), mesh)
+        details = {"operation": f"{what}()", "plain tensor": _shape_and_dtype(x)}
+        marks = _compare_and_gather(_PLAIN, details, digest(x), mesh)
         differ = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
         if differ:
             raise ValueError(
-                f"seed what draws this tensor: {what}() got a plain tensor of shape "
-                f"{list(x.shape)} and {x.dtype} beside a row-sharded one, which means the same "
-                f"values on all ranks, but ranks {differ} hold others than rank 0. Call "
+                f"seed the generator of this tensor: {what}() got a plain tensor of shape "
+                f"{list(x.shape)} and {x.dtype} beside a row-sharded one, which must have the "
+                f"same values on all ranks, but ranks {differ} and rank 0 differ. Call "
                 "torch.manual_seed (and the seeds of numpy and random) with the same "
                 "number on all ranks, or make rows of this rank row-sharded by "
                 "pdc.from_local(t, like=x)"
             )
 
-    def realign(self, leaves: dict[int, Tensor]) -> None:
-        """Gives parameters rank 0's values where rounding has parted them; collective.
+    def resync_rounded(self, leaves: dict[int, Tensor]) -> None:
+        """Copies rank 0's values to parameters that differ by rounding errors; collective.
 
         Args:
             leaves: parameters, by their number in the order of first use.
 
         Raises:
-            ValueError: where more than rounding has; on all ranks.
+            ValueError: on all ranks, if they differ by more.
         """
         mesh = self._mesh
         told = [
             len(leaves),
             *(part for k, x in leaves.items() for part in (k, digest(x))),
         ]
-        sizes = _exchange(_BACKWARD, {}, len(told), mesh)
+        sizes = _compare_and_gather(_BACKWARD, {}, len(told), mesh)
         if any(size != sizes[0] for size in sizes):
-            return  # passes reach unlike leaves, which is told elsewhere
+            return  # the caller reports that ranks reach different leaves
         marks = collectives.all_gather_counts(told, mesh.control)
         numbers = list(leaves)
         if any(mark[1::2] != numbers for mark in marks):
@@ -297,41 +305,43 @@ class Comparer:
             ):
                 ranks = [r for r, m in enumerate(marks) if m != marks[0]]
                 options = _options_of(list(leaves.values()))
-                found = differing(collectives.all_gather_object(options, mesh.control))
+                found = first_difference(
+                    collectives.all_gather_object(options, mesh.control)
+                )
                 if found is not None:
                     raise ValueError(found)
                 raise ValueError(
-                    "train all ranks alike: a parameter that they hold copies of (number "
-                    f"{number} in order of first use, shape {list(x.shape)}) has other "
-                    f"values on ranks {ranks} than on rank 0. Give optimizers the same lr "
+                    "train all ranks alike: a replicated parameter (number "
+                    f"{number} in order of first use, shape {list(x.shape)}) differs "
+                    f"between ranks {ranks} and rank 0. Give optimizers the same lr "
                     "and options on all ranks, step on all or on none, and change "
                     "parameters on all alike (reset_parameters() after one manual_seed)"
                 )
             with torch.no_grad():
                 x.data.copy_(first)
-            self._say_once(
-                f"parameters parted between ranks by rounding (number {number} in order "
+            self._warn_once(
+                f"parameters differed between ranks by rounding (number {number} in order "
                 f"of first use, by {float(gap):.1e}); rank 0's are taken everywhere"
             )
 
-    def check_alone(self, params: list[Tensor]) -> None:
-        """Raises on all ranks if parameters that no row-sharded data meets differ; collective.
+    def check_unsharded(self, params: list[Tensor]) -> None:
+        """Raises on all ranks if parameters outside row-sharded operations differ; collective.
 
-        Each is projected on one direction, so that they may come in any order, and those that
-        rounding has parted pass.
+        Compares the sum of their projections on one direction, so that parameters may come
+        in any order, and differences by rounding pass.
 
         Args:
-            params: what this rank's pass reaches.
+            params: the parameters that the backward pass of this rank reaches.
 
         Raises:
-            ValueError: saying what to do.
+            ValueError: if they differ.
         """
         mesh = self._mesh
-        _exchange(_BACKWARD, {}, len(params), mesh)
+        _compare_and_gather(_BACKWARD, {}, len(params), mesh)
         flat = [p.detach().flatten().double().cpu() for p in params]
         along = sum(float(p @ torch.arange(len(p)).double().cos()) for p in flat)
         size = sum(float(p.square().sum()) for p in flat) ** 0.5
-        told = (sorted(map(_kind_of, params)), along, size)
+        told = (sorted(map(_shape_and_dtype, params)), along, size)
         every = collectives.all_gather_object(told, mesh.control)
         eps = max((torch.finfo(p.dtype).eps for p in params), default=0.0)
         kinds, first, _ = every[0]
@@ -343,19 +353,19 @@ class Comparer:
         if differ:
             raise ValueError(
                 "call torch.manual_seed with the same number on all ranks before the model "
-                "is made: parameters that work on values which all ranks have alike, such as "
-                f"pooled ones, are others on ranks {differ} than on rank 0 ({len(params)} "
-                f"here: {', '.join(sorted(map(_kind_of, params))[:4])}). Draw and step alike "
-                "on all ranks; what works on .to_local() rows is for pdc.replicate"
+                "is made: parameters of layers on replicated values, such as pooled ones, "
+                f"differ between ranks {differ} and rank 0 ({len(params)} "
+                f"here: {', '.join(sorted(map(_shape_and_dtype, params))[:4])}). Draw and step "
+                "alike on all ranks; wrap models of .to_local() rows by pdc.replicate"
             )
 
-    def _say_once(self, text: str) -> None:
-        if not self._told and self._mesh.rank == 0:
+    def _warn_once(self, text: str) -> None:
+        if not self._warned and self._mesh.rank == 0:
             warnings.warn(text, stacklevel=3)
-        self._told = True
+        self._warned = True
 
-    def equalise(self, x: Tensor) -> None:
-        """Gives a parameter rank 0's values where ranks differ, and says so; collective.
+    def sync_from_rank0(self, x: Tensor) -> None:
+        """Copies rank 0's values to a parameter, with a warning, if ranks differ; collective.
 
         Raises:
             ValueError: if shapes or dtypes differ.
@@ -363,8 +373,8 @@ class Comparer:
         mesh = self._mesh
         if mesh.check == "never":
             return
-        details = {"shape and dtype of a parameter": _kind_of(x)}
-        marks = _exchange(_PARAMETER, details, digest(x), mesh)
+        details = {"shape and dtype of a parameter": _shape_and_dtype(x)}
+        marks = _compare_and_gather(_PARAMETER, details, digest(x), mesh)
         if all(mark == marks[0] for mark in marks):
             return
         first = collectives.all_reduce(
@@ -372,21 +382,21 @@ class Comparer:
         )
         with torch.no_grad():
             x.data.copy_(first)
-        self._say_once(
+        self._warn_once(
             f"parameters differed between ranks (first one of shape {list(x.shape)}); "
             "rank 0's are taken everywhere. Call torch.manual_seed before the model is "
             "made, so that all ranks draw the same"
         )
 
-    _told = False
+    _warned = False
 
 
-def _kind_of(x: Tensor) -> str:
+def _shape_and_dtype(x: Tensor) -> str:
     return f"{list(x.shape)} {x.dtype}".replace("torch.", "")
 
 
-def _settings_in(owner: Any, modes: bool) -> dict[str, str]:
-    """Returns what the constructors of a layer's modules were given, and their modes."""
+def _module_settings(owner: Any, modes: bool) -> dict[str, str]:
+    """Returns the constructor arguments of a layer's modules by name, and their modes."""
     if not isinstance(owner, torch.nn.Module):
         return {}
     settings = {}
@@ -405,7 +415,7 @@ def _settings_in(owner: Any, modes: bool) -> dict[str, str]:
 
 
 def _options_of(leaves: list[Tensor]) -> dict[str, str]:
-    """Returns the options of the optimizers that train some leaves, by name."""
+    """Returns the options, by name, of the optimizers that train some leaves."""
     known = {id(leaf) for leaf in leaves}
     made = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
     groups = [
@@ -426,7 +436,7 @@ def _options_of(leaves: list[Tensor]) -> dict[str, str]:
 
 
 def comparer_of(mesh: Mesh) -> Comparer:
-    """Returns what compares replicated tensors for a mesh."""
+    """Returns the `Comparer` of a mesh."""
     if mesh.compared is None:
         mesh.compared = Comparer(mesh)
     return mesh.compared  # type: ignore[no-any-return]

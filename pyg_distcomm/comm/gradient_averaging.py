@@ -1,19 +1,19 @@
-"""Averages the gradients of what all ranks hold a copy of, once per backward pass.
+"""Averages the gradients of replicated tensors over the ranks, once per backward pass.
 
-[Note: meetings] A plain tensor that requires a gradient *meets* row-sharded data where an
-operation has both among its operands. Each rank then computes a part of its gradient, and
-the mean over ranks is the gradient of one process ([Note: gradients] in `comm/autograd.py`).
-A leaf is known from its first meeting on: its whole gradient is averaged, whatever else
-it was used for, since terms that every rank repeats are their own mean. A tensor with a
-history is averaged through its leaves, where these are found in a few steps and nobody asks
-for its own gradient (`torch.autograd.grad`, a hook, `retain_grad`), and at the meeting
-otherwise. Results of global reductions need neither.
+[Note: replicated operands] Where an operation has a plain tensor that requires a gradient
+beside row-sharded data, each rank computes a part of its gradient, and the mean over ranks is
+the gradient of one process ([Note: gradients] in `comm/autograd.py`). A leaf is registered
+when such an operation first uses it. From then on its whole gradient is averaged, whatever
+else uses it, since terms that every rank repeats are their own mean. A tensor with a history
+is averaged through its leaves if these are found in a few steps and nobody asks for its own
+gradient (`torch.autograd.grad`, a hook, `retain_grad`); otherwise where it is used. Results
+of global reductions need neither.
 
 [Note: order of buckets] Before the first gradient of a backward pass is averaged, ranks
 compare, in two words, which leaves it will reach. Gradients travel in buckets of about a
-quarter of them, in the reverse order of the leaves' first meetings, each as soon as it and
-those before it are full; what a rank has no gradient for counts as zero. So all ranks send
-the same buckets in the same order, whatever order gradients come in.
+quarter of them, in the reverse order in which leaves were registered, each bucket as soon as
+it and those before it are full; a missing gradient counts as zero. So all ranks send the
+same buckets in the same order, in whatever order gradients arrive.
 
 Hooks that a script puts on a leaf see the average: a leaf with hooks of its own, a backward
 pass with `create_graph=True`, and `torch.autograd.grad` are averaged one by one, at once.
@@ -37,13 +37,15 @@ from pyg_distcomm.comm.consistency import comparer_of, digest
 from pyg_distcomm.comm.mesh import Mesh
 
 BUCKETS = 4
-SMALLEST = 1 << 14  # bytes of a bucket: below, latency is dearer than what overlaps
-_STEPS = 64  # of a tensor's history that are looked through for its leaves
+MIN_BUCKET_BYTES = (
+    1 << 14
+)  # bytes of a bucket: in smaller ones latency outweighs the overlap
+_MAX_HISTORY = 64  # nodes of a tensor's history that are searched for its leaves
 
 
 @dataclass(eq=False)
-class _Leaf:
-    """Holds a leaf that has met row-sharded data: its number among them, and its hook."""
+class _LeafState:
+    """Holds the state of a registered leaf: its number, and its hook."""
 
     number: int
     hook: Any = None
@@ -52,7 +54,7 @@ class _Leaf:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Holds gradients that travel together, side by side in one buffer."""
+    """Holds gradients that are all-reduced together, in one buffer."""
 
     leaves: list[Tensor]
     buffer: Tensor
@@ -75,8 +77,8 @@ class _Bucket:
 
 
 @dataclass(eq=False)
-class _Pass:
-    """Holds the state of a backward pass under way: what it averages, and how far it is."""
+class _BackwardPass:
+    """Holds the state of a running backward pass: its buckets, and how many are sent."""
 
     buckets: list[_Bucket] = field(default_factory=list)
     of: dict[int, _Bucket] = field(default_factory=dict)
@@ -89,9 +91,9 @@ class _Pass:
 class Averager:
     """Averages gradients over the ranks of a mesh; see the notes of this file.
 
-    Price: an all-reduce of two words per backward pass that reaches leaves that have met
-    row-sharded data, and one of their gradients, in pieces. The first meeting of a leaf costs
-    an all-gather of a hash and a shape. In passes 2, 4, 8 and so on (`check="always"`: in
+    Price: an all-reduce of two words per backward pass that reaches registered leaves, and one
+    of their gradients, in pieces. The registration of a leaf costs an all-gather of a hash and
+    a shape. In passes 2, 4, 8 and so on (`check="always"`: in
     all) the two words hold a hash of the leaves, too, and from the first pass on one of other
     parameters that it reaches: a second per GB, and no more bytes.
 
@@ -100,97 +102,101 @@ class Averager:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = weakref.ref(mesh)  # which has this
+        self._mesh = weakref.ref(mesh)  # the mesh holds this object
         self._axis, self._control = mesh.data, mesh.control
         self._leaves: Any = WeakTensorKeyDictionary()
-        self._order: list[weakref.ref[Tensor]] = []
-        self._met: Any = WeakTensorKeyDictionary()
-        self._watched: Any = WeakTensorKeyDictionary()
+        self._leaves_by_number: list[weakref.ref[Tensor]] = []
+        self._averaged_copies: Any = WeakTensorKeyDictionary()
+        self._hook_intermediate: Any = WeakTensorKeyDictionary()
         self._frozen: Any = WeakTensorKeyDictionary()
-        self._elsewhere: Any = WeakTensorKeyDictionary()
-        self._passes: dict[int, _Pass] = {}
-        self._paused = self._begun = 0
+        self._delegated: Any = WeakTensorKeyDictionary()
+        self._running_passes: dict[int, _BackwardPass] = {}
+        self._paused = self._num_passes = 0
 
     @property
-    def mesh_is_gone(self) -> bool:
-        """Returns whether the mesh was collected; a graph may still have its gradients."""
+    def is_orphaned(self) -> bool:
+        """Returns whether the mesh was garbage-collected; a graph may still hold hooks."""
         return self._mesh() is None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves gradients as they are in a block, which averages them itself."""
+        """Switches averaging off in a block, which averages gradients itself."""
         self._paused += 1
         try:
             yield
         finally:
             self._paused -= 1
 
-    def averaged_by(self, leaf: Tensor, wrapper: Any) -> None:
-        """Leaves a parameter to a wrapper (DDP) whenever that is armed."""
-        self._elsewhere[leaf] = weakref.ref(wrapper)
+    def delegate(self, leaf: Tensor, wrapper: Any) -> None:
+        """Leaves the gradient of a parameter to a wrapper (DDP) whenever that is armed."""
+        self._delegated[leaf] = weakref.ref(wrapper)
 
-    def meet(self, x: Tensor) -> Tensor:
-        """Returns a plain tensor as it has to meet row-sharded data.
+    def register(self, x: Tensor) -> Tensor:
+        """Registers a plain tensor whose gradient is to be averaged, and returns it.
 
         Args:
-            x: requires a gradient; the same on all ranks.
+            x: a tensor that requires a gradient; the same on all ranks.
         """
         if x.is_leaf:
-            self._register(x)
+            self._register_leaf(x)
             return x
-        version, met = self._met.get(x, (None, None))
-        if met is not None and version == x._version and met.requires_grad:
-            return met  # type: ignore[no-any-return]
+        version, averaged = self._averaged_copies.get(x, (None, None))
+        if averaged is not None and version == x._version and averaged.requires_grad:
+            return averaged  # type: ignore[no-any-return]
         leaves = _leaves_of(x)
         if leaves is None:
-            met = _Average.apply(x, self)
-            self._met[x] = x._version, met
-            return met  # type: ignore[no-any-return]
+            averaged = _Average.apply(x, self)
+            self._averaged_copies[x] = x._version, averaged
+            return averaged  # type: ignore[no-any-return]
         for leaf in leaves:
-            self._register(leaf)
-        if leaves and x not in self._watched:
-            self._watched[x] = True
-            _watched(x, leaves[0], self)
+            self._register_leaf(leaf)
+        if leaves and x not in self._hook_intermediate:
+            self._hook_intermediate[x] = True
+            _hook_intermediate(x, leaves[0], self)
         return x
 
-    def passed(self, x: Tensor | None, leaf: Any, g: Tensor) -> Tensor | None:
-        """Takes a gradient on its way to leaves; averages it where it is asked for.
+    def on_intermediate_gradient(
+        self, x: Tensor | None, leaf: Any, g: Tensor
+    ) -> Tensor | None:
+        """Averages the gradient of a tensor with a history, if the script asks for it.
 
         Args:
-            x: has met row-sharded data; None if only autograd remembers it.
-            leaf: the node of one of its leaves.
+            x: a registered tensor; None if only autograd still holds it.
+            leaf: the autograd node of one of its leaves.
             g: the gradient of x, complete on this rank.
         """
         if self._paused:
             return None
-        asked = x is not None and (x.retains_grad or len(x._backward_hooks or ()) > 1)
-        if not asked:
+        requested = x is not None and (
+            x.retains_grad or len(x._backward_hooks or ()) > 1
+        )
+        if not requested:
             try:  # not on to the leaf: torch.autograd.grad of x
-                asked = not torch._C._will_engine_execute_node(leaf)
+                requested = not torch._C._will_engine_execute_node(leaf)
             except RuntimeError:  # of the leaf, and of x perhaps
-                asked = True
-        return self.mean(g) if asked else None
+                requested = True
+        return self.mean(g) if requested else None
 
-    def know(self, x: Tensor) -> None:
-        """Compares a frozen parameter between ranks, once; rank 0's is taken."""
+    def compare_frozen(self, x: Tensor) -> None:
+        """Compares a frozen parameter between ranks once, and takes rank 0's values."""
         if x not in self._frozen and x not in self._leaves:
-            self._equalise(x)
+            self._sync_from_rank0(x)
             self._frozen[x] = True
 
-    def _equalise(self, x: Tensor) -> None:
+    def _sync_from_rank0(self, x: Tensor) -> None:
         mesh = self._mesh()
         if mesh is not None:
-            comparer_of(mesh).equalise(x)
+            comparer_of(mesh).sync_from_rank0(x)
 
-    def _register(self, x: Tensor) -> None:
+    def _register_leaf(self, x: Tensor) -> None:
         leaf = self._leaves.get(x)
         if leaf is None:
-            if x not in self._elsewhere:  # a wrapper has seen to it
-                self._equalise(x)
-            leaf = self._leaves[x] = _Leaf(len(self._order))
-            self._order.append(weakref.ref(x))
+            if x not in self._delegated:  # a wrapper has compared it
+                self._sync_from_rank0(x)
+            leaf = self._leaves[x] = _LeafState(len(self._leaves_by_number))
+            self._leaves_by_number.append(weakref.ref(x))
         if leaf.hook is None and x.requires_grad:
-            leaf.hook = _hooked(x, self)
+            leaf.hook = _hook_leaf(x, self)
 
     def mean(self, g: Tensor) -> Tensor:
         """Returns the mean of a gradient over the ranks, differentiably if it is."""
@@ -213,60 +219,62 @@ class Averager:
         )
         return torch.sparse_coo_tensor(index.t(), value, g.shape).coalesce()
 
-    def arrived(self, x: Tensor, g: Tensor) -> Tensor | None:
-        """Takes a gradient that is complete on this rank; returns what stands for it."""
-        if self._paused or self._left_to_wrapper(x):
+    def on_leaf_gradient(self, x: Tensor, g: Tensor) -> Tensor | None:
+        """Adds the gradient of a leaf to its bucket; returns what to accumulate instead."""
+        if self._paused or self._is_averaged_by_wrapper(x):
             return None
-        task = torch._C._current_graph_task_id()
-        run = self._passes.get(task)
-        if run is None:
-            run = self._passes[task] = self._begin(task)
-        bucket = run.of.get(id(x))
+        task_id = torch._C._current_graph_task_id()
+        running = self._running_passes.get(task_id)
+        if running is None:
+            running = self._running_passes[task_id] = self._begin_pass(task_id)
+        bucket = running.of.get(id(x))
         if bucket is None:
             return self.mean(g)
-        if g.layout != torch.strided:  # known from the first time on
+        if g.layout != torch.strided:  # later passes know it
             self._leaves[x].one_by_one = True
-            run.sparse.add(id(x))
+            running.sparse.add(id(x))
             return self.mean(g)
         bucket.slot(x).copy_(g.detach())
         bucket.missing -= 1
-        self._send(run)
+        self._send_full_buckets(running)
         if x.grad is not None:
             return torch.zeros_like(g)
-        run.fresh.add(id(x))  # taken as it is, and written over when the mean is there
+        running.fresh.add(id(x))  # accumulated as it is, and overwritten by the mean
         return None
 
-    def _left_to_wrapper(self, x: Tensor) -> bool:
-        ref = self._elsewhere.get(x)
+    def _is_averaged_by_wrapper(self, x: Tensor) -> bool:
+        ref = self._delegated.get(x)
         wrapper = None if ref is None else ref()
         return wrapper is not None and wrapper.armed
 
-    def _begin(self, task: int) -> _Pass:
-        """Agrees with the other ranks on what this backward pass will reach."""
-        found = [(k, ref()) for k, ref in enumerate(self._order)]
+    def _begin_pass(self, task_id: int) -> _BackwardPass:
+        """Agrees with the other ranks on the leaves that this backward pass will reach."""
+        found = [(k, ref()) for k, ref in enumerate(self._leaves_by_number)]
         leaves = {k: x for k, x in found if x is not None and x.requires_grad}
-        marks = {k: how for k, x in leaves.items() if (how := self._reached(x))}
+        marks = {k: reach for k, x in leaves.items() if (reach := self._how_reached(x))}
         due = self._is_due()
         copies = (
-            {k: leaves[k] for k in sorted(marks)} if due and self._begun > 1 else {}
+            {k: leaves[k] for k in sorted(marks)}
+            if due and self._num_passes > 1
+            else {}
         )
-        alone = self._alone() if due else None
-        every = self._union(marks, len(found), copies, alone)
-        run = _Pass()
+        alone = self._unsharded_parameters() if due else None
+        every = self._agree_on_reached(marks, len(found), copies, alone)
+        running = _BackwardPass()
         bulk = [leaves[k] for k in sorted(every, reverse=True) if every[k] == 1]
         arriving = {id(leaves[k]) for k in marks}
-        for part in _parts(bulk):
+        for part in _split_into_buckets(bulk):
             bucket = _Bucket.of(part, arriving)
-            run.buckets.append(bucket)
-            run.of.update({id(p): bucket for p in part})
+            running.buckets.append(bucket)
+            running.of.update({id(p): bucket for p in part})
         torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
-            lambda: self._finish(task)
+            lambda: self._finish_pass(task_id)
         )
-        return run
+        return running
 
-    def _reached(self, x: Tensor) -> int:
-        """Returns 0 if this pass does not reach a leaf, 1 if it does, 2 if one by one."""
-        if self._left_to_wrapper(x):
+    def _how_reached(self, x: Tensor) -> int:
+        """Returns 0 if the pass does not reach a leaf, 2 if it is averaged alone, else 1."""
+        if self._is_averaged_by_wrapper(x):
             return 0
         node = torch.autograd.graph.get_gradient_edge(x).node
         try:
@@ -280,17 +288,17 @@ class Averager:
         return 2 if alone else 1
 
     def _is_due(self) -> bool:
-        """Counts a pass, and returns whether ranks compare what they hold copies of in it."""
+        """Counts a pass, and returns whether ranks compare replicated tensors in it."""
         mesh = self._mesh()
-        self._begun += 1
-        now = self._begun & (self._begun - 1) == 0
+        self._num_passes += 1
+        now = self._num_passes & (self._num_passes - 1) == 0
         check = "never" if mesh is None else mesh.check
         return check == "always" or (check == "first" and now)
 
-    def _alone(self) -> list[Tensor]:
-        """Returns the parameters that this pass reaches, and that no row-sharded data has met.
+    def _unsharded_parameters(self) -> list[Tensor]:
+        """Returns the parameters that this pass reaches, but no row-sharded operation uses.
 
-        They work on what is the same on all ranks, as a head does on pooled values, and
+        They work on values that are the same on all ranks, as a head does on pooled rows, and
         get the same gradients there without an average.
         """
         every = [p for p in gc.get_objects() if type(p) is torch.nn.Parameter]
@@ -299,7 +307,7 @@ class Averager:
             for p in every
             if p.requires_grad
             and p not in self._leaves
-            and p not in self._elsewhere
+            and p not in self._delegated
             and not hasattr(p, "is_shard")
             and self._will_reach(p)
         ]
@@ -312,14 +320,14 @@ class Averager:
         except RuntimeError:  # torch.autograd.grad of it
             return False
 
-    def _union(
+    def _agree_on_reached(
         self,
         marks: dict[int, int],
         known: int,
         copies: dict[int, Tensor],
         alone: list[Tensor] | None,
     ) -> dict[int, int]:
-        """Returns which leaves any rank reaches; compares copies; collective."""
+        """Returns the leaves that any rank reaches, and compares copies of them; collective."""
         flat = [part for k in sorted(marks) for part in (k, marks[k])]
         others = [len(alone), sum(map(digest, alone))] if alone else []  # in any order
         mark = random.fold(*flat, *map(digest, copies.values()), *others)
@@ -329,13 +337,13 @@ class Averager:
             return marks
         mesh = self._mesh()
         if copies and mesh is not None:
-            comparer_of(mesh).realign(copies)
+            comparer_of(mesh).resync_rounded(copies)
         if alone is not None and mesh is not None:
-            comparer_of(mesh).check_alone(alone)
+            comparer_of(mesh).check_unsharded(alone)
         mine = [marks.get(k, 0) for k in range(known)]
         every = collectives.all_gather_counts(mine, self._control)
         kinds = [{row[k] for row in every} for k in range(known)]
-        # one by one on one rank is one by one on all; a leaf that is not reached has no turn
+        # sent alone on one rank is sent alone on all; ranks that do not reach it cannot join
         bad = [k for k, kind in enumerate(kinds) if kind >= {0, 2}]
         if bad:
             ranks = [r for r, row in enumerate(every) if row[bad[0]]]
@@ -347,30 +355,33 @@ class Averager:
             )
         return {k: max(kind) for k, kind in enumerate(kinds) if max(kind)}
 
-    def _send(self, run: _Pass) -> None:
-        """Starts to sum the buckets that are full, none before those ahead of it."""
-        while run.sent < len(run.buckets) and run.buckets[run.sent].missing <= 0:
-            bucket = run.buckets[run.sent]
-            if not run.sent:
+    def _send_full_buckets(self, running: _BackwardPass) -> None:
+        """Starts the all-reduce of full buckets, in order."""
+        while (
+            running.sent < len(running.buckets)
+            and running.buckets[running.sent].missing <= 0
+        ):
+            bucket = running.buckets[running.sent]
+            if not running.sent:
                 self._axis.ledger.event("begin", "gradients")
             bucket.buffer.div_(self._axis.size)
             bucket.pending = collectives.all_reduce_begin(
-                bucket.buffer, self._axis, before=run.words
+                bucket.buffer, self._axis, before=running.words
             )
-            run.words += bucket.buffer.numel()
-            run.sent += 1
+            running.words += bucket.buffer.numel()
+            running.sent += 1
 
-    def _finish(self, task: int) -> None:
-        """Writes the averages where the backward pass has put this rank's parts."""
-        run = self._passes.pop(task)
-        for bucket in run.buckets:
+    def _finish_pass(self, task_id: int) -> None:
+        """Writes the averages to `.grad`, in place of this rank's gradients."""
+        running = self._running_passes.pop(task_id)
+        for bucket in running.buckets:
             bucket.missing = 0
-        self._send(run)
-        for bucket in run.buckets:
+        self._send_full_buckets(running)
+        for bucket in running.buckets:
             bucket.buffer = bucket.pending.wait()
             for p in bucket.leaves:
-                if id(p) not in run.sparse:
-                    self._write(p, bucket.slot(p), id(p) in run.fresh)
+                if id(p) not in running.sparse:
+                    self._write(p, bucket.slot(p), id(p) in running.fresh)
 
     def _write(self, p: Tensor, mean: Tensor, fresh: bool) -> None:
         with torch.no_grad():
@@ -397,7 +408,7 @@ class _Average(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Hook:
-    """Has an averager see the gradient of a leaf, as long as a graph may hold the leaf."""
+    """Passes the gradient of a leaf to an averager."""
 
     leaf: weakref.ref[Tensor]
     averager: Averager
@@ -406,20 +417,20 @@ class _Hook:
         leaf = self.leaf()
         if leaf is None or g is None:
             return None
-        return self.averager.arrived(leaf, g)
+        return self.averager.on_leaf_gradient(leaf, g)
 
 
-def _hooked(x: Tensor, averager: Averager) -> Any:
-    """Has the averager see the gradient of a leaf, in place of those of meshes that went."""
+def _hook_leaf(x: Tensor, averager: Averager) -> Any:
+    """Hooks an averager to a leaf, and removes the hooks of meshes that are gone."""
     hooks: Any = x._backward_hooks or {}
     for key, hook in list(hooks.items()):
-        if isinstance(hook, _Hook) and hook.averager.mesh_is_gone:
+        if isinstance(hook, _Hook) and hook.averager.is_orphaned:
             del hooks[key]
-    return _first_hook(x, _Hook(weakref.ref(x), averager))
+    return _register_hook_first(x, _Hook(weakref.ref(x), averager))
 
 
-def _first_hook(x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """Puts a hook on a tensor, ahead of those that the script has put there."""
+def _register_hook_first(x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Registers a hook on a tensor, ahead of those of the script."""
     with torch._C.DisableTorchFunctionSubclass():
         handle = x.register_hook(hook)
     hooks: Any = x._backward_hooks
@@ -428,21 +439,21 @@ def _first_hook(x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
     return handle
 
 
-def _watched(x: Tensor, leaf: Tensor, averager: Averager) -> None:
-    """Has the averager see gradients of a tensor with a history."""
+def _hook_intermediate(x: Tensor, leaf: Tensor, averager: Averager) -> None:
+    """Hooks an averager to a tensor with a history."""
     tensor = weakref.ref(x)
     node = torch.autograd.graph.get_gradient_edge(leaf).node
 
     def average(g: Tensor) -> Tensor | None:
-        return averager.passed(tensor(), node, g)
+        return averager.on_intermediate_gradient(tensor(), node, g)
 
-    _first_hook(x, average)
+    _register_hook_first(x, average)
 
 
-def _parts(leaves: list[Tensor]) -> list[list[Tensor]]:
-    """Cuts leaves into buckets, each of one dtype and device."""
+def _split_into_buckets(leaves: list[Tensor]) -> list[list[Tensor]]:
+    """Splits leaves into buckets, each of one dtype and device."""
     total = sum(p.numel() * p.element_size() for p in leaves)
-    limit = max(total / BUCKETS, SMALLEST)
+    limit = max(total / BUCKETS, MIN_BUCKET_BYTES)
     parts: list[list[Tensor]] = []
     size, kind = 0.0, None
     for p in leaves:
@@ -455,14 +466,14 @@ def _parts(leaves: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _leaves_of(x: Tensor) -> list[Tensor] | None:
-    """Returns the leaves of a tensor's history, up to global sums; None if it is long."""
+    """Returns the leaves of a tensor's history, up to global sums; None if it is too long."""
     node: Any = x.grad_fn
     queue: list[Any] = [node]
     seen: set[Any] = {node}
     leaves: list[Tensor] = []
     while queue:
         node = queue.pop()
-        if len(seen) > _STEPS:
+        if len(seen) > _MAX_HISTORY:
             return None
         if isinstance(node, autograd.SUMMED):
             continue
@@ -477,34 +488,34 @@ def _leaves_of(x: Tensor) -> list[Tensor] | None:
 
 
 def averager_of(mesh: Mesh) -> Averager:
-    """Returns what averages gradients for a mesh."""
+    """Returns the `Averager` of a mesh."""
     if mesh.averager is None:
         mesh.averager = Averager(mesh)
     return mesh.averager  # type: ignore[no-any-return]
 
 
-def meet(x: Any, mesh: Any) -> Any:
-    """Returns a plain tensor as it has to meet row-sharded data; others as they are.
+def as_replicated(x: Any, mesh: Any) -> Any:
+    """Returns a replicated operand of row-sharded data, with its gradient averaged over ranks.
 
-    Tells the ranks of a mesh that its gradient has to be averaged, if it has one.
+    Other values, and tensors that require no gradient, are returned as they are.
     """
     if not isinstance(mesh, Mesh) or mesh.world.size == 1:
         return x
     plain = isinstance(x, Tensor) and not getattr(type(x), "_spread", False)
     if plain and x.requires_grad:
         check_transforms()
-        return averager_of(mesh).meet(x)
+        return averager_of(mesh).register(x)
     return x
 
 
 def check_transforms() -> None:
-    """Refuses to go on inside torch.func and torch.vmap; see `refuse_transforms`."""
+    """Raises inside torch.func and torch.vmap; see `refuse_transforms`."""
     if torch._C._functorch.maybe_current_level() is not None:
         refuse_transforms()
 
 
 def refuse_transforms() -> None:
-    """Refuses what torch.func and torch.vmap make of a function: they take this rank's rows.
+    """Raises the error of torch.func and torch.vmap, which would use this rank's rows alone.
 
     Raises:
         TypeError: always.

@@ -1,13 +1,13 @@
-"""Starts a function on several ranks of this machine, and saves a run before a signal ends it.
+"""Runs a function on several ranks of this machine, and saves a run before a signal ends it.
 
 [Note: ranks end with their launcher] Whatever ends the launcher, its ranks must not go on.
-Each watches the launcher's process: a rank that has outlived it gets SIGTERM, as torchrun's
-would, and is killed if that does not end it. The fork server that starts ranks on Linux,
+Each rank watches the launcher's process. When that ends, the rank gets SIGTERM, as from
+torchrun, and is killed if that does not end it. The fork server that starts ranks on Linux,
 which Python keeps for the next launch, ends with the launcher and the last rank.
 
 [Note: preemption] Signals come to ranks at different moments, or to one of them alone, and a
-checkpoint needs all ranks at the same step. So a signal only leaves a mark, and ranks compare
-marks once a step, at a place that the script chooses: if any has one, all save, and end.
+checkpoint needs all ranks at the same step. So a signal is only recorded, and ranks compare
+records once a step, at a place that the script chooses: if any rank got one, all save and end.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.axis import come_to_rest
+from pyg_distcomm.comm.axis import drain_at_exit
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 from pyg_distcomm.comm.store import RankError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_AGAIN = 1.0  # seconds after which the same signal is a second one, and not its echo
-_GRACE = 5.0  # seconds the other ranks have to tell their own story
-_SAVING = (
+_REPEAT_AFTER = 1.0  # seconds within which the same signal counts as the same request
+_GRACE = 5.0  # seconds the other ranks have to report their own errors
+_SAVE_TIMEOUT = (
     30.0  # seconds ranks have to save, and to end, after SIGTERM; as torchrun's have
 )
 
@@ -89,12 +89,12 @@ def launch(
             theirs.close()
             ranks.append(process)
             pipes.append(mine)
-        results = _collected(pipes, ranks, timeout)
+        results = _collect_results(pipes, ranks, timeout)
     except (KeyboardInterrupt, SystemExit):
-        _stop(ranks, _SAVING)
+        _terminate(ranks, _SAVE_TIMEOUT)
         raise
     finally:
-        _stop(ranks, _GRACE)
+        _terminate(ranks, _GRACE)
     return results
 
 
@@ -151,16 +151,18 @@ def _rank_main(
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent holds the store
     )
     torch.set_num_threads(threads)
-    threading.Thread(target=_outlive, daemon=True).start()
+    threading.Thread(target=_exit_with_launcher, daemon=True).start()
     try:
         _send(pipe, (True, fn(*args)))
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        story = "".join(traceback.format_exception(error))
-        _send(pipe, (False, (type(error).__name__, _portable(error), story)))
+        trace_text = "".join(traceback.format_exception(error))
+        _send(
+            pipe, (False, (type(error).__name__, _picklable_or_none(error), trace_text))
+        )
     finally:
         pipe.close()
-        come_to_rest()  # the process ends without atexit
+        drain_at_exit()  # the process ends without atexit
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -170,17 +172,17 @@ def _send(pipe: Connection, value: Any) -> None:
     pipe.send_bytes(pickle.dumps(value))
 
 
-def _outlive() -> None:
-    """Ends this rank when its launcher ends; see [Note: ranks end with their launcher]."""
+def _exit_with_launcher() -> None:
+    """Exits this rank when its launcher exits; see [Note: ranks end with their launcher]."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     wait([launcher.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_SAVING)
+    time.sleep(_SAVE_TIMEOUT)
     os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
-def _portable(error: BaseException) -> BaseException | None:
+def _picklable_or_none(error: BaseException) -> BaseException | None:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -188,7 +190,7 @@ def _portable(error: BaseException) -> BaseException | None:
     return error
 
 
-def _collected(
+def _collect_results(
     pipes: list[Connection], ranks: list[Any], timeout: float | None
 ) -> list[Any]:
     results: dict[int, Any] = {}
@@ -199,7 +201,7 @@ def _collected(
         left = None if stop is None else max(0.0, stop - time.monotonic())
         ready = wait(list(open_pipes.values()), left)
         for rank in [r for r, pipe in open_pipes.items() if pipe in ready]:
-            done, value = _received(open_pipes.pop(rank), ranks[rank])
+            done, value = _receive_result(open_pipes.pop(rank), ranks[rank])
             (results if done else failures)[rank] = value
         if failures and (stop is None or stop > time.monotonic() + _GRACE):
             stop = time.monotonic() + _GRACE
@@ -212,18 +214,18 @@ def _collected(
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _received(pipe: Connection, process: Any) -> tuple[bool, Any]:
+def _receive_result(pipe: Connection, process: Any) -> tuple[bool, Any]:
     try:
         sent = pipe.recv_bytes()
     except (EOFError, OSError):
         process.join(_GRACE)
-        text = f"the process ended without a word ({_ending(process.exitcode)})"
+        text = f"the process ended without a word ({_describe_exit(process.exitcode)})"
         return False, ("RankError", RankError(text), text)
     done, value = pickle.loads(sent)
     return done, value
 
 
-def _ending(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None or code >= 0:
         return f"exit code {code}"
     killed = "; by hand, or for want of memory" if code == -9 else ""
@@ -231,19 +233,19 @@ def _ending(code: int | None) -> str:
 
 
 def _first_cause(failures: dict[int, Any]) -> BaseException:
-    # ranks that only heard of the failure name another rank in their message, or come from
-    # a collective of the script's own, which lost one; failures are in order of arrival
+    # errors that follow from another failure name another rank, or come from a collective of
+    # the script's own that lost a rank; failures are in order of arrival
     heard = ("failed with", "lost another rank", "waited")
-    told = {r: str(error) for r, (_, error, _) in failures.items()}
+    messages = {r: str(error) for r, (_, error, _) in failures.items()}
     own = [
         r
-        for r, text in told.items()
+        for r, text in messages.items()
         if not (text.startswith("rank ") and any(word in text for word in heard))
     ]
-    first = [r for r in own if not _LOST.search(told[r])]
+    first = [r for r in own if not _LOST.search(messages[r])]
     rank = (first or own or sorted(failures))[0]
-    kind, error, story = failures[rank]
-    text = f"rank {rank} failed with {kind}\n--- traceback of rank {rank} ---\n{story}"
+    kind, error, trace_text = failures[rank]
+    text = f"rank {rank} failed with {kind}\n--- traceback of rank {rank} ---\n{trace_text}"
     if error is None:
         return RankError(text)
     error.__cause__ = RankError(text)
@@ -253,8 +255,8 @@ def _first_cause(failures: dict[int, Any]) -> BaseException:
 _LOST = re.compile(r"gloo|Connection (closed|reset) by peer|NCCL|waiting for a store")
 
 
-def _stop(ranks: list[Any], patience: float) -> None:
-    """Ends ranks: those still at work after a moment by SIGTERM, then by force."""
+def _terminate(ranks: list[Any], patience: float) -> None:
+    """Ends ranks: those still running after a moment by SIGTERM, then by SIGKILL."""
     _join(ranks, 0.5)
     for process in ranks:
         if process.is_alive():
@@ -308,19 +310,21 @@ def on_preempt(save: Callable[[], Any], mesh: Mesh | None = None) -> Preemption:
 
 
 class Preemption:
-    """Compares between ranks whether to end; see `on_preempt`."""
+    """Saves and exits on all ranks once any rank got a signal; see `on_preempt`."""
 
     def __init__(self, save: Callable[[], Any], mesh: Mesh | None) -> None:
         self._save, self._mesh = save, mesh
-        self._got, self._at, self._process = 0, 0.0, os.getpid()
-        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._signal, self._signal_time, self._process = 0, 0.0, os.getpid()
+        self._previous_handlers = {
+            number: signal.getsignal(number) for number in SIGNALS
+        }
         for number in SIGNALS:
-            signal.signal(number, self._mark)
+            signal.signal(number, self._on_signal)
 
     def __call__(self) -> None:
-        """Goes on, or saves and ends, on all ranks alike."""
+        """Returns, or saves and exits if any rank got a signal; the same on all ranks."""
         mesh = latest_mesh() if self._mesh is None else self._mesh
-        got = self._got
+        got = self._signal
         if mesh is not None:
             mark = torch.tensor([got])
             got = int(collectives.all_reduce(mark, mesh.everyone, "max").item())
@@ -330,18 +334,21 @@ class Preemption:
             raise SystemExit(128 + got)
 
     def close(self) -> None:
-        """Leaves signals to whom they went before."""
-        for number, handler in self._before.items():
-            if signal.getsignal(number) == self._mark:
+        """Restores the previous signal handlers."""
+        for number, handler in self._previous_handlers.items():
+            if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler)
 
-    def _mark(self, number: int, frame: Any) -> None:
-        again = number == self._got and time.monotonic() > self._at + _AGAIN
+    def _on_signal(self, number: int, frame: Any) -> None:
+        again = (
+            number == self._signal
+            and time.monotonic() > self._signal_time + _REPEAT_AFTER
+        )
         if again or os.getpid() != self._process:  # a fork: not one of the ranks
             self.close()
             signal.raise_signal(number)
-        elif not self._got:
-            self._got, self._at = number, time.monotonic()
+        elif not self._signal:
+            self._signal, self._signal_time = number, time.monotonic()
             name = signal.Signals(number).name
             print(
                 f"{name}: saving at the end of this step; {name} again ends at once",

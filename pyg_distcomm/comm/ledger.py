@@ -1,6 +1,6 @@
-"""Counts what has travelled, by operation and axis, and prints plain-text tables.
+"""Counts communication by operation and axis, and prints plain-text tables.
 
-Prices are words and messages of an operator, computed from its plan.
+A price is the words and messages of an operator, computed from its plan.
 
 Symbols: n nodes, P ranks, grid r x s x p, f features; one *word* is one element.
 """
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass
 class Entry:
-    """Holds what one operation moved over one axis, seen from this rank."""
+    """Holds the counts of one operation over one axis, as seen by this rank."""
 
     calls: int = 0
     words: int = 0
@@ -43,15 +43,15 @@ Rows: TypeAlias = dict[tuple[str, str], Entry]
 
 @dataclass
 class Ledger:
-    """Counts what travels: words and bytes received, messages sent, seconds waited.
+    """Counts communication: words and bytes received, messages sent, seconds waited.
 
     Rows are keyed by (operation, axis). `print(ledger)` shows a table. Threads may count
     at the same time.
 
     Args:
         entries: the rows.
-        parent: another ledger that counts all this one does.
-        traced: whether traces show what it counts.
+        parent: another ledger that counts everything this one does.
+        traced: whether traces show its operations.
     """
 
     entries: Rows = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Ledger:
     )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what has no meaning in another process."""
+        """Leaves out the lock and the parent, which cannot be sent to another process."""
         return {**self.__dict__, "_lock": None, "parent": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Ledger:
     ) -> Exchange | None:
         """Adds one operation, with its words, bytes, sent_bytes and messages.
 
-        A parent counts it too. Returns its record in the trace under way, if there is one.
+        A parent counts it too. Returns its record in the running trace, if there is one.
         """
         traced = None
         if self.parent is not None:
@@ -91,7 +91,7 @@ class Ledger:
         return traced
 
     def waited(self, op: str, axis: str, seconds: float) -> None:
-        """Adds seconds that an operation was waited for."""
+        """Adds the seconds that a thread waited for an operation."""
         if self.parent is not None:
             self.parent.waited(op, axis, seconds)
         with self._lock:
@@ -135,16 +135,16 @@ class Ledger:
             self._events = None
 
     def event(self, kind: str, what: str) -> None:
-        """Notes one event, if anyone records."""
+        """Records one event inside a `record` block."""
         if self._events is not None:
             self._events.append((kind, what))
 
     def table(self, exact: bool = False) -> str:
         """Returns a table of all rows and their sum, as `print(ledger)` does.
 
-        Columns: what travelled, the seconds that were waited for it, megabytes received in
-        a second of that wait (not the rate of the link: what computation has hidden was
-        not waited for), and the share of all bytes.
+        Columns: the counts, the seconds waited, megabytes received per second of waiting
+        (not the rate of the link: communication hidden by computation is not waited for),
+        and the share of all bytes.
 
         Args:
             exact: whether large counts are written in full, instead of 1.234 M.
@@ -168,7 +168,7 @@ class Ledger:
         return _plot(bars, where, "bytes received on this rank")
 
     def snapshot(self) -> Rows:
-        """Returns the rows as they are now, apart from those that go on counting."""
+        """Returns a copy of the present rows."""
         with self._lock:  # others may count meanwhile
             return {key: replace(entry) for key, entry in self.entries.items()}
 
@@ -185,7 +185,7 @@ class Ledgers:
 
     @property
     def sum(self) -> Ledger:
-        """Returns what all ranks together have received, sent and waited."""
+        """Returns the sum over all ranks."""
         keys = dict.fromkeys(key for ledger in self.ranks for key in ledger.entries)
         return Ledger(
             {
@@ -195,7 +195,7 @@ class Ledgers:
         )
 
     def table(self, exact: bool = False) -> str:
-        """Returns a table of sums over the ranks, beside the rank that has the most.
+        """Returns a table of sums over the ranks, and of the rank with the most bytes.
 
         "most" is the most bytes that one rank received, "rank" which one, "/mean" how many
         times the mean of all ranks that is, and "slowest" the most seconds one waited.
@@ -243,7 +243,7 @@ def _table(ranks: Mapping[str, Rows], exact: bool) -> str:
             counted(n) for n in (both.calls, both.words, both.bytes, both.messages)
         ]
         if one:
-            # a sum over rows, some waited for and some not, is no rate
+            # a sum over rows, of which some were not waited for, gives no rate
             known = key in keys and both.seconds > 1e-4
             rate = both.bytes / both.seconds / 1e6 if known else 0.0
             rounded = int(rate) if rate >= 100 else round(rate, 2)
@@ -338,7 +338,7 @@ def _cell(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Price:
-    """Holds what one application of an operator costs this rank.
+    """Holds the cost of one application of an operator on this rank.
 
     Args:
         words: elements received from other ranks.
@@ -365,7 +365,7 @@ class Price:
 def exchange_price(
     send_counts: Sequence[int], recv_counts: Sequence[int], rank: int, width: int
 ) -> Price:
-    """Prices an all_to_all of rows: everything but what a rank keeps."""
+    """Returns the price of an all_to_all of rows, without those that a rank keeps."""
     peers = [c for i, c in enumerate(send_counts) if i != rank]
     return Price(
         words=(sum(recv_counts) - recv_counts[rank]) * width,
@@ -375,7 +375,7 @@ def exchange_price(
 
 
 def balanced_split(total: int, parts: int) -> list[int]:
-    """Cuts `total` into `parts` sizes that differ by at most one, larger first."""
+    """Splits `total` into `parts` sizes that differ by at most one, larger first."""
     small, extra = divmod(total, parts)
     return [small + (i < extra) for i in range(parts)]
 

@@ -1,4 +1,4 @@
-"""Lays the ranks out as a grid, and holds the seed they share."""
+"""Arranges the ranks as a grid, and holds the seed they share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyg_distcomm.comm import collectives, random
-from pyg_distcomm.comm.axis import let_go
+from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.failure import (
     FailureMonitor,
@@ -26,14 +26,14 @@ from pyg_distcomm.comm.failure import (
     install_excepthook,
 )
 from pyg_distcomm.comm.ledger import Ledger, Ledgers
-from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.comm.store import (
     START,
     StoreMailbox,
-    arrive,
     check_launched,
     chosen_device,
     default_backend,
+    gather_notes,
     join,
     joined_mesh,
     open_group,
@@ -46,9 +46,11 @@ Check = Literal["first", "always", "never"]
 ALGORITHMS = ("1d", "1.5d", "2d", "3d", "feature")
 AXES = ("row", "col", "fiber")
 _AXES = ("stage", *AXES, "world", "data", "control", "everyone")
-_PATIENCE = 60.0  # seconds for other ranks, where this one was given no such number
-_LONGEST = 1e7  # seconds that torch still understands
-_REMEMBERED = 4096  # dropout calls that a recomputation may look back on
+_DEFAULT_TIMEOUT = (
+    60.0  # seconds to wait for other ranks if this one got an invalid timeout
+)
+_MAX_TIMEOUT = 1e7  # seconds, the longest timeout that torch takes
+_REMEMBERED = 4096  # dropout calls that a recomputation can repeat
 
 
 def resolve_grid(
@@ -59,7 +61,7 @@ def resolve_grid(
 ) -> Grid:
     """Returns the grid `(row, col, fiber)` of an algorithm on `size` ranks.
 
-    Where layers are cut into stages, `size` is the ranks of one stage.
+    With pipeline stages, `size` is the number of ranks of one stage.
 
     | name    | grid        | fits                                       |
     |---------|-------------|--------------------------------------------|
@@ -85,7 +87,7 @@ def resolve_grid(
         )
     found = named_grid(size, algorithm, replication)
     if found is None:
-        raise ValueError(_misfit(size, algorithm, replication))
+        raise ValueError(_grid_error(size, algorithm, replication))
     return found
 
 
@@ -136,7 +138,7 @@ def _cube(size: int) -> Grid | None:
     return min(sides, key=sum) if sides else None
 
 
-def _misfit(size: int, algorithm: str, replication: int | None) -> str:
+def _grid_error(size: int, algorithm: str, replication: int | None) -> str:
     top = max(2 * size, 16)
     around = (n for k in range(1, top) for n in (size - k, size + k) if 1 <= n <= top)
     fits = (n for n in around if named_grid(n, algorithm, replication))
@@ -161,38 +163,40 @@ def _misfit(size: int, algorithm: str, replication: int | None) -> str:
 
 @dataclass(eq=False)
 class Mesh:
-    """Lays out the ranks of a run as a grid of row x col x fiber.
+    """Arranges the ranks of a run as a grid of row x col x fiber.
 
     Rank `(i s + j) p + k` stands at row `i`, column `j`, fiber `k` of a grid
     `(r, s, p)`. Made by `pdc.init`; passed to `partition` and `replicate`.
 
     [Note: stages] With S stages, each has a grid of its own, over P / S ranks: ranks
-    `s P/S .. (s + 1) P/S - 1` of the run are stage `s`. A mesh is that of one stage: `rank`,
-    `size`, `world` and the grid's axes are of it, so that a graph is spread over the ranks
-    of a stage, in the same way in all of them. `stage` leads to the others.
+    `s P/S .. (s + 1) P/S - 1` of the run are stage `s`. A mesh describes one stage: `rank`,
+    `size`, `world` and the axes of the grid belong to it, and a graph is spread over the
+    ranks of a stage, in the same way in all stages. The axis `stage` connects the stages.
 
     Args:
         grid: the sizes `(r, s, p)` of the three axes.
         seed: the seed of all keyed randomness.
-        device: where this rank computes by default.
-        world: all ranks; further axes are `row`, `col`, `fiber`, and on process groups of
-            their own `data` (the gradients of parameters) and `control` (counts and
-            checks, of a few words each).
+        device: the device where this rank computes by default.
+        world: all ranks; further axes are `row`, `col`, `fiber`, and, with their own process
+            groups, `data` (the gradients of parameters) and `control` (counts and checks,
+            of a few words each).
         check: which replicated tensors are compared between ranks; see `init`.
-        stage: where layers are cut into stages (see [Note: stages]), the ranks that have
-            this one's place in their stages; of one rank otherwise.
+        stage: the ranks at the same place in their stages (see [Note: stages]); this rank
+            alone without stages.
         everyone: the ranks of all stages; `world` where there is one stage.
-        ledger: what has travelled.
-        checks: what the comparison of operations at their first use has moved, which no
-            price and no trace has.
-        step: how many keyed training calls (dropout) there have been.
-        questions: how many lengths of selections the ranks have summed.
-        plan: the `Plan` that chose the grid, where algorithm="auto" did.
-        owners: who owns which node in that plan, a Partition.
+        ledger: counts what travels.
+        rank: this rank, in [0, size); counted within its stage.
+        size: the number of ranks; of one stage where there are several.
+        checks: counts the comparisons of operations at their first use, which are in no
+            price and in no trace.
+        step: the number of keyed training calls (dropout) so far.
+        count_requests: how many times the ranks have summed the length of a selection.
+        plan: the `Plan` that chose the grid, with algorithm="auto".
+        owners: the owner of each node in that plan, a Partition.
         averager: averages the gradients of parameters; see `gradient_averaging.Averager`.
-        compared: which replicated tensors were compared; see `consistency.Comparer`.
-        inputs: what its graphs were multiplied with; see `product_cache.Inputs`.
-        told: what layers have told of their way on the grid, and do not again.
+        compared: the replicated tensors that were compared; see `consistency.Comparer`.
+        inputs: the inputs of cached products; see `product_cache.Inputs`.
+        grid_warned: the layers whose warning about the grid has been given.
     """
 
     grid: Grid
@@ -207,32 +211,28 @@ class Mesh:
     stage: Axis
     everyone: Axis
     ledger: Ledger
+    rank: int = field(init=False)
+    size: int = field(init=False)
     checks: Ledger = field(default_factory=partial(Ledger, traced=False), repr=False)
     check: Check = "first"
     step: int = 0
-    questions: int = 0
+    count_requests: int = 0
     plan: Any = None
     owners: Any = None
     averager: Any = field(default=None, repr=False)
     compared: Any = field(default=None, repr=False)
     inputs: Any = field(default=None, repr=False)
-    told: set[str] = field(default_factory=set, repr=False)
+    grid_warned: set[str] = field(default_factory=set, repr=False)
     _replay: OrderedDict[int, int] = field(default_factory=OrderedDict, repr=False)
-    _kept: Any = field(default=None, repr=False)
+    _finalizer: Any = field(default=None, repr=False)
     _device_mesh: DeviceMesh | None = field(default=None, repr=False)
     local_sizes: ClassVar[bool] = (
         False  # of row-sharded tensors: see `RowShardedTensor.reads_local`
     )
 
-    @property
-    def rank(self) -> int:
-        """This rank, in [0, size); counted within its stage."""
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        """Returns the number of ranks; of one stage where there are several."""
-        return self.world.size
+    def __post_init__(self) -> None:
+        # plain attributes: layers read them in every call
+        self.rank, self.size = self.world.rank, self.world.size
 
     @property
     def coordinate(self) -> Grid:
@@ -241,7 +241,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """Torch's own mesh of the same grid; None alone. Made on first use, collectively."""
+        """Torch's DeviceMesh of the same grid, None on one rank; collective on first use."""
         if self._device_mesh is None and self.everyone.group is not None:
             shape = {"stage": self.stage.size} if self.stage.size > 1 else {}
             shape |= dict(zip(AXES, self.grid, strict=True))
@@ -253,28 +253,27 @@ class Mesh:
     def close(self) -> None:
         """Ends the mesh's process groups, with their threads and connections; collective.
 
-        Waits until every rank is here, within the deadline; after a failure it waits for
-        nobody. What was made with the mesh (data, layers, loaders) can still be read on
-        this rank, but not communicate. Also done at the end of `with pdc.init() as mesh:`.
-        A mesh over gloo that is not closed is, by the next `pdc.init`, once nothing refers
-        to it any more.
+        Waits for every rank, within the deadline, unless a rank has failed. Data, layers and
+        loaders made with the mesh can still be read on this rank, but not communicate. Also
+        done at the end of `with pdc.init() as mesh:`. A mesh over gloo that is garbage-
+        collected without `close` is closed by the next `pdc.init`.
         """
         watch = self.everyone.watch
         if watch is None or watch.closed:
             return
         try:
             if not watch.failed:
-                watch.meet("mesh.close", 0, self.everyone.size)
+                watch.barrier("mesh.close", 0, self.everyone.size)
         finally:
-            watch.break_off()  # what nobody waits for any more
+            watch.abort_groups()  # exchanges that nobody waits for
             watch.closed = True
             made = self._device_mesh
             axes = [getattr(self, name) for name in _AXES]
-            let_go(axes, [] if made is None else made.get_all_groups())
+            destroy_groups(axes, [] if made is None else made.get_all_groups())
             self.averager = self._device_mesh = None
-            if self._kept is not None:
-                self._kept.detach()
-            for name in _AXES:  # the groups end with the last that refers to them
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            for name in _AXES:  # groups are freed with their last reference
                 setattr(self, name, replace(getattr(self, name), group=None))
 
     def __enter__(self) -> Mesh:
@@ -283,35 +282,35 @@ class Mesh:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         watch = self.everyone.watch
         if error is not None and watch is not None:
-            watch.fail(error)  # the others learn of it before the groups end
+            watch.fail(error)  # reported before the groups are destroyed
         self.close()
 
     def gather_ledger(self) -> Ledgers:
         """Returns the ledgers of all ranks; collective.
 
         `print(...)` shows the sums, and which rank received most; `.plot()` draws them.
-        What this call itself moves is counted after it.
+        The bytes of this call itself are counted after it.
         """
-        every = collectives.all_gather_object(self.ledger.snapshot(), self.everyone)
-        return Ledgers(tuple(Ledger(entries) for entries in every))
+        gathered = collectives.all_gather_object(self.ledger.snapshot(), self.everyone)
+        return Ledgers(tuple(Ledger(entries) for entries in gathered))
 
     def next_key(self) -> int:
         """Returns the key of one more keyed training call, equal on all ranks.
 
-        Inside a backward pass the call is a recomputation (activation checkpointing),
-        and gets the key of the call it repeats: checkpointing restores torch's
-        generator, from which each call draws the token it is remembered by.
+        Inside a backward pass the call is a recomputation (activation checkpointing), and
+        gets the key of the call it repeats: checkpointing restores torch's generator, from
+        which each call draws a token that identifies it.
         """
         token = int(torch.randint(1 << 62, ()))
         if torch._C._current_graph_task_id() != -1:
-            return self._repeated(token)
+            return self._recomputed_key(token)
         self.step += 1
         self._replay[token] = self.step
         if len(self._replay) > _REMEMBERED:
             self._replay.popitem(last=False)
         return random.fold(self.seed, self.step)
 
-    def _repeated(self, token: int) -> int:
+    def _recomputed_key(self, token: int) -> int:
         if token not in self._replay:
             raise RuntimeError(
                 "a keyed call (dropout) was recomputed without torch's generator state; "
@@ -320,7 +319,7 @@ class Mesh:
         return random.fold(self.seed, self._replay[token])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the seed and the counter: what makes a resumed run repeat itself."""
+        """Returns the seed and the counter, with which a resumed run repeats the draws."""
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -360,86 +359,87 @@ def init(
     """Joins the run and returns its mesh.
 
     Works under torchrun (or any launcher that sets RANK and WORLD_SIZE), under
-    `pdc.launch`, in a process group the caller has made, or alone, with none at all.
+    `pdc.launch`, in a process group that the caller has made, or in a single process.
 
     Args:
         algorithm: "1d", "1.5d", "2d", "3d" or "feature"; see `resolve_grid`.
         replication: c of the 1.5D algorithm.
         grid: an explicit grid `(row, col, fiber)`, instead of a name.
-        backend: "gloo", "nccl", or torch's mixed form; chosen by what is there.
+        backend: "gloo", "nccl", or torch's mixed form; the default is what is available.
         device: where this rank computes; its CUDA device with NCCL, else the CPU. "cuda" is
             the device of LOCAL_RANK, as it is with NCCL.
         seed: the seed of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for the others before it raises; see `pdc.init`.
-        stages: into how many stages the ranks are shared out; see [Note: stages].
+        stages: the number of pipeline stages; see [Note: stages].
         check: which plain tensors are compared between ranks; see `pdc.init`.
-        also: what else ranks must give alike, by name.
+        also: further arguments, by name, that must be the same on all ranks.
 
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do. On all
             ranks, if a rank lacks its device, or if arguments or the kinds of devices
             differ between them; it names the first that does.
     """
-    asked: dict[str, Any] = {"algorithm": algorithm, "grid": grid}
-    asked |= {"replication": replication}
-    asked |= {"stages": stages, "seed": seed, "check": check, "timeout": timeout}
-    asked |= {"backend": backend, **(also or {})}
-    problem = _problem_of(asked)
+    settings: dict[str, Any] = {"algorithm": algorithm, "grid": grid}
+    settings |= {"replication": replication, "stages": stages, "seed": seed}
+    settings |= {"check": check, "timeout": timeout, "backend": backend, **(also or {})}
+    problem = _argument_error(settings)
     check_launched()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    patience = _PATIENCE if problem else timeout
+    patience = _DEFAULT_TIMEOUT if problem else timeout
     if not dist.is_initialized() and launched:
         join(backend or default_backend(), patience)
-    size = world_size()
     sides = (1, 1, 1)
     if problem is None:
         try:
-            sides = resolve_grid(ways_of(size, stages), algorithm, replication, grid)
+            size = ranks_per_stage(world_size(), stages)
+            sides = resolve_grid(size, algorithm, replication, grid)
         except (TypeError, ValueError) as error:
             problem = error
-    home: Any = "none"
+    own_device: Any = "none"
     try:
-        home = chosen_device(device)
+        own_device = chosen_device(device)
     except ValueError as error:
         problem = problem or error
-    asked["device"] = getattr(home, "type", device)
-    watch = _make_watch(patience, asked, problem) if dist.is_initialized() else None
+    settings["device"] = getattr(own_device, "type", device)
+    watch = None
+    if dist.is_initialized():
+        watch = _open_failure_monitor(patience, settings, problem)
     if problem is not None:
         raise problem
-    if home.type == "cuda" and home.index is not None:
-        torch.cuda.set_device(home)
+    if own_device.type == "cuda" and own_device.index is not None:
+        torch.cuda.set_device(own_device)
     if watch is None:
-        mesh = alone(sides, seed, home)
+        mesh = alone(sides, seed, own_device)
     else:
-        mesh = _joined((stages, *sides), seed, home, watch, check)
-    at = f"on {socket.gethostname()}, {home}"
+        mesh = _distributed_mesh((stages, *sides), seed, own_device, watch, check)
+    at = f"on {socket.gethostname()}, {own_device}"
     over = dist.get_backend() if dist.is_initialized() else "no network"
     tell(mesh.everyone.rank, "%s over %s, %s", mesh, over, at)
     return remember(mesh)
 
 
-def _problem_of(asked: dict[str, Any]) -> Exception | None:
-    """Says what is wrong with the arguments of init, whatever the ranks are."""
-    check, seed, timeout = asked["check"], asked["seed"], asked["timeout"]
+def _argument_error(settings: dict[str, Any]) -> Exception | None:
+    """Returns the error of arguments of init that are wrong on any number of ranks."""
+    check, seed, timeout = settings["check"], settings["seed"], settings["timeout"]
     if check not in get_args(Check):
         return ValueError(f"check must be one of {get_args(Check)}, got {check!r}")
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         return TypeError(f"seed must be a whole number, got {seed!r}")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         return TypeError(f"timeout must be a number of seconds, got {timeout!r}")
-    if not 0 < timeout < _LONGEST:
+    if not 0 < timeout < _MAX_TIMEOUT:
         return ValueError(
-            f"timeout must be above 0 and below {_LONGEST:.0f} seconds, got {timeout!r}: "
+            f"timeout must be above 0 and below {_MAX_TIMEOUT:.0f} seconds, got {timeout!r}: "
             "it is how long a rank waits for the others before it raises"
         )
     return None
 
 
-def ways_of(size: int, stages: int) -> int:
-    """Returns how many ranks each stage has, of `size` in all.
+def ranks_per_stage(size: int, stages: int) -> int:
+    """Returns the number of ranks of each stage, of `size` in all.
 
     Raises:
-        ValueError: if they cannot be shared out evenly; the message lists what fits.
+        ValueError: if stages do not divide the ranks; the message lists what fits.
     """
     if isinstance(stages, int) and stages >= 1 and size % stages == 0:
         return size // stages
@@ -479,18 +479,18 @@ def remember(mesh: Mesh) -> Mesh:
 
 
 def latest_mesh() -> Mesh | None:
-    """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
+    """Returns the latest mesh of `init` if it is open and has the present ranks; else None."""
     return joined_mesh()
 
 
 def alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
-    """Returns the mesh of one process, which talks to nobody."""
+    """Returns the mesh of a single process, which communicates with no other."""
     ledger = Ledger()
     axes: Any = {name: Axis(name, 0, 1, None, ledger, None) for name in _AXES}
     return Mesh(grid, seed, device, ledger=ledger, **axes)
 
 
-def _joined(
+def _distributed_mesh(
     sides: tuple[int, int, int, int],
     seed: int,
     device: torch.device,
@@ -504,28 +504,28 @@ def _joined(
     axes = _open_axes(stages, tuple(grid), watch)
     meshed: Any = {"ledger": axes["world"].ledger, "check": check, **axes}
     mesh = Mesh(tuple(grid), seed, device, **meshed)  # type: ignore[arg-type]
-    # gloo's groups end on each rank by itself, NCCL's on all alike: those by `close` alone
+    # a rank can destroy gloo's groups alone, but NCCL's only with all ranks, in `close`
     if "nccl" not in str(dist.get_backend_config()):
-        mesh._kept = weakref.finalize(
+        mesh._finalizer = weakref.finalize(
             mesh, PROCESS.collected.append, tuple(axes.values())
         )
-        mesh._kept.atexit = False
+        mesh._finalizer.atexit = False
     return mesh
 
 
 def _close_collected() -> None:
-    """Ends the groups of meshes that were collected, where no other thread makes any."""
+    """Destroys the groups of garbage-collected meshes, while no other thread makes groups."""
     while PROCESS.collected:
         axes = PROCESS.collected.pop()
         for watch in {axis.watch for axis in axes if axis.watch is not None}:
-            watch.break_off()
-        let_go(axes)
+            watch.abort_groups()
+        destroy_groups(axes)
 
 
 def _open_axes(
     stages: int, grid: tuple[int, ...], watch: FailureMonitor
 ) -> dict[str, Axis]:
-    """Makes the process groups of a mesh; every rank helps to make every group."""
+    """Makes the process groups of a mesh; every rank takes part in making every group."""
     rank, size, ledger = watch.rank, watch.size, Ledger()
     axes: dict[str, Axis] = {}
 
@@ -553,21 +553,21 @@ def _open_axes(
     return axes
 
 
-def _make_watch(
-    timeout: float, asked: dict[str, Any], problem: Exception | None
+def _open_failure_monitor(
+    timeout: float, settings: dict[str, Any], problem: Exception | None
 ) -> FailureMonitor:
-    """Meets the other ranks; raises on all for a problem of one, or where they differ."""
+    """Compares settings with the other ranks; raises on all if one is wrong or they differ."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = StoreMailbox(dist.distributed_c10d._get_default_store())
     # meshes are made in the same order on all ranks, so each counts its own
     number = store.add(f"pyg_distcomm/rank{rank}/meshes", 1)
-    said = {name: repr(value) for name, value in asked.items()}
-    if isinstance(asked["grid"], list):
-        said["grid"] = repr(tuple(asked["grid"]))
+    shown = {name: repr(value) for name, value in settings.items()}
+    if isinstance(settings["grid"], list):
+        shown["grid"] = repr(tuple(settings["grid"]))
     wrong = None if problem is None else [type(problem).__name__, str(problem)]
     name = f"mesh/{number}"
-    notes = arrive(store, name, rank, size, timeout, [said, wrong])
-    found = differing([note[0] for note in notes])
+    notes = gather_notes(store, name, rank, size, timeout, [shown, wrong])
+    found = first_difference([note[0] for note in notes])
     first = next((note[1] for note in notes if note[1]), None)
     if first and found is None:  # the same on all
         raise {"TypeError": TypeError}.get(first[0], ValueError)(first[1])

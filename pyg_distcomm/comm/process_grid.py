@@ -1,8 +1,8 @@
-"""Opens process groups for work that runs beside training, and lines to time links.
+"""Opens process groups for sampling and fetching beside training, and for timing links.
 
 [Note: channels] Collectives of one process group have to start in the same order on all
-ranks. Sampling and fetching run in threads of their own, so each has a channel of its own,
-and the order of training's collectives does not matter to them.
+ranks. Sampling and fetching run in their own threads, so each has its own process groups,
+independent of the order of training's collectives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.axis import let_go
+from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.comm.mesh import Mesh
@@ -50,15 +50,17 @@ class ProcessGrid:
         return range(block * self.replication, (block + 1) * self.replication)
 
     def close(self) -> None:
-        """Lets the process groups go; nothing may be under way.
+        """Destroys the process groups, once nothing uses them.
 
-        After a failure they are kept: what a rank still waits for would not let them end.
+        After a failure they are kept: a rank that still waits could not destroy them.
         """
         watch = self.world.watch
-        if not dist.is_initialized() or (watch is not None and watch.note()):
+        if not dist.is_initialized() or (
+            watch is not None and watch.reported_failure()
+        ):
             return
         # c = 1: row and world share one group
-        let_go((self.world, self.row, self.col))
+        destroy_groups((self.world, self.row, self.col))
 
 
 def new_process_grid(
@@ -70,10 +72,10 @@ def new_process_grid(
         mesh: the ranks.
         replication: c, which has to divide P. The default is that of the mesh if its
             grid is (P/c, c, 1), and 1 otherwise.
-        purpose: stands before the names of the axes in the ledger.
+        purpose: a prefix of the names of the axes in the ledger.
 
     Raises:
-        ValueError: if c does not divide P; it lists what does.
+        ValueError: if c does not divide P; the message lists the values that do.
     """
     c = check_replication(mesh, replication)
     size, rank = mesh.size, mesh.rank
@@ -88,7 +90,7 @@ def new_process_grid(
     group = _group(mesh, everyone)
     columns = [everyone[j::c] for j in range(c)]
     rows = [everyone[i : i + c] for i in range(0, size, c)]
-    # every rank makes every group, in the same order: torch asks for it
+    # every rank makes every group, in the same order, as torch requires
     by_column = [group] if c == 1 else [_group(mesh, ranks) for ranks in columns]
     by_row = [_group(mesh, ranks) for ranks in rows]
     return ProcessGrid(
@@ -100,16 +102,17 @@ def new_process_grid(
 
 
 def new_axis_group(mesh: Mesh, size: int, stride: int) -> Axis:
-    """Opens a process group for each line of so many ranks, each so far from the last.
+    """Opens a process group for each line of `size` ranks that are `stride` apart.
 
-    The axes of another grid than that of the mesh. Collective over all ranks, of all stages.
+    The lines are axes of other grids than that of the mesh. Collective over all ranks, of
+    all stages.
 
     Returns:
-        the line in which this rank is; `mesh.world` where that is all of them.
+        the line of this rank; `mesh.world` if that is all ranks.
     """
     if size == mesh.size:
         return mesh.world
-    # torch's own wait for all ranks would not say which one has not come
+    # torch's own barrier would not say which rank is missing
     collectives.barrier(replace(mesh.everyone, ledger=Ledger()))
     mine, stages = mesh.world, range(0, mesh.everyone.size, mesh.size)
     for stage, first in itertools.product(stages, range(mesh.size)):
@@ -124,7 +127,7 @@ def new_axis_group(mesh: Mesh, size: int, stride: int) -> Axis:
 
 
 def check_replication(mesh: Mesh, replication: int | None) -> int:
-    """Returns c, or raises an error that lists what fits."""
+    """Returns c, or raises an error that lists the values that fit."""
     if replication is None:
         r, s, p = mesh.grid
         return s if p == 1 and r > 1 else 1

@@ -43,15 +43,15 @@ def fresh_seed(generator: torch.Generator | None = None) -> int:
 
 @contextlib.contextmanager
 def apart(device: torch.device) -> Iterator[None]:
-    """Lets `seed` seed torch's generators, and puts them back as they were."""
+    """Restores the state of torch's generators after a block that calls `seed`."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
 
 
 def seed(key: int, device: torch.device) -> None:
-    """Seeds torch's generators of the CPU and of a device, and none else.
+    """Seeds torch's generators of the CPU and of one device only.
 
-    In a hundredth of the time of `torch.manual_seed`.
+    Takes a hundredth of the time of `torch.manual_seed`.
     """
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
@@ -64,19 +64,19 @@ geometric random bernoulli""".split()
 _BLOCK = 1 << 22  # entries drawn at a time
 
 
-def rows_drawn(
+def draw_rows(
     draw: Callable[[Tensor], Tensor], like: Tensor, total: int, place: Tensor
 ) -> Tensor:
-    """Returns the rows at `place` of a tensor `[total, ...]` that torch's generator fills.
+    """Returns the rows at `place` of a tensor `[total, ...]` drawn by torch's generator.
 
-    All of it is drawn, so that a rank's generator ends as that of one process does; a
-    block at a time. Price: no message, and on each rank the draws of one process.
+    All rows are drawn, a block at a time, so that the generators of all ranks end in the same
+    state as that of one process. Price: no message, and on each rank the draws of one process.
 
     Args:
-        draw: fills, or returns, a tensor like the one it is given.
-        like: rows of the shape, dtype and device wanted.
-        total: rows of the whole tensor.
-        place: which rows of it to keep `[n]`, ascending, on the CPU.
+        draw: returns a random tensor like the one it is given, which it may fill.
+        like: rows of the wanted shape, dtype and device.
+        total: the number of rows of the whole tensor.
+        place: the rows to return `[n]`, ascending, on the CPU.
     """
     width = math.prod(like.shape[1:])
     # the CPU's normal numbers come 16 at a time, and a CUDA kernel's depend on the size
@@ -98,10 +98,10 @@ def keyed_bits48(key: int, ids: Tensor) -> Tensor:
     return bits[:, 0] << 24 | bits[:, 1]
 
 
-def keyed_race(key: int, ids: Tensor, weight: Tensor, count: int) -> Tensor:
+def keyed_sample(key: int, ids: Tensor, weight: Tensor, count: int) -> Tensor:
     """Draws `count` places without replacement by weight, as int64, in the order drawn.
 
-    Those with the least -log(u) / weight ([Efraimidis06]); u is keyed by the id of a place.
+    Takes the places with the least -log(u) / weight ([Efraimidis06]); u is keyed by the id.
 
     Shapes: ids [m] distinct, weight [m] positive; returns [min(m, count)].
     """

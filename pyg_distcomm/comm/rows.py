@@ -21,18 +21,18 @@ from pyg_distcomm.partition.partition import Partition
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Describes the rows of a row-sharded tensor on this rank, and their number in all.
+    """Describes the rows of a row-sharded tensor on this rank, and their total number.
 
     Args:
-        gid: ids of the rows here, `[n_i]`, ascending; on the CPU.
+        gid: ids of this rank's rows, `[n_i]`, ascending; on the CPU.
         total: ids lie in [0, total).
         mesh: the ranks that share the tensor.
-        partition: who has which id; None where nobody can be asked.
+        partition: the owner of each id; None if unknown.
         whole: whether the ranks together hold every id (False behind a mask).
-        known: the number of rows on all ranks, where it is known without asking.
+        known: the number of rows on all ranks, if known without communication.
         nodes: for the edges of a graph, the rows of its nodes.
         stacked: for the edges of a graph, makes an edge_index of sources and targets.
-        memory: for the nodes of a graph, what its layers may take; None is without a cap.
+        memory: for the nodes of a graph, the memory cap of its layers; None is without one.
     """
 
     gid: Tensor
@@ -81,17 +81,17 @@ class Rows:
 
     @cached_property
     def derived(self) -> dict[Any, Any]:
-        """Returns what was computed from these rows, and is kept as long as they are."""
+        """Returns a cache of values derived from these rows, with the same lifetime."""
         return {}
 
     @cached_property
     def plans(self) -> OrderedDict[Any, Any]:
-        """Returns the cache of exchanges planned for lists of ids (`gather_by_id.py`)."""
+        """Returns the cache of exchanges planned for lists of ids; see `gather_by_id.py`."""
         return OrderedDict()
 
     @cached_property
     def place(self) -> Tensor:
-        """Returns the places `[n_i]` of the rows here among all rows, by their ids.
+        """Returns the positions `[n_i]` of this rank's rows among all rows, in order of id.
 
         Collective once behind a mask: the ids of all ranks are gathered.
         """
@@ -101,25 +101,29 @@ class Rows:
             row[0]
             for row in collectives.all_gather_counts([len(self)], self.mesh.world)
         ]
-        every = collectives.all_gather_rows(self.gid, sizes, self.mesh.world, op="plan")
-        return torch.searchsorted(every.sort().values, self.gid)
+        gathered = collectives.all_gather_rows(
+            self.gid, sizes, self.mesh.world, op="plan"
+        )
+        return torch.searchsorted(gathered.sort().values, self.gid)
 
     @cached_property
     def owners(self) -> Partition:
-        """Returns the owners of the rows, by place; collective once behind a mask."""
+        """Returns the owners of the rows, by position; collective once behind a mask."""
         if self.partition is not None:
             return self.partition
         world = self.mesh.world
         sizes = [row[0] for row in collectives.all_gather_counts([len(self)], world)]
-        every = collectives.all_gather_rows(self.place, sizes, world, op="plan")
-        owner = torch.empty(len(every), dtype=torch.int64)
-        owner[every] = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-        return Partition.from_owner(owner, self.mesh.size, len(every))
+        gathered = collectives.all_gather_rows(self.place, sizes, world, op="plan")
+        owner = torch.empty(len(gathered), dtype=torch.int64)
+        owner[gathered] = torch.arange(len(sizes)).repeat_interleave(
+            torch.tensor(sizes)
+        )
+        return Partition.from_owner(owner, self.mesh.size, len(gathered))
 
     def same_as(self, other: Rows) -> bool:
-        """Returns whether both stand for the same rows.
+        """Returns whether both describe the same rows.
 
-        Of all nodes by who owns which, so that ranks agree, whatever a rank has of them.
+        For all nodes it compares owners, so that all ranks get the same answer.
         """
         if self is other:
             return True
@@ -131,9 +135,9 @@ class Rows:
         return torch.equal(self.gid, other.gid)
 
     def matches(self, other: Rows) -> bool:
-        """Returns whether both stand for the same rows on every rank.
+        """Returns whether both describe the same rows on every rank.
 
-        Price: of two selections that were made apart, two words of each rank, once.
+        Price: two words of each rank, once, for two selections that were made separately.
         """
         if self is other:
             return True
@@ -155,8 +159,8 @@ class Rows:
         """Returns the rows that a local boolean mask `[n_i]` keeps.
 
         Args:
-            mask: of the rows here.
-            known: how many rows it keeps on all ranks, where that is known.
+            mask: the mask of this rank's rows.
+            known: the number of rows it keeps on all ranks, if known.
         """
         gid = self.gid[mask.cpu()]
         kept: Any = {"nodes": self.nodes, "stacked": self.stacked}
@@ -172,16 +176,16 @@ class Rows:
 
     @cached_property
     def spilling(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Returns what makes a block that keeps what autograd saves within the cap, if any."""
+        """Returns a context that keeps autograd's saved tensors within the cap, if any."""
         return contextlib.nullcontext if self.memory is None else self.memory.spilling
 
     @property
     def updates(self) -> int:
-        """How often `pdc.update` has returned other rows in the place of these."""
+        """The number of times that `pdc.update` has replaced these rows."""
         return self.derived.get("updates", 0)  # type: ignore[no-any-return]
 
     def note_update(self) -> None:
-        """Notes that `pdc.update` returns other rows in the place of these."""
+        """Counts that `pdc.update` replaces these rows."""
         self.derived["updates"] = self.updates + 1
 
     def __deepcopy__(self, memo: dict) -> Rows:

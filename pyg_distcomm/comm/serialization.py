@@ -1,8 +1,8 @@
-"""Writes plans, settings and errors as bytes that are data, and reads them back.
+"""Serialises plans, settings and errors without pickle, and reads them back.
 
-Text in JSON, with arrays behind it as they lie in memory. Nothing that is read is run: of
-classes only this package's dataclasses and Python's own exceptions are known, by name, and
-an object is made of its fields alone.
+The format is JSON text, followed by the raw bytes of arrays. Reading runs no code: the only
+classes are this package's dataclasses and Python's exceptions, looked up by name, and an
+object is made of its fields alone.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def encode(value: Any) -> bytearray:
             dataclasses, classes of exceptions, and tuples, lists, sets and dicts of these.
 
     Raises:
-        TypeError: naming what can not be written.
+        TypeError: for other types.
     """
     arrays: list[np.ndarray] = []
-    text = json.dumps(_told(value, arrays)).encode()
+    text = json.dumps(_to_tree(value, arrays)).encode()
     out = bytearray(_HEAD.pack(len(text)) + text)
     for array in arrays:
         out += array.tobytes()
@@ -48,7 +48,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     """Returns the value that `encode` wrote.
 
     Raises:
-        ValueError: if the bytes are not its own.
+        ValueError: if the bytes were not written by `encode`.
     """
     try:
         (size,) = _HEAD.unpack_from(data)
@@ -63,52 +63,52 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 @contextlib.contextmanager
 def allowing(classes: Iterable[Any]) -> Iterator[None]:
-    """Lets `torch.load(..., weights_only=True)` read these classes too, for a while."""
+    """Lets `torch.load(..., weights_only=True)` read these classes, too, in a block."""
     before = torch.serialization.get_safe_globals()
     # leaving the context forgets its classes, so it must not name those of others
     with torch.serialization.safe_globals([c for c in classes if c not in before]):
         yield
 
 
-def differing(told: Sequence[Mapping[str, Any]]) -> str | None:
-    """Says in what ranks differ that must be alike, if in anything.
+def first_difference(by_rank: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the error message for the first value that differs between ranks; None if none.
 
     Args:
-        told: of each rank, values by the name that a user knows them by.
+        by_rank: for each rank, its values by the name that a user knows.
     """
-    for name in dict.fromkeys(name for of_rank in told for name in of_rank):
-        values = [of_rank.get(name) for of_rank in told]
+    for name in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
+        values = [of_rank.get(name) for of_rank in by_rank]
         for rank, value in enumerate(values):
             if value != values[0]:
                 return (
-                    f"give all ranks the same {name}: it is {_short(values[0])} on rank 0, "
-                    f"and {_short(value)} on rank {rank}"
+                    f"give all ranks the same {name}: it is {_shortened(values[0])} on rank 0, "
+                    f"and {_shortened(value)} on rank {rank}"
                 )
     return None
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-_LONGEST = 200  # characters of a value in a message
+_MAX_SHOWN = 200  # characters of a value in a message
 
 
-def _told(value: Any, arrays: list[np.ndarray]) -> Any:
+def _to_tree(value: Any, arrays: list[np.ndarray]) -> Any:
     if type(value) in _SCALARS:
         return value
     if isinstance(value, list):
-        return [_told(v, arrays) for v in value]
-    name, parts = _parts(value)
+        return [_to_tree(v, arrays) for v in value]
+    name, parts = _describe(value)
     if isinstance(value, (Tensor, np.ndarray, np.generic, bytes)):
         arrays.append(_raw(value))
         return {name: parts}
-    return {name: _told(parts, arrays)}
+    return {name: _to_tree(parts, arrays)}
 
 
-def _parts(value: Any) -> tuple[str, Any]:
-    """Returns the name of a kind of value, and what it is made of."""
+def _describe(value: Any) -> tuple[str, Any]:
+    """Returns the type tag of a value, and its parts."""
     kind: Any = type(value)
     if isinstance(value, Tensor) and not getattr(kind, "_spread", False):
         return "tensor", [str(value.dtype).removeprefix("torch."), list(value.shape)]
@@ -133,7 +133,7 @@ def _parts(value: Any) -> tuple[str, Any]:
         return "device", str(value)
     if isinstance(value, type) and issubclass(value, Exception):
         return "error", [value.__module__, value.__qualname__]
-    if kind.__module__.startswith(_OURS) and hasattr(kind, "__dataclass_fields__"):
+    if kind.__module__.startswith(_PACKAGE) and hasattr(kind, "__dataclass_fields__"):
         fields = [[f.name, getattr(value, f.name)] for f in dataclasses.fields(value)]
         return "data", [kind.__module__, kind.__qualname__, fields]
     raise TypeError(
@@ -142,7 +142,7 @@ def _parts(value: Any) -> tuple[str, Any]:
     )
 
 
-_OURS = "pyg_distcomm."
+_PACKAGE = "pyg_distcomm."
 
 
 def _raw(value: Any) -> np.ndarray:
@@ -154,7 +154,7 @@ def _raw(value: Any) -> np.ndarray:
 
 
 class _Reader:
-    """Makes values of what `_told` returns, and of the arrays behind it."""
+    """Makes values of a tree of `_to_tree`, and of the arrays behind it."""
 
     def __init__(self, rest: memoryview) -> None:
         self.rest = rest
@@ -167,12 +167,12 @@ class _Reader:
         ((name, parts),) = tree.items()
         if name in ("tensor", "array", "number", "bytes"):
             return getattr(self, f"_{name}")(parts)
-        return _MADE[name](self.read(parts))
+        return _CONSTRUCTORS[name](self.read(parts))
 
-    def _taken(self, size: int) -> bytearray:
+    def _take_bytes(self, size: int) -> bytearray:
         if not 0 <= size <= len(self.rest):
             raise ValueError(
-                f"{size} bytes of an array were told, {len(self.rest)} came"
+                f"an array needs {size} bytes, but {len(self.rest)} are left"
             )
         taken, self.rest = bytearray(self.rest[:size]), self.rest[size:]
         return taken
@@ -180,7 +180,7 @@ class _Reader:
     def _tensor(self, parts: Any) -> Tensor:
         dtype, shape = _dtype(parts[0]), [int(n) for n in parts[1]]
         size = torch.Size(shape).numel() * dtype.itemsize
-        taken = self._taken(size)
+        taken = self._take_bytes(size)
         if not taken:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(taken, dtype=dtype).view(shape)
@@ -189,14 +189,14 @@ class _Reader:
         dtype, shape = np.dtype(parts[0]), [int(n) for n in parts[1]]
         if dtype.hasobject:
             raise ValueError("arrays of objects are not read")
-        taken = self._taken(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+        taken = self._take_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         return np.frombuffer(taken, dtype).reshape(shape)
 
     def _number(self, parts: Any) -> Any:
         return self._array(parts)[()]
 
     def _bytes(self, size: Any) -> bytes:
-        return bytes(self._taken(int(size)))
+        return bytes(self._take_bytes(int(size)))
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -207,8 +207,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _class(module: str, name: str) -> Any:
-    """Returns a class of this package that has been imported."""
-    if not module.startswith(_OURS):
+    """Returns a class of this package, of an imported module."""
+    if not module.startswith(_PACKAGE):
         raise ValueError(f"{module}.{name} is not of this package")
     found: Any = sys.modules[module]
     for part in name.split("."):
@@ -216,7 +216,7 @@ def _class(module: str, name: str) -> Any:
     return found
 
 
-def _data(parts: Any) -> Any:
+def _make_dataclass(parts: Any) -> Any:
     module, name, fields = parts
     kind = _class(module, name)
     if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
@@ -230,7 +230,7 @@ def _data(parts: Any) -> Any:
     return made
 
 
-def _record(parts: Any) -> Any:
+def _make_named_tuple(parts: Any) -> Any:
     module, name, values = parts
     kind = _class(module, name)
     if not (isinstance(kind, type) and issubclass(kind, tuple)):
@@ -238,7 +238,7 @@ def _record(parts: Any) -> Any:
     return tuple.__new__(kind, values)
 
 
-def _error(parts: Any) -> type[Exception]:
+def _make_exception(parts: Any) -> type[Exception]:
     module, name = parts
     found = getattr(builtins, name) if module == "builtins" else _class(module, name)
     if not (isinstance(found, type) and issubclass(found, Exception)):
@@ -246,7 +246,7 @@ def _error(parts: Any) -> type[Exception]:
     return found
 
 
-_MADE: dict[str, Any] = {
+_CONSTRUCTORS: dict[str, Any] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
@@ -254,7 +254,7 @@ _MADE: dict[str, Any] = {
     "size": torch.Size,
     "dtype": _dtype,
     "device": torch.device,
-    "data": _data,
-    "record": _record,
-    "error": _error,
+    "data": _make_dataclass,
+    "record": _make_named_tuple,
+    "error": _make_exception,
 }

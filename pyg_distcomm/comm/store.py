@@ -1,12 +1,12 @@
-"""Joins the ranks of a run at the rendezvous store, and carries notes between them.
+"""Joins the ranks of a run at the rendezvous store, and passes notes between them.
 
-Notes are no collectives: they reach a rank also when another has failed.
+Notes need no collectives, so they also reach a rank when another has failed.
 
 [Note: interface] Gloo listens at the address that the host's own name resolves to, unless
 GLOO_SOCKET_IFNAME says otherwise. Debian resolves it to 127.0.1.1, where other hosts find
 nobody. So where a run has several hosts, each rank takes the interface over which the
-rendezvous is reached. On the host of the rendezvous that may seem to be the loopback: then
-the address counts at which the other hosts have found it.
+rendezvous is reached. On the host of the rendezvous itself that may be the loopback: then it
+uses the address at which the other hosts reach it.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ ENDED = (
     "torch.distributed.destroy_process_group(); call that after the last use of the mesh, "
     "or go on with mesh.close() and a new mesh by pdc.init()"
 )
-SPARE = 5.0  # seconds after the deadline at which torch gives up what is left to it
-_ANSWER = 3.0  # seconds that the store has to answer
-_AT_ONCE = 0.005  # seconds without a pause, for notes that compare clocks
+SPARE = 5.0  # seconds after the deadline until torch's own timeouts
+_CALL_TIMEOUT = 3.0  # seconds that a call of the store may take
+_BUSY_WAIT = 0.005  # seconds of waiting without a pause, for notes that compare clocks
 _PIECE = 1 << 20  # bytes stored at a time
-_NAME = "GLOO_SOCKET_IFNAME"
-_ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # Linux's SIOCGIFADDR
 
 
 class RankError(RuntimeError):
     """Reports that another rank failed, or did not answer before the deadline."""
 
     late = (
-        False  # a wait past the deadline: rarely the cause, if another rank has failed
+        False  # whether a wait timed out: rarely the cause, if another rank has failed
     )
 
 
 class StoreMailbox:
-    """Carries notes through the rendezvous store, in calls that end if the network is cut.
+    """Passes notes through the rendezvous store, in calls with a timeout.
 
     Args:
-        store: torch's.
-        patience: seconds that a call may take.
+        store: the store of torch.
+        patience: the timeout of a call in seconds.
     """
 
-    def __init__(self, store: Any, patience: float = _ANSWER) -> None:
+    def __init__(self, store: Any, patience: float = _CALL_TIMEOUT) -> None:
         self._store, self._patience = store, patience
         self._stuck: threading.Thread | None = None
 
@@ -69,7 +69,7 @@ class StoreMailbox:
         self._call("set", key, value)
 
     def get(self, key: str) -> bytes:
-        """Returns a value that is known to be there."""
+        """Returns a value that is known to be stored."""
         return self._call("get", key)
 
     def add(self, key: str, amount: int) -> int:
@@ -77,11 +77,11 @@ class StoreMailbox:
         return self._call("add", key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        """Returns whether all keys are there."""
+        """Returns whether all keys are stored."""
         return self._call("check", keys)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Stores a value if the one there is as expected; returns what is there then."""
+        """Stores a value if the present one is as expected; returns the value then stored."""
         return self._call("compare_set", key, expected, value)
 
     def within(self, prefix: str) -> StoreMailbox:
@@ -89,44 +89,44 @@ class StoreMailbox:
         return StoreMailbox(dist.PrefixStore(prefix, self._store), self._patience)  # type: ignore[attr-defined]
 
     def post(self, key: str, note: Any) -> None:
-        """Leaves a note: a plain value, as JSON."""
+        """Stores a note: a plain value, as JSON."""
         self.set(key, json.dumps(note))
 
     def read(self, key: str) -> Any:
-        """Returns a note that is known to be there."""
+        """Returns a note that is known to be stored."""
         return json.loads(self.get(key))
 
     def missing(self, keys: Iterable[str]) -> list[str]:
-        """Returns the keys that are not there yet."""
+        """Returns the keys that are not stored yet."""
         return [key for key in keys if not self.check([key])]
 
-    def wait(self, keys: Sequence[str], enough: Callable[[float], bool]) -> bool:
-        """Waits until all keys are there, and returns whether they are.
+    def wait(self, keys: Sequence[str], should_stop: Callable[[float], bool]) -> bool:
+        """Waits until all keys are stored, and returns whether they are.
 
         Args:
-            keys: of notes.
-            enough: called now and then with the seconds waited; returns whether to stop.
+            keys: the keys of notes.
+            should_stop: called repeatedly with the seconds waited; returns whether to stop.
         """
         begin, pause = time.monotonic(), 1e-4
         while not self.check(list(keys)):
             seconds = time.monotonic() - begin
-            if seconds < _AT_ONCE:
+            if seconds < _BUSY_WAIT:
                 continue
-            if enough(seconds):
+            if should_stop(seconds):
                 return not self.missing(keys)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return True
 
     def post_bytes(self, key: str, data: bytes) -> None:
-        """Leaves bytes of any number: the store takes a few MB at a time."""
+        """Stores bytes of any length, in pieces: the store takes a few MB at a time."""
         starts = range(0, len(data), _PIECE)
         for k, start in enumerate(starts):
             self.set(f"{key}/{k}", data[start : start + _PIECE])
         self.post(key, len(starts))
 
     def take_bytes(self, key: str) -> bytes:
-        """Returns bytes that are known to be there, and deletes them."""
+        """Returns bytes that are known to be stored, and deletes them."""
         pieces = [f"{key}/{k}" for k in range(self.read(key))]
         data = b"".join(self.get(piece) for piece in pieces)
         for piece in pieces:
@@ -135,8 +135,11 @@ class StoreMailbox:
 
     def _call(self, verb: str, *args: Any) -> Any:
         if self._stuck is None or not self._stuck.is_alive():
-            act, answer = partial(getattr(self._store, verb), *args), SimpleQueue[Any]()
-            thread = _in_thread(act, answer)
+            function, answer = (
+                partial(getattr(self._store, verb), *args),
+                SimpleQueue[Any](),
+            )
+            thread = _run_in_thread(function, answer)
             try:
                 done, value = answer.get(timeout=self._patience)
             except Empty:
@@ -151,12 +154,14 @@ class StoreMailbox:
         )
 
 
-def _in_thread(act: Callable[[], Any], answer: SimpleQueue[Any]) -> threading.Thread:
-    """Does something in a thread, which answers with what came of it."""
+def _run_in_thread(
+    function: Callable[[], Any], answer: SimpleQueue[Any]
+) -> threading.Thread:
+    """Calls a function in a thread, which puts (succeeded, result or error) in a queue."""
 
     def run() -> None:
         try:
-            answer.put((True, act()))
+            answer.put((True, function()))
         except Exception as error:
             answer.put((False, error))
 
@@ -166,12 +171,12 @@ def _in_thread(act: Callable[[], Any], answer: SimpleQueue[Any]) -> threading.Th
 
 
 def world_size() -> int:
-    """Returns how many ranks there are, whether or not they have a mesh."""
+    """Returns the number of ranks, with or without a mesh."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def joined_mesh() -> Any:
-    """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
+    """Returns the latest mesh of `init` if it is open and has the present ranks; else None."""
     found = None if PROCESS.mesh is None else PROCESS.mesh()
     if found is None or found.everyone.size != world_size():
         return None
@@ -180,7 +185,7 @@ def joined_mesh() -> Any:
 
 
 def default_backend() -> str:
-    """Returns NCCL beside gloo where each rank of this host has a device, else gloo."""
+    """Returns NCCL and gloo if each rank of this host has its own device, else gloo."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if dist.is_nccl_available() and here <= torch.cuda.device_count():
         return "cpu:gloo,cuda:nccl"
@@ -188,10 +193,10 @@ def default_backend() -> str:
 
 
 def chosen_device(asked: Any) -> torch.device:
-    """Returns where this rank computes: as asked, or by default.
+    """Returns the device where this rank computes: the given one, or the default.
 
-    Of CUDA without an index it is the device of LOCAL_RANK; ranks share devices where a
-    host has fewer.
+    "cuda" without an index is the device of LOCAL_RANK; ranks share devices on a host that
+    has fewer.
 
     Raises:
         ValueError: if this process does not see such a device.
@@ -223,7 +228,7 @@ def chosen_device(asked: Any) -> torch.device:
 
 
 def check_launched() -> None:
-    """Raises, or warns, if ranks seem to be meant that this process would not meet.
+    """Raises, or warns, if this process would train alone though several ranks seem intended.
 
     Raises:
         ValueError: if a launcher has started several processes, and RANK, WORLD_SIZE,
@@ -231,17 +236,17 @@ def check_launched() -> None:
     """
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
-    counts = {name: _count_of(name) for name in ("WORLD_SIZE", *_LAUNCHERS)}
+    counts = {name: _int_from_environment(name) for name in ("WORLD_SIZE", *_LAUNCHERS)}
     several = [name for name, count in counts.items() if count > 1]
     alone = missing and not dist.is_initialized()
     if alone and ("RANK" in os.environ or several):
-        said = [f"{n}={os.environ[n]}" for n in ("RANK", *several) if n in os.environ]
+        shown = [f"{n}={os.environ[n]}" for n in ("RANK", *several) if n in os.environ]
         raise ValueError(
-            f"{', '.join(said)}: several ranks are meant, but {', '.join(missing)} "
+            f"{', '.join(shown)}: several ranks are meant, but {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set, so this process would train "
             f"alone. {START}"
         )
-    if alone and _count_of("SLURM_NTASKS") > 1:
+    if alone and _int_from_environment("SLURM_NTASKS") > 1:
         warnings.warn(
             f"SLURM_NTASKS={os.environ['SLURM_NTASKS']}, but this process trains alone: "
             f"the script was started without srun and torchrun. {START}",
@@ -249,7 +254,7 @@ def check_launched() -> None:
         )
 
 
-# what tells how many processes srun, mpirun and mpiexec have started
+# variables by which srun, mpirun and mpiexec give the number of processes
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 START = (
     "Start the script by torchrun --nproc-per-node N script.py (under SLURM, one torchrun "
@@ -257,13 +262,13 @@ START = (
 )
 
 
-def _count_of(name: str) -> int:
+def _int_from_environment(name: str) -> int:
     value = os.environ.get(name, "")
     return int(value) if value.isdecimal() else 0
 
 
 def join(backend: str, timeout: float) -> None:
-    """Makes torch's default process group of the ranks that a launcher has started.
+    """Creates torch's default process group of the ranks that a launcher has started.
 
     Raises:
         RankError: if some rank has not come after `timeout` seconds, or cannot be reached.
@@ -277,9 +282,9 @@ def join(backend: str, timeout: float) -> None:
             f"the ranks have not met at {where} within {timeout:.0f} s: a process ended "
             f"before pdc.init, was not started, or cannot reach {where}. {error}"
         ) from None
-    prefix = _session(StoreMailbox(store), rank, size, timeout)
+    prefix = _new_session(StoreMailbox(store), rank, size, timeout)
     store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-    arrive(StoreMailbox(store), "run", rank, size, timeout)
+    gather_notes(StoreMailbox(store), "run", rank, size, timeout)
     if "gloo" in backend:
         _choose_interface(StoreMailbox(store), rank, size, timeout)
     named = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
@@ -291,7 +296,7 @@ def join(backend: str, timeout: float) -> None:
 def open_group(
     ranks: Sequence[int], backend: str | None, deadline: float
 ) -> dist.ProcessGroup:
-    """Makes a process group; collective over all ranks of the run.
+    """Creates a process group; collective over all ranks of the run.
 
     Raises:
         RankError: if the ranks have not connected by the deadline.
@@ -303,11 +308,11 @@ def open_group(
     return _connect(make, dist.get_rank(), deadline)
 
 
-def _connect(act: Callable[[], Any], rank: int, timeout: float) -> Any:
-    """Connects ranks; raises what to do if that fails, or is not done in time."""
+def _connect(function: Callable[[], Any], rank: int, timeout: float) -> Any:
+    """Connects ranks within a timeout; an error says what to do."""
     # gloo tries five times, each as long as the timeout
     answer: SimpleQueue[Any] = SimpleQueue()
-    _in_thread(act, answer)
+    _run_in_thread(function, answer)
     try:
         done, value = answer.get(timeout=timeout)
     except Empty:
@@ -322,14 +327,14 @@ def _connect(act: Callable[[], Any], rank: int, timeout: float) -> Any:
     )
 
 
-def _session(store: StoreMailbox, rank: int, size: int, timeout: float) -> str:
-    """Returns a name of this start of the ranks, the same on all, for what they store.
+def _new_session(store: StoreMailbox, rank: int, size: int, timeout: float) -> str:
+    """Returns a new key prefix for this start of the ranks, the same on all ranks.
 
-    [Note: sessions] A store outlives ranks before a restart, and groups that a script has
-    ended, and their addresses are in it. How often a process was started says nothing:
-    torchrun counts restarts for each host, and one that lost no process counts none. So
-    every rank leaves a mark of its own, rank 0 proposes a name beside the marks that it
-    has seen, and takes it once each rank has found its own mark there and agreed.
+    [Note: sessions] After a restart, or after a script has destroyed its groups, the store
+    still holds old addresses. Restart counts do not tell starts apart: torchrun counts them
+    for each host, and a host that lost no process counts none. So every rank stores a random
+    id, rank 0 proposes a name beside the ids that it has seen, and takes it once each rank
+    has found its own id there and agreed.
 
     Raises:
         RankError: if some have not come after `timeout` seconds; it names them.
@@ -362,11 +367,15 @@ def _session(store: StoreMailbox, rank: int, size: int, timeout: float) -> str:
             agreed = [f"{base}/{name}/agreed/{r}" for r in range(1, size)]
             late = store.missing(marks) or (name and store.missing(agreed)) or marks[:1]
             late = [k.rpartition("/")[2] for k in late]
-            raise _not_come(rank, size, timeout, [r for r in late if r != str(rank)])
+            raise _missing_ranks_error(
+                rank, size, timeout, [r for r in late if r != str(rank)]
+            )
         time.sleep(0.005 if time.monotonic() - begin < 1 else 0.05)
 
 
-def _not_come(rank: int, size: int, timeout: float, late: Sequence[str]) -> RankError:
+def _missing_ranks_error(
+    rank: int, size: int, timeout: float, late: Sequence[str]
+) -> RankError:
     return RankError(
         f"rank {rank} waited {timeout:.0f} s in pdc.init, and rank(s) {', '.join(late)} of "
         f"{size} did not come: their processes ended before, were not started, or are "
@@ -374,7 +383,7 @@ def _not_come(rank: int, size: int, timeout: float, late: Sequence[str]) -> Rank
     )
 
 
-def arrive(
+def gather_notes(
     store: StoreMailbox,
     name: str,
     rank: int,
@@ -382,7 +391,7 @@ def arrive(
     timeout: float,
     note: Any = "",
 ) -> list[Any]:
-    """Waits until all ranks have come to a place, and returns their notes.
+    """Posts a note, waits for the notes of all ranks, and returns them.
 
     Raises:
         RankError: if some have not after `timeout` seconds; it names them.
@@ -391,30 +400,30 @@ def arrive(
     store.post(keys[rank], note)
     if not store.wait(keys, lambda seconds: seconds > timeout):
         missing = [key.rpartition("/")[2] for key in store.missing(keys)]
-        raise _not_come(rank, size, timeout, missing)
+        raise _missing_ranks_error(rank, size, timeout, missing)
     return [store.read(key) for key in keys]
 
 
 def _choose_interface(
     store: StoreMailbox, rank: int, size: int, timeout: float
 ) -> None:
-    """Has gloo use the interface that reaches the rendezvous: see [Note: interface]."""
+    """Makes gloo use the interface that reaches the rendezvous: see [Note: interface]."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     mine, there = _route()
     note = {"alone": here >= size, "there": there}
-    notes = arrive(store, "address", rank, size, timeout, note)
-    if all(note["alone"] for note in notes) or _NAME in os.environ:
+    notes = gather_notes(store, "address", rank, size, timeout, note)
+    if all(note["alone"] for note in notes) or _INTERFACE_VARIABLE in os.environ:
         return
     if mine.startswith("127."):
         known = [n["there"] for n in notes if not n["there"].startswith("127.")]
         mine = next(filter(None, known), mine)
     found = _interfaces().get(mine)
     if found is not None:
-        os.environ[_NAME] = found
+        os.environ[_INTERFACE_VARIABLE] = found
 
 
 def _route() -> tuple[str, str]:
-    """Returns the address from which the rendezvous is reached, and its own."""
+    """Returns this host's address on the way to the rendezvous, and the rendezvous' address."""
     with contextlib.suppress(OSError, KeyError):
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         there = socket.getaddrinfo(host, port, socket.AF_INET)[0][4]
@@ -434,19 +443,23 @@ def _interfaces() -> dict[str, str]:
             for _, name in socket.if_nameindex():
                 asked = struct.pack("256s", name.encode()[:15])
                 with contextlib.suppress(OSError):  # it has no address
-                    told = fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)
-                    found[socket.inet_ntoa(told[20:24])] = name
+                    reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
+                    found[socket.inet_ntoa(reply[20:24])] = name
     return found
 
 
 def _advice() -> str:
-    """Says over which interface gloo listens, and which to try."""
+    """Returns advice on the interface over which gloo listens."""
     others = {a: n for a, n in _interfaces().items() if not a.startswith("127.")}
     best = others.get(_route()[0])
     values = [best] if best else list(others.values())
-    listed = " or ".join(f"{_NAME}={value}" for value in values) or f"{_NAME}"
-    if _NAME in os.environ:
-        now = f"{_NAME}={os.environ[_NAME]} says over which interface"
+    listed = (
+        " or ".join(f"{_INTERFACE_VARIABLE}={value}" for value in values)
+        or f"{_INTERFACE_VARIABLE}"
+    )
+    if _INTERFACE_VARIABLE in os.environ:
+        chosen = os.environ[_INTERFACE_VARIABLE]
+        now = f"{_INTERFACE_VARIABLE}={chosen} says over which interface"
     else:
         with contextlib.suppress(OSError):
             name = socket.gethostname()

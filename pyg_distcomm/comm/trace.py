@@ -1,7 +1,7 @@
-"""Records what each rank computes and exchanges, and merges it into one timeline.
+"""Records the computation and communication of each rank, and merges them into one timeline.
 
-[Note: tracing] `PROCESS.recorder` is None unless `pdc.trace` is open. The ledger itself
-records what it counts, so that no exchange is missing, and bytes in a trace add up to the
+[Note: tracing] `PROCESS.recorder` is None unless a `pdc.trace` is open. The ledger records
+every operation it counts, so no exchange is missing, and bytes in a trace add up to the
 ledger's. `torch.profiler` shows the same work by `label`: "pyg_distcomm: halo over row",
 "product", "encode", "sample", "fetch" and "wait for ..." among the operations of torch.
 
@@ -54,14 +54,14 @@ from pyg_distcomm.process import PROCESS
 LIMIT = 1_000_000  # events of a rank: up to 500 MB
 TRIPS = 16
 _MAIN = "main thread"
-_GRACE = 3.0  # seconds for the records of others, once this rank has failed
+_GRACE = 3.0  # seconds to wait for the records of other ranks after a failure
 _LANES = 1 << 16  # Perfetto takes a thread's name by its id alone: ids of ranks differ
 Event = dict[str, Any]
 clock = time.perf_counter_ns
 
 
 def label(name: str) -> AbstractContextManager[Any]:
-    """Labels a block for `torch.profiler`, where that runs: a label takes microseconds."""
+    """Labels a block for `torch.profiler`, only while that runs: a label takes microseconds."""
     if not torch.autograd.profiler._is_profiler_enabled:
         return contextlib.nullcontext()
     return torch.profiler.record_function(f"pyg_distcomm: {name}")
@@ -69,7 +69,7 @@ def label(name: str) -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def span(kind: str, name: str, /, **args: Any) -> Iterator[None]:
-    """Labels a block for `torch.profiler`, and records it in the trace under way."""
+    """Labels a block for `torch.profiler`, and records it in the running trace."""
     recorder, begin = PROCESS.recorder, clock()
     try:
         with label(name):
@@ -80,7 +80,7 @@ def span(kind: str, name: str, /, **args: Any) -> Iterator[None]:
 
 
 class Span(NamedTuple):
-    """Holds what a thread did: begin and end in ns, and what is shown of it."""
+    """Holds a block that a thread ran: begin and end in ns, and the arguments to show."""
 
     lane: int
     kind: str
@@ -92,7 +92,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """Follows one exchange from when the ledger counts it to its arrival."""
+    """Records one exchange, from the time the ledger counts it to its arrival."""
 
     recorder: Recorder
     lane: int
@@ -101,27 +101,27 @@ class Exchange:
     counts: dict[str, int]  # the ledger's columns
     backward: bool
     begin: int
-    begun: int = 0  # when the call that began it was back
-    landed: int = 0  # when all had arrived, where the back end tells
-    waiter: int = -1  # the thread that waited for it, and its wait
+    begun: int = 0  # when the call that started it returned
+    landed: int = 0  # when all data had arrived, if the back end reports it
+    waiter: int = -1  # the thread that waited for it; begin and end of the wait follow
     wait: int = 0
     end: int = 0
 
-    def under_way(self, future: Any) -> None:
-        """Notes that it has been begun; `future`, if any, calls back when it has landed."""
+    def mark_started(self, future: Any) -> None:
+        """Records that it is started; `future`, if any, calls back on arrival."""
         self.begun = clock()
         if future is not None:
-            future.add_done_callback(self._land)
+            future.add_done_callback(self._on_arrival)
 
-    def _land(self, _: Any) -> None:
+    def _on_arrival(self, _: Any) -> None:
         self.landed = clock()
 
     def waited(self, begin: int) -> None:
-        """Notes that this thread has waited for it, from `begin` until now."""
+        """Records that this thread has waited for it, from `begin` until now."""
         self.waiter, self.wait, self.end = self.recorder.lane(), begin, clock()
 
     def spans(self) -> tuple[Span | None, Span | None]:
-        """Returns the call that began it, and the wait for it, as far as they have ended."""
+        """Returns the call that started it, and the wait for it; None if not ended."""
         name, args = f"{self.op} {self.axis}", {"bytes": self.counts["bytes"]}
         begun, end = self.begun, self.end
         call = Span(self.lane, "send", f"begin {name}", self.begin, begun, args)
@@ -160,7 +160,7 @@ class Recorder:
         return number
 
     def add(self, kind: str, name: str, begin: int, /, **args: Any) -> None:
-        """Records what this thread did from `begin` until now."""
+        """Records a block of this thread, from `begin` until now."""
         begin = max(begin, self.begin)  # it may have begun before the trace
         if torch._C._current_graph_task_id() != -1:
             args["pass"] = "backward"
@@ -174,7 +174,7 @@ class Recorder:
         return exchange
 
     def stop(self) -> tuple[list[Span | Exchange], int]:
-        """Returns the events kept, and how many were dropped; threads may go on."""
+        """Returns the events, and the number of dropped ones; threads may go on."""
         for handle in self._handles:
             handle.remove()
         with self.lock:
@@ -186,7 +186,7 @@ class Recorder:
             self.events.append(event)
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        if module not in self._names:  # the outermost one knows where the others are
+        if module not in self._names:  # the outermost module names those inside it
             for name, inner in module.named_modules():
                 kind = type(inner).__name__
                 self._names.setdefault(inner, f"{name} ({kind})" if name else kind)
@@ -194,7 +194,7 @@ class Recorder:
 
     def _leave(self, module: torch.nn.Module, args: Any, out: Any) -> None:
         layers = self._local.__dict__.get("layers", [])
-        while layers:  # one that has raised may have left its own behind
+        while layers:  # a module that raised may have left its entry
             found, begin = layers.pop()
             if found is module:
                 self.add("layer", self._names[module], begin)
@@ -211,10 +211,10 @@ class trace(contextlib.ContextDecorator):
     https://ui.perfetto.dev or chrome://tracing. On a CUDA device, spans show when work was
     handed over, not when it ran.
 
-    Collective at both ends; in between, nothing is sent. Rank 0 writes. If a rank leaves
-    by an exception, it goes on its way, and what has been recorded is written; a rank
-    other than 0 also writes its own part beside the file, named after the rank, which rank 0
-    removes if it gets as far as putting it in the whole.
+    Entering and leaving are collective; in between, nothing is sent. Rank 0 writes the file.
+    If a rank raises an exception, that propagates, and the events so far are written; a rank
+    other than 0 also writes its own part to a file named after the rank, which rank 0
+    removes once the part is in the merged file.
 
     Args:
         path: a JSON file; compressed if its name ends in .gz.
@@ -246,9 +246,9 @@ class trace(contextlib.ContextDecorator):
 
     def __enter__(self) -> trace:
         mesh = self._mesh or joined_mesh()
-        problem = _problem_of(self.path, mesh)
-        ranks = _Ranks(mesh)
-        ranks.meet(problem, str(self.path))
+        problem = _argument_error(self.path, mesh)
+        ranks = _TraceRanks(mesh)
+        ranks.begin_together(problem, str(self.path))
         self._ranks, self._started = ranks, time.localtime()
         self._recorder = PROCESS.recorder = Recorder(self._limit)
         return self
@@ -278,14 +278,16 @@ class trace(contextlib.ContextDecorator):
 
     def _finish(self, part: Event, events: list[Any], end: int) -> None:
         ranks, failed = self._ranks, part["failed"]
-        ranks.leave(part)
-        found = _shown(events, self._recorder.threads, end, part, ranks.at)
+        ranks.end_recording(part)
+        found = _trace_events(events, self._recorder.threads, end, part, ranks.at)
         part["text"] = ",\n".join(json.dumps(e, separators=(",", ":")) for e in found)
         if ranks.rank:
             if failed:
                 with contextlib.suppress(OSError):  # it has no such folder
-                    write_trace(self._own(part), [part], ranks.size, self._started)
-            ranks.hand_in(part)
+                    write_trace(
+                        self._rank_file(part), [part], ranks.size, self._started
+                    )
+            ranks.submit(part)
             return
         parts, late = ranks.collect(part)
         problem = ""
@@ -293,7 +295,7 @@ class trace(contextlib.ContextDecorator):
             write_trace(self.path, parts, ranks.size, self._started)
             for other in parts[1:]:
                 if other["failed"]:
-                    self._own(other).unlink(missing_ok=True)
+                    self._rank_file(other).unlink(missing_ok=True)
         except Exception as error:  # the others wait for the outcome
             problem = f"{self.path}: cannot be written ({error})"
         ranks.box.post("written", problem)
@@ -302,13 +304,13 @@ class trace(contextlib.ContextDecorator):
         if late is not None and not failed:
             raise late
 
-    def _own(self, part: Event) -> Path:
+    def _rank_file(self, part: Event) -> Path:
         stem, dot, rest = self.path.name.partition(".")
         return self.path.with_name(f"{stem}.rank{part['rank']}{dot}{rest}")
 
 
-def _problem_of(path: Path, mesh: Any) -> str | None:
-    """Returns what is wrong with a trace to be begun."""
+def _argument_error(path: Path, mesh: Any) -> str | None:
+    """Returns the problem with starting a trace; None if there is none."""
     folder = path.parent
     if PROCESS.recorder is not None:
         return "a trace is under way in this process; end it before the next begins"
@@ -326,7 +328,7 @@ def _problem_of(path: Path, mesh: Any) -> str | None:
 
 
 def write_trace(path: Path, parts: Sequence[Event], size: int, started: Any) -> None:
-    """Writes the parts of ranks, in rank order; aside first, then in place."""
+    """Writes the parts of ranks, in rank order, to a temporary file, and renames it."""
     here = {part["rank"] for part in parts}
     about = {
         "writer": "pyg_distcomm",
@@ -353,15 +355,15 @@ def write_trace(path: Path, parts: Sequence[Event], size: int, started: Any) -> 
 
 
 class Reading(NamedTuple):
-    """Holds what rank 0's clock showed when this one's showed `at`, in ns."""
+    """Holds the offset of rank 0's clock at time `at` of this rank's clock, in ns."""
 
     at: int
     offset: int  # to add for rank 0's
-    error: int  # how far off that can be
+    error: int  # the largest error of the offset
 
 
-def to_first(at: int, readings: Sequence[Reading]) -> int:
-    """Returns a time of this rank on rank 0's clock; none known, as it is."""
+def to_rank0_clock(at: int, readings: Sequence[Reading]) -> int:
+    """Converts a time of this rank to rank 0's clock; unchanged without readings."""
     if not readings:
         return at
     first, last = readings[0], readings[-1]
@@ -372,15 +374,15 @@ def to_first(at: int, readings: Sequence[Reading]) -> int:
 
 
 def host() -> str:
-    """Returns what processes with the same monotonic clock have in common, or ""."""
+    """Returns an id that is the same for processes with the same monotonic clock, or ""."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/time').st_ino}"
     return ""
 
 
-class _Ranks:
-    """Exchanges the notes of a trace between its ranks, those of all stages."""
+class _TraceRanks:
+    """Exchanges the notes of a trace between all ranks, those of all stages."""
 
     def __init__(self, mesh: Any) -> None:
         watch = None if mesh is None else mesh.everyone.watch
@@ -392,11 +394,11 @@ class _Ranks:
         self.box = watch.store.within(f"trace/{number}")
         self._start = clock()  # of rank 0
         self._readings: list[Reading] = []
-        self._away: list[int] = []  # the ranks on other hosts than rank 0's
+        self._other_hosts: list[int] = []  # the ranks on other hosts than rank 0's
 
     def at(self, ns: int) -> int:
         """Returns a time of this rank in ns since the start, on rank 0's clock."""
-        return max(to_first(ns, self._readings) - self._start, 0)
+        return max(to_rank0_clock(ns, self._readings) - self._start, 0)
 
     def _read(self, key: str, patience: float | None = None) -> Any:
         """Waits for a note, and returns it; None after `patience` seconds, if given.
@@ -409,14 +411,14 @@ class _Ranks:
                 there = self.box.wait([key], lambda seconds: seconds > patience)
             else:
                 there = self.box.wait(
-                    [key], self._watch.until(f"a note of the trace ({key})")
+                    [key], self._watch.deadline_check(f"a note of the trace ({key})")
                 )
             return self.box.read(key) if there else None
-        except dist.DistError as error:  # the store went with the process that held it
-            raise self._watch.broken("a trace", error) from None
+        except dist.DistError as error:  # the process that held the store has ended
+            raise self._watch.connection_error("a trace", error) from None
 
-    def meet(self, problem: str | None, path: str) -> None:
-        """Begins together, or raises on all ranks; compares clocks across hosts."""
+    def begin_together(self, problem: str | None, path: str) -> None:
+        """Starts the trace on all ranks, or raises on all; compares clocks across hosts."""
         self.box.post(f"in/{self.rank}", [problem, path, host(), self._start])
         notes = [self._read(f"in/{rank}") for rank in range(self.size)]
         _, first, home, self._start = notes[0]
@@ -429,13 +431,15 @@ class _Ranks:
                     f"rank {rank}: trace to the same path on all ranks: {path!r} here, "
                     f"and {first!r} on rank 0"
                 )
-        self._away = [r for r, n in enumerate(notes) if r and not home == n[2] != ""]
-        self._compare("begin", self._away)
+        self._other_hosts = [
+            r for r, n in enumerate(notes) if r and not home == n[2] != ""
+        ]
+        self._compare_clocks("begin", self._other_hosts)
 
-    def _compare(self, when: str, away: Sequence[int]) -> None:
-        """Has ranks on other hosts ask rank 0 for its time: see [Note: clocks]."""
+    def _compare_clocks(self, when: str, other_hosts: Sequence[int]) -> None:
+        """Compares the clocks of ranks on other hosts with rank 0's: see [Note: clocks]."""
         found = []
-        for rank, k in itertools.product(away, range(TRIPS)):
+        for rank, k in itertools.product(other_hosts, range(TRIPS)):
             ask, answer = f"{when}/ask/{rank}/{k}", f"{when}/time/{rank}/{k}"
             if self.rank == 0:
                 self._read(ask)
@@ -448,51 +452,51 @@ class _Ranks:
                 found.append(Reading(middle, there - middle, (back - left + 1) // 2))
         self._readings += sorted(found, key=lambda reading: reading.error)[:1]
 
-    def leave(self, part: Event) -> None:
-        """Notes how this rank has left, and compares its clock again if it is well."""
+    def end_recording(self, part: Event) -> None:
+        """Posts whether this rank has failed, and compares its clock again if not."""
         failed = part["failed"] or ""
         self.box.post(f"out/{self.rank}", failed)
-        if not failed and self.rank in self._away and self._read("out/0") == "":
-            self._compare("end", [self.rank])
+        if not failed and self.rank in self._other_hosts and self._read("out/0") == "":
+            self._compare_clocks("end", [self.rank])
         part["error"] = max((reading.error for reading in self._readings), default=0)
 
-    def hand_in(self, part: Event) -> None:
-        """Leaves what this rank has recorded to rank 0; one that is well waits for it."""
+    def submit(self, part: Event) -> None:
+        """Sends the record of this rank to rank 0; a rank that has not failed waits for it."""
         data = zlib.compress(json.dumps(part).encode(), 1)
         self.box.post_bytes(f"part/{self.rank}", data)
         if not part["failed"] and (problem := self._read("written")):
             raise OSError(problem)
 
     def collect(self, own: Event) -> tuple[list[Event], BaseException | None]:
-        """Returns the parts there are, and why others have not come."""
+        """Returns the parts that have arrived, and the error why others have not."""
         parts, late = [own], None
         stop = time.monotonic() + _GRACE if own["failed"] else None
         for rank in range(1, self.size):
             left = None if stop is None else max(stop - time.monotonic(), 0.0)
             try:
                 well = self._read(f"out/{rank}", left) == ""
-                if well and stop is None and rank in self._away:
-                    self._compare("end", [rank])
+                if well and stop is None and rank in self._other_hosts:
+                    self._compare_clocks("end", [rank])
                 if self._read(f"part/{rank}", left) is not None:
                     data = self.box.take_bytes(f"part/{rank}")
                     parts.append(json.loads(zlib.decompress(data)))
-            except Exception as error:  # the ranks that are there shall be written
+            except Exception as error:  # write the parts of the other ranks
                 late, stop = error, time.monotonic() + _GRACE
         return parts, late
 
 
-def _shown(
+def _trace_events(
     recorded: Sequence[Any],
     threads: Sequence[str],
     last: int,
     part: Event,
     at: Callable[[int], int],
 ) -> list[Event]:
-    """Returns the events of a rank as [Note: trace file] says, in order of time."""
+    """Returns the events of a rank, as in [Note: trace file], in order of time."""
     spans = [e for e in recorded if isinstance(e, Span)]
     exchanges = [(e, *e.spans()) for e in recorded if isinstance(e, Exchange)]
     spans += [s for _, *parts in exchanges for s in parts if s is not None]
-    names, lanes = _laid_out(spans, threads)
+    names, lanes = _assign_lanes(spans, threads)
     rank, out = part["rank"], list[Event]()
 
     def add(ph: str, name: str, lane: int, ns: int | None = None, **more: Any) -> None:
@@ -528,13 +532,13 @@ def _shown(
     return sorted(out, key=lambda event: event.get("ts", -1))
 
 
-def _laid_out(
+def _assign_lanes(
     spans: Sequence[Span], threads: Sequence[str]
 ) -> tuple[list[str], dict[int, int]]:
     """Returns the names of lanes, and the lane of each span, by its id.
 
     A thread has a lane, and more where its spans overlap without lying inside each other.
-    Threads of one name share lanes; those of a loader are called by what they do.
+    Threads of one name share lanes; those of a loader are named by their phases.
     """
     phases: dict[int, set[str]] = {}
     for s in spans:
@@ -547,7 +551,7 @@ def _laid_out(
         does = ", ".join(sorted(phases.get(s.lane, ())))
         name = f"loader: {does}" if does else threads[s.lane]
         row = rows.setdefault(name, {})
-        lane = next((k for k, begun in row.items() if _fits(s, begun)), len(names))
+        lane = next((k for k, begun in row.items() if _fits_lane(s, begun)), len(names))
         if lane == len(names):
             names.append(name)
         row.setdefault(lane, []).append(s)
@@ -558,15 +562,15 @@ def _laid_out(
     return names, lanes
 
 
-def _fits(span: Span, begun: list[Span]) -> bool:
-    """Returns whether a span lies beside or inside those open in a lane."""
+def _fits_lane(span: Span, begun: list[Span]) -> bool:
+    """Returns whether a span lies beside or inside the open spans of a lane."""
     while begun and begun[-1].end <= span.begin:
         begun.pop()
     return not begun or (begun[-1].lane == span.lane and span.end <= begun[-1].end)
 
 
 def as_json(value: Any, depth: int = 3) -> Any:
-    """Returns a value as JSON has it; in words what it has not, as NaN or a tensor."""
+    """Returns a value that JSON can hold; others, as NaN or a tensor, as text."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):

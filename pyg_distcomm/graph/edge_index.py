@@ -1,4 +1,4 @@
-"""Spreads an edge_index over the ranks: `DistEdgeIndex`."""
+"""Defines `DistEdgeIndex`, an edge_index whose edges are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.consistency import comparer_of
-from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.gradient_averaging import as_replicated
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
@@ -22,43 +22,43 @@ from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.partition.cutters import check_edge_index
 from pyg_distcomm.tensor import getitem, op_tables
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.gather_by_id import cut_as, kept
+from pyg_distcomm.tensor.gather_by_id import cached_plan, shard_as
 from pyg_distcomm.tensor.op_tables import FACTS, NEW, SIZES, base_name
 from pyg_distcomm.tensor.row_sharded import (
     advice,
     check_saved,
+    describe_type,
     eager,
-    kind_of,
     refuse_loader,
     tree_map,
 )
 from pyg_distcomm.tensor.shape_ops import joined
-from pyg_distcomm.tensor.sizes import told_size
+from pyg_distcomm.tensor.sizes import size_from_shape
 
 
 @eager
 class DistEdgeIndex(torch.Tensor):
     """The edges this rank owns, `[2, e_i]`, as node ids of the original graph.
 
-    An edge lives with the owner of its target, in original edge order, and so do its
-    attributes. Like PyG's `EdgeIndex` it remembers what is derived from it: the halo,
-    the blocks of the grid, the GCN-normalised operator. Everything is planned at the
-    first use, collectively, and dropped with the object.
+    The owner of the target owns an edge and its attributes, in original edge order. Like
+    PyG's `EdgeIndex` it caches what is derived from it: the halo, the blocks of the grid,
+    the GCN-normalised operator. These are planned at the first use, collectively, and have
+    the lifetime of the object.
 
-    It reads as the whole edge_index: `shape` is `[2, e]`, and `edge_index[0]` and
+    It behaves as the whole edge_index: `shape` is `[2, e]`, and `edge_index[0]` and
     `edge_index[1]` are DistTensors of node ids, one row per edge, so that
     `z[edge_index[0]]` fetches the rows of the sources. `edge_index[:, mask]`,
     `torch.cat([edge_index, loops], 1)`, `edge_index.flip(0)` and `torch.stack` of sources
-    and targets are edges spread over ranks again; other operations gather all edges, or are
-    refused. This rank's edges are those of `.to_local()`.
+    and targets return a DistEdgeIndex again; other operations gather all edges, or raise a
+    TypeError. `.to_local()` returns this rank's edges.
     """
 
     topology: Topology
     _spread = True
     weight: DistTensor | None = None  # of a sparse adjacency's values
-    looped = False  # whether that has self-loops
+    looped = False  # whether the sparse adjacency has self-loops
     of_torch = False  # whether it is a matrix of torch.sparse; see `weighs_messages`
-    __matmul__ = DistTensor.__matmul__  # which tells errors: see `tells_errors`
+    __matmul__ = DistTensor.__matmul__  # raises TypeErrors: see `tells_errors`
 
     @staticmethod
     def build(
@@ -69,16 +69,16 @@ class DistEdgeIndex(torch.Tensor):
         oblivious: bool = False,
         sources: Rows | None = None,
     ) -> DistEdgeIndex:
-        """Makes this rank's part from its edges, in global ids.
+        """Makes a DistEdgeIndex of this rank's edges, in global ids.
 
         Args:
             edge_index: `[2, e_i]`, targets owned by this rank, in original order.
-            nodes: which nodes are here.
-            edges: which edges are here.
+            nodes: the rows of nodes on this rank.
+            edges: the rows of edges on this rank.
             oblivious: exchange whole blocks (all_gather, reduce_scatter), as the
                 sparsity-oblivious algorithms of [Tripathy20] do.
-            sources: which source nodes are here, if they are of a type of their own;
-                layers then take a pair (x_source, x_target).
+            sources: the rows of source nodes on this rank, if their type differs from that
+                of the targets; layers then take a pair (x_source, x_target).
         """
         local = edge_index.long().cpu()
         halo = "blocks" if oblivious else "auto"
@@ -88,22 +88,22 @@ class DistEdgeIndex(torch.Tensor):
 
     @staticmethod
     def of_ends(source: DistTensor, target: DistTensor) -> DistEdgeIndex:
-        """Makes edges of row-sharded node ids, moved to the owners of their targets.
+        """Makes edges of row-sharded node ids, and moves them to the owners of their targets.
 
         Args:
-            source: `[e]`, cut in any way; or all of them, on every rank.
+            source: `[e]`, with any sharding; or all sources, on every rank.
             target: as `source`.
 
-        Collective; edges that are where they belong stay, in the rows they have.
+        Collective; edges that are on the right rank keep their rows.
         """
         both = source, target
         like = next(end for end in both if isinstance(end, DistTensor))
         rows = like.rows
-        nodes, found = rows.nodes, [_end_cut_as(end, rows) for end in both]
+        nodes, found = rows.nodes, [_shard_end(end, rows) for end in both]
         if nodes is None or nodes.partition is None or any(f is None for f in found):
             raise TypeError(
                 "edges are stacked from as many sources as targets, that come from an "
-                f"edge_index of pdc.partition; got {' and '.join(map(kind_of, both))}"
+                f"edge_index of pdc.partition; got {' and '.join(map(describe_type, both))}"
             )
         ends: Tensor = torch.stack([end.to(like.dtype) for end in found])
         owner = nodes.partition.owner_of(ends[1].cpu().long())
@@ -126,14 +126,14 @@ class DistEdgeIndex(torch.Tensor):
     def cut(
         edge_index: Tensor, nodes: Rows, sources: Rows | None = None
     ) -> DistEdgeIndex:
-        """Makes edges of a whole `edge_index` `[2, e]`, the same on all ranks.
+        """Shards a whole `edge_index` `[2, e]`, which is the same on all ranks.
 
-        Kept with the nodes, so that the same tensor is planned once.
+        Cached with the nodes, so that the same tensor is planned once.
 
         Args:
             edge_index: the edges.
-            nodes: which targets are here.
-            sources: which sources are here, if they are of a type of their own.
+            nodes: the rows of targets on this rank.
+            sources: the rows of sources on this rank, if their type differs.
         """
 
         def build() -> DistEdgeIndex:
@@ -143,7 +143,7 @@ class DistEdgeIndex(torch.Tensor):
                 check_edge_index(edge_index[0].expand(2, -1), sources.total)
                 check_edge_index(edge_index[1].expand(2, -1), nodes.total)
             assert nodes.partition is not None
-            getitem.check_same(edge_index.reshape(-1), nodes)
+            getitem.check_replicated_ids(edge_index.reshape(-1), nodes)
             owner = nodes.partition.owner_of(edge_index[1].cpu().long())
             mine = (owner == nodes.mesh.rank).nonzero().view(-1)
             if sources is None:
@@ -153,11 +153,11 @@ class DistEdgeIndex(torch.Tensor):
             local = edge_index[:, mine.to(edge_index.device)]
             return DistEdgeIndex.build(local, nodes, edges, sources=sources)
 
-        found: DistEdgeIndex = kept(edge_index, nodes, build)
+        found: DistEdgeIndex = cached_plan(edge_index, nodes, build)
         return found if found.topology.sources is sources else build()
 
     def carrying(self, weight: Tensor | None) -> DistEdgeIndex:
-        """Returns the same edges with weights, cut or those `[e]` of all ranks, or without."""
+        """Returns the same edges with sharded weights, whole weights `[e]`, or None."""
         if weight is None:
             return _wrap(self.to_local(), self.topology)
         local = self.check_edges(weight, "weight")
@@ -166,7 +166,7 @@ class DistEdgeIndex(torch.Tensor):
         return _wrap(self.to_local(), self.topology, weights, self)
 
     def check_loops(self, layer: torch.nn.Module) -> None:
-        """Refuses a sparse adjacency with self-loops where a layer adds loops."""
+        """Raises for a sparse adjacency with self-loops if a layer adds self-loops."""
         if self.looped and getattr(layer, "add_self_loops", False):
             raise TypeError(
                 f"give {type(layer).__name__} an edge_index, or add_self_loops=False: PyG "
@@ -191,22 +191,22 @@ class DistEdgeIndex(torch.Tensor):
 
     @staticmethod
     def of(edge_index: Tensor, topology: Topology) -> DistEdgeIndex:
-        """Returns edges `[2, e_i]`, in global ids, of which a topology is known."""
+        """Returns edges `[2, e_i]`, in global ids, with a known topology."""
         return _wrap(edge_index, topology)
 
     @property
     def nodes(self) -> Rows:
-        """Which nodes are on this rank."""
+        """The rows of target nodes on this rank."""
         return self.topology.nodes
 
     @property
     def sources(self) -> Rows:
-        """Which source nodes are on this rank; `nodes`, unless they have a type."""
+        """The rows of source nodes on this rank; `nodes` unless their type differs."""
         return self.topology.source_rows
 
     @property
     def edges(self) -> Rows:
-        """Which edges are on this rank."""
+        """The rows of edges on this rank."""
         return self.topology.edges
 
     def matmul(  # type: ignore[override]
@@ -230,33 +230,33 @@ class DistEdgeIndex(torch.Tensor):
         return DistTensor.wrap(matrix @ local, self.nodes)
 
     def check_nodes(self, x: Any, name: str, nodes: Rows | None = None) -> Tensor:
-        """Returns the local rows of a node tensor, or says what it should have been."""
+        """Returns the local rows of a node tensor; raises for other tensors."""
         local = self.as_nodes(x, name, nodes).to_local()
         return local.contiguous()  # products round by strides
 
     def as_nodes(self, x: Any, name: str, nodes: Rows | None = None) -> DistTensor:
-        """Returns a node tensor; of an ordinary one `[n, ...]`, the rows of this rank.
+        """Returns a row-sharded node tensor; shards an ordinary one `[n, ...]`.
 
         Args:
             x: the tensor.
             name: its name, for messages.
-            nodes: whose rows it has; None is those of all nodes, which have one type.
+            nodes: the rows it must have; None for the nodes of a graph with one node type.
         """
         if nodes is None:
-            self.topology.check_one_kind()
+            self.topology.check_one_node_type()
             nodes = self.nodes
         whole = isinstance(x, Tensor) and not isinstance(x, DistTensor) and x.dim()
         if whole and x.size(0) == nodes.total:
             mesh = nodes.mesh
             if not x.requires_grad and isinstance(mesh, Mesh) and mesh.size > 1:
                 comparer_of(mesh).check(x, name)
-            x = meet(x, mesh)
+            x = as_replicated(x, mesh)
             x = DistTensor.wrap(x[nodes.gid_on(x.device)], nodes)
         if not isinstance(x, DistTensor):
             raise TypeError(
                 f"pass data.x of pdc.partition as {name} (a DistTensor), or something "
-                f"computed from it: it is {kind_of(x)}, but the edge_index is spread over "
-                f"ranks, with {nodes.total} nodes"
+                f"computed from it: it is {describe_type(x)}, but the edge_index is spread "
+                f"over ranks, with {nodes.total} nodes"
             )
         if x.rows is not nodes and not x.rows.same_as(nodes):
             if x.rows.whole and x.rows.total == nodes.total:
@@ -278,16 +278,16 @@ class DistEdgeIndex(torch.Tensor):
             return None
         edges = self.edges
         if isinstance(value, DistTensor):
-            found = cut_as(value, edges)
+            found = shard_as(value, edges)
             if found is not None:
                 return self.topology.placed(name, found)
             raise ValueError(f"{name} has {value.rows}, but the edge_index has {edges}")
         if isinstance(value, Tensor) and value.dim() and value.size(0) == edges.count:
-            value = meet(value, edges.mesh)
+            value = as_replicated(value, edges.mesh)
             return self.topology.placed(name, value[edges.place_on(value.device)])
         raise TypeError(
             f"give {name} one row for each of the {edges.count} edges: it is "
-            f"{kind_of(value)}; make it part of the Data before pdc.partition"
+            f"{describe_type(value)}; make it part of the Data before pdc.partition"
         )
 
     def to_local(self) -> Tensor:
@@ -306,17 +306,17 @@ class DistEdgeIndex(torch.Tensor):
         return self.with_halo("blocks")
 
     def with_halo(self, halo: str = "auto") -> DistEdgeIndex:
-        """Returns the same edges, with products that exchange something else.
+        """Returns the same edges, with another kind of exchange for products.
 
-        All give the same sums. Words are fewest with "cover"; "auto" takes whole blocks
-        where they have at most a sixteenth more words than that. Products with weights of
-        edges that are learnt send rows. Layers other than products always do.
+        All give the same sums. "cover" moves the fewest words; "auto" takes whole blocks
+        if they have at most a sixteenth more words than that. Products with trainable edge
+        weights send rows, and so do layers other than products.
 
         Args:
             halo: "rows" sends the rows of features that other ranks need
-                ([Mukhopadhyay24]), "sums" partial sums of rows in their place, "cover"
-                the fewest of both, pair of ranks by pair ([Zhuang25]), "blocks" whole
-                blocks, as sparsity-oblivious algorithms do ([Tripathy20]), "auto" the
+                ([Mukhopadhyay24]), "sums" sends partial sums of rows instead, "cover" the
+                fewest of both for each pair of ranks ([Zhuang25]), "blocks" sends whole
+                blocks, as sparsity-oblivious algorithms do ([Tripathy20]), "auto" takes the
                 cheaper one of the last two.
         """
         twin = copy.copy(self.topology)
@@ -328,19 +328,19 @@ class DistEdgeIndex(torch.Tensor):
     def with_ordering(
         self, order: str = "auto", *, keep_inputs: bool = True
     ) -> DistEdgeIndex:
-        """Returns the same edges, with another way for layers to take A X W apart.
+        """Returns the same edges, with another order of products for A X W.
 
-        Plans are shared, products that are kept are not.
+        Plans are shared, cached products are not.
 
         Args:
             order: "first" is (A X) W, "last" is A (X W), "auto" the one that exchanges
                 less, forward and backward together.
-            keep_inputs: whether the product with an input that does not change (a leaf
-                without gradient, the same tensor at the same version), or its ghosts in
-                layers that run by halo exchange, are kept from its second use on. It takes
-                the input's memory once more. Not where hooks look after saved tensors, as
-                in torch's checkpointing. Such an input may change in place, on all ranks
-                or on none; writes to `x.data`, or through numpy, are not noticed.
+            keep_inputs: whether to cache the product with a constant input (a leaf without
+                gradient, the same tensor at the same version), or its ghosts in layers that
+                run by halo exchange, from its second use on. The cache takes the input's
+                memory once more. It is not used while hooks for saved tensors are active,
+                as in activation checkpointing. Such an input may change in place, on all
+                ranks or on none; writes to `x.data`, or through NumPy, are not detected.
         """
         twin = copy.copy(self.topology)
         twin.ordering = MultiplyOrder(order, keep_inputs)
@@ -348,13 +348,13 @@ class DistEdgeIndex(torch.Tensor):
         return _wrap(self.to_local(), twin, self.weight, self)
 
     def with_link(self, link: LinkPolicy | None) -> DistEdgeIndex:
-        """Returns the same edges, with rows of layers that travel by another link.
+        """Returns the same edges, with another link policy for layers.
 
-        Plans and kept products are shared, which are exact. Layers with a link of their own
-        go by that.
+        Plans and cached products are shared, since they are exact. A layer with its own link
+        uses that.
 
         Args:
-            link: a `LinkPolicy`, as of `pdc.VARCO(...)`; None is exact.
+            link: a `LinkPolicy`, such as `pdc.VARCO(...)`; None is exact.
         """
         problem = link_problem(link)
         if problem is not None:
@@ -367,7 +367,7 @@ class DistEdgeIndex(torch.Tensor):
     def __torch_function__(
         cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Answers facts, makes edges of edges, and gathers or refuses the rest."""
+        """Dispatches one torch function on edges; raises for unsupported ones."""
         name, kwargs = base_name(func), kwargs or {}
         if name in SIZES:
             return _size(args[0], name, args, kwargs)
@@ -375,7 +375,7 @@ class DistEdgeIndex(torch.Tensor):
             if name in FACTS or name in ("requires_grad=", "grad"):
                 return func(*args, **kwargs)
             if name in _COPIES and isinstance(args[0], DistEdgeIndex):
-                return _moved(args[0], func(*args, **kwargs))
+                return _copied_to(args[0], func(*args, **kwargs))
             if name in NEW:  # of the dtype and device
                 return getattr(args[0].to_local(), name)(*args[1:], **kwargs)
         first = args[0] if args else None
@@ -384,8 +384,8 @@ class DistEdgeIndex(torch.Tensor):
             return _MADE[name](*args, **kwargs)
         written = isinstance(first, DistEdgeIndex) and getitem.writes(func)
         if (name in op_tables.ON_ALL_EDGES or matrix) and not written:
-            return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
-        raise _refusal(name)
+            return func(*tree_map(_all_edges, args), **tree_map(_all_edges, kwargs))
+        raise _unsupported_error(name)
 
     def __getitem__(self, key: Any) -> Any:
         if type(key) is int and -2 <= key < 2:
@@ -396,15 +396,15 @@ class DistEdgeIndex(torch.Tensor):
         if isinstance(row, (list, Tensor)) and column == slice(None):
             order = torch.as_tensor(row).tolist()
             if order in ([0, 1], [1, 0]):
-                return self if order == [0, 1] else _flipped(self, 0)
+                return self if order == [0, 1] else _flip(self, 0)
         if row is Ellipsis or row == slice(None):
             return self._columns(column)
         if type(row) is int and row is not key:
             return self[row][column]
-        raise _refusal(f"edge_index[{key!r}]")
+        raise _unsupported_error(f"edge_index[{key!r}]")
 
     def _columns(self, key: Any) -> Any:
-        """Returns some of the edges, in the order that the key gives them."""
+        """Returns the edges of a key, in its order."""
         if isinstance(key, slice) and key == slice(None):
             return self
         if isinstance(key, slice) and (key.step or 1) > 0:
@@ -419,7 +419,7 @@ class DistEdgeIndex(torch.Tensor):
             return DistEdgeIndex.build(local, self.nodes, picked.rows, sources=sources)
         if isinstance(key, DistTensor) and self.topology.sources is None:
             return DistEdgeIndex.of_ends(self[0][key], self[1][key])
-        ids = getitem.same_ids(_whole(key), self.edges)
+        ids = getitem.replicated_ids(_all_edges(key), self.edges)
         whole = self.full_tensor()[:, ids].contiguous()
         return DistEdgeIndex.cut(whole, self.nodes, self.topology.sources)
 
@@ -448,11 +448,11 @@ class DistEdgeIndex(torch.Tensor):
 
 
 def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
-    """Returns the rows of edges, by their places in the whole edge_index.
+    """Returns the rows of edges with given positions in the whole edge_index.
 
     Args:
-        gid: of this rank, ascending.
-        total: of all ranks.
+        gid: the ids of this rank, ascending.
+        total: the number of edges on all ranks.
         nodes: the nodes that they are between.
     """
     stacked = DistEdgeIndex.of_ends
@@ -462,8 +462,8 @@ def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
 _COPIES = frozenset("to cpu cuda clone detach contiguous long pin_memory".split())
 
 
-def _refusal(name: str) -> TypeError:
-    """Returns the error of an operation on edges, which names the layer it came from."""
+def _unsupported_error(name: str) -> TypeError:
+    """Returns the error of an unsupported operation on edges, with advice."""
     return TypeError(
         f"{advice()}{name}() of a DistEdgeIndex would need edges of other ranks; use "
         ".to_local() for this rank's edges (global ids) or .full_tensor() for all"
@@ -475,28 +475,28 @@ def _size(x: DistEdgeIndex, name: str, args: Any, kwargs: Any) -> Any:
     if not x.of_torch and (name == "len" or (name == "size" and dim in (0, -2))):
         return 2  # without asking for the number of edges
     shape = (x.nodes.total, x.sources.total) if x.of_torch else (2, x.edges.count)
-    return told_size(name, shape, x, args, kwargs)
+    return size_from_shape(name, shape, x, args, kwargs)
 
 
-def _whole(value: Any) -> Any:
+def _all_edges(value: Any) -> Any:
     if isinstance(value, DistEdgeIndex) and value.of_torch:
         shape = value.nodes.total, value.sources.total
-        return csr_of(value.full_tensor(), _whole(value.weight), shape)
+        return csr_of(value.full_tensor(), _all_edges(value.weight), shape)
     spread = isinstance(value, (DistEdgeIndex, DistTensor))
     return value.full_tensor() if spread else value
 
 
-def _joined(tensors: Any, dim: int = 0, **more: Any) -> Any:
-    """Stands for torch.cat: edges after edges."""
+def _cat(tensors: Any, dim: int = 0, **more: Any) -> Any:
+    """Implements torch.cat along the edges."""
     if "out" in more:  # PyG's collation gives it, even as None
         refuse_loader()
     if any(value is not None for value in more.values()):
-        raise _refusal("cat with out=")
+        raise _unsupported_error("cat with out=")
     first = next(t for t in tensors if isinstance(t, DistEdgeIndex))
     if dim % 2 != 1:
-        raise _refusal("cat")
+        raise _unsupported_error("cat")
     if first.sources is not first.nodes:
-        whole = torch.cat([_whole(t) for t in tensors], 1)
+        whole = torch.cat([_all_edges(t) for t in tensors], 1)
         return DistEdgeIndex.cut(whole, first.nodes, first.sources)
     parts = [
         t if isinstance(t, DistEdgeIndex) else DistEdgeIndex.cut(t, first.nodes)
@@ -508,41 +508,41 @@ def _joined(tensors: Any, dim: int = 0, **more: Any) -> Any:
     return DistEdgeIndex.build(local, first.nodes, rows)
 
 
-def _flipped(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> Any:
-    """Stands for flip over the two ends: the reversed edges."""
+def _flip(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> Any:
+    """Implements flip over the two ends, which reverses the edges."""
     dim = kwargs.get("dims", dims[0] if dims else 0)
     if dim not in (0, -2, [0], (0,)):
-        raise _refusal("flip")
+        raise _unsupported_error("flip")
     if x.topology.sources is not None:
         return DistEdgeIndex.cut(x.full_tensor().flip(0), x.sources, x.nodes)
     return DistEdgeIndex.of_ends(x[1], x[0])
 
 
-def _turned(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> DistTensor:
-    """Stands for the transpose: a row `[source, target]` for each edge."""
+def _transpose(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> DistTensor:
+    """Implements the transpose: a row `[source, target]` for each edge."""
     out = DistTensor.wrap(x.to_local().t(), x.edges)
     out.holds_ends = True
     return out
 
 
-def _taken(x: Any, key: Any) -> Any:
-    """Stands for `x[key]`, where one of both is edges, or holds them."""
+def _getitem(x: Any, key: Any) -> Any:
+    """Implements `x[key]`, where x or the key is, or holds, edges."""
     if isinstance(key, DistEdgeIndex):
         return getitem.at_edges(x, key)
-    return x[key if isinstance(x, DistEdgeIndex) else tree_map(_whole, key)]
+    return x[key if isinstance(x, DistEdgeIndex) else tree_map(_all_edges, key)]
 
 
-def _written(x: Any, key: Any, value: Any) -> None:
-    """Stands for `x[key] = value` of an ordinary tensor, on all ranks."""
+def _setitem(x: Any, key: Any, value: Any) -> None:
+    """Implements `x[key] = value` for an ordinary tensor, on all ranks."""
     if isinstance(x, (DistEdgeIndex, DistTensor)):
-        raise _refusal("setitem")
-    x[tree_map(_whole, key)] = _whole(value)
+        raise _unsupported_error("setitem")
+    x[tree_map(_all_edges, key)] = _all_edges(value)
 
 
-def _extreme(op: str) -> Callable[..., Any]:
+def _make_extreme(op: str) -> Callable[..., Any]:
     def found(x: DistEdgeIndex, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
-            raise _refusal(op)
+            raise _unsupported_error(op)
         pick = torch.maximum if op == "max" else torch.minimum
         return pick(getattr(x[0], op)(), getattr(x[1], op)())
 
@@ -552,23 +552,23 @@ def _extreme(op: str) -> Callable[..., Any]:
 def _product(x: Any, y: Any) -> Any:
     if isinstance(x, DistEdgeIndex):
         return x.matmul(y) if y.dim() > 1 else x.matmul(y.unsqueeze(1)).squeeze(1)
-    raise _refusal("matmul")
+    raise _unsupported_error("matmul")
 
 
 _MADE: dict[str, Callable[..., Any]] = {
-    "getitem": _taken,
-    "setitem": _written,
+    "getitem": _getitem,
+    "setitem": _setitem,
     "unbind": lambda x, dim=0: (x[0], x[1]),
     "select": lambda x, dim, index: x[index],
     "format": lambda x, spec: format(repr(x), spec),
-    **dict.fromkeys(("cat", "concat", "concatenate"), _joined),
-    "flip": _flipped,
+    **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+    "flip": _flip,
     "narrow": lambda x, dim, start, length: x[
         (slice(None),) * (dim % 2) + (getitem.span(x.size(dim), start, length),)
     ],
     **dict.fromkeys(("matmul", "mm", "mv", "_sparse_mm"), _product),
-    **dict.fromkeys(op_tables.TURNED, _turned),
-    **{op: _extreme(op) for op in ("max", "min")},
+    **dict.fromkeys(op_tables.TURNED, _transpose),
+    **{op: _make_extreme(op) for op in ("max", "min")},
 }
 
 
@@ -582,7 +582,7 @@ def _wrap(
     return out
 
 
-def _moved(before: DistEdgeIndex, after: Tensor) -> DistEdgeIndex:
+def _copied_to(before: DistEdgeIndex, after: Tensor) -> DistEdgeIndex:
     if isinstance(after, DistEdgeIndex):
         return after
     if (weight := before.weight) is not None:  # of which torch makes a plain one here
@@ -590,8 +590,8 @@ def _moved(before: DistEdgeIndex, after: Tensor) -> DistEdgeIndex:
     return _wrap(after, before.topology.to(after.device), weight, before)
 
 
-def _end_cut_as(end: Tensor, rows: Rows) -> Any:
-    """Returns the rows here of sources or targets; None if they are more or fewer."""
+def _shard_end(end: Tensor, rows: Rows) -> Any:
+    """Returns this rank's rows of sources or targets; None if the number differs."""
     if isinstance(end, DistTensor):
-        return cut_as(end, rows)
+        return shard_as(end, rows)
     return end[rows.place_on(end.device)] if len(end) == rows.count else None

@@ -1,6 +1,6 @@
-"""Multiplies by edges in CSR form, differentiably: sums, means, maxima and softmax of rows.
+"""Computes differentiable sums, means, maxima and softmax over edges in CSR form.
 
-Gradients are products as well, so that each of these may be derived again. The edges are
+Gradients are products as well, so that each function is twice differentiable. The edges are
 `GroupedEdges`; see `graph.local_adjacency`.
 """
 
@@ -19,7 +19,7 @@ from pyg_distcomm.ops.csr import Pattern
 
 
 def _unless_undefined(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves the gradients of the inputs undefined where that of the output is.
+    """Returns None for the gradients of inputs if that of the output is None.
 
     An output of which the loss reads nothing has an undefined gradient in a backward pass of
     DistributedDataParallel, whose `find_unused_parameters` must find parameters behind it
@@ -208,7 +208,7 @@ def _back(pattern: Pattern, value: Tensor | None, g: Tensor) -> Tensor:
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """Returns rows with zeros after them, `count` in all."""
+    """Pads rows with zeros to `count` rows."""
     rest = count - len(rows)
     return torch.nn.functional.pad(rows, (0, 0, 0, rest)) if rest else rows
 

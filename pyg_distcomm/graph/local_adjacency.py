@@ -1,24 +1,21 @@
-"""Keeps the CSR form and the hops of ordinary edge_index tensors.
+"""Caches the CSR form and the hops of ordinary edge_index tensors.
 
 [Note: what a tensor carries] An `edge_index` `[2, e]` of a minibatch is an ordinary tensor.
-What belongs to it is kept beside it, under its identity, and lives as long as it does. It
-is valid for one version of the tensor at one place in memory: a change in place drops it
-(but one that torch does not count, as through `.data` or NumPy, is not seen), and whatever
-makes another tensor (`flip`, a mask, `clone`) carries nothing. Only a view of the first
-edges, as `trim_to_layer` takes it, counts as carrying. The CSR form is computed from the
-edges themselves, so that nothing is ever concluded from a shape. The sampler says which
-edge_index may be used so at once, and how many rows are seeds. Of any other tensor the CSR
-form is built at the second use: one that is used once would not pay for it. What belongs to
-PyG's `EdgeIndex` is kept beside it; one that says that it is sorted by
-target is used at once.
+Its cache is stored under its identity, with the same lifetime. It is valid for one version of
+the tensor at one storage: an in-place change drops it (except one that torch does not count, as
+through `.data` or NumPy), and a new tensor (`flip`, a mask, `clone`) has none. Only a view of
+the first edges, as `trim_to_layer` takes it, shares the cache. The CSR form is computed from
+the edges themselves, never inferred from a shape. Edges of a sampler, which also gives the
+number of seeds, use it at once. For any other tensor it is built at the second use, since it
+costs more than one use saves. A PyG `EdgeIndex` has a cache, too; one that is marked as sorted
+by target uses it at once.
 
-[Note: what a device is asked] On a device all of this holds, and the host must wait for what
-it learns of the edges: once for an edge_index, whether its ends are in range and its edges
-sorted; once for a minibatch, how many rows each hop reads, all hops together. Nothing else
-waits: the CSR form and its transpose are made there. A loader with `device=` asks ahead of
-training. What is made on one stream is not used on another, which may run ahead of it, and
-is built anew there; while a CUDA graph is captured nothing is asked, and only what was made
-before is used.
+[Note: device synchronisation] On a device the host waits for facts about the edges: once for an
+edge_index, whether its ids are in range and its edges sorted; once for a minibatch, how many
+rows each hop reads, all hops together. Nothing else synchronises: the CSR form and its
+transpose are built on the device. A loader with `device=` fetches these facts ahead of
+training. A cache made on one stream is not used on another, which may run ahead of it, and is
+built again there. While a CUDA graph is captured only existing caches are used.
 """
 
 from __future__ import annotations
@@ -45,13 +42,13 @@ DEVICES = frozenset({"cpu", "cuda"})  # types of those whose products have kerne
 
 
 def has_products(t: Tensor) -> bool:
-    """Tells whether products on the device of a tensor run by kernels."""
+    """Tells whether kernels compute products on the device of a tensor."""
     return t.device.type in DEVICES
 
 
 @contextlib.contextmanager
-def lasting() -> Iterator[None]:
-    """Makes tensors that autograd may keep, also where `inference_mode` is on."""
+def outside_inference_mode() -> Iterator[None]:
+    """Leaves `inference_mode` in a block, so that autograd may save tensors made in it."""
     graded = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(graded):
         yield
@@ -59,11 +56,11 @@ def lasting() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class GroupedEdges:
-    """The edges of a bipartite graph in CSR form, one row for each target.
+    """Holds the edges of a bipartite graph in CSR form, one row for each target.
 
     Args:
         pattern: sources of the edges of each target, `[num_targets, num_sources]`.
-        order: which edge each nonzero is, `[e]`; None if edges come grouped by target.
+        order: the edge of each nonzero, `[e]`; None if edges are sorted by target.
     """
 
     pattern: Pattern
@@ -76,14 +73,14 @@ class GroupedEdges:
     def build(
         edge_index: Tensor, num_sources: int, num_targets: int, checked: bool = False
     ) -> GroupedEdges | None:
-        """Returns the CSR form of `edge_index` `[2, e]`; None if an end is out of range.
+        """Returns the CSR form of `edge_index` `[2, e]`; None if an id is out of range.
 
         A device is asked once, and not at all for edges that are `checked`: known to be in
         range, and perhaps not sorted.
         """
         source, target = edge_index[0], edge_index[1]
         if not target.is_cpu:
-            return _built_there(source, target, num_sources, num_targets, checked)
+            return _build_on_device(source, target, num_sources, num_targets, checked)
         if target.numel():
             least, most = (
                 torch.stack([t.aminmax().min for t in (source, target)]),
@@ -103,23 +100,23 @@ class GroupedEdges:
 
     @cached_property
     def num_read(self) -> int:
-        """How many leading rows of the sources the edges read."""
+        """The number of leading source rows that the edges read."""
         col = self.pattern.col
         return int(col.max()) + 1 if col.numel() else 0
 
     @cached_property
     def inverse(self) -> Tensor | None:
-        """Where each edge is among the nonzeros; None if edges come grouped."""
+        """The nonzero of each edge; None if the edges are sorted by target."""
         if self.order is None:
             return None
-        with lasting():
+        with outside_inference_mode():
             each = torch.arange(len(self.order), device=self.order.device)
             return torch.empty_like(self.order).scatter_(0, self.order.long(), each)
 
     @cached_property
     def targets(self) -> Tensor:
         """The target of each nonzero, `[nnz]`."""
-        with lasting():
+        with outside_inference_mode():
             rowptr = self.pattern.rowptr
             rows = torch.arange(
                 self.num_targets, dtype=rowptr.dtype, device=rowptr.device
@@ -146,28 +143,28 @@ class GroupedEdges:
         return self._prefixes[key]
 
     def _end(self, rows: int) -> tuple[int, int | None]:
-        """Returns where the edges into the first `rows` end, and what they read if known."""
+        """Returns the end of the edges into the first `rows`, and the source rows they read."""
         if rows >= self.num_targets:
             return self.pattern.nnz, vars(self).get("num_read")
         if rows not in self._ends:
-            self.ask([rows])
+            self.ask_device([rows])
         return self._ends[rows]
 
-    def ask(self, rows: Sequence[int]) -> None:
-        """Learns where the edges into the first rows end, for several numbers of rows."""
+    def ask_device(self, rows: Sequence[int]) -> None:
+        """Asks the device for the ends of edges into several numbers of first rows."""
         index = torch.tensor(rows, device=self.pattern.rowptr.device)
         ends = self.pattern.rowptr.index_select(0, index).tolist()
         self._ends.update((k, (end, None)) for k, end in zip(rows, ends, strict=True))
 
-    def told(self, rows: int, end: int, reads: int) -> None:
-        """Notes where the edges into the first `rows` end, and how many rows they read."""
+    def note_prefix(self, rows: int, end: int, reads: int) -> None:
+        """Records the end of the edges into the first `rows`, and the rows they read."""
         if rows >= self.num_targets:
             vars(self)["num_read"] = reads
         else:
             self._ends[rows] = end, reads
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields what the CSR form is made of, that of the first rows, too."""
+        """Yields the tensors of the CSR form, and of cached prefixes."""
         for edges in (self, *self._prefixes.values()):
             yield from (edges.pattern.rowptr, edges.pattern.col)
             if edges.order is not None:
@@ -181,7 +178,7 @@ class GroupedEdges:
     def mean_values(self, dtype: torch.dtype) -> Tensor:
         """Returns 1 / (in-degree of its target) for each nonzero, `[nnz]`."""
         if dtype not in self._means:
-            with lasting():
+            with outside_inference_mode():
                 degree = self.pattern.rowptr.diff()
                 share = degree.clamp(min=1).to(dtype).reciprocal()
                 self._means[dtype] = share.repeat_interleave(
@@ -190,10 +187,10 @@ class GroupedEdges:
         return self._means[dtype]
 
 
-def _built_there(
+def _build_on_device(
     source: Tensor, target: Tensor, num_sources: int, num_targets: int, checked: bool
 ) -> GroupedEdges | None:
-    """Returns the CSR form of edges on a device, which is asked once unless `checked`."""
+    """Builds the CSR form on a device; synchronises once unless `checked`."""
     grouped = not target.numel()
     if target.numel() and not checked:
         rises = (target[1:] >= target[:-1]).all().to(target.dtype)
@@ -216,7 +213,7 @@ def _built_there(
 
 @dataclass(eq=False)
 class SampledBatch:
-    """What a sampler knows of the edges of one minibatch, of one or more types.
+    """Holds the facts of a sampler about the edges of one minibatch, of all types.
 
     Args:
         sizes: the number of nodes of each type.
@@ -231,7 +228,7 @@ class SampledBatch:
     _read: list[dict[Any, int]] = field(default_factory=list)
 
     def rows(self, depth: int) -> dict[Any, int] | None:
-        """Returns how many leading rows are read `depth` message passings before the end.
+        """Returns the number of leading rows that are read `depth` layers before the end.
 
             R_0 = seeds,   R_{d+1} = R_d and the sources of all edges into R_d
 
@@ -244,7 +241,7 @@ class SampledBatch:
             return None
         if any(not edges.pattern.rowptr.is_cpu for _, _, edges in relations):
             PROCESS.hops = max(PROCESS.hops, depth)
-            self._foresee(relations, depth)
+            self._prefetch_sizes(relations, depth)
         while len(self._read) <= depth:
             now = self._read[-1]
             following = dict(now)
@@ -255,12 +252,12 @@ class SampledBatch:
         return self._read[depth]
 
     def prepare(self, depth: int) -> None:
-        """Makes the CSR forms, and finds the rows that are read up to a depth."""
+        """Builds the CSR forms, and computes the rows that are read up to a depth."""
         self.rows(depth)
         self._grouped()
 
     def known_rows(self, kind: Any) -> list[int]:
-        """Returns how many leading rows of a type are read, at each depth known so far."""
+        """Returns the leading rows of a type that are read, for each known depth."""
         return sorted({read[kind] for read in self._read})
 
     def _grouped(self) -> list[tuple[Any, Any, GroupedEdges]] | None:
@@ -277,10 +274,10 @@ class SampledBatch:
             every.append((source, target, edges))
         return every
 
-    def _foresee(
+    def _prefetch_sizes(
         self, relations: list[tuple[Any, Any, GroupedEdges]], depth: int
     ) -> None:
-        """Asks a device once for all that `rows` reads of it, up to a depth."""
+        """Fetches all numbers that `rows` needs from a device at once, up to a depth."""
         like = relations[0][2].pattern.rowptr
         now = {kind: like.new_full((1,), n) for kind, n in self._read[-1].items()}
         reach, asked = [], []
@@ -297,14 +294,14 @@ class SampledBatch:
             now = following
         numbers = torch.cat([t.long() for t in asked]).view(-1, 3).tolist()
         for place, (rows, end, reads) in enumerate(numbers):
-            relations[place % len(relations)][2].told(rows, end, reads)
+            relations[place % len(relations)][2].note_prefix(rows, end, reads)
 
 
 class LocalAdjacency:
-    """What is kept beside one edge_index; see [Note: what a tensor carries].
+    """Holds the cache of one edge_index; see [Note: what a tensor carries].
 
     Args:
-        signature: of the tensor, at the version that this is about.
+        signature: the version and storage of the tensor for which the cache is valid.
         batch: the minibatch it was sampled for, if any.
         ends: the types of its sources and targets there.
     """
@@ -324,7 +321,7 @@ class LocalAdjacency:
 
     @staticmethod
     def of(edges: GroupedEdges) -> LocalAdjacency:
-        """Returns one whose CSR form is known."""
+        """Returns a LocalAdjacency with a known CSR form."""
         found = LocalAdjacency(None)
         found._grouped[edges.pattern.num_cols, edges.num_targets] = edges
         return found
@@ -332,7 +329,7 @@ class LocalAdjacency:
     def grouped(
         self, edge_index: Tensor, num_sources: int, num_targets: int
     ) -> GroupedEdges | None:
-        """Returns the CSR form of the tensor that this belongs to, built once."""
+        """Returns the CSR form of the tensor of this cache, built once."""
         key = num_sources, num_targets
         if key not in self._grouped:
             if _is_captured(edge_index):
@@ -340,18 +337,18 @@ class LocalAdjacency:
             if not edge_index.is_cpu and self.batch is not None:
                 PROCESS.hops = max(PROCESS.hops, 0)
             self.stream = _stream(edge_index)
-            with lasting():
+            with outside_inference_mode():
                 self._grouped[key] = GroupedEdges.build(edge_index, *key)
         return self._grouped[key]
 
     def is_elsewhere(self, edge_index: Tensor) -> bool:
-        """Tells whether this was made on another stream of CUDA than the current one."""
+        """Tells whether this cache was made on another CUDA stream than the current one."""
         if self.stream is None or self.stream == _stream(edge_index):
             return False
         return not _is_captured(edge_index)  # whose stream waits for what ran before
 
     def hand_over(self, edge_index: Tensor) -> None:
-        """Has the current stream use what was made on another, for which it waits."""
+        """Makes the current stream wait for the stream on which this cache was made."""
         if self.stream is None:
             return
         self.stream = _stream(edge_index)
@@ -362,7 +359,7 @@ class LocalAdjacency:
 
 
 def _stream(t: Tensor) -> int | None:
-    """Returns the current stream of a tensor's device, of CUDA."""
+    """Returns the current CUDA stream of a tensor's device."""
     return int(torch.cuda.current_stream(t.device).cuda_stream) if t.is_cuda else None
 
 
@@ -373,7 +370,7 @@ def _is_captured(t: Tensor) -> bool:
 def looped_edges(
     adjacency: LocalAdjacency, looped: Tensor, num_sources: int, num_targets: int
 ) -> GroupedEdges:
-    """Returns the CSR form of edges in range that have got self-loops.
+    """Returns the CSR form of edges in range with added self-loops.
 
     Of a minibatch on a device it asks once where the edges that each hop reads end.
     """
@@ -382,7 +379,7 @@ def looped_edges(
     batch = adjacency.batch
     rows = [] if batch is None else batch.known_rows(adjacency.ends[1])
     if len(rows) > 1 and not looped.is_cpu:
-        edges.ask([k for k in rows if k < num_targets])
+        edges.ask_device([k for k in rows if k < num_targets])
     return edges
 
 
@@ -391,7 +388,7 @@ def carry(
     sizes: Mapping[Any, int],
     seeds: Mapping[Any, int],
 ) -> None:
-    """Notes that the edges of a minibatch come from a sampler.
+    """Attaches the sampler's facts about a minibatch to its edge_index tensors.
 
     Args:
         edge_indices: `[2, e]`, or one for each (source type, relation, target type).
@@ -413,12 +410,12 @@ def follow(
     sizes: Mapping[Any, int],
     seeds: Mapping[Any, int],
 ) -> None:
-    """Has the edges of a minibatch carry what they did when `.to(device)` has moved it."""
+    """Attaches the caches to the edges of a minibatch again after `.to(device)`."""
     PROCESS.minibatches[minibatch] = edges_of, sizes, seeds
 
 
 def _followed(edge_index: Tensor) -> LocalAdjacency | None:
-    """Returns what edges carry that were moved with their minibatch, one of the latest."""
+    """Returns the cache of edges that moved with one of the latest minibatches."""
     # in one step: a loader's thread adds others meanwhile
     kept = list(PROCESS.minibatches.data.items())
     for reference, (edges_of, *rest) in kept[: -_LATEST - 1 : -1]:
@@ -432,7 +429,7 @@ def _followed(edge_index: Tensor) -> LocalAdjacency | None:
 
 
 def prepare(edge_index: Any) -> None:
-    """Asks a device ahead of training what layers have asked of earlier minibatches."""
+    """Fetches from a device, ahead of training, the numbers that layers have used before."""
     found = known(edge_index) if isinstance(edge_index, Tensor) else None
     if found is None or found.batch is None or edge_index.is_cpu or PROCESS.hops < 0:
         return
@@ -440,7 +437,7 @@ def prepare(edge_index: Any) -> None:
 
 
 def hand_over(t: Tensor) -> None:
-    """Has the current stream use what is kept beside a tensor; see `LocalAdjacency`."""
+    """Makes the current stream use the cache of a tensor; see `LocalAdjacency`."""
     found: LocalAdjacency | None = PROCESS.adjacencies.get(t)
     if found is not None:
         found.hand_over(t)
@@ -454,7 +451,7 @@ def _keep(edge_index: Tensor, *args: Any, **kwargs: Any) -> LocalAdjacency:
 
 
 def known(edge_index: Tensor) -> LocalAdjacency | None:
-    """Returns what is kept beside a tensor, if it is as it was then."""
+    """Returns the cache of a tensor if the tensor has not changed since; else None."""
     found: LocalAdjacency | None = PROCESS.adjacencies.get(edge_index)
     if found is None or found.signature != _signature(edge_index):
         return None
@@ -462,7 +459,7 @@ def known(edge_index: Tensor) -> LocalAdjacency | None:
 
 
 def plain_edges(edge_index: Any, *sizes: int | None) -> Any:
-    """Returns the tensor under an EdgeIndex of PyG's; anything else as it is.
+    """Returns the tensor inside a PyG EdgeIndex; other values unchanged.
 
     Args:
         edge_index: the edges.
@@ -477,7 +474,7 @@ def plain_edges(edge_index: Any, *sizes: int | None) -> Any:
 
 
 def adjacency_of(edge_index: Any) -> LocalAdjacency | None:
-    """Counts a use of an edge_index; returns what is kept beside it, from the second on.
+    """Counts a use of an edge_index; returns its cache from the second use on.
 
     None for anything but a `[2, e]` tensor of integers, or an EdgeIndex of one, on the CPU
     or on CUDA.
@@ -503,7 +500,7 @@ def adjacency_of(edge_index: Any) -> LocalAdjacency | None:
 
 
 def _first_edges_of(edge_index: Tensor) -> LocalAdjacency | None:
-    """Returns what the tensor carries of which this one is a view of the first edges."""
+    """Returns the cache of the tensor of whose first edges this one is a view."""
     whole = edge_index._base
     if whole is None or edge_index.data_ptr() != whole.data_ptr():
         return None
@@ -513,7 +510,7 @@ def _first_edges_of(edge_index: Tensor) -> LocalAdjacency | None:
 
 
 def _signature(edge_index: Any) -> Any:
-    """Returns version and place of a tensor; None if it is no edge_index to compute with."""
+    """Returns the version and storage of an edge_index; None for other tensors."""
     if type(edge_index) is not Tensor or edge_index.layout != torch.strided:
         return None
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
@@ -529,7 +526,7 @@ def _signature(edge_index: Any) -> Any:
 
 
 def first_edges(edge_index: Tensor, edges: Sequence[Any] | Tensor, count: int) -> Any:
-    """Returns the first `count` of values of edges, if they have a row for each edge."""
+    """Returns the first `count` rows of values per edge; other values unchanged."""
     if isinstance(edges, Tensor) and edges.dim() and len(edges) == edge_index.size(1):
         return edges[:count]
     return edges

@@ -1,4 +1,4 @@
-"""Cuts a PyG Data: each rank keeps its share, as a Data of row-sharded tensors."""
+"""Partitions a PyG Data: each rank keeps its share, as a Data of row-sharded tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import sampled_digest
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph import partitioning_kinds, transforms
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.subgraphs import agree
@@ -53,37 +53,37 @@ def partition(
 ) -> Any:
     """Returns this rank's share of a graph: still a PyG Data, of row-sharded tensors.
 
-    Every rank passes the same `data`. Rank 0 cuts; the others learn the owners. An edge
-    and its attributes live with the owner of its target. Local rows ascend by global
-    id; nothing is renumbered for the user. From here on, ranks draw by Python's random what
-    rank 0 does, as PyG does for negative edges.
+    Every rank passes the same `data`. Rank 0 partitions it, and broadcasts the owners. The
+    owner of the target owns an edge and its attributes. Local rows ascend by global id, and
+    nodes keep their ids. Afterwards Python's random has the same state on all ranks, since
+    PyG draws negative edges from it.
 
     Args:
-        data: the whole graph; every attribute with a row per node or per edge travels.
-            Of an `adj_t` (torch.sparse, or torch-sparse's SparseTensor) in the place of
-            an edge_index, the share has both: edges that carry their weights, and none.
-            Of a HeteroData each edge type has edges of its own, with the owners of their
-            targets; their rows travel between all ranks, whatever the grid. Of a
-            TemporalData, messages are cut into blocks of events, and nothing else counts.
+        data: the whole graph; every attribute with a row per node or per edge is sharded.
+            For an `adj_t` (torch.sparse, or torch-sparse's SparseTensor) in place of an
+            edge_index, the share has both: an adj_t with weights, and an edge_index
+            without. For a HeteroData each edge type has its own edges, owned by the owners
+            of their targets; rows travel between all ranks on any grid. For a
+            TemporalData, events are sharded into blocks, and other arguments are ignored.
         mesh: the ranks; those of the last `pdc.init` if None.
         method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
-            like numbers of nonzeros), "grid" (the row and column parts that products on
-            the mesh's grid exchange, by METIS), "block", "graphs" (the graphs of a PyG
-            Batch whole, each on one rank), the owner of each node, or a Partition; for a
+            similar numbers of nonzeros), "grid" (the row and column parts that products on
+            the mesh's grid exchange, by METIS), "block", "graphs" (each graph of a PyG
+            Batch whole on one rank), the owner of each node, or a Partition; for a
             HeteroData also a dictionary of owners by node type. METIS falls back to "ldg"
-            where pymetis is not installed. None is "metis", or as planned where
-            `init("auto")` has planned this graph; of a Batch "graphs", unless that gives a
-            rank a tenth more than the mean. The share of a Batch is a Batch.
+            if pymetis is not installed. None is "metis", or the plan of `init("auto")` for
+            this graph; for a Batch it is "graphs", unless that gives a rank a tenth more
+            than the mean. The share of a Batch is a Batch.
         seed: the seed of the cutter.
-        refine: move nodes, from whatever `method` gives, until the busiest rank sends
-            and receives fewer rows; never to a worse partition.
+        refine: move nodes, starting from the result of `method`, until the busiest rank
+            sends and receives fewer rows; the result is never worse.
         oblivious: exchange whole blocks, not rows: the baseline of [Tripathy20].
-        link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly. Of a
-            HeteroData also a dictionary: by edge type, or by the name of a relation.
-        memory: the bytes that layers may take on a rank, "8GiB" say: what is more goes to
-            files, halos come in stages, and messages are made in chunks of targets, twice.
-            Same numbers, same bytes. None is without a cap.
-        node_attrs, edge_attrs: attributes to take as of nodes, or of edges, where sizes
+        link: the link policy of layers, such as `pdc.VARCO(...)`; None is exact. For a
+            HeteroData also a dictionary by edge type, or by the name of a relation.
+        memory: a cap on the bytes that layers take on a rank, such as "8GiB": larger
+            tensors go to files, halos arrive in stages, and messages are computed in chunks
+            of targets, twice. Results and bytes are the same. None is without a cap.
+        node_attrs, edge_attrs: attributes to shard as node or edge attributes, where sizes
             are ambiguous.
 
     Raises:
@@ -92,10 +92,10 @@ def partition(
     mesh = given_mesh(mesh, "pdc.partition")
     options = seed, refine, oblivious, link, memory
     if isinstance(data, TemporalData):
-        return partitioning_kinds.cut_events(data, mesh)
+        return partitioning_kinds.shard_events(data, mesh)
     if isinstance(data, HeteroData):
         share = _partition_hetero(data, mesh, method, *options)
-        return partitioning_kinds.as_given(share, data)
+        return partitioning_kinds.in_given_class(share, data)
     attrs = node_attrs, edge_attrs
     return _partition_data(data, mesh, method, *options, attrs)
 
@@ -123,9 +123,9 @@ def _partition_data(
         problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
     agree(problem, mesh)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
-    asked = _asked(method, link, seed=seed, **flags)
-    _agree_same(asked | _marks(data, kinds), mesh)
-    _draw_alike(mesh)
+    asked = _comparable_arguments(method, link, seed=seed, **flags)
+    _agree_same(asked | _digests(data, kinds), mesh)
+    _seed_python_random(mesh)
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
     name = method if isinstance(method, str) else "owner"
@@ -133,24 +133,24 @@ def _partition_data(
     if planned:
         owners = mesh.owners
     else:
-        owners = _cut_once(data, mesh, method, seed, refine)
-    with partitioning_kinds.room_for(data, mesh):
-        share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
+        owners = _partition_and_broadcast(data, mesh, method, seed, refine)
+    with partitioning_kinds.explaining_memory(data, mesh):
+        share = _to_device_of(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
     out = _as_planned(out, oblivious) if planned else out
-    out = partitioning_kinds.as_given(out, whole)
+    out = partitioning_kinds.in_given_class(out, whole)
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    return partitioning_kinds.with_sparse(_linked(out, link), weight, looped, whole)
+    return partitioning_kinds.with_sparse(_with_link(out, link), weight, looped, whole)
 
 
-def _placed(share: PartShare, edge_index: Tensor) -> PartShare:
-    """Returns a part whose edges are on the device of the whole graph's."""
+def _to_device_of(share: PartShare, edge_index: Tensor) -> PartShare:
+    """Moves the edges of a share to the device of the given edge_index."""
     return replace(share, edge_index=share.edge_index.to(edge_index.device))
 
 
-def _draw_alike(mesh: Mesh) -> None:
-    """Lets all ranks draw by Python's random what rank 0 would, from here on.
+def _seed_python_random(mesh: Mesh) -> None:
+    """Seeds Python's random on all ranks with the state of rank 0.
 
     PyG draws negative edges by it, and Python seeds it anew in each process; torch's begins
     with one seed. Price: a word of each rank, and 625 where they differ.
@@ -163,7 +163,7 @@ def _draw_alike(mesh: Mesh) -> None:
         random.setstate((version, tuple(words), rest))
 
 
-def _linked(share: Any, link: Any) -> Any:
+def _with_link(share: Any, link: Any) -> Any:
     share.edge_index = share.edge_index.with_link(link)
     return share
 
@@ -173,7 +173,7 @@ def _is_planned(data: Data, mesh: Mesh) -> bool:
 
 
 def _as_planned(share: Data, oblivious: bool) -> Data:
-    """Gives layers the halo and the order of products that the mesh was chosen for."""
+    """Sets the halo and the order of products of the plan that chose the mesh."""
     edge_index: Any = share.edge_index
     plan = edge_index.nodes.mesh.plan
     if not oblivious:
@@ -198,15 +198,15 @@ def _partition_hetero(
     problem: Exception | None = memory_problem(memory)
     try:
         links = partitioning_kinds.links_of(link, data.edge_types)
-        partitioning_kinds.refuse_share(data)
+        partitioning_kinds.check_not_partitioned(data)
         part_share.check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
     agree(problem, mesh)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
-    asked = _asked(method, link, seed=seed, **flags)
-    _agree_same(asked | partitioning_kinds.hetero_marks(data, _mark), mesh)
-    _draw_alike(mesh)
+    asked = _comparable_arguments(method, link, seed=seed, **flags)
+    _agree_same(asked | partitioning_kinds.hetero_marks(data, _digest), mesh)
+    _seed_python_random(mesh)
     try:
         if mesh.rank == 0:
             how = _cutter(method, data, mesh.size, refine)
@@ -215,19 +215,19 @@ def _partition_hetero(
         problem = error
     agree(problem, mesh)
     owners = _broadcast(owners, mesh)
-    with partitioning_kinds.room_for(data, mesh):
+    with partitioning_kinds.explaining_memory(data, mesh):
         types = part_share.types_of(data, owners)
         share = part_share.part_of_hetero(data, owners, types, mesh.rank)
         for store in data.edge_stores[:1]:
-            share = _placed(share, store.edge_index)
+            share = _to_device_of(share, store.edge_index)
     return partitioning_kinds.assemble_hetero(share, mesh, oblivious, links, memory)
 
 
 def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
-    """Returns rank 0's owners on all ranks, with the figures before they were refined."""
+    """Returns rank 0's owners on all ranks, and the figures before refinement."""
     if mesh.size > 1:
-        told = (owners.owner.numpy(), owners.before) if owners else None
-        owner, before = collectives.broadcast_object(told, mesh.world)
+        found = (owners.owner.numpy(), owners.before) if owners else None
+        owner, before = collectives.broadcast_object(found, mesh.world)
         owners = Partition.from_owner(owner, mesh.size).refined_from(before)
     assert owners is not None
     return owners
@@ -255,18 +255,18 @@ def _check(
     return dict(attribute_kinds(data, node_attrs, edge_attrs))
 
 
-def _marks(data: Data, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what all ranks must have alike of a graph, as a hash of each attribute."""
+def _digests(data: Data, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a hash of each attribute that must be the same on all ranks."""
     edges = data.edge_index
     assert edges is not None
-    marks = {f"data.{name}": _mark(data[name]) for name in kinds}
+    marks = {f"data.{name}": _digest(data[name]) for name in kinds}
     levels = {f"level of data.{name}": kind for name, kind in kinds.items()}
-    own = {"data.num_nodes": data.num_nodes, "data.edge_index": _mark(edges)}
+    own = {"data.num_nodes": data.num_nodes, "data.edge_index": _digest(edges)}
     return own | levels | marks
 
 
-def _mark(value: Any) -> str:
-    """Tells dtype, shape and hash of an array, of a long one of parts all over it.
+def _digest(value: Any) -> str:
+    """Returns the dtype, shape and (sampled) hash of an array as text.
 
     Numbers, strings and lists of them stand for themselves, other objects for their type.
     """
@@ -281,13 +281,15 @@ def _mark(value: Any) -> str:
     return f"{kind} {list(x.shape)}{place}, hash {sampled_digest(x):x}"
 
 
-def _agree_same(told: Mapping[str, Any], mesh: Mesh, name: str = "partition") -> None:
-    """Raises on all ranks if they were not given the same.
+def _agree_same(
+    settings: Mapping[str, Any], mesh: Mesh, name: str = "partition"
+) -> None:
+    """Raises on all ranks if they were given different arguments.
 
     Raises:
         ValueError: on all ranks, naming what differs, and both values.
     """
-    found = differing(collectives.all_gather_object(told, mesh.world))
+    found = first_difference(collectives.all_gather_object(settings, mesh.world))
     if found is not None:
         raise ValueError(
             f"{name} needs the same graph and arguments on all ranks: {found}; seed what "
@@ -295,29 +297,30 @@ def _agree_same(told: Mapping[str, Any], mesh: Mesh, name: str = "partition") ->
         )
 
 
-def _asked(method: Any, link: Any, **more: Any) -> dict[str, Any]:
-    """Tells the arguments of partition, where they can be compared."""
+def _comparable_arguments(method: Any, link: Any, **more: Any) -> dict[str, Any]:
+    """Returns the arguments of `partition` that can be compared."""
     if isinstance(method, Mapping):
-        told = {
-            f"method[{name!r}]": _owners_mark(each) for name, each in method.items()
+        methods = {
+            f"method[{name!r}]": _digest_of_method(each)
+            for name, each in method.items()
         }
     else:
-        told = {"method": _owners_mark(method)}
+        methods = {"method": _digest_of_method(method)}
     links = {"": link} if not isinstance(link, Mapping) else link
     settings = {
         f"{name}{of and ' of '}{of}": value
         for of, one in links.items()
         for name, value in settings_of(one).items()
     }
-    return {**told, **settings, **more}
+    return {**methods, **settings, **more}
 
 
-def _owners_mark(method: Any) -> str:
-    """Tells a cutter, or a hash of the owners that are given in its place."""
+def _digest_of_method(method: Any) -> str:
+    """Returns the name of a method, or a hash of given owners."""
     if isinstance(method, Partition):
         method = method.owner
     if isinstance(method, (Tensor, np.ndarray, list)):
-        return _mark(torch.as_tensor(method))
+        return _digest(torch.as_tensor(method))
     return (
         str(method)
         if method is None or isinstance(method, str)
@@ -326,7 +329,7 @@ def _owners_mark(method: Any) -> str:
 
 
 def _cutter(method: Any, data: Any, parts: int, refine: bool) -> Any:
-    """Returns a method of cutting, or owners, where None or "graphs" stands for them."""
+    """Returns the cutter or owners that None or "graphs" stands for."""
     if method is None:
         return "metis" if refine else partitioning_kinds.default_method(data, parts)
     if isinstance(method, str) and method == "graphs":
@@ -334,7 +337,7 @@ def _cutter(method: Any, data: Any, parts: int, refine: bool) -> Any:
     return method
 
 
-def _cut_once(
+def _partition_and_broadcast(
     data: Data,
     mesh: Mesh,
     method: str | Owner | Partition | None,
@@ -405,7 +408,7 @@ def _assemble(
 
 
 def count_masks(data: Any, mesh: Mesh) -> None:
-    """Counts the rows that each mask of a share keeps, so that nobody asks later.
+    """Counts the rows of each mask of a share, so that no rank has to ask later.
 
     Price: one all-reduce of a word for each column of a mask.
     """
@@ -427,12 +430,12 @@ def count_masks(data: Any, mesh: Mesh) -> None:
 
 
 def partition_report(data: Data | HeteroData) -> PartitionReport:
-    """Returns the figures of the partition a share belongs to; collective.
+    """Returns the figures of the partition of a share; collective.
 
     Edge cut, halo rows, the busiest sender, imbalance, `bytes(width)` of one exchange,
-    what the blocks of the mesh's grid hold, send and receive, and, where the partition
-    was refined, the figures before. Of a HeteroData, rows are those of all edge types, which
-    travel one by one, as in `load_partition`'s folders.
+    the nonzeros, sent and received rows of the blocks of the mesh's grid, and the figures
+    before refinement, if any. For a HeteroData, rows are summed over edge types, which are
+    exchanged one by one.
     """
     if isinstance(data, HeteroData):
         return partitioning_kinds.report_of_share(data)
@@ -487,7 +490,7 @@ def load_partition(
     memory: int | str | None = None,
     merge: bool = False,
 ) -> Any:
-    """Returns this rank's share of a partitioned folder, reading nothing else of it.
+    """Loads this rank's share of a partitioned folder, and no other part of it.
 
     It is a Data, or a HeteroData where the folder holds nodes and edges of several types.
 
@@ -516,7 +519,7 @@ def load_partition(
     share, problem = None, None
     try:
         parts = open_folder(folder, verify)
-        with partitioning_kinds.room_for(Path(folder), mesh):
+        with partitioning_kinds.explaining_memory(Path(folder), mesh):
             share = _read_share(Path(folder), parts, mesh, merge)
         meta = parts.about.read_bytes()
         kinds = None if share.types is None else share.types.edges
@@ -530,19 +533,19 @@ def load_partition(
     agree(memory_problem(memory) or problem, mesh)
     assert share is not None
     owners = {parts.about.name: hashlib.sha256(meta).hexdigest()}
-    owners["owners of nodes"] = _mark(share.partition.owner)
+    owners["owners of nodes"] = _digest(share.partition.owner)
     counts = {"number of edges": share.num_edges_global, **owners}
     levels = {"node": share.node, "edge": share.edge}
     names = {f"{level} attributes": sorted(held) for level, held in levels.items()}
-    plain = {f"data.{name}": _mark(value) for name, value in share.graph.items()}
+    plain = {f"data.{name}": _digest(value) for name, value in share.graph.items()}
     flags = {"oblivious": bool(oblivious), "merge": bool(merge), "memory": memory}
-    asked = _asked(None, link, **flags)
+    asked = _comparable_arguments(None, link, **flags)
     _agree_same(asked | counts | names | plain, mesh, "load_partition")
-    _draw_alike(mesh)
+    _seed_python_random(mesh)
     tell(mesh.rank, "read %r of %s", share, folder)
     if share.types is not None:
         return partitioning_kinds.assemble_hetero(share, mesh, oblivious, links, memory)
-    return _linked(_assemble(share, mesh, oblivious, memory), link)
+    return _with_link(_assemble(share, mesh, oblivious, memory), link)
 
 
 def _read_share(folder: Path, parts: AnyFolder, mesh: Mesh, merge: bool) -> PartShare:

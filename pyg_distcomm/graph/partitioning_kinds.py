@@ -1,7 +1,7 @@
-"""Cuts what is no plain Data: a Batch, a TemporalData, a HeteroData, and one with an adj_t.
+"""Partitions a Batch, a TemporalData, a HeteroData, and a Data with an adj_t.
 
-Of a Batch, whole graphs go to one rank; a TemporalData is cut into blocks of messages; and a
-HeteroData, whose nodes and edges have types, is assembled from one part.
+The graphs of a Batch stay whole; a TemporalData is sharded into blocks of events; the share of
+a HeteroData, whose nodes and edges have types, is assembled from one part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.subgraphs import rows_of_types
 from pyg_distcomm.halo.policy import link_problem
@@ -39,7 +39,7 @@ UNEVEN = 1.1  # the most work of a rank over the mean at which graphs stay whole
 
 
 def graph_owners(data: Any, parts: int) -> tuple[Any, float]:
-    """Returns the part of each node, with the nodes of a graph in one, and how uneven it is.
+    """Returns a part for each node, the same for a whole graph, and the imbalance.
 
     The graph with most nodes and edges goes first, each to the part with least of both.
 
@@ -64,14 +64,14 @@ def graph_owners(data: Any, parts: int) -> tuple[Any, float]:
         target = None if store._key is None or stores[0]._key is None else store._key[2]
         ends = store.edge_index[1].cpu()
         work += torch.bincount(vectors[target][ends], minlength=count)
-    part, loads = _packed(work, parts)
+    part, loads = _pack_evenly(work, parts)
     owners = {name: part[vector] for name, vector in vectors.items()}
     uneven = max(loads) * parts / max(sum(loads), 1)
     return owners if isinstance(data, HeteroData) else owners[None], uneven
 
 
 def default_method(data: Any, parts: int) -> Any:
-    """Returns the owners of whole graphs, where these spread evenly, or "metis"."""
+    """Returns owners of whole graphs if these are balanced; else "metis"."""
     if parts == 1 or not isinstance(data, Batch):
         return "metis"
     try:
@@ -83,8 +83,8 @@ def default_method(data: Any, parts: int) -> Any:
     return owners if uneven <= UNEVEN else "metis"
 
 
-def as_given(share: Any, data: Any) -> Any:
-    """Returns a share as what was cut: a Batch with its graphs' number, or a script's class."""
+def in_given_class(share: Any, data: Any) -> Any:
+    """Returns a share in the class of the data: a Batch, or a script's class."""
     if not isinstance(data, Batch):
         if type(data) not in (Data, HeteroData):
             object.__setattr__(share, "__class__", type(data))  # its own would store it
@@ -119,8 +119,8 @@ def _graph_of(store: Any) -> Tensor:
     return vector.cpu().long()
 
 
-def _packed(work: Tensor, parts: int) -> tuple[Tensor, list[int]]:
-    """Shares out pieces of work, the largest first, each to the part with least."""
+def _pack_evenly(work: Tensor, parts: int) -> tuple[Tensor, list[int]]:
+    """Assigns pieces of work greedily, the largest first, to the least loaded part."""
     heap = [(0, part) for part in range(parts)]
     owner = torch.empty_like(work)
     for piece in work.argsort(descending=True, stable=True).tolist():
@@ -130,8 +130,8 @@ def _packed(work: Tensor, parts: int) -> tuple[Tensor, list[int]]:
     return owner, [load for load, _ in heap]
 
 
-def cut_events(data: TemporalData, mesh: Mesh) -> TemporalData:
-    """Returns events of which this rank has a block of what takes more than a number each.
+def shard_events(data: TemporalData, mesh: Mesh) -> TemporalData:
+    """Shards events into blocks; attributes with one number per event stay whole.
 
     So `msg` is a DistTensor, and `src`, `dst` and `t` stay whole, by which all ranks find the
     events of a batch. On one rank it is the data itself.
@@ -144,7 +144,7 @@ def cut_events(data: TemporalData, mesh: Mesh) -> TemporalData:
     problem = f"{cut} is cut already; partition takes all events" if cut else None
     collectives.agree(problem, mesh.world, TypeError)
     told = {n: f"{list(x.shape)}, hash {sampled_digest(x):x}" for n, x in held.items()}
-    found = differing(collectives.all_gather_object(told, mesh.world))
+    found = first_difference(collectives.all_gather_object(told, mesh.world))
     if found is not None:
         raise ValueError(f"partition needs the same events on all ranks: {found}")
     if mesh.size == 1:
@@ -159,7 +159,7 @@ def cut_events(data: TemporalData, mesh: Mesh) -> TemporalData:
 
 
 def event_rows(count: int, mesh: Mesh) -> Rows:
-    """Returns equal blocks of events, in order, whose owners all ranks know."""
+    """Returns the rows of equal blocks of events, in order."""
     block = Rows.blocks(count, mesh)
     sizes = torch.tensor(balanced_split(count, mesh.size))
     owner = torch.arange(mesh.size).repeat_interleave(sizes)
@@ -169,8 +169,8 @@ def event_rows(count: int, mesh: Mesh) -> Rows:
 # Graphs of several types -------------------------------------------------------------
 
 
-def refuse_share(data: HeteroData) -> None:
-    """Refuses a graph that has been cut already."""
+def check_not_partitioned(data: HeteroData) -> None:
+    """Raises for a graph that is partitioned already."""
     for store in data.edge_stores:
         if isinstance(store.get("edge_index"), DistEdgeIndex):
             raise TypeError("this is a share already; partition takes the whole graph")
@@ -214,7 +214,7 @@ def links_of(link: Any, kinds: Iterable[EdgeType]) -> dict[EdgeType, Any]:
 
 
 def hetero_marks(data: HeteroData, mark: Callable[[Any], str]) -> dict[str, Any]:
-    """Returns what all ranks must have alike of a graph: a mark of each of its arrays."""
+    """Returns a digest of each array of a graph, which must be the same on all ranks."""
     told: dict[str, Any] = {}
     for store in data.stores:
         for name, value in store.items():
@@ -296,8 +296,8 @@ def assemble_hetero(
     return out
 
 
-def room_for(data: Any, mesh: Mesh) -> Any:
-    """Returns a block that says what a share, of a graph or of a folder, lacks memory for."""
+def explaining_memory(data: Any, mesh: Mesh) -> Any:
+    """Returns a context that explains an out-of-memory error while a share is made."""
 
     def size() -> int:
         if isinstance(data, Path):
@@ -315,7 +315,7 @@ def room_for(data: Any, mesh: Mesh) -> Any:
 
 
 def from_sparse(data: Any) -> tuple[Any, Tensor | None]:
-    """Returns a Data with an edge_index in the place of its adj_t, and what that holds."""
+    """Returns a Data with an edge_index in place of its adj_t, and the adj_t's values."""
     if not isinstance(data, Data) or data.edge_index is not None:
         return data, None
     value, count, sparse = None, data.num_nodes, data.get("adj_t")
@@ -330,7 +330,7 @@ def from_sparse(data: Any) -> tuple[Any, Tensor | None]:
 
 
 def with_sparse(share: Data, weight: Tensor | None, looped: bool, whole: Any) -> Data:
-    """Gives a share the adj_t that its data, the whole graph, had."""
+    """Adds the adj_t of the whole graph to a share."""
     if weight is not None:
         edges: Any = share.edge_index
         share.adj_t = edges.carrying(weight if len(weight) else None)

@@ -1,21 +1,19 @@
-"""Products of the graph with inputs that do not change, computed and exchanged once.
+"""Caches products of the graph with constant inputs, which are exchanged once.
 
 [Note: constant inputs] The features of a full-graph script are the same tensor in every
-epoch, so A X0 is the same product. Whether an input will come again is not known when it
-is first seen: one that dropout has made comes once, and to multiply it at its full width
-for nothing would be dear. So an input is remembered, weakly, when it is first seen, and its
-product is kept from the second time on.
+epoch, so A X0 is the same product. At its first use, an input may still turn out to be used
+once, such as the output of dropout, and A X0 at the full width would be computed for nothing.
+So the first use only records the input, by weak reference, and the second caches its product.
 
-Activation checkpointing computes a layer again in the backward pass, and takes what that
-saves for what the forward pass saved: both must multiply alike, so where hooks look after
-saved tensors nothing is remembered and nothing taken from memory.
+Activation checkpointing recomputes a layer in the backward pass, and both passes must save the
+same tensors. So the cache is not used while hooks for saved tensors are active.
 
-A resumed run multiplies what the run before it had seen at once, as that would have, so
-that both round alike. A checkpoint holds a fingerprint of these inputs, of a sample of rows.
+A resumed run caches the inputs that the saved run had seen at their first use, so that both
+runs round alike. A checkpoint holds a fingerprint of these inputs, of a sample of rows.
 
-Whether an input has changed is known from its version, which operations in place count up:
-not writes that pass them by (`x.data`, arrays of numpy that share its memory). A rank sees
-its own rows only, so an input must change on all ranks or on none.
+Changes of an input are detected by its version counter, which in-place operations increment,
+but writes through `x.data` or a shared NumPy array do not. A rank sees its own rows only, so
+an input must change on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _SAMPLE = 4096  # rows of a fingerprint
 
 @dataclass(frozen=True)
 class MultiplyOrder:
-    """How a layer takes A X W apart.
+    """Sets the order of the products of A X W in a layer.
 
     Args:
         order: "first" is (A X) W, "last" is A (X W), "auto" the one that exchanges less.
@@ -57,21 +55,21 @@ class MultiplyOrder:
     def takes_first(
         self, width_in: int, width_out: int, grads: tuple[bool, bool]
     ) -> bool:
-        """Says whether a layer computes (A X) W, and not A (X W)."""
+        """Tells whether a layer computes (A X) W instead of A (X W)."""
         before, after = width_in * (1 + grads[0]), width_out * (1 + grads[1])
         return self.order == "first" or (self.order == "auto" and before <= after)
 
 
 class ProductCache:
-    """What one graph has been multiplied with, by input and kind of product.
+    """Holds the inputs seen by one graph, and its cached products, by kind of product.
 
-    Price: the rows of each product that is kept, `[n_i, f]`, for as long as its input lives.
+    Price: the rows of each cached product, `[n_i, f]`, for the lifetime of its input.
     """
 
     def __init__(self) -> None:
-        # for each input that is alive: kind -> (state of the inputs, product or None, its
-        # version: a layer may write to what it is given)
-        self._known: Any = WeakTensorKeyDictionary()
+        # for each live input: kind -> (versions of the inputs, product or None, its version,
+        # since a layer may write to it)
+        self._products: Any = WeakTensorKeyDictionary()
 
     def product(
         self,
@@ -79,50 +77,52 @@ class ProductCache:
         inputs: tuple[Any, Any],
         multiply: Callable[[], Tensor],
         *,
-        at_once: bool = False,
+        cache_now: bool = False,
     ) -> Tensor | None:
-        """Returns the product of inputs seen before, or None and remembers them.
+        """Returns the product of inputs that were seen before; else records them.
 
         Args:
-            kind: tells operators apart.
+            kind: identifies the operator.
             inputs: the features, and the weights of edges or None.
             multiply: computes the product; collective, so all ranks must have seen the
                 same inputs as often.
-            at_once: from the first use on, as where a run goes on that had seen them.
+            cache_now: whether to cache at the first use, as in a resumed run.
         """
         x, weight = inputs
-        with torch._C.DisableTorchFunctionSubclass():  # facts of x, as they are
+        with torch._C.DisableTorchFunctionSubclass():
             if not (_constant(x) and _constant(weight)) or _hooked():
                 return None
-            kinds = self._known.setdefault(x, {})
+            kinds = self._products.setdefault(x, {})
             key, now = _key(kind, weight), (x._version, _version(weight))
             before, product, version = kinds.get(key, (None, None, 0))
         written = product is not None and product._version != version
         all_or_none(before not in (None, now) or written, x.rows.mesh)
         if before != now:
-            at_once = _note(self, x, key, at_once)
-        if before != now and not at_once:
-            for old in [k for k, (state, *_) in kinds.items() if _gone(k, state, x)]:
+            cache_now = _note_new_input(self, x, key, cache_now)
+        if before != now and not cache_now:
+            for old in [
+                k for k, (state, *_) in kinds.items() if _is_stale(k, state, x)
+            ]:
                 del kinds[old]
             kinds[key] = now, None, 0
             return None
         if product is None or before != now or written:
             with torch.inference_mode(False), torch.no_grad():
-                product = multiply()  # to be trained with, too
+                product = multiply()  # not an inference tensor
             kinds[key] = now, product, product._version
         kept: Tensor = product
         return kept
 
     def alive(self) -> Iterator[tuple[str, Any]]:
-        """Yields the inputs that were seen and have not changed, and the kinds of products."""
-        for x, kinds in list(self._known.items()):
+        """Yields the seen inputs that have not changed, and their kinds of products."""
+        for x, kinds in list(self._products.items()):
             for key, (state, *_) in kinds.items():
-                if not _gone(key, state, x):
-                    yield _named(key), x
+                if not _is_stale(key, state, x):
+                    yield _describe_key(key), x
 
     def stage(self, x: Any, kind: Any, weight: Any = None) -> int:
-        """Returns 1 if an input was seen once, 2 if its product is kept, else 0."""
-        found = self._known.get(x, {}).get(_key(kind, weight), (None, None, 0))
+        """Returns 1 if an input was seen once, 2 if its product is cached, else 0."""
+        found = self._products.get(x, {}).get(_key(kind, weight), (None, None, 0))
         before, product, _ = found
         if before is None or before[0] != x._version:
             return 0
@@ -130,10 +130,10 @@ class ProductCache:
 
 
 class Inputs:
-    """Which inputs the graphs of a mesh have been multiplied with, and a checkpoint's were.
+    """Holds the inputs seen by the graphs of a mesh, and those of a loaded checkpoint.
 
-    Price: one all-reduce of a word for each input that is alive, when it is saved; after
-    that was loaded, of one for each new input until all of the checkpoint's have come.
+    Price: one all-reduce of a word for each live input when a checkpoint is saved; after a
+    checkpoint is loaded, one for each new input until all of its inputs have been seen.
     """
 
     def __init__(self) -> None:
@@ -143,12 +143,12 @@ class Inputs:
         self._expected: list[list[Any]] = []
 
     def note(self, x: Any, key: tuple[Any, Any]) -> bool:
-        """Notes a new input; says if a checkpoint's run had seen it. Collective."""
+        """Records a new input; returns whether a loaded checkpoint had seen it. Collective."""
         self._count += 1
         self._first.setdefault(x, self._count)
         if not self._expected:
             return False
-        like = [_named(key), list(x.shape)]
+        like = [_describe_key(key), list(x.shape)]
         if not any(one[:2] == like for one in self._expected):
             return False
         found = [*like, _fingerprint(x)]
@@ -157,8 +157,8 @@ class Inputs:
         self._expected.remove(found)
         return True
 
-    def told(self, mesh: Mesh) -> str:
-        """Returns the inputs that are alive on all ranks, as text; collective."""
+    def as_text(self, mesh: Mesh) -> str:
+        """Returns the inputs that are in use on all ranks, as text; collective."""
         here = {(self._first[x], name): x for one in self.of for name, x in one.alive()}
         every = collectives.all_gather_object(sorted(map(list, here)), mesh.world)
         both = [one for one in every[0] if all(one in other for other in every)]
@@ -166,54 +166,54 @@ class Inputs:
         return json.dumps([[name, list(x.shape), _fingerprint(x)] for name, x in rows])
 
     def expect(self, text: str) -> None:
-        """Takes what `told` returned in the run before."""
+        """Loads the text that `as_text` returned in the saved run."""
         self._expected = json.loads(text) if text else []
 
 
 def inputs_of(mesh: Mesh) -> Inputs:
-    """Returns what is known of the inputs of a mesh."""
+    """Returns the `Inputs` of a mesh."""
     if mesh.inputs is None:
         mesh.inputs = Inputs()
     return mesh.inputs  # type: ignore[no-any-return]
 
 
-def _note(constants: ProductCache, x: Any, key: Any, at_once: bool) -> bool:
+def _note_new_input(constants: ProductCache, x: Any, key: Any, cache_now: bool) -> bool:
     mesh = x.rows.mesh
-    if not isinstance(mesh, Mesh):  # that of a chunk
-        return at_once
+    if not isinstance(mesh, Mesh):  # the mesh of a chunk
+        return cache_now
     inputs = inputs_of(mesh)
     inputs.of.add(constants)
-    return inputs.note(x, key) or at_once
+    return inputs.note(x, key) or cache_now
 
 
-def _named(key: tuple[Any, Any]) -> str:
+def _describe_key(key: tuple[Any, Any]) -> str:
     kind, weight = key
     return f"{kind} {weight is not None}"
 
 
 def _fingerprint(x: Any) -> int:
-    """Returns a hash of a sample of rows, the same however they are spread; collective."""
+    """Returns a hash of sampled rows that does not depend on the partition; collective."""
     rows = x.rows
     some = rows.gid % max(1, rows.total // _SAMPLE) == 0
     local = x.to_local().detach()
-    width = math.prod(local.shape[1:])  # which -1 is not, where no row is here
+    width = math.prod(local.shape[1:])  # -1 is ambiguous without rows
     own = local[some.to(x.device)].reshape(int(some.sum()), width)
     own = own.contiguous().cpu()
     words = torch.zeros(len(own), -(-own.size(1) * own.element_size() // 8) * 8).byte()
     words[:, : own.size(1) * own.element_size()] = own.view(torch.uint8)
     words = words.view(torch.int64)
-    by_column = 2 * _mixed(torch.arange(words.size(1))) + 1
-    by_row = _mixed((words * by_column).sum(1)) * (2 * _mixed(rows.gid[some]) + 1)
+    by_column = 2 * _mix_rows(torch.arange(words.size(1))) + 1
+    by_row = _mix_rows((words * by_column).sum(1)) * (2 * _mix_rows(rows.gid[some]) + 1)
     return int(collectives.all_reduce(by_row.sum().view(1), rows.mesh.control)[0])
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix_rows(x: Tensor) -> Tensor:
     x = (x + 1) * -7046029254386353131  # wraps, as hashes do
     return (x ^ (x >> 29)) * -4658895280553007687
 
 
 def all_or_none(changed: bool, mesh: Mesh) -> None:
-    """Raises if something that is remembered has changed in place on some ranks only.
+    """Raises if a cached input has changed in place on some ranks only.
 
     Collective, in the order of calls; nothing is sent where nothing has changed.
     """
@@ -227,7 +227,7 @@ def _constant(t: Any) -> bool:
 
 
 def _hooked() -> bool:
-    try:  # torch has no question for it, but will not disable hooks that are in use
+    try:  # torch has no query for it, but refuses to disable hooks that are in use
         with torch.autograd.graph.disable_saved_tensors_hooks("products are looked up"):
             return False
     except RuntimeError:
@@ -243,6 +243,6 @@ def _version(weight: Any) -> int:
     return 0 if weight is None else int(weight._version)
 
 
-def _gone(key: tuple[Any, Any], state: tuple[int, int], x: Any) -> bool:
+def _is_stale(key: tuple[Any, Any], state: tuple[int, int], x: Any) -> bool:
     by = key[1]
     return state[0] != x._version or (by is not None and by() is None)

@@ -16,15 +16,15 @@ from torch_geometric.data import Data, HeteroData
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.gather_by_id import cut_as
+from pyg_distcomm.tensor.gather_by_id import shard_as
 
 
 def mesh_of(data: Any) -> Mesh | None:
-    """Returns the ranks over which some tensor of a graph is spread, or None."""
+    """Returns the mesh of a share; None for a graph without row-sharded tensors."""
     for store in getattr(data, "stores", ()):
         for value in store.values():
             if isinstance(value, DistEdgeIndex):
@@ -35,7 +35,7 @@ def mesh_of(data: Any) -> Mesh | None:
 
 
 def agree(problem: Exception | None, mesh: Mesh) -> None:
-    """Raises the first problem there is on any rank on all of them."""
+    """Raises the first problem of any rank on all ranks."""
     kinds = collectives.all_gather_object(
         type(problem) if problem else None, mesh.world
     )
@@ -44,11 +44,11 @@ def agree(problem: Exception | None, mesh: Mesh) -> None:
 
 
 def agree_same(
-    problem: Exception | None, told: Mapping[str, Any], mesh: Mesh, name: str
+    problem: Exception | None, settings: Mapping[str, Any], mesh: Mesh, name: str
 ) -> None:
-    """Raises the first problem on all ranks, or what they were given that differs."""
+    """Raises the first problem, or the first difference between ranks, on all ranks."""
     agree(problem, mesh)
-    found = differing(collectives.all_gather_object(told, mesh.world))
+    found = first_difference(collectives.all_gather_object(settings, mesh.world))
     if found is not None:
         raise ValueError(
             f"{name} needs the same arguments on all ranks: {found}; gather what one "
@@ -56,15 +56,15 @@ def agree_same(
         )
 
 
-def of_all_ranks(places: Tensor, mesh: Mesh, op: str) -> Tensor:
-    """Returns numbers of all ranks, ascending, on every rank; collective."""
+def union_of_ranks(places: Tensor, mesh: Mesh, op: str) -> Tensor:
+    """Returns the sorted numbers of all ranks on every rank; collective."""
     sizes = [row[0] for row in collectives.all_gather_counts([len(places)], mesh.world)]
     every = collectives.all_gather_rows(places, sizes, mesh.world, op=op)
     return every.sort().values
 
 
-def all_cut(data: Any) -> Any:
-    """Returns a share whose edges and attributes are cut, those too that were whole.
+def fully_sharded(data: Any) -> Any:
+    """Returns a share with all edges and attributes sharded, also those that were whole.
 
     A script may have set some, and what sums over equal edges returns whole ones.
     """
@@ -96,7 +96,7 @@ def all_cut(data: Any) -> Any:
 
 
 def rows_of_types(data: Any) -> dict[Any, Rows]:
-    """Returns the rows of the nodes of each type of which anything in the share tells them."""
+    """Returns the rows of each node type that an attribute or edge type of the share has."""
     found: dict[Any, Rows] = {}
     for store in data.edge_stores:
         edges = store.get("edge_index", store.get("adj_t"))
@@ -111,7 +111,7 @@ def rows_of_types(data: Any) -> dict[Any, Rows]:
 
 
 def induced(data: Any, subset: Any) -> Any:
-    """Returns the share of what nodes induce, numbered as by PyG's `data.subgraph`; collective.
+    """Returns the induced subgraph of nodes as a share, as `data.subgraph`; collective.
 
     A node, and the edges into it, stay with their owner: the share is what `pdc.partition`
     gives of PyG's subgraph by the same owners.
@@ -130,7 +130,7 @@ def induced(data: Any, subset: Any) -> Any:
     mesh = mesh_of(data)
     assert mesh is not None
     subsets: dict[Any, Any] = {}
-    told, problem = {}, None
+    settings, problem = {}, None
     try:
         given = subset if isinstance(data, HeteroData) else {None: subset}
         if not isinstance(given, Mapping):
@@ -139,11 +139,11 @@ def induced(data: Any, subset: Any) -> Any:
                 f"a {type(subset).__name__}"
             )
         subsets = {kind: _checked(data, kind, each) for kind, each in given.items()}
-        told = {_named(kind): mark(each) for kind, each in subsets.items()}
+        settings = {_named(kind): mark(each) for kind, each in subsets.items()}
     except (TypeError, ValueError) as error:
         problem = error
-    agree_same(problem, told, mesh, "subgraph")
-    data = all_cut(data)
+    agree_same(problem, settings, mesh, "subgraph")
+    data = fully_sharded(data)
     rows = rows_of_types(data)
     masks = {k: each for k, each in subsets.items() if each.dtype == torch.bool}
     picks = {k: each for k, each in subsets.items() if k not in masks}
@@ -156,13 +156,13 @@ def induced(data: Any, subset: Any) -> Any:
 
 
 def with_edges(data: Any) -> Any:
-    """Returns the share without isolated nodes, as PyG's RemoveIsolatedNodes; collective.
+    """Returns the share without isolated nodes, as RemoveIsolatedNodes; collective.
 
     Price: a byte for each node of each type, all-reduced.
     """
     mesh = mesh_of(data)
     assert mesh is not None
-    data = all_cut(data)
+    data = fully_sharded(data)
     rows = rows_of_types(data)
     ends: dict[Any, list[Tensor]] = {store._key: [] for store in data.node_stores}
     for store in data.edge_stores:
@@ -176,11 +176,11 @@ def with_edges(data: Any) -> Any:
         met[kind] = torch.zeros(_count(data, kind), dtype=torch.bool)
         for part in parts:
             met[kind][part] = True
-    return _picked(data, rows, _anywhere(met, mesh))
+    return _picked(data, rows, _kept_by_any_rank(met, mesh))
 
 
 def homogeneous(forward: Any, data: HeteroData, *args: Any, **kwargs: Any) -> Data:
-    """Returns the share of PyG's `data.to_homogeneous`, its types one behind another.
+    """Returns the share of PyG's `data.to_homogeneous`, with types in sequence.
 
     PyG's own code joins the rows of this rank, whose ids follow. No node changes its owner.
 
@@ -191,7 +191,7 @@ def homogeneous(forward: Any, data: HeteroData, *args: Any, **kwargs: Any) -> Da
     """
     mesh = mesh_of(data)
     assert mesh is not None
-    data = all_cut(data)
+    data = fully_sharded(data)
     rows, here = rows_of_types(data), copy.copy(data)
     unknown = [store._key for store in data.node_stores if store._key not in rows]
     if unknown or any("edge_label_index" in store for store in data.edge_stores):
@@ -228,7 +228,7 @@ def homogeneous(forward: Any, data: HeteroData, *args: Any, **kwargs: Any) -> Da
 def _joined(
     data: HeteroData, rows: dict[Any, Rows], mesh: Mesh
 ) -> tuple[Rows, DistEdgeIndex | None]:
-    """Returns the nodes of all types, one type behind another, and so the edges, if any."""
+    """Returns the nodes of all types in sequence, and the edges, if any."""
     first, total = {}, 0
     for kind in data.node_types:
         first[kind], total = total, total + rows[kind].total
@@ -263,7 +263,7 @@ def _count(data: Any, kind: Any) -> int:
 
 
 def _checked(data: Any, kind: Any, value: Any) -> Tensor:
-    """Returns ids or a mask of nodes, or says what it should have been."""
+    """Returns valid ids or a valid mask of nodes; raises for others."""
     if kind is not None and kind not in data.node_types:
         raise ValueError(
             f"subgraph got nodes of {kind!r}, but the node types are {data.node_types}"
@@ -288,11 +288,11 @@ def _checked(data: Any, kind: Any, value: Any) -> Tensor:
 
 
 def check_selection(data: Any, name: str, asked: Any) -> None:
-    """Refuses edges or types to keep that differ between ranks, or that no edge fits.
+    """Raises for a selection that differs between ranks, or matches no edge.
 
     Args:
         data: a share.
-        name: of PyG's method.
+        name: the name of PyG's method.
         asked: its arguments: ids or a mask of edges, a dictionary of these by edge type, or a
             list of types.
 
@@ -303,24 +303,26 @@ def check_selection(data: Any, name: str, asked: Any) -> None:
     """
     mesh = mesh_of(data)
     assert mesh is not None
-    told, problem = {}, None
+    settings, problem = {}, None
     try:
         for value in asked:
             if name != "edge_subgraph":  # types
-                told["types"] = repr(sorted(map(str, value)))
+                settings["types"] = repr(sorted(map(str, value)))
                 continue
             given = value if isinstance(value, Mapping) else {None: value}
             for kind, subset in given.items():
                 what = _named(kind)
                 edges = data if kind is None else _edges_of(data, kind)
-                told[what] = mark(_checked_edges(int(edges.num_edges), what, subset))
+                settings[what] = mark(
+                    _checked_edges(int(edges.num_edges), what, subset)
+                )
     except (TypeError, ValueError) as error:
         problem = error
-    agree_same(problem, told, mesh, name)
+    agree_same(problem, settings, mesh, name)
 
 
 def _edges_of(data: Any, kind: Any) -> Any:
-    """Returns the edges of a type that there is; to ask for another would make it."""
+    """Returns the edges of an existing type; indexing would create a missing one."""
     try:
         name = data._to_canonical(kind)
     except (AttributeError, KeyError, IndexError):
@@ -331,16 +333,16 @@ def _edges_of(data: Any, kind: Any) -> Any:
 
 
 def _checked_edges(count: int, what: str, subset: Any) -> Tensor:
-    """Returns ids or a mask of `count` edges, or says what it should have been."""
+    """Returns valid ids or a valid mask of `count` edges; raises for others."""
     if (
         not isinstance(subset, Tensor)
         or subset.dim() != 1
         or subset.dtype not in _PICKS
     ):
-        told = type(subset).__name__
+        got = type(subset).__name__
         if isinstance(subset, Tensor):
-            told = f"{subset.dtype} of {subset.dim()} dims"
-        raise TypeError(f"{what} takes ids [k] or a mask [e] of edges; got {told}")
+            got = f"{subset.dtype} of {subset.dim()} dims"
+        raise TypeError(f"{what} takes ids [k] or a mask [e] of edges; got {got}")
     rows = subset.rows if isinstance(subset, DistTensor) else None
     if subset.dtype == torch.bool and (rows is None or rows.whole):
         length = len(subset) if rows is None else rows.total
@@ -363,7 +365,7 @@ _PICKS = (torch.bool, torch.int64, torch.int32)
 
 
 def mark(value: Tensor) -> str:
-    """Tells what all ranks must have alike of a subset."""
+    """Returns a description of a subset that must be the same on all ranks."""
     if isinstance(value, DistTensor):
         return (
             f"row-sharded {value.dtype}, {'all' if value.rows.whole else 'some'} rows"
@@ -375,26 +377,26 @@ def mark(value: Tensor) -> str:
 def _kept(
     masks: dict[Any, Tensor], rows: dict[Any, Rows], mesh: Mesh
 ) -> dict[Any, Tensor]:
-    """Returns the ids that masks keep, on all ranks."""
+    """Returns the ids selected by masks, on all ranks."""
     spread = {}
     for kind, mask in masks.items():
         if isinstance(mask, DistTensor):
-            local = cut_as(mask, rows[kind]) if kind in rows else None
+            local = shard_as(mask, rows[kind]) if kind in rows else None
             if local is None:
                 raise ValueError(
                     f"{_named(kind)} is a mask of other rows than the nodes"
                 )
             spread[kind] = torch.zeros(rows[kind].total, dtype=torch.bool)
             spread[kind][rows[kind].gid] = local.cpu()
-    found = _anywhere(spread, mesh)
+    found = _kept_by_any_rank(spread, mesh)
     return {
         k: found[k] if k in found else mask.cpu().nonzero().view(-1)
         for k, mask in masks.items()
     }
 
 
-def _anywhere(masks: dict[Any, Tensor], mesh: Mesh) -> dict[Any, Tensor]:
-    """Returns the ids that the mask of any rank keeps, on all ranks; collective."""
+def _kept_by_any_rank(masks: dict[Any, Tensor], mesh: Mesh) -> dict[Any, Tensor]:
+    """Returns the ids selected by the mask of any rank, on all ranks; collective."""
     if not masks:
         return {}
     flat = torch.cat(list(masks.values())).to(torch.uint8)
@@ -404,7 +406,7 @@ def _anywhere(masks: dict[Any, Tensor], mesh: Mesh) -> dict[Any, Tensor]:
 
 
 def _check_ids(data: Any, picks: dict[Any, Tensor]) -> None:
-    """Refuses ids that no node has, on all ranks alike: they are the same there."""
+    """Raises for ids out of range; ids are the same on all ranks."""
     for kind, ids in picks.items():
         n = _count(data, kind)
         wrong = ids[(ids < 0) | (ids >= n)]
@@ -420,7 +422,7 @@ def _partition(rows: Rows) -> Partition:
 
 
 def _picked(data: Any, rows: dict[Any, Rows], picks: dict[Any, Tensor]) -> Any:
-    """Returns the share of the nodes that are picked, by ids `[n']` in their new order."""
+    """Returns the share of selected nodes, given as ids `[n']` in their new order."""
     out, after, new_id = copy.copy(data), {}, {}
     for store in data.node_stores:
         kind, n = store._key, _count(data, store._key)
@@ -432,14 +434,14 @@ def _picked(data: Any, rows: dict[Any, Rows], picks: dict[Any, Tensor]) -> Any:
             same = torch.equal(pick, torch.arange(n))
             now = after[kind] = before if same else _renumbered(before, pick)
             place = torch.searchsorted(before.gid, pick[now.gid])
-            _take(store, mine, before, place, now)
+            _copy_attributes(store, mine, before, place, now)
         if "num_nodes" in store:
             mine.num_nodes = len(pick)
         for name, value in store.items():
             if isinstance(value, (np.ndarray, list, tuple)) and store.is_node_attr(
                 name
             ):
-                mine[name] = _listed(value, pick)
+                mine[name] = _select_items(value, pick)
     for store in data.edge_stores:
         key = store._key if isinstance(store._key, tuple) else (None, None, None)
         mine = out if store._key is None else out[store._key]
@@ -447,21 +449,23 @@ def _picked(data: Any, rows: dict[Any, Rows], picks: dict[Any, Tensor]) -> Any:
             edges = store.get(name)
             if isinstance(edges, DistEdgeIndex):
                 begin, end = ((new_id[k], after[k]) for k in (key[0], key[2]))
-                cut, keep = _between(edges, begin, end, store._key is not None)
+                cut, keep = _edges_between(edges, begin, end, store._key is not None)
                 place = keep.nonzero().view(-1)
                 mine[name] = cut
-                _take(store, mine, edges.edges, place, cut.edges)
+                _copy_attributes(store, mine, edges.edges, place, cut.edges)
     return out
 
 
-def _listed(value: Any, pick: Tensor) -> Any:
+def _select_items(value: Any, pick: Tensor) -> Any:
     if isinstance(value, np.ndarray):
         return value[pick.numpy()]
     return type(value)(value[k] for k in pick.tolist())
 
 
-def _take(store: Any, out: Any, before: Rows, place: Tensor, after: Rows) -> None:
-    """Writes the attributes of a store that have certain rows, at the places that stay."""
+def _copy_attributes(
+    store: Any, out: Any, before: Rows, place: Tensor, after: Rows
+) -> None:
+    """Copies the attributes with given rows to another store, at the selected places."""
     for name, value in store.items():
         if isinstance(value, DistTensor) and value.rows.matches(before):
             local = value.to_local()[place.to(value.device)]
@@ -471,7 +475,7 @@ def _take(store: Any, out: Any, before: Rows, place: Tensor, after: Rows) -> Non
 
 
 def _renumbered(rows: Rows, pick: Tensor) -> Rows:
-    """Returns the rows of nodes that are picked, in their new order."""
+    """Returns the rows of selected nodes, in their new order."""
     before = _partition(rows)
     owner = before.owner[pick]
     version = zlib.crc32(pick.numpy().tobytes(), before.version) or 1
@@ -484,16 +488,16 @@ def _renumbered(rows: Rows, pick: Tensor) -> Rows:
     return Rows(gid, len(pick), rows.mesh, partition, memory=rows.memory)
 
 
-def _between(
+def _edges_between(
     edges: DistEdgeIndex,
     source: tuple[Tensor, Rows],
     target: tuple[Tensor, Rows],
     typed: bool,
 ) -> tuple[DistEdgeIndex, Tensor]:
-    """Returns the edges whose ends stay, and which of this rank's they are.
+    """Returns the edges between selected nodes, and their local positions.
 
     Args:
-        edges: as they were.
+        edges: the old edges.
         source, target: new ids of the nodes of each end, -1 of those that go, and their rows.
         typed: whether the graph has several types of edges.
     """

@@ -1,4 +1,4 @@
-"""Plans halos and matrices of the edges that a rank owns, once."""
+"""Plans the halos and matrices of the edges that a rank owns, once per graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Kind = TypeVar("Kind", bound=Tensor)
 
 @dataclass(frozen=True, eq=False)
 class LocalGraph:
-    """Own edges in local numbering: own nodes first, then ghosts.
+    """Holds own edges in local numbering: own nodes first, then ghosts.
 
     Shapes (this rank; n own nodes, m own sources, which are the nodes where edges have
     one node type; h ghosts, e own edges):
@@ -53,7 +53,7 @@ class LocalGraph:
 
         Args:
             x: own rows.
-            link: the halo as a call of a layer wraps it; None is the halo.
+            link: the halo, wrapped by the link policy of a layer; None is the exact halo.
         """
         if self.halo.silent:
             return x
@@ -65,7 +65,7 @@ class LocalGraph:
         return torch.cat([x, exchange(x, self.halo if link is None else link)])
 
     def source_gid_on(self, sources: Rows, device: torch.device) -> Tensor:
-        """Returns the ids `[m + h]` of own and ghost sources on a device, joined once."""
+        """Returns the ids `[m + h]` of own and ghost sources on a device, cached."""
         known = self._source_gid
         if device not in known:
             known[device] = torch.cat([sources.gid, self.ghost_gid.cpu()]).to(device)
@@ -87,17 +87,17 @@ class LocalGraph:
         return {}
 
     def with_constant_ghosts(self, x: Any, constants: ProductCache) -> Tensor | None:
-        """Returns the same of an input that does not change, from what is kept.
+        """Returns the same for a constant input, from the cache.
 
         Its rows are fetched once, when it is used for the second time; see
         [Note: constant inputs]. Collective.
 
         Args:
             x: the input, a DistTensor.
-            constants: where rows are kept, `[m + h, ...]`, for as long as `x` lives.
+            constants: caches the rows `[m + h, ...]` for the lifetime of `x`.
 
         Returns:
-            None where nothing is kept: of other inputs, and within a memory cap.
+            None if nothing is cached: for other inputs, and within a memory cap.
         """
         if self.halo.silent or self.memory is not None:
             return None
@@ -108,19 +108,19 @@ class LocalGraph:
     def scatter_to_owners(
         self, ghosts: Tensor, own: Tensor, link: Link | None = None
     ) -> Tensor:
-        """Returns own rows with those of ghosts, on other ranks, added; differentiably."""
+        """Adds ghost rows to the rows of their owners, differentiably."""
         if self.halo.silent:
             return own
         link = self.halo if link is None else link
         return exchange_transpose(ghosts, own, link)
 
     def with_ghost_facts(self, x: Tensor, link: Link | None = None) -> Tensor:
-        """Returns the same of what the graph says of nodes: the same in every epoch."""
+        """Returns the same for node values that only depend on the graph."""
         return self.with_ghosts(x, link)
 
 
 class _Ghosted(torch.autograd.Function):
-    """Returns own rows and ghosts, which arrive in stages, in one tensor within the cap."""
+    """Concatenates own rows and ghosts, which arrive in stages, within the memory cap."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: StagedHalo) -> Tensor:
@@ -139,7 +139,7 @@ class _Ghosted(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class ReverseGraph:
-    """The same edges owned by their sources, and the way their attributes go there."""
+    """Holds the same edges owned by their sources, and the route of their attributes."""
 
     topology: Topology
     route: EdgeRoute
@@ -152,11 +152,11 @@ class ReverseGraph:
 
 @dataclass(frozen=True)
 class OperatorKind:
-    """Names a matrix that is derived from the edges.
+    """Identifies a matrix that is derived from the edges.
 
     Args:
         name: "sum" is `A`, and "gcn" `D^-1/2 (A + I) D^-1/2`.
-        improved, add_self_loops: of "gcn", as of `GCNConv`.
+        improved, add_self_loops: the options of "gcn", as in `GCNConv`.
     """
 
     name: str = "sum"
@@ -171,19 +171,19 @@ class OperatorKind:
 
 @dataclass(eq=False)
 class Topology:
-    """The edges whose targets this rank owns, and the operators derived from them.
+    """Holds the edges whose targets this rank owns, and the operators derived from them.
 
     Args:
         source_gid: `[e]` on the CPU.
         target_gid: `[e]` on the CPU, nodes of this rank.
-        nodes: which nodes are here.
-        edges: which edges are here, by their place in the original edge_index.
-        halo: what products exchange; see `check_halo`.
-        device: where operators are put.
-        sources: which sources are here, if their type is not that of the targets.
-        ordering: how layers multiply with it.
-        link: how the rows of layers travel; None is exactly.
-        compared: layers that the ranks have compared, and what was compared of each.
+        nodes: the rows of nodes on this rank.
+        edges: the rows of edges on this rank, by position in the original edge_index.
+        halo: the kind of exchange of products; see `check_halo`.
+        device: the device of operators.
+        sources: the rows of sources on this rank, if their type differs from the targets'.
+        ordering: the order of products in layers.
+        link: the link policy of layers; None is exact.
+        compared: the link and mode of each layer that the ranks have compared.
     """
 
     source_gid: Tensor
@@ -200,25 +200,25 @@ class Topology:
     compared: Any = field(default_factory=weakref.WeakKeyDictionary, repr=False)
 
     def constant_rows(self, x: Any) -> Tensor | None:
-        """Returns own and ghost rows of an input that does not change, if they are kept.
+        """Returns own and ghost rows of a constant input, if they are cached.
 
-        As `LocalGraph.with_constant_ghosts`, and None too where `with_ordering` has said
-        that no inputs are kept.
+        As `LocalGraph.with_constant_ghosts`; also None if `with_ordering` has switched the
+        cache off.
         """
         if not self.ordering.keep_inputs:
             return None
         return self.locals.with_constant_ghosts(x, self.constants)
 
     def read_by(self, layer: Any, link: Any) -> None:
-        """Notes which layer reads next, and by which link; for the chunks of a pipeline."""
+        """Does nothing; the chunks of a pipeline record here which layer reads next."""
 
     @property
     def source_rows(self) -> Rows:
-        """Which sources are here: `nodes`, unless they are of another type."""
+        """The rows of source nodes: `nodes` unless their type differs."""
         return self.nodes if self.sources is None else self.sources
 
-    def check_one_kind(self) -> None:
-        """Refuses edges between two node types, whose matrix is not square."""
+    def check_one_node_type(self) -> None:
+        """Raises for edges between two node types, whose matrix is not square."""
         if self.sources is not None:
             raise TypeError(
                 "this layer multiplies by a square matrix, but the edges go from "
@@ -241,7 +241,7 @@ class Topology:
         """Returns own edges in local numbering; collective.
 
         Args:
-            build: plans the halo of ghosts, of ids grouped by owner, and how many of each.
+            build: plans the halo, given the ids of ghosts grouped by owner, and their counts.
         """
         nodes, sources, mesh = self.nodes, self.source_rows, self.nodes.mesh
         partition = sources.partition
@@ -263,8 +263,8 @@ class Topology:
         if nodes.memory is not None:
             most = collectives.all_reduce(most, mesh.world, "max")
         return LocalGraph(
-            self._kept(source.to(self.device)),
-            self._kept(target.to(self.device)),
+            self._within_cap(source.to(self.device)),
+            self._within_cap(target.to(self.device)),
             ghost[order],
             halo.to(self.device),
             len(nodes),
@@ -272,8 +272,8 @@ class Topology:
             most=int(most),
         )
 
-    def _kept(self, x: Tensor) -> Tensor:
-        """Returns a tensor that is kept as long as the graph, within the memory cap."""
+    def _within_cap(self, x: Tensor) -> Tensor:
+        """Returns a tensor with the lifetime of the graph, in a file under a memory cap."""
         cap = self.nodes.memory
         return x if cap is None else cap.moved(x)
 
@@ -290,12 +290,12 @@ class Topology:
 
     @property
     def own_degrees(self) -> Callable[[], Tensor] | None:
-        """What returns the in-degrees of own sources; None if their type is another."""
+        """A function that returns the in-degrees of own sources; None if their type differs."""
         return (lambda: self.in_degree) if self.sources is None else None
 
     @cached_property
     def reversed(self) -> ReverseGraph:
-        """The edges turned around and owned by what were their sources; collective."""
+        """The reversed edges, owned by their former sources; collective."""
         sources, mesh = self.source_rows, self.nodes.mesh
         assert sources.partition is not None
         owner = sources.partition.owner_of(self.source_gid)
@@ -329,13 +329,13 @@ class Topology:
 
     @cached_property
     def row_words(self) -> int:
-        """The rows that all ranks receive, as `HaloConv` fetches them; collective."""
+        """The number of rows that all ranks receive when `HaloConv` fetches; collective."""
         words = torch.tensor([self.locals.halo.price(1).words])
         return int(collectives.all_reduce(words, self.nodes.mesh.world))
 
     @cached_property
     def product_words(self) -> float:
-        """The numbers that all ranks receive in a product, for each feature; collective.
+        """The words per feature that all ranks receive in a product; collective.
 
         For as many features as the fiber has ranks, or a multiple. The plan of the product is
         kept where that is cheaper than rows.
@@ -350,7 +350,7 @@ class Topology:
 
     @cached_property
     def adds_on_grid(self) -> bool:
-        """Whether sums of rows are products on the grid, which has more axes than one.
+        """Whether sums of rows are computed as products on a grid with several axes.
 
         Where they take fewer words than rows that come here, for sums here; collective.
         """
@@ -370,7 +370,7 @@ class Topology:
         halo = "rows" if trainable and self.halo != "blocks" else self.halo
         key = kind, halo
         if key not in self._plans:
-            self.check_one_kind()
+            self.check_one_node_type()
             nodes = self.nodes
             assert nodes.partition is not None
             plan = build_plan(*edges(), nodes.partition, nodes.mesh, halo)
@@ -389,21 +389,23 @@ class Topology:
         dtype: torch.dtype,
         exchange: LinkWrapper | None = None,
     ) -> GridMatrix:
-        """Returns the matrix that a layer multiplies own rows with; collective at first.
+        """Returns the matrix that a layer multiplies rows with; collective the first time.
 
         Args:
-            kind: which matrix, with degrees and loops taken over all ranks.
-            weight: of own edges `[e]`; None is 1.
-            dtype: of the rows.
+            kind: the matrix; degrees and self-loops are global.
+            weight: the weights of own edges `[e]`; None is 1.
+            dtype: the type of the rows.
             exchange: puts other links in place of the exact ones; None is exact.
         """
         if weight is None and not kind.normalize:
             return self.sum_plan().matrix.over(exchange)
         if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-            return self._learnt(kind, weight, dtype, exchange).over(exchange)
-        return self._fixed(kind, weight, dtype).over(exchange)
+            return self._trainable_operator(kind, weight, dtype, exchange).over(
+                exchange
+            )
+        return self._cached_operator(kind, weight, dtype).over(exchange)
 
-    def _learnt(
+    def _trainable_operator(
         self,
         kind: OperatorKind,
         weight: Tensor,
@@ -418,7 +420,7 @@ class Topology:
         plan = self._looped_plan(kind.add_self_loops, edge_index, trainable=True)
         return plan.with_learnt(value)
 
-    def _valued(
+    def _fixed_matrix(
         self, kind: OperatorKind, weight: Tensor | None, dtype: torch.dtype
     ) -> GridMatrix:
         """Returns a matrix of fixed values; collective."""
@@ -455,22 +457,22 @@ class Topology:
         rows, how = self.edges, (improved, add_self_loops, dtype, link)
         return gcn_norm(here, edge_index, rows, weight, *how)
 
-    def _fixed(
+    def _cached_operator(
         self, kind: OperatorKind, weight: Tensor | None, dtype: torch.dtype
     ) -> GridMatrix:
-        """Remembers one matrix with fixed values per kind, until they change."""
+        """Caches one matrix with fixed values per kind, until these change."""
         key = (kind, dtype)
         known = self._plans.get(key)
         tracked = weight is None or not weight.is_inference()
         version = weight._version if weight is not None and tracked else None
         if known is not None and tracked:
             seen, seen_version, matrix = known
-            same = _same_memory(seen, weight)
+            same = _same_storage(seen, weight)
             all_or_none(same and seen_version != version, self.nodes.mesh)
             if same and seen_version == version:
                 return matrix  # type: ignore[no-any-return]
-        with torch.no_grad(), self._room(dtype):
-            matrix = self._valued(kind, weight, dtype)
+        with torch.no_grad(), self._explaining_memory(dtype):
+            matrix = self._fixed_matrix(kind, weight, dtype)
         if self.nodes.memory is not None:
             how = self.nodes.memory, self.nodes.mesh.world, torch.is_grad_enabled()
             matrix = matrix.within(*how)
@@ -480,8 +482,8 @@ class Topology:
         self._plans[key] = (weight, version, matrix)
         return matrix
 
-    def _room(self, dtype: torch.dtype) -> Any:
-        """Returns a block that says what a matrix of the edges lacks memory for."""
+    def _explaining_memory(self, dtype: torch.dtype) -> Any:
+        """Returns a context that explains an out-of-memory error of a matrix."""
         watch = watch_of(self.nodes.mesh)
         each = 2 * (8 + dtype.itemsize)  # a column and a value, and the same by source
 
@@ -492,7 +494,7 @@ class Topology:
         return needing(what, size, watch, self.device)
 
     def placed(self, name: str, x: Kind) -> Kind:
-        """Returns a tensor if it lies where the edges do; else raises, on ranks that wait too.
+        """Returns a tensor on the device of the edges; raises on all ranks otherwise.
 
         Raises:
             ValueError: naming both devices.
@@ -512,7 +514,7 @@ class Topology:
         raise error
 
     def to(self, device: torch.device) -> Topology:
-        """Returns the same edges with operators on another device; plans are made anew."""
+        """Returns the same edges on another device, where plans are made again."""
         if device == self.device:
             return self
         return Topology(
@@ -528,7 +530,7 @@ class Topology:
         )
 
 
-def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
+def _same_storage(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     # by storage, not by address: tensors of no rows share one, and ranks must agree
@@ -539,7 +541,7 @@ def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def loop_places(here: LocalGraph, ends: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Returns the places of edges `[2, e]` that are no self-loops, and of those that are.
+    """Returns the positions of edges that are not self-loops, and of those that are.
 
     On a device they are kept with `rows`, since the host waits for them.
     """
@@ -555,7 +557,7 @@ def loop_places(here: LocalGraph, ends: Tensor, rows: Rows) -> tuple[Tensor, Ten
 def _with_loops(
     here: LocalGraph, ends: Tensor, rows: Rows, weight: Tensor | None, fill: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Does as PyG's `add_remaining_self_loops`."""
+    """Implements PyG's `add_remaining_self_loops`."""
     others, loops = loop_places(here, ends, rows)
     added = torch.arange(here.num_own, device=ends.device).expand(2, -1)
     if weight is not None:

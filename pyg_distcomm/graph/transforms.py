@@ -1,7 +1,7 @@
-"""Runs PyG's transforms on a share, and its draws of negative edges.
+"""Runs PyG's transforms and negative sampling on a share.
 
-Most transforms of PyG run on a share as they are. Three kinds do not: some are products with
-the edges, some look at the whole graph at once, and some make another graph of it.
+Most transforms of PyG run on a share unchanged. Three kinds do not: those that multiply by the
+edges, those that need the whole graph, and those that make another graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Transform = Callable[..., Any]
 
 
 def _to_sparse_tensor(self: Any, data: Any) -> Any:
-    """Makes edges an adj_t that is cut as they are."""
+    """Implements ToSparseTensor: makes an adj_t sharded like the edges."""
     for store in data.edge_stores:
         if not isinstance(store.get("edge_index"), DistEdgeIndex):
             continue
@@ -63,7 +63,7 @@ def _to_sparse_tensor(self: Any, data: Any) -> Any:
 
 
 def _sign(self: Any, data: Any) -> Any:
-    """Multiplies by the normalised adjacency: a halo of x for each hop."""
+    """Implements SIGN, with a halo exchange of x per hop."""
     edges = data.edge_index.with_link(None)
     row, col = edges
     weight = data.edge_weight
@@ -81,7 +81,7 @@ def _sign(self: Any, data: Any) -> Any:
 
 
 def _propagate_features(self: Any, data: Any) -> Any:
-    """Fills in missing features by products: a halo of x for each iteration."""
+    """Implements FeaturePropagation, with a halo exchange of x per iteration."""
     edges, weight = data.get("edge_index"), data.edge_attr
     if edges is None:
         edges, weight = data.adj_t, data.adj_t.weight
@@ -110,7 +110,7 @@ def _propagate_features(self: Any, data: Any) -> Any:
 
 
 def _to_undirected(self: Any, data: Any, forward: Transform) -> Any:
-    """Cuts reversed edges between two node types by what are their targets now."""
+    """Implements ToUndirected: reversed edges move to the owners of their new targets."""
     rows: dict[str, Any] = {}
     data = forward(self, data)
     for store in data.edge_stores:
@@ -127,7 +127,7 @@ def _to_undirected(self: Any, data: Any, forward: Transform) -> Any:
 
 
 def _on_all_edges(self: Any, data: Any, forward: Transform) -> Any:
-    """Runs PyG's transform on all edges, gathered on every rank; rank 0's answer counts.
+    """Runs PyG's transform on all edges, gathered on every rank; rank 0's result is used.
 
     What solves for eigenvalues begins at random, and would answer each rank otherwise.
 
@@ -169,7 +169,7 @@ def _metapaths(self: Any, data: Any, forward: Transform) -> Any:
             f"{name} goes along {sorted(named - set(edge_types))}, but the edge types are "
             f"{edge_types}"
         )
-    data = subgraphs.all_cut(data)
+    data = subgraphs.fully_sharded(data)
     for kind in data.node_types:
         whole[kind].num_nodes = data[kind].num_nodes
     for kind in edge_types:
@@ -208,7 +208,7 @@ def _metapaths(self: Any, data: Any, forward: Transform) -> Any:
 
 
 def _merge_equal(store: Any, count: int, weighted: bool) -> None:
-    """Merges equal edges, whose weights, or numbers, add up; torch may crash on them."""
+    """Merges duplicate edges and sums their weights or counts; torch may crash on them."""
     edges, weight = store.edge_index, store.get("edge_weight")
     if weighted and weight is None:
         weight = torch.ones(edges.size(1), device=edges.device)
@@ -220,7 +220,7 @@ def _merge_equal(store: Any, count: int, weighted: bool) -> None:
 
 
 def _index_to_mask(self: Any, data: Any, forward: Transform) -> Any:
-    """Makes masks of ids, once the ranks have compared these."""
+    """Implements IndexToMask, after the ranks have compared the ids."""
     mesh: Any = subgraphs.mesh_of(data)
     told = {}
     for store in data.stores:
@@ -232,8 +232,8 @@ def _index_to_mask(self: Any, data: Any, forward: Transform) -> Any:
     return forward(self, data)
 
 
-def _as_it_is(self: Any, data: Any, forward: Transform) -> Any:
-    """Runs PyG's own code, once the ranks have compared the settings."""
+def _run_pyg_code(self: Any, data: Any, forward: Transform) -> Any:
+    """Runs PyG's own code, after the ranks have compared the settings."""
     return forward(self, data)
 
 
@@ -251,7 +251,7 @@ _RUN: dict[str, Transform] = {
     "IndexToMask": _index_to_mask,
 }
 # these take PyG's forward
-_AROUND = (_on_all_edges, _to_undirected, _metapaths, _index_to_mask, _as_it_is)
+_AROUND = (_on_all_edges, _to_undirected, _metapaths, _index_to_mask, _run_pyg_code)
 
 _PYG = "torch_geometric."
 # what these hold are other transforms, or nothing that they compute with
@@ -273,11 +273,11 @@ def _refuse(self: Any, data: Any) -> Any:
     )
 
 
-def _of_shares(forward: Transform, run: Transform) -> Transform:
-    """Makes a transform's forward run `run` on shares, and be as it was elsewhere."""
+def _run_on_shares(forward: Transform, run: Transform) -> Transform:
+    """Makes a transform's forward call `run` on shares, and PyG's code otherwise."""
 
     @functools.wraps(forward)
-    def either(self: Any, data: Any) -> Any:
+    def run_either(self: Any, data: Any) -> Any:
         mesh = subgraphs.mesh_of(data)
         if mesh is None:
             return forward(self, data)
@@ -286,11 +286,11 @@ def _of_shares(forward: Transform, run: Transform) -> Transform:
             subgraphs.agree_same(None, _settings(self), mesh, name)
         return run(self, data, forward) if run in _AROUND else run(self, data)
 
-    return either
+    return run_either
 
 
 def _settings(transform: Any) -> dict[str, str]:
-    """Tells which transform runs, and its arguments, as far as ranks can compare them.
+    """Returns the name of a transform and its comparable arguments.
 
     Not what a user's own class keeps beside them, which ranks may keep apart.
     """
@@ -309,18 +309,18 @@ def _settings(transform: Any) -> dict[str, str]:
     return told
 
 
-def _instead(original: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """Makes `run` take the place of a function of PyG's, which it is given first."""
+def _replace_function(original: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """Replaces a function of PyG by `run`, which gets the original as first argument."""
 
     @functools.wraps(original)
-    def either(*args: Any, **kwargs: Any) -> Any:
+    def run_either(*args: Any, **kwargs: Any) -> Any:
         return run(original, *args, **kwargs)
 
-    return either
+    return run_either
 
 
 def _whole_entries(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has `coalesce` return all edges: torch's own sparse tensors are whole on every rank."""
+    """Makes `coalesce` return all edges: torch's sparse tensors are whole on every rank."""
     return tree_map(_whole, original(*args, **kwargs))
 
 
@@ -330,26 +330,26 @@ def _whole(value: Any) -> Any:
 
 
 def _masked_edges(original: Any, src: Any, dim: int, mask: Tensor) -> Any:
-    """Has `mask_select` keep edges where they are."""
+    """Makes `mask_select` keep edges on their ranks."""
     if isinstance(src, DistEdgeIndex) and dim % 2:
         return src[:, mask]
     return original(src, dim, mask)
 
 
 def _method(original: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """Makes a method of PyG's Data or HeteroData run `run` on shares, given the original."""
+    """Makes a method of Data or HeteroData call `run` with the original on shares."""
 
     @functools.wraps(original)
-    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_either(self: Any, *args: Any, **kwargs: Any) -> Any:
         if subgraphs.mesh_of(self) is None:
             return original(self, *args, **kwargs)
         return run(original, self, *args, **kwargs)
 
-    return either
+    return run_either
 
 
 def _selection(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keeps edges or types of a share, which all ranks name alike."""
+    """Selects edges or types of a share, after the ranks have compared the selection."""
     args = tuple(list(a) if isinstance(a, Iterator) else a for a in args)
     subgraphs.check_selection(data, original.__name__, (*args, *kwargs.values()))
     return original(data, *args, **kwargs)
@@ -360,7 +360,7 @@ def _subgraph(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _example(original: Any, data: Any, idx: Any) -> Any:
-    """Returns one graph of a batch, whole on every rank; its rows and edges travel.
+    """Gathers one graph of a batch on every rank.
 
     Raises:
         ValueError: on all ranks, if they ask for different graphs.
@@ -376,22 +376,22 @@ def _example(original: Any, data: Any, idx: Any) -> Any:
 
 
 def _examples(original: Any, data: Any) -> Any:
-    """Returns the list of all graphs on every rank, which is gathered once."""
+    """Gathers the batch once, and returns the list of its graphs on every rank."""
     return original(_gathered(copy.copy(data)))
 
 
 def _gathered(data: Any) -> Any:
-    """Gathers what is spread of a graph that is given, on every rank; collective."""
+    """Gathers the row-sharded tensors of a graph on every rank; collective."""
     for store in data.stores:
         for name, value in list(store.items()):
             store[name] = _whole(value)
     return data
 
 
-def _explained(
+def _refuse_explainer(
     forward: Any, self: Any, model: Any, x: Any, edge_index: Any, **kwargs: Any
 ) -> Any:
-    """Has AttentionExplainer refuse shares: its hooks see this rank's edges alone."""
+    """Makes AttentionExplainer raise for shares: its hooks see only this rank's edges."""
     given = edge_index.values() if isinstance(edge_index, dict) else [edge_index]
     if any(isinstance(value, DistEdgeIndex) for value in given):
         raise TypeError(
@@ -403,7 +403,7 @@ def _explained(
 
 
 def _embeddings(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has `get_embeddings` return what layers return, not what they hold while they run."""
+    """Makes `get_embeddings` return the outputs of layers, not their inner tensors."""
     return [
         DistTensor.wrap(x.to_local(), x.rows) if isinstance(x, DistTensor) else x
         for x in original(*args, **kwargs)
@@ -414,19 +414,19 @@ def _embeddings(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _EdgeCodes(DistTensor):
-    """The edges of a graph as numbers, in which `negative_sampling` looks up candidates."""
+    """Holds edges encoded as integers, among which `negative_sampling` looks up candidates."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Stays where it is: it is looked up there."""
+        """Returns itself: lookups run where the edges are."""
         return self
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Returns what `numpy.isin` asks."""
-        return _HeldEdges(self)
+        """Returns an object that implements `numpy.isin`."""
+        return _LazyEdgeArray(self)
 
 
-class _HeldEdges:
-    """Stands for all edges of a graph, as an array of numpy that no rank holds.
+class _LazyEdgeArray:
+    """Represents all edges of a graph as a numpy array that no rank holds.
 
     Every rank has the same candidates, looks them up in its own edges, and the ranks combine
     what they found. Price of `isin`: an all-reduce of a byte for each candidate, and a word of
@@ -441,7 +441,7 @@ class _HeldEdges:
         return self._codes.__array__(dtype, copy)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Looks candidates up where the edges are; gathers them for other functions."""
+        """Looks up candidates where the edges are; gathers all edges for other functions."""
         if func is np.isin and len(args) == 2 and args[1] is self and not kwargs:
             return self._isin(np.asarray(args[0]))
         args = [np.asarray(arg) if arg is self else arg for arg in args]
@@ -461,21 +461,21 @@ class _HeldEdges:
         return collectives.all_reduce(found, mesh.world, "max").bool().numpy()
 
 
-def _coded(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has PyG's `edge_index_to_vector` return edges that stay with their owners."""
+def _encode_edges(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes `edge_index_to_vector` return edges that stay with their owners."""
     codes, population = original(*args, **kwargs)
     if isinstance(codes, DistTensor):
         codes = _EdgeCodes.wrap(codes.to_local(), codes.rows)
     return codes, population
 
 
-def _structured(
+def _structured_sampling(
     original: Any,
     edge_index: Any,
     num_nodes: int | None = None,
     contains_neg_self_loops: bool = True,
 ) -> Any:
-    """Has `structured_negative_sampling` ask the owners of edges for its candidates."""
+    """Makes `structured_negative_sampling` look up candidates at the owners of edges."""
     loops = contains_neg_self_loops
     if not isinstance(edge_index, DistEdgeIndex):
         return original(edge_index, num_nodes, loops)
@@ -489,7 +489,7 @@ def _structured(
 
 
 def _negative_ends(edges: DistEdgeIndex, ends: Tensor, n: int, loops: bool) -> Tensor:
-    """Returns a target that each edge `[2, e_i]` of this rank has not, as PyG draws it.
+    """Returns a negative target for each edge `[2, e_i]` of this rank, as PyG draws it.
 
     All ranks draw alike for all edges. A candidate (i, k) is looked up in the edges that the
     owner of k holds.
@@ -503,19 +503,21 @@ def _negative_ends(edges: DistEdgeIndex, ends: Tensor, n: int, loops: bool) -> T
     out = torch.empty_like(ends[0])
     while len(rest):
         drawn = torch.randint(n, (len(rest),), dtype=torch.long)
-        getitem.check_same(drawn, nodes)
+        getitem.check_replicated_ids(drawn, nodes)
         at = torch.searchsorted(rest, place).clamp(max=len(rest) - 1)
         mine = (rest[at] == place).nonzero().view(-1)
         out[mine] = drawn[at[mine]]
-        hit = _held(ends[0][mine], out[mine], pairs, n, nodes)
+        hit = _pairs_held(ends[0][mine], out[mine], pairs, n, nodes)
         if not loops:
             hit |= ends[0][mine] == out[mine]
-        rest = subgraphs.of_all_ranks(place[mine][hit], mesh, "edges")
+        rest = subgraphs.union_of_ranks(place[mine][hit], mesh, "edges")
     return out
 
 
-def _held(source: Tensor, target: Tensor, pairs: Tensor, n: int, nodes: Rows) -> Tensor:
-    """Returns which pairs `[k]` are edges of any rank, `pairs` being those of this one."""
+def _pairs_held(
+    source: Tensor, target: Tensor, pairs: Tensor, n: int, nodes: Rows
+) -> Tensor:
+    """Returns which pairs `[k]` are edges of any rank; collective."""
     world, known = nodes.mesh.world, nodes.partition
     assert known is not None
     owner = torch.where(target < nodes.total, known.owner_of(target % nodes.total), 0)
@@ -532,7 +534,7 @@ def _held(source: Tensor, target: Tensor, pairs: Tensor, n: int, nodes: Rows) ->
 
 
 def register() -> None:
-    """Has transforms, `negative_sampling` and methods of PyG's data run on shares as here."""
+    """Registers the implementations of this module with PyG."""
     for kind in (Data, HeteroData):
         kind.subgraph = _method(kind.subgraph, _subgraph)  # type: ignore[method-assign]
         for name in ("edge_subgraph", "node_type_subgraph", "edge_type_subgraph"):
@@ -544,24 +546,24 @@ def register() -> None:
     hetero: Any = HeteroData
     hetero.to_homogeneous = _method(hetero.to_homogeneous, subgraphs.homogeneous)
     explainer: Any = AttentionExplainer
-    explainer.forward = _instead(explainer.forward, _explained)
+    explainer.forward = _replace_function(explainer.forward, _refuse_explainer)
     utils = torch_geometric.utils
     for scopes, name, stand_in in (
-        ([utils.negative_sampling], "edge_index_to_vector", _coded),
+        ([utils.negative_sampling], "edge_index_to_vector", _encode_edges),
         ([utils.to_torch_coo_tensor], "coalesce", _whole_entries),
         ([utils.mask_select, utils, HeteroData], "mask_select", _masked_edges),
         (
             [utils.negative_sampling, utils],
             "structured_negative_sampling",
-            _structured,
+            _structured_sampling,
         ),
         ([utils, utils.get_embeddings, PGExplainer], "get_embeddings", _embeddings),
     ):
         for scope in scopes:
             module = vars(sys.modules[getattr(scope, "__module__", scope.__name__)])
-            module[name] = _instead(module[name], stand_in)
+            module[name] = _replace_function(module[name], stand_in)
     every = vars(torch_geometric.transforms)
     for name in every["__all__"]:
         if name not in _LEFT and hasattr(every[name], "forward"):
-            run = _refuse if name in _REFUSED else _RUN.get(name, _as_it_is)
-            every[name].forward = _of_shares(every[name].forward, run)
+            run = _refuse if name in _REFUSED else _RUN.get(name, _run_pyg_code)
+            every[name].forward = _run_on_shares(every[name].forward, run)

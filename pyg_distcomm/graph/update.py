@@ -1,4 +1,4 @@
-"""Changes a graph that is spread over ranks, nodes and edges added or removed: `update`."""
+"""Adds and removes nodes and edges of a graph spread over ranks: `update`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.partitioning import count_masks
-from pyg_distcomm.graph.subgraphs import agree_same, all_cut, of_all_ranks
+from pyg_distcomm.graph.subgraphs import agree_same, fully_sharded, union_of_ranks
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.graph.update_arguments import (
     EdgeChange,
@@ -38,39 +38,40 @@ def update(
 ) -> Any:
     """Returns this rank's share of a graph with nodes and edges added or removed; collective.
 
-    Every rank gives the same. All ids are those of the graph as it is given; new nodes follow
-    the `data.num_nodes` that there are. Last, nodes that are removed go, with their edges,
-    and the ids of the others close up in order, as PyG's `subgraph(relabel_nodes=True)` has
-    them. New edges stand behind those there are. So the share is what `partition` gives of the
-    whole new graph by the same owners: no row moves. The share that was given stays as it is.
+    Every rank passes the same arguments. All ids refer to the graph before the update; the ids
+    of new nodes start at `data.num_nodes`. Removed nodes are deleted last, with their edges,
+    and the other ids are relabelled in order, as by PyG's `subgraph(relabel_nodes=True)`. New
+    edges follow the old ones. The result is the share that `partition` gives for the whole new
+    graph with the same owners: no row moves. The given share is unchanged.
 
-    A new node goes to the rank that owns most of its neighbours among the new edges, if that
-    has at most 1.05 times its share of the nodes of the type, else to the one with the fewest.
+    A new node is assigned to the rank that owns most of its neighbours among the new edges, if
+    that has at most 1.05 times its share of the nodes of the type, else to the rank with the
+    fewest.
 
-    Of a HeteroData each argument is a dictionary, by node type or edge type. Types may begin:
-    nodes with their attributes, if they have any, and edges between types that there are then.
-    An edge type that begins travels by the link that all others share, if any.
-    New entries of an `adj_t` are a sparse matrix, or have their values as "edge_weight"; one
-    that is there already is then there twice, and adds up.
+    For a HeteroData each argument is a dictionary by node type or edge type. New types are
+    allowed: nodes with their attributes, if any, and edges between the types that exist then.
+    A new edge type has the link that all others share, if any. New entries of an `adj_t` are a
+    sparse matrix, or have their values as "edge_weight"; duplicate entries add up.
 
     Args:
         data: a share of `partition`, `load_partition` or `update`.
         new_edges: `[2, e']` in ids of nodes, old and new; or a dictionary of that, as
             "edge_index", and `[e', ...]` for each attribute of the edges.
         new_nodes: how many, or a dictionary with `[n', ...]` for each attribute of the nodes.
-        removed_edges: `[2, r]` in ids of nodes: all copies of an edge, in one direction.
+        removed_edges: `[2, r]` in ids of nodes; removes all copies of an edge, in this
+            direction.
         removed_nodes: ids, or a mask `[n]`.
         owner: the owners `[n']` of the new nodes, instead of the rule above.
         return_mapping: whether to return the new ids of old nodes, too.
 
     Returns:
-        The share; with `return_mapping` also `[n]`, by node type of a HeteroData: the id that
-        each old node has now, -1 if it was removed.
+        The share; with `return_mapping` also `[n]`, by node type for a HeteroData: the new id
+        of each old node, -1 if it was removed.
 
-    Price: of halos that layers have exchanged, ids of ghosts that are new or needed no more,
-    once on each side; of edges that are removed the places, on all ranks; and a few counts:
-    `mesh.ledger.words("update")`. An edge type that keeps its edges and nodes keeps its plans.
-    Products of others are planned again at their next use, as `partition`'s are.
+    Price: for the halos of layers, the ids of new and of dropped ghosts, once on each side; the
+    positions of removed edges, on all ranks; and a few counts: `mesh.ledger.words("update")`.
+    An edge type whose edges and nodes do not change keeps its plans. Products of others are
+    planned again at their next use.
 
     Raises:
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
@@ -85,20 +86,20 @@ def update(
     }
     problem, change = None, None
     try:
-        change = GraphChange(all_cut(data), mesh, given)
+        change = GraphChange(fully_sharded(data), mesh, given)
     except (TypeError, ValueError) as error:
         problem = error
     agree_same(problem, {} if change is None else change.marks(), mesh, "update")
     assert change is not None
     before = mesh.ledger.words("update")
-    out = _applied(change)
+    out = _apply(change)
     words = mesh.ledger.words("update") - before
     tell(mesh.rank, "%s: %d bytes of plans came here", change.about(), 8 * words)
     return (out, change.mapping()) if return_mapping else out
 
 
 def _mesh_of(data: Any) -> Mesh:
-    """Returns the ranks of a share."""
+    """Returns the mesh of a share."""
     if isinstance(data, Batch):
         raise TypeError(
             "update takes a graph, not a Batch of several: make a new Batch, and cut it by "
@@ -117,8 +118,8 @@ def _mesh_of(data: Any) -> Mesh:
     )
 
 
-def _applied(change: GraphChange) -> Any:
-    """Returns the share afterwards; collective."""
+def _apply(change: GraphChange) -> Any:
+    """Returns the share after a change; collective."""
     out: Any = copy.copy(change.data)
     for kind, nodes in change.nodes.items():
         if nodes.changes:
@@ -126,7 +127,7 @@ def _applied(change: GraphChange) -> Any:
             assert before is not None
             keep = nodes.stays[before.gid]
             for name, new in nodes.added.items():
-                mine = new[nodes.mine.to(new.device)]
+                mine = new[nodes.own_new_nodes.to(new.device)]
                 old = store[name].to_local() if name in store else mine[:0]
                 store[name] = _joined(old, mine, keep, nodes.after, before)
             store.num_nodes = nodes.after.total
@@ -149,7 +150,7 @@ def _change_edges(
     store: Any,
     typed: bool,
 ) -> None:
-    """Writes the edges of a type, and their attributes, as they are afterwards."""
+    """Writes the edges of a type and their attributes after a change."""
     known, nodes, mesh = edges.known, target.after, change.mesh
     assert nodes.partition is not None
     more = torch.stack(
@@ -164,7 +165,7 @@ def _change_edges(
         like, (place, count) = known, (known.edges.place, known.edges.count)
         ends, stays = edges.ends(source, target)
         if any(x.numel() for x in (source.gone, target.gone, edges.gone)):
-            gone = of_all_ranks(place[~stays], mesh, "update")
+            gone = union_of_ranks(place[~stays], mesh, "update")
             place = place[stays]
             place = place - torch.searchsorted(gone, place)
             count -= len(gone)
@@ -208,14 +209,14 @@ def _plan(
     edges: EdgeChange,
     source: NodeChange,
 ) -> None:
-    """Plans changed edges as far as they were; collective."""
+    """Plans changed edges, with the plans that the old ones had; collective."""
     after.halo, after.ordering = before.halo, before.ordering
     if edges.known is not None:
         after.link = before.link
         if "locals" in vars(before):
             old = before.locals.halo
             after.__dict__["locals"] = after.numbered(
-                lambda *wanted: _replanned(old, source, *wanted)
+                lambda *wanted: _replan(old, source, *wanted)
             )
         return
     every = [
@@ -228,15 +229,15 @@ def _plan(
 def _joined(
     old: Tensor, new: Tensor, stays: Tensor, rows: Rows, nodes: Rows
 ) -> DistTensor:
-    """Returns the rows that stay, and new ones behind them, within the memory cap."""
+    """Concatenates the rows that stay and the new ones, within the memory cap."""
     whole = torch.cat([old.detach()[stays.to(old.device)], new])
     if nodes.memory is not None:
         nodes.memory.keep(whole)
     return DistTensor.wrap(whole, rows)
 
 
-def _replanned(old: Halo, source: NodeChange, ghost: Tensor, counts: list[int]) -> Halo:
-    """Returns the halo of changed edges; what it asks for already is not said; collective."""
+def _replan(old: Halo, source: NodeChange, ghost: Tensor, counts: list[int]) -> Halo:
+    """Returns the halo of changed edges; only new requests are sent; collective."""
     nodes, axis = source.after, old.axis
     assert old.ghost_gid is not None
     assert old.send_gid is not None

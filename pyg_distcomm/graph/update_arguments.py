@@ -1,4 +1,4 @@
-"""Reads what `update` is given, and says what happens to a graph that is spread over ranks."""
+"""Checks the arguments of `update`, and describes the change of a graph spread over ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLACK = 1.05  # of the mean number of nodes: a rank with more takes no new ones
 
 @dataclass(eq=False)
 class NodeChange:
-    """Holds what happens to the nodes of one type (n before, n' new).
+    """Describes the change of the nodes of one type (n before, n' new).
 
     Shapes: gone [r] ids, ascending; owner [n'] of new nodes; added [n', ...] by attribute.
     """
@@ -49,38 +49,38 @@ class NodeChange:
 
     @cached_property
     def stays(self) -> Tensor:
-        """Which nodes, old and new ones `[n + n']`, are in the graph afterwards."""
+        """Which nodes, old and new ones `[n + n']`, remain in the graph."""
         stays = torch.ones(self.total + self.count, dtype=torch.bool)
         stays[self.gone] = False
         return stays
 
     @cached_property
     def new_id(self) -> Tensor:
-        """The ids of nodes, old and new ones `[n + n']`, afterwards; -1 of those that go."""
+        """The new ids of old and new nodes `[n + n']`; -1 for removed ones."""
         return torch.where(self.stays, self.stays.cumsum(0) - 1, -1)
 
     @property
     def every_owner(self) -> Tensor:
-        """The owners of nodes, old and new ones `[n + n']`; -1 is not known."""
+        """The owners of old and new nodes `[n + n']`; -1 is unknown."""
         if self.before is None or self.before.partition is None:
             return torch.full((self.total + self.count,), -1)
         return torch.cat([self.before.partition.owner.long(), self.owner])
 
     @cached_property
-    def mine(self) -> Tensor:
-        """Places of this rank's nodes among the new ones."""
+    def own_new_nodes(self) -> Tensor:
+        """The positions of this rank's nodes among the new ones."""
         assert self.before is not None
         return (self.owner == self.before.mesh.rank).nonzero().view(-1)
 
     @cached_property
     def after(self) -> Rows:
-        """The rows afterwards."""
+        """The rows after the change."""
         before = self.before
         assert before is not None
         assert before.partition is not None
         if not self.changes:
             return before
-        own = torch.cat([before.gid, self.mine + self.total])
+        own = torch.cat([before.gid, self.own_new_nodes + self.total])
         parts, version = before.partition.num_parts, before.partition.version
         partition = Partition.from_owner(self.every_owner[self.stays], parts)
         if len(self.gone):
@@ -93,7 +93,7 @@ class NodeChange:
 
 @dataclass(eq=False)
 class EdgeChange:
-    """Holds what happens to the edges of one type (e' new, r pairs that go).
+    """Describes the change of the edges of one type (e' new, r removed pairs).
 
     Shapes: more [2, e'] and gone [2, r] in ids of the graph before; value [e'] of an adj_t.
     """
@@ -111,7 +111,7 @@ class EdgeChange:
         return self.known is None or self.more.size(1) > 0 or self.gone.size(1) > 0
 
     def ends(self, source: NodeChange, target: NodeChange) -> tuple[Tensor, Tensor]:
-        """Returns old edges `[2, e]` of this rank by ids afterwards, and which stay `[e]`."""
+        """Returns this rank's old edges `[2, e]` in new ids, and which stay `[e]`."""
         assert self.known is not None
         topology = self.known.topology
         ids = source.new_id[topology.source_gid], target.new_id[topology.target_gid]
@@ -122,14 +122,14 @@ class EdgeChange:
         return ends, stays
 
     def _codes(self, target: NodeChange) -> tuple[Tensor, Tensor]:
-        """Returns old edges of this rank, and edges that go, as numbers."""
+        """Returns this rank's old edges, and removed edges, encoded as integers."""
         assert self.known is not None
         topology, n = self.known.topology, target.total
         gone = self.gone[0] * n + self.gone[1]
         return topology.source_gid * n + topology.target_gid, gone
 
-    def check_there(self, target: NodeChange) -> None:
-        """Refuses to remove edges that are not there, on the rank that would have them."""
+    def check_exist(self, target: NodeChange) -> None:
+        """Raises for removed edges that do not exist, on the rank that would own them."""
         if not self.gone.size(1):
             return
         assert self.known is not None
@@ -147,7 +147,7 @@ class EdgeChange:
 
 
 class GraphChange:
-    """Holds what happens to a graph, checked; nodes and edges by type, None of a Data."""
+    """Describes a checked change of a graph, by node and edge type; None for a Data."""
 
     def __init__(
         self, data: Data | HeteroData, mesh: Mesh, given: Mapping[str, Any]
@@ -163,7 +163,7 @@ class GraphChange:
         for kind in new:
             if kind not in self.nodes:
                 edges = by_type["new_edges"]
-                self.nodes[kind] = _begun(data, kind, new[kind], edges, rows)
+                self.nodes[kind] = _new_node_type(data, kind, new[kind], edges, rows)
         new, gone = by_type["new_edges"], by_type["removed_edges"]
         stores = _by_key(data.edge_stores)
         for kind in dict.fromkeys([*stores, *new, *gone]):
@@ -184,7 +184,7 @@ class GraphChange:
         return self.nodes[kind[0]], self.nodes[kind[-1]]
 
     def _place(self, given: Mapping[Any, Any]) -> None:
-        """Decides which ranks new nodes go to, type after type, the same on all ranks."""
+        """Chooses the owners of new nodes, type by type, the same on all ranks."""
         parts, begin, owners, total = self.mesh.size, {}, [], 0
         for kind in given:
             if kind not in self.nodes:
@@ -215,7 +215,7 @@ class GraphChange:
                 nodes.owner = _chosen(nodes, first_new, owner, every, parts)
 
     def marks(self) -> dict[str, Any]:
-        """Returns what all ranks must have alike."""
+        """Returns digests that must be the same on all ranks."""
         tensors: dict[str, Tensor] = {}
         for nodes in self.nodes.values():
             tensors[f"removed_nodes{nodes.where}"] = nodes.gone
@@ -233,12 +233,12 @@ class GraphChange:
         }
 
     def mapping(self) -> Any:
-        """Returns the new id of each old node, by type of a HeteroData; -1 if it goes."""
+        """Returns the new id of each old node, by type of a HeteroData; -1 if removed."""
         ids = {k: nodes.new_id[: nodes.total] for k, nodes in self.nodes.items()}
         return ids if isinstance(self.data, HeteroData) else ids[None]
 
     def about(self) -> str:
-        """Returns what happens, in a line."""
+        """Describes the change in one line."""
         nodes, edges = self.nodes.values(), self.edges.values()
         more = sum(n.count for n in nodes), sum(e.more.size(1) for e in edges)
         gone = sum(len(n.gone) for n in nodes)
@@ -246,12 +246,12 @@ class GraphChange:
 
 
 def _by_key(stores: Any) -> dict[Any, Any]:
-    """Returns stores by type; that of a Data by None."""
+    """Returns stores by type; None is the type of a Data."""
     return {getattr(store, "_key", None): store for store in stores}
 
 
 def _by_type(data: Any, name: str, value: Any) -> dict[Any, Any]:
-    """Returns an argument by type; that of a Data by None."""
+    """Returns an argument by type; None is the type of a Data."""
     if value is None:
         return {}
     if isinstance(data, Data):
@@ -308,7 +308,7 @@ def _edges_in(store: Any) -> tuple[Any, Any]:
 
 
 def _held(store: Any, own: Rows | None, other: Rows | None) -> dict[str, DistTensor]:
-    """Returns the attributes of a store that have certain rows."""
+    """Returns the attributes of a store with given rows."""
     found = {}
     for name, value in store.items():
         if not isinstance(value, DistTensor):
@@ -334,7 +334,7 @@ def _nodes_of(
     new: Mapping[Any, Any],
     gone: Mapping[Any, Any],
 ) -> NodeChange:
-    """Reads what happens to the nodes of a type."""
+    """Returns the change of the nodes of a type."""
     where = "" if kind is None else f"[{kind!r}]"
     total = int(store.num_nodes) if rows is None else rows.total
     other = _edges_in(store)[0].edges if kind is None else None
@@ -360,14 +360,14 @@ def _nodes_of(
     return nodes
 
 
-def _begun(
+def _new_node_type(
     data: Any,
     kind: Any,
     given: Any,
     edges: Mapping[Any, Any],
     known: Mapping[Any, Rows],
 ) -> NodeChange:
-    """Reads what the nodes of a type are that begins."""
+    """Returns the change that adds a new node type."""
     where, some = f"[{kind!r}]", given if isinstance(given, Mapping) else {}
     if not some and not any(kind in (key[0], key[-1]) for key in edges):
         raise ValueError(
@@ -393,7 +393,7 @@ def _edges_of(
     source: NodeChange,
     target: NodeChange,
 ) -> EdgeChange:
-    """Reads what happens to the edges of a type."""
+    """Returns the change of the edges of a type."""
     where = "" if kind is None else f"[{kind!r}]"
     known, adj = (None, None) if store is None else _edges_in(store)
     if source.before is None or target.before is None:
@@ -444,7 +444,7 @@ def _edges_of(
                     "return_mapping=True"
                 )
     found = EdgeChange(where, known, adj, more, pairs, added, value)
-    found.check_there(target)
+    found.check_exist(target)
     return found
 
 
@@ -564,7 +564,7 @@ def _chosen(
     Args:
         nodes: the nodes of the type.
         first: the number of the first new one, where nodes are numbered type after type.
-        owner: of nodes of all types; -1 is not known yet.
+        owner: the owners of nodes of all types; -1 is not known yet.
         ends: new edges of all types, in both directions.
         parts: how many ranks there are.
     """

@@ -1,4 +1,4 @@
-"""Defines Codec, which writes rows as bytes, and packs the messages of an exchange.
+"""Defines Codec, which encodes rows as bytes, and packs the messages of an exchange.
 
 [Note: one message] The bytes that one rank sends to one peer in one exchange are a message.
 Both ends know its length from the number of rows; where it depends on values (`fixed_size`
@@ -45,10 +45,10 @@ Index: TypeAlias = Tensor | None
 
 @dataclass(frozen=True, eq=False)
 class RngKey:
-    """Keys the randomness of a message; both ends have the same.
+    """Holds the key of a message's randomness, which is the same on both ends.
 
     Args:
-        key: the key of what both ends choose alike, as columns, in [0, 2^63), as
+        key: the key of choices that both ends make, such as columns, in [0, 2^63), as
             `random.fold` returns it. A gradient has the key of the rows it answers.
         gid: the global id of each row `[m]`.
         noise: the key of rounding, which only the sender needs; it should differ between
@@ -66,19 +66,19 @@ class RngKey:
         return self.at(slice(begin, end))
 
     def at(self, index: Tensor | slice) -> RngKey:
-        """Returns the key of some of the rows."""
+        """Returns the key of the rows at `index`."""
         degree = None if self.degree is None else self.degree[index]
         return RngKey(self.key, self.gid[index], self.noise, degree)
 
     @property
     def rounding(self) -> tuple[int, Tensor]:
-        """The key and the ids that rounding is drawn from."""
+        """The key and the ids that stochastic rounding draws from."""
         return self.key if self.noise is None else self.noise, self.gid
 
 
 @dataclass(eq=False)
 class CodecState:
-    """Holds the rows decoded last, `[m, f]`, which both ends of a link keep."""
+    """Holds the rows decoded last, `[m, f]`; both ends of a link keep a copy."""
 
     last: Tensor
 
@@ -87,7 +87,7 @@ class CodecState:
         return CodecState(self.last[begin:end])
 
     def reset(self) -> None:
-        """Sets the rows to zero; both ends must, between the same two messages."""
+        """Sets the rows to zero; both ends must do so between the same two messages."""
         self.last.zero_()
 
 
@@ -103,14 +103,14 @@ def fresh_state(
 
 @dataclass(frozen=True, eq=False)
 class CodingContext:
-    """Carries what `encode` and `decode` have checked to `_write` and `_read`.
+    """Passes the checked arguments of `encode` and `decode` to `_write` and `_read`.
 
     Args:
-        codec: the codec at work.
+        codec: the codec.
         rows: the number of rows of the message, m.
         draw: the key of its randomness, or None.
         state: the state of this end, or None.
-        where: names the layer in errors.
+        where: the name of the layer in errors.
     """
 
     codec: Codec
@@ -122,7 +122,7 @@ class CodingContext:
     @property
     def key(self) -> RngKey:
         """The key of a codec that is `keyed`."""
-        return drawn(self.codec, self.draw, self.rows)
+        return checked_key(self.codec, self.draw, self.rows)
 
     @property
     def last(self) -> Tensor:
@@ -134,10 +134,10 @@ class CodingContext:
         """Returns the error for a row that holds a number that cannot be sent."""
         row = x[bad if index is None else int(index[bad])]
         worst = row[~row.isfinite()][:1].tolist() or [float(row.abs().max())]
-        return self.wrong(f"row {bad} of a message holds {worst[0]:g}, which")
+        return self._error_for(f"row {bad} of a message holds {worst[0]:g}, which")
 
-    def wrong(self, what: str) -> ValueError:
-        """Returns the error for what a sentence begins with."""
+    def _error_for(self, what: str) -> ValueError:
+        """Returns an error whose sentence begins with `what`."""
         place = f"{self.where}: " if self.where else ""
         return ValueError(
             f"{place}{what} {self.codec!r} cannot write; the numbers diverged before they "
@@ -150,47 +150,47 @@ class CodingContext:
 
         Args:
             x, index: the rows.
-            bad: its place in the message, or -1; a tensor on CUDA, where the host does not
-                wait for it, and a later message of this process raises.
+            bad: its position in the message, or -1; a tensor on CUDA, for which the host does
+                not wait: then a later message of this process raises.
         """
-        raise_late()
+        raise_deferred()
         if not isinstance(bad, Tensor):
             if bad >= 0:
                 raise self.error(x, index, bad)
         elif not (
             torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         ):
-            told = bad.to("cpu", non_blocking=True)
+            flag = bad.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(bad.device))
-            PROCESS.refused.append((event, told, replace(self, draw=None, state=None)))
+            PROCESS.refused.append((event, flag, replace(self, draw=None, state=None)))
 
 
-def raise_late() -> None:
-    """Raises for a row that was sent before, and that a device has found unfit since."""
+def raise_deferred() -> None:
+    """Raises for an earlier row that a device has since found not finite."""
     for _ in range(len(PROCESS.refused)):
         try:
-            event, told, context = first = PROCESS.refused.popleft()
+            event, flag, context = first = PROCESS.refused.popleft()
         except IndexError:  # another thread took it
             return
         if not event.query():
             return PROCESS.refused.appendleft(first)
-        if int(told) >= 0:
+        if int(flag) >= 0:
             PROCESS.refused.clear()
-            row = f"row {int(told)} of a message before this one"
-            raise context.wrong(f"{row} is not finite, which")
+            row = f"row {int(flag)} of a message before this one"
+            raise context._error_for(f"{row} is not finite, which")
 
 
 class Codec(abc.ABC):
     """Writes rows as bytes and reads them again.
 
-    A codec is a value: what changes from message to message is an argument of each call.
+    A codec is an immutable value: everything that changes between messages is an argument.
     Rows are `[m, f]` of a floating-point type; codecs that round compute in float32 or
     float64. Every method is a plain function of tensors, without autograd, and leaves
     torch's generators unchanged.
 
-    A codec of your own is a frozen dataclass, so that ranks can compare its arguments by
-    its repr; it implements `wire_bytes`, `_write` and `_read`, and says what holds of it:
+    To define a codec, write a frozen dataclass, so that ranks can compare its arguments by
+    its repr; implement `wire_bytes`, `_write` and `_read`, and set the properties that hold:
 
         @dataclass(frozen=True)
         class Float8(Codec):
@@ -204,15 +204,15 @@ class Codec(abc.ABC):
             def _read(self, message, out, context):
                 return out.copy_(matrix_of(message, *out.shape, torch.float8_e5m2))
 
-    `bytes_of` and `matrix_of` turn matrices to bytes and back. One that draws has
-    `keyed = True`, and draws from the key alone: what both ends choose from
-    `context.key.key`, roundings as `random.keyed_uniform(*context.key.rounding, chosen)`.
-    It refuses what it cannot write by `context.refuse(x, index, bad)`; see there.
+    `bytes_of` and `matrix_of` convert matrices to bytes and back. A random codec sets
+    `keyed = True`, and draws from the key alone: choices of both ends from
+    `context.key.key`, roundings by `random.keyed_uniform(*context.key.rounding, chosen)`.
+    It rejects rows that it cannot write by `context.refuse(x, index, bad)`.
     """
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__qualname__}({told})"
+        shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__qualname__}({shown})"
 
     @property
     def linear(self) -> bool:
@@ -231,7 +231,7 @@ class Codec(abc.ABC):
 
     @property
     def fixed_size(self) -> bool:
-        """Whether `wire_bytes` is exact; otherwise it is a bound, and a header goes ahead."""
+        """Whether `wire_bytes` is exact; if not, it is a bound, and lengths are sent first."""
         return all(one.fixed_size for one in self.inside)
 
     @property
@@ -246,12 +246,12 @@ class Codec(abc.ABC):
 
     @property
     def by_row(self) -> bool:
-        """Whether a row is written alike whatever rows are in the message beside it."""
+        """Whether the bytes of a row do not depend on the other rows of the message."""
         return all(one.by_row for one in self.inside)
 
     @property
     def zero_fills(self) -> bool:
-        """Whether numbers left out arrive as zeros; gradients are then masked alike."""
+        """Whether omitted numbers arrive as zeros; gradients are then masked alike."""
         return False
 
     @property
@@ -284,7 +284,7 @@ class Codec(abc.ABC):
             index: the rows of x to send `[m]`; all of them by default.
             out: bytes to write into; the message is their beginning.
             state: the state of this end, for codecs that are `stateful`.
-            where: names the layer in errors.
+            where: the name of the layer in errors.
 
         Raises:
             ValueError: for rows that cannot be written; nothing has changed then.
@@ -327,10 +327,10 @@ class Codec(abc.ABC):
         where: str = "",
     ) -> CodingContext:
         if self.keyed:
-            degree = drawn(self, draw, rows).degree
+            degree = checked_key(self, draw, rows).degree
             if self.ranked and (degree is None or len(degree) != rows):
                 raise ValueError(
-                    f"{self!r} goes by the in-degrees of {rows} rows: give them as "
+                    f"{self!r} needs the in-degrees of {rows} rows: give them as "
                     "RngKey(key, gid, degree=degree), the same on both ends"
                 )
         if self.stateful and state is None:
@@ -365,7 +365,7 @@ class Codec(abc.ABC):
 
 
 class ColumnReducer(Codec):
-    """Makes rows narrower, and leaves their numbers for another codec to write."""
+    """Makes rows narrower, and leaves the encoding of their numbers to another codec."""
 
     @abc.abstractmethod
     def narrowed(self, width: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -397,17 +397,17 @@ class ColumnReducer(Codec):
 
 
 def nested(codec: Codec) -> Iterator[Codec]:
-    """Yields a codec and all that it is made of, however deep."""
+    """Yields a codec and, recursively, the codecs inside it."""
     yield codec
     for one in codec.inside:
         yield from nested(one)
 
 
-def drawn(codec: Codec, draw: RngKey | None, rows: int) -> RngKey:
-    """Returns the key of a message of so many rows.
+def checked_key(codec: Codec, draw: RngKey | None, rows: int) -> RngKey:
+    """Returns the key of a message of `rows` rows.
 
     Raises:
-        ValueError: if there is none, or one of other rows.
+        ValueError: if it is None, or has another number of ids.
     """
     if draw is None:
         raise ValueError(
@@ -432,7 +432,7 @@ def share_of(count: int, rate: float) -> int:
 
 
 def room(size: int, like: Tensor, out: Tensor | None) -> Tensor:
-    """Returns `size` bytes for a message: the beginning of `out`, if it is given."""
+    """Returns a buffer of `size` bytes for a message: the beginning of `out`, if given."""
     if out is None:
         return torch.empty(size, dtype=torch.uint8, device=like.device)
     if out.dtype != torch.uint8 or out.dim() != 1 or len(out) < size:
@@ -444,16 +444,16 @@ def room(size: int, like: Tensor, out: Tensor | None) -> Tensor:
 
 
 def bytes_of(y: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns the bytes of a matrix in memory, copied to `out` if it is given."""
+    """Returns the bytes of a matrix, copied to `out` if given."""
     flat = y.contiguous().view(-1).view(torch.uint8)
     return flat if out is None else room(len(flat), y, out).copy_(flat)
 
 
 def matrix_of(message: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Returns the matrix with these bytes, in their memory where it is aligned.
+    """Returns the matrix with these bytes, without a copy where they are aligned.
 
     Raises:
-        ValueError: if there are more or fewer.
+        ValueError: if there are more or fewer bytes.
     """
     wanted = rows * width * dtype.itemsize
     if len(message) != wanted:
@@ -476,13 +476,13 @@ def packed_bytes(
 
 
 def header_bytes(codec: Codec, peers: int) -> int:
-    """Returns the bytes of the lengths that are sent ahead to so many peers."""
+    """Returns the bytes of the message lengths that are sent first to `peers` ranks."""
     return 0 if codec.fixed_size else HEADER * peers
 
 
 @dataclass(frozen=True)
 class Load:
-    """Describes what one exchange receives: rows from each peer, and their shape.
+    """Describes the rows that one exchange receives from each peer.
 
     Args:
         counts: rows from each rank of the axis.
@@ -556,8 +556,8 @@ def pack(
         if len(message) != size and (fixed or len(message) > size):
             raise ValueError(
                 f"{codec!r} wrote {len(message)} bytes for {end - begin} rows of "
-                f"{x.size(1)}, and wire_bytes told {size}: it must tell the size, or where "
-                "`fixed_size` is False the most"
+                f"{x.size(1)}, but wire_bytes returned {size}: it must return the exact size, "
+                "or an upper bound if `fixed_size` is False"
             )
         parts.append(message)
         filled += len(message)
@@ -579,7 +579,7 @@ def unpack(
     Args:
         codec: the codec they were written with.
         messages: the messages side by side.
-        sizes: their bytes: `packed_bytes`, or what came ahead if not `fixed_size`.
+        sizes: their bytes: `packed_bytes`, or the received lengths if not `fixed_size`.
         counts: how many rows come from each peer.
         out: the operator's input, or a part of it.
         draw, state: as in `pack`, of the rows in the order they arrive.

@@ -1,14 +1,14 @@
 """Exchanges rows that are coded, late, or both, as one call of a layer does.
 
-[Note: coded links] A link defines what a layer receives: a codec writes rows, and a timing
-sets when they are used. Operators do not depend on either: a layer asks its policy for a
-`LayerExchange`, which wraps each halo. The policy's state holds what is kept until the
-next epoch.
+[Note: coded links] A link policy defines how rows travel: a codec writes them as bytes, and a
+timing sets in which epoch they are used. Operators do not depend on either: a layer asks its
+policy for a `LayerExchange`, which wraps each halo. The policy's state holds the buffers that
+last until the next epoch.
 
-[Note: answers] The gradient of an exchange is masked as the rows it answers: with the rate
-and the key of the message that was read, which may be an earlier epoch's. Codecs that only
-round pass gradients straight through, which are written at the rate of their own epoch,
-with noise of their own; where sums meet, each sender has its own.
+[Note: answers] The gradient of an exchange is masked in the same way as the rows that the
+forward pass read: by the rate and the key of their message, which may be of an earlier epoch.
+Codecs that only round pass gradients straight through; these are written at the rate of their
+own epoch, with their own noise. Where sums of several ranks are added, each sender has its own.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class LayerExchange:
 
     Args:
         state: the state of the link.
-        timing: when rows are used.
+        timing: the epochs in which rows are used.
         seed: the seed of random numbers.
         call: the number of the layer, by first use, and of its call in this epoch.
         epoch: this epoch.
         codec, gradient_codec: the codecs of rows and of gradients.
         synchronous: whether rows of this epoch are used.
         trains: whether it updates the state; evaluation does not.
-        seeds: whether the rows, or the gradients, of this exact exchange start the state
-            of a stateful codec.
+        seeds: whether the rows, and the gradients, of this exact exchange initialise the
+            state of a stateful codec.
         degrees: returns the in-degrees of own nodes `[n]`, for codecs that are `ranked`.
-        exactly: why rows are exact and synchronous in all epochs; empty if they are not.
+        exact_reason: why rows are exact and synchronous in all epochs; "" if they are not.
     """
 
     state: LinkState
@@ -68,59 +68,59 @@ class LayerExchange:
     trains: bool
     seeds: tuple[bool, bool]
     degrees: Callable[[], Tensor] | None = None
-    exactly: str = ""
+    exact_reason: str = ""
 
-    def whole(self, why: str) -> LayerExchange:
-        """Returns the same call for rows that must be exact and synchronous."""
+    def as_exact(self, why: str) -> LayerExchange:
+        """Returns the same call with exact and synchronous rows."""
         exact = replace(self, codec=Plain(), gradient_codec=None)
-        return replace(exact, seeds=(False, False), exactly=why)
+        return replace(exact, seeds=(False, False), exact_reason=why)
 
     def wrap(self, link: Link, name: int) -> Link:
-        """Returns a link of an operator as this call uses it, chunk by chunk.
+        """Returns a link of an operator with the codec and timing of this call.
 
-        Degrees are exact and synchronous.
+        Exchanges of degrees are exact and synchronous.
         """
-        if name >= DEGREES and not self.exactly:
-            return self.whole("degrees are").wrap(link, name)
+        if name >= DEGREES and not self.exact_reason:
+            return self.as_exact("degrees are").wrap(link, name)
         if isinstance(link, ChunkedHalo):
-            parts = [self._coded(part, name, i) for i, part in enumerate(link.parts)]
+            parts = [self._compress(part, name, i) for i, part in enumerate(link.parts)]
             return ChunkedHalo(tuple(parts))
-        return self._coded(link, name, 0)
+        return self._compress(link, name, 0)
 
-    def _coded(self, link: Link, name: int, chunk: int) -> Link:
+    def _compress(self, link: Link, name: int, chunk: int) -> Link:
         if link.silent or not isinstance(link, Halo):
             return link
         return CompressedLink(link, self, ExchangeKey(*self.call, name, chunk))
 
     @property
-    def where(self) -> str:
-        """The name of the layer in messages."""
-        return self.state.where(self.call[0])
+    def layer_name(self) -> str:
+        """The name of the layer in error messages."""
+        return self.state.layer_name(self.call[0])
 
     def late(self, backward: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late."""
-        buffered = self.trains and not self.exactly
+        buffered = self.trains and not self.exact_reason
         return self.timing.staleness(backward) if buffered else 0
 
     def skips(self, backward: bool) -> bool:
         """Tells whether rows, or gradients, may be skipped."""
-        return self.trains and not self.exactly and self.timing.skips(backward)
+        return self.trains and not self.exact_reason and self.timing.skips(backward)
 
 
 class CompressedLink(Link):
     """Exchanges the rows of a halo as one call of a layer does, forward and backward.
 
     Args:
-        halo: the rows that travel.
-        use: how the call exchanges rows.
+        halo: the plan of the rows to exchange.
+        exchange: the codec and timing of the call.
         key: identifies the exchange.
     """
 
-    def __init__(self, halo: Halo, use: LayerExchange, key: ExchangeKey) -> None:
-        self.halo, self.use, self.key = halo, use, key
+    def __init__(self, halo: Halo, exchange: LayerExchange, key: ExchangeKey) -> None:
+        self.halo, self.exchange, self.key = halo, exchange, key
         self.silent = halo.silent
-        self._read: Message | None = None  # by the forward pass
-        self._answered = False
+        self._forward_message: Message | None = None  # by the forward pass
+        self._has_answered = False
 
     @property
     def is_exact(self) -> bool:
@@ -132,8 +132,8 @@ class CompressedLink(Link):
         return self.halo.num_ghosts
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts to send own rows; the call returns ghosts of this or an earlier epoch."""
-        read = self._start(x.flatten(1), sums=False)
+        """Starts to send own rows; the returned call gives ghosts of this epoch or older."""
+        read = self._send(x.flatten(1), sums=False)
 
         def arrive() -> Tensor:
             out = into
@@ -145,9 +145,9 @@ class CompressedLink(Link):
         return arrive
 
     def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
-        """Starts to send sums; the call adds those of this or an earlier epoch."""
-        read = self._start(g.flatten(1), sums=True)
-        slot, dtype = self.halo.send_slot, g.dtype  # sums themselves are let go of
+        """Starts to send sums; the returned call adds those of this or an earlier epoch."""
+        read = self._send(g.flatten(1), sums=True)
+        slot, dtype = self.halo.send_slot, g.dtype  # not `g`, to free its memory
 
         def arrive(out: Tensor) -> Tensor:
             flat = out.flatten(1)
@@ -157,132 +157,161 @@ class CompressedLink(Link):
 
         return arrive
 
-    def _start(self, x: Tensor, sums: bool) -> Callable[[Tensor], Tensor]:
-        """Sends rows, and returns a function that reads those due in this epoch."""
-        use, way, backward = self.use, self._direction(sums), self._read is not None
-        late, skips = use.late(backward), use.skips(backward)
-        if use.trains:
-            load = _received(way, x.size(1), x.dtype)
-            sent = len(way.gid)
-            use.state.note(self.key, backward, load, sent, use.exactly)
-        with use.state.guard():
+    def _send(self, x: Tensor, sums: bool) -> Callable[[Tensor], Tensor]:
+        """Starts to send rows; returns a function that reads those due in this epoch."""
+        exchange, direction = self.exchange, self._direction(sums)
+        backward = self._forward_message is not None
+        late, skips = exchange.late(backward), exchange.skips(backward)
+        if exchange.trains:
+            load = _load_of(direction, x.size(1), x.dtype)
+            sent = len(direction.gid)
+            exchange.state.record_exchange(
+                self.key, backward, load, sent, exchange.exact_reason
+            )
+        with exchange.state.guard():
             if backward:
-                x, way, codec, key, noise = self._gradient(x, way, late or skips)
+                x, direction, codec, key, noise = self._prepare_gradient(
+                    x, direction, late or skips
+                )
             else:
                 fold = self.key.layer, self.key.number, self.key.name
-                key = noise = random.fold(use.seed, use.epoch, *fold)
-                codec = use.codec
-            buffer = self._buffer(x, way, codec, backward)
-            if skips and self._skipped(_rows(x, way), buffer, way, backward):
+                key = noise = random.fold(exchange.seed, exchange.epoch, *fold)
+                codec = exchange.codec
+            buffer = self._buffer(x, direction, codec, backward)
+            if skips and self._is_skipped(
+                _rows_to_send(x, direction), buffer, direction, backward
+            ):
                 due = buffer.messages[-1]
-                self._read = self._read if backward else due
-                return lambda out: self._finish(due, buffer, out, backward)
+                self._forward_message = self._forward_message if backward else due
+                return lambda out: self._receive(due, buffer, out, backward)
             if sums:
-                noise = random.fold(noise, way.axis.rank)
-            packed, sizes = pack(
-                codec,
-                x,
-                way.counts,
-                RngKey(key, way.gid, noise, way.degree),
-                index=way.index,
-                state=buffer.sent if codec.stateful else None,
-                where=use.where,
-            )
+                noise = random.fold(noise, direction.axis.rank)
+            rng = RngKey(key, direction.gid, noise, direction.degree)
             op = "halo_reduce" if sums else "halo"
-            if codec.fixed_size:
-                from_sizes = packed_bytes(codec, way.from_counts, x.size(1), x.dtype)
-            else:
-                lengths, ones = torch.tensor(sizes), [1] * way.axis.size
-                header = collectives.all_to_all(lengths, ones, ones, way.axis, op, 1)
-                from_sizes = [int(size) for size in header.wait()]
-            most = codec.wire_bytes(way.most, x.size(1), x.dtype)
-            pending = collectives.all_to_all(
-                packed, sizes, from_sizes, way.axis, op, most
+            packed, sizes, from_sizes = self._pack(
+                x, direction, codec, rng, buffer.sent, op
             )
-            ghosts = way.from_gid, way.from_counts, way.from_degree
-            new = Message(codec, use.epoch, key, *ghosts, from_sizes, pending)
-            due = buffer.push(new, late, use.synchronous)
+            most = codec.wire_bytes(direction.most, x.size(1), x.dtype)
+            pending = collectives.all_to_all(
+                packed, sizes, from_sizes, direction.axis, op, most
+            )
+            ghosts = direction.from_gid, direction.from_counts, direction.from_degree
+            new = Message(codec, exchange.epoch, key, *ghosts, from_sizes, pending)
+            due = buffer.push(new, late, exchange.synchronous)
             buffer.trim(max(late, int(skips)))
             if skips:
-                buffer.reference = _rows(x, way).detach().clone()
+                buffer.reference = _rows_to_send(x, direction).detach().clone()
             if not backward:
-                self._read = due
-            if use.seeds[backward]:
-                buffer.sent = CodecState(_rows(x, way).clone())
-        return lambda out: self._finish(due, buffer, out, backward)
+                self._forward_message = due
+            if exchange.seeds[backward]:
+                buffer.sent = CodecState(_rows_to_send(x, direction).clone())
+        return lambda out: self._receive(due, buffer, out, backward)
+
+    def _pack(
+        self,
+        x: Tensor,
+        direction: Direction,
+        codec: Codec,
+        rng: RngKey,
+        sent: CodecState | None,
+        op: str,
+    ) -> tuple[Tensor, list[int], list[int]]:
+        """Returns the messages for all peers, their sizes, and the sizes to receive."""
+        axis, width, dtype = direction.axis, x.size(1), x.dtype
+        packed, sizes = pack(
+            codec,
+            x,
+            direction.counts,
+            rng,
+            index=direction.index,
+            state=sent if codec.stateful else None,
+            where=self.exchange.layer_name,
+        )
+        if codec.fixed_size:
+            from_sizes = packed_bytes(codec, direction.from_counts, width, dtype)
+        else:
+            lengths, ones = torch.tensor(sizes), [1] * axis.size
+            header = collectives.all_to_all(lengths, ones, ones, axis, op, 1)
+            from_sizes = [int(size) for size in header.wait()]
+        return packed, sizes, from_sizes
 
     def _direction(self, sums: bool) -> Direction:
-        """Returns a direction, with in-degrees if a codec goes by them; collective then."""
-        use, way = self.use, self.halo.direction(sums)
-        own = use.gradient_codec
-        if not (use.codec.ranked or (own is not None and own.ranked)):
-            return way
-        if self.halo not in use.state.degrees:
-            assert use.degrees is not None
-            use.state.degrees[self.halo] = self.halo.degrees(use.degrees())
-        sent, ghosts = use.state.degrees[self.halo]
+        """Returns a direction, with in-degrees if a codec needs them; collective then."""
+        exchange, direction = self.exchange, self.halo.direction(sums)
+        own_codec = exchange.gradient_codec
+        if not (exchange.codec.ranked or (own_codec is not None and own_codec.ranked)):
+            return direction
+        if self.halo not in exchange.state.degrees:
+            assert exchange.degrees is not None
+            exchange.state.degrees[self.halo] = self.halo.degrees(exchange.degrees())
+        sent, ghosts = exchange.state.degrees[self.halo]
         ends = (ghosts, sent) if sums else (sent, ghosts)
-        return replace(way, degree=ends[0], from_degree=ends[1])
+        return replace(direction, degree=ends[0], from_degree=ends[1])
 
-    def _skipped(
-        self, rows: Tensor, buffer: StaleBuffer, way: Direction, backward: bool
+    def _is_skipped(
+        self, rows: Tensor, buffer: StaleBuffer, direction: Direction, backward: bool
     ) -> bool:
-        """Tells whether the rows sent last are used again; see [Note: skipped rows]."""
-        use, rule = self.use, self.use.timing.skip
+        """Tells whether the exchange is skipped in this epoch; see [Note: skipped rows]."""
+        exchange, rule = self.exchange, self.exchange.timing.skip
         assert rule is not None
-        if use.synchronous or buffer.reference is None:
+        if exchange.synchronous or buffer.reference is None:
             return False
-        if use.epoch - buffer.messages[-1].epoch > rule.most:
+        if exchange.epoch - buffer.messages[-1].epoch > rule.most:
             return False
-        change, norm = collectives.all_reduce(buffer.drift(rows), way.axis).tolist()
+        change, norm = collectives.all_reduce(
+            buffer.drift(rows), direction.axis
+        ).tolist()
         return bool(change <= rule.bound_of(backward) ** 2 * norm)
 
     def _buffer(
-        self, x: Tensor, way: Direction, codec: Codec, backward: bool
+        self, x: Tensor, direction: Direction, codec: Codec, backward: bool
     ) -> StaleBuffer:
-        """Returns the buffer of the exchange, with states for a stateful codec."""
-        use, buffer = self.use, StaleBuffer()
-        if use.trains and not use.exactly:
-            buffer = use.state.buffer(self.key, backward, way, self.halo, x)
-        if use.synchronous:
+        """Returns the buffer of the exchange, with codec states if the codec is stateful."""
+        exchange, buffer = self.exchange, StaleBuffer()
+        if exchange.trains and not exchange.exact_reason:
+            buffer = exchange.state.buffer(self.key, backward, direction, self.halo, x)
+        if exchange.synchronous:
             buffer.drain()
         if codec.stateful and buffer.sent is None:
             like = x.size(1), x.dtype, x.device
-            buffer.sent = fresh_state(len(way.gid), *like)
-            buffer.received = fresh_state(len(way.from_gid), *like)
+            buffer.sent = fresh_state(len(direction.gid), *like)
+            buffer.received = fresh_state(len(direction.from_gid), *like)
         return buffer
 
-    def _gradient(
-        self, g: Tensor, way: Direction, late: int
+    def _prepare_gradient(
+        self, g: Tensor, direction: Direction, late: int
     ) -> tuple[Tensor, Direction, Codec, int, int]:
-        """Returns a gradient, its codec and its keys; see [Note: answers]."""
-        use, rows = self.use, self._read
+        """Returns a gradient, its direction, codec, key and noise; see [Note: answers]."""
+        exchange, rows = self.exchange, self._forward_message
         assert rows is not None
-        if self._answered and late:
+        if self._has_answered and late:
             raise ValueError(
-                f"{use.where}: a second backward pass of one forward pass would send late "
-                "gradients twice; run the layer again, or use late_gradients=0"
+                f"{exchange.layer_name}: a second backward pass of one forward pass would send "
+                "late gradients twice; run the layer again, or use late_gradients=0"
             )
-        self._answered = True
-        codec = gradient_codec(use.codec, rows.codec, use.gradient_codec)
-        if use.gradient_codec is not None and rows.codec.zero_fills:
-            g, way = _adjoint(rows, _rows(g, way), way), replace(way, index=None)
-        return g, way, codec, rows.key, random.fold(rows.key, use.epoch, 1)
+        self._has_answered = True
+        codec = gradient_codec(exchange.codec, rows.codec, exchange.gradient_codec)
+        if exchange.gradient_codec is not None and rows.codec.zero_fills:
+            g, direction = (
+                _adjoint(rows, _rows_to_send(g, direction), direction),
+                replace(direction, index=None),
+            )
+        return g, direction, codec, rows.key, random.fold(rows.key, exchange.epoch, 1)
 
-    def _finish(
+    def _receive(
         self, due: Message, buffer: StaleBuffer, out: Tensor, backward: bool
     ) -> Tensor:
-        """Reads the rows that are due into `out`, and returns it."""
-        use = self.use
-        with use.state.guard():
+        """Decodes the rows that are due into `out`, and returns it."""
+        exchange = self.exchange
+        with exchange.state.guard():
             due.read(out, buffer.received if due.codec.stateful else None)
         if due not in buffer.messages:
             due.raw = None  # the backward pass needs only its codec and key
-        if use.seeds[backward]:
+        if exchange.seeds[backward]:
             buffer.received = CodecState(out.clone())
-        momentum = use.timing.momentum(backward)
-        if momentum and use.late(backward):
-            buffer.average(out, momentum, use.synchronous)
+        momentum = exchange.timing.momentum(backward)
+        if momentum and exchange.late(backward):
+            buffer.average(out, momentum, exchange.synchronous)
         return out
 
     def price(self, width: int) -> Price:
@@ -294,22 +323,22 @@ class CompressedLink(Link):
         return self._price(width, sums=True)
 
     def _price(self, width: int, sums: bool) -> Price:
-        codec, way = self.use.codec, self.halo.direction(sums)
-        peers, kind = way.axis.size - 1, torch.float32
-        received = _received(way, width, kind).bytes(codec)
-        sent = Load(way.counts, peers, width, kind).bytes(codec)
-        sizes = packed_bytes(codec, way.counts, width, kind)
+        codec, direction = self.exchange.codec, self.halo.direction(sums)
+        peers, kind = direction.axis.size - 1, torch.float32
+        received = _load_of(direction, width, kind).bytes(codec)
+        sent = Load(direction.counts, peers, width, kind).bytes(codec)
+        sizes = packed_bytes(codec, direction.counts, width, kind)
         headers = 0 if codec.fixed_size else peers
         return Price(received, sent, sum(map(bool, sizes)) + headers)
 
     def to(self, device: torch.device) -> CompressedLink:
-        return CompressedLink(self.halo.to(device), self.use, self.key)
+        return CompressedLink(self.halo.to(device), self.exchange, self.key)
 
     def __repr__(self) -> str:
-        return f"CompressedLink({self.halo}, {self.use.codec})"
+        return f"CompressedLink({self.halo}, {self.exchange.codec})"
 
 
-def gradient_codec(now: Codec, rows: Codec, own: Codec | None) -> Codec:
+def gradient_codec(now: Codec, rows: Codec, own_codec: Codec | None) -> Codec:
     """Returns the codec of a gradient.
 
     Args:
@@ -317,25 +346,25 @@ def gradient_codec(now: Codec, rows: Codec, own: Codec | None) -> Codec:
         rows: the codec of the message that the gradient answers.
         own: the codec of gradients, if they have one.
     """
-    if own is not None:
-        return own
+    if own_codec is not None:
+        return own_codec
     if rows.zero_fills:
         return rows
     return Plain() if now.zero_fills else now  # gradients of whole rows are whole
 
 
-def _received(way: Direction, width: int, dtype: torch.dtype) -> Load:
-    return Load(way.from_counts, way.axis.size - 1, width, dtype)
+def _load_of(direction: Direction, width: int, dtype: torch.dtype) -> Load:
+    return Load(direction.from_counts, direction.axis.size - 1, width, dtype)
 
 
-def _rows(x: Tensor, way: Direction) -> Tensor:
-    return x if way.index is None else kernels.gather_rows(x, way.index)
+def _rows_to_send(x: Tensor, direction: Direction) -> Tensor:
+    return x if direction.index is None else kernels.gather_rows(x, direction.index)
 
 
-def _adjoint(rows: Message, g: Tensor, way: Direction) -> Tensor:
-    """Returns C^T g, message by message; C is that of the rows read."""
-    whole = RngKey(rows.key, way.gid, degree=way.degree)
-    ends = list(accumulate(way.counts, initial=0))
+def _adjoint(rows: Message, g: Tensor, direction: Direction) -> Tensor:
+    """Returns C^T g, message by message; C is the codec's map for the rows that were read."""
+    whole = RngKey(rows.key, direction.gid, degree=direction.degree)
+    ends = list(accumulate(direction.counts, initial=0))
     parts = [
         rows.codec.adjoint(g[begin:end], whole.part(begin, end))
         for begin, end in pairwise(ends)

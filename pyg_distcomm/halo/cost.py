@@ -1,4 +1,4 @@
-"""Predicts the bytes that the exchanges of a link send and keep, from those seen so far."""
+"""Predicts the bytes that the exchanges of a link policy receive and keep in an epoch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Line:
         layer: number, kind and call of the layer.
         exchange: "ghost" moves rows over the row axis and "sums" moves sums back over it;
             "out" and "far" do so over the col axis; numbers count what a layer looks up.
-        width: of the rows.
+        width: the width of the rows.
         how: the codec and timing.
         forward, backward: bytes received.
         kept: bytes kept until the next epoch.
@@ -54,8 +54,7 @@ class LinkPrice:
         epoch: the epoch.
         lines: each exchange.
         agreement: bytes by which ranks agree on whether calls are exact, or skipped.
-        exact: whether bytes are exact; otherwise sizes depend on values, and bytes are
-            upper bounds.
+        exact: whether bytes are exact; otherwise they depend on values, and are upper bounds.
     """
 
     epoch: int
@@ -75,7 +74,7 @@ class LinkPrice:
 
     @property
     def total(self) -> int:
-        """All bytes received, those of the agreement included."""
+        """All bytes received, including those of the agreement."""
         return self.forward + self.backward + self.agreement
 
     @property
@@ -108,7 +107,7 @@ class LinkCostModel:
         exchanges, layers: the state of each.
         active: calls of the last whole epoch, or of this one if it is the first.
         last: the call that is exact.
-        timing: when rows are used.
+        timing: the epochs in which rows are used.
         exact_first: whether the first epoch is exact.
         codecs_at: returns the codecs in an epoch.
         codecs_of: returns the codecs at a rate.
@@ -132,50 +131,64 @@ class LinkCostModel:
     def price(self, epoch: int) -> LinkPrice:
         """Returns the price of an epoch on this rank."""
         lines: dict[tuple[int, int, int], Line] = {}
-        exact, asking = True, 0
-        for key, exchange in self._alive(epoch):
-            once = self._is_once(key.layer, epoch)
-            forward = self._bytes(key, exchange, epoch, False, once)
-            backward = 0 if once else self._bytes(key, exchange, epoch, True, once)
+        exact, decision_bytes = True, 0
+        for key, exchange in self._active_exchanges(epoch):
+            computed_now = self._is_computed_now(key.layer, epoch)
+            forward = self._received_bytes(key, exchange, epoch, False, computed_now)
+            backward = (
+                0
+                if computed_now
+                else self._received_bytes(key, exchange, epoch, True, computed_now)
+            )
             used = [self._codec(key, exchange, epoch, way) for way in (False, True)]
-            asking += 0 if once else self._asking(key, exchange, epoch)
-            exact = exact and (once or all(codec.fixed_size for codec in used))
+            decision_bytes += (
+                0 if computed_now else self._skip_decision_bytes(key, exchange, epoch)
+            )
+            exact = exact and (computed_now or all(codec.fixed_size for codec in used))
             loads = [load for load in exchange.loads if load is not None]
             before = lines.get(key[:3])
-            kept = 0 if once else self._kept(key, exchange, epoch)
+            kept = 0 if computed_now else self._kept_bytes(key, exchange, epoch)
             number = f" #{key.number}" if key.number else ""
             lines[key[:3]] = Line(
                 f"{key.layer} {exchange.layer}{number}",
                 exchange_name(key.name),
                 loads[0].width if loads else 0,
-                self._how(key, exchange, epoch, once),
+                self._describe(key, exchange, epoch, computed_now),
                 forward + (before.forward if before else 0),
                 backward + (before.backward if before else 0),
                 kept + (before.kept if before else 0),
             )
-        agreement = self._agreement(epoch) + asking
-        return LinkPrice(epoch, tuple(lines.values()), agreement, exact and not asking)
+        agreement = self._agreement_bytes(epoch) + decision_bytes
+        return LinkPrice(
+            epoch, tuple(lines.values()), agreement, exact and not decision_bytes
+        )
 
-    def _alive(self, epoch: int) -> Iterator[tuple[ExchangeKey, ExchangeState]]:
+    def _active_exchanges(
+        self, epoch: int
+    ) -> Iterator[tuple[ExchangeKey, ExchangeState]]:
         for key, exchange in sorted(self.exchanges.items(), key=lambda one: one[0]):
-            if key[:2] in self.active and not self._is_gone(key.layer, epoch):
+            if key[:2] in self.active and not self._is_cached(key.layer, epoch):
                 yield key, exchange
 
-    def _agreement(self, epoch: int) -> int:
-        """Returns the bytes by which ranks agree on the modes of an epoch's calls."""
-        asked = [
+    def _agreement_bytes(self, epoch: int) -> int:
+        """Returns the bytes with which ranks agree on the modes of an epoch's calls."""
+        asking_layers = [
             number
             for number, _ in self.active
-            if not (self._is_gone(number, epoch) or self._is_once(number, epoch))
+            if not (
+                self._is_cached(number, epoch) or self._is_computed_now(number, epoch)
+            )
         ]
-        if not asked or self.size == 1:
+        if not asking_layers or self.size == 1:
             return 0
-        new = {number for number in asked if self._first(number) == epoch}
-        times = asked.count(asked[0]) + len(new - {asked[0]})
+        new = {number for number in asking_layers if self._first_epoch(number) == epoch}
+        times = asking_layers.count(asking_layers[0]) + len(new - {asking_layers[0]})
         return times * collectives.ring_words(1, self.size)
 
-    def _asking(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> int:
-        """Returns the bytes by which ranks decide whether to skip an exchange, at most."""
+    def _skip_decision_bytes(
+        self, key: ExchangeKey, exchange: ExchangeState, epoch: int
+    ) -> int:
+        """Returns at most how many bytes ranks use to decide whether to skip an exchange."""
         if self._is_synchronous(epoch) or self._is_exact(key, exchange, epoch):
             return 0
         return sum(
@@ -184,37 +197,37 @@ class LinkCostModel:
             if load is not None and self.timing.skips(bool(backward))
         )
 
-    def _first(self, number: int) -> int:
+    def _first_epoch(self, number: int) -> int:
         """Returns the epoch in which a layer trains first."""
         layer = self.layers.get(number)
         return self.epoch if layer is None or layer.first is None else layer.first
 
-    def _stage(self, number: int) -> int:
+    def _input_stage(self, number: int) -> int:
         layer = self.layers.get(number)
         return 0 if layer is None else layer.input_stage
 
-    def _is_once(self, number: int, epoch: int) -> bool:
-        """Tells whether a layer's product is computed in this epoch, and cached then."""
+    def _is_computed_now(self, number: int, epoch: int) -> bool:
+        """Tells whether a layer's product is computed in this epoch and then cached."""
         layer = self.layers.get(number)
         if layer is not None and layer.cached_at == epoch:
             return True
-        return self._stage(number) == 1 and epoch == max(self.epoch, 1)
+        return self._input_stage(number) == 1 and epoch == max(self.epoch, 1)
 
-    def _is_gone(self, number: int, epoch: int) -> bool:
-        """Tells whether a layer exchanges nothing any more, as its product is cached."""
-        if not self._stage(number) or self._is_once(number, epoch):
+    def _is_cached(self, number: int, epoch: int) -> bool:
+        """Tells whether a layer's product is cached, so that it exchanges nothing."""
+        if not self._input_stage(number) or self._is_computed_now(number, epoch):
             return False
         return epoch >= max(self.epoch, 1)
 
     def _is_exact(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> bool:
         first = self.exact_first and epoch == 0
-        return first or key[:2] == self.last or bool(exchange.exactly)
+        return first or key[:2] == self.last or bool(exchange.exact_reason)
 
     def _is_synchronous(self, epoch: int) -> bool:
         return epoch == 0 or self.synchronous or self.timing.synchronous(epoch)
 
     def oldest(self, epoch: int, late: int, since: int = 0) -> int:
-        """Returns the oldest epoch whose rows are used in one, or later."""
+        """Returns the oldest epoch whose rows are used in `epoch`, at least `since`."""
         window = range(epoch, max(epoch - late, -1), -1)
         synchronous = (e for e in window if self._is_synchronous(e))
         return next(synchronous, max(since, epoch - late))
@@ -236,7 +249,7 @@ class LinkCostModel:
             read = self.oldest(epoch, self.timing.staleness(False), since)
         return gradient_codec(codec, self._codec(key, exchange, read, False), own)
 
-    def _bytes(
+    def _received_bytes(
         self,
         key: ExchangeKey,
         exchange: ExchangeState,
@@ -250,9 +263,9 @@ class LinkCostModel:
         codec = Plain() if exact else self._codec(key, exchange, epoch, backward)
         return load.bytes(codec)
 
-    def _kept(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> int:
+    def _kept_bytes(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> int:
         """Returns the bytes of both buffers after an epoch; see `StaleBuffer`."""
-        if key[:2] == self.last or exchange.exactly:
+        if key[:2] == self.last or exchange.exact_reason:
             return 0
         total = 0
         for backward in (False, True):
@@ -276,15 +289,15 @@ class LinkCostModel:
                 total += load.rows_bytes + exchange.sent_rows[backward] * row
         return total
 
-    def _how(
-        self, key: ExchangeKey, exchange: ExchangeState, epoch: int, once: bool
+    def _describe(
+        self, key: ExchangeKey, exchange: ExchangeState, epoch: int, computed_now: bool
     ) -> str:
-        if once:
+        if computed_now:
             return "exact: its product is kept"
         if key[:2] == self.last:
             return "exact: the last one"
-        if exchange.exactly:
-            return f"exact: {exchange.exactly}"
+        if exchange.exact_reason:
+            return f"exact: {exchange.exact_reason}"
         if self._is_exact(key, exchange, epoch):
             return "exact: the first epoch"
         codec, own = self.codecs_at(epoch)
@@ -302,11 +315,16 @@ class LinkCostModel:
     def bytes_of(self, axis: Axis, epochs: int) -> BytesOf:
         """Returns the bytes of all ranks of an axis by epoch and rate; collective.
 
-        Gradients that are masked as the rows they answer count in the epoch of these.
+        Gradients that share the mask of their rows count in the epoch of those rows.
         """
         own = [
-            (tuple(key), exchange.loads, self._stage(key.layer), exchange.exactly)
-            for key, exchange in self._alive(0)
+            (
+                tuple(key),
+                exchange.loads,
+                self._input_stage(key.layer),
+                exchange.exact_reason,
+            )
+            for key, exchange in self._active_exchanges(0)
         ]
         gathered = collectives.all_gather_object(own, axis)
         every = [one for rows in gathered for one in rows]
@@ -315,8 +333,12 @@ class LinkCostModel:
         epoch_bytes = _EpochBytes(self, every)
 
         def bytes_of(epoch: int, rate: float) -> float:
-            asked = {number for number, stage in layers if epoch == 0 or not stage}
-            times = bool(asked) if epoch else len(asked)  # new layers ask one by one
+            asking_layers = {
+                number for number, stage in layers if epoch == 0 or not stage
+            }
+            times = (
+                bool(asking_layers) if epoch else len(asking_layers)
+            )  # new layers ask one by one
             return epoch_bytes(epoch, rate, answers[epoch]) + agreement * times
 
         late = self.timing.staleness(False)
@@ -336,15 +358,15 @@ class _EpochBytes:
         self._all: tuple[Counter[Load], Counter[Load]] = Counter(), Counter()
         self._coded: tuple[Counter[Load], Counter[Load]] = Counter(), Counter()
         self._exact = self._once = 0
-        for key, loads, stage, exactly in every:
+        for key, loads, stage, exact_reason in every:
             for backward, load in enumerate(loads):
                 if load is None:
                     continue
                 self._all[backward][load] += 1
                 whole = load.bytes(Plain())
-                if stage:  # computed once, if not by training then by an evaluation
+                if stage:  # computed once, in training or in evaluation
                     self._once += 0 if backward else whole
-                elif key[:2] == model.last or exactly:
+                elif key[:2] == model.last or exact_reason:
                     self._exact += whole
                 else:
                     self._coded[backward][load] += 1
@@ -355,9 +377,11 @@ class _EpochBytes:
         codec, own = self._model.codecs_of(rate)
         masks = self._model.codecs_of(2.0)[0].zero_fills
         if epoch == 0 and self._model.exact_first:
-            once = self._sum(self._all[0], Plain()) + self._sum(self._all[1], Plain())
+            computed_now = self._sum(self._all[0], Plain()) + self._sum(
+                self._all[1], Plain()
+            )
             later = answers - 1 if masks else 0
-            return once + later * self._sum(self._coded[1], Plain())
+            return computed_now + later * self._sum(self._coded[1], Plain())
         loads = self._all if epoch == 0 else self._coded
         total = self._sum(loads[0], codec)
         times = answers if own is None and masks else 1
@@ -370,7 +394,7 @@ class _EpochBytes:
         for load in loads:
             shape = load.width, load.dtype
             widest[shape] = max(widest.get(shape, 1), *load.counts)
-        # codecs that write the widest messages alike write all others alike
+        # codecs that agree on the widest messages agree on all others
         sizes = tuple(codec.wire_bytes(rows, *shape) for shape, rows in widest.items())
         key = id(loads), codec == Plain(), sizes
         if key not in self._cache:

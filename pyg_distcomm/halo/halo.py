@@ -1,6 +1,6 @@
-"""Plans which rows travel between ranks, once and from integers, and moves them exactly.
+"""Plans the exchange of ghost rows between ranks, once per graph, and runs it exactly.
 
-A `Link` is any such exchange with its transpose; `exchange` applies it under autograd.
+A `Link` is an exchange with its transpose; `exchange` applies it under autograd.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.kernels.memory import MemoryCap
 
-# names of the exchanges of a layer's call: those of a product; others follow from len(NAMES)
+# names of the exchanges of a product; other exchanges of a layer are numbered from len(NAMES)
 NAMES = ("ghost", "out", "sums", "far")
-DEGREES = 1 << 20  # from here on exchanges of degrees, which layers may cache
+DEGREES = (
+    1 << 20
+)  # numbers from here on are exchanges of degrees, which layers may cache
 CHUNK_ROWS = (
-    8192  # of a chunk, at least: smaller ones cost more messages than they hide
+    8192  # the least rows of a chunk: smaller chunks cost more than their overlap saves
 )
 MAX_CHUNKS = 4
 
@@ -31,12 +33,12 @@ MAX_CHUNKS = 4
 class Link(abc.ABC):
     """Moves owned rows to the ranks that need them, and sums back (abstract).
 
-    With `H` the 0/1 matrix that selects, for every rank, the rows it needs of all rows:
+    With `H` the 0/1 matrix that selects the ghost rows of every rank:
 
         begin(x)            ghost = H x
         begin_transpose(g)  x += H^T g
 
-    Every `begin` is followed by exactly one call of the function it returned. A link is
+    Every `begin` must be followed by exactly one call of the function it returns. A link is
     silent if nothing travels on any rank of its axis.
     """
 
@@ -45,28 +47,28 @@ class Link(abc.ABC):
     @property
     @abc.abstractmethod
     def num_ghosts(self) -> int:
-        """The number of rows that arrive here, h."""
+        """The number of ghost rows h of this rank."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether rows arrive as they were sent, and in the same call."""
+        """Whether rows arrive unchanged and in the same call."""
         return True
 
     @property
     def parts(self) -> Sequence[Link]:
-        """The links that make up this one, their ghosts one after another."""
+        """The links that this one consists of, in the order of their ghosts."""
         return (self,)
 
     @abc.abstractmethod
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts to send own rows `[n, f]`; the call returns ghosts `[h, f]`.
+        """Starts to send own rows `[n, f]`; the returned call gives ghosts `[h, f]`.
 
-        Ghosts are written `into` a tensor of that shape, if one is given.
+        Ghosts are written to the tensor `into` of that shape, if one is given.
         """
 
     @abc.abstractmethod
     def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
-        """Starts to send ghost sums `[h, f]`; the call adds into own rows `[n, f]`."""
+        """Starts to send ghost sums `[h, f]`; the returned call adds to own rows `[n, f]`."""
 
     @abc.abstractmethod
     def price(self, width: int) -> Price:
@@ -120,17 +122,17 @@ def _check_twice(link: Link) -> None:
     """Raises for a double backward pass over a coded or late exchange."""
     if torch.is_grad_enabled() and not link.is_exact:
         raise RuntimeError(
-            "differentiate twice over exact exchanges only: create_graph=True met "
+            "differentiate twice over exact exchanges only: create_graph=True reached "
             f"{link}, which is coded or late; use link='exact' for this layer"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """Describes one direction of a halo: rows to where they are needed, or sums back.
+    """Describes one direction of a halo: rows to the ranks that need them, or sums back.
 
     Shapes: index, gid [sum(counts)] rows that are sent; from_gid [sum(from_counts)] rows
-    that arrive. Without an index all rows are sent, in order. For codecs that go by them,
+    that arrive. Without an index all rows are sent, in order. For codecs that are `ranked`,
     degree and from_degree are the in-degrees of these rows' nodes.
     """
 
@@ -158,8 +160,8 @@ class Halo(Link):
         ghost_gid    [h]   ids of the ghosts, in order
 
     Price: h f words forward, t f words in the transpose.
-    Differs from [Tripathy20] Sec. 4.1 in moving only the rows that the sparsity needs
-    ([Mukhopadhyay24]), unless planned from all rows (`dense`).
+    Differs from [Tripathy20] Sec. 4.1 in moving only the rows that nonzeros need
+    ([Mukhopadhyay24]), unless it is planned for all rows (`dense`).
     """
 
     axis: Axis
@@ -189,17 +191,17 @@ class Halo(Link):
             have_gid: ids of own rows, in their order in memory.
             axis: the ranks that exchange.
             dense: moves whole blocks, as sparsity-oblivious products do; `want_gid` then
-                has every row of every other rank, in their order.
+                holds all rows of all other ranks, in order.
 
         Raises:
-            ValueError: if another rank asks for a row that is not here.
+            ValueError: if another rank requests a row that this rank does not own.
         """
         send_counts = collectives.exchange_counts(want_counts, axis)
         asked = collectives.all_to_all(
             want_gid, want_counts, send_counts, axis, "plan"
         ).wait()
-        every = collectives.all_gather_counts([max(want_counts, default=0)], axis)
-        most = max(row[0] for row in every)
+        gathered = collectives.all_gather_counts([max(want_counts, default=0)], axis)
+        most = max(row[0] for row in gathered)
         planned = want_gid, want_counts, asked, send_counts, have_gid, axis, most
         return Halo.of_requests(*planned, dense=dense)
 
@@ -214,16 +216,16 @@ class Halo(Link):
         most: int,
         dense: bool = False,
     ) -> Halo:
-        """Plans an exchange whose requests have travelled; sends nothing.
+        """Plans an exchange from requests that have been exchanged; sends nothing.
 
         Args:
             want_gid, want_counts, have_gid, axis, dense: as in `build`.
-            asked: ids that others want of this rank, in their order.
-            send_counts: how many each.
-            most: the most that any rank wants of any other.
+            asked: ids that other ranks request of this rank, in order of rank.
+            send_counts: how many ids each rank requests.
+            most: the most ids that any rank requests of any other.
 
         Raises:
-            ValueError: if another rank asks for a row that is not here.
+            ValueError: if another rank requests a row that this rank does not own.
         """
         asked = asked if axis.size > 1 else asked[:0]
         return Halo(
@@ -244,7 +246,7 @@ class Halo(Link):
         return sum(self.recv_counts)
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts to send own rows; the call returns the ghosts, in planned order."""
+        """Starts to send own rows; the returned call gives the ghosts, in planned order."""
         if self.silent:
             empty = x.new_empty((0, *x.shape[1:])) if into is None else into
             return lambda: empty
@@ -287,14 +289,14 @@ class Halo(Link):
         """Returns the in-degrees of rows that are sent, and of ghosts; collective.
 
         Args:
-            own: those of own rows `[n]`, int64, which travel as plans do.
+            own: the in-degrees of own rows `[n]`, int64; counted as "plan" in the ledger.
         """
         sent = own[self.send_slot]
         counts = self.send_counts, self.recv_counts, self.axis
         return sent, collectives.all_to_all(sent, *counts, "plan").wait()
 
     def direction(self, sums: bool) -> Direction:
-        """Returns the direction of rows to where they are needed, or of sums back."""
+        """Returns the direction of rows to the ranks that need them, or of sums back."""
         assert self.send_gid is not None
         assert self.ghost_gid is not None
         rows = self.send_gid, self.send_counts
@@ -329,7 +331,7 @@ class Halo(Link):
 
 
 def _slots(asked: Tensor, have_gid: Tensor, axis: Axis) -> Tensor:
-    """Returns where the rows with these ids are here."""
+    """Returns the local positions of rows with the given ids."""
     if not len(asked):
         return asked
     ascends = bool((have_gid.diff() > 0).all())
@@ -348,9 +350,9 @@ def _slots(asked: Tensor, have_gid: Tensor, axis: Axis) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ChunkedHalo(Link):
-    """Splits one exchange, so that the first chunk travels while the next is computed.
+    """Splits an exchange into chunks, so that one travels while the next is computed.
 
-    Its ghosts are those of its links over one axis, one after another.
+    Its ghosts are those of its chunks, one after another.
 
     Price: the words of the whole, and each chunk's messages.
     """
@@ -360,7 +362,7 @@ class ChunkedHalo(Link):
 
     @property
     def parts(self) -> Sequence[Link]:
-        """The links of its chunks."""
+        """The links of the chunks."""
         return self.chunks
 
     @property
@@ -373,7 +375,7 @@ class ChunkedHalo(Link):
         return sum(chunk.num_ghosts for chunk in self.chunks)
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts to send own rows; the call returns the ghosts of all chunks."""
+        """Starts to send own rows; the returned call gives the ghosts of all chunks."""
         if into is None:
             into = x.new_empty((self.num_ghosts, *x.shape[1:]))
         pairs = zip(self.chunks, into.split(self._sizes), strict=True)
@@ -417,13 +419,13 @@ class ChunkedHalo(Link):
 
 @dataclass(frozen=True, eq=False)
 class StagedHalo(Link):
-    """Splits an exact exchange into stages, each within a memory cap, one after another.
+    """Splits an exact exchange into consecutive stages, each within a memory cap.
 
-    Each stage moves a like share of the rows between each two ranks. Ghosts that exceed a
+    Each stage moves an equal share of the rows between each two ranks. Ghosts that exceed a
     stage arrive in a memory-mapped file.
 
-    Price: the words of the whole, and each stage's messages. Stages are counted for numbers
-    of 8 bytes.
+    Price: the words of the whole, and the messages of each stage. The number of stages is
+    computed for elements of 8 bytes.
     """
 
     halo: Halo
@@ -439,14 +441,16 @@ class StagedHalo(Link):
         return self.halo.num_ghosts
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Sends own rows, stage by stage; the call returns the ghosts."""
+        """Sends own rows, stage by stage; the returned call gives the ghosts."""
         if into is None:
             shape = self.num_ghosts, *x.shape[1:]
             into = self.cap.empty(shape, x.dtype, x.device)
         ghosts = into
         for part, places in self._stages(x.shape[1:].numel()):
-            came = part.begin(x)()
-            for place, rows in zip(places, came.split(part.recv_counts), strict=True):
+            arrived = part.begin(x)()
+            for place, rows in zip(
+                places, arrived.split(part.recv_counts), strict=True
+            ):
                 ghosts[place] = rows
         return lambda: ghosts
 
@@ -461,9 +465,9 @@ class StagedHalo(Link):
         return arrive
 
     def _stages(self, width: int) -> Iterator[tuple[Halo, list[slice]]]:
-        """Yields the exchange of each stage, and where its ghosts lie, rank by rank.
+        """Yields the exchange of each stage, and the places of its ghosts, rank by rank.
 
-        As many on all ranks, which know the most rows that any of them sends to any other.
+        All ranks take the same number of stages, computed from `Halo.most`.
         """
         halo = self.halo
         most = halo.most or 0
@@ -472,18 +476,18 @@ class StagedHalo(Link):
         count = min(count, max(most, 1))
         for k in range(count):
             sent = _shares(halo.send_counts, count, k)
-            came = _shares(halo.recv_counts, count, k)
+            arrived = _shares(halo.recv_counts, count, k)
             slots = [halo.send_slot[place] for place in sent]
             part = replace(
                 halo,
                 send_slot=torch.cat(slots),
                 send_counts=tuple(len(slot) for slot in slots),
-                recv_counts=tuple(place.stop - place.start for place in came),
+                recv_counts=tuple(place.stop - place.start for place in arrived),
                 most=balanced_split(most, count)[k],
                 send_gid=None,
                 ghost_gid=None,
             )
-            yield part, came
+            yield part, arrived
 
     def price(self, width: int) -> Price:
         parts = [part.price(width) for part, _ in self._stages(width)]
@@ -498,7 +502,7 @@ class StagedHalo(Link):
 
 
 def _shares(counts: Sequence[int], parts: int, k: int) -> list[slice]:
-    """Returns part k of each block of rows, blocks of these lengths standing in a row."""
+    """Returns part k of each block of rows, for consecutive blocks of these lengths."""
     out, first = [], 0
     for count in counts:
         sizes = balanced_split(count, parts)

@@ -1,4 +1,4 @@
-"""Defines how rows travel on a link: by which codec, at which rate, and how late."""
+"""Defines the codec, the compression rate and the staleness of the rows of a link."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from pyg_distcomm.halo.state import (
 
 __all__ = ["LinkPolicy"]
 
-_STATE = frozenset(
+_STATE_KEYS = frozenset(
     "epoch pace solved trend last active parts_of mark constant kept".split()
 )
 
@@ -130,11 +130,11 @@ class LinkPolicy:
         self._check_stateful()
         self.epoch = 0
         self.state = LinkState()
-        self._codecs: dict[int, tuple[Codec, Codec | None]] = {}
+        self._codecs_by_epoch: dict[int, tuple[Codec, Codec | None]] = {}
         self._warned = False
 
     def _check_stateful(self) -> None:
-        """Raises a ValueError if a codec's state would not see each message once."""
+        """Raises a ValueError if a stateful codec would not see each message once."""
         switches = self.timing.switches or self.trend is not None
         for codec in (self.codec, self.gradient_codec):
             if codec is None or not codec.stateful:
@@ -164,21 +164,21 @@ class LinkPolicy:
         return plain and not self.timing.is_late
 
     def is_used_on(self, mesh: Any) -> bool:
-        """Whether layers on a mesh exchange otherwise than exactly."""
+        """Tells whether layers on a mesh use codecs or late rows."""
         return mesh.size > 1 and not self.is_exact
 
     def check_ranked(self, nodes: Rows, degrees: Callable[[], Tensor] | None) -> None:
-        """Raises a ValueError if it goes by in-degrees that there are not."""
+        """Raises a ValueError if a codec needs in-degrees that are not available."""
         if not self._ranked:
             return
         if nodes.mesh.grid[1:] != (1, 1):
             raise ValueError(
-                f"{self!r} goes by in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
+                f"{self!r} needs in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
                 f"is {nodes.mesh.grid}; use pdc.init('1d'), or RangeBits"
             )
         if degrees is None:
             raise ValueError(
-                f"{self!r} goes by in-degrees, but edges between two types of nodes have none "
+                f"{self!r} needs in-degrees, but edges between two types of nodes have none "
                 "for their sources; use RangeBits or Quantise"
             )
 
@@ -197,46 +197,46 @@ class LinkPolicy:
             layer: the layer.
             nodes: the partition of nodes.
             training: whether the layer trains.
-            stage: returns whether its input is cached; see `ProductCache.stage`.
-            name: its name in messages; by default its class.
-            degrees: returns the in-degrees of own nodes `[n]`; None if it cannot.
+            stage: returns the caching stage of its input; see `ProductCache.stage`.
+            name: its name in error messages; by default its class.
+            degrees: returns the in-degrees of own nodes `[n]`; None if unknown.
         """
         state = self.state
         if not self.is_used_on(nodes.mesh):
             return None
         self.check_ranked(nodes, degrees)
         state.bind(nodes)
-        mode = state.agree(layer, training and torch.is_grad_enabled())
+        mode = state.agree_on_mode(layer, training and torch.is_grad_enabled())
         if mode == EVALUATES:
             number = state.number_of(layer, trains=False)
             if self.exact_eval or (state.last or (-1,))[0] == number:
                 return None
-            return self._call((number, 0), trains=False, degrees=degrees)
-        state.nodes = nodes  # of the graph that trains now, which may be an updated one
+            return self._layer_exchange((number, 0), trains=False, degrees=degrees)
+        state.nodes = nodes  # may be those of an updated graph
         number = state.number_of(layer, True, name)
         if mode in PROBLEMS:
-            raise ValueError(f"{state.where(number)} {PROBLEMS[mode]}")
+            raise ValueError(f"{state.layer_name(number)} {PROBLEMS[mode]}")
         used = state.layers[number]
         used.first = self.epoch if used.first is None else used.first
         used.last, used.stage = self.epoch, stage or used.stage
         call = state.next_call(number)
-        exchange = self._call(call, trains=True, degrees=degrees)
+        exchange = self._layer_exchange(call, trains=True, degrees=degrees)
         if call != state.last:
             return exchange
-        # after a restart its exchanges are recorded once, for their price
+        # after a restart, record its exchanges once, for their price
         known = any(key[:2] == call for key in state.exchanges)
-        return None if known else exchange.whole("the last one")
+        return None if known else exchange.as_exact("the last one")
 
     def begin_pipeline(self, nodes: Rows) -> None:
         """Begins an epoch of a pipeline, on the ranks of all its stages; see `begin_chunk`.
 
         Raises:
-            ValueError: for a link that skips, or goes by in-degrees, which chunks do not.
+            ValueError: for a link that skips, or needs in-degrees: chunks support neither.
         """
         if self.timing.skip or self._ranked:
             raise ValueError(
-                f"{self!r} skips exchanges, or goes by in-degrees, and chunks of a pipeline "
-                "do not; leave out skip, and use Quantise or RangeBits for DegreeBits"
+                f"{self!r} skips exchanges or needs in-degrees, which chunks of a pipeline do "
+                "not support; leave out skip, and use Quantise or RangeBits for DegreeBits"
             )
         if nodes.mesh.size > 1 and not self.is_exact:
             self.state.begin_pipeline(nodes, self.epoch)
@@ -244,20 +244,20 @@ class LinkPolicy:
     def begin_chunk(
         self, boundary: int, name: str, number: int, last: bool
     ) -> LayerExchange:
-        """Returns the call of a chunk of rows in training, of a link that is not exact.
+        """Returns the exchange of a chunk of rows in training; the link must not be exact.
 
         Args:
-            boundary: its number, among those of all stages.
+            boundary: the number of the layer boundary, counted over all stages.
             name: the name of its layer in messages.
             number: the number of the chunk.
             last: whether it is the last boundary.
         """
         self.state.layers.setdefault(boundary, LayerState(name)).name = name
         self.state.calls[boundary, number] = None
-        call = self._call((boundary, number), trains=True)
-        return call.whole("the last one") if last and self.exact_last else call
+        call = self._layer_exchange((boundary, number), trains=True)
+        return call.as_exact("the last one") if last and self.exact_last else call
 
-    def _call(
+    def _layer_exchange(
         self,
         call: CallKey,
         *,
@@ -290,25 +290,25 @@ class LinkPolicy:
 
     def codecs_at(self, epoch: int) -> tuple[Codec, Codec | None]:
         """Returns the codecs of rows and of gradients in an epoch."""
-        if epoch not in self._codecs:
+        if epoch not in self._codecs_by_epoch:
             codecs = self._codecs_at(epoch)
             if epoch != self.epoch:
                 return codecs
-            self._codecs[epoch] = codecs
-        return self._codecs[epoch]
+            self._codecs_by_epoch[epoch] = codecs
+        return self._codecs_by_epoch[epoch]
 
     def _codecs_at(self, epoch: int) -> tuple[Codec, Codec | None]:
         scheduler = self.scheduler
         if scheduler is None:
-            return self._codecs_of(None)
+            return self._codecs_at_rate(None)
         if self._unsolved:
             return Plain(), None
         now = epoch == self.epoch or isinstance(scheduler.schedule, Plateau)
-        return self._codecs_of(
+        return self._codecs_at_rate(
             scheduler.rate if now else scheduler.schedule.rate(epoch)
         )
 
-    def _codecs_of(self, rate: float | None) -> tuple[Codec, Codec | None]:
+    def _codecs_at_rate(self, rate: float | None) -> tuple[Codec, Codec | None]:
         codec, own = self.codec, self.gradient_codec
         if self.trend is not None:
             codec = with_bits(codec, self.trend.bits)
@@ -320,19 +320,19 @@ class LinkPolicy:
         return codec.with_rate(rate), own
 
     def note_cached(self, layer: Any, nodes: Rows, trains: bool) -> None:
-        """Records that a layer's product is computed exactly, to be cached."""
+        """Records that a layer's product is computed exactly, in order to be cached."""
         if nodes.mesh.size > 1:
-            self.state.cache(layer, self.epoch if trains else None)
+            self.state.record_cached(layer, self.epoch if trains else None)
 
     def was_constant(self, layer: Any, trains: bool) -> bool:
-        """Tells whether a layer's input had been seen before a restart."""
+        """Tells whether a layer's input was known to be constant before a restart."""
         return self.state.number_of(layer, trains) in self.state.constant
 
     # for users
 
     @property
     def settings(self) -> dict[str, str]:
-        """Its arguments and its epoch, which must be the same on all ranks."""
+        """The arguments and the epoch of the link, which must be the same on all ranks."""
         made = {
             "codec": self.codec,
             "schedule": None if self.scheduler is None else self.scheduler.given,
@@ -364,7 +364,7 @@ class LinkPolicy:
             value = value if axis is None else collectives.broadcast_object(value, axis)
             if value is None or not math.isfinite(value):
                 raise ValueError(
-                    f"this link goes by the loss: link.step(loss), got {value}"
+                    f"this link needs a finite loss: call link.step(loss), got {value}"
                 )
             if self.trend is not None:
                 self.trend.step(value)
@@ -383,14 +383,14 @@ class LinkPolicy:
         skip = self.timing.skip
         reach = self.timing.staleness(False) + self.timing.staleness(True) + 1
         reach += 0 if skip is None else 2 * skip.most
-        for epoch in [e for e in self._codecs if e < self.epoch - reach]:
-            del self._codecs[epoch]
+        for epoch in [e for e in self._codecs_by_epoch if e < self.epoch - reach]:
+            del self._codecs_by_epoch[epoch]
 
     def _warn_unused(self) -> None:
-        """Warns, once, if no exchange of this epoch was coded or late, nor will be."""
+        """Warns once if no exchange of this or a later epoch is coded or late."""
         if self.is_exact or self._warned or world_size() == 1:
             return
-        if told := self.state.unused(self.epoch):
+        if told := self.state.why_unused(self.epoch):
             self._warned = True
             warnings.warn(f"{self!r} is configured and not used: {told}", stacklevel=3)
 
@@ -420,14 +420,14 @@ class LinkPolicy:
             self.timing,
             self._exact_first,
             self.codecs_at,
-            self._codecs_of,
+            self._codecs_at_rate,
             self.epoch,
             self.trend is not None and self.trend.synchronous,
             1 if parts or state.nodes is None else state.nodes.mesh.size,
         )
 
     def price(self, epoch: int | None = None) -> LinkPrice:
-        """Returns the price of a training epoch on this rank, from the exchanges seen.
+        """Returns the price of a training epoch on this rank, from the exchanges so far.
 
         Args:
             epoch: the epoch; by default the one in progress. Later epochs of a `Plateau`
@@ -458,7 +458,7 @@ class LinkPolicy:
 
     @property
     def held(self) -> int:
-        """The bytes that are kept from epoch to epoch now."""
+        """The bytes of all buffers that are kept between epochs."""
         return sum(buffer.held for _, _, buffer in self.state.buffers)
 
     def drain(self) -> None:
@@ -467,14 +467,14 @@ class LinkPolicy:
             buffer.drain()
 
     def reset(self) -> None:
-        """Drops late and residual rows: the next exchanges are synchronous."""
+        """Drops late and residual rows, so that the next exchanges are synchronous."""
         self.state.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of training, with the late and residual rows of this rank.
 
-        Save between epochs, after `step()`: a run restored from within an epoch repeats
-        it, and sends its rows twice; a warning is given.
+        Save between epochs, after `step()`: a run that is saved within an epoch repeats it
+        after a restart, and sends its rows twice; a warning is given.
         """
         scheduler, trend = self.scheduler, self.trend
         return {
@@ -493,11 +493,11 @@ class LinkPolicy:
         and the next epoch is synchronous.
 
         Raises:
-            ValueError: if something is missing; nothing has changed then.
+            ValueError: if a key is missing; nothing has changed then.
         """
         self.check_state(state)
         nodes = self.state.nodes
-        self.state, self._codecs = LinkState.read(state), {}
+        self.state, self._codecs_by_epoch = LinkState.read(state), {}
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["pace"])
             self.scheduler.load_solution(state["solved"])
@@ -507,22 +507,22 @@ class LinkPolicy:
         self.state.nodes = nodes
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises a ValueError for a state that is not of such a link."""
-        if _STATE - state.keys():
+        """Raises a ValueError for a state that does not belong to such a link."""
+        if _STATE_KEYS - state.keys():
             raise ValueError(
-                f"the state of a link lacks {sorted(_STATE - state.keys())}; give what "
+                f"the state of a link lacks {sorted(_STATE_KEYS - state.keys())}; give what "
                 "link.state_dict() returned"
             )
         pairs = ("schedule", self.scheduler, "pace"), ("adaptive", self.trend, "trend")
         for name, own, key in pairs:
             if (own is None) != (state[key] is None):
                 raise ValueError(
-                    f"of two links, the saved one and this, only one has {name}; make it "
-                    "with the same arguments"
+                    f"only one of the saved link and this one has {name}; make this one with "
+                    "the same arguments"
                 )
 
     def __str__(self) -> str:
-        """Returns a table of the exchanges seen, with their bytes in this epoch."""
+        """Returns a table of the exchanges so far, with their bytes in this epoch."""
         parts = [f"{self!r}"]
         if self.scheduler is not None:
             parts.append(f"{self.scheduler}")
@@ -544,15 +544,17 @@ class LinkPolicy:
         return self  # copies of a layer share their link
 
     def __getstate__(self) -> dict[str, Any]:
-        bound = {"state", "_codecs", "_warned"}
+        bound = {"state", "_codecs_by_epoch", "_warned"}
         return {k: v for k, v in self.__dict__.items() if k not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, state=LinkState(), _codecs={}, _warned=False)
+        self.__dict__.update(
+            state, state=LinkState(), _codecs_by_epoch={}, _warned=False
+        )
 
 
 def link_problem(link: Any) -> TypeError | None:
-    """Returns the error for what edges cannot be given as their link."""
+    """Returns the error for an object that cannot be a link; None if it can."""
     if link is None or isinstance(link, LinkPolicy):
         return None
     return TypeError(
@@ -563,5 +565,5 @@ def link_problem(link: Any) -> TypeError | None:
 
 
 def settings_of(link: LinkPolicy | None) -> dict[str, str]:
-    """Returns what has to be the same of a link on all ranks, by name."""
+    """Returns the settings of a link by name, which must be the same on all ranks."""
     return {"link": "exact"} if link is None else link.settings

@@ -336,7 +336,7 @@ class RateScheduler:
     def _measure(self, plateau: Plateau, metric: float | None) -> None:
         if metric is None or math.isnan(metric):
             raise ValueError(
-                f"{plateau!r} goes by a metric: step(metric=loss), the same number on all "
+                f"{plateau!r} needs a metric: step(metric=loss), the same number on all "
                 f"ranks; got {metric}"
             )
         if plateau.better(float(metric), self.best):

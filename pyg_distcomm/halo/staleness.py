@@ -1,22 +1,22 @@
-"""Defines when the rows of an exchange are used, and buffers them until then.
+"""Defines the epoch in which the rows of an exchange are used, and buffers them until then.
 
-[Note: late rows] At epoch t an exchange late by k sends this epoch's rows and uses those of
-epoch t - k, which have had k epochs to travel. They are read by the codec, rate and key
-that they were written with. A new exchange is synchronous, and so is one that an epoch
-went without, as gradients of frozen layers; until there are k earlier messages the oldest
-is used. A synchronous epoch waits for pending messages and uses its own rows, which are
-the oldest from then on.
+[Note: late rows] At epoch t an exchange with a staleness of k sends this epoch's rows and uses
+those of epoch t - k, which have had k epochs to travel. They are decoded with the codec, rate
+and key that encoded them. An exchange is synchronous in its first epoch, and after an epoch
+without it (as for gradients of frozen layers); while there are fewer than k earlier messages,
+the oldest is used. A synchronous epoch waits for pending messages and uses its own rows, which
+are the oldest from then on.
 
-[Note: skipped rows] An exchange that may be skipped sends only what has changed. Before it
-sends, the ranks of its axis sum over all rows x that they would send, and the rows s that
+[Note: skipped rows] An exchange with a `Drift` is skipped while its rows hardly change. Before
+it sends, the ranks of its axis sum over all rows x that they would send, and the rows s that
 they sent last,
 
     drift^2 = sum |x - s|^2 / sum |s|^2
 
-and all of them use the rows sent last again where drift <= bound, and these are no older
-than `most` epochs afterwards. All sums are of the same numbers on all ranks, and so is the
-decision. What is used thus differs from the rows of the epoch by the bound at most, relative
-to their norm, beside what the codec errs.
+and all of them use the rows sent last again if drift <= bound, unless these get older than
+`most` epochs. The sums, and so the decision, are the same on all ranks. The rows in use differ
+from the rows of the epoch by at most the bound, relative to their norm, plus the error of the
+codec.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Drift:
 
     See [Note: skipped rows]. Epochs that are synchronous skip nothing.
 
-    Price: two float64 numbers, all-reduced over the axis, each time that the age of rows
-    leaves it open whether they travel; a copy of the rows sent last.
+    Price: two float64 numbers, all-reduced over the axis, in each epoch in which rows may be
+    skipped; a copy of the rows sent last.
     Follows [Peng22], which skips broadcasts of whole blocks while their embeddings are
     within a bound, in the decision; differs in that ranks decide together, on the rows
     that others need, and in skipping gradients by a bound of their own.
@@ -75,7 +75,7 @@ class Timing:
 
     Args:
         late: by how many epochs rows are late.
-        late_gradients: by how many gradients are late; None is as late as rows.
+        late_gradients: by how many epochs gradients are late; None is as late as rows.
         sync_every: epoch e, counted from 0, is synchronous where this divides e + 1, as
             in the authors' code of [Zhang23]; 1 is synchronous throughout.
         smooth: late rows are a moving average g mean + (1 - g) row with this g, as those
@@ -122,7 +122,7 @@ class Timing:
 
     @property
     def is_late(self) -> bool:
-        """Whether rows or gradients of earlier epochs ever are used."""
+        """Whether rows or gradients of earlier epochs are ever used."""
         late = max(self.staleness(False), self.staleness(True)) > 0
         return late or (self.skips(False) or self.skips(True))
 
@@ -159,9 +159,9 @@ class Timing:
         return every is not None and (epoch + 1) % every == 0
 
     def __repr__(self) -> str:
-        set_ = [f for f in fields(self) if getattr(self, f.name) != f.default]
-        told = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in set_)
-        return f"Timing({told})"
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in changed)
+        return f"Timing({shown})"
 
 
 @dataclass(eq=False)
@@ -169,7 +169,7 @@ class Message:
     """Holds the messages that all peers send in one exchange, pending or received.
 
     Args:
-        codec: the codec that writes them.
+        codec: the codec that wrote them.
         epoch: the epoch of the rows.
         key: the key of their randomness.
         gid: the ids of the rows.
@@ -178,7 +178,7 @@ class Message:
         sizes: the bytes of each peer's message.
         pending: the collective, until it is waited for.
         raw: the received bytes.
-        decoded: whether a state has taken its part of them.
+        decoded: whether they have updated a codec state.
     """
 
     codec: Codec
@@ -221,11 +221,11 @@ class StaleBuffer:
 
     Args:
         messages: the last messages, the newest last.
-        sent, received: the codec's states of the rows sent, and of those received.
+        sent, received: the codec states of the rows sent, and of the rows received.
         mean: the moving average.
         shape: the plan, width and type of the rows; the buffer is cleared for others.
         since: the epoch of the first message, or of the last synchronous one.
-        reference: the rows sent last, as they were, if exchanges may be skipped.
+        reference: a copy of the rows sent last, if exchanges may be skipped.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -237,7 +237,7 @@ class StaleBuffer:
     reference: Tensor | None = None
 
     def bind(self, plan: Any, width: int, dtype: torch.dtype) -> None:
-        """Clears the buffer if it holds other rows, on all ranks alike."""
+        """Clears the buffer if it holds rows of another plan, width or type."""
         if self.shape is None:
             self.shape = plan, width, dtype
         if self.shape[0] is None:  # restored
@@ -252,7 +252,7 @@ class StaleBuffer:
     def push(self, new: Message, late: int, synchronous: bool) -> Message:
         """Adds a message, and returns the one to read: `late` before it, or the oldest.
 
-        A synchronous one is read itself, and those before it are never read again.
+        A synchronous message is read at once, and earlier ones are dropped.
         """
         if synchronous:
             self.messages, self.since = [], None
@@ -261,11 +261,11 @@ class StaleBuffer:
         return self.messages[max(len(self.messages) - 1 - late, 0)]
 
     def trim(self, late: int) -> None:
-        """Drops all messages but the last `late`."""
+        """Drops all messages except the last `late`."""
         del self.messages[: max(len(self.messages) - late, 0)]
 
     def average(self, rows: Tensor, smooth: float, synchronous: bool) -> Tensor:
-        """Updates the moving average with rows, and writes it over them."""
+        """Updates the moving average with rows, and writes it to them in place."""
         if self.mean is None or synchronous:
             self.mean = rows.clone()
         else:

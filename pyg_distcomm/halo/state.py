@@ -1,4 +1,4 @@
-"""Keeps the state of a link in training: its layers, their exchanges, and late rows."""
+"""Holds the state of a link policy in training: its layers, their exchanges, and late rows."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class ExchangeState:
 
     Args:
         layer: the layer's name.
-        exactly: why its rows are always exact and synchronous; empty if they are not.
-        loads: what it receives; None where nothing has travelled.
+        exact_reason: why its rows are always exact and synchronous; "" if they are not.
+        loads: the rows it receives; None for a direction without an exchange so far.
         sent_rows: how many rows it sends.
-        buffers: the messages and states it keeps.
+        buffers: its buffered messages and codec states.
         answered: whether it had a backward pass in this epoch.
     """
 
     layer: str
-    exactly: str = ""
+    exact_reason: str = ""
     loads: list[Load | None] = field(default_factory=lambda: [None, None])
     sent_rows: list[int] = field(default_factory=lambda: [0, 0])
     buffers: list[StaleBuffer | None] = field(default_factory=lambda: [None, None])
@@ -83,15 +83,15 @@ class ExchangeState:
 
 @dataclass(eq=False)
 class LayerState:
-    """Holds how a layer uses its link in training.
+    """Holds the state of a layer that trains with the link.
 
     Args:
-        name: its name in messages.
+        name: its name in error messages.
         stage: returns `ProductCache.stage` of its input in training; inputs of an
             evaluation may differ.
         first, last: the epochs in which it first and last trained with the link.
         cached_at: the epoch in which its product was computed to be cached.
-        used: whether it has trained in this epoch, with a cached product too.
+        used: whether it has trained in this epoch, be it with a cached product.
     """
 
     name: str
@@ -105,7 +105,7 @@ class LayerState:
     def input_stage(self) -> int:
         """Whether its input was seen (1), or its product is cached (2); 0 if neither.
 
-        An input that was seen comes again in the next epoch, or it does not last.
+        An input that is not used again in the next epoch no longer counts as seen.
         """
         if self.stage is None:
             return 0
@@ -115,23 +115,23 @@ class LayerState:
 
 @dataclass(eq=False)
 class LinkState:
-    """Holds what a link has seen since it was made.
+    """Holds the state of a link policy since it was made.
 
     Args:
         nodes: the partition of nodes, once the link is in use.
-        numbers: of layers, in the order of their first use in training.
-        guests: likewise of layers that were evaluated and not trained yet.
+        numbers: the numbers of layers, in the order of their first use in training.
+        guests: the provisional numbers of layers that were evaluated, but not trained yet.
         layers: the state of each layer.
         exchanges: the state of each exchange.
         calls: calls of this epoch, in order.
         active: calls of the last epoch.
         last: the call that is exact.
-        evaluates: whether ranks last agreed that one of them evaluates.
-        pipeline_epoch: the epoch that a pipeline began last, which uses the link by chunks.
+        evaluates: whether ranks agreed at the last call that one of them evaluates.
+        pipeline_epoch: the latest epoch of a pipeline that uses the link by chunks.
         constant: layers whose inputs had been seen before the run was restored.
         degrees: in-degrees of rows sent and received, by halo; for codecs that are `ranked`.
         saved: restored buffers that have not been used yet.
-        mark: identifies the rank and partition of restored buffers; see `mark_of`.
+        mark: the rank and partition of restored buffers; see `partition_fingerprint`.
         restored: whether it was restored, and nothing has run since.
     """
 
@@ -169,7 +169,9 @@ class LinkState:
         if not self.restored:
             return
         self.restored = False
-        wrong = torch.tensor([bool(self.saved) and self.mark != mark_of(nodes)])
+        wrong = torch.tensor(
+            [bool(self.saved) and self.mark != partition_fingerprint(nodes)]
+        )
         wrong = collectives.all_reduce(wrong.to(torch.uint8), nodes.mesh.world, "max")
         if wrong and self.saved:
             self.saved = {}
@@ -187,7 +189,7 @@ class LinkState:
 
     @property
     def axis(self) -> Axis | None:
-        """The ranks that use the link, of all stages of a pipeline; None before its use."""
+        """The ranks that use the link, in all pipeline stages; None before its first use."""
         if self.nodes is None:
             return None
         mesh = self.nodes.mesh
@@ -195,7 +197,7 @@ class LinkState:
 
     @property
     def buffers(self) -> list[tuple[ExchangeKey, bool, StaleBuffer]]:
-        """All buffers, with their exchange and whether they are of its backward pass."""
+        """All buffers, each with its exchange and whether it is of the backward pass."""
         return [
             (key, backward, buffer)
             for key, exchange in self.exchanges.items()
@@ -215,10 +217,11 @@ class LinkState:
         self.pipeline_epoch = epoch
 
     def number_of(self, layer: Any, trains: bool, name: str = "") -> int:
-        """Returns the number of a layer, the one it will have if it does not train yet.
+        """Returns the number of a layer; a provisional one if it does not train yet.
 
-        Layers train in the order in which they are evaluated. After a restart as many
-        layers are expected as before; those beyond them are of another copy of the model.
+        Provisional numbers assume that layers train in the order in which they are evaluated.
+        After a restart as many layers are expected as before; further ones belong to another
+        copy of the model.
         """
         if trains:
             if layer not in self.numbers:
@@ -234,7 +237,7 @@ class LinkState:
             self.guests[layer] = len(self.layers) + len(self.guests)
         return (self.numbers if layer in self.numbers else self.guests)[layer]
 
-    def agree(self, layer: Any, training: bool) -> int:
+    def agree_on_mode(self, layer: Any, training: bool) -> int:
         """Returns the mode of a call on all ranks; collective, except within a pass.
 
         Raises:
@@ -245,17 +248,17 @@ class LinkState:
         known = number in self.layers and self.layers[number].first is not None
         first = next(iter(self.calls), (number, 0))[0]
         if mode == TRAINS and known and not (number == first or self.evaluates):
-            return mode  # as the pass began
+            return mode  # the mode of the first call of this pass
         assert self.nodes is not None
         digest = self._digest(number)
         packed = torch.tensor([mode * MODES + digest], dtype=torch.uint8)
         packed = collectives.all_reduce(packed, self.nodes.mesh.data, "max")
         mode, most = divmod(int(packed), MODES)
         self.evaluates = mode == EVALUATES
-        if mode == TRAINS and digest != most:  # the ranks with the greatest learn of it
+        if mode == TRAINS and digest != most:  # at least one rank differs, and raises
             with self.guard():
                 number = self.number_of(layer, trains=False)
-                raise ValueError(f"{self.where(number)} {MIXED}")
+                raise ValueError(f"{self.layer_name(number)} {MIXED}")
         return mode
 
     def _mode(self, number: int | None, training: bool) -> int:
@@ -270,14 +273,14 @@ class LinkState:
     def _digest(self, number: int | None) -> int:
         """Returns a digest of the layers that evaluate, 0 for a layer not in use."""
         used = {other for other, _ in self.active}
-        if number not in used:  # layers may be collected, on some ranks earlier
+        if number not in used:  # layers are garbage-collected at different times
             return 0
         every = self.numbers.items()
         modes = {at for layer, at in every if not getattr(layer, "training", True)}
         return zlib.crc32(repr(sorted(modes & used)).encode()) % MODES
 
-    def where(self, number: int) -> str:
-        """Returns the name of a layer in messages."""
+    def layer_name(self, number: int) -> str:
+        """Returns the name of a layer in error messages."""
         layer = self.layers.get(number)
         return f"layer {number} ({layer.name if layer else 'not trained yet'})"
 
@@ -287,13 +290,13 @@ class LinkState:
         self.calls[call] = None
         return call
 
-    def note(
-        self, key: ExchangeKey, backward: bool, load: Load, sent: int, exactly: str
+    def record_exchange(
+        self, key: ExchangeKey, backward: bool, load: Load, sent: int, exact_reason: str
     ) -> None:
         """Records that an exchange takes place."""
         if key not in self.exchanges:
             name = self.layers[key.layer].name
-            self.exchanges[key] = ExchangeState(name, exactly)
+            self.exchanges[key] = ExchangeState(name, exact_reason)
         exchange = self.exchanges[key]
         exchange.answered = exchange.answered or backward
         exchange.loads[backward], exchange.sent_rows[backward] = load, sent
@@ -302,7 +305,7 @@ class LinkState:
         self,
         key: ExchangeKey,
         backward: bool,
-        way: Direction,
+        direction: Direction,
         halo: Halo,
         rows: torch.Tensor,
     ) -> StaleBuffer:
@@ -310,14 +313,16 @@ class LinkState:
         buffers = self.exchanges[key].buffers
         if (key, backward) in self.saved:
             saved = self.saved.pop((key, backward))
-            buffers[backward] = _read_buffer(saved, way, self.where(key.layer))
+            buffers[backward] = _load_buffer(
+                saved, direction, self.layer_name(key.layer)
+            )
         buffer = buffers[backward] or StaleBuffer()
         buffers[backward] = buffer
         buffer.bind(halo, rows.size(1), rows.dtype)
         return buffer
 
-    def cache(self, layer: Any, epoch: int | None) -> None:
-        """Records that a layer's product is cached, in which epoch if in training."""
+    def record_cached(self, layer: Any, epoch: int | None) -> None:
+        """Records that a layer's product is cached; `epoch` is None outside training."""
         number = self.number_of(layer, trains=epoch is not None)
         state = self.layers.get(number)
         if epoch is not None and state is not None:
@@ -328,7 +333,7 @@ class LinkState:
 
     @property
     def constants(self) -> list[int]:
-        """The layers whose inputs have been seen, so that products are cached."""
+        """The layers with constant inputs, whose products are cached."""
         seen = {
             number
             for number, layer in self.layers.items()
@@ -337,8 +342,8 @@ class LinkState:
         }
         return sorted(seen | self.constant)
 
-    def unused(self, epoch: int) -> str:
-        """Says why no exchange of an epoch was coded or late, nor will be, if so."""
+    def why_unused(self, epoch: int) -> str:
+        """Returns why no exchange is coded or late from this epoch on; "" if one may be."""
         if self.in_pipeline or (self.nodes is not None and self.nodes.mesh.size == 1):
             return ""
         if not self.layers:
@@ -347,7 +352,7 @@ class LinkState:
                 "link=link), "
                 "data.edge_index.with_link(link), pdc.convert(model, link) or a layer"
             )
-        # by the third the last call is known, and what is constant is kept
+        # by the third epoch the last call is known, and constant products are cached
         trained = any(layer.used for layer in self.layers.values())
         if epoch < 2 or not trained or any(call != self.last for call in self.calls):
             return ""
@@ -375,7 +380,9 @@ class LinkState:
         )
         cached = {n for n, one in self.layers.items() if one.cached_at is not None}
         unused = {key.layer for key, _ in self.saved} - cached - self.constant
-        if unused and self.calls and not self.in_pipeline:  # a stage gets those of all
+        if (
+            unused and self.calls and not self.in_pipeline
+        ):  # a stage restores all layers
             warnings.warn(
                 f"the late and residual rows saved of layers {sorted(unused)}, in the order "
                 "of their first use, are dropped: the first epoch did not use them; run the "
@@ -389,7 +396,7 @@ class LinkState:
             exchange.answered = False
 
     def reset(self) -> None:
-        """Drops late and residual rows, restored ones too, without waiting for them."""
+        """Drops late and residual rows, also restored ones, without waiting for them."""
         for exchange in self.exchanges.values():
             exchange.buffers = [None, None]
         self.saved = {}
@@ -403,7 +410,7 @@ class LinkState:
     def guard(self) -> Iterator[None]:
         """Drops all buffers if an exchange fails, and reports the failure to all ranks.
 
-        Buffers may be updated in part, and other ranks wait for rows that are not sent.
+        Buffers may be partly updated, and other ranks wait for rows that are not sent.
         """
         try:
             yield
@@ -433,7 +440,9 @@ class LinkState:
             "last": self.last,
             "active": self.active,
             "parts_of": self.pipeline_epoch,
-            "mark": self.mark if nodes is None or self.restored else mark_of(nodes),
+            "mark": self.mark
+            if nodes is None or self.restored
+            else partition_fingerprint(nodes),
             "constant": self.constants,
             "kept": [*saved, *map(dict, self.saved.values())],
         }
@@ -452,8 +461,8 @@ class LinkState:
         return read
 
 
-def mark_of(nodes: Rows) -> dict[str, Any]:
-    """Returns what identifies a rank, its grid and its partition, of nodes of all types."""
+def partition_fingerprint(nodes: Rows) -> dict[str, Any]:
+    """Returns the rank, the grid and a digest of the partition, of nodes of all types."""
     owners = nodes.partition
     owners = owners if owners is None or owners.union is None else owners.union
     digest = None if owners is None else owners.digest()
@@ -468,7 +477,7 @@ def codec_state(codec: Codec) -> dict[str, Any]:
     """Returns a codec as plain values.
 
     Raises:
-        ValueError: for one that is not of this package.
+        ValueError: for a codec that is not of this package.
     """
     kind = type(codec).__name__
     if isinstance(codec, codecs.Chain):
@@ -522,21 +531,23 @@ def _saved_buffer(buffer: StaleBuffer) -> dict[str, Any]:
     }
 
 
-def _read_buffer(state: Mapping[str, Any], way: Direction, where: str) -> StaleBuffer:
+def _load_buffer(
+    state: Mapping[str, Any], direction: Direction, where: str
+) -> StaleBuffer:
     """Returns the buffer that was saved of an exchange.
 
     Raises:
         ValueError: if it holds other rows than those of this direction.
     """
-    gid, counts = way.from_gid, way.from_counts
-    if state["rows"] != _digests((way.gid, way.counts), (gid, counts)):
+    gid, counts = direction.from_gid, direction.from_counts
+    if state["rows"] != _digests((direction.gid, direction.counts), (gid, counts)):
         raise ValueError(
             f"{where}: the late and residual rows that were saved are not those that travel "
             "now; load them with the edges and halo they were saved with, or call "
             "link.reset() after loading"
         )
 
-    def here(value: Any) -> Any:
+    def to_device(value: Any) -> Any:
         return None if value is None else value.to(gid.device)
 
     messages = [
@@ -546,23 +557,23 @@ def _read_buffer(state: Mapping[str, Any], way: Direction, where: str) -> StaleB
             m["key"],
             gid,
             counts,
-            way.from_degree,
+            direction.from_degree,
             list(m["sizes"]),
             None,
-            here(m["raw"]),
+            to_device(m["raw"]),
             m["opened"],
         )
         for m in state["messages"]
     ]
-    sent, received = (here(state[name]) for name in ("sent", "seen"))
+    sent, received = (to_device(state[name]) for name in ("sent", "seen"))
     return StaleBuffer(
         messages,
         None if sent is None else CodecState(sent),
         None if received is None else CodecState(received),
-        here(state["mean"]),
+        to_device(state["mean"]),
         (None, state["width"], state["dtype"]),
         state["since"],
-        here(state.get("reference")),  # older checkpoints have none
+        to_device(state.get("reference")),  # older checkpoints have none
     )
 
 

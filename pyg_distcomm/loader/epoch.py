@@ -448,7 +448,7 @@ class Notes:
             try:
                 stop = enough(missing, seconds - since)
                 if self._watch is not None and not stop:
-                    self._watch.look()  # a rank that failed will not come
+                    self._watch.raise_reported()  # a rank that failed will not come
             except BaseException:
                 self._set_waiting_at("")
                 raise

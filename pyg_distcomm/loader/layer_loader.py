@@ -13,7 +13,7 @@ from torch_geometric.loader import NodeLoader
 
 from pyg_distcomm import plugins
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.random import fold, fresh_seed, keyed_race
+from pyg_distcomm.comm.random import fold, fresh_seed, keyed_sample
 from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
@@ -386,7 +386,7 @@ class _Budgets:
             count = numbers[name][hop] if hop < len(numbers[name]) else 0
             node, budget = self._budget(name)
             key = fold(self.key, _HOP, hop, number)
-            drawn = node[keyed_race(key, node, budget.square(), count)]
+            drawn = node[keyed_sample(key, node, budget.square(), count)]
             self.fresh[name] = drawn
             self.node[name] = torch.cat([self.node[name], drawn])
 

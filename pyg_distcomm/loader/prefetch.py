@@ -433,7 +433,7 @@ class BulkBuilder:
         gone = [rank for rank, (stop, _) in enumerate(sizes) if stop]
         if gone and world.rank not in gone:
             if world.watch is not None:
-                world.watch.listen()  # it may have failed, and report why
+                world.watch.wait_for_report()  # it may have failed, and report why
             raise RuntimeError(
                 f"rank(s) {', '.join(map(str, gone))} stopped in the middle of an epoch, "
                 f"and rank {world.rank} did not; all ranks sample a partitioned graph "

@@ -2,8 +2,8 @@
 
 A script moves by replacing the module's name. Message passing layers are PyG's classes with
 `HaloExecution` before them (`layers.py`), models are PyG's with their layers converted,
-and all else (norms, aggregations, `Linear`, `global_mean_pool`) is PyG's own, since
-DistTensors read as whole tensors. On ordinary inputs everything is PyG's.
+and everything else (norms, aggregations, `Linear`, `global_mean_pool`) is PyG's own, since
+DistTensors behave as whole tensors. On ordinary inputs everything runs PyG's code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _mirror(__name__, _pyg.__name__, (_LastAggregator, _LastNeighborLoader))
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a name of PyG's; of a model, PyG's class with its layers converted."""
+    """Returns a name of `torch_geometric.nn`; a model class gets its layers converted."""
     found = getattr(_pyg, name)
     if isinstance(found, _ModuleType):
         return _import_module(f"{__name__}.{name}")

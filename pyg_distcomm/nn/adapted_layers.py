@@ -1,4 +1,4 @@
-"""Layers of PyG's whose own code has nodes behind other dims, reads all edges, or normalises.
+"""Distributes PyG's layers whose code does not run unchanged, such as normalisations.
 
 They compute what PyG's do, from the same parameters; on ordinary inputs they are PyG's.
 """
@@ -15,7 +15,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_self_loops, degree, remove_self_loops
 
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution, spread_inputs
+from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution, shard_inputs
 from pyg_distcomm.nn.index_guard import GuardedEdgeIndex
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
@@ -23,7 +23,7 @@ Norm = TypeVar("Norm", bound=torch.nn.Module)
 
 
 class DistBatchNorm(torch.nn.BatchNorm1d):
-    """Batch norm whose mean and variance are taken over the nodes of all ranks.
+    """Batch norm with mean and variance over the nodes of all ranks.
 
         y = (x - mean) / sqrt(var + eps) * weight + bias
 
@@ -39,11 +39,11 @@ class DistBatchNorm(torch.nn.BatchNorm1d):
     @classmethod
     def of(cls, norm: torch.nn.BatchNorm1d) -> DistBatchNorm:
         """Returns the distributed form of a batch norm, sharing its parameters."""
-        return _twin(cls, norm)
+        return _copy_norm(cls, norm)
 
 
 class InstanceNorm(pyg.InstanceNorm):
-    """PyG's InstanceNorm: of one graph, each channel by its mean and variance over nodes.
+    """PyG's InstanceNorm for one graph, with statistics over the nodes of all ranks.
 
     Takes PyG's arguments, and is PyG's for an ordinary tensor or a `batch` vector.
 
@@ -61,10 +61,10 @@ class InstanceNorm(pyg.InstanceNorm):
     @classmethod
     def of(cls, norm: pyg.InstanceNorm) -> InstanceNorm:
         """Returns the distributed form of an instance norm, sharing its parameters."""
-        return _twin(cls, norm)
+        return _copy_norm(cls, norm)
 
 
-def _twin(kind: type[Norm], norm: torch.nn.Module) -> Norm:
+def _copy_norm(kind: type[Norm], norm: torch.nn.Module) -> Norm:
     out = kind.__new__(kind)
     vars(out).update(vars(norm))
     return out
@@ -92,11 +92,11 @@ class DistARMAConv(HaloExecution, pyg.ARMAConv):
         for t in range(self.num_layers):
             at = 0 if self.shared_weights else t
             before = 0 if self.shared_weights else t - 1
-            out = _stacked(out, self.weight[before] if t else self.init_weight)
+            out = _multiply_stacks(out, self.weight[before] if t else self.init_weight)
             shape = out.size()
             out = self.propagate(edge_index, x=out.flatten(1), edge_weight=edge_weight)
             root = F.dropout(x, p=self.dropout, training=self.training)
-            out = out.view(shape) + _stacked(root, self.root_weight[at])
+            out = out.view(shape) + _multiply_stacks(root, self.root_weight[at])
             if self.bias is not None:
                 out = out + self.bias[at].squeeze(1)
             if self.act is not None:
@@ -104,14 +104,14 @@ class DistARMAConv(HaloExecution, pyg.ARMAConv):
         return out.mean(dim=1)
 
 
-def _stacked(x: Tensor, weight: Tensor) -> Tensor:
+def _multiply_stacks(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x_nk W_k, `[n, K, G]`, of `[n, K, F]` or `[n, F]`, and `[K, F, G]`."""
     rows = "nf" if x.dim() == 2 else "nkf"
     return torch.einsum(f"{rows},kfg->nkg", x, weight)
 
 
 class DistFastRGCNConv(HaloExecution, pyg.FastRGCNConv):
-    """PyG's FastRGCNConv, which looks up weights of nodes without features by their ids."""
+    """PyG's FastRGCNConv; nodes without features look up their weights by global id."""
 
     def message(self, x_j: Tensor, edge_type: Tensor, edge_index_j: Tensor) -> Tensor:
         """Returns a message for each edge."""
@@ -121,7 +121,7 @@ class DistFastRGCNConv(HaloExecution, pyg.FastRGCNConv):
 
 
 class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
-    """PyG's SuperGATConv; in training, attention is also taught to tell edges from others.
+    """PyG's SuperGATConv, with its self-supervised loss on negative edges in training.
 
     Price: that of a layer by halo exchange; in training also the rows at both ends of the
     edges that are sampled, and a byte for each that is drawn, where edges are looked up.
@@ -131,12 +131,12 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
         self, x: Any, edge_index: Any, neg_edge_index: Any = None, batch: Any = None
     ) -> Tensor:
         """Runs the layer."""
-        (x, edge_index), _ = spread_inputs((x, edge_index), {}, self)
+        (x, edge_index), _ = shard_inputs((x, edge_index), {}, self)
         spread = isinstance(edge_index, DistEdgeIndex)
         if not spread or not self.training or torch.is_inference_mode_enabled():
             return super().__call__(x, edge_index, neg_edge_index, batch)
         out = super().__call__(x, edge_index)
-        h, edge_index = self._prepared(x, edge_index)
+        h, edge_index = self._prepare(x, edge_index)
         positive = self.positive_sampling(edge_index)
         if neg_edge_index is None:
             neg_edge_index = self.negative_sampling(edge_index, x.size(0), batch)
@@ -147,7 +147,7 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
         )
         return out
 
-    def _prepared(self, x: Tensor, edge_index: Any) -> tuple[Tensor, Any]:
+    def _prepare(self, x: Tensor, edge_index: Any) -> tuple[Tensor, Any]:
         if self.add_self_loops:
             edge_index, _ = remove_self_loops(edge_index)
             edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
@@ -161,17 +161,17 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
     def forward(
         self, x: Tensor, edge_index: Any, neg_edge_index: Any = None, batch: Any = None
     ) -> Tensor:
-        """Runs the layer; distributed, without what training adds."""
+        """Runs the layer; distributed inputs without the self-supervised loss."""
         if not isinstance(edge_index, GuardedEdgeIndex):
             return super().forward(x, edge_index, neg_edge_index, batch)
-        h, edge_index = self._prepared(x, edge_index)
+        h, edge_index = self._prepare(x, edge_index)
         out = self.propagate(edge_index, x=h)
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         return out if self.bias is None else out + self.bias
 
 
 class DistSignedConv(HaloExecution, pyg.SignedConv):
-    r"""PyG's SignedConv, whose two kinds of edges may be two graphs on the same nodes.
+    r"""PyG's SignedConv, whose positive and negative edges may be two graphs on the same nodes.
 
     It multiplies each graph with x once, where PyG takes half of x at a time:
     :math:`[W_+ [M_+ x_+, M_- x_-] + W'_+ x_+, W_- [M_+ x_-, M_- x_+] + W'_- x_-]` of
@@ -183,7 +183,7 @@ class DistSignedConv(HaloExecution, pyg.SignedConv):
 
     def __call__(self, x: Any, pos_edge_index: Any, neg_edge_index: Any) -> Tensor:
         """Runs the layer."""
-        given, _ = spread_inputs((x, pos_edge_index, neg_edge_index), {}, self)
+        given, _ = shard_inputs((x, pos_edge_index, neg_edge_index), {}, self)
         x, *graphs = given
         spread = all(isinstance(edges, DistEdgeIndex) for edges in graphs)
         if not spread or graphs[0].topology is graphs[1].topology:
@@ -205,7 +205,7 @@ class DistSignedConv(HaloExecution, pyg.SignedConv):
         return torch.cat([friends, foes], dim=-1)
 
     def _means(self) -> list[HaloConv]:
-        """Returns what aggregates over each graph, kept for what its link keeps."""
+        """Returns the layers that aggregate over each graph, made once: links have state."""
         if "_kept_means" not in vars(self):
             aggr = self.aggr_module if self.aggr is None else self.aggr
             self._kept_means = [
@@ -216,7 +216,7 @@ class DistSignedConv(HaloExecution, pyg.SignedConv):
 
 
 class DistLabelPropagation(HaloExecution, pyg.LabelPropagation):
-    """PyG's LabelPropagation, whose mask may be of all nodes, or their ids."""
+    """PyG's LabelPropagation; its mask may be a mask of all nodes, or ids."""
 
     def __call__(
         self,
@@ -227,7 +227,7 @@ class DistLabelPropagation(HaloExecution, pyg.LabelPropagation):
         post_step: Any = None,
     ) -> Tensor:
         """Runs the propagation."""
-        (y, edge_index), _ = spread_inputs((y, edge_index), {}, self)
+        (y, edge_index), _ = shard_inputs((y, edge_index), {}, self)
         if isinstance(edge_index, DistEdgeIndex):
             carried = None if edge_weight is not None else edge_index.weight
             if carried is not None and not bool((carried == 1).all()):
@@ -263,7 +263,7 @@ class DistGroupAddRev(pyg.GroupAddRev):
 
 
 class DistMFConv(HaloExecution, pyg.MFConv):
-    """PyG's MFConv, which multiplies nodes by the weights of their degrees, rank by rank.
+    """PyG's MFConv, which applies a weight matrix per in-degree.
 
     Shapes: x `[n_i, F_in]` -> `[n_i, F_out]`. Price: `halo.price(F_in)`.
     """
@@ -286,7 +286,7 @@ class DistMFConv(HaloExecution, pyg.MFConv):
 
 
 class DistLPFormer(pyg.LPFormer):
-    """PyG's LPFormer, which scores pairs of nodes by their neighbours, on every rank alike.
+    """PyG's LPFormer; every rank scores the same pairs of nodes.
 
     Shapes: batch `[2, k]`, x `[n_i, F]`, edge_index `[2, e_i]`, ppr_matrix `[n, n]` -> `[k]`,
     the same on all ranks. Price: that of its layers; then the rows of all nodes and both ends
@@ -304,12 +304,12 @@ class DistLPFormer(pyg.LPFormer):
         return super().forward(batch, _Propagated(rows), edges, ppr_matrix)  # type: ignore[arg-type]
 
     def propagate(self, x: Tensor, adj: Any) -> Tensor:
-        """Runs the layers, unless it is given what they return."""
+        """Runs the layers, unless it is given their output."""
         return x.rows if isinstance(x, _Propagated) else super().propagate(x, adj)
 
 
 class _Propagated:
-    """Holds all rows that the layers of an LPFormer return."""
+    """Holds all rows of the output of an LPFormer's layers."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows, self.device = rows, rows.device

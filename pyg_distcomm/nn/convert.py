@@ -44,18 +44,18 @@ def convert(model: Model, link: OwnLink = None, *, trim: bool = True) -> Model:
     """Makes the layers of a model distributed, in place, sharing their parameters.
 
     GCNConv, GCN2Conv and SAGEConv become DistGCNConv, DistGCN2Conv and DistSAGEConv, every
-    other `MessagePassing` layer is run by `HaloConv`, and BatchNorm1d becomes DistBatchNorm.
-    Names in `state_dict` stay as they are. Works on any module: PyG's `GCN`,
-    `GraphSAGE`, `GAT`, `GIN`, `Sequential`, a class of your own, or a single layer
-    (whose converted form is the return value).
+    other `MessagePassing` layer is wrapped in `HaloConv`, and BatchNorm1d becomes
+    DistBatchNorm. Names in `state_dict` do not change. Works on any module: PyG's `GCN`,
+    `GraphSAGE`, `GAT`, `GIN`, `Sequential`, a custom class, or a single layer (whose converted
+    form is returned).
 
     Args:
-        model: the model; on ordinary inputs it computes what it did before.
-        link: the link of its layers, `pdc.VARCO(...)` say; "exact", or None to leave each
-            with its own or that of the edge_index.
+        model: the model; its results on ordinary inputs do not change.
+        link: the link of its layers, such as `pdc.VARCO(...)`; "exact", or None to keep the
+            link of each layer, or that of the edge_index.
         trim: whether to compute, on minibatches of this package's loaders, only the rows
-            that are read. It changes no answer: a model that reads other rows than those
-            of the seeds is computed in full. `pdc.nn.trimming_of(model)` tells which.
+            that are read. Results do not change: a model that reads rows beyond the seeds
+            computes all rows. `pdc.nn.trimming_of(model)` returns which applies.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
@@ -66,7 +66,7 @@ def convert(model: Model, link: OwnLink = None, *, trim: bool = True) -> Model:
             )
         )
     done: dict[int, torch.nn.Module] = {}
-    out = _converted(model, done)
+    out = _convert(model, done)
     if check_link(link) is not None:
         for module in out.modules():
             if isinstance(module, LINKED):
@@ -78,29 +78,29 @@ def convert(model: Model, link: OwnLink = None, *, trim: bool = True) -> Model:
 
 
 class Converted:
-    """A model of PyG's whose layers are converted when it is made."""
+    """Converts the layers of a PyG model in its constructor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         done: dict[int, Any] = {id(self): self}
         for name, child in list(self._modules.items()):  # type: ignore[attr-defined]
             if child is not None:
-                self._modules[name] = _converted(child, done)  # type: ignore[attr-defined]
+                self._modules[name] = _convert(child, done)  # type: ignore[attr-defined]
         trimming.install(self)  # type: ignore[arg-type]
 
 
-def _converted(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module:
+def _convert(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module:
     if id(module) in done:
         return done[id(module)]
-    done[id(module)] = out = _stand_in(module)
+    done[id(module)] = out = _distributed_layer(module)
     done[id(out)] = out
     for name, child in list(module._modules.items()):
         if child is not None:
-            module._modules[name] = _converted(child, done)
+            module._modules[name] = _convert(child, done)
     return out
 
 
-def _stand_in(module: torch.nn.Module) -> torch.nn.Module:
+def _distributed_layer(module: torch.nn.Module) -> torch.nn.Module:
     ours = *DISTRIBUTED.values(), HaloConv, HaloExecution, DistBatchNorm
     if isinstance(module, ours):
         return module

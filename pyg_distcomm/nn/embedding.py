@@ -1,4 +1,4 @@
-"""Stores learnable rows, sharded over the ranks; gradients travel to the rows' owners."""
+"""Stores an embedding table sharded over the ranks; gradients travel to the rows' owners."""
 
 from __future__ import annotations
 
@@ -36,53 +36,51 @@ class DistEmbedding(torch.nn.Module):
         forward(v)     y_i = weight[v_i], for this rank's ids v
         backward       dL/dweight[v] = 1/P sum of dL/dy_i over all ranks' i with v_i = v
 
-    Full-graph models take `emb()` or `emb.weight`; models of minibatches `emb(batch.n_id)`,
-    where each rank asks for the rows of its own minibatch. `emb.parameters()` holds this
-    rank's rows `[n_i, dim]` alone: any optimizer that treats each number by itself updates
-    them where they lie (`torch.optim.SparseAdam`, `SGD`, `Adagrad` with `sparse=True`);
-    Adafactor, LBFGS and Muon, which read all of a table, are refused. `pdc.replicate` leaves
-    them out, and `pdc.save_checkpoint` saves them, and what the optimizer keeps of them, for
-    any number of ranks. Gradients of minibatches are means over the ranks, as
-    DistributedDataParallel's; contributions are added in the order of ranks.
+    Full-graph models use `emb()` or `emb.weight`; models of minibatches `emb(batch.n_id)`,
+    which looks up the rows of each rank's own minibatch. `emb.parameters()` holds only this
+    rank's rows `[n_i, dim]`. Any elementwise optimizer updates them locally
+    (`torch.optim.SparseAdam`, `SGD`, `Adagrad` with `sparse=True`); Adafactor, LBFGS and Muon,
+    which read the whole table, raise an error. `pdc.replicate` leaves them out, and
+    `pdc.save_checkpoint` saves them and their optimizer state for any number of ranks.
+    Gradients of minibatches are means over the ranks, as in DistributedDataParallel;
+    contributions are added in the order of ranks.
 
     Args:
         num_embeddings: n, the number of nodes.
         embedding_dim: dim.
-        like: says which rows are on which rank: a share of `pdc.partition` (of a
+        like: determines the rows of each rank: a share of `pdc.partition` (of a
             HeteroData `share["author"]`), its `edge_index` or one of its row-sharded
             tensors, or a Mesh, whose ranks get equal blocks (default: the mesh that
             `pdc.init` made last).
         sparse: whether gradients of minibatches are sparse tensors, for optimizers that
-            take these; steps then cost what the minibatch touches, not n_i.
-        device: of the table (default: that of `like`, or of the mesh).
-        dtype: of the table.
+            support these; the cost of a step then depends on the minibatch, not on n_i.
+        device: the device of the table (default: that of `like`, or of the mesh).
+        dtype: the dtype of the table.
 
-    The table starts as torch.nn.Embedding's does on one process with the same generator.
+    The initial table equals that of torch.nn.Embedding on one process with the same generator.
 
     Shapes (this rank): v [...] with k ids in all, y [..., dim].
 
     Raises:
-        ValueError: on all ranks, if `like` has another number of rows than n, sizes are no
-            whole numbers, or the ranks ask for different tables; if another parameter than
-            this rank's rows was put in place of them; and in the step of an optimizer that
-            reads all of a table.
-        IndexError: on all ranks, if ids are no integers in [0, n).
+        ValueError: on all ranks, if `like` does not have n rows, sizes are not whole numbers,
+            or the ranks make different tables; if the parameter was replaced by one that is
+            no shard; and in the step of an optimizer that reads the whole table.
+        IndexError: on all ranks, if ids are not integers in [0, n).
         RuntimeError: in a model under torch's own DistributedDataParallel, which has sent
             rank 0's rows to all ranks; see `pdc.replicate`.
-        TypeError: if `like` says nothing of rows.
+        TypeError: if `like` has no rows.
 
-    Of a loader that was given the embedding, `DistNeighborLoader(..., embedding=emb)`, the
-    ids of a minibatch are sent to their owners with its bulk, in the background: a step
-    with the `batch.n_id` that the loader has made (the same tensor on all ranks, unchanged,
-    on the CPU) moves rows and their gradients alone, and the result is the same bit for
-    bit. Rows are fetched at the step, and so never stale.
+    A loader with the embedding, `DistNeighborLoader(..., embedding=emb)`, sends the ids of a
+    minibatch to their owners with its bulk, in the background. A step with the loader's
+    `batch.n_id` (unchanged, on the CPU, on all ranks) then only moves rows and their gradients,
+    with bitwise the same result. Rows are fetched in the step, so they are never stale.
 
-    Price: with ids, collective over all ranks: h ids and h rows of dim words here (h
-    the distinct rows of other ranks), and h rows back in the backward pass, each in one
-    all-to-all, after one of counts. Without ids nothing travels. Building it is
-    collective, too. The backward pass of a lookup is collective as the lookup is: a rank
-    without a loss goes back from `0 * y.sum()`. What reads gradients of all parameters
-    sees this rank's rows alone: clip them by `pdc.clip_grad_norm_`.
+    Price: a lookup by ids is collective over all ranks: h ids and h rows of dim words (h the
+    distinct rows of other ranks), and h rows in the backward pass, each in one all-to-all,
+    after one of counts. Without ids nothing travels. The constructor is collective, too. The
+    backward pass of a lookup is also collective: a rank without a loss calls backward on
+    `0 * y.sum()`. Functions that read the gradients of all parameters only see this rank's
+    rows: clip gradients by `pdc.clip_grad_norm_`.
     """
 
     _checked = 0  # the parameter that was last found to hold this rank's rows
@@ -117,8 +115,8 @@ class DistEmbedding(torch.nn.Module):
 
         Args:
             embeddings: the table; it is copied.
-            freeze: whether the table is not learnt, as in torch.nn.Embedding.
-            sparse: as above.
+            freeze: whether the table is not trained, as in torch.nn.Embedding.
+            sparse: as in the constructor.
         """
         if not isinstance(embeddings, RowShardedTensor) or embeddings.dim() != 2:
             raise TypeError(
@@ -159,7 +157,7 @@ class DistEmbedding(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draws all rows anew from the standard normal distribution, as one process does."""
         local = self.shard.data
-        drawn = random.rows_drawn(
+        drawn = random.draw_rows(
             torch.nn.init.normal_, local, self.rows.count, self.rows.place
         )
         local.copy_(drawn)
@@ -176,7 +174,7 @@ class DistEmbedding(torch.nn.Module):
         return out.view(*ids.shape, self.embedding_dim)
 
     def _check(self) -> None:
-        """Refuses other parameters in place of the rows; collective where one was put there."""
+        """Raises if the parameter was replaced by one that is no shard; collective then."""
         shard, now = self._parameters.get("weight"), id(self._parameters.get("weight"))
         if shard is not None and self._checked != now:
             problem = None
@@ -192,7 +190,7 @@ class DistEmbedding(torch.nn.Module):
         self._refuse_ddp()
 
     def _refuse_ddp(self) -> None:
-        """Refuses to run under torch's DistributedDataParallel, which takes rows for copies."""
+        """Raises under DistributedDataParallel, which would average different rows."""
         around: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if around is None or self.rows.mesh.size == 1:
             return
@@ -203,7 +201,7 @@ class DistEmbedding(torch.nn.Module):
             )
 
     def _plan(self, ids: Tensor) -> IdPlan:
-        """Returns the plan that has come with a minibatch, or makes one; then collective."""
+        """Returns the plan attached to a minibatch's ids, or makes one, which is collective."""
         known = route_of(ids, self.rows) if isinstance(ids, Tensor) else None
         if known is not None:
             return known
@@ -237,7 +235,7 @@ class DistEmbedding(torch.nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Gathers rows by ids; the gradient of a row is summed where the row lies."""
+    """Gathers rows by ids; the gradient of a row is summed at its owner."""
 
     @staticmethod
     def forward(
@@ -264,7 +262,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
-    """Refuses a step that would take this rank's rows of a table for all of it."""
+    """Raises for an optimizer that would treat this rank's rows as the whole table."""
     if not isinstance(optimizer, _OF_WHOLE_TABLES):
         return
     held = (p for group in optimizer.param_groups for p in group["params"])
@@ -277,7 +275,7 @@ def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
 
 
 def sharded_parameters(model: torch.nn.Module) -> dict[str, Rows]:
-    """Returns the names of the parameters that hold one rank's rows, and which rows."""
+    """Returns the row-sharded parameters of a model by name, each with its rows."""
     return {
         f"{name}.weight" if name else "weight": module.rows
         for name, module in model.named_modules(remove_duplicate=False)
@@ -286,7 +284,7 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, Rows]:
 
 
 def _agreed_rows(like: Any, facts: tuple[Any, ...]) -> Rows:
-    """Returns which rows are here, once all ranks ask for the same table; collective."""
+    """Returns this rank's rows, once all ranks agree on the table; collective."""
     if like is None:
         like = latest_mesh() or init()
     rows, problem = None, None
@@ -318,7 +316,7 @@ def _mesh_of(like: Any) -> Mesh:
 
 
 def _rows_in(like: Any) -> Rows | None:
-    """Returns the rows that a share, its edges or one of its tensors has, if any."""
+    """Returns the node rows of a share, its edges or one of its tensors; None if none."""
     edge_index = getattr(like, "edge_index", like)
     if isinstance(edge_index, DistEdgeIndex):
         return edge_index.nodes
@@ -359,7 +357,7 @@ def _rows_of(like: Any, total: int) -> Rows:
 def clip_grad_norm_(
     model: torch.nn.Module, max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
-    """Clips the norm of all gradients, the rows of other ranks among them; collective.
+    """Clips the norm of all gradients, including the rows of other ranks; collective.
 
         g <- g min(1, max_norm / (|g| + 1e-6)),   |g| over all parameters of the model
 

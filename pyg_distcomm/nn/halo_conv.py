@@ -1,4 +1,4 @@
-"""Runs any other PyG layer, unchanged, on own rows and the ghosts it needs: `HaloConv`."""
+"""Runs any PyG layer, unchanged, on own rows and the ghost rows it needs: `HaloConv`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch_geometric.data.data import BaseData
 from torch_geometric.nn import EGConv, FAConv, MessagePassing
 
-from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.gradient_averaging import as_replicated
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
@@ -26,7 +26,7 @@ from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
 from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
 from pyg_distcomm.nn.local_products import run_layer
 from pyg_distcomm.nn.message_forms import check_aggregations, layers_of
-from pyg_distcomm.nn.patched_functions import MatrixOf
+from pyg_distcomm.nn.patched_functions import MatrixWeights
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -36,12 +36,12 @@ from pyg_distcomm.tensor.row_sharded import eagerly
 class HaloExecution:
     """Runs the PyG layer that it is mixed into on a graph spread over ranks.
 
-    On ordinary inputs nothing changes. Given the edges of a partition, the layer runs as in
-    `HaloConv`, which see for shapes, price and errors: by halo exchange, unchanged.
+    On ordinary inputs nothing changes. Given the edges of a partition, the layer runs by halo
+    exchange, unchanged; see `HaloConv` for shapes, price and errors.
 
         class MyConv(HaloExecution, torch_geometric.nn.MessagePassing): ...
 
-    is what a subclass of `pyg_distcomm.nn.MessagePassing` is.
+    is the same as a subclass of `pyg_distcomm.nn.MessagePassing`.
     """
 
     link: OwnLink = None
@@ -49,42 +49,43 @@ class HaloExecution:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer, distributed if it is given distributed edges."""
         run: Any = super().__call__  # type: ignore[misc]
-        args, kwargs = spread_inputs(args, kwargs, self)
+        args, kwargs = shard_inputs(args, kwargs, self)
         return _run(self, self.link, run, *args, **kwargs)  # type: ignore[arg-type]
 
 
 class HaloConv(torch.nn.Module):
     """Runs any PyG layer, unchanged, on a graph spread over ranks.
 
-    A layer that takes a pair of features gets (own and ghost rows, own rows), so its
-    input travels. Of any other layer the tensors it hands to `propagate` travel.
-    Normalisation by `gcn_norm` is global. Dropout on edges is keyed by the edge, so
-    that masks do not depend on the number of ranks. Parameters, their names and
-    `state_dict` are those of the layer.
+    A layer that takes a pair of features gets (own and ghost rows, own rows): its input is
+    exchanged. For any other layer, the tensors that it passes to `propagate` are exchanged.
+    Normalisation by `gcn_norm` is global. Dropout on edges is keyed by the edge, so that
+    masks do not depend on the number of ranks. Parameters, their names and the `state_dict`
+    are those of the layer.
 
     Args:
         conv: a `MessagePassing` layer; it is shared, not copied.
-        link: how rows travel, a `LinkPolicy`; "exact", or that of the edge_index (None).
-            What the layer hands to `propagate` is coded, but for what attention is made
-            from, which is exact and now; see [Note: attention]. So is all of a layer that
-            keeps what it propagates (`SGConv(cached=True)`).
+        link: the `LinkPolicy` of its rows; "exact", or None for that of the edge_index.
+            It applies to the tensors that the layer passes to `propagate`, except those of
+            which attention logits are made, which are exact and synchronous; see
+            [Note: attention]. So are all tensors of a layer that caches propagated rows
+            (`SGConv(cached=True)`).
 
-    On grids other than (P, 1, 1) rows go between all ranks as they do there. Layers that
-    sum or average rows, weighted by what does not learn (GINConv, GraphConv, APPNP), are
-    products on the grid instead where `GridMatrix.price` of all ranks together is less;
-    others, and all over a coded link, say once that they are not.
+    On grids other than (P, 1, 1) rows travel between all ranks as on that grid. Layers that
+    sum or average rows with weights that are not trained (GINConv, GraphConv, APPNP) are
+    computed as products on the grid where `GridMatrix.price`, summed over ranks, is less;
+    other layers, and all layers over a coded link, warn once that they are not.
 
     Shapes (this rank): x `[n_i, F_in]` DistTensor -> `[n_i, F_out]` DistTensor.
     Price: `halo.price(F)` per exchanged tensor of width F, and its transpose backward; or
-    `GridMatrix.price(F)`, see above. An argument that does not change, and travels as it is,
-    travels twice: its ghosts are kept from the second use on, over exact links, as
-    `DistEdgeIndex.with_ordering` has it.
+    `GridMatrix.price(F)`, see above. The ghosts of an argument that does not change travel
+    twice over exact links: they are cached from the second use on, unless
+    `DistEdgeIndex.with_ordering` says otherwise.
 
     Raises:
-        TypeError: if conv is no MessagePassing layer, or reads the topology outside
-            `propagate`; the layer is named.
-        ValueError: over a link that leaves out numbers, if sums or means are not what is
-            taken.
+        TypeError: if conv is not a MessagePassing layer, or reads the topology outside
+            `propagate`; the message names the layer.
+        ValueError: over a link that leaves out numbers, if the aggregation is not a sum or
+            a mean.
     """
 
     def __init__(self, conv: MessagePassing, link: OwnLink = None) -> None:
@@ -98,7 +99,7 @@ class HaloConv(torch.nn.Module):
         self._share()
 
     def _share(self) -> None:
-        """Makes this module's state the layer's own: names, hooks' owner, and mode."""
+        """Shares parameters, buffers, submodules and the mode with the layer."""
         conv = self.conv
         self._parameters, self._buffers = conv._parameters, conv._buffers
         self._modules = conv._modules
@@ -113,11 +114,11 @@ class HaloConv(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
-        args, kwargs = spread_inputs(args, kwargs, self.conv)
+        args, kwargs = shard_inputs(args, kwargs, self.conv)
         return _run(self.conv, self.link, self.conv, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
-        """Sets the mode of the layer and of what is in it."""
+        """Sets the mode of the layer and of its submodules."""
         super().train(mode)
         self.conv.training = mode
         return self
@@ -128,9 +129,9 @@ class HaloConv(torch.nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yields what is in the layer; to PyG's explainers, which set masks, the layer too."""
+        """Yields the modules inside the layer; for PyG's explainers, also the layer itself."""
         memo = set() if memo is None else memo
-        if _asked_by_explainer() and self.conv not in memo:
+        if _called_by_explainer() and self.conv not in memo:
             memo.add(self.conv)
             yield prefix, self.conv
         yield from super().named_modules(memo, prefix, remove_duplicate)
@@ -155,8 +156,8 @@ class HaloConv(torch.nn.Module):
         return f"HaloConv({self.conv})"
 
 
-def _asked_by_explainer() -> bool:
-    """Tells whether an explainer of PyG's goes through the modules of a model."""
+def _called_by_explainer() -> bool:
+    """Tells whether an explainer of PyG iterates over the modules of a model."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _WALKING:
         frame = frame.f_back
@@ -177,14 +178,14 @@ def _run(
     return run_layer(conv, forward, *args, **kwargs)
 
 
-def spread_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
-    """Returns arguments of a layer with a whole graph beside row-sharded features cut as these.
+def shard_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
+    """Returns the arguments of a layer with a whole graph sharded like row-sharded features.
 
-    A plain `edge_index` `[2, e]` and a sparse adjacency, equal on all ranks, become a
+    A plain `edge_index` `[2, e]` or a sparse adjacency, equal on all ranks, becomes a
     DistEdgeIndex; see `DistEdgeIndex.cut`.
 
     Raises:
-        TypeError: for a Data in the place of its tensors, and for edges in the place of x.
+        TypeError: for a Data instead of tensors, and for edges in place of x.
     """
     values = [*args, *kwargs.values()]
     if args and isinstance(args[0], DistEdgeIndex):
@@ -201,21 +202,21 @@ def spread_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
     found = [x for x in found if x.rows.partition is not None and not x.reads_local]
     if not found:
         if not torch.compiler.is_compiling():
-            _warn_whole(layer, values)
+            _warn_whole_graph(layer, values)
         return args, kwargs
     rows = found[0].rows, found[0].rows
-    for pair in values:  # of two node types
+    for pair in values:  # for two node types
         if isinstance(pair, (tuple, list)) and len(pair) == 2:
             if all(isinstance(x, DistTensor) for x in pair):
                 rows = pair[1].rows, pair[0].rows
     nodes, sources = rows
     ends = nodes, None if sources.same_as(nodes) else sources
-    spread = [_spread(v, *ends) for v in args]
-    return spread, {name: _spread(v, *ends) for name, v in kwargs.items()}
+    spread = [_shard_input(v, *ends) for v in args]
+    return spread, {name: _shard_input(v, *ends) for name, v in kwargs.items()}
 
 
 def _check_order(layer: Any) -> None:
-    """Refuses edges as the first argument of a layer that takes x there."""
+    """Raises for edges as the first argument of a layer that takes x first."""
     forward = getattr(layer, "conv", layer).forward
     names = list(inspect.signature(forward).parameters)
     if names[:1] == ["x"]:
@@ -225,11 +226,11 @@ def _check_order(layer: Any) -> None:
         )
 
 
-def _warn_whole(layer: Any, values: list[Any]) -> None:
-    """Warns, once, if each of several ranks seems to train on the same whole graph.
+def _warn_whole_graph(layer: Any, values: list[Any]) -> None:
+    """Warns once if each of several ranks seems to train on the same whole graph.
 
-    A layer has then met one plain edge_index twice in training, where minibatches have one
-    each, and there is no loader of this package.
+    A layer has then seen one plain edge_index twice in training (each minibatch has its own),
+    and no loader of this package exists.
     """
     mesh = latest_mesh() if torch.is_grad_enabled() and layer.training else None
     if mesh is None or mesh.size == 1 or "whole" in PROCESS.warned:
@@ -251,7 +252,7 @@ def _warn_whole(layer: Any, values: list[Any]) -> None:
 
 
 def _check_square(shape: tuple[int, ...], nodes: Rows) -> None:
-    """Refuses a sparse adjacency of another number of nodes."""
+    """Raises for a sparse adjacency with another number of nodes."""
     if tuple(shape) != (nodes.total, nodes.total):
         raise ValueError(
             f"a sparse adjacency of {nodes.total} nodes is [{nodes.total}, {nodes.total}], "
@@ -259,15 +260,15 @@ def _check_square(shape: tuple[int, ...], nodes: Rows) -> None:
         )
 
 
-def _spread(value: Any, nodes: Rows, sources: Rows | None) -> Any:
+def _shard_input(value: Any, nodes: Rows, sources: Rows | None) -> Any:
     if not isinstance(value, Tensor):
-        if not hasattr(value, "coo"):  # as a SparseTensor of torch-sparse has it
+        if not hasattr(value, "coo"):  # not a SparseTensor of torch-sparse
             return value
         _check_square(value.sparse_sizes(), nodes)
         edge_index, weight = coo_of(value)
         return DistEdgeIndex.cut(edge_index, nodes).carrying(weight)
     if value.layout != torch.strided:
-        _check_square(value.shape[:2], nodes)  # values may have dims of their own
+        _check_square(value.shape[:2], nodes)  # further dims are those of values
         return DistEdgeIndex.of_sparse(value, nodes)
     pair = value.dim() == 2 and value.size(0) == 2 and value.dtype in _INDICES
     if pair and not isinstance(value, (DistTensor, LocalIndexGuard)):
@@ -286,7 +287,7 @@ def through_halo(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Runs `forward` of `conv`, fetching ghosts where the layer meets its edges."""
+    """Runs `forward` of `conv`, and fetches ghosts where the layer reads source nodes."""
     bound = inspect.signature(conv.forward).bind(*args, **kwargs)
     given = bound.arguments
     extra = given.get("kwargs", {}) if "kwargs" not in kwargs else {}
@@ -294,71 +295,73 @@ def through_halo(
     _check(conv, edge_index, given)
     if edge_index.weight is not None:
         edge_index.check_loops(conv)
-        _take_weight(conv, edge_index.weight, given)
-    carry = _carrier(conv, edge_index)
+        _apply_edge_weight(conv, edge_index.weight, given)
+    carry = _attribute_route(conv, edge_index)
     values: Any = edge_index.weight
     if values is not None:
-        values = _of_edges("edge_weight", values, edge_index, carry)
-    # what is kept from one pass on must be exact, whatever the pass
+        values = _oriented_values("edge_weight", values, edge_index, carry)
+    # rows that the layer caches must be exact
     link = "exact" if any(map(_keeps_rows, layers_of(conv))) else link
     context = LayerContext.of(conv, link, edge_index)
     at_work = context.is_coded
     if at_work and context.link is not None:
         check_aggregations(layers_of(conv), context.link)
-    # attention that is kept while the layer runs, and masks of all edges, need it whole
+    # attention weights that are returned, and masks of all edges, exclude chunks
     whole = given.get("return_attention_weights") is not None or bool(conv.explain)
     keeps = edge_index.topology.ordering.keep_inputs
     how = context.topology, context.exchange(), at_work, whole, keeps
     visit = HaloVisit(conv, *how, values, edge_index.of_torch)
     mesh = edge_index.nodes.mesh
-    hooks = _meeting(conv, mesh)
+    hooks = _replicate_parameters(conv, mesh)
     spilling = edge_index.nodes.spilling
-    with spilling(), visit.within_room(given):
+    with spilling(), visit.explaining_memory(given):
         for where in (given, extra):
             for name, value in list(where.items()):
                 if where is given and name == "kwargs" and extra:
                     continue
                 where[name] = _argument(conv, name, value, edge_index, visit, carry)
     try:
-        with spilling(), visit.running(), visit.within_room(given):
+        with spilling(), visit.running(), visit.explaining_memory(given):
             out = forward(*bound.args, **bound.kwargs)
     except TypeError as error:
-        if visit.scene.layer in str(error):
+        if visit.context.layer in str(error):
             raise
-        raise TypeError(f"{visit.scene.layer}, run distributed: {error}") from error
+        raise TypeError(f"{visit.context.layer}, run distributed: {error}") from error
     finally:
         for hook in hooks:
             hook.remove()
-    return tree_map(visit.outcome, out)
+    return tree_map(visit.wrap_output, out)
 
 
-def _meeting(conv: MessagePassing, mesh: Mesh) -> list[Any]:
-    """Has parameters meet row-sharded data; some work on what is local without a trace.
+def _replicate_parameters(conv: MessagePassing, mesh: Mesh) -> list[Any]:
+    """Registers the parameters of a layer as replicated.
+
+    Otherwise those that work on local tensors alone would be missed.
 
     Returns:
-        The hooks by which those of lazy modules do, once their shapes are known.
+        The hooks that register parameters of lazy modules once their shapes are known.
     """
     hooks = []
     for module in conv.modules():
         own = [p for p in module._parameters.values() if p is not None]
         if any(map(is_lazy, own)):
-            hooks.append(module.register_forward_pre_hook(_met_by(mesh)))
+            hooks.append(module.register_forward_pre_hook(_replicate_hook(mesh)))
             continue
         for parameter in own:
-            meet(parameter, mesh)
+            as_replicated(parameter, mesh)
     return hooks
 
 
-def _met_by(mesh: Mesh) -> Callable[..., None]:
+def _replicate_hook(mesh: Mesh) -> Callable[..., None]:
     def before(module: torch.nn.Module, _: Any) -> None:
         for parameter in module._parameters.values():
             if parameter is not None and not is_lazy(parameter):
-                meet(parameter, mesh)
+                as_replicated(parameter, mesh)
 
     return before
 
 
-def _take_weight(
+def _apply_edge_weight(
     conv: MessagePassing, weight: DistTensor, given: dict[str, Any]
 ) -> None:
     """Gives a layer the values of a sparse adjacency, as PyG does."""
@@ -369,7 +372,7 @@ def _take_weight(
                 "give EGConv(aggregators=['std', ...]) an edge_index: of a sparse adjacency "
                 "PyG takes another standard deviation"
             )
-    if isinstance(conv, FAConv) and conv.normalize:  # which has weights of its own
+    if isinstance(conv, FAConv) and conv.normalize:  # computes its own weights
         if not bool((weight == 1).all()):
             raise TypeError(
                 "give FAConv an edge_index: its normalisation has no weights"
@@ -382,7 +385,7 @@ def _take_weight(
 
 
 def _keeps_rows(layer: MessagePassing) -> bool:
-    """Tells whether a layer keeps what it propagates: SGConv and SSGConv may."""
+    """Tells whether a layer caches propagated rows, as SGConv and SSGConv may."""
     names = vars(layer)
     return bool(names.get("cached")) and ("_cached_x" in names or "_cached_h" in names)
 
@@ -429,13 +432,13 @@ def _check(
                 f"{name} got size={size}, but its edges go from {nodes[0]} nodes to "
                 f"{nodes[1]}; leave size out"
             )
-        given["size"] = None  # edges know their nodes
+        given["size"] = None  # edges hold their numbers of nodes
 
 
-def _carrier(
+def _attribute_route(
     conv: MessagePassing, edge_index: DistEdgeIndex
 ) -> Callable[[DistTensor], DistTensor]:
-    """Returns how attributes get to the edges in the direction of messages."""
+    """Returns a function that moves edge attributes to the owners of message targets."""
     if conv.flow == "source_to_target":
         return lambda value: value
     back = edge_index.topology.reversed
@@ -454,7 +457,7 @@ def _argument(
     visit: HaloVisit,
     carry: Callable[[DistTensor], DistTensor],
 ) -> Any:
-    """What the layer gets for one of its arguments."""
+    """Returns the value that the layer gets for one of its arguments."""
     if isinstance(value, DistEdgeIndex):
         return visit.edges
     if isinstance(value, (tuple, list)) and any(
@@ -475,8 +478,8 @@ def _argument(
         return visit.ghosted(source), target
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
-    if _per_edge(name, value, edge_index):
-        return _of_edges(name, value, edge_index, carry)
+    if _has_row_per_edge(name, value, edge_index):
+        return _oriented_values(name, value, edge_index, carry)
     if not isinstance(value, DistTensor) and name != "x":
         return value  # replicated
     if visit.sources is not visit.nodes:
@@ -490,24 +493,24 @@ def _argument(
     return (visit.ghosted(value), value) if early else value
 
 
-def _of_edges(
+def _oriented_values(
     name: str,
     value: Tensor,
     edge_index: DistEdgeIndex,
     carry: Callable[[DistTensor], DistTensor],
 ) -> DistTensor:
-    """Returns values of edges in the direction of messages."""
+    """Returns edge values in the direction of messages."""
     local = edge_index.check_edges(value, name)
     assert local is not None
     given = LayerTensor.wrap(local, edge_index.edges)
     out = carry(given)
     if out is given and isinstance(value, DistTensor) and local.is_leaf:
-        MatrixOf.mark(out, OperatorKind(), local)
+        MatrixWeights.mark(out, OperatorKind(), local)
     return out
 
 
-def _per_edge(name: str, value: Tensor, edge_index: DistEdgeIndex) -> bool:
-    """Whether a tensor has a row per edge; never decided by what happens to be here."""
+def _has_row_per_edge(name: str, value: Tensor, edge_index: DistEdgeIndex) -> bool:
+    """Tells whether a tensor has a row per edge; the same on all ranks."""
     if not isinstance(value, DistTensor):
         return name.startswith("edge")
     if value.rows is edge_index.edges or value.rows is edge_index.nodes:
@@ -518,9 +521,7 @@ def _per_edge(name: str, value: Tensor, edge_index: DistEdgeIndex) -> bool:
 
 
 def _takes_pair(conv: MessagePassing, name: str) -> bool:
-    if (
-        getattr(conv, "combine_root", None) == "self_loop"
-    ):  # which is for one kind of node
+    if getattr(conv, "combine_root", None) == "self_loop":  # for one node type
         return False
     parameter = inspect.signature(conv.forward).parameters.get(name)
     hint = str(parameter.annotation) if parameter is not None else ""

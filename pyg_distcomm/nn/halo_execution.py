@@ -1,4 +1,4 @@
-"""Runs an unchanged layer of PyG on this rank's edges: one `HaloVisit` a run."""
+"""Runs an unchanged PyG layer on this rank's edges; each run is one `HaloVisit`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_geometric.typing import WITH_SEGMM
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import needing
-from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.gradient_averaging import as_replicated
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
@@ -31,14 +31,14 @@ from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.halo import DEGREES, NAMES, Link
 from pyg_distcomm.nn.index_guard import (
     GhostMeshGuard,
+    GuardContext,
     GuardedEdgeIndex,
     LayerTensor,
     LocalIndexGuard,
-    Scene,
     gids_of,
     typed,
 )
-from pyg_distcomm.nn.layer_context import tell_of_rows
+from pyg_distcomm.nn.layer_context import warn_about_grid
 from pyg_distcomm.nn.message_forms import (
     AGGREGATIONS,
     MESSAGES,
@@ -61,11 +61,11 @@ from pyg_distcomm.nn.node_chunks import (
 )
 from pyg_distcomm.nn.patched_functions import (
     STAND_INS,
-    MatrixOf,
+    MatrixWeights,
     RngGuard,
     by_row,
+    replace_in_module,
     replaced,
-    standing_in,
 )
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor, version_of
@@ -76,28 +76,28 @@ update""".split()
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call of `propagate` or `edge_updater`: its edges, and what it was given."""
+    """Holds the edges and arguments of one call of `propagate` or `edge_updater`."""
 
     edges: GuardedEdgeIndex
     given: dict[str, Any]
 
 
 class HaloVisit:
-    """One run of a layer on this rank: its edges, and what stands in for PyG's own.
+    """Runs a layer once on this rank, with replacements for its `propagate` and helpers.
 
-    On a grid with more axes than one, layers that add up rows multiply as the grid does
-    where that takes fewer words; see `Topology.adds_on_grid`. Rows travel otherwise, which
-    is told once.
+    On a grid with more than one axis, layers that add up rows are computed as products on
+    the grid if that moves fewer words; see `Topology.adds_on_grid`. Otherwise rows travel,
+    with a warning the first time.
 
     Args:
         conv: the layer.
         topology: the edges, in the direction of messages.
-        call: how this run goes by the layer's link; None is exactly.
-        coded: whether that is not exactly, or not now.
+        call: the exchange by the layer's link policy; None is exact.
+        coded: whether that exchange may be coded or late.
         whole: whether the layer must not run in chunks.
-        keeps: whether ghosts of arguments that do not change are kept, where all is exact.
-        values: of the matrix whose nonzeros are the edges, if they come as one.
-        of_torch: whether that is a matrix of torch.sparse.
+        keeps: whether ghosts of constant arguments are cached, if all exchanges are exact.
+        values: the values of a sparse adjacency, if the edges are given as one.
+        of_torch: whether the adjacency is a matrix of torch.sparse.
     """
 
     def __init__(
@@ -112,37 +112,37 @@ class HaloVisit:
         of_torch: bool = False,
     ) -> None:
         self.call, self.link_codes = call, coded
-        # chunks hand gradients to what a layer is given, not to values
+        # chunks pass gradients to the arguments of a layer, not to values
         self.whole = whole or (values is not None and values.requires_grad)
         self.keeps = keeps and not coded
         self.topology = topology
         self.adding = [layer for layer in layers_of(conv) if adds_rows(layer)]
-        # whether sources are fetched where they are looked up, not before
+        # whether ghosts are fetched where sources are looked up, not before
         self.late = coded or (bool(self.adding) and topology.adds_on_grid)
-        self.fetched: list[tuple[Tensor, Tensor]] = []  # exactly
-        # arguments as the layer gets them, and as given, by which ghosts are remembered,
-        # with their versions: a layer may write to them
+        self.fetched: list[tuple[Tensor, Tensor]] = []  # exact ghosts
+        # arguments as the layer gets them and as given, for the cache of ghosts, with their
+        # versions: a layer may write to them
         self.inputs: list[tuple[Tensor, DistTensor, int]] = []
         self.coded = self.asked = 0
         self.conv, self.here = conv, topology.locals
         self.nodes, self.all_gid = topology.nodes, topology.all_gid
         self.sources = topology.source_rows
         self.source = 0 if conv.flow == "source_to_target" else 1
-        scene = type(conv).__name__, self.nodes, self.sources, self.here, self.source
-        self.scene = Scene(*scene, self.degrees, values)
+        context = type(conv).__name__, self.nodes, self.sources, self.here, self.source
+        self.context = GuardContext(*context, self.degrees, values)
         self.of_torch = of_torch
         local = self.here.ends
         local = local if self.source == 0 else local.flip(0)
-        self.edges = GuardedEdgeIndex.wrap(local, self.scene, topology.edges)
-        overlap: Any = GhostMeshGuard(self.nodes.mesh, self.scene.layer)
-        # one more in total: never taken for the rows of own nodes, not even on one rank
+        self.edges = GuardedEdgeIndex.wrap(local, self.context, topology.edges)
+        overlap: Any = GhostMeshGuard(self.nodes.mesh, self.context.layer)
+        # one more in total, so that these rows never equal the own nodes, even on one rank
         total = self.sources.total + 1
         self.both = Rows(self.all_gid, total, overlap, None, whole=False)
         self.calls: list[_Call] = []
         self.most: int | None = None
 
     def argument(self, given: DistTensor, nodes: Rows) -> DistTensor:
-        """Returns an argument with the rows of `nodes` as the layer gets it."""
+        """Wraps an argument with the rows of `nodes` for the layer."""
         x = LayerTensor.wrap(given.to_local().contiguous(), nodes)
         if self.keeps:
             self.inputs.append((x, given, version_of(x)))
@@ -156,7 +156,7 @@ class HaloVisit:
         return LayerTensor.wrap(rows, self.both)
 
     def _constant_rows(self, x: Tensor) -> Tensor | None:
-        """Returns own and ghost rows of an argument that does not change, if they are kept."""
+        """Returns own and ghost rows of a constant argument, if they are cached."""
         for known, given, version in self.inputs:
             if known is x and version_of(x) == version:
                 return self.topology.constant_rows(given)
@@ -164,7 +164,7 @@ class HaloVisit:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Puts our `propagate`, `gcn_norm` and keyed dropout in place."""
+        """Replaces `propagate`, `gcn_norm`, dropout and others of PyG in a block."""
         with contextlib.ExitStack() as stack:
             layers = layers_of(self.conv)
             for layer in layers:
@@ -177,25 +177,27 @@ class HaloVisit:
                     stack.enter_context(
                         replaced(vars(part), "forward", by_row(part.forward))
                     )
-            if WITH_SEGMM:  # PyG chooses by how many edges of a type are here
+            if WITH_SEGMM:  # PyG chooses by the local number of edges of a type
                 stack.enter_context(_SEGMENTS)
                 backend = vars(torch_geometric.backend)
                 stack.enter_context(replaced(backend, "use_segment_matmul", False))
-            stack.enter_context(standing_in(_AGGR, "to_dense_batch", _as_wide_on_all))
+            stack.enter_context(
+                replace_in_module(_AGGR, "to_dense_batch", _same_width_on_all_ranks)
+            )
             for scope in scopes_of(layers):
                 for name in STAND_INS.keys() & scope.keys():
-                    stack.enter_context(standing_in(scope, name, STAND_INS[name]))
-            stack.enter_context(RngGuard(self.scene.layer))
+                    stack.enter_context(replace_in_module(scope, name, STAND_INS[name]))
+            stack.enter_context(RngGuard(self.context.layer))
             before = _running.set(self)
             stack.callback(_running.reset, before)
             stack.callback(self.fetched.clear)
             stack.callback(self.inputs.clear)
             yield
 
-    def within_room(
+    def explaining_memory(
         self, given: dict[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
-        """Returns a block that says what the layer, given arguments, lacks memory for."""
+        """Returns a context that explains an out-of-memory error of the layer."""
         edges = len(self.topology.edges)
 
         def size() -> int:
@@ -204,12 +206,12 @@ class HaloVisit:
             widths = [v.shape[1:].numel() * v.element_size() for v in local if v.dim()]
             return (edges + len(self.all_gid)) * max(widths, default=8)
 
-        what = f"{self.scene.layer}, with messages of {edges:,} edges and its halo,"
-        mesh = self.nodes.mesh  # that of a chunk has no axes
+        what = f"{self.context.layer}, with messages of {edges:,} edges and its halo,"
+        mesh = self.nodes.mesh  # the mesh of a chunk has no axes
         watch = mesh.world.watch if isinstance(mesh, Mesh) else None
         return needing(what, size, watch, self.topology.device)
 
-    def outcome(self, value: Any) -> Any:
+    def wrap_output(self, value: Any) -> Any:
         """Returns one output of the layer: own rows, or edges in global ids."""
         if isinstance(value, LocalIndexGuard):
             return self._edges_of(value)
@@ -220,7 +222,7 @@ class HaloVisit:
         return value
 
     def _edges_of(self, value: LocalIndexGuard) -> Tensor:
-        """Returns edges, or one end of each, with ids of nodes."""
+        """Returns edges, or one end of each, as global node ids."""
         gid = gids_of(value)
         rows = rows_of_edges(value.rows.gid, value.rows.total, self.nodes)
         if not value.rows.whole:
@@ -232,30 +234,30 @@ class HaloVisit:
         ends = DistTensor.wrap(gid[0], rows), DistTensor.wrap(gid[1], rows)
         return DistEdgeIndex.of_ends(*ends)
 
-    # what stands in for the methods of a layer
+    # replacements for the methods of a layer
 
     def _propagate(self, layer: MessagePassing, call: Callable) -> Callable:
         wanted = {*layer._user_args}
         call = untemplated(layer) if layer.explain else call
 
         def run(edge_index: Any, size: Any = None, **given: Any) -> Any:
-            found = self._added(layer, call, edge_index, given)
+            found = self._add_on_grid(layer, call, edge_index, given)
             if found is None:
-                found = self._met(layer, call, wanted, edge_index, given)
-            return self._own(found)
+                found = self._run_with_ghosts(layer, call, wanted, edge_index, given)
+            return self._wrap_own_rows(found)
 
         return run
 
     def _edge_updater(self, layer: MessagePassing, call: Callable) -> Callable:
         wanted = {*layer._edge_user_args}
-        return lambda edge_index, size=None, **given: self._met(
+        return lambda edge_index, size=None, **given: self._run_with_ghosts(
             layer, call, wanted, edge_index, given
         )
 
-    def _added(
+    def _add_on_grid(
         self, layer: MessagePassing, call: Callable, edges: Any, given: dict[str, Any]
     ) -> Tensor | None:
-        """Adds up rows as the grid does; returns None, and says why, where it cannot."""
+        """Adds up rows by a product on the grid; returns None, with a warning, if it cannot."""
         if self.nodes.mesh.grid[1:] == (1, 1) and not self.topology.adds_on_grid:
             return None
         why = "what it makes of messages is no sum of rows"
@@ -270,13 +272,13 @@ class HaloVisit:
                     if found is not None:
                         return found
                     why = "weights of its edges learn, or are computed in each run"
-        tell_of_rows(self.conv, self.topology, why)
+        warn_about_grid(self.conv, self.topology, why)
         return None
 
     def _product(
         self, layer: MessagePassing, call: Callable, edges: Any, given: dict[str, Any]
     ) -> Tensor | None:
-        """Multiplies by the matrix whose nonzeros these edges are, if it is known."""
+        """Multiplies by the matrix of these edges; None if its values are unknown."""
         name = MESSAGES[type(layer).message]
         x, weight = given.get("x"), None if name is None else given.get(name)
         weight = self._values_for(layer) if weight is None else weight
@@ -284,16 +286,16 @@ class HaloVisit:
             return None
         if isinstance(x, (tuple, list)):
             x = x[self._place_of(call)]
-        x = self._cut(x, self.nodes)
+        x = self._shard(x, self.nodes)
         if (
             not isinstance(x, DistTensor)
             or x.dim() != 2
-            or edges.scene.here is not self.here
+            or edges.context.here is not self.here
         ):
             return None
-        matrix = MatrixOf(OperatorKind(), None, 0)
+        matrix = MatrixWeights(OperatorKind(), None, 0)
         if weight is not None:
-            known = MatrixOf.of(weight) if isinstance(weight, DistTensor) else None
+            known = MatrixWeights.of(weight) if isinstance(weight, DistTensor) else None
             if known is None or weight.rows is not edges.rows or weight.dim() != 1:
                 return None
             matrix = known
@@ -312,7 +314,7 @@ class HaloVisit:
         return z
 
     def _place_of(self, call: Callable) -> int:
-        """Where sources stand in a pair; (sources, targets) to PyG's templates always."""
+        """Returns the position of sources in a pair; always 0 for PyG's templates."""
         standard = getattr(MessagePassing, call.__name__, None)
         return self.source if getattr(call, "__func__", None) is standard else 0
 
@@ -322,16 +324,15 @@ class HaloVisit:
             return self._edge_update(layer, call)
 
         def run(**given: Any) -> Tensor:
-            found, edges = _bare(call(**self._typed(given))), self.calls[-1].edges
-            return weigh_messages(
-                layer, found, values.to_local(), edges.rows, values.rows
-            )
+            found, rows = _plain_tensors(call(**self._typed(given))), values.rows
+            edges = self.calls[-1].edges.rows
+            return weigh_messages(layer, found, values.to_local(), edges, rows)
 
         return run
 
     def _values_for(self, layer: MessagePassing) -> DistTensor | None:
-        """Returns values of the matrix by which a layer weighs messages without saying so."""
-        values = self.scene.values
+        """Returns the adjacency values with which PyG would implicitly weigh messages."""
+        values = self.context.values
         return values if weighs_messages(layer, values, self.of_torch) else None
 
     def _edge_update(self, layer: MessagePassing, call: Callable) -> Callable:
@@ -345,16 +346,17 @@ class HaloVisit:
             if custom:
                 return call(inputs, *args, **self._typed(given))
             if isinstance(inputs, DistTensor):
-                self._check_meets(inputs, "message")
+                self._check_rows(inputs, "message")
             if dense:
-                self.most = self._most(given["index"])
+                self.most = self._max_messages(given["index"])
+            plain = _plain_tensors(inputs)
             try:
-                return self._own(call(_bare(inputs), *args, **given))
+                return self._wrap_own_rows(call(plain, *args, **given))
             except RuntimeError:
                 if inputs.size(0) > 0:
                     raise
-                own = given["dim_size"]
-                return self._own(self._of_nothing(call, _bare(inputs), given, own))
+                none = self._aggregate_no_messages(call, plain, given)
+                return self._wrap_own_rows(none)
 
         return run
 
@@ -362,18 +364,22 @@ class HaloVisit:
         if getattr(call, "__func__", None) is not MessagePassing.explain_message:
             return lambda inputs, **given: call(inputs, **self._typed(given))
         return lambda inputs, **_: mask_messages(
-            layer, _bare(inputs), self.calls[-1].edges.rows, self.topology.edges
+            layer,
+            _plain_tensors(inputs),
+            self.calls[-1].edges.rows,
+            self.topology.edges,
         )
 
-    def _most(self, index: Tensor) -> int:
-        """The most messages that any node of any rank gets."""
+    def _max_messages(self, index: Tensor) -> int:
+        """Returns the most messages that any node of any rank receives; collective."""
         counts = torch.bincount(index, minlength=1).max()
         return int(collectives.all_reduce(counts, self.nodes.mesh.world, "max"))
 
-    def _of_nothing(
-        self, call: Callable, inputs: Tensor, given: dict, own: int
+    def _aggregate_no_messages(
+        self, call: Callable, inputs: Tensor, given: dict
     ) -> Tensor:
-        """Aggregates no message, where PyG cannot: one for a node that is left out."""
+        """Aggregates no messages, by adding one for an extra node, which PyG needs."""
+        own = given["dim_size"]
         inputs = torch.cat([inputs, inputs.new_ones(1, *inputs.shape[1:])])
         given["index"] = given["index"].new_full((1,), own)
         given["dim_size"] = own + 1
@@ -384,20 +390,20 @@ class HaloVisit:
         if type(layer).update is MessagePassing.update:
             return call
         return lambda inputs, *args, **given: call(
-            self._own(inputs), *args, **self._typed(given)
+            self._wrap_own_rows(inputs), *args, **self._typed(given)
         )
 
-    def _own(self, value: Any) -> Any:
+    def _wrap_own_rows(self, value: Any) -> Any:
         if (
             isinstance(value, Tensor)
             and not isinstance(value, RowShardedTensor)
             and value.dim()
         ):
-            scene = self.calls[-1].edges.scene if self.calls else self.scene
-            return LayerTensor.wrap(value, scene.nodes)
+            context = self.calls[-1].edges.context if self.calls else self.context
+            return LayerTensor.wrap(value, context.nodes)
         return value
 
-    def _met(
+    def _run_with_ghosts(
         self,
         layer: MessagePassing,
         call: Callable,
@@ -405,10 +411,13 @@ class HaloVisit:
         edges: Any,
         given: dict[str, Any],
     ) -> Any:
-        """Runs `propagate` or `edge_updater` on ordinary tensors, ghosts fetched."""
-        if not isinstance(edges, GuardedEdgeIndex) or edges.scene.here is not self.here:
+        """Runs `propagate` or `edge_updater` on ordinary tensors, with ghosts fetched."""
+        if (
+            not isinstance(edges, GuardedEdgeIndex)
+            or edges.context.here is not self.here
+        ):
             raise TypeError(
-                f"{self.scene.layer} gives propagate an edge_index of its own (or one "
+                f"{self.context.layer} gives propagate an edge_index of its own (or one "
                 "cached for another graph), whose sources may be on other ranks; it "
                 "cannot run distributed unchanged"
             )
@@ -423,7 +432,8 @@ class HaloVisit:
         cap = self.nodes.memory
         if cap is not None and not self.whole:
             sorted_out = arguments_of(layer, wanted, edges, given, local)
-            how = cap, edges, ends, run, self._again, call.__name__ == "edge_updater"
+            by_edge = call.__name__ == "edge_updater"
+            how = cap, edges, ends, run, self._replay_scopes, by_edge
             found = None if sorted_out is None else in_chunks(*sorted_out, *how)
             if found is not None:
                 return found
@@ -447,8 +457,8 @@ class HaloVisit:
             self.calls.pop()
 
     @contextlib.contextmanager
-    def _again(self) -> Iterator[None]:
-        """Puts in place what chunks need that run again in the backward pass."""
+    def _replay_scopes(self) -> Iterator[None]:
+        """Restores the replacements for chunks that run again in the backward pass."""
         with self.running(), unaveraged(self.nodes.mesh):
             yield
 
@@ -461,11 +471,11 @@ class HaloVisit:
         wanted: set[str],
         place: int,
     ) -> Any:
-        """One argument of propagate: (every row that edges come from, own rows)."""
+        """Returns one argument of propagate: the pair (own and ghost rows, own rows)."""
         afar, near = f"{name}_j" in wanted, f"{name}_i" in wanted
         pair = is_pair(value)
         if not (afar or near) or not (pair or isinstance(value, Tensor)):
-            return _bare(value)
+            return _plain_tensors(value)
         source, target = (value[place], value[1 - place]) if pair else (value, value)
         source = self._source(layer, verb, name, source) if afar else None
         target = self._target(name, target) if near else None
@@ -474,11 +484,11 @@ class HaloVisit:
     def _source(self, layer: MessagePassing, verb: str, name: str, value: Any) -> Any:
         if value is None:
             return None
-        value = self._cut(value, self.sources)
+        value = self._shard(value, self.sources)
         local = self._rows_of_nodes(name, value, self.sources)
         if layer.node_dim % local.dim() != 0:
             raise ValueError(
-                f"{self.scene.layer} has its nodes in dim {layer.node_dim} of a tensor "
+                f"{self.context.layer} has its nodes in dim {layer.node_dim} of a tensor "
                 f"of {local.dim()} dims; rows must be dim 0 (node_dim=0)"
             )
         if value.rows is self.both:
@@ -486,7 +496,7 @@ class HaloVisit:
         return self._with_ghosts(value, local, is_coded(layer, verb, name, local))
 
     def _with_ghosts(self, value: Tensor, local: Tensor, coded: bool) -> Tensor:
-        """Fetches ghosts as this run goes by its link, and exact ones once."""
+        """Fetches ghosts over the link of this run; exact ones only once per run."""
         for known, ghosted in self.fetched:
             if known is value:
                 return ghosted
@@ -497,7 +507,7 @@ class HaloVisit:
             return self.here.with_ghosts(local)
         call, link = self.call, None
         if call is not None:
-            call = call if coded else call.whole("attention depends on it")
+            call = call if coded else call.as_exact("attention depends on it")
             link = call.wrap(self.here.halo, len(NAMES) + self.coded)
             self.coded += 1
         ghosted = self.here.with_ghosts(local, link)
@@ -506,7 +516,7 @@ class HaloVisit:
         return ghosted
 
     def degrees(self) -> Link | None:
-        """Returns the halo for one more exchange of degrees; those cached travel once."""
+        """Returns the link for a further exchange of degrees; None if exact or cached."""
         if self.call is None or any(
             getattr(layer, "cached", False) for layer in layers_of(self.conv)
         ):
@@ -517,43 +527,43 @@ class HaloVisit:
     def _target(self, name: str, value: Any) -> Any:
         if value is None:
             return None
-        value = self._cut(value, self.nodes)
+        value = self._shard(value, self.nodes)
         return self._rows_of_nodes(name, value, self.nodes)[: len(self.nodes)]
 
-    def _cut(self, value: Any, nodes: Rows) -> Any:
-        """Returns the rows here of an ordinary tensor that has a row for every node."""
+    def _shard(self, value: Any, nodes: Rows) -> Any:
+        """Returns this rank's rows of an ordinary tensor with a row for every node."""
         whole = isinstance(value, Tensor) and not isinstance(
             value, (RowShardedTensor, LocalIndexGuard)
         )
         if not whole or not value.dim() or value.size(0) != nodes.total:
             return value
-        value = meet(value, nodes.mesh) if value.is_leaf else value
+        value = as_replicated(value, nodes.mesh) if value.is_leaf else value
         return LayerTensor.wrap(value[nodes.gid_on(value.device)], nodes)
 
     def _rows_of_nodes(self, name: str, value: Any, nodes: Rows) -> Tensor:
-        """The local rows of a tensor that propagate looks up by node."""
+        """Returns the local rows of a tensor that propagate looks up by node."""
         rows = value.rows if isinstance(value, DistTensor) else None
         ghosted = rows is self.both and nodes is self.sources
         if rows is None or not (ghosted or rows.same_as(nodes)):
             kind = f"cut as {rows}" if rows else f"a {type(value).__name__}"
             raise TypeError(
-                f"{self.scene.layer} looks up {name} by node, but it is {kind}; it must "
+                f"{self.context.layer} looks up {name} by node, but it is {kind}; it must "
                 "have one row for each node and come from data of pdc.partition"
             )
         return value.to_local()  # type: ignore[no-any-return]
 
     def _typed(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of a layer's own code: values per edge, and guarded node numbers."""
+        """Returns arguments for a layer's own code: values per edge, guarded numbers."""
         call = self.calls[-1]
         return {
             name: call.given[name] if name in call.given else typed(call.edges, name, v)
             for name, v in given.items()
         }
 
-    def _check_meets(self, value: DistTensor, what: str) -> None:
+    def _check_rows(self, value: DistTensor, what: str) -> None:
         if not value.rows.same_as(self.calls[-1].edges.rows):
             raise TypeError(
-                f"{self.scene.layer}: its {what} returns {value.rows}, not a row per edge"
+                f"{self.context.layer}: its {what} returns {value.rows}, not a row per edge"
             )
 
 
@@ -567,8 +577,8 @@ _SEGMENTS = threading.RLock()
 _AGGR = vars(torch_geometric.nn.aggr.base)
 
 
-def _as_wide_on_all(original: Callable) -> Callable:
-    """Stands in for the `to_dense_batch` of aggregations: as wide on all ranks."""
+def _same_width_on_all_ranks(original: Callable) -> Callable:
+    """Replaces `to_dense_batch` of aggregations: all ranks pad to the same width."""
 
     @functools.wraps(original)
     def run(*args: Any, max_num_nodes: int | None = None, **kwargs: Any) -> Any:
@@ -583,7 +593,7 @@ def _as_wide_on_all(original: Callable) -> Callable:
 _BY_ROW = HeteroLinear, dna_conv.Linear
 
 
-def _bare(value: Any) -> Any:
+def _plain_tensors(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)(_bare(v) for v in value)
+        return type(value)(_plain_tensors(v) for v in value)
     return value.to_local() if isinstance(value, RowShardedTensor) else value

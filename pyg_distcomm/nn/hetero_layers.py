@@ -1,9 +1,8 @@
 """Distributes PyG's layers that take all relations of a HeteroData at once: HGT and HAN.
 
-`HeteroConv` and `to_hetero` need nothing of their own: each relation has a layer, which
-is converted as any other. These two mix relations within a layer, so that their sums over
-the in-edges of a node are taken over all relations here. On ordinary inputs they are
-PyG's.
+`HeteroConv` and `to_hetero` need no special code: each relation has its own layer, which is
+converted like any other. HGT and HAN mix relations within a layer, so they are implemented
+here. On ordinary inputs they run PyG's code.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ import torch_geometric.nn as pyg
 from torch import Tensor
 from torch_geometric.utils import scatter, softmax
 
-from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.gradient_averaging import as_replicated
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.halo import NAMES
 from pyg_distcomm.nn.halo_conv import HaloExecution
-from pyg_distcomm.nn.layer_context import LayerContext, check_placement, tell_of_rows
+from pyg_distcomm.nn.layer_context import LayerContext, check_placement, warn_about_grid
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import eagerly
 
 
-def _spread(edge_index_dict: Any) -> bool:
-    """Tells whether a layer is given the edges of a partition."""
+def _is_distributed(edge_index_dict: Any) -> bool:
+    """Tells whether the edges are those of a partition."""
     kinds = {isinstance(e, DistEdgeIndex) for e in edge_index_dict.values()}
     if kinds == {True, False}:
         raise TypeError(
@@ -40,8 +39,8 @@ def _spread(edge_index_dict: Any) -> bool:
     return kinds == {True}
 
 
-def _cut_alike(layer: Any, x_dict: Any, edge_index_dict: Any) -> dict[str, Any]:
-    """Returns the rows of each type, refusing those that are not cut as its edges are."""
+def _check_rows(layer: Any, x_dict: Any, edge_index_dict: Any) -> dict[str, Any]:
+    """Returns the rows of each node type; raises if they are not sharded like the edges."""
     for edges in edge_index_dict.values():
         check_placement(layer, edges.topology)
     if not isinstance(x_dict, Mapping):
@@ -63,8 +62,8 @@ def _cut_alike(layer: Any, x_dict: Any, edge_index_dict: Any) -> dict[str, Any]:
     return found
 
 
-class _Reached(torch.autograd.Function):
-    """Returns x, and gives other tensors gradients of zeros.
+class _WithZeroGradients(torch.autograd.Function):
+    """Returns x, with gradients of zeros for the other tensors.
 
     PyG's one propagate of all relations reaches what an output does not depend on, so that
     an optimizer decays those weights too; None would leave them as they are.
@@ -95,7 +94,7 @@ class _Relation:
         self.source, _, self.target = key
         self.edges, self.mesh = edges, mesh
         self.here: LocalGraph = edges.topology.locals
-        tell_of_rows(layer, edges.topology, "it attends over all in-edges")
+        warn_about_grid(layer, edges.topology, "it attends over all in-edges")
         context = LayerContext.of(layer, layer.link, edges)
         self.exchange: LayerExchange | None = (
             context.exchange() if context.is_coded else None
@@ -106,18 +105,18 @@ class _Relation:
 
         Args:
             x: own rows `[m, ...]`.
-            number: which exchange of the call it is.
+            number: the number of the exchange in the call.
             exact: why they must be exact and prompt whatever the link; "" if they need not.
         """
         call, link = self.exchange, None
         if call is not None:
-            call = call.whole(exact) if exact else call
+            call = call.as_exact(exact) if exact else call
             link = call.wrap(self.here.halo, len(NAMES) + number)
         return self.here.with_ghosts(x.contiguous(), link)
 
 
 class DistHGTConv(HaloExecution, pyg.HGTConv):
-    r"""PyG's HGTConv [Hu20], on a HeteroData that is spread over ranks.
+    r"""PyG's HGTConv [Hu20], on a HeteroData spread over ranks.
 
         alpha_e = softmax over the in-edges of i, of all relations r:
                   (q_i . K_r k_j) p_r / sqrt(D),     z_i = sum_e alpha_e V_r v_j
@@ -135,20 +134,20 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
 
     def forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
         """Runs the layer."""
-        if not _spread(edge_index_dict):
+        if not _is_distributed(edge_index_dict):
             return super().forward(x_dict, edge_index_dict)
-        return self._spread_forward(x_dict, edge_index_dict)
+        return self._distributed_forward(x_dict, edge_index_dict)
 
     @eagerly
-    def _spread_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
-        x_dict = _cut_alike(self, x_dict, edge_index_dict)
+    def _distributed_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
+        x_dict = _check_rows(self, x_dict, edge_index_dict)
         mixed = {key: x.rows for key, x in x_dict.items() if key in self.dst_node_types}
         kqv = self.kqv_lin(x_dict)
         scores: dict[str, list[Tensor]] = {key: [] for key in mixed}
         values: dict[str, list[Tensor]] = {key: [] for key in mixed}
         targets: dict[str, list[Tensor]] = {key: [] for key in mixed}
         scales = {
-            key: meet(self.p_rel["__".join(key)], edges.nodes.mesh)
+            key: as_replicated(self.p_rel["__".join(key)], edges.nodes.mesh)
             for key, edges in edge_index_dict.items()
         }
         for key, edges in edge_index_dict.items():
@@ -169,7 +168,9 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
             near = {key} | {source for source, _, target in scales if target == key}
             apart = [z.to_local() for source, z in kqv.items() if source not in near]
             apart += [scale for (*_, target), scale in scales.items() if target != key]
-            local = _Reached.apply(local, *(z for z in apart if z.requires_grad))
+            local = _WithZeroGradients.apply(
+                local, *(z for z in apart if z.requires_grad)
+            )
             out[key] = DistTensor.wrap(local, rows)
         found = self.out_lin({key: F.gelu(z) for key, z in out.items()})
         for key, z in found.items():
@@ -201,7 +202,10 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
             if rows is None:
                 rows = relation.fetched(local, 0, "attention depends on it")
             ghosts = rows[len(local) :]
-            weight, bias = meet(lin.weight, mesh), meet(lin.bias, mesh)
+            weight, bias = (
+                as_replicated(lin.weight, mesh),
+                as_replicated(lin.bias, mesh),
+            )
             ghosts = F.linear(ghosts, weight, bias)
             k = torch.cat([own[:, :width], ghosts[:, :width]])
             v = torch.cat([own[:, 2 * width :], ghosts[:, 2 * width :]])
@@ -209,7 +213,9 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
         chosen = torch.arange(heads, device=k.device) * types + number
         k, v = (
             torch.einsum(
-                "nhd,hdc->nhc", z.view(-1, heads, depth), meet(w, mesh)[chosen]
+                "nhd,hdc->nhc",
+                z.view(-1, heads, depth),
+                as_replicated(w, mesh)[chosen],
             )
             for z, w in ((k, self.k_rel.weight), (v, self.v_rel.weight))
         )
@@ -221,7 +227,7 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
 
 
 class DistHANConv(HaloExecution, pyg.HANConv):
-    r"""PyG's HANConv [Wang19], on a HeteroData that is spread over ranks.
+    r"""PyG's HANConv [Wang19], on a HeteroData spread over ranks.
 
     Attention over the in-edges of each relation, and over relations by their mean scores
     of all nodes, which the ranks sum. Takes the arguments of `torch_geometric.nn.HANConv`,
@@ -243,33 +249,33 @@ class DistHANConv(HaloExecution, pyg.HANConv):
     ) -> Any:
         """Runs the layer."""
         wanted = return_semantic_attention_weights
-        if not _spread(edge_index_dict):
+        if not _is_distributed(edge_index_dict):
             return super().forward(x_dict, edge_index_dict, wanted)
-        out, attention = self._spread_forward(x_dict, edge_index_dict)
+        out, attention = self._distributed_forward(x_dict, edge_index_dict)
         return (out, attention) if wanted else out
 
     @eagerly
-    def _spread_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
-        x_dict = _cut_alike(self, x_dict, edge_index_dict)
+    def _distributed_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
+        x_dict = _check_rows(self, x_dict, edge_index_dict)
         projected = {key: self.proj[key](x) for key, x in x_dict.items()}
         found: dict[str, list[Any]] = {key: [] for key in x_dict}
         for key, edges in edge_index_dict.items():
             relation = _Relation(self, key, edges)
-            local = self._attended(key, relation, projected)
+            local = self._attend(key, relation, projected)
             out = DistTensor.wrap(local, projected[relation.target].rows)
             found[relation.target].append(out.relu())
         attention: dict[str, Any] = {}
         for key, outs in found.items():
-            found[key], attention[key] = self._grouped(outs)
+            found[key], attention[key] = self._sum_relations(outs)
         return found, attention
 
-    def _attended(self, key: Any, relation: _Relation, projected: Any) -> Tensor:
-        """Returns the sums of one relation `[n, F_out]`, weighted by attention."""
+    def _attend(self, key: Any, relation: _Relation, projected: Any) -> Tensor:
+        """Returns the attention-weighted sums of one relation `[n, F_out]`."""
         here, mesh = relation.here, relation.mesh
         shape = -1, self.heads, self.out_channels // self.heads
         name = "__".join(key)
         weight, own_weight = (
-            meet(part[name], mesh) for part in (self.lin_src, self.lin_dst)
+            as_replicated(part[name], mesh) for part in (self.lin_src, self.lin_dst)
         )
         x = projected[relation.source].to_local()
         own = projected[relation.target].to_local()
@@ -291,8 +297,8 @@ class DistHANConv(HaloExecution, pyg.HANConv):
         message = shaped.index_select(0, here.source_lid) * kept
         return scatter(message, here.target_lid, 0, here.num_own, "sum").flatten(1)
 
-    def _grouped(self, outs: list[Any]) -> tuple[Any, Any]:
-        """Returns the sum over relations, weighted by attention over them."""
+    def _sum_relations(self, outs: list[Any]) -> tuple[Any, Any]:
+        """Returns the attention-weighted sum over relations."""
         if not outs:
             return None, None
         if outs[0].rows.total == 0:  # all of them have zero gradients

@@ -1,4 +1,4 @@
-"""Tells whether a layer is PyG's own, and gathers what a call of it needs: edges and link."""
+"""Gathers the edges, link and weights of a layer's call, and checks that the layer is PyG's."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _WHEN = ("pre_hooks", "hooks")
 
 
 def check_link(link: OwnLink) -> OwnLink:
-    """Returns the link of a layer if it can be one.
+    """Returns the link of a layer if it is valid.
 
     Raises:
-        TypeError: naming what a layer takes as its link.
+        TypeError: if a layer cannot take it as its link.
     """
     if link is None or link == "exact" or isinstance(link, LinkPolicy):
         return link
@@ -54,11 +54,11 @@ class LayerContext:
 
     Args:
         layer: the layer.
-        edges: what it was given.
+        edges: the edges that it was given.
         topology: these edges, in the direction of its messages.
-        link: how its rows travel; None is exact.
-        weight: of the edges in that direction, `[e]` or None.
-        given: the weights as they were given, by which products are remembered.
+        link: the policy of its exchanges; None is exact.
+        weight: the weights of the edges in that direction, `[e]` or None.
+        given: the weights as given, the key by which products are cached.
     """
 
     layer: torch.nn.Module
@@ -76,13 +76,13 @@ class LayerContext:
         weight: Tensor | None = None,
         given: Any = None,
     ) -> LayerContext:
-        """Returns the context of a call; collective at first.
+        """Returns the context of a call; collective the first time.
 
         Args:
             layer: the layer.
             own: its own link; None for that of the edges.
             edges: the edges that it is given.
-            weight: their weights here, `[e]` or, as PyG takes them too, `[e, 1]`.
+            weight: their local weights, `[e]` or, as PyG also takes them, `[e, 1]`.
             given: the tensor that the layer was given as weights.
 
         Raises:
@@ -91,7 +91,7 @@ class LayerContext:
         check_transforms()
         topology = edges.topology
         if weight is not None and weight.dim() > 1:
-            if weight.shape[1:].numel() != 1:  # on a rank without edges, too
+            if weight.shape[1:].numel() != 1:  # also on a rank without edges
                 raise ValueError(
                     f"edge_weight has the shape {list(weight.shape)}, wanted one for each "
                     "edge"
@@ -106,15 +106,15 @@ class LayerContext:
 
     @property
     def is_coded(self) -> bool:
-        """Whether anything it exchanges may be coded or late."""
+        """Whether its exchanges may be coded or late."""
         link = self.link
         return link is not None and link.is_used_on(self.edges.nodes.mesh)
 
     def exchange(self, x: Any = None, kind: Any = None) -> LayerExchange | None:
-        """Returns how the links of this call write rows, None if it is exact.
+        """Returns the exchange of this call by its link policy; None if it is exact.
 
         Args:
-            x: the input whose product with the graph may be kept, None if there is none.
+            x: the input whose product with the graph may be cached; None if there is none.
             kind: the kind of that product.
         """
         if self.link is None:
@@ -132,7 +132,7 @@ class LayerContext:
         return begin(self.layer, nodes, training, stage, degrees=degrees)
 
     def had_kept(self) -> bool:
-        """Says whether a resumed run had seen the input of this call, before it was saved."""
+        """Tells whether a resumed run had seen the input of this call before it was saved."""
         if not self.is_coded:
             return False
         assert self.link is not None
@@ -140,7 +140,7 @@ class LayerContext:
         return self.link.was_constant(self.layer, trains)
 
     def note_kept(self, graded: bool) -> None:
-        """Tells the link that a product will be kept, where gradients are on or not."""
+        """Tells the link that a product will be cached."""
         if self.link is not None:
             nodes = self.edges.nodes
             self.link.note_cached(self.layer, nodes, self.layer.training and graded)
@@ -158,7 +158,7 @@ def _agreed_link(layer: Any, own: OwnLink, edges: DistEdgeIndex) -> LinkPolicy |
         mesh: Any = edges.nodes.mesh
         if isinstance(mesh, Mesh):  # a pipeline compares the links of its stages itself
             kind = {"kind of device": topology.device.type}
-            comparer_of(mesh).check_given(
+            comparer_of(mesh).check_settings(
                 layer, policy, lambda: settings_of(policy) | kind
             )
         topology.compared[layer] = policy, layer.training
@@ -182,22 +182,22 @@ def check_placement(layer: Any, topology: Topology) -> None:
         topology.placed(f"{type(layer).__name__}.{name}", parameter)
 
 
-def tell_of_rows(layer: Any, topology: Topology, why: str) -> None:
-    """Tells, once for each kind of layer, that rows travel where the grid has more axes.
+def warn_about_grid(layer: Any, topology: Topology, why: str) -> None:
+    """Warns once for each kind of layer that rows travel on a grid with more than one axis.
 
-    On rank 0, as a warning and in the log, with the price of both ways. Collective.
+    On rank 0, as a warning and in the log, with the price of both methods. Collective.
     """
     mesh, name = topology.nodes.mesh, type(layer).__name__
-    if mesh.grid[1:] == (1, 1) or name in mesh.told:
+    if mesh.grid[1:] == (1, 1) or name in mesh.grid_warned:
         return
-    mesh.told.add(name)
+    mesh.grid_warned.add(name)
     sides = " x ".join(map(str, mesh.grid))
     text = (
         f"{name} runs by halo exchange on the grid {sides}, as on ({mesh.size}, 1, 1): "
         f"{why}. For each feature, rows bring {topology.row_words:,} numbers to all ranks "
         "together"
     )
-    known = vars(topology).get("product_words")  # for which a product has been planned
+    known = vars(topology).get("product_words")  # known if a product has been planned
     if known is not None:
         text += f", and a product on the grid, as of GCNConv, {known:,.0f}"
     elif topology.sources is None:
@@ -211,22 +211,22 @@ def tell_of_rows(layer: Any, topology: Topology, why: str) -> None:
 def is_product(
     conv: MessagePassing, base: type, *linears: Any, biased: Any = ()
 ) -> bool:
-    """Says whether a layer computes what PyG's class does, which is a product of matrices.
+    """Tells whether a layer computes the matrix product that PyG's class defines.
 
-    Not where a subclass, a hook or another module in its place changes what it does.
+    It does not if a subclass, a hook or a replaced submodule changes the computation.
 
     Args:
         conv: the layer.
         base: PyG's class.
-        linears: its transformations of features, which have no bias.
-        biased: those that may have one.
+        linears: its transformations of features without bias.
+        biased: transformations that may have one.
     """
     kind = type(conv)
     if any(getattr(kind, s) is not getattr(base, s) for s in STEPS[1:]):
         return False
     if not vars(conv).keys().isdisjoint(STEPS) or not propagates_as_pyg(conv):
         return False
-    if conv.explain or has_hooks(conv):  # messages are weighed by a mask of edges
+    if conv.explain or has_hooks(conv):  # explainers multiply messages by an edge mask
         return False
     named = {"mean": MeanAggregation, "max": MaxAggregation}
     if type(conv.aggr_module) is not named.get(str(conv.aggr), SumAggregation):
@@ -242,7 +242,7 @@ def is_product(
 
 
 def has_hooks(conv: MessagePassing) -> bool:
-    """Tells whether hooks see or change what a layer does on its way."""
+    """Tells whether hooks see or change the steps of a layer."""
     own = vars(conv)
     if any(own.get(f"_{s}_forward_{when}") for s in STEPS for when in _WHEN):
         return True
@@ -250,9 +250,9 @@ def has_hooks(conv: MessagePassing) -> bool:
 
 
 def is_changed(part: torch.nn.Module) -> bool:
-    """Tells whether hooks, or a `forward` of its own, see or change what a module does.
+    """Tells whether hooks, or a replaced `forward`, see or change what a module computes.
 
-    Hooks of this package, by which it traces and plans, change nothing.
+    Hooks of this package, which trace and plan, change nothing.
     """
     own = vars(part)
     hooks = (h for name in _HOOKS for h in own.get(f"_{name}_hooks", {}).values())
@@ -267,7 +267,7 @@ _HOOKS = "forward", "forward_pre", "backward", "backward_pre"
 
 
 def propagates_as_pyg(conv: MessagePassing) -> bool:
-    """Tells whether no subclass has a `propagate` of its own."""
+    """Tells whether no subclass overrides `propagate`."""
     for kind in type(conv).__mro__:
         call = vars(kind).get("propagate")
         if call is not None:
@@ -276,5 +276,5 @@ def propagates_as_pyg(conv: MessagePassing) -> bool:
 
 
 def template_of(kind: type) -> str:
-    """Returns the module in which PyG writes the `propagate` of a class."""
+    """Returns the name of the module that PyG generates for the `propagate` of a class."""
     return f"{kind.__module__}_{kind.__name__}_propagate"

@@ -2,8 +2,8 @@
 
 Each is PyG's class with `HaloExecution` before it: the same constructor, parameters and
 results; see there for shapes, price and errors. GCNConv, SAGEConv and GCN2Conv are the
-layers that multiply on any grid. PyG reads the source of layers by the names of their
-classes, so a class has a name of its own, Dist..., beside the one it is imported by.
+layers that multiply on any grid. PyG finds the source of layers by the names of their classes,
+so each class is named Dist..., and exported under PyG's name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Follows tensors of which a model has computed the leading rows, operation by operation.
+"""Tracks tensors of which a model has computed only the leading rows.
 
 See [Note: trimming] in `nn.trimming`.
 """
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from pyg_distcomm.tensor.op_tables import BY_DIM, FACTS, ROWWISE, SIZES, base_name
 from pyg_distcomm.tensor.row_sharded import eager, leaves, tree_map, version_of
-from pyg_distcomm.tensor.sizes import told_size
+from pyg_distcomm.tensor.sizes import size_from_shape
 
 
 @dataclass(eq=False)
 class Mode:
-    """What was observed of a model, in training or in evaluation.
+    """Holds what was observed of a model in training, or in evaluation.
 
     Args:
         depths: for each call of a layer, how many layers follow it at most; None before
             the first pass.
-        blocked: what reads rows that trimming leaves out.
+        blocked: the operation that reads rows which trimming leaves out; None if none.
         rewritten: memory of leading rows that operations of this pass have changed.
     """
 
@@ -44,11 +44,11 @@ _CHANGED = (
 
 
 class Deferred:
-    """All rows of a tensor whose leading rows are computed: on demand, from its inputs.
+    """Computes all rows of a tensor on demand, from the inputs of its leading rows.
 
     Args:
-        func, args, kwargs: what computes them; a Deferred stands for its value.
-        reads: tensors that `func` reads besides.
+        func, args, kwargs: the call that computes them; a Deferred argument is evaluated.
+        reads: further tensors that `func` reads.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Deferred:
         self._versions = [(t, version_of(t)) for t in given]
 
     def value(self) -> Any:
-        """Computes them once; raises RuntimeError if inputs have changed since."""
+        """Returns all rows, computed once; raises if inputs have changed since."""
         if self._todo is not None:
             if any(version_of(t) != version for t, version in self._versions):
                 raise RuntimeError(_CHANGED)
@@ -82,15 +82,15 @@ def _value(item: Any) -> Any:
 
 @dataclass(eq=False)
 class Origin:
-    """Where leading rows come from.
+    """Holds the origin of leading rows: the calls of layers, and all rows on demand.
 
     Args:
-        mode: of the model that computed them.
+        mode: the mode of the model that computed them.
         total: the number of all rows.
-        limit: how many of them may be read.
-        calls: the calls of layers whose outputs they are made of.
+        limit: how many rows may be read.
+        calls: the calls of layers whose outputs they depend on.
         every: all rows; None if the tensor has them.
-        version: of the leading rows that `every` belongs to.
+        version: the version of the leading rows to which `every` belongs.
     """
 
     mode: Mode
@@ -147,7 +147,7 @@ def _stacked(turned: Any) -> StackedRows:
 
 
 def _across(name: str, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """Returns what a reduction over the k tensors is given, but for its dim."""
+    """Returns the arguments of a reduction over the k tensors, without its dim."""
     if name not in _REDUCTIONS or kwargs.get("keepdim") or "out" in kwargs:
         return None
     stack, *rest = args
@@ -159,7 +159,7 @@ def _across(name: str, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
 
 
 def _unstacked(args: Any, kwargs: Any, what: str) -> Any:
-    """Returns arguments with all rows of what is stacked among them."""
+    """Returns arguments with all rows in place of stacked leading rows."""
 
     def every(value: Any) -> Any:
         if not isinstance(value, StackedRows):
@@ -172,7 +172,7 @@ def _unstacked(args: Any, kwargs: Any, what: str) -> Any:
 
 
 def wrap(rows: Tensor, origin: Origin) -> Tensor:
-    """Returns rows that read as all of those that they are the first of."""
+    """Wraps leading rows, which then read as all rows."""
     with torch._C.DisableTorchFunctionSubclass():
         out = rows.as_subclass(LeadingRows)
     out.origin = replace(origin, version=version_of(out))
@@ -180,7 +180,7 @@ def wrap(rows: Tensor, origin: Origin) -> Tensor:
 
 
 def leading(value: Any) -> Any:
-    """Returns the rows that are computed, as an ordinary tensor; anything else as it is."""
+    """Returns the computed leading rows as an ordinary tensor; other values unchanged."""
     if not isinstance(value, LeadingRows):
         return value
     with torch._C.DisableTorchFunctionSubclass():
@@ -188,7 +188,7 @@ def leading(value: Any) -> Any:
 
 
 def whole(tree: Any, what: str) -> Any:
-    """Returns arguments with all rows of them; `what` reads more than leading rows."""
+    """Returns arguments with all rows computed, since `what` reads more than leading ones."""
 
     def every(value: Any) -> Any:
         if not isinstance(value, LeadingRows):
@@ -209,7 +209,7 @@ def whole(tree: Any, what: str) -> Any:
 
 
 def deferred(value: Any) -> Any:
-    """Returns what all rows of a value are to be computed from."""
+    """Returns the deferred computation of all rows of a value."""
     if not isinstance(value, LeadingRows):
         return value
     return value.origin.every or leading(value)
@@ -229,15 +229,15 @@ _REDUCTIONS = frozenset("sum mean prod amax amin max min median logsumexp".split
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     name = base_name(func)
     if name in FACTS - SIZES - _OF_GRADIENTS:
-        return _plainly(func, args, kwargs)
+        return _call_plain(func, args, kwargs)
     if name in _OF_GRADIENTS and _meets_gradients(name, args, kwargs):
-        return _plainly(func, args, kwargs)
+        return _call_plain(func, args, kwargs)
     if name in SIZES and isinstance(args[0], LeadingRows):
         local = leading(args[0])
         shape = args[0].origin.total, *local.shape[1:]
-        return told_size(name, shape, local, args, kwargs)
+        return size_from_shape(name, shape, local, args, kwargs)
     if name in ("getitem", "narrow", "index_select"):
-        found = _picked(name, args, kwargs)
+        found = _pick_rows(name, args, kwargs)
         if found is not None:
             return found
     if name == "stack" and _stacks_before_rows(args, kwargs):
@@ -252,7 +252,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         if name == "setitem" or _in_place(func, args, kwargs):
             # others may be computed from all rows as they were
             every = (every[0].clone(), *every[1:])
-            out, local = _plainly(func, every, every_kw), leading(first)
+            out, local = _call_plain(func, every, every_kw), leading(first)
             local.copy_(every[0][: len(local)])
             first.origin = replace(
                 first.origin,
@@ -260,14 +260,14 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
                 version=version_of(local),
             )
             return out
-    return _plainly(func, every, every_kw)
+    return _call_plain(func, every, every_kw)
 
 
 _OF_GRADIENTS = frozenset(["grad", "register_hook", "retain_grad", "requires_grad="])
 
 
 def _meets_gradients(name: str, args: Any, kwargs: Any) -> bool:
-    """Tells whether an operation is on the gradient of tensors; of all rows, then."""
+    """Tells whether an operation uses gradients of tensors, and so all rows."""
     if name == "grad" and (len(args) > 1 or kwargs):  # torch.autograd.grad
         args = args[1] if len(args) > 1 else kwargs["inputs"]
     tracked = leaves(args, LeadingRows)
@@ -282,13 +282,13 @@ def _meets_gradients(name: str, args: Any, kwargs: Any) -> bool:
     return bool(tracked)
 
 
-def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+def _call_plain(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _picked(name: str, args: Any, kwargs: Any) -> Any:
-    """Returns rows that a script picks, as an ordinary tensor; None if others are read."""
+def _pick_rows(name: str, args: Any, kwargs: Any) -> Any:
+    """Returns indexed rows as an ordinary tensor; None if the index reads other rows."""
     t = args[0] if args else None
     if not isinstance(t, LeadingRows):
         return None
@@ -387,7 +387,7 @@ def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _stacks_before_rows(args: Any, kwargs: Any) -> bool:
-    """Tells whether tensors of as many rows are stacked in a new first dim."""
+    """Tells whether tensors with equal numbers of rows are stacked in a new first dim."""
     if set(kwargs) - {"dim"} or not args or len(args) > 2:
         return False
     at = args[1] if len(args) > 1 else kwargs.get("dim", 0)
@@ -413,7 +413,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Runs an operation on the rows that are there; None if rows do not fit each other."""
+    """Runs an operation on the computed rows; None if operands have different rows."""
     tracked = leaves((args, kwargs), LeadingRows)
     first = tracked[0].origin
     same = all(
@@ -430,7 +430,7 @@ def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if not isinstance(target, LeadingRows) or len(leading(target)) > rows:
             return None
     try:
-        local_args, local_kwargs = _cut(name, args, kwargs, rows, tracked[0])
+        local_args, local_kwargs = _cut_operands(name, args, kwargs, rows, tracked[0])
     except _UnfitRows:
         return None
     every: Any = None
@@ -440,7 +440,7 @@ def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     calls = frozenset().union(*(t.origin.calls for t in tracked))
     limit = min(t.origin.limit for t in tracked)
     origin = Origin(first.mode, first.total, limit, calls, every)
-    out = _plainly(func, local_args, local_kwargs)
+    out = _call_plain(func, local_args, local_kwargs)
     if changes:
         if every is not None:
             first.mode.rewritten.add(_memory(args[0]))
@@ -458,10 +458,10 @@ def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 class _UnfitRows(Exception):
-    """Operands whose rows do not fit each other."""
+    """Operands have different rows."""
 
 
-def _cut(
+def _cut_operands(
     name: str, args: Any, kwargs: Any, rows: int, like: LeadingRows
 ) -> tuple[Any, Any]:
     """Returns the arguments of an operation, cut to their first `rows` rows."""

@@ -22,15 +22,15 @@ from pyg_distcomm.graph.edge_products import ends_added, multiply, softmax_of
 from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
     LocalAdjacency,
-    lasting,
     looped_edges,
+    outside_inference_mode,
 )
 from pyg_distcomm.nn.layer_context import is_product
 from pyg_distcomm.nn.leading_rows import leading
 
 
-def fits(conv: Any, given: dict[str, Any]) -> bool:
-    """Tells whether a layer is PyG's GATConv, on features that products take."""
+def is_supported(conv: Any, given: dict[str, Any]) -> bool:
+    """Tells whether a layer is PyG's GATConv, and its features fit the kernels."""
     if type(conv).forward is not pyg.GATConv.forward:
         return False
     if given.get("edge_attr") is not None or given.get("size") is not None:
@@ -49,7 +49,7 @@ def fits(conv: Any, given: dict[str, Any]) -> bool:
 
 
 def _linears(conv: Any) -> tuple[Any, Any]:
-    """Returns what transforms sources, and targets."""
+    """Returns the linear transformations of sources and of targets."""
     both = conv.lin is not None
     return (conv.lin, conv.lin) if both else (conv.lin_src, conv.lin_dst)
 
@@ -61,13 +61,13 @@ def edges_of(
     num_sources: int,
     num_targets: int,
 ) -> GroupedEdges | None:
-    """Returns the edges of a layer in CSR form, with its self-loops; built once."""
+    """Returns the edges of a layer in CSR form, with self-loops; built once."""
     shape = num_sources, num_targets
     if not conv.add_self_loops or adjacency.grouped(edge_index, *shape) is None:
         return adjacency.grouped(edge_index, *shape)
     key = "loops", *shape
     if key not in adjacency.derived:
-        with lasting():
+        with outside_inference_mode():
             looped, _ = remove_self_loops(edge_index)
             looped, _ = add_self_loops(looped, num_nodes=min(shape))
             adjacency.derived[key] = looped_edges(adjacency, looped, *shape)
@@ -76,7 +76,7 @@ def edges_of(
 
 
 def run_gat(conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor) -> Tensor:
-    """Runs the layer on its edges; the first rows of `target` are those it computes.
+    """Runs the layer on its edges, for the first rows of `target`.
 
     Shapes: source [n, F_s], target [>= m, F_t]; returns [m, H F_out] or [m, F_out].
     """
@@ -107,7 +107,7 @@ def _folded(weight: Tensor, attention: Tensor) -> Tensor:
 
 
 def _dropped(edges: GroupedEdges, share: Tensor, p: float) -> Tensor:
-    """Applies dropout in the order of the edges, in which PyG draws it."""
+    """Applies dropout in the original order of the edges, as PyG draws it."""
     if edges.order is None or edges.inverse is None:
         return F.dropout(share, p)
     return edges.in_order(F.dropout(share.index_select(0, edges.inverse), p))

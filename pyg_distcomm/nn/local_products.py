@@ -1,12 +1,12 @@
-"""Runs layers on ordinary tensors by the compiled products, where their edges are known.
+"""Runs layers on ordinary tensors by compiled SpMM, if the CSR form of edges is known.
 
 Edges are known if a sampler of this package has drawn them, or from the second use of an
 edge_index on; see [Note: what a tensor carries] in `graph.local_adjacency`. PyG's layer then
-runs unchanged, but for what it does to edges one by one: `propagate` of a layer whose
-messages are rows, weighted rows or attended rows is a product with a sparse matrix, and the
-softmax of attention is taken over rows of it. `run_sage` and `run_gcn` also fuse the mean,
-the normalisation and the bias. Anything else, and any layer with hooks, with methods of its
-own, under autocast, torch.compile or functorch, takes PyG's path.
+runs unchanged except for its edges: `propagate` of a layer whose messages are rows, weighted
+rows or rows with attention is an SpMM, and the softmax of attention is taken over the rows of
+its matrix. `run_sage` and `run_gcn` also fuse the mean, the normalisation and the bias. Other
+layers, and layers with hooks or overridden methods, under autocast, torch.compile or functorch,
+run PyG's code.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from pyg_distcomm.graph.local_adjacency import (
     adjacency_of,
     first_edges,
     has_products,
-    lasting,
     looped_edges,
+    outside_inference_mode,
     plain_edges,
 )
 from pyg_distcomm.nn import local_attention, trimming
@@ -54,7 +54,7 @@ from pyg_distcomm.nn.layer_context import (
 )
 from pyg_distcomm.nn.leading_rows import leading, whole
 from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES
-from pyg_distcomm.nn.patched_functions import standing_in
+from pyg_distcomm.nn.patched_functions import replace_in_module
 
 _FLOATS = (torch.float32, torch.float64)
 
@@ -62,7 +62,7 @@ _FLOATS = (torch.float32, torch.float64)
 
 
 def usable(*tensors: Any) -> bool:
-    """Tells whether the kernels may stand in for PyG's operations on these tensors."""
+    """Tells whether the kernels can replace PyG's operations on these tensors."""
     if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
         return False
     if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
@@ -83,8 +83,8 @@ def _is_plain(t: Any) -> bool:
     )
 
 
-class _Visit:
-    """One run of a layer of PyG's in this thread, by products."""
+class _ProductRun:
+    """Runs a PyG layer once, in this thread, with its `propagate` replaced by products."""
 
     def __init__(
         self, conv: MessagePassing, *known: tuple[Tensor, LocalAdjacency]
@@ -94,7 +94,7 @@ class _Visit:
         self._now: tuple[Tensor, int, int] | None = None
 
     def edges(self, edge_index: Tensor, sources: int, targets: int) -> Any:
-        """Returns the CSR form of an edge_index that the layer has, or has made.
+        """Returns the CSR form of an edge_index that the layer was given or has made.
 
         None of one that it makes in each call on a device, which would be asked each time.
         """
@@ -108,7 +108,7 @@ class _Visit:
     def propagate(
         self, original: Callable, edge_index: Any, size: Any = None, **given: Any
     ) -> Tensor:
-        """Stands in for the `propagate` of the layer."""
+        """Replaces the `propagate` of the layer."""
         z = self._product(edge_index, size, given)
         if z is None:
             self._note(edge_index, given)
@@ -119,12 +119,12 @@ class _Visit:
     def edge_updater(
         self, original: Callable, edge_index: Any, size: Any = None, **given: Any
     ) -> Any:
-        """Stands in for its `edge_updater`."""
+        """Replaces the `edge_updater` of the layer."""
         self._note(edge_index, given)
         return original(edge_index, size=size, **given)
 
     def _note(self, edge_index: Any, given: dict[str, Any]) -> None:
-        """Keeps the edges over which the layer may take a softmax."""
+        """Records the edges over which the layer may take a softmax."""
         ends = [given.get(name) for name in ("x", "alpha", "query")]
         parts = next((v for v in ends if v is not None), None)
         source, target = parts if isinstance(parts, tuple) else (parts, parts)
@@ -134,7 +134,7 @@ class _Visit:
             self._now = edge_index, len(source), len(target)
 
     def _product(self, edge_index: Any, size: Any, given: dict[str, Any]) -> Any:
-        """Returns what propagate would; None if it is no product of known form."""
+        """Returns the result of propagate by a product; None if its form is not known."""
         conv = self.conv
         name = MESSAGES.get(type(conv).message, "")
         if type(edge_index) is not Tensor or set(given) - {"x", name} or name == "":
@@ -152,8 +152,10 @@ class _Visit:
             return None
         if value is not None:
             value = value if wanted == 3 else value.flatten()
-            fits = value.dtype == source.dtype and len(value) == edge_index.size(1)
-            if not fits or kind == "max":
+            is_supported = value.dtype == source.dtype and len(
+                value
+            ) == edge_index.size(1)
+            if not is_supported or kind == "max":
                 return None
         edges = self.edges(edge_index, *shape)
         if edges is None:
@@ -170,7 +172,7 @@ class _Visit:
         num_nodes: Any = None,
         dim: int = 0,
     ) -> Tensor:
-        """Stands in for PyG's `softmax` in the layer's module."""
+        """Replaces PyG's `softmax` in the layer's module."""
         now = self._now
         if now is not None and usable(src) and src.dim() == 2 and dim == 0:
             edge_index, *shape = now
@@ -187,11 +189,13 @@ class _Visit:
         return out
 
 
-_visit: ContextVar[_Visit | None] = ContextVar("the layer by products", default=None)
+_visit: ContextVar[_ProductRun | None] = ContextVar(
+    "the layer by products", default=None
+)
 
 
-def _of_visit(conv: Any, verb: str) -> Callable[[Callable], Callable]:
-    """Makes a stand-in for a method, which is the original out of a visit of the layer."""
+def _make_stand_in(conv: Any, verb: str) -> Callable[[Callable], Callable]:
+    """Makes a replacement for a method, which calls the original outside of a run."""
     alive = weakref.ref(conv) if conv is not None else None
 
     def instead_of(original: Callable) -> Callable:
@@ -207,26 +211,28 @@ def _of_visit(conv: Any, verb: str) -> Callable[[Callable], Callable]:
 
 
 @contextlib.contextmanager
-def _visiting(
+def _running(
     conv: MessagePassing, *known: tuple[Tensor, LocalAdjacency]
 ) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for verb in ("propagate", "edge_updater"):
-            stand_in, own = _of_visit(conv, verb), getattr(conv, verb)
-            stack.enter_context(standing_in(vars(conv), verb, stand_in, own))
+            stand_in, own = _make_stand_in(conv, verb), getattr(conv, verb)
+            stack.enter_context(replace_in_module(vars(conv), verb, stand_in, own))
         for scope in _softmax_scopes(conv):
-            stand_in = _of_visit(None, "softmax")
-            stack.enter_context(standing_in(scope, "softmax", stand_in))
-        before = _visit.set(_Visit(conv, *known))
+            stand_in = _make_stand_in(None, "softmax")
+            stack.enter_context(replace_in_module(scope, "softmax", stand_in))
+        before = _visit.set(_ProductRun(conv, *known))
         stack.callback(_visit.reset, before)
         yield
 
 
 def _softmax_scopes(conv: MessagePassing) -> list[dict[str, Any]]:
-    return [s for s in scopes_of([conv]) if s.get("softmax") in _SOFTMAX or _stands(s)]
+    return [
+        s for s in scopes_of([conv]) if s.get("softmax") in _SOFTMAX or _is_replaced(s)
+    ]
 
 
-def _stands(scope: dict[str, Any], name: str = "softmax") -> bool:
+def _is_replaced(scope: dict[str, Any], name: str = "softmax") -> bool:
     return hasattr(scope.get(name), "layers_running")
 
 
@@ -234,13 +240,13 @@ _SOFTMAX = (softmax,)
 
 
 def _runs_by_products(conv: MessagePassing) -> bool:
-    """Tells whether a layer of PyG's sends messages of a known form, or attends."""
+    """Tells whether a PyG layer has messages of a known form, or attention."""
     kind, own = type(conv), vars(conv)
     if conv.explain or conv.decomposed_layers > 1 or conv.flow != "source_to_target":
         return False
     if has_hooks(conv) or not propagates_as_pyg(conv):
         return False
-    if any(s in own and not _stands(own, s) for s in (*STEPS, "edge_updater")):
+    if any(s in own and not _is_replaced(own, s) for s in (*STEPS, "edge_updater")):
         return False
     if kind.aggregate is not MessagePassing.aggregate:
         return False
@@ -256,7 +262,7 @@ def run_layer(
     conv: MessagePassing, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Runs `forward` of a layer on ordinary tensors, by products if its edges are known."""
-    bound = _bound(conv, args, kwargs)
+    bound = _bind_arguments(conv, args, kwargs)
     given = {} if bound is None else bound.arguments
     edge_index, x = given.get("edge_index"), given.get("x")
     adjacency = None
@@ -289,19 +295,21 @@ def run_layer(
             for name in _EDGE_ARGUMENTS & own.keys():
                 own[name] = first_edges(edge_index, own[name], count)
         call = inspect.BoundArguments(bound.signature, own)  # type: ignore[arg-type]
-        with _visiting(conv, known):
+        with _running(conv, known):
             return forward(*call.args, **call.kwargs)
 
     trims = _may_be_trimmed(conv, given, adjacency)
     ends = x if isinstance(x, tuple) else (x, x)
     attends = (
-        trims and local_attention.fits(conv, given) and usable(*map(leading, ends))
+        trims
+        and local_attention.is_supported(conv, given)
+        and usable(*map(leading, ends))
     )
     sizes = [len(t) for t in ends] if attends else []
     if not isinstance(x, (Tensor, tuple)) or not trims:
         trimming.refuse(adjacency, type(conv).__name__)
         args, kwargs = whole((bound.args, bound.kwargs), type(conv).__name__)
-        with _visiting(conv, (edge_index, adjacency)):
+        with _running(conv, (edge_index, adjacency)):
             return forward(*args, **kwargs)
     others = [v for name, v in given.items() if name != "x"]
     return trimming.call(adjacency, edge_index, x, compute, _read_by(conv, *others))
@@ -310,7 +318,7 @@ def run_layer(
 def _may_be_trimmed(
     conv: MessagePassing, given: dict[str, Any], adjacency: LocalAdjacency
 ) -> bool:
-    """Tells whether a layer may compute the first targets alone, on such arguments."""
+    """Tells whether a layer can compute only the first targets of such arguments."""
     if type(conv).forward not in _PAIRED or given.get("size") is not None:
         return False
     if given.get("return_attention_weights"):
@@ -318,13 +326,15 @@ def _may_be_trimmed(
     if adjacency.batch is None:
         return True
     edges = _sampled_edges(adjacency, given["edge_index"])
-    return edges is not None and edges.order is None and _rows_apart(conv)
+    return (
+        edges is not None and edges.order is None and _computes_rows_independently(conv)
+    )
 
 
 def _edges_of(
     edge_index: Any, x: Any, given: dict[str, Any]
 ) -> tuple[Any, LocalAdjacency | None]:
-    """Returns the edges that a layer is given as a tensor, and what is kept beside them.
+    """Returns the edge_index of a layer as a tensor, and its `LocalAdjacency`.
 
     An EdgeIndex stays one where the layer returns it, or where it is of other sizes.
     """
@@ -343,8 +353,8 @@ def _read_by(conv: torch.nn.Module, *others: Any) -> list[Any]:
     return [*conv.parameters(), *conv.buffers(), *others]
 
 
-def _rows_apart(conv: torch.nn.Module) -> bool:
-    """Tells whether the parts of a layer compute each row from the same row alone."""
+def _computes_rows_independently(conv: torch.nn.Module) -> bool:
+    """Tells whether the submodules of a layer compute each row from the same row alone."""
     return all(
         isinstance(part, _BY_ROW)
         or type(part).__module__ == "torch.nn.modules.activation"
@@ -373,7 +383,7 @@ _PAIRED = {
 }
 
 
-def _bound(conv: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
+def _bind_arguments(conv: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
     try:
         return inspect.signature(conv.forward).bind(*args, **kwargs)
     except TypeError:  # which the layer says better
@@ -402,10 +412,10 @@ def run_sage(
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
     linears = [conv.lin_r] if conv.root_weight else []
     biased = [conv.lin_l, *([conv.lin] if conv.project else [])]
-    fits = _fits(conv, pyg.SAGEConv, linears, biased, source, target)
-    fits = fits and (target is not None or size is not None)
+    is_supported = _fits(conv, pyg.SAGEConv, linears, biased, source, target)
+    is_supported = is_supported and (target is not None or size is not None)
     given, adjacency = edge_index, None
-    if fits:
+    if is_supported:
         edge_index, adjacency = _edges_of(given, x, {})
     if adjacency is None:
         trimming.note_untrimmed(given, "SAGEConv")
@@ -462,11 +472,13 @@ def run_gcn(
 
     Shapes: x [n, F_in], edge_index [2, e], edge_weight [e] or None; returns [n, F_out].
     """
-    fits = isinstance(x, Tensor) and _fits(conv, pyg.GCNConv, [conv.lin], [], x, None)
-    fits = fits and conv.aggr in ("add", "sum") and usable(edge_weight)
-    if fits and edge_weight is not None:
-        fits = edge_weight.dim() == 1 and edge_weight.dtype == x.dtype
-    if not fits or conv.cached:
+    is_supported = isinstance(x, Tensor) and _fits(
+        conv, pyg.GCNConv, [conv.lin], [], x, None
+    )
+    is_supported = is_supported and conv.aggr in ("add", "sum") and usable(edge_weight)
+    if is_supported and edge_weight is not None:
+        is_supported = edge_weight.dim() == 1 and edge_weight.dtype == x.dtype
+    if not is_supported or conv.cached:
         return run_layer(conv, forward, x, edge_index, edge_weight)
     given = edge_index
     edge_index, adjacency = _edges_of(given, x, {})
@@ -503,7 +515,7 @@ def _matrix(
     n: int,
     dtype: torch.dtype,
 ) -> tuple[GroupedEdges, Tensor | None] | None:
-    """Returns the edges of the layer in CSR form, and their values; once where it can."""
+    """Returns the edges of the layer in CSR form, and their values; cached if possible."""
     if not conv.normalize:
         edges = adjacency.grouped(edge_index, n, n)
         if edges is None or weight is None:
@@ -524,7 +536,7 @@ def _matrix(
             return kept
     if adjacency.grouped(edge_index, n, n) is None:
         return None
-    with lasting():
+    with outside_inference_mode():
         looped, value = gcn_norm(
             edge_index, weight, n, conv.improved, conv.add_self_loops, conv.flow, dtype
         )
@@ -546,7 +558,7 @@ def _fits(
     source: Any,
     target: Any,
 ) -> bool:
-    """Tells whether a layer is PyG's own, and its features are what products take."""
+    """Tells whether a layer is unchanged, and its features fit the kernels."""
     parts = [leading(t) for t in (source, target)]
     if not usable(*parts) or parts[0] is None:
         return False

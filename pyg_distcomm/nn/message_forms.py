@@ -1,10 +1,10 @@
-"""Knows what the messages of PyG's layers are: rows, weighted rows, or made by attention.
+"""Classifies the messages of PyG's layers: rows, weighted rows, or attention.
 
-[Note: attention] A softmax over neighbours turns small errors of its logits into large ones
-of its weights, and an unbiased code of them into a biased weight. So what logits are made
-from travels exactly and now: what a layer gives to `edge_updater`, and the tensors below,
-which it compares inside `message`, or all where the aggregation is a softmax. Where these
-are a layer's features, nothing is coded.
+[Note: attention] A softmax over neighbours turns small errors of its logits into large errors
+of its weights, and unbiased logits into biased weights. So the inputs of logits travel exactly
+and synchronously: the arguments of `edge_updater`, and the tensors below, from which a layer
+makes logits in `message`; all tensors if the aggregation is a softmax. If these are the
+features of a layer, none of its exchanges is coded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation, MultiAggregation, SoftmaxAggregation
 
-from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.gradient_averaging import as_replicated
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.halo.codec import nested
 from pyg_distcomm.halo.codecs import TopK
@@ -69,7 +69,7 @@ _CODED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def adds_rows(conv: MessagePassing) -> bool:
-    """Tells whether a layer sums, or averages, rows of its sources that it may weigh.
+    """Tells whether a layer sums or averages source rows, possibly weighted.
 
     What it propagates is then a product with the graph's matrix. Not where a subclass or a
     hook changes what happens on the way.
@@ -88,7 +88,7 @@ def adds_rows(conv: MessagePassing) -> bool:
 
 
 def aggregates_itself(conv: MessagePassing) -> bool:
-    """Tells whether code of the user's own aggregates a layer's messages."""
+    """Tells whether user code aggregates the messages of a layer."""
     if type(conv).aggregate is not MessagePassing.aggregate:
         return True
     found = () if conv.aggr_module is None else conv.aggr_module.modules()
@@ -97,7 +97,7 @@ def aggregates_itself(conv: MessagePassing) -> bool:
 
 
 def check_sizes(kind: type[MessagePassing]) -> None:
-    """Refuses what Python does with a number of nodes as with this rank's, without asking it.
+    """Raises for code in which Python would use a number of nodes as the local one.
 
     That is `range(size_i)`, `math.log(size_i)`, and `1.0 / size_i`, a float on the left, by
     the code of the steps of a layer; a number that has got another name passes.
@@ -128,7 +128,7 @@ _BLIND = frozenset("range log log2 log10 log1p".split())
 
 
 def untemplated(conv: MessagePassing) -> Any:
-    """Returns a layer's `propagate` as it is written, which weighs messages by masks.
+    """Returns a layer's untemplated `propagate`, which applies explainers' masks.
 
     PyG replaces it by a template that does not; under `explain` it takes a class's own
     template out, but leaves that of a base class in place.
@@ -143,7 +143,7 @@ def untemplated(conv: MessagePassing) -> Any:
 def mask_messages(
     conv: MessagePassing, messages: Tensor, rows: Rows, edges: Rows
 ) -> Tensor:
-    """Weighs messages by the mask of edges that an explainer gave a layer.
+    """Multiplies messages by the edge mask that an explainer gave a layer.
 
     As `MessagePassing.explain_message` does: message e is multiplied by mask[e], or by its
     sigmoid; those of loops that the layer added stay as they are.
@@ -171,14 +171,14 @@ def mask_messages(
             f"the mask that explains {name} has shape {list(mask.shape)}; give one value for "
             f"each of {edges.total} edges, the same on every rank"
         )
-    weight = mask.to_local() if here else meet(mask, edges.mesh)
+    weight = mask.to_local() if here else as_replicated(mask, edges.mesh)
     weight = weight if here else weight[edges.gid_on(weight.device)]
     weight = weight.sigmoid() if conv._apply_sigmoid else weight
     return weigh_messages(conv, messages, weight, rows, edges)
 
 
 def weighs_messages(conv: MessagePassing, values: Any, of_torch: bool) -> bool:
-    """Tells whether a layer weighs messages by the values of a matrix, unasked.
+    """Tells whether PyG implicitly weighs messages by the values of a sparse adjacency.
 
     PyG multiplies by the matrix where a layer has a `message_and_aggregate`, by its values
     too. Layers without weights, as SAGEConv and GINConv, take them away from a SparseTensor of
@@ -197,7 +197,7 @@ def weighs_messages(conv: MessagePassing, values: Any, of_torch: bool) -> bool:
 def weigh_messages(
     conv: MessagePassing, messages: Tensor, weight: Tensor, rows: Rows, edges: Rows
 ) -> Tensor:
-    """Multiplies messages by the weights of their edges; loops that were added have 1.
+    """Multiplies messages by the weights of their edges; added self-loops have weight 1.
 
     Args:
         conv: the layer.
@@ -217,7 +217,7 @@ def weigh_messages(
 
 
 def layers_of(conv: MessagePassing) -> list[MessagePassing]:
-    """Returns the layer, and those inside it, behind wrappers of ours as well."""
+    """Returns the layer and the layers inside it, also behind wrappers of this package."""
     found: list[MessagePassing] = []
     for module in conv.modules():
         inner = vars(module).get("_wrapped")
@@ -231,7 +231,7 @@ def layers_of(conv: MessagePassing) -> list[MessagePassing]:
 
 
 def is_coded(layer: MessagePassing, verb: str, name: str, value: Tensor) -> bool:
-    """Tells whether a tensor that a layer looks up by node may be coded."""
+    """Tells whether a tensor that a layer looks up by node may be sent by a codec."""
     if verb != "propagate" or value.dtype not in _CODED:
         return False
     if _is_softmax(layer.aggr_module):
@@ -241,7 +241,7 @@ def is_coded(layer: MessagePassing, verb: str, name: str, value: Tensor) -> bool
 
 
 def compares(layers: list[MessagePassing]) -> bool:
-    """Tells whether layers make logits of what they read of neighbours."""
+    """Tells whether layers compute attention logits from rows of neighbours."""
     return any(
         type(layer).edge_update is not MessagePassing.edge_update
         or _is_softmax(layer.aggr_module)
@@ -251,12 +251,12 @@ def compares(layers: list[MessagePassing]) -> bool:
 
 
 def check_aggregations(layers: list[MessagePassing], link: LinkPolicy) -> None:
-    """Refuses what would take numbers left out for zeros that were sent.
+    """Raises for aggregations that would treat omitted numbers as zeros.
 
     Raises:
         ValueError: on all ranks, naming the layer.
     """
-    if not _leaves_out(link):
+    if not _omits_numbers(link):
         return
     for layer in layers:
         custom = type(layer).aggregate is not MessagePassing.aggregate
@@ -281,6 +281,6 @@ def _is_softmax(aggregation: Aggregation | None) -> bool:
     return isinstance(aggregation, SoftmaxAggregation)
 
 
-def _leaves_out(link: LinkPolicy) -> bool:
+def _omits_numbers(link: LinkPolicy) -> bool:
     codec = link.codec if link.scheduler is None else link.codec.with_rate(2.0)
     return any(one.zero_fills or isinstance(one, TopK) for one in nested(codec))

@@ -1,10 +1,10 @@
-"""Runs what a layer does with its edges on chunks of their targets, within a memory cap.
+"""Runs `propagate` of a layer on chunks of target nodes, within a memory cap.
 
 [Note: chunks of targets] A layer's messages, `[e, f]` and more, are the largest tensors of a
-pass. All edges into a node are on this rank, so what a layer makes of them, a sum, a maximum
-or a softmax, is whole in a chunk of targets: `propagate` and `edge_updater` run chunk by
-chunk, without keeping anything, and once more in the backward pass. The sums of a node are
-those of one run, in the same order, and so are masks of dropout, which are keyed.
+pass. All edges into a node are on its rank, so a sum, a maximum or a softmax over them is
+complete in a chunk of targets. `propagate` and `edge_updater` run chunk by chunk without
+saving tensors, and again in the backward pass. The sums of a node, in the same order, and the
+masks of dropout, which are keyed, are those of a single run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import Aggregation, MessagePassing
 
-from pyg_distcomm.comm.gradient_averaging import averager_of, meet
+from pyg_distcomm.comm.gradient_averaging import as_replicated, averager_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.kernels.memory import MemoryCap, give_back
-from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
+from pyg_distcomm.nn.index_guard import GuardContext, GuardedEdgeIndex
 from pyg_distcomm.nn.layer_context import has_hooks
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
@@ -39,11 +39,11 @@ _WHOLE = frozenset("size size_j edge_index edge_index_j ptr".split())
 
 
 class NotInChunksError(TypeError):
-    """Says that a layer does what cannot be done chunk by chunk."""
+    """A layer cannot run chunk by chunk."""
 
 
 class ReplayMesh:
-    """The mesh of a chunk's edges: draws as all of them, and reduces nothing."""
+    """The mesh of a chunk's edges: the same keys for each chunk, and no reductions."""
 
     local_sizes = True
 
@@ -53,7 +53,7 @@ class ReplayMesh:
         self.drawn = 0
 
     def next_key(self) -> int:
-        """Returns the key of a draw, the same for each chunk."""
+        """Returns the key of a draw; the same for each chunk."""
         if self.drawn == len(self._keys):
             self._keys.append(self._mesh.next_key())
         self.drawn += 1
@@ -61,7 +61,7 @@ class ReplayMesh:
 
     @property
     def world(self) -> Any:
-        """Refuses: asked for by every reduction over edges."""
+        """Raises; every reduction over edges uses this axis."""
         raise NotInChunksError("a layer reduces over the messages of all ranks")
 
     control = world
@@ -69,14 +69,14 @@ class ReplayMesh:
 
 @dataclass(frozen=True, eq=False)
 class Argument:
-    """One argument of `propagate`, by its kind.
+    """Describes one argument of `propagate`.
 
     Args:
         name: its name.
         kind: "source" and "target" are rows of nodes that are looked up by edge, "edge" has
             a row for each edge, "whole" is a tensor for all of them, "value" is no tensor.
         value: a tensor without its history, and without its values; or what is no tensor.
-        wrap: how an edge tensor is given to the layer's own code.
+        wrap: wraps an edge tensor for the layer's own code.
     """
 
     name: str
@@ -92,16 +92,16 @@ def arguments_of(
     given: dict[str, Any],
     local: dict[str, Any],
 ) -> tuple[list[Argument], list[Tensor], list[Tensor], list[Tensor]] | None:
-    """Sorts the arguments of a call, and their tensors; None if it cannot run in chunks.
+    """Returns the arguments of a call and their tensors; None if it cannot run in chunks.
 
-    Beside them the parameters of the layer that learn, and what counts batches in it.
+    Also returns the trainable parameters of the layer, and its buffers that count batches.
 
     Args:
         layer: the layer.
-        wanted: what its own code asks for.
-        edges: of the call.
-        given: its arguments, as the layer gave them.
-        local: the same as PyG gets them: (rows of sources, rows of targets), or as they are.
+        wanted: the names of arguments that its own code uses.
+        edges: the edges of the call.
+        given: its arguments, as the layer passed them.
+        local: the arguments for PyG: (rows of sources, rows of targets), or unchanged.
     """
     looked_up = {
         name
@@ -109,7 +109,7 @@ def arguments_of(
         if wanted & {f"{name}_i", f"{name}_j"}
         and (isinstance(value, Tensor) or is_pair(value))
     }
-    mesh = edges.scene.nodes.mesh
+    mesh = edges.context.nodes.mesh
     if wanted & _WHOLE or looked_up & wanted or not _is_plain(layer, mesh):
         return None
     found: list[Argument] = []
@@ -123,7 +123,7 @@ def arguments_of(
         elif isinstance(value, Tensor):
             original = given[name]
             sharded = isinstance(original, RowShardedTensor)
-            if sharded and original.rows is edges.scene.nodes:
+            if sharded and original.rows is edges.context.nodes:
                 return None
             if sharded and original.rows.same_as(edges.rows):
                 found.append(Argument(name, "edge", wrap=type(original).wrap))
@@ -131,7 +131,7 @@ def arguments_of(
                 return None
             else:
                 found.append(Argument(name, "whole"))
-                value = meet(value, mesh)
+                value = as_replicated(value, mesh)
             tensors.append(value)
         elif _holds_tensors(value):
             return None
@@ -143,12 +143,12 @@ def arguments_of(
 
 
 def is_pair(value: Any) -> bool:
-    """Whether an argument is (of sources, of targets)."""
+    """Tells whether an argument is a pair (of sources, of targets)."""
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
 def pads(module: torch.nn.Module) -> bool:
-    """Whether an aggregation pads groups of messages to one size."""
+    """Tells whether an aggregation pads the messages of all nodes to one size."""
     if not isinstance(module, Aggregation):
         return False
     return "to_dense_batch" in inspect.unwrap(type(module).forward).__code__.co_names
@@ -163,7 +163,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _is_plain(layer: MessagePassing, mesh: Mesh) -> bool:
-    """Whether nothing but its arguments and parameters enters, or leaves, a layer's code."""
+    """Tells whether a layer's code reads and writes only its arguments and parameters."""
     ours = 0 if mesh.size == 1 else 1  # which average gradients
     params = list(layer.parameters())
     if has_hooks(layer) or any(map(is_lazy, params)):
@@ -187,18 +187,20 @@ _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF", "DELETE_
 
 
 def _is_pure(module: torch.nn.Module) -> bool:
-    """Whether a module of the user's own keeps nothing, nor asks how many rows it is given.
+    """Tells whether a user's module is stateless and does not read its number of rows.
 
     By what the code of its steps says, and of the functions and methods that it calls; not
     where that cannot be told, as it may count rows, or its calls.
     """
     names = _STEPS if isinstance(module, MessagePassing) else ("forward",)
-    return all(_runs_alike(getattr(type(module), n), module, set()) for n in names)
+    return all(
+        _is_pure_function(getattr(type(module), n), module, set()) for n in names
+    )
 
 
-def _runs_alike(function: Any, module: torch.nn.Module, seen: set[Any]) -> bool:
+def _is_pure_function(function: Any, module: torch.nn.Module, seen: set[Any]) -> bool:
     function = inspect.unwrap(function)
-    if _root(function) in _KNOWN or function in seen:
+    if _package_of(function) in _KNOWN or function in seen:
         return True
     seen.add(function)
     code = getattr(function, "__code__", None)
@@ -214,13 +216,13 @@ def _runs_alike(function: Any, module: torch.nn.Module, seen: set[Any]) -> bool:
     for name in names:
         found = function.__globals__.get(name)
         if inspect.ismodule(found) or isinstance(found, type):
-            if _root(found) not in _KNOWN:
+            if _package_of(found) not in _KNOWN:
                 return False
         elif found is None:
             found = getattr(module, name, None)
             if found is None and not any(hasattr(one, name) for one in _PLAIN):
                 return False
-        if inspect.isroutine(found) and not _runs_alike(found, module, seen):
+        if inspect.isroutine(found) and not _is_pure_function(found, module, seen):
             return False
         if callable(found) and not isinstance(found, (type, torch.nn.Module)):
             if not inspect.isroutine(found):
@@ -231,26 +233,26 @@ def _runs_alike(function: Any, module: torch.nn.Module, seen: set[Any]) -> bool:
 _PLAIN = (Tensor, torch, torch.nn.functional, math, builtins)
 
 
-def _root(value: Any) -> str:
-    """Returns the package that a function, class or module is of."""
+def _package_of(value: Any) -> str:
+    """Returns the package of a function, class or module."""
     named = getattr(value, "__module__", None) or getattr(value, "__name__", "")
     return str(named).split(".")[0]
 
 
 @dataclass(eq=False)
 class NodeChunks:
-    """The chunks of one call of `propagate` or `edge_updater`.
+    """Splits one call of `propagate` or `edge_updater` into chunks of targets.
 
     Args:
-        arguments: of the call.
-        params: of the layer, which learn; in a run those that the call makes use of.
-        counters: of the layer, which count batches.
+        arguments: the arguments of the call.
+        params: the trainable parameters of the layer; in a run, those that the call uses.
+        counters: the buffers of the layer that count batches.
         cap: the memory cap.
-        edges: of the call, all of them on this rank.
+        edges: all edges of the call on this rank.
         ends: their sources and targets `[2, e]`, in local numbering.
         run: runs the call on a chunk's edges: guarded edges, `given`, ends, size, arguments.
-        recomputing: what is in place while a layer runs, for the backward pass.
-        per_edge: whether the outcome has a row for each edge, not for each target.
+        recomputing: makes the context in which a layer runs again, in the backward pass.
+        per_edge: whether the output has a row for each edge, not for each target.
     """
 
     arguments: list[Argument]
@@ -264,25 +266,25 @@ class NodeChunks:
     per_edge: bool
 
     def __post_init__(self) -> None:
-        scene = self.edges.scene
-        self.mesh = ReplayMesh(scene.nodes.mesh)
+        context = self.edges.context
+        self.mesh = ReplayMesh(context.nodes.mesh)
         self.bounds: list[int] = []
         self.kind: Any = None
 
     def plan(self, tensors: list[Tensor]) -> bool:
-        """Cuts the targets so that each chunk is within the cap.
+        """Splits the targets so that each chunk is within the cap.
 
         Returns False if no rank needs more than one: then all run as without a cap.
         """
-        scene = self.edges.scene
+        context = self.edges.context
         kinds = [a.kind for a in self.arguments if a.kind != "value"]
         pairs = zip(kinds, tensors, strict=True)
         rows = [x for kind, x in pairs if kind != "whole"]
         size = sum(x.shape[1:].numel() * x.element_size() for x in rows)
         fit = max(self.cap.stage // max(KEPT * size, 1), 1)
-        if scene.here.most <= fit:
+        if context.here.most <= fit:
             return False
-        own = len(scene.nodes)
+        own = len(context.nodes)
         first, self._order = self._by_target()
         ends = first[1:] + torch.arange(1, own + 1, device=first.device)
         total = int(ends[-1]) if own else 0
@@ -292,31 +294,31 @@ class NodeChunks:
         cuts = cuts[(cuts > 0) & (cuts < own)]
         self.bounds = [0, *cuts.tolist(), own]
         self._first = first[self.bounds].tolist()
-        gid = torch.cat([scene.sources.gid, scene.here.ghost_gid.cpu()])
+        gid = torch.cat([context.sources.gid, context.here.ghost_gid.cpu()])
         self._gid = self.cap.moved(gid)
         return True
 
     def _by_target(self) -> tuple[Tensor, Tensor]:
-        """Returns where the edges into each node begin `[n + 1]`, and their order `[e]`.
+        """Returns the offsets `[n + 1]` and the order `[e]` of edges by target.
 
         Both are kept with the edges, in files: the same for all layers and epochs.
         """
-        scene, target = self.edges.scene, self.ends[1]
-        known, key = self.edges.rows.derived, ("by target", scene.source)
+        context, target = self.edges.context, self.ends[1]
+        known, key = self.edges.rows.derived, ("by target", context.source)
         here, found = known.get(key, (None, None))
-        if here is not scene.here:
-            count = torch.bincount(target, minlength=len(scene.nodes))
+        if here is not context.here:
+            count = torch.bincount(target, minlength=len(context.nodes))
             first = torch.cat([count.new_zeros(1), count.cumsum(0)])
             order = self.cap.moved(torch.argsort(target, stable=True))
             found = self.cap.moved(first), order
-            known[key] = scene.here, found
+            known[key] = context.here, found
         return found  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     def of(self, chunk: int) -> tuple[Tensor, Tensor, GuardedEdgeIndex, Tensor]:
-        """Returns a chunk's edges `[e_c]`, the sources it reads `[u_c]`, and its ends.
+        """Returns the edges `[e_c]` of a chunk, its sources `[u_c]`, and its local edge_index.
 
         Its ends are guarded, for the layer's own code, and plain, in the chunk's numbering.
         """
@@ -324,7 +326,7 @@ class NodeChunks:
         edge = self._order[self._first[chunk] : self._first[chunk + 1]].sort().values
         source, lid = torch.unique(self.ends[0, edge], return_inverse=True)
         ends = torch.stack([lid, self.ends[1, edge] - begin])
-        whole, mesh = self.edges.scene, self.mesh
+        whole, mesh = self.edges.context, self.mesh
         rows: Any = (
             Rows(gid, total, mesh, None, whole=False)  # type: ignore[arg-type]
             for gid, total in (
@@ -336,12 +338,14 @@ class NodeChunks:
         nodes, sources, of_edges = rows
         none = self._gid[:0]
         here = LocalGraph(ends[0], ends[1], none, whole.here.halo, end - begin)
-        scene = Scene(whole.layer, nodes, sources, here, whole.source, whole.link)
+        context = GuardContext(
+            whole.layer, nodes, sources, here, whole.source, whole.link
+        )
         oriented = ends if whole.source == 0 else ends.flip(0)
-        return edge, source, GuardedEdgeIndex.wrap(oriented, scene, of_edges), ends
+        return edge, source, GuardedEdgeIndex.wrap(oriented, context, of_edges), ends
 
     def call(self, chunk: int, tensors: list[Tensor], graded: list[bool]) -> Any:
-        """Runs a chunk; returns its outcome, and the tensors that it was run on."""
+        """Runs a chunk; returns its output, and its input tensors."""
         edge, source, edges, ends = self.of(chunk)
         begin, end = self.bounds[chunk], self.bounds[chunk + 1]
         given: dict[str, Any] = {}
@@ -389,7 +393,7 @@ class NodeChunks:
         Raises:
             NotInChunksError: before anything has changed, if the layer cannot run so.
         """
-        mesh, state = self.edges.scene.nodes.mesh, torch.get_rng_state()
+        mesh, state = self.edges.context.nodes.mesh, torch.get_rng_state()
         step, counted = mesh.step, [(x, x.clone()) for x in self.counters]
         try:
             if self.params and torch.is_grad_enabled():
@@ -407,12 +411,14 @@ class NodeChunks:
 
 
 class _Chunked(torch.autograd.Function):
-    """Runs chunk by chunk, and again in the backward pass, where gradients add up."""
+    """Runs chunk by chunk, and recomputes each chunk in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, chunks: NodeChunks, *tensors: Tensor) -> Tensor:
         given = list(tensors[: len(tensors) - len(chunks.params)])
-        rows = chunks.ends.size(1) if chunks.per_edge else len(chunks.edges.scene.nodes)
+        rows = (
+            chunks.ends.size(1) if chunks.per_edge else len(chunks.edges.context.nodes)
+        )
         whole = None
         for chunk in range(len(chunks)):
             out, _, (edge, _, own) = chunks.call(chunk, given, [False] * len(given))
@@ -476,7 +482,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _reached(out: Tensor, params: list[Tensor]) -> list[Tensor]:
-    """Returns the parameters that an outcome was made of: others get no gradient, not 0."""
+    """Returns the parameters that an output depends on; others get None, not zeros."""
     queue, seen, found = [out.grad_fn], {out.grad_fn}, set()
     while queue:
         node: Any = queue.pop()
@@ -499,7 +505,7 @@ def _add(total: Tensor, part: Tensor, where: Tensor | slice | None) -> None:
 
 @contextlib.contextmanager
 def unaveraged(mesh: Any) -> Any:
-    """Leaves gradients of parameters as they are in a block: they go on to be averaged."""
+    """Switches averaging of gradients off in a block; they are averaged later."""
     if mesh.size == 1:
         yield
         return
@@ -512,7 +518,7 @@ def in_chunks(
     tensors: list[Tensor],
     *how: Any,
 ) -> Any:
-    """Runs a call on chunks of its targets; None where it runs as a whole.
+    """Runs a call on chunks of its targets; returns None if one chunk is enough.
 
     Arguments are those of `NodeChunks`.
     """

@@ -1,8 +1,8 @@
-"""Guards and replaces functions that an unchanged layer calls, while it runs.
+"""Replaces functions of PyG that an unchanged layer calls while it runs distributed.
 
-Those of PyG that read both ends of edges are replaced: each stand-in takes the original, and
-runs it unless it is given guarded edges. Those of torch are guarded: draws, sizes, and copies
-of values.
+Functions of PyG that read both ends of edges are replaced: each replacement calls the original
+unless it is given guarded edges. Functions of torch that draw, read sizes or copy values are
+guarded.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pyg_distcomm.comm.gradient_averaging import refuse_transforms
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import OperatorKind, gcn_norm, loop_places
 from pyg_distcomm.nn.index_guard import (
+    GuardContext,
     GuardedEdgeIndex,
     LayerTensor,
     LocalIndexGuard,
-    Scene,
     find_guard,
     guarded_call,
 )
@@ -42,7 +42,7 @@ from pyg_distcomm.tensor.row_sharded import (
     unsupported_op,
     version_of,
 )
-from pyg_distcomm.tensor.sizes import NumRows, is_count_of, totalled
+from pyg_distcomm.tensor.sizes import NumRows, is_count_of, with_total
 
 Pair = tuple[GuardedEdgeIndex, Any]
 
@@ -50,13 +50,13 @@ _CHANGING = threading.Lock()
 
 
 @contextlib.contextmanager
-def standing_in(
+def replace_in_module(
     scope: dict[str, Any],
     name: str,
     stand_in: Callable[[Callable], Callable],
     inherited: Any = None,
 ) -> Iterator[None]:
-    """Has a stand-in take the place of a function of PyG's module while layers run.
+    """Replaces a function of a PyG module while layers run.
 
     It does as the original for what is not of a layer that runs in its own thread, so
     other threads may run PyG meanwhile. The last layer that ends puts the original back.
@@ -82,7 +82,7 @@ def standing_in(
 
 @contextlib.contextmanager
 def replaced(scope: dict[str, Any], name: str, stand_in: Any) -> Iterator[None]:
-    """Has something take the place of a name of one object or module, in a block."""
+    """Replaces an attribute of one object or module in a block."""
     had, before = name in scope, scope.get(name)
     scope[name] = stand_in
     try:
@@ -95,13 +95,13 @@ def replaced(scope: dict[str, Any], name: str, stand_in: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixOf:
-    """Says whose values the weights of edges are: a matrix that a topology knows.
+class MatrixWeights:
+    """Marks edge weights as the values of a matrix that a topology knows.
 
     Args:
-        kind: which matrix.
-        weight: the weights that it is derived from, which do not learn; None is 1.
-        version: of the values when they were marked.
+        kind: the matrix.
+        weight: the edge weights of the matrix, which are not trained; None is 1.
+        version: the version of the values when they were marked.
     """
 
     kind: OperatorKind
@@ -110,14 +110,14 @@ class MatrixOf:
 
     @staticmethod
     def mark(value: Any, kind: OperatorKind, weight: Tensor | None) -> None:
-        """Marks weights, if they are no function of what learns."""
+        """Marks weights, if they do not depend on trainable tensors."""
         if not value.requires_grad:
-            value.matrix = MatrixOf(kind, weight, version_of(value))
+            value.matrix = MatrixWeights(kind, weight, version_of(value))
 
     @staticmethod
-    def of(value: Any) -> MatrixOf | None:
-        """Returns the matrix of weights that are as they were marked."""
-        found: MatrixOf | None = vars(value).get("matrix")
+    def of(value: Any) -> MatrixWeights | None:
+        """Returns the matrix of marked weights that have not changed since."""
+        found: MatrixWeights | None = vars(value).get("matrix")
         if found is None or found.version != version_of(value):
             return None
         return found
@@ -125,7 +125,7 @@ class MatrixOf:
 
 @dataclass(frozen=True, eq=False)
 class _Looped(Rows):
-    """Rows of edges, the last of which are one loop per own node."""
+    """Rows of edges followed by one self-loop per own node."""
 
     def select(self, mask: Tensor, known: int | None = None) -> Rows:
         kept = super().select(mask, known)
@@ -134,7 +134,7 @@ class _Looped(Rows):
 
 @dataclass(frozen=True, eq=False)
 class _Picked(Rows):
-    """Some edges; where they are the loops, they have the rows of the nodes, too."""
+    """Rows of selected edges; the self-loops also match the rows of the nodes."""
 
     def same_as(self, other: Rows) -> bool:
         if other is not self.nodes or other is None:
@@ -143,7 +143,7 @@ class _Picked(Rows):
 
 
 def _on_guarded(stand_in: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a stand-in that is the original for edges that are not guarded."""
+    """Makes a replacement that calls the original for edges that are not guarded."""
 
     def instead_of(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -158,8 +158,8 @@ def _on_guarded(stand_in: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_loops(edges: GuardedEdgeIndex, kept: Rows, local: Tensor, value: Any) -> Pair:
-    """Edges joined with one loop per own node; a loop's id follows those of edges."""
-    nodes = edges.scene.nodes
+    """Returns edges with one self-loop per own node; ids of loops follow those of edges."""
+    nodes = edges.context.nodes
     rows = kept.derived.get("looped")
     if rows is None or rows.nodes is not nodes:
         gid = torch.cat([kept.gid, kept.total + nodes.gid])
@@ -167,13 +167,13 @@ def _with_loops(edges: GuardedEdgeIndex, kept: Rows, local: Tensor, value: Any) 
         rows = _Looped(gid, total, nodes.mesh, None, False, nodes=nodes)
         kept.derived["looped"] = rows
     value = None if value is None else DistTensor.wrap(value, rows)
-    cap = edges.scene.here.memory
+    cap = edges.context.here.memory
     local = local if cap is None else cap.moved(local)
-    return GuardedEdgeIndex.wrap(local, edges.scene, rows), value
+    return GuardedEdgeIndex.wrap(local, edges.context, rows), value
 
 
 def _adding_loops(kept: Callable[[GuardedEdgeIndex], Rows]) -> Callable[..., Pair]:
-    """Makes a stand-in for what adds self-loops, after the edges that are `kept`."""
+    """Makes a replacement for a function that adds self-loops, after the edges `kept`."""
 
     def add(
         original: Callable[..., Any],
@@ -182,19 +182,19 @@ def _adding_loops(kept: Callable[[GuardedEdgeIndex], Rows]) -> Callable[..., Pai
         fill_value: Any = None,
         num_nodes: Any = None,
     ) -> Pair:
-        scene, means = edges.scene, isinstance(fill_value, str)
-        if edge_attr is not None and means and scene.source == 1:
+        context, means = edges.context, isinstance(fill_value, str)
+        if edge_attr is not None and means and context.source == 1:
             raise TypeError(
-                f"{scene.layer} fills self-loops with the {fill_value} of edges that "
+                f"{context.layer} fills self-loops with the {fill_value} of edges that "
                 "leave a node (flow='target_to_source'), which other ranks hold; give "
                 "fill_value as a number, or add self-loops before pdc.partition"
             )
         if num_nodes is None:
             raise TypeError(
-                f"{scene.layer} adds self-loops without num_nodes, so up to the largest "
+                f"{context.layer} adds self-loops without num_nodes, so up to the largest "
                 "node with an edge, which may be on another rank; pass num_nodes=x.size(0)"
             )
-        given = edges.plain(), local_part(edge_attr), fill_value, scene.here.num_own
+        given = edges.plain(), local_part(edge_attr), fill_value, context.here.num_own
         local, value = original(*given)
         return _with_loops(edges, kept(edges), local, value)
 
@@ -204,10 +204,10 @@ def _adding_loops(kept: Callable[[GuardedEdgeIndex], Rows]) -> Callable[..., Pai
 def _without_loops(edges: GuardedEdgeIndex) -> Rows:
     known = edges.rows.derived
     here, kept = known.get("no loops", (None, None))
-    if kept is None or here is not edges.scene.here:
+    if kept is None or here is not edges.context.here:
         ends = edges.plain()
         kept = edges.rows.select(ends[0] != ends[1])
-        known["no loops"] = edges.scene.here, kept
+        known["no loops"] = edges.context.here, kept
     return kept
 
 
@@ -221,33 +221,33 @@ def _norm(
     flow: str = "source_to_target",
     dtype: Any = None,
 ) -> Pair:
-    """Stands in for `gcn_norm`: degrees are global."""
-    scene = edges.scene
-    turned = scene.source == 1
+    """Replaces `gcn_norm`, with global degrees."""
+    context = edges.context
+    turned = context.source == 1
     local = edges.plain().flip(0) if turned else edges.plain()
     kind = dtype or torch.get_default_dtype()
-    values = scene.values
+    values = context.values
     if edge_weight is None and values is not None and values.rows is edges.rows:
         edge_weight = values  # as a sparse adjacency brings them along
     out, weight = gcn_norm(
-        scene.here,
+        context.here,
         local,
         edges.rows,
         local_part(edge_weight),
         improved,
         add_self_loops,
         kind,
-        scene.link(),
+        context.link(),
     )
     out = out.flip(0) if turned else out
     if add_self_loops:
         edges, value = _with_loops(edges, _without_loops(edges), out, weight)
     else:
         value = DistTensor.wrap(weight, edges.rows)
-    known = None if edge_weight is None else MatrixOf.of(edge_weight)
+    known = None if edge_weight is None else MatrixWeights.of(edge_weight)
     if edge_weight is None or known is not None:
         how = OperatorKind("gcn", improved, add_self_loops)
-        MatrixOf.mark(value, how, None if known is None else known.weight)
+        MatrixWeights.mark(value, how, None if known is None else known.weight)
     return edges, value
 
 
@@ -259,18 +259,18 @@ def _laplacian(
     dtype: Any = None,
     num_nodes: Any = None,
 ) -> Pair:
-    """Stands in for `get_laplacian`: out-degrees are summed over ranks."""
-    scene = edges.scene
-    others = loop_places(scene.here, edges.plain(), edges.rows)[0]
+    """Replaces `get_laplacian`, with out-degrees summed over ranks."""
+    context = edges.context
+    others = loop_places(context.here, edges.plain(), edges.rows)[0]
     local, weight = edges.plain().index_select(1, others), local_part(edge_weight)
     if weight is not None:
         weight = weight.index_select(0, others)
     else:
         weight = torch.ones(local.size(1), dtype=dtype, device=local.device)
-    degree = _first_end_sums(scene, local[0], weight)
+    degree = _first_end_sums(context, local[0], weight)
     if normalization is None:
-        own = degree[: scene.here.num_own]
-        looped, _ = add_self_loops(local, num_nodes=scene.here.num_own)
+        own = degree[: context.here.num_own]
+        looped, _ = add_self_loops(local, num_nodes=context.here.num_own)
         value = torch.cat([-weight, own])
     else:
         power = -0.5 if normalization == "sym" else -1.0
@@ -279,23 +279,23 @@ def _laplacian(
         weight = scale[local[0]] * weight
         if normalization == "sym":
             weight = weight * scale[local[1]]
-        looped, value = add_self_loops(local, -weight, 1.0, scene.here.num_own)
+        looped, value = add_self_loops(local, -weight, 1.0, context.here.num_own)
     return _with_loops(edges, _without_loops(edges), looped, value)
 
 
-def _first_end_sums(scene: Scene, first: Tensor, weight: Tensor) -> Tensor:
-    """Sums of weights over the edges that start at each own and ghost node."""
-    here = scene.here
+def _first_end_sums(context: GuardContext, first: Tensor, weight: Tensor) -> Tensor:
+    """Returns the sums of weights over the edges that start at each own and ghost node."""
+    here = context.here
     every = here.num_own + len(here.ghost_gid)
     part = weight.new_zeros(every).index_add(0, first, weight).unsqueeze(1)
     own = part[: here.num_own]
-    if scene.source == 0:
-        own = here.scatter_to_owners(part[here.num_own :], own, scene.link())
-    return here.with_ghosts(own, scene.link()).squeeze(1)
+    if context.source == 0:
+        own = here.scatter_to_owners(part[here.num_own :], own, context.link())
+    return here.with_ghosts(own, context.link()).squeeze(1)
 
 
 def _one_hot(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Stands in for PyG's `one_hot`: row by row."""
+    """Replaces PyG's `one_hot`, which is row-wise."""
 
     @functools.wraps(original)
     def run(index: Any, num_classes: Any = None, dtype: Any = None) -> Any:
@@ -311,7 +311,7 @@ def _one_hot(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_row(forward: Callable) -> Callable:
-    """Makes the forward of a module that sorts or moves rows run on those that are here."""
+    """Makes the forward of a module that sorts or moves rows run on local rows."""
 
     def run(x: Any, *args: Any) -> Any:
         out = forward(local_part(x), *map(local_part, args))
@@ -346,7 +346,7 @@ _FORMULAS = frozenset(
 
 
 class RngGuard(TorchFunctionMode):
-    """Lets guarded numbers decide first, and refuses what would depend on the ranks."""
+    """Dispatches to guarded numbers first, and raises for results that depend on the ranks."""
 
     def __init__(self, layer: str) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ class RngGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs one torch function, or refuses it by name."""
+        """Runs one torch function, or raises."""
         kwargs = kwargs or {}
         guard, caller = None, sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith(dispatch.TRANSFORMS) and any(map(_is_spread, args)):
@@ -368,7 +368,7 @@ class RngGuard(TorchFunctionMode):
         if name in _READING and any(map(_is_spread, args)):
             raise unsupported_op(f"torch.{name}(x), in a layer,")
         if name in _FORMULAS:
-            args, kwargs = tree_map(totalled, args), tree_map(totalled, kwargs)
+            args, kwargs = tree_map(with_total, args), tree_map(with_total, kwargs)
         elif name == "arange" and isinstance(args[0], NumRows) and len(args) == 1:
             rows, device = args[0].rows, torch.device(kwargs.get("device") or "cpu")
             if int(args[0]) != len(rows):
@@ -395,7 +395,7 @@ _MADE = frozenset("zeros ones empty full".split())
 
 
 def _rows_made(args: Any, kwargs: Any) -> Rows | None:
-    """Returns the rows that a new tensor has, if its first size counts them."""
+    """Returns the rows of a new tensor if its first size is a number of rows."""
     first = args[0] if args else kwargs.get("size")
     first = first[0] if isinstance(first, (tuple, list)) and first else first
     if kwargs.get("requires_grad") or not isinstance(first, NumRows):
@@ -413,7 +413,7 @@ def _plain_in_training(args: Any, kwargs: Any) -> bool:
 
 
 def _guard_torch_func() -> None:
-    """Has torch.func refuse row-sharded tensors that it is to differentiate by.
+    """Makes torch.func raise for row-sharded tensors.
 
     It wraps them without asking their class. A torch without this function is left alone.
     Here, and not beside the tensors, as torch.compile traces the functions of `nn`.

@@ -1,16 +1,16 @@
-"""Pools nodes of a graph that is spread over ranks: those selected, or clusters of them.
+"""Pools the nodes of a graph spread over ranks: selected nodes, or clusters.
 
-With ids v_1 .. v_k of the nodes that stay, and each edge (i, j) between two of them,
+With ids v_1 .. v_k of the selected nodes, and each edge (i, j) between two of them,
 
     x'_a = x[v_a]         (a, b) of the pooled graph, where v_a = i and v_b = j
 
-A node stays with its owner, and an edge with that of its target, so that no row moves. With
-c(i) of k clusters for each node, and S a row for each node and a column for each that stays,
+A node keeps its owner, and an edge the owner of its target, so that no row moves. With the
+cluster c(i) of each node, and S with a row for each node and a column for each selected node,
 
     (c(i), c(j)) of the pooled graph       A' = S^T A S
 
-A cluster is with the owner of one of its nodes. The exchanges of a pooled graph are planned
-anew each time, and are exact, whatever link the edges have.
+A cluster has the owner of one of its nodes. The exchanges of a pooled graph are planned again
+each time, and are exact with any link of the edges.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from torch_geometric.utils import (
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
-from pyg_distcomm.graph.subgraphs import of_all_ranks
+from pyg_distcomm.graph.subgraphs import union_of_ranks
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.gather_by_id import plan_of, recut
-from pyg_distcomm.tensor.row_sharded import fit_plain
+from pyg_distcomm.tensor.gather_by_id import plan_of, reshard
+from pyg_distcomm.tensor.row_sharded import shard_plain_operand
 
 
 class DistSelectTopK(SelectTopK):
-    """PyG's SelectTopK, of TopKPooling and SAGPooling: the nodes with the highest scores.
+    """PyG's SelectTopK, of TopKPooling and SAGPooling: selects the highest scores.
 
     Scores of all nodes are compared on every rank, as one process does.
 
@@ -57,11 +57,11 @@ class DistSelectTopK(SelectTopK):
         out = super().forward(x, batch)
         if not isinstance(x, DistTensor):
             return out
-        chosen = _whole(out.node_index)
+        chosen = _all_ids(out.node_index)
         rows = _pooled_rows(chosen, x.rows)
         gid, weight = rows.gid, out.weight
         if isinstance(weight, DistTensor):
-            weight = DistTensor.wrap(recut(weight, rows), rows)
+            weight = DistTensor.wrap(reshard(weight, rows), rows)
         return SelectOutput(
             node_index=DistTensor.wrap(chosen[gid.to(chosen.device)], rows),
             num_nodes=out.num_nodes,
@@ -95,7 +95,7 @@ class DistFilterEdges(FilterEdges):
             chosen, DistTensor
         ):
             return super().forward(select_output, edge_index, edge_attr, batch)
-        edge_index.topology.check_one_kind()
+        edge_index.topology.check_one_node_type()
         total = edge_index.nodes.total
         if select_output.num_nodes != total or edge_index.weight is not None:
             raise ValueError(
@@ -104,7 +104,7 @@ class DistFilterEdges(FilterEdges):
                 + ", and edges of an adjacency with weights"
                 * (edge_index.weight is not None)
             )
-        ids = _whole(chosen).to(edge_index.device)
+        ids = _all_ids(chosen).to(edge_index.device)
         number = ids.new_full((total,), -1)
         number[ids] = torch.arange(len(ids), device=ids.device)
         ends = number[edge_index.to_local()]
@@ -120,7 +120,7 @@ class DistFilterEdges(FilterEdges):
 
 
 class DistEdgePooling(pyg.EdgePooling):
-    """PyG's EdgePooling: merges the two nodes of edges, those with the highest scores first.
+    """PyG's EdgePooling: merges the two nodes of an edge, in order of scores.
 
     Every rank goes through the scores of all edges, as one process does.
 
@@ -136,7 +136,7 @@ class DistEdgePooling(pyg.EdgePooling):
         if not isinstance(edge_index, DistEdgeIndex):
             return super()._merge_edges(x, edge_index, batch, edge_score)
         x = edge_index.as_nodes(x, "x")
-        order = torch.argsort(_whole(edge_score.detach()), descending=True)
+        order = torch.argsort(_all_ids(edge_score.detach()), descending=True)
         source, target = edge_index.full_tensor().tolist()
         cluster = [-1] * x.rows.total
         merged: list[int] = []
@@ -163,7 +163,7 @@ class DistEdgePooling(pyg.EdgePooling):
 
 
 class DistClusterPooling(pyg.ClusterPooling):
-    """PyG's ClusterPooling: merges what edges with high scores connect.
+    """PyG's ClusterPooling: merges nodes that are connected by edges with high scores.
 
     Shapes: x `[n_i, F]`, edge_index `[2, e_i]`, batch `[n_i]` -> `[c_i, F]`, `[2, e'_i]`,
     `[c_i]`; a cluster is with the owner of its first node.
@@ -191,7 +191,7 @@ class DistClusterPooling(pyg.ClusterPooling):
 
 
 class DistASAPooling(pyg.ASAPooling):
-    """PyG's ASAPooling: keeps the fittest neighbourhoods, and joins those that touch.
+    """PyG's ASAPooling: keeps the neighbourhoods with the highest fitness scores.
 
         A' = S^T A S      with s_ia the attention of neighbourhood a to its node i
 
@@ -241,10 +241,10 @@ class DistASAPooling(pyg.ASAPooling):
 def _coarsened(
     edges: DistEdgeIndex, weight: Any, score: Any, kept: DistTensor
 ) -> tuple[Any, Any]:
-    """Returns `S^T A S`, of all entries of S whose target is kept."""
+    """Returns `S^T A S`, for the entries of S whose target is kept."""
     nodes, (source, target) = edges.nodes, edges.to_local()
     number = source.new_full((nodes.total,), -1)
-    ids = _whole(kept)
+    ids = _all_ids(kept)
     number[ids] = torch.arange(len(ids), device=ids.device)
     stays = number[target] >= 0
     parts = edges.check_edges(score, "score")
@@ -254,11 +254,11 @@ def _coarsened(
     parts = None if values is None else parts[stays]
     whole = EdgeMatrix(source, target, values, nodes)
     chosen = EdgeMatrix(source[stays], number[target[stays]], parts, kept.rows)
-    return (chosen.turned(nodes) @ (whole @ chosen)).edges()
+    return (chosen.transposed(nodes) @ (whole @ chosen)).edges()
 
 
 class DistGraphUNet(pyg.GraphUNet):
-    """PyG's GraphUNet: TopKPooling of a graph whose two-hop neighbours are joined.
+    """PyG's GraphUNet: TopKPooling on a graph augmented by two-hop edges.
 
     Shapes: x `[n_i, F]`, edge_index `[2, e_i]` -> `[n_i, F']`.
     Price: that of its layers and pools, and of a product (see `EdgeMatrix`) for each pool.
@@ -288,10 +288,10 @@ class DistGraphUNet(pyg.GraphUNet):
 
 
 class _Clusters:
-    """Merges nodes into clusters, of which each is with the owner of one of its nodes.
+    """Merges nodes into clusters, each owned by the owner of one of its nodes.
 
     Args:
-        cluster: of each node `[n]`, on every rank.
+        cluster: the cluster of each node `[n]`, on every rank.
         member: a node of each cluster `[c]`, on every rank.
         x: rows of the nodes.
         edge_index: the edges between them.
@@ -312,12 +312,12 @@ class _Clusters:
         return DistTensor.wrap(plan.scatter_add(x.to_local()), self.rows)
 
     def first(self, batch: Any) -> Any:
-        """Returns the graphs `[c_i]` that the clusters are of."""
+        """Returns the graph `[c_i]` of each cluster."""
         nodes = self.cluster.rows
         if isinstance(batch, DistTensor):
             local = batch.to_local()
         else:
-            local = fit_plain(batch, nodes, 1, "batch")
+            local = shard_plain_operand(batch, nodes, 1, "batch")
         return DistTensor.wrap(local[self._member.to(local.device)], self.rows)
 
     def edges(self, loops: bool) -> DistEdgeIndex:
@@ -333,7 +333,7 @@ def _connected(ends: Tensor, nodes: Rows) -> tuple[Tensor, Tensor]:
 
     Args:
         ends: edges `[2, k]` on this rank, as global ids.
-        nodes: which nodes are here.
+        nodes: the rows of nodes on this rank.
 
     Price: two words for each node at an edge here, to all ranks.
     """
@@ -347,7 +347,7 @@ def _connected(ends: Tensor, nodes: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _components(ends: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the components of nodes, in the order of their first ones, and these.
+    """Returns the component of each node, in order of first nodes, and the first nodes.
 
     Nodes point to lower ones of their component, and take over where these point.
     """
@@ -365,14 +365,14 @@ def _components(ends: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _pooled_rows(node: Tensor, rows: Rows) -> Rows:
-    """Returns the rows of a pooled graph, each with the owner of a node."""
+    """Returns the rows of a pooled graph, owned like the given nodes."""
     owners = rows.owners.owner_of(node.cpu())
     partition = Partition.from_owner(owners, rows.mesh.size)
     gid = partition.gids(rows.mesh.rank)
     return Rows(gid, len(node), rows.mesh, partition, memory=rows.memory)
 
 
-def _whole(ids: Tensor) -> Tensor:
+def _all_ids(ids: Tensor) -> Tensor:
     return ids.full_tensor() if isinstance(ids, DistTensor) else ids
 
 
@@ -381,7 +381,7 @@ def _whole(ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class EdgeMatrix:
-    """Holds the entries of a sparse matrix that are on this rank; equal ones add up.
+    """Holds this rank's entries of a sparse matrix; duplicate entries add up.
 
     An entry (s, t) is an edge from s to t. Entries lie anywhere; those of a matrix on the left
     of a product, and edges that are made of one, lie with the owners of their targets.
@@ -401,7 +401,7 @@ class EdgeMatrix:
     value: Tensor | None
     rows: Rows
 
-    def turned(self, rows: Rows) -> EdgeMatrix:
+    def transposed(self, rows: Rows) -> EdgeMatrix:
         """Returns the transpose, with the owners of its targets.
 
         Args:
@@ -428,7 +428,7 @@ class EdgeMatrix:
         return replace(self, source=came[:, 0], target=came[:, 1], value=value)
 
     def __matmul__(self, other: EdgeMatrix) -> EdgeMatrix:
-        """Returns the product, whose entries lie where those of `other` do.
+        """Returns the product, with the entries on the ranks of those of `other`.
 
             c_st = sum over k of a_sk b_kt
 
@@ -469,7 +469,7 @@ class EdgeMatrix:
         return EdgeMatrix(source[picked], target, value, other.rows).added_up()
 
     def added_up(self) -> EdgeMatrix:
-        """Adds up entries of this rank in one place, and sorts them by source and target."""
+        """Sums duplicate entries of this rank, and sorts them by source and target."""
         total = self.rows.total
         key, place = torch.unique(
             self.source * total + self.target, return_inverse=True
@@ -496,7 +496,7 @@ class EdgeMatrix:
         nodes = self.rows
         mine = self.added_up().at_owners().added_up()
         key = mine.source * nodes.total + mine.target
-        every = of_all_ranks(key, nodes.mesh, "plan")
+        every = union_of_ranks(key, nodes.mesh, "plan")
         place = torch.searchsorted(every, key).cpu()
         edges = rows_of_edges(place, len(every), nodes)
         ends = torch.stack([mine.source, mine.target])
@@ -516,7 +516,7 @@ def _by_owner(owner: Tensor, size: int) -> tuple[Tensor, list[int]]:
 
 
 def _ranges(first: Tensor, number: Tensor) -> Tensor:
-    """Returns first_i, first_i + 1, ..., `number_i` of them, one range after another."""
+    """Returns the concatenated ranges first_i .. first_i + number_i - 1."""
     before = number.cumsum(0) - number
     steps = torch.arange(int(number.sum()), device=first.device)
     return (first - before).repeat_interleave(number) + steps

@@ -1,4 +1,4 @@
-"""Distributes PyG's GCNConv, GCN2Conv and SAGEConv, which multiply by the graph's matrix."""
+"""Distributes PyG's GCNConv, GCN2Conv and SAGEConv as products with the graph's matrix."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import GCN2Conv, GCNConv, SAGEConv
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.gradient_averaging import as_replicated
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import OperatorKind
-from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
+from pyg_distcomm.nn.halo_conv import shard_inputs, through_halo
 from pyg_distcomm.nn.layer_context import (
     LayerContext,
     OwnLink,
@@ -30,19 +30,19 @@ from pyg_distcomm.tensor.row_sharded import eagerly
 class LinearProduct:
     """Plans `(A X) W + b` or `A (X W) + b`, whichever exchanges fewer words.
 
-    Both are the same function; the exchange has the width it is made at ([Kurt23]). The
-    first is made once where x needs no gradient, and again backward where it does; not
-    at all where A X is known (see [Note: constant inputs]). The layer multiplies:
+    Both are the same function, but exchange rows of different width ([Kurt23]). The first
+    exchanges once if x needs no gradient, and once more in the backward pass if it does; not
+    at all if A X is cached (see [Note: constant inputs]). The layer multiplies:
 
         plan = LinearProduct(context, x, kind, lin, bias)
         out = plan.finish(plan.matrix @ plan.rows if plan.known is None else plan.known)
 
-    `x` may have more dims than two: they travel flattened.
+    `x` may have more than two dims: its rows travel flattened.
 
     Args:
-        context: of the call.
+        context: the context of the call.
         x: the features.
-        kind: which matrix A is.
+        kind: the matrix A.
         lin, bias: W and b.
         mean: whether sums are divided by the number of edges.
     """
@@ -61,10 +61,13 @@ class LinearProduct:
         topology, weight = context.topology, lin.weight
         ordering, mesh = context.edges.topology.ordering, topology.nodes.mesh
         if is_lazy(weight):
-            lin(x)  # takes its width from x, through its own hooks
+            lin(x)  # initialises a lazy layer through its own hooks
             weight = lin.weight
-        self._w, self._bias = meet(weight, mesh), meet(bias, mesh)
-        local = x.to_local().contiguous()  # products round by strides
+        self._w, self._bias = (
+            as_replicated(weight, mesh),
+            as_replicated(bias, mesh),
+        )
+        local = x.to_local().contiguous()  # strides affect the rounding of products
         self._values = None if context.weight is None else context.weight.dtype
         if context.weight is None and kind.normalize:
             self._values = local.dtype
@@ -78,8 +81,8 @@ class LinearProduct:
             self.known = topology.constants.product(
                 cached,
                 (x, context.given),
-                lambda: self._exactly(local, grad),
-                at_once=context.had_kept(),
+                lambda: self._exact_product(local, grad),
+                cache_now=context.had_kept(),
             )
         if self.known is None:
             self._exchange = context.exchange(None if cached is None else x, cached)
@@ -87,49 +90,49 @@ class LinearProduct:
             grads = backward, backward or (grad and learns)
             widths = lin.in_channels, lin.out_channels
             self._first = ordering.takes_first(*widths, grads)
-            self._set(local if self._first else F.linear(local, self._w))
+            self._set_operands(local if self._first else F.linear(local, self._w))
 
-    def _exactly(self, local: Tensor, grad: bool) -> Tensor:
-        """Returns `A x` to be kept."""
-        self._context.note_kept(grad)  # which is off in here
-        self._set(local)
-        return self._scaled(self.matrix @ self.rows)
+    def _exact_product(self, local: Tensor, grad: bool) -> Tensor:
+        """Returns `A x` for the cache, over exact links."""
+        self._context.note_kept(grad)  # gradients are off in here
+        self._set_operands(local)
+        return self._scale(self.matrix @ self.rows)
 
-    def _set(self, h: Tensor) -> None:
-        """Takes the rows to multiply, flat; under autocast narrower than the matrix."""
+    def _set_operands(self, h: Tensor) -> None:
+        """Sets the flattened rows to multiply, narrow under autocast, and the matrix."""
         self._shape = h.shape
         self.rows = h.flatten(1) if h.dim() > 2 else h
         context = self._context
         self.matrix: GridMatrix = context.topology.operator(
-            self._kind, context.weight, self._wider(h.dtype), self._exchange
+            self._kind, context.weight, self._message_dtype(h.dtype), self._exchange
         )
 
-    def _wider(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the type of messages made of rows, in PyG's layer."""
+    def _message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the type of messages that PyG's layer makes of rows of a type."""
         found = self._values
         return dtype if found is None else torch.promote_types(dtype, found)
 
-    def _scaled(self, z: Tensor) -> Tensor:
+    def _scale(self, z: Tensor) -> Tensor:
         if self._mean:
             degree = self._context.topology.in_degree.clamp(min=1)
             z = z / degree.to(z.dtype).unsqueeze(1)
         return z.view(self._shape) if len(self._shape) > 2 else z
 
     def finish(self, z: Tensor) -> DistTensor:
-        """Returns the layer's output of the product, or of the known one."""
-        z = z if self.known is not None else self._scaled(z)
+        """Returns the layer's output, given the product or the cached one."""
+        z = z if self.known is not None else self._scale(z)
         if self._first:
             out = F.linear(z, self._w, self._bias)
-        else:  # a fresh tensor: nobody saved it
+        else:  # a fresh tensor that nothing else holds
             out = z if self._bias is None else z.add_(self._bias)
         if self._outside:
             out = out.to(torch.promote_types(out.dtype, self._bias.dtype))
-        out = out.to(self._wider(out.dtype))
+        out = out.to(self._message_dtype(out.dtype))
         return DistTensor.wrap(out, self._context.edges.nodes)
 
 
-class _OwnLinked:
-    """Gives a layer of PyG's a link of its own."""
+class _LayerWithLink:
+    """Adds the argument `link` to a PyG layer."""
 
     link: OwnLink = None
 
@@ -138,7 +141,7 @@ class _OwnLinked:
         self.link = check_link(link)
 
 
-class DistGCNConv(_OwnLinked, GCNConv):
+class DistGCNConv(_LayerWithLink, GCNConv):
     r"""The graph convolution of [Kipf17], on a graph spread over ranks.
 
         X' = D^-1/2 (A + I) D^-1/2 X W + b
@@ -146,11 +149,11 @@ class DistGCNConv(_OwnLinked, GCNConv):
     Takes the arguments of `torch_geometric.nn.GCNConv`, has its `state_dict` and its
     `repr`, and *is* it for ordinary inputs. With a `DistEdgeIndex` it computes the same
     numbers on any grid: degrees and self-loops are global, (A X) W or A (X W) is chosen
-    by the narrower width, and a gradient nobody needs is not computed. Ordinary edges of a
-    minibatch, or used before, are multiplied by compiled products; see `nn.local_products`.
+    by the narrower width, and unused gradients are not computed. For the ordinary edges of a
+    minibatch, or edges used before, it runs compiled products; see `nn.local_products`.
 
     Args:
-        link: how rows travel, a `LinkPolicy`; "exact", or that of the edge_index (None).
+        link: the `LinkPolicy` of its rows; "exact", or None for that of the edge_index.
 
     Shapes (this rank):
         x            [n_i, F_in]   DistTensor
@@ -171,15 +174,15 @@ class DistGCNConv(_OwnLinked, GCNConv):
     ) -> Tensor:
         """Runs the layer."""
         if not isinstance(edge_index, DistEdgeIndex):
-            (x, edge_index), _ = spread_inputs((x, edge_index), {}, self)
+            (x, edge_index), _ = shard_inputs((x, edge_index), {}, self)
         if not isinstance(edge_index, DistEdgeIndex):
             if torch.compiler.is_compiling():
                 return super().forward(x, edge_index, edge_weight)
             return run_gcn(self, super().forward, x, edge_index, edge_weight)
-        return self._multiplied(x, edge_index, edge_weight)
+        return self._distributed_forward(x, edge_index, edge_weight)
 
     @eagerly
-    def _multiplied(
+    def _distributed_forward(
         self, x: Any, edge_index: DistEdgeIndex, edge_weight: Any
     ) -> Tensor:
         with edge_index.nodes.spilling():
@@ -200,7 +203,7 @@ class DistGCNConv(_OwnLinked, GCNConv):
             )
 
 
-class DistGCN2Conv(_OwnLinked, GCN2Conv):
+class DistGCN2Conv(_LayerWithLink, GCN2Conv):
     r"""The layer of GCNII [Chen20], on a graph spread over ranks.
 
         X' = ((1 - a) P X + a X_0) ((1 - b) I + b W_1),   P = D^-1/2 (A + I) D^-1/2
@@ -211,7 +214,7 @@ class DistGCN2Conv(_OwnLinked, GCN2Conv):
     are global.
 
     Args:
-        link: how rows travel, if not by the link of the edges; "exact" as they are.
+        link: the `LinkPolicy` of its rows; "exact", or None for that of the edge_index.
 
     Shapes (this rank): x, x_0 `[n_i, C]` DistTensors -> `[n_i, C]`.
     Price: `GridMatrix.price(C)` forward, and that of its transpose backward unless x needs
@@ -225,15 +228,15 @@ class DistGCN2Conv(_OwnLinked, GCN2Conv):
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any = None
     ) -> Tensor:
         """Runs the layer."""
-        (x, x_0, edge_index), _ = spread_inputs((x, x_0, edge_index), {}, self)
+        (x, x_0, edge_index), _ = shard_inputs((x, x_0, edge_index), {}, self)
         if not isinstance(edge_index, DistEdgeIndex):
             if torch.compiler.is_compiling():
                 return super().forward(x, x_0, edge_index, edge_weight)
             return run_layer(self, super().forward, x, x_0, edge_index, edge_weight)
-        return self._multiplied(x, x_0, edge_index, edge_weight)
+        return self._distributed_forward(x, x_0, edge_index, edge_weight)
 
     @eagerly
-    def _multiplied(
+    def _distributed_forward(
         self, x: Any, x_0: Any, edge_index: DistEdgeIndex, edge_weight: Any
     ) -> Tensor:
         with edge_index.nodes.spilling():
@@ -256,7 +259,10 @@ class DistGCN2Conv(_OwnLinked, GCN2Conv):
             operator = kind, context.weight, dtype, context.exchange()
             mixed = context.topology.operator(*operator) @ local
             mesh = edge_index.nodes.mesh
-            weight1, weight2 = meet(self.weight1, mesh), meet(self.weight2, mesh)
+            weight1, weight2 = (
+                as_replicated(self.weight1, mesh),
+                as_replicated(self.weight2, mesh),
+            )
             mixed, first = mixed * (1 - self.alpha), first * self.alpha
             rest = {"beta": 1 - self.beta, "alpha": self.beta}
             if self.weight2 is None:
@@ -268,19 +274,19 @@ class DistGCN2Conv(_OwnLinked, GCN2Conv):
             return DistTensor.wrap(out, edge_index.nodes)
 
 
-class DistSAGEConv(_OwnLinked, SAGEConv):
+class DistSAGEConv(_LayerWithLink, SAGEConv):
     r"""The GraphSAGE layer of [Hamilton17], on a graph spread over ranks.
 
         x'_i = W_1 x_i + W_2 mean_{j in N(i)} x_j
 
     Takes the arguments of `torch_geometric.nn.SAGEConv`, has its `state_dict`, and *is*
     it for ordinary inputs. With a `DistEdgeIndex`, "mean" and "sum" are products on any
-    grid; every other aggregation brings the rows of the neighbours here, as `HaloConv`
-    does. Ordinary edges of a minibatch, or used before, are multiplied by compiled
-    products; see `nn.local_products`.
+    grid; every other aggregation fetches the rows of neighbours, as `HaloConv` does. For the
+    ordinary edges of a minibatch, or edges used before, it runs compiled products; see
+    `nn.local_products`.
 
     Args:
-        link: how rows travel, a `LinkPolicy`; "exact", or that of the edge_index (None).
+        link: the `LinkPolicy` of its rows; "exact", or None for that of the edge_index.
 
     Shapes (this rank):
         x           [n_i, F_in]   DistTensor, or a pair of them
@@ -297,15 +303,15 @@ class DistSAGEConv(_OwnLinked, SAGEConv):
 
     def forward(self, x: Any, edge_index: Any = None, size: Any = None) -> Tensor:
         """Runs the layer."""
-        (x, edge_index), _ = spread_inputs((x, edge_index), {}, self)
+        (x, edge_index), _ = shard_inputs((x, edge_index), {}, self)
         if not isinstance(edge_index, DistEdgeIndex):
             if torch.compiler.is_compiling():
                 return super().forward(x, edge_index, size)
             return run_sage(self, super().forward, x, edge_index, size)
-        return self._multiplied(x, edge_index)
+        return self._distributed_forward(x, edge_index)
 
     @eagerly
-    def _multiplied(self, x: Any, edge_index: DistEdgeIndex) -> Tensor:
+    def _distributed_forward(self, x: Any, edge_index: DistEdgeIndex) -> Tensor:
         with edge_index.nodes.spilling():
             known = self.aggr in ("mean", "sum", "add")
             known = known and edge_index.topology.sources is None

@@ -28,7 +28,7 @@ SMALLEST = 1 / 64  # MB of a bucket: below, a message's latency is dearer than i
 
 
 class _Transparent:
-    """Shows the attributes of the module that is wrapped."""
+    """Forwards attributes to the wrapped module."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -68,10 +68,10 @@ class Replicated(_Transparent, DistributedDataParallel):
         self, module: torch.nn.Module, mesh: Mesh, options: dict[str, Any]
     ) -> None:
         self._made = mesh, options
-        self._meet()
+        self._wait_for_all_ranks()
         super().__init__(module, process_group=mesh.data.group, **options)
         for p in module.parameters():
-            averager_of(mesh).averaged_by(p, self)
+            averager_of(mesh).delegate(p, self)
         self._ready: list[Tensor] = []  # in the order of the first pass
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._ready.append)
@@ -83,7 +83,7 @@ class Replicated(_Transparent, DistributedDataParallel):
         """Runs the model."""
         if self.regroups and torch.is_grad_enabled():
             self.regroups = False
-            self._meet()
+            self._wait_for_all_ranks()
         self.armed = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._ready.clear()
         return super().forward(*args, **kwargs)
@@ -99,8 +99,8 @@ class Replicated(_Transparent, DistributedDataParallel):
             with guarded(mesh.data, "replicate"):
                 raise
 
-    def ran(self) -> None:
-        """Notes that all gradients of a backward pass have come."""
+    def on_gradients_ready(self) -> None:
+        """Records that all gradients of a backward pass are ready."""
         self.armed = False
         if self.regroups is None:  # in the order of the first, unless it may change
             self.regroups = self.static_graph or not self.find_unused_parameters
@@ -134,11 +134,11 @@ class Replicated(_Transparent, DistributedDataParallel):
                 size = 0
         return [bucket for bucket in buckets if bucket]
 
-    def _meet(self) -> None:
-        """Waits for all ranks where DDP would without our deadline, in steps of its own."""
+    def _wait_for_all_ranks(self) -> None:
+        """Waits for all ranks before steps in which DDP would wait without our deadline."""
         mesh, _ = self._made
         if mesh.data.watch is not None:
-            mesh.data.watch.meet("replicate", mesh.stage.rank, mesh.size)
+            mesh.data.watch.barrier("replicate", mesh.stage.rank, mesh.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         mesh, options = self._made
@@ -153,25 +153,25 @@ def replicate(
 ) -> torch.nn.Module:
     """Returns the model with equal parameters on all ranks and averaged gradients.
 
-    Full-graph training needs no wrapper: gradients of what meets row-sharded data are
-    averaged by themselves (see `comm/gradient_averaging.py`). Minibatches, and parameters
-    that see `.to_local()` rows alone, do. This is torch's DistributedDataParallel in a
-    process group of its own: parameters start as rank 0's, and gradients are averaged
-    behind the backward pass, in buckets of about a quarter of them (DDP's own hold 25 MB,
-    which is all of most graph models, so that nothing is left to hide behind). With the
-    global losses of DistTensor the average *is* the single-process gradient (see
-    [Note: gradients] in `comm/autograd.py`). Row-sharded parameters (`DistEmbedding`)
-    stay with their rank. On one rank nothing is wrapped but the name `.module`.
+    Full-graph training needs no wrapper: gradients of parameters used with row-sharded data
+    are averaged automatically (see `comm/gradient_averaging.py`). Training on minibatches, and
+    parameters that are only used with `.to_local()` rows, need it. This is torch's
+    DistributedDataParallel in its own process group: parameters start with rank 0's values,
+    and gradients are averaged during the backward pass, in buckets of about a quarter of them
+    (DDP's default of 25 MB holds all of most graph models, so that nothing would overlap). With
+    the global losses of DistTensor the average *is* the single-process gradient (see
+    [Note: gradients] in `comm/autograd.py`). Row-sharded parameters (`DistEmbedding`) stay with
+    their rank. On one rank the wrapper only adds `.module`.
 
     Args:
-        model: on this rank's device.
+        model: the model, on this rank's device.
         mesh: the ranks; those of the last `pdc.init` if None.
         kwargs: further arguments of DistributedDataParallel.
 
     Raises:
-        TypeError: for a graph, which `pdc.partition` takes, and what else is no model.
-        ValueError: if the model's parameters lie on another kind of device than NCCL
-            or gloo can reach from here.
+        TypeError: for a graph, which belongs in `pdc.partition`, or another object that is not
+            a model.
+        ValueError: if the backend does not support the device of the parameters.
 
     Price: one all-reduce of all parameters per backward pass.
     """
@@ -213,13 +213,13 @@ def bare(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _bucket_mb(parameters: list[torch.nn.Parameter]) -> float:
-    """Returns what a bucket holds, in MB of 2^20 bytes, at most 25 as DDP's own."""
+    """Returns the size of a bucket in MB of 2^20 bytes, at most DDP's default of 25."""
     total = sum(p.numel() * p.element_size() for p in parameters)
     return min(max(total / BUCKETS / 2**20, SMALLEST), 25.0)
 
 
 class _Averager:
-    """The axis, out of reach of copying and pickling, and how many words have left."""
+    """Holds the axis, excluded from copying and pickling, and the number of words sent."""
 
     def __init__(self, axis: Axis, wrapper: Replicated) -> None:
         self.axis, self.wrapper = axis, weakref.proxy(wrapper)
@@ -227,7 +227,7 @@ class _Averager:
         self.under_way: list[tuple[Pending, Tensor, Any]] = []
 
     def finish(self) -> None:
-        """Waits for the sums, at the end of a backward pass, before DDP does."""
+        """Waits for the sums at the end of a backward pass, before DDP does."""
         under_way, self.under_way = self.under_way, []
         for pending, buffer, future in under_way:
             pending.wait()
@@ -257,18 +257,18 @@ def _average(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotat
         state.sum_as_later(bucket)
         if bucket.is_last():
             state.left = 0
-            wrapper.ran()
+            wrapper.on_gradients_ready()
         devices: Any = [buffer.device] if buffer.is_cuda else None
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         done.set_result(buffer)
         return done
     pending, future = collectives.all_reduce_future(buffer, state.axis, state.left)
-    # a thread of gloo must keep nothing of Python's, which may end first: [Note: at rest]
+    # a thread of gloo must keep nothing of Python's, which may end first: [Note: exit]
     own: Any = None if buffer.is_cuda else torch.futures.Future()
     state.under_way.append((pending, buffer, own))
     state.left = 0 if bucket.is_last() else state.left + buffer.numel()
     if bucket.is_last():  # all gradients have come
-        state.wrapper.ran()
+        state.wrapper.on_gradients_ready()
         # DDP puts its own callback behind this one
         torch.autograd.Variable._execution_engine.queue_callback(state.finish)
     return own or future.then(lambda f: f.value()[0])

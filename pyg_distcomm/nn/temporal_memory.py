@@ -1,11 +1,11 @@
-"""Keeps a memory of nodes that events change, sharded over the ranks: TGN on TemporalData.
+"""Keeps the node memory of TGN on TemporalData, sharded over the ranks.
 
-[Note: sharded memory] Node v lies on rank v mod P: its row of the memory, the time of its last
-event, its last neighbours, and the messages that wait for it. So a rank makes the messages to
-its own nodes, aggregates them and updates their rows without asking anybody, but for one
-thing: a message holds the memory of both ends, and the other end's row is fetched, each once.
-When the memory is told of events, all ranks learn their ends and times, and the owners of
-these what else they hold.
+[Note: sharded memory] Rank v mod P owns node v: its row of the memory, the time of its last
+event, its last neighbours, and its pending messages. A rank computes and aggregates the
+messages to its own nodes and updates their rows locally, with one exception: a message contains
+the memory of both ends, so the distinct rows of the other ends are fetched. `update_state`
+sends the ends and times of events to all ranks, and their other attributes to the owners of the
+ends.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch_geometric.utils import scatter
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import digest
-from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.gradient_averaging import as_replicated
 from pyg_distcomm.comm.mesh import Mesh, given_mesh, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.gather_by_id import IdPlan, cut_as
-from pyg_distcomm.tensor.getitem import check_same
+from pyg_distcomm.tensor.gather_by_id import IdPlan, shard_as
+from pyg_distcomm.tensor.getitem import check_replicated_ids
 from pyg_distcomm.tensor.row_sharded import local_part
 
 
@@ -52,37 +52,37 @@ class _Messages(NamedTuple):
 
 
 class TGNMemory(PygTGNMemory):
-    r"""Remembers a vector for each node of an event stream, as PyG's TGNMemory does.
+    r"""Stores a memory vector for each node of an event stream, as PyG's TGNMemory.
 
         m_e = msg(s_i, s_j, raw_e, phi(t_e - t_i))        for the last events e of node i
         s_i <- GRU(aggr{m_e}, s_i)
 
-    On several ranks the rows s_i `[n, memory_dim]` and all that belongs to a node are kept by
-    the node's owner, rank i mod P. `memory(n_id)` returns the rows of `n_id`, ordinary ids
-    that are the same on all ranks, as DistTensors that are cut by owner; `update_state` takes
-    events that are row-sharded, as those of `pyg_distcomm.loader.TemporalDataLoader`, or
-    the same on all ranks. Losses, gradients and memory are those of one process on the same
-    batches, on any number of ranks. On one rank, and before `pdc.init`, it is PyG's own.
+    On several ranks the owner of a node, rank i mod P, stores its row s_i of `[n, memory_dim]`
+    and its other state. `memory(n_id)` returns the rows of `n_id`, ordinary ids that are the
+    same on all ranks, as DistTensors sharded by owner; `update_state` takes events that are
+    row-sharded, as those of `pyg_distcomm.loader.TemporalDataLoader`, or the same on all ranks.
+    Losses, gradients and memory equal those of one process on the same batches, on any number
+    of ranks. On one rank, and before `pdc.init`, it runs PyG's code.
 
     Args:
         num_nodes, raw_msg_dim, memory_dim, time_dim: as in PyG.
-        message_module: as in PyG; it sees a row for each message, as a DistTensor.
-        aggregator_module: as in PyG. It is called on the messages to this rank's nodes,
-            so what it returns for a node has to follow from the messages to that node
-            alone. PyG's LastAggregator is replaced by `LastAggregator` of this module.
+        message_module: as in PyG; its input is a DistTensor with a row for each message.
+        aggregator_module: as in PyG. It is called on the messages to this rank's nodes, so its
+            result for a node may only depend on the messages to that node. PyG's LastAggregator
+            is replaced by `LastAggregator` of this module.
         mesh: the ranks; those of the last `pdc.init` if None.
 
     Shapes (this rank): memory [k_i, memory_dim] and last update [k_i], of k = len(n_id) rows.
 
-    Price: `memory(n_id)` in training, and `update_state`, bring the memory of the h distinct
-    other ends of messages that lie on other ranks, h memory_dim words, after their ids.
-    `update_state` also brings 4 int64 of each event of other ranks, and the raw_msg_dim
-    words of those with an end here. In the backward pass gradients of parameters alone
+    Price: `memory(n_id)` in training, and `update_state`, fetch the memory of the h distinct
+    other ends of messages from other ranks, h memory_dim words, after their ids.
+    `update_state` also receives 4 int64 for each event of other ranks, and raw_msg_dim words
+    for those with an end on this rank. In the backward pass only gradients of parameters
     travel, if the memory was detached.
 
     Raises:
-        ValueError: on all ranks, if ids repeat, differ between ranks or are no nodes, or if
-            events differ, have no such shapes or types, or learn.
+        ValueError: on all ranks, if ids repeat, differ between ranks or are out of range, or
+            if events differ, have wrong shapes or types, or require gradients.
     """
 
     rows: Rows | None
@@ -114,7 +114,7 @@ class TGNMemory(PygTGNMemory):
                 setattr(self, name, spread)
 
     def reset_state(self) -> None:
-        """Sets the memory to zeros, and forgets messages."""
+        """Sets the memory to zeros, and drops pending messages."""
         if self.rows is None:
             super().reset_state()
             return
@@ -132,7 +132,7 @@ class TGNMemory(PygTGNMemory):
         self._seen = 0  # events so far
 
     def detach(self) -> None:
-        """Takes the memory out of the graph of gradients."""
+        """Detaches the memory from the autograd graph."""
         if self.rows is None:
             super().detach()
         else:
@@ -144,9 +144,9 @@ class TGNMemory(PygTGNMemory):
             return super().forward(n_id)  # type: ignore[no-any-return]
         n_id = _same_nodes(n_id, self.rows, unique=self.training)
         kept = rows_at_owners(n_id, self.rows.mesh)
-        lid = _lid(n_id[kept.gid.to(n_id.device)], self.rows)
+        lid = _local_ids(n_id[kept.gid.to(n_id.device)], self.rows)
         if self.training:
-            memory, last = self._updated(lid)
+            memory, last = self._updated_memory(lid)
         else:
             memory, last = (
                 local_part(self.memory)[lid],
@@ -157,25 +157,25 @@ class TGNMemory(PygTGNMemory):
     def update_state(
         self, src: Tensor, dst: Tensor, t: Tensor, raw_msg: Tensor
     ) -> None:
-        """Updates the memory with events, each of which may be any rank's; collective."""
+        """Updates the memory with events, which may be on any rank; collective."""
         if self.rows is None:
             super().update_state(src, dst, t, raw_msg)
             return
         src, dst, t, raw, *orders = self._at_owners(src, dst, t, raw_msg)
         rank, size = self.rows.mesh.rank, self.rows.mesh.size
         nodes = torch.cat([src, dst]).unique()
-        lid = _lid(nodes[nodes % size == rank], self.rows)
+        lid = _local_ids(nodes[nodes % size == rank], self.rows)
         if self.training:
             self._write(lid)
         stores, ends = (self.msg_s_store, self.msg_d_store), ((src, dst), (dst, src))
         for store, (near, far), order in zip(stores, ends, orders, strict=True):
-            events = _Messages(_lid(near, self.rows), far, t, order, raw)
-            _keep(store, events.at((near % size == rank).nonzero().view(-1)))
+            events = _Messages(_local_ids(near, self.rows), far, t, order, raw)
+            _store_messages(store, events.at((near % size == rank).nonzero().view(-1)))
         if not self.training:
             self._write(lid)
 
     def message_state(self) -> bytes:
-        """Returns the messages that wait for nodes of all ranks, as data; collective.
+        """Returns the pending messages of the nodes of all ranks, as plain data; collective.
 
         They are no buffers, as in PyG. `save_checkpoint(..., messages=memory.message_state())`
         saves them, and what `load_checkpoint(..., messages=b"")` returns of them goes to
@@ -189,7 +189,7 @@ class TGNMemory(PygTGNMemory):
         return box.getvalue()
 
     def load_message_state(self, state: bytes) -> None:
-        """Lets messages wait again as they did when `message_state` returned them.
+        """Restores the pending messages that `message_state` returned.
 
         Raises:
             ValueError: if they are none, or those of a memory of other nodes or widths.
@@ -213,25 +213,27 @@ class TGNMemory(PygTGNMemory):
             found = _Messages(near, far, t, number, raw.to(self.device))
             if self.rows is None:
                 held: dict[int, Any] = {}
-                _keep(held, found)
+                _store_messages(held, found)
                 store.update({k: (m.near, m.far, m.t, m.raw) for k, m in held.items()})
                 continue
             mine = (
                 (near % self.rows.mesh.size == self.rows.mesh.rank).nonzero().view(-1)
             )
-            _keep(store, found._replace(near=_lid(near, self.rows)).at(mine))
+            _store_messages(
+                store, found._replace(near=_local_ids(near, self.rows)).at(mine)
+            )
             self._seen = max(self._seen, int(number.max()) + 1 if len(number) else 0)
 
     def _update_memory(self, n_id: Tensor) -> None:
-        """Updates rows before PyG's code forgets their messages, as `eval()` has it do."""
+        """Updates rows before PyG's code drops their messages, as it does in `eval()`."""
         if self.rows is None:
             super()._update_memory(n_id)
             return
         self._write(torch.arange(len(self.rows), device=self.device))
 
     def _write(self, lid: Tensor) -> None:
-        """Updates the rows of own nodes; a rank may have none."""
-        memory, last = self._updated(lid)
+        """Updates the rows of own nodes, of which a rank may have none."""
+        memory, last = self._updated_memory(lid)
         old = local_part(self.memory)
         if old.requires_grad:  # nobody has detached it: gradients go on
             new = old.index_copy(0, lid, memory)
@@ -242,33 +244,37 @@ class TGNMemory(PygTGNMemory):
         self.memory = DistTensor.wrap(new, self.rows)
         local_part(self.last_update)[lid] = last
 
-    def _updated(self, lid: Tensor) -> tuple[Tensor, Tensor]:
+    def _updated_memory(self, lid: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the new memory, and times of last events, of own nodes; collective."""
         assert self.rows is not None
         places, memory = local_part(self._assoc), local_part(self.memory)
         places[lid] = torch.arange(len(lid), device=lid.device)
         waiting = [
-            self._waiting(store, lid) for store in (self.msg_s_store, self.msg_d_store)
+            self._pending_messages(store, lid)
+            for store in (self.msg_s_store, self.msg_d_store)
         ]
         every = torch.cat([m.far for m in waiting])
         plan = IdPlan.build(every.cpu(), self.rows).to(memory.device)
         far = plan.gather(memory).split([len(m.far) for m in waiting])
         modules = self.msg_s_module, self.msg_d_module
         msg = torch.cat(
-            [self._made(*one) for one in zip(modules, waiting, far, strict=True)]
+            [
+                self._make_messages(*one)
+                for one in zip(modules, waiting, far, strict=True)
+            ]
         )
         t = torch.cat([m.t for m in waiting])
         index = places[torch.cat([m.near for m in waiting])]
         for parameter in self.aggr_module.parameters():
-            meet(parameter, self.rows.mesh)
+            as_replicated(parameter, self.rows.mesh)
         aggr = self.aggr_module(msg, index, t, len(lid))
-        nodes = _some(self.rows, self.rows.gid[lid.cpu()], self.rows.total)
+        nodes = _rows_of_ids(self.rows, self.rows.gid[lid.cpu()], self.rows.total)
         before = DistTensor.wrap(memory[lid], nodes)
         out = self.gru(DistTensor.wrap(aggr, nodes), before)
         return out.to_local(), scatter(t, index, 0, len(lid), reduce="max")
 
-    def _waiting(self, store: dict[int, Any], lid: Tensor) -> _Messages:
-        """Returns the messages that wait for own nodes, in the order of their events."""
+    def _pending_messages(self, store: dict[int, Any], lid: Tensor) -> _Messages:
+        """Returns the pending messages of own nodes, in the order of their events."""
         found = [store[i] for i in lid.tolist() if i in store]
         if not found:
             none = lid.new_empty(0)
@@ -277,10 +283,10 @@ class TGNMemory(PygTGNMemory):
         joined = _Messages(*(torch.cat(column) for column in zip(*found, strict=True)))
         return joined.at(joined.number.argsort())
 
-    def _made(self, module: Any, events: _Messages, far: Tensor) -> Tensor:
-        """Returns the messages of events to own nodes, as a module makes them."""
+    def _make_messages(self, module: Any, events: _Messages, far: Tensor) -> Tensor:
+        """Returns the messages of events to own nodes, computed by a message module."""
         assert self.rows is not None
-        rows = _some(self.rows, events.number.cpu(), self._seen)
+        rows = _rows_of_ids(self.rows, events.number.cpu(), self._seen)
         near, last = local_part(self.memory)[events.near], local_part(self.last_update)
         since = (events.t - last[events.near]).to(events.raw.dtype)
         t_enc = self.time_enc(DistTensor.wrap(since, rows))
@@ -302,7 +308,7 @@ class TGNMemory(PygTGNMemory):
         """
         assert self.rows is not None
         mesh, rank, size = self.rows.mesh, self.rows.mesh.rank, self.rows.mesh.size
-        found, rows, problem = _cut_alike(events, mesh)
+        found, rows, problem = _shard_events(events, mesh)
         problem = problem or self._problem(*found)
         facts = [0 if problem else len(rows), int(problem is not None)]
         every = collectives.all_gather_counts(facts, mesh.world)
@@ -336,7 +342,7 @@ class TGNMemory(PygTGNMemory):
         return [src, dst, t, raw[order], *(first + places for places in sorted_by)]
 
     def _problem(self, src: Tensor, dst: Tensor, t: Tensor, raw: Tensor) -> str | None:
-        """Says what is wrong with this rank's events."""
+        """Returns the problem with this rank's events; None if there is none."""
         n = self.num_nodes
         for name, ids in (("src", src), ("dst", dst)):
             if ids.dtype != torch.int64 or ids.dim() != 1:
@@ -420,7 +426,7 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
         n_id = _same_nodes(n_id, self.rows)
         owner = n_id % mesh.size
         mine = (owner == mesh.rank).nonzero().view(-1)
-        lid = _lid(n_id[mine], self.rows)
+        lid = _local_ids(n_id[mine], self.rows)
         events = local_part(self.e_id)[lid]
         near = local_part(self.neighbors)[lid].masked_fill(events < 0, -1)
         counts = torch.bincount(owner, minlength=mesh.size).tolist()
@@ -440,7 +446,7 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
         return every, edge_index, DistTensor.wrap(events[here], edges)
 
     def insert(self, src: Tensor, dst: Tensor) -> None:
-        """Adds events, each of which may be any rank's, in both directions; collective."""
+        """Adds events, which may be on any rank, in both directions; collective."""
         if self.rows is None:
             super().insert(src, dst)
             return
@@ -458,7 +464,7 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
             [dst, src]
         ).sort()  # of all, so that ties fall as in PyG
         mine = nodes % mesh.size == mesh.rank
-        lid, order = _lid(nodes[mine], self.rows), order[mine]
+        lid, order = _local_ids(nodes[mine], self.rows), order[mine]
         near, events = torch.cat([src, dst])[order], number.repeat(2)[order]
         here, run, counts = lid.unique_consecutive(
             return_inverse=True, return_counts=True
@@ -476,7 +482,7 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
 
 
 def rows_at_owners(n_id: Tensor, mesh: Mesh) -> Rows:
-    """Returns the rows of a tensor with a row for each of some nodes, cut by their owners."""
+    """Returns the rows of a tensor with a row for each of some nodes, sharded by owner."""
     owner = n_id.cpu() % mesh.size
     gid = (owner == mesh.rank).nonzero().view(-1)
     partition = Partition.from_owner(owner, mesh.size, len(owner))
@@ -484,20 +490,20 @@ def rows_at_owners(n_id: Tensor, mesh: Mesh) -> Rows:
 
 
 def _rows_of_nodes(num_nodes: int, mesh: Mesh | None, call: str) -> Rows | None:
-    """Returns which nodes are here; None where one rank has all of them."""
+    """Returns this rank's nodes; None on one rank."""
     mesh = latest_mesh() if mesh is None else given_mesh(mesh, call)
     if mesh is None or mesh.size == 1:
         return None
     return rows_at_owners(torch.arange(num_nodes), mesh)
 
 
-def _some(rows: Rows, gid: Tensor, total: int) -> Rows:
-    """Returns rows that stand for some of `total`; how many is asked when it is read."""
+def _rows_of_ids(rows: Rows, gid: Tensor, total: int) -> Rows:
+    """Returns the rows of some of `total` ids; their count is computed on demand."""
     return replace(rows, gid=gid, total=total, partition=None, whole=False)
 
 
-def _lid(n_id: Tensor, rows: Rows) -> Tensor:
-    """Returns the places of own nodes among those of this rank."""
+def _local_ids(n_id: Tensor, rows: Rows) -> Tensor:
+    """Returns the local positions of own nodes."""
     return n_id.div(rows.mesh.size, rounding_mode="floor")
 
 
@@ -510,7 +516,7 @@ def _same_nodes(n_id: Tensor, rows: Rows, unique: bool = False) -> Tensor:
     if isinstance(n_id, DistTensor):
         n_id = n_id.full_tensor()
     listed = n_id.dim() == 1 and n_id.dtype == torch.int64
-    check_same(n_id if listed else torch.tensor([-1]), rows)
+    check_replicated_ids(n_id if listed else torch.tensor([-1]), rows)
     if not listed:
         raise ValueError(f"give nodes as int64 [k], got {n_id.dtype}{list(n_id.shape)}")
     if len(n_id) and not 0 <= int(n_id.min()) <= int(n_id.max()) < rows.total:
@@ -550,27 +556,27 @@ def _gathered(store: dict[int, Any], memory: TGNMemory) -> tuple[Tensor, Tensor]
     return table[order].cpu(), raw[order].detach().cpu()
 
 
-def _keep(store: dict[int, Any], events: _Messages) -> None:
-    """Lets the messages of nodes take the place of those that they had before."""
+def _store_messages(store: dict[int, Any], events: _Messages) -> None:
+    """Replaces the pending messages of nodes by those of events."""
     lid, order = events.near.sort(stable=True)
     lid, counts = lid.unique_consecutive(return_counts=True)
     for node, places in zip(lid.tolist(), order.split(counts.tolist()), strict=True):
         store[node] = events.at(places)
 
 
-def _cut_alike(
+def _shard_events(
     events: Sequence[Tensor], mesh: Mesh
 ) -> tuple[list[Tensor], Rows, str | None]:
-    """Returns the rows here of tensors of events, which rows, and what is wrong with them."""
+    """Returns this rank's rows of event tensors, their `Rows`, and a problem if any."""
     spread = [x for x in events if isinstance(x, DistTensor)]
     rows = spread[0].rows if spread else Rows.blocks(events[0].shape[:1].numel(), mesh)
     plain = [digest(x) for x in events if not isinstance(x, DistTensor)]
     if plain:
-        check_same(torch.tensor(plain), rows)
+        check_replicated_ids(torch.tensor(plain), rows)
     found: list[Any] = []
     for x in events:
         if isinstance(x, DistTensor):
-            found.append(cut_as(x, rows))
+            found.append(shard_as(x, rows))
         else:
             same = x.dim() > 0 and len(x) == rows.count
             found.append(x[rows.place.to(x.device)] if same else None)
@@ -581,7 +587,7 @@ def _cut_alike(
 
 
 def _check_aggregator(module: Any) -> None:
-    """Refuses aggregators that would mix up, or draw for, the nodes of one rank alone."""
+    """Raises for aggregators that mix nodes, or draw for the nodes of one rank alone."""
     mixing = torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd
     for part in module.modules():
         if isinstance(part, mixing):

@@ -1,22 +1,21 @@
-"""Computes only the rows of a minibatch that are read, where that changes no answer.
+"""Computes only the rows of a minibatch that are read later, with the same results.
 
-[Note: trimming] Of a sampled minibatch a script reads the seeds, the first rows of what a
-model returns. Layer k of L needs only the rows that later layers read: R_0, the seeds, for
-the last; R_d and the sources of edges into R_d before that. Whether a model may be trimmed so
-is observed, for training and evaluation apart. In its first forward pass on a sampled
-minibatch all rows are computed, and every operation on what a layer returned is watched
-(`LeadingRows`): which layers feed which, and whether each operation works row by row, or
-reads the seeds alone. Anything that reads other rows (batch norm in training, a pooling, a
-loss of all rows, a hidden layer read beyond the seeds) switches trimming off for the model,
-in that mode, and `trimming_of(model)` names it. Otherwise later passes compute the leading
-rows alone. Their tensors still have the shape of all rows; an operation that reads others
-after all (another branch of the model, say) is given them, computed then from the inputs, and
-switches trimming off; it is refused if those inputs have changed in place since, and so is
-the gradient of such rows. What torch does not tell of (functions of `torch.jit.script`, own
-extensions, `torch.vmap`, `torch.tensor` of a tensor, collectives of torch.distributed, an
-autograd.Function that returns its input) needs `pdc.convert(model, trim=False)`. Dropout masks
-are drawn for the rows that are computed: of the same distribution, from another place of the
-random stream.
+[Note: trimming] A script only reads the seed nodes of a sampled minibatch, the first rows of a
+model's output. Layer k of L needs only the rows that later layers read: R_0, the seeds, for the
+last layer; R_d and the sources of edges into R_d for the layer before. Whether a model can be
+trimmed is observed, separately for training and evaluation. Its first forward pass on a sampled
+minibatch computes all rows, and tracks every operation on the output of a layer
+(`LeadingRows`): which layers feed which, and whether each operation is row-wise, or reads the
+seeds only. An operation that reads other rows (batch norm in training, a pooling, a loss over
+all rows, a hidden layer read beyond the seeds) switches trimming off for the model in its mode;
+`trimming_of(model)` names it. Otherwise later passes compute only the leading rows. Their
+tensors still have the shape of all rows. If an operation reads other rows after all (as in
+another branch of the model), these are then computed from the inputs, and trimming is switched
+off; it raises if these inputs have changed in place since, or for the gradient of such rows.
+Operations that torch does not report (`torch.jit.script` functions, extensions, `torch.vmap`,
+`torch.tensor` of a tensor, collectives of torch.distributed, an autograd.Function that returns
+its input) need `pdc.convert(model, trim=False)`. Dropout masks are drawn for the computed rows
+only: from the same distribution, but at another position of the random stream.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from pyg_distcomm.nn.leading_rows import (
 
 
 class Trimmer:
-    """The hooks of one model, and what they have observed; see [Note: trimming]."""
+    """Holds the hooks of one model, and their observations; see [Note: trimming]."""
 
     def __init__(self) -> None:
         self.modes = {True: Mode(), False: Mode()}
 
     def begin(self, model: torch.nn.Module, _: Any) -> None:
-        """Begins a forward pass; that of a part of a model under way belongs to it."""
+        """Begins a forward pass, unless the model is a submodule of one that is running."""
         if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
             return
         now = _pass.get()
@@ -67,7 +66,7 @@ class Trimmer:
         _pass.set(Pass(mode, model, now))
 
     def end(self, model: torch.nn.Module, _: Any, out: Any) -> None:
-        """Ends it, also where it has failed, which concludes nothing."""
+        """Ends the forward pass; a failed one concludes nothing."""
         if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
             return
         now = _pass.get()
@@ -86,7 +85,7 @@ class Trimmer:
 
 
 class Pass:
-    """One forward pass of a model that may be trimmed."""
+    """Holds the state of one forward pass of a model that may be trimmed."""
 
     def __init__(self, mode: Mode, model: torch.nn.Module, outer: Pass | None) -> None:
         self._model = weakref.ref(model)
@@ -100,7 +99,7 @@ class Pass:
         self.untrimmed: str | None = None  # a layer that computes all rows
 
     def contains(self, model: torch.nn.Module) -> bool:
-        """Tells whether a model is a part of the one under way."""
+        """Tells whether a model is a submodule of the running one."""
         whole = self._model()
         return (
             model is not whole and whole is not None and model in set(whole.modules())
@@ -125,7 +124,7 @@ class Pass:
 
 
 def _is_replayed() -> bool:
-    """Tells whether backward runs, or is to run, forward once more."""
+    """Tells whether the forward pass is, or will be, recomputed in the backward pass."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None or torch._C._current_graph_task_id() != -1
 
@@ -134,7 +133,7 @@ _pass: ContextVar[Pass | None] = ContextVar("the forward pass", default=None)
 
 
 def install(model: torch.nn.Module) -> None:
-    """Has a model compute only the rows that are read; see [Note: trimming]."""
+    """Makes a model compute only the rows that are read; see [Note: trimming]."""
     if _trimmer_of(model) is None:
         trimmer = Trimmer()
         model.register_forward_pre_hook(trimmer.begin)
@@ -142,7 +141,7 @@ def install(model: torch.nn.Module) -> None:
 
 
 def remove(model: torch.nn.Module) -> None:
-    """Has a model compute all rows."""
+    """Makes a model compute all rows."""
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         for key, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), Trimmer):
@@ -156,7 +155,7 @@ def _trimmer_of(model: torch.nn.Module) -> Trimmer | None:
 
 
 def trimming_of(model: torch.nn.Module) -> str:
-    """Says whether a converted model computes only the rows that are read, and why not.
+    """Returns whether a converted model computes only the rows that are read, and why not.
 
     "on", "off: ..." with what reads other rows, or "not yet known" before its first
     minibatch in the mode (training or evaluation) that it is in.
@@ -174,14 +173,14 @@ def trimming_of(model: torch.nn.Module) -> str:
 
 
 def refuse(adjacency: LocalAdjacency, what: str) -> None:
-    """Switches trimming off for the model under way, if it is run on a minibatch."""
+    """Switches trimming off for the running model, if it runs on a minibatch."""
     now = _pass.get()
     if now is not None and adjacency.batch is not None and now.mode.blocked is None:
         now.mode.blocked = f"{what} is not trimmed"
 
 
 def note_untrimmed(edge_index: Any, what: str) -> None:
-    """Notes that a layer computes all rows of a minibatch, whatever is read of them.
+    """Records that a layer computes all rows of a minibatch.
 
     A model of such layers alone is not trimmed; among others the rest may be.
     """
@@ -199,10 +198,10 @@ def call(
     compute: Callable[[Any, Any, int | None], Any],
     reads: Iterable[Any] = (),
 ) -> Any:
-    """Runs one layer, on the rows that are read.
+    """Runs one layer on the rows that are read.
 
     Args:
-        adjacency: what is kept beside its edges; None if it runs by PyG's path.
+        adjacency: the cache of its edges; None if it runs PyG's code.
         edge_index: the edges.
         x: its features, a tensor or a pair.
         compute: the layer, of sources, targets, and how many targets to compute; None
@@ -258,7 +257,7 @@ def _rows_of(
     source: Any,
     target: Any,
 ) -> int | None:
-    """Returns how many rows a call computes, if it has what it needs for them."""
+    """Returns the number of rows that a call computes; None if it has to compute all."""
     batch, depths = adjacency.batch, now.mode.depths
     assert batch is not None
     assert depths is not None

@@ -61,17 +61,17 @@ class Pattern:
         return len(self.col)
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Returns the offsets of some rows; as one object, which knows what it spans."""
+        """Returns the offsets of some rows; the same object each time, with a cached span."""
         if first == 0 and end + 1 == len(self.rowptr):
             return self.rowptr
         if self.rowptr.is_cpu:
             return self.rowptr[first : end + 1]
-        if (first, end) not in self._parts:
-            self._parts[first, end] = self.rowptr[first : end + 1]
-        return self._parts[first, end]
+        if (first, end) not in self._rowptr_slices:
+            self._rowptr_slices[first, end] = self.rowptr[first : end + 1]
+        return self._rowptr_slices[first, end]
 
     @cached_property
-    def _parts(self) -> dict[tuple[int, int], Tensor]:
+    def _rowptr_slices(self) -> dict[tuple[int, int], Tensor]:
         return {}
 
     @cached_property
@@ -90,7 +90,7 @@ class Pattern:
         return Pattern(rowptr, col, self.shape[0]), perm.to(rowptr.dtype)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Pattern:
-        """Returns the same pattern with its arrays put elsewhere by `move`."""
+        """Returns the same pattern with `move` applied to its arrays."""
         return Pattern(move(self.rowptr), move(self.col), self.num_cols, self.checked)
 
 
@@ -112,8 +112,7 @@ class CSR:
     def matmul(self, x: Tensor, out: Tensor | None = None, first: int = 0) -> Tensor:
         """Returns `A x` `[m, f]` for x `[n, f]`.
 
-        Given `out`, writes there the rows of the product from `first` on that it has
-        room for.
+        Given `out`, writes len(out) rows of the product to it, from row `first` on.
         """
         return self._spmm(x, out, first, False)
 
@@ -153,7 +152,7 @@ class CSR:
         return CSR(pattern, value, self.name)
 
 
-_IN_A_TRACE = {
+_TRACE_NAMES = {
     "own_own": "own columns",
     "own_ghost": "halo columns",
     "out_own": "own columns, rows to send",
@@ -165,7 +164,7 @@ _IN_A_TRACE = {
 
 @dataclass(frozen=True, eq=False)
 class LocalBlocks:
-    """The nonzeros that this rank multiplies, in blocks by who owns row and column.
+    """The nonzeros that this rank multiplies, in blocks by the owners of row and column.
 
     Own rows and columns belong to ranks (i, j, *). A_ij has out rows of other process
     columns, and ghost columns of other process rows. Beside it are nonzeros that other
@@ -181,7 +180,7 @@ class LocalBlocks:
     own_far: CSR
 
     def __post_init__(self) -> None:
-        for field, name in _IN_A_TRACE.items():
+        for field, name in _TRACE_NAMES.items():
             object.__setattr__(self, field, getattr(self, field).named(name))
 
     @cached_property
@@ -205,7 +204,7 @@ class LocalBlocks:
         )
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> LocalBlocks:
-        """Returns the same blocks with their arrays put elsewhere by `move`."""
+        """Returns the same blocks with `move` applied to their arrays."""
         return LocalBlocks(
             *(
                 CSR(b.pattern.moved(move), None if b.value is None else move(b.value))
@@ -222,7 +221,7 @@ class LocalBlocks:
 
 
 def csr_of(edges: Tensor, value: Any, shape: tuple[int, int]) -> Tensor:
-    """Returns a matrix of torch.sparse, its rows targets, of all edges `[2, e]`."""
+    """Returns a torch.sparse CSR matrix of edges `[2, e]`, with targets as rows."""
     if value is None:
         value = torch.ones(edges.size(1), device=edges.device)
     return (
@@ -231,7 +230,7 @@ def csr_of(edges: Tensor, value: Any, shape: tuple[int, int]) -> Tensor:
 
 
 def coo_of(adj: Any) -> tuple[Tensor, Tensor | None]:
-    """Returns the edges of a sparse adjacency, rows being targets, and their weights.
+    """Returns the edges of a sparse adjacency with targets as rows, and their weights.
 
     Args:
         adj: `[n, n]`, of torch.sparse in any layout, or torch-sparse's SparseTensor.
@@ -278,20 +277,20 @@ def spgemm(q: CSR, a: CSR, backend: str = "own") -> CSR:
             f"Q lies on {q.pattern.col.device}, and A on {a.pattern.col.device}; move one "
             "of them, by q.pattern.moved(lambda t: t.to(device)) and its values"
         )
-    dtype = _common(q.value, a.value)
+    dtype = _common_dtype(q.value, a.value)
     if dtype.is_floating_point or backend == "own":
         return BACKENDS[backend](q, a, dtype)
-    return _whole(BACKENDS[backend], q, a)
+    return _multiply_integers(BACKENDS[backend], q, a)
 
 
-def _own(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
+def _spgemm_own(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
     p, o = q.pattern, a.pattern
     left, right = (p.rowptr, p.col, q.value), (o.rowptr, o.col, a.value)
     rowptr, col, value = kernels.spgemm(left, right, o.num_cols)
     return CSR(Pattern(rowptr, col, o.num_cols), value.to(dtype))
 
 
-def _torch(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
+def _spgemm_torch(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls its CSR tensors a beta
         one, two = _torch_csr(q, dtype), _torch_csr(a, dtype)
@@ -301,10 +300,12 @@ def _torch(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
             c = torch.sparse.mm(
                 one.to_sparse_coo(), two.to_sparse_coo()
             ).to_sparse_csr()
-    return _sorted(_rows(c.crow_indices()), c.col_indices(), c.values(), c.shape)
+    return _csr_from_entries(
+        _row_of_nonzero(c.crow_indices()), c.col_indices(), c.values(), c.shape
+    )
 
 
-def _torch_sparse(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
+def _spgemm_torch_sparse(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
     try:
         from torch_sparse import spspmm
     except ImportError as error:
@@ -314,20 +315,22 @@ def _torch_sparse(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
         ) from error
     l, (m, n) = q.pattern.shape[0], a.pattern.shape
     index, value = spspmm(*_coo(q, dtype), *_coo(a, dtype), l, m, n, coalesced=True)
-    return _sorted(index[0], index[1], value, (l, n))
+    return _csr_from_entries(index[0], index[1], value, (l, n))
 
 
 BACKENDS: MappingProxyType[str, Callable[[CSR, CSR, torch.dtype], CSR]]
 BACKENDS = MappingProxyType(
-    {"own": _own, "torch": _torch, "torch_sparse": _torch_sparse}
+    {"own": _spgemm_own, "torch": _spgemm_torch, "torch_sparse": _spgemm_torch_sparse}
 )
 
 
-def _whole(library: Callable[[CSR, CSR, torch.dtype], CSR], q: CSR, a: CSR) -> CSR:
-    """Multiplies integers in float64, where that is exact.
+def _multiply_integers(
+    library: Callable[[CSR, CSR, torch.dtype], CSR], q: CSR, a: CSR
+) -> CSR:
+    """Multiplies integers in float64, or raises where that is not exact.
 
-    Sums of nonnegative numbers are monotone, and exact up to 2^53: a result below it has
-    met no larger number on the way. Signed ones are judged by their absolute values.
+    Sums of nonnegative numbers are monotone, and exact up to 2^53, so a result below 2^53 has
+    exact partial sums. For signed numbers the product of absolute values is checked.
     """
     negative = any(v is not None and bool((v < 0).any()) for v in (q.value, a.value))
     c = library(q, a, torch.float64)
@@ -354,7 +357,7 @@ def _absolute(a: CSR) -> CSR:
     return CSR(a.pattern, None if a.value is None else a.value.abs())
 
 
-def _common(*values: Tensor | None) -> torch.dtype:
+def _common_dtype(*values: Tensor | None) -> torch.dtype:
     found = [v.dtype for v in values if v is not None and v.is_floating_point()]
     if not found:
         return torch.int64
@@ -363,32 +366,34 @@ def _common(*values: Tensor | None) -> torch.dtype:
 
 def _torch_csr(a: CSR, dtype: torch.dtype) -> Tensor:
     p = a.pattern
-    row, col = _rows(p.rowptr), p.col.long()
+    row, col = _row_of_nonzero(p.rowptr), p.col.long()
     if bool(((col.diff() <= 0) & (row.diff() == 0)).any()):
         # a Pattern may hold equal entries, from which MKL's product crashes
-        index, value = torch.stack([row, col]), _filled(a, dtype)
+        index, value = torch.stack([row, col]), _values_of(a, dtype)
         coo = torch.sparse_coo_tensor(index, value, p.shape, check_invariants=False)
         return coo.coalesce().to_sparse_csr()
-    parts = (p.rowptr.long(), col, _filled(a, dtype))
+    parts = (p.rowptr.long(), col, _values_of(a, dtype))
     return torch.sparse_csr_tensor(*parts, p.shape, check_invariants=False)
 
 
 def _coo(a: CSR, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     p = a.pattern
-    return torch.stack([_rows(p.rowptr), p.col.long()]), _filled(a, dtype)
+    return torch.stack([_row_of_nonzero(p.rowptr), p.col.long()]), _values_of(a, dtype)
 
 
-def _filled(a: CSR, dtype: torch.dtype) -> Tensor:
+def _values_of(a: CSR, dtype: torch.dtype) -> Tensor:
     value = torch.ones(a.pattern.nnz) if a.value is None else a.value
     return value.to(a.pattern.col.device, dtype)
 
 
-def _rows(rowptr: Tensor) -> Tensor:
+def _row_of_nonzero(rowptr: Tensor) -> Tensor:
     return torch.repeat_interleave(rowptr.diff())
 
 
-def _sorted(row: Tensor, col: Tensor, value: Tensor, shape: tuple[int, ...]) -> CSR:
-    """Builds a CSR from entries in any order, no two of them in one place."""
+def _csr_from_entries(
+    row: Tensor, col: Tensor, value: Tensor, shape: tuple[int, ...]
+) -> CSR:
+    """Builds a CSR from distinct entries in any order."""
     order = torch.argsort(row * max(shape[1], 1) + col)
     rowptr = torch.zeros(shape[0] + 1, dtype=torch.int64, device=row.device)
     rowptr[1:] = torch.bincount(row, minlength=shape[0]).cumsum(0)

@@ -17,14 +17,14 @@ but keep A in place; (1, 1, P) is the feature split of [Kurt23]. The transpose i
 steps with row and col exchanged and every local block transposed. Where it is cheaper,
 nonzeros of A_ij are multiplied by another rank (see [Note: rows or sums] in `grid_plan.py`).
 
-[Note: order of a product] Over the row axis ghosts leave first, then sums; over the col
-axis far columns, then outgoing sums. All ranks keep to that order, whatever they multiply
-in between. Own columns are multiplied while the rest travels, and sums leave in parts, each
-while the next is multiplied. Where nothing has to arrive before sums can leave, they leave
-before own rows are multiplied: so in the backward pass of a 1D grid.
+[Note: order of a product] Over the row axis ghosts are sent first, then sums; over the col
+axis far columns, then outgoing sums. All ranks keep this order, whatever they multiply in
+between. Own columns are multiplied while the rest travels, and sums are sent in parts, each
+while the next is multiplied. Where sums do not depend on arriving rows, as in the backward
+pass of a 1D grid, they are sent before own rows are multiplied.
 
-[Note: narrow rows] Rows of bfloat16 or float16, as autocast makes them, travel as they are,
-and so do the sums that other ranks get: half the bytes of float32. They are multiplied and
+[Note: narrow rows] Rows of bfloat16 or float16, as autocast makes them, travel in their type,
+and so do the sums for other ranks: half the bytes of float32. They are multiplied and
 added up in the type of the matrix, on the CPU in float32 at least, and the product has the
 wider type of the two, as PyG's sum of messages has. Gradients go back in the type of rows.
 """
@@ -61,34 +61,34 @@ class FiberSplit:
     rows: tuple[int, ...]
 
     def split(self, x: Tensor) -> Tensor:
-        """Sends away the features of other ranks, receives mine of their rows."""
+        """Sends the features of other ranks, and receives own features of their rows."""
         p = self.axis.size
         if p == 1:
             return x
         widths = balanced_split(x.size(1), p)
-        mine = widths[self.axis.rank]
+        own_width = widths[self.axis.rank]
         send = torch.cat([part.reshape(-1) for part in x.split(widths, 1)])
         out = collectives.all_to_all(
             send,
             [x.size(0) * w for w in widths],
-            [n * mine for n in self.rows],
+            [n * own_width for n in self.rows],
             self.axis,
             "fiber",
             max(self.rows) * widths[0],
         ).wait()
-        return out.view(sum(self.rows), mine)
+        return out.view(sum(self.rows), own_width)
 
     def join(self, z: Tensor, width: int) -> Tensor:
-        """Sends the fiber's rows home, receives all features of mine."""
+        """Sends the fiber's rows to their owners, and receives all features of own rows."""
         p = self.axis.size
         if p == 1:
             return z
         widths = balanced_split(width, p)
-        n, mine = self.rows[self.axis.rank], widths[self.axis.rank]
+        n, own_width = self.rows[self.axis.rank], widths[self.axis.rank]
         counts = [n * w for w in widths]
         out = collectives.all_to_all(
             z.reshape(-1),
-            [m * mine for m in self.rows],
+            [m * own_width for m in self.rows],
             counts,
             self.axis,
             "fiber",
@@ -116,7 +116,7 @@ class FiberSplit:
 
 
 class LinkWrapper(Protocol):
-    """Puts links in place of the exact ones, as a call of a layer has them."""
+    """Replaces the exact links of a product by those of a layer's call."""
 
     def wrap(self, link: Link, name: int) -> Link:
         """Returns what stands for one of the links of a product."""
@@ -156,7 +156,7 @@ class Links(NamedTuple):
         return there + back
 
     def wrapped(self, wrapper: LinkWrapper) -> Links:
-        """Returns the same exchanges, each as `wrapper` has it."""
+        """Returns the same exchanges, each wrapped by `wrapper`."""
         return Links(*(wrapper.wrap(link, name) for name, link in enumerate(self)))
 
     def to(self, device: torch.device) -> Links:
@@ -171,11 +171,11 @@ class GridMatrix:
     Shapes (this rank, n_i own rows): x [n_i, f] -> [n_i, f].
 
     Args:
-        tile, links, fiber: what is multiplied here, and the exchanges around it.
+        tile, links, fiber: the local blocks, and the exchanges around their product.
         value: trainable values of this rank's block, instead of the fixed ones; for
             matrices planned with halo="rows" or "blocks".
-        index: which of them each nonzero of the blocks takes.
-        columns: at most so many features are multiplied at a time; None is all.
+        index: for each nonzero of the blocks, the index of its value.
+        columns: the most features that are multiplied at a time; None is all.
 
     Price: `price(f)` words and messages, exactly what the ledger counts; at most
     `price.dense_words`. One rank moves nothing.
@@ -199,22 +199,22 @@ class GridMatrix:
         return torch.cat(out, 1) if len(out) > 1 else out[0]
 
     def _widths(self, width: int) -> list[int]:
-        """Returns how many features are multiplied in each stage."""
+        """Returns the number of features of each stage."""
         if self.columns is None or width <= self.columns:
             return [width]
         stages = -(-width // self.columns)
         return [min(self.columns, width - k * self.columns) for k in range(stages)]
 
     def within(self, cap: memory.MemoryCap, world: Axis, transpose: bool) -> GridMatrix:
-        """Returns the same matrix in files, and in stages, as a memory cap asks; collective.
+        """Returns the same matrix in files and in stages, within a memory cap; collective.
 
-        Rows and sums that a rank receives in a stage are within the cap's stage, for numbers
-        of 8 bytes, on the rank that receives most.
+        The rows and sums that a rank receives in a stage are within the cap's stage, for
+        elements of 8 bytes, on the rank that receives most.
 
         Args:
             cap: the cap.
             world: all ranks of the grid.
-            transpose: whether the transpose is made now, in files, too.
+            transpose: whether to make the transpose now, in files, too.
         """
         size = sum(link.num_ghosts for link in self.links)
         most = int(collectives.all_reduce(torch.tensor([size]), world, "max"))
@@ -222,7 +222,7 @@ class GridMatrix:
         matrix = replace(self.moved(cap.moved), columns=max(fit // p, 1) * p)
         if transpose:
             matrix.__dict__["transposed"] = matrix.transposed.moved(cap.moved)
-            for block in matrix.tile.blocks:  # what it was made from
+            for block in matrix.tile.blocks:  # drop the transposes in memory
                 block.pattern.__dict__.pop("transpose", None)
                 block.__dict__.pop("transposed", None)
             matrix.tile.__dict__.pop("transposed", None)
@@ -230,13 +230,13 @@ class GridMatrix:
 
     @cached_property
     def transposed(self) -> GridMatrix:
-        """The transpose: the same steps in a mirror."""
+        """The transpose: the same steps, with transposed blocks and mirrored exchanges."""
         return GridMatrix(self.tile.transposed, self.links.mirrored, self.fiber)
 
     def over(self, wrapper: LinkWrapper | None) -> GridMatrix:
         """Returns the same matrix over other links; fiber steps stay as they are.
 
-        What is coded, or late, is one message to each rank: these go without stages.
+        Coded or late rows are one message to each rank, so they are not split into stages.
         """
         if wrapper is None:
             return self
@@ -255,16 +255,16 @@ class GridMatrix:
         return replace(there, links=self.links.to(device))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> GridMatrix:
-        """Returns the same matrix with its blocks put elsewhere by `move`."""
+        """Returns the same matrix with `move` applied to the arrays of its blocks."""
         return GridMatrix(self.tile.moved(move), self.links, self.fiber)
 
     def gather(self, g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns own and ghost rows as a product would multiply by them."""
+        """Returns the own and ghost rows that a product multiplies by."""
         own = self.fiber.split(g)
         return own.to(dtype), self.links.ghost.begin(own)().to(dtype)
 
-    def within_room(self, x: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Returns a block in which a product of own rows `x` says what it lacks memory for."""
+    def explaining_memory(self, x: Tensor) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that explains an out-of-memory error of a product with `x`."""
         axis = self.fiber.axis
 
         def size() -> int:
@@ -285,19 +285,19 @@ class GridMatrix:
         )
 
 
-Land = Callable[[Tensor], Tensor]
+AddSums = Callable[[Tensor], Tensor]
 
 
 class OverlappedSpMM:
-    """Computes one product inside the fiber, multiplying while rows travel.
+    """Computes one product inside the fiber, overlapping multiplication and communication.
 
     Shapes (this rank; n own rows, o out rows, h ghosts): own [n, f] -> [n, f], ghosts
     [h, f].
 
     Args:
-        matrix: what is multiplied.
-        x: the rows; they travel in their type, and sums of them too.
-        dtype: of the product; None is the wider one of the rows and the matrix.
+        matrix: the matrix.
+        x: the rows; they travel in their type, and so do sums of them.
+        dtype: the type of the product; None is the wider one of the rows and the matrix.
     """
 
     def __init__(
@@ -306,27 +306,29 @@ class OverlappedSpMM:
         self._matrix, self._width = matrix, x.size(1)
         self._tile, self._links, tile = matrix.tile, matrix.links, matrix.tile
         self._note = matrix.fiber.axis.ledger.event
-        self._narrow = sent = matrix.fiber.split(x)
+        self._sent_rows = sent = matrix.fiber.split(x)
         value = tile.own_own.value
         kind = x.dtype if value is None else torch.promote_types(x.dtype, value.dtype)
         self._dtype = kind if dtype is None else dtype
         narrow = kind in HALVES and not x.is_cuda
-        self._wide = torch.float32 if narrow else kind  # what is multiplied and added
-        self._own = own = sent.to(self._wide)
+        self._compute_dtype = (
+            torch.float32 if narrow else kind
+        )  # what is multiplied and added
+        self._own = own = sent.to(self._compute_dtype)
         n, out = (
             len(tile.own_own.pattern.rowptr) - 1,
             len(tile.out_own.pattern.rowptr) - 1,
         )
-        self._make_room(out)
-        self._z = own.new_empty((n, own.size(1)))
+        self._release_memory(out)
+        self._product_rows = own.new_empty((n, own.size(1)))
         self._out = own.new_empty((out, own.size(1)))
         self._ghost = own[:0]
 
-    def _make_room(self, out: int) -> None:
-        """Returns freed memory to the system before a product that takes a lot.
+    def _release_memory(self, out: int) -> None:
+        """Returns freed memory to the system before a product that allocates a lot.
 
-        Blocks of several sizes leave holes between them that none fits: without this, the
-        heap of a rank that exchanges grows to about twice what lives in it.
+        Without this, fragmentation makes the heap of a rank that exchanges grow to about twice
+        its live memory.
         """
         tile, own = self._tile, self._own
         if own.is_cuda:
@@ -340,81 +342,85 @@ class OverlappedSpMM:
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the product, and the own and ghost rows it multiplied by; collective."""
         tile, links, own, note = self._tile, self._links, self._own, self._note
-        arrive = links.ghost.begin(self._narrow)
+        arrive = links.ghost.begin(self._sent_rows)
         note("begin", "in")
-        sums = self._sent(links.sums, tile.sum_own)
-        early = links.ghost.num_ghosts == 0 and links.sums.silent
-        if early:
-            far, outgoing = self._leave(early)
-            tile.own_own.matmul(own, self._z)
+        sums = self._send_partial_sums(links.sums, tile.sum_own)
+        sends_first = links.ghost.num_ghosts == 0 and links.sums.silent
+        if sends_first:
+            far, outgoing = self._start_col_exchanges(sends_first)
+            tile.own_own.matmul(own, self._product_rows)
             note("multiply", "own")
-            self._ghost = arrive().to(self._wide)
+            self._ghost = arrive().to(self._compute_dtype)
             note("arrive", "in")
         else:
-            tile.own_own.matmul(own, self._z)
+            tile.own_own.matmul(own, self._product_rows)
             tile.out_own.matmul(own, self._out)
             note("multiply", "own")
-            self._ghost = arrive().to(self._wide)
+            self._ghost = arrive().to(self._compute_dtype)
             note("arrive", "in")
             if len(self._out):  # they wait for sums; own rows need not, yet
-                sums = self._land_everywhere(sums)
-            far, outgoing = self._leave(early)
-        tile.own_ghost.add_matmul(self._ghost, self._z)
+                sums = self._add_sums_everywhere(sums)
+            far, outgoing = self._start_col_exchanges(sends_first)
+        tile.own_ghost.add_matmul(self._ghost, self._product_rows)
         note("multiply", "ghost")
-        _landed(sums, self._z)
-        tile.own_far.add_matmul(far().to(self._wide), self._z)
-        _landed(outgoing, self._z)
+        _wait_and_add(sums, self._product_rows)
+        tile.own_far.add_matmul(far().to(self._compute_dtype), self._product_rows)
+        _wait_and_add(outgoing, self._product_rows)
         note("arrive", "out")
-        fiber, z = self._matrix.fiber, self._z
+        fiber, z = self._matrix.fiber, self._product_rows
         if fiber.axis.size > 1:
-            z = fiber.join(z.to(self._narrow.dtype), self._width)
+            z = fiber.join(z.to(self._sent_rows.dtype), self._width)
         return z.to(self._dtype), own, self._ghost
 
-    def _land_everywhere(self, sums: list[Land]) -> list[Land]:
-        """Adds sums to own and out rows, which they know as one tensor."""
+    def _add_sums_everywhere(self, sums: list[AddSums]) -> list[AddSums]:
+        """Waits for sums, and adds them to own and out rows as one tensor."""
         if not self._links.sums.silent:
-            both = torch.cat([self._z, self._out])
-            _landed(sums, both)
-            self._z = both[: len(self._z)].clone()  # autograd wants no view of another
-            self._out = both[len(self._z) :]
+            both = torch.cat([self._product_rows, self._out])
+            _wait_and_add(sums, both)
+            self._product_rows = both[
+                : len(self._product_rows)
+            ].clone()  # autograd wants no view of another
+            self._out = both[len(self._product_rows) :]
         return []
 
-    def _leave(self, early: bool) -> tuple[Callable[[], Tensor], list[Land]]:
-        """Starts all that travels over the col axis."""
+    def _start_col_exchanges(
+        self, sends_first: bool
+    ) -> tuple[Callable[[], Tensor], list[AddSums]]:
+        """Starts the exchanges over the col axis: far columns, then outgoing sums."""
         links = self._links
-        held = self._narrow
+        held = self._sent_rows
         if not links.far.silent and len(self._ghost):
-            held = torch.cat([self._narrow, self._ghost.to(self._narrow.dtype)])
+            held = torch.cat([self._sent_rows, self._ghost.to(self._sent_rows.dtype)])
         far = links.far.begin(held)
         outgoing, first = [], 0
         for part in links.out.parts:
             rows = self._out[first : first + part.num_ghosts]
-            if early:
+            if sends_first:
                 self._tile.out_own.matmul(self._own, rows, first)
             self._tile.out_ghost.add_matmul(self._ghost, rows, first)
             self._note("multiply", "out")
-            outgoing.append(part.begin_transpose(rows.to(self._narrow.dtype)))
+            outgoing.append(part.begin_transpose(rows.to(self._sent_rows.dtype)))
             self._note("begin", "out")
             first += part.num_ghosts
         self._out = self._own[:0]  # what is coded is not needed any more
         return far, outgoing
 
-    def _sent(self, link: Link, block: CSR) -> list[Land]:
-        """Multiplies own columns into sums for other ranks, part by part as they leave."""
+    def _send_partial_sums(self, link: Link, block: CSR) -> list[AddSums]:
+        """Computes sums for other ranks from own columns, and sends them part by part."""
         outgoing, first = [], 0
         for part in link.parts:
             rows = self._own.new_empty((part.num_ghosts, self._own.size(1)))
             block.matmul(self._own, rows, first)
-            outgoing.append(part.begin_transpose(rows.to(self._narrow.dtype)))
+            outgoing.append(part.begin_transpose(rows.to(self._sent_rows.dtype)))
             first += part.num_ghosts
         if not link.silent:
             self._note("begin", "sums")
         return outgoing
 
 
-def _landed(sums: list[Land], rows: Tensor) -> None:
-    for land in sums:
-        land(rows)
+def _wait_and_add(sums: list[AddSums], rows: Tensor) -> None:
+    for add_sums in sums:
+        add_sums(rows)
 
 
 def value_gradient(
@@ -423,11 +429,11 @@ def value_gradient(
     """Returns dLoss/dvalue: for each nonzero the dot of its row's g and column's x.
 
     Args:
-        tile: the blocks; no nonzeros were handed to other ranks.
-        index: which value each nonzero took.
+        tile: the blocks, with no nonzeros handed to other ranks.
+        index: for each nonzero of the blocks, the index of its value.
         like: the values; the gradient has their shape.
-        g: the gradient's own and out rows.
-        x: the input's own and ghost rows.
+        g: own and out rows of the gradient.
+        x: own and ghost rows of the input.
     """
     sides = [(g[0], x[0]), (g[0], x[1]), (g[1], x[0]), (g[1], x[1])]
     out = torch.zeros_like(like)
@@ -437,13 +443,13 @@ def value_gradient(
     return out
 
 
-def _check_twice(matrix: GridMatrix, learnt: bool) -> None:
-    """Refuses second derivatives that are not those of a linear map."""
-    if learnt or not matrix.links.is_exact:
-        what = "values of edges that are learnt" if learnt else "a coded or late link"
+def _check_twice(matrix: GridMatrix, trainable: bool) -> None:
+    """Raises for second derivatives of products that are not linear in x alone."""
+    if trainable or not matrix.links.is_exact:
+        what = "trainable edge values" if trainable else "a coded or late link"
         raise RuntimeError(
-            f"differentiate once, or detach edge weights: create_graph=True met {what} in a "
-            "distributed product, whose second derivative is not known"
+            "differentiate once, or detach edge weights: create_graph=True reached a "
+            f"distributed product with {what}, whose second derivative is not implemented"
         )
 
 
@@ -457,7 +463,7 @@ class _Product(torch.autograd.Function):
         if value is not None:
             tile = matrix.tile.with_values(value, index)
             matrix = GridMatrix(tile, matrix.links, matrix.fiber)
-        with matrix.within_room(x):
+        with matrix.explaining_memory(x):
             z, own, ghost = OverlappedSpMM(matrix, x).run()
         ctx.matrix, ctx.index, ctx.sent = matrix, index, x.dtype
         if value is not None and ctx.needs_input_grad[1]:
@@ -476,7 +482,7 @@ class _Product(torch.autograd.Function):
             return gx.to(ctx.sent), None, None, None
         gx, rows = None, None
         if ctx.needs_input_grad[0]:
-            with mirror.within_room(g):
+            with mirror.explaining_memory(g):
                 gx, *found = OverlappedSpMM(mirror, g.to(ctx.sent), ctx.sent).run()
             rows = tuple(found)
         if not ctx.needs_input_grad[1]:

@@ -1,15 +1,15 @@
-"""Plans a GridMatrix from the edges each rank owns; collective, once per graph.
+"""Plans a GridMatrix from the edges that each rank owns; collective, once per graph.
 
-Edge values take an `EdgeRoute` to the blocks that use them.
+An `EdgeRoute` moves edge values to the blocks that use them.
 
-[Note: rows or sums] Rank a needs, from rank b, the product of a block B with b's rows. A
-nonzero B[v, u] is paid for by the row x_u travelling to a, or by the partial sum of row v,
-which b computes, travelling to a; one row or sum pays for all nonzeros of its column or
-row. The fewest words are a minimum vertex cover of the bipartite graph of B's nonzeros
-([Zhuang25] Sec. IV), by Konig's theorem as many as a maximum matching has edges: never
-more than B's nonempty columns, or its nonempty rows. Nonzeros whose row is in the cover,
-and whose column is not, are handed to b once, when the product is planned. Backward, sums
-travel where rows did and rows where sums did: as many words.
+[Note: rows or sums] Rank a needs, from rank b, the product of a block B with b's rows. For a
+nonzero B[v, u], either row x_u is sent to a, or b computes the partial sum of row v and sends
+it to a; one row or sum serves all nonzeros of its column or row. The fewest words are a minimum
+vertex cover of the bipartite graph of B's nonzeros ([Zhuang25] Sec. IV), by Konig's theorem as
+many as a maximum matching has edges: never more than B's nonempty columns, or its nonempty
+rows. Nonzeros whose row is in the cover, and whose column is not, are handed to b once, when
+the product is planned. In the backward pass sums travel where rows did, and rows where sums
+did: the same number of words.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from pyg_distcomm.partition.partition import Partition
 
 @dataclass(frozen=True, eq=False)
 class EdgeRoute:
-    """Takes edge values from the owners of their targets to the blocks that use them.
+    """Moves edge values from the owners of their targets to the blocks that use them.
 
     Shapes (this rank; e own edges, b edges of its block): send_slot [sum(send_counts)],
-    keep_slot [k], what stays here, ahead of what arrives.
+    keep_slot [k]; values that stay precede those that arrive.
     On (P, 1, 1) owner and block are the same rank, and nothing moves.
 
     Args:
-        axis: over which they travel.
-        send_slot, send_counts, recv_counts: which go where, and how many come.
+        axis: the axis over which values travel.
+        send_slot, send_counts, recv_counts: the values to send, and the counts per rank.
         local: whether nothing moves.
-        keep_slot: which stay, if any do.
-        then: a route that they take from there.
+        keep_slot: the values that stay, if any.
+        then: the route that values take afterwards.
     """
 
     axis: Axis
@@ -61,12 +61,12 @@ class EdgeRoute:
 
     def _moved(self, value: Tensor) -> Tensor:
         rows = value.index_select(0, self.send_slot)
-        came = autograd.all_to_all(
+        arrived = autograd.all_to_all(
             rows, self.send_counts, self.recv_counts, self.axis, "edges"
         )
         if self.keep_slot is None:
-            return came
-        return torch.cat([value.index_select(0, self.keep_slot), came])
+            return arrived
+        return torch.cat([value.index_select(0, self.keep_slot), arrived])
 
     def to(self, device: torch.device) -> EdgeRoute:
         """Returns the same route with its indices on another device."""
@@ -78,21 +78,21 @@ class EdgeRoute:
         )
 
     def followed_by(self, then: EdgeRoute) -> EdgeRoute:
-        """Returns the route that goes on with another."""
+        """Returns this route followed by another."""
         after = then if self.then is None else self.then.followed_by(then)
         return replace(self, then=after)
 
 
 HALOS = ("auto", "cover", "rows", "sums", "blocks")
-PACKING = 1 / 16  # the price of picking a row into a message, in rows sent
+PACKING = 1 / 16  # the cost of copying a row into a message, relative to sending it
 
 
 def check_halo(halo: str) -> str:
-    """Returns a known way to exchange, or says which there are.
+    """Returns the kind of exchange if it is known; else raises an error that lists them.
 
-    "rows" sends the rows that nonzeros need, "sums" partial sums in their place, "cover"
-    the fewest of both; "blocks" sends whole blocks; "auto" is "cover", or "blocks" where
-    they are cheaper (see `blocks_pay`).
+    "rows" sends the rows that nonzeros need, "sums" sends partial sums instead, "cover" the
+    fewest of both; "blocks" sends whole blocks; "auto" is "cover", or "blocks" where they
+    are cheaper (see `blocks_are_cheaper`).
     """
     if halo not in HALOS:
         raise ValueError(f"halo must be one of {HALOS}, got {halo!r}")
@@ -100,44 +100,46 @@ def check_halo(halo: str) -> str:
 
 
 def offloaded_nonzeros(
-    near: Tensor, far: Tensor, peer: Tensor, halo: str
+    sent_if_kept: Tensor, sent_if_handed: Tensor, peer: Tensor, halo: str
 ) -> tuple[Tensor, int]:
-    """Tells which nonzeros are handed to the other rank, and how many words that leaves.
+    """Returns which nonzeros are handed to the other rank, and how many words then travel.
 
     Args:
-        near: of each nonzero, what travels if it stays: its column (or, where sums are
-            what usually travels, its row).
-        far: what travels if it is handed over.
-        peer: the rank that it is shared with.
+        sent_if_kept: for each nonzero, the id of its column, whose row travels if the nonzero
+            stays (over the col axis the id of its row, whose sum travels).
+        sent_if_handed: the id of what travels if it is handed over.
+        peer: the other rank.
         halo: see `check_halo`.
 
-    Shapes: near, far, peer [e] -> bool [e], words a feature.
+    Shapes: sent_if_kept, sent_if_handed, peer [e] -> bool [e], words per feature.
     """
-    if not len(near):
+    if not len(sent_if_kept):
         return torch.zeros(0, dtype=torch.bool), 0
-    left, near_slot = torch.unique(near, return_inverse=True)
+    left, near_slot = torch.unique(sent_if_kept, return_inverse=True)
     if halo in ("rows", "blocks"):
-        return torch.zeros(len(near), dtype=torch.bool), len(left)
-    pair, far_slot = torch.unique(peer * (far.max() + 1) + far, return_inverse=True)
+        return torch.zeros(len(sent_if_kept), dtype=torch.bool), len(left)
+    pair, far_slot = torch.unique(
+        peer * (sent_if_handed.max() + 1) + sent_if_handed, return_inverse=True
+    )
     if halo == "sums":
-        return torch.ones(len(near), dtype=torch.bool), len(pair)
+        return torch.ones(len(sent_if_kept), dtype=torch.bool), len(pair)
     ptr, to, _ = kernels.coo_to_csr(near_slot, far_slot, len(left))
     near_in, far_in = kernels.minimum_cover(ptr, to, len(pair))
     return ~near_in[near_slot], int(near_in.sum() + far_in.sum())
 
 
-def blocks_pay(words: int, own: int, axis: Axis, halo: str) -> bool:
-    """Tells, on all ranks of an axis alike, whether whole blocks are sent; collective.
+def blocks_are_cheaper(words: int, own: int, axis: Axis, halo: str) -> bool:
+    """Tells whether whole blocks are sent, the same on all ranks of an axis; collective.
 
-    They cost no picking: they pay where every rank's halo, with its picking, is as dear
-    as the blocks of the others.
+    Blocks need no copy of single rows: they are cheaper if every rank's halo, with that copy,
+    costs at least as much as the blocks of the other ranks.
     """
     if halo != "auto" or axis.size == 1:
         return halo == "blocks"
     rows = collectives.all_gather_counts([words, own], axis)
-    every = sum(own for _, own in rows)
-    return every > 0 and all(
-        words * (1 + PACKING) >= every - own for words, own in rows
+    gathered = sum(own for _, own in rows)
+    return gathered > 0 and all(
+        words * (1 + PACKING) >= gathered - own for words, own in rows
     )
 
 
@@ -158,17 +160,17 @@ class Edges:
         return len(self.source)
 
     def of(self, which: Tensor) -> Edges:
-        """Returns some of them."""
+        """Returns the nonzeros at `which`."""
         return Edges(self.source[which], self.target[which])
 
-    def but(self, given: Tensor) -> Edges:
-        """Returns the others, without a copy where none is given."""
-        return self.of(~given) if bool(given.any()) else self
+    def but(self, handed_over: Tensor) -> Edges:
+        """Returns the other nonzeros; without a copy if none is handed over."""
+        return self.of(~handed_over) if bool(handed_over.any()) else self
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """The block A_ij of this rank, before it is known what travels.
+    """Plans the block A_ij of this rank, and its exchanges.
 
     [Note: handing over] Over the row axis, nonzeros with ghost columns are shared out
     with the process rows that own these: either they stay, and the column travels here,
@@ -178,10 +180,10 @@ class BlockPlan:
     are forwarded. Rows that take sums from the row axis are paid for already.
 
     Args:
-        partition: who owns which node.
+        partition: the owner of each node.
         mesh: the grid.
         own_gid: nodes of ranks (i, j, *).
-        halo: what travels; see `check_halo`.
+        halo: the kind of exchange; see `check_halo`.
     """
 
     partition: Partition
@@ -192,30 +194,36 @@ class BlockPlan:
     def plan(
         self, edges: Edges
     ) -> tuple[LocalBlocks, tuple[Tensor, ...], Links, list[EdgeRoute]]:
-        """Returns the blocks, the value each takes, the exchanges, and further routes."""
+        """Returns the blocks, the index of values, the exchanges, and the routes of values."""
         row, col = self.mesh.row, self.mesh.col
         nothing = edges.target[:0]
-        given, whole_in = self._handed(edges.source, edges.target, 0, nothing)
-        hop, served = self._hop(edges, given, edges.source, 0, 0)
-        summed = edges.target[given]
-        edges = edges.but(given)
-        given, whole_out = self._handed(edges.target, edges.source, 1, summed)
-        hop_out, far = self._hop(edges, given, edges.target, 1, len(served))
-        forwarded = edges.source[given]
-        edges = edges.but(given)
-        columns = _joined(edges.source, forwarded)
+        handed_over, whole_in = self._choose_handed_over(
+            edges.source, edges.target, 0, nothing
+        )
+        hop, received = self._hand_over(edges, handed_over, edges.source, 0, 0)
+        summed = edges.target[handed_over]
+        edges = edges.but(handed_over)
+        handed_over, whole_out = self._choose_handed_over(
+            edges.target, edges.source, 1, summed
+        )
+        hop_out, received_far = self._hand_over(
+            edges, handed_over, edges.target, 1, len(received)
+        )
+        forwarded = edges.source[handed_over]
+        edges = edges.but(handed_over)
+        columns = _concatenated(edges.source, forwarded)
         ghost, ghost_gid = self._link(columns, 0, self.own_gid, whole_in)
-        rows = _joined(edges.target, summed)
+        rows = _concatenated(edges.target, summed)
         out, out_gid = self._link(rows, 1, self.own_gid, whole_out)
-        del columns, forwarded, rows, summed, given
-        sums, sum_gid = _nothing(row, len(self.own_gid) + len(out_gid))
+        del columns, forwarded, rows, summed, handed_over
+        sums, sum_gid = _silent_link(row, len(self.own_gid) + len(out_gid))
         if hop is not None:
             land = torch.cat([self.own_gid, out_gid])
-            sums, sum_gid = self._link(served.target, 0, land)
-        forward, far_gid = _nothing(col, len(self.own_gid) + len(ghost_gid))
+            sums, sum_gid = self._link(received.target, 0, land)
+        forward, far_gid = _silent_link(col, len(self.own_gid) + len(ghost_gid))
         if hop_out is not None:
             held = torch.cat([self.own_gid, ghost_gid])
-            forward, far_gid = self._link(far.source, 1, held)
+            forward, far_gid = self._link(received_far.source, 1, held)
         away = [
             self._place(edges.target, 1) != col.rank,
             self._place(edges.source, 0) != row.rank,
@@ -225,9 +233,9 @@ class BlockPlan:
             for i, rows in enumerate((self.own_gid, out_gid))
             for j, cols in enumerate((self.own_gid, ghost_gid))
         ]
-        built.append(_block(served, sum_gid, self.own_gid, None, len(edges)))
-        behind = len(edges) + len(served)
-        built.append(_block(far, self.own_gid, far_gid, None, behind))
+        built.append(_block(received, sum_gid, self.own_gid, None, len(edges)))
+        behind = len(edges) + len(received)
+        built.append(_block(received_far, self.own_gid, far_gid, None, behind))
         tile, index = (
             LocalBlocks(*(csr for csr, _ in built)),
             tuple(i for _, i in built),
@@ -238,70 +246,75 @@ class BlockPlan:
     def _place(self, gid: Tensor, axis: int) -> Tensor:
         return coordinate(self.partition.owner_of(gid), axis, self.mesh)
 
-    def _handed(
-        self, near: Tensor, far: Tensor, axis: int, paid_gid: Tensor
+    def _choose_handed_over(
+        self, sent_if_kept: Tensor, sent_if_handed: Tensor, axis: int, paid_gid: Tensor
     ) -> tuple[Tensor, bool]:
-        """Tells which nonzeros are handed over, or that whole blocks are exchanged.
+        """Returns which nonzeros are handed over, and whether whole blocks are exchanged.
 
         Args:
-            near: of each nonzero the column, or row, by whose owner it is taken.
-            far: of each nonzero the other one.
+            sent_if_kept: for each nonzero the column (axis 0) or row (axis 1); it can be
+                handed to the owner of that.
+            sent_if_handed: for each nonzero the row (axis 0) or column (axis 1).
             axis: 0 or 1.
-            paid_gid: rows that travel over the axis whatever is chosen here.
+            paid_gid: rows that travel over the axis in any case.
         """
         line = (self.mesh.row, self.mesh.col)[axis]
-        place = self._place(near, axis)
+        place = self._place(sent_if_kept, axis)
         away = place != line.rank
-        open_ = away & ~torch.isin(near, paid_gid)
+        open_ = away & ~torch.isin(sent_if_kept, paid_gid)
         paid_gid = torch.unique(paid_gid)
         paid = int((self._place(paid_gid, axis) != line.rank).sum())
         chosen, words = offloaded_nonzeros(
-            near[open_], far[open_], place[open_], self.halo
+            sent_if_kept[open_], sent_if_handed[open_], place[open_], self.halo
         )
-        given = torch.zeros(len(near), dtype=torch.bool)
-        whole = blocks_pay(words + paid, len(self.own_gid), line, self.halo)
+        handed_over = torch.zeros(len(sent_if_kept), dtype=torch.bool)
+        whole = blocks_are_cheaper(words + paid, len(self.own_gid), line, self.halo)
         if not whole:
-            given[open_] = chosen
-        return given, whole
+            handed_over[open_] = chosen
+        return handed_over, whole
 
-    def _hop(
-        self, edges: Edges, given: Tensor, shared: Tensor, axis: int, after: int
+    def _hand_over(
+        self, edges: Edges, handed_over: Tensor, shared: Tensor, axis: int, after: int
     ) -> tuple[EdgeRoute | None, Edges]:
-        """Hands nonzeros over; None if no rank of the axis does.
+        """Sends nonzeros to other ranks; returns the route of their values and those received.
+
+        The route is None if no rank of the axis hands any over.
 
         Args:
-            edges: nonzeros here.
-            given: which are handed over.
-            shared: of each the column, or row, by whose owner it is taken.
+            edges: nonzeros of this rank.
+            handed_over: which of them are sent.
+            shared: for each nonzero the column or row whose owner receives it.
             axis: 0 or 1.
-            after: how many values stand behind those of `edges`, and stay.
+            after: the number of values that follow those of `edges`, and stay.
         """
         line = (self.mesh.row, self.mesh.col)[axis]
-        busy = collectives.all_gather_counts([int(given.sum())], line)
-        if not any(row[0] for row in busy):
-            return None, edges.of(given)
-        slot = torch.nonzero(given).flatten()
+        counts_handed = collectives.all_gather_counts([int(handed_over.sum())], line)
+        if not any(row[0] for row in counts_handed):
+            return None, edges.of(handed_over)
+        slot = torch.nonzero(handed_over).flatten()
         place = self._place(shared[slot], axis)
         counts = torch.bincount(place, minlength=line.size).tolist()
         slot = slot[torch.argsort(place, stable=True)]
         back = collectives.exchange_counts(counts, line)
-        stay = torch.nonzero(~given).flatten()
+        stay = torch.nonzero(~handed_over).flatten()
         stay = torch.cat([stay, torch.arange(len(edges), len(edges) + after)])
         hop = EdgeRoute(line, slot, tuple(counts), tuple(back), keep_slot=stay)
-        bare = replace(hop, keep_slot=None)
-        return hop, Edges(bare.carry(edges.source), bare.carry(edges.target))
+        moving_only = replace(hop, keep_slot=None)
+        return hop, Edges(
+            moving_only.carry(edges.source), moving_only.carry(edges.target)
+        )
 
     def _link(
         self, gid: Tensor, axis: int, have_gid: Tensor, dense: bool = False
     ) -> tuple[Link, Tensor]:
-        """Plans the exchange of those of some nodes that other ranks own."""
+        """Plans the exchange of the given nodes that other ranks own."""
         line = (self.mesh.row, self.mesh.col)[axis]
         if dense:
-            want, counts = _every_row(self.own_gid, line)
+            want, counts = _rows_of_others(self.own_gid, line)
         else:
             place = self._place(gid, axis)
             away = place != line.rank
-            want, counts = _needed(gid[away], place[away], line)
+            want, counts = _by_owner(gid[away], place[away], line)
         return plan_link(want, counts, have_gid, line, dense)
 
 
@@ -312,31 +325,31 @@ def _block(
     which: Tensor | None,
     first: int = 0,
 ) -> tuple[CSR, Tensor]:
-    """Builds a block of some nonzeros, and the place of each one's value."""
+    """Builds a block of some nonzeros, and the index of each value."""
     edge = (
         None if which is None or bool(which.all()) else torch.nonzero(which).flatten()
     )
     if edge is not None:
         edges = edges.of(edge)
-    row, col = _position(edges.target, row_gid), _position(edges.source, col_gid)
+    row, col = _positions(edges.target, row_gid), _positions(edges.source, col_gid)
     pattern, order = Pattern.build(row, col, (len(row_gid), len(col_gid)))
     del row, col, edges
     slot = order if edge is None else edge.index_select(0, order).to(order.dtype)
     return CSR(pattern), slot.add_(first)
 
 
-def _joined(some: Tensor, more: Tensor) -> Tensor:
+def _concatenated(some: Tensor, more: Tensor) -> Tensor:
     return torch.cat([some, more]) if len(more) else some
 
 
-def _position(gid: Tensor, among: Tensor) -> Tensor:
-    """Returns where nodes stand among others, in as few bits as may be."""
+def _positions(gid: Tensor, among: Tensor) -> Tensor:
+    """Returns the positions of nodes in a list, in the narrowest index type."""
     order = torch.argsort(among).to(offset_dtype(len(among)))
     found = torch.searchsorted(among[order], gid, out_int32=order.dtype == torch.int32)
     return order.index_select(0, found)
 
 
-def _needed(gid: Tensor, place: Tensor, line: Axis) -> tuple[Tensor, list[int]]:
+def _by_owner(gid: Tensor, place: Tensor, line: Axis) -> tuple[Tensor, list[int]]:
     wanted, where = torch.unique(gid, return_inverse=True)
     owner = torch.empty_like(wanted)
     owner[where] = place
@@ -344,14 +357,14 @@ def _needed(gid: Tensor, place: Tensor, line: Axis) -> tuple[Tensor, list[int]]:
     return wanted[order], torch.bincount(owner, minlength=line.size).tolist()
 
 
-def _every_row(own_gid: Tensor, line: Axis) -> tuple[Tensor, list[int]]:
+def _rows_of_others(own_gid: Tensor, line: Axis) -> tuple[Tensor, list[int]]:
     sizes = [row[0] for row in collectives.all_gather_counts([len(own_gid)], line)]
-    every = collectives.all_gather_rows(own_gid, sizes, line, "plan").split(sizes)
-    others = [part if i != line.rank else part[:0] for i, part in enumerate(every)]
+    gathered = collectives.all_gather_rows(own_gid, sizes, line, "plan").split(sizes)
+    others = [part if i != line.rank else part[:0] for i, part in enumerate(gathered)]
     return torch.cat(others), [len(part) for part in others]
 
 
-def _nothing(line: Axis, rows: int) -> tuple[Link, Tensor]:
+def _silent_link(line: Axis, rows: int) -> tuple[Link, Tensor]:
     none = torch.empty(0, dtype=torch.int64)
     counts = (0,) * line.size
     return Halo(line, none, counts, counts, rows, silent=True), none
@@ -359,14 +372,14 @@ def _nothing(line: Axis, rows: int) -> tuple[Link, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class GridPlan:
-    """A grid matrix, the route of its edge values, and who takes which."""
+    """Holds a grid matrix, the route of its edge values, and their index by nonzero."""
 
     matrix: GridMatrix
     route: EdgeRoute
     index: tuple[Tensor, ...]
 
     def valued(self, value: Tensor) -> GridMatrix:
-        """Returns the matrix with fixed edge values `[e]` put in place."""
+        """Returns the matrix with fixed edge values `[e]`."""
         tile = self.matrix.tile.with_values(self.route.carry(value), self.index)
         return GridMatrix(tile, self.matrix.links, self.matrix.fiber)
 
@@ -396,9 +409,9 @@ def build_plan(
     Args:
         source_gid: sources of the edges owned here `[e]`.
         target_gid: their targets `[e]`, nodes of this rank.
-        partition: who owns which node.
+        partition: the owner of each node.
         mesh: the grid.
-        halo: what travels; see `check_halo`.
+        halo: the kind of exchange; see `check_halo`.
     """
     route = _plan_route(source_gid, partition, mesh)
     edges = Edges(*(route.carry(ids) for ids in (source_gid, target_gid)))

@@ -174,7 +174,7 @@ class ChunkPass:
         last = 0 < place == self.all_sites - 1  # where it is the only one, it is coded
         call = self.link.begin_chunk(place, f"layer {key[0]}", chunk, last)
         exactly = self.sites[key].exactly
-        return (call.whole(exactly) if exactly else call).wrap(link, 0)
+        return (call.as_exact(exactly) if exactly else call).wrap(link, 0)
 
     def _fetched(self, x: Tensor) -> Tensor:
         return self.plan.everything.begin(x)()[self.plan.ghost.order]

@@ -275,12 +275,12 @@ def on_all_ranks(mesh: Mesh, exchanging: bool = False) -> Iterator[None]:
     """
     problem: Exception | None = None
     axis, watch = mesh.everyone, mesh.everyone.watch
-    before = watch.note() if exchanging and watch is not None else ""
+    before = watch.reported_failure() if exchanging and watch is not None else ""
     try:
         yield
     except Exception as error:
         if exchanging and watch is not None:
-            if watch.note() != before:
+            if watch.reported_failure() != before:
                 raise
             soon = replace(watch, deadline=min(_PATIENCE, watch.deadline))
             axis = replace(axis, watch=soon)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm import mesh as grids
-from pyg_distcomm.comm.axis import let_go
+from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.mesh import Grid, Mesh
 from pyg_distcomm.graph.partitioning import partition
 from pyg_distcomm.nn.product_layers import DistGCNConv, DistSAGEConv
@@ -406,7 +406,7 @@ def fastest(
     for mesh in meshes:
         collectives.barrier(mesh.world)
         axes = (getattr(mesh, name) for name in grids.AXES)
-        let_go((mesh.world, mesh.data, *axes))
+        destroy_groups((mesh.world, mesh.data, *axes))
     return plans[int(slowest.argmin())]
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.axis import let_go
+from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import new_axis_group
@@ -171,7 +171,7 @@ def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
 
     found = _measured(exchange, size - 1, mesh, repeats)
     if line is not mesh.world:
-        let_go([line])
+        destroy_groups([line])
     return found
 
 

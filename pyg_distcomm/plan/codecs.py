@@ -209,7 +209,7 @@ class DryExchange:
 
     coded: bool = True
 
-    def whole(self, why: str) -> DryExchange:
+    def as_exact(self, why: str) -> DryExchange:
         """Returns the same for rows that must be exact."""
         return DryExchange(False)
 

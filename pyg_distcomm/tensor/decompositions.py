@@ -1,8 +1,7 @@
-"""Decomposes torch functions into others that the rule of `DistTensor` decides.
+"""Decomposes torch functions into functions that `dispatch.py` supports.
 
-Each takes the arguments of the function that it stands for, of which some are row-sharded, and
-calls torch again: what it calls is local, global or refused by the tables. Its numbers are
-torch's up to the order of a sum.
+Each takes the arguments of the function that it implements, of which some are row-sharded, and
+calls torch functions that the tables classify. Results equal torch's up to the order of sums.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from pyg_distcomm.tensor import gather_by_id
 from pyg_distcomm.tensor.op_tables import base_name
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
-    agree,
     all_rows,
-    fit_plain,
+    compare_operation,
+    shard_plain_operand,
     unsupported_op,
 )
 
 
 def decomposed(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Runs a function of `DECOMPOSED`, in place where `func` does so."""
+    """Runs a function of `DECOMPOSED`; in place if `func` is."""
     out = DECOMPOSED[base_name(func)](*args, **kwargs)
     name = func.__name__
     return args[0].copy_(out) if name.endswith("_") else out
 
 
-def of_plain(
+def gather_from_plain(
     name: str,
     input: Any = None,
     dim: Any = None,
@@ -41,20 +40,20 @@ def of_plain(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Takes entries of an ordinary tensor's rows at row-sharded places; refuses the rest."""
+    """Gathers from an ordinary tensor's rows at a row-sharded index."""
     rows = isinstance(index, RowShardedTensor) and isinstance(dim, int)
     if name != "gather" or not rows or dim % input.dim() != 0:
         raise unsupported_op(f"{name}() of an ordinary tensor by a row-sharded one")
     return index.wrap(torch.gather(input, 0, index.to_local(), **kwargs), index.rows)
 
 
-def _whole(x: Any, name: str) -> Any:
-    """Returns all rows of a row-sharded tensor, on every rank; others as they are."""
+def _all_rows(x: Any, name: str) -> Any:
+    """Gathers all rows of a row-sharded tensor on every rank; other values unchanged."""
     if not isinstance(x, RowShardedTensor):
         return x
     if x.reads_local:
         raise unsupported_op(f"{name}() over the rows")
-    agree(name, x, (x,))
+    compare_operation(name, x, (x,))
     return all_rows(x)
 
 
@@ -96,7 +95,7 @@ def _repeat_interleave(
 
 
 def _repeat(x: RowShardedTensor, *sizes: Any) -> Any:
-    """Repeats all rows, one copy after the other, and each row along its own dims."""
+    """Implements repeat: concatenates copies of all rows, and repeats within each row."""
     times = list(sizes[0] if len(sizes) == 1 and type(sizes[0]) is not int else sizes)
     copies, *rest = times
     if len(times) != x.dim() or copies < 1 or (copies > 1 and x.reads_local):
@@ -120,7 +119,7 @@ def _movedim(input: Tensor, source: Any, destination: Any) -> Any:
 def _outer(input: Tensor, vec2: Tensor) -> Any:
     if not isinstance(input, RowShardedTensor):
         raise unsupported_op("outer() with columns for row-sharded values")
-    return input.unsqueeze(1) * _whole(vec2, "outer").unsqueeze(0)
+    return input.unsqueeze(1) * _all_rows(vec2, "outer").unsqueeze(0)
 
 
 def _dot(input: Tensor, other: Tensor) -> Any:
@@ -144,13 +143,13 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> Any:
 
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, **kwargs: Any) -> Any:
-    """Computes the distances of each row to rows that all ranks have, which come here.
+    """Computes the distances of each row to all rows of x2, which are gathered.
 
     Price: all rows of a row-sharded `x2`, (P-1)/P n f words.
     """
     if not isinstance(x1, RowShardedTensor) or x1.dim() != 2:
         raise unsupported_op("cdist() of ordinary rows to row-sharded ones")
-    x2 = _whole(x2, "cdist")
+    x2 = _all_rows(x2, "cdist")
     return x1.wrap(torch.cdist(x1.to_local(), x2, p, **kwargs), x1.rows)
 
 
@@ -176,7 +175,7 @@ def _std_mean(*args: Any, **kwargs: Any) -> Any:
 
 
 def _einsum(equation: Any, *operands: Any) -> Any:
-    """Contracts dims of each row, or the rows themselves, added up over all ranks.
+    """Contracts dims within rows, or over the rows of all ranks.
 
     Rows have one letter, the first of each row-sharded operand: first in the result, or nowhere
     there.
@@ -203,12 +202,12 @@ def _einsum(equation: Any, *operands: Any) -> Any:
             dim = term.index(row)
             if "." in term or like.reads_local:
                 raise refused
-            rows = fit_plain(x.movedim(dim, 0), like, x.dim(), "einsum")
+            rows = shard_plain_operand(x.movedim(dim, 0), like, x.dim(), "einsum")
             local.append(rows.movedim(0, dim))
         elif term[0] != row or row in term[1:]:
             raise refused
         else:
-            found = gather_by_id.cut_as(x, like.rows)
+            found = gather_by_id.shard_as(x, like.rows)
             if found is None:
                 raise TypeError(f"einsum() got rows of {like.rows} and of {x.rows}")
             local.append(found)
@@ -216,7 +215,7 @@ def _einsum(equation: Any, *operands: Any) -> Any:
         return like.wrap(torch.einsum(equation, *local), like.rows)
     if like.reads_local:
         raise refused
-    agree("einsum", like, operands)
+    compare_operation("einsum", like, operands)
     part = torch.einsum(equation, *local)
     return autograd.all_reduce(part, like.rows.mesh.world)
 
@@ -252,8 +251,8 @@ def _index_put(
 # The operators of torch_scatter ------------------------------------------------------
 
 
-def _of_scatter(name: str) -> Callable[..., Any]:
-    """Returns what `torch_scatter`'s operator of this name does; collective over the rows."""
+def _make_scatter(name: str) -> Callable[..., Any]:
+    """Makes the operator of `torch_scatter` with this name; collective over the rows."""
     op = name.rpartition("_")[2]
 
     def run(
@@ -267,15 +266,15 @@ def _of_scatter(name: str) -> Callable[..., Any]:
         if dim == 0:
             groups = dim_size if out is None else out.size(0)
             found = _grouped(name, op, *_rows_and_ids(src, index, name), groups)
-            return found if out is None else _beyond(out, op, *found, src)
+            return found if out is None else _keep_more_extreme(out, op, *found, src)
         if not isinstance(src, RowShardedTensor):
             raise unsupported_op(f"torch_scatter.{name}() of an ordinary tensor")
         if dim_size is None:
             dim_size = int(index.max()) + 1 if index.numel() else 0
         if isinstance(index, RowShardedTensor):
-            index = gather_by_id.cut_as(index, src.rows)
+            index = gather_by_id.shard_as(index, src.rows)
         elif index.dim() == src.dim():
-            index = fit_plain(index, src, src.dim(), name)
+            index = shard_plain_operand(index, src, src.dim(), name)
         if index is None:
             raise unsupported_op(
                 f"torch_scatter.{name}() of rows that are cut otherwise"
@@ -289,8 +288,8 @@ def _of_scatter(name: str) -> Callable[..., Any]:
     return run
 
 
-def _of_segments(op: str) -> Callable[..., Any]:
-    """Returns `torch_scatter`'s reduction of sorted ids, `segment_..._coo`."""
+def _make_segment_coo(op: str) -> Callable[..., Any]:
+    """Makes the reduction by sorted ids, `segment_..._coo` of `torch_scatter`."""
     name = f"segment_{op}_coo"
 
     def run(src: Any, index: Any, out: None = None, dim_size: Any = None) -> Any:
@@ -301,8 +300,8 @@ def _of_segments(op: str) -> Callable[..., Any]:
     return run
 
 
-def _of_pointers(op: str) -> Callable[..., Any]:
-    """Returns `torch_scatter`'s reduction of ranges of rows, `segment_..._csr`."""
+def _make_segment_csr(op: str) -> Callable[..., Any]:
+    """Makes the reduction by ranges of rows, `segment_..._csr` of `torch_scatter`."""
     name = f"segment_{op}_csr"
 
     def run(src: Any, indptr: Any, out: None = None) -> Any:
@@ -328,17 +327,19 @@ def _gather_coo(src: Any, index: Any, out: None = None) -> Any:
 
 
 def _rows_and_ids(src: Any, index: Any, name: str) -> tuple[Any, Any]:
-    """Returns both row-sharded, where one of them is."""
+    """Returns rows and ids, both row-sharded."""
     if not isinstance(src, RowShardedTensor):
-        local = fit_plain(src, index, src.dim(), name)
+        local = shard_plain_operand(src, index, src.dim(), name)
         return index.wrap(local, index.rows), index
     if not isinstance(index, RowShardedTensor):
-        return src, src.wrap(fit_plain(index, src, index.dim(), name), src.rows)
+        return src, src.wrap(
+            shard_plain_operand(index, src, index.dim(), name), src.rows
+        )
     return src, index
 
 
 def _grouped(name: str, op: str, src: Any, ids: Any, groups: Any) -> Any:
-    """Reduces rows by group, and says which row is extreme; groups without rows give 0.
+    """Reduces rows by group, with the ids of extreme rows; empty groups give 0.
 
         sum, mean    out_g = sum of x_v over the rows v of g, and over their number
         mul          out_g = product of x_v, 1 without rows
@@ -371,8 +372,11 @@ def _grouped(name: str, op: str, src: Any, ids: Any, groups: Any) -> Any:
         values = src.detach()
         facts: Any = torch.iinfo
         if src.is_floating_point():  # what is not a number is never extreme
-            worst, facts = float("-inf" if op == "max" else "inf"), torch.finfo
-            values = torch.where(values.isnan(), worst, values)
+            reduction_identity, facts = (
+                float("-inf" if op == "max" else "inf"),
+                torch.finfo,
+            )
+            values = torch.where(values.isnan(), reduction_identity, values)
         start = facts(src.dtype).min if op == "max" else facts(src.dtype).max
         beyond = (values > start) if op == "max" else (values < start)
         best = zeros.scatter_reduce(0, ids, values, f"a{op}", include_self=False)
@@ -386,8 +390,10 @@ def _grouped(name: str, op: str, src: Any, ids: Any, groups: Any) -> Any:
     return zeros.scatter_add(0, ids, torch.where(chosen, src, 0)), first
 
 
-def _beyond(out: Tensor, op: str, value: Tensor, first: Tensor, src: Any) -> Any:
-    """Writes the extreme rows that go beyond what `out` holds."""
+def _keep_more_extreme(
+    out: Tensor, op: str, value: Tensor, first: Tensor, src: Any
+) -> Any:
+    """Writes the extreme rows that exceed the values of `out`."""
     count = src.rows.count if isinstance(src, RowShardedTensor) else src.size(0)
     better = (value > out) if op == "max" else (value < out)
     better = better & (first < count)
@@ -432,7 +438,7 @@ def _rrelu(
 def _alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Any:
-    """Drops entries to the saturated value of SELU, and keeps mean and variance.
+    """Implements alpha dropout, which keeps mean and variance.
 
     Masks are keyed by row id, as dropout's.
     """
@@ -445,8 +451,8 @@ def _alpha_dropout(
     return input.copy_(out) if inplace else out
 
 
-def _of_batch(name: str) -> Callable[..., Any]:
-    """Returns a function that takes rows as its batch: what follows dim 0 is a row's own."""
+def _make_batched(name: str) -> Callable[..., Any]:
+    """Makes a function for which rows are the batch dim."""
     function, dims = getattr(F, name), 2 + int(name[-2])
 
     def run(input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -463,7 +469,7 @@ def _of_batch(name: str) -> Callable[..., Any]:
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attends within each row: to keys of the same row, `[n, ..., steps, C]`."""
+    """Runs attention within each row, over keys of the same row `[n, ..., steps, C]`."""
     parts = query, key, value
     if not all(isinstance(t, RowShardedTensor) and t.dim() > 2 for t in parts):
         raise unsupported_op("attention between rows")
@@ -472,7 +478,7 @@ def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> A
     mask = args[0] if args else kwargs.get("attn_mask")
     if mask is not None and (isinstance(mask, RowShardedTensor) or mask.dim() > 2):
         raise unsupported_op("attention with a mask of each row")
-    local: list[Any] = [gather_by_id.cut_as(t, query.rows) for t in parts]
+    local: list[Any] = [gather_by_id.shard_as(t, query.rows) for t in parts]
     if any(t is None for t in local):
         raise unsupported_op("attention of rows that are cut differently")
     out = F.scaled_dot_product_attention(*local, *args, **kwargs)
@@ -521,15 +527,21 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     "repeat": _repeat,
     "tile": _repeat,
     **{
-        name: _of_scatter(name)
+        name: _make_scatter(name)
         for name in ("scatter_max", "scatter_min", "scatter_mul")
     },
-    **{f"segment_{op}_coo": _of_segments(op) for op in ("sum", "mean", "max", "min")},
-    **{f"segment_{op}_csr": _of_pointers(op) for op in ("sum", "mean", "max", "min")},
+    **{
+        f"segment_{op}_coo": _make_segment_coo(op)
+        for op in ("sum", "mean", "max", "min")
+    },
+    **{
+        f"segment_{op}_csr": _make_segment_csr(op)
+        for op in ("sum", "mean", "max", "min")
+    },
     "gather_coo": _gather_coo,
     "index_sort": lambda input, max_value=None: input.sort(stable=True),  # of pyg-lib
     **{
-        name: _of_batch(name)
+        name: _make_batched(name)
         for name in (f"{kind}{dims}d" for kind in _BATCHED for dims in (1, 2, 3))
         if hasattr(F, name)
     },

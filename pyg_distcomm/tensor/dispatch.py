@@ -1,4 +1,4 @@
-"""Dispatches torch functions of DistTensors: what is local, global, or refused."""
+"""Dispatches torch functions on DistTensors: row-wise, global, or unsupported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyg_distcomm.comm import random
 from pyg_distcomm.comm.gradient_averaging import check_transforms, refuse_transforms
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id, gradient_scale, reductions, sizes
-from pyg_distcomm.tensor.decompositions import DECOMPOSED, decomposed, of_plain
+from pyg_distcomm.tensor.decompositions import DECOMPOSED, decomposed, gather_from_plain
 from pyg_distcomm.tensor.getitem import check_writes, columns_at, spans
 from pyg_distcomm.tensor.op_tables import (
     BY_DIM,
@@ -28,20 +28,20 @@ from pyg_distcomm.tensor.op_tables import (
 )
 from pyg_distcomm.tensor.reductions import RECURRENT, dropout, recurrent
 from pyg_distcomm.tensor.row_sharded import (
-    WAYS_OUT,
-    MoreDims,
+    HOW_TO_CONVERT,
     RowShardedTensor,
+    TooManyDims,
     advice,
-    agree,
     all_rows,
     argument,
     call_local,
+    compare_operation,
     first_sharded,
-    fit_plain,
     leaves,
     local_part,
-    meet_all,
     refuse_loader,
+    replicate_operands,
+    shard_plain_operand,
     tree_map,
     unsupported_op,
 )
@@ -74,15 +74,15 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     if name in ("type_as", "to") and isinstance((*args, None)[1], Tensor):
         return args[0].to(args[1].device, args[1].dtype, **kwargs)
     if name in _SILENT:  # hooks of saved tensors would hand it others
-        return _applied(name, func, args, kwargs)
+        return _apply_rule(name, func, args, kwargs)
     with first_sharded(args, kwargs).rows.spilling():
         try:
-            return _applied(name, func, *_met(name, args, kwargs))
-        except MoreDims:
+            return _apply_rule(name, func, *_replicate_operands(name, args, kwargs))
+        except TooManyDims:
             return gathered(func, args, kwargs)
 
 
-def _applied(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+def _apply_rule(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     if name in _SPECIAL:
         return _SPECIAL[name](func, args, kwargs)
     if name in reductions.LOSSES:
@@ -96,13 +96,13 @@ def _applied(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     raise unsupported_op(f"{name}()")
 
 
-def _met(name: str, args: Any, kwargs: Any) -> Any:
-    """Tells the ranks which plain tensors meet row-sharded ones (`gradient_averaging.py`)."""
+def _replicate_operands(name: str, args: Any, kwargs: Any) -> Any:
+    """Registers or compares plain operands; see `replicate_operands`."""
     check_transforms()
     found = first_sharded(args, kwargs)
     if found.rows.mesh.size == 1:
         return args, kwargs
-    return meet_all(found, name, args, kwargs)
+    return replicate_operands(found, name, args, kwargs)
 
 
 # autograd's own, and what does not look at the values of its plain operands
@@ -113,7 +113,7 @@ _SILENT = frozenset(
 
 
 def _into(out: Any, func: Callable, args: Any, kwargs: Any) -> Any:
-    """Writes what an operation returns to the tensor that it was given as `out`."""
+    """Writes the result of an operation to the given `out`."""
     if not isinstance(out, Tensor):
         raise unsupported_op(f"{base_name(func)}(out=...) of several tensors")
     given = {key: value for key, value in kwargs.items() if key != "out"}
@@ -121,7 +121,7 @@ def _into(out: Any, func: Callable, args: Any, kwargs: Any) -> Any:
     if not isinstance(out, RowShardedTensor):
         return out.copy_(all_rows(found))
     same = isinstance(found, RowShardedTensor) and out.dim() == found.dim()
-    local = gather_by_id.cut_as(found, out.rows) if same else None
+    local = gather_by_id.shard_as(found, out.rows) if same else None
     if local is None:
         raise unsupported_op(f"{base_name(func)}(out=...) of another shape")
     return call_local(torch.Tensor.copy_, (out, local), {})
@@ -131,9 +131,9 @@ def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
     if base_name(func) == "where" and len(args) + len(kwargs) == 1:
         return gathered(func, args, kwargs)
     if _writes_whole(func, args, kwargs):
-        agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
+        compare_operation(func.__name__, first_sharded(args, kwargs), (args, kwargs))
         return func(*tree_map(all_rows, args), **tree_map(all_rows, kwargs))
-    args, kwargs, _, width = _alike(func, args, kwargs)
+    args, kwargs, _, width = _align_operands(func, args, kwargs)
     args, kwargs = _aligned(func, (args, kwargs), width)
     wants_gradient = base_name(func).endswith("_like") and kwargs.pop(
         "requires_grad", False
@@ -153,7 +153,7 @@ _COPIES = frozenset("to cpu cuda clone contiguous detach bool pin_memory".split(
 
 
 def _writes_whole(func: Callable, args: Any, kwargs: Any) -> bool:
-    """Whether row-sharded values are written into an ordinary tensor, which has all rows."""
+    """Tells whether row-sharded values are written to an ordinary tensor of all rows."""
     name = getattr(func, "__name__", "")
     inplace = name.endswith("_") and not name.startswith("_")
     target = args[0] if inplace and args else kwargs.get("out")
@@ -166,8 +166,10 @@ def _writes_whole(func: Callable, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _alike(func: Callable, args: Any, kwargs: Any) -> tuple[Any, Any, Rows, int]:
-    """Returns operands that are cut alike (by `cut_as`), their rows, and the most dims."""
+def _align_operands(
+    func: Callable, args: Any, kwargs: Any
+) -> tuple[Any, Any, Rows, int]:
+    """Returns operands with the same sharding, their rows, and the most dims."""
     found = leaves((args, kwargs), RowShardedTensor)
     like = found[0]
     if not func.__name__.endswith("_"):  # else what is written to
@@ -176,11 +178,11 @@ def _alike(func: Callable, args: Any, kwargs: Any) -> tuple[Any, Any, Rows, int]
     for other in found:
         if other.rows is like.rows or id(other) in new:
             continue
-        local = gather_by_id.cut_as(other, like.rows)
+        local = gather_by_id.shard_as(other, like.rows)
         if local is None or other is kwargs.get("out"):
             raise TypeError(
                 f"{advice()}{base_name(func)}() got tensors cut differently: {like.rows} "
-                f"and {other.rows}; pick the same rows of both, or {WAYS_OUT}"
+                f"and {other.rows}; pick the same rows of both, or {HOW_TO_CONVERT}"
             )
         new[id(other)] = other.wrap(local, like.rows)
     if new:
@@ -206,7 +208,9 @@ def _aligned(func: Callable, tree: Any, width: int) -> Any:
 
             def fit_state(h: Any) -> Any:
                 return (
-                    h if isinstance(h, RowShardedTensor) else fit_plain(h, x, 2, name)
+                    h
+                    if isinstance(h, RowShardedTensor)
+                    else shard_plain_operand(h, x, 2, name)
                 )
 
             states = tree_map(fit_state, states)
@@ -225,7 +229,7 @@ def _aligned(func: Callable, tree: Any, width: int) -> Any:
                     "rows would meet columns (add .unsqueeze(-1)),"
                 )
             return value
-        return fit_plain(value, like, width, name)
+        return shard_plain_operand(value, like, width, name)
 
     return tree_map(fit, tree)
 
@@ -245,7 +249,7 @@ def _wrapped(out: Any, like: RowShardedTensor) -> Any:
 def _by_dim(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else kwargs.get("input", kwargs.get("self"))
     if not isinstance(x, RowShardedTensor):
-        return of_plain(name, *args, **kwargs)
+        return gather_from_plain(name, *args, **kwargs)
     if name in ("max", "min") and isinstance(
         argument((args, kwargs), 1, "other"), Tensor
     ):
@@ -295,7 +299,7 @@ def _reduce(
     kwargs: Any,
 ) -> Any:
     local, rows, name = x.to_local(), x.rows, base_name(func)
-    agree(name, x, (args, kwargs))
+    compare_operation(name, x, (args, kwargs))
     place = BY_DIM[name][0] + 1
     keepdim = bool(kwargs.get("keepdim", args[place:] and args[place] is True))
     if name in ("max", "min", "argmax", "argmin"):
@@ -337,9 +341,9 @@ _SPANS = frozenset("chunk split tensor_split narrow".split())
 
 
 def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
-    args, kwargs, rows, width = _alike(func, args, kwargs)
+    args, kwargs, rows, width = _align_operands(func, args, kwargs)
     if not any(type(v) is str and v == "none" for v in (*args, *kwargs.values())):
-        agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
+        compare_operation(func.__name__, first_sharded(args, kwargs), (args, kwargs))
     name, fitted = func.__name__, func.__name__ in reductions.ELEMENTWISE
     if fitted:
         args, kwargs = _aligned(func, (args, kwargs), width)
@@ -350,7 +354,7 @@ def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
         if fitted or (place not in _ROW_OPERANDS and name not in reductions.OF_THREE):
             return value
         if isinstance(value, Tensor) and value.dim():
-            return fit_plain(value, like, value.dim(), name)
+            return shard_plain_operand(value, like, value.dim(), name)
         return value
 
     like = first_sharded(args, kwargs)
@@ -373,13 +377,13 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
     if name in _PRODUCTS:
         check_product(name, args)
     if name not in _JOINS:
-        args, kwargs, _, _ = _alike(func, args, kwargs)
+        args, kwargs, _, _ = _align_operands(func, args, kwargs)
     first = first_sharded(args, kwargs)
     if name in _JOINS:
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
         if name != "stack" and dim % first.dim() == 0 and not first.reads_local:
             return joined(list(args[0] if args else kwargs["tensors"]))
-        args, kwargs, rows, _ = _alike(func, args, kwargs)
+        args, kwargs, rows, _ = _align_operands(func, args, kwargs)
         first = first_sharded(args, kwargs)
         if (
             name == "stack"
@@ -404,7 +408,9 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
     if name == "expand_as":  # an ordinary tensor has a row for each row
         most = max(arg.dim() for arg in args)
         args = [
-            a if isinstance(a, RowShardedTensor) else fit_plain(a, first, most, name)
+            a
+            if isinstance(a, RowShardedTensor)
+            else shard_plain_operand(a, first, most, name)
             for a in args
         ]
         x, other = (local_part(arg) for arg in args)
@@ -427,7 +433,7 @@ _TURNED = frozenset("t T mT transpose swapaxes swapdims permute".split())
 
 
 def _with_classes(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Gives one_hot the number of classes of the whole tensor, where it has none."""
+    """Adds the number of classes of the whole tensor to the arguments of one_hot."""
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
     if classes >= 0 or args[0].rows.mesh.local_sizes:
         return args, kwargs
@@ -435,14 +441,14 @@ def _with_classes(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Runs an operation on all rows, gathered on every rank; collective.
+    """Gathers all rows on every rank, and runs an operation on them; collective.
 
     What has a row for each row of a whole tensor comes out row-sharded, the rest ordinary.
     """
     x = first_sharded(args, kwargs)
     if x.reads_local:
         raise unsupported_op(f"{base_name(func)}() over the rows")
-    agree(base_name(func), x, (args, kwargs))
+    compare_operation(base_name(func), x, (args, kwargs))
     args, kwargs = tree_map(all_rows, (args, kwargs))
 
     def cut(value: Any) -> Any:
@@ -456,8 +462,8 @@ def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
     return cut(func(*args, **kwargs))
 
 
-def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Draws as one process does, of which a rank keeps its rows; keyed inside a layer."""
+def _draw(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Draws the random numbers of one process, and keeps own rows; keyed inside a layer."""
     x, name = first_sharded(args, kwargs), func.__name__
     rows = x.rows
     if not name.endswith(("_", "_like")):  # bernoulli(x), normal(x): by its values
@@ -470,7 +476,7 @@ def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
         def draw(block: Tensor) -> Tensor:
             return func(block, *args[1:], **kwargs)
 
-        out = random.rows_drawn(draw, like, rows.count, rows.place)
+        out = random.draw_rows(draw, like, rows.count, rows.place)
     elif name not in ("rand_like", "randn_like") or not like.is_floating_point():
         raise unsupported_op(f"{name}() inside a layer")
     else:
@@ -503,13 +509,13 @@ def _batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
     if not given.pop("training"):
         local = torch.nn.functional.batch_norm(x.to_local(), training=False, **given)
     else:
-        agree("batch_norm", x, given)
+        compare_operation("batch_norm", x, given)
         local = reductions.batch_norm(x.to_local(), x.rows, **given)
     return x.wrap(local, x.rows)
 
 
-def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Scatters within each row, or rows to the rows that an index names."""
+def _scatter(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Scatters within each row, or rows to the rows of an index."""
     names = ("input", "dim", "index", "src", "reduce")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     target: Tensor = given["self" if "self" in given else "input"]
@@ -518,12 +524,12 @@ def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
         raise unsupported_op(f"{base_name(func)}() over named dims")
     if dim % target.dim() != 0:
         return _rowwise(func, args, kwargs)
-    agree(base_name(func), first_sharded(args, kwargs), given)
+    compare_operation(base_name(func), first_sharded(args, kwargs), given)
     return gather_by_id.scattered(func, {**given, "input": target})
 
 
-def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Rows of a table, ordinary or row-sharded, at row-sharded integer numbers of them."""
+def _look_up(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Looks up rows of an ordinary or row-sharded table by a row-sharded integer index."""
     table, key, dim = args[0], args[-1], 0
     key = key[0] if isinstance(key, tuple) and len(key) == 1 else key
     if base_name(func) == "index_select":
@@ -544,18 +550,18 @@ def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
     ):
         raise unsupported_op(f"{base_name(func)}() that moves rows or mixes them")
     if key.dtype in (torch.bool, torch.uint8):  # rows of the whole, kept by a mask
-        whole = fit_plain(table, key, table.dim(), "x[mask]")
+        whole = shard_plain_operand(table, key, table.dim(), "x[mask]")
         return key.wrap(whole, key.rows)[key]
     return key.wrap(table[key.to_local()], key.rows)
 
 
-def _assigned(func: Callable, args: Any, kwargs: Any) -> None:
-    """Writes to an ordinary tensor at row-sharded places: on all ranks, all of them."""
+def _assign(func: Callable, args: Any, kwargs: Any) -> None:
+    """Writes to an ordinary tensor at a row-sharded index, the same on all ranks."""
     table, key, value = args
     if isinstance(table, RowShardedTensor):
         table[key] = value
         return
-    agree("setitem", first_sharded((key, value), {}), args)
+    compare_operation("setitem", first_sharded((key, value), {}), args)
     call_local(func, (table, tree_map(all_rows, key), all_rows(value)), {})
 
 
@@ -568,14 +574,14 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(SHAPING, _shape),
     "dropout": dropout,
     "_convert_indices_from_coo_to_csr": _compressed,
-    **dict.fromkeys(random.DRAWS, _drawn),
+    **dict.fromkeys(random.DRAWS, _draw),
     **dict.fromkeys(NEW, sizes.new_by_size),
-    **dict.fromkeys(("getitem", "index_select"), _looked_up),
+    **dict.fromkeys(("getitem", "index_select"), _look_up),
     **dict.fromkeys(
         ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce"),
-        _scattered,
+        _scatter,
     ),
-    "setitem": _assigned,
+    "setitem": _assign,
     **dict.fromkeys(("numpy", "tolist", "array"), _to_python),
     **dict.fromkeys(DECOMPOSED, decomposed),
     **dict.fromkeys(RECURRENT, recurrent),

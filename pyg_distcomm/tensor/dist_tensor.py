@@ -1,4 +1,4 @@
-"""Spreads the rows of a tensor over the ranks: `DistTensor`."""
+"""Defines `DistTensor`, a tensor whose rows are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.tensor import dispatch, getitem
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
-    agree,
     all_rows,
     check_devices,
     check_saved,
+    compare_operation,
     eager,
     unsupported_op,
 )
@@ -25,51 +25,52 @@ from pyg_distcomm.tensor.shape_ops import Stacked
 
 @eager
 class DistTensor(RowShardedTensor):
-    """A tensor cut by rows: this rank holds some rows, full width.
+    """A tensor sharded by rows: each rank holds some rows at full width.
 
-    The rule: *an operation that works row by row is local; an operation that reduces
-    over nodes is global; what the rule cannot decide raises a TypeError.*
+    The rule: *a row-wise operation is local; an operation that reduces over nodes is
+    global; any other operation raises a TypeError.*
 
-    So `x.relu()`, `lin(x)`, `x[mask]`, `x.argmax(-1)` stay here, while `x.sum()`,
-    `x.mean(0)`, `F.cross_entropy(x, y)` and batch norm return what they would on one
-    process, equal on all ranks.
+    So `x.relu()`, `lin(x)`, `x[mask]`, `x.argmax(-1)` are local, while `x.sum()`,
+    `x.mean(0)`, `F.cross_entropy(x, y)` and batch norm return the same as on one process,
+    equal on all ranks.
 
-    It reads as the whole tensor: `shape`, `size()`, `len` and `numel` are those of all
-    ranks together. So a plain tensor of n rows, equal on all ranks (`torch.zeros(n)`, a
-    mask, `torch.randperm(n)`), means rows by global id, and `x.new_zeros(n, k)` is
-    row-sharded. This rank's sizes are those of `.to_local()`, and `from_local` is the way
-    back. Sizes and `repr` never communicate, but for the length of rows that a computed
-    mask keeps: the first question for it is one small all-reduce.
+    It behaves as the whole tensor: `shape`, `size()`, `len` and `numel` are global. So a plain
+    tensor of n rows, equal on all ranks (`torch.zeros(n)`, a mask, `torch.randperm(n)`),
+    means rows by global id, and `x.new_zeros(n, k)` is row-sharded. `.to_local()` has this
+    rank's sizes, and `from_local` is its inverse. Sizes and `repr` never communicate, with one
+    exception: the length of a selection by a computed mask takes one small all-reduce the
+    first time.
 
-    What needs all rows at once gathers them on every rank, (P-1)/P n f words: `sort`, `cumsum`,
-    `unique`, singular values, `for row in x`, and `x[None]`, an ordinary tensor `[1, n, f]`.
+    Operations that need all rows at once gather them on every rank, (P-1)/P n f words: `sort`,
+    `cumsum`, `unique`, singular values, `for row in x`, and `x[None]`, an ordinary tensor
+    `[1, n, f]`.
 
-    `x[idx]` with plain integer ids (the same on all ranks) returns the rows of those
-    ids, cut into equal blocks (as x is, if there are as many); with a DistTensor of ids,
-    each rank gets those it asks for. `x[mask]` costs nothing. Noise is what one process
-    draws; dropout is keyed by row id.
+    `x[idx]` with plain integer ids (the same on all ranks) returns the rows of those ids,
+    sharded into equal blocks (like x, if there are as many); with a DistTensor of ids, each
+    rank gets the rows of its own ids. `x[mask]` is free. Random numbers are those of one
+    process; dropout is keyed by row id.
 
     Gradients: see [Note: gradients] in `comm/autograd.py`; `x.grad` of a leaf is exact.
-    `torch.save` and pickling are refused on several ranks: save `x.full_tensor()`.
+    `torch.save` and pickling raise on several ranks: save `x.full_tensor()`.
 
     Shapes: `[n, ...]`, of which `to_local()` `[n_i, ...]` is on rank i.
     """
 
     def full_tensor(self) -> Tensor:
         """Returns all rows, in original order, on every rank; collective."""
-        agree("full_tensor", self, (self,))
+        compare_operation("full_tensor", self, (self,))
         return all_rows(self)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Applies the rule to one torch function."""
+        """Dispatches one torch function; see `dispatch.py`."""
         if Stacked in types:
             return Stacked.__torch_function__(func, types, args, kwargs)
         try:
             return dispatch.apply(func, args, kwargs or {})
-        except RuntimeError as error:  # of this rank alone, it may be
+        except RuntimeError as error:  # perhaps on this rank only
             check_devices(func, args, kwargs or {}, error)
             raise
 
@@ -80,10 +81,10 @@ class DistTensor(RowShardedTensor):
         getitem.put(self, key, value)
 
     def __iter__(self) -> Any:
-        """Yields the rows, all of which come to every rank first; collective."""
+        """Gathers all rows on every rank, and yields them; collective."""
         if self.reads_local:
             raise unsupported_op("iterating over rows, inside a layer,")
-        agree("iter", self, (self,))
+        compare_operation("iter", self, (self,))
         return iter(all_rows(self))
 
     def __contains__(self, value: Any) -> bool:
@@ -170,7 +171,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 def tells_errors(kind: type) -> None:
-    """Has operators of a subclass of Tensor raise the TypeErrors of its `__torch_function__`.
+    """Makes operators of a Tensor subclass raise TypeErrors of its `__torch_function__`.
 
     Tensor's own turn them into Python's "unsupported operand", and `==` into False.
     """

@@ -1,11 +1,11 @@
-"""Gathers rows by the ids of nodes, and scatters rows to the nodes that ids name.
+"""Gathers rows by node ids, and scatters rows to nodes by id.
 
-With ids v_1 .. v_k, cut over the ranks, and x with a row for each node:
+With ids v_1 .. v_k, sharded over the ranks, and x with a row for each node:
 
     gather   y_i = x[v_i]
     scatter  x[v] += sum of y_i over i with v_i = v     (and maximum, minimum, mean)
 
-A distinct row of another rank travels once, as in the halo of a layer, and the exchange is
+Each distinct row of another rank travels once, as in the halo of a layer, and the exchange is
 planned once for ids that do not change.
 """
 
@@ -29,8 +29,8 @@ from pyg_distcomm.process import PROCESS
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     all_rows,
-    fit_plain,
     local_part,
+    shard_plain_operand,
     unsupported_op,
 )
 
@@ -39,7 +39,7 @@ _KEPT = 8  # plans per set of nodes
 
 @dataclass(frozen=True, eq=False)
 class IdPlan:
-    """The exchange between the nodes of all ranks and a list of ids on each.
+    """Plans the exchange between the rows of all ranks and a list of ids on each rank.
 
     Shapes (this rank; n own rows, h ghosts, k ids): slot [k], in 0 .. n+h-1.
     Price: h f words to gather or scatter at width f.
@@ -51,7 +51,7 @@ class IdPlan:
 
     @staticmethod
     def build(gid: Tensor, rows: Rows) -> IdPlan:
-        """Plans for ids `[k]` of the rows of a whole tensor; collective."""
+        """Plans the exchange for ids `[k]`; collective."""
         return plan_ids([gid], rows, rows.mesh.world)[0]
 
     def to(self, device: torch.device) -> IdPlan:
@@ -84,7 +84,7 @@ class IdPlan:
 
     @cached_property  # of the ids alone: made with the plan, it is not made in a step
     def owner_slots(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Returns where sums of rows at the ids go, at their owners; see `owner_sums`.
+        """Returns the slots of sums at the owners of ids; see `owner_sums`.
 
         The own rows that this rank asks for, ascending, and the place of each id among them,
         those of ghosts after; then the same of what comes from all ranks, in their order.
@@ -100,7 +100,7 @@ class IdPlan:
         return slot, place, where, here
 
     def owner_sums(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Sends rows `[k, f]` at the ids to the owners of these, and adds them up there.
+        """Sends rows `[k, f]` to the owners of the ids, and sums them there.
 
         Rows that one rank has for an id are added first, then those of ranks in their order.
 
@@ -124,7 +124,7 @@ class IdPlan:
         return slot, sums.index_add_(0, where[last:], came[before:])
 
     def scatter_add(self, y: Tensor) -> Tensor:
-        """Returns sums `[n, ...]` for own rows, of rows `y` `[k, ...]` at the ids."""
+        """Sums rows `y` `[k, ...]` by id; returns the sums `[n, ...]` of own rows."""
         sums = y.new_zeros((self.own + self.halo.num_ghosts, *y.shape[1:]))
         sums = sums.index_add(0, self.slot, y)
         if self.halo.silent:
@@ -135,7 +135,7 @@ class IdPlan:
         return out.view(-1, *y.shape[1:])
 
     def scatter_extreme(self, y: Tensor, start: Tensor, op: str) -> Tensor:
-        """Returns the largest (or smallest) values for own rows, without gradient.
+        """Reduces rows by id to maxima or minima of own rows, without gradient.
 
         Args:
             y: rows at the ids.
@@ -143,7 +143,7 @@ class IdPlan:
             op: "amax" or "amin".
         """
         shape = (self.halo.num_ghosts, *y.shape[1:])
-        part = y.new_full(shape, worst(y.dtype, op))
+        part = y.new_full(shape, reduction_identity(y.dtype, op))
         best = _extremes(torch.cat([start, part]), self.slot, y, op)
         own, ghosts = best[: self.own], best[self.own :]
         if self.halo.silent:
@@ -157,16 +157,16 @@ class IdPlan:
 def plan_ids(
     lists: Sequence[Tensor], rows: Rows, axis: Axis, problem: str | None = None
 ) -> list[IdPlan]:
-    """Plans for several lists of ids of the rows of a whole tensor at once; collective.
+    """Plans the exchanges for several lists of ids at once; collective.
 
     All ranks give as many lists. What is planned is exchanged over `axis`, which has the
     ranks of the mesh in their order; rows will travel over the mesh's own.
 
     Args:
         lists: ids `[k]` each.
-        rows: which rows are on which rank.
-        axis: where the plans travel.
-        problem: what is wrong with the ids of this rank, of which it then gives none.
+        rows: the sharding of the whole tensor.
+        axis: the axis over which the plans are exchanged.
+        problem: the error of this rank, which then passes no ids.
 
     Price: (2 lists + 1) (P - 1) counts, and each distinct id that is asked of this rank.
 
@@ -174,7 +174,7 @@ def plan_ids(
         IndexError: on all ranks, if one has a problem.
     """
     mesh, m = rows.mesh, len(lists)
-    asks = [_Ask.of(gid.cpu(), rows) for gid in lists]
+    asks = [_IdRequest.of(gid.cpu(), rows) for gid in lists]
     counts = torch.stack([ask.counts for ask in asks], 1) if asks else None
     if counts is None or mesh.size == 1:
         if problem is not None:
@@ -200,15 +200,15 @@ def plan_ids(
 
 
 @dataclass(frozen=True, eq=False)
-class _Ask:
-    """The ids of one list that other ranks have, each once, by owner."""
+class _IdRequest:
+    """Holds the distinct ids of one list that other ranks own, by owner."""
 
     ghost: Tensor
     counts: Tensor
     slot: Tensor
 
     @staticmethod
-    def of(gid: Tensor, rows: Rows) -> _Ask:
+    def of(gid: Tensor, rows: Rows) -> _IdRequest:
         mesh, owners = rows.mesh, rows.owners
         owner = owners.owner_of(gid)
         away = owner != mesh.rank
@@ -221,7 +221,7 @@ class _Ask:
         place[order] = torch.arange(len(order))
         slot[away] = place[where] + len(rows)
         counts = torch.bincount(ghost_owner, minlength=mesh.size)
-        return _Ask(ghost[order], counts, slot)
+        return _IdRequest(ghost[order], counts, slot)
 
     def plan(
         self, rows: Rows, asked: Tensor, send_counts: list[int], most: int
@@ -239,7 +239,7 @@ class _Ask:
 
 
 def attach_route(ids: Tensor, plan: IdPlan, rows: Rows) -> None:
-    """Keeps a plan beside the ids it was made of, for as long as these do not change.
+    """Attaches a plan to its ids, until these change.
 
     Not in the ids: copies and files of these would take it along, process groups and all.
     """
@@ -248,7 +248,7 @@ def attach_route(ids: Tensor, plan: IdPlan, rows: Rows) -> None:
 
 
 def route_of(ids: Tensor, rows: Rows) -> IdPlan | None:
-    """Returns the plan beside ids, if it is of these rows, and the ids have not changed."""
+    """Returns the plan attached to ids, if they have not changed and the rows match."""
     found: tuple[int, IdPlan, Rows] | None = PROCESS.routes.get(ids)
     if found is None or ids._version != found[0] or not found[2].same_as(rows):
         return None
@@ -256,13 +256,15 @@ def route_of(ids: Tensor, rows: Rows) -> IdPlan | None:
 
 
 def plan_of(ids: RowShardedTensor, rows: Rows) -> IdPlan:
-    """Returns the plan of row-sharded ids, built when they are first seen; collective."""
+    """Returns the plan of row-sharded ids, built on first use; collective."""
     local = ids.to_local()
-    return kept(local, rows, lambda: IdPlan.build(local.long(), rows).to(local.device))
+    return cached_plan(
+        local, rows, lambda: IdPlan.build(local.long(), rows).to(local.device)
+    )
 
 
-def kept(ids: Tensor, rows: Rows, build: Callable[[], Any]) -> Any:
-    """Returns what is planned from ids `[k]` that have not changed, or builds it."""
+def cached_plan(ids: Tensor, rows: Rows, build: Callable[[], Any]) -> Any:
+    """Returns the cached plan of ids `[k]`, or builds it if they have changed."""
     if ids.is_inference():  # has no version to know it by
         return build()
     storage = ids.untyped_storage()
@@ -277,7 +279,7 @@ def kept(ids: Tensor, rows: Rows, build: Callable[[], Any]) -> Any:
 
 
 def gather(x: RowShardedTensor, ids: RowShardedTensor) -> RowShardedTensor:
-    """Returns `x[ids]`, cut as the ids are; collective.
+    """Returns `x[ids]`, sharded like the ids; collective.
 
     Raises:
         IndexError: on all ranks, if an id is out of range.
@@ -294,24 +296,24 @@ def gather(x: RowShardedTensor, ids: RowShardedTensor) -> RowShardedTensor:
     return x.wrap(plan_of(ids, x.rows).gather(x.to_local()), ids.rows)
 
 
-def cut_as(x: RowShardedTensor, rows: Rows) -> Tensor | None:
-    """Returns the rows here of `x`, cut as other rows; None if their number is another.
+def shard_as(x: RowShardedTensor, rows: Rows) -> Tensor | None:
+    """Returns own rows of `x` sharded like other rows; None if the number differs.
 
     A row-sharded tensor reads as the whole, so operands of one operation are aligned by
     place. Inside layers, and in a backward pass, they have to be cut alike.
 
-    Price: none where they are cut alike; else that of `recut`.
+    Price: none where they are cut alike; else that of `reshard`.
     """
     inside = x.reads_local or torch._C._current_graph_task_id() != -1
     if x.rows.same_as(rows) if inside else x.rows.matches(rows):
         return x.to_local()
     if inside or x.rows.count != rows.count:
         return None
-    return recut(x, rows)
+    return reshard(x, rows)
 
 
-def recut(x: RowShardedTensor, rows: Rows) -> Tensor:
-    """Returns the rows here of `x`, cut otherwise; collective.
+def reshard(x: RowShardedTensor, rows: Rows) -> Tensor:
+    """Returns own rows of `x` in another sharding; collective.
 
     Both hold the same number of rows, in the same order. Price: the first time, the
     numbers of all rows on every rank.
@@ -338,7 +340,7 @@ def recut(x: RowShardedTensor, rows: Rows) -> Tensor:
 
 
 def scattered(func: Callable, given: dict[str, Any]) -> Any:
-    """Scatters rows to the rows that an index names, and returns the target.
+    """Scatters rows to the rows of an index, and returns the target.
 
     A row-sharded target gets what is for its rows from all ranks; an ordinary one is the same
     on all ranks, before and after.
@@ -354,18 +356,18 @@ def scattered(func: Callable, given: dict[str, Any]) -> Any:
     if op == "replace" and any(v.reads_local for v in spread):
         raise unsupported_op(f"{name}() that replaces rows, inside a layer,")
     if op in ("prod", "replace"):
-        return _gathered(func, given)
+        return _scatter_on_all_ranks(func, given)
     if not isinstance(index, RowShardedTensor):
-        index, source = _cut_alike(index, source, target, name)
+        index, source = _shard_index(index, source, target, name)
     ids = _one_per_row(index, name)
     rows = _source_rows(source, index, target, name)
     if "alpha" in given:
         rows = rows * given["alpha"]
     include = given.get("include_self", True)
     if isinstance(target, RowShardedTensor):
-        out = _to_owners(target, ids, rows, op, include)
+        out = _scatter_to_owners(target, ids, rows, op, include)
     else:
-        out = _to_all(target, ids, rows, op, include)
+        out = _scatter_into_plain(target, ids, rows, op, include)
     if name.endswith("_"):
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.copy_(target, out)
@@ -386,8 +388,8 @@ def _reduction(name: str, given: dict[str, Any]) -> str:
     return str(op)
 
 
-def _gathered(func: Callable, given: dict[str, Any]) -> Any:
-    """Scatters in the order of all rows, which are gathered on every rank.
+def _scatter_on_all_ranks(func: Callable, given: dict[str, Any]) -> Any:
+    """Gathers all rows on every rank, and scatters them in order.
 
     For what depends on it: products, and rows that replace others, of which the last stays.
     """
@@ -407,12 +409,12 @@ def _gathered(func: Callable, given: dict[str, Any]) -> Any:
     return target
 
 
-def _cut_alike(index: Tensor, source: Any, target: Any, name: str) -> tuple[Any, Any]:
-    """Cuts an ordinary index: as its source, or into blocks."""
+def _shard_index(index: Tensor, source: Any, target: Any, name: str) -> tuple[Any, Any]:
+    """Shards an ordinary index like its source, or into equal blocks."""
     like = source if isinstance(source, RowShardedTensor) else target
     if isinstance(source, RowShardedTensor):
         rows = source.rows
-        cut = fit_plain(index, source, index.dim(), name)
+        cut = shard_plain_operand(index, source, index.dim(), name)
     else:
         rows = Rows.blocks(index.size(0), target.rows.mesh)
         cut = index[rows.gid.to(index.device)]
@@ -423,7 +425,7 @@ def _cut_alike(index: Tensor, source: Any, target: Any, name: str) -> tuple[Any,
 
 
 def _one_per_row(index: RowShardedTensor, name: str) -> RowShardedTensor:
-    """Returns the ids `[k]` of an index that was expanded over the columns."""
+    """Returns the ids `[k]` of an index that is expanded over columns."""
     local = index.to_local()
     if local.dim() == 1:
         return index
@@ -445,24 +447,24 @@ def _source_rows(
         base = local_part(target)
         return base.new_ones((len(index.rows), *base.shape[1:])) * source
     if isinstance(source, RowShardedTensor):
-        found = cut_as(source, index.rows)
+        found = shard_as(source, index.rows)
         if found is None:
             raise TypeError(
                 f"{name}() got values cut as {source.rows} for ids cut as {index.rows}; "
                 "pick the same rows of both"
             )
         return found
-    return fit_plain(source, index, source.dim(), name)
+    return shard_plain_operand(source, index, source.dim(), name)
 
 
-def _to_owners(
+def _scatter_to_owners(
     target: RowShardedTensor,
     ids: RowShardedTensor,
     source: Tensor,
     op: str,
     include: bool,
 ) -> Tensor:
-    """Scatters into a row-sharded tensor: sums and extremes go to the rows' owners."""
+    """Scatters into a row-sharded tensor: results go to the owners of rows."""
     start, plan = target.to_local(), plan_of(ids, target.rows)
 
     def hits() -> Tensor:
@@ -473,10 +475,10 @@ def _to_owners(
     return _scattered(start, source, op, include, *ways)
 
 
-def _to_all(
+def _scatter_into_plain(
     target: Tensor, ids: RowShardedTensor, source: Tensor, op: str, include: bool
 ) -> Tensor:
-    """Scatters into an ordinary tensor: local results, reduced over the ranks."""
+    """Scatters into an ordinary tensor: local results are reduced over the ranks."""
     axis, index = ids.rows.mesh.world, ids.to_local()
     zeros = torch.zeros_like(target, requires_grad=False)
 
@@ -507,7 +509,7 @@ def _scattered(
     extreme: Callable[[Tensor, Tensor, str], Tensor],
     gathered: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Scatters rows into `start`, by what sums and gathers them over the ranks."""
+    """Scatters rows into `start`, with the given reductions over the ranks."""
     if op == "sum" and include:
         return start + summed(source.to(start.dtype))
     hits = hits_of()
@@ -517,7 +519,9 @@ def _scattered(
         sums = summed(source) + (start if include else 0)
         return torch.where(hits > 0, sums / (hits + int(include)).clamp(min=1), start)
     held = start.detach()
-    first = held if include else torch.full_like(held, worst(held.dtype, op))
+    first = (
+        held if include else torch.full_like(held, reduction_identity(held.dtype, op))
+    )
     best = extreme(source.detach(), first, op)
     best = torch.where((hits > 0) | bool(include), best, held)
     if not source.requires_grad:
@@ -526,17 +530,17 @@ def _scattered(
     # as torch, which counts a target of the same value whether it is included or not
     ties = summed(mine.to(source.dtype)) + (held == best)
     picked = summed(torch.where(mine, source, 0)) / ties.clamp(min=1)
-    return _learning(best, picked, hits)
+    return _with_gradient(best, picked, hits)
 
 
 def _extremes(start: Tensor, index: Tensor, rows: Tensor, op: str) -> Tensor:
-    """Returns `start` with the rows at an index taken into its maxima or minima."""
+    """Returns `start` with maxima or minima updated by the rows at an index."""
     wide = index.view(-1, *([1] * (rows.dim() - 1))).expand_as(rows)
     return start.scatter_reduce(0, wide, rows, op)
 
 
-def _learning(best: Tensor, picked: Tensor, hits: Tensor) -> Tensor:
-    """Returns extremes with the gradient of what was picked, which may be rounded.
+def _with_gradient(best: Tensor, picked: Tensor, hits: Tensor) -> Tensor:
+    """Adds the gradient of the selected rows to extremes, which may be rounded.
 
     Of three equal values a mean is not always the value.
     """
@@ -545,8 +549,8 @@ def _learning(best: Tensor, picked: Tensor, hits: Tensor) -> Tensor:
     return torch.where((hits > 0) & (best.isfinite() | (best == held)), exact, best)
 
 
-def worst(dtype: torch.dtype, op: str) -> float:
-    """Returns what every number of a type is at least, for "amax", or at most."""
+def reduction_identity(dtype: torch.dtype, op: str) -> float:
+    """Returns the identity element of "amax" (the least value of a type) or "amin"."""
     if dtype == torch.bool:
         return op == "amin"
     if dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Selects and assigns by key: masks stay on their rank, ids are sent."""
+"""Indexes row-sharded tensors: masks select locally, ids are exchanged."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id
-from pyg_distcomm.tensor.gather_by_id import IdPlan, kept
+from pyg_distcomm.tensor.gather_by_id import IdPlan, cached_plan
 from pyg_distcomm.tensor.row_sharded import (
     Picker,
     RowShardedTensor,
-    agree,
     all_rows,
+    compare_operation,
     compare_plain,
-    fit_plain,
+    shard_plain_operand,
     unsupported_op,
 )
 
 _PRIME = (1 << 61) - 1
 
 
-def take_same(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
-    """Returns the rows `idx` (ids, the same on all ranks), cut into equal blocks.
+def take_replicated_ids(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
+    """Returns the rows of replicated ids `idx`, sharded into equal blocks.
 
     As many as the tensor has, a permutation say, are cut as the tensor is.
 
@@ -41,13 +41,13 @@ def take_same(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
     """
 
     def build() -> tuple[IdPlan, Rows]:
-        check_same(idx, rows)
+        check_replicated_ids(idx, rows)
         ids = _checked_ids(idx, rows.count)
         alike = rows.whole and len(ids) == rows.total
         block = rows if alike else Rows.blocks(len(ids), rows.mesh)
         return IdPlan.build(ids[block.gid], rows).to(local.device), block
 
-    plan, block = kept(idx, rows, build)
+    plan, block = cached_plan(idx, rows, build)
     return plan.gather(local), block
 
 
@@ -60,8 +60,8 @@ def _checked_ids(idx: Tensor, total: int) -> Tensor:
     return torch.where(idx < 0, idx + total, idx)
 
 
-def check_same(idx: Tensor, rows: Rows) -> None:
-    """Refuses ids `[k]` that the ranks have drawn apart; collective.
+def check_replicated_ids(idx: Tensor, rows: Rows) -> None:
+    """Raises if ids `[k]` differ between ranks; collective.
 
     Price: two words of each rank.
     """
@@ -78,15 +78,15 @@ def check_same(idx: Tensor, rows: Rows) -> None:
         )
 
 
-def same_ids(key: Any, rows: Rows) -> Tensor:
-    """Returns the ids that a slice, list or tensor stands for; refused by `check_same`."""
+def replicated_ids(key: Any, rows: Rows) -> Tensor:
+    """Returns the ids of a slice, list or tensor, after `check_replicated_ids`."""
     idx = ids_of(key, rows.count)
-    check_same(idx.reshape(-1), rows)
+    check_replicated_ids(idx.reshape(-1), rows)
     return idx
 
 
 def ids_of(key: Any, total: int) -> Tensor:
-    """Returns the ids a slice, list or integer tensor stands for."""
+    """Returns the ids of a slice, list or integer tensor."""
     if isinstance(key, slice):
         return torch.arange(total)[key]
     return torch.as_tensor(key)
@@ -126,7 +126,7 @@ def get(x: RowShardedTensor, key: Any) -> Any:
 
 
 def _is_edges(key: Any) -> bool:
-    """Whether a key is an edge_index that is spread over ranks."""
+    """Tells whether a key is an edge_index that is spread over ranks."""
     spread = isinstance(key, Tensor) and getattr(type(key), "_spread", False)
     return spread and not isinstance(key, RowShardedTensor) and key.dim() == 2
 
@@ -146,7 +146,7 @@ def at_edges(x: Tensor, edges: Any) -> Any:
 
 
 def check_writes(func: Callable, args: Any) -> None:
-    """Refuses a torch function that writes to a copy of some rows."""
+    """Raises for a torch function that writes to a copy of some rows."""
     if args and isinstance(args[0], RowShardedTensor) and writes(func):
         check_writable(args[0])
 
@@ -164,7 +164,7 @@ _READ = ("__invert__", "__index__", "__int__")
 
 
 def check_writable(x: RowShardedTensor) -> None:
-    """Refuses to write to a copy of some rows, which is a view of them in torch."""
+    """Raises if `x` is a copy of some rows that would be a view in torch."""
     if getattr(x, "_is_copy", False):
         raise ValueError(  # after a TypeError, Python computes v + y for v += y
             "write x[a:b] = value, or take x[a:b].clone() first: rows a to b of a row-sharded "
@@ -179,10 +179,12 @@ def _entries(x: RowShardedTensor, columns: Any) -> RowShardedTensor:
     if columns.dim() != 1 or columns.dtype not in (torch.int64, torch.int32):
         raise unsupported_op("indexing rows and columns by tensors together")
     if not isinstance(columns, RowShardedTensor):
-        columns = fit_plain(columns, x, 1, "x[rows, columns]").expand(len(x.rows))
+        columns = shard_plain_operand(columns, x, 1, "x[rows, columns]").expand(
+            len(x.rows)
+        )
     else:
         rows = columns.rows
-        columns = gather_by_id.cut_as(columns, x.rows)
+        columns = gather_by_id.shard_as(columns, x.rows)
         if columns is None:
             raise TypeError(f"x[rows, columns]: {x.rows} rows and {rows} columns")
     local = x.to_local()
@@ -211,7 +213,7 @@ def _take_rows(x: RowShardedTensor, key: Any) -> Any:
         return _one_row(x, int(key))
     if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8):
         return _masked(x, key)
-    agree("x[ids]", x, (x, key))
+    compare_operation("x[ids]", x, (x, key))
     if isinstance(key, RowShardedTensor):
         return gather_by_id.gather(x, key)
     count = x.rows.total if x.rows.whole else x.rows.count
@@ -223,17 +225,17 @@ def _take_rows(x: RowShardedTensor, key: Any) -> Any:
             f"x[idx] with idx of shape {tuple(idx.shape)} and {idx.dtype}"
         )
     if x.rows.partition is None and x.rows.mesh.size > 1 and not x.reads_local:
-        return _of_gathered(x, idx)
-    local, rows = take_same(x.to_local(), x.rows, idx)
+        return _rows_by_place(x, idx)
+    local, rows = take_replicated_ids(x.to_local(), x.rows, idx)
     return x.wrap(local, rows)
 
 
-def _of_gathered(x: RowShardedTensor, idx: Tensor) -> RowShardedTensor:
-    """Returns rows of a selection, or of values per edge, by their place among all rows.
+def _rows_by_place(x: RowShardedTensor, idx: Tensor) -> RowShardedTensor:
+    """Returns rows of a selection, or of values per edge, by position among all rows.
 
     No rank knows who has them, so all of them are gathered.
     """
-    check_same(idx, x.rows)
+    check_replicated_ids(idx, x.rows)
     whole = all_rows(x)
     block = Rows.blocks(len(idx), x.rows.mesh)
     block = replace(block, nodes=x.rows.nodes, stacked=x.rows.stacked)
@@ -245,14 +247,14 @@ def _one_row(x: RowShardedTensor, place: int) -> Tensor:
     count = x.rows.count
     if not -count <= place < count:
         raise IndexError(f"index {place} is out of range for a tensor of {count} rows")
-    agree("x[row]", x, (x, place))
+    compare_operation("x[row]", x, (x, place))
     hit = (x.rows.place == place % count).to(x.device)
     local = x.to_local()[hit].sum(0, dtype=x.dtype)
     return autograd.all_reduce(local, x.rows.mesh.world)
 
 
 def spans(func: Callable, x: RowShardedTensor, args: Any, kwargs: Any) -> Any:
-    """Returns runs of rows, as chunk, split and narrow do: each rank keeps those it has."""
+    """Implements chunk, split and narrow over rows: each rank keeps its own rows."""
     given = {k: v for k, v in kwargs.items() if k not in ("input", "tensor", "self")}
     found = func(torch.arange(x.rows.count), *args[1:], **given)
     one = isinstance(found, Tensor)
@@ -271,8 +273,8 @@ def _span(x: RowShardedTensor, ids: Tensor) -> RowShardedTensor:
     return out
 
 
-def _told(rows: Rows) -> str:
-    """Describes rows in the same words on all ranks, which it does not ask."""
+def _describe_rows(rows: Rows) -> str:
+    """Describes rows, the same on all ranks and without communication."""
     return f"{rows.total} rows" if rows.whole else f"some of {rows.total} rows"
 
 
@@ -282,14 +284,14 @@ def _masked(x: RowShardedTensor, mask: Tensor) -> RowShardedTensor:
     if not isinstance(mask, RowShardedTensor):
         compare_plain(x, mask, "x[mask]")
         whole = int(mask.sum()) if mask.size(0) == x.rows.count else None
-        mask = x.wrap(fit_plain(mask, x, 1, "x[mask]"), x.rows)
+        mask = x.wrap(shard_plain_operand(mask, x, 1, "x[mask]"), x.rows)
         mask._counts = mask._version, whole
     elif mask.rows is not x.rows:
-        local = gather_by_id.cut_as(mask, x.rows)
+        local = gather_by_id.shard_as(mask, x.rows)
         if local is None:
             raise TypeError(
-                f"x[mask] takes a mask of the rows of x: x has {_told(x.rows)}, and the "
-                f"mask {_told(mask.rows)}"
+                f"x[mask] takes a mask of the rows of x: x has {_describe_rows(x.rows)}, and "
+                f"the mask {_describe_rows(mask.rows)}"
             )
         inside = x.reads_local
         same = mask.rows.same_as if inside else mask.rows.matches
@@ -301,7 +303,7 @@ def _masked(x: RowShardedTensor, mask: Tensor) -> RowShardedTensor:
 
 
 def _selected(mask: RowShardedTensor) -> tuple[Rows, Tensor | None]:
-    """The rows a mask keeps, remembered on the mask so that their count is asked once.
+    """Returns the rows a mask keeps, cached on the mask so that they are counted once.
 
     On a device their places, too, since the host would wait for it each time.
     """
@@ -309,16 +311,16 @@ def _selected(mask: RowShardedTensor) -> tuple[Rows, Tensor | None]:
     if mask.is_inference():  # has no version to remember it by
         return mask.rows.select(local, getattr(mask, "_counts", (0, None))[1]), None
     version = mask._version
-    known = getattr(mask, "_kept", None)
+    known = getattr(mask, "_selection", None)
     if known is None or known[0] != version:
-        rows = mask.rows.select(local, _counted(mask))
+        rows = mask.rows.select(local, _known_count(mask))
         places = None if local.is_cpu else local.nonzero().flatten()
-        known = mask._kept = version, rows, places
+        known = mask._selection = version, rows, places
     return known[1:]  # type: ignore[no-any-return]
 
 
-def _counted(mask: RowShardedTensor) -> int | None:
-    """Returns how many rows a mask keeps on all ranks, where it is known as it stands."""
+def _known_count(mask: RowShardedTensor) -> int | None:
+    """Returns the global number of rows a mask keeps, if known; else None."""
     version, count = getattr(mask, "_counts", (None, None))
     known = count if version == mask._version and isinstance(count, int) else None
     if mask.rows.mesh.size == 1:
@@ -352,26 +354,26 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         and key.dtype == torch.bool
         and key.dim() == x.dim() > 1
     ):
-        _put_entries(x, key, value)
+        _set_entries(x, key, value)
         return
     compare_plain(x, value, "setitem")
     if isinstance(first, Tensor) and len(rest) == 1 and isinstance(rest[0], Tensor):
-        _put_pairs(x, first, rest[0], value)
+        _set_pairs(x, first, rest[0], value)
         return
     if masked:
         mask = _masked(x.wrap(x.to_local().new_empty(len(x.rows)), x.rows), first)
-        value = _cut_for(value, x, mask.rows, rest)
+        value = _shard_value(value, x, mask.rows, rest)
         if any(not isinstance(r, (int, slice)) for r in rest):
             raise unsupported_op("x[mask, columns] = value with a list of columns")
         places = None
         if not isinstance(first, RowShardedTensor):
-            first = fit_plain(first, x, 1, "x[mask]")
+            first = shard_plain_operand(first, x, 1, "x[mask]")
         elif isinstance(value, Tensor) and first.rows is x.rows:
             places = _selected(first)[1]
         if isinstance(first, RowShardedTensor):
             first = first.to_local() if places is None else places
     elif isinstance(first, slice) and first == slice(None):
-        value = _cut_for(value, x, x.rows, rest)
+        value = _shard_value(value, x, x.rows, rest)
     elif isinstance(first, slice) and any(isinstance(r, Tensor) for r in rest):
         raise unsupported_op("x[begin:end, columns] = value with a list of columns")
     elif isinstance(first, (Tensor, slice)):
@@ -380,13 +382,13 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
                 raise unsupported_op(
                     "x[ids] = value at row-sharded ids, inside a layer,"
                 )
-            agree("setitem", x, (x, first, value))
+            compare_operation("setitem", x, (x, first, value))
             if isinstance(value, Tensor) and value.dim():
                 value = _in_order_of(first, value)
             first = all_rows(first)
         ids = ids_of(first, x.rows.count)
         compare_plain(x, ids, "setitem")
-        first, value = _here(x, ids, value)
+        first, value = _local_places_and_rows(x, ids, value)
     else:
         raise unsupported_op(
             "x[key] = value, unless key is a mask, ids or [:, columns],"
@@ -395,8 +397,8 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         torch.Tensor.__setitem__(x, (first, *rest), value)
 
 
-def _put_entries(x: RowShardedTensor, mask: RowShardedTensor, value: Any) -> None:
-    """Writes a number to the entries that a mask of all of x keeps."""
+def _set_entries(x: RowShardedTensor, mask: RowShardedTensor, value: Any) -> None:
+    """Writes a number to the entries selected by a mask of the shape of x."""
     if isinstance(value, Tensor) and value.dim():
         raise unsupported_op("x[mask of entries] = value with more than one number")
     if not mask.rows.same_as(x.rows):
@@ -408,7 +410,7 @@ def _put_entries(x: RowShardedTensor, mask: RowShardedTensor, value: Any) -> Non
 
 
 def _in_order_of(ids: RowShardedTensor, value: Tensor) -> Tensor:
-    """Returns all rows of a value that is written at row-sharded ids."""
+    """Returns all rows of a value that is written at row-sharded ids, in their order."""
     if not isinstance(value, RowShardedTensor):
         return value
     if not value.rows.same_as(ids.rows) and value.rows.count != ids.rows.count:
@@ -418,13 +420,13 @@ def _in_order_of(ids: RowShardedTensor, value: Tensor) -> Tensor:
     return all_rows(value)
 
 
-def _put_pairs(x: RowShardedTensor, ids: Any, columns: Any, value: Any) -> None:
-    """Writes `x[ids, columns] = value`; the pairs come to every rank.
+def _set_pairs(x: RowShardedTensor, ids: Any, columns: Any, value: Any) -> None:
+    """Writes `x[ids, columns] = value`; the pairs are gathered on every rank.
 
     Raises:
         TypeError: unless ids and columns are lists of whole numbers.
     """
-    agree("x[ids, columns] = value", x, (x, ids, columns, value))
+    compare_operation("x[ids, columns] = value", x, (x, ids, columns, value))
     ids, columns, value = (all_rows(v) for v in (ids, columns, value))
     whole = all(v.dim() == 1 and v.dtype == torch.int64 for v in (ids, columns))
     if not whole or len(ids) != len(columns):
@@ -439,7 +441,7 @@ def _put_pairs(x: RowShardedTensor, ids: Any, columns: Any, value: Any) -> None:
 
 
 def _places(x: RowShardedTensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the local places of ids that are here, and which of them are."""
+    """Returns the local positions of owned ids, and which ids are owned."""
     ids = _checked_ids(ids, x.rows.count)
     place, order = x.rows.place.sort()
     if not len(place):
@@ -449,12 +451,14 @@ def _places(x: RowShardedTensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return order[at[here]], here
 
 
-def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
-    """Returns the places of ids that are here, and the rows of a value for them."""
+def _local_places_and_rows(
+    x: RowShardedTensor, ids: Tensor, value: Any
+) -> tuple[Tensor, Any]:
+    """Returns the local positions of owned ids, and the rows of a value for them."""
     if ids.dim() != 1 or ids.is_floating_point():
         raise unsupported_op("x[ids] = value, where ids are no list,")
     if isinstance(value, RowShardedTensor):  # of which each id may be another rank's
-        agree("setitem", x, (x, ids, value))
+        compare_operation("setitem", x, (x, ids, value))
         value = all_rows(value)
     place, here = _places(x, ids)
     many = isinstance(value, Tensor) and value.dim() and value.size(0) == len(ids)
@@ -463,21 +467,23 @@ def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
     return place, value
 
 
-def _cut_for(value: Any, x: RowShardedTensor, rows: Rows, rest: tuple[Any, ...]) -> Any:
-    """Returns the rows here of a value that is written to rows of x."""
+def _shard_value(
+    value: Any, x: RowShardedTensor, rows: Rows, rest: tuple[Any, ...]
+) -> Any:
+    """Returns own rows of a value that is written to rows of x."""
     if isinstance(value, RowShardedTensor):
-        found = gather_by_id.cut_as(value, rows)
+        found = gather_by_id.shard_as(value, rows)
         if found is None:
             raise TypeError(f"the value has {value.rows}, but its place has {rows}")
         return found
     if not isinstance(value, Tensor) or x.reads_local:
         return value
     width = x.dim() - sum(isinstance(r, int) for r in rest)
-    return fit_plain(value, rows, width, "x[mask] = value")
+    return shard_plain_operand(value, rows, width, "x[mask] = value")
 
 
 def span(size: int, start: int, length: int) -> slice:
-    """Returns what `narrow` takes of `size` numbers, as a slice.
+    """Returns the slice of `narrow` for `size` rows.
 
     Raises:
         IndexError: if there are not so many.

@@ -11,14 +11,14 @@ from torch.utils import swap_tensors
 
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
-    agree,
     call_local,
+    compare_operation,
     local_part,
 )
 
 
 def requires_grad(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Marks a leaf, and has its gradient divided by P when it arrives."""
+    """Sets requires_grad of a leaf, and divides its gradient by P on arrival."""
     x = args[0]
     out = call_local(func, args, kwargs)
     size = x.rows.mesh.size
@@ -34,7 +34,7 @@ def requires_grad(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def detach_(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Takes a tensor out of its graph; torch's does not where it is a view, as here."""
+    """Implements detach_, which torch refuses for views such as row-sharded tensors."""
     x = args[0]
     try:
         swap_tensors(x, x.detach())
@@ -46,17 +46,17 @@ def detach_(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def backward(func: Callable, args: Any, kwargs: Any) -> None:
-    """Goes back from a row-sharded tensor, with a gradient for each of its entries."""
+    """Runs backward from a row-sharded tensor, with a gradient for each entry."""
     x, *rest = args
     if rest:
-        rest[0] = _begun(x, rest[0])
+        rest[0] = _initial_gradient(x, rest[0])
     elif "gradient" in kwargs:
-        kwargs = {**kwargs, "gradient": _begun(x, kwargs["gradient"])}
+        kwargs = {**kwargs, "gradient": _initial_gradient(x, kwargs["gradient"])}
     call_local(func, (x, *rest), kwargs)
 
 
-def _begun(out: Any, g: Any) -> Any:
-    """Returns the gradient that a backward pass begins with: P times that of `out`."""
+def _initial_gradient(out: Any, g: Any) -> Any:
+    """Returns the gradient with which a backward pass starts: P times that of `out`."""
     if not isinstance(out, RowShardedTensor) or not isinstance(g, Tensor):
         return g
     if not isinstance(g, RowShardedTensor):
@@ -72,23 +72,23 @@ def _begun(out: Any, g: Any) -> Any:
 
 
 def register_hook(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Has a hook see and return the gradient of a row-sharded tensor, not P times that."""
+    """Registers a hook that sees and returns the true gradient, not P times that."""
     x, hook = args
     if x.is_leaf or x.rows.mesh.size == 1:
         return call_local(func, args, kwargs)
     rows, wrap, size = x.rows, x.wrap, x.rows.mesh.size
 
-    def seen(g: Tensor) -> Tensor | None:
+    def scaled_hook(g: Tensor) -> Tensor | None:
         out = hook(wrap(local_part(g) / size, rows))
         return None if out is None else local_part(out) * size
 
-    return call_local(func, (x, seen), kwargs)
+    return call_local(func, (x, scaled_hook), kwargs)
 
 
 def grad(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Returns gradients as row-sharded tensors, those of intermediate results divided by P."""
+    """Implements torch.autograd.grad: divides gradients of intermediate results by P."""
     if func is torch.autograd.grad:
-        args, kwargs = _with_begun(args, kwargs)
+        args, kwargs = _with_initial_gradients(args, kwargs)
     found = call_local(func, args, kwargs)
     if func is torch.autograd.grad:
         inputs = args[1] if len(args) > 1 else kwargs["inputs"]
@@ -97,24 +97,26 @@ def grad(func: Callable, args: Any, kwargs: Any) -> Any:
     return _scaled(found, args[0])
 
 
-def _with_begun(args: Any, kwargs: Any) -> Any:
-    """Returns the arguments of torch.autograd.grad, its grad_outputs as they have to begin."""
+def _with_initial_gradients(args: Any, kwargs: Any) -> Any:
+    """Returns the arguments of torch.autograd.grad with grad_outputs times P."""
     outs = args[0] if args else kwargs["outputs"]
     given = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
     if given is None:
         return args, kwargs
     if isinstance(outs, Tensor):
-        begun: Any = _begun(outs, given)
+        begun: Any = _initial_gradient(outs, given)
     else:
         given = (given,) if isinstance(given, Tensor) else given
-        begun = tuple(_begun(out, g) for out, g in zip(outs, given, strict=True))
+        begun = tuple(
+            _initial_gradient(out, g) for out, g in zip(outs, given, strict=True)
+        )
     if len(args) > 2:
         return (*args[:2], begun, *args[3:]), kwargs
     return args, {**kwargs, "grad_outputs": begun}
 
 
 def _scaled(found: Any, x: Any) -> Any:
-    """A gradient of row-sharded `x`: leaves have divided it by P already."""
+    """Returns a gradient of row-sharded `x`; hooks of leaves have divided it by P already."""
     if not isinstance(x, RowShardedTensor) or not isinstance(found, Tensor):
         return found
     found = found if isinstance(found, RowShardedTensor) else x.wrap(found, x.rows)
@@ -122,7 +124,7 @@ def _scaled(found: Any, x: Any) -> Any:
 
 
 def from_local(t: Tensor, like: RowShardedTensor) -> Any:
-    """Makes this rank's rows part of a row-sharded tensor; the opposite of `to_local`.
+    """Wraps this rank's rows as a row-sharded tensor; the inverse of `to_local`.
 
     The gradient of a leaf `t` is that of its rows, and is not averaged over the ranks.
 
@@ -140,15 +142,15 @@ def from_local(t: Tensor, like: RowShardedTensor) -> Any:
             "from_local(t, like=x) takes this rank's rows and a row-sharded tensor, such as "
             f"data.x of pdc.partition; got {type(t).__name__} and {type(like).__name__}"
         )
-    agree("from_local", like, [str(t.dtype), *t.shape[1:]])
+    compare_operation("from_local", like, [str(t.dtype), *t.shape[1:]])
     size = like.rows.mesh.size
     if t.is_leaf and t.requires_grad and size > 1:
-        t = _Share.apply(t, size)
+        t = _DivideGradient.apply(t, size)
     return like.wrap(t, like.rows)
 
 
-class _Share(torch.autograd.Function):
-    """The identity, whose gradient is divided by P: see [Note: gradients]."""
+class _DivideGradient(torch.autograd.Function):
+    """The identity with a gradient divided by P: see [Note: gradients]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:

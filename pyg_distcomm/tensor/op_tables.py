@@ -1,7 +1,7 @@
 """Lists which torch functions work row by row, by name.
 
-A name stands for the function in `torch`, in `torch.nn.functional` and on `Tensor`, for
-its in-place form and for its operator (`add`, `add_`, `__add__`).
+A name covers the function in `torch`, in `torch.nn.functional` and on `Tensor`, its in-place
+form and its operator (`add`, `add_`, `__add__`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ FACTS = frozenset(
 
 
 def base_name(func: Any) -> str:
-    """Returns the name a torch function goes by in the tables above."""
+    """Returns the name of a torch function in the tables above."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = getattr(func.__self__, "__name__", name)

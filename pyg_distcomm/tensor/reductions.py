@@ -1,10 +1,10 @@
-"""Reduces over rows globally, and runs functions of `torch.nn.functional` and of optimizers.
+"""Implements global reductions, losses, normalisation, dropout, RNNs and optimizer steps.
 
 A reduction is a local one and a sum over ranks. A loss is a mean over all ranks: the sum of
 their sums, over the sum of their counts. Dropout draws by a key of (seed, call, row id,
 column), so that masks do not depend on P. The rows of a recurrent network are its batch.
-Functions of lists (`torch._foreach_*`) run element by element: the tensors of one place in the
-lists belong together: a parameter, its gradient and its state. What is elementwise runs on
+Functions of lists (`torch._foreach_*`) run element by element: the tensors at one index of the
+lists belong together, as a parameter, its gradient and its state. Elementwise functions run on
 local storage, row-sharded or not; norms are global.
 """
 
@@ -26,12 +26,12 @@ from pyg_distcomm.tensor import gather_by_id, sizes
 from pyg_distcomm.tensor.op_tables import FACTS, base_name
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
-    agree,
     call_local,
+    compare_operation,
     eager,
     first_sharded,
-    fit_plain,
     local_part,
+    shard_plain_operand,
     tree_map,
     unsupported_op,
 )
@@ -123,17 +123,19 @@ def norm(
     return torch.where(positive, power, 1).pow(1 / p) * positive
 
 
-def _bound(x: Tensor, rows: Rows, dims: Dims, op: str) -> Tensor:
-    """The extreme value over all ranks, kept in every reduced dim, without gradient."""
+def _extreme_value(x: Tensor, rows: Rows, dims: Dims, op: str) -> Tensor:
+    """Returns the extreme value over all ranks, with reduced dims kept, without gradient."""
     if rows.count == 0:
         raise IndexError(f"{op}() over rows needs at least one row on some rank")
     x = x.detach()
     if x.size(0) == 0:
-        x = x.new_full((1, *x.shape[1:]), gather_by_id.worst(x.dtype, f"a{op}"))
+        x = x.new_full(
+            (1, *x.shape[1:]), gather_by_id.reduction_identity(x.dtype, f"a{op}")
+        )
     local = (x.amax if op == "max" else x.amin)(dims, keepdim=True)
     if local.dtype in _WHOLE_NUMBERS:
-        ordered = _ordered(local, op)
-        return _unordered(
+        ordered = _to_ordered_integers(local, op)
+        return _from_ordered_integers(
             collectives.all_reduce(ordered, rows.mesh.world, op), local.dtype
         )
     wide = local.to(torch.uint8) if local.dtype == torch.bool else local
@@ -143,22 +145,22 @@ def _bound(x: Tensor, rows: Rows, dims: Dims, op: str) -> Tensor:
 _WHOLE_NUMBERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
-def _ordered(x: Tensor, op: str) -> Tensor:
-    """Returns whole numbers in the order of floats, NaN at the end that a reduction takes."""
+def _to_ordered_integers(x: Tensor, op: str) -> Tensor:
+    """Maps floats to integers in the same order, with NaN as the extreme of the reduction."""
     bits = x.contiguous().view(_WHOLE_NUMBERS[x.dtype])
     info = torch.iinfo(bits.dtype)
     keys = torch.where(bits < 0, bits ^ info.max, bits)
     return torch.where(x.isnan(), info.max if op == "max" else info.min, keys)
 
 
-def _unordered(keys: Tensor, dtype: torch.dtype) -> Tensor:
+def _from_ordered_integers(keys: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.iinfo(keys.dtype).max
     return torch.where(keys < 0, keys ^ largest, keys).view(dtype)
 
 
 def extreme(x: Tensor, rows: Rows, dims: Dims, keepdim: bool, op: str) -> Tensor:
     """Returns the maximum or minimum; ties share the gradient, as in torch."""
-    bound = _bound(x, rows, dims, op)
+    bound = _extreme_value(x, rows, dims, op)
     if not x.requires_grad:
         return bound if keepdim else _squeezed(bound, dims)
     hit = x == bound
@@ -171,14 +173,14 @@ def _squeezed(x: Tensor, dims: Dims) -> Tensor:
 
 
 def extreme_at(x: Tensor, rows: Rows, keepdim: bool, op: str) -> Extreme:
-    """Returns extreme values over rows, and the first place of a row that has each."""
-    bound = _bound(x, rows, [0], op)
+    """Returns extreme values over rows, and the first position of each."""
+    bound = _extreme_value(x, rows, [0], op)
     place = rows.place_on(x.device).view(-1, *([1] * (x.dim() - 1)))
     hit = x == bound
     if x.is_floating_point():
         hit = hit | (x.isnan() & bound.isnan())
     at = torch.where(hit, place, rows.total)
-    first = _bound(at, rows, [0], "min")
+    first = _extreme_value(at, rows, [0], "min")
     value = total(torch.where(place == first, x, 0).to(x.dtype), rows, [0], True)
     values = value if x.requires_grad else bound
     if keepdim:
@@ -187,7 +189,7 @@ def extreme_at(x: Tensor, rows: Rows, keepdim: bool, op: str) -> Extreme:
 
 
 def extreme_of(name: str, local: Tensor, rows: Rows, dim: Any, keepdim: bool) -> Any:
-    """Returns what max, min, argmax or argmin do over the rows of all ranks."""
+    """Implements max, min, argmax and argmin over the rows of all ranks."""
     op = name.removeprefix("arg")
     if dim is None and (op == name or local.dim() == 1):
         if op == name:
@@ -200,7 +202,7 @@ def extreme_of(name: str, local: Tensor, rows: Rows, dim: Any, keepdim: bool) ->
 
 
 def _flat_argument(local: Tensor, rows: Rows, op: str) -> Tensor:
-    """Returns the place of the extreme value in the flattened whole tensor."""
+    """Returns the position of the extreme value in the flattened whole tensor."""
     width = local.shape[1:].numel()
     best = extreme_at(local, rows, False, op)
     values = best.values.flatten()
@@ -208,7 +210,7 @@ def _flat_argument(local: Tensor, rows: Rows, op: str) -> Tensor:
     return best.indices.flatten()[column] * width + column
 
 
-def truth(x: Tensor, rows: Rows, dims: Dims, keepdim: bool, op: str) -> Tensor:
+def any_or_all(x: Tensor, rows: Rows, dims: Dims, keepdim: bool, op: str) -> Tensor:
     """Returns whether any (op "max") or all (op "min") entries are true."""
     if rows.count == 0:
         return x.any() if op == "max" else x.all()
@@ -216,21 +218,21 @@ def truth(x: Tensor, rows: Rows, dims: Dims, keepdim: bool, op: str) -> Tensor:
 
 
 def compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
-    """Returns whether tensors are equal (or close) on all ranks, however they are cut."""
+    """Returns whether tensors are equal (or close) on all ranks, with any sharding."""
     x, name = first_sharded(args, kwargs), base_name(func)
-    agree(name, x, (args, kwargs))
+    compare_operation(name, x, (args, kwargs))
 
     def fit(value: Any) -> Any:
         if isinstance(value, RowShardedTensor) or not isinstance(value, Tensor):
             return value
-        return fit_plain(value, x, x.dim(), name)
+        return shard_plain_operand(value, x, x.dim(), name)
 
     if any(isinstance(v, Tensor) and v.dim() != x.dim() for v in args):
         return False
     args = [fit(v) for v in args]
     for k, v in enumerate(args):
         if isinstance(v, RowShardedTensor) and v is not x:
-            local = gather_by_id.cut_as(v, x.rows)
+            local = gather_by_id.shard_as(v, x.rows)
             if local is None:
                 return False
             args[k] = x.wrap(local, x.rows)
@@ -267,15 +269,15 @@ def batch_norm(
     centre = mean(x, rows, dims, keepdim=True)
     centred = x - centre
     spread = total(centred.square(), rows, dims, keepdim=True) / count
-    _track(running_mean, centre, momentum)
-    _track(running_var, spread * (count / (count - 1)), momentum)
+    _update_running(running_mean, centre, momentum)
+    _update_running(running_var, spread * (count / (count - 1)), momentum)
     shape = [1, -1] + [1] * (x.dim() - 2)
     out = centred * torch.rsqrt(spread + eps)
     out = out if weight is None else out * weight.view(shape)
     return out if bias is None else out + bias.view(shape)
 
 
-def _track(running: Tensor | None, value: Tensor, momentum: float) -> None:
+def _update_running(running: Tensor | None, value: Tensor, momentum: float) -> None:
     if running is not None:
         with torch.no_grad():
             running.lerp_(value.detach().flatten().to(running.dtype), momentum)
@@ -283,7 +285,7 @@ def _track(running: Tensor | None, value: Tensor, momentum: float) -> None:
 
 def logsumexp(x: Tensor, rows: Rows, keepdim: bool = True) -> Tensor:
     """Returns the logarithm of the sum of exponentials over the rows of all ranks."""
-    high = _bound(x, rows, [0], "max")
+    high = _extreme_value(x, rows, [0], "max")
     high = torch.where(high.isfinite(), high, 0)
     out = total((x - high).exp(), rows, [0], True).log() + high
     return out if keepdim else out.squeeze(0)
@@ -329,8 +331,8 @@ GLOBAL: dict[str, Callable[..., Any]] = {
     "linalg_norm": norm,
     "amax": lambda x, r, d, keepdim=False: extreme(x, r, d, keepdim, "max"),
     "amin": lambda x, r, d, keepdim=False: extreme(x, r, d, keepdim, "min"),
-    "any": lambda x, r, d, keepdim=False: truth(x, r, d, keepdim, "max"),
-    "all": lambda x, r, d, keepdim=False: truth(x, r, d, keepdim, "min"),
+    "any": lambda x, r, d, keepdim=False: any_or_all(x, r, d, keepdim, "max"),
+    "all": lambda x, r, d, keepdim=False: any_or_all(x, r, d, keepdim, "min"),
     "count_nonzero": lambda x, r, d: total((x != 0).long(), r, d),
 }
 
@@ -360,7 +362,7 @@ OF_THREE = frozenset(
 def global_loss(
     func: Callable[..., Tensor], args: Any, kwargs: Any, rows: Rows
 ) -> tuple[Tensor, bool]:
-    """Returns a loss over the rows of all ranks, and whether it still has rows.
+    """Returns a loss over the rows of all ranks, and whether it is per row.
 
         mean = sum over ranks of the local sums / sum over ranks of the local counts
 
@@ -392,7 +394,7 @@ def global_loss(
 def _losses_count(
     name: str, given: dict[str, Any], reduction: str, rows: Rows
 ) -> Tensor:
-    """The denominator of the mean on this rank."""
+    """Returns this rank's part of the denominator of the mean."""
     if name in ("cross_entropy", "nll_loss"):
         return _class_count(given)
     weight = given.get("weight")
@@ -445,7 +447,7 @@ def dropout(func: Callable, args: Any, kwargs: Any) -> Any:
     x = first_sharded(args, kwargs)
     local, gid = x.to_local(), x.rows.gid_on(x.device)
     p, training, inplace = _arguments(args, kwargs)
-    agree("dropout", x, (p, training))
+    compare_operation("dropout", x, (p, training))
     if not training or p == 0:
         return x
     out = keyed_dropout(local, p, gid, x.rows.mesh.next_key())
@@ -465,7 +467,7 @@ RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
 
 def recurrent(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Runs `torch.nn.LSTM` and its like on `[n_i, steps, C]`, a sequence per row.
+    """Runs `torch.nn.LSTM`, GRU or RNN on `[n_i, steps, C]`, a sequence per row.
 
     Raises:
         TypeError: without `batch_first`, or with dropout between layers, whose masks
@@ -481,15 +483,15 @@ def recurrent(func: Callable, args: Any, kwargs: Any) -> Any:
         )
     if dropout and training:
         raise unsupported_op(f"{name}() with dropout between its layers")
-    args = (x, tree_map(lambda v: _here(v, x), args[1]), *args[2:])
+    args = (x, tree_map(lambda v: _local_state(v, x), args[1]), *args[2:])
     local = tree_map(local_part, args)
     with torch._C.DisableTorchFunctionSubclass():
         out, *states = func(*local)
     return x.wrap(out, x.rows), *(_state(s, x) for s in states)
 
 
-def _here(state: Tensor, x: RowShardedTensor) -> Tensor:
-    """Returns the rows here of an initial state `[layers, n, C]` of all rows."""
+def _local_state(state: Tensor, x: RowShardedTensor) -> Tensor:
+    """Returns own rows of an initial state `[layers, n, C]` of all rows."""
     if x.reads_local or state.dim() != 3 or state.size(1) != x.rows.count:
         return state
     return state.index_select(1, x.rows.place_on(state.device))
@@ -497,13 +499,13 @@ def _here(state: Tensor, x: RowShardedTensor) -> Tensor:
 
 @eager
 class LayerStates(torch.Tensor):
-    """Hidden states `[layers, n_i, C]`: `states[k]` is row-sharded, nothing else is known."""
+    """Hidden states `[layers, n_i, C]`; only `states[k]` is supported, which is row-sharded."""
 
     _like: RowShardedTensor
     _spread = True
 
     def __getitem__(self, key: Any) -> Any:
-        """Returns one layer's states, a row for each row."""
+        """Returns the row-sharded states of one layer."""
         if type(key) is not int:
             raise unsupported_op("states[...] other than of one layer")
         with torch._C.DisableTorchFunctionSubclass():
@@ -514,7 +516,7 @@ class LayerStates(torch.Tensor):
     def __torch_function__(
         cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Lets facts through and refuses the rest."""
+        """Runs functions that only read attributes, and raises for others."""
         if base_name(func) not in FACTS:
             raise unsupported_op(f"{base_name(func)}() of the states of all layers")
         with torch._C.DisableTorchFunctionSubclass():
@@ -531,7 +533,7 @@ _REDUCING = frozenset("_foreach_norm _foreach_max _foreach_powsum".split())
 
 
 def apply(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Runs a function on lists of which some tensors are row-sharded."""
+    """Runs a foreach function on lists with row-sharded tensors."""
     name = func.__name__
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
     if name in _REDUCING:

@@ -1,8 +1,8 @@
-"""Holds what every row-sharded tensor has, and how it meets other operands.
+"""Defines the base class of row-sharded tensors, and the handling of their plain operands.
 
-Plain tensors that meet row-sharded ones are compared between ranks, or their gradients
-averaged; and ranks compare what they call before it exchanges anything. Operations are
-dispatched elsewhere.
+Plain operands of row-sharded tensors are compared between ranks, or their gradients
+averaged, and ranks compare operations before these exchange anything. Operations are
+dispatched in `dispatch.py`.
 
 [Note: eager] Under torch.compile, their operations run in eager mode: they may exchange
 messages, which no compiled graph may move, drop or repeat. A compiled model breaks its
@@ -26,7 +26,7 @@ from typing_extensions import Self
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.failure import watch_of
-from pyg_distcomm.comm.gradient_averaging import averager_of, meet
+from pyg_distcomm.comm.gradient_averaging import as_replicated, averager_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 
@@ -53,7 +53,7 @@ def eagerly(function: Function) -> Function:
     return disable(function)  # type: ignore[no-any-return]
 
 
-WAYS_OUT = (
+HOW_TO_CONVERT = (
     "use .to_local() for this rank's rows or .full_tensor() for all of them "
     "(both return an ordinary tensor)"
 )
@@ -63,7 +63,9 @@ class RowShardedTensor(torch.Tensor):
     """A tensor of which this rank holds some rows (abstract; see `DistTensor`)."""
 
     rows: Rows
-    _kept: tuple[int, Rows, Tensor | None]  # what this mask keeps, at a version of it
+    _selection: tuple[
+        int, Rows, Tensor | None
+    ]  # what this mask keeps, at a version of it
     _counts: tuple[
         int, Any
     ]  # how many rows this mask (or each column) keeps on all ranks
@@ -74,7 +76,7 @@ class RowShardedTensor(torch.Tensor):
 
     @property
     def reads_local(self) -> bool:
-        """Whether sizes and plain operands are this rank's, as inside a layer."""
+        """Whether sizes and plain operands are local, as inside a layer."""
         return self._inside or self.rows.mesh.local_sizes
 
     @property
@@ -110,7 +112,7 @@ class RowShardedTensor(torch.Tensor):
 
 @eager
 class Picker(torch.Tensor):
-    """Row numbers that know by themselves which rows of a row-sharded tensor they pick."""
+    """Indices that implement their own lookup in row-sharded tensors."""
 
     _spread = True
 
@@ -120,13 +122,13 @@ class Picker(torch.Tensor):
 
 
 def version_of(x: Tensor) -> int:
-    """Returns how often values were changed in place; -1 where nobody counts."""
+    """Returns the number of in-place changes of a tensor; -1 for inference tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         return -1 if x.is_inference() else x._version
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies `fn` to the leaves of arguments: torch's own, but a tenth of its time."""
+    """Applies `fn` to the leaves of arguments; ten times as fast as torch's function."""
     kind = type(tree)
     if kind is tuple or kind is list:
         return kind([tree_map(fn, value) for value in tree])
@@ -136,25 +138,22 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves(tree: Any, kind: type[Leaf]) -> list[Leaf]:
-    """Returns the leaves of arguments that are of a kind, in order."""
+    """Returns the leaves of arguments that are instances of a class, in order."""
     found: list[Leaf] = []
     tree_map(lambda v: found.append(v) if isinstance(v, kind) else v, tree)
     return found
 
 
 def unsupported_op(what: str) -> TypeError:
-    """Returns the error of an operation that the rule cannot decide."""
+    """Returns the error of an unsupported operation."""
     return TypeError(
-        f"{advice()}{WAYS_OUT}: {what} is neither row by row nor a reduction over rows, so a "
-        "DistTensor cannot decide what it means on a spread-out tensor"
+        f"{advice()}{HOW_TO_CONVERT}: {what} is neither row by row nor a reduction over rows, "
+        "so a DistTensor does not support it"
     )
 
 
 def advice() -> str:
-    """Returns what to do instead of a call of PyG's that is running, or an empty text.
-
-    Names the layer, or the transform or utility that the user has called.
-    """
+    """Returns advice on the PyG layer, transform or utility that is running; else ""."""
     found, frame = "", inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -187,8 +186,8 @@ def advice() -> str:
     return found
 
 
-def asked_by_library() -> bool:
-    """Says whether PyG asked for what is computed now, and no code of the user's."""
+def called_by_pyg() -> bool:
+    """Tells whether the calling code is PyG's, not the user's."""
     frame, root = inspect.currentframe(), __name__.split(".")[0]
     while frame is not None and root in ("pyg_distcomm", "torch"):
         frame = frame.f_back
@@ -205,7 +204,7 @@ _WHOLE_GRAPHS = tuple(
 
 
 def check_saved(ranks: int, what: str) -> None:
-    """Refuses to save a part of a tensor as if it were the whole.
+    """Raises if a shard of a tensor would be saved as if it were the whole.
 
     Raises:
         TypeError: if there are several ranks.
@@ -218,10 +217,10 @@ def check_saved(ranks: int, what: str) -> None:
         )
 
 
-def fit_plain(
+def shard_plain_operand(
     value: Tensor, like: RowShardedTensor | Rows, width: int, name: str
 ) -> Tensor:
-    """Returns the rows here of a plain operand that meets row-sharded ones.
+    """Returns this rank's rows of a plain operand of row-sharded tensors.
 
     A plain tensor holds the rows of all ranks, in the order of their ids: `[n, ...]` beside
     `[n, ...]`, and `[k, ...]` beside a selection of k rows. One row is replicated. In a
@@ -251,15 +250,17 @@ def fit_plain(
         if not rows.whole and not inside and count == rows.count:
             return value[rows.place_on(value.device)]
     more = value.dim() > width and torch._C._current_graph_task_id() == -1
-    kind = MoreDims if more else TypeError
-    raise kind(_misfit(value, rows, width, name, inside))
+    kind = TooManyDims if more else TypeError
+    raise kind(_row_count_error(value, rows, width, name, inside))
 
 
-class MoreDims(TypeError):
-    """A plain operand has more dims than row-sharded ones, so that its columns meet rows."""
+class TooManyDims(TypeError):
+    """A plain operand has too many dims: its columns would align with rows."""
 
 
-def _misfit(value: Tensor, rows: Rows, width: int, name: str, inside: bool) -> str:
+def _row_count_error(
+    value: Tensor, rows: Rows, width: int, name: str, inside: bool
+) -> str:
     count = len(rows) if inside else rows.count
     told = (
         f"{name}() got a plain tensor of shape {list(value.shape)} beside a row-sharded one of "
@@ -287,15 +288,15 @@ def first_sharded(args: Any, kwargs: Any) -> RowShardedTensor:
 
 
 def refuse_loader() -> None:
-    """Raises a TypeError if a loader or sampler of PyG's asks: it reads whole graphs."""
+    """Raises a TypeError if a PyG loader or sampler calls: it needs the whole graph."""
     frame = inspect.currentframe()
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         if name.startswith(_LOADERS):
             raise TypeError(
-                f"a loader of PyG ({name}) was given what pdc.partition returned, and reads "
-                "whole graphs only: take DistNeighborLoader, or what else pyg_distcomm.loader "
-                "has, or give it the graph as it was before pdc.partition"
+                f"a loader of PyG ({name}) got the share that pdc.partition returned, but "
+                "needs the whole graph: use DistNeighborLoader or another loader of "
+                "pyg_distcomm.loader, or pass the graph from before pdc.partition"
             )
         frame = frame.f_back
 
@@ -303,16 +304,16 @@ def refuse_loader() -> None:
 _LOADERS = ("torch_geometric.loader", "torch_geometric.sampler")
 
 
-# Meeting other operands --------------------------------------------------------------
+# Operands ----------------------------------------------------------------------------
 
 _LISTED = 32  # operands of which each is compared
 
 
 def call_local(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Calls a torch function on the local parts, as they are.
+    """Calls a torch function on the local tensors.
 
-    Where hooks look after saved tensors, as in checkpointing, these are ordinary ones:
-    hooks may read their sizes anywhere.
+    If hooks for saved tensors are active, as in checkpointing, operands are unwrapped first:
+    hooks may read sizes at any time.
     """
     with torch._C.DisableTorchFunctionSubclass():
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -322,48 +323,50 @@ def call_local(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def local_part(value: Any) -> Any:
-    """Returns the rows of this rank of a row-sharded tensor, and other values as they are."""
+    """Returns this rank's rows of a row-sharded tensor; other values unchanged."""
     return value.to_local() if isinstance(value, RowShardedTensor) else value
 
 
 def all_rows(value: Any) -> Any:
-    """Returns all rows of a row-sharded tensor, in order; collective. Others as they are."""
+    """Returns all rows of a row-sharded tensor, in order; collective. Others unchanged."""
     if not isinstance(value, RowShardedTensor):
         return value
     return autograd.all_gather(value.to_local(), value.rows.gid, value.rows.mesh.world)
 
 
 def argument(tree: Any, place: int, name: str) -> Any:
-    """Returns an argument of a call, given by place or by name; None if it is not."""
+    """Returns a positional or keyword argument of a call; None if it is not given."""
     args, kwargs = tree
     return args[place] if len(args) > place else kwargs.get(name)
 
 
-def kind_of(value: Any) -> str:
-    """Describes what was given instead of a row-sharded tensor."""
+def describe_type(value: Any) -> str:
+    """Describes a value that was given instead of a row-sharded tensor."""
     if isinstance(value, Tensor):
         return f"a plain tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
 
 
-def meet_all(x: RowShardedTensor, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the operands of an operation, plain ones as they have to meet row-sharded `x`.
+def replicate_operands(
+    x: RowShardedTensor, name: str, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Returns the operands of an operation with `x`, with plain tensors as replicated ones.
 
-    Outside layers, plain tensors without gradient are compared between ranks, as
-    `Mesh.check` says. Inside, plain tensors with a history are this rank's own.
+    Outside layers, plain tensors without gradient are compared between ranks, depending on
+    `Mesh.check`. Inside layers, plain tensors with a history are local.
     """
     mesh, inside = x.rows.mesh, x.reads_local
     if not isinstance(mesh, Mesh):
         return args, kwargs
 
-    def met(value: Any) -> Any:
+    def replicate(value: Any) -> Any:
         if not isinstance(value, Tensor) or getattr(type(value), "_spread", False):
             return value
         if value.requires_grad:
-            return value if inside and not value.is_leaf else meet(value, mesh)
+            return value if inside and not value.is_leaf else as_replicated(value, mesh)
         if not inside and type(value) in (Tensor, torch.nn.Parameter) and checks:
             if isinstance(value, torch.nn.Parameter):
-                averager_of(mesh).know(value)
+                averager_of(mesh).compare_frozen(value)
             else:
                 comparer_of(mesh).check(value, name)
         return value
@@ -372,16 +375,18 @@ def meet_all(x: RowShardedTensor, name: str, args: Any, kwargs: Any) -> tuple[An
     if name == "setitem" and not isinstance(
         args[0], RowShardedTensor
     ):  # it may hold anything, as out may
-        return (args[0], *tree_map(met, args[1:])), kwargs
+        return (args[0], *tree_map(replicate, args[1:])), kwargs
     if name == "getitem" and _relabels(args[0]):
-        return (args[0], *tree_map(met, args[1:])), kwargs
+        return (args[0], *tree_map(replicate, args[1:])), kwargs
     kept = {"out": kwargs["out"]} if "out" in kwargs else {}
-    args, kwargs = tree_map(met, (args, {k: kwargs[k] for k in kwargs if k != "out"}))
+    args, kwargs = tree_map(
+        replicate, (args, {k: kwargs[k] for k in kwargs if k != "out"})
+    )
     return args, {**kwargs, **kept}
 
 
 def _relabels(table: Any) -> bool:
-    """Whether an ordinary table may number nodes anew: it has values for some of them alone.
+    """Tells whether a table may renumber nodes, with values for some of them only.
 
     As in `assoc = torch.empty(n); assoc[n_id] = torch.arange(len(n_id))`.
     """
@@ -392,8 +397,8 @@ def _relabels(table: Any) -> bool:
     )
 
 
-def agree(name: str, x: RowShardedTensor, operands: Any = ()) -> None:
-    """Has the ranks compare an operation over the rows of all ranks, before its exchange.
+def compare_operation(name: str, x: RowShardedTensor, operands: Any = ()) -> None:
+    """Compares an operation over all rows between ranks, before it exchanges anything.
 
     Nothing is compared in a backward pass; see `Comparer.check_call` for the rest.
     """
@@ -402,17 +407,19 @@ def agree(name: str, x: RowShardedTensor, operands: Any = ()) -> None:
         return
     if torch._C._current_graph_task_id() == -1:
         inside = x.reads_local  # where plain operands may be this rank's
-        comparer_of(mesh).check_call(name, () if inside else _described(operands))
+        comparer_of(mesh).check_call(
+            name, () if inside else _describe_for_ranks(operands)
+        )
 
 
-def _described(value: Any) -> Any:
-    """Returns what is the same on all ranks of an operand, hashable."""
+def _describe_for_ranks(value: Any) -> Any:
+    """Returns a hashable description of an operand that is the same on all ranks."""
     if isinstance(value, (tuple, list)):
         if len(value) > _LISTED:
             return f"{len(value)} values"
-        return tuple([_described(v) for v in value])
+        return tuple([_describe_for_ranks(v) for v in value])
     if isinstance(value, dict):
-        return tuple([f"{k}={_described(v)}" for k, v in value.items()])
+        return tuple([f"{k}={_describe_for_ranks(v)}" for k, v in value.items()])
     if isinstance(value, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype = value.shape, str(value.dtype).removeprefix("torch.")
@@ -430,7 +437,7 @@ def _described(value: Any) -> Any:
 
 
 def check_devices(func: Callable, args: Any, kwargs: Any, error: Exception) -> None:
-    """Raises, on all ranks, if torch refused operands because they lie on several devices.
+    """Raises on all ranks if torch failed because operands are on different devices.
 
     Raises:
         ValueError: naming the operands, and their devices.
@@ -440,7 +447,7 @@ def check_devices(func: Callable, args: Any, kwargs: Any, error: Exception) -> N
         where = {str(t.device): t for t in found if t.dim()}
     if len(where) < 2 or not re.search("device|meta tensor", str(error)):
         return
-    said = [f"{_called(t)} lies on {device}" for device, t in where.items()]
+    said = [f"{_describe_operand(t)} lies on {device}" for device, t in where.items()]
     wrong = ValueError(
         f"move the model and the data to one device, by .to(mesh.device): in "
         f"{getattr(func, '__name__', func)}(), {', and '.join(said)}"
@@ -452,8 +459,8 @@ def check_devices(func: Callable, args: Any, kwargs: Any, error: Exception) -> N
     raise wrong from error
 
 
-def _called(t: Tensor) -> str:
-    """Names a tensor: by the module that calls, if it is one of its own, or by its shape."""
+def _describe_operand(t: Tensor) -> str:
+    """Names a tensor: as a parameter or buffer of a calling module, or by its shape."""
     frame, name = inspect.currentframe(), ""
     while frame is not None:
         module = frame.f_locals.get("self")
@@ -463,11 +470,11 @@ def _called(t: Tensor) -> str:
                 (f"{type(module).__name__}.{n}" for n, p in own if p is t), name
             )
         frame = frame.f_back
-    return name or _described(t)
+    return name or _describe_for_ranks(t)
 
 
 def compare_plain(x: RowShardedTensor, value: Any, name: str) -> None:
-    """Has the ranks compare a plain tensor that selects, or is written to, rows of `x`."""
+    """Compares a plain tensor that selects, or is written to, rows of `x` between ranks."""
     mesh = x.rows.mesh
     if not isinstance(mesh, Mesh) or mesh.size == 1 or x.reads_local:
         return

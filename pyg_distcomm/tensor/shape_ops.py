@@ -1,9 +1,9 @@
-"""Changes shapes that leave the rows where they are, and refuses others.
+"""Implements shape changes within rows, and raises for those that would move rows.
 
 Each function takes plain local tensors and returns one whose dim 0 still is the rows,
 or raises `UnsupportedOp`.
 
-The transpose of a row-sharded matrix has its columns cut, and products take it.
+The transpose of a row-sharded matrix is sharded by columns, and supported in products.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor.op_tables import FACTS, ROWWISE, SIZES, WEIGHTED, base_name
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
-    agree,
     all_rows,
+    compare_operation,
     eager,
-    fit_plain,
-    meet_all,
+    replicate_operands,
+    shard_plain_operand,
     tree_map,
     unsupported_op,
 )
-from pyg_distcomm.tensor.sizes import told_size
+from pyg_distcomm.tensor.sizes import size_from_shape
 
 
 class UnsupportedOp(Exception):
@@ -38,7 +38,7 @@ class UnsupportedOp(Exception):
 
 
 def view(func: Callable, x: Tensor, *shape: Any, **kwargs: Any) -> Tensor:
-    """Views each row in another shape: `x.view(-1, heads, channels)`."""
+    """Views each row in another shape, as in `x.view(-1, heads, channels)`."""
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         raise UnsupportedOp
     sizes = list(
@@ -64,7 +64,7 @@ def view_as(func: Callable, x: Tensor, other: Tensor) -> Tensor:
 
 
 def flatten(func: Callable, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
-    """Flattens dims of each row; rows that have one number each, along with it."""
+    """Flattens dims of each row; includes the row dim if each row has one number."""
     if start_dim % x.dim() == 0 and math.prod(x.shape[1 : end_dim % x.dim() + 1]) != 1:
         raise UnsupportedOp
     return x.flatten(start_dim, end_dim) if x.dim() > 1 else x
@@ -115,7 +115,7 @@ def expand(func: Callable, x: Tensor, *shape: Any) -> Tensor:
 
 
 def expand_as(func: Callable, x: Tensor, other: Tensor) -> Tensor:
-    """Repeats dims of size one of each row, to the shape of another tensor's."""
+    """Repeats dims of size one of each row, to the shape of another tensor."""
     return expand(func, x, *other.shape)
 
 
@@ -151,7 +151,7 @@ def addmm(func: Callable, bias: Tensor, x: Tensor, w: Tensor, **how: float) -> T
 
 
 def within_rows(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs what never leaves a row: products of its matrices, norms of its channels."""
+    """Runs operations within each row, such as products of its matrices."""
     return func(x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -172,7 +172,7 @@ def one_hot(func: Callable, x: Tensor, num_classes: int = -1) -> Tensor:
 
 
 def index_select(func: Callable, x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Picks columns."""
+    """Selects columns."""
     if dim % x.dim() == 0:
         raise UnsupportedOp
     return x.index_select(dim, index)
@@ -199,24 +199,24 @@ SHAPING: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class _Turned(torch.Tensor):
-    """A row-sharded tensor in another order of dims, of which the second is the rows."""
+class _RowsSecond(torch.Tensor):
+    """A row-sharded tensor with its rows in the second dim (abstract)."""
 
     x: RowShardedTensor  # its rows in front
     _spread = True
 
     def full_tensor(self) -> Tensor:
-        """Returns all of it, on every rank; collective."""
+        """Returns the whole tensor on every rank; collective."""
         return self.x.full_tensor().transpose(0, 1)  # type: ignore[no-any-return, attr-defined]
 
     def to_local(self) -> Tensor:
-        """Returns this rank's part of it, differentiably."""
+        """Returns this rank's part, differentiably."""
         return self.x.to_local().transpose(0, 1)
 
 
 @eager
-class Transposed(_Turned):
-    """`x.t()` of a row-sharded `x` `[n, f]`: `[f, n]`, this rank having some columns.
+class Transposed(_RowsSecond):
+    """`x.t()` of a row-sharded `x` `[n, f]`: `[f, n]`, sharded by columns.
 
     `x.t() @ y` sums over the rows of all ranks and is an ordinary tensor. `y @ x.t()` is
     row-sharded, `[n, n]`: all rows of x come here, (P-1)/P n f words, and so they do for
@@ -228,7 +228,7 @@ class Transposed(_Turned):
     def __torch_function__(
         cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs products and facts, and the rest on a stack of the columns."""
+        """Runs products and attribute reads; other functions on a stack of the columns."""
         name, kwargs = base_name(func), kwargs or {}
         if name in _PRODUCTS:
             found = multiplied(name, args, kwargs)
@@ -238,7 +238,7 @@ class Transposed(_Turned):
         if name in ("t", "T", "mT", "transpose", "permute"):
             return args[0].x
         if name in ("cov", "corrcoef") and isinstance(args[0], Transposed):
-            agree(name, args[0].x, (args, kwargs))
+            compare_operation(name, args[0].x, (args, kwargs))
             whole = all_rows(args[0].x)
             return func(whole.t(), *args[1:], **kwargs)
         return Stacked.__torch_function__(
@@ -257,9 +257,9 @@ _PRODUCTS = frozenset(("matmul", "mm", "rmatmul", "mv"))
 
 
 def _attention(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Returns what multi-head attention among the steps of each row does."""
+    """Implements multi-head attention among the steps of each row."""
     like = next(a.x for a in args[:3] if isinstance(a, Stacked))
-    args, kwargs = meet_all(like, func.__name__, args, kwargs)  # weights, too
+    args, kwargs = replicate_operands(like, func.__name__, args, kwargs)  # weights, too
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     if given["dropout_p"] and given.get("training", True):
         raise unsupported_op("attention with dropout of its weights")
@@ -268,7 +268,9 @@ def _attention(func: Callable, args: Any, kwargs: Any) -> Any:
     if mask is not None and mask.dim() > 2:
         raise unsupported_op("attention with a mask of each row")
     if isinstance(padding, Tensor) and not isinstance(padding, RowShardedTensor):
-        padding = like.wrap(fit_plain(padding, like, 2, "attention"), like.rows)
+        padding = like.wrap(
+            shard_plain_operand(padding, like, 2, "attention"), like.rows
+        )
     count = len(like.rows)
 
     def local(x: RowShardedTensor) -> Tensor:  # torch's refuses no rows
@@ -288,7 +290,7 @@ def _attention(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 @eager
-class Stacked(_Turned):
+class Stacked(_RowsSecond):
     """`torch.stack([x, y, ...])` of row-sharded tensors `[n, f]`: `[k, n, f]`.
 
     Each of the k tensors is row-sharded, as are reductions over dim 0 `[n, f]`, which
@@ -300,12 +302,12 @@ class Stacked(_Turned):
 
     @staticmethod
     def of(tensors: list[Any]) -> Stacked:
-        """Stacks tensors that are cut alike."""
+        """Stacks tensors with the same sharding."""
         return Stacked.over(torch.stack(tensors, dim=1))
 
     @staticmethod
     def over(x: Any) -> Stacked:
-        """Returns the stack whose rows `[n, k, ...]` are given."""
+        """Returns the stack with given rows `[n, k, ...]`."""
         with torch._C.DisableTorchFunctionSubclass():
             out = x.as_subclass(torch.Tensor).transpose(0, 1).as_subclass(Stacked)
         out.x = x
@@ -315,7 +317,7 @@ class Stacked(_Turned):
     def __torch_function__(
         cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Reduces, or works row by row, and refuses the rest by name."""
+        """Runs reductions and row-wise functions, and raises for others."""
         name, kwargs = base_name(func), dict(kwargs or {})
         whole = args[0] if args and isinstance(args[0], Stacked) else None
         found = None
@@ -350,7 +352,7 @@ class Stacked(_Turned):
                 found = Stacked.over(args[0].x @ right)
         elif whole is not None and name in SIZES:
             n, k, *rest = whole.x.shape
-            found = told_size(name, (k, n, *rest), whole.x, args, kwargs)
+            found = size_from_shape(name, (k, n, *rest), whole.x, args, kwargs)
         elif name in ROWWISE or name == "dropout":
             found = _row_by_row(name, func, args, kwargs)
         if found is None:
@@ -377,7 +379,7 @@ class Stacked(_Turned):
         return Stacked.over(out) if isinstance(out, Tensor) else None
 
     def _along(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Returns a stack of the same shape that is made along one dim, or None."""
+        """Returns the result of a function along one dim that keeps the shape, or None."""
         given = inspect.signature(_ALONG[name]).bind(self.x, *args, **kwargs)
         given.apply_defaults()
         dim = given.arguments["dim"]
@@ -406,7 +408,7 @@ _ALONG = {f.__name__: f for f in (F.softmax, F.log_softmax, F.normalize)}
 
 
 def _row_by_row(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
-    """Returns what works row by row of stacks and of what is broadcast to them, or None."""
+    """Returns the result of a row-wise function of stacks and broadcast operands, or None."""
     stacks = [v for v in (*args, *kwargs.values()) if isinstance(v, Stacked)]
     dims = {stack.x.dim() for stack in stacks}
     written = func.__name__.endswith("_") and not func.__name__.startswith("_")
@@ -420,8 +422,8 @@ def _row_by_row(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         return Stacked.over(func(args[0].x, *args[1:], **kwargs))
     (most,) = dims
 
-    def turned(value: Any) -> Any:
-        """Returns a value as rows in front would have it."""
+    def rows_first(value: Any) -> Any:
+        """Moves the rows of a value to the first dim."""
         if isinstance(value, Stacked):
             return value.x
         if isinstance(value, RowShardedTensor):
@@ -436,13 +438,13 @@ def _row_by_row(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
             raise unsupported_op(f"{name}() of stacked tensors and plain rows of each")
         return value.transpose(0, 1) if value.dim() == most else value
 
-    args = [turned(value) for value in args]
-    found = func(*args, **{k: turned(value) for k, value in kwargs.items()})
+    args = [rows_first(value) for value in args]
+    found = func(*args, **{k: rows_first(value) for k, value in kwargs.items()})
     return Stacked.over(found) if isinstance(found, RowShardedTensor) else found
 
 
 def transposed(name: str, args: Any, kwargs: Any) -> Any:
-    """Returns the transpose of a row-sharded matrix, or None if its rows stay here."""
+    """Returns the transpose of a row-sharded matrix, or None if rows stay the first dim."""
     x = args[0]
     if not isinstance(x, RowShardedTensor):
         return None
@@ -469,7 +471,7 @@ def transposed(name: str, args: Any, kwargs: Any) -> Any:
 
 
 def multiplied(name: str, args: Any, kwargs: Any) -> Any:
-    """Returns a product with row-sharded rows on its inner side, or None if it is another."""
+    """Returns a product with rows as the inner dim, or None for other products."""
     if name not in ("matmul", "mm", "mv", "rmatmul") or len(args) != 2 or kwargs:
         return None
     left, right = args if name != "rmatmul" else args[::-1]
@@ -483,11 +485,11 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
             right = x.wrap(right[x.rows.gid_on(right.device)], x.rows)
         if not isinstance(right, RowShardedTensor) or not right.rows.same_as(x.rows):
             return None
-        agree("matmul", x, args)
+        compare_operation("matmul", x, args)
         part = x.to_local().t() @ right.to_local()
         return autograd.all_reduce(part, x.rows.mesh.world)
     if isinstance(right, Transposed):
-        agree("matmul", right.x, args)
+        compare_operation("matmul", right.x, args)
         whole = all_rows(right.x)
         if isinstance(left, RowShardedTensor):
             return left.wrap(left.to_local() @ whole.t(), left.rows)
@@ -495,12 +497,12 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
     if isinstance(left, RowShardedTensor) and isinstance(right, RowShardedTensor):
         one = left.dim() == 1 and right.dim() < 3 and left.rows.same_as(right.rows)
         if one:
-            agree("matmul", left, args)
+            compare_operation("matmul", left, args)
             part = left.to_local() @ right.to_local()
             return autograd.all_reduce(part, left.rows.mesh.world)
         square = left.dim() == 2 and right.dim() < 3 and right.rows.whole
         if square and left.size(1) == right.rows.total != right.size(-1):
-            agree("matmul", left, args)
+            compare_operation("matmul", left, args)
             whole = all_rows(right)
             return left.wrap(left.to_local() @ whole, left.rows)
     plain = isinstance(left, Tensor) and not isinstance(left, RowShardedTensor)
@@ -509,7 +511,7 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
         and isinstance(right, RowShardedTensor)
         and left.size(-1) == right.rows.count
     ):
-        agree("matmul", right, args)
+        compare_operation("matmul", right, args)
         if left.layout not in (torch.strided, torch.sparse_coo):
             left = left.to_sparse_coo()  # of which torch takes columns
         cut = left.index_select(-1, right.rows.place_on(left.device))
@@ -518,7 +520,7 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
 
 
 def joined(tensors: list[Any]) -> RowShardedTensor:
-    """Returns tensors one after the other, of which ordinary ones are cut into equal blocks."""
+    """Concatenates tensors by rows; ordinary ones are sharded into equal blocks."""
     like = next(t for t in tensors if isinstance(t, RowShardedTensor))
     mesh, device = like.rows.mesh, like.device
     parts: list[Tensor] = []
@@ -546,7 +548,7 @@ def joined(tensors: list[Any]) -> RowShardedTensor:
 
 
 def check_product(name: str, args: Any) -> None:
-    """Refuses products that sum over rows."""
+    """Raises for products that sum over rows."""
     bias, left, right = args if len(args) == 3 else (None, *args[-2:])
     if not isinstance(left, RowShardedTensor) or (
         isinstance(right, RowShardedTensor)

@@ -1,4 +1,4 @@
-"""Sizes of row-sharded tensors, which are the whole tensor's, and new tensors made by size."""
+"""Returns sizes of row-sharded tensors, which are global, and makes new tensors by size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
-    asked_by_library,
     call_local,
+    called_by_pyg,
 )
 
 
 class NumRows(int):
-    """A number of rows inside a layer: this rank's as a size, that of all ranks in a formula.
+    """A number of rows inside a layer: local as a size, global in arithmetic.
 
     So `x.new_zeros(x.size(0), k)` has this rank's rows, and `x.sum(0) / x.size(0)`,
     `x.size(0) ** -0.5` and `1.0 * x.size(0)` are what they are on one process. Sums and
@@ -31,20 +31,20 @@ class NumRows(int):
 
     @staticmethod
     def of(rows: Rows, times: int = 1) -> NumRows:
-        """Returns the number of rows here, or a multiple of it."""
+        """Returns the local number of rows, or a multiple of it."""
         known = rows.total * times if rows.whole else lambda: rows.count * times
         return NumRows.made(len(rows) * times, known, rows)
 
     @staticmethod
     def made(here: int, total: int | Callable[[], int], rows: Rows) -> NumRows:
-        """Returns a number of rows: `here` as a size, `total` in a formula."""
+        """Returns a number of rows: `here` as a size, `total` in arithmetic."""
         out = NumRows(here)
         out.rows, out._total = rows, total
         return out
 
     @property
     def total(self) -> int:
-        """The number on all ranks; see `Rows.count` for when ranks are asked."""
+        """The number on all ranks; see `Rows.count` for when this is collective."""
         if not isinstance(self._total, int):
             self._total = self._total()
         return self._total
@@ -121,27 +121,27 @@ class NumRows(int):
         return self._compared(other, operator.ge)
 
     def _compared(self, other: Any, op: Callable[[Any, Any], bool]) -> bool:
-        """Compares sizes as sizes here, and with a number as one process does."""
+        """Compares two sizes as local ones, and a size with a number as global."""
         if isinstance(other, NumRows):
             return op(int(self), int(other))
-        if not isinstance(self._total, int) and asked_by_library():
+        if not isinstance(self._total, int) and called_by_pyg():
             return op(int(self), int(other))
         return op(self.total, other)
 
     def __bool__(self) -> bool:
-        """Says whether there are rows: on a rank without, those of others count."""
+        """Returns whether there are rows, on this rank or another."""
         return self._compared(0, operator.ne)
 
     def __eq__(self, other: object) -> bool:
-        return not self if self._asked_for_rows(other) else int.__eq__(self, other)
+        return not self if self._compares_rows(other) else int.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
-        return bool(self) if self._asked_for_rows(other) else int.__ne__(self, other)
+        return bool(self) if self._compares_rows(other) else int.__ne__(self, other)
 
-    def _asked_for_rows(self, other: object) -> bool:
+    def _compares_rows(self, other: object) -> bool:
         # not by PyG, whose own code compares lengths of what is here
         known = type(other) in (int, float) and other == 0
-        return known and not asked_by_library()
+        return known and not called_by_pyg()
 
     __hash__ = int.__hash__
 
@@ -149,8 +149,8 @@ class NumRows(int):
         return int, (int(self),)
 
 
-def totalled(value: Any) -> Any:
-    """Returns an operand of a formula, a number of rows as that of all ranks."""
+def with_total(value: Any) -> Any:
+    """Returns an operand of arithmetic, with a number of rows as the global one."""
     return value.total if isinstance(value, NumRows) else value
 
 
@@ -161,7 +161,7 @@ def local_shape(x: RowShardedTensor) -> torch.Size:
 
 
 def global_shape(x: RowShardedTensor) -> torch.Size:
-    """Returns the shape of the whole tensor; see `Rows.count` for when ranks are asked."""
+    """Returns the shape of the whole tensor; see `Rows.count` for when this is collective."""
     local = local_shape(x)
     if x.reads_local:
         return local
@@ -169,11 +169,11 @@ def global_shape(x: RowShardedTensor) -> torch.Size:
 
 
 def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
-    """Answers shape, size, len, numel and nbytes of a row-sharded tensor."""
+    """Implements shape, size, len, numel and nbytes of a row-sharded tensor."""
     x = args[0]
     if isinstance(x, RowShardedTensor) and x._inside:
         found = call_local(func, args, kwargs)
-        return size_here(name, found, x.rows, 0, args, kwargs)
+        return sizes_inside(name, found, x.rows, 0, args, kwargs)
     if not isinstance(x, RowShardedTensor) or x.reads_local:
         return call_local(func, args, kwargs)
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -182,13 +182,13 @@ def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         return x.rows.count if dim in (0, -len(local)) else local[dim]
     if name == "len":
         return x.rows.count
-    return told_size(name, global_shape(x), x, args, kwargs)
+    return size_from_shape(name, global_shape(x), x, args, kwargs)
 
 
-def told_size(
+def size_from_shape(
     name: str, shape: Sequence[int], like: Tensor, args: Any, kwargs: Any
 ) -> Any:
-    """Answers shape, size, len, numel and nbytes of a tensor of this shape, typed as `like`."""
+    """Implements shape, size, len, numel and nbytes for a given shape and dtype."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if name == "len" or (name == "size" and dim is not None):
         return shape[dim or 0]
@@ -197,17 +197,17 @@ def told_size(
     return math.prod(shape) * (like.element_size() if name == "nbytes" else 1)
 
 
-def size_here(
+def sizes_inside(
     name: str, found: Any, rows: Rows, place: int, args: Any, kwargs: Any
 ) -> Any:
-    """Returns sizes inside a layer with a number of rows in the place of this rank's.
+    """Returns sizes inside a layer, with a `NumRows` in place of the local number.
 
     Args:
-        name: of the question: shape, size, len, numel or nbytes.
+        name: the function: shape, size, len, numel or nbytes.
         found: its answer here.
-        rows: of the tensor.
-        place: which of its dims they are.
-        args, kwargs: of the question.
+        rows: the rows of the tensor.
+        place: the dim of the rows.
+        args, kwargs: the arguments of the function.
 
     Raises:
         TypeError: for len() asked by a layer of the user's own, which Python makes an int.
@@ -221,7 +221,7 @@ def size_here(
         with torch._C.DisableTorchFunctionSubclass():
             return NumRows.of(rows) if dim % args[0].dim() == place else found
     if name == "len":
-        if place == 0 and rows.whole and not asked_by_library():
+        if place == 0 and rows.whole and not called_by_pyg():
             raise TypeError(
                 "len(x) inside a layer counts the rows of this rank alone, and the number "
                 "of ranks must not change the answer; use x.size(0)"
@@ -234,7 +234,7 @@ def size_here(
 
 
 def new_by_size(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Makes x.new_zeros(n, ...) and its like row-sharded, if n is the number of x's rows.
+    """Makes x.new_zeros(n, ...) and similar calls row-sharded, if n is x's number of rows.
 
     For values per edge, also if n is the number of nodes (and not of edges, nor one more, as
     in a tree: pointers to edges have that length). Any other first size gives an ordinary
@@ -272,7 +272,7 @@ def _wrapped_inside(x: RowShardedTensor, found: Tensor, sizes: Any) -> Tensor:
 
 
 def is_count_of(size: Any, rows: Rows) -> bool:
-    """Says whether a size inside a layer is the number of rows, and no multiple of it."""
+    """Tells whether a size inside a layer is the number of rows, not a multiple of it."""
     if not (isinstance(size, NumRows) and rows.whole):
         return False
     counts = (int(size), size.total) == (len(rows), rows.total)
@@ -280,7 +280,7 @@ def is_count_of(size: Any, rows: Rows) -> bool:
 
 
 def rows_of_length(x: RowShardedTensor, count: int) -> Rows | None:
-    """Returns the rows that a first size stands for beside `x`, if it does for any."""
+    """Returns the rows for a first size beside `x`; None if it is no number of rows."""
     rows = x.rows
     of_nodes = rows.nodes is not None and count == rows.nodes.total
     if count == rows.count:
@@ -303,7 +303,7 @@ def with_local_size(x: RowShardedTensor, sizes: Any) -> Any:
 
 
 def regroups(x: RowShardedTensor, args: Any, kwargs: Any) -> bool:
-    """Returns whether a new shape has other rows than `x`, as `[k, f n / k]` of `[n, f]`.
+    """Tells whether a new shape regroups the rows of `x`, as `[k, f n / k]` of `[n, f]`.
 
     A lone -1, which joins all rows, is not decided here.
     """

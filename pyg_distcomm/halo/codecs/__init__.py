@@ -55,7 +55,7 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 
 
 def known_codecs() -> tuple[str, ...]:
-    """Returns the names of codecs, those that other packages register included."""
+    """Returns the names of all codecs, including those that other packages register."""
     more = plugins.registered(plugins.CODECS)
     return (*CODECS, *(name for name in more if name not in CODECS))
 
@@ -63,12 +63,12 @@ def known_codecs() -> tuple[str, ...]:
 def codec_of(wire: str | Codec | None) -> Codec:
     """Returns the codec of a name; None is `Plain`.
 
-    A name registered in the group "pyg_distcomm.codecs" is that of a Codec, or of what
-    returns one when called without arguments, as a class may.
+    A name in the entry point group "pyg_distcomm.codecs" must refer to a Codec, or to a
+    class or function that returns one when called without arguments.
 
     Raises:
         ValueError: for an unknown name, listing the known ones, and for a registered one
-            that gives no Codec.
+            that does not give a Codec.
     """
     if wire is None:
         return Plain()

@@ -1,4 +1,4 @@
-"""Composes codecs: one after another, or on what changed since the last message."""
+"""Composes codecs: one after another, or on the change since the last message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE_BIT_GAIN = 0.125
 
 @dataclass(frozen=True, init=False)
 class Chain(Codec):
-    """Writes the numbers that one codec leaves by the next: mask, then one bit.
+    """Applies codecs one after another, such as a column mask and then one bit.
 
         Chain(ColumnMask(4), Quantise(1, "stochastic"))    k/8 + 4 bytes a row
         Chain(Cast(torch.bfloat16), Bitmap())              f/8 + 2 bytes a nonzero

@@ -1,4 +1,4 @@
-"""Writes numbers unchanged, in a narrower type, or in a few bits, all rows alike or not."""
+"""Writes numbers unchanged, in a narrower type, or in few bits, which may differ by row."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ class Quantise(Codec):
 
 
 @dataclass(frozen=True)
-class _Graded(Codec):
-    """Writes the rows of a message in groups, each as `Quantise` with bits of its own.
+class _MixedBits(Codec):
+    """Writes the rows of a message in groups, each as `Quantise` with its own bits.
 
     Rounding is stochastic, and keyed by (key, row id, column), whatever the group.
     """
@@ -169,7 +169,7 @@ class _Graded(Codec):
     unbiased = keyed = True
     by_row = False
 
-    def _put(
+    def _write_groups(
         self,
         x: Tensor,
         index: Index,
@@ -181,7 +181,7 @@ class _Graded(Codec):
         key, gid = context.key.rounding
         end, bad = 0, list[int | Tensor]()
         for bits, rows in groups:
-            begin, end = end, end + self._size(len(rows), bits, x)
+            begin, end = end, end + self._message_bytes(len(rows), bits, x)
             chosen = rows if index is None else index[rows]
             noise = key, gid[rows]
             found = codec_ops.quantise(x, chosen, bits, noise, out[begin:end])
@@ -191,26 +191,26 @@ class _Graded(Codec):
             elif found >= 0:
                 bad.append(int(rows[found]))
         out[end:] = 0
-        context.refuse(x, index, _least(bad, len(gid)))
+        context.refuse(x, index, _first_unwritable(bad, len(gid)))
 
-    def _get(
+    def _read_groups(
         self, message: Tensor, groups: Sequence[tuple[int, Tensor]], out: Tensor
     ) -> Tensor:
-        """Reads the groups that `_put` wrote into the rows of `out`."""
+        """Reads the groups that `_write_groups` wrote into the rows of `out`."""
         end = 0
         for bits, rows in groups:
-            begin, end = end, end + self._size(len(rows), bits, out)
+            begin, end = end, end + self._message_bytes(len(rows), bits, out)
             part = out.new_empty((len(rows), out.size(1)))
             out[rows] = codec_ops.dequantise(message[begin:end], bits, part)
         return out
 
     @staticmethod
-    def _size(rows: int, bits: int, x: Tensor) -> int:
+    def _message_bytes(rows: int, bits: int, x: Tensor) -> int:
         return codec_ops.message_bytes(rows, x.size(1), bits, x.element_size())
 
 
 @dataclass(frozen=True)
-class DegreeBits(_Graded):
+class DegreeBits(_MixedBits):
     """Sends rows of nodes with many in-edges in more bits ([Zhang23]).
 
     The rows of a message, ascending by the in-degree of their node, are cut into as many
@@ -227,7 +227,7 @@ class DegreeBits(_Graded):
     not change the sizes of groups, so that bytes are known from the number of rows.
 
     Args:
-        bits: of the group of lowest degrees: 1, 2, 4 or 8; an `adaptive` link changes it.
+        bits: bits of the lowest degrees: 1, 2, 4 or 8; an `adaptive` link changes it.
     """
 
     bits: int = 1
@@ -239,7 +239,7 @@ class DegreeBits(_Graded):
                 f"DegreeBits begins at 1, 2, 4 or 8 bits, got bits={self.bits!r}"
             )
 
-    def _counts(self, rows: int) -> list[tuple[int, int]]:
+    def _group_sizes(self, rows: int) -> list[tuple[int, int]]:
         """Returns the bits and the number of rows of each group."""
         levels = [bits for bits in LEVELS if bits >= self.bits]
         ends = [rows * k // len(levels) for k in range(len(levels) + 1)]
@@ -255,14 +255,14 @@ class DegreeBits(_Graded):
         size = dtype.itemsize
         return sum(
             codec_ops.message_bytes(count, width, bits, size)
-            for bits, count in self._counts(rows)
+            for bits, count in self._group_sizes(rows)
         )
 
     def _groups(self, context: CodingContext) -> Iterator[tuple[int, Tensor]]:
         degree = context.key.degree
         assert degree is not None
         order, begin = torch.argsort(degree, stable=True), 0
-        for bits, count in self._counts(context.rows):
+        for bits, count in self._group_sizes(context.rows):
             yield bits, order[begin : begin + count]
             begin += count
 
@@ -271,17 +271,17 @@ class DegreeBits(_Graded):
     ) -> Tensor:
         out = room(self.wire_bytes(context.rows, x.size(1), x.dtype), x, out)
         if len(out):
-            self._put(x, index, list(self._groups(context)), out, context)
+            self._write_groups(x, index, list(self._groups(context)), out, context)
         return out
 
     def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
         if not out.numel():
             return out
-        return self._get(message, list(self._groups(context)), out)
+        return self._read_groups(message, list(self._groups(context)), out)
 
 
 @dataclass(frozen=True)
-class RangeBits(_Graded):
+class RangeBits(_MixedBits):
     """Sends rows of a wide range in more bits, so that rounding errs least for the bytes.
 
     Of all ways to give the m rows of a message 1, 2, 4 or 8 bits a number, with at most
@@ -347,7 +347,7 @@ class RangeBits(_Graded):
         level = self.levels(rows_at(x, index))
         head = -(-rows // 4)
         out[:head] = codec_ops.pack_bits(level.to(torch.uint8), 2)
-        self._put(x, index, _by_level(level), out[head:], context)
+        self._write_groups(x, index, _rows_by_level(level), out[head:], context)
         return out
 
     def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
@@ -355,11 +355,11 @@ class RangeBits(_Graded):
             return out
         head = -(-len(out) // 4)
         level = codec_ops.unpack_bits(message[:head], 2, len(out))
-        return self._get(message[head:], _by_level(level), out)
+        return self._read_groups(message[head:], _rows_by_level(level), out)
 
 
-def _least(bad: list[int | Tensor], none: int) -> int | Tensor:
-    """Returns the first of the rows that could not be written, or -1."""
+def _first_unwritable(bad: list[int | Tensor], none: int) -> int | Tensor:
+    """Returns the first row that could not be written, or -1."""
     late = [row for row in bad if isinstance(row, Tensor)]
     if late:
         row = torch.stack(late).amin()
@@ -367,8 +367,8 @@ def _least(bad: list[int | Tensor], none: int) -> int | Tensor:
     return min((row for row in bad if isinstance(row, int)), default=-1)
 
 
-def _by_level(level: Tensor) -> list[tuple[int, Tensor]]:
-    """Returns the rows of each number of bits; of a device it asks once."""
+def _rows_by_level(level: Tensor) -> list[tuple[int, Tensor]]:
+    """Returns the rows of each number of bits; synchronises once with a device."""
     each = torch.arange(len(LEVELS), device=level.device)
     counts = (level.unsqueeze(1) == each).sum(0).tolist()
     order = torch.argsort(level, stable=True)

@@ -16,7 +16,7 @@ from pyg_distcomm.halo.codec import (
     RngKey,
     bytes_of,
     check_rate,
-    drawn,
+    checked_key,
     matrix_of,
     room,
     share_of,
@@ -132,7 +132,7 @@ class ColumnMask(ColumnReducer):
         if not self.keyed:
             columns = torch.arange(count, dtype=torch.int32, device=device)
             return columns.unsqueeze(0), None
-        draw = drawn(self, draw, rows)
+        draw = checked_key(self, draw, rows)
         if self.pick == "epoch":
             ids = torch.zeros(1, dtype=torch.int64, device=device)
             return codec_ops.keyed_columns(draw.key, ids, width, count), None
@@ -233,7 +233,7 @@ class RowSample(Codec):
     def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
         """Returns s M g, with the adjoint of its values."""
         rows = len(g)
-        draw = drawn(self, draw, rows)
+        draw = checked_key(self, draw, rows)
         if self.kept(rows) == rows:
             return self.values.adjoint(g, draw)
         chosen = self._chosen(draw)
