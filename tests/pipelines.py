@@ -119,8 +119,8 @@ def run_plain(stack, data):
     known = {"x": data.x, "edge_index": data.edge_index}
     known["edge_weight"] = data.edge_weight
     for layer in layers:
-        known[layer.gives[0]] = layer.run(*(known[name] for name in layer.takes))
-    out = known[layers[-1].gives[0]]
+        known[layer.writes[0]] = layer.run(*(known[name] for name in layer.reads))
+    out = known[layers[-1].writes[0]]
     loss = loss_of(out, data)
     owners = [la.run for la in layers if isinstance(la.run, nn.Module)]
     weights = [p for m in owners for p in m.parameters()]
@@ -240,11 +240,11 @@ class BruteForce:
                 fresh[place, count] = x.detach()
                 return views((place, count), x)
 
-            inputs = [known[name] for name in layer.takes if name != "edge_index"]
-            known[layer.gives[0]] = self.dense.layer(layer.run, read, *inputs)
+            inputs = [known[name] for name in layer.reads if name != "edge_index"]
+            known[layer.writes[0]] = self.dense.layer(layer.run, read, *inputs)
         if keep:
             self.history = fresh
-        return known[self.layers[-1].gives[0]]
+        return known[self.layers[-1].writes[0]]
 
     def step(self, order):
         """One epoch; returns the loss, with gradients in the parameters."""

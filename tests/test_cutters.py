@@ -122,7 +122,7 @@ def test_ldg_never_exceeds_its_capacity(order, balance):
 @pytest.mark.parametrize("seed", range(4))
 def test_ldg_keeps_the_best_of_its_passes(seed, monkeypatch):
     edge_index = random_graph(300, 900, seed=seed)
-    monkeypatch.setattr(cutters, "_settle", lambda *args: None)  # what passes give
+    monkeypatch.setattr(cutters, "_improve", lambda *args: None)  # what passes give
     sizes = []
     for passes in range(1, 11):
         monkeypatch.setattr(cutters, "PASSES", passes)
@@ -231,7 +231,7 @@ def test_wrong_options_are_refused():
         cut(NONE, 3, 2.0)
     with pytest.raises(ValueError, match="degree, bfs, random"):
         cut(random_graph(9, 9), 9, 2, "ldg", order="alphabet")
-    with pytest.raises(ValueError, match=r"got 0\.5, give 1 or more"):
+    with pytest.raises(ValueError, match=r"must be 1 or more, got 0\.5"):
         cut(random_graph(99, 99), 99, 2, "ldg", balance=0.5)
     with pytest.raises(ValueError, match=r"bool \[9\], one entry per node"):
         cut(random_graph(9, 9), 9, 2, "ldg", train_mask=torch.ones(8).bool())

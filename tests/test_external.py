@@ -319,7 +319,7 @@ def test_wrong_files_are_named_and_leave_nothing(tmp_path):
     np.save(source / "big.npy", edges.numpy())
     damage(source / "big.npy")
     refused(
-        r"big.npy: has 2464 bytes, but its head says int64 \[2, 300\]",
+        r"big.npy: has 2464 bytes, but its header says int64 \[2, 300\]",
         source / "big.npy",
     )
     np.savez_compressed(source / "z.npz", edge_index=edges.numpy())
@@ -344,7 +344,7 @@ def test_wrong_files_are_named_and_leave_nothing(tmp_path):
         node_files={"x": source / "feat.npy"},
     )
     np.save(source / "feat.npy", np.asfortranarray(np.zeros((N, 2))))
-    refused("lies column by column", text, node_files={"x": source / "feat.npy"})
+    refused("is in Fortran order", text, node_files={"x": source / "feat.npy"})
     with pytest.raises(ValueError, match="unknown partition method 'best'"):
         partition_files(text, out, 2, "best")
 
@@ -358,11 +358,11 @@ def with_head(path, head, rows=b""):
 
 
 HEADS = [
-    ({"shape": (2, -3)}, "sizes are numbers of at least 0"),
-    ({"shape": (True, 2)}, "sizes are numbers of at least 0"),
-    ({"shape": (2, 10**15)}, "but its head says int64 [2, 1000000000000000]"),
-    ({"shape": (3, 2)}, "but its head says int64 [3, 2]"),
-    ({"shape": (2, 1)}, "but its head says int64 [2, 1]"),
+    ({"shape": (2, -3)}, "wanted sizes of at least 0"),
+    ({"shape": (True, 2)}, "wanted sizes of at least 0"),
+    ({"shape": (2, 10**15)}, "but its header says int64 [2, 1000000000000000]"),
+    ({"shape": (3, 2)}, "but its header says int64 [3, 2]"),
+    ({"shape": (2, 1)}, "but its header says int64 [2, 1]"),
     ({"shape": (2, "1")}, "cannot be read"),
     ({"shape": (2, 2), "descr": "<i9"}, "cannot be read"),
     ({"shape": (2, 2), "descr": "O"}, "holds Python objects"),
@@ -682,7 +682,7 @@ def test_votes_are_never_too_high(parts):
     edges = torch.randint(0, 30, (2, 900), generator=g).numpy()
     owner = torch.randint(0, parts, (30,), generator=g).numpy()
     own = np.zeros(30, np.int32)
-    seats = min(parts, stream_cutter.SEATS)
+    seats = min(parts, stream_cutter.SLOTS)
     seat, count = np.zeros((2, 30, seats), np.int32)
     found = cutters_jit.vote(*edges, owner, own, seat, count)
     votes = np.zeros((30, parts), int)
@@ -695,7 +695,7 @@ def test_votes_are_never_too_high(parts):
     for v in range(30):
         for part, number in zip(seat[v], count[v], strict=True):
             assert number <= votes[v, part] * (part != owner[v]) or number == 0
-            if parts <= stream_cutter.SEATS and number:
+            if parts <= stream_cutter.SLOTS and number:
                 assert number == votes[v, part]
 
 
@@ -704,7 +704,7 @@ def test_streaming_options():
     mixed = torch.randint(0, n, (2, 400), generator=torch.Generator().manual_seed(0))
     one, other = (cut(mixed, n, 4, "stream", seed=seed, balance=1.2) for seed in (0, 1))
     assert not one.same_as(other)
-    with pytest.raises(ValueError, match=r"got 0\.9, give 1 or more"):
+    with pytest.raises(ValueError, match=r"must be 1 or more, got 0\.9"):
         cut(edges, n, 4, "stream", balance=0.9)
     tight = cut(edges, n, 4, "stream", balance=1.0)
     assert tight.sizes == (20,) * 4

@@ -45,7 +45,7 @@ KNOWS_PYG = {
     "loader",
     "nn",
     "cli.bench",
-    "cli.parts",
+    "cli.partition",
     "cli.plan",
     "datasets",
     "datasets.loading",

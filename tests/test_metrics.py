@@ -180,7 +180,7 @@ def test_what_is_no_figure_is_refused(tmp_path):
         run.epoch(0, loss=torch.ones(3))
     with pytest.raises(TypeError, match=r"what pdc.partition"):
         pdc.metrics(None, lone(), data=generated(20))
-    with pytest.raises(ValueError, match=r"pdc.metrics\(None\) keeps nothing"):
+    with pytest.raises(ValueError, match=r"pdc.metrics\(None\) has no folder"):
         run.trace()
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"pdc.metrics cannot write"):

@@ -130,7 +130,7 @@ def test_edges_between_chunks_are_counted_and_warned_of():
     source, target = data.edge_index
     for chunk in (torch.arange(60) * 7 % 5, torch.arange(60) // 30, torch.zeros(60)):
         pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=chunk.long())
-        with pytest.raises(ValueError, match="first sees the data"):
+        with pytest.raises(ValueError, match="has not seen the data"):
             pipe.crossing  # noqa: B018
         assert "chunks" not in repr(pipe).split("(layers)")[0]
         want = float((chunk[source] != chunk[target]).double().mean())
@@ -332,7 +332,7 @@ def test_layers_with_checkpoints_of_their_own_train():
 def test_the_schedule_is_known_once_data_were_seen():
     _, share, mesh = _share()
     pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
-    with pytest.raises(ValueError, match="first sees the data"):
+    with pytest.raises(ValueError, match="has not seen the data"):
         print(pipe.schedule)
     pipe(share)
     assert "F2" in str(pipe.schedule)

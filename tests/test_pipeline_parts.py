@@ -22,11 +22,11 @@ from torch_geometric.nn import (
 from pyg_distcomm.comm.mesh import ranks_per_stage
 from pyg_distcomm.pipeline.history_buffer import History
 from pyg_distcomm.pipeline.layer_stack import (
-    crossing,
     cut_layers,
-    from_data,
+    estimated_costs,
+    names_crossing,
+    names_from_data,
     read_stack,
-    supposed_costs,
 )
 from pyg_distcomm.pipeline.pipeline import hybrid_words, stage_words
 from pyg_distcomm.pipeline.schedule import (
@@ -129,9 +129,9 @@ def _slowest(costs, ends):
 def test_layers_cost_the_same_in_their_distributed_form():
     stack = [GATConv(8, 8), DirGNNConv(GATConv(8, 8)), GCNConv(8, 8)]
     layers = read_stack([*stack, nn.ReLU()])
-    costs = supposed_costs(layers)
+    costs = estimated_costs(layers)
     assert min(costs[:3]) > 10 * costs[3]
-    assert supposed_costs([layer.converted() for layer in layers]) == costs
+    assert estimated_costs([layer.converted() for layer in layers]) == costs
 
 
 def test_names_are_read_as_in_pyg():
@@ -145,14 +145,14 @@ def test_names_are_read_as_in_pyg():
             nn.ReLU(),
         ]
     )
-    assert layers[3].takes == ("x", "x_0", "edge_index")
-    assert layers[2].takes == ("x",)
-    assert (layers[5].takes, layers[5].gives) == (("y",), ("y",))
-    found = [crossing(layers, k) for k in range(7)]
+    assert layers[3].reads == ("x", "x_0", "edge_index")
+    assert layers[2].reads == ("x",)
+    assert (layers[5].reads, layers[5].writes) == (("y",), ("y",))
+    found = [names_crossing(layers, k) for k in range(7)]
     assert found == [(), ("x_0",), ("x", "x_0"), ("x", "x_0"), ("x",), ("y",), ("y",)]
-    assert from_data(layers, 0, 6) == ("x",)
+    assert names_from_data(layers, 0, 6) == ("x",)
     assert (
-        from_data(layers, 2, 6) == ()
+        names_from_data(layers, 2, 6) == ()
     )  # what an earlier stage writes comes from there
 
 

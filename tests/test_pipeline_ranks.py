@@ -432,7 +432,10 @@ def _later(stages, how):
 
 @pytest.mark.parametrize(
     ("how", "told"),
-    [("metric", "send numbers"), ("data", "neither those of the nodes")],
+    [
+        ("metric", "send numbers"),
+        ("data", "layers of a pipeline read rows of the nodes or"),
+    ],
 )
 def test_what_one_stage_runs_into_is_heard_of_on_all(how, told):
     for text in worlds.run(_later, 2, 2, how):

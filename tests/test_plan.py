@@ -639,7 +639,7 @@ def timed_plans(inputs):
     training = training_of([7, 4, 3], "gcn", inputs=inputs, itemsize=8)
     how = {"timeout": 60.0}
     before = torch.random.get_rng_state()
-    with mock.patch.object(module, "once", once):
+    with mock.patch.object(module, "time_once", once):
         asked = data.edge_index, plans.partition, some, training, how
         found = module.fastest(*asked)
     assert torch.equal(before, torch.random.get_rng_state())
@@ -708,7 +708,7 @@ def wins(fastest):
     with (
         mock.patch.object(auto, "calibrate", return_value=pdc.Machine()),
         mock.patch.object(auto, "shortlist", every),
-        mock.patch.object(auto, "once", once),
+        mock.patch.object(auto, "time_once", once),
     ):
         how = {"widths": [7, 4], "method": "block", "timeout": 60}
         with pytest.raises(
@@ -830,10 +830,10 @@ def test_the_command_reads_a_folder_and_a_size(tmp_path, capsys):
     assert "--nodes N and --edges M" in err
     code, _, err = said(capsys, parts, *flags, "--bandwidth", "1.2.3gbit")
     assert code == 2
-    assert "'1.2.3gbit' is no number of bytes a second" in err
+    assert "'1.2.3gbit' must be a number of bytes a second" in err
     code, _, err = said(capsys, parts, *flags, "--latency", "5 parsecs")
     assert code == 2
-    assert "--latency='5 parsecs' is no number of seconds" in err
+    assert "--latency='5 parsecs' must be a number of seconds" in err
 
 
 def test_a_link_carries_both_directions_at_once():

@@ -66,8 +66,8 @@ def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
         owner.tolist(), pairs, weight, capacity, num_parts
     )
     rows = cutters_jit.distinct_sources(*edge_index.numpy(), n, False)
-    held = refine_jit.hold(*rows, owner, num_parts)
-    load = refine_jit.rows(owner, num_parts, held)
+    readers = refine_jit.list_readers(*rows, owner, num_parts)
+    load = refine_jit.rows(owner, num_parts, readers)
     most = int(load[:num_parts].sum())
     first = np.array([load[:num_parts].max(), load[num_parts:].max()])
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
             order,
             *rows,
             owner,
-            held,
+            readers,
             load,
             weight,
             capacity,
@@ -280,7 +280,7 @@ def test_wrong_grids_are_refused():
     for grid in [(2, 2, 1), (8, 1), (-8, -1, 1)]:
         with pytest.raises(ValueError, match="product is the number of parts, 8"):
             cut(random_graph(99, 99), 99, 8, "permutation", grid=grid)
-    with pytest.raises(ValueError, match=r"got 0\.5, give 1 or more"):
+    with pytest.raises(ValueError, match=r"must be 1 or more, got 0\.5"):
         refine_partition(random_graph(99, 99), cut(NONE, 99, 2, "block"), balance=0.5)
 
 

@@ -407,7 +407,7 @@ def _apart(folder):
         unshared = True
     if not all(collectives.all_gather_object(unshared, mesh.world)):
         return None
-    checkpoint_folder._PATIENCE = 1.0
+    checkpoint_folder._SHARED_DISK_WAIT = 1.0
     try:
         pdc.save_checkpoint(f"{folder}/run", mesh, torch.nn.Linear(2, 2))
     except ValueError as error:

@@ -217,7 +217,7 @@ def _refined_hetero():
     mesh = worlds.mesh()
     share = pdc.partition(data, mesh, "random", refine=True)
     owners = {"a": torch.zeros(40).long(), "b": torch.zeros(60).long()}
-    with pytest.raises(ValueError, match="refine=True moves nodes of a graph"):
+    with pytest.raises(ValueError, match="refine=True improves a cut by a method"):
         pdc.partition(data, mesh, owners, refine=True)
     assert share["a"].num_nodes == 40
     return len(share["a"].x.to_local())

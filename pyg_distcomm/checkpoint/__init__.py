@@ -1,1 +1,1 @@
-"""Saves training and loads it again, whole under any kill, on any number of ranks."""
+"""Saves and loads checkpoints: whole if a process is killed, and on any number of ranks."""

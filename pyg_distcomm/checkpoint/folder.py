@@ -1,4 +1,4 @@
-"""Saves a folder of all ranks whole or not at all, and finds damage in a saved one."""
+"""Saves a folder of all ranks whole or not at all, and detects damage in a saved one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from pathlib import Path
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.partition.atomic import (
-    beside,
     clear,
-    is_over,
     leftovers,
     move,
     new_token,
@@ -25,8 +23,10 @@ from pyg_distcomm.partition.atomic import (
     numbered,
     put_in_place,
     sha256,
+    sibling,
     sync,
     write_problem,
+    writer_has_ended,
 )
 
 MARK = ".pyg_distcomm.json"
@@ -35,48 +35,52 @@ _CONTENTS = {
     "checkpoint": (".metadata", (MARK, ".metadata*", "*.distcp", "link.*.pt")),
     "pipeline": ("model.pt", (MARK, "model.pt", "rows*.pt")),
 }
-_PATIENCE = 5.0  # seconds until a shared disk shows a folder of another host
+_SHARED_DISK_WAIT = 5.0  # seconds until a shared disk shows a folder of another host
 
 
 @contextlib.contextmanager
 def whole_folder(
     path: str | Path, kind: str, axis: Axis, keep: int = 1
 ) -> Iterator[Path]:
-    """Yields a folder to write in, which then takes its place at `path`; collective.
+    """Yields a folder to write in, and renames it to `path` at the end; collective.
 
-    Errors inside have to be raised on all ranks. See [Note: whole folders] in
-    `partition.atomic`.
+    Errors inside must be raised on all ranks. See [Note: whole folders] in
+    `partition/atomic.py`.
 
     Args:
-        path: where the folder is to be, the same on all ranks and on a disk that they share.
+        path: the path of the folder, the same on all ranks, on a disk that they share.
         kind: "checkpoint" or "pipeline"; only a folder of this kind is replaced.
         axis: the ranks.
-        keep: how many to keep: the new one at `path`, those before it at `path.1`, ...
+        keep: the number of folders to keep: the new one at `path`, older ones at `path.1`, ...
 
     Raises:
-        ValueError: on all ranks, if ranks differ, files of others are at `path`, or the disk
-            can not be written.
+        ValueError: on all ranks, if ranks give different arguments, something else is at
+            `path`, or the disk cannot be written.
     """
     place = Path(os.path.realpath(path))
     _agree_on(os.path.abspath(path), keep, axis)
     token = str(collectives.broadcast_object(new_token(), axis))
-    aside = beside(place, "writing", token)
+    aside = sibling(place, "writing", token)
     first = axis.rank == 0
-    problem = _problem(lambda: _begin(place, aside, kind, keep), aside, first)
+    problem = _run_on_first_rank(
+        lambda: _prepare_folder(place, aside, kind, keep), aside, first
+    )
     collectives.agree(problem, axis)
     try:
-        collectives.agree(_invisible(aside), axis)
+        collectives.agree(_missing_here(aside), axis)
         yield aside
     except BaseException:
         if first:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    problem = _problem(lambda: _finish(place, aside, keep), aside, first)
+    problem = _run_on_first_rank(
+        lambda: _finish_folder(place, aside, keep), aside, first
+    )
     collectives.agree(problem, axis)
 
 
 def find(path: str | Path) -> Path:
-    """Returns the folder saved last at `path`, which a kill may have left beside it."""
+    """Returns the last folder saved at `path`; a killed save may have left it beside `path`."""
     place = Path(os.path.realpath(path))
     if place.exists():
         return place
@@ -90,11 +94,11 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def damage(folder: Path, *patterns: str) -> str | None:
-    """Describes how files of a folder differ from what was saved, if they do.
+    """Describes a file of a folder that differs from the saved one; None if none does.
 
     Args:
-        folder: written by `whole_folder`.
-        patterns: selects files among those that were saved and those that exist now.
+        folder: a folder that `whole_folder` wrote.
+        patterns: the patterns of files to check, among those saved and those that exist now.
 
     Price: a second or less for each GB.
     """
@@ -119,7 +123,7 @@ def damage(folder: Path, *patterns: str) -> str | None:
 
 
 def _no_file(path: Path) -> str:
-    """Describes a missing file, or what is in its place, such as a pipe without end."""
+    """Describes a missing file, or something else in its place, such as a named pipe."""
     return f"{path}: {'not a file' if os.path.lexists(path) else 'missing'}"
 
 
@@ -136,7 +140,7 @@ def _agree_on(path: str, keep: int, axis: Axis) -> None:
                 )
 
 
-def _problem(act: Callable[[], None], aside: Path, here: bool) -> str | None:
+def _run_on_first_rank(act: Callable[[], None], aside: Path, here: bool) -> str | None:
     if not here:
         return None
     try:
@@ -149,12 +153,12 @@ def _problem(act: Callable[[], None], aside: Path, here: bool) -> str | None:
     return None
 
 
-def _begin(place: Path, aside: Path, kind: str, keep: int) -> None:
+def _prepare_folder(place: Path, aside: Path, kind: str, keep: int) -> None:
     for path in (place, *(numbered(place, k) for k in range(1, keep))):
         if not _is_ours(path, kind):
             raise ValueError(
-                f"save to another path: {path} holds what is not a {kind} of pyg_distcomm, "
-                "and would be replaced; or move it away"
+                f"save to another path: {path} holds something other than a {kind} of "
+                "pyg_distcomm, and would be replaced; or move it away"
             )
     place.parent.mkdir(parents=True, exist_ok=True)
     _clear(place, kind, keep)
@@ -162,9 +166,9 @@ def _begin(place: Path, aside: Path, kind: str, keep: int) -> None:
     (aside / MARK).write_text(json.dumps({"kind": kind}))
 
 
-def _invisible(aside: Path) -> str | None:
-    """Describes the problem if this rank does not see the folder that rank 0 has made."""
-    stop = time.monotonic() + _PATIENCE
+def _missing_here(aside: Path) -> str | None:
+    """Describes the problem if this rank does not see the folder that rank 0 made."""
+    stop = time.monotonic() + _SHARED_DISK_WAIT
     while not (aside / MARK).exists():
         if time.monotonic() > stop:
             return (
@@ -178,7 +182,7 @@ def _invisible(aside: Path) -> str | None:
 
 
 def _is_ours(path: Path, kind: str, half: bool = False) -> bool:
-    """Returns whether a folder is of a kind, or with `half` the rest of one."""
+    """Returns whether a folder is of a kind; with `half`, also if it is half written."""
     if not os.path.lexists(path):
         return True
     if not path.is_dir():
@@ -190,18 +194,18 @@ def _is_ours(path: Path, kind: str, half: bool = False) -> bool:
 
 
 def _clear(place: Path, kind: str, keep: int) -> None:
-    """Removes what killed saves have left, except for whole folders to keep.
+    """Removes the folders of killed saves, except for whole folders to keep.
 
-    The last whole folder gets a free number, if no save put another in its place; one that
-    a save had replaced, when it was killed before numbering it, becomes number 1.
+    If `place` does not exist, the last whole folder gets the first free number. If a save was
+    killed after it replaced a folder and before it numbered it, this folder becomes number 1.
     """
     last = None if place.exists() else newest(place, ended=True)
     if last is not None:
         os.rename(last, place)
-        os.rename(place, _free(place))
+        os.rename(place, _first_free_path(place))
     replaced = [one for state in ("ready", "old") for one in leftovers(place, state)]
     for left in replaced if keep > 1 else []:
-        if is_over(left) and _is_ours(left, kind) and _is_older(left, place):
+        if writer_has_ended(left) and _is_ours(left, kind) and _is_older(left, place):
             move(left, numbered(place, 1), left)
     clear(place, lambda left: _is_ours(left, kind, half=True))
 
@@ -214,8 +218,8 @@ def _is_older(left: Path, place: Path) -> bool:
     return marks[0].stat().st_mtime_ns < marks[1].stat().st_mtime_ns
 
 
-def _free(place: Path) -> Path:
-    """Returns the first numbered path that is free, and warns that it is used."""
+def _first_free_path(place: Path) -> Path:
+    """Returns the first free numbered path, and warns that it is used."""
     number = 1
     while os.path.lexists(numbered(place, number)):
         number += 1
@@ -227,7 +231,7 @@ def _free(place: Path) -> Path:
     return free
 
 
-def _finish(place: Path, aside: Path, keep: int) -> None:
+def _finish_folder(place: Path, aside: Path, keep: int) -> None:
     mark = json.loads((aside / MARK).read_text())
     files = sorted(file for file in aside.iterdir() if file.name != MARK)
     mark["files"] = {file.name: sha256(file) for file in files}

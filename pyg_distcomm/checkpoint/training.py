@@ -62,15 +62,16 @@ def save_checkpoint(
         mesh: the ranks; its seed and dropout counter are saved.
         model: the model, wrapped by `replicate` or not.
         optimizer: its optimizer.
-        link: the link it trains with, or links by relation as `partition` takes them: each
+        link: the link of the training, or links by relation as `partition` takes them: each
             rank writes their late and residual rows.
-        keep: how many checkpoints to keep: this one, and those before it at `path.1`, ...,
+        keep: the number of checkpoints to keep: this one, and earlier ones at `path.1`, ...,
             which `load_checkpoint` reads as well.
         extra: further values: numbers, strings, tensors, or lists and dicts of them.
 
     Raises:
-        ValueError: on all ranks, if ranks differ in `path` or `keep`, the disk is full, can
-            not be written or is not shared, or an extra value is not of these types.
+        ValueError: on all ranks, if ranks differ in `path` or `keep`, or the disk is full,
+            cannot be written or is not shared.
+        TypeError: if an extra value is of another type.
     """
     mesh = given_mesh(mesh, "pdc.save_checkpoint")
     if mesh.stage.size > 1:
@@ -81,9 +82,11 @@ def save_checkpoint(
     _check_extra(extra)
     _check_optimizer(bare(model), optimizer)
     state = _state(mesh, bare(model), optimizer, extra)
-    _make_momentum_sparse(bare(model), optimizer)  # torch has made what there was not
+    _make_momentum_sparse(
+        bare(model), optimizer
+    )  # reading the state made dense buffers
     state["mesh"]["inputs"] = inputs_of(mesh).as_text(mesh)
-    state["mesh"]["nodes"] = _versions(bare(model))
+    state["mesh"]["nodes"] = _embedding_versions(bare(model))
     with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
         collectives.agree(
             _try_save(folder, state) if mesh.rank == 0 else None, mesh.world
@@ -106,38 +109,38 @@ def load_checkpoint(
 
     Args:
         path: the folder.
-        mesh: the ranks; takes the saved seed and dropout counter.
-        model: the model to fill.
-        optimizer: the optimizer to fill.
-        link: the link to set, made as the one that was saved, or links by relation with the
-            same names. On other ranks or another
-            partition late and residual rows are dropped with a warning: the next epoch is
-            synchronous, at the place in the schedule that was saved.
-        extra: the further values, as they were given (their shapes and types).
+        mesh: the ranks; its seed and dropout counter are set to the saved ones.
+        model: the model to load into.
+        optimizer: the optimizer to load into.
+        link: the link to load into, made like the saved one, or links by relation with the
+            same names. On another number of ranks or another partition, late and residual
+            rows are dropped with a warning: the next epoch is synchronous, at the saved place
+            in the schedule.
+        extra: the further values, with the shapes and types that were saved.
 
     Returns:
         The further values as they were saved.
 
     Raises:
         ValueError: on all ranks, if the folder is missing, incomplete or does not fit, or
-            holds rows of embeddings that `update` has removed nodes of since, or not yet.
+            holds rows of embeddings for a graph before or after another `pdc.update`.
     """
     mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
     _check_optimizer(model, optimizer)
     state = _state(mesh, model, optimizer, extra)
-    folder = _found(path, mesh)
+    folder = _find_folder(path, mesh)
     collectives.agree(_try_load(folder, state), mesh.world)
-    if state["mesh"].pop("nodes") != _versions(model):
+    if state["mesh"].pop("nodes") != _embedding_versions(model):
         raise ValueError(
-            f"checkpoint {folder} holds rows of a DistEmbedding for other nodes: others were "
-            "removed by pdc.update when it was saved, and ids have closed up since; load it "
-            "on the graph that it was saved with, and update that"
+            f"checkpoint {folder} holds rows of a DistEmbedding for other nodes: pdc.update "
+            "had removed other nodes when it was saved, and ids of nodes differ since; load "
+            "it on the graph that it was saved with, and update that"
         )
     if link is not None:
         _load_link(folder, mesh, link)
     shards = sharded_parameters(model)
     saved = _shard_like(state["model"], _model_state(model))
-    set_model_state_dict(model, {**saved, **{n: _local(saved[n]) for n in shards}})
+    set_model_state_dict(model, {**saved, **{n: _to_local(saved[n]) for n in shards}})
     if optimizer is not None:
         _fill_optimizer(model, optimizer, state["optimizer"], shards)
     mesh.load_state_dict(state["mesh"])
@@ -152,21 +155,21 @@ def _fill_optimizer(
     saved: dict[str, Any],
     shards: Iterable[str],
 ) -> None:
-    """Fills an optimizer; parameters that had no state when it was saved have none again."""
-    now = _optimizer_state(model, optimizer)
-    alike = {name: now["state"][name] for name in saved["state"]}
-    filled = _shard_like(saved, {**now, "state": alike})
-    every = {**now["state"], **filled["state"]}
-    filled["state"] = {n: _local(v) if n in shards else v for n, v in every.items()}
+    """Loads an optimizer; parameters without saved state have none afterwards."""
+    current = _optimizer_state(model, optimizer)
+    saved_state = {name: current["state"][name] for name in saved["state"]}
+    filled = _shard_like(saved, {**current, "state": saved_state})
+    every = {**current["state"], **filled["state"]}
+    filled["state"] = {n: _to_local(v) if n in shards else v for n, v in every.items()}
     set_optimizer_state_dict(model, optimizer, filled)
     for name, parameter in model.named_parameters():
-        if name in now["state"] and name not in alike:
+        if name in current["state"] and name not in saved_state:
             optimizer.state.pop(parameter, None)
     _make_momentum_sparse(model, optimizer)
 
 
 def _make_momentum_sparse(model: torch.nn.Module, optimizer: Any) -> None:
-    """Keeps Nesterov momentum of sparse rows as torch does, which adds it to gradients."""
+    """Makes the Nesterov momentum of sparse rows sparse, since torch adds it to gradients."""
     sparse = [
         m.shard for m in model.modules() if isinstance(m, DistEmbedding) and m.sparse
     ]
@@ -179,13 +182,15 @@ def _make_momentum_sparse(model: torch.nn.Module, optimizer: Any) -> None:
 
 
 def _drop_unsaved(state: dict[str, Any], keys: Collection[str]) -> None:
-    """Leaves out parameters of an optimizer that had no gradient before it was saved."""
-    held = state.get("optimizer", {"state": {}})["state"]
+    """Removes from `state` the optimizer's parameters that have no saved state."""
+    parameter_state = state.get("optimizer", {"state": {}})["state"]
     if not any(key.startswith("optimizer.") for key in keys):
-        return  # saved without one, which is told
-    for name in [*held]:
-        if not any(f"optimizer.state.{name}.{key}" in keys for key in held[name]):
-            del held[name]
+        return  # saved without an optimizer: loading raises
+    for name in [*parameter_state]:
+        if not any(
+            f"optimizer.state.{name}.{key}" in keys for key in parameter_state[name]
+        ):
+            del parameter_state[name]
 
 
 def _link_file(mesh: Mesh, rank: int | None = None) -> str:
@@ -193,10 +198,10 @@ def _link_file(mesh: Mesh, rank: int | None = None) -> str:
 
 
 def _named_links(link: Any) -> dict[str, LinkPolicy]:
-    """Returns links by relation by name, "a__to__b" or "to", each link by its first name."""
-    keyed = {"__".join(k) if isinstance(k, tuple) else str(k): link[k] for k in link}
+    """Returns links keyed by relation, "a__to__b" or "to"; a shared link has its first name."""
+    by_name = {"__".join(k) if isinstance(k, tuple) else str(k): link[k] for k in link}
     found: dict[str, LinkPolicy] = {}
-    for name, one in sorted(keyed.items()):
+    for name, one in sorted(by_name.items()):
         if one is not None and not any(one is other for other in found.values()):
             found[name] = one
     return found
@@ -210,10 +215,10 @@ def _link_state(link: Any) -> dict[str, Any]:
 
 
 def _links_of(link: Any, state: Any) -> list[tuple[LinkPolicy, dict[str, Any]]]:
-    """Pairs links with the states that were saved of them.
+    """Pairs links with their saved states.
 
     Raises:
-        ValueError: if other links were saved than those that are given.
+        ValueError: if the links differ from those that were saved.
     """
     names = list(_named_links(link)) if isinstance(link, Mapping) else None
     saved = list(state["relations"]) if "relations" in state else None
@@ -263,15 +268,15 @@ def _load_link(path: Path, mesh: Mesh, link: Links) -> None:
 def _check_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Refuses an optimizer that trains what the model does not hold."""
+    """Raises if an optimizer has parameters that are not the model's."""
     groups = [] if optimizer is None else optimizer.param_groups
-    held = {id(p) for p in model.parameters()}
+    own_ids = {id(p) for p in model.parameters()}
     for number, group in enumerate(groups):
-        strange = [p for p in group["params"] if id(p) not in held]
-        if strange:
+        unknown = [p for p in group["params"] if id(p) not in own_ids]
+        if unknown:
             raise ValueError(
-                f"give the optimizer of this model: {len(strange)} of the parameters in "
-                f"its group {number} (first of shape {list(strange[0].shape)}) are not "
+                f"give the optimizer of this model: {len(unknown)} of the parameters in "
+                f"its group {number} (first of shape {list(unknown[0].shape)}) are not "
                 f"the {type(model).__name__}'s"
             )
 
@@ -291,8 +296,8 @@ def _check_extra(extra: dict[str, Any]) -> None:
                 ) from None
 
 
-def _found(path: str | Path, mesh: Mesh) -> Path:
-    """Returns where the checkpoint is, as rank 0 sees it."""
+def _find_folder(path: str | Path, mesh: Mesh) -> Path:
+    """Returns the path of the checkpoint's folder, as rank 0 sees it."""
     name = collectives.broadcast_object(find(path).name, mesh.world)
     return Path(os.path.realpath(path)).with_name(str(name))
 
@@ -301,7 +306,7 @@ def _try_save(folder: Path, state: dict[str, Any]) -> str | None:
     writer = FileSystemWriter(str(folder), sync_files=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that one process alone is meant
+            warnings.simplefilter("ignore")  # no_dist is meant: one process saves
             dcp.save(state, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
     except (Exception, CheckpointException) as error:
         cause = next((c for c in _causes(error) if isinstance(c, OSError)), error)
@@ -310,7 +315,7 @@ def _try_save(folder: Path, state: dict[str, Any]) -> str | None:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """Returns an error and those that torch's checkpoints wrapped in it."""
+    """Returns an error, and the errors that torch's checkpoint wrapped in it."""
     inner = getattr(error, "failures", {}).values()
     return [error, *(wrapped[0] for wrapped in inner)]
 
@@ -331,19 +336,21 @@ def _try_load(folder: Path, state: dict[str, Any]) -> str | None:
                 no_dist=True,
             )
     except (Exception, CheckpointException) as error:
-        said = [line for line in str(error).splitlines() if line.strip()]
-        return f"cannot load checkpoint {folder}: {said[-1] if said else error!r}"
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return f"cannot load checkpoint {folder}: {lines[-1] if lines else error!r}"
     return None
 
 
 class _MetadataReader(FileSystemReader):
-    """Reads .metadata as data; torch's own reader unpickles it, and falls back on others."""
+    """Reads .metadata with a restricted unpickler; torch's reader would unpickle any class."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata) or not metadata.storage_data:
-            raise ValueError("its .metadata is not that of a checkpoint")
+            raise ValueError(
+                "its .metadata is not that of a checkpoint; give a folder of save_checkpoint"
+            )
         for stored in metadata.storage_data.values():
             name = getattr(stored, "relative_path", None)
             if not isinstance(name, str) or not re.fullmatch(r"[\w.]+\.distcp", name):
@@ -399,17 +406,17 @@ def _state(
     mesh: Mesh, model: torch.nn.Module, optimizer: Any, extra: dict[str, Any]
 ) -> dict[str, Any]:
     state = {
-        "model": _whole(_model_state(model)),
+        "model": _gather_full(_model_state(model)),
         "mesh": {**mesh.state_dict(), "inputs": "", "nodes": ""},
-        "extra": _whole(extra),
+        "extra": _gather_full(extra),
     }
     if optimizer is not None:
-        state["optimizer"] = _whole(_optimizer_state(model, optimizer))
+        state["optimizer"] = _gather_full(_optimizer_state(model, optimizer))
     return state
 
 
-def _versions(model: torch.nn.Module) -> str:
-    """Returns whose rows the embeddings of a model hold, where nodes have been removed."""
+def _embedding_versions(model: torch.nn.Module) -> str:
+    """Returns the graph versions of a model's embeddings, if nodes have been removed."""
     every = sharded_parameters(model).items()
     owners = {name: rows.partition for name, rows in every}
     return repr(
@@ -418,7 +425,7 @@ def _versions(model: torch.nn.Module) -> str:
 
 
 def _model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns a model's state, the rows of `DistEmbedding` as DistTensors."""
+    """Returns a model's state, with the rows of `DistEmbedding` as DistTensors."""
     state: dict[str, Any] = get_model_state_dict(model)
     for name, rows in sharded_parameters(model).items():
         state[name] = DistTensor.wrap(state[name], rows)
@@ -426,9 +433,9 @@ def _model_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Returns an optimizer's state, what it keeps for each row as DistTensors."""
+    """Returns an optimizer's state, with its values for rows as DistTensors."""
     if isinstance(optimizer, torch.optim.SparseAdam) and not optimizer.state:
-        _begin_sparse(optimizer)
+        _init_sparse_state(optimizer)
     found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
     sizes = {name: p.shape for name, p in model.named_parameters()}
     for name, rows in sharded_parameters(model).items():
@@ -440,8 +447,8 @@ def _optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
                 if value.shape != sizes[name]:
                     raise ValueError(
                         f"{type(optimizer).__name__} keeps {key} {list(value.shape)} for "
-                        f"{name}, which has other numbers on other ranks; take one that keeps "
-                        "a number for each of the table, such as Adam or Adagrad"
+                        f"{name}, which would differ between ranks; take an optimizer whose "
+                        "state has the shape of the table, such as Adam or Adagrad"
                     )
                 value = value.to_dense() if value.is_sparse else value
                 kept[key] = DistTensor.wrap(value, rows)
@@ -450,12 +457,12 @@ def _optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def _begin_sparse(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state of an optimizer that takes no dense gradients, as torch's zeros are."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p.grad is not None for p in held):
+def _init_sparse_state(optimizer: torch.optim.Optimizer) -> None:
+    """Creates the zero state of an optimizer that takes sparse gradients only."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.grad is not None for p in parameters):
         return
-    for p in held:
+    for p in parameters:
         p.grad = torch.sparse_coo_tensor(
             torch.empty((1, 0), dtype=torch.int64),
             p.new_empty((0, *p.shape[1:])),
@@ -464,25 +471,25 @@ def _begin_sparse(optimizer: torch.optim.Optimizer) -> None:
             check_invariants=False,
         )
     optimizer.step()
-    for p in held:
+    for p in parameters:
         optimizer.state[p]["step"] = 0
     optimizer.zero_grad(set_to_none=True)
 
 
-def _local(tree: Any) -> Any:
+def _to_local(tree: Any) -> Any:
     return tree_map(lambda v: v.to_local() if isinstance(v, DistTensor) else v, tree)
 
 
-def _whole(tree: Any) -> Any:
+def _gather_full(tree: Any) -> Any:
     return tree_map(lambda v: v.full_tensor() if isinstance(v, DistTensor) else v, tree)
 
 
-def _shard_like(saved: Any, now: Any) -> Any:
-    """Cuts saved tensors to this rank's rows where the running model's are row-sharded."""
+def _shard_like(saved: Any, current: Any) -> Any:
+    """Cuts saved tensors to this rank's rows if the running model's are row-sharded."""
 
     def cut(value: Any, like: Any) -> Any:
         if isinstance(like, DistTensor):
             return DistTensor.wrap(value[like.rows.place], like.rows)
         return value
 
-    return tree_map(cut, saved, now)
+    return tree_map(cut, saved, current)

@@ -1,4 +1,4 @@
-"""Runs the command `pyg-distcomm`: one module a verb."""
+"""Runs the command `pyg-distcomm`: command.py parses it, other modules run its subcommands."""
 
 from pyg_distcomm.cli.command import main as main
 

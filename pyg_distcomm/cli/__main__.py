@@ -1,4 +1,4 @@
-"""Lets `python -m pyg_distcomm.cli` be the command `pyg-distcomm`."""
+"""Runs the command `pyg-distcomm` as `python -m pyg_distcomm.cli`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Times the sparse product, and an epoch of a GCN, beside other implementations.
+"""Runs the command `pyg-distcomm bench`: times the sparse product and an epoch of a GCN.
 
-Competitors take turns, so that a busy moment hurts all of them, and medians are compared:
+Implementations take turns, so that a busy moment slows all of them, and medians are compared:
 trust the ratios, not the milliseconds.
 """
 
@@ -33,8 +33,8 @@ OURS = "pyg_distcomm"
 REUSED = "pyg_distcomm, out given"  # fresh memory costs page faults: see the report
 SCATTER = "gather-scatter"
 GATHER = "rows read alone"  # no product: index_select of each edge's row
-EXTRA = (OURS, REUSED, GATHER)  # what is no competitor
-ROOM = 3 << 30  # bytes of messages beyond which gather-scatter is left out
+EXTRA = (OURS, REUSED, GATHER)  # not counted among other implementations
+MOST_MESSAGE_BYTES = 3 << 30  # gather-scatter is left out if its messages take more
 
 Path = Callable[[], Tensor]
 
@@ -91,7 +91,7 @@ def problem(scale: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, int]:
 def paths(
     rowptr: Tensor, col: Tensor, value: Tensor, x: Tensor
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """Returns the ways to multiply, and why those left out are."""
+    """Returns the implementations of the product, and reasons for those left out."""
     n = len(rowptr) - 1
     narrow, wide = (
         _csr(rowptr, col, value, n),
@@ -111,7 +111,7 @@ def paths(
     }
     missing: dict[str, str] = {}
     _add_torch_sparse(found, missing, (rowptr, col, value, x))
-    if len(col) * x.size(1) * x.element_size() <= ROOM:
+    if len(col) * x.size(1) * x.element_size() <= MOST_MESSAGE_BYTES:
         found[SCATTER] = _gather_scatter(rowptr, col, value, x)
     else:
         missing[SCATTER] = "its messages would not fit in memory"
@@ -123,19 +123,19 @@ def paths(
 
 
 def measure(
-    ways: dict[str, Path],
+    implementations: dict[str, Path],
     repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Returns the median milliseconds of each way, taking turns after one unmeasured."""
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 1):
-        for name, way in ways.items():
-            if name in (SCATTER, GATHER) and turn > 3:
+    """Returns the median milliseconds of each implementation, after one round to warm up."""
+    samples: dict[str, list[float]] = {name: [] for name in implementations}
+    for round_ in range(repeats + 1):
+        for name, multiply in implementations.items():
+            if name in (SCATTER, GATHER) and round_ > 3:
                 continue
             start = clock()
-            way()
-            if turn:
+            multiply()
+            if round_:
                 samples[name].append(1e3 * (clock() - start))
     return {name: statistics.median(times) for name, times in samples.items()}
 
@@ -156,11 +156,11 @@ def run(
     value, rows = value.to(dtype), []
     for width in tqdm(widths, "products", disable=None, leave=False):
         x = torch.randn(n, width, dtype=dtype)
-        ways, _ = paths(rowptr, col, value, x)
+        implementations, _ = paths(rowptr, col, value, x)
         for count in threads:
             with using_threads(count):
-                rows.append(Row(width, count, measure(ways, repeats, clock)))
-        del ways
+                rows.append(Row(width, count, measure(implementations, repeats, clock)))
+        del implementations
     return sorted(rows, key=lambda row: row.threads)
 
 
@@ -183,7 +183,7 @@ def table(rows: Sequence[Row]) -> str:
 
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
-    """Lets torch, and so our kernels, use ``count`` threads inside the block."""
+    """Sets the threads of torch, and so of our kernels, to ``count`` inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -255,7 +255,7 @@ def epoch(conv: type[GCNConv], data: Data, widths: tuple[int, int, int]) -> Call
 def time_gcn(
     num_nodes: int = 50_000, hidden: Sequence[int] = (16, 64, 256), repeats: int = 5
 ) -> list[dict[str, float]]:
-    """Returns our median milliseconds an epoch, and PyG's, of each hidden width.
+    """Returns the median milliseconds of an epoch, ours and PyG's, for each hidden width.
 
     The graph is `datasets.generated`; both layers cache the normalised matrix.
     """
@@ -264,11 +264,11 @@ def time_gcn(
     rows = []
     for width in tqdm(hidden, "epochs", disable=None, leave=False):
         widths = whole.num_features, width, int(whole.y.max()) + 1
-        ways = {
+        implementations = {
             "ours": epoch(DistGCNConv, share, widths),
             "pyg": epoch(GCNConv, whole, widths),
         }
-        rows.append({"hidden": width, **measure(ways, repeats)})
+        rows.append({"hidden": width, **measure(implementations, repeats)})
     return rows
 
 

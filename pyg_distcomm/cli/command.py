@@ -1,10 +1,10 @@
-"""Parses the command `pyg-distcomm`, and runs the module of its verb.
+"""Parses the command `pyg-distcomm`, and runs the module of its subcommand.
 
-Only the standard library is loaded until a verb runs: see [Note: late verbs].
+Only the standard library is loaded until a subcommand runs: see [Note: late imports].
 
-[Note: late verbs] Torch and PyG take seconds to load, and `--help` shall not wait for them.
-So this module declares the arguments of all verbs, `one_of` reads the values that
-others list, and `main` loads the module of the verb by its name.
+[Note: late imports] Torch and PyG take seconds to load, and `--help` should not wait for them.
+So this module declares the arguments of all subcommands, `one_of` looks up allowed values in
+other modules when it reads one, and `main` imports the module of the subcommand by its name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NoReturn
 MOST_SEED = 2**63 - 1
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     """Returns an argparse type for whole numbers from `least` to `most`."""
     end = "" if most is None else f" to {most}"
 
@@ -53,14 +53,14 @@ def count(text: str) -> int:
     return int(value)
 
 
-seed = whole(0, MOST_SEED)
+seed = whole_number(0, MOST_SEED)
 
 
 def one_of(module: str, name: str) -> Callable[[str], str]:
     """Returns an argparse type for the values that a module lists under a name.
 
-    The module is loaded when a value is read, and not for `--help`. A function of that name
-    returns them.
+    The module is imported when a value is read, not for `--help`. The name may also be that
+    of a function that returns the values.
     """
 
     def read(text: str) -> str:
@@ -85,12 +85,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns 0, 1 for a faulty folder, or 2 for a user's error."""
+    """Runs a command; returns 0, or 1 if it found problems, or 2 for an error."""
     try:
         arguments = _parser().parse_args(argv)
-        with _cleaning_up():
+        with _exit_on_sigterm():
             verb = import_module(f"pyg_distcomm.cli.{arguments.module}")
-            code: int = getattr(verb, arguments.act)(arguments)
+            code: int = getattr(verb, arguments.function)(arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"pyg-distcomm: error: {error}", file=sys.stderr)
         return 2
@@ -101,10 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _cleaning_up() -> Iterator[None]:
-    """Lets SIGTERM end the command as an error does: what is half written goes."""
+def _exit_on_sigterm() -> Iterator[None]:
+    """Makes SIGTERM end the command like an error, so that half-written files are removed."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main one may handle signals
+        yield  # only the main thread may handle signals
         return
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
@@ -128,7 +128,7 @@ def _parser() -> _Parser:
         "--version", action="version", version=f"pyg-distcomm {_version()}"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # each verb is one function, which adds its arguments
+    # each function adds the parser of one subcommand
     verbs = _partition, _inspect, _plan, _report, _doctor, _bench
     for add in verbs:
         add(commands)
@@ -138,16 +138,16 @@ def _parser() -> _Parser:
 def _verb(
     commands: argparse._SubParsersAction[_Parser], name: str, text: str, module: str
 ) -> _Parser:
-    """Adds a verb, which `run_NAME` of a module of this package runs."""
+    """Adds a subcommand, which the function `run_NAME` of a module of this package runs."""
     parser = commands.add_parser(name, help=text, description=text)
     parser.add_argument("--json", action="store_true", help="print JSON, not text")
-    parser.set_defaults(module=module, act=f"run_{name}")
+    parser.set_defaults(module=module, function=f"run_{name}")
     return parser
 
 
 def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "cut a graph and write its parts to a folder"
-    parser = _verb(commands, "partition", text, "parts")
+    parser = _verb(commands, "partition", text, "partition")
     parser.add_argument(
         "dataset",
         help="a data set's name (of PyG's, ogbn-arxiv, digits, generated-N), a .pt file; or "
@@ -155,7 +155,9 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
         ".arrow), .npy, .npz, a folder of OGB's",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument("--parts", type=whole(1), required=True, help="how many")
+    parser.add_argument(
+        "--parts", type=whole_number(1), required=True, help="the number of parts"
+    )
     parser.add_argument(
         "--method",
         type=METHOD,
@@ -166,17 +168,28 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument(
         "--refine",
         action="store_true",
-        help="lower what the busiest rank sends and receives (edges in memory)",
+        help="lower the rows that the busiest rank exchanges (edges in memory)",
     )
     parser.add_argument(
         "--grid",
-        type=whole(1),
+        type=whole_number(1),
         nargs=3,
         metavar=("R", "S", "P"),
-        help="the ranks it is for: figures of its blocks, --method permutation or grid",
+        help="the grid of ranks: for figures of its blocks, --method permutation or grid",
     )
     parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--root", default="data", help="where PyG keeps its data sets")
+    parser.add_argument("--root", default="data", help="the folder of PyG's data sets")
+    _add_file_options(parser)
+    parser.add_argument(
+        "--force", action="store_true", help="replace an existing partition folder"
+    )
+    parser.add_argument(
+        "--checksums", action="store_true", help="read all files back and compare"
+    )
+
+
+def _add_file_options(parser: _Parser) -> None:
+    """Adds the options of attributes and of graphs in files."""
     for kind in ("node", "edge"):
         parser.add_argument(
             f"--{kind}-attr",
@@ -193,24 +206,24 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
             help=f"add an attribute of the {kind}s from a file",
         )
     parser.add_argument(
-        "--node-table", type=Path, help="of the nodes: .parquet, .arrow"
+        "--node-table", type=Path, help="a table of the nodes: .parquet, .arrow"
     )
     parser.add_argument(
-        "--num-nodes", type=whole(0), help="of files, where ids do not tell"
+        "--num-nodes",
+        type=whole_number(0),
+        help="the number of nodes in files",
     )
     parser.add_argument(
-        "--undirected", action="store_true", help="edges in files go both ways"
+        "--undirected",
+        action="store_true",
+        help="add the reverse of each edge in files",
     )
-    parser.add_argument("--split", help="which folder of split/ in an OGB-style folder")
-    parser.add_argument("--force", action="store_true", help="replace such a folder")
-    parser.add_argument(
-        "--checksums", action="store_true", help="read all back and compare"
-    )
+    parser.add_argument("--split", help="the folder in split/ of an OGB-style folder")
 
 
 def _inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
-    text = "show and check a partition folder; exit with 1 when something is wrong"
-    parser = _verb(commands, "inspect", text, "parts")
+    text = "show and check a partition folder; exit with 1 if it is damaged"
+    parser = _verb(commands, "inspect", text, "partition")
     parser.add_argument("folder", type=Path)
     parser.add_argument(
         "--checksums",
@@ -229,20 +242,30 @@ def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument(
         "graph",
         nargs="?",
-        help="a data set's name, digits, generated-N, a .pt or .npz file, or a folder of "
-        "parts; left out with --nodes and --edges",
+        help="a data set's name, digits, generated-N, a .pt or .npz file, or a partition "
+        "folder; left out with --nodes and --edges",
     )
-    parser.add_argument("--nodes", type=count, help="of a graph known by its size")
-    parser.add_argument("--edges", type=count, help="an undirected edge counts twice")
+    parser.add_argument(
+        "--nodes", type=count, help="the number of nodes, instead of a graph"
+    )
+    parser.add_argument(
+        "--edges",
+        type=count,
+        help="the number of edges; an undirected one counts twice",
+    )
     parser.add_argument(
         "--law",
         type=one_of("plan.degree_distribution", "LAWS"),
         metavar="LAW",
         default="uniform",
-        help="of its degrees: uniform, rmat, ...",
+        help="the degree distribution: uniform, rmat, ...",
     )
-    parser.add_argument("--ranks", type=whole(1), help="how many (a folder knows)")
-    _plan_what(parser)
+    parser.add_argument(
+        "--ranks",
+        type=whole_number(1),
+        help="the number of ranks, if no folder tells it",
+    )
+    _plan_mode_options(parser)
     parser.add_argument(
         "--layers",
         nargs="+",
@@ -260,7 +283,44 @@ def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--method", type=METHOD, metavar="METHOD", default="metis", help=METHODS
     )
     parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--root", default="data", help="where PyG keeps its data sets")
+    parser.add_argument("--root", default="data", help="the folder of PyG's data sets")
+    _plan_machine_options(parser)
+
+
+def _plan_mode_options(parser: _Parser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--widths",
+        type=whole_number(1),
+        nargs="+",
+        help="the widths of a full-graph model, as 602 16 41; without that of x if typed",
+    )
+    what.add_argument(
+        "--num-neighbors",
+        type=whole_number(-1),
+        nargs="+",
+        help="plan a loader of minibatches instead, with these fan-outs, as 15 10 5",
+    )
+    what.add_argument(
+        "--num-nodes-per-layer",
+        type=whole_number(-1),
+        nargs="+",
+        help="or plan a loader that draws this many nodes for each layer",
+    )
+    parser.add_argument(
+        "--rule", help="the rule of --num-nodes-per-layer; ladies by default"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=whole_number(1),
+        help="seed nodes of a minibatch; 1024 by default",
+    )
+    parser.add_argument(
+        "--probe", type=whole_number(1), help="the minibatches to draw for each rank"
+    )
+
+
+def _plan_machine_options(parser: _Parser) -> None:
     parser.add_argument(
         "--algorithm",
         type=one_of("comm.mesh", "ALGORITHMS"),
@@ -271,64 +331,44 @@ def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--codec",
         action="append",
         default=[],
-        help="plan for this one too, as '1 bit', 'bf16' or '4 bits late'; may be repeated",
-    )
-    _plan_machine(parser)
-
-
-def _plan_what(parser: _Parser) -> None:
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--widths",
-        type=whole(1),
-        nargs="+",
-        help="of a full graph's model, as 602 16 41; of a typed graph without those of x",
-    )
-    what.add_argument(
-        "--num-neighbors",
-        type=whole(-1),
-        nargs="+",
-        help="plan a loader of minibatches instead, with these fan-outs, as 15 10 5",
-    )
-    what.add_argument(
-        "--num-nodes-per-layer",
-        type=whole(-1),
-        nargs="+",
-        help="or one that draws so many nodes for each layer",
-    )
-    parser.add_argument("--rule", help="of --num-nodes-per-layer; ladies by default")
-    parser.add_argument(
-        "--batch-size", type=whole(1), help="of a loader; 1024 by default"
-    )
-    parser.add_argument("--probe", type=whole(1), help="minibatches of a rank to draw")
-
-
-def _plan_machine(parser: _Parser) -> None:
-    parser.add_argument("--pipeline", action="store_true", help="layers in stages too")
-    parser.add_argument("--chunks", type=whole(1), help="of nodes, through the stages")
-    parser.add_argument(
-        "--bubble", type=float, help="share of turns stages may be idle, as Pipeline's"
+        help="also plan for this codec: '1 bit', 'bf16', '4 bits late', ...; may be repeated",
     )
     parser.add_argument(
-        "--skips", type=whole(0), default=0, help="values beside x at borders"
+        "--pipeline", action="store_true", help="also plan pipelines of stages"
     )
-    parser.add_argument("--machine", type=Path, help="figures, saved by Machine.save")
+    parser.add_argument(
+        "--chunks", type=whole_number(1), help="the chunks of nodes of a pipeline"
+    )
+    parser.add_argument(
+        "--bubble", type=float, help="the idle fraction of stages, as in Pipeline"
+    )
+    parser.add_argument(
+        "--skips",
+        type=whole_number(0),
+        default=0,
+        help="tensors that cross stages beside x",
+    )
+    parser.add_argument(
+        "--machine", type=Path, help="a file of figures, saved by Machine.save"
+    )
     parser.add_argument(
         "--device", help="figures of data sheets: a100, h100, h200, or as h100/ndr"
     )
-    parser.add_argument("--memory", help="of a rank, as 24GiB")
-    parser.add_argument("--bandwidth", help="of a rank's link, as 1gbit or 100MB/s")
-    parser.add_argument("--latency", help="of a message, as 50us")
+    parser.add_argument("--memory", help="the memory of a rank, as 24GiB")
+    parser.add_argument(
+        "--bandwidth", help="the bandwidth of a rank, as 1gbit or 100MB/s"
+    )
+    parser.add_argument("--latency", help="the latency of a message, as 50us")
 
 
 def _report(commands: argparse._SubParsersAction[_Parser]) -> None:
-    text = "draw a run that pdc.metrics has recorded, or a trace, as one page of HTML"
+    text = "draw a run that pdc.metrics recorded, or a trace, as one HTML page"
     parser = _verb(commands, "report", text, "report")
     parser.add_argument(
         "run",
         type=Path,
         metavar="RUN",
-        help="the folder of pdc.metrics, a folder of parts, or a trace",
+        help="the folder of pdc.metrics, a partition folder, or a trace",
     )
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("report.html"), help="the page to write"
@@ -336,7 +376,7 @@ def _report(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
-    text = "look at this machine: what is there, what is missing; exit with 1 if needed"
+    text = "check this machine and its packages; exit with 1 if the package cannot run"
     _verb(commands, "doctor", text, "doctor")
 
 
@@ -344,8 +384,10 @@ def _bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "time the sparse product and a GCN epoch beside other implementations"
     parser = _verb(commands, "bench", text, "bench")
     parser.add_argument(
-        "--scale", type=whole(1, 30), default=16, help="2^N nodes, 16 edges each"
+        "--scale", type=whole_number(1, 30), default=16, help="2^N nodes, 16 edges each"
     )
-    parser.add_argument("--widths", type=whole(1), nargs="+", default=[16, 64, 256])
-    parser.add_argument("--threads", type=whole(1), nargs="+", default=[1])
-    parser.add_argument("--repeats", type=whole(1), default=5)
+    parser.add_argument(
+        "--widths", type=whole_number(1), nargs="+", default=[16, 64, 256]
+    )
+    parser.add_argument("--threads", type=whole_number(1), nargs="+", default=[1])
+    parser.add_argument("--repeats", type=whole_number(1), default=5)

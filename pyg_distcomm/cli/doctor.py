@@ -1,4 +1,4 @@
-"""Looks at this machine, and says what is there, what is missing, and what to do."""
+"""Runs the command `pyg-distcomm doctor`: checks this machine, and says what to do."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ PATIENCE = 120.0  # seconds the round trip may take, process start included
 class Finding:
     """One line of the report.
 
-    what    the thing looked at
-    found   what it is like
-    advice  what to do about it; "" when nothing is to do
+    what    what was checked
+    found   the result
+    advice  what to do about it; "" if nothing
     needed  whether the package cannot run until that is done
     """
 
@@ -63,10 +63,10 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Looks at everything, the slowest last: a round trip between two ranks."""
+    """Yields all checks; the slowest, a round trip between two ranks, comes last."""
     yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
-    for name, floor in REQUIRED.items():
-        yield required(name, floor)
+    for name, minimum in REQUIRED.items():
+        yield required(name, minimum)
     for name in OPTIONAL:
         yield optional(name)
     yield back_end("gloo", dist.is_available() and dist.is_gloo_available())
@@ -81,18 +81,18 @@ def examine() -> Iterator[Finding]:
     yield round_trip()
 
 
-def required(name: str, floor: tuple[int, ...]) -> Finding:
-    """Looks for a package that must be there, in some version or a later one."""
-    least = ".".join(map(str, floor))
+def required(name: str, minimum: tuple[int, ...]) -> Finding:
+    """Checks for a required package, in a minimum version."""
+    least = ".".join(map(str, minimum))
     version = _version(name)
-    if version is None or _numbers(version) < floor:
+    if version is None or _version_numbers(version) < minimum:
         found = f"{version}, older than {least}" if version else "missing"
         return Finding(name, found, f"pip install '{name}>={least}'", needed=True)
     return Finding(name, version)
 
 
 def optional(name: str) -> Finding:
-    """Looks for a package that one can do without."""
+    """Checks for an optional package."""
     version, loss = _version(name), OPTIONAL[name]
     if version is None:
         return Finding(name, "missing" if loss else "missing (not needed)", loss)
@@ -106,14 +106,14 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
     parts = version.split("+")[0].split(".")
     return tuple(int(part) for part in parts if part.isdecimal())
 
 
-def back_end(name: str, there: bool) -> Finding:
-    """Judges a back end of torch.distributed; NCCL matters with CUDA devices only."""
-    if there:
+def back_end(name: str, available: bool) -> Finding:
+    """Checks a back end of torch.distributed; NCCL is needed with CUDA devices only."""
+    if available:
         return Finding(name, "available")
     if name == "nccl" and not torch.cuda.is_available():
         return Finding(name, "not in this torch (no CUDA device either: gloo is used)")
@@ -129,7 +129,7 @@ def devices() -> Finding:
 
 
 def cores() -> Finding:
-    """Compares the cores this process may use with the threads it does use."""
+    """Compares the cores that this process may use with its number of threads."""
     allowed = os.cpu_count() or 1
     with contextlib.suppress(AttributeError):  # not on macOS and Windows
         allowed = len(os.sched_getaffinity(0))
@@ -147,20 +147,20 @@ def compiled() -> Finding:
     """Runs a compiled kernel and compares it with its definition."""
     start = time.perf_counter()
     try:
-        right = _multiplies("cpu")
+        is_correct = _multiplies("cpu")
         about = ", ".join(f"{k} {v}" for k, v in kernels.describe().items())
     except Exception as error:  # whatever a broken Numba raises, the report goes on
         advice = "pip install --upgrade numba"
         return Finding("kernels", f"fail: {_first_line(error)}", advice, needed=True)
     seconds = time.perf_counter() - start
-    if not right:
+    if not is_correct:
         advice = "a compiled kernel is wrong here; please report this machine"
         return Finding("kernels", about, advice, needed=True)
     return Finding("kernels", f"{about} (ready in {seconds:.1f} s)")
 
 
 def _multiplies(device: str) -> bool:
-    """Returns whether the product of a small matrix is that of the definition."""
+    """Returns whether a small sparse product equals that of its definition."""
     x = torch.arange(6.0).view(3, 2)
     rowptr, col = torch.tensor([0, 2, 2, 3]), torch.tensor([0, 2, 1])
     found = kernels.spmm(rowptr.to(device), col.to(device), None, x.to(device))
@@ -168,7 +168,7 @@ def _multiplies(device: str) -> bool:
 
 
 def cuda_kernels() -> Finding:
-    """Says which kernels run on CUDA tensors, and runs one where there is a device."""
+    """Reports which kernels run on CUDA tensors, and runs one if there is a device."""
     version = _version("triton")
     found = "cuSPARSE and plain torch (no Triton)"
     if version is not None:
@@ -182,36 +182,38 @@ def cuda_kernels() -> Finding:
         else "pip install 'pyg-distcomm[triton]': products without buffers"
     )
     try:
-        right = _multiplies("cuda")
+        is_correct = _multiplies("cuda")
     except Exception as error:  # whatever a broken driver raises, the report goes on
         return Finding("kernels, CUDA", f"fail: {_first_line(error)}", "see nvidia-smi")
-    if not right:
+    if not is_correct:
         advice = "a kernel for CUDA is wrong here; please report this machine"
     return Finding("kernels, CUDA", found, advice)
 
 
 def cache(folder: object) -> Finding:
-    """Looks whether compiled kernels can be kept on disk."""
+    """Checks whether compiled kernels can be cached on disk."""
     if not isinstance(folder, str):
-        advice = f"kernels compile at every start; {_OWN}"
+        advice = f"kernels compile at every start; {_CACHE_ADVICE}"
         return Finding("kernel cache", "nowhere", advice)
     place = Path(folder)
     while not place.exists() and place != place.parent:
         place = place.parent
     other = kernels.untrusted_writer(folder)
     if other is not None:
-        return Finding("kernel cache", f"not used: {other}", _OWN)
+        return Finding("kernel cache", f"not used: {other}", _CACHE_ADVICE)
     if os.access(place, os.W_OK):
         return Finding("kernel cache", "writable, by you alone")
-    advice = f"kernels compile at every start; {_OWN}"
+    advice = f"kernels compile at every start; {_CACHE_ADVICE}"
     return Finding("kernel cache", f"{folder} cannot be written", advice)
 
 
-_OWN = "set NUMBA_CACHE_DIR to a folder of your own, which you can write to and nobody else"
+_CACHE_ADVICE = (
+    "set NUMBA_CACHE_DIR to a folder of your own that nobody else can write to"
+)
 
 
 def host_name(name: str) -> Finding:
-    """Looks whether this host's name has an address, as gloo needs it to."""
+    """Checks whether this host's name has an address, which gloo needs."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     except OSError as error:
@@ -233,7 +235,7 @@ def interfaces() -> Finding:
 
 
 def round_trip(nprocs: int = 2, patience: float = PATIENCE) -> Finding:
-    """Starts ranks on this machine and lets them add up their numbers over gloo."""
+    """Starts ranks on this machine, and all-reduces a number over gloo."""
     what, start = f"{nprocs} ranks, gloo", time.perf_counter()
     try:
         sums = launch(_sum_of_ranks, nprocs, timeout=patience)
@@ -267,8 +269,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
             print(finding, flush=True)
     wrong = [finding.what for finding in found if finding.wrong]
     if arguments.json:
-        told = [{**asdict(one), "wrong": one.wrong} for one in found]
-        print(json.dumps({"ready": not wrong, "findings": told}, indent=1))
+        findings = [{**asdict(one), "wrong": one.wrong} for one in found]
+        print(json.dumps({"ready": not wrong, "findings": findings}, indent=1))
     else:
         print(f"\nnot ready: {', '.join(wrong)}" if wrong else "\nready")
     return 1 if wrong else 0

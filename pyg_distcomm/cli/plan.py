@@ -37,44 +37,44 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if ranks is None and owners is not None:
         ranks = owners.num_parts
     if arguments.widths is None:
-        what: dict[str, Any] = {"loader": _loader(arguments, graph)}
+        mode: dict[str, Any] = {"loader": _loader(arguments, graph)}
     else:
         layers = arguments.layers or ["gcn"]
-        what = {
+        mode = {
             "widths": arguments.widths,
             "layers": layers[0] if len(layers) == 1 else layers,
             "inputs": arguments.inputs or "constant",
         }
-    found = plan(
+    plans = plan(
         graph,
         ranks=ranks,
         machine=_machine(arguments),
         partition=arguments.method if owners is None else owners,
         seed=arguments.seed,
-        **what,
+        **mode,
         **_options(arguments),
     )
-    print(found.to_json() if arguments.json else found)
-    return 0 if found else 1
+    print(plans.to_json() if arguments.json else plans)
+    return 0 if plans else 1
 
 
 def _check_mode(arguments: argparse.Namespace) -> None:
-    """Refuses options that the kind of plan asked for would not read."""
+    """Raises for options that the kind of plan would ignore."""
     if arguments.widths is not None:
         mode, unread = "--widths", ["batch_size", "probe", "rule"]
     elif arguments.num_neighbors is not None:
         mode, unread = "--num-neighbors", ["layers", "inputs", "rule"]
     else:
         mode, unread = "--num-nodes-per-layer", ["layers", "inputs"]
-    found = [name for name in unread if getattr(arguments, name) is not None]
-    if found:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+    ignored = [name for name in unread if getattr(arguments, name) is not None]
+    if ignored:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
         raise ValueError(f"a plan by {mode} does not read {names}: leave it out")
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what only plans of the full graph take; `plan` refuses it with a loader."""
-    found = {
+    """Returns options of full-graph plans only; `plan` refuses them with a loader."""
+    options = {
         "algorithm": arguments.algorithm,
         "codecs": arguments.codec,
         "pipeline": arguments.pipeline,
@@ -82,11 +82,11 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         "bubble": arguments.bubble,
         "skips": arguments.skips,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _loader(arguments: argparse.Namespace, graph: Any) -> dict[str, Any]:
-    """Returns a loader's arguments; its seeds are the training nodes, if they are known."""
+    """Returns a loader's arguments; its seed nodes are the training nodes, if known."""
     loader: dict[str, Any] = {"batch_size": arguments.batch_size or 1024}
     if arguments.probe is not None:
         loader["probe"] = arguments.probe
@@ -102,28 +102,28 @@ def _loader(arguments: argparse.Namespace, graph: Any) -> dict[str, Any]:
 
 
 def _graph(arguments: argparse.Namespace) -> tuple[Any, Partition | None]:
-    given = arguments.graph, arguments.nodes, arguments.edges
-    sizes = [value is not None for value in given[1:]]
-    if (given[0] is None) != all(sizes) or (given[0] is not None and any(sizes)):
-        raise ValueError("plan takes either a graph, or --nodes N and --edges M")
-    if given[0] is None:
+    values = arguments.graph, arguments.nodes, arguments.edges
+    sizes = [value is not None for value in values[1:]]
+    if (values[0] is None) != all(sizes) or (values[0] is not None and any(sizes)):
+        raise ValueError("give plan either a graph, or --nodes N and --edges M")
+    if values[0] is None:
         return RandomGraph(arguments.nodes, arguments.edges, arguments.law), None
-    parts = Path(given[0]).is_dir() and not is_known(given[0])
-    if parts or open_foreign(given[0]) is not None:
-        return read_edges(Path(given[0]))
-    return load_dataset(given[0], arguments.root, hetero=True), None
+    parts = Path(values[0]).is_dir() and not is_known(values[0])
+    if parts or open_foreign(values[0]) is not None:
+        return read_edges(Path(values[0]))
+    return load_dataset(values[0], arguments.root, hetero=True), None
 
 
 def read_edges(folder: Path) -> tuple[Data | HeteroData, Partition]:
-    """Returns all edges of a folder of parts, and who owns which node.
+    """Returns all edges of a partition folder, and the owners of nodes.
 
-    Of the features, only how many there are, of which dtype; and train_mask, if it is one.
+    The graph has x of the right shape and dtype, without its values, and train_mask if known.
     """
     opened = open_folder(folder)
     parts = [opened.read(part) for part in range(opened.num_parts)]
     partition = parts[0].partition
     if parts[0].types is not None:
-        return _of_types(parts), partition
+        return _hetero_data(parts), partition
     data = Data(edge_index=torch.cat([part.edge_index for part in parts], 1))
     data.num_nodes = partition.num_nodes
     x = parts[0].node.get("x")
@@ -137,8 +137,8 @@ def read_edges(folder: Path) -> tuple[Data | HeteroData, Partition]:
     return data, partition
 
 
-def _of_types(parts: list[PartShare]) -> HeteroData:
-    """Returns all edges of each type, and the widths of what nodes and edges have."""
+def _hetero_data(parts: list[PartShare]) -> HeteroData:
+    """Returns all edges of each type, and attributes of the right shapes without values."""
     data, first = HeteroData(), parts[0]
     assert first.types is not None
     begin = {name: ids[0] for name, ids in first.types.ranges("node").items()}
@@ -158,12 +158,12 @@ def _of_types(parts: list[PartShare]) -> HeteroData:
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    given = {
-        "memory": _value(arguments.memory, "bytes", "--memory"),
-        "bandwidth": _value(arguments.bandwidth, "bytes a second", "--bandwidth"),
-        "latency": _value(arguments.latency, "seconds", "--latency"),
+    values = {
+        "memory": _parse_value(arguments.memory, "bytes", "--memory"),
+        "bandwidth": _parse_value(arguments.bandwidth, "bytes a second", "--bandwidth"),
+        "latency": _parse_value(arguments.latency, "seconds", "--latency"),
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name, value in values.items() if value is not None}
     machine = Machine()
     if arguments.machine is not None:
         if arguments.device is not None:
@@ -174,14 +174,14 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         machine = Machine.load(arguments.machine)
     elif arguments.device is not None:
         machine = Machine.of_device(arguments.device)
-    if {"bandwidth", "latency"} & set(given):
+    if {"bandwidth", "latency"} & set(values):
         machine = replace(
             machine, lines={}, sums=None, source=f"{machine.source}, link given"
         )
-    return replace(machine, **given)  # type: ignore[arg-type]
+    return replace(machine, **values)  # type: ignore[arg-type]
 
 
-def _value(text: str | None, kind: str, option: str) -> float | None:
+def _parse_value(text: str | None, kind: str, option: str) -> float | None:
     if text is None:
         return None
     units = UNITS[kind]
@@ -189,6 +189,6 @@ def _value(text: str | None, kind: str, option: str) -> float | None:
     if match is None or match[2] not in units:
         names = ", ".join(unit for unit in units if unit)
         raise ValueError(
-            f"{option}={text!r} is no number of {kind}, with {names}, if any"
+            f"{option}={text!r} must be a number of {kind}, with one of the units {names}"
         )
     return float(match[1]) * units[match[2]]

@@ -16,7 +16,7 @@ from pyg_distcomm.partition.partition import PartitionReport
 from pyg_distcomm.watch.metrics import read_run, write_whole
 from pyg_distcomm.watch.page import render
 
-MOST_PARTS = 64  # of which each pair is counted
+MOST_PARTS = 64  # the most parts for which the rows of each pair are counted
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def _rows(folder: Path) -> list[list[int]]:
-    """Counts the rows that each part of a folder sends to each other, from their edges."""
+    """Counts the rows that each part of a partition folder sends to each other part."""
     parts = int(folder_meta(folder)["num_parts"])
     if parts > MOST_PARTS:
         return []

@@ -1,4 +1,4 @@
-"""Reads edges and attributes from tables of Apache Arrow: .parquet, .arrow and .feather.
+"""Reads edges and attributes from Apache Arrow tables: .parquet, .arrow and .feather.
 
 Needs pyarrow (`pip install 'pyg-distcomm[arrow]'`). Tables are read a batch of rows at a time.
 """
@@ -18,13 +18,13 @@ from pyg_distcomm.partition.edge_files import (
     MOST_NODES,
     EdgeFile,
     PairWriter,
-    both_ways,
     torch_name,
+    with_reverses,
 )
 
 ENDINGS = (".parquet", ".arrow", ".feather")
-ROWS = 1 << 16  # of a table in memory at once
-MOST_ROWS = 1 << 24  # of edges, while their ends are looked up
+ROWS = 1 << 16  # rows of a table in memory at once
+MOST_ROWS = 1 << 24  # the most edges in memory while their ends are looked up
 ENDS = (("src", "dst"), ("source", "target"), ("row", "col"), ("from", "to"))
 IDS = ("id", "node_id", "node", "gid")
 
@@ -37,11 +37,11 @@ def is_table(path: Path) -> bool:
 class ArrowTable:
     """Reads the columns of a table in a file.
 
-    Columns are numbers or booleans, or lists of them of one length, which make a matrix.
+    Columns hold numbers or booleans, or lists of them of one length, which make a matrix.
 
     Raises:
         ImportError: if pyarrow is not installed.
-        ValueError: naming the file, if it is missing, damaged or empty of columns.
+        ValueError: naming the file, if it is missing, damaged or has no columns.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class ArrowTable:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Turns errors of pyarrow into ValueErrors that name the file."""
+        """Converts errors of pyarrow into ValueErrors that name the file."""
         wrong: Any = _pyarrow("lib").ArrowException
         try:
             yield
@@ -121,7 +121,9 @@ class ArrowTable:
         if width is not None or types.is_fixed_size_list(kind):
             flat = column.flatten()
             if flat.null_count:
-                raise ValueError(f"{self.path}: {name!r} has missing values")
+                raise ValueError(
+                    f"{self.path}: {name!r} has {flat.null_count} missing values; fill them in"
+                )
             return self._plain(name, flat).reshape(len(column), -1)
         return self._plain(name, column)
 
@@ -135,7 +137,7 @@ class ArrowTable:
         return array
 
     def ends(self) -> tuple[str, str]:
-        """Returns the columns of sources and targets: `ENDS` by name, or the only two."""
+        """Returns the columns of sources and targets: two of `ENDS`, or the only two."""
         lower = {name.lower(): name for name in self.names}
         for src, dst in ENDS:
             if src in lower and dst in lower:
@@ -159,7 +161,7 @@ class ArrowTable:
         """Reads the edges once, into the .npy file `out`; returns it and the largest id.
 
         With `undirected`, an edge is followed by its reverse, unless it is a self-loop.
-        With `nodes`, ends are values of the column of ids of a table of nodes.
+        With `nodes`, ends are looked up in the id column of a table of nodes.
         """
         names, largest = list(self.ends()), -1
         limit = MOST_NODES if num_nodes is None else num_nodes
@@ -171,7 +173,7 @@ class ArrowTable:
             leave=False,
         )
         with bar, PairWriter(out) as writer:
-            for ends in self._places(names, nodes):
+            for ends in self._node_places(names, nodes):
                 for ids in ends:
                     bad = np.flatnonzero((ids < 0) | (ids >= limit))
                     if bad.size:
@@ -183,15 +185,15 @@ class ArrowTable:
                         )
                 pairs = np.stack(ends, 1).astype(np.int64)
                 largest = max(largest, int(pairs.max(initial=-1)))
-                writer.write(both_ways(pairs) if undirected else pairs)
+                writer.write(with_reverses(pairs) if undirected else pairs)
                 bar.n += len(pairs)
                 bar.refresh()
-        return EdgeFile(out, tall=True), largest
+        return EdgeFile(out, pair_rows=True), largest
 
-    def _places(
+    def _node_places(
         self, ends: list[str], nodes: NodeNames | None
     ) -> Iterator[list[np.ndarray]]:
-        """Yields the ends of the next edges as places of nodes."""
+        """Yields the ends of the next edges as indices of nodes."""
         if nodes is None:
             for name in ends:
                 kind = self._schema.field(name).type
@@ -203,7 +205,7 @@ class ArrowTable:
                     )
             yield from self.batches(ends)
             return
-        # looking up goes through all names once a batch: let it be worth it
+        # a lookup reads all names once a batch, so batches are as large as their number
         done, rows = 0, min(max(ROWS, len(nodes.names)), MOST_ROWS)
         for columns in self._columns(ends, rows):
             places = []
@@ -231,22 +233,25 @@ class ArrowTable:
         return next((lower[name] for name in IDS if name in lower), None)
 
     def node_columns(self) -> dict[str, ArrowColumn]:
-        """Returns the columns beside the ids, by name; rows are brought into their order."""
-        given, order = self._id_column(), None
-        if given is not None and self.node_names() is None:
-            order = self._order(given)
-        return {n: ArrowColumn(self, n, order) for n in self.names if n != given}
+        """Returns the other columns than the ids, by name, with rows in the order of ids."""
+        id_column, order = self._id_column(), None
+        if id_column is not None and self.node_names() is None:
+            order = self._order(id_column)
+        return {n: ArrowColumn(self, n, order) for n in self.names if n != id_column}
 
     def node_names(self) -> NodeNames | None:
-        """Returns the ids of nodes to look up, whose order is that of the rows.
+        """Returns the ids of nodes for lookups, in the order of the rows.
 
-        None where there is no column of ids, or it holds each of 0 .. n - 1: then an id is
-        the place of a node.
+        None if there is no column of ids, or it holds each of 0 .. n - 1: then an id is the
+        index of a node.
         """
-        given = self._id_column()
-        if given is None:
+        id_column = self._id_column()
+        if id_column is None:
             return None
-        lib, parts = _pyarrow("lib"), [ids for (ids,) in self._columns([given], ROWS)]
+        lib, parts = (
+            _pyarrow("lib"),
+            [ids for (ids,) in self._columns([id_column], ROWS)],
+        )
         if not parts:
             return None
         names = lib.chunked_array(parts).combine_chunks()
@@ -255,15 +260,15 @@ class ArrowTable:
             if np.array_equal(ids, np.arange(ids.size)):
                 return None
         with self._reading():
-            twice = _pyarrow("compute").value_counts(names)
-            counts = twice.field("counts").to_numpy(zero_copy_only=False)
+            counted = _pyarrow("compute").value_counts(names)
+            counts = counted.field("counts").to_numpy(zero_copy_only=False)
         if counts.max(initial=0) > 1:
-            name = twice.field("values")[int(counts.argmax())].as_py()
+            name = counted.field("values")[int(counts.argmax())].as_py()
             raise ValueError(
-                f"{self.path}: {given!r} holds {name!r} {counts.max()} times; give each "
+                f"{self.path}: {id_column!r} holds {name!r} {counts.max()} times; give each "
                 "node one row"
             )
-        return NodeNames(f"{given!r} of {self.path}", names)
+        return NodeNames(f"{id_column!r} of {self.path}", names)
 
     def _order(self, name: str) -> np.ndarray | None:
         """Returns the row of each of the node ids 0 .. n - 1; None if they are in order."""
@@ -275,10 +280,10 @@ class ArrowTable:
 
 
 class NodeNames:
-    """Holds the ids of nodes, integers of any size or texts, each at the place of its node.
+    """Holds the ids of nodes, integers of any size or texts, by the index of the node.
 
     Attributes:
-        name: of the column, for messages.
+        name: the name of the column, for messages.
         names: pyarrow's array `[n]`.
     """
 
@@ -286,7 +291,7 @@ class NodeNames:
         self.name, self.names = name, names
 
     def find(self, ids: Any) -> np.ndarray:
-        """Returns the place of each id, int64; -1 for one that is not among them."""
+        """Returns the index of each id, int64; -1 if it is unknown."""
         compute = _pyarrow("compute")
         if ids.type != self.names.type:
             ids = ids.cast(self.names.type)
@@ -298,7 +303,7 @@ class NodeNames:
 class ArrowColumn:
     """Reads an attribute from a column of a table; see `edge_files.Column`.
 
-    A table whose rows are in another order than its ids is held whole, a column at a time.
+    If the rows are in another order than the ids, a whole column is held in memory.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Puts folders in their place whole or not at all, and deletes only what it wrote.
+"""Writes folders atomically, whole or not at all, and deletes only folders that it wrote.
 
 [Note: whole folders] A writer fills `.NAME.writing-TOKEN` beside NAME; the token names the
-process. Once all of it is on the disk the folder becomes `.NAME.ready-TOKEN`, which is
-exchanged with what stands at NAME in one step (`renameat2` of Linux), so that NAME always
-exists. Where the file system cannot exchange, the old folder is renamed first, and a kill
-between the two steps leaves no NAME; `newest` then returns the folder that is ready, and the
-next write keeps it. Others remove what a writer left only after its process has ended.
+process. Once all files are on the disk, the folder is renamed to `.NAME.ready-TOKEN`, and then
+exchanged with NAME in one step (`renameat2` of Linux), so that NAME always exists. If the file
+system cannot exchange, the old folder is renamed first, and a kill between the two steps leaves
+no NAME; `newest` then returns the folder that is ready, and the next write keeps it. The folder
+of an unfinished write is removed only after its process has ended.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ def new_token() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def beside(place: Path, state: str, token: str) -> Path:
-    """Names a writer's folder in a state: "writing", "ready", "old" or "removing"."""
+def sibling(place: Path, state: str, token: str) -> Path:
+    """Returns the path of a writer's folder in a state: writing, ready, old or removing."""
     return place.with_name(f".{place.name}.{state}-{token}")
 
 
 def in_state(path: Path, state: str) -> Path:
-    """Names the same writer's folder in another state."""
+    """Returns the path of the same writer's folder in another state."""
     parts = _NAME.fullmatch(path.name)
     assert parts is not None
     return path.with_name(f"{parts[1]}.{state}-{parts[3]}")
 
 
 def numbered(place: Path, number: int) -> Path:
-    """Names the earlier folder of a number, 1 being the last one before `place`."""
+    """Returns the path of an earlier folder by number; 1 is the last one before `place`."""
     return place.with_name(f"{place.name}.{number}")
 
 
 def leftovers(place: Path, state: str) -> list[Path]:
-    """Lists the folders of writers beside a place in a state."""
+    """Lists the writers' folders in a state, beside a place."""
     beside_it = place.parent.glob(f".{glob.escape(place.name)}.{state}-*")
     return [path for path in beside_it if _NAME.fullmatch(path.name)]
 
@@ -64,17 +64,21 @@ def leftovers(place: Path, state: str) -> list[Path]:
 def newest(place: Path, ended: bool = False) -> Path | None:
     """Returns the whole folder that a writer left beside its place, if there is one.
 
-    With `ended`, only writers count that have ended: another one may be about to rename it.
+    With `ended`, only those of ended writers count: a running one may be about to rename it.
     """
     for state in ("ready", "old"):
-        left = [path for path in leftovers(place, state) if not ended or is_over(path)]
+        left = [
+            path
+            for path in leftovers(place, state)
+            if not ended or writer_has_ended(path)
+        ]
         if left:
             return max(left, key=_written_at)
     return None
 
 
-def is_over(left: Path) -> bool:
-    """Returns whether the writer of a folder has ended, or is forgotten."""
+def writer_has_ended(left: Path) -> bool:
+    """Returns whether the writer of a folder has ended; after a day on another host, yes."""
     parts = _NAME.fullmatch(left.name)
     assert parts is not None
     if parts[4] != socket.gethostname():
@@ -94,15 +98,15 @@ def clear(place: Path, is_ours: Callable[[Path], bool]) -> None:
     """Removes the folders beside a place whose writers have ended, if they are ours."""
     for state in ("writing", "ready", "old", "removing"):
         for left in leftovers(place, state):
-            if is_over(left) and is_ours(left):
+            if writer_has_ended(left) and is_ours(left):
                 _remove(left)
 
 
 def put_in_place(aside: Path, place: Path, keep: int = 1) -> None:
-    """Renames a finished folder to `place`, where the folder before it stays until then.
+    """Renames a finished folder to `place`; the folder that is there stays until then.
 
-    `aside` is in the state "writing"; `keep` folders remain: the new one, and those before it
-    at `place.1`, ...
+    `aside` is in the state "writing"; `keep` folders remain: the new one, and earlier ones at
+    `place.1`, ...
     """
     ready = in_state(aside, "ready")
     os.rename(aside, ready)
@@ -125,7 +129,7 @@ def put_in_place(aside: Path, place: Path, keep: int = 1) -> None:
 
 
 def exchange(ready: Path, place: Path) -> None:
-    """Exchanges two folders, in one step where the file system can."""
+    """Exchanges two folders, in one step if the file system can."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         names = os.fsencode(ready), os.fsencode(place)
@@ -144,7 +148,7 @@ def exchange(ready: Path, place: Path) -> None:
 
 
 def move(source: Path, target: Path, ready: Path) -> None:
-    """Renames a folder if it exists; removes the one in its way under another name."""
+    """Renames a folder if it exists; a folder at `target` is renamed and then removed."""
     if not source.exists():
         return
     removed = in_state(ready, "removing")
@@ -155,7 +159,7 @@ def move(source: Path, target: Path, ready: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder, or a link but not its target; what resists is left for `clear`."""
+    """Removes a folder, or a link but not its target; `clear` retries if that fails."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -170,7 +174,7 @@ def _written_at(path: Path) -> float:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file, or the names in a folder where the system can, to the disk."""
+    """Flushes a file, or the names in a folder if the system can, to the disk."""
     if os.name != "posix" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)
@@ -181,7 +185,7 @@ def sync(path: Path) -> None:
 
 
 class _Output:
-    """Passes writes on to a file, and keeps the error that torch.save would hide."""
+    """Forwards writes to a file, and keeps the OSError that torch.save would hide."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.write_error: OSError | None = None
@@ -199,7 +203,7 @@ class _Output:
 
 
 def torch_save(value: Any, file: IO[bytes]) -> None:
-    """Writes a value as torch.save does; raises OSError if the disk does not take it."""
+    """Writes a value as torch.save does; raises OSError if the disk cannot store it."""
     output = _Output(file)
     try:
         torch.save(value, cast("IO[bytes]", output))
@@ -211,7 +215,7 @@ def torch_save(value: Any, file: IO[bytes]) -> None:
 
 
 def keep_file(value: Any, path: Path, what: str) -> None:
-    """Keeps a value for later runs in a file, whole or not at all; warns if it cannot."""
+    """Saves a value in a file for later runs, whole or not at all; warns if that fails."""
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

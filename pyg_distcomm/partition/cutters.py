@@ -54,7 +54,7 @@ METHODS = tuple(
 )
 ORDERS = ("degree", "bfs", "random")
 PASSES = 10  # streams over the nodes; the cut stops improving before that
-FEW = 16  # nodes a part; below that METIS prints complaints and leaves parts empty
+FEW = 16  # nodes a part; METIS prints complaints and leaves parts empty below that
 
 Csr = tuple[np.ndarray, np.ndarray]
 
@@ -77,11 +77,11 @@ def cut(
 
     edge_index [2, num_edges], integers; edges may be directed, repeated, or self-loops.
     method     "block": runs of consecutive nodes; sizes differ by one at most
-               "random": as "block", on a random order
-               "permutation": `permutation`, for blocks of a grid with like nonzeros
+               "random": "block" on a random order of the nodes
+               "permutation": `permutation`, for grid blocks with similar nonzeros
                "ldg": `ldg`, a streaming cutter that needs nothing installed
-               "metis": `metis`; without pymetis it warns once and runs "ldg",
-               as it does, silently, below 16 nodes a part
+               "metis": `metis`; without pymetis it warns once and runs "ldg"; with fewer
+               than 16 nodes a part it runs "ldg" without a warning
                "grid": `grid_cut`, METIS (or "ldg") into the row and column parts that
                products on `grid` exchange; "metis" where s = p = 1
                "stream": `stream`, which reads the edges in order and keeps none; for
@@ -91,14 +91,14 @@ def cut(
                or the name of a registered cutter (`registered_cut`)
                or the part of each node, [num_nodes]
     train_mask [num_nodes], bool; "ldg" and "metis" spread its nodes too
-    balance    most nodes a part may own, over the mean ("ldg"), or most work ("metis")
+    balance    the most nodes ("ldg"), or most work ("metis"), of a part, over the mean
     order      of "ldg": "degree" (highest first), "bfs" or "random"
-    refine     lower what the busiest rank sends and receives, by `refine_partition`
+    refine     whether `refine_partition` lowers the rows that the busiest rank exchanges
     grid       (r, s, p) of the ranks, for "permutation", "grid" and for `refine`
     kinds      [num_nodes], the number of each node's type; "ldg" and "metis" spread the nodes
                of each type, too
 
-    No part is empty where there are as many nodes as parts (but in a given vector).
+    No part is empty if there are at least as many nodes as parts, except in a given vector.
     Raises ValueError or TypeError for an edge_index that `check_edge_index` refuses,
     and ValueError for a method or order that does not exist.
     """
@@ -107,30 +107,30 @@ def cut(
     check_nodes_fit(num_nodes, method, refine)
     grid = check_grid(grid, num_parts)
     if not isinstance(method, str):
-        found = Partition.from_owner(method, num_parts, num_nodes)
+        result = Partition.from_owner(method, num_parts, num_nodes)
     elif check_method(method) == "permutation":
-        found = permutation(edge_index, num_nodes, num_parts, seed=seed, grid=grid)
+        result = permutation(edge_index, num_nodes, num_parts, seed=seed, grid=grid)
     elif method == "grid" and grid[1] * grid[2] > 1:
         train = train_vector(train_mask, num_nodes)
 
         def parts(edges: Tensor, many: int, train: np.ndarray) -> Partition:
             return _cut("metis", edges, many, train, seed, balance, order)
 
-        found = grid_cut(edge_index, train, grid, parts, jit_loops().deal)
+        result = grid_cut(edge_index, train, grid, parts, jit_loops().deal)
     elif method not in METHODS:
-        found = registered_cut(
+        result = registered_cut(
             method, edge_index, num_nodes, num_parts, seed=seed, train_mask=train_mask
         )
     else:
         train = train_vector(train_mask, num_nodes)
         method = "metis" if method == "grid" else method
         loads = train if kinds is None else _with_kinds(train, kinds)
-        found = _cut(method, edge_index, num_parts, loads, seed, balance, order)
+        result = _cut(method, edge_index, num_parts, loads, seed, balance, order)
     if not refine:
-        return found
+        return result
     limit = max(balance, BALANCE)
     return refine_partition(
-        edge_index, found, train_mask=train_mask, balance=limit, grid=grid
+        edge_index, result, train_mask=train_mask, balance=limit, grid=grid
     )
 
 
@@ -143,7 +143,7 @@ def _with_kinds(train: np.ndarray, kinds: Tensor) -> np.ndarray:
 
 
 def check_nodes_fit(num_nodes: int, method: Any, refine: bool) -> None:
-    """Refuses a graph whose node ids the compiled cutters cannot hold."""
+    """Raises for a graph with more nodes than the compiled cutters can number."""
     compiled = ("ldg", "metis", "grid", "stream", *LIBRARIES)
     if num_nodes > MAX_INT32 and (
         refine or (isinstance(method, str) and method in compiled)
@@ -168,8 +168,8 @@ def check_method(method: str) -> str:
 
 def known_methods() -> tuple[str, ...]:
     """Returns the names of all methods, those that other packages register included."""
-    more = plugins.registered(plugins.CUTTERS)
-    return (*METHODS, *(name for name in more if name not in METHODS))
+    names = plugins.registered(plugins.CUTTERS)
+    return (*METHODS, *(name for name in names if name not in METHODS))
 
 
 def takes_grid(method: Any) -> bool:
@@ -188,10 +188,12 @@ def _cut(
 ) -> Partition:
     num_nodes = len(train)
     if method == "random":
-        owner = np.random.default_rng(seed).permutation(_runs(num_nodes, num_parts))
+        owner = np.random.default_rng(seed).permutation(
+            _block_owner(num_nodes, num_parts)
+        )
         return Partition.from_owner(owner, num_parts)
     if method == "block" or num_parts == 1 or num_nodes <= num_parts:
-        return Partition.from_owner(_runs(num_nodes, num_parts), num_parts)
+        return Partition.from_owner(_block_owner(num_nodes, num_parts), num_parts)
     if method == "stream":
         edges = TensorEdges(edge_index)
         return stream(edges, num_nodes, num_parts, seed=seed, balance=balance)
@@ -214,15 +216,15 @@ def ldg(
     balance: float = 1.03,
     order: str = "degree",
 ) -> Partition:
-    """Streams the nodes, placing each with its neighbours where there is room.
+    """Streams the nodes, and assigns each to the part with most of its neighbours and room.
 
-        part(v) = argmax_p |N(v) in p| * room(p),   room = min_c 1 - load_c(p) / cap_c
+        part(v) = argmax_p |N(v) in p| * free(p),   free = min_c 1 - load_c(p) / cap_c
 
     over loads c: nodes (never above max(ceil(n/P), balance * n/P)), in-edges, train nodes,
-    and nodes of each type (above their caps only where no other part has a neighbour or
+    and nodes of each type (above their caps only if no other part has a neighbour or
     room).
-    Streams again from the last pass's parts, keeps the best, then moves single nodes
-    while the cut falls. Time: linear in nodes and edges, a pass.
+    Repeats from the parts of the last pass, keeps the best, then moves single nodes
+    while the cut falls. Time: linear in nodes and edges, for each pass.
 
     "Linear Deterministic Greedy" of [Stanton12], restreamed as "reLDG" of
     [Nishimura13]; the in-edge and train loads, and the moves at the end, are ours.
@@ -233,16 +235,16 @@ def ldg(
     weight = node_weights(edge_index, train)
     capacity = capacities(weight, num_parts, balance)
     load = np.zeros((num_parts, weight.shape[1]), np.int64)
-    walk = _order(order, csr, seed)
+    visit_order = _order(order, csr, seed)
     owner = np.full(num_nodes, -1, np.int64)
     best, best_cut = owner, math.inf
     for _ in tqdm(range(PASSES), "ldg", disable=None, leave=False):
-        loops.ldg(walk, *csr, weight, capacity, owner, load)
+        loops.ldg(visit_order, *csr, weight, capacity, owner, load)
         size = loops.cut_size(*csr, owner)
         if size >= best_cut:
             break
         best, best_cut = owner.copy(), size
-    _settle(best, walk, csr, weight, capacity, num_parts)
+    _improve(best, visit_order, csr, weight, capacity, num_parts)
     return Partition.from_owner(fill_empty(best, num_parts), num_parts)
 
 
@@ -254,11 +256,11 @@ def metis(
     seed: int = 0,
     balance: float = 1.03,
 ) -> Partition:
-    """Cuts with METIS the graph made undirected, without loops and repeated edges.
+    """Cuts with METIS, after making the graph undirected and dropping loops and repeats.
 
-    pymetis takes one weight a node, so METIS evens out 1 / n + in_degree(v) / m; then
-    single nodes move to bring each load of `ldg` under its cap, where another part has
-    room for all of them. Sizes stay less even than with `ldg`. Needs pymetis.
+    pymetis takes one weight a node, so METIS balances 1 / n + in_degree(v) / m; then
+    single nodes move to bring each load of `ldg` under its cap, if another part has room
+    for all of them. Sizes are less even than with `ldg`. Needs pymetis.
     """
     pymetis: Any = _pymetis()
     dtype = pymetis.zero_copy_dtype()
@@ -280,7 +282,7 @@ def metis(
     )
     owner = np.array(parts, np.int64)
     capacity = capacities(weight, num_parts, balance)
-    _settle(owner, _order("degree", csr, seed), csr, weight, capacity, num_parts)
+    _improve(owner, _order("degree", csr, seed), csr, weight, capacity, num_parts)
     return Partition.from_owner(fill_empty(owner, num_parts), num_parts)
 
 
@@ -291,10 +293,10 @@ def symmetric_csr(edge_index: Tensor, num_nodes: int) -> Csr:
     return pair
 
 
-def _runs(num_nodes: int, num_parts: int) -> np.ndarray:
-    each, more = divmod(num_nodes, num_parts)
-    sizes = np.full(num_parts, each)
-    sizes[:more] += 1
+def _block_owner(num_nodes: int, num_parts: int) -> np.ndarray:
+    size, rest = divmod(num_nodes, num_parts)
+    sizes = np.full(num_parts, size)
+    sizes[:rest] += 1
     return np.repeat(np.arange(num_parts), sizes)
 
 
@@ -307,28 +309,28 @@ def _order(order: str, csr: Csr, seed: int) -> np.ndarray:
         return roots
     if order == "degree":
         return roots[np.argsort(-np.diff(indptr)[roots], kind="stable")]
-    walk: np.ndarray = jit_loops().bfs_order(indptr, indices, roots)
-    return walk
+    visit_order: np.ndarray = jit_loops().bfs_order(indptr, indices, roots)
+    return visit_order
 
 
-def _settle(
+def _improve(
     owner: np.ndarray,
-    walk: np.ndarray,
+    visit_order: np.ndarray,
     csr: Csr,
     weight: np.ndarray,
     capacity: np.ndarray,
     num_parts: int,
 ) -> None:
-    """Moves single nodes, in place: first down to the caps, then to lower the cut."""
+    """Moves single nodes, in place: first until loads are below caps, then to lower the cut."""
     loops = jit_loops()
     load = part_loads(owner, weight, num_parts)
-    loss, most = 0, int(np.diff(csr[0]).max())
-    light_first = walk[::-1].copy()
-    while loss <= 2 * most and (load > capacity).any():
-        loops.rebalance(light_first, *csr, weight, capacity, owner, load, loss)
-        loss = 2 * loss + 1
+    max_loss, most = 0, int(np.diff(csr[0]).max())
+    lightest_first = visit_order[::-1].copy()
+    while max_loss <= 2 * most and (load > capacity).any():
+        loops.rebalance(lightest_first, *csr, weight, capacity, owner, load, max_loss)
+        max_loss = 2 * max_loss + 1
     for _ in range(PASSES):
-        if loops.lower_cut(walk, *csr, weight, capacity, owner, load) == 0:
+        if loops.lower_cut(visit_order, *csr, weight, capacity, owner, load) == 0:
             break
 
 
@@ -342,16 +344,15 @@ def permutation(
 ) -> Partition:
     """Spreads rows of the matrix over process rows, and columns over process columns.
 
-    In random order within equal degrees, nodes are dealt out to the r process rows by
-    falling in-degree, and those of each process row to its s columns by falling
-    out-degree, each to the one that has least so far and room for one more. So each
-    process row has like nonzeros in its rows, each process column in its columns, and a
-    block A_ij about m / (r s); the ranks of one block share out its nodes evenly. Sizes
-    differ by one for each of the three steps at most. Without a grid, parts are process
-    rows.
+    Nodes are assigned to the r process rows by descending in-degree, and those of each
+    process row to its s columns by descending out-degree; ties are in random order. Each
+    goes to the part with least degrees so far that has room for one more. So process rows
+    have similar nonzeros in their rows, process columns in their columns, and a block A_ij
+    has about m / (r s); the ranks of one block divide its nodes evenly. Each of the three
+    steps makes sizes differ by one at most. Without a grid, parts are process rows.
 
     Permuting rows and columns at random, and each in its own way, is the double
-    permutation of [Ranjan25]; dealing by degree is ours, and keeps hubs apart too.
+    permutation of [Ranjan25]; assigning by degree is ours, and separates hubs, too.
     """
     loops = jit_loops()
     r, s, p = check_grid(grid, num_parts)
@@ -359,21 +360,28 @@ def permutation(
         np.bincount(ends, minlength=num_nodes)
         for ends in plain_edges(edge_index).cpu().numpy()
     ]
-    out, into = degree if degree[0].size else (np.zeros(0, np.int64),) * 2
-    mixed = np.random.default_rng(seed).permutation(num_nodes)
-    row, col, fiber = np.zeros((3, num_nodes), np.int64)
-    loops.deal(_falling(mixed, into), into, np.zeros(r, np.int64), row)
-    cols = np.zeros(s, np.int64)
+    out_degree, in_degree = degree if degree[0].size else (np.zeros(0, np.int64),) * 2
+    shuffled = np.random.default_rng(seed).permutation(num_nodes)
+    row_part, col_part, fiber_part = np.zeros((3, num_nodes), np.int64)
+    loops.deal(
+        _by_descending(shuffled, in_degree), in_degree, np.zeros(r, np.int64), row_part
+    )
+    col_load = np.zeros(s, np.int64)
     for i in range(r):
-        in_row = mixed[row[mixed] == i]
-        loops.deal(_falling(in_row, out), out, cols, col)
+        in_row = shuffled[row_part[shuffled] == i]
+        loops.deal(_by_descending(in_row, out_degree), out_degree, col_load, col_part)
         for j in range(s):
-            block = in_row[col[in_row] == j]
-            loops.deal(_falling(block, into), into, np.zeros(p, np.int64), fiber)
-    return Partition.from_owner((row * s + col) * p + fiber, num_parts)
+            block = in_row[col_part[in_row] == j]
+            loops.deal(
+                _by_descending(block, in_degree),
+                in_degree,
+                np.zeros(p, np.int64),
+                fiber_part,
+            )
+    return Partition.from_owner((row_part * s + col_part) * p + fiber_part, num_parts)
 
 
-def _falling(gid: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def _by_descending(gid: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return gid[np.argsort(-weight[gid], kind="stable")]
 
 
@@ -395,12 +403,12 @@ def _pymetis() -> Any:
 def kahip(csr: Csr, num_parts: int, *, seed: int, balance: float) -> np.ndarray:
     """Cuts with KaHIP, social-network configuration "eco", which lowers the edge cut.
 
-    Takes links both ways (`symmetric_csr`); evens out nodes alone.
+    Takes edges in both directions (`symmetric_csr`); balances the number of nodes only.
 
     Raises:
         ValueError: if kahip is not installed, or the links do not fit 32 bits.
     """
-    library = _library("kahip")
+    library = _import_library("kahip")
     indptr, indices = csr
     if indices.size > np.iinfo(np.int32).max:
         raise ValueError(
@@ -424,13 +432,13 @@ def mtkahypar(csr: Csr, num_parts: int, *, seed: int, balance: float) -> np.ndar
         sum over nets of (parts they reach - 1)
 
     is the number of ghosts, `PartitionReport.volume`, where an edge cut only bounds it.
-    Evens out nodes alone. The deterministic configuration, one thread.
+    Balances the number of nodes only. Uses the deterministic configuration, and one thread.
 
     Raises:
         ValueError: if mtkahypar is not installed.
     """
-    library = _library("mtkahypar")
-    if PROCESS.mtkahypar is None:  # it may be initialised once
+    library = _import_library("mtkahypar")
+    if PROCESS.mtkahypar is None:  # a process may initialise it only once
         PROCESS.mtkahypar = library.initialize(1)
     context = PROCESS.mtkahypar.context_from_preset(library.PresetType.DETERMINISTIC)
     context.set_partitioning_parameters(num_parts, balance - 1, library.Objective.KM1)
@@ -442,11 +450,13 @@ def mtkahypar(csr: Csr, num_parts: int, *, seed: int, balance: float) -> np.ndar
     graph = PROCESS.mtkahypar.create_hypergraph(
         context, indptr.size - 1, len(nets), nets
     )
-    found = graph.partition(context)
-    return np.fromiter((found.block_id(v) for v in range(indptr.size - 1)), np.int64)
+    partitioned = graph.partition(context)
+    return np.fromiter(
+        (partitioned.block_id(v) for v in range(indptr.size - 1)), np.int64
+    )
 
 
-def _library(name: str) -> Any:
+def _import_library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -473,7 +483,7 @@ def registered_cut(
     the part of each node [num_nodes], as a tensor, an array or a list.
 
     Raises:
-        ValueError: if it fails, or what it returns is no partition; it names the cutter.
+        ValueError: naming the cutter, if it fails or returns no partition.
     """
     function = plugins.load(plugins.CUTTERS, name)
     try:

@@ -1,8 +1,8 @@
 """Compiles the loops of the cutters; importing this module imports Numba.
 
-Loads of parts are nodes (a hard limit), in-edges and, but for streams, train nodes (soft).
-Loops of the streaming cutter take a chunk of edges, and arrays with an entry, or a few
-seats, per node.
+The loads of a part are its nodes (a hard limit), its in-edges and, except for streams, its
+train nodes (soft limits). Loops of the streaming cutter take a chunk of edges, and arrays with
+an entry, or a few slots, per node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = np.ndarray
 def distinct_sources(
     src: Array, dst: Array, num_nodes: int, both: bool
 ) -> tuple[Array, Array]:
-    """Returns indptr [n + 1] and, for each node, its distinct sources but itself, sorted.
+    """Returns indptr [n + 1] and each node's distinct sources, sorted, without self-loops.
 
     With `both`, edges count in both directions. Two counting sorts, linear in nodes and
     edges.
@@ -67,7 +67,7 @@ def distinct_sources(
 
 @jit
 def transfer(load: Array, weight: Array, v: int, a: int, b: int) -> None:
-    """Takes what node v adds from the load of part a, and gives it to part b."""
+    """Moves the weights of node v from the loads of part a to those of part b."""
     for c in range(weight.shape[1]):
         load[a, c] -= weight[v, c]
         load[b, c] += weight[v, c]
@@ -98,40 +98,40 @@ def bfs_order(indptr: Array, indices: Array, roots: Array) -> Array:
 
 
 @jit
-def _touch(
-    v: int, indptr: Array, indices: Array, owner: Array, count: Array, touched: Array
+def _count_neighbors(
+    v: int, indptr: Array, indices: Array, owner: Array, count: Array, near_parts: Array
 ) -> int:
-    """Counts v's neighbours by part; lists in `touched` the parts that have any."""
+    """Counts v's neighbours by part; lists in `near_parts` the parts that have any."""
     found = 0
     for k in range(indptr[v], indptr[v + 1]):
         p = owner[indices[k]]
         if p >= 0:
             if count[p] == 0:
-                touched[found] = p
+                near_parts[found] = p
                 found += 1
             count[p] += 1
     return found
 
 
 @jit
-def _room(load: Array, capacity: Array, p: int, weight: Array, v: int) -> float:
-    """Returns the smallest free share over the loads that v adds to; <= 0 is full."""
-    room: float = 1.0 - load[p, 0] / capacity[0]
+def _free_share(load: Array, capacity: Array, p: int, weight: Array, v: int) -> float:
+    """Returns the least free fraction of part p over the loads of v; <= 0 means full."""
+    free: float = 1.0 - load[p, 0] / capacity[0]
     for c in range(1, capacity.size):
         if weight[v, c] > 0:
-            room = min(room, 1.0 - load[p, c] / capacity[c])
-    return room
+            free = min(free, 1.0 - load[p, c] / capacity[c])
+    return free
 
 
 @jit
-def _emptiest(load: Array, capacity: Array, weight: Array, v: int) -> int:
-    """Returns the part with the most room that is not full of nodes."""
-    best, best_room = -1, -np.inf
+def _emptiest_part(load: Array, capacity: Array, weight: Array, v: int) -> int:
+    """Returns the part with the largest free fraction that may take another node."""
+    best, best_free = -1, -np.inf
     for p in range(load.shape[0]):
         if load[p, 0] < capacity[0]:
-            room = _room(load, capacity, p, weight, v)
-            if room > best_room:
-                best, best_room = p, room
+            free = _free_share(load, capacity, p, weight, v)
+            if free > best_free:
+                best, best_free = p, free
     return best
 
 
@@ -145,34 +145,34 @@ def ldg(
     owner: Array,
     load: Array,
 ) -> None:
-    """Places each node of `order` anew, by linear deterministic greedy.
+    """Assigns each node of `order` anew, by linear deterministic greedy.
 
-        part(v) = argmax_p |N(v) in p| * room(p),   room = min_c 1 - load_c(p) / cap_c
+        part(v) = argmax_p |N(v) in p| * free(p),   free = min_c 1 - load_c(p) / cap_c
 
-    owner [n] holds the last pass's parts (-1: none yet) and is rewritten; load [P, 3]
-    is counted afresh. Ties go to the emptier part, then to the lower number.
+    owner [n] holds the parts of the last pass (-1 for none yet) and is overwritten; load
+    [P, 3] is counted anew. Ties go to the emptier part, then to the lower number.
     """
     num_parts = load.shape[0]
     count = np.zeros(num_parts, np.int64)
-    touched = np.empty(num_parts, np.int64)
+    near_parts = np.empty(num_parts, np.int64)
     load[:] = 0
     for v in order:
-        found = _touch(v, indptr, indices, owner, count, touched)
-        best, best_score, best_room = -1, 0.0, 0.0
+        found = _count_neighbors(v, indptr, indices, owner, count, near_parts)
+        best, best_score, best_free = -1, 0.0, 0.0
         for t in range(found):
-            p = touched[t]
-            room = _room(load, capacity, p, weight, v)
-            score = count[p] * room
+            p = near_parts[t]
+            free = _free_share(load, capacity, p, weight, v)
+            score = count[p] * free
             count[p] = 0
-            if load[p, 0] >= capacity[0] or room <= 0:
+            if load[p, 0] >= capacity[0] or free <= 0:
                 continue
             tie = score == best_score and (
-                room > best_room or (room == best_room and p < best)
+                free > best_free or (free == best_free and p < best)
             )
             if score > best_score or tie:
-                best, best_score, best_room = p, score, room
+                best, best_score, best_free = p, score, free
         if best < 0:
-            best = _emptiest(load, capacity, weight, v)
+            best = _emptiest_part(load, capacity, weight, v)
         owner[v] = best
         for c in range(capacity.size):
             load[best, c] += weight[v, c]
@@ -180,7 +180,7 @@ def ldg(
 
 @jit
 def fits(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
-    """Returns whether part p has room for all that node v adds."""
+    """Returns whether part p has room for all weights of node v."""
     for c in range(capacity.size):
         if weight[v, c] > 0 and load[p, c] + weight[v, c] > capacity[c]:
             return False
@@ -197,33 +197,33 @@ def lower_cut(
     owner: Array,
     load: Array,
 ) -> int:
-    """Moves each node to the fitting part that holds most of its neighbours.
+    """Moves each node to the part with most of its neighbours that has room for it.
 
-    Only strict gains are taken, so the cut falls with each move; returns the moves.
+    Every move lowers the cut strictly. Returns the number of moves.
     """
     num_parts = load.shape[0]
     count = np.zeros(num_parts, np.int64)
-    touched = np.empty(num_parts, np.int64)
+    near_parts = np.empty(num_parts, np.int64)
     moves = 0
     for v in order:
-        found = _touch(v, indptr, indices, owner, count, touched)
-        home = owner[v]
-        best, best_count = home, count[home]
+        found = _count_neighbors(v, indptr, indices, owner, count, near_parts)
+        own_part = owner[v]
+        best, best_count = own_part, count[own_part]
         for t in range(found):
-            p = touched[t]
+            p = near_parts[t]
             if count[p] > best_count and fits(load, capacity, p, weight, v):
                 best, best_count = p, count[p]
         for t in range(found):
-            count[touched[t]] = 0
-        if best != home and load[home, 0] > 1:
+            count[near_parts[t]] = 0
+        if best != own_part and load[own_part, 0] > 1:
             moves += 1
             owner[v] = best
-            transfer(load, weight, v, home, best)
+            transfer(load, weight, v, own_part, best)
     return moves
 
 
 @jit
-def _over(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
+def _over_capacity(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
     over = False
     for c in range(capacity.size):
         over = over or (weight[v, c] > 0 and load[p, c] > capacity[c])
@@ -241,38 +241,38 @@ def rebalance(
     load: Array,
     loss: int,
 ) -> None:
-    """Moves nodes out of parts above a limit, each adding at most `loss` to the cut."""
+    """Moves nodes out of parts above a limit; a move adds at most `loss` to the cut."""
     num_parts = load.shape[0]
     count = np.zeros(num_parts, np.int64)
-    touched = np.empty(num_parts, np.int64)
+    near_parts = np.empty(num_parts, np.int64)
     for v in order:
-        home = owner[v]
-        if not _over(load, capacity, home, weight, v):
+        own_part = owner[v]
+        if not _over_capacity(load, capacity, own_part, weight, v):
             continue
-        found = _touch(v, indptr, indices, owner, count, touched)
-        best, best_count = -1, max(0, count[home] - loss - 1)
+        found = _count_neighbors(v, indptr, indices, owner, count, near_parts)
+        best, best_count = -1, max(0, count[own_part] - loss - 1)
         for t in range(found):
-            p = touched[t]
-            better = p != home and count[p] > best_count
+            p = near_parts[t]
+            better = p != own_part and count[p] > best_count
             if better and fits(load, capacity, p, weight, v):
                 best, best_count = p, count[p]
-        if best < 0 and count[home] <= loss:
-            p = _emptiest(load, capacity, weight, v)
-            if p >= 0 and _room(load, capacity, p, weight, v) > 0:
+        if best < 0 and count[own_part] <= loss:
+            p = _emptiest_part(load, capacity, weight, v)
+            if p >= 0 and _free_share(load, capacity, p, weight, v) > 0:
                 best = p
         for t in range(found):
-            count[touched[t]] = 0
-        if best >= 0 and best != home:
+            count[near_parts[t]] = 0
+        if best >= 0 and best != own_part:
             owner[v] = best
-            transfer(load, weight, v, home, best)
+            transfer(load, weight, v, own_part, best)
 
 
 @entry
 def deal(order: Array, weight: Array, load: Array, group: Array) -> None:
-    """Deals nodes out to groups: each to the lightest that has room, ties to the first.
+    """Assigns each node to the lightest group that has room; ties go to the first.
 
-    order [c] should fall in weight; load [groups] is what each group has and is added
-    to; group [n] is written. The groups' sizes differ by one at most.
+    order [c] should be by descending weight; load [groups] is updated; group [n] is written.
+    The sizes of groups differ by one at most.
     """
     each, more = order.size // load.size, order.size % load.size
     size = np.zeros(load.size, np.int64)
@@ -293,7 +293,7 @@ def deal(order: Array, weight: Array, load: Array, group: Array) -> None:
 
 @entry
 def cut_size(indptr: Array, indices: Array, owner: Array) -> int:
-    """Counts the neighbours owned by another part, over all nodes."""
+    """Counts the neighbours, over all nodes, that another part owns."""
     total = 0
     for v in range(owner.size):
         for k in range(indptr[v], indptr[v + 1]):
@@ -315,51 +315,51 @@ def cluster(
     src: Array,
     dst: Array,
     degree: Array,
-    home: Array,
+    cluster_of: Array,
     volume: Array,
     size: Array,
     most: Array,
 ) -> None:
-    """Joins the ends of each edge: the one in the smaller cluster goes to the larger.
+    """Joins clusters along edges: the end in the smaller cluster moves to the larger.
 
-    home [n] is the cluster of each node, named after a node; volume and size [n] are
+    cluster_of [n] is the cluster of each node, named after a node; volume and size [n] are
     the degrees and nodes in each, never above most = (volume, nodes).
     """
     for e in range(src.size):
-        small, large = src[e], dst[e]
-        if home[small] == home[large]:
+        smaller, larger = src[e], dst[e]
+        if cluster_of[smaller] == cluster_of[larger]:
             continue
-        rest_small = volume[home[small]] - degree[small]
-        rest_large = volume[home[large]] - degree[large]
-        if rest_small > rest_large:
-            small, large = large, small
-        a, b = home[small], home[large]
-        if volume[b] + degree[small] <= most[0] and size[b] + 1 <= most[1]:
-            volume[a] -= degree[small]
+        rest_smaller = volume[cluster_of[smaller]] - degree[smaller]
+        rest_larger = volume[cluster_of[larger]] - degree[larger]
+        if rest_smaller > rest_larger:
+            smaller, larger = larger, smaller
+        a, b = cluster_of[smaller], cluster_of[larger]
+        if volume[b] + degree[smaller] <= most[0] and size[b] + 1 <= most[1]:
+            volume[a] -= degree[smaller]
             size[a] -= 1
-            volume[b] += degree[small]
+            volume[b] += degree[smaller]
             size[b] += 1
-            home[small] = b
+            cluster_of[smaller] = b
 
 
 @entry
 def pack(
     order: Array, weight: Array, capacity: Array, load: Array, place: Array
 ) -> None:
-    """Puts each cluster of `order` where most room is left; place -1 where none has it.
+    """Assigns each cluster of `order` to the part with most room; `place` is -1 if none has.
 
-    load [P, 2] is added to.
+    load [P, 2] is updated.
     """
     for c in order:
-        best, best_room = -1, -np.inf
+        best, best_free = -1, -np.inf
         for p in range(load.shape[0]):
             if load[p, 0] + weight[c, 0] > capacity[0]:
                 continue
-            room = 1.0
+            free = 1.0
             for k in range(capacity.size):
-                room = min(room, 1 - (load[p, k] + weight[c, k]) / max(capacity[k], 1))
-            if room > best_room:
-                best, best_room = p, room
+                free = min(free, 1 - (load[p, k] + weight[c, k]) / max(capacity[k], 1))
+            if free > best_free:
+                best, best_free = p, free
         place[c] = best
         if best >= 0:
             load[best] += weight[c]
@@ -367,14 +367,14 @@ def pack(
 
 @entry
 def vote(
-    src: Array, dst: Array, owner: Array, own: Array, seat: Array, count: Array
+    src: Array, dst: Array, owner: Array, own: Array, voted_part: Array, count: Array
 ) -> int:
-    """Counts, for both ends of each edge, where the other is; returns the edges cut.
+    """Counts, for both ends of each edge, the part of the other end; returns the edges cut.
 
-    own [n] counts neighbours in a node's own part, exactly. seat [n, SEATS] names parts
-    of others, and count their neighbours, by the rule of [Misra82]: a part without a
-    seat takes an empty one, or takes one vote from every seat; so counts are never too
-    high, and exact while a node's neighbours are in no more parts than there are seats.
+    own [n] counts neighbours in a node's own part, exactly. voted_part [n, SLOTS] names other
+    parts, and count the neighbours in each, by the rule of [Misra82]: a part that has no
+    slot takes an empty slot, or takes one vote from every slot. So counts are never too
+    high, and exact while a node has neighbours in no more parts than there are slots.
     """
     cut = 0
     for e in range(src.size):
@@ -386,24 +386,25 @@ def vote(
             own[v] += 1
             continue
         cut += 1
-        _sit(u, owner[v], seat, count)
-        _sit(v, owner[u], seat, count)
+        _add_vote(u, owner[v], voted_part, count)
+        _add_vote(v, owner[u], voted_part, count)
     return cut
 
 
 @jit
-def _sit(v: int, part: int, seat: Array, count: Array) -> None:
-    free = -1
-    for k in range(seat.shape[1]):
+def _add_vote(v: int, part: int, voted_part: Array, count: Array) -> None:
+    """Counts a neighbour of v in another part, in one of v's slots."""
+    slot = -1
+    for k in range(voted_part.shape[1]):
         if count[v, k] == 0:
-            free = k
-        elif seat[v, k] == part:
+            slot = k
+        elif voted_part[v, k] == part:
             count[v, k] += 1
             return
-    if free >= 0:
-        seat[v, free], count[v, free] = part, 1
+    if slot >= 0:
+        voted_part[v, slot], count[v, slot] = part, 1
         return
-    for k in range(seat.shape[1]):
+    for k in range(voted_part.shape[1]):
         count[v, k] -= 1
 
 
@@ -412,21 +413,21 @@ def move(
     order: Array,
     owner: Array,
     own: Array,
-    seat: Array,
+    voted_part: Array,
     count: Array,
     weight: Array,
     capacity: Array,
     load: Array,
 ) -> int:
-    """Moves each unit of `order` to the part with most votes that has room.
+    """Moves each node or cluster of `order` to the part with most votes that has room.
 
-    weight [n, 2] is what a unit, a node or a cluster, adds to a part. Returns moves.
+    weight [n, 2] is what a node or cluster adds to a part. Returns the number of moves.
     """
     moves = 0
     for v in order:
         a, best, most = owner[v], -1, own[v]
-        for k in range(seat.shape[1]):
-            q = seat[v, k]
+        for k in range(voted_part.shape[1]):
+            q = voted_part[v, k]
             if count[v, k] == 0 or not fits(load, capacity, q, weight, v):
                 continue
             if count[v, k] > most or (best >= 0 and count[v, k] == most and q < best):

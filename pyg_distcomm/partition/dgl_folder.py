@@ -3,14 +3,14 @@
     OUT/NAME.json          sizes, ranges of node and edge ids, the files of each part
     OUT/part0/             graph.dgl, node_feat.dgl, edge_feat.dgl
 
-DGL renumbers nodes and edges so that those of a part follow one another; what is read has
+DGL renumbers nodes and edges so that those of a part are contiguous; parts are read with
 these ids. Its features `feat`, `label` and, of edges, `weight` become x, y and edge_weight.
 
 [Note: the format] Files are little-endian: counts are uint64, strings and lists are preceded
 by their length. A tensor is a magic number, 8 bytes unused, its device (2 int32), its
 number of dims (int32), its dtype (code uint8, bits uint8, lanes uint16), its shape (int64),
-the bytes of its values (int64), and these. Graphs begin at byte 4096, as COO, CSR or CSC;
-described in the comments of DGL's src/graph/serialize and read off files of DGL 1.1.3.
+the number of bytes of its values (int64), and the values. Graphs begin at byte 4096, as COO,
+CSR or CSC. Sources: the comments in DGL's src/graph/serialize, and files of DGL 1.1.3.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["dgl_folder_meta", "is_dgl_folder", "read_dgl_folder", "read_dgl_part
 TENSORS, GRAPHS, TENSOR = 0xDD5A9FBE3FA2443F, 0xDD2E4FF046B4A13F, 0xDD5E40F096B4A13F
 HETERO, META_GRAPH, UNIT = 0xDD589FBE35224ABF, 0xDD3C5FFE20046ABF, 0xDD2E60F0F6B4A127
 CSR, COO = 0xDD6CD31205DFF127, 0xDD61FFD305DFF127
-BEGIN = 4096  # where graphs do, in their file
+BEGIN = 4096  # the offset of graphs in their file
 AS_COO, AS_CSR, AS_CSC = 1, 2, 4
 MOST_DIMS, MOST_NAME = 16, 1 << 12
 KINDS = {0: "i", 1: "u", 2: "f"}
@@ -44,7 +44,7 @@ CONFIG = {"num_parts", "num_nodes", "num_edges", "node_map", "edge_map", "part-0
 
 
 def is_dgl_folder(folder: str | Path) -> bool:
-    """Returns whether a folder, or a .json file in it, is one that DGL wrote."""
+    """Returns whether DGL wrote a folder, or a .json file in it."""
     return bool(_configs(Path(folder)))
 
 
@@ -98,14 +98,14 @@ def _configs(folder: Path) -> list[tuple[Path, Meta]]:
 def read_dgl_partition(folder: str | Path) -> Partition:
     """Reads the partition of the nodes; raises ValueError, naming the file, when damaged."""
     path, meta = dgl_folder_meta(folder)
-    ends = _ends(path, meta, "node")
+    ends = _id_bounds(path, meta, "node")
     return Partition.from_owner(
         torch.repeat_interleave(ends.diff()), meta["num_parts"], int(ends[-1])
     )
 
 
-def _ends(path: Path, meta: Meta, kind: str) -> Tensor:
-    """Returns where the ids of each part begin, and where the last ones end."""
+def _id_bounds(path: Path, meta: Meta, kind: str) -> Tensor:
+    """Returns the first id of each part, and the end of the last part's ids."""
     (ranges,) = meta[f"{kind}_map"].values()
     total, wanted = meta[f"num_{kind}s"], f"{meta['num_parts']} ranges [begin, end]"
     try:
@@ -126,8 +126,8 @@ def read_dgl_folder(folder: str | Path, part: int) -> PartShare:
     """Reads one part, nodes and edges ascending by DGL's ids.
 
     Raises:
-        ValueError: naming the file, for one that is missing, damaged, or at odds with the
-            others, and for a heterogeneous graph.
+        ValueError: naming the file, if one is missing, damaged or does not fit the others,
+            and for a heterogeneous graph.
     """
     path, meta = dgl_folder_meta(folder)
     partition = read_dgl_partition(folder)
@@ -136,7 +136,7 @@ def read_dgl_folder(folder: str | Path, part: int) -> PartShare:
             f"{path}: got part {part}, but its parts are 0 .. {partition.num_parts - 1}"
         )
     files = _files(path, meta, part)
-    nodes, edges = _ends(path, meta, "node"), _ends(path, meta, "edge")
+    nodes, edges = _id_bounds(path, meta, "node"), _id_bounds(path, meta, "edge")
     node_gid = torch.arange(int(nodes[part]), int(nodes[part + 1]))
     edge_gid = torch.arange(int(edges[part]), int(edges[part + 1]))
     edge_index = _edges(files["part_graph"], partition, part, edge_gid)
@@ -156,8 +156,8 @@ def read_dgl_folder(folder: str | Path, part: int) -> PartShare:
 
 
 def _files(path: Path, meta: Meta, part: int) -> dict[str, Path]:
-    """Returns the files of a part, which lie in the folder of the JSON file."""
-    names, home = meta.get(f"part-{part}"), path.parent
+    """Returns the paths of a part's files, which are in the folder of the JSON file."""
+    names, directory = meta.get(f"part-{part}"), path.parent
     files = {}
     for kind in ("part_graph", "node_feats", "edge_feats"):
         name = names.get(kind) if isinstance(names, dict) else None
@@ -166,15 +166,15 @@ def _files(path: Path, meta: Meta, part: int) -> dict[str, Path]:
                 f"{path}: part-{part} names no {kind}; folders for GraphBolt "
                 "(use_graphbolt=True) are not read: partition without it"
             )
-        files[kind] = home / name
-        if not files[kind].resolve().is_relative_to(home.resolve()):
-            # as DGL wrote absolute or working-folder paths, find the file beside the JSON
-            files[kind] = home.joinpath(*Path(name).parts[-2:])
+        files[kind] = directory / name
+        if not files[kind].resolve().is_relative_to(directory.resolve()):
+            # DGL wrote absolute paths, or paths from its working folder: look beside the JSON
+            files[kind] = directory.joinpath(*Path(name).parts[-2:])
     return files
 
 
 def _rows(path: Path, count: int, names: dict[str, str]) -> dict[str, Tensor]:
-    """Reads features by name, without the type of their nodes or edges."""
+    """Reads features by name; the type is dropped from their names."""
     rows: dict[str, Tensor] = {}
     reader = _DglReader(path)
     reader.expect(TENSORS, "features")
@@ -192,7 +192,7 @@ def _rows(path: Path, count: int, names: dict[str, str]) -> dict[str, Tensor]:
 
 
 def _edges(path: Path, partition: Partition, part: int, edge_gid: Tensor) -> Tensor:
-    """Reads the ends of the edges of a part, ascending by their ids."""
+    """Reads the edge_index of a part, ascending by edge id."""
     src, dst, node, edge = _DglReader(path).graph()
     for name, rows, count in (("_ID", node, None), ("_ID", edge, src.numel())):
         if name not in rows or (count is not None and rows[name].numel() != count):
@@ -216,7 +216,7 @@ def _edges(path: Path, partition: Partition, part: int, edge_gid: Tensor) -> Ten
 
 
 class _DglReader:
-    """Reads numbers, strings and tensors of a file, front to back, within its bounds."""
+    """Reads numbers, strings and tensors from a file, in order, with bounds checked."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.at = path, 0
@@ -233,11 +233,11 @@ class _DglReader:
 
     def take(self, count: int) -> bytes:
         """Returns the next bytes."""
-        self._need(count)
+        self._check_remaining(count)
         self.at += count
         return self.data[self.at - count : self.at]
 
-    def _need(self, count: int) -> None:
+    def _check_remaining(self, count: int) -> None:
         if not 0 <= count <= len(self.data) - self.at:
             raise ValueError(
                 f"{self.path}: ends early, or is damaged: {count} bytes are wanted at "
@@ -254,7 +254,7 @@ class _DglReader:
         return int(value)
 
     def expect(self, magic: int, what: str) -> None:
-        """Reads a magic number; raises ValueError for another."""
+        """Reads a magic number; raises ValueError if it is another one."""
         got = self.uint64()
         if got != magic:
             raise ValueError(
@@ -301,11 +301,11 @@ class _DglReader:
 
     def _count(self) -> int:
         count = self.uint64()
-        self._need(count)  # an item has a byte at least
+        self._check_remaining(count)  # an item has a byte at least
         return count
 
     def graph(self) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Returns both ends of the edges of the first graph, and rows of nodes and edges."""
+        """Returns the sources, targets, node data and edge data of the first graph."""
         self.expect(GRAPHS, "graphs")
         version, kind, count = self.unpack("QQQ")
         if (version, count) != (2, 1):
@@ -343,40 +343,45 @@ class _DglReader:
     def _unit_graph(self) -> tuple[Tensor, Tensor]:
         self.expect(UNIT, "edges")
         saved, _ = self.unpack("QQ")
-        # until DGL 0.5 it was the number of a form, now it is a mask
+        # a bit mask of formats; up to DGL 0.5 the number of one format
         forms = saved & 0xFFFFFFFF if saved >> 32 else 1 << (saved - 1) if saved else 0
         found = None
         for form in (AS_COO, AS_CSR, AS_CSC):
             if forms & form:
                 self._meta_graph()
                 coo = form == AS_COO
-                one, two, order = self._matrix(COO if coo else CSR, 2 if coo else 1)
-                found = found or self._ends_of(form, one, two, order)
+                first, second, order = self._matrix(
+                    COO if coo else CSR, 2 if coo else 1
+                )
+                found = found or self._edge_ends(form, first, second, order)
         if found is None:
-            raise ValueError(f"{self.path}: its edges are saved in no known form")
+            raise ValueError(
+                f"{self.path}: its edges are saved in no known format, wanted COO, CSR or CSC; "
+                "partition the graph by DGL 0.7 or later"
+            )
         return found
 
-    def _ends_of(
-        self, form: int, one: Tensor, two: Tensor, order: Tensor
+    def _edge_ends(
+        self, form: int, first: Tensor, second: Tensor, order: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns sources and targets in the order of edge ids."""
         if form != AS_COO:
-            sizes = one.diff()
-            if one.dim() != 1 or not one.numel() or bool((sizes < 0).any()):
+            sizes = first.diff()
+            if first.dim() != 1 or not first.numel() or bool((sizes < 0).any()):
                 raise ValueError(f"{self.path}: the offsets of its rows do not ascend")
-            one = torch.repeat_interleave(sizes)
-        if one.shape != two.shape or one.dim() != 1:
+            first = torch.repeat_interleave(sizes)
+        if first.shape != second.shape or first.dim() != 1:
             raise ValueError(
-                f"{self.path}: {one.numel()} sources, but {two.numel()} targets"
+                f"{self.path}: {first.numel()} sources, but {second.numel()} targets"
             )
         if form == AS_CSC:
-            one, two = two, one
-        one, two = one.long(), two.long()
+            first, second = second, first
+        first, second = first.long(), second.long()
         if not order.numel():  # in the order of ids already
-            return one, two
+            return first, second
         inverse = order.long().argsort()
-        if order.shape != one.shape or not torch.equal(
-            order.long()[inverse], torch.arange(one.numel())
+        if order.shape != first.shape or not torch.equal(
+            order.long()[inverse], torch.arange(first.numel())
         ):
-            raise ValueError(f"{self.path}: edge ids are not 0 .. {one.numel() - 1}")
-        return one[inverse], two[inverse]
+            raise ValueError(f"{self.path}: edge ids are not 0 .. {first.numel() - 1}")
+        return first[inverse], second[inverse]

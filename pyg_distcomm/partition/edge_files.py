@@ -1,4 +1,4 @@
-"""Reads edges and attributes in files, in chunks: .npy, members of .npz, lines of text."""
+"""Reads edges and attributes from .npy, .npz and text files, in chunks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from pyg_distcomm.partition.stream_cutter import CHUNK
 
 TEXT = (".txt", ".csv", ".tsv", ".el", ".edges", ".edgelist")
 BLOCK = 1 << 23  # bytes of text in memory at once
-BYTES = 1 << 24  # of rows of attributes in memory at once
-LINES = 1 << 14  # of attributes in memory at once
+BYTES = 1 << 24  # bytes of attribute rows in memory at once
+LINES = 1 << 14  # lines of text attributes in memory at once
 MOST_NODES = 2**31 - 1
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which spreadsheets begin a file
 BAD_FILE = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile)
@@ -34,7 +34,7 @@ Opener = Callable[[], IO[bytes]]
 
 
 def is_text(path: Path) -> bool:
-    """Returns whether a name is that of a text of edges, compressed by gzip or not."""
+    """Returns whether a name is that of a text file of edges, compressed by gzip or not."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     if suffixes[-1:] == [".gz"]:
         suffixes.pop()
@@ -68,7 +68,7 @@ def member_opener(path: Path, member: str) -> Opener:
     def opener() -> IO[bytes]:
         with zipfile.ZipFile(path) as archive:
             file: Any = archive.open(member)
-            file.unpacked = archive.getinfo(member).file_size
+            file.uncompressed_size = archive.getinfo(member).file_size
             return cast(IO[bytes], file)
 
     return opener
@@ -105,9 +105,9 @@ class NpyHead:
                 raise
             except Exception as error:  # NumPy evaluates what the head says
                 raise ValueError(f"{name}: cannot be read: {error}") from None
-            head = NpyHead(dtype, shape, fortran, file.tell())
-            head.check(name, _length(file))
-            return head
+            header = NpyHead(dtype, shape, fortran, file.tell())
+            header.check(name, _length(file))
+            return header
 
     def check(self, name: str, length: int | None) -> None:
         """Raises ValueError unless the array fits a file of this length."""
@@ -115,13 +115,13 @@ class NpyHead:
             raise ValueError(f"{name}: holds Python objects; save plain numbers")
         if any(isinstance(size, bool) or size < 0 for size in self.shape):
             raise ValueError(
-                f"{name}: its head says the shape {self.shape}; sizes are numbers of at "
-                "least 0: save the array again by np.save"
+                f"{name}: its header has the shape {self.shape}, wanted sizes of at least 0; "
+                "save the array again by np.save"
             )
         want = self.size + math.prod(self.shape) * self.dtype.itemsize
         if length is not None and length != want:
             raise ValueError(
-                f"{name}: has {length} bytes, but its head says {self.dtype} "
+                f"{name}: has {length} bytes, but its header says {self.dtype} "
                 f"{list(self.shape)}, which are {want}; save the array again by np.save"
             )
 
@@ -130,12 +130,16 @@ def _length(file: IO[bytes]) -> int | None:
     """Returns the uncompressed length of a file, None if it is unknown."""
     if isinstance(file, gzip.GzipFile):
         return None
-    unpacked: int | None = getattr(file, "unpacked", None)
-    return os.fstat(file.fileno()).st_size if unpacked is None else unpacked
+    uncompressed_size: int | None = getattr(file, "uncompressed_size", None)
+    return (
+        os.fstat(file.fileno()).st_size
+        if uncompressed_size is None
+        else uncompressed_size
+    )
 
 
 def check_archive(path: Path) -> None:
-    """Raises ValueError unless the arrays of an .npz file are as large as they say."""
+    """Raises ValueError unless the arrays of an .npz file have the sizes in their headers."""
     with opened(str(path), lambda: open(path, "rb")) as file:
         names = zipfile.ZipFile(file).namelist()
     for name in names:
@@ -147,25 +151,32 @@ class EdgeFile:
     """Reads edges from a .npy file or a member of an .npz file, `[2, m]` or `[m, 2]`.
 
     Only one chunk is in memory. Ids are compared with the number of nodes as they are
-    read. A file with two edges is read as `[2, m]`, unless `tall`.
+    read. A file with two edges is read as `[2, m]`, unless `pair_rows`.
     """
 
     def __init__(
-        self, name: str | Path, opener: Opener | None = None, tall: bool | None = None
+        self,
+        name: str | Path,
+        opener: Opener | None = None,
+        pair_rows: bool | None = None,
     ) -> None:
-        """Reads the head of the file; raises ValueError unless it holds edges."""
+        """Reads the header of the file; raises ValueError unless it holds edges."""
         self.name = name = str(name)
         self._opener = opener or plain_opener(Path(name))
-        self.head = head = NpyHead.read(name, self._opener)
+        self.header = header = NpyHead.read(name, self._opener)
         self._nodes = MOST_NODES
-        if len(head.shape) != 2 or 2 not in head.shape or head.dtype.kind not in "iu":
+        if (
+            len(header.shape) != 2
+            or 2 not in header.shape
+            or header.dtype.kind not in "iu"
+        ):
             raise ValueError(
-                f"{name}: holds {head.dtype} {list(head.shape)}, but edges are integers "
+                f"{name}: holds {header.dtype} {list(header.shape)}, but edges are integers "
                 "[2, num_edges] or [num_edges, 2]"
             )
-        tall = head.shape[0] != 2 if tall is None else tall
-        self.num_edges = head.shape[0] if tall else head.shape[1]
-        self._paired = tall != head.fortran  # source and target side by side
+        pair_rows = header.shape[0] != 2 if pair_rows is None else pair_rows
+        self.num_edges = header.shape[0] if pair_rows else header.shape[1]
+        self._paired = pair_rows != header.fortran  # source and target side by side
 
     def limit(self, num_nodes: int) -> None:
         """Sets the number of nodes, which ids must stay below."""
@@ -176,13 +187,13 @@ class EdgeFile:
         bar = tqdm(
             desc=what, total=self.num_edges, unit=" edges", disable=None, leave=False
         )
-        dtype = self.head.dtype
+        dtype = self.header.dtype
         with bar, opened(self.name, self._opener) as file, ExitStack() as stack:
-            file.seek(self.head.size)
+            file.seek(self.header.size)
             files = [file]
             if not self._paired:  # all targets follow all sources
                 files.append(stack.enter_context(self._opener()))
-                files[1].seek(self.head.size + self.num_edges * dtype.itemsize)
+                files[1].seek(self.header.size + self.num_edges * dtype.itemsize)
             for start in range(0, self.num_edges, CHUNK):
                 count = min(CHUNK, self.num_edges - start)
                 each = 2 * count // len(files)
@@ -219,11 +230,11 @@ def spool_text(
 ) -> tuple[EdgeFile, int]:
     """Reads a list of edges once, into the .npy file `out`, `[m, 2]`.
 
-    A line holds a source and a target, between which are spaces, tabs, commas or
-    semicolons; "#" and "%" begin comments, and the first line of a .csv or .tsv may name
-    its columns. With `undirected`, an edge is followed by its reverse, unless it is a
-    self-loop. Returns the edges, and the largest id. Raises ValueError with the file,
-    the line, what it holds and what it should hold.
+    A line holds a source and a target, separated by spaces, tabs, commas or semicolons; "#"
+    and "%" begin comments, and the first line of a .csv or .tsv may name its columns. With
+    `undirected`, an edge is followed by its reverse, unless it is a self-loop. Returns the
+    edges, and the largest id. Raises ValueError with the file, the line, its content and the
+    expected content.
     """
     limit = MOST_NODES if num_nodes is None else num_nodes
     total = path.stat().st_size if path.is_file() else 0
@@ -240,9 +251,9 @@ def spool_text(
         for pairs in _text_pairs(path, file, limit):
             if pairs.size:
                 largest = max(largest, int(pairs.max()))
-            writer.write(both_ways(pairs) if undirected else pairs)
+            writer.write(with_reverses(pairs) if undirected else pairs)
             bar.update(_position(file) - bar.n)
-    return EdgeFile(out, tall=True), largest
+    return EdgeFile(out, pair_rows=True), largest
 
 
 def _position(file: IO[bytes]) -> int:
@@ -254,7 +265,7 @@ def _text_pairs(path: Path, file: IO[bytes], limit: int) -> Iterator[np.ndarray]
     # Numba takes a second to import
     loops: Any = importlib.import_module("pyg_distcomm.partition.parse_jit")
     line, rest, first = 0, b"", path.name.lower().removesuffix(".gz")
-    head = first.endswith((".csv", ".tsv"))
+    has_header = first.endswith((".csv", ".tsv"))
     while block := file.read(BLOCK):
         if line == 0 and not rest:
             block = block.removeprefix(BYTE_ORDER_MARK)
@@ -263,18 +274,18 @@ def _text_pairs(path: Path, file: IO[bytes], limit: int) -> Iterator[np.ndarray]
         text, rest = text[:cut], text[cut:]
         if len(rest) > BLOCK:
             raise ValueError(f"{path}: line {line + 1}: longer than {BLOCK} bytes")
-        if head and text:
+        if has_header and text:
             text, skipped = _without_names(text)
-            line, head = line + skipped, False
+            line, has_header = line + skipped, False
         pairs, line = _parse(loops, path, text, line, limit)
         yield pairs
     if rest:
-        text = _without_names(rest + b"\n")[0] if head else rest + b"\n"
+        text = _without_names(rest + b"\n")[0] if has_header else rest + b"\n"
         yield _parse(loops, path, text, line, limit)[0]
 
 
 def _without_names(text: bytes) -> tuple[bytes, int]:
-    """Drops a first line of names of columns, and comments before it."""
+    """Drops a first line with names of columns, and comments before it."""
     at = lines = 0
     while at < len(text):
         end = text.index(b"\n", at) + 1
@@ -305,17 +316,17 @@ def _parse(
     return out[:found], line + lines
 
 
-def both_ways(pairs: np.ndarray) -> np.ndarray:
-    """Inserts its reverse after each edge `[m, 2]` that is no self-loop."""
-    twice = np.repeat(pairs, 2, axis=0)
-    twice[1::2] = pairs[:, ::-1]
-    keep = np.ones(len(twice), np.bool_)
+def with_reverses(pairs: np.ndarray) -> np.ndarray:
+    """Inserts the reverse of each edge `[m, 2]` after it, except for self-loops."""
+    doubled = np.repeat(pairs, 2, axis=0)
+    doubled[1::2] = pairs[:, ::-1]
+    keep = np.ones(len(doubled), np.bool_)
     keep[1::2] = pairs[:, 0] != pairs[:, 1]
-    return twice[keep]
+    return doubled[keep]
 
 
 class PairWriter:
-    """Writes an .npy file `[m, 2]` whose length is known at the end."""
+    """Writes an .npy file `[m, 2]` whose length is known only at the end."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._rows = path, 0
@@ -350,7 +361,7 @@ class Column(Protocol):
     shape: tuple[int, ...]
 
     def rows(self) -> Iterator[np.ndarray]:
-        """Yields arrays `[c, ...]` of rows, in order; raises if they are not all."""
+        """Yields arrays `[c, ...]` of rows, in order; raises if rows are missing."""
 
 
 class NpyColumn:
@@ -360,14 +371,15 @@ class NpyColumn:
         """Reads the header; raises ValueError for an array that a folder cannot hold."""
         self.name = name = str(name)
         self._opener = opener or plain_opener(Path(name))
-        head = NpyHead.read(name, self._opener)
-        self._size = head.size
-        self.dtype, self.shape = head.dtype, head.shape
-        if head.shape:
-            torch_name(name, head.dtype)
-        if head.fortran and min(len(head.shape), 2) == 2:
+        header = NpyHead.read(name, self._opener)
+        self._size = header.size
+        self.dtype, self.shape = header.dtype, header.shape
+        if header.shape:
+            torch_name(name, header.dtype)
+        if header.fortran and min(len(header.shape), 2) == 2:
             raise ValueError(
-                f"{name}: lies column by column; save np.ascontiguousarray(array)"
+                f"{name}: is in Fortran order, wanted C order; save "
+                "np.ascontiguousarray(array)"
             )
 
     def rows(self) -> Iterator[np.ndarray]:
@@ -386,19 +398,19 @@ class TextColumn:
     """Reads the numbers of a .csv file, compressed by gzip or not, a row a line."""
 
     def __init__(
-        self, path: Path, count: int | None, *, real: bool | None = None
+        self, path: Path, count: int | None, *, is_float: bool | None = None
     ) -> None:
         """Infers dtype and width from the first lines.
 
-        count is how many rows there must be, None for any number; real says float32, or
-        else whole numbers.
+        `count` is the number of rows, None for any number; `is_float` reads float32,
+        otherwise int64, and None infers it.
         """
         self.name, self._path, self._count = str(path), path, count
         with opened(self.name, plain_opener(path)) as file:
             first = [line for _, line in islice(self._lines(file), 64)]
-        if real is None:
-            real = not _fits(first, np.int64)
-        self.dtype = np.dtype(np.float32 if real else np.int64)
+        if is_float is None:
+            is_float = not _fits(first, np.int64)
+        self.dtype = np.dtype(np.float32 if is_float else np.int64)
         width = self._parse(1, first).shape[1] if first else 1
         self.shape: tuple[int, ...] = (count or 0, width)
 
@@ -407,11 +419,11 @@ class TextColumn:
         done = 0
         with opened(self.name, plain_opener(self._path)) as file:
             lines = self._lines(file)
-            while some := list(islice(lines, LINES)):
-                block = self._parse(some[0][0], [line for _, line in some])
+            while numbered := list(islice(lines, LINES)):
+                block = self._parse(numbered[0][0], [line for _, line in numbered])
                 if block.shape[1] != self.shape[1]:
                     raise ValueError(
-                        f"{self.name}: line {some[0][0]}: got {block.shape[1]} numbers, "
+                        f"{self.name}: line {numbered[0][0]}: got {block.shape[1]} numbers, "
                         f"wanted {self.shape[1]}"
                     )
                 done += len(block)
@@ -472,7 +484,7 @@ class RowReader:
         return self._rows_held[start - self._first : stop - self._first]
 
     def finish(self) -> None:
-        """Reads to the end, so that a file that is too long or damaged is found."""
+        """Reads to the end, which raises for a file that is too long or damaged."""
         for _ in self._rows:
             pass
 

@@ -1,9 +1,9 @@
-"""Partitions a graph that is in files, a chunk at a time, into a partition folder.
+"""Partitions a graph in files, out of core, into a partition folder: `partition_files`.
 
-[Note: out of core] Memory is what the cutter needs for the nodes, and a chunk. Edges are
-read once more, and each goes to the next free place in the files of its part, so that a
-part's edges keep their order without a sort; rows of attributes likewise. Rows to
-exchange are counted by reading the parts back, one after another.
+[Note: out of core] Memory holds what the cutter needs for the nodes, and a chunk. After the
+cut, edges are read once more, and each is appended to the files of its part, so that a part's
+edges keep their order without a sort; rows of attributes likewise. Rows to exchange are counted
+by reading the parts back, one after another.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from pyg_distcomm.partition.partition import (
     Partition,
     PartitionReport,
     RowCount,
-    by_part,
     check_num_parts,
+    group_by_part,
 )
 from pyg_distcomm.partition.sources import GraphFiles, open_source
 from pyg_distcomm.partition.stream_cutter import stream
@@ -70,17 +70,17 @@ def partition_files(
 ) -> PartitionReport:
     """Writes every part of a graph in files into the new folder `out`, or nothing.
 
-    source      see `open_source`, as for num_nodes, undirected, split, node_files,
+    source      see `open_source`, also for num_nodes, undirected, split, node_files,
                 edge_files and node_table
     method      "stream", "block", "random" and given owners take memory for the nodes
-                and a chunk; the others, and `refine`, for all edges too (not features)
+                and a chunk; the others, and `refine`, also for all edges (not features)
     grid        (r, s, p) of the ranks, for "permutation", `refine` and the figures
-    node_attrs, edge_attrs  kinds of attributes that their sizes do not tell
+    node_attrs, edge_attrs  names of attributes whose sizes do not tell their kind
     force       replaces an earlier partition folder
 
-    All is written beside `out`, flushed, and renamed at the end. See [Note: out of core].
-    Raises ValueError, naming the file and where it is wrong, and TypeError for owners
-    that are no integers.
+    Files are written beside `out`, flushed, and renamed at the end. See [Note: out of core].
+    Raises ValueError, naming the file and the place in it, and TypeError for owners that are
+    no integers.
     """
     out = Path(out)
     num_parts = check_num_parts(num_parts)
@@ -103,8 +103,8 @@ def partition_files(
             {name: column.shape for name, column in graph.columns.items()},
             graph.num_nodes,
             graph.edges_in_file(),
-            (*node_attrs, *graph.named("node")),
-            (*edge_attrs, *(edge_files or ()), *graph.named("edge")),
+            (*node_attrs, *graph.names_of_kind("node")),
+            (*edge_attrs, *(edge_files or ()), *graph.names_of_kind("edge")),
         )
         check_nodes_fit(graph.num_nodes, method, refine)
         partition = _cut(graph, num_parts, method, seed, refine, grid)
@@ -122,9 +122,9 @@ def _cut(
 ) -> Partition:
     if method == "stream" and not refine:
         return stream(graph.edges, graph.num_nodes, num_parts, seed=seed)
-    named = isinstance(method, str)
+    is_named = isinstance(method, str)
     edge_index = torch.empty(2, 0, dtype=torch.int64)
-    if refine or (named and method not in NEED_NO_EDGES):
+    if refine or (is_named and method not in NEED_NO_EDGES):
         edge_index = torch.empty(2, graph.edges.num_edges, dtype=torch.int64)
         start = 0
         for pair in graph.edges.chunks("reading edges"):
@@ -181,13 +181,13 @@ class _Writer:
                 write_array(out / file_name(kind, name), torch.from_numpy(whole))
         of_nodes = self.kinds.get("train_mask") == "node"
         train = _train_mask(self.graph) if of_nodes else None
-        figures = self._count(edges, grid, train)
+        figures = self._count_rows(edges, grid, train)
         shutil.rmtree(spool)
         write_meta(out, self._meta(figures))
         return figures
 
     def _edges(self) -> np.ndarray:
-        """Writes the edges of all parts; returns how many each has."""
+        """Writes the edges of all parts; returns the number of each part's edges."""
         owner, parts = self.partition.owner.numpy(), self.partition.num_parts
         size = np.zeros(parts, np.int64)
         for _, dst in self.graph.edges.chunks("counting the edges of parts"):
@@ -198,7 +198,7 @@ class _Writer:
         )
         done, start = np.zeros(parts, np.int64), 0
         for pair in self.graph.edges.chunks("writing edges"):
-            for part, here in by_part(owner[pair[1]]):
+            for part, here in group_by_part(owner[pair[1]]):
                 at, last = int(done[part]), int(size[part])
                 gid[part].write(at, start + here)
                 ends[part].write(at, pair[0, here])
@@ -215,11 +215,13 @@ class _Writer:
         pieces: Iterable[tuple[np.ndarray, np.ndarray]],
     ) -> None:
         """Writes pieces (parts `[c]`, rows `[c, ...]`) to the files of parts, in order."""
-        inner = column.shape[1:]
-        files = self._files(name, column.dtype, [(count, *inner) for count in sizes])
-        done, width = np.zeros(len(files), np.int64), int(np.prod(inner))
-        for home, rows in pieces:
-            for part, here in by_part(home):
+        row_shape = column.shape[1:]
+        files = self._files(
+            name, column.dtype, [(count, *row_shape) for count in sizes]
+        )
+        done, width = np.zeros(len(files), np.int64), int(np.prod(row_shape))
+        for owner, rows in pieces:
+            for part, here in group_by_part(owner):
                 files[part].write(int(done[part]) * width, rows[here])
                 done[part] += here.size
 
@@ -251,7 +253,7 @@ class _Writer:
                 yield pair, np.arange(others, others + pair.shape[1])
                 others += pair.shape[1]
                 continue
-            # an edge and its reverse follow one another; a self-loop stands alone
+            # an edge is followed by its reverse, unless it is a self-loop
             loop = pair[0] == pair[1]
             before_loops = loops + np.cumsum(loop) - loop
             before_others = others + np.cumsum(~loop) - ~loop
@@ -267,7 +269,7 @@ class _Writer:
             for part, shape in enumerate(shapes)
         ]
 
-    def _count(
+    def _count_rows(
         self, size: np.ndarray, grid: Grid | None, train: torch.Tensor | None
     ) -> PartitionReport:
         count = RowCount(self.partition, grid)
@@ -283,7 +285,7 @@ class _Writer:
         for name, kind in self.kinds.items():
             column = self.graph.columns[name]
             shape = [*column.shape]
-            if kind == "edge":  # a row is that of an edge and its reverse
+            if kind == "edge":  # an edge and its reverse share a row of the file
                 shape[0] = num_edges
             dtype = torch_name(column.name, column.dtype)
             attributes[name] = {"kind": kind, "dtype": dtype, "shape": shape}
@@ -305,9 +307,9 @@ class ArrayFile:
             file.truncate(self._head + int(np.prod(shape)) * self._dtype.itemsize)
 
     def write(self, at: int, array: np.ndarray) -> None:
-        """Writes numbers from element `at` of the flat array on."""
-        # opened each time, as a process may hold few files; not mapped, as a full disk
-        # would end the process
+        """Writes numbers into the flat array, from element `at` on."""
+        # opened each time, since a process may open few files; not mapped, since writing to
+        # a mapped file on a full disk would kill the process
         with open(self._path, "r+b") as file:
             file.seek(self._head + at * self._dtype.itemsize)
             file.write(np.ascontiguousarray(array, self._dtype).tobytes())
@@ -322,6 +324,6 @@ def flush_files(folder: Path) -> dict[str, dict[str, str | int]]:
             os.fsync(file.fileno())
         name = path.relative_to(folder).as_posix()
         files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-    for inner in {path.parent for path in paths}:
-        sync(inner)
+    for parent in {path.parent for path in paths}:
+        sync(parent)
     return files

@@ -1,17 +1,17 @@
-"""Writes, reads and verifies a partitioned graph on disk, one folder per part; reads others'.
+"""Writes, reads and verifies partition folders, one folder per part; reads DGL's and PyG's.
 
     OUT/META.json          sizes, attributes, figures, checksums
     OUT/owner.npy          [num_nodes], the part of each node
     OUT/graph__NAME.npy    a tensor of the whole graph
     OUT/part_00000/
         node_gid.npy       [n_i], ascending
-        edge_gid.npy       [e_i], ascending: places in the edge_index of the Data
+        edge_gid.npy       [e_i], ascending: columns of the Data's edge_index
         edge_index.npy     [2, e_i], node ids of the Data
         node__NAME.npy     [n_i, ...], in the order of node_gid
         edge__NAME.npy     [e_i, ...], in the order of edge_gid
 
-An edge and its attributes live with the owner of its target. Of a HeteroData, nodes and edges
-are those of all types, and META.json counts them by type: [Note: several types] in
+An edge and its attributes belong to the owner of its target. For a HeteroData, nodes and edges
+are those of all types, and META.json counts them by type: see [Note: several types] in
 `partition/part_share.py`.
 """
 
@@ -62,15 +62,15 @@ from pyg_distcomm.partition.part_share import (
     PartShare,
     batch_kind,
     check_hetero,
+    id_problems,
     key_parts,
-    labels_pairs,
+    labels_own_index,
     owners_of_all,
     part_of,
     part_of_hetero,
     report_of_hetero,
     types_from_meta,
     types_to_meta,
-    wrong_ids,
 )
 from pyg_distcomm.partition.partition import (
     Grid,
@@ -104,13 +104,13 @@ def write_folder(
 ) -> PartitionReport:
     """Writes every part of `data` into the new folder `out`, or nothing at all.
 
-    All is written beside `out`, flushed, and renamed at the end. `force` replaces an
-    earlier partition folder. `grid` (r, s, p) adds figures of its blocks. Of a HeteroData,
+    Files are written beside `out`, flushed, and renamed at the end. `force` replaces an
+    earlier partition folder. `grid` (r, s, p) adds figures of its blocks. For a HeteroData,
     `partition` has the owners by node type, or of all nodes, as `cut_hetero` returns them.
-    Needs one part in memory next to the graph.
-    Raises ValueError for a graph that does not fit the partition, for attributes that
-    `attribute_kinds` refuses, and where `out` exists; TypeError for an attribute that
-    is neither a dense tensor nor a plain value.
+    Needs memory for one part beside the graph.
+    Raises ValueError if the graph does not fit the partition, `attribute_kinds` refuses an
+    attribute, or `out` exists; TypeError for an attribute that is neither a dense tensor nor
+    a plain value.
     """
     out = Path(out)
     check_target(out, force)
@@ -134,10 +134,10 @@ def read_part(
 ) -> PartShare:
     """Reads one part, and no file of another.
 
-    verify="checksums" reads every byte once and compares it with META.json, at the price
-    of a second or less for each GB of the part; "sizes" compares lengths, dtypes and
-    shapes. Both read the ids, which have to fit the partition. Raises ValueError, naming
-    the file, for whatever does not agree.
+    verify="checksums" compares the checksum of each file with META.json, which takes a
+    second or less for each GB of the part; "sizes" compares lengths, dtypes and shapes.
+    Both check that the ids fit the partition. Raises ValueError, naming the file, if
+    something does not match.
     """
     if verify not in ("sizes", "checksums"):
         raise ValueError(f"verify must be 'sizes' or 'checksums', got {verify!r}")
@@ -147,16 +147,18 @@ def read_part(
         raise ValueError(
             f"{folder}: got part {part}, but its parts are 0 .. {meta['num_parts'] - 1}"
         )
-    off = True if part or verify == "sizes" else None  # the first rank has a bar
-    for name in tqdm(_files_of(meta, part), "checking files", disable=off, leave=False):
+    off = True if part or verify == "sizes" else None  # only the first rank shows a bar
+    for name in tqdm(
+        _part_files(meta, part), "checking files", disable=off, leave=False
+    ):
         check_file(folder, meta, name, verify)
     share = _read(folder, meta, part, mmap)
-    for problem in wrong_ids(share, folder / part_name(part)):
+    for problem in id_problems(share, folder / part_name(part)):
         raise ValueError(f"{problem}; write the folder again")
     return share
 
 
-def _files_of(meta: Meta, part: int) -> list[str]:
+def _part_files(meta: Meta, part: int) -> list[str]:
     names = ["node_gid.npy", "edge_gid.npy", "edge_index.npy"]
     whole = [OWNER]
     for name, attr in meta["attributes"].items():
@@ -207,11 +209,11 @@ def _read_partition(folder: Path, meta: Meta, mmap: bool = True) -> Partition:
 
 
 def verify_folder(folder: str | Path, *, checksums: bool = True) -> list[str]:
-    """Lists the faults of a partition folder, each naming a file; none if it is whole.
+    """Lists the problems of a partition folder, each with its file; empty if it is whole.
 
-    Looks at lengths, dtypes and shapes; that the parts own every node once, in
-    ascending order, and hold every edge once, with its target; and, on demand, at the
-    sha256 of each file. Needs num_edges bytes and a part's indices in memory.
+    Checks lengths, dtypes and shapes; that the parts own every node once, in ascending
+    order, and hold every edge once, with its target; and, if asked, the sha256 of each
+    file. Needs memory for num_edges bytes and for the indices of a part.
     """
     folder = Path(folder)
     try:
@@ -224,10 +226,10 @@ def verify_folder(folder: str | Path, *, checksums: bool = True) -> list[str]:
             check_file(folder, meta, name, "checksums" if checksums else "sizes")
         except ValueError as error:
             problems.append(str(error))
-    return problems or _inconsistencies(folder, meta)
+    return problems or _content_problems(folder, meta)
 
 
-def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
+def _content_problems(folder: Path, meta: Meta) -> list[str]:
     problems: list[str] = []
     seen = torch.zeros(meta["num_edges"], dtype=torch.bool)
     try:
@@ -235,7 +237,7 @@ def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
             problems.append(f"{folder / 'owner.npy'}: not the partition of META.json")
         for part in range(meta["num_parts"]):
             share, here = _read(folder, meta, part), folder / part_name(part)
-            problems += wrong_ids(share, here)
+            problems += id_problems(share, here)
             if out_of_range(share.edge_gid, seen.numel()) is not None:
                 continue
             if bool(seen[share.edge_gid].any()):
@@ -249,8 +251,8 @@ def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Parts:
-    """The parts of a graph in memory: its partition, its figures, and how to take one."""
+class _GraphParts:
+    """The parts of a graph in memory: its partition, its figures, and `take` for one part."""
 
     partition: Partition
     figures: PartitionReport
@@ -260,16 +262,18 @@ class _Parts:
 
 def _parts_of(
     data: Data, partition: Partition, kinds: dict[str, Kind], grid: Grid | None
-) -> _Parts:
+) -> _GraphParts:
     edges = _edges(data, partition)
     mask = data["train_mask"] if kinds.get("train_mask") == "node" else None
     mask = None if mask is None else torch.as_tensor(mask)
     if mask is not None and (mask.dim() != 1 or mask.dtype != torch.bool):
         mask = None
     figures = report(edges, partition, mask, grid)
-    home = partition.owner[edges[1].long()]
-    return _Parts(
-        partition, figures, partial(part_of, data, kinds, partition, home=home)
+    edge_owner = partition.owner[edges[1].long()]
+    return _GraphParts(
+        partition,
+        figures,
+        partial(part_of, data, kinds, partition, edge_owner=edge_owner),
     )
 
 
@@ -278,13 +282,13 @@ def _parts_of_hetero(
     partition: Partition | OwnersByType,
     declared: list[str],
     grid: Grid | None,
-) -> _Parts:
+) -> _GraphParts:
     check_hetero(data)
     if declared or grid is not None:
         what = "node_attrs and edge_attrs are" if declared else "grid is"
         raise ValueError(
-            f"{what} for a Data; the attributes of a HeteroData have the type that they "
-            "are of, and its rows travel between all ranks: leave them out"
+            f"{what} for a Data; a HeteroData stores attributes by type, and exchanges its "
+            "rows on (P, 1, 1): leave them out"
         )
     if not isinstance(partition, Partition):
         known = [own for own in partition.values() if isinstance(own, Partition)]
@@ -302,10 +306,10 @@ def _parts_of_hetero(
         )
     figures, types = report_of_hetero(data, partition)
     take = partial(part_of_hetero, data, partition, types)
-    return _Parts(partition, figures, take, types)
+    return _GraphParts(partition, figures, take, types)
 
 
-def _write_all(out: Path, parts: _Parts) -> None:
+def _write_all(out: Path, parts: _GraphParts) -> None:
     partition, shares = parts.partition, range(parts.partition.num_parts)
     files = {OWNER: write_array(out / OWNER, partition.owner)}
     attributes: Meta = {}
@@ -321,8 +325,8 @@ def _write_all(out: Path, parts: _Parts) -> None:
                     files[file] = write_array(out / file, tensor)
         files |= _write_part(out, share)
     num_edges = sum(parts.figures.edges)
-    told = attributes, values, parts.figures, files
-    write_meta(out, graph_meta(partition, num_edges, *told, parts.types))
+    described = attributes, values, parts.figures, files
+    write_meta(out, graph_meta(partition, num_edges, *described, parts.types))
 
 
 def graph_meta(
@@ -334,7 +338,7 @@ def graph_meta(
     files: Meta,
     types: GraphTypes | None = None,
 ) -> Meta:
-    """Returns what META.json says of a graph, for `write_meta`."""
+    """Returns the content of META.json for a graph, for `write_meta`."""
     several = {} if types is None else {"types": types_to_meta(types)}
     return several | {
         "num_nodes": partition.num_nodes,
@@ -424,18 +428,18 @@ def _edges(data: Data, partition: Partition) -> Tensor:
 def attribute_kinds(
     data: Data, node_attrs: Iterable[str] = (), edge_attrs: Iterable[str] = ()
 ) -> dict[str, Kind]:
-    """Sorts the attributes of `data`, edge_index and num_nodes apart, into kinds.
+    """Returns the kind of each attribute of `data`, without edge_index and num_nodes.
 
-    A tensor or array is of the nodes or of the edges when its first dimension is as
-    long and is the one that PyG would concatenate; all else is of the graph. Where the
-    graph has as many nodes as edges, names decide: those with "edge" in them against
-    x, y, pos, batch and *_mask. What labels the pairs of another index, as edge_label does
-    those of edge_label_index, is of the graph. The names in node_attrs and edge_attrs are
-    as declared. Of a PyG Batch, the way in which graphs were joined decides first.
+    A tensor or array is of the nodes or of the edges if its first dimension has their
+    number and is the one that PyG would concatenate; all others are of the graph. If there
+    are as many nodes as edges, names decide: those with "edge" in them against x, y, pos,
+    batch and *_mask. Labels of another index, such as edge_label of edge_label_index, are of
+    the graph. Names in node_attrs and edge_attrs are as declared. In a PyG Batch, the way
+    in which graphs were joined decides first.
 
-    Raises ValueError for a name that nothing decides, for a declared one that is absent
-    or does not fit, and for x, a *_mask, edge_attr, edge_weight or edge_type that fits
-    neither.
+    Raises ValueError for a name that these rules do not decide, for a declared name that is
+    absent or does not fit, and for x, a *_mask, edge_attr, edge_weight or edge_type that
+    fits neither the nodes nor the edges.
     """
     declared: dict[str, Kind] = dict.fromkeys(node_attrs or (), "node")
     for name in edge_attrs or ():
@@ -446,7 +450,9 @@ def attribute_kinds(
         if name not in data or name in STRUCTURE:
             raise ValueError(f"{name!r} is declared, but is no attribute of {data}")
     return {
-        name: _kind(data, name, declared.get(name) or batch_kind(data, data, name))
+        name: _attribute_kind(
+            data, name, declared.get(name) or batch_kind(data, data, name)
+        )
         for name in data.to_dict()  # data.keys() has no fixed order
         if name not in STRUCTURE and name in data  # a Batch adds _num_nodes
     }
@@ -459,7 +465,7 @@ def shape_kinds(
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
 ) -> dict[str, Kind]:
-    """Sorts attributes of known shapes into kinds, as `attribute_kinds` does."""
+    """Returns the kind of each attribute from its shape, as `attribute_kinds` does."""
     data = Data(edge_index=torch.empty(2, num_edges, device="meta"))
     data.num_nodes = num_nodes
     for name, shape in shapes.items():
@@ -467,7 +473,7 @@ def shape_kinds(
     return attribute_kinds(data, node_attrs, edge_attrs)
 
 
-def _kind(data: Data, name: str, declared: Kind | None) -> Kind:
+def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
     length = _length(data, name)
     nodes, edges = int(data.num_nodes or 0), data.num_edges
     if declared == "graph" or name == "ptr" or name.endswith("_ptr"):
@@ -477,10 +483,10 @@ def _kind(data: Data, name: str, declared: Kind | None) -> Kind:
         if length != want:
             raise ValueError(
                 f"{name!r} is declared as an attribute of the {declared}s, of which "
-                f"there are {want}, but {_what(data[name])}"
+                f"there are {want}, but {_shape_text(data[name])}"
             )
         return declared
-    if labels_pairs(data, name):
+    if labels_own_index(data, name):
         return "graph"
     if length == nodes == edges:
         if "edge" in name:
@@ -499,7 +505,7 @@ def _kind(data: Data, name: str, declared: Kind | None) -> Kind:
     if length is not None and must_fit:
         raise ValueError(
             f"{name!r} fits neither the {nodes} nodes nor the {edges} edges: "
-            f"{_what(data[name])}; make it as long, or rename it to keep it as it is"
+            f"{_shape_text(data[name])}; make it as long, or rename it to keep it as it is"
         )
     return "graph"
 
@@ -515,21 +521,21 @@ def _length(data: Data, name: str) -> int | None:
     return int(value.shape[0])
 
 
-def _what(value: Any) -> str:
+def _shape_text(value: Any) -> str:
     shape = getattr(value, "shape", None)
     return f"it is {value!r}" if shape is None else f"its shape is {list(shape)}"
 
 
 @dataclass(frozen=True)
 class AnyFolder:
-    """Tells how the parts of a folder are read.
+    """Reads the parts of a folder that this package, DGL or PyG wrote.
 
     Args:
-        about: the file that describes them.
-        num_parts: how many there are.
-        read: reads one, by its number.
-        writer: of another library, by its name; None for a folder of this package.
-        partition: where another library wrote it; else each part holds it.
+        about: the file that describes the parts.
+        num_parts: the number of parts.
+        read: reads a part, by its number.
+        writer: the name of the other library's writer; None for this package.
+        partition: the partition if another library wrote it; otherwise each part holds it.
     """
 
     about: Path
@@ -540,23 +546,23 @@ class AnyFolder:
 
 
 def open_foreign(folder: str | Path) -> AnyFolder | None:
-    """Opens a folder, or DGL's .json file, of another library; None if it is none."""
+    """Opens a folder, or a .json file, of DGL or PyG; returns None for any other folder."""
     place = Path(folder)
     if is_dgl_folder(place):
         writer, partition = "dgl.distributed.partition_graph", read_dgl_partition(place)
-        about, of_dgl = dgl_folder_meta(place)[0], partial(read_dgl_folder, place)
-        return AnyFolder(about, partition.num_parts, of_dgl, writer, partition)
+        about, read_one = dgl_folder_meta(place)[0], partial(read_dgl_folder, place)
+        return AnyFolder(about, partition.num_parts, read_one, writer, partition)
     if is_pyg_folder(place):
         writer = "torch_geometric.distributed.Partitioner"
-        partition, of_pyg = read_pyg_partition(place), partial(read_pyg_folder, place)
-        return AnyFolder(place / META, partition.num_parts, of_pyg, writer, partition)
+        partition, read_one = read_pyg_partition(place), partial(read_pyg_folder, place)
+        return AnyFolder(place / META, partition.num_parts, read_one, writer, partition)
     return None
 
 
 def open_folder(folder: str | Path, verify: Verify = "checksums") -> AnyFolder:
-    """Finds out who wrote a folder, or DGL's .json file; no part is read yet.
+    """Opens a folder of this package, DGL or PyG, or DGL's .json file; reads no part yet.
 
-    `verify` is of folders of this package, as `read_part` has it. Raises ValueError, naming
+    `verify` is that of `read_part`, for folders of this package. Raises ValueError, naming
     the file that is missing or damaged.
     """
     place, foreign = Path(folder), open_foreign(folder)

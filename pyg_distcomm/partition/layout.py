@@ -1,7 +1,7 @@
 """Reads and writes the files of a partition folder: arrays, their names and META.json.
 
 Arrays are .npy files, which can be memory-mapped and hold no pickles. META.json is checked
-against its schema before anything of it is used.
+against its schema before it is used.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.partition.atomic import (
-    beside,
     clear,
     new_token,
     newest,
     put_in_place,
     sha256,
+    sibling,
     sync,
     write_problem,
 )
@@ -55,12 +55,12 @@ _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def part_name(part: int) -> str:
-    """Names the folder of a part."""
+    """Returns the name of a part's folder."""
     return f"part_{part:05d}"
 
 
 def file_name(kind: str, name: str) -> str:
-    """Names the file of an attribute; odd characters are percent-encoded."""
+    """Returns the name of an attribute's file; special characters are percent-encoded."""
     return f"{kind}__{quote(name, safe=',')}.npy"
 
 
@@ -75,8 +75,8 @@ def is_folder(folder: str | Path) -> bool:
 def folder_meta(folder: str | Path) -> Meta:
     """Reads META.json: num_nodes, num_edges, num_parts, attributes, report, files.
 
-    Raises ValueError, naming the file, when it is missing, damaged, altered, of another
-    format or version, or holds what no partition has.
+    Raises ValueError, naming the file, if it is missing, damaged, altered, of another
+    format or version, or has values that are impossible in a partition.
     """
     path = Path(folder) / META
     meta = load_json(path)
@@ -90,7 +90,7 @@ def folder_meta(folder: str | Path) -> Meta:
         )
     if meta.get("digest") != _digest(meta):
         raise ValueError(f"{path}: altered since it was written (its digest differs)")
-    problem = _problem_of(meta)
+    problem = _first_problem(meta)
     if problem is not None:
         raise ValueError(
             f"{path}: {problem}; write the folder again with `pyg-distcomm partition`"
@@ -99,7 +99,7 @@ def folder_meta(folder: str | Path) -> Meta:
 
 
 def check_file(folder: Path, meta: Meta, name: str, verify: Verify) -> None:
-    """Raises ValueError unless a file is as long, and holds, what META.json says."""
+    """Raises ValueError unless a file has the length and the checksum in META.json."""
     path, want = folder / name, meta["files"].get(name)
     if want is None:
         raise ValueError(f"{folder / META}: files does not name {name!r}")
@@ -113,7 +113,7 @@ def check_file(folder: Path, meta: Meta, name: str, verify: Verify) -> None:
 
 
 def write_meta(out: Path, meta: Meta) -> None:
-    """Writes META.json, sealed with a digest of itself, and flushes it.
+    """Writes META.json with a digest of its content, and flushes it.
 
     meta  num_nodes, num_edges, num_parts, partition (its digest), attributes, values,
           report and files
@@ -138,8 +138,8 @@ def load_json(path: Path) -> Meta:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         place = path.parent
-        last = None if place.exists() else newest(place, ended=True)
-        advice = f"; a killed writer left it at {last}: rename that" if last else ""
+        left = None if place.exists() else newest(place, ended=True)
+        advice = f"; a killed writer left it at {left}: rename that" if left else ""
         raise ValueError(f"{path}: missing{advice}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
@@ -158,16 +158,16 @@ def check_target(out: Path, force: bool) -> None:
         raise ValueError(
             f"{out}: is not a partition folder, so it is not replaced; remove it first"
         )
-    for path in foreign(out):
+    for path in foreign_files(out):
         raise ValueError(
             f"{path}: no file of the partition, so {out} is not replaced; move it away"
         )
 
 
-def foreign(folder: Path) -> Iterator[Path]:
-    """Yields what lies below a partition folder, maybe half written, but is not its own.
+def foreign_files(folder: Path) -> Iterator[Path]:
+    """Yields files below a partition folder, maybe half written, that are not part of it.
 
-    A file is the folder's own if META.json lists it or, without a list, by its name.
+    A file is part of it if META.json lists it or, without a list, by its name.
     """
     try:
         listed = load_json(folder / META).get("files")
@@ -186,18 +186,18 @@ def foreign(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(out: Path, force: bool) -> Iterator[Path]:
-    """Yields a folder to write in, which then takes its place at `out`.
+    """Yields a folder to write in, and renames it to `out` at the end.
 
     Raises:
-        ValueError: naming the file and the cause, for a disk that is full or read-only, or
-            if something else is at `out`. What was there before stays.
+        ValueError: naming the file and the cause, if the disk is full or read-only, or
+            something else is at `out`. An earlier folder at `out` then stays.
     """
-    last = None if out.exists() else newest(out, ended=True)
-    if last is not None and is_folder(last):  # a kill came between two renames
-        last.rename(out)
-    clear(out, lambda left: left.is_dir() and not any(foreign(left)))
+    left = None if out.exists() else newest(out, ended=True)
+    if left is not None and is_folder(left):  # a kill came between two renames
+        left.rename(out)
+    clear(out, lambda left: left.is_dir() and not any(foreign_files(left)))
     check_target(out, force)
-    aside = beside(out, "writing", new_token())
+    aside = sibling(out, "writing", new_token())
     try:
         aside.mkdir(parents=True)
         yield aside
@@ -210,8 +210,8 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
         raise
 
 
-def _problem_of(meta: Meta) -> str | None:
-    """Describes the first field that is missing, mistyped or impossible, if one is."""
+def _first_problem(meta: Meta) -> str | None:
+    """Describes the first field that is missing, mistyped or impossible, or returns None."""
     try:
         return next(_problems(meta), None)
     except KeyError as error:
@@ -228,20 +228,20 @@ def _problems(meta: Meta) -> Iterator[str]:
         kind = str if name == "partition" else dict
         if not isinstance(meta[name], kind):
             yield f"{name} is {meta[name]!r}, wanted a {kind.__name__}"
-    yield from _wrong_report(meta)
+    yield from _report_problems(meta)
     if "types" in meta:
-        problem = next(_wrong_types(meta["types"], meta), None)
+        problem = next(_type_problems(meta["types"], meta), None)
         if problem is not None:  # the attributes are read by them
             yield problem
             return
     for name, value in meta["values"].items():
-        last = name.rpartition(",")[2] if "types" in meta else name
-        if last in _STRUCTURE or name in meta["attributes"]:
+        own_name = name.rpartition(",")[2] if "types" in meta else name
+        if own_name in _STRUCTURE or name in meta["attributes"]:
             yield f"values.{name} is {str(value)[:80]}, but {name!r} has a file"
     for name, attr in meta["attributes"].items():
-        yield from _wrong_attribute(name, attr, meta)
+        yield from _attribute_problems(name, attr, meta)
     for name, file in meta["files"].items():
-        yield from _wrong_file(name, file)
+        yield from _file_problems(name, file)
 
 
 def _is_count(value: Any) -> bool:
@@ -253,19 +253,19 @@ def _are_counts(value: Any, length: int) -> bool:
     return fits and all(map(_is_count, value))
 
 
-def _wrong_report(meta: Meta) -> Iterator[str]:
-    yield from _wrong_counts("report", meta["report"], meta)
+def _report_problems(meta: Meta) -> Iterator[str]:
+    yield from _count_problems("report", meta["report"], meta)
     before = meta["report"].get("before")
     if before is not None:
         if not isinstance(before, dict):
             yield f"report.before is {str(before)[:80]}, wanted a dict or null"
             return
-        yield from _wrong_counts("report.before", before, meta)
+        yield from _count_problems("report.before", before, meta)
         if before.get("before") is not None:
             yield "report.before has a report before it, wanted null"
 
 
-def _wrong_counts(where: str, report: dict[str, Any], meta: Meta) -> Iterator[str]:
+def _count_problems(where: str, report: dict[str, Any], meta: Meta) -> Iterator[str]:
     parts = meta["num_parts"]
     for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
         counts = report[name]
@@ -277,15 +277,15 @@ def _wrong_counts(where: str, report: dict[str, Any], meta: Meta) -> Iterator[st
             yield f"num_{name} is {total}, but {where} has {sum(report[name])}"
     known = {"nodes", "edges", "train", "edge_cut", "halo_rows", "send_rows", "before"}
     known |= {"grid", "blocks", "block_send", "block_halo"}
-    if strange := set(report) - known:
-        yield f"{where} has the unknown field {min(strange)!r}"
+    if unknown := set(report) - known:
+        yield f"{where} has the unknown field {min(unknown)!r}"
     cut = report["edge_cut"]
     if not _is_count(cut) or cut > meta["num_edges"]:
         yield f"{where}.edge_cut is {cut!r}, wanted at most {meta['num_edges']}"
-    yield from _wrong_blocks(where, report, parts)
+    yield from _block_problems(where, report, parts)
 
 
-def _wrong_blocks(where: str, report: dict[str, Any], parts: int) -> Iterator[str]:
+def _block_problems(where: str, report: dict[str, Any], parts: int) -> Iterator[str]:
     grid = report.get("grid", [])
     if grid != [] and not (_are_counts(grid, 3) and math.prod(grid) == parts):
         yield f"{where}.grid is {str(grid)[:80]}, wanted three sizes that make {parts}"
@@ -297,7 +297,7 @@ def _wrong_blocks(where: str, report: dict[str, Any], parts: int) -> Iterator[st
             yield f"{got}, wanted {wanted} counts for the grid {grid}"
 
 
-def _wrong_types(types: Any, meta: Meta) -> Iterator[str]:
+def _type_problems(types: Any, meta: Meta) -> Iterator[str]:
     nodes = types.get("nodes") if isinstance(types, dict) else None
     edges = types.get("edges") if isinstance(types, dict) else None
     if not isinstance(nodes, dict) or not isinstance(edges, list):
@@ -330,7 +330,7 @@ def _wrong_types(types: Any, meta: Meta) -> Iterator[str]:
 
 
 def _rows_of_type(name: str, kind: str, meta: Meta) -> int | None:
-    """Returns how many nodes or edges an attribute of a HeteroData has rows of."""
+    """Returns the number of nodes or edges of a typed attribute's type; None if unknown."""
     *steps, _ = map(unquote, name.split(","))
     nodes, edges = meta["types"]["nodes"], meta["types"]["edges"]
     known = [([name], nodes[name]) for name in nodes]
@@ -339,7 +339,7 @@ def _rows_of_type(name: str, kind: str, meta: Meta) -> int | None:
     return next((sum(counts) for found, counts in known if found == steps), None)
 
 
-def _wrong_attribute(name: str, attr: Any, meta: Meta) -> Iterator[str]:
+def _attribute_problems(name: str, attr: Any, meta: Meta) -> Iterator[str]:
     if not isinstance(attr, dict):
         yield f"attributes.{name} is {attr!r}, wanted a dict"
     kind, dtype, shape = attr["kind"], attr["dtype"], attr["shape"]
@@ -359,7 +359,7 @@ def _wrong_attribute(name: str, attr: Any, meta: Meta) -> Iterator[str]:
         yield f"attributes.{name}.shape is {shape}, wanted {rows} rows"
 
 
-def _wrong_file(name: str, file: Any) -> Iterator[str]:
+def _file_problems(name: str, file: Any) -> Iterator[str]:
     steps = _SEPARATOR.split(name)
     if any(step in ("", ".", "..") or ":" in step for step in steps):
         yield f"files names {name!r}, which is not inside the folder"
@@ -372,7 +372,7 @@ def _wrong_file(name: str, file: Any) -> Iterator[str]:
 def write_array(path: Path, tensor: Tensor) -> dict[str, str | int]:
     """Writes a tensor, flushed to the disk; returns the file's length and sha256."""
     plain = tensor.detach().as_subclass(Tensor).cpu().contiguous()
-    array = plain.view(_stored(plain.dtype)).numpy()
+    array = plain.view(_numpy_dtype(plain.dtype)).numpy()
     with open(path, "wb") as file:
         np.save(file, array, allow_pickle=False)
         file.flush()
@@ -383,10 +383,10 @@ def write_array(path: Path, tensor: Tensor) -> dict[str, str | int]:
 def read_array(
     path: Path, dtype: str, shape: list[int] | tuple[int, ...], mmap: bool = True
 ) -> Tensor:
-    """Reads a tensor; with `mmap`, pages come from the file when they are touched.
+    """Reads a tensor; with `mmap`, it is mapped from the file, which is read on access.
 
-    A mapped tensor may be written to: the file does not change. Raises ValueError,
-    naming the file, when it is missing, damaged, or not of this dtype and shape.
+    Writing to a mapped tensor does not change the file. Raises ValueError, naming the file,
+    if it is missing, damaged, or not of this dtype and shape.
     """
     try:
         array = np.load(path, mmap_mode="c" if mmap else None, allow_pickle=False)
@@ -395,8 +395,8 @@ def read_array(
     want = getattr(torch, str(dtype), None)
     if not isinstance(want, torch.dtype):
         raise ValueError(f"{path}: META.json gives it the unknown dtype {dtype!r}")
-    stored = torch.empty(0, dtype=_stored(want)).numpy().dtype
-    if list(array.shape) != list(shape) or array.dtype != stored:
+    on_disk = torch.empty(0, dtype=_numpy_dtype(want)).numpy().dtype
+    if list(array.shape) != list(shape) or array.dtype != on_disk:
         raise ValueError(
             f"{path}: holds {array.dtype} {list(array.shape)}, but META.json says "
             f"{dtype} {list(shape)}"
@@ -405,11 +405,11 @@ def read_array(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Names a dtype without its prefix: "float32", "bfloat16"."""
+    """Returns the name of a dtype without its prefix: "float32", "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
-def _stored(dtype: torch.dtype) -> torch.dtype:
+def _numpy_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in the file: unsigned integers for those that NumPy lacks."""
     try:
         torch.empty(0, dtype=dtype).numpy()

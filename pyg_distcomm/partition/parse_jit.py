@@ -19,9 +19,9 @@ ZERO, NINE = 48, 57
 def pairs(text: Array, limit: int, out: Array) -> tuple[int, int, int, int, int]:
     """Reads lines of two ids in 0 .. limit - 1; text ends with a newline.
 
-    Empty lines, and lines that begin with "#" or "%", are passed over. Returns the
-    number of pairs in out [.., 2], the number of lines read, FINE or what is wrong
-    with the line after them, and where that line begins and ends in the text.
+    Empty lines, and lines that begin with "#" or "%", are skipped. Returns the number of
+    pairs in out [.., 2], the number of lines read, FINE or the fault of the next line, and
+    the places where that line begins and ends in the text.
     """
     found, lines, at = 0, 0, 0
     while at < text.size:

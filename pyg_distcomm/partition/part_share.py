@@ -1,9 +1,9 @@
-"""Takes, holds and merges parts of a graph, of one type of nodes and edges or of several.
+"""Extracts, holds and merges parts of a graph, of one type of nodes and edges or of several.
 
-[Note: several types] Nodes of all types are numbered one after another, in the order of the
-HeteroData, and so are its edges. The ids of one type are then a range, and a part that lists
-its nodes and edges in ascending order has those of each type side by side. An attribute of a
-type goes by a key that names both, as "author,writes,paper,time".
+[Note: several types] The nodes of all types are numbered type after type, in the order of the
+HeteroData, and so are its edges. The ids of a type are then a contiguous range, and a part that
+lists its nodes and edges in ascending order has those of each type side by side. The key of an
+attribute names its type and the attribute, as "author,writes,paper,time" does.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ NodeOrEdgeType = str | EdgeType
 Level = Literal["node", "edge"]
 NODE_NAMES = ("x", "y", "pos", "batch")
 EDGE_NAMES = ("edge_attr", "edge_weight", "edge_type")
-Kind = Literal["node", "edge", "graph"]  # whose rows an attribute has
+Kind = Literal[
+    "node", "edge", "graph"
+]  # an attribute has a row per node, per edge, or none
 OwnersByType = Mapping[str, Partition | Owner]
 
 
 def attribute_key(kind: NodeOrEdgeType | None, name: str) -> str:
-    """Names an attribute of a type, or of the whole HeteroData if the type is None."""
+    """Returns the key of an attribute of a type, or of the HeteroData if the type is None."""
     steps = [] if kind is None else [kind] if isinstance(kind, str) else [*kind]
     return ",".join(quote(step, safe=" ") for step in (*steps, name))
 
 
 def key_parts(key: str) -> tuple[NodeOrEdgeType | None, str]:
-    """Returns the type and the name of an attribute; raises ValueError for no such key."""
+    """Returns the type and the name in a key; raises ValueError for no such key."""
     *steps, name = map(unquote, key.split(","))
     if not steps:
         return None, name
@@ -61,12 +63,12 @@ def key_parts(key: str) -> tuple[NodeOrEdgeType | None, str]:
 
 @dataclass(frozen=True)
 class GraphTypes:
-    """Names the types of a graph, and counts what each part owns of them.
+    """Holds the types of a graph, and the number of nodes and edges of each type by part.
 
     nodes  by node type, the nodes of each part
     edges  by edge type, the edges of each part
-    halo   by edge type, the distinct sources of each part that other parts own; may be
-           empty where nobody has counted them
+    halo   by edge type, the distinct sources of each part that other parts own; empty if
+           they were not counted
     """
 
     nodes: dict[str, Counts]
@@ -78,24 +80,24 @@ class GraphTypes:
         return self.nodes if level == "node" else self.edges
 
     def ranges(self, level: Level) -> dict[Any, tuple[int, int]]:
-        """Returns where the ids of each type begin and end."""
+        """Returns the range [begin, end) of the ids of each type."""
         counts = self.of(level)
         ends = [0, *itertools.accumulate(map(sum, counts.values()))]
         return dict(zip(counts, itertools.pairwise(ends), strict=True))
 
     def slices(self, level: Level, part: int) -> dict[Any, slice]:
-        """Returns where the nodes or edges of each type stand in the list of a part."""
+        """Returns the slice of each type in a part's list of nodes or edges."""
         counts = self.of(level)
         ends = [0, *itertools.accumulate(each[part] for each in counts.values())]
         pairs = itertools.pairwise(ends)
         return {kind: slice(*pair) for kind, pair in zip(counts, pairs, strict=True)}
 
-    def merged(self, home: list[int], num_parts: int) -> GraphTypes:
-        """Returns the counts of fewer parts; `home` has the new part of each."""
+    def merged(self, new_part: list[int], num_parts: int) -> GraphTypes:
+        """Returns the counts of fewer parts; `new_part` has the new part of each old one."""
 
         def summed(counts: Counts) -> Counts:
             totals = [0] * num_parts
-            for part, count in zip(home, counts, strict=True):
+            for part, count in zip(new_part, counts, strict=True):
                 totals[part] += count
             return tuple(totals)
 
@@ -106,7 +108,7 @@ class GraphTypes:
 
 
 def types_to_meta(types: GraphTypes) -> dict[str, Any]:
-    """Returns what META.json says of the types of a graph."""
+    """Returns the entry of META.json that describes the types of a graph."""
     edges = [
         {"type": [*kind], "edges": [*counts], "halo_rows": [*types.halo[kind]]}
         for kind, counts in types.edges.items()
@@ -115,7 +117,7 @@ def types_to_meta(types: GraphTypes) -> dict[str, Any]:
 
 
 def types_from_meta(meta: Mapping[str, Any]) -> GraphTypes | None:
-    """Reads the types from META.json, which has been checked; None of a Data."""
+    """Reads the types from a checked META.json; returns None for a Data."""
     if "types" not in meta:
         return None
     nodes, edges = meta["types"]["nodes"], meta["types"]["edges"]
@@ -132,14 +134,14 @@ def types_from_meta(meta: Mapping[str, Any]) -> GraphTypes | None:
 
 @dataclass(frozen=True, eq=False)
 class PartShare:
-    """Holds one part of a graph as it is on disk (n_i nodes, e_i edges).
+    """Holds one part of a graph as it is stored on disk (n_i nodes, e_i edges).
 
     node_gid   [n_i] int64, ascending
-    edge_gid   [e_i] int64: places in the edge_index of the whole graph
+    edge_gid   [e_i] int64: columns of the whole graph's edge_index
     edge_index [2, e_i] int64, node ids of the whole graph; targets are this part's
     node, edge attributes with a row per own node or edge
     graph      attributes of the whole graph: tensors and plain values
-    types      of a HeteroData, whose ids and attributes follow [Note: several types]
+    types      the types of a HeteroData; its ids and keys follow [Note: several types]
     """
 
     part: int
@@ -154,18 +156,18 @@ class PartShare:
     types: GraphTypes | None = None
 
     def gid_of(self, level: Level, key: str) -> Tensor:
-        """Returns the ids of the nodes or edges that an attribute has rows of."""
+        """Returns the ids of the nodes or edges to which an attribute's rows belong."""
         gid = self.node_gid if level == "node" else self.edge_gid
         if self.types is None:
             return gid
         return gid[self.slices(level)[key_parts(key)[0]]]
 
     def slices(self, level: Level) -> dict[Any, slice]:
-        """Returns where the nodes or edges of each type stand; none of a Data."""
+        """Returns the slice of each type's nodes or edges; empty for a Data."""
         return {} if self.types is None else self.types.slices(level, self.part)
 
     def sources(self) -> list[Tensor]:
-        """Lists the sources of the edges of each type, whose rows travel by themselves."""
+        """Lists the sources of the edges of each type; each type has a halo of its own."""
         if self.types is None:
             return [self.edge_index[0]]
         return [self.edge_index[0, place] for place in self.slices("edge").values()]
@@ -183,27 +185,27 @@ class PartShare:
 
 
 def merged(parts: list[PartShare], num_parts: int) -> PartShare:
-    """Joins parts that follow one another into one of fewer, even ones: see `load_partition`.
+    """Merges consecutive parts into one of `num_parts` parts: see `load_partition`.
 
-    Rows ascend by node id, and edges by their place in the whole graph, as in one part.
+    As in any part, rows ascend by node id, and edges by edge id.
 
     Args:
-        parts: those from floor(k N / P) to floor((k + 1) N / P) - 1 of N, for some k.
-        num_parts: P.
+        parts: the parts from floor(k N / P) to floor((k + 1) N / P) - 1 of N, for some k.
+        num_parts: the new number of parts, P.
 
     Raises:
         ValueError: if one part has rows of another name, width or dtype than the first.
     """
     first = parts[0]
     for other in parts[1:]:
-        _check_alike(first, other)
+        _check_same_attributes(first, other)
     before = first.partition.num_parts
     if num_parts == before:
         return first
     place = torch.arange(before)
     cuts = torch.tensor([k * before // num_parts for k in range(1, num_parts)])
-    home = torch.bucketize(place, cuts, right=True) if num_parts > 1 else 0 * place
-    owner = home[first.partition.owner.long()]
+    new_part = torch.bucketize(place, cuts, right=True) if num_parts > 1 else 0 * place
+    owner = new_part[first.partition.owner.long()]
     edge_gid, edge_order = torch.cat([part.edge_gid for part in parts]).sort()
 
     def rows(level: Level) -> dict[str, Tensor]:
@@ -216,7 +218,7 @@ def merged(parts: list[PartShare], num_parts: int) -> PartShare:
 
     types = first.types
     return PartShare(
-        part=int(home[first.part]),
+        part=int(new_part[first.part]),
         partition=Partition.from_owner(owner, num_parts, first.partition.num_nodes),
         num_edges_global=first.num_edges_global,
         node_gid=torch.cat([part.node_gid for part in parts]).sort()[0],
@@ -225,11 +227,11 @@ def merged(parts: list[PartShare], num_parts: int) -> PartShare:
         node=rows("node"),
         edge=rows("edge"),
         graph=first.graph,
-        types=None if types is None else types.merged(home.tolist(), num_parts),
+        types=None if types is None else types.merged(new_part.tolist(), num_parts),
     )
 
 
-def _check_alike(first: PartShare, other: PartShare) -> None:
+def _check_same_attributes(first: PartShare, other: PartShare) -> None:
     for kind in ("node", "edge"):
         one, two = (
             {n: f"{list(rows.shape[1:])} {rows.dtype}" for n, rows in held.items()}
@@ -238,14 +240,14 @@ def _check_alike(first: PartShare, other: PartShare) -> None:
         if one != two:
             raise ValueError(
                 f"parts {first.part} and {other.part} cannot be merged: their {kind} rows "
-                f"are {one} and {two}"
+                f"are {one} and {two}; write the folder again"
             )
 
 
-def labels_pairs(store: Any, name: str) -> bool:
-    """Tells whether an attribute has a row for each column of its own `[2, k]` index.
+def labels_own_index(store: Any, name: str) -> bool:
+    """Returns whether an attribute has a row for each column of its own `[2, k]` index.
 
-    As edge_label, beside which is edge_label_index, in a Data or one of its stores.
+    An example is edge_label with edge_label_index, in a Data or one of its stores.
     """
     index = f"{name}_index"
     if index not in store or index in ("edge_index", "num_nodes"):
@@ -255,10 +257,10 @@ def labels_pairs(store: Any, name: str) -> bool:
 
 
 def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
-    """Returns whose rows an attribute of a PyG Batch has, or None where that is not known.
+    """Returns the kind of an attribute of a PyG Batch, or None if it is not known.
 
-    Nothing is known of what is no Batch; `store` is the Batch, or one of its stores, whose
-    attribute PyG joined graph after graph.
+    `store` is the Batch, or one of its stores. The kind follows from the way in which PyG
+    joined the attribute, graph after graph; it is not known for data that are no Batch.
     """
     try:
         every = data._slice_dict or {}
@@ -280,7 +282,7 @@ def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
 
 
 def check_ends(ends: Tensor, partition: Partition, part: int, path: Path) -> None:
-    """Refuses edges `[2, m]` of a file whose targets another part owns, or nobody."""
+    """Raises if edges `[2, m]` of a file have unknown nodes, or targets of another part."""
     try:
         partition.owner_of(ends[0])
         misplaced = bool((partition.owner_of(ends[1]) != part).any())
@@ -290,12 +292,12 @@ def check_ends(ends: Tensor, partition: Partition, part: int, path: Path) -> Non
         raise ValueError(f"{path}: holds an edge whose target part {part} does not own")
 
 
-def wrong_ids(
+def id_problems(
     share: PartShare,
     here: Path,
     files: tuple[str, str, str] = ("node_gid.npy", "edge_gid.npy", "edge_index.npy"),
 ) -> Iterator[str]:
-    """Yields the faults in the ids of one part, each naming a file below `here`."""
+    """Yields the problems in the ids of a part; each names a file below `here`."""
     nodes, edges, ends = (here / name for name in files)
     partition, part = share.partition, share.part
     if not torch.equal(share.node_gid, partition.gids(part)):
@@ -309,13 +311,13 @@ def wrong_ids(
     elif bool((partition.owner_of(share.edge_index[1]) != part).any()):
         yield f"{ends}: a target is owned by another part"
     elif share.types is not None:
-        yield from _wrong_types(share, share.types, edges, ends)
+        yield from _type_problems(share, share.types, edges, ends)
 
 
-def _wrong_types(
+def _type_problems(
     share: PartShare, types: GraphTypes, edges: Path, file: Path
 ) -> Iterator[str]:
-    """Yields edges that are not of the types that META.json says."""
+    """Yields a problem for each edge type with edges or ends of another type."""
     nodes, ids = types.ranges("node"), types.ranges("edge")
     for kind, place in types.slices("edge", share.part).items():
         name, gid = ".".join(kind), share.edge_gid[place]
@@ -333,17 +335,21 @@ def part_of(
     kinds: Mapping[str, Kind],
     partition: Partition,
     part: int,
-    home: Tensor | None = None,
+    edge_owner: Tensor | None = None,
 ) -> PartShare:
-    """Takes one part of a Data: its nodes, and the edges into them.
+    """Extracts one part of a Data: its nodes, and the edges into them.
 
-    `kinds` are those of its attributes, as `attribute_kinds` returns them; `home` is the part
-    of each edge, where it is known.
+    `kinds` maps its attributes to kinds, as `attribute_kinds` returns; `edge_owner` is the
+    part of each edge, if it is known already.
     """
     assert data.edge_index is not None
     edge_index = plain_edges(data.edge_index).cpu()
-    home = partition.owner_of(edge_index[1]) if home is None else home
-    gid = {"node": partition.gids(part), "edge": (home == part).nonzero().view(-1)}
+    if edge_owner is None:
+        edge_owner = partition.owner_of(edge_index[1])
+    gid = {
+        "node": partition.gids(part),
+        "edge": (edge_owner == part).nonzero().view(-1),
+    }
     rows: dict[str, Any] = {"node": {}, "edge": {}, "graph": {}}
     for name, kind in kinds.items():
         value = data[name]
@@ -363,13 +369,16 @@ def part_of(
 
 
 def check_hetero(data: HeteroData) -> None:
-    """Refuses a graph that cannot be shared out, naming the type."""
+    """Raises for a HeteroData that cannot be partitioned, naming the type."""
     if not data.node_stores:
-        raise ValueError("the HeteroData has no nodes of any type")
+        raise ValueError(
+            "the HeteroData has no nodes of any type; give it a store with num_nodes or x"
+        )
     for store in data.node_stores:
         if store.num_nodes is None:
             raise ValueError(
-                f"node type {store._key!r}: num_nodes is not known; set it"
+                f"node type {store._key!r}: num_nodes is not known; set "
+                f"data[{store._key!r}].num_nodes"
             )
     for store in data.edge_stores:
         source, _, target = store._key
@@ -391,17 +400,17 @@ def check_hetero(data: HeteroData) -> None:
 def cut_hetero(
     data: HeteroData, parts: int, method: Any, seed: int = 0, refine: bool = False
 ) -> Partition:
-    """Shares out the nodes of all types: as one graph, or by a vector for each type.
+    """Partitions the nodes of all types: as one graph, or by an owner vector for each type.
 
-    As one graph, "ldg" and "metis" spread nodes, in-edges, train nodes, and the nodes of each
+    As one graph, "ldg" and "metis" balance nodes, in-edges, train nodes, and the nodes of each
     type. `method` is the name of a cutter, or the owners of the nodes by node type; `refine`
-    and `seed` as in `cut`. Returns the owners of all nodes, type after type.
+    and `seed` are those of `cut`. Returns the owners of all nodes, type after type.
     """
     if isinstance(method, Mapping):
         if refine:
             raise ValueError(
-                "refine=True moves nodes of a graph that is cut here; give the name of a "
-                "method, or leave refine out where the owners are given"
+                "refine=True improves a cut by a method, but got owners by node type; give "
+                "the name of a method, or leave refine out"
             )
         return owners_of_all(data, parts, method)
     if not isinstance(method, str):
@@ -438,14 +447,17 @@ def owners_of_all(data: HeteroData, parts: int, owners: OwnersByType) -> Partiti
         if not isinstance(own, Partition):
             own = Partition.from_owner(own, parts, count)
         if own.num_parts != parts or own.num_nodes != count:
-            raise ValueError(f"{own} does not fit {count} nodes on {parts} ranks")
+            raise ValueError(
+                f"owners of node type {name!r} are {own}, wanted {count} nodes on {parts} "
+                "parts; give one owner for each node"
+            )
         found.append(own.owner)
     return Partition.from_owner(torch.cat(found), parts, sum(sizes.values()))
 
 
 def edges_of_all(data: HeteroData) -> Tensor:
     """Returns the edges of all types, between nodes that are numbered type after type."""
-    begin = _begins(data)
+    begin = _first_ids(data)
     edges = [torch.empty(2, 0).long()]
     for store in data.edge_stores:
         source, _, target = store._key
@@ -466,14 +478,14 @@ def train_mask_of_all(data: HeteroData) -> Tensor:
 
 
 def types_of(data: HeteroData, partition: Partition) -> GraphTypes:
-    """Counts what each part owns of each type."""
-    parts, begin, nodes = partition.num_parts, _begins(data), {}
+    """Counts the nodes and edges of each type that each part owns."""
+    parts, begin, nodes = partition.num_parts, _first_ids(data), {}
     for store in data.node_stores:
         first = begin[store._key]
         own = partition.owner[first : first + int(store.num_nodes)].long()
         nodes[store._key] = _counts(own, parts)
     edges = {
-        store._key: _counts(_home(store, begin, partition), parts)
+        store._key: _counts(_edge_owner(store, begin, partition), parts)
         for store in data.edge_stores
     }
     return GraphTypes(nodes, edges)
@@ -482,21 +494,21 @@ def types_of(data: HeteroData, partition: Partition) -> GraphTypes:
 def part_of_hetero(
     data: HeteroData, partition: Partition, types: GraphTypes, part: int
 ) -> PartShare:
-    """Takes one part of a HeteroData: its nodes of each type, and the edges into them."""
+    """Extracts one part of a HeteroData: its nodes of each type, and the edges into them."""
     rows: dict[str, Any] = {"node": {}, "edge": {}, "graph": {}}
-    begin, node_gid = _begins(data), partition.gids(part)
+    begin, node_gid = _first_ids(data), partition.gids(part)
     for store in data.node_stores:
         first = begin[store._key]
         gid = node_gid[types.slices("node", part)[store._key]] - first
-        _take(store, gid, int(store.num_nodes), "node", rows)
+        _take_rows(store, gid, int(store.num_nodes), "node", rows)
     edge_gid, ends = [torch.empty(0).long()], [torch.empty(2, 0).long()]
     for store in data.edge_stores:
         source, _, target = store._key
-        mine = (_home(store, begin, partition) == part).nonzero().view(-1)
+        own_edges = (_edge_owner(store, begin, partition) == part).nonzero().view(-1)
         shift = torch.tensor([[begin[source]], [begin[target]]])
-        edge_gid.append(mine + types.ranges("edge")[store._key][0])
-        ends.append(store.edge_index.cpu()[:, mine].long() + shift)
-        _take(store, mine, store.edge_index.size(1), "edge", rows)
+        edge_gid.append(own_edges + types.ranges("edge")[store._key][0])
+        ends.append(store.edge_index.cpu()[:, own_edges].long() + shift)
+        _take_rows(store, own_edges, store.edge_index.size(1), "edge", rows)
     for name, value in data._global_store.items():
         rows["graph"][attribute_key(None, name)] = value
     return PartShare(
@@ -514,46 +526,46 @@ def part_of_hetero(
 def report_of_hetero(
     data: HeteroData, partition: Partition
 ) -> tuple[PartitionReport, GraphTypes]:
-    """Counts what parts own and exchange, where each edge type has an exchange of its own.
+    """Counts the rows that parts own and exchange, with one exchange for each edge type.
 
-    A node that is a source of two edge types travels for each.
+    A node that is a source of two edge types counts in both exchanges.
     """
-    types, halo, begin = types_of(data, partition), {}, _begins(data)
+    types, halo, begin = types_of(data, partition), {}, _first_ids(data)
     sums = torch.zeros(3, partition.num_parts, dtype=torch.int64)
     for store in data.edge_stores:
         source, _, target = store._key
         shift = torch.tensor([[begin[source]], [begin[target]]])
         one = report(store.edge_index.cpu().long() + shift, partition)
         halo[store._key] = one.halo_rows
-        cut_here = (one.edge_cut,) + (0,) * (partition.num_parts - 1)
-        sums += torch.tensor([one.halo_rows, one.send_rows, cut_here])
+        num_cut_here = (one.edge_cut,) + (0,) * (partition.num_parts - 1)
+        sums += torch.tensor([one.halo_rows, one.send_rows, num_cut_here])
     figures = report(torch.empty(2, 0).long(), partition, train_mask_of_all(data))
     edges = [0] * partition.num_parts
     for counts in types.edges.values():
         edges = [a + b for a, b in zip(edges, counts, strict=True)]
-    received, sent, away = (tuple(each) for each in sums.tolist())
+    received, sent, num_cut = (tuple(each) for each in sums.tolist())
     figures = replace(
         figures,
         edges=tuple(edges),
-        edge_cut=away[0],
+        edge_cut=num_cut[0],
         halo_rows=received,
         send_rows=sent,
     )
     return figures, replace(types, halo=halo)
 
 
-def _take(
+def _take_rows(
     store: Any, gid: Tensor, count: int, level: str, rows: dict[str, dict[str, Any]]
 ) -> None:
-    """Takes the rows of nodes or edges of a type, and passes on what has none."""
+    """Adds a store's attributes to `rows`: rows of its nodes or edges, others as they are."""
     for name, value in store.items():
         if name in ("edge_index", "num_nodes"):
             continue
-        whole = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+        has_rows = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
         if (
-            whole
+            has_rows
             and len(value) == count
-            and not labels_pairs(store, name)
+            and not labels_own_index(store, name)
             and name != "ptr"
             and not name.endswith("_ptr")
             and batch_kind(store._parent(), store, name) != "graph"
@@ -566,17 +578,17 @@ def _take(
             rows["graph"][attribute_key(store._key, name)] = value
 
 
-def _begins(data: HeteroData) -> dict[str, int]:
-    """Returns the number of the first node of each type."""
+def _first_ids(data: HeteroData) -> dict[str, int]:
+    """Returns the id of the first node of each type."""
     sizes = (int(store.num_nodes) for store in data.node_stores)
     begins = itertools.accumulate(sizes, initial=0)
     return {s._key: first for s, first in zip(data.node_stores, begins, strict=False)}
 
 
-def _home(store: Any, begin: dict[str, int], partition: Partition) -> Tensor:
-    """Returns the part of each edge of a type: that of its target."""
+def _edge_owner(store: Any, begin: dict[str, int], partition: Partition) -> Tensor:
+    """Returns the part that owns each edge of a type: the owner of its target."""
     return partition.owner_of(store.edge_index[1].cpu().long() + begin[store._key[2]])
 
 
-def _counts(home: Tensor, parts: int) -> Counts:
-    return tuple(torch.bincount(home, minlength=parts).tolist())
+def _counts(owner: Tensor, parts: int) -> Counts:
+    return tuple(torch.bincount(owner, minlength=parts).tolist())

@@ -1,4 +1,4 @@
-"""Defines `Partition`, the owner of each node, and counts what parts own, send and receive."""
+"""Defines `Partition`, the owner of each node, and counts rows that parts own and exchange."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ __all__ = ["Partition", "PartitionReport"]
 Grid = tuple[int, int, int]
 Owner = Tensor | np.ndarray | Sequence[int]
 Counts = tuple[int, ...]
-MOST_LINES = 16  # parts or blocks that a table shows
-SLACK = 2.0  # a soft limit is this many times looser than the hard one
+MOST_LINES = 16  # the most parts or blocks that a table shows
+SLACK = 2.0  # soft limits allow this many times the slack of the hard limit
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
     """Assigns each node to the part that owns it; build one with `from_owner` or `cut`.
 
-    owner     [num_nodes], uint8, int16 or int32, whichever is the smallest that
-              holds num_parts; on the CPU, possibly a memory-mapped file
-    num_parts parts, some of which may own nothing
-    sizes     nodes owned by each part
-    before    the figures before `refine`, where it was used; not compared by `same_as`
-    union     the partition of the nodes of all types, where these nodes have one of several
-    version   says which nodes were removed since the cut; 0 is none. Ids are of other nodes
-              in another version
+    owner     [num_nodes], the smallest of uint8, int16 and int32 that holds num_parts; on
+              the CPU, possibly a memory-mapped file
+    num_parts the number of parts, some of which may own nothing
+    sizes     the number of nodes that each part owns
+    before    the figures before `refine`, if it was used; `same_as` ignores them
+    union     the partition of the nodes of all types, if these are the nodes of one type
+    version   changes when nodes are removed, since ids then name other nodes; 0 if none was
     """
 
     owner: Tensor
@@ -46,7 +45,7 @@ class Partition:
     def from_owner(
         cls, owner: Owner, num_parts: int, num_nodes: int | None = None
     ) -> Partition:
-        """Checks an owner vector [num_nodes] of part numbers and keeps it.
+        """Builds a partition from a checked owner vector [num_nodes] of part numbers.
 
         Raises TypeError unless it holds integers, ValueError unless it is 1-D, as
         long as `num_nodes` (when given), and within 0 .. num_parts - 1.
@@ -61,7 +60,8 @@ class Partition:
         if (bad := out_of_range(vector, num_parts)) is not None:
             gid = int((vector == bad).nonzero()[0])
             raise ValueError(
-                f"owner of node {gid} is {bad}, but the parts are 0 .. {num_parts - 1}"
+                f"owner of node {gid} is {bad}, but the parts are 0 .. {num_parts - 1}; give "
+                "each node one of these"
             )
         vector = vector.to(owner_dtype(num_parts))
         counts = torch.bincount(vector, minlength=num_parts)
@@ -81,7 +81,7 @@ class Partition:
         return (self.owner == part).nonzero().view(-1)
 
     def owner_of(self, gid: Tensor) -> Tensor:
-        """Looks up the part of each node: int64, the shape and device of `gid`."""
+        """Returns the part of each node: int64, of the shape and device of `gid`."""
         if gid.is_floating_point() or gid.dtype == torch.bool:
             raise TypeError(f"node ids must be integers, got {gid.dtype}")
         index = gid.to(self.owner.device, torch.int64)
@@ -93,7 +93,7 @@ class Partition:
         return self.owner[index].to(gid.device, torch.int64)
 
     def same_as(self, other: Partition) -> bool:
-        """Returns whether both have as many parts and assign all nodes alike."""
+        """Returns whether both have the same parts, and assign each node to the same one."""
         return (
             self.num_parts == other.num_parts
             and self.version == other.version
@@ -102,11 +102,11 @@ class Partition:
         )
 
     def refined_from(self, before: PartitionReport | None) -> Partition:
-        """Returns the same partition, remembering the figures of an earlier one."""
+        """Returns the same partition, with the figures of the partition before refinement."""
         return replace(self, before=before)
 
     def digest(self) -> str:
-        """Hashes num_parts and owner: equal on two ranks when `same_as` holds."""
+        """Returns a hash of num_parts and owner: equal on two ranks if `same_as` holds."""
         version = f"{self.version} " if self.version else ""
         state = hashlib.sha256(f"{self.num_parts} {self.num_nodes} {version}".encode())
         state.update(self.owner.contiguous().numpy().data)
@@ -137,7 +137,7 @@ def check_num_parts(num_parts: int) -> int:
 
 
 def check_grid(grid: Grid | None, num_parts: int) -> Grid:
-    """Returns the grid (r, s, p), (num_parts, 1, 1) if None; raises for a misfit."""
+    """Returns the grid (r, s, p), by default (num_parts, 1, 1); raises for another size."""
     if grid is None:
         return num_parts, 1, 1
     r, s, p = (*grid, 0, 0, 0)[:3]
@@ -181,20 +181,19 @@ def out_of_range(ids: Tensor, count: int) -> int | None:
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """Holds the figures of a partition, each tuple with one entry per part.
+    """Holds the figures of a partition; each tuple has one entry per part.
 
-    nodes      nodes owned
-    edges      edges owned (nonzeros), an edge living with the owner of its target
-    train      train nodes owned (zeros without a train mask)
-    edge_cut   edges whose ends have different owners
-    halo_rows  distinct nodes of other parts that are sources of own edges
-    send_rows  own rows asked for, once for each part that asks
-    grid       (r, s, p) of the ranks, where it was given; (P, 1, 1) has no blocks
-    blocks     nonzeros of each block A_ij of that grid, row by row [r s]
+    nodes      the nodes that a part owns
+    edges      the edges (nonzeros) that it owns: an edge belongs to its target's owner
+    train      the train nodes that it owns; zeros without a train mask
+    edge_cut   the number of edges whose ends have different owners
+    halo_rows  the distinct nodes of other parts that are sources of its edges
+    send_rows  the rows that it sends; a row counts once for each part that receives it
+    grid       (r, s, p) of the ranks, if it was given; (P, 1, 1) has no blocks
+    blocks     the nonzeros of each block A_ij of that grid, row by row [r s]
     block_send, block_halo
-               rows and partial rows that the ranks (i, j, *) send and receive in one
-               product on that grid, each that is needed once, at the width they have
-               there [r s]
+               the rows and partial rows that the ranks (i, j, *) send and receive in one
+               product on that grid, each counted once, of the width they have there [r s]
     before     the figures before the partition was refined, if it was
     """
 
@@ -212,7 +211,7 @@ class PartitionReport:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> PartitionReport:
-        """Builds a report from what `dataclasses.asdict` gave, through JSON or not."""
+        """Builds a report from the result of `dataclasses.asdict`, also if read from JSON."""
         plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in figures.items()
@@ -236,12 +235,12 @@ class PartitionReport:
 
     @property
     def max_send(self) -> int:
-        """Returns the rows that the busiest sender sends."""
+        """Returns the most rows that a part sends."""
         return max(self.send_rows)
 
     @property
     def max_halo(self) -> int:
-        """Returns the rows that the busiest receiver receives."""
+        """Returns the most rows that a part receives."""
         return max(self.halo_rows)
 
     @property
@@ -328,18 +327,20 @@ def _table(
     names: tuple[str, ...],
     labels: list[str],
     columns: tuple[Counts, ...],
-    what: str,
+    title: str,
 ) -> list[str]:
-    wide = max(8, *(len(label) for label in labels[:MOST_LINES]))
-    lines = [f"{corner:>{wide}}" + "".join(f"{name:>12}" for name in names)]
+    label_width = max(8, *(len(label) for label in labels[:MOST_LINES]))
+    lines = [f"{corner:>{label_width}}" + "".join(f"{name:>12}" for name in names)]
     for label, row in zip(labels, zip(*columns, strict=True), strict=True):
         if len(lines) > MOST_LINES:
-            lines.append(f" ... {len(labels) - MOST_LINES} more {what}")
+            lines.append(f" ... {len(labels) - MOST_LINES} more {title}")
             break
-        lines.append(f"{label:>{wide}}" + "".join(f"{count:>12,}" for count in row))
-    lines.append(f"{'all':>{wide}}" + "".join(f"{sum(c):>12,}" for c in columns))
+        lines.append(
+            f"{label:>{label_width}}" + "".join(f"{count:>12,}" for count in row)
+        )
+    lines.append(f"{'all':>{label_width}}" + "".join(f"{sum(c):>12,}" for c in columns))
     ratios = "".join(f"{imbalance(column):>12.3f}" for column in columns)
-    return [*lines, f"{'max/mean':>{wide}}" + ratios]
+    return [*lines, f"{'max/mean':>{label_width}}" + ratios]
 
 
 def _summary(figures: PartitionReport) -> list[str]:
@@ -356,12 +357,13 @@ def _summary(figures: PartitionReport) -> list[str]:
 
 def _comparison(old: PartitionReport, new: PartitionReport) -> list[str]:
     lines = [f"{'refined':<22}{'before':>12}{'after':>12}{'ratio':>8}"]
-    for name, was, now in (
+    for name, old_count, new_count in (
         ("most rows sent", old.max_send, new.max_send),
         ("most rows received", old.max_halo, new.max_halo),
         ("volume", old.volume, new.volume),
     ):
-        lines.append(f"{name:<22}{was:>12,}{now:>12,}{now / max(was, 1):>8.3f}")
+        ratio = new_count / max(old_count, 1)
+        lines.append(f"{name:<22}{old_count:>12,}{new_count:>12,}{ratio:>8.3f}")
     ratios = [
         ("nodes", old.nodes, new.nodes),
         ("edges", old.edges, new.edges),
@@ -372,8 +374,8 @@ def _comparison(old: PartitionReport, new: PartitionReport) -> list[str]:
     if new.blocks:
         ratios.append(("block nonzeros", old.blocks, new.blocks))
     for name, *counts in ratios:
-        what = f"{name}, max/mean"
-        lines.append(f"{what:<22}" + "".join(f"{imbalance(c):>12.3f}" for c in counts))
+        title = f"{name}, max/mean"
+        lines.append(f"{title:<22}" + "".join(f"{imbalance(c):>12.3f}" for c in counts))
     return lines
 
 
@@ -383,34 +385,34 @@ def report(
     train_mask: Tensor | None = None,
     grid: Grid | None = None,
 ) -> PartitionReport:
-    """Counts what each part owns, sends and receives, in time linear in the edges.
+    """Counts the rows and edges that each part owns, sends and receives, in linear time.
 
     edge_index [2, num_edges] and train_mask [num_nodes] (bool) are of the whole graph;
-    grid (r, s, p) adds what its blocks hold, send and receive.
+    grid (r, s, p) adds the figures of its blocks.
     """
     check_edge_index(edge_index, partition.num_nodes)
     plain = plain_edges(edge_index).cpu().numpy()
     count = RowCount(partition, grid)
-    for part, here in by_part(partition.owner.numpy()[plain[1]]):
+    for part, here in group_by_part(partition.owner.numpy()[plain[1]]):
         count.add(part, [plain[:, here]])
     return count.report(train_mask)
 
 
-def by_part(home: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields each part that occurs, and the places where it does, ascending."""
+def group_by_part(owner: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields each part that occurs in `owner`, with the ascending indices of its entries."""
     # stable sorts of 8- and 16-bit keys are radix sorts, so grouping by part is linear
-    order = np.argsort(home, kind="stable")
+    order = np.argsort(owner, kind="stable")
     start = 0
-    for part, count in enumerate(np.bincount(home).tolist()):
+    for part, count in enumerate(np.bincount(owner).tolist()):
         if count:
             yield part, order[start : start + count]
         start += count
 
 
 class RowCount:
-    """Counts the rows that parts exchange, part after part, from the edges of each.
+    """Counts the rows that parts exchange from their edges, one part after another.
 
-    Memory: 25 bytes a node, and a chunk of edges; grids with s > 1: s bytes more for
+    Memory: 25 bytes a node, and a chunk of edges; on grids with s > 1, s bytes more for
     each node of one part.
     """
 
@@ -440,16 +442,16 @@ class RowCount:
         for src, dst in chunks:
             self._edges[part] += src.size
             owner = self._owner[src].astype(np.int64)
-            away = src[owner != part]
-            self._cut += away.size
-            new = self._new(away, self._by_part, part)
+            remote = src[owner != part]
+            self._cut += remote.size
+            new = self._first_seen(remote, self._by_part, part)
             self._halo[part] += new.size
             self._send += np.bincount(self._owner[new], minlength=self._send.size)
             self._add_rows(part // (s * p), src[owner // (s * p) != part // (s * p)])
             self._add_blocks(part, owner // p % s, dst, sums)
 
-    def _new(self, gid: np.ndarray, seen: np.ndarray, stamp: int) -> np.ndarray:
-        """Returns the ids whose entry in `seen` is not `stamp` yet, each once, and sets it."""
+    def _first_seen(self, gid: np.ndarray, seen: np.ndarray, stamp: int) -> np.ndarray:
+        """Returns the distinct ids whose entry in `seen` is not `stamp` yet, and sets these."""
         gid = gid[seen[gid] != stamp]
         place = np.arange(gid.size)
         self._place[gid] = place
@@ -457,9 +459,9 @@ class RowCount:
         seen[gid] = stamp
         return gid
 
-    def _add_rows(self, i: int, away: np.ndarray) -> None:
+    def _add_rows(self, i: int, remote: np.ndarray) -> None:
         _, s, p = self._grid
-        new = self._owner[self._new(away, self._by_row, i)].astype(np.int64)
+        new = self._owner[self._first_seen(remote, self._by_row, i)].astype(np.int64)
         np.add.at(self._block_send, (new // (s * p), new // p % s), 1)
         np.add.at(self._block_halo[i], new // p % s, 1)
 
@@ -471,15 +473,15 @@ class RowCount:
         self._blocks[i] += np.bincount(col, minlength=s)
         if s == 1:
             return
-        away = col != j
-        key = self._lid[dst[away]] * s + col[away]
+        remote = col != j
+        key = self._lid[dst[remote]] * s + col[remote]
         key = np.unique(key[~sums[key]])
         sums[key] = True
         self._block_send[i] += np.bincount(key % s, minlength=s)
         self._block_halo[i, j] += key.size
 
     def report(self, train_mask: Tensor | None = None) -> PartitionReport:
-        """Returns the figures of all that was counted."""
+        """Returns the figures of all parts that were added."""
         r, s, p = self._grid
         train = train_vector(train_mask, self._owner.size) == 1
         figures = PartitionReport(
@@ -506,10 +508,10 @@ def check_edge_index(edge_index: Tensor, num_nodes: int) -> None:
         )
     dtype = edge_index.dtype
     if dtype not in (torch.int64, torch.int32):
-        what = f"edge_index must be int64 or int32, got {dtype}"
+        title = f"edge_index must be int64 or int32, got {dtype}"
         if dtype.is_floating_point and bool(edge_index.isnan().any()):
-            what += " with NaN in it"
-        raise TypeError(f"{what}; its entries are node ids")
+            title += " with NaN in it"
+        raise TypeError(f"{title}; its entries are node ids")
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(
             f"edge_index must have shape [2, num_edges], got {list(edge_index.shape)}"
@@ -518,7 +520,10 @@ def check_edge_index(edge_index: Tensor, num_nodes: int) -> None:
         raise ValueError(f"num_nodes must not be negative, got {num_nodes}")
     bad = out_of_range(plain_edges(edge_index), num_nodes)
     if bad is not None and bad < 0:
-        raise ValueError(f"edge_index has the negative node id {bad}")
+        raise ValueError(
+            f"edge_index has the negative node id {bad}, but ids are 0 .. {num_nodes - 1}; "
+            "number the nodes from 0"
+        )
     if bad is not None:
         raise ValueError(
             f"edge_index names node {bad}, but the graph has {num_nodes} nodes "
@@ -544,10 +549,10 @@ def train_vector(train_mask: Tensor | None, num_nodes: int) -> np.ndarray:
 
 
 def node_weights(edge_index: Tensor, train: np.ndarray) -> np.ndarray:
-    """Returns [n, 2 + c]: what each node adds to the nodes, in-edges and further loads.
+    """Returns [n, 2 + c]: the loads of each node: 1, its in-degree, and further loads.
 
     Args:
-        edge_index: of the graph.
+        edge_index: the edges of the graph.
         train: train nodes `[n]`, 0 or 1, or further loads `[n, c]`, that of train nodes first.
     """
     target = plain_edges(edge_index[1]).cpu()
@@ -556,10 +561,10 @@ def node_weights(edge_index: Tensor, train: np.ndarray) -> np.ndarray:
 
 
 def capacities(weight: np.ndarray, num_parts: int, balance: float) -> np.ndarray:
-    """Returns the most that a part may carry of each load, the first being nodes."""
+    """Returns the largest sum of each load that a part may have; the first is nodes."""
     if not balance >= 1:
         raise ValueError(
-            f"balance is the largest part over the mean; got {balance}, give 1 or more"
+            f"balance (the largest part over the mean) must be 1 or more, got {balance}"
         )
     mean = weight.sum(0) / num_parts
     loose = np.full(mean.size, 1 + SLACK * (balance - 1))
@@ -570,7 +575,7 @@ def capacities(weight: np.ndarray, num_parts: int, balance: float) -> np.ndarray
 
 
 def part_loads(owner: np.ndarray, weight: np.ndarray, num_parts: int) -> np.ndarray:
-    """Sums what each part carries: int64 [num_parts, 3]."""
+    """Returns the sum of each load over the nodes of each part: int64 [num_parts, 2 + c]."""
     columns = [np.bincount(owner, column, num_parts) for column in weight.T]
     return np.stack(columns, axis=1).astype(np.int64)
 

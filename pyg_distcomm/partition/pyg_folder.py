@@ -1,8 +1,8 @@
-"""Reads folders that PyG's own `torch_geometric.distributed.Partitioner` wrote (2.5 on).
+"""Reads folders that PyG's `torch_geometric.distributed.Partitioner` wrote (PyG 2.5 on).
 
-They hold x, edge_attr and time, under the node ids of the original graph; y, masks and
-other attributes were never written, and must come from elsewhere. Those of a HeteroData are
-read by type.
+They hold x, edge_attr and time, under the node ids of the original graph. PyG does not write
+y, masks and other attributes, so these must come from another file. A HeteroData is read by
+type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyg_distcomm.partition.part_share import (
     PartShare,
     attribute_key,
     check_ends,
-    wrong_ids,
+    id_problems,
 )
 from pyg_distcomm.partition.partition import Partition
 
@@ -46,7 +46,7 @@ _BAD_VALUES = (RuntimeError, OSError, ValueError, struct.error)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles tensors and dicts of them; refuses all other classes by name."""
+    """Unpickles tensors and dicts of tensors; raises for all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _NAMES:
@@ -119,8 +119,7 @@ def _owners(folder: Path, level: str, name: str, meta: Meta) -> Tensor:
 def read_pyg_folder(folder: str | Path, part: int) -> PartShare:
     """Reads one part, nodes ascending by id and edges in their original order.
 
-    Raises ValueError, naming the file, for one that is missing, damaged, or at odds
-    with the others.
+    Raises ValueError, naming the file, if one is missing, damaged or does not fit the others.
     """
     folder = Path(folder)
     meta, partition = pyg_folder_meta(folder), read_pyg_partition(folder)
@@ -153,23 +152,23 @@ def read_pyg_folder(folder: str | Path, part: int) -> PartShare:
 
 
 def _typed_part(folder: Path, meta: Meta, partition: Partition, part: int) -> PartShare:
-    """Reads one part of a HeteroData, whose ids PyG numbers type after type, too."""
+    """Reads one part of a HeteroData; PyG also numbers its ids type after type."""
     kinds: list[EdgeType] = [(a, b, c) for a, b, c in meta["edge_types"]]
-    homes: dict[Any, Tensor] = {
+    owners: dict[Any, Tensor] = {
         **{n: _owners(folder, "node", n, meta) for n in meta["node_types"]},
         **{k: _owners(folder, "edge", "__".join(k), meta) for k in kinds},
     }
     counts = {
-        k: tuple(torch.bincount(home, minlength=partition.num_parts).tolist())
-        for k, home in homes.items()
+        k: tuple(torch.bincount(owner, minlength=partition.num_parts).tolist())
+        for k, owner in owners.items()
     }
     types = GraphTypes(
         {name: counts[name] for name in meta["node_types"]},
         {kind: counts[kind] for kind in kinds},
     )
     here = folder / f"part_{part}"
-    node = _typed_nodes(here / "node_feats.pt", types, homes, part)
-    edge_gid, edge_index, edge = _typed_edges(here, types, homes, part)
+    node = _typed_nodes(here / "node_feats.pt", types, owners, part)
+    edge_gid, edge_index, edge = _typed_edges(here, types, owners, part)
     share = PartShare(
         part=part,
         partition=partition,
@@ -182,13 +181,13 @@ def _typed_part(folder: Path, meta: Meta, partition: Partition, part: int) -> Pa
         graph={},
         types=types,
     )
-    for problem in wrong_ids(share, here, ("node_feats.pt", "graph.pt", "graph.pt")):
+    for problem in id_problems(share, here, ("node_feats.pt", "graph.pt", "graph.pt")):
         raise ValueError(problem)
     return share
 
 
 def _typed_nodes(
-    path: Path, types: GraphTypes, homes: dict[Any, Tensor], part: int
+    path: Path, types: GraphTypes, owners: dict[Any, Tensor], part: int
 ) -> dict[str, Tensor]:
     """Reads the rows of the nodes of each type, ascending by id."""
     node: dict[str, Tensor] = {}
@@ -196,19 +195,19 @@ def _typed_nodes(
     for name, (begin, _) in types.ranges("node").items():
         file = _of_type(found, name, path)
         gid, order = _entry(file, "global_id", path).sort()
-        if not torch.equal(gid - begin, (homes[name] == part).nonzero().view(-1)):
+        if not torch.equal(gid - begin, (owners[name] == part).nonzero().view(-1)):
             raise ValueError(
                 f"{path}: not the nodes that node_map gives to part {part}"
             )
         rows = _feats(file, order, path)
-        if "time" in file:  # every part has that of all nodes of the type
-            rows["time"] = _rows(file, "time", gid - begin, len(homes[name]), path)
+        if "time" in file:  # every part has the times of all nodes of the type
+            rows["time"] = _rows(file, "time", gid - begin, len(owners[name]), path)
         node |= {attribute_key(name, key): value for key, value in rows.items()}
     return node
 
 
 def _typed_edges(
-    here: Path, types: GraphTypes, homes: dict[Any, Tensor], part: int
+    here: Path, types: GraphTypes, owners: dict[Any, Tensor], part: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Reads ids, ends and rows of the edges of each type, ascending by id."""
     path, rows_path = here / "graph.pt", here / "edge_feats.pt"
@@ -219,7 +218,7 @@ def _typed_edges(
     for kind, (begin, _) in types.ranges("edge").items():
         file = _of_type(graph, kind, path)
         gid, order = _entry(file, "edge_id", path).sort()
-        if not torch.equal(gid - begin, (homes[kind] == part).nonzero().view(-1)):
+        if not torch.equal(gid - begin, (owners[kind] == part).nonzero().view(-1)):
             raise ValueError(
                 f"{path}: not the edges that edge_map gives to part {part}"
             )
@@ -250,7 +249,7 @@ def _nodes(
     if not torch.equal(node_gid, partition.gids(part)):
         raise ValueError(f"{path}: not the nodes that node_map.pt gives to part {part}")
     rows = _feats(file, order, path)
-    if "time" in file:  # every part has that of all nodes
+    if "time" in file:  # every part has the times of all nodes
         rows["time"] = _rows(file, "time", node_gid, partition.num_nodes, path)
     return node_gid, rows
 
@@ -331,7 +330,7 @@ def _load(path: Path) -> Any:
 
 
 def check_saved(path: Path) -> None:
-    """Refuses a file of torch.save that is damaged or a program, which torch does not check.
+    """Raises if a file of torch.save is damaged or holds TorchScript; torch checks neither.
 
     Raises:
         ValueError: naming the file.

@@ -1,7 +1,7 @@
 """Compiles the loops of `refine_partition`; importing this module imports Numba.
 
-`held` lists the parts that need the row of each node, as (start, size, part, count): node u is
-needed by the `size[u]` parts from `part[start[u]]` on, each for `count` of its targets.
+`readers` lists the parts that read the row of each node, as (start, size, part, count): the row
+of node u is read by the `size[u]` parts from `part[start[u]]` on, each for `count` targets.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pyg_distcomm.kernels.compile import entry, jit
 from pyg_distcomm.partition.cutters_jit import fits, transfer
 
 Array = np.ndarray
-Held = tuple[Array, Array, Array, Array]
+Readers = tuple[Array, Array, Array, Array]
 
-CANDIDATES = 8  # parts that a node is tried in: those with most of its neighbours
+CANDIDATES = 8  # parts that a node may move to: those with most of its neighbours
 TINY = 1e-12  # differences below are rounding
 
 
 @entry
-def hold(indptr: Array, source: Array, owner: Array, num_parts: int) -> Held:
-    """Lists the parts that need each node's row, and for how many targets."""
+def list_readers(indptr: Array, source: Array, owner: Array, num_parts: int) -> Readers:
+    """Lists the parts that read each node's row, and for how many targets."""
     num_nodes = owner.size
     start = np.zeros(num_nodes + 1, np.int64)
     for k in range(source.size):
@@ -30,17 +30,17 @@ def hold(indptr: Array, source: Array, owner: Array, num_parts: int) -> Held:
     size = np.zeros(num_nodes, np.int32)
     part = np.empty(start[-1], np.int32)
     count = np.empty(start[-1], np.int32)
-    held = (start, size, part, count)
+    readers = (start, size, part, count)
     for v in range(num_nodes):
         for k in range(indptr[v], indptr[v + 1]):
-            _take(source[k], owner[v], held)
-    return held
+            _add_reader(source[k], owner[v], readers)
+    return readers
 
 
 @jit
-def _take(u: int, q: int, held: Held) -> None:
+def _add_reader(u: int, q: int, readers: Readers) -> None:
     """Counts one more target of u in part q."""
-    start, size, part, count = held
+    start, size, part, count = readers
     for k in range(start[u], start[u] + size[u]):
         if part[k] == q:
             count[k] += 1
@@ -51,9 +51,9 @@ def _take(u: int, q: int, held: Held) -> None:
 
 
 @jit
-def _drop(u: int, q: int, held: Held) -> None:
-    """Counts one target of u less in part q."""
-    start, size, part, count = held
+def _remove_reader(u: int, q: int, readers: Readers) -> None:
+    """Counts one target less of u in part q."""
+    start, size, part, count = readers
     k = start[u]
     while part[k] != q:
         k += 1
@@ -65,9 +65,9 @@ def _drop(u: int, q: int, held: Held) -> None:
 
 
 @entry
-def rows(owner: Array, num_parts: int, held: Held) -> Array:
+def rows(owner: Array, num_parts: int, readers: Readers) -> Array:
     """Counts the rows that each part sends [:P] and receives [P:]."""
-    start, size, part, _ = held
+    start, size, part, _ = readers
     found = np.zeros(2 * num_parts, np.int64)
     for u in range(owner.size):
         for k in range(start[u], start[u] + size[u]):
@@ -78,58 +78,60 @@ def rows(owner: Array, num_parts: int, held: Held) -> Array:
 
 
 @jit
-def _note(q: int, change: int, delta: Array, hit: Array, hits: int) -> int:
+def _add_change(
+    q: int, change: int, delta: Array, touched: Array, num_touched: int
+) -> int:
     """Adds to delta[q]; hit lists the entries ever touched, in that order."""
     if delta[q, 1] == 0:
         delta[q, 1] = 1
-        hit[hits] = q
-        hits += 1
+        touched[num_touched] = q
+        num_touched += 1
     delta[q, 0] += change
-    return hits
+    return num_touched
 
 
 @jit
-def _change(
+def _count_change(
     v: int,
     b: int,
     indptr: Array,
     source: Array,
     owner: Array,
-    held: Held,
+    readers: Readers,
     delta: Array,
-    hit: Array,
+    touched: Array,
 ) -> int:
-    """Counts what a move of v to part b adds to the rows sent and received, exactly.
+    """Counts how moving v to part b changes the rows sent and received, exactly.
 
     delta [2 P, 2] is zero before; its first column is the change, and hit lists the
     entries touched, whose number is returned.
     """
-    start, size, part, count = held
+    start, size, part, count = readers
     num_parts = delta.shape[0] // 2
     a = owner[v]
-    away_a = away_b = at_a = at_b = 0
+    remote_a = remote_b = in_a = in_b = 0
     for k in range(start[v], start[v] + size[v]):
-        at_a += part[k] == a
-        at_b += part[k] == b
-        away_a += part[k] != a
-        away_b += part[k] != b
-    hits = _note(a, -away_a, delta, hit, 0)
-    hits = _note(b, away_b, delta, hit, hits)
-    hits = _note(num_parts + a, at_a, delta, hit, hits)
-    hits = _note(num_parts + b, -at_b, delta, hit, hits)
+        in_a += part[k] == a
+        in_b += part[k] == b
+        remote_a += part[k] != a
+        remote_b += part[k] != b
+    num_touched = _add_change(a, -remote_a, delta, touched, 0)
+    num_touched = _add_change(b, remote_b, delta, touched, num_touched)
+    num_touched = _add_change(num_parts + a, in_a, delta, touched, num_touched)
+    num_touched = _add_change(num_parts + b, -in_b, delta, touched, num_touched)
     for e in range(indptr[v], indptr[v + 1]):
         u = source[e]
-        home, in_b, last = owner[u], False, False
+        own_part, b_reads, last = owner[u], False, False
         for k in range(start[u], start[u] + size[u]):
-            in_b = in_b or part[k] == b
+            b_reads = b_reads or part[k] == b
             last = last or (part[k] == a and count[k] == 1)
-        if last and home != a:
-            hits = _note(home, -1, delta, hit, hits)
-            hits = _note(num_parts + a, -1, delta, hit, hits)
-        if not in_b and home != b:
-            hits = _note(home, 1, delta, hit, hits)
-            hits = _note(num_parts + b, 1, delta, hit, hits)
-    return hits
+        if last and own_part != a:
+            num_touched = _add_change(own_part, -1, delta, touched, num_touched)
+            num_touched = _add_change(num_parts + a, -1, delta, touched, num_touched)
+        if not b_reads and own_part != b:
+            num_touched = _add_change(own_part, 1, delta, touched, num_touched)
+            num_touched = _add_change(num_parts + b, 1, delta, touched, num_touched)
+    return num_touched
 
 
 @jit
@@ -144,18 +146,18 @@ def power_of(value: float, doublings: int) -> float:
 def _gain(
     load: Array,
     limit: Array,
-    most: int,
+    max_volume: int,
     scale: float,
     doublings: int,
     delta: Array,
-    hit: Array,
-    hits: int,
+    touched: Array,
+    num_touched: int,
 ) -> float:
-    """Returns the fall of the potential, 0 for a move that a limit forbids; clears delta."""
+    """Returns by how much the potential falls, 0 if a limit forbids the move; clears delta."""
     num_parts = load.size // 2
     gain, volume, allowed = 0.0, 0, True
-    for h in range(hits):
-        q = hit[h]
+    for h in range(num_touched):
+        q = touched[h]
         change = delta[q, 0]
         delta[q, 0] = delta[q, 1] = 0
         new = load[q] + change
@@ -163,7 +165,7 @@ def _gain(
         if q < num_parts:
             volume += change
         gain += power_of(load[q] / scale, doublings) - power_of(new / scale, doublings)
-    return gain if allowed and load[:num_parts].sum() + volume <= most else 0.0
+    return gain if allowed and load[:num_parts].sum() + volume <= max_volume else 0.0
 
 
 @jit
@@ -172,40 +174,44 @@ def _candidates(
     indptr: Array,
     source: Array,
     owner: Array,
-    held: Held,
-    near: Array,
-    chosen: Array,
+    readers: Readers,
+    neighbors: Array,
+    candidates: Array,
 ) -> int:
-    """Lists the parts, but its own, with most neighbours of v; ties: lower numbers."""
-    start, size, part, count = held
+    """Lists the other parts with most neighbours of v; ties go to the lower number."""
+    start, size, part, count = readers
     found = 0
     for k in range(start[v], start[v] + size[v]):
-        near[part[k]] += count[k]
+        neighbors[part[k]] += count[k]
     for e in range(indptr[v], indptr[v + 1]):
-        near[owner[source[e]]] += 1
+        neighbors[owner[source[e]]] += 1
     for _ in range(CANDIDATES):
         best = -1
         for k in range(start[v], start[v] + size[v]):
-            best = _better(part[k], best, owner[v], near)
+            best = _better_part(part[k], best, owner[v], neighbors)
         for e in range(indptr[v], indptr[v + 1]):
-            best = _better(owner[source[e]], best, owner[v], near)
+            best = _better_part(owner[source[e]], best, owner[v], neighbors)
         if best < 0:
             break
-        chosen[found] = best
+        candidates[found] = best
         found += 1
-        near[best] = 0
+        neighbors[best] = 0
     for k in range(start[v], start[v] + size[v]):
-        near[part[k]] = 0
+        neighbors[part[k]] = 0
     for e in range(indptr[v], indptr[v + 1]):
-        near[owner[source[e]]] = 0
+        neighbors[owner[source[e]]] = 0
     return found
 
 
 @jit
-def _better(q: int, best: int, home: int, near: Array) -> int:
-    if q == home or near[q] == 0:
+def _better_part(q: int, best: int, own_part: int, neighbors: Array) -> int:
+    if q == own_part or neighbors[q] == 0:
         return best
-    if best < 0 or near[q] > near[best] or (near[q] == near[best] and q < best):
+    if (
+        best < 0
+        or neighbors[q] > neighbors[best]
+        or (neighbors[q] == neighbors[best] and q < best)
+    ):
         return q
     return best
 
@@ -216,51 +222,57 @@ def sweep(
     indptr: Array,
     source: Array,
     owner: Array,
-    held: Held,
+    readers: Readers,
     load: Array,
     weight: Array,
     capacity: Array,
-    carried: Array,
-    first: Array,
-    most: int,
+    part_load: Array,
+    start_limit: Array,
+    max_volume: int,
     doublings: int,
 ) -> int:
-    """Moves each node of `order` once, to where the potential falls most; in place.
+    """Moves each node of `order`, in place, to the part where the potential falls most.
 
     The definition is `sweep` in tests/refine_reference.py. Returns the number of moves.
     """
-    num_parts = carried.shape[0]
+    num_parts = part_load.shape[0]
     delta = np.zeros((2 * num_parts, 2), np.int64)
-    hit = np.empty(2 * num_parts, np.int64)
-    near, chosen = np.zeros(num_parts, np.int64), np.empty(num_parts, np.int64)
+    touched = np.empty(2 * num_parts, np.int64)
+    neighbors, candidates = np.zeros(num_parts, np.int64), np.empty(num_parts, np.int64)
     scale = float(max(1, load.max()))
-    limit = np.minimum(first, load.max())
+    limit = np.minimum(start_limit, load.max())
     moves = 0
     for v in order:
         a = owner[v]
-        if carried[a, 0] <= 1:
+        if part_load[a, 0] <= 1:
             continue
-        found = _candidates(v, indptr, source, owner, held, near, chosen)
+        found = _candidates(v, indptr, source, owner, readers, neighbors, candidates)
         best, best_gain = -1, 0.0
         for c in range(found):
-            b = chosen[c]
-            if not fits(carried, capacity, b, weight, v):
+            b = candidates[c]
+            if not fits(part_load, capacity, b, weight, v):
                 continue
-            hits = _change(v, b, indptr, source, owner, held, delta, hit)
-            gain = _gain(load, limit, most, scale, doublings, delta, hit, hits)
+            num_touched = _count_change(
+                v, b, indptr, source, owner, readers, delta, touched
+            )
+            gain = _gain(
+                load, limit, max_volume, scale, doublings, delta, touched, num_touched
+            )
             if gain > best_gain + TINY:
                 best, best_gain = b, gain
         if best < 0:
             continue
-        hits = _change(v, best, indptr, source, owner, held, delta, hit)
-        for h in range(hits):
-            load[hit[h]] += delta[hit[h], 0]
-            delta[hit[h]] = 0
+        num_touched = _count_change(
+            v, best, indptr, source, owner, readers, delta, touched
+        )
+        for h in range(num_touched):
+            load[touched[h]] += delta[touched[h], 0]
+            delta[touched[h]] = 0
         for e in range(indptr[v], indptr[v + 1]):
-            _drop(source[e], a, held)
-            _take(source[e], best, held)
+            _remove_reader(source[e], a, readers)
+            _add_reader(source[e], best, readers)
         owner[v] = best
-        transfer(carried, weight, v, a, best)
-        limit = np.minimum(first, load.max())
+        transfer(part_load, weight, v, a, best)
+        limit = np.minimum(start_limit, load.max())
         moves += 1
     return moves

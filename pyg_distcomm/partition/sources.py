@@ -20,15 +20,15 @@ from pyg_distcomm.partition.edge_files import (
     NpyColumn,
     PairWriter,
     TextColumn,
-    both_ways,
     is_text,
     member_opener,
     spool_text,
+    with_reverses,
 )
 
 __all__ = ["GraphFiles", "is_source", "open_source"]
 
-MANY = 10**8  # nodes; most of them without edges are taken for a mistake
+MANY = 10**8  # largest id + 1 above which ids with gaps are taken for a mistake
 ENDINGS = (".csv.gz", ".csv", ".npy")
 MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
@@ -37,10 +37,12 @@ MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 class GraphFiles:
     """Holds a graph whose edges, features and labels stay in files until they are read.
 
-    edges     the edges, in chunks; `doubled` if each is followed by its reverse
-    columns   attributes by name; a row of the edges is that of the file, not doubled
+    edges     the edges, in chunks
+    num_nodes the number of nodes
+    doubled   whether each edge is followed by its reverse
+    columns   attributes by name; those of edges have a row per edge in the file, not doubled
     values    plain values
-    kinds     "node" or "edge", of the columns whose kind the files tell
+    kinds     "node" or "edge", for the columns whose file tells it
     """
 
     edges: EdgeFile
@@ -58,8 +60,8 @@ class GraphFiles:
             )
         self.columns[name], self.kinds[name] = column, kind
 
-    def named(self, kind: str) -> list[str]:
-        """Returns the names of the columns that are of a kind by their file."""
+    def names_of_kind(self, kind: str) -> list[str]:
+        """Returns the names of the columns whose file tells that they are of a kind."""
         return [name for name, one in self.kinds.items() if one == kind]
 
     def edges_in_file(self) -> int:
@@ -73,7 +75,7 @@ class GraphFiles:
 
 
 def is_source(name: str) -> bool:
-    """Returns whether a name is that of edges in a file, or of an OGB-style folder."""
+    """Returns whether a name is that of a file of edges, or of a folder."""
     path = Path(name)
     of_arrays = path.suffix in (".npy", ".npz")
     return is_text(path) or of_arrays or is_table(path) or path.is_dir()
@@ -98,16 +100,16 @@ def open_source(
                 raw/edge.csv.gz, num-node-list, node-feat, node-label, node_year,
                 edge-feat, split/NAME/{train,valid,test}; as .csv.gz, .csv or .npy, or
                 in raw/data.npz
-    num_nodes   needed if the files do not give it and nodes without edges come last
+    num_nodes   needed if the files do not tell it and the last nodes have no edges
     undirected  each edge stands for both directions (as OGB's add_inverse_edge)
     split       which folder of split/, if there are several
     node_files, edge_files  .npy files by the name of the attribute
     node_table  a table (.parquet, .arrow, .feather) with a row for each node, and a column
-                for each attribute; in the order of ids, or with ids in a column "id". Where
+                for each attribute; in the order of ids, or with ids in a column "id". If
                 these are not 0 .. n - 1 (texts, integers with gaps), node k is row k, and
-                the ends of edges, in a table too, are looked up among them
+                edges must be in a table, too: their ends are looked up in this column
 
-    Raises ValueError, naming the file, for what is missing, damaged or at odds.
+    Raises ValueError, naming the file, if one is missing, damaged or does not fit the others.
     """
     path = Path(path)
     _check_names(set(node_files or {}), set(edge_files or {}))
@@ -145,7 +147,7 @@ def open_source(
 
 
 def _check_names(node: set[str], edge: set[str]) -> None:
-    """Refuses names of attributes that the edges, or two files, would share."""
+    """Raises for a file named edge_index, and for a name given both for nodes and edges."""
     if "edge_index" in node | edge:
         raise ValueError(
             "edge_index: got a file for it beside the graph, whose edges it would not "
@@ -180,14 +182,14 @@ def _with_edges(
         edges, largest = spool_text(
             path, spool / "edges.npy", num_nodes=num_nodes, undirected=undirected
         )
-        count = _count(path, largest, edges, num_nodes)
+        count = _infer_num_nodes(path, largest, edges, num_nodes)
         return GraphFiles(edges, count, undirected)
     if is_table(path):
         edge_table = ArrowTable(path)
         edges, largest = edge_table.edges(
             spool / "edges.npy", num_nodes=num_nodes, undirected=undirected, nodes=names
         )
-        count = _count(path, largest, edges, num_nodes)
+        count = _infer_num_nodes(path, largest, edges, num_nodes)
         found = GraphFiles(edges, count, undirected)
         for name, column in edge_table.edge_columns().items():
             found.add(name, column, "edge")
@@ -198,13 +200,13 @@ def _with_edges(
             f"{', '.join(TEXT)} (.gz) or a folder"
         )
     edges = EdgeFile(path)
-    return _counted(edges, spool, num_nodes, undirected)
+    return _with_counted_nodes(edges, spool, num_nodes, undirected)
 
 
-def _counted(
+def _with_counted_nodes(
     edges: EdgeFile, spool: Path, num_nodes: int | None, undirected: bool
 ) -> GraphFiles:
-    """Finds the number of nodes, and writes the reverse edges, in one pass if needed."""
+    """Opens edges with their number of nodes; counts nodes and adds reverses in one pass."""
     if num_nodes is not None:
         edges.limit(num_nodes)
     if not undirected and num_nodes is not None:
@@ -215,20 +217,20 @@ def _counted(
         with PairWriter(file) as writer:
             for pair in edges.chunks("adding reverse edges"):
                 largest = max(largest, int(pair.max()))
-                writer.write(both_ways(pair.T))
-        edges = EdgeFile(file, tall=True)
+                writer.write(with_reverses(pair.T))
+        edges = EdgeFile(file, pair_rows=True)
     else:
         for pair in edges.chunks("counting nodes"):
             largest = max(largest, int(pair.max()))
-    count = _count(name, largest, edges, num_nodes)
+    count = _infer_num_nodes(name, largest, edges, num_nodes)
     edges.limit(count)
     return GraphFiles(edges, count, undirected)
 
 
-def _count(
+def _infer_num_nodes(
     name: Path | str, largest: int, edges: EdgeFile, num_nodes: int | None
 ) -> int:
-    """Returns how many nodes there are: as is said, or by their ids."""
+    """Returns the number of nodes: `num_nodes` if given, otherwise the largest id plus one."""
     if num_nodes is not None:
         return num_nodes
     if largest >= max(MANY, 100 * edges.num_edges):
@@ -249,7 +251,7 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _members(path: Path) -> dict[str, NpyColumn]:
-    """Opens the arrays of an .npz file, edge_index apart; plain values have no shape."""
+    """Opens the arrays of an .npz file except edge_index; plain values have no shape."""
     return {
         name.removesuffix(".npy"): NpyColumn(
             f"{path}:{name}", member_opener(path, name)
@@ -275,7 +277,7 @@ def _from_npz(
     for name in ("x", "y", "pos"):
         if num_nodes is None and name in columns and columns[name].shape:
             num_nodes = columns[name].shape[0]
-    found = _counted(edges, spool, num_nodes, undirected)
+    found = _with_counted_nodes(edges, spool, num_nodes, undirected)
     for name, column in columns.items():
         if column.shape:
             found.columns[name] = column
@@ -286,7 +288,7 @@ def _from_npz(
 
 @dataclass(eq=False)
 class _Folder:
-    """Reads a folder laid out as OGB's, text or binary; refuses heterogeneous graphs."""
+    """Reads a folder in OGB's layout, text or binary; raises for heterogeneous graphs."""
 
     root: Path
     spool: Path
@@ -299,20 +301,20 @@ class _Folder:
         self.raw = raw if raw.is_dir() else self.root
         archive = self.raw / "data.npz"
         self.archive = archive if archive.is_file() else None
-        self.packed = {} if self.archive is None else _members(self.archive)
+        self.members = {} if self.archive is None else _members(self.archive)
 
     def read(self) -> GraphFiles:
         if self.num_nodes is None:
             self.num_nodes = self._num_nodes()
         found = self._edges()
         num_edges = found.edges_in_file()
-        for name, key, count, real in (
+        for name, key, count, is_float in (
             ("x", "node_feat", found.num_nodes, True),
             ("y", "node_label", found.num_nodes, None),
             ("node_year", "node_year", found.num_nodes, None),
             ("edge_attr", "edge_feat", num_edges, True),
         ):
-            column = self._column(key, count, real)
+            column = self._column(key, count, is_float)
             if column is not None:
                 _check_rows(column, count, "nodes" if key[:4] == "node" else "edges")
                 found.columns[name] = column
@@ -330,14 +332,14 @@ class _Folder:
                         return path
         return None
 
-    def _column(self, key: str, count: int, real: bool | None) -> Column | None:
-        if key in self.packed:
-            return self.packed[key]
+    def _column(self, key: str, count: int, is_float: bool | None) -> Column | None:
+        if key in self.members:
+            return self.members[key]
         path = self._file(key, ".npy", ".npz", ".csv.gz", ".csv")
         if path is None:
             return None
         if path.suffix != ".npz":
-            return _open_column(path, count, real)
+            return _open_column(path, count, is_float)
         members = _members(path)
         if key not in members:
             raise ValueError(f"{path}: has no {key}, only {', '.join(members)}")
@@ -345,16 +347,17 @@ class _Folder:
 
     def _num_nodes(self) -> int | None:
         counts = None
-        if "num_nodes_list" in self.packed:
-            counts = next(self.packed["num_nodes_list"].rows()).reshape(-1)
+        if "num_nodes_list" in self.members:
+            counts = next(self.members["num_nodes_list"].rows()).reshape(-1)
         path = self._file("num_node_list", ".csv.gz", ".csv")
         if counts is None and path is not None:
-            text = TextColumn(path, 1, real=False)
+            text = TextColumn(path, 1, is_float=False)
             counts = np.concatenate(list(text.rows())).reshape(-1)
         if counts is not None:
             if len(counts) != 1:
                 raise ValueError(
-                    f"{path or self.archive}: is of {len(counts)} graphs, wanted one"
+                    f"{path or self.archive}: holds {len(counts)} graphs, wanted one; keep "
+                    "each graph in a folder of its own"
                 )
             return int(counts[0])
         path = self._file("node_feat", ".npy") or self._file("node_label", ".npy")
@@ -363,7 +366,9 @@ class _Folder:
     def _edges(self) -> GraphFiles:
         if self.archive is not None:
             edges = _edges_of_npz(self.archive)
-            return _counted(edges, self.spool, self.num_nodes, self.undirected)
+            return _with_counted_nodes(
+                edges, self.spool, self.num_nodes, self.undirected
+            )
         path = self._file("edge", ".csv.gz", ".csv", ".npy")
         path = path or self._file("edge_index", ".npy")
         if path is None:
@@ -374,30 +379,30 @@ class _Folder:
         return _with_edges(path, self.spool, self.num_nodes, self.undirected)
 
     def _masks(self, num_nodes: int) -> dict[str, np.ndarray]:
-        home = self.root / "split"
-        inner = home.iterdir() if home.is_dir() else ()
+        splits = self.root / "split"
+        inner = splits.iterdir() if splits.is_dir() else ()
         names = sorted(path.name for path in inner if path.is_dir())
         if not names and self.split is None:
             return {}
         split = self.split if self.split is not None else names[0]
         if split not in names or (self.split is None and len(names) > 1):
             raise ValueError(
-                f"{home}: holds the splits {', '.join(names) or 'none'}; name one of them "
+                f"{splits}: holds the splits {', '.join(names) or 'none'}; name one of them "
                 f"with split, got {self.split!r}"
             )
         masks = {}
         for part, mask in MASKS.items():
-            files = (home / split / (part + ending) for ending in ENDINGS)
+            files = (splits / split / (part + ending) for ending in ENDINGS)
             path = next((file for file in files if file.is_file()), None)
             if path is not None:
                 masks[mask] = _mask(path, num_nodes)
         return masks
 
 
-def _open_column(path: Path, count: int | None, real: bool | None) -> Column:
+def _open_column(path: Path, count: int | None, is_float: bool | None) -> Column:
     if path.suffix == ".npy":
         return NpyColumn(path)
-    return TextColumn(path, count, real=real)
+    return TextColumn(path, count, is_float=is_float)
 
 
 def _mask(path: Path, num_nodes: int) -> np.ndarray:

@@ -1,16 +1,16 @@
-"""Cuts a graph whose edges may exceed the memory, as they stream by.
+"""Cuts a graph whose edges may exceed the memory, reading them as a stream.
 
 [Note: cutting a stream] Edges are read in any order and not stored, so that the state of a
 node must fit a fixed number of words. There are three kinds of pass:
 
-1. degrees are counted;
-2. ends of edges join clusters, the end in the smaller cluster going to the larger, as
-   [Hollocou17] does with three words a node, and with a limit on clusters as the first
-   phase of [Mayer22] sets; clusters are then packed into parts, the largest first;
-3. clusters, and then single nodes, vote: each keeps the number of its neighbours in its
-   own part, and counts those in others in SEATS places by the rule of [Misra82], whose
-   counts are never too high. Then half of them, drawn anew each time, move to the part
-   with most votes that has room. The best of all passes is kept.
+1. count degrees;
+2. join the ends of edges into clusters: the end in the smaller cluster moves to the larger,
+   as in [Hollocou17] with three words a node, and with a limit on the size of clusters as in
+   the first phase of [Mayer22]; then pack clusters into parts, the largest first;
+3. let clusters, and then single nodes, vote: each counts its neighbours in its own part, and
+   those in other parts in SLOTS slots by the rule of [Misra82], whose counts are never too
+   high. Then half of them, drawn anew each time, move to the part with most votes that has
+   room. The best result of all passes is kept.
 
 A table of votes for all parts would be n P words; LDG needs the neighbours of a node at
 once, which edges on a disk do not give.
@@ -33,11 +33,13 @@ from pyg_distcomm.partition.partition import (
 )
 
 CHUNK = 1 << 18  # edges in memory at once
-SEATS = 8  # parts whose votes are counted, at most
-SHARE = 1 / 32  # a cluster may be this much of a part
+SLOTS = 8  # the most parts whose votes a node counts
+SHARE = 1 / 32  # the largest size of a cluster, as a fraction of a part
 CLUSTER_PASSES = 4
 NODE_PASSES = 8
-ENOUGH = 0.998  # a pass that cuts more than this of the last one's edges is the last
+ENOUGH = (
+    0.998  # passes end once one cuts more than this fraction of the last one's edges
+)
 
 
 class EdgeStream(Protocol):
@@ -79,8 +81,8 @@ def stream(
     """Partitions the nodes of a graph whose edges may exceed the memory.
 
     No part owns more than max(ceil(n/P), balance n/P) nodes, nor, where there is room
-    for all, more than its share of in-edges and twice that looseness. The same for the
-    same order of edges. Memory: about (100 + 8 min(P, SEATS)) bytes a node, and a chunk
+    for all, more in-edges than its share times 1 + 2 (balance - 1). Deterministic for a
+    given order of edges. Memory: about (100 + 8 min(P, SLOTS)) bytes a node, and a chunk
     of edges; reads the edges up to 4 + CLUSTER_PASSES + NODE_PASSES times.
     See [Note: cutting a stream].
     """
@@ -91,7 +93,7 @@ def stream(
 
 
 class _StreamCut:
-    """Runs the streaming cutter once; holds what its passes share."""
+    """Runs the streaming cutter once, and holds the state that its passes share."""
 
     def __init__(
         self,
@@ -109,18 +111,20 @@ class _StreamCut:
         self.load = np.zeros((num_parts, 2), np.int64)
 
     def run(self) -> Partition:
-        home, weight = self._clusters()
+        cluster_of, weight = self._clusters()
         ids = np.flatnonzero(weight[:, 0])
         share = (weight[ids] / np.maximum(weight[ids].sum(0), 1)).sum(1)
-        place = np.full(self.n, -1, np.int64)
+        cluster_part = np.full(self.n, -1, np.int64)
         largest = ids[np.argsort(-share, kind="stable")]
-        self.loops.pack(largest, weight, self.capacity, self.load, place)
-        if (place[ids] >= 0).all():
-            place = self._vote(ids, place, weight, home, CLUSTER_PASSES)
-        owner = place[home]
-        del home, weight, place
-        homeless = np.flatnonzero(owner < 0)
-        self.loops.pack(homeless, self.weight, self.capacity, self.load, owner)
+        self.loops.pack(largest, weight, self.capacity, self.load, cluster_part)
+        if (cluster_part[ids] >= 0).all():
+            cluster_part = self._vote(
+                ids, cluster_part, weight, cluster_of, CLUSTER_PASSES
+            )
+        owner = cluster_part[cluster_of]
+        del cluster_of, weight, cluster_part
+        unplaced = np.flatnonzero(owner < 0)
+        self.loops.pack(unplaced, self.weight, self.capacity, self.load, owner)
         nodes = np.arange(self.n)
         owner = self._vote(nodes, owner, self.weight, None, NODE_PASSES)
         return Partition.from_owner(fill_empty(owner, self.parts), self.parts)
@@ -131,38 +135,38 @@ class _StreamCut:
         for src, dst in self.edges.chunks("counting degrees"):
             self.loops.count_degrees(src, dst, degree, self.weight)
         degree += self.weight[:, 1]
-        home, volume = np.arange(self.n), degree.copy()
+        cluster_of, volume = np.arange(self.n), degree.copy()
         size = np.ones(self.n, np.int64)
         share = SHARE / self.parts
         most = np.array([degree.sum() * share, max(1, self.n * share)])
         for src, dst in self.edges.chunks("clustering"):
-            self.loops.cluster(src, dst, degree, home, volume, size, most)
-        work = np.bincount(home, self.weight[:, 1], self.n).astype(np.int64)
-        return home, np.stack([size, work], axis=1)
+            self.loops.cluster(src, dst, degree, cluster_of, volume, size, most)
+        work = np.bincount(cluster_of, self.weight[:, 1], self.n).astype(np.int64)
+        return cluster_of, np.stack([size, work], axis=1)
 
     def _vote(
         self,
         ids: np.ndarray,
         owner: np.ndarray,
         weight: np.ndarray,
-        home: np.ndarray | None,
+        cluster_of: np.ndarray | None,
         passes: int,
     ) -> np.ndarray:
-        """Moves nodes, or clusters if `home` gives those of nodes; returns the best owners."""
-        what = "moving nodes" if home is None else "moving clusters"
-        seats = min(self.parts, SEATS)
+        """Moves nodes, or clusters if `cluster_of` is given; returns the best owners."""
+        label = "moving nodes" if cluster_of is None else "moving clusters"
+        slots = min(self.parts, SLOTS)
         own = np.zeros(self.n, np.int32)
-        seat, count = np.zeros((2, self.n, seats), np.int32)
+        voted_part, count = np.zeros((2, self.n, slots), np.int32)
         self.load[:] = 0
         np.add.at(self.load, owner[ids], weight[ids])
         best, least = owner, np.inf
         for k in range(passes + 1):
             own[:], count[:] = 0, 0
             cut = 0
-            for src, dst in self.edges.chunks(what):
-                if home is not None:
-                    src, dst = home[src], home[dst]
-                cut += self.loops.vote(src, dst, owner, own, seat, count)
+            for src, dst in self.edges.chunks(label):
+                if cluster_of is not None:
+                    src, dst = cluster_of[src], cluster_of[dst]
+                cut += self.loops.vote(src, dst, owner, own, voted_part, count)
             last = k == passes or cut > ENOUGH * least
             if cut < least:
                 best, least = owner.copy(), cut
@@ -171,7 +175,7 @@ class _StreamCut:
             rng = np.random.default_rng((self.seed, k))
             half = rng.permutation(ids)[: -(-ids.size // 2)]
             self.loops.move(
-                half, owner, own, seat, count, weight, self.capacity, self.load
+                half, owner, own, voted_part, count, weight, self.capacity, self.load
             )
         self.load[:] = 0
         np.add.at(self.load, best[ids], weight[ids])

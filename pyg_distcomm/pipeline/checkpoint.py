@@ -41,7 +41,7 @@ _NO_ROWS: dict[str, Any] = {
     "kept": [],
     "mark": None,
     "active": [],
-}  # each rank's, of a link
+}  # the fields of a link's state that differ by rank, empty
 
 
 def state_of(
@@ -49,16 +49,16 @@ def state_of(
 ) -> dict[str, Any]:
     """Returns the state of all stages, as `torch.nn.Module.state_dict` does; collective."""
     state = pipe.layers.state_dict(keep_vars=keep_vars)
-    mine = {name: value.cpu() for name, value in state.items()}
-    every = merged(mine, pipe.mesh, [layer.name for layer in pipe._stack])
+    own = {name: value.cpu() for name, value in state.items()}
+    every = merged(own, pipe.mesh, [layer.name for layer in pipe._stack])
     found: dict[str, Any] = {} if destination is None else destination
     found.update({prefix + name: value for name, value in every.items()})
     return found
 
 
-def merged(mine: dict[str, Any], mesh: Mesh, names: Sequence[str]) -> dict[str, Any]:
-    """Joins what stages have by name of layer, in the order of layers."""
-    parts = collectives.all_gather_object(mine, mesh.stage)
+def merged(own: dict[str, Any], mesh: Mesh, names: Sequence[str]) -> dict[str, Any]:
+    """Gathers the dicts of all stages, keyed by names of layers, in the order of layers."""
+    parts = collectives.all_gather_object(own, mesh.stage)
     every = {name: value for part in parts for name, value in part.items()}
     place = {name: k for k, name in enumerate(names)}
     return dict(sorted(every.items(), key=lambda item: place[item[0].split(".")[0]]))
@@ -73,16 +73,16 @@ def save(
     """Writes a folder, whole or not at all; collective (see `whole_folder`)."""
     mesh = pipe.mesh
     whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe._seed}
-    whole["optimizer"] = _optimizer(pipe, optimizer)
+    whole["optimizer"] = _optimizer_state(pipe, optimizer)
     with (
         whole_folder(path, "pipeline", mesh.everyone, keep) as folder,
         on_all_ranks(mesh),
     ):
-        kept = _kept(pipe) if pipe._saved is None else pipe._saved
+        kept = _current_history(pipe) if pipe._saved is None else pipe._saved
         whole["link"] = kept.link
-        # what was loaded has the rows of all stages: the first writes them
-        mine = pipe._saved is None or mesh.stage.rank == 0
-        parts = dict(kept.parts) if mine else {}
+        # a pipeline that was loaded and not used has the rows of all stages: stage 0 writes
+        own = pipe._saved is None or mesh.stage.rank == 0
+        parts = dict(kept.parts) if own else {}
         if mesh.everyone.rank == 0:
             parts[_MODEL] = whole
         for name, part in parts.items():
@@ -97,7 +97,7 @@ def _write(part: Any, file: Path) -> None:
 
 
 def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Reads such a folder; collective."""
+    """Loads a folder that `save` wrote; collective."""
     whole: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     path = find(path)
@@ -111,28 +111,28 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
             for name in rows:
                 parts[name.name] = torch.load(
                     name, map_location="cpu", weights_only=True, mmap=True
-                )  # read where it is of use
+                )  # mapped, so that only the rows that fit are read
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
-        problem = _misfit(whole, _FIELDS)
+        problem = _field_problem(whole, _FIELDS)
         problem = problem and f"{path / _MODEL}: {problem}"
         for file, part in parts.items():
-            wrong = _misfit(part, _ROW_FIELDS) or _misfit_sites(part["sites"])
+            wrong = _field_problem(part, _ROW_FIELDS) or _site_problem(part["sites"])
             problem = problem or (wrong and f"{path / file}: {wrong}")
         if problem:
             raise ValueError(f"cannot load the pipeline at {path}: {problem}")
     pipe.load_state_dict(whole["model"])
     with on_all_ranks(pipe.mesh):
         if optimizer is not None:
-            _put_optimizer(pipe, optimizer, whole["optimizer"], path)
+            _load_optimizer(pipe, optimizer, whole["optimizer"], path)
     pipe.epoch, pipe._seed = int(whole["epoch"]), int(whole["seed"])
     if pipe._run is not None:
         pipe._run.seed = pipe._seed
-    pipe._boundary, pipe._saved = None, _Kept(parts, whole["link"], path)
+    pipe._boundary, pipe._saved = None, _SavedHistory(parts, whole["link"], path)
 
 
-def _misfit(saved: Any, wanted: dict[str, tuple[type, ...]]) -> str | None:
-    """Returns which field of a saved file is missing, or of another type."""
+def _field_problem(saved: Any, wanted: dict[str, tuple[type, ...]]) -> str | None:
+    """Describes the first field of a saved file that is missing or of another type."""
     if not isinstance(saved, dict):
         return f"got a {type(saved).__name__}, wanted a dict of {', '.join(wanted)}"
     for name, kinds in wanted.items():
@@ -144,78 +144,78 @@ def _misfit(saved: Any, wanted: dict[str, tuple[type, ...]]) -> str | None:
     return None
 
 
-def _misfit_sites(sites: dict[Any, Any]) -> str | None:
-    wrong = (_misfit(site, _SITE_FIELDS) for site in sites.values())
+def _site_problem(sites: dict[Any, Any]) -> str | None:
+    wrong = (_field_problem(site, _SITE_FIELDS) for site in sites.values())
     return next(filter(None, wrong), None)
 
 
-def _kept(pipe: Any) -> _Kept:
-    """Returns what this rank's sites and link keep."""
+def _current_history(pipe: Any) -> _SavedHistory:
+    """Returns the history and the link's state of this rank."""
     run, mesh = pipe._run, pipe.mesh
     if run is None:
-        return _Kept({}, None)
+        return _SavedHistory({}, None)
     state = None if run.link is None else run.link.state_dict()
-    part: dict[str, Any] = {"mark": _mark(run), "sites": _rows(run)}
+    part: dict[str, Any] = {"mark": _layout_hash(run), "sites": _rows(run)}
     part["link"] = None if state is None else {k: state[k] for k in _NO_ROWS}
     link = None if state is None else {**state, **_NO_ROWS}
-    return _Kept({f"rows{mesh.rank}-stage{mesh.stage.rank}.pt": part}, link)
+    return _SavedHistory({f"rows{mesh.rank}-stage{mesh.stage.rank}.pt": part}, link)
 
 
 def _rows(run: ChunkPass) -> dict[tuple[int, int], Any]:
     return {
         key: {
-            "history": None if site.history is None else site.history.kept,
+            "history": None if site.history is None else site.history.stored,
             "gradients": site.gradients if site.rule.keep else None,
         }
         for key, site in run.sites.items()
     }
 
 
-def _mark(run: ChunkPass) -> str:
-    """Tells ways of spreading and cutting a graph apart."""
+def _layout_hash(run: ChunkPass) -> str:
+    """Returns a hash of this rank's nodes and chunks: equal if they are cut in the same way."""
     plan = run.plan
-    told = hashlib.sha256(str((plan.blocks, plan.counts)).encode())
-    told.update(plan.gid.numpy().tobytes())
-    return told.hexdigest()
+    digest = hashlib.sha256(str((plan.blocks, plan.counts)).encode())
+    digest.update(plan.gid.numpy().tobytes())
+    return digest.hexdigest()
 
 
 @dataclass
-class _Kept:
-    """What is kept from epoch to epoch, beside weights and what optimizers have.
+class _SavedHistory:
+    """The history and the link's state, as they are saved.
 
     Args:
-        parts: by the names of their files, the rows of stages at this rank's place in them.
-        link: the state of the data's link, but for rows.
-        path: where it was read.
+        parts: by names of files, the rows of all stages at this rank's place in a stage.
+        link: the state of the data's link, without rows.
+        path: the folder that it was loaded from.
     """
 
     parts: dict[str, Any]
     link: Any
     path: Path | None = None
 
-    def put(self, run: ChunkPass) -> None:
-        """Puts saved rows in the place of those that sites were filled with.
+    def restore(self, run: ChunkPass) -> None:
+        """Restores the saved history in a pipeline's sites, and the state of its link.
 
-        The link of the data goes where the saved one stood, with what it kept if all fits.
+        Rows are restored only if all ranks have the same nodes and chunks as when saved.
         """
-        mark, saved = _mark(run), self.parts.values()
+        mark, saved = _layout_hash(run), self.parts.values()
         every = {k: v for part in saved for k, v in part["sites"].items()}
         fits = all(part["mark"] == mark for part in saved) and all(
-            key in every and _fit(site.history, every[key]["history"])
+            key in every and _same_layout(site.history, every[key]["history"])
             for key, site in run.sites.items()
         )
-        said = collectives.all_gather_object(
+        replies = collectives.all_gather_object(
             (fits, bool(saved)), run.plan.mesh.everyone
         )
-        fits = all(fit for fit, _ in said)
+        fits = all(fit for fit, _ in replies)
         if self.link is not None and run.link is not None:
             parts = [part["link"] for part in saved] if fits else []
-            run.link.load_state_dict({**self.link, **_joined(parts)})
-        if not any(some for _, some in said):
+            run.link.load_state_dict({**self.link, **_merge_link_rows(parts)})
+        if not any(some for _, some in replies):
             return  # saved before there were data
         if not fits:
             warnings.warn(
-                f"{self.path} holds history of other chunks, or kept in another way; "
+                f"{self.path} holds history of other chunks, or stored in another way; "
                 "history begins anew from an exact pass over the graph, late rows of links "
                 "as well",
                 stacklevel=2,
@@ -223,29 +223,29 @@ class _Kept:
             return
         for key, site in run.sites.items():
             if site.history is not None:
-                site.history.kept.copy_(every[key]["history"])
+                site.history.stored.copy_(every[key]["history"])
                 site.end_epoch(refresh=True)
             if every[key]["gradients"] is not None:
                 device = site.mix.device
                 site.gradients = every[key]["gradients"].to(device, copy=True)
 
 
-def _joined(parts: list[Any]) -> dict[str, Any]:
-    """Returns what the links of all stages kept for this rank's place in them."""
+def _merge_link_rows(parts: list[Any]) -> dict[str, Any]:
+    """Returns the rows that the links of all stages kept, of this rank's place in a stage."""
     if not parts:
         return _NO_ROWS
     kept, active = ([one for p in parts for one in p[k]] for k in ("kept", "active"))
     return {"kept": kept, "mark": parts[0]["mark"], "active": active}
 
 
-def _fit(history: Any, kept: Any) -> bool:
+def _same_layout(history: Any, kept: Any) -> bool:
     if history is None or kept is None:
         return history is None and kept is None
-    return history.kept.shape == kept.shape and history.kept.dtype == kept.dtype
+    return history.stored.shape == kept.shape and history.stored.dtype == kept.dtype
 
 
-def _optimizer(pipe: Any, optimizer: Any) -> Any:
-    """The state of an optimizer, by names of parameters, of all stages."""
+def _optimizer_state(pipe: Any, optimizer: Any) -> Any:
+    """Returns the state of an optimizer, by names of parameters, of all stages."""
     if optimizer is None:
         return None
     names = {id(p): name for name, p in pipe.layers.named_parameters()}
@@ -260,20 +260,22 @@ def _optimizer(pipe: Any, optimizer: Any) -> Any:
     return {"state": merged(state, pipe.mesh, layers), "groups": groups}
 
 
-def _put_optimizer(pipe: Any, optimizer: Any, saved: Any, path: Path) -> None:
+def _load_optimizer(pipe: Any, optimizer: Any, saved: Any, path: Path) -> None:
     if saved is None or len(saved["groups"]) != len(optimizer.param_groups):
         raise ValueError(
             f"{path} holds no optimizer with {len(optimizer.param_groups)} groups of "
-            "parameters; make it as it was, or leave it out"
+            "parameters; make the optimizer as it was when saved, or leave it out"
         )
     names = {id(p): name for name, p in pipe.layers.named_parameters()}
     whole = optimizer.state_dict()
-    for group, mine, was in zip(
+    for group, own, saved_group in zip(
         optimizer.param_groups, whole["param_groups"], saved["groups"], strict=True
     ):
-        mine.update(was)
-        for p, number in zip(group["params"], mine["params"], strict=True):
-            whole["state"].pop(number, None)  # one that had not begun begins anew
+        own.update(saved_group)
+        for p, number in zip(group["params"], own["params"], strict=True):
+            whole["state"].pop(
+                number, None
+            )  # a parameter without saved state has none now
             if names.get(id(p)) in saved["state"]:
                 whole["state"][number] = saved["state"][names[id(p)]]
     optimizer.load_state_dict(whole)

@@ -28,30 +28,36 @@ from pyg_distcomm.pipeline.history_buffer import (
     GradientRule,
     History,
     HistoryBuffer,
-    read_site,
+    read_from_site,
 )
 
-_KEYED, _PLAIN = 0x919E, 0x919F  # set the keys of a pipeline apart
+_KEYED, _PLAIN = (
+    0x919E,
+    0x919F,
+)  # folded into a pipeline's random keys: no others are equal
 
 
 @dataclass(eq=False)
 class ChunkPass:
-    """What is being computed: of which epoch, which layer, and for what.
+    """Holds the state of a pass over the layers: its epoch, layer and mode, and all sites.
 
-    Sites are made by the first pass over the whole graph ("fill"); that fixes how many
-    times each layer exchanges, and how wide.
+    The first pass over the whole graph ("fill") makes the sites. It fixes how many times
+    each layer exchanges rows, and how wide the rows are.
 
     Args:
         plan: the chunks.
-        rule: of gradients.
+        rule: the rule for gradients that cross from chunk to chunk.
         history: makes the history of a site, from its key, bounds and rows.
-        seed: of dropout.
-        link: how rows travel among the ranks of a stage; None is exactly, and now.
+        seed: the seed of dropout.
+        link: how rows travel among the ranks of a stage; None is exact and synchronous.
         mode: "fill" (the whole graph, into sites), "full" (the whole graph, exactly),
-            "forward", "again" (a chunk whose rows are in place), "measure" (a chunk, of
-            which only the time counts).
-        before, all_sites: how many sites earlier stages have, and all of them.
-        readers: the layers that read by the link.
+            "forward", "again" (recomputes a chunk whose rows are in place), "measure" (runs a
+            chunk only to time it).
+        epoch, layer: the epoch and the layer that are being computed.
+        sites: the buffer of each exchange, by (layer, number of the exchange).
+        facts: rows that do not change from epoch to epoch (degrees), under the same keys.
+        before, all_sites: the number of sites of earlier stages, and of all stages.
+        readers: the layers that exchange rows by the link.
     """
 
     plan: ChunkPlan
@@ -67,39 +73,39 @@ class ChunkPass:
     before: int = 0
     all_sites: int = 0
     readers: list[list[MessagePassing]] = field(default_factory=list)
-    _exactly: str = ""
-    _exchanges: int = 0
-    _draws: int = 0
+    _exact_reason: str = ""
+    _num_exchanges: int = 0
+    _num_draws: int = 0
 
     def begin_layer(self, layer: int, chunk: int | None) -> None:
-        """Starts to count the exchanges and draws of a layer.
+        """Starts to count the exchanges and random draws of a layer.
 
-        What it draws for plain tensors, as weights are, is drawn again the same.
+        Draws on plain tensors, such as weights, repeat when the layer is recomputed.
         """
-        self.layer, self._exchanges, self._draws = layer, 0, 0
-        self._exactly = ""
-        whom = 0 if chunk is None else 1 + chunk
-        key = random.fold(self.seed, _PLAIN, self.epoch, layer, whom)
+        self.layer, self._num_exchanges, self._num_draws = layer, 0, 0
+        self._exact_reason = ""
+        pass_id = 0 if chunk is None else 1 + chunk
+        key = random.fold(self.seed, _PLAIN, self.epoch, layer, pass_id)
         random.seed(key, self.plan.topology.device)
 
-    def go_by(self, link: LinkPolicy | None) -> None:
-        """Takes a link for rows from now on, unless a layer cannot go by it."""
+    def set_link(self, link: LinkPolicy | None) -> None:
+        """Sets the link that rows travel by; raises if a layer cannot use it."""
         for layers in self.readers:
             self._check_link(layers, link)
         self.link = link
 
     def read_by(self, layer: Any, own: Any) -> None:
-        """Hears which layer reads next, and its link, while sites are made.
+        """Records the layer that reads next, and its link, while sites are made.
 
-        A site is coded as a whole, so that it is exact where attention depends on it; see
-        [Note: attention] in `message_forms.py`.
+        All rows of a site take the same codec, so they are exact if attention depends on any
+        of them; see [Note: attention] in `message_forms.py`.
         """
         if self.mode != "fill":
             return
         layers = layers_of(layer)
-        self._exactly = "attention depends on it" if compares(layers) else ""
+        self._exact_reason = "attention depends on it" if compares(layers) else ""
         if own == "exact":
-            self._exactly = "its layer has link='exact'"
+            self._exact_reason = "its layer has link='exact'"
             return
         self._check_link(layers, self.link)
         self.readers.append(layers)
@@ -111,27 +117,27 @@ class ChunkPass:
             check_aggregations(layers, link)
 
     def next_key(self) -> int:
-        """Returns the key of the layer's next draw, however often it is computed."""
-        self._check_turn()
-        self._draws += 1
-        return random.fold(self.seed, _KEYED, self.epoch, self.layer, self._draws)
+        """Returns the key of the layer's next random draw; recomputing repeats the keys."""
+        self._check_not_backward()
+        self._num_draws += 1
+        return random.fold(self.seed, _KEYED, self.epoch, self.layer, self._num_draws)
 
     def read(self, x: Tensor, operator: Operator, chunk: int | None) -> Tensor:
-        """Hands rows `[n_c, ...]` to the layer's next site; returns the product's rows."""
-        flat, key = _flat(x), self._next()
+        """Stores rows `[n_c, ...]` in the layer's next site; returns the product's rows."""
+        flat, key = _flat(x), self._next_site_key()
         if chunk is None:
-            ghosts = self._ghosts(flat, key, operator)
+            ghosts = self._ghost_rows(flat, key, operator)
             out = operator.ghost.add_matmul(ghosts, operator.own.matmul(flat))
         else:
             again = self.mode in ("again", "measure")
-            out = read_site(flat, self._site(flat, key, operator), chunk, again)
+            out = read_from_site(flat, self._site(flat, key, operator), chunk, again)
         return out.reshape(len(out), *x.shape[1:])
 
     def gathered(self, x: Tensor, chunk: int | None) -> Tensor:
-        """Returns the rows that the edges of a chunk start from and that are not its own."""
+        """Returns the source rows of a chunk's edges that lie outside the chunk."""
         if chunk is not None:
             return self.read(x, self.plan.gather(), chunk)
-        ghosts = self._ghosts(_flat(x), self._next(), self.plan.gather())
+        ghosts = self._ghost_rows(_flat(x), self._next_site_key(), self.plan.gather())
         return ghosts.reshape(len(ghosts), *x.shape[1:])
 
     def _site(
@@ -142,7 +148,8 @@ class ChunkPass:
         if key not in self.sites:
             raise TypeError(
                 f"layer {key[0]} reads its neighbours more often in training than in "
-                "evaluation; a pipeline keeps history for what it does every time"
+                "evaluation, and a pipeline has history only for the exchanges that it saw "
+                "first; let forward read its neighbours equally often in both modes"
             )
         site = self.sites[key]
         if x.dtype != site.mix.dtype or x.size(1) != site.mix.size(1):
@@ -153,41 +160,43 @@ class ChunkPass:
             )
         return site
 
-    def _ghosts(self, x: Tensor, key: tuple[int, int], operator: Operator) -> Tensor:
-        """Fetches the rows of all ghosts, sorted by chunk; a site keeps them if it is to."""
-        ghosts = self._fetched(x)
+    def _ghost_rows(
+        self, x: Tensor, key: tuple[int, int], operator: Operator
+    ) -> Tensor:
+        """Fetches the rows of all ghosts, sorted by chunk; in mode "fill" a site keeps them."""
+        ghosts = self._fetch_ghosts(x)
         if self.mode == "fill":
             keep = self.history
             make = None if keep is None else (lambda *args: keep(key, *args))
             made = self.plan, x, operator, self.rule, make
-            wrap = functools.partial(self._linked, key)
-            site = self.sites[key] = HistoryBuffer(*made, wrap, self._exactly)
+            wrap = functools.partial(self._chunk_link, key)
+            site = self.sites[key] = HistoryBuffer(*made, wrap, self._exact_reason)
             site.put(x.detach(), ghosts)
         return ghosts
 
-    def _linked(self, key: tuple[int, int], chunk: int) -> Link:
-        """Returns the link of a chunk's rows at a site, as the policy has it now."""
+    def _chunk_link(self, key: tuple[int, int], chunk: int) -> Link:
+        """Returns the link of a chunk's rows at a site, under the policy of this epoch."""
         link = self.plan.links[chunk]
         if self.link is None or self.link.is_exact:
             return link
         place = self.before + list(self.sites).index(key)
         last = 0 < place == self.all_sites - 1  # where it is the only one, it is coded
         call = self.link.begin_chunk(place, f"layer {key[0]}", chunk, last)
-        exactly = self.sites[key].exactly
-        return (call.as_exact(exactly) if exactly else call).wrap(link, 0)
+        exact_reason = self.sites[key].exact_reason
+        return (call.as_exact(exact_reason) if exact_reason else call).wrap(link, 0)
 
-    def _fetched(self, x: Tensor) -> Tensor:
-        return self.plan.everything.begin(x)()[self.plan.ghost.order]
+    def _fetch_ghosts(self, x: Tensor) -> Tensor:
+        return self.plan.all_chunks.begin(x)()[self.plan.ghost.order]
 
-    def facts_of(self, x: Tensor, chunk: int | None) -> Tensor:
-        """The same of rows `[n_c, w]` that do not change from epoch to epoch."""
-        key = self._next()
+    def constant_rows_of(self, x: Tensor, chunk: int | None) -> Tensor:
+        """Returns what `gathered` does, for rows `[n_c, w]` that are equal in all epochs."""
+        key = self._next_site_key()
         if chunk is None:
-            ghosts = self._fetched(x)
+            ghosts = self._fetch_ghosts(x)
             if self.mode == "fill":
                 self.facts[key] = torch.cat([x, ghosts])
             return ghosts
-        places = self.plan.slots(chunk)[2]
+        places = self.plan.local_edges(chunk)[2]
         if self.mode == "measure":
             return x.new_ones((len(places), x.size(1)))
         own = self.facts[key][self.plan.own.rows(chunk)]
@@ -200,9 +209,9 @@ class ChunkPass:
         return self.facts[key][places]
 
     def prices(self) -> list[tuple[Price, int]]:
-        """Returns what each site moves in an epoch among the ranks of a stage, by no link.
+        """Returns, for each site, what it moves in an epoch without a link, and bytes a word.
 
-        Beside it the bytes of one of its words.
+        Only messages among the ranks of a stage count here.
         """
         if self.link is not None and not self.link.is_exact:
             return []
@@ -211,18 +220,18 @@ class ChunkPass:
             total, width = Price(), site.mix.size(1)
             for link in self.plan.links:
                 total += link.price(width)
-                if site.flows:
+                if site.needs_gradient:
                     total += link.price_transpose(width)
             found.append((total, site.mix.element_size()))
         return found
 
-    def _next(self) -> tuple[int, int]:
-        self._check_turn()
-        self._exchanges += 1
-        return self.layer, self._exchanges
+    def _next_site_key(self) -> tuple[int, int]:
+        self._check_not_backward()
+        self._num_exchanges += 1
+        return self.layer, self._num_exchanges
 
-    def _check_turn(self) -> None:
-        """Refuses what is counted from the start of a layer inside a backward pass."""
+    def _check_not_backward(self) -> None:
+        """Raises inside a backward pass, where exchanges and draws cannot be counted."""
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "a layer of a pipeline was computed again in the backward pass "
@@ -237,9 +246,9 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class ChunkMesh:
-    """The mesh of a chunk's rows: what would reduce over all nodes is refused.
+    """The mesh of a chunk's rows: it refuses reductions over all nodes.
 
-    Sizes of a chunk's tensors are the chunk's.
+    The sizes of a chunk's tensors count the rows of the chunk only.
     """
 
     local_sizes = True
@@ -250,7 +259,7 @@ class ChunkMesh:
 
     @property
     def world(self) -> Any:
-        """Refuses: asked for by every reduction."""
+        """Raises: every reduction reads this axis."""
         raise TypeError(
             "a layer of a pipeline reduces over all nodes (mean, batch norm, ...), but has "
             "those of one chunk at a time; reduce in the loss, which sees all nodes, or "
@@ -260,37 +269,36 @@ class ChunkMesh:
     control = world
 
 
-class _Closed:
-    """In place of a chunk's link, which only its sites may use."""
+class _RefusedLink:
+    """Stands in place of a chunk's halo, which only sites may use: every attribute raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise TypeError(
-            "a layer of a pipeline sums over the edges that leave a node, which lie in "
-            "other chunks; precompute that as an attribute of the Data"
+            "a layer of a pipeline sums over the edges that leave a node, but these lie in "
+            "other chunks; precompute the sums as an attribute of the Data"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkLocals(LocalGraph):
-    """Edges of a chunk in its own numbering: its nodes, then those it reads elsewhere."""
+    """Edges of a chunk in its own numbering: its nodes, then those of other chunks."""
 
     run: ChunkPass
     chunk: int | None
 
     def with_ghosts(self, x: Tensor, link: Any = None) -> Tensor:
-        """Returns own rows and those read elsewhere, of this epoch or from history."""
+        """Returns own rows and those of other chunks, of this epoch or from history."""
         return torch.cat([x, self.run.gathered(x, self.chunk)])
 
     def with_ghost_facts(self, x: Tensor, link: Any = None) -> Tensor:
-        """Returns the same of what never changes."""
-        return torch.cat([x, self.run.facts_of(x, self.chunk)])
+        """Returns what `with_ghosts` does, for rows that never change."""
+        return torch.cat([x, self.run.constant_rows_of(x, self.chunk)])
 
 
 class ChunkTopology(Topology):
     """The edges into a chunk's nodes; products are those of its rows of the matrix.
 
-    What travels, travels over the links of the plan's chunks, however a layer would wrap
-    its own.
+    Rows travel over the links of the plan's chunks, whatever link a layer would use.
     """
 
     def __init__(self, run: ChunkPass, chunk: int | None) -> None:
@@ -306,7 +314,7 @@ class ChunkTopology(Topology):
             Rows(plan.gid[own], whole.nodes.total, mesh, None, whole=False),
             Rows(whole.edges.gid[order], whole.edges.total, mesh, None, whole=False),
             device=whole.device,
-            ordering=_Steady(whole.ordering.order, keep_inputs=False),
+            ordering=_RepeatableOrder(whole.ordering.order, keep_inputs=False),
         )
         self.run, self.chunk = run, chunk
 
@@ -317,21 +325,21 @@ class ChunkTopology(Topology):
         if chunk is None:
             source, target, ghost = plan.source, plan.target, plan.gid[own:]
         else:
-            source, target, places = plan.slots(chunk)
+            source, target, places = plan.local_edges(chunk)
             ghost = plan.gid[places.cpu()]
-        closed: Any = _Closed()
+        closed: Any = _RefusedLink()
         return ChunkLocals(source, target, ghost, closed, own, self.run, chunk)
 
     @property
     def reversed(self) -> Any:  # type: ignore[override]
-        """Refuses: the edges that leave a chunk's nodes are not here."""
+        """Raises: the edges that leave a chunk's nodes lie in other chunks."""
         raise TypeError(
             "a layer of a pipeline has flow='target_to_source', and the edges that leave a "
             "node lie in other chunks; turn the edges around before pdc.partition"
         )
 
     def read_by(self, layer: Any, own: Any) -> None:
-        """Hears which layer reads next, and its link."""
+        """Records the layer that reads next, and its link."""
         self.run.read_by(layer, own)
 
     def operator(  # type: ignore[override]
@@ -363,8 +371,8 @@ class ChunkMatrix:
 
     Args:
         topology: the chunk's edges.
-        planned: the matrix, where its values are planned for all chunks.
-        edges, weight: otherwise its nonzeros, in the chunk's numbering.
+        planned: the matrix, if its values were planned for all chunks.
+        edges, weight: the matrix's nonzeros otherwise, in the chunk's numbering.
     """
 
     topology: ChunkTopology
@@ -385,18 +393,18 @@ class ChunkMatrix:
         return torch.zeros_like(x).index_add(0, self.edges[1], message)
 
 
-class _Steady(MultiplyOrder):
-    """The narrower side, whatever needs gradients: recomputation must repeat itself."""
+class _RepeatableOrder(MultiplyOrder):
+    """Multiplies on the narrower side, whatever needs gradients: recomputing must repeat it."""
 
     def takes_first(
         self, width_in: int, width_out: int, grads: tuple[bool, bool]
     ) -> bool:
-        """Says whether a layer computes (A X) W, and not A (X W)."""
+        """Returns whether a layer computes (A X) W, and not A (X W)."""
         return super().takes_first(width_in, width_out, (False, False))
 
 
 def view_of(run: ChunkPass, chunk: int | None) -> DistEdgeIndex:
-    """Returns the edges of a chunk, or of all of them in the order of chunks."""
+    """Returns the edges of a chunk, or of all chunks in order if `chunk` is None."""
     topology, plan = ChunkTopology(run, chunk), run.plan
     edges = plan.edges if chunk is None else plan.edges[:, plan.edge.rows(chunk)]
     return DistEdgeIndex.of(edges.to(topology.device), topology)

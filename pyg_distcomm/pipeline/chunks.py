@@ -1,9 +1,9 @@
-"""Cuts the nodes of a rank into chunks, and plans once what follows from that.
+"""Cuts the nodes of a rank into chunks, and plans their edges, matrices and exchanges once.
 
-[Note: chunks] A chunk is to a layer what a rank is: rows of its own, and edges whose sources
-may lie elsewhere. Own rows of a rank are sorted by chunk, and so are its ghosts, so that a
-chunk is a run of rows in every buffer, of every matrix and of its transpose. In a hybrid,
-chunk c of the graph is chunk c of every rank.
+[Note: chunks] To a layer, a chunk is like a rank: it has rows of its own, and edges whose
+sources may be rows of others. The own rows of a rank are sorted by chunk, and so are its
+ghosts, so that a chunk is a contiguous run of rows in every buffer, in every matrix and in
+its transpose. In a hybrid, chunk c of the graph is chunk c of every rank.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from pyg_distcomm.partition.cutters import cut
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
-    """Some rows sorted by chunk: `order[k]` stands at place k, chunk c at bounds c..c+1."""
+class ChunkOrder:
+    """Rows sorted by chunk: row `order[k]` is at place k; chunk c is at bounds c to c + 1."""
 
     order: Tensor
     bounds: tuple[int, ...]
 
     @staticmethod
-    def of(chunk: Tensor, chunks: int) -> Cut:
+    def of(chunk: Tensor, chunks: int) -> ChunkOrder:
         """Sorts rows by their chunk `[n]`, stably."""
         sizes = torch.bincount(chunk, minlength=chunks)
         bounds = [0, *sizes.cumsum(0).tolist()]
-        return Cut(torch.argsort(chunk, stable=True), tuple(bounds))
+        return ChunkOrder(torch.argsort(chunk, stable=True), tuple(bounds))
 
     @property
     def place(self) -> Tensor:
-        """Where each row stands."""
+        """The place of each row."""
         out = torch.empty_like(self.order)
         out[self.order] = torch.arange(len(self.order), device=self.order.device)
         return out
 
-    def to(self, device: torch.device) -> Cut:
+    def to(self, device: torch.device) -> ChunkOrder:
         """Returns the same on another device."""
-        return Cut(self.order.to(device), self.bounds)
+        return ChunkOrder(self.order.to(device), self.bounds)
 
     def rows(self, chunk: int) -> slice:
         """The places of a chunk."""
@@ -61,7 +61,7 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """A matrix, a run of whose rows belongs to each chunk, times own and ghost rows.
+    """A matrix, sorted by chunk, that multiplies own and ghost rows.
 
     Shapes: own [r, n], ghost [r, h]; rows of chunk c are `bounds[c] .. bounds[c + 1]`.
     """
@@ -78,7 +78,7 @@ class Operator:
         bounds: tuple[int, ...],
         counts: tuple[int, int],
     ) -> Operator:
-        """Makes the matrix of some entries, whose columns >= n are ghosts."""
+        """Makes the matrix from its entries; columns from n on are ghosts."""
         n, h = counts
 
         def block(which: Tensor, first: int, width: int) -> CSR:
@@ -96,7 +96,7 @@ class Operator:
 
 @dataclass(eq=False)
 class ChunkPlan:
-    """The chunks of this rank's share of a graph.
+    """The plan of this rank's chunks: their nodes, edges, matrices and exchanges.
 
     Shapes (this rank; n own nodes, h ghosts, e edges, M chunks): own, ghost and edge sort
     n nodes, h ghosts and e edges by chunk; source [e] counts own places, then those of
@@ -104,28 +104,30 @@ class ChunkPlan:
 
     Args:
         topology: the share.
+        own, ghost, edge: own nodes, ghosts and edges, sorted by chunk.
+        source, target: the ends of edges, by place.
         links: for each chunk, the exchange of its rows among the ranks of a stage.
-        everything: the same for all chunks at once.
+        all_chunks: the exchange of the rows of all chunks at once.
         crossing: the share of the graph's edges whose ends are in two chunks.
     """
 
     topology: Topology
-    own: Cut
-    ghost: Cut
-    edge: Cut
+    own: ChunkOrder
+    ghost: ChunkOrder
+    edge: ChunkOrder
     source: Tensor
     target: Tensor
     links: tuple[Link, ...]
-    everything: Link
+    all_chunks: Link
     crossing: float = 0.0
     _operators: dict[Any, Operator] = field(default_factory=dict, repr=False)
-    _slots: dict[int, tuple[Tensor, Tensor, Tensor]] = field(
+    _local_edges: dict[int, tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict, repr=False
     )
 
     @property
     def chunks(self) -> int:
-        """How many chunks there are, M."""
+        """The number of chunks, M."""
         return len(self.links)
 
     @property
@@ -140,7 +142,7 @@ class ChunkPlan:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Where blocks of rows end: own ones by chunk, then ghosts by chunk."""
+        """The bounds of blocks of rows: own rows by chunk, then ghosts by chunk."""
         n = self.counts[0]
         return (*self.own.bounds, *(n + b for b in self.ghost.bounds[1:]))
 
@@ -157,29 +159,29 @@ class ChunkPlan:
         own = topology.nodes.gid[self.own.order.cpu()]
         return torch.cat([own, topology.locals.ghost_gid[self.ghost.order.cpu()]])
 
-    def slots(self, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns a chunk's edges in its own numbering, and the places it reads elsewhere.
+    def local_edges(self, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns a chunk's edges in its own numbering, and the places of its outside sources.
 
         Shapes: sources and targets [e_c], numbered own rows first; places [u_c], ascending.
         """
-        if chunk not in self._slots:
-            self._slots[chunk] = self._numbered(chunk)
-        return self._slots[chunk]
+        if chunk not in self._local_edges:
+            self._local_edges[chunk] = self._build_local_edges(chunk)
+        return self._local_edges[chunk]
 
-    def _numbered(self, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _build_local_edges(self, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         edges, rows = self.edge.rows(chunk), self.own.rows(chunk)
         source, target = self.source[edges], self.target[edges] - rows.start
         inside = (source >= rows.start) & (source < rows.stop)
-        places, where = torch.unique(source[~inside], return_inverse=True)
+        places, index = torch.unique(source[~inside], return_inverse=True)
         lid = source - rows.start
-        lid[~inside] = where + (rows.stop - rows.start)
+        lid[~inside] = index + (rows.stop - rows.start)
         return lid, target, places
 
     def gather(self) -> Operator:
-        """The matrix of zeros and ones that picks, for each chunk, the rows it reads."""
+        """Returns the matrix of zeros and ones that selects the rows each chunk reads."""
 
         def make() -> Operator:
-            every = [self.slots(c)[2] for c in range(self.chunks)]
+            every = [self.local_edges(c)[2] for c in range(self.chunks)]
             bounds = [0]
             for places in every:
                 bounds.append(bounds[-1] + len(places))
@@ -187,19 +189,19 @@ class ChunkPlan:
             row = torch.arange(len(col), device=col.device)
             return Operator.build(row, col, None, tuple(bounds), self.counts)
 
-        return self._kept("gather", make)
+        return self._cached("gather", make)
 
     def sum(self) -> Operator:
-        """The matrix of all edges."""
+        """Returns the matrix of all edges, each 1."""
 
         def make() -> Operator:
             edges = self.target, self.source
             return Operator.build(*edges, None, self.own.bounds, self.counts)
 
-        return self._kept("sum", make)
+        return self._cached("sum", make)
 
     def gcn(self, improved: bool, loops: bool, dtype: torch.dtype) -> Operator:
-        """The matrix normalised symmetrically, degrees over all ranks; collective once."""
+        """Returns the symmetrically normalised matrix; collective at its first use."""
 
         def make() -> Operator:
             here = self.topology.locals
@@ -212,9 +214,9 @@ class ChunkPlan:
             col, row = place[edges[0]], self.own.place[edges[1]]
             return Operator.build(row, col, value, self.own.bounds, self.counts)
 
-        return self._kept(("gcn", improved, loops, dtype), make)
+        return self._cached(("gcn", improved, loops, dtype), make)
 
-    def _kept(self, kind: Any, make: Callable[[], Operator]) -> Operator:
+    def _cached(self, kind: Any, make: Callable[[], Operator]) -> Operator:
         if kind not in self._operators:
             self._operators[kind] = make()
         return self._operators[kind]
@@ -224,12 +226,13 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
     """Cuts a share into chunks; collective over all stages.
 
     Args:
-        edge_index: of `pdc.partition`.
-        chunks: how many, or the chunk of each node of the graph.
+        edge_index: the edges of a share of `pdc.partition`.
+        chunks: the number of chunks, or the chunk of each node of the graph.
         seed: the seed of the cutter.
 
     Raises:
-        ValueError: on all ranks, if a chunk would have no node.
+        ValueError: on all ranks, if ranks ask for different numbers of chunks, or a chunk
+            would have no node.
     """
     topology = edge_index.topology
     nodes, mesh = topology.nodes, topology.nodes.mesh
@@ -240,42 +243,45 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
     except (TypeError, ValueError) as error:
         problem = str(error)
     collectives.agree(problem, mesh.everyone)
-    every_count = collectives.all_gather_object(count, mesh.everyone)
-    if len(set(every_count)) > 1:
-        raise ValueError(f"chunks must be equal on all ranks, got {every_count}")
+    counts = collectives.all_gather_object(count, mesh.everyone)
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"chunks must be the same on all ranks, but they give {counts} chunks by rank; "
+            "pass one value"
+        )
     assert chunk is not None
     chunk = collectives.broadcast_object(
         chunk, mesh.stage
     )  # the first stage's on all stages
     _check_sizes(chunk, count, mesh)
-    own = Cut.of(chunk, count)
+    own = ChunkOrder.of(chunk, count)
     every = here.with_ghosts(chunk.unsqueeze(1).to(topology.device)).squeeze(1).cpu()
-    ghost = Cut.of(every[len(nodes) :], count)
-    edge = Cut.of(chunk[here.target_lid.cpu()], count)
+    ghost = ChunkOrder.of(every[len(nodes) :], count)
+    edge = ChunkOrder.of(chunk[here.target_lid.cpu()], count)
     place = torch.cat([own.place, len(nodes) + ghost.place])
     links = tuple(_link(topology, own, ghost, c) for c in range(count))
     ends = every[here.source_lid.cpu()], chunk[here.target_lid.cpu()]
-    apart = torch.tensor([int((ends[0] != ends[1]).sum()), len(ends[0])])
-    crossed, edges = collectives.all_reduce(apart, mesh.world).tolist()
-    home = topology.device
+    sums = torch.tensor([int((ends[0] != ends[1]).sum()), len(ends[0])])
+    num_crossing, edges = collectives.all_reduce(sums, mesh.world).tolist()
+    device = topology.device
     slot = own.place[here.halo.send_slot.cpu()]
     return ChunkPlan(
         topology,
-        own.to(home),
-        ghost.to(home),
-        edge.to(home),
-        place[here.source_lid.cpu()[edge.order]].to(home),
-        own.place[here.target_lid.cpu()[edge.order]].to(home),
+        own.to(device),
+        ghost.to(device),
+        edge.to(device),
+        place[here.source_lid.cpu()[edge.order]].to(device),
+        own.place[here.target_lid.cpu()[edge.order]].to(device),
         links,
-        replace(here.halo, send_slot=slot.to(home)),
-        crossed / max(edges, 1),
+        replace(here.halo, send_slot=slot.to(device)),
+        num_crossing / max(edges, 1),
     )
 
 
 def _chunk_of(
     here: LocalGraph, topology: Topology, chunks: Any, seed: int
 ) -> tuple[Tensor, int]:
-    """The chunk of each own node, and how many chunks there are."""
+    """Returns the chunk of each own node, and the number of chunks."""
     nodes = topology.nodes
     if not isinstance(chunks, int):
         given = torch.as_tensor(chunks)
@@ -293,7 +299,9 @@ def _chunk_of(
             "give at most as many"
         )
     sizes = [int(n) for n in nodes.partition.sizes]  # type: ignore[union-attr]
-    if min(sizes) < chunks:  # too few to cut: deal them out, on from the rank before
+    if (
+        min(sizes) < chunks
+    ):  # too few nodes to cut: deal them out, in turn over all ranks
         first = sum(sizes[: nodes.mesh.rank])
         return (torch.arange(len(nodes)) + first) % chunks, chunks
     source, target = here.source_lid.cpu(), here.target_lid.cpu()
@@ -313,8 +321,8 @@ def _check_sizes(chunk: Tensor, count: int, mesh: Mesh) -> None:
         )
 
 
-def _link(topology: Topology, own: Cut, ghost: Cut, chunk: int) -> Link:
-    """Plans the exchange of one chunk's rows, which any other rank reads for any chunk."""
+def _link(topology: Topology, own: ChunkOrder, ghost: ChunkOrder, chunk: int) -> Link:
+    """Plans the exchange that sends one chunk's rows to all ranks that read them."""
     nodes, mesh = topology.nodes, topology.nodes.mesh
     assert nodes.partition is not None
     want = topology.locals.ghost_gid[ghost.order[ghost.rows(chunk)]]

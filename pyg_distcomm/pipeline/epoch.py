@@ -1,6 +1,6 @@
-"""Trains for one epoch, action by action of a schedule, and clips gradients of all stages.
+"""Trains for one epoch by the actions of a schedule, and clips gradients of all stages.
 
-`Stage` runs its layers on a chunk, or on all nodes.
+`Stage` runs the layers of this rank on a chunk, or on all nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass, view_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan
-from pyg_distcomm.pipeline.layer_stack import StackLayer, from_data
+from pyg_distcomm.pipeline.layer_stack import StackLayer, names_from_data
 from pyg_distcomm.pipeline.schedule import Action, ActionSpan, StageSchedule
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
@@ -31,12 +31,12 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class StageTensors:
-    """What crosses from stage to stage, side by side in one row per node.
+    """The layout of the tensors that cross from stage to stage: one row per node holds all.
 
     Args:
-        names: of the values.
-        shapes: for each value the shape of a row; for a list of tensors a list of them.
-        dtype: of all of them.
+        names: the names of the tensors.
+        shapes: for each tensor the shape of a row; for a list of tensors a list of shapes.
+        dtype: the dtype of all of them.
     """
 
     names: tuple[str, ...]
@@ -47,37 +47,40 @@ class StageTensors:
     def of(
         values: Values, names: Sequence[str], where: str, nodes: Rows
     ) -> StageTensors:
-        """Describes values of some names, with rows as nodes have."""
-        shapes, kinds = [], set()
+        """Returns the layout of named values, which must have a row for each node."""
+        shapes, dtypes = [], set()
         for name in names:
             value = values[name]
             parts = list(value) if isinstance(value, (list, tuple)) else [value]
             if not all(isinstance(p, DistTensor) for p in parts):
                 raise TypeError(
-                    f"{name}, after {where}, is a {type(value).__name__}; what crosses from "
-                    "stage to stage is a tensor with a row for each node, or a list of them"
+                    f"{name}, after {where}, is a {type(value).__name__}, but only a tensor "
+                    "with a row for each node, or a list of them, can cross from stage to "
+                    "stage; return one, or give balance=[...] so that all layers that read "
+                    "it are in one stage"
                 )
             edges = [p for p in parts if not p.rows.same_as(nodes)]
             if edges:
                 raise TypeError(
                     f"{name}, after {where}, has a row for each edge ({edges[0].rows}), but "
-                    "what crosses from stage to stage has one for each node; give "
-                    "balance=[...] so that all that read it are in one stage"
+                    "only tensors with a row for each node can cross from stage to stage; "
+                    "give balance=[...] so that all layers that read it are in one stage"
                 )
             found = [tuple(part.shape[1:]) for part in parts]
             shapes.append(found if isinstance(value, (list, tuple)) else found[0])
-            kinds |= {part.dtype for part in parts}
-        if len(kinds) > 1 or not all(kind.is_floating_point for kind in kinds):
+            dtypes |= {part.dtype for part in parts}
+        if len(dtypes) > 1 or not all(kind.is_floating_point for kind in dtypes):
             raise TypeError(
-                f"{', '.join(names)}, after {where}, are of {sorted(map(str, kinds))}; what "
-                "crosses from stage to stage must be of one floating point type"
+                f"{', '.join(names)}, after {where}, are of {sorted(map(str, dtypes))}, but "
+                "tensors that cross from stage to stage must be of one floating point dtype; "
+                "convert them to one"
             )
-        return StageTensors(tuple(names), tuple(shapes), kinds.pop())
+        return StageTensors(tuple(names), tuple(shapes), dtypes.pop())
 
     @property
     def width(self) -> int:
-        """The numbers in a row."""
-        return sum(_count(s) for shape in self.shapes for s in _several(shape))
+        """The number of elements in a row."""
+        return sum(_count(s) for shape in self.shapes for s in _shapes(shape))
 
     def pack(self, values: Values) -> Tensor:
         """Returns values as one matrix `[n_c, width]`, differentiably."""
@@ -97,20 +100,20 @@ class StageTensors:
         return packed
 
     def unpack(self, packed: Tensor, rows: Rows) -> Values:
-        """Returns the values of a matrix, copied: layers may write into them."""
-        widths = [_count(s) for shape in self.shapes for s in _several(shape)]
+        """Returns the values in a matrix as copies, since layers may write into them."""
+        widths = [_count(s) for shape in self.shapes for s in _shapes(shape)]
         parts = iter(packed.split(widths, 1))
         values: Values = {}
         for name, shape in zip(self.names, self.shapes, strict=True):
             found = [
                 DistTensor.wrap(next(parts).reshape(len(packed), *s).clone(), rows)
-                for s in _several(shape)
+                for s in _shapes(shape)
             ]
             values[name] = found if isinstance(shape, list) else found[0]
         return values
 
 
-def _several(shape: Any) -> list[tuple[int, ...]]:
+def _shapes(shape: Any) -> list[tuple[int, ...]]:
     return shape if isinstance(shape, list) else [shape]
 
 
@@ -123,38 +126,38 @@ class Stage:
 
     Args:
         layers: all layers of the stack.
-        begin, end: which are this stage's.
-        run: what is being computed.
+        begin, end: the range of this stage's layers.
+        run: the state of the pass that is being computed.
     """
 
     def __init__(
         self, layers: Sequence[StackLayer], begin: int, end: int, run: ChunkPass
     ) -> None:
         self.layers, self.begin, self.end, self.run = layers, begin, end, run
-        self._read = from_data(layers, begin, end)
+        self._names = names_from_data(layers, begin, end)
         self._data: dict[str, tuple[Any, str]] = {}
-        self._seen: dict[str, tuple[Any, int]] = {}
+        self._versions: dict[str, tuple[Any, int]] = {}
         self._views: dict[int | None, Any] = {}
 
-    def look_at(self, data: Data) -> None:
-        """Sorts what layers read of the data by chunk, where it has changed."""
-        for name in self._read:
+    def load_data(self, data: Data) -> None:
+        """Sorts the attributes that layers read by chunk, if they have changed."""
+        for name in self._names:
             value = data.get(name)
             now = value, value._version if isinstance(value, Tensor) else 0
-            before = self._seen.get(name)
+            before = self._versions.get(name)
             if before is None or before[0] is not now[0] or before[1] != now[1]:
-                self._data[name] = _sorted(value, name, self.run.plan)
-                self._seen[name] = now
+                self._data[name] = _sort_by_chunk(value, name, self.run.plan)
+                self._versions[name] = now
 
     def view(self, chunk: int | None) -> Any:
-        """Returns the edges of a chunk, or of all nodes, made once."""
+        """Returns the edges of a chunk, or of all nodes; they are built once."""
         if chunk not in self._views:
             self._views[chunk] = view_of(self.run, chunk)
         return self._views[chunk]
 
     def forward(self, chunk: int | None, values: Values) -> Values:
         """Runs the layers on the rows of a chunk, or of all nodes."""
-        known = {**self.given(chunk), **values}
+        known = {**self.chunk_inputs(chunk), **values}
         with random.apart(self.run.plan.topology.device):
             for place in range(self.begin, self.end):
                 self.run.begin_layer(place, chunk)
@@ -163,20 +166,20 @@ class Stage:
 
     def call(self, layer: StackLayer, known: Values) -> Values:
         """Runs one layer."""
-        missing = [name for name in layer.takes if name not in known]
+        missing = [name for name in layer.reads if name not in known]
         if missing:
             raise ValueError(
                 f"{layer} reads {', '.join(missing)}, which no layer before it writes and "
                 "the Data does not have; write it with a header, such as "
                 "(layer, 'x -> x_0')"
             )
-        out = layer.run(*(known[name] for name in layer.takes))
-        if len(layer.gives) == 1:
-            return {layer.gives[0]: out}
-        return dict(zip(layer.gives, out, strict=True))
+        out = layer.run(*(known[name] for name in layer.reads))
+        if len(layer.writes) == 1:
+            return {layer.writes[0]: out}
+        return dict(zip(layer.writes, out, strict=True))
 
-    def given(self, chunk: int | None) -> Values:
-        """Returns edges and attributes of the data, of a chunk."""
+    def chunk_inputs(self, chunk: int | None) -> Values:
+        """Returns the edges and the attributes of the data for a chunk, or for all nodes."""
         plan, edge_index = self.run.plan, self.view(chunk)
         values: Values = {"edge_index": edge_index}
         for name, (value, per) in self._data.items():
@@ -190,8 +193,11 @@ class Stage:
         return values
 
 
-def _sorted(value: Any, name: str, plan: ChunkPlan) -> tuple[Any, str]:
-    """An attribute of the data in the order of chunks, and what it has a row for."""
+def _sort_by_chunk(value: Any, name: str, plan: ChunkPlan) -> tuple[Any, str]:
+    """Returns an attribute sorted by chunk, and whether its rows are of "node" or "edge".
+
+    An attribute that is no DistTensor belongs to the "graph".
+    """
     if isinstance(value, Tensor) and value.requires_grad:
         raise ValueError(
             f"data.{name} requires a gradient, which a pipeline does not return; detach "
@@ -207,50 +213,52 @@ def _sorted(value: Any, name: str, plan: ChunkPlan) -> tuple[Any, str]:
     if of_edges or value.rows.same_as(topology.edges):
         return local[plan.edge.order.to(local.device)], "edge"
     raise ValueError(
-        f"data.{name} has {value.rows}, neither those of the nodes nor of the edges"
+        f"data.{name} has {value.rows}, but layers of a pipeline read rows of the nodes or of "
+        "the edges; leave it out of the layers, or make it anew by pdc.partition"
     )
 
 
-OP = "stage"  # what travels between stages, in the ledger
+OP = "stage"  # the ledger's name for messages between stages
 Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(eq=False)
 class StageBuffers:
-    """What a stage receives and sends, all chunks side by side.
+    """The rows that a stage receives and sends, of all chunks, sorted by chunk.
 
-    Shapes (this rank; n own nodes): inbox [n, d_in], outbox [n, d_out]. Going back, they
-    take the gradients of what they held.
+    Shapes (this rank; n own nodes): inbox [n, d_in], outbox [n, d_out]. In the backward pass
+    they hold the gradients of these rows.
 
     Args:
-        takes, gives: what the rows are made of; the first stage takes none.
-        result: what the last stage gives.
+        received, sent: the layout of the rows; None for what the first stage receives.
+        result: the layout of the last stage's output.
+        inbox, outbox: the rows.
     """
 
-    takes: StageTensors | None
-    gives: StageTensors
+    received: StageTensors | None
+    sent: StageTensors
     result: StageTensors
     inbox: Tensor | None
     outbox: Tensor
 
     @property
     def nbytes(self) -> int:
-        """The bytes of both."""
+        """The bytes of inbox and outbox."""
         return self.outbox.nbytes + (0 if self.inbox is None else self.inbox.nbytes)
 
 
 @dataclass(eq=False)
 class Epoch:
-    """One step of training.
+    """Runs one epoch on this rank: one step of training.
 
     Args:
         mesh: the ranks.
-        stage: what this rank computes.
-        boundary: what it receives and sends.
+        stage: the layers of this rank.
+        boundary: the rows that it receives and sends.
         order: the chunk of each slot.
-        recompute: whether chunks are computed again in the backward pass.
+        recompute: whether chunks are recomputed in the backward pass.
         refresh: whether the rows of this epoch become history.
-        spans: what was computed when is noted here, in seconds from the start.
+        spans: takes the time span of each computation.
     """
 
     mesh: Mesh
@@ -260,25 +268,25 @@ class Epoch:
     recompute: bool
     refresh: bool
     spans: list[ActionSpan] = field(default_factory=list)
-    _under_way: dict[tuple[str, int], Pending] = field(default_factory=dict)
-    _graphs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    _begun: float = 0.0
+    _pending: dict[tuple[str, int], Pending] = field(default_factory=dict)
+    _outputs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    _start: float = 0.0
 
     def run(self, schedule: StageSchedule, data: Data, loss_fn: Loss) -> Tensor:
         """Carries out this stage's actions, and returns the loss, on all ranks.
 
-        Where that fails, history is put back in place of the rows of this epoch; see
+        If that fails, history is restored in place of the rows of this epoch; see
         `HistoryBuffer.undo`.
         """
-        self._begun = time.perf_counter()
+        self._start = time.perf_counter()
         try:
-            return self._carried_out(schedule, data, loss_fn)
+            return self._run_actions(schedule, data, loss_fn)
         except BaseException:
             for site in self._sites():
                 site.undo()
             raise
 
-    def _carried_out(
+    def _run_actions(
         self, schedule: StageSchedule, data: Data, loss_fn: Loss
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float64)
@@ -291,7 +299,7 @@ class Epoch:
                 self._forward(action.slot)
             else:
                 self._backward(action.slot)
-        for pending in self._under_way.values():
+        for pending in self._pending.values():
             pending.wait()
         for site in self._sites():
             site.end_epoch(self.refresh)
@@ -307,31 +315,31 @@ class Epoch:
         """Starts to send or receive a chunk's rows, or waits for them."""
         kind, slot, axis = action.kind, action.slot, self.mesh.stage
         if kind.startswith("receive"):
-            self._under_way.pop((kind.replace("receive", "post"), slot)).wait()
+            self._pending.pop((kind.replace("receive", "post"), slot)).wait()
             return
-        # what the next stage has to do with is in the outbox
+        # rows and gradients shared with the next stage are in the outbox
         box = self.boundary.outbox if action.peer > 0 else self.boundary.inbox
         assert box is not None
         move = collectives.send if kind.startswith("send") else collectives.receive
         rows, peer = box[self._rows(slot)], axis.rank + action.peer
-        self._under_way[kind, slot] = move(rows, peer, axis, OP)
+        self._pending[kind, slot] = move(rows, peer, axis, OP)
 
     def _forward(self, slot: int) -> None:
         begin = time.perf_counter()
         self.stage.run.mode = "forward"
         before = self._buffers() if slot == 0 and self.recompute else []
         with torch.set_grad_enabled(not self.recompute):
-            leaf, out = self._computed(slot)
+            leaf, out = self._compute(slot)
         if before and before != self._buffers():
             raise TypeError(
-                "a layer changes its buffers as it trains (as spectral_norm does), and "
-                "would compute something else when its chunk is computed again; use "
+                "a layer changes its buffers in training (as spectral_norm does), so "
+                "recomputing its chunk would give other results; use "
                 "Pipeline(..., recompute=False)"
             )
         self.boundary.outbox[self._rows(slot)] = out.detach()
         if not self.recompute:
-            self._graphs[slot] = leaf, out
-        self._note("forward", slot, begin)
+            self._outputs[slot] = leaf, out
+        self._record_span("forward", slot, begin)
 
     def _buffers(self) -> list[int]:
         """Returns how many times each buffer of this stage's layers was written to."""
@@ -347,9 +355,9 @@ class Epoch:
         if self.recompute:
             self.stage.run.mode = "again"
             with torch.enable_grad():
-                leaf, out = self._computed(slot)
+                leaf, out = self._compute(slot)
         else:
-            leaf, out = self._graphs.pop(slot)
+            leaf, out = self._outputs.pop(slot)
         if out.requires_grad:
             torch.autograd.backward(out, self.boundary.outbox[self._rows(slot)])
         if leaf is not None:
@@ -358,27 +366,27 @@ class Epoch:
             self.boundary.inbox[self._rows(slot)] = grad
         for site in self._sites():
             site.retire(chunk, self.refresh)
-        self._note("backward", slot, begin)
+        self._record_span("backward", slot, begin)
 
-    def _computed(self, slot: int) -> tuple[Tensor | None, Tensor]:
-        """Runs the layers on a chunk; returns what came in, as a leaf, and what goes out."""
+    def _compute(self, slot: int) -> tuple[Tensor | None, Tensor]:
+        """Runs the layers on a chunk; returns their inputs, as a leaf, and their outputs."""
         values, leaf, chunk = {}, None, self.order[slot]
-        if self.boundary.takes is not None:
+        if self.boundary.received is not None:
             assert self.boundary.inbox is not None
             leaf = self.boundary.inbox[self._rows(slot)].detach()
             leaf.requires_grad_(torch.is_grad_enabled())
-            values = self.boundary.takes.unpack(leaf, self.stage.view(chunk).nodes)
+            values = self.boundary.received.unpack(leaf, self.stage.view(chunk).nodes)
         found = self.stage.forward(chunk, values)
-        return leaf, self.boundary.gives.pack(found)
+        return leaf, self.boundary.sent.pack(found)
 
     def _loss(self, data: Data, loss_fn: Loss) -> Tensor:
-        """Takes the loss of the whole graph; its gradient goes where the output was."""
+        """Computes the loss of the whole graph; its gradient overwrites the output."""
         box, own = self.boundary.outbox, self.stage.run.plan.own
         leaf = box[own.place].requires_grad_()
         edge_index: Any = data.edge_index
         with torch.enable_grad():
-            values = self.boundary.gives.unpack(leaf, edge_index.nodes)
-            loss = loss_fn(values[self.boundary.gives.names[0]], data)
+            values = self.boundary.sent.unpack(leaf, edge_index.nodes)
+            loss = loss_fn(values[self.boundary.sent.names[0]], data)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = (
                 list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -389,15 +397,17 @@ class Epoch:
         box.copy_(grad[own.order])
         return torch.as_tensor(loss.detach().reshape(()), dtype=torch.float64).cpu()
 
-    def _note(self, kind: str, slot: int, begin: float) -> None:
+    def _record_span(self, kind: str, slot: int, begin: float) -> None:
         end, rank = time.perf_counter(), self.mesh.stage.rank
-        span = ActionSpan(rank, kind, slot, begin - self._begun, end - self._begun)
+        span = ActionSpan(rank, kind, slot, begin - self._start, end - self._start)
         self.spans.append(span)
 
 
 @contextlib.contextmanager
-def gradients_added(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-    """Averages the gradients of a step, and adds them to those there are; if it fails, none."""
+def accumulated_gradients(
+    mesh: Mesh, parameters: list[torch.nn.Parameter]
+) -> Iterator[None]:
+    """Averages the gradients of a step, and adds them to `p.grad`; a failed step adds none."""
     before = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None
@@ -423,12 +433,12 @@ def _average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None
         return
     grads = [p.grad for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(g.dtype for g in grads):
-        some = [g for g in grads if g.dtype == dtype]
+        same_dtype = [g for g in grads if g.dtype == dtype]
         flat = collectives.all_reduce(
-            torch.cat([g.reshape(-1) for g in some]), mesh.data
+            torch.cat([g.reshape(-1) for g in same_dtype]), mesh.data
         )
-        parts = flat.div_(mesh.size).split([g.numel() for g in some])
-        for g, part in zip(some, parts, strict=True):
+        parts = flat.div_(mesh.size).split([g.numel() for g in same_dtype])
+        for g, part in zip(same_dtype, parts, strict=True):
             g.copy_(part.view_as(g))
 
 
@@ -445,7 +455,7 @@ def clip_grad_norm_(
     Price: one number for each parameter.
 
     Raises:
-        ValueError: for a norm that is none.
+        ValueError: if `max_norm` is negative, NaN or no number.
     """
     if isinstance(max_norm, str) or not float(max_norm) >= 0:
         raise ValueError(f"max_norm must be a number from 0 on, got {max_norm!r}")

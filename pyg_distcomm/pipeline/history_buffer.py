@@ -1,25 +1,26 @@
-"""Keeps the rows that a layer reads of its neighbours: of this epoch, and of earlier ones.
+"""Keeps the neighbour rows that layers of a pipeline read: of this epoch, and of earlier ones.
 
-[Note: sites] Whatever a layer multiplies or gathers, it hands its rows to a site, which has
-room for the rows of all own nodes and ghosts, `mix`. While a chunk is computed, that holds
-rows of this epoch for itself and for the chunks before it, and history for those after it:
-so [Chen23] reads neighbours. Backward, chunks come in the opposite order. When one is done
-its rows of `mix` are put back to history, so that the next one finds `mix` as its forward
-pass did, and can be computed again from its input alone.
+[Note: sites] A site is one exchange of one layer. Its buffer `mix` has a row for each own
+node and each ghost. While a chunk is computed, `mix` holds rows of this epoch for this chunk
+and for the chunks before it, and history for the chunks after it, as in [Chen23]. In the
+backward pass chunks come in the opposite order. When a chunk is done, its rows of `mix` are
+set back to history: then the next chunk finds `mix` as its forward pass did, and can be
+recomputed from its input alone.
 
 [Note: pulled gradients] With A_c the rows of chunk c of the matrix that a site multiplies
-by, the gradient of rows j is the sum over chunks c of (A_c^T)_j g_c. A site keeps g, all
-chunks' together, and pulls: rows j of A^T times g. Going back, g holds the gradients of the
-chunks after j; those before j, which have read j's history, are not there yet. So
+by, the gradient of rows j is the sum over chunks c of (A_c^T)_j g_c. A site keeps g of all
+chunks in one buffer, and pulls: it multiplies rows j of A^T by g. In the backward pass g has
+the gradients of the chunks after j; those before j, which have read j's history, are not
+known yet. In their place g holds
 
-    zeros there            gradients are those of autograd with history constant
-    last epoch's there     "stale" gradients, in their place
-    damped each epoch      between the two
-    g_c times two, once chunk c has pulled for itself: "scaled", as an edge between chunks
-                           counts in one of two epochs ([Chen23], of one such edge a path)
+    zeros                  "surrogate": autograd's gradients, with history constant
+    last epoch's g         "stale" gradients
+    g damped each epoch    "damped", between the two
+    zeros, and g_c doubled once chunk c has pulled its own rows: "scaled", since an edge
+                           between chunks counts in one of two epochs ([Chen23])
 
-The sum for ghosts of chunk j goes to the ranks that own them while j is computed, over the
-same link, transposed, that brought their rows.
+The sums for ghosts of chunk j travel to their owners while j is computed, over the transpose
+of the link that brought their rows.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ _BITS = 8
 
 
 class History:
-    """Rows in blocks, each written and read as a whole.
+    """Stores rows in blocks; a block is written and read as a whole.
 
-    As int8, a row is 256 levels between its least and its greatest number, which are kept
-    in bf16 (see `codec_reference.quantise`); rounding is to nearest.
+    As int8, a row is 256 levels between its minimum and its maximum, which are stored in
+    bf16; rounding is to nearest (see `quantise` in `kernels/codec_ops.py`).
 
     Args:
-        bounds: where blocks end, from 0.
-        like: a tensor of the rows' type and device, `[*, w]`.
-        dtype: how they are kept; None as they are.
+        bounds: the bounds of the blocks, from 0 on.
+        like: a tensor of the rows' dtype and device, `[*, w]`.
+        dtype: the dtype to store; None stores rows as they are.
         path: a file to map, instead of memory.
 
-    Price: `nbytes`, at most 4 bytes a row more than its numbers take.
+    Price: `nbytes`, at most 4 bytes a row more than its elements take.
     """
 
     def __init__(
@@ -75,16 +76,16 @@ class History:
             self._ends: list[int] | None = [0]
             for size in ends:
                 self._ends.append(self._ends[-1] + size)
-            self.kept = _empty(self._ends[-1], torch.uint8, like.device, path)
+            self.stored = _empty(self._ends[-1], torch.uint8, like.device, path)
         else:
             self._ends = None
             numbers = _empty(bounds[-1] * width, kind, like.device, path)
-            self.kept = numbers.view(bounds[-1], width)
+            self.stored = numbers.view(bounds[-1], width)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes."""
-        return self.kept.nbytes
+        """The bytes stored."""
+        return self.stored.nbytes
 
     def store(self, block: int, x: Tensor) -> None:
         """Writes the rows of a block."""
@@ -93,7 +94,7 @@ class History:
             if rows.dtype is torch.float16 and not bool(rows.isfinite().all()):
                 raise _not_finite("float16")
         elif x.numel():
-            message = self.kept[self._ends[block] : self._ends[block + 1]]
+            message = self.stored[self._ends[block] : self._ends[block + 1]]
             bad = codec_ops.quantise(x, None, _BITS, None, message)
             if bad >= 0:
                 raise _not_finite("int8")
@@ -103,16 +104,16 @@ class History:
         if self._ends is None:
             out.copy_(self._rows(block))
         elif out.numel():
-            message = self.kept[self._ends[block] : self._ends[block + 1]]
+            message = self.stored[self._ends[block] : self._ends[block + 1]]
             codec_ops.dequantise(message, _BITS, out)
 
     def _rows(self, block: int) -> Tensor:
-        return self.kept[self._bounds[block] : self._bounds[block + 1]]
+        return self.stored[self._bounds[block] : self._bounds[block + 1]]
 
 
 def _not_finite(kind: str) -> ValueError:
     return ValueError(
-        f"a row of history is not finite as {kind}, and cannot be kept; lower the learning "
+        f"a row of history is not finite as {kind}, and cannot be stored; lower the learning "
         "rate, or use history_dtype=torch.bfloat16"
     )
 
@@ -132,11 +133,11 @@ GRADIENTS = ("surrogate", "scaled", "stale", "damped")
 
 @dataclass(frozen=True)
 class GradientRule:
-    """What becomes of gradients that cross from chunk to chunk; see the note above.
+    """The rule for gradients that cross from chunk to chunk; see [Note: pulled gradients].
 
     Args:
-        keep: what is left of last epoch's g: nothing (0), all of it (1), or a part.
-        cross: what g_c is multiplied by for other chunks.
+        keep: the factor of last epoch's g: 0 drops it, 1 keeps it.
+        cross: the factor of g_c for other chunks.
     """
 
     keep: float = 0.0
@@ -144,7 +145,7 @@ class GradientRule:
 
     @staticmethod
     def of(gradient: str, damping: float) -> GradientRule:
-        """Returns the rule of a name."""
+        """Returns the rule named by Pipeline's options `gradient` and `damping`."""
         if gradient not in GRADIENTS:
             raise ValueError(
                 f"gradient={gradient!r} must be one of {', '.join(GRADIENTS)}"
@@ -156,19 +157,19 @@ class GradientRule:
 
 
 class HistoryBuffer:
-    """The rows that one exchange of one layer reads, and their history.
+    """The buffer of one site: the rows that an exchange of a layer reads, and their history.
 
     Shapes (this rank; n own nodes, h ghosts): mix [n + h, w], gradients g [r, w], where the
     operator has r rows.
 
     Args:
         plan: the chunks.
-        like: rows as they come `[*, w]`.
-        operator: what reads them.
-        rule: of gradients.
-        keep: makes a history for blocks and rows like those given; None without.
-        wrap: what the link of a chunk becomes in an epoch, for rows that are coded or late.
-        exactly: why they are not, whatever the link; nothing if they may be.
+        like: rows of the layer, for their dtype and device, `[*, w]`.
+        operator: the matrix that multiplies them.
+        rule: the rule for gradients that cross from chunk to chunk.
+        keep: makes a history from bounds and rows like those given; None keeps none.
+        wrap: returns the link of a chunk in this epoch, if rows are coded or late.
+        exact_reason: why rows are exact whatever the link; empty if they may be coded.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class HistoryBuffer:
         rule: GradientRule,
         keep: Callable[[tuple[int, ...], Tensor], History] | None,
         wrap: Callable[[int], Link] | None = None,
-        exactly: str = "",
+        exact_reason: str = "",
     ) -> None:
         n, h = plan.counts
         self.plan, self.operator, self.rule = plan, operator, rule
@@ -188,16 +189,16 @@ class HistoryBuffer:
         if keep is not None and plan.chunks > 1:
             self.history = keep(plan.blocks, self.mix)
         self.gradients: Tensor | None = None
-        self.flows, self.exactly = False, exactly
+        self.needs_gradient, self.exact_reason = False, exact_reason
         self._wrap = wrap
         self._links: dict[int, Link] = {}  # of chunks that have no gradient yet
-        # blocks whose history is this epoch's; None while no gradient has come
-        self._renewed: set[int] | None = None
+        # blocks whose history is of this epoch; None outside the backward pass
+        self._refreshed: set[int] | None = None
 
     # the forward pass
 
     def put(self, x: Tensor, ghosts: Tensor) -> None:
-        """Takes the rows of all chunks, and their history."""
+        """Stores the rows of all chunks, also as their history."""
         n = self.plan.counts[0]
         self.mix[:n], self.mix[n:] = x, ghosts
         if self.history is not None:
@@ -206,12 +207,12 @@ class HistoryBuffer:
             self._load()
 
     def read(self, x: Tensor, chunk: int, again: bool) -> Tensor:
-        """Takes the rows of a chunk, and returns its rows of the operator's product.
+        """Stores the rows of a chunk, and returns its rows of the operator's product.
 
         Args:
             x: the chunk's rows `[n_c, w]`.
             chunk: which chunk.
-            again: whether it is computed again: all is in place, and nothing travels.
+            again: whether it is recomputed: its rows are in place, and nothing travels.
         """
         plan, operator, n = self.plan, self.operator, self.plan.counts[0]
         link, arrive = plan.links[chunk], None
@@ -236,14 +237,14 @@ class HistoryBuffer:
 
     def begin_backward(self) -> None:
         """Drops, or damps, the gradients of the last epoch."""
-        self._renewed = set()
+        self._refreshed = set()
         if self.gradients is not None and self.rule.keep == 0:
             self.gradients.zero_()
         elif self.gradients is not None and self.rule.keep != 1:
             self.gradients.mul_(self.rule.keep)
 
     def pull(self, g: Tensor, chunk: int) -> Tensor:
-        """Takes the gradient of a chunk's product, and returns that of its rows."""
+        """Stores the gradient of a chunk's product, and returns the gradient of its rows."""
         plan, operator, rows = self.plan, self.operator, self.operator.rows(chunk)
         if self.gradients is None:
             self.gradients = g.new_zeros((operator.bounds[-1], g.size(1)))
@@ -262,7 +263,7 @@ class HistoryBuffer:
         return out if arrive is None else arrive(out)
 
     def retire(self, chunk: int, refresh: bool) -> None:
-        """Puts history back in a chunk's place, once it needs no more computing.
+        """Sets a chunk's rows back to history, after its backward pass.
 
         Args:
             chunk: which chunk.
@@ -279,22 +280,22 @@ class HistoryBuffer:
             fresh = rows.clone() if refresh else rows
             self.history.load(block, rows)
             if refresh:
-                assert self._renewed is not None
-                self._renewed.add(block)
+                assert self._refreshed is not None
+                self._refreshed.add(block)
                 self.history.store(block, fresh)
 
     def end_epoch(self, refresh: bool) -> None:
-        """Reads the history of the next epoch, once all chunks are retired."""
-        self._renewed = None
+        """Loads the history for the next epoch, once all chunks are retired."""
+        self._refreshed = None
         if refresh:
             self._load()
 
     def undo(self) -> None:
-        """Puts history back after an epoch that failed, int8 within one of its levels.
+        """Restores history after an epoch that failed; int8 within one of its levels.
 
-        If it failed in the backward pass, gradients of the epoch before are forgotten.
+        If it failed in the backward pass, the gradients of the last epoch are lost.
         """
-        renewed = self._renewed
+        renewed = self._refreshed
         if renewed is not None:
             self.gradients = None
         if renewed and self.history is not None:
@@ -313,20 +314,20 @@ class HistoryBuffer:
         return [(k, self.mix[a:b]) for k, (a, b) in enumerate(pairs)]
 
     def memory(self) -> int:
-        """Returns the bytes that it will have taken after an epoch."""
-        rows = len(self.mix) + (self.operator.bounds[-1] if self.flows else 0)
+        """Returns the bytes that it takes after the first epoch of training."""
+        rows = len(self.mix) + (self.operator.bounds[-1] if self.needs_gradient else 0)
         kept = 0 if self.history is None else self.history.nbytes
         return rows * self.mix.size(1) * self.mix.element_size() + kept
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it has taken."""
+        """The bytes that it takes now."""
         kept = [self.mix, self.gradients, self.history]
         return sum(each.nbytes for each in kept if each is not None)
 
 
-class _Read(torch.autograd.Function):
-    """Rows of a product with a chunk's part of an operator; see [Note: pulled gradients]."""
+class _ReadSite(torch.autograd.Function):
+    """Multiplies by a chunk's rows of an operator; see [Note: pulled gradients]."""
 
     @staticmethod
     def forward(
@@ -342,8 +343,8 @@ class _Read(torch.autograd.Function):
         return site.pull(g.contiguous(), chunk), None, None, None
 
 
-def read_site(x: Tensor, site: HistoryBuffer, chunk: int, again: bool) -> Tensor:
-    """`site.read`, differentiably."""
-    site.flows |= x.requires_grad and torch.is_grad_enabled()
-    out: Tensor = _Read.apply(x, site, chunk, again)
+def read_from_site(x: Tensor, site: HistoryBuffer, chunk: int, again: bool) -> Tensor:
+    """Returns `site.read(x, chunk, again)`, differentiably."""
+    site.needs_gradient |= x.requires_grad and torch.is_grad_enabled()
+    out: Tensor = _ReadSite.apply(x, site, chunk, again)
     return out

@@ -1,6 +1,6 @@
 """Reads a stack of layers and the names of their values, and cuts it into stages.
 
-What a pipeline cannot run is refused, on all ranks alike.
+Its checks raise on all ranks for layers and options that a pipeline cannot run.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ _CHUNK_NORMS = (
     *(_NormBase, pyg.BatchNorm, pyg.HeteroBatchNorm, pyg.InstanceNorm, pyg.GraphNorm),
     *(pyg.GraphSizeNorm, pyg.PairNorm, pyg.MeanSubtractionNorm, pyg.DiffGroupNorm),
 )
-_KEEPING = (pyg.GCNConv, pyg.GCN2Conv)  # in our form they keep nothing of their own
-_NAMED = frozenset(("x", "edge_index"))
+_CACHED_LAYERS = (pyg.GCNConv, pyg.GCN2Conv)  # ours ignore cached=True: the plan caches
+_PASSED_BY_NAME = frozenset(("x", "edge_index"))
 
 
 @dataclass(frozen=True, eq=False)
 class StackLayer:
-    """One layer of a stack: what it is called with, and what it leaves.
+    """One layer of a stack, with the names of its inputs and outputs.
 
     Args:
         name: its name in the stack's `state_dict`.
         run: a module, or a function of tensors.
-        takes: names of its arguments.
-        gives: names of what it returns.
+        reads: the names of its arguments.
+        writes: the names of its outputs.
     """
 
     name: str
     run: Callable[..., Any]
-    takes: tuple[str, ...]
-    gives: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
 
     def __str__(self) -> str:
         kind = getattr(self.run, "__name__", type(self.run).__name__)
-        head = f"{', '.join(self.takes)} -> {', '.join(self.gives)}"
+        head = f"{', '.join(self.reads)} -> {', '.join(self.writes)}"
         return f"layer {self.name} ({kind}: {head})"
 
     def converted(self) -> StackLayer:
-        """Returns the layer in its distributed form, without checkpoints of its own.
+        """Returns the layer in its distributed form, without activation checkpointing.
 
-        One of those would exchange rows again; a chunk is computed again as a whole.
+        A pipeline recomputes whole chunks; a checkpointed layer would exchange rows again.
         """
         if not isinstance(self.run, Module):
             return self
@@ -72,24 +72,26 @@ class StackLayer:
                 part.ckpt_grad = False
         return replace(self, run=run)
 
-    def elsewhere(self) -> StackLayer:
-        """Returns the layer as the other stages know it: by its names only."""
-        return replace(self, run=_elsewhere)
+    def placeholder(self) -> StackLayer:
+        """Returns a layer with the same names that cannot run, for the other stages."""
+        return replace(self, run=_run_elsewhere)
 
 
-def _elsewhere(*args: Any) -> Any:
-    raise RuntimeError("this layer is another stage's")
+def _run_elsewhere(*args: Any) -> Any:
+    raise RuntimeError(
+        "this layer belongs to another stage, and cannot run on this rank"
+    )
 
 
 def read_stack(layers: Any) -> list[StackLayer]:
     """Returns the layers of a `Sequential` of PyG or torch, a ModuleList or a list.
 
-    Items are as in `torch_geometric.nn.Sequential`: a layer, or a pair of one and a header
-    such as `"x, x_0, edge_index -> x"`. A layer without header reads what the last one
-    wrote, and `edge_index` and others where its `forward` asks for them by name.
+    Items are as in `torch_geometric.nn.Sequential`: a layer, or a pair of a layer and a header
+    such as `"x, x_0, edge_index -> x"`. A layer without header reads the output of the layer
+    before it, and `edge_index` and other arguments of its `forward` by name.
 
     Raises:
-        TypeError, ValueError: for what is no stack of layers, or cannot run in chunks.
+        TypeError, ValueError: if `layers` is no stack of layers, or cannot run on chunks.
     """
     if isinstance(layers, pyg.Sequential):
         found = [
@@ -112,14 +114,16 @@ def read_stack(layers: Any) -> list[StackLayer]:
             "give its layers in the order in which they run"
         )
     if not found:
-        raise ValueError("Pipeline got no layers")
+        raise ValueError(
+            "Pipeline got no layers; give it a list with one layer or more"
+        )
     for layer in found:
         _check(layer)
     return found
 
 
 def _layer(name: str, item: Any, before: StackLayer | None) -> StackLayer:
-    last = before.gives if before is not None else ("x",)
+    last = before.writes if before is not None else ("x",)
     if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[1], str):
         run, header = item
         sides = [[word.strip() for word in s.split(",")] for s in header.split("->")]
@@ -134,23 +138,27 @@ def _layer(name: str, item: Any, before: StackLayer | None) -> StackLayer:
             f"layer {name} is {type(item).__name__}; give a module, or a pair such as "
             "(module, 'x, edge_index -> x')"
         )
-    return StackLayer(name, item, (last[0], *_asked(item)[1:]), last[:1])
+    return StackLayer(name, item, (last[0], *_argument_names(item)[1:]), last[:1])
 
 
-def _asked(module: torch.nn.Module) -> list[str]:
-    """The names of the arguments that a layer has to be given."""
+def _argument_names(module: torch.nn.Module) -> list[str]:
+    """Returns the names of the arguments that a layer must be called with."""
     given = inspect.signature(module.forward).parameters.values()
     named = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not named:  # as DeepGCNLayer, which hands everything to its convolution
+    if not named:  # such as DeepGCNLayer, which passes all arguments to its convolution
         inner = getattr(module, "conv", None)
-        return _asked(inner) if isinstance(inner, torch.nn.Module) else ["x"]
-    return [p.name for p in named if p.default is p.empty or p.name in _NAMED] or ["x"]
+        return _argument_names(inner) if isinstance(inner, torch.nn.Module) else ["x"]
+    return [
+        p.name for p in named if p.default is p.empty or p.name in _PASSED_BY_NAME
+    ] or ["x"]
 
 
 def _check(layer: StackLayer) -> None:
-    """Refuses what cannot run on chunks of nodes."""
+    """Raises for a layer that cannot run on chunks of nodes."""
     if not callable(layer.run):
-        raise TypeError(f"{layer} cannot be called")
+        raise TypeError(
+            f"{layer} cannot be called; give a module or a function of tensors"
+        )
     if not isinstance(layer.run, torch.nn.Module):
         return
     for module in layer.run.modules():
@@ -158,20 +166,20 @@ def _check(layer: StackLayer) -> None:
         if isinstance(module, _CHUNK_NORMS) or by_graph:
             raise ValueError(
                 f"{layer} normalises over all nodes ({type(module).__name__}), but a "
-                "pipeline has the nodes of one chunk at a time, whose statistics are "
-                "others; use torch.nn.LayerNorm or PyG's LayerNorm(mode='node'), which "
-                "normalise each node, or train with pdc.replicate"
+                "pipeline has the nodes of one chunk at a time, with other statistics; use "
+                "torch.nn.LayerNorm or PyG's LayerNorm(mode='node'), which normalise each "
+                "node, or train with pdc.replicate"
             )
         if pads(module):
             raise ValueError(
-                f"{layer} pads the messages of each node to as many as any node gets "
-                f"({type(module).__name__}), which those of one chunk do not tell; use "
-                "another aggregation, or train with pdc.replicate"
+                f"{layer} pads the messages of each node to the largest degree of the graph "
+                f"({type(module).__name__}), which one chunk does not know; use another "
+                "aggregation, or train with pdc.replicate"
             )
-        if getattr(module, "cached", False) and type(module) not in _KEEPING:
+        if getattr(module, "cached", False) and type(module) not in _CACHED_LAYERS:
             raise ValueError(
-                f"{layer} keeps the edges of its first call (cached=True), and chunks have "
-                "others; leave cached out: what is derived from edges is kept anyway"
+                f"{layer} caches the edges of its first call (cached=True), but each chunk "
+                "has its own; leave cached out: a pipeline caches what it derives from edges"
             )
     if any(is_lazy(p) for p in layer.run.parameters()):
         raise ValueError(
@@ -180,39 +188,43 @@ def _check(layer: StackLayer) -> None:
         )
 
 
-def crossing(layers: Sequence[StackLayer], place: int) -> tuple[str, ...]:
-    """Returns the names written before layer `place` and read from it on, in order."""
+def names_crossing(layers: Sequence[StackLayer], place: int) -> tuple[str, ...]:
+    """Returns the names that layers before `place` write and layers from `place` on read."""
     if place >= len(layers):
-        return layers[-1].gives[:1]
+        return layers[-1].writes[:1]
     alive: list[str] = []
     for layer in reversed(layers[place:]):
-        alive = [name for name in alive if name not in layer.gives]
-        alive += [name for name in layer.takes if name not in alive]
-    written = {name for layer in layers[:place] for name in layer.gives}
-    result = layers[-1].gives[0]
-    if result in written and not any(result in la.gives for la in layers[place:]):
+        alive = [name for name in alive if name not in layer.writes]
+        alive += [name for name in layer.reads if name not in alive]
+    written = {name for layer in layers[:place] for name in layer.writes}
+    result = layers[-1].writes[0]
+    if result in written and not any(result in la.writes for la in layers[place:]):
         alive.append(result)
     return tuple(sorted(name for name in set(alive) if name in written))
 
 
-def from_data(layers: Sequence[StackLayer], begin: int, end: int) -> tuple[str, ...]:
-    """Returns the names that layers from `begin` to `end` read and none before writes."""
-    written = {name for layer in layers[:begin] for name in layer.gives}
+def names_from_data(
+    layers: Sequence[StackLayer], begin: int, end: int
+) -> tuple[str, ...]:
+    """Returns the names that layers `begin` to `end` read, and no layer before them writes."""
+    written = {name for layer in layers[:begin] for name in layer.writes}
     found: list[str] = []
     for layer in layers[begin:end]:
-        found += [n for n in layer.takes if n not in written and n not in found]
-        written |= set(layer.gives)
+        found += [n for n in layer.reads if n not in written and n not in found]
+        written |= set(layer.writes)
     return tuple(name for name in found if name != "edge_index")
 
 
-_LIGHT = 0.1  # what a layer that reads no neighbours costs, beside one that does
+_LIGHT = (
+    0.1  # the cost of a layer that reads no neighbours; one aggregation costs 1 more
+)
 
 
 def cut_layers(costs: Sequence[float], stages: int) -> list[int]:
-    """Returns how many layers each stage has, so that the slowest is fastest.
+    """Returns how many layers each stage gets, so that the slowest stage is as fast as can be.
 
-    Least largest sum of consecutive runs, by dynamic programming over (stages, layers);
-    of several with the same slowest stage, one whose others are alike.
+    Minimises the largest sum of consecutive layers by dynamic programming over (stages,
+    layers); of equal ones it takes that with the least sum of squares.
     """
     total = [0.0]
     for cost in costs:
@@ -236,8 +248,8 @@ def cut_layers(costs: Sequence[float], stages: int) -> list[int]:
     return sizes[::-1]
 
 
-def supposed_costs(layers: Sequence[StackLayer]) -> list[float]:
-    """Returns what layers may cost where nothing was measured: 1 for each aggregation."""
+def estimated_costs(layers: Sequence[StackLayer]) -> list[float]:
+    """Returns the costs of layers if nothing was measured: 1 for each aggregation."""
     return [_LIGHT + _aggregations(layer) for layer in layers]
 
 
@@ -248,8 +260,8 @@ def _aggregations(layer: StackLayer) -> int:
     return sum(isinstance(part, kinds) for part in layer.run.modules())
 
 
-def seconds_of(run: Callable[[], object]) -> float:
-    """Returns the least seconds of three that something took, once it has been warmed up."""
+def least_seconds(run: Callable[[], object]) -> float:
+    """Returns the least time of three runs, in seconds, after one run to warm up."""
     run()
     taken = []
     for _ in range(3):
@@ -260,18 +272,18 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 ORDERS = ("alternating", "shuffled", "fixed")
-_PATIENCE = 10.0  # seconds for ranks that compute alike to fail alike
-_KINDS = (TypeError, ValueError, NotImplementedError, RuntimeError)
+_FAILURE_WAIT = 10.0  # seconds for all ranks of a stage to fail in the same way
+_ERROR_TYPES = (TypeError, ValueError, NotImplementedError, RuntimeError)
 
 
 @contextlib.contextmanager
 def on_all_ranks(mesh: Mesh, exchanging: bool = False) -> Iterator[None]:
-    """Raises on the ranks of all stages what one of them raises inside; collective.
+    """Raises an error of one rank inside the block on the ranks of all stages; collective.
 
     Args:
         mesh: the ranks.
-        exchanging: whether ranks of a stage exchange rows inside: if one fails alone, those
-            that wait for its rows are told after some seconds, as by `telling`.
+        exchanging: whether ranks of a stage exchange rows inside the block: then a failure of
+            one rank is reported to ranks that wait for its rows, after some seconds.
     """
     problem: Exception | None = None
     axis, watch = mesh.everyone, mesh.everyone.watch
@@ -282,12 +294,12 @@ def on_all_ranks(mesh: Mesh, exchanging: bool = False) -> Iterator[None]:
         if exchanging and watch is not None:
             if watch.reported_failure() != before:
                 raise
-            soon = replace(watch, deadline=min(_PATIENCE, watch.deadline))
-            axis = replace(axis, watch=soon)
+            short_watch = replace(watch, deadline=min(_FAILURE_WAIT, watch.deadline))
+            axis = replace(axis, watch=short_watch)
         problem = error
-    near = next((k for k in _KINDS if isinstance(problem, k)), RuntimeError)
+    own_kind = next((k for k in _ERROR_TYPES if isinstance(problem, k)), RuntimeError)
     try:
-        kinds = collectives.all_gather_object(near if problem else None, axis)
+        kinds = collectives.all_gather_object(own_kind if problem else None, axis)
     except RankError:
         if problem is None or watch is None:
             raise
@@ -298,13 +310,13 @@ def on_all_ranks(mesh: Mesh, exchanging: bool = False) -> Iterator[None]:
         collectives.agree(
             None if problem is None else str(problem), mesh.everyone, kind
         )
-    except kind as told:
-        raise told from problem
+    except kind as described:
+        raise described from problem
 
 
 @contextlib.contextmanager
-def telling(mesh: Mesh) -> Iterator[None]:
-    """Lets the other ranks know if this one fails: they wait for what will not come."""
+def reporting_failure(mesh: Mesh) -> Iterator[None]:
+    """Reports an error inside the block to the other ranks, which may wait for messages."""
     try:
         yield
     except Exception as error:
@@ -317,12 +329,12 @@ def telling(mesh: Mesh) -> Iterator[None]:
 
 
 def check_alive(mesh: Mesh) -> None:
-    """Refuses a mesh whose stages were torn from a step, and wait for one another."""
+    """Raises if a step has failed on this mesh: messages between its stages are lost."""
     watch = mesh.everyone.watch
     if watch is not None and watch.ended:
         raise RankError(
-            "a step has failed on this mesh, and what its stages sent one another is lost; "
-            "make mesh, data and pipeline anew, and load what was saved. It failed with "
+            "a step has failed on this mesh, and messages between its stages are lost; make "
+            "mesh, data and pipeline anew, and load what was saved. The step failed with "
             f"{watch.ended}"
         )
 
@@ -330,10 +342,10 @@ def check_alive(mesh: Mesh) -> None:
 def check_same(
     stack: Sequence[StackLayer], mesh: Mesh, options: dict[str, Any]
 ) -> None:
-    """Refuses layers and options that differ between ranks."""
-    told = [f"{name}={value}" for name, value in options.items()]
-    told += [_told(layer) for layer in stack]
-    every = collectives.all_gather_object(told, mesh.everyone)
+    """Raises if layers or options differ between ranks; collective."""
+    described = [f"{name}={value}" for name, value in options.items()]
+    described += [_describe(layer) for layer in stack]
+    every = collectives.all_gather_object(described, mesh.everyone)
     differ = [rank for rank, other in enumerate(every) if other != every[0]]
     if differ:
         pairs = zip(every[0], every[differ[0]], strict=False)
@@ -342,18 +354,18 @@ def check_same(
         )
         raise ValueError(
             "Pipeline needs the same layers and options on all ranks, but ranks "
-            f"{differ} have others than rank 0: {first}"
+            f"{differ} have others than rank 0: {first}; build it alike on all ranks"
         )
 
 
-def _told(layer: StackLayer) -> str:
+def _describe(layer: StackLayer) -> str:
     run = layer.run
     parameters = run.parameters() if isinstance(run, torch.nn.Module) else ()
     return f"{layer} {[tuple(p.shape) for p in parameters]}"
 
 
 def check_share(data: Any, mesh: Mesh) -> DistEdgeIndex:
-    """Returns the edges of a share, or says what it should have been."""
+    """Returns the edges of a share; raises if `data` is no share of this mesh."""
     edge_index = getattr(data, "edge_index", None)
     if not isinstance(edge_index, DistEdgeIndex):
         raise TypeError(
@@ -369,23 +381,23 @@ def check_share(data: Any, mesh: Mesh) -> DistEdgeIndex:
     if link is not None and not link.exact_eval:
         raise ValueError(
             "a pipeline evaluates exactly, in one pass over the whole graph, but its data "
-            "have a link with exact_eval=False; make the link without"
+            "have a link with exact_eval=False; make the link without that option"
         )
     return edge_index
 
 
 def updates_of(edge_index: DistEdgeIndex) -> int:
-    """Returns how often `pdc.update` has replaced these edges, or their nodes."""
+    """Returns how often `pdc.update` has changed these edges or their nodes."""
     return edge_index.nodes.updates + edge_index.edges.updates
 
 
-def check_known(data: Any, topology: Topology, updates: int) -> DistEdgeIndex:
-    """Returns the edges of a share, if they are those that a pipeline was planned for.
+def check_planned_data(data: Any, topology: Topology, updates: int) -> DistEdgeIndex:
+    """Returns the edges of a share; raises if the pipeline was planned for others.
 
     Args:
         data: the share.
-        topology: of the edges that were planned for.
-        updates: how often they had been updated by then.
+        topology: the topology that the pipeline was planned for.
+        updates: the number of updates before it was planned.
     """
     edge_index = data.edge_index
     if not isinstance(edge_index, DistEdgeIndex) or (
@@ -404,23 +416,23 @@ def check_known(data: Any, topology: Topology, updates: int) -> DistEdgeIndex:
 
 
 def check_untied(stack: Sequence[StackLayer], balance: Sequence[int]) -> None:
-    """Refuses a parameter of two stages."""
-    homes: dict[int, tuple[int, StackLayer]] = {}
+    """Raises if layers of two stages share a parameter."""
+    stage_of: dict[int, tuple[int, StackLayer]] = {}
     stages = [s for s, count in enumerate(balance) for _ in range(count)]
     for stage, layer in zip(stages, stack, strict=True):
         if not isinstance(layer.run, torch.nn.Module):
             continue
         for parameter in layer.run.parameters():
-            home, first = homes.setdefault(id(parameter), (stage, layer))
-            if home != stage:
+            first_stage, first = stage_of.setdefault(id(parameter), (stage, layer))
+            if first_stage != stage:
                 raise ValueError(
-                    f"{first} and {layer} share a parameter, but are in stages {home} and "
-                    f"{stage}; give balance=[...] so that both are in one"
+                    f"{first} and {layer} share a parameter, but are in stages "
+                    f"{first_stage} and {stage}; give balance=[...] so that both are in one"
                 )
 
 
 def check_links(stack: Sequence[StackLayer]) -> None:
-    """Refuses a link of a layer: that of the data holds for all exchanges of a stage."""
+    """Raises if a layer has a link: the link of the data holds for all its exchanges."""
     for layer in stack:
         parts = layer.run.modules() if isinstance(layer.run, torch.nn.Module) else ()
         if any(isinstance(getattr(part, "link", None), LinkPolicy) for part in parts):
@@ -434,14 +446,14 @@ def check_links(stack: Sequence[StackLayer]) -> None:
 def check_options(
     mesh: Mesh, order: str, whole: dict[str, Any], seed: Any, history_dtype: Any
 ) -> None:
-    """Refuses options that mean nothing.
+    """Raises for values that are no valid options of a Pipeline.
 
     Args:
         mesh: the ranks.
-        order: of chunks.
-        whole: by name, what must be a whole number if it is a number.
-        seed: of what is drawn.
-        history_dtype: how history is kept.
+        order: the order of chunks.
+        whole: by name, options that must be whole numbers if they are numbers.
+        seed: the seed of orders and dropout.
+        history_dtype: the dtype in which history is stored.
     """
     if order not in ORDERS:
         raise ValueError(f"order={order!r} must be one of {', '.join(ORDERS)}")
@@ -467,7 +479,7 @@ def check_options(
 def check_balance(
     stack: Sequence[StackLayer], stages: int, balance: Any
 ) -> list[int] | None:
-    """Refuses more stages than layers, and layers that do not add up."""
+    """Returns `balance` as a list; raises if it does not give each stage a layer or more."""
     if stages > len(stack):
         raise ValueError(
             f"there are {stages} stages and {len(stack)} layers; a stage has at least one: "

@@ -1,12 +1,12 @@
 """Trains layers cut into stages over ranks, through which chunks of nodes stream.
 
-[Note: pipeline] Layers of a deep model are shared out over stages, and the nodes of the graph
-over chunks, after [Chen23]. Each stage has the edges of the whole graph, and weights of its
-layers only. Chunk by chunk, rows go from stage to stage; a layer reads of a node's neighbours
-what this epoch has computed, or else what an earlier one had (see [Note: sites] in
-`history_buffer.py`).
-Every row crosses each border between stages once forward and its gradient once
-back, so bytes depend neither on the edges cut nor on the number of layers.
+[Note: pipeline] The layers of a deep model are divided into stages, and the nodes of the graph
+into chunks, after [Chen23]. Each stage has the edges of the whole graph, and the weights of its
+own layers only. Chunk by chunk, rows go from stage to stage. A layer reads neighbour rows of
+this epoch if they are computed already, and otherwise those of an earlier epoch (see
+[Note: sites] in `history_buffer.py`). Every row crosses each border between stages once in the
+forward pass, and its gradient once in the backward pass, so bytes depend neither on the edges
+cut nor on the number of layers.
 
 Symbols: n nodes, d features of a hidden layer, S stages, W ranks of a stage, M chunks, L
 exchanges of rows among the ranks of a stage, s tensors that all stages share (GCNII's x_0).
@@ -41,8 +41,8 @@ from pyg_distcomm.pipeline.epoch import (
     Stage,
     StageBuffers,
     StageTensors,
+    accumulated_gradients,
     clip_grad_norm_,
-    gradients_added,
 )
 from pyg_distcomm.pipeline.history_buffer import GradientRule, History
 from pyg_distcomm.pipeline.layer_stack import StackLayer, cut_layers, read_stack
@@ -58,7 +58,7 @@ from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 
 def stage_words(n: int, d: int, stages: int, shared: int = 0) -> int:
-    """Returns the words of an epoch between stages, all ranks together, after [Chen23]:
+    """Returns the words that all ranks send between stages in an epoch, after [Chen23]:
 
     2 (S - 1) n d (1 + s)
     """
@@ -76,15 +76,16 @@ def hybrid_words(
     weights: int,
     shared: int = 0,
 ) -> float:
-    """Returns the words of an epoch of stages over several ranks, all ranks together:
+    """Returns the words that all ranks send in an epoch, if a stage has several ranks:
 
         2 (S - 1) n d (1 + s) + 2 L alpha n d + 2 (W - 1) w
 
     Args:
-        n, d, stages, ways, shared: as above.
-        layers: exchanges of rows in a pass, L.
-        replication: ghosts of all ranks of a stage over n, alpha.
-        weights: parameters of all layers, w.
+        n, d, stages, shared: as in `stage_words`.
+        ways: the ranks of a stage, W.
+        layers: the exchanges of rows in a forward pass, L.
+        replication: the ghosts of all ranks of a stage, divided by n, alpha.
+        weights: the number of parameters of all layers, w.
     """
     rows = 2 * layers * replication * n * d
     return stage_words(n, d, stages, shared) + rows + 2 * (ways - 1) * weights
@@ -92,15 +93,15 @@ def hybrid_words(
 
 @dataclass(frozen=True)
 class EpochPrice:
-    """What one epoch of training costs this rank; the ledger counts exactly this.
+    """The traffic of this rank in an epoch of training; the ledger counts exactly this.
 
     Args:
         stage: rows and their gradients, from and to neighbouring stages.
-        rows: rows and their gradients, among the ranks of a stage, as they are.
+        rows: rows and their gradients, among the ranks of a stage, without a link.
         weights: gradients of weights, among the ranks of a stage.
         loss: the loss, from the last stage to all.
-        bytes: received, all told.
-        coded: of them, those of rows that go by a link; see `LinkPolicy.price`.
+        bytes: all bytes received.
+        coded: the bytes of rows that travel by a link; see `LinkPolicy.price`.
     """
 
     stage: Price
@@ -112,7 +113,7 @@ class EpochPrice:
 
     @property
     def words(self) -> int:
-        """The words received, but for those that a link writes."""
+        """The words received, without those of a link."""
         parts = (self.stage, self.rows, self.weights, self.loss)
         return sum(part.words for part in parts)
 
@@ -124,9 +125,9 @@ def epoch_price(
 
     Args:
         mesh: the ranks.
-        boundary: what crosses the borders of this stage.
-        run: its sites.
-        weights: parameters of this stage that have gradients.
+        boundary: the rows that this stage receives and sends.
+        run: the pass that holds its sites.
+        weights: the parameters of this stage that have gradients.
     """
     own = run.plan.own
     messages = sum(own.size(c) > 0 for c in range(run.plan.chunks))
@@ -140,28 +141,35 @@ def epoch_price(
     sums = []
     for kind in dict.fromkeys(p.dtype for p in weights):
         count = sum(p.numel() for p in weights if p.dtype == kind)
-        sums.append((_reduced(count, mesh.size), kind.itemsize))
-    rows, loss = run.prices(), _reduced(1, mesh.stage.size)
+        sums.append((_all_reduce_price(count, mesh.size), kind.itemsize))
+    rows, loss = run.prices(), _all_reduce_price(1, mesh.stage.size)
     coded = 0 if run.link is None else run.link.price().total
     moved = sum(price.bytes(item) for price, item in (*stage, *rows, *sums, (loss, 8)))
-    return EpochPrice(_sum(stage), _sum(rows), _sum(sums), loss, moved + coded, coded)
+    return EpochPrice(
+        _total_price(stage),
+        _total_price(rows),
+        _total_price(sums),
+        loss,
+        moved + coded,
+        coded,
+    )
 
 
-def _sum(parts: list[tuple[Price, int]]) -> Price:
+def _total_price(parts: list[tuple[Price, int]]) -> Price:
     return sum((price for price, _ in parts), Price())
 
 
-def _reduced(numel: int, size: int) -> Price:
+def _all_reduce_price(numel: int, size: int) -> Price:
     words = collectives.ring_words(numel, size)
     return Price(words, words, 2 * (size - 1))
 
 
-_ORDER = 0x0DE2  # sets the keys of orders apart
+_ORDER = 0x0DE2  # folded into the random keys of chunk orders: no others are equal
 CROSSING = 0.5  # the share of edges between chunks from which on a pipeline warns
 
 
-def _frames_of_package() -> int:
-    """Returns the `stacklevel` that leads a warning to the script's own line."""
+def _script_stacklevel() -> int:
+    """Returns the `stacklevel` with which a warning shows the script's own line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
         ("pyg_distcomm.", "torch.")
@@ -264,32 +272,32 @@ class Pipeline(torch.nn.Module):
             self._rule = GradientRule.of(gradient, damping)
             fewest = fewest_chunks(mesh.stage.size, bubble)
             self._chunks = fewest if chunks is None else chunks
-            whole = {"chunks": self._chunks, "history_refresh": history_refresh}
-            layer_stack.check_options(mesh, order, whole, self._seed, history_dtype)
+            counts = {"chunks": self._chunks, "history_refresh": history_refresh}
+            layer_stack.check_options(mesh, order, counts, self._seed, history_dtype)
             stack = read_stack(layers)
             layer_stack.check_links(stack)
             balance = layer_stack.check_balance(stack, mesh.stage.size, balance)
-        same: dict[str, Any] = {"order": order, "gradient": gradient}
-        same |= {"damping": damping, "seed": self._seed, "balance": balance}
-        same |= {"data": None if data is None else "given"}
-        same |= {**whole, "history_dtype": history_dtype}
+        options: dict[str, Any] = {"order": order, "gradient": gradient}
+        options |= {"damping": damping, "seed": self._seed, "balance": balance}
+        options |= {"data": None if data is None else "given"}
+        options |= {**counts, "history_dtype": history_dtype}
         with layer_stack.on_all_ranks(mesh):
-            layer_stack.check_same(stack, mesh, same)
+            layer_stack.check_same(stack, mesh, options)
         stack = [layer.converted() for layer in stack]
-        warmup.share_weights(stack, mesh)
+        warmup.broadcast_weights(stack, mesh)
         self._run: ChunkPass | None = None
         if data is not None:
             self._plan(data)
         if balance is None:
-            costs = warmup.costs_of(stack, mesh, self._run, data)
+            costs = warmup.layer_costs(stack, mesh, self._run, data)
             balance = cut_layers(costs, mesh.stage.size)
         self.balance = tuple(balance)
-        self._keep(stack)
+        self._keep_own_layers(stack)
         self._boundary: StageBuffers | None = None
         self._saved: Any = None
 
-    def _keep(self, stack: list[StackLayer]) -> None:
-        """Keeps the layers of this stage, and lets go of the others."""
+    def _keep_own_layers(self, stack: list[StackLayer]) -> None:
+        """Keeps the layers of this stage, and drops the others."""
         place = self.mesh.stage.rank
         begin = sum(self.balance[:place])
         end = begin + self.balance[place]
@@ -303,20 +311,20 @@ class Pipeline(torch.nn.Module):
             # optimizers refuse to have no parameters, and would on this rank alone
             self.register_parameter("nothing", torch.nn.Parameter(torch.empty(0)))
         self._stack = [
-            layer if begin <= k < end else layer.elsewhere()
+            layer if begin <= k < end else layer.placeholder()
             for k, layer in enumerate(stack)
         ]
-        self._span = begin, end
+        self._layer_range = begin, end
 
     def __deepcopy__(self, memo: dict) -> Pipeline:
-        """Copies layers; the copy fills its history at the first use, by an exact pass."""
+        """Copies the layers; the copy fills its history by an exact pass at its first use."""
         memo[id(self.mesh)] = self.mesh
         state = {**self.__dict__, "_run": None, "_boundary": None, "_stage": None}
-        memo[id(self)] = twin = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(copy.deepcopy(state, memo))
-        return twin
+        memo[id(self)] = copied = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(copy.deepcopy(state, memo))
+        return copied
 
-    # what is planned from the data
+    # planning
 
     def _plan(self, data: Data) -> None:
         """Cuts the share into chunks; collective."""
@@ -330,7 +338,7 @@ class Pipeline(torch.nn.Module):
                 f"above {CROSSING:.0%} chunks were measured to cost accuracy "
                 "(docs/papers/gnnpipe.md). Give fewer chunks, or a larger bubble, or "
                 "order='shuffled', gradient='scaled', history_refresh=23, which cost less",
-                stacklevel=_frames_of_package(),
+                stacklevel=_script_stacklevel(),
             )
         keep = self._new_history if plan.chunks > 1 else None
         self._run = ChunkPass(plan, self._rule, keep, self._seed)
@@ -342,35 +350,35 @@ class Pipeline(torch.nn.Module):
         name = f"rank{self.mesh.everyone.rank}-layer{key[0]}-{key[1]}.rows"
         return History(bounds, like, dtype, None if folder is None else folder / name)
 
-    @torch.inference_mode(False)  # what is planned in an evaluation is trained with
+    @torch.inference_mode(False)  # training uses tensors that an evaluation may plan
     def _prepare(self, data: Data) -> Stage:
-        """Plans at the first use, and fills the sites by a pass over the whole graph."""
+        """Returns the stage; the first call plans, and fills sites by a pass over the graph."""
         layer_stack.check_alive(self.mesh)
         if self._run is None:
             self._plan(data)
         assert self._run is not None
         topology = self._run.plan.topology
-        edge_index = layer_stack.check_known(data, topology, self._updates)
+        edge_index = layer_stack.check_planned_data(data, topology, self._updates)
         if self._run.link is not edge_index.topology.link:
             with layer_stack.on_all_ranks(self.mesh):
-                self._run.go_by(edge_index.topology.link)
+                self._run.set_link(edge_index.topology.link)
         if self._boundary is None:
-            begin, end = self._span
+            begin, end = self._layer_range
             self._stage = Stage(self._stack, begin, end, self._run)
             with layer_stack.on_all_ranks(self.mesh):  # each stage reads its own names
-                self._stage.look_at(data)
-            with self._mode(False):
+                self._stage.load_data(data)
+            with self._training_mode(False):
                 boundary = warmup.fill(self._stage, self.mesh)
             if self._saved is not None:
-                self._saved.put(self._run)
+                self._saved.restore(self._run)
                 self._saved = None
             self._boundary = boundary
-        with layer_stack.telling(self.mesh):
-            self._stage.look_at(data)
+        with layer_stack.reporting_failure(self.mesh):
+            self._stage.load_data(data)
         return self._stage
 
     @contextlib.contextmanager
-    def _mode(self, training: bool) -> Iterator[None]:
+    def _training_mode(self, training: bool) -> Iterator[None]:
         before = [(module, module.training) for module in self.modules()]
         self.train(training)
         try:
@@ -379,42 +387,45 @@ class Pipeline(torch.nn.Module):
             for module, was in before:
                 module.training = was
 
-    # what a script calls
+    # training and evaluation
 
     @cached_property
     def schedule(self) -> StageSchedule:
-        """What each stage does in an epoch, verified."""
-        return schedule_of(self.mesh.stage.size, self._count())
+        """The actions of each stage in an epoch, verified."""
+        return schedule_of(self.mesh.stage.size, self._num_chunks())
 
     @property
     def crossing(self) -> float:
-        """The share of edges between chunks, which are read late in one epoch of two."""
-        self._count()
+        """The fraction of edges between chunks, which are read late in one epoch of two."""
+        self._num_chunks()
         return self._run.plan.crossing  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
-        """Says what is cut how; of chunks, once data were seen."""
+        """Describes the stages, and the chunks once the pipeline has seen the data."""
         cut = f"stages={self.mesh.stage.size}, balance={list(self.balance)}"
         if self._run is not None:
-            count = self._count()
+            count = self._num_chunks()
             idle = bubble(self.mesh.stage.size, count)
             cut += f", chunks={count} ({idle:.1%} bubble, {self.crossing:.1%} of edges between)"
         return f"{cut}, order={self.order}, history_refresh={self.refresh}"
 
-    def _count(self) -> int:
+    def _num_chunks(self) -> int:
         if self._run is None:
-            raise ValueError("chunks are cut when the pipeline first sees the data")
+            raise ValueError(
+                "chunks are not cut yet, since the pipeline has not seen the data; call "
+                "pipe(data) or train_step first"
+            )
         return self._run.plan.chunks
 
     def order_of(self, epoch: int) -> list[int]:
         """Returns the order of chunks in an epoch, the same on all ranks."""
-        count = self._count()
+        count = self._num_chunks()
         if self.order == "fixed":
             return list(range(count))
-        turns = 2 if self.order == "alternating" else 1  # epochs of one draw
-        key = random.fold(self._seed, _ORDER, epoch // turns)
+        epochs_per_draw = 2 if self.order == "alternating" else 1  # epochs of one draw
+        key = random.fold(self._seed, _ORDER, epoch // epochs_per_draw)
         order = [int(c) for c in random.keyed_permutation(key, count)]
-        return order[::-1] if epoch % turns else order
+        return order[::-1] if epoch % epochs_per_draw else order
 
     def train_step(self, data: Data, loss_fn: Loss) -> Tensor:
         """Runs one epoch forward and backward; `opt.step()` is the script's.
@@ -435,11 +446,14 @@ class Pipeline(torch.nn.Module):
         if self._run.link is not None:
             self._run.link.begin_pipeline(self._run.plan.topology.nodes)
         self._run.epoch = self.epoch
-        again = (self.epoch + 1) % self.refresh == 0
+        refresh = (self.epoch + 1) % self.refresh == 0
         order = self.order_of(self.epoch)
-        epoch = Epoch(self.mesh, stage, self._boundary, order, self.recompute, again)
+        epoch = Epoch(self.mesh, stage, self._boundary, order, self.recompute, refresh)
         own = list(self.parameters())
-        with gradients_added(self.mesh, own), layer_stack.telling(self.mesh):
+        with (
+            accumulated_gradients(self.mesh, own),
+            layer_stack.reporting_failure(self.mesh),
+        ):
             loss = epoch.run(self.schedule, data, loss_fn)
         self.timeline = epoch.spans
         self.epoch += 1
@@ -457,13 +471,13 @@ class Pipeline(torch.nn.Module):
 
         Price: the rows that cross borders, and (S - 1) n c words for an output of width c.
         """
-        out, result, axis = *self._full(data), self.mesh.stage
+        out, result, axis = *self._run_whole_graph(data), self.mesh.stage
         if axis.rank < axis.size - 1:
             out = out.new_empty((len(out), result.width), dtype=result.dtype)
             collectives.receive(out, axis.rank + 1, axis, OP).wait()
         if axis.rank:
             collectives.send(out, axis.rank - 1, axis, OP).wait()
-        return self._output(out, result, data)
+        return self._unpack_output(out, result, data)
 
     def eval_step(self, data: Data, metric: Callable[[Any, Any], Any]) -> Any:
         """Returns a metric of the exact output of the whole graph, on all ranks.
@@ -474,55 +488,57 @@ class Pipeline(torch.nn.Module):
 
         Price: the rows that cross borders, and what `metric` returns.
         """
-        out, result, axis = *self._full(data), self.mesh.stage
+        out, result, axis = *self._run_whole_graph(data), self.mesh.stage
         found = None
-        with layer_stack.telling(self.mesh), torch.no_grad():
+        with layer_stack.reporting_failure(self.mesh), torch.no_grad():
             if axis.rank == axis.size - 1:
-                found = metric(self._output(out, result, data), data)
+                found = metric(self._unpack_output(out, result, data), data)
             return collectives.all_gather_object(found, axis)[-1]
 
-    def _full(self, data: Data) -> tuple[Tensor, StageTensors]:
+    def _run_whole_graph(self, data: Data) -> tuple[Tensor, StageTensors]:
         """Runs the layers on all nodes at once; returns what this stage gives."""
         stage, boundary = self._prepare(data), self._boundary
         assert boundary is not None
         stage.run.mode = "full"
-        with self._mode(False), layer_stack.telling(self.mesh):
-            out = warmup.whole_pass(stage, boundary, self.mesh.stage)
+        with self._training_mode(False), layer_stack.reporting_failure(self.mesh):
+            out = warmup.forward_all_nodes(stage, boundary, self.mesh.stage)
         return out, boundary.result
 
-    def _output(self, packed: Tensor, result: StageTensors, data: Data) -> DistTensor:
+    def _unpack_output(
+        self, packed: Tensor, result: StageTensors, data: Data
+    ) -> DistTensor:
         assert self._run is not None
         edge_index: Any = data.edge_index
         rows = packed[self._run.plan.own.place]
         return result.unpack(rows, edge_index.nodes)[result.names[0]]  # type: ignore[no-any-return]
 
-    # what it costs
+    # costs
 
     def price(self) -> EpochPrice:
-        """Returns what an epoch of training costs this rank; known once data were seen."""
-        boundary, run = self._planned()
+        """Returns the traffic of this rank in an epoch of training, once data were seen."""
+        boundary, run = self._require_planned()
         free = [p for p in self.layers.parameters() if p.requires_grad]
         return epoch_price(self.mesh, boundary, run, free)
 
     def memory(self) -> dict[str, int]:
-        """Returns the bytes that this rank keeps from epoch to epoch, by what they are for.
+        """Returns the bytes that this rank keeps from epoch to epoch, by purpose.
 
-        Beside them results of a chunk come and go, of all chunks without `recompute`.
+        The activations of one chunk, or of all chunks without `recompute`, come on top.
         """
-        boundary, run = self._planned()
+        boundary, run = self._require_planned()
         sites = sum(site.memory() for site in run.sites.values())
         facts = sum(t.nbytes for t in run.facts.values())
         return {"sites": sites, "facts": facts, "boundary": boundary.nbytes}
 
-    def _planned(self) -> tuple[StageBuffers, ChunkPass]:
+    def _require_planned(self) -> tuple[StageBuffers, ChunkPass]:
         if self._boundary is None or self._run is None:
             raise ValueError(
-                "what a pipeline costs is known once it has seen the data: call it, or "
-                "train_step, before"
+                "the costs of a pipeline are known once it has seen the data; call "
+                "pipe(data) or train_step first"
             )
         return self._boundary, self._run
 
-    # what is saved
+    # saving and loading
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the unsplit stack, on all ranks; collective over stages."""
@@ -534,13 +550,15 @@ class Pipeline(torch.nn.Module):
         """Takes the part of an unsplit stack's state that belongs to this stage; collective.
 
         Raises:
-            RuntimeError: on all ranks, where that of one stage does not fit.
+            RuntimeError: on all ranks, if the part of one stage does not fit.
         """
         others = {layer.name for layer in self._stack}
         others -= dict(self.layers.named_children()).keys()
-        mine = {k: v for k, v in state_dict.items() if k.split(".")[0] not in others}
+        own_state = {
+            k: v for k, v in state_dict.items() if k.split(".")[0] not in others
+        }
         with layer_stack.on_all_ranks(self.mesh):
-            return self.layers.load_state_dict(mine, strict=strict, assign=assign)
+            return self.layers.load_state_dict(own_state, strict=strict, assign=assign)
 
     def save(
         self,

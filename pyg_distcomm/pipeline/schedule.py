@@ -28,7 +28,7 @@ def bubble(stages: int, chunks: int) -> float:
 
 
 def fewest_chunks(stages: int, most: float = BUBBLE) -> int:
-    """Returns the least number of chunks whose bubble is at most so large.
+    """Returns the least number of chunks whose bubble is at most `most`.
 
     M = ceil((S - 1) (1 - b) / b): 3, 9 and 21 for 2, 4 and 8 stages and b = 1 / 4. Of
     one stage it is 1, the full graph.
@@ -43,7 +43,7 @@ def fewest_chunks(stages: int, most: float = BUBBLE) -> int:
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a stage does.
+    """One action of a stage: a computation, or the start or end of a message.
 
     Args:
         kind: "forward" and "backward" compute; "send" and "send_grad" start to send what
@@ -57,7 +57,7 @@ class Action:
 
     @property
     def peer(self) -> int:
-        """The neighbour it has to do with: the next stage (1), the one before (-1), none."""
+        """The neighbour that a message goes to or comes from: 1 the next, -1 the last, or 0."""
         kind = self.kind
         if kind in ("send", "post_grad", "receive_grad"):
             return 1
@@ -69,7 +69,7 @@ class Action:
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """What a stage computes and when, on a clock that starts with the epoch."""
+    """The time span of one action of a stage, in seconds from the start of the epoch."""
 
     stage: int
     kind: str
@@ -99,7 +99,7 @@ class StageSchedule:
         """Returns when each chunk is computed, if transfers take no time.
 
         Args:
-            forward, backward: what a chunk takes on a stage.
+            forward, backward: the time that a chunk takes on a stage.
         """
         cost = {"forward": forward, "backward": backward}
         return [
@@ -142,24 +142,24 @@ def fill_drain(stages: int, chunks: int, ahead: int = AHEAD) -> StageSchedule:
     every = []
     for stage in range(stages):
         first, last = stage == 0, stage == stages - 1
-        there = _pass(range(chunks), "forward", ("", not first, not last), ahead)
-        back = _pass(
+        forward = _pass(range(chunks), "forward", ("", not first, not last), ahead)
+        backward = _pass(
             range(chunks)[::-1], "backward", ("_grad", not last, not first), ahead
         )
-        every.append((*there, *([Action("loss")] if last else []), *back))
+        every.append((*forward, *([Action("loss")] if last else []), *backward))
     return StageSchedule(tuple(every), chunks)
 
 
 def _pass(
     slots: range, compute: str, ends: tuple[str, bool, bool], ahead: int
 ) -> Iterator[Action]:
-    """Yields one way through all chunks."""
+    """Yields a stage's actions for one pass over all chunks, forward or backward."""
     suffix, receives, sends = ends
     if receives:
         yield from (Action(f"post{suffix}", slot) for slot in slots[:ahead])
-    for place, slot in enumerate(slots):
+    for position, slot in enumerate(slots):
         if receives:
-            for later in slots[place + ahead : place + ahead + 1]:
+            for later in slots[position + ahead : position + ahead + 1]:
                 yield Action(f"post{suffix}", later)
             yield Action(f"receive{suffix}", slot)
         yield Action(compute, slot)
@@ -178,9 +178,9 @@ def verify(schedule: StageSchedule) -> None:
     """Checks that a schedule can be carried out; see [Note: lanes].
 
     Raises:
-        ValueError: if a stage computes something twice, never, or before it has what it
-            reads; if messages are not received in the order they are sent; or if stages
-            wait for each other in a circle.
+        ValueError: if a stage computes something twice, never, or before its inputs have
+            arrived; if messages are not received in the order they are sent; or if stages
+            wait for each other in a cycle.
     """
     for stage, actions in enumerate(schedule.stages):
         _check_reads(schedule, stage, actions)
@@ -190,10 +190,10 @@ def verify(schedule: StageSchedule) -> None:
 def _check_reads(
     schedule: StageSchedule, stage: int, actions: tuple[Action, ...]
 ) -> None:
-    """Checks that a stage does everything once, and after what it depends on."""
+    """Checks that a stage does every action once, and after those it depends on."""
     done: set[Action] = set()
     for action in actions:
-        for before in _needs(schedule, stage, action):
+        for before in _prerequisites(schedule, stage, action):
             if before not in done:
                 raise ValueError(
                     f"stage {stage} would {action} before it could {before}"
@@ -206,8 +206,8 @@ def _check_reads(
         raise ValueError(f"stage {stage} would end before it could {last}")
 
 
-def _needs(schedule: StageSchedule, stage: int, action: Action) -> list[Action]:
-    """What must come before an action in its stage."""
+def _prerequisites(schedule: StageSchedule, stage: int, action: Action) -> list[Action]:
+    """Returns the actions that must come before an action in its stage."""
     slot, end = action.slot, schedule.chunks - 1
     first, last = stage == 0, stage == len(schedule.stages) - 1
     if action.kind == "forward":
@@ -230,18 +230,18 @@ def _needs(schedule: StageSchedule, stage: int, action: Action) -> list[Action]:
 def _run(
     schedule: StageSchedule, cost: dict[str, float]
 ) -> list[tuple[int, Action, float]]:
-    """Carries a schedule out on paper; returns who did what, and when it began."""
+    """Simulates a schedule; returns (stage, action, start time) in the order of starts."""
     stages = schedule.stages
     lanes: dict[tuple[int, int], list[tuple[str, int, float]]] = {}
     arrived: dict[tuple[int, Action], float] = {}
-    place, clock = [0] * len(stages), [0.0] * len(stages)
-    story: list[tuple[int, Action, float]] = []
+    position, clock = [0] * len(stages), [0.0] * len(stages)
+    events: list[tuple[int, Action, float]] = []
     moved = True
     while moved:
         moved = False
         for stage, actions in enumerate(stages):
-            while place[stage] < len(actions):
-                action = actions[place[stage]]
+            while position[stage] < len(actions):
+                action = actions[position[stage]]
                 if action.kind.startswith("receive"):
                     if (stage, action) not in arrived:
                         break
@@ -250,40 +250,52 @@ def _run(
                     lane = lanes.setdefault((stage, stage + action.peer), [])
                     lane.append((action.kind, action.slot, clock[stage]))
                     _deliver(lanes, stage, stage + action.peer, arrived)
-                story.append((stage, action, clock[stage]))
+                events.append((stage, action, clock[stage]))
                 clock[stage] += cost.get(action.kind, 0.0)
-                place[stage] += 1
+                position[stage] += 1
                 moved = True
-    stuck = [
-        f"stage {s} at {actions[place[s]]!s}"
+    waiting = [
+        f"stage {s} at {actions[position[s]]!s}"
         for s, actions in enumerate(stages)
-        if place[s] < len(actions)
+        if position[s] < len(actions)
     ]
-    if stuck:
-        raise ValueError(f"stages would wait for ever: {', '.join(stuck)}")
+    if waiting:
+        raise ValueError(
+            f"stages would wait for ever: {', '.join(waiting)}; order their actions so that "
+            "each send meets its post"
+        )
     left = [f"{kind} {slot}" for lane in lanes.values() for kind, slot, _ in lane]
     if left:
-        raise ValueError(f"no stage answers to {', '.join(left)}")
-    return story
+        raise ValueError(
+            f"no stage answers to {', '.join(left)}; plan a post for each send, and a send "
+            "for each post"
+        )
+    return events
 
 
 def _deliver(
     lanes: dict[tuple[int, int], list[tuple[str, int, float]]],
     here: int,
-    there: int,
+    peer: int,
     arrived: dict[tuple[int, Action], float],
 ) -> None:
-    """Moves what stands first at both ends of a lane."""
-    mine, theirs = lanes[here, there], lanes.setdefault((there, here), [])
-    while mine and theirs:
-        (kind, slot, when), (other, same, ready) = mine[0], theirs[0]
-        pair = {kind, other}
-        if slot != same or pair not in ({"send", "post"}, {"send_grad", "post_grad"}):
+    """Matches the first messages at both ends of a lane, as long as there are any."""
+    own_lane, peer_lane = lanes[here, peer], lanes.setdefault((peer, here), [])
+    while own_lane and peer_lane:
+        (kind, slot, time), (other_kind, other_slot, peer_time) = (
+            own_lane[0],
+            peer_lane[0],
+        )
+        pair = {kind, other_kind}
+        if slot != other_slot or pair not in (
+            {"send", "post"},
+            {"send_grad", "post_grad"},
+        ):
             raise ValueError(
-                f"stage {here} would {kind} {slot} while stage {there} would {other} "
-                f"{same}: both ends of a lane must plan the same order"
+                f"stage {here} would {kind} {slot} while stage {peer} would {other_kind} "
+                f"{other_slot}: both ends of a lane must plan the same order"
             )
-        to = here if kind.startswith("post") else there
+        to = here if kind.startswith("post") else peer
         suffix = "_grad" if kind.endswith("_grad") else ""
-        arrived[to, Action(f"receive{suffix}", slot)] = max(when, ready)
-        del mine[0], theirs[0]
+        arrived[to, Action(f"receive{suffix}", slot)] = max(time, peer_time)
+        del own_lane[0], peer_lane[0]

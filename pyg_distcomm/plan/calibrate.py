@@ -1,4 +1,4 @@
-"""Measures the latencies, bandwidths and rates of a run: quickly, as medians."""
+"""Measures the latencies, bandwidths and compute rates of a run, as medians: `calibrate`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from pyg_distcomm.halo.codec import RngKey
 from pyg_distcomm.halo.codecs import Plain, fresh_state
 from pyg_distcomm.nn.product_layers import DistGCNConv
 from pyg_distcomm.nn.replicate import replicate
-from pyg_distcomm.plan.codecs import Asked, codings
+from pyg_distcomm.plan.codecs import CodecLike, codings
 from pyg_distcomm.plan.cost import sum_messages
 from pyg_distcomm.plan.machine import Line, Machine, Rate, Wire, lines_of
 
 Work: TypeAlias = Callable[[], object]
-Name: TypeAlias = tuple[str, int | str]  # of a timing, and its width, depth or codec
+Name: TypeAlias = tuple[str, int | str]  # a timing, with its width, depth or codec
 
 SMALL, LEAST, MOST = 8, 1 << 16, 1 << 26  # bytes that a rank sends in an exchange
-LONG = 0.1  # seconds of the longest exchange that is timed
-WIDE = 256  # the other side of a dense product, and the width of rows that are copied
+LONG = 0.1  # sizes double until an exchange takes this many seconds
+WIDE = (
+    256  # the second dimension of dense products, and the width of rows that are copied
+)
 AXES = ("world", "row", "col", "fiber", "data", "control")
-SHALLOW, DEEP = 1, 5  # layers of the models whose overheads are timed
+SHALLOW, DEEP = 1, 5  # numbers of layers of the models whose overheads are timed
 
 
 def calibrate(
@@ -47,20 +49,20 @@ def calibrate(
     rows: int = 1 << 14,
     degree: int = 16,
     repeats: int = 7,
-    codecs: Sequence[Asked] = (),
+    codecs: Sequence[CodecLike] = (),
 ) -> Machine:
     """Measures latency, bandwidth and rates, all ranks at the same time.
 
     Collective over all ranks, of all stages. Each figure is the slowest rank's median, equal
-    on all ranks. Bandwidths are those of all ranks of an axis sending to all others at once.
+    on all ranks. Bandwidths are measured while all ranks of an axis send to all others.
     Nothing is added to the ledger.
 
     Args:
-        mesh: the ranks; the axes of every grid of so many are measured.
-        widths: at which products are timed; best those of the model.
-        rows, degree: of the matrix that is multiplied, a rank.
-        repeats: how often each is timed.
-        codecs: those whose encoding and decoding is timed, as `plan` takes them.
+        mesh: the ranks; the axes of every grid of this many ranks are measured.
+        widths: the widths at which products are timed; best those of the model.
+        rows, degree: rows and nonzeros a row of the matrix that each rank multiplies.
+        repeats: the number of timings for each figure.
+        codecs: the codecs whose encoding and decoding is timed, as `plan` takes them.
 
     One rank has no link to measure: its machine has that of `Machine()`.
 
@@ -68,43 +70,45 @@ def calibrate(
     all-reduces and products.
     """
     _check(widths, rows, degree, repeats)
-    quiet, widths = _uncounted(mesh), sorted(set(widths))
+    uncounted, widths = _with_own_ledger(mesh), sorted(set(widths))
     narrow = max(1, widths[0] // mesh.size)  # of a rank, on a grid with a fiber
-    products = _products(quiet, widths, narrow, rows, degree)
+    products = _products(uncounted, widths, narrow, rows, degree)
     works = {name: work for name, (_, work) in products.items()}
-    works |= _codes(quiet, codecs, widths[-1], rows)
+    works |= _codec_works(uncounted, codecs, widths[-1], rows)
     off = None if mesh.rank == 0 else True
     bar = tqdm(works.items(), "calibrating", disable=off, leave=False)
-    took = {name: timed(work, quiet, repeats) for name, work in bar}
-    for depth, epoch in _epochs(quiet).items():
-        took["epoch", depth] = timed(epoch, quiet, repeats, computed)
+    seconds = {name: slowest_median(work, uncounted, repeats) for name, work in bar}
+    for depth, epoch in _epochs(uncounted).items():
+        seconds["epoch", depth] = slowest_median(
+            epoch, uncounted, repeats, time_compute
+        )
     lines: dict[Line, Wire] = {
-        (size, stride): _wire(size, stride, quiet, repeats)
+        (size, stride): _time_exchanges(size, stride, uncounted, repeats)
         for size, stride in lines_of(mesh.size)
     }
     assumed = Wire(Machine.latency, Machine.bandwidth)  # one rank has no link
-    every = lines.get((mesh.size, 1), assumed)
-    rate = {name: amount / took[name] for name, (amount, _) in products.items()}
-    layer, beside = _overheads(took)
+    world_wire = lines.get((mesh.size, 1), assumed)
+    rate = {name: amount / seconds[name] for name, (amount, _) in products.items()}
+    layer, epoch_overhead = _overheads(seconds)
     return Machine(
-        every.latency,
-        every.bandwidth,
+        world_wire.latency,
+        world_wire.bandwidth,
         Rate(tuple((w, rate["spmm", w]) for w in sorted({narrow, *widths}))),
         Rate(tuple((w, rate["gemm", w]) for w in widths)),
         rate["stream", 0],
         layer,
-        beside,
+        epoch_overhead,
         lines=lines,
-        sums=_sums(quiet, repeats) if mesh.size > 1 else None,
-        codes=_coded(took, rows * widths[-1] * torch.float32.itemsize),
+        sums=_time_all_reduces(uncounted, repeats) if mesh.size > 1 else None,
+        codes=_codec_rates(seconds, rows * widths[-1] * torch.float32.itemsize),
         source=f"measured on {mesh.size} ranks"
         if mesh.size > 1
         else "measured on 1 rank, link assumed",
     )
 
 
-def once(work: Work, mesh: Mesh) -> float:
-    """Returns the seconds of something that all ranks begin at once."""
+def time_once(work: Work, mesh: Mesh) -> float:
+    """Returns the seconds of one call of `work`, which all ranks begin together."""
     collectives.barrier(mesh.world)
     _finish(mesh)
     start = time.perf_counter()
@@ -118,23 +122,23 @@ def _finish(mesh: Mesh) -> None:
         torch.cuda.synchronize(mesh.device)
 
 
-def computed(epoch: Work, mesh: Mesh) -> float:
-    """Returns the seconds of an epoch beside its exchanges, whose prices are known."""
+def time_compute(epoch: Work, mesh: Mesh) -> float:
+    """Returns the seconds of an epoch without its exchanges."""
     mesh.ledger.reset()
-    wall = once(epoch, mesh)
+    wall = time_once(epoch, mesh)
     return wall - sum(entry.seconds for entry in mesh.ledger.entries.values())
 
 
-def timed(
+def slowest_median(
     work: Work,
     mesh: Mesh,
     repeats: int,
-    clock: Callable[[Work, Mesh], float] = once,
+    clock: Callable[[Work, Mesh], float] = time_once,
 ) -> float:
-    """Returns the slowest rank's median seconds of something that all ranks do at once."""
+    """Returns the slowest rank's median seconds of `work`, which all ranks run together."""
     work()
-    took = statistics.median([clock(work, mesh) for _ in range(repeats)])
-    median = torch.tensor(took, dtype=torch.float64)
+    seconds = statistics.median([clock(work, mesh) for _ in range(repeats)])
+    median = torch.tensor(seconds, dtype=torch.float64)
     return float(collectives.all_reduce(median, mesh.world, "max"))
 
 
@@ -147,62 +151,61 @@ def _check(widths: Sequence[int], *counts: int) -> None:
             )
 
 
-def _uncounted(mesh: Mesh) -> Mesh:
-    """Returns the same mesh with a ledger of its own."""
+def _with_own_ledger(mesh: Mesh) -> Mesh:
+    """Returns the mesh with another ledger, so that timings are not counted."""
     ledger = Ledger()
     axes = {name: replace(getattr(mesh, name), ledger=ledger) for name in AXES}
     return replace(mesh, ledger=ledger, compared=None, **axes)
 
 
-def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
-    """Times exchanges in which each rank of an axis sends as much to every other.
+def _time_exchanges(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
+    """Times exchanges in which each rank of an axis sends the same number of bytes to others.
 
-    All axes of this kind at once, each over a process group of its own, as in a grid.
+    All axes of this kind run at once, each over its own process group, as in a grid.
     """
-    line = new_axis_group(mesh, size, stride)
+    axis_group = new_axis_group(mesh, size, stride)
 
     def exchange(total: int) -> Work:
-        each = max(1, total // (size - 1))
-        counts = [each if rank != line.rank else 0 for rank in range(size)]
+        per_peer = max(1, total // (size - 1))
+        counts = [per_peer if rank != axis_group.rank else 0 for rank in range(size)]
         message = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
         return lambda: collectives.all_to_all(
-            message, counts, counts, line, most=each
+            message, counts, counts, axis_group, most=per_peer
         ).wait()
 
-    found = _measured(exchange, size - 1, mesh, repeats)
-    if line is not mesh.world:
-        destroy_groups([line])
+    found = _fit_wire(exchange, size - 1, mesh, repeats)
+    if axis_group is not mesh.world:
+        destroy_groups([axis_group])
     return found
 
 
-def _sums(mesh: Mesh, repeats: int) -> Wire:
-    """Times all-reduces; sizes are those of what a rank receives."""
+def _time_all_reduces(mesh: Mesh, repeats: int) -> Wire:
+    """Times all-reduces by the bytes that a rank receives."""
 
     def reduce(size: int) -> Work:
         numbers = max(1, size * mesh.size // (8 * (mesh.size - 1)))
         values = torch.zeros(numbers, device=mesh.device)
         return lambda: collectives.all_reduce(values, mesh.world)
 
-    return _measured(reduce, sum_messages(mesh.size), mesh, repeats)
+    return _fit_wire(reduce, sum_messages(mesh.size), mesh, repeats)
 
 
-def _measured(
+def _fit_wire(
     work: Callable[[int], Work], messages: int, mesh: Mesh, repeats: int
 ) -> Wire:
-    """Returns latency by exchanges of a few bytes, and bandwidth by the longest exchange.
+    """Returns the latency of exchanges of a few bytes, and the bandwidth of the longest one.
 
-    Sizes double until one takes `LONG` seconds, so that what a link lets through in a
-    burst counts little.
+    Sizes double until an exchange takes `LONG` seconds, so that bursts count little.
     """
-    start = timed(work(SMALL * messages), mesh, repeats)
+    start = slowest_median(work(SMALL * messages), mesh, repeats)
     size = LEAST
-    took = timed(work(size), mesh, repeats)
-    while took < LONG and size < MOST:
+    seconds = slowest_median(work(size), mesh, repeats)
+    while seconds < LONG and size < MOST:
         size *= 2
-        took = timed(work(size), mesh, 1)
-    took = timed(work(size), mesh, min(repeats, 3))
-    # noise may make the long one shorter: count half of it at least
-    return Wire(start / messages, size / max(took - start, took / 2))
+        seconds = slowest_median(work(size), mesh, 1)
+    seconds = slowest_median(work(size), mesh, min(repeats, 3))
+    # noise may make the long exchange look shorter: divide by at least half its time
+    return Wire(start / messages, size / max(seconds - start, seconds / 2))
 
 
 def _products(
@@ -215,7 +218,7 @@ def _products(
     rowptr, col, _ = kernels.coo_to_csr(row, col, rows)
     value = torch.rand(len(col), generator=rng).to(mesh.device)
     rowptr, col = rowptr.to(mesh.device), col.to(rowptr.dtype).to(mesh.device)
-    wide = torch.rand(rows, WIDE, generator=rng).to(mesh.device)
+    wide_x = torch.rand(rows, WIDE, generator=rng).to(mesh.device)
     found: dict[Name, tuple[float, Work]] = {}
     for width in sorted({narrow, *widths}):
         x = torch.rand(rows, width, generator=rng).to(mesh.device)
@@ -224,15 +227,15 @@ def _products(
         if width not in widths:
             continue
         w = torch.rand(width, WIDE, generator=rng).to(mesh.device)
-        dense = partial(_linear_step, wide, w, x)
+        dense = partial(_linear_step, wide_x, w, x)
         found["gemm", width] = 4 * rows * WIDE * width, dense
     pick = torch.randperm(rows, generator=rng).to(mesh.device)
-    found["stream", 0] = 2 * wide.nbytes, partial(kernels.gather_rows, wide, pick)
+    found["stream", 0] = 2 * wide_x.nbytes, partial(kernels.gather_rows, wide_x, pick)
     return found
 
 
-def _codes(
-    mesh: Mesh, asked: Sequence[Asked], width: int, rows: int
+def _codec_works(
+    mesh: Mesh, codecs: Sequence[CodecLike], width: int, rows: int
 ) -> dict[Name, Work]:
     """Returns the encoding and decoding of rows by each codec, to be timed."""
     rng = torch.Generator().manual_seed(0)
@@ -240,31 +243,33 @@ def _codes(
     ids = torch.arange(rows, device=mesh.device)
     draw = RngKey(1, ids, degree=ids)
     found: dict[Name, Work] = {}
-    for coding in filter(None, codings(asked)):
+    for coding in filter(None, codings(codecs)):
         for codec in (coding.rows, coding.gradients):
             name = repr(codec)
             if codec == Plain() or ("write", name) in found:
                 continue
-            kept = (
+            state = (
                 fresh_state(rows, width, x.dtype, x.device) if codec.stateful else None
             )
-            message, out = codec.encode(x, draw, state=kept), torch.empty_like(x)
-            found["write", name] = partial(codec.encode, x, draw, state=kept)
-            found["read", name] = partial(codec.decode, message, out, draw, state=kept)
+            message, out = codec.encode(x, draw, state=state), torch.empty_like(x)
+            found["write", name] = partial(codec.encode, x, draw, state=state)
+            found["read", name] = partial(codec.decode, message, out, draw, state=state)
     return found
 
 
-def _coded(took: dict[Name, float], nbytes: int) -> dict[str, tuple[float, float]]:
+def _codec_rates(
+    seconds: dict[Name, float], nbytes: int
+) -> dict[str, tuple[float, float]]:
     """Returns the bytes of rows a second that codecs encode and decode."""
     return {
-        name: (nbytes / took["write", name], nbytes / took["read", name])
-        for kind, name in took
+        name: (nbytes / seconds["write", name], nbytes / seconds["read", name])
+        for kind, name in seconds
         if kind == "write" and isinstance(name, str)
     }
 
 
 def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
-    """Multiplies X W and its dW, as a layer of `torch.nn` does."""
+    """Computes X W and its dW, as a layer of `torch.nn` does."""
     torch.nn.functional.linear(x, w)
     torch.mm(g.t(), x)
 
@@ -272,16 +277,16 @@ def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
 def _epochs(mesh: Mesh) -> dict[int, Work]:
     """Returns epochs to be timed, by number of layers; collective.
 
-    The models have next to no rows, of which each rank needs one of every other.
+    The graph has four nodes a rank, and each rank reads one row of every other rank.
     """
     nodes = torch.arange(4 * mesh.size)
-    away = torch.combinations(nodes[::4]).t()
+    pairs = torch.combinations(nodes[::4]).t()
     data = Data(
-        x=torch.ones(len(nodes), 4), edge_index=torch.cat([away, away.flip(0)], 1)
+        x=torch.ones(len(nodes), 4), edge_index=torch.cat([pairs, pairs.flip(0)], 1)
     )
     data.y = nodes % 4
     share = partition(data, mesh, "block").to(mesh.device)
-    share.x.requires_grad_()  # else the first product is kept
+    share.x.requires_grad_()  # otherwise the first product would be cached
     found: dict[int, Work] = {}
     for depth in (SHALLOW, DEEP):
         run = TrainingRun(share, (DistGCNConv(4, 4) for _ in range(depth)), mesh)
@@ -291,9 +296,9 @@ def _epochs(mesh: Mesh) -> dict[int, Work]:
     return found
 
 
-def _overheads(took: dict[Name, float]) -> tuple[float, float]:
-    """Returns the seconds of a layer, both ways, and of an epoch beside its layers."""
-    shallow, deep = took["epoch", SHALLOW], took["epoch", DEEP]
+def _overheads(seconds: dict[Name, float]) -> tuple[float, float]:
+    """Returns the overhead of a layer, forward and backward, and that of an epoch."""
+    shallow, deep = seconds["epoch", SHALLOW], seconds["epoch", DEEP]
     layer = max((deep - shallow) / (DEEP - SHALLOW), 0.0)
     return layer, max(shallow - SHALLOW * layer, 0.0)
 
@@ -302,8 +307,8 @@ class TrainingRun:
     """Trains layers, with ReLU between them, on a share.
 
     Args:
-        share: with x and y.
-        layers: in order.
+        share: the share of the graph, with x and y.
+        layers: the layers, in order.
         mesh: the ranks.
         changing: whether x is a new tensor in each epoch.
     """

@@ -1,7 +1,7 @@
-"""Prices exchanges by a link: bytes, staleness, and buffers that are kept.
+"""Prices exchanges over a link: their bytes, staleness and buffers.
 
-Bytes are exact for codecs whose sizes do not depend on values, pair of ranks by pair and
-piece by piece, as `halo.packing` has them; for others the most there can be.
+Bytes are exact, for each pair of ranks and each piece of a message, for codecs whose sizes do
+not depend on values; for other codecs they are an upper bound.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pyg_distcomm.halo.compressed import gradient_codec
 from pyg_distcomm.halo.halo import DEGREES, MAX_CHUNKS, NAMES
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.partition.part_share import EdgeType
-from pyg_distcomm.plan.traffic import Array, Side
+from pyg_distcomm.plan.traffic import Array, LinkCounts
 from pyg_distcomm.plan.training import ProductShape
 
-Asked: TypeAlias = str | Codec | LinkPolicy
+CodecLike: TypeAlias = str | Codec | LinkPolicy
 
 _NAME = re.compile(r"(?P<codec>.*?)(,? +late(?: +by)?(?: +(?P<late>\d+))?)?")
 _BITS = re.compile(r"([1248])[ -]?bits?")
@@ -35,12 +35,12 @@ _BITS = re.compile(r"([1248])[ -]?bits?")
 
 @dataclass(frozen=True, eq=False)
 class Coding:
-    """A link, as it stands, and how its exchanges are written.
+    """A link in its present epoch, with the codecs of its exchanges.
 
     Args:
-        name: in tables.
-        link: the link, to be given to `pdc.partition`.
-        rows, gradients: how they are written.
+        name: the name in tables.
+        link: the link, for `pdc.partition(link=...)`.
+        rows, gradients: the codecs of rows and of gradients.
     """
 
     name: str
@@ -49,39 +49,39 @@ class Coding:
     gradients: Codec
 
     @staticmethod
-    def of(asked: Asked) -> Coding:
-        """Reads what was asked for: a name as "1 bit" or "bf16 late", a codec, or a link.
+    def of(spec: CodecLike) -> Coding:
+        """Builds the coding of a name such as "1 bit" or "bf16 late", a codec, or a link.
 
         Raises:
-            ValueError, TypeError: for what is none, with what there is.
+            ValueError, TypeError: for anything else; the message lists the choices.
         """
-        link = asked if isinstance(asked, LinkPolicy) else _link_of(asked)
+        link = spec if isinstance(spec, LinkPolicy) else _parse_link(spec)
         rows, own = link.codecs_at(link.epoch)
-        name = asked if isinstance(asked, str) else _name_of(link, rows, own)
+        name = spec if isinstance(spec, str) else _describe_link(link, rows, own)
         return Coding(name, link, rows, gradient_codec(rows, rows, own))
 
     @property
     def sized(self) -> bool:
-        """Whether bytes are exact; otherwise they are the most there can be.
+        """Whether bytes are exact; otherwise they are an upper bound.
 
-        Those of exchanges that may be skipped are all of them, without the deciding.
+        Exchanges that may be skipped count as sent; the votes on skipping do not count.
         """
         fixed = self.rows.fixed_size and self.gradients.fixed_size
         return fixed and self.link.timing.skip is None
 
     @property
     def exact(self) -> bool:
-        """Whether it changes no number: lossless, and now."""
+        """Whether it changes no number: lossless and synchronous."""
         whole = all(isinstance(c, (Plain, Bitmap)) for c in (self.rows, self.gradients))
         return whole and not self.link.timing.is_late
 
     def codec_of(self, product: ProductShape, last: int | None) -> Codec | None:
-        """Returns how a product's rows are written; None for the exact exchange.
+        """Returns the codec of a product's rows; None for the exact exchange.
 
         Args:
-            product: one of an epoch, from the third on.
-            last: the number of the last layer, whose exchanges are exact; None if products
-                say so themselves.
+            product: a product of the third epoch or a later one.
+            last: the number of the last layer, whose exchanges are exact; None if
+                `product.coded` says so.
         """
         if self.link.is_exact or not product.coded:
             return None
@@ -89,18 +89,18 @@ class Coding:
             return None
         return self.gradients if product.transposed else self.rows
 
-    def early(self, epoch: int) -> Coding | None:
-        """Returns it as it stands in epoch 0 or 1 of a run; None where all is exact.
+    def in_epoch(self, epoch: int) -> Coding | None:
+        """Returns the coding in epoch 0 or 1 of a run; None if all exchanges are exact.
 
-        Which call is the last, and so exact, is known after the first epoch. Late rows of
-        that are read in the next, and gradients answer them.
+        The last call, which is exact, is known after the first epoch only. Late rows of the
+        first epoch are read in the second, and its gradients belong to them.
         """
         if epoch == 0 and self.link.exact_last:
             return None
         rows, own = self.link.codecs_at(self.link.epoch + epoch)
         read = rows
         if epoch and self.late(transposed=False):
-            first = self.early(0)
+            first = self.in_epoch(0)
             read = Plain() if first is None else first.rows
         return replace(self, rows=rows, gradients=gradient_codec(rows, read, own))
 
@@ -110,30 +110,30 @@ class Coding:
 
     @property
     def synchronous(self) -> float:
-        """The share of epochs that wait for their own rows."""
+        """The fraction of epochs that wait for their own rows."""
         every = self.link.timing.sync_every
         return 1 / every if every else 0.0
 
 
-def codings(asked: Sequence[Asked]) -> list[Coding | None]:
-    """Returns the exact link, which is None, and each other that was asked for."""
-    if isinstance(asked, (str, Codec, LinkPolicy)):
-        asked = (asked,)
-    found = [Coding.of(one) for one in asked]
+def codings(specs: Sequence[CodecLike]) -> list[Coding | None]:
+    """Returns None for the exact link, followed by the coding of each other link."""
+    if isinstance(specs, (str, Codec, LinkPolicy)):
+        specs = (specs,)
+    found = [Coding.of(one) for one in specs]
     return [None, *(one for one in found if not one.link.is_exact)]
 
 
 def links_by_type(
-    asked: Any, kinds: Sequence[EdgeType]
+    specs: Any, kinds: Sequence[EdgeType]
 ) -> list[tuple[str, Any, dict[EdgeType, Coding]]]:
-    """Returns of each link its name, what gives it to `pdc.partition`, and it by edge type.
+    """Returns for each link its name, its value for `pdc.partition`, and codings by edge type.
 
-    Those that code no relation are left out.
+    Links that code no edge type are left out.
     """
-    if isinstance(asked, (str, Codec, LinkPolicy, Mapping)):
-        asked = (asked,)
+    if isinstance(specs, (str, Codec, LinkPolicy, Mapping)):
+        specs = (specs,)
     found = []
-    for one in asked:
+    for one in specs:
         given: Any
         if not isinstance(one, Mapping):
             coding = Coding.of(one)
@@ -145,24 +145,24 @@ def links_by_type(
             by_link = {id(c.link): c for c in read.values() if c is not None}
             links = links_of(given, kinds)
             by_type = {k: by_link[id(x)] for k, x in links.items() if x is not None}
-            said = (
+            named = (
                 (k if isinstance(k, str) else "__".join(k), c) for k, c in read.items()
             )
-            name = ", ".join(f"{k}: {c.name}" for k, c in said if c is not None)
+            name = ", ".join(f"{k}: {c.name}" for k, c in named if c is not None)
         if any(not coding.link.is_exact for coding in by_type.values()):
             found.append((name, given, by_type))
     return found
 
 
-def _link_of(asked: Any) -> LinkPolicy:
-    if isinstance(asked, Codec):
-        return LinkPolicy(asked)
-    if not isinstance(asked, str):
+def _parse_link(spec: Any) -> LinkPolicy:
+    if isinstance(spec, Codec):
+        return LinkPolicy(spec)
+    if not isinstance(spec, str):
         raise TypeError(
             "codecs are names as '1 bit' or 'bf16 late', Codecs or LinkPolicys, got "
-            f"{asked!r}"
+            f"{spec!r}"
         )
-    match = _NAME.fullmatch(asked.strip())
+    match = _NAME.fullmatch(spec.strip())
     assert match is not None
     name = match["codec"].strip()
     late = 0 if match[2] is None else int(match["late"] or 1)
@@ -172,7 +172,7 @@ def _link_of(asked: Any) -> LinkPolicy:
     known = ("plain", *known_codecs())
     if name not in known:
         raise ValueError(
-            f"codec {asked!r} is not known; choose '1 bit', '2 bits', '4 bits', '8 bits', "
+            f"codec {spec!r} is not known; choose '1 bit', '2 bits', '4 bits', '8 bits', "
             f"{', '.join(map(repr, known))}, each with ' late' behind it or not, or give a "
             "Codec or a LinkPolicy"
         )
@@ -180,18 +180,18 @@ def _link_of(asked: Any) -> LinkPolicy:
     return LinkPolicy(codec, late=late)
 
 
-def _name_of(link: LinkPolicy, rows: Codec, own: Codec | None) -> str:
-    said = _short(rows)
-    said += "" if own is None else f", gradients {_short(own)}"
+def _describe_link(link: LinkPolicy, rows: Codec, own: Codec | None) -> str:
+    text = _codec_name(rows)
+    text += "" if own is None else f", gradients {_codec_name(own)}"
     skip = link.timing.skip
-    said += "" if skip is None else f", skipped below {skip.bound:g}"
+    text += "" if skip is None else f", skipped below {skip.bound:g}"
     late = [link.timing.staleness(backward) for backward in (False, True)]
     if any(late):
-        said += f", late by {late[0]}"
-    return said if late[0] == late[1] else f"{said} and {late[1]}"
+        text += f", late by {late[0]}"
+    return text if late[0] == late[1] else f"{text} and {late[1]}"
 
 
-def _short(codec: Codec) -> str:
+def _codec_name(codec: Codec) -> str:
     if isinstance(codec, Quantise):
         return "1 bit" if codec.bits == 1 else f"{codec.bits} bits"
     if isinstance(codec, Cast):
@@ -210,11 +210,11 @@ class DryExchange:
     coded: bool = True
 
     def as_exact(self, why: str) -> DryExchange:
-        """Returns the same for rows that must be exact."""
+        """Returns an exchange whose rows are exact."""
         return DryExchange(False)
 
     def wrap(self, link: Any, name: int) -> Any:
-        """Returns a product's own link, which exchanges nothing, or a mark for rows."""
+        """Returns a product's own link, which exchanges nothing, or an exchange for rows."""
         if name < len(NAMES):
             return link
         return self if name < DEGREES else DryExchange(False)
@@ -222,11 +222,11 @@ class DryExchange:
 
 @dataclass(eq=False)
 class DryCalls:
-    """The calls of layers by one link in an epoch of a dry run.
+    """The layer calls over one link in an epoch of a dry run.
 
     Args:
-        exact_last: whether the last is exact, of several.
-        made: the layer, and the number of its call, in order.
+        exact_last: whether the last of several calls is exact.
+        made: (layer, number of its call), in order.
         last: the call that is exact.
     """
 
@@ -241,13 +241,13 @@ class DryCalls:
         return None if call == self.last else DryExchange()
 
     def end_first(self) -> None:
-        """Ends the first epoch, by which the last call is known."""
+        """Ends the first epoch, after which the last call is known."""
         if self.exact_last and len(self.made) > 1:
             self.last = self.made[-1]
 
     @property
     def agreements(self) -> int:
-        """How often ranks agree whether they train: in each call of the first layer."""
+        """The number of agreements on training or evaluation: one a call of the first layer."""
         return sum(layer is self.made[0][0] for layer, _ in self.made)
 
 
@@ -256,125 +256,125 @@ class DryLink(LinkPolicy):
 
     Args:
         link: the link.
-        calls: of it.
-        tell: is told of each call whether it is coded.
+        calls: takes its calls.
+        record: called with whether a call is coded, for each call.
     """
 
     def __init__(
-        self, link: LinkPolicy, calls: DryCalls, tell: Callable[[bool], None]
+        self, link: LinkPolicy, calls: DryCalls, record: Callable[[bool], None]
     ) -> None:
         self.__dict__.update(link.__dict__)
-        self._calls, self._tell = calls, tell
+        self._calls, self._record = calls, record
 
     def is_used_on(self, mesh: Any) -> bool:
-        """Whether it is not exact, for as many ranks as are planned for."""
+        """Returns whether rows are coded on the planned number of ranks."""
         return not self.is_exact
 
     def begin(self, layer: Any, nodes: Any, *_: Any, **more: Any) -> Any:
-        """Returns what stands in for a call of a layer."""
+        """Returns the dry exchange of a layer call."""
         self.check_ranked(nodes, more["degrees"])
         exchange = self._calls.begin(layer)
-        self._tell(exchange is not None)
+        self._record(exchange is not None)
         return exchange
 
     def note_cached(self, *_: Any) -> None:
         """Records nothing."""
 
     def was_constant(self, *_: Any) -> bool:
-        """Says that no run was before."""
+        """Returns False, as before the first run."""
         return False
 
 
 @dataclass(frozen=True, eq=False)
 class Writing:
-    """How the rows of one product are written.
+    """The codec and the dtype of the rows of one product.
 
     Args:
-        codec: by what; None is the exact link.
-        dtype: of the numbers.
+        codec: the codec; None is the exact link.
+        dtype: the dtype of the rows.
     """
 
     codec: Codec | None
     dtype: torch.dtype
 
-    def sizes(self, side: Side, width: Array) -> tuple[Array, Array, Array]:
-        """Returns what one link moves, `[r, s, p]` or broadcast to it.
+    def sizes(self, side: LinkCounts, width: Array) -> tuple[Array, Array, Array]:
+        """Returns the traffic of one link, `[r, s, p]` or broadcast to it.
 
         Args:
-            side: the link.
-            width: of the rows `[1, 1, p]`.
+            side: the rows of the link.
+            width: the width of rows `[1, 1, p]`.
 
         Returns:
-            Bytes of the rows that a rank asks for, of those it is asked for, and the
-            messages, to all it has to do with, that tell sizes ahead.
+            Bytes of the rows that a rank receives, bytes of those it sends, and the messages
+            that announce sizes to its peers.
         """
         codec, dtype = self.codec, self.dtype
         if codec is None:
             each = width * dtype.itemsize
-            ends = side.ghosts[:, :, None] * each, side.lent[:, :, None] * each
+            ends = side.ghosts[:, :, None] * each, side.sent[:, :, None] * each
             return *ends, np.zeros_like(ends[0])
         found = {}
         for w in {int(w) for w in width.ravel()}:
             message = partial(codec.wire_bytes, width=w, dtype=dtype)
             found[w] = _coded(side, codec.fixed_size, message)
         every = [found[int(w)] for w in width.ravel()]
-        asking, asked, ahead = (np.stack(part, 2) for part in zip(*every, strict=True))
-        return asking, asked, ahead
+        received, sent, ahead = (np.stack(part, 2) for part in zip(*every, strict=True))
+        return received, sent, ahead
 
     def in_chunks(
-        self, side: Side, width: int, chunks: int, others: int
+        self, side: LinkCounts, width: int, chunks: int, others: int
     ) -> tuple[Array, Array]:
-        """Returns the bytes a rank asks for, and is asked for, if rows come chunk by chunk.
+        """Returns the bytes that a rank receives and sends, if rows travel chunk by chunk.
 
-        Exact without a codec; with one the most there can be, as a plan does not know how
-        many rows of a pair of ranks are in which chunk. Shapes `[r, s]`; `others` are the
-        ranks beside one.
+        Exact without a codec; with one an upper bound, since a plan does not know how the
+        rows of a pair of ranks spread over chunks. Shapes `[r, s]`; `others` is the number
+        of other ranks.
         """
         codec = self.codec
         if codec is None:
             each = width * self.dtype.itemsize
-            return side.ghosts * each, side.lent * each
+            return side.ghosts * each, side.sent * each
         message = partial(codec.wire_bytes, width=width, dtype=self.dtype)
-        told = 0 if codec.fixed_size else chunks * others * HEADER
+        size_headers = 0 if codec.fixed_size else chunks * others * HEADER
 
         def most(rows: int) -> int:
             if not rows:
                 return 0
-            # a message more rounds up once more
+            # each further message may round up by a byte
             return message(rows) + (min(chunks, rows) - 1) * (message(1) + 1)
 
-        if side.pairs is None:  # means: all messages alike
+        if side.pairs is None:  # means: all messages are equal
             mean = max(round(float(side.ghosts.max() / max(side.sources.max(), 1))), 1)
             share = most(mean) / mean
-            return side.ghosts * share + told, side.lent * share + told
-        counts, where = np.unique(side.pairs.want, return_inverse=True)
+            return side.ghosts * share + size_headers, side.sent * share + size_headers
+        counts, index = np.unique(side.pairs.want, return_inverse=True)
         sizes = np.array([most(int(n)) for n in counts], np.int64)
-        ends = side.pairs.by_rank(sizes[where.reshape(side.pairs.want.shape)])
-        return ends[0] + told, ends[1] + told
+        ends = side.pairs.by_rank(sizes[index.reshape(side.pairs.want.shape)])
+        return ends[0] + size_headers, ends[1] + size_headers
 
 
 def _coded(
-    side: Side, sized: bool, message: Callable[[int], int]
+    side: LinkCounts, sized: bool, message: Callable[[int], int]
 ) -> tuple[Array, Array, Array]:
-    """Returns bytes asked for, those one is asked for, and messages with sizes [r, s]."""
+    """Returns bytes received, bytes sent, and messages that announce sizes [r, s]."""
     pairs = side.pairs
-    if pairs is None:  # means: all messages alike
+    if pairs is None:  # means: all messages are equal
         peers = side.sources
         mean = max(round(float(side.ghosts.max() / max(peers.max(), 1))), 1)
         each = message(mean) / mean
         ahead = peers * (not sized) * (side.ghosts > 0)
-        told = ahead * HEADER
-        return side.ghosts * each + told, side.lent * each + told, ahead
+        size_headers = ahead * HEADER
+        return side.ghosts * each + size_headers, side.sent * each + size_headers, ahead
     total = np.zeros_like(pairs.want)
     others = pairs.want.shape[1] - 1
     ahead = np.zeros_like(total)
     for number in range(MAX_CHUNKS):
         rows = pairs.of_piece(number)
-        counts, where = np.unique(rows, return_inverse=True)
+        counts, index = np.unique(rows, return_inverse=True)
         sizes = [message(int(n)) if n else 0 for n in counts]
-        total = total + np.array(sizes, np.int64)[where.reshape(rows.shape)]
-        if not sized:  # to all others of a line on which anything travels
-            speaks = rows.any((1, 2), keepdims=True)
-            ahead = ahead + speaks * (1 - np.eye(others + 1, dtype=np.int64))
-    asking, asked = pairs.by_rank(total + ahead * HEADER)
-    return asking, asked, pairs.by_rank(ahead)[0]
+        total = total + np.array(sizes, np.int64)[index.reshape(rows.shape)]
+        if not sized:  # sizes go to all other ranks of a line with any rows
+            has_rows = rows.any((1, 2), keepdims=True)
+            ahead = ahead + has_rows * (1 - np.eye(others + 1, dtype=np.int64))
+    received, sent = pairs.by_rank(total + ahead * HEADER)
+    return received, sent, pairs.by_rank(ahead)[0]

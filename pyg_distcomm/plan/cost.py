@@ -1,17 +1,17 @@
-"""Prices an epoch on one grid: bytes, seconds and memory, as plain arithmetic.
+"""Prices an epoch on one grid, the cost model: bytes, seconds and memory.
 
 Bytes are exact: the ledger counts the same. Seconds are estimates from a `Machine`'s latency,
 bandwidth and rates; they rank plans.
 
 A product takes the steps of `GridMatrix.apply` (see [Note: order of a product] in
-`ops/grid_matrix.py`), each as long as its slowest rank takes. Exchanges of one step share the
-link: alpha messages + bytes / beta for all of them, alpha for the one with most messages:
+`ops/grid_matrix.py`); a step takes as long as its slowest rank. Exchanges of one step share a
+link: alpha messages + bytes / beta, with all bytes, and the messages of the one with most:
 
-    fiber | ghosts travel, beside sums for others, which follow, and the own columns
-          | far columns travel, beside the ghost columns of out rows, whose sums follow, and
-          the ghost columns of own rows | far columns | fiber
+    fiber | ghosts travel, while sums for others, which follow, and own columns are computed
+          | far columns travel, while ghost columns of out rows, whose sums follow, and ghost
+          columns of own rows are computed | far columns | fiber
 
-Exchanges of late links overlap with all that an epoch computes.
+Exchanges of late links overlap with all computation of the epoch.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.traffic import Array, Flow, Side
+from pyg_distcomm.plan.traffic import Array, Flow, LinkCounts
 from pyg_distcomm.plan.training import ProductShape, Training
 
 
 @dataclass(frozen=True, eq=False)
-class Move:
+class ExchangeCost:
     """One exchange on every rank [r, s, p]: bytes each way, and messages sent.
 
-    codec          how rows are written; None as they are
-    read, written  bytes of the rows, before and after a codec
+    codec          the codec of the rows; None sends them as they are
+    read, written  bytes of the rows that the codec decodes and encodes
     """
 
     axis: str
@@ -52,8 +52,8 @@ class Move:
     read: Array | int = 0
     written: Array | int = 0
 
-    def handled(self, machine: Machine) -> Array:
-        """Returns the seconds in which rows are gathered or coded, and put down."""
+    def local_seconds(self, machine: Machine) -> Array:
+        """Returns the seconds in which rows are gathered, coded and stored."""
         out: Array = (self.sent + self.received) / machine.stream
         if self.codec is None:
             return out
@@ -65,15 +65,16 @@ class ProductPath:
     """One product: its exchanges, and the nonzeros that each step multiplies.
 
     fiber           exchanges over the fiber, before and after
-    first, second   what travels at once: ghosts, and sums for others; far columns, and sums
-    before, early   nonzeros multiplied beside the first: sums for others, and then the rest
-    between, late   nonzeros multiplied beside the second: sums, and then the rest
-    after           nonzeros multiplied when that has arrived
+    first, second   exchanges that travel together: ghosts, and sums for other ranks; then far
+                    columns, and sums
+    before, early   nonzeros multiplied during the first: for sums, and then the rest
+    between, late   nonzeros multiplied during the second: for sums, and then the rest
+    after           nonzeros multiplied after the second has arrived
     """
 
-    fiber: tuple[Move, ...]
-    first: tuple[Move, ...]
-    second: tuple[Move, ...]
+    fiber: tuple[ExchangeCost, ...]
+    first: tuple[ExchangeCost, ...]
+    second: tuple[ExchangeCost, ...]
     width: Array
     before: Array
     early: Array
@@ -82,7 +83,7 @@ class ProductPath:
     after: Array
 
     @property
-    def moves(self) -> tuple[Move, ...]:
+    def moves(self) -> tuple[ExchangeCost, ...]:
         """All exchanges."""
         return *self.fiber, *self.first, *self.second
 
@@ -98,8 +99,10 @@ class ProductPath:
         return out
 
 
-def kept_by_link(moves: Iterable[Move], coding: Coding, transposed: bool) -> Any:
-    """Returns the bytes that coded exchanges keep, as `StaleBuffer` has them."""
+def kept_by_link(
+    moves: Iterable[ExchangeCost], coding: Coding, transposed: bool
+) -> Any:
+    """Returns the bytes that coded exchanges keep between epochs, as in `StaleBuffer`."""
     total, timing = np.zeros(()), coding.link.timing
     averaged, skips = timing.momentum(transposed) > 0, timing.skips(transposed)
     for move in moves:
@@ -117,10 +120,10 @@ def product_path(
     """Prices one product, as `GridMatrix.price` does on each rank.
 
     Args:
-        flow: the rows.
+        flow: the rows that it exchanges and multiplies.
         product: its width and direction.
-        itemsize: bytes of a number on the fiber.
-        writing: how rows are written on the other axes.
+        itemsize: bytes of an element on the fiber.
+        writing: codec and dtype of the rows on the other axes.
     """
     width = np.array(balanced_split(product.width, flow.grid[2]))[None, None, :]
     sides, (one, two) = flow.sides, ("row", "col")
@@ -128,14 +131,14 @@ def product_path(
     if product.transposed:
         sides, (one, two) = sides.mirrored, ("col", "row")
         own_ghost, out_own, sum_own, own_far = out_own, own_ghost, own_far, sum_own
-    # where nothing has to arrive first, far columns and sums leave before own rows are
-    # multiplied
+    # if no ghosts or sums have to arrive first, far columns and sums leave before own rows
+    # are multiplied
     line = ("row", "col").index(one)
     others = np.any(sides.sums.ghosts > 0, axis=line, keepdims=True)
     waits = (sides.ghost.ghosts > 0) | others
     soon, later = (own + out_own) * waits, own * ~waits
     return ProductPath(
-        _fiber(flow, product.width, width, itemsize),
+        _fiber_exchanges(flow, product.width, width, itemsize),
         (
             _move(one, sides.ghost, width, writing),
             _move(one, sides.sums, width, writing, back=True),
@@ -156,32 +159,32 @@ def product_path(
 def halo_path(
     flow: Flow, product: ProductShape, writing: Writing, grid: Grid
 ) -> ProductPath:
-    """Prices one exchange of `HaloConv`: rows come, or their sums go home.
+    """Prices one exchange of `HaloConv`: rows go to ghosts, or sums from ghosts to owners.
 
     Args:
-        flow: its rows, as on (P, 1, 1).
+        flow: its rows, on (P, 1, 1).
         product: its width and direction.
-        writing: how rows are written.
-        grid: where the ranks stand.
+        writing: codec and dtype of the rows.
+        grid: the grid of the ranks.
     """
     width = np.array([[[product.width]]])
-    here = _placed(sum(flow.nonzeros)[:, :, None], grid)  # type: ignore[index]
+    here = _on_grid(sum(flow.nonzeros)[:, :, None], grid)  # type: ignore[index]
     move = _move("world", flow.sides.ghost, width, writing, product.transposed)
     names = "received", "sent", "messages", "read", "written"
-    facts = {name: _placed(getattr(move, name), grid) for name in names}
+    facts = {name: _on_grid(getattr(move, name), grid) for name in names}
     none = np.zeros((1, 1, 1), np.int64)
     first = (replace(move, **facts),)
     return ProductPath((), first, (), width, none, none, here, none, none)
 
 
-def _placed(each: Any, grid: Grid) -> Any:
-    """Puts figures of ranks `[P, 1, 1]` where the ranks stand; means stay as they are."""
+def _on_grid(each: Any, grid: Grid) -> Any:
+    """Reshapes figures of ranks `[P, 1, 1]` to the grid; means are not reshaped."""
     found = np.asarray(each)
     return found.reshape(grid) if found.size == math.prod(grid) else found
 
 
 def adds_on_grid(flow: Flow, halo: Flow, dtype: torch.dtype) -> bool:
-    """Tells whether sums of rows are products on the grid; see `Topology.adds_on_grid`."""
+    """Returns whether sums of rows are products on the grid; see `Topology.adds_on_grid`."""
     one, plain = ProductShape(0, flow.grid[2], False), Writing(None, dtype)
     sums = product_path(flow, one, dtype.itemsize, plain).received.mean()
     rows = halo_path(halo, one, plain, flow.grid).received.mean()
@@ -189,20 +192,22 @@ def adds_on_grid(flow: Flow, halo: Flow, dtype: torch.dtype) -> bool:
 
 
 def _move(
-    axis: str, side: Side, width: Array, writing: Writing, back: bool = False
-) -> Move:
-    """Prices an exchange over one link: ghosts come, or their sums go `back`."""
+    axis: str, side: LinkCounts, width: Array, writing: Writing, back: bool = False
+) -> ExchangeCost:
+    """Prices an exchange over one link: rows go to ghosts, or with `back`, sums to owners."""
     asking, asked, ahead = writing.sizes(side, width)
     rows = width * writing.dtype.itemsize
-    ends = side.ghosts[:, :, None] * rows, side.lent[:, :, None] * rows
+    ends = side.ghosts[:, :, None] * rows, side.sent[:, :, None] * rows
     peers = (side.sources if back else side.readers)[:, :, None] * (width > 0) + ahead
     if back:
-        return Move(axis, asked, asking, peers, writing.codec, *ends[::-1])
-    return Move(axis, asking, asked, peers, writing.codec, *ends)
+        return ExchangeCost(axis, asked, asking, peers, writing.codec, *ends[::-1])
+    return ExchangeCost(axis, asking, asked, peers, writing.codec, *ends)
 
 
-def _fiber(flow: Flow, total: int, width: Array, item: int) -> tuple[Move, ...]:
-    """All features of own rows for a share of the features of the fiber's, and back."""
+def _fiber_exchanges(
+    flow: Flow, total: int, width: Array, item: int
+) -> tuple[ExchangeCost, ...]:
+    """Prices the exchanges over the fiber, from own rows to a slice of features, and back."""
     p, n = flow.grid[2], flow.nodes
     if p == 1:
         return ()
@@ -214,8 +219,8 @@ def _fiber(flow: Flow, total: int, width: Array, item: int) -> tuple[Move, ...]:
         busy = (n > 0).sum(2, keepdims=True)
     wide = (width > 0).sum()
     return (
-        Move("fiber", others, away, (n > 0) * (wide - (width > 0))),
-        Move("fiber", away, others, (width > 0) * (busy - (n > 0))),
+        ExchangeCost("fiber", others, away, (n > 0) * (wide - (width > 0))),
+        ExchangeCost("fiber", away, others, (width > 0) * (busy - (n > 0))),
     )
 
 
@@ -224,23 +229,23 @@ class EpochClock:
     """Adds up the seconds of an epoch.
 
     Args:
-        grid, machine: of all products.
-        worked: seconds of computing beside products.
+        grid, machine: the grid and the machine of all products.
+        worked: the seconds of computation other than products.
     """
 
     grid: Grid
     machine: Machine
     worked: float
-    waited: float = 0.0  # for sums
-    now: float = 0.0  # in products, if their rows are those of this epoch
-    # in products, if rows are late: waited for, worked, and hidden behind the epoch
+    waited: float = 0.0  # seconds that wait for all-reduces
+    now: float = 0.0  # seconds of products whose rows are of this epoch
+    # seconds of products with late rows: waiting, working, and overlapped with the epoch
     late: Array = field(default_factory=lambda: np.zeros(3))
 
     def add(self, path: ProductPath, late: int) -> None:
-        """Adds a product, each step of which takes as long as its slowest rank."""
+        """Adds a product; each of its steps takes as long as its slowest rank."""
         machine, none = self.machine, np.zeros(())
         fiber = sum(
-            float(np.max(self._travel((move,)) + move.handled(machine)))
+            float(np.max(self._travel((move,)) + move.local_seconds(machine)))
             for move in path.fiber
         )
         steps = (
@@ -251,23 +256,23 @@ class EpochClock:
         now, worked, hidden = fiber, none, none
         for moves, *nonzeros in steps:
             ahead, beside = (machine.multiply_seconds(n, path.width) for n in nonzeros)
-            # encoding and copying are not hidden behind other work, communication is
-            handled = sum(move.handled(machine) for move in moves)
+            # communication overlaps with multiplication; encoding and copying do not
+            local = sum(move.local_seconds(machine) for move in moves)
             travel, follow = self._travel(moves), self._travel(moves[1:])
-            slowest = np.maximum(travel, ahead + np.maximum(follow, beside)) + handled
+            slowest = np.maximum(travel, ahead + np.maximum(follow, beside)) + local
             now += float(np.max(slowest))
-            worked, hidden = worked + ahead + beside + handled, hidden + travel
+            worked, hidden = worked + ahead + beside + local, hidden + travel
         parts = (fiber, worked, hidden) if late else (now, 0.0, 0.0)
         self.now += now
         self.late += [float(np.max(part)) for part in parts]
 
     def add_sums(self, sums: Mapping[str, Sequence[int]], size: int) -> None:
-        """Adds all-reduces of so many ranks, by the bytes that each receives."""
+        """Adds all-reduces over `size` ranks, given the bytes that each rank receives."""
         wire = self.machine.sum_wire()
         for each in (n for group in sums.values() for n in group):
             self.waited += float(wire.seconds(sum_messages(size), each, each))
 
-    def _travel(self, moves: tuple[Move, ...]) -> Array:
+    def _travel(self, moves: tuple[ExchangeCost, ...]) -> Array:
         """Returns the seconds of exchanges that run at once over one axis."""
         if not any(np.any(move.messages) for move in moves):
             return np.zeros(())
@@ -279,25 +284,25 @@ class EpochClock:
         return took
 
     def seconds(self, synchronous: float) -> float:
-        """Returns the mean epoch, of which a share `synchronous` reads no late rows."""
+        """Returns the mean seconds of an epoch; a fraction `synchronous` reads no late rows."""
         waited, worked, hidden = self.late
         now = self.waited + self.worked + self.now
         late = self.waited + waited + max(self.worked + worked, hidden)
         return float(synchronous * now + (1 - synchronous) * late)
 
 
-PASSES = 12  # times an epoch reads or writes the outcome of a layer, row by row
+PASSES = 12  # reads and writes of a layer's output in an epoch, beside its products
 
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """An epoch on one grid.
+    """The cost of an epoch on one grid.
 
     exchange   bytes each rank receives in products [r, s, p], or their mean
     sums       bytes each rank receives in all-reduces, by what is summed
     messages   messages each rank sends in products [r, s, p]
-    seconds    of the epoch
-    memory     bytes that live at its peak, beside the interpreter's [r, s, p]
+    seconds    seconds of the epoch
+    memory     bytes allocated at its peak, without the interpreter's [r, s, p]
     early      bytes all ranks receive in products in the first epoch, and in the second
     """
 
@@ -309,7 +314,7 @@ class Cost:
     early: tuple[int, int]
 
     def figures(self, size: int) -> dict[str, Any]:
-        """Returns the same as fields of a `Plan`."""
+        """Returns the cost as fields of a `Plan`."""
         sums = sum(self.sums.values())
         by_rank = tuple(round(float(n)) + sums for n in self.exchange.ravel())
         every = len(by_rank) == size
@@ -327,15 +332,15 @@ class Cost:
 
 
 class EpochProducts:
-    """Prices what a training multiplies on one grid, products of each kind once.
+    """Prices the products of a training on one grid; each kind of product is priced once.
 
     Args:
-        flows: of products, of those against the edges, and of `HaloConv`, which always
-            sends only what is needed.
+        flows: the rows of products, of products against the edges, and of `HaloConv`, which
+            always sends only the rows that are needed.
         training: the model.
-        dtype: of the features.
-        last: the number of the layer whose exchanges a link leaves exact; None if products
-            say so themselves.
+        dtype: the dtype of the features.
+        last: the number of the layer whose exchanges a link leaves exact; None if
+            `ProductShape.coded` says so.
     """
 
     def __init__(
@@ -352,26 +357,32 @@ class EpochProducts:
     def _path(self, product: ProductShape, coding: Coding | None) -> ProductPath:
         flow, back, halo = self.flows
         codec = None if coding is None else coding.codec_of(product, self._last)
-        key = product.width, product.transposed, product.halo, product.against, codec
+        key = (
+            product.width,
+            product.transposed,
+            product.halo,
+            product.against_edges,
+            codec,
+        )
         if key not in self._known:
             writing = Writing(codec, self._dtype)
             if product.halo:
                 path = halo_path(halo, product, writing, flow.grid)
             else:
-                rows = back if product.against else flow
+                rows = back if product.against_edges else flow
                 path = product_path(rows, product, self.training.itemsize, writing)
             self._known[key] = path
         return self._known[key]
 
-    def moved(
+    def totals(
         self, products: list[ProductShape], coding: Coding | None, clock: EpochClock
     ) -> tuple[Array, Array, Array]:
-        """Returns bytes received, messages, and what a link keeps, of each rank `[r, s, p]`.
+        """Returns bytes received, messages, and bytes kept by a link, by rank `[r, s, p]`.
 
         Args:
-            products: of an epoch.
+            products: the products of an epoch.
             coding: the link; None is the exact one.
-            clock: which they are added to.
+            clock: takes the seconds of the products.
         """
         nodes = self.flows[0].nodes
         shape = np.broadcast_shapes(nodes.shape, (1, 1, clock.grid[2]))
@@ -389,36 +400,36 @@ class EpochProducts:
             clock.add(path, late)
         return exchange, messages, kept
 
-    def early(
+    def early_bytes(
         self, ordering: MultiplyOrder, coding: Coding | None, **how: bool
     ) -> tuple[int, int]:
-        """Returns what all ranks receive in the first and second epoch, but for sums.
+        """Returns the bytes that all ranks receive in products of the first two epochs.
 
         Args:
-            ordering, how: as `Training.products` takes them.
-            coding: the link, which begins to be used; None is the exact one.
+            ordering, how: arguments of `Training.products`.
+            coding: the link, new in the first epoch; None is the exact one.
         """
         flow, uses, found = self.flows[0], dict[Any, int](), []
         size = math.prod(flow.grid)
         for epoch in range(2):
-            total, now = 0.0, None if coding is None else coding.early(epoch)
+            total, now = 0.0, None if coding is None else coding.in_epoch(epoch)
             for product in self.training.products(ordering, uses=uses, **how):
                 path = self._path(product, now)
-                came = np.broadcast_arrays(path.received, flow.nodes, path.width)[0]
-                means = came.size < size
-                total += float(came.mean() * size if means else came.sum())
+                received = np.broadcast_arrays(path.received, flow.nodes, path.width)[0]
+                means = received.size < size
+                total += float(received.mean() * size if means else received.sum())
             found.append(round(total))
         return found[0], found[1]
 
     def memory(
         self, products: list[ProductShape], orders: tuple[str, ...], kept_rows: int
     ) -> Array:
-        """Returns the bytes that live on each rank at the peak of an epoch, about.
+        """Returns an estimate of the bytes allocated on each rank at the peak of an epoch.
 
         topology     ids of own edges and of their ends (24 e), in local numbering (16 e)
         operator     columns, values and edges of the block (12 each), its transpose the same
-        features     x, and A X where it is kept; y and masks
-        activations  of each layer A X, where it comes first, and its outcome; a temporary
+        features     x, and A X if it is cached; y and masks
+        activations  of each layer A X, if it comes first, and its output; a temporary
         gradients    two of the widest at once
         halo         rows received and sent, for the widest product
         parameters   with gradients and the two moments of Adam
@@ -428,7 +439,7 @@ class EpochProducts:
         n, item = flow.nodes, self.training.itemsize
         block = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
         if all(product.halo for product in products) and set(orders) == {"halo"}:
-            block = _placed(sum(halo.nonzeros)[:, :, None], grid)  # type: ignore[index]
+            block = _on_grid(sum(halo.nonzeros)[:, :, None], grid)  # type: ignore[index]
         features = layers[0].width_in * (1 + (orders[0] == "kept")) * item + 9
         saved = sum(
             layer.width_in
@@ -438,7 +449,7 @@ class EpochProducts:
         outs = [layer.width_out for layer in layers]
         widest = max([*outs, *(layer.width_in for layer in layers[1:])])
         active = (saved + sum(outs) + 3 * outs[-1] + 3 * widest) * item
-        kept = _placed(halo.sides.ghost.ghosts[:, :, None], grid) * kept_rows * item
+        kept = _on_grid(halo.sides.ghost.ghosts[:, :, None], grid) * kept_rows * item
         out: Array = (
             40 * flow.edges
             + 24 * block
@@ -457,12 +468,12 @@ class EpochProducts:
             for way in (False, True)
         ]
         share = -(-wide[0] // p)
-        rows = sum(side.ghosts + side.lent for side in flow.sides.all)
+        rows = sum(side.ghosts + side.sent for side in flow.sides.all)
         inside = flow.fiber * share * self.training.itemsize * 2 if p > 1 else 0
         ghost = halo.sides.ghost
-        fetched = (ghost.ghosts + ghost.lent)[:, :, None] * wide[1] * item
+        fetched = (ghost.ghosts + ghost.sent)[:, :, None] * wide[1] * item
         product = (rows * share * item + inside)[:, :, None]  # type: ignore[operator,index]
-        return np.maximum(product, _placed(fetched, flow.grid))
+        return np.maximum(product, _on_grid(fetched, flow.grid))
 
 
 def epoch_cost(
@@ -472,13 +483,13 @@ def epoch_cost(
     machine: Machine,
     adds_on_grid: bool,
 ) -> Cost:
-    """Prices an epoch.
+    """Returns the cost of an epoch.
 
     Args:
-        prices: of its products.
-        ordering: how layers take A X W apart.
-        coding: the link; None is the exact one. Rows of a coded link are summed where they
-            are read, and none are kept.
+        prices: the prices of its products.
+        ordering: the order in which layers multiply A X W.
+        coding: the link; None is the exact one. Rows of a coded link are summed on the rank
+            that reads them, and none are cached.
         machine: the figures for seconds.
         adds_on_grid: whether rows that `HaloConv` sums are products on the grid.
     """
@@ -487,7 +498,7 @@ def epoch_cost(
     products, orders = training.products(ordering, **how), training.orders(ordering)
     worked = machine.epoch + _dense_seconds(flow, training, machine)
     clock, size = EpochClock(flow.grid, machine, worked), math.prod(flow.grid)
-    exchange, messages, kept = prices.moved(products, coding, clock)
+    exchange, messages, kept = prices.totals(products, coding, clock)
     sums = training.sums(size)
     if coding is not None and size > 1:
         sums["agreement"] = [ring_words(1, size)] * any(o != "kept" for o in orders)
@@ -499,20 +510,20 @@ def epoch_cost(
         messages,
         clock.seconds(1.0 if coding is None else coding.synchronous),
         prices.memory(products, orders, rows) + kept,
-        prices.early(ordering, coding, **how),
+        prices.early_bytes(ordering, coding, **how),
     )
 
 
 def sum_messages(size: int) -> int:
-    """Returns the steps of an all-reduce, one after the other, that a back end takes.
+    """Returns the number of sequential steps of an all-reduce.
 
-    By halving and doubling, as in [Thakur05] Sec. 4: as many bytes as in a ring.
+    Assumes halving and doubling, as in [Thakur05] Sec. 4: it moves as many bytes as a ring.
     """
     return 2 * math.ceil(math.log2(max(size, 1)))
 
 
 def _dense_seconds(flow: Flow, training: Training, machine: Machine) -> float:
-    """Returns the seconds of what no rank needs another for, on the fullest rank."""
+    """Returns the seconds of local computation, on the rank with most nodes."""
     rows, total = float(flow.nodes.max()), 0.0
     for i, layer in enumerate(training.layers):
         times = 2 + training.wants_gradient(i)  # X W, its dW, its dX

@@ -1,4 +1,4 @@
-"""Estimates the size of halos in closed form from a graph's law of degrees."""
+"""Estimates the size of halos in closed form from a graph's degree distribution."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyg_distcomm.comm.mesh import Grid
-from pyg_distcomm.plan.traffic import Array, Flow, Side, Sides
+from pyg_distcomm.plan.traffic import Array, Flow, LinkCounts, ProductLinks
 
 POINTS = 4096  # quantiles of a power law
 
 
 class DegreeDistribution(abc.ABC):
-    """How many edges each node has, as many in as out.
+    """The distribution of the degrees of nodes; in- and out-degrees are equal.
 
-    With the nodes dealt to ranks at random, a node of d edges has none into a share q of
+    If nodes are assigned to ranks at random, a node of d edges has none into a fraction q of
     the nodes with probability (1 - q)^d: the mean over nodes is the generating function
     of the degrees at 1 - q.
     """
@@ -30,7 +30,7 @@ class DegreeDistribution(abc.ABC):
 
 @dataclass(frozen=True)
 class Uniform(DegreeDistribution):
-    """Both ends of every edge drawn from all nodes alike: (1 - q/n)^m."""
+    """Draws both ends of every edge uniformly from all nodes: (1 - q/n)^m."""
 
     def missing(self, nodes: int, edges: int, share: float) -> float:
         return float(_power(share / nodes, edges))
@@ -38,13 +38,13 @@ class Uniform(DegreeDistribution):
 
 @dataclass(frozen=True)
 class PowerLaw(DegreeDistribution):
-    """Mean degrees that fall as a power: node k of n has k^(-1 / (exponent - 1)) of them.
+    """Mean degrees follow a power law: node k of n has about k^(-1 / (exponent - 1)) edges.
 
     Degrees are Poisson around their means. As in the model of [Chung02], without its
     bound on the largest mean.
 
     Args:
-        exponent: of the density of degrees, above 2.
+        exponent: the exponent of the density of degrees, above 2.
     """
 
     exponent: float = 2.5
@@ -76,7 +76,7 @@ class RMat(DegreeDistribution):
     (a+b)^(L-t) (c+d)^t, here the same for both ends, as after symmetrising.
 
     Args:
-        heavy: a + b, the share of edges that a bit of zero has.
+        heavy: a + b, the fraction of edges at ids whose bit is zero.
     """
 
     heavy: float = 0.76
@@ -100,7 +100,7 @@ class RMat(DegreeDistribution):
 
 @dataclass(frozen=True)
 class Degrees(DegreeDistribution):
-    """Degrees as they are, one for each node (or a sample of them)."""
+    """Given degrees, one for each node (or for a sample of the nodes)."""
 
     degrees: tuple[int, ...]
 
@@ -116,7 +116,7 @@ LAWS: dict[str, DegreeDistribution] = {
 
 
 def _power(part: Array | float, times: Array | float) -> Array:
-    """Returns (1 - part)^times, also for parts too small to be seen beside 1."""
+    """Returns (1 - part)^times, also if `part` is below the precision of 1 - part."""
     with np.errstate(divide="ignore", invalid="ignore"):
         out: Array = np.exp(np.asarray(times) * np.log1p(-np.asarray(part, np.float64)))
     return np.where(np.asarray(times) == 0, 1.0, out)
@@ -124,10 +124,10 @@ def _power(part: Array | float, times: Array | float) -> Array:
 
 @dataclass(frozen=True)
 class RandomGraph:
-    """A graph known by its size and the law of its degrees, its nodes dealt at random.
+    """A graph given by its size and degree distribution; nodes are assigned at random.
 
     Args:
-        nodes, edges: how many; an undirected edge counts twice.
+        nodes, edges: the number of nodes and edges; an undirected edge counts twice.
         law: "uniform", "powerlaw", "rmat", or a `DegreeDistribution`.
     """
 
@@ -147,16 +147,17 @@ class RandomGraph:
             object.__setattr__(self, name, int(value))
         if not isinstance(self.law, DegreeDistribution) and self.law not in LAWS:
             raise ValueError(
-                f"law={self.law!r} is not known; give one of {', '.join(LAWS)}, or a Law"
+                f"law={self.law!r} is not known; give one of {', '.join(LAWS)}, or a "
+                "DegreeDistribution"
             )
 
     def fill(self, parts: int) -> float:
-        """Returns the share of nodes with an edge into one of so many random parts."""
+        """Returns the fraction of nodes with an edge into one of `parts` random parts."""
         law = LAWS[self.law] if isinstance(self.law, str) else self.law
         return 1 - law.missing(self.nodes, self.edges, 1 / parts)
 
     def flow(self, grid: Grid, halo: str, add_loops: bool) -> Flow:
-        """Returns the mean rows of one product on a grid, for every rank the same.
+        """Returns the mean rows of one product on a grid, the same for every rank.
 
             ghosts = n/s (1 - 1/r) (1 - E (1 - 1/r)^d)     over the row axis
 
@@ -168,7 +169,7 @@ class RandomGraph:
         rows = n / s * (1 - 1 / r) * (1 if full or r == 1 else self.fill(r))
         sums = n / r * (1 - 1 / s) * (1 if full or s == 1 else self.fill(s))
         ghost, out, none = (
-            Side(_each(count), _each(count), _each(peers), _each(peers))
+            LinkCounts(_each(count), _each(count), _each(peers), _each(peers))
             for count, peers in ((rows, r - 1), (sums, s - 1), (0, 0))
         )
         block, own = m / (r * s), 1 / (r * s)
@@ -184,7 +185,7 @@ class RandomGraph:
             _each(n / (r * s * p))[:, :, None],
             _each(n / (r * s)),
             _each(m / (r * s * p))[:, :, None],
-            Sides(ghost, out, none, none),
+            ProductLinks(ghost, out, none, none),
             tuple(map(_each, nonzeros)),
         )
 

@@ -1,7 +1,7 @@
 """Plans training on the full graph of a HeteroData: the bytes of an epoch by edge type.
 
-A copy of the model is run on two nodes of each type and one rank, forward and backward, which
-records what each edge type would exchange. The rows are then counted in the real graph.
+A copy of the model is run on one rank, forward and backward, on two nodes of each type. This
+records the exchanges of each edge type; their rows are then counted in the real graph.
 """
 
 from __future__ import annotations
@@ -43,62 +43,62 @@ from pyg_distcomm.plan.codecs import (
 from pyg_distcomm.plan.cost import Cost, EpochClock, EpochProducts
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.model_profile import (
+    LayerCall,
     RecordingGraph,
     Round,
     RunRecorder,
-    Visited,
     bare,
     is_layer,
-    observed,
+    observing_mesh,
 )
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.traffic import Array, CutEdges
 from pyg_distcomm.plan.training import (
     LayerShape,
     Training,
-    layer_called,
+    layer_from_call,
 )
 
 KINDS = {"sage": pyg.SAGEConv, "halo": pyg.GraphConv}
 
 
 class _HeteroVisit(RunRecorder):
-    """Records what a run of a model exchanges by edge type, and what it sums."""
+    """Records the exchanges of a run of a model by edge type, and its sums over nodes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[EdgeType, Visited]] = []
-        self.begun = self.calls  # in the first epoch
-        self.now: dict[EdgeType, Visited] = {}
+        self.calls: list[tuple[EdgeType, LayerCall]] = []
+        self.first_calls = self.calls  # in the first epoch
+        self.current: dict[EdgeType, LayerCall] = {}
         self.kinds: dict[int, EdgeType] = {}
         self.links: dict[int, DryCalls] = {}
 
     def clear(self) -> None:
-        """Forgets what was recorded."""
+        """Clears the records."""
         self.calls = []
         self.sums.clear()
         for calls in self.links.values():
             calls.made.clear()
 
     def link(self, kind: EdgeType, link: LinkPolicy) -> LinkPolicy:
-        """Returns what stands in for the link of one edge type."""
+        """Returns the dry link that stands in for the link of one edge type."""
 
-        def tell(coded: bool) -> None:
-            if kind in self.now:
-                self.now[kind].coded = coded
+        def record(coded: bool) -> None:
+            if kind in self.current:
+                self.current[kind].coded = coded
 
         calls = self.links.setdefault(id(link), DryCalls(link.exact_last))
-        return DryLink(link, calls, tell)
+        return DryLink(link, calls, record)
 
     def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        self.now = {}
+        self.current = {}
         edges = [a for a in (*args, *kwargs.values()) if isinstance(a, DistEdgeIndex)]
         kind = self.kinds.get(id(edges[0].topology)) if edges else None
         if kind is not None:
-            self._call(kind, layer, args[0] if args else kwargs["x"])
+            self._record_call(kind, layer, args[0] if args else kwargs["x"])
 
-    def _call(self, kind: EdgeType, layer: Module, x: Any) -> Visited:
-        self.now[kind] = call = self.called(layer, x)
+    def _record_call(self, kind: EdgeType, layer: Module, x: Any) -> LayerCall:
+        self.current[kind] = call = self.called(layer, x)
         call.read = False  # until a gradient comes
         self.calls.append((kind, call))
         return call
@@ -106,32 +106,36 @@ class _HeteroVisit(RunRecorder):
     def end(self, out: Any) -> None:
         if not isinstance(out, Tensor):  # a dictionary, of a layer of all relations
             return
-        for call in self.now.values():
+        for call in self.current.values():
             call.out = out.size(-1)
             if out.requires_grad:
                 out.register_hook(lambda grad, call=call: setattr(call, "read", True))
 
-    def note(self, kind: EdgeType, x: Tensor, link: Any, home: bool) -> Tensor:
-        """Records rows that would be exchanged, and their gradients when they come."""
-        call, coded = self._call_of(kind, x), isinstance(link, DryExchange)
+    def note(self, kind: EdgeType, x: Tensor, link: Any, to_owners: bool) -> Tensor:
+        """Records an exchange of rows, and in the backward pass that of their gradients."""
+        call, coded = self._current_call(kind, x), isinstance(link, DryExchange)
         coded = coded and link.coded
-        call.rounds.append(Round(x[0].numel(), home, coded=coded))
+        call.rounds.append(Round(x[0].numel(), to_owners, coded=coded))
         if not x.requires_grad:
             return x
         x = x.view_as(x)
-        back = Round(x[0].numel(), not home, coded=coded)
-        x.register_hook(lambda grad: call.rounds.append(back))
+        backward_round = Round(x[0].numel(), not to_owners, coded=coded)
+        x.register_hook(lambda grad: call.rounds.append(backward_round))
         return x
 
     def note_kept(self, kind: EdgeType, x: Any) -> Tensor | None:
-        """Records that rows of features are kept; returns None for what is computed."""
-        if self.keeps and self.has(x):
-            return self.keep(self._call_of(kind, x), x)
+        """Records that rows of features are cached; returns None for other rows."""
+        if self.keeps and self.is_feature(x):
+            return self.keep(self._current_call(kind, x), x)
         return None
 
-    def _call_of(self, kind: EdgeType, x: Tensor) -> Visited:
+    def _current_call(self, kind: EdgeType, x: Tensor) -> LayerCall:
         layer = next(filter(is_layer, self.stack))
-        return self.now[kind] if kind in self.now else self._call(kind, layer, x)
+        return (
+            self.current[kind]
+            if kind in self.current
+            else self._record_call(kind, layer, x)
+        )
 
     def note_sum(self, x: Tensor, differentiable: bool) -> None:
         """Records a sum over all nodes in a module of the model."""
@@ -146,10 +150,10 @@ def plan_hetero(
     memory_limit: float | None,
     codecs: Sequence[Any] = (),
 ) -> Plans:
-    """Plans training on a HeteroData, where rows travel between all ranks, by each link.
+    """Plans training on a HeteroData over each link; rows travel on (P, 1, 1).
 
     Args:
-        cutting: the whole graph, the number of ranks, how it is cut, and the seed.
+        cutting: the whole graph, the number of ranks, the partition, and the seed.
         read: widths, model, layers, inputs and dtype, see `plan`. A model takes x_dict and
             edge_index_dict, or attributes of the graph by the names of its arguments, as
             edge_attr_dict, and returns rows of the type that is trained on, or a dictionary
@@ -175,8 +179,8 @@ def plan_hetero(
         model = _stack_of(data, widths, kinds, dtype or torch.float32)
     owners = owners_of_types(*cutting)
     dry = _DryRun(model, data, inputs)
-    priced = _Priced(data, owners, machine, dry, memory_limit)
-    links = links_by_type(codecs, data.edge_types)  # refuses what is none
+    priced = _HeteroCost(data, owners, machine, dry, memory_limit)
+    links = links_by_type(codecs, data.edge_types)  # raises for values that are no link
     found = [priced.plan(*dry.visited({}), {})]
     for name, given, by_type in links:
         try:
@@ -184,13 +188,15 @@ def plan_hetero(
         except ValueError as error:  # the link fits no layer, or no relation
             how = {"codec": name, "link": given}
             found.append(Plan((size, 1, 1), reason=str(error), **how))
-    found.sort(key=lambda one: (one.seconds, one.bytes, not one.exact))
+    found.sort(
+        key=lambda parameter: (parameter.seconds, parameter.bytes, not parameter.exact)
+    )
     words = (
         f"{data.num_nodes:,} nodes of {len(data.node_types)} types, "
         f"{data.num_edges:,} edges of {len(data.edge_types)}, {size} ranks"
     )
-    ranked = tuple(one for one in found if one.reason is None)
-    refused = tuple(one for one in found if one.reason is not None)
+    ranked = tuple(parameter for parameter in found if parameter.reason is None)
+    refused = tuple(parameter for parameter in found if parameter.reason is not None)
     return Plans(ranked, refused, (), words, machine, owners)
 
 
@@ -227,7 +233,7 @@ class _HeteroStack(Module):
 
 
 def owners_of_types(data: HeteroData, size: int, method: Any, seed: int) -> Partition:
-    """Returns who owns which node, of all types one after the other."""
+    """Returns the owners of the nodes of all types, type after type."""
     check_hetero(data)
     owners = method
     if not isinstance(method, Partition):
@@ -254,10 +260,10 @@ class _DryRun:
         self.model, self.data, self.inputs = model, data, inputs
 
     def visited(self, links: Mapping[EdgeType, Coding]) -> tuple[_HeteroVisit, int]:
-        """Runs three epochs over links; returns the last, and how many numbers it trains.
+        """Runs three epochs over links; returns the records, and the number of parameters.
 
         Raises:
-            ValueError: if that does not work.
+            ValueError: if the model does not run.
         """
         try:
             grad, random = torch.enable_grad(), torch.random.fork_rng(devices=[])
@@ -275,7 +281,7 @@ class _DryRun:
         self, model: Module, links: Mapping[EdgeType, Coding]
     ) -> tuple[_HeteroVisit, int]:
         visit, data = _HeteroVisit(), self.data
-        mesh = observed(visit.note_sum)
+        mesh = observing_mesh(visit.note_sum)
         share = cut_data(_two_of_each(data, self.dtype), mesh, "block")
         given = _arguments(model, share)
         model = convert(model)
@@ -295,31 +301,31 @@ class _DryRun:
                 visit.features.append(store.x)
         visit.keeps = self.inputs == "constant"
         visit.watch(model)
-        for epoch in range(3):  # by the third what is kept is there
+        for epoch in range(3):  # caches are filled by the third
             visit.clear()
             model.zero_grad()
-            rows = _trained_on(model(*_arguments(model, share)), data)
+            rows = _loss_rows(model(*_arguments(model, share)), data)
             torch.stack([row.to_local().sum() for row in rows]).sum().backward()
             if epoch == 0:
-                visit.begun = visit.calls
+                visit.first_calls = visit.calls
                 for calls in visit.links.values():
                     calls.end_first()
         return visit, sum(p.numel() for p in model.parameters() if p.grad is not None)
 
 
 def _two_of_each(data: HeteroData, dtype: torch.dtype) -> HeteroData:
-    """Returns two nodes of each type, and two edges, with attributes of the same widths."""
+    """Returns a graph of two nodes and two edges of each type, with attributes as wide."""
     small = HeteroData()
     for store in data.node_stores:
         small[store._key].num_nodes = 2
-        _shrink(store, small[store._key], int(store.num_nodes), dtype)
+        _copy_attributes(store, small[store._key], int(store.num_nodes), dtype)
     for store in data.edge_stores:
         small[store._key].edge_index = torch.tensor([[0, 1], [1, 0]])
-        _shrink(store, small[store._key], store.edge_index.size(1), dtype)
+        _copy_attributes(store, small[store._key], store.edge_index.size(1), dtype)
     return small
 
 
-def _shrink(store: Any, small: Any, count: int, dtype: torch.dtype) -> None:
+def _copy_attributes(store: Any, small: Any, count: int, dtype: torch.dtype) -> None:
     for name, value in store.items():
         if name not in ("edge_index", "num_nodes") and isinstance(value, Tensor):
             if value.dim() and len(value) == count:
@@ -328,12 +334,12 @@ def _shrink(store: Any, small: Any, count: int, dtype: torch.dtype) -> None:
 
 
 def _arguments(model: Module, data: HeteroData) -> list[Any]:
-    """Returns what a model takes, by the names of its arguments."""
+    """Returns the arguments of a model's forward, by their names."""
     found: list[Any] = []
-    for name, one in inspect.signature(model.forward).parameters.items():
-        if one.default is not one.empty or one.kind in (
-            one.VAR_KEYWORD,
-            one.VAR_POSITIONAL,
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if parameter.default is not parameter.empty or parameter.kind in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
         ):
             break
         attribute = name.removesuffix("_dict")
@@ -343,8 +349,8 @@ def _arguments(model: Module, data: HeteroData) -> list[Any]:
     return found
 
 
-def _trained_on(out: Any, data: HeteroData) -> list[Any]:
-    """Returns the rows that a loss reads: of the types with training nodes, or labels."""
+def _loss_rows(out: Any, data: HeteroData) -> list[Any]:
+    """Returns the output rows that a loss reads: of types with training nodes, or labels."""
     if not isinstance(out, dict):
         return [out]
     for name in ("train_mask", "y"):
@@ -354,8 +360,8 @@ def _trained_on(out: Any, data: HeteroData) -> list[Any]:
     return [x for x in out.values() if x is not None]
 
 
-class _Priced:
-    """Prices what dry runs have recorded, on a graph and its owners."""
+class _HeteroCost:
+    """Prices the records of dry runs, on a graph and its owners."""
 
     def __init__(
         self,
@@ -385,7 +391,7 @@ class _Priced:
         name: str = "plain",
         link: Any = None,
     ) -> Plan:
-        """Returns the plan of one link; none are the exact one."""
+        """Returns the plan of one link; empty `links` are the exact one."""
         grid, by_type, orders = (self.size, 1, 1), dict[str, int](), list[str]()
         clock = EpochClock(grid, self.machine, self.machine.epoch)
         exchange, messages, held = np.zeros((3, *grid), np.int64)
@@ -393,15 +399,17 @@ class _Priced:
         for kind in dict.fromkeys(kind for kind, _ in visit.calls):
             calls = [call for other, call in visit.calls if other == kind]
             found = self._relation(kind, calls, links.get(kind), clock)
-            exchange = exchange + found.came
-            messages, held = messages + found.left, held + found.room
+            exchange = exchange + found.received
+            messages, held = messages + found.messages, held + found.memory
             early += found.early
-            if kind in links and links[kind].early(0) is None:  # exact, all its calls
-                calls = [call for other, call in visit.begun if other == kind]
+            if (
+                kind in links and links[kind].in_epoch(0) is None
+            ):  # exact, all its calls
+                calls = [call for other, call in visit.first_calls if other == kind]
                 aside = EpochClock(grid, self.machine, 0.0)
                 first = self._relation(kind, calls, None, aside)
                 early[0] += first.early[0] - found.early[0]
-            by_type[" ".join(kind)] = int(found.came.sum())
+            by_type[" ".join(kind)] = int(found.received.sum())
             orders += found.orders
         shape = LayerShape("halo", 1, 1)
         training = Training((shape,), (trained,), self.inputs, self.item)
@@ -437,7 +445,7 @@ class _Priced:
         return plan
 
     def _cut(self, kind: EdgeType) -> CutEdges:
-        """Returns the edges of one type, over the nodes of its two types as one."""
+        """Returns the edges of one type; nodes of its source and target type are joined."""
         if kind not in self._cuts:
             source, _, target = kind
             edges, owner = self.data[kind].edge_index.cpu().long(), self.owner[target]
@@ -451,7 +459,7 @@ class _Priced:
     def _relation(
         self,
         kind: EdgeType,
-        calls: list[Visited],
+        calls: list[LayerCall],
         coding: Coding | None,
         clock: EpochClock,
     ) -> _RelationCost:
@@ -460,7 +468,7 @@ class _Priced:
         cut, ordering, shapes = self._cut(kind), MultiplyOrder(), []
         for call in calls:
             call.out = call.out or call.width
-            shape = replace(layer_called(call), coded=call.coded, read=call.read)
+            shape = replace(layer_from_call(call), coded=call.coded, read=call.read)
             if source != target:  # rows travel, whatever the layer
                 shape = replace(shape, kind="halo", rounds=tuple(call.rounds))
             shapes.append(shape)
@@ -470,18 +478,18 @@ class _Priced:
             (flow, flow, cut.halo_flow), training, self.dtype, last=None
         )
         products, orders = training.products(ordering), training.orders(ordering)
-        came, left, kept = prices.moved(products, coding, clock)
-        room = prices.memory(products, orders, training.kept_rows(ordering)) + kept
-        early = np.array(prices.early(ordering, coding))
-        return _RelationCost(came, left, room, early, orders)
+        received, messages, kept = prices.totals(products, coding, clock)
+        memory = prices.memory(products, orders, training.kept_rows(ordering)) + kept
+        early = np.array(prices.early_bytes(ordering, coding))
+        return _RelationCost(received, messages, memory, early, orders)
 
 
 @dataclass(frozen=True, eq=False)
 class _RelationCost:
-    """What one edge type costs: bytes, messages, memory, first epochs, and orders."""
+    """The cost of one edge type: bytes, messages, memory, first epochs, and orders."""
 
-    came: Array
-    left: Array
-    room: Array
+    received: Array
+    messages: Array
+    memory: Array
     early: Array
     orders: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Plans the loader of a partitioned graph: how many copies, how large bulks, drawn where."""
+"""Plans the loader of a partitioned graph: replication, bulk_size and sample_at."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from pyg_distcomm.sampling.partitioned import SAMPLE_AT
 
 BULKS = (1, 2, 4, 8, 16)
 PROBED = 16  # minibatches of each rank
-# bulks that are in memory: one in use, one in the making, its rows, and those that wait
-_BESIDE = 3
+# bulks in memory beside the one in use: one in the making, its rows, and those that wait
+_EXTRA_BULKS = 3
 _EDGE, _NODE = 8, 8  # bytes of a block's topology
-# what has no price: it changes what travels in ways that are not counted here
+# options that cannot be priced, with the values that are allowed: others change the traffic
 _UNPRICED = {
     "subgraph_type": ("directional",),
     "time_attr": (None,),
@@ -46,19 +46,19 @@ _CHOSEN = ("replication", "bulk_size", "sample_at")
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """One way to load the minibatches of a partitioned graph, and what an epoch costs.
+    """One way to load the minibatches of a partitioned graph, and the cost of an epoch.
 
     Args:
         replication: c, the copies of each block.
         bulk_size: k, the minibatches sampled at a time.
         sample_at: "owner" or "requester".
         sample_by_rank: bytes that each rank receives to sample an epoch.
-        fetch_by_rank: those of rows of features.
-        exact: whether the probe was the epoch; else it is scaled to it.
-        messages: that a rank sends in an epoch.
-        seconds: estimated for a rank's epoch of loading, without training.
+        fetch_by_rank: bytes of feature rows that each rank receives in an epoch.
+        exact: whether the probe was a whole epoch; otherwise bytes are scaled to an epoch.
+        messages: the messages that a rank sends in an epoch.
+        seconds: the estimated seconds of a rank to load an epoch, without training.
         memory: bytes beside the share: the block's copies, and the bulks in flight.
-        reason: why it is refused; None for one that can be run.
+        reason: why it is refused; None for a plan that can be run.
     """
 
     replication: int
@@ -114,14 +114,14 @@ class LoaderPlan:
 
 @dataclass(frozen=True, eq=False)
 class LoaderPlans(Ranked[LoaderPlan]):
-    """All ways to load that can be run, the fastest first; `print` shows them as a table.
+    """All plans of a loader that can be run, the fastest first; `print` shows a table.
 
     Args:
-        ranked: what can be run.
-        refused: what needs more memory than there is.
-        about: the graph and the minibatches, in words.
+        ranked: the plans that can be run.
+        refused: the plans that need more memory than allowed.
+        about: a description of the graph and the minibatches.
         machine: the figures for seconds.
-        partition: who owns which node.
+        partition: the owners of nodes.
     """
 
     ranked: tuple[LoaderPlan, ...]
@@ -139,8 +139,8 @@ class LoaderPlans(Ranked[LoaderPlan]):
         """
         if self.ranked:
             return self.ranked[0]
-        lean = min(self.refused, key=lambda one: one.memory)
-        raise ValueError(f"no plan can be run; the leanest {lean.reason}")
+        leanest = min(self.refused, key=lambda one: one.memory)
+        raise ValueError(f"no plan can be run; the leanest {leanest.reason}")
 
     def of(self, replication: int, bulk_size: int, sample_at: str) -> LoaderPlan:
         """Returns the plan of one choice, refused or not."""
@@ -183,8 +183,8 @@ class LoaderPlans(Ranked[LoaderPlan]):
             f"bytes are {exact}; * an estimate, of loading alone; memory is beside the share"
         )
         if self.refused:
-            lean = min(self.refused, key=lambda one: one.memory)
-            parts += ["", f"refused: {len(self.refused)}; the leanest {lean.reason}"]
+            leanest = min(self.refused, key=lambda one: one.memory)
+            parts += ["", f"refused: {len(self.refused)}; the leanest {leanest.reason}"]
         return "\n".join(parts)
 
     @property
@@ -205,79 +205,81 @@ def plan_loader(
 ) -> LoaderPlans:
     """Prices every (c, k, place) of a loader, and ranks them; see `plan`.
 
-    Minibatches do not depend on these, so that a probe of them is drawn once, on this process.
-    If it is the epoch, bytes are those that the ledger will count in the first epoch with the
-    same seed, on each rank; else they are in proportion.
+    Minibatches do not depend on (c, k, place), so a probe of them is drawn once, in this
+    process. If it is a whole epoch, bytes are those that the ledger counts on each rank in the
+    first epoch with the same seed; otherwise they are scaled.
 
     Args:
         data: the whole graph.
-        owners: who owns which node, of all types one after the other.
+        owners: the owners of the nodes of all types, type after type.
         loader: arguments of `DistNeighborLoader`, or, with `num_nodes_per_layer`, of
-            `DistLayerLoader`, as {"num_neighbors": [15, 10, 5], "batch_size": 1024}; of
-            replication, bulk_size and sample_at those left out are chosen. "probe" is how
-            many minibatches of each rank are drawn (16).
-        machine: for seconds.
+            `DistLayerLoader`, as {"num_neighbors": [15, 10, 5], "batch_size": 1024}; plans
+            choose replication, bulk_size and sample_at unless they are given. "probe" is the
+            number of minibatches that are drawn for each rank (16).
+        machine: the figures for seconds.
         memory: bytes that a rank may use beside its share.
 
     Raises:
         ValueError, TypeError: for arguments that the loader refuses, or that have no price.
     """
-    asked = dict(loader)
-    most = asked.pop("probe", PROBED)
+    arguments = dict(loader)
+    most = arguments.pop("probe", PROBED)
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ValueError(f"probe must be a whole number from 1 on, got {most!r}")
-    fixed = {name: asked.pop(name) for name in _CHOSEN if name in asked}
-    _check(asked)
+    fixed = {name: arguments.pop(name) for name in _CHOSEN if name in arguments}
+    _check_arguments(arguments)
     size = owners.num_parts
-    copies, bulks, places = _choices(fixed, size)
-    asked.pop("topology", None)  # of a share; the probe's graph is whole
-    probe = probe_loader(data, owners, asked, most)
+    copies, bulks, places = _options_to_price(fixed, size)
+    arguments.pop("topology", None)  # of a share; the probe's graph is whole
+    probe = probe_loader(data, owners, arguments, most)
     model, limit = TrafficModel(probe), machine.memory if memory is None else memory
-    found = []
+    plans = []
     for c in copies:
-        for k in _useful(bulks, probe.rounds):
+        for k in _distinct_bulks(bulks, probe.rounds):
             for place in places:
                 traffic = model.price(c, min(k, probe.rounds), place)
-                found.append(_plan(data, probe, traffic, (c, k, place), machine, limit))
-    found.sort(key=_merit)
+                plans.append(_plan(data, probe, traffic, (c, k, place), machine, limit))
+    plans.sort(key=_sort_key)
     kind = "layer-wise" if probe.layered else "node-wise"
     about = (
         f"{owners.num_nodes:,} nodes, {data.num_edges:,} edges, {size} ranks; {kind}, "
         f"{probe.rounds} minibatches a rank, {probe.taken} of them probed"
     )
     return LoaderPlans(
-        tuple(one for one in found if one.reason is None),
-        tuple(one for one in found if one.reason is not None),
+        tuple(one for one in plans if one.reason is None),
+        tuple(one for one in plans if one.reason is not None),
         about,
         machine,
         owners,
     )
 
 
-def _check(asked: Mapping[str, Any]) -> None:
-    given = [name for name in ("num_neighbors", "num_nodes_per_layer") if name in asked]
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    given = [
+        name for name in ("num_neighbors", "num_nodes_per_layer") if name in arguments
+    ]
     if len(given) != 1:
         raise ValueError(
             "loader needs either num_neighbors, of DistNeighborLoader, or "
-            f"num_nodes_per_layer, of DistLayerLoader; got {sorted(asked)}"
+            f"num_nodes_per_layer, of DistLayerLoader; got {sorted(arguments)}"
         )
-    draws = asked.get("draws", asked.get("rule"))
+    draws = arguments.get("draws", arguments.get("rule"))
     if draws in ROUNDS:
         raise ValueError(
-            f"draws={draws!r} does not sample a partitioned graph where it lies, which "
-            "is what is planned; take draws='labor'"
+            f"draws={draws!r} does not sample a partitioned graph, which plan needs; take "
+            "draws='labor'"
         )
     for name, priced in _UNPRICED.items():
-        if name in asked and not any(
-            asked[name] is p or asked[name] == p for p in priced
+        if name in arguments and not any(
+            arguments[name] is p or arguments[name] == p for p in priced
         ):
             raise ValueError(
-                f"{name}={asked[name]!r} changes what travels, and plan has no price for it; "
+                f"{name}={arguments[name]!r} changes what travels, and plan cannot price it; "
                 "leave it out for an estimate without it"
             )
 
 
-def _choices(
+def _options_to_price(
     fixed: Mapping[str, Any], size: int
 ) -> tuple[list[int], list[int], list[str]]:
     """Returns the copies, bulks and places to price."""
@@ -297,8 +299,8 @@ def _choices(
     )
 
 
-def _useful(bulks: Sequence[int], rounds: int) -> list[int]:
-    """Leaves out bulks larger than the first that holds the epoch."""
+def _distinct_bulks(bulks: Sequence[int], rounds: int) -> list[int]:
+    """Returns the bulk sizes up to the first that holds the whole epoch."""
     least = min((k for k in bulks if k >= rounds), default=max(bulks))
     return [k for k in bulks if k <= least]
 
@@ -322,9 +324,9 @@ def _plan(
     messages = round(traffic.messages * scale)
     most = int((sample + fetch).max())
     wire = machine.latency * messages + most / machine.bandwidth
-    # what travels is also written, read and put in its place: about three passes
+    # bytes that travel are also written, read and stored: about three passes
     work = probe.seconds * probe.rounds + 3 * most / machine.stream
-    found = LoaderPlan(
+    plan = LoaderPlan(
         c,
         k,
         place,
@@ -335,16 +337,14 @@ def _plan(
         wire + work,
         _memory(data, probe, c, min(k, probe.rounds)),
     )
-    if limit is not None and found.memory > limit:
-        need, may = show_bytes(found.memory), show_bytes(limit)
-        return replace(
-            found, reason=f"needs {need} beside the share, and may use {may}"
-        )
-    return found
+    if limit is not None and plan.memory > limit:
+        need, may = show_bytes(plan.memory), show_bytes(limit)
+        return replace(plan, reason=f"needs {need} beside the share, and may use {may}")
+    return plan
 
 
 def _memory(data: Data | HeteroData, probe: MinibatchProbe, c: int, k: int) -> int:
-    """Returns the bytes of the fullest block, and of the bulks in flight."""
+    """Returns the bytes of the largest block, and of the bulks in flight."""
     by_block, blocks = probe.owner // c, probe.size // c
     begin, block = 0, torch.zeros(blocks, dtype=torch.int64)
     counts = (
@@ -352,16 +352,18 @@ def _memory(data: Data | HeteroData, probe: MinibatchProbe, c: int, k: int) -> i
     )
     for count, width in zip(counts, probe.row_bytes[0], strict=True):
         nodes = torch.bincount(by_block[begin : begin + int(count)], minlength=blocks)
-        block += (_NODE + width * (c > 1)) * nodes  # own rows are read where they are
+        block += (
+            _NODE + width * (c > 1)
+        ) * nodes  # one copy alone reads the share's rows
         begin += int(count)
     each = zip(probe.degree, probe.weight, probe.row_bytes[1], strict=True)
     for degree, weight, width in each:
         edges = torch.zeros_like(block).index_add_(0, by_block, degree)
         block += (_EDGE + weight + width * (c > 1)) * edges
-    return int(block.max()) + round((_BESIDE + 1) * k * probe.batch_bytes)
+    return int(block.max()) + round((_EXTRA_BULKS + 1) * k * probe.batch_bytes)
 
 
-def _merit(found: LoaderPlan) -> tuple[Any, ...]:
-    """Fastest first; of equals the one with fewer bytes, then with less memory."""
-    place = SAMPLE_AT.index(found.sample_at)
-    return found.seconds, found.total_bytes, found.memory, found.bulk_size, place
+def _sort_key(plan: LoaderPlan) -> tuple[Any, ...]:
+    """Sorts the fastest first; of equal ones, fewer bytes, then less memory."""
+    place = SAMPLE_AT.index(plan.sample_at)
+    return plan.seconds, plan.total_bytes, plan.memory, plan.bulk_size, place

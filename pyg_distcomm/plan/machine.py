@@ -43,11 +43,11 @@ Line = tuple[int, int]
 class Rate:
     """Interpolates a rate of work by width, linearly between measured points.
 
-    Lines run through seconds a row against width, as memory and arithmetic have it;
-    beyond the last point the rate stays what it was there.
+    Interpolates the seconds a row by width, which memory and arithmetic make nearly linear;
+    beyond the last point the rate is constant.
 
     Args:
-        points: (width, numbers a second), widths ascending.
+        points: (width, elements a second), widths ascending.
     """
 
     points: Points
@@ -74,8 +74,8 @@ class Wire:
     """Holds the latency and bandwidth of one axis.
 
     Args:
-        latency: seconds a message takes beside its bytes.
-        bandwidth: bytes a second, each way, both ways at once.
+        latency: seconds of a message in addition to its bytes.
+        bandwidth: bytes a second in each direction, both at once.
     """
 
     latency: float
@@ -238,13 +238,16 @@ class Machine:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Machine:
-        """Makes a machine of what `to_dict` returned."""
+        """Builds a machine from the result of `to_dict`."""
         if not isinstance(plain, Mapping):
             raise ValueError(f"a machine is a mapping, got {type(plain).__name__}")
         known = {f.name for f in fields(Machine)}
         strange = sorted(set(plain) - known)
         if strange:
-            raise ValueError(f"a machine has no {', '.join(strange)}")
+            raise ValueError(
+                f"a machine has no {', '.join(strange)}; its figures are "
+                f"{', '.join(sorted(known))}"
+            )
         values = dict(plain)
         for name in ("spmm", "gemm"):
             if isinstance(values.get(name), Sequence):

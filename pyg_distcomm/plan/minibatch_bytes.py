@@ -1,18 +1,17 @@
-"""Counts what the minibatches of a loader move between ranks, before any rank exists.
+"""Counts the bytes that the minibatches of a loader move between ranks, in one process.
 
-A minibatch is a function of (seed, epoch, its number): it does not depend on how many ranks
-share the graph, on c, k, or on where in-edges are drawn. So one process draws the first
-minibatches of every rank from the whole graph, once, and all else is arithmetic on who owns
-which node:
+A minibatch is a function of (seed, epoch, its number): it does not depend on the number of
+ranks, on c, k, or on where in-edges are drawn. So one process draws the first minibatches of
+every rank from the whole graph, once; bytes then follow from the owners of nodes:
 
     owner       ids asked + their counts + 2 words an in-edge drawn elsewhere, hop by hop
     requester   ids asked + their counts + 2 words an in-edge of each distinct row elsewhere
     features    (4 bytes + the bytes of a row) for each distinct node of a bulk elsewhere
 
-with c copies of a block, "elsewhere" is what a rank's process row does not hold. The words are
-those that `RowRequest`, `PartitionedLayerGraph` and `ShardedStore.price` name, for all ranks at
-once. Of a HeteroData nodes are numbered through all types, and each relation has its own rows;
-a Data is one type and one relation.
+With c copies of a block, "elsewhere" means outside a rank's process row. The words are those of
+`RowRequest`, `PartitionedLayerGraph` and `ShardedStore.price`, for all ranks at once. In a
+HeteroData nodes are numbered type after type, and each relation has its own rows; a Data is
+one type and one relation.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _COUNT = 8  # bytes of a count
 
 @dataclass(frozen=True, eq=False)
 class ProbedHop:
-    """Holds what one relation gives to one hop, or layer, of a minibatch.
+    """Holds the nodes and edges of one relation in one hop, or layer, of a minibatch.
 
-    Shapes: rows [f] nodes whose in-edges are needed; target [e] the targets of the edges that
-    the minibatch gets; cols how many columns a layer has.
+    Shapes: rows [f] the frontier, whose in-edges are sampled; target [e] the targets of the
+    sampled edges; cols is the number of columns of a layer.
     """
 
     rows: Tensor
@@ -57,18 +56,18 @@ class ProbedBatch:
         hops: by hop, and by relation.
         nodes: ids by type `[m_t]`.
         edges: by relation, ids of edges that have rows, and their targets, `[2, e_r]`.
-        named: whether seeds are given twice: each then travels with a number.
+        numbered: whether a seed node occurs twice: seeds then travel with a number.
     """
 
     hops: tuple[tuple[ProbedHop, ...], ...]
     nodes: tuple[Tensor, ...]
     edges: tuple[Tensor, ...]
-    named: bool
+    numbered: bool
 
 
 @dataclass(frozen=True, eq=False)
 class MinibatchProbe:
-    """Holds the first minibatches of each rank, and what of the graph their bytes depend on.
+    """Holds the first minibatches of each rank, and the properties that their bytes depend on.
 
     Args:
         owner: [n] the rank that owns each node.
@@ -83,9 +82,9 @@ class MinibatchProbe:
         drawing: at each hop, the relations that are drawn from: their fan-out is not 0.
         word: bytes of an id.
         weight: bytes of an edge's weight in its row, by relation, 0 without.
-        row_bytes: of a node's attributes by type, and of an edge's by relation.
-        seconds: to sample a minibatch, on one thread of this process.
-        batch_bytes: of a minibatch with its features, on average.
+        row_bytes: bytes of a node's attributes by type, and of an edge's by relation.
+        seconds: seconds to sample a minibatch, on one thread of this process.
+        batch_bytes: mean bytes of a minibatch with its features.
     """
 
     owner: Tensor
@@ -117,12 +116,12 @@ class MinibatchProbe:
 
     @property
     def taken(self) -> int:
-        """The minibatches of each rank that were drawn."""
+        """The number of minibatches that were drawn for each rank."""
         return len(self.batches[0])
 
     @property
     def whole(self) -> bool:
-        """Returns whether the probe is the epoch."""
+        """Whether the probe is a whole epoch."""
         return self.taken == self.rounds
 
 
@@ -138,9 +137,9 @@ def probe_loader(
     """
     layered = "num_nodes_per_layer" in loader
     kind: Any = DistLayerLoader if layered else DistNeighborLoader
-    own = kind(data, **{"seed": 0, **loader, "split": False})
-    types, sampler = _Types.of(data), own.neighbor_sampler_in_use
-    drawn = _drawn(own, owners.num_parts, most, layered, types)
+    local = kind(data, **{"seed": 0, **loader, "split": False})
+    types, sampler = _Types.of(data), local.neighbor_sampler_in_use
+    drawn = _drawn(local, owners.num_parts, most, layered, types)
     batches, rounds, seconds = drawn
     n, every = owners.num_nodes, [store.edge_index for store in types.relations]
     degree = tuple(
@@ -177,7 +176,7 @@ def probe_loader(
         ),
         row_bytes=_row_bytes(types),
         seconds=seconds,
-        batch_bytes=_batch_bytes(own),
+        batch_bytes=_batch_bytes(local),
     )
 
 
@@ -208,18 +207,18 @@ class _Types:
 
 
 def _drawn(
-    own: Any, size: int, most: int, layered: bool, types: _Types
+    local: Any, size: int, most: int, layered: bool, types: _Types
 ) -> tuple[tuple[tuple[ProbedBatch, ...], ...], int, float]:
     """Draws the first minibatches of each rank.
 
     Returns:
         them, how many a rank has in an epoch, and the seconds that one took.
     """
-    length, batches, spent = own._epoch_plan.length(), [], []
+    length, batches, spent = local._epoch_plan.length(), [], []
     if not length:
         raise ValueError("the loader has no minibatches to plan for; give it seeds")
     for rank in range(size):
-        even = own._loader_options.even_batches
+        even = local._loader_options.even_batches
         sharding = BatchSharding(rank, size, False, (length,), even)
         rounds = sharding.rounds(0)
         if not rounds:
@@ -228,22 +227,22 @@ def _drawn(
                 "ranks, smaller minibatches, or even_batches='pad'"
             )
         begin = time.process_time()
-        plan = own._epoch_plan.batches(own._agreed_seed(), 0, sharding, 0)
-        numbered = [one for one, _ in zip(plan, range(most), strict=False)]
+        plan = local._epoch_plan.batches(local._agreed_seed(), 0, sharding, 0)
+        planned = [one for one, _ in zip(plan, range(most), strict=False)]
         if layered:
-            found = own._sample_planned_bulk(numbered)
+            outputs = local._sample_planned_bulk(planned)
         else:
-            found = [own._sample_planned(one) for one in numbered]
-        spent.append((time.process_time() - begin) / len(found))
-        batches.append(tuple(_probed(out, layered, types) for out in found))
+            outputs = [local._sample_planned(one) for one in planned]
+        spent.append((time.process_time() - begin) / len(outputs))
+        batches.append(tuple(_probed(out, layered, types) for out in outputs))
     return tuple(batches), rounds, min(spent)  # the first may have compiled kernels
 
 
-def _batch_bytes(own: Any) -> float:
+def _batch_bytes(local: Any) -> float:
     """Returns the bytes of the first minibatch of an epoch, with its features."""
-    first = own.collate_fn(next(iter(own._plan())))
+    first = local.collate_fn(next(iter(local._plan())))
     return float(
-        get_data_size(first if own.filter_per_worker else own.filter_fn(first))
+        get_data_size(first if local.filter_per_worker else local.filter_fn(first))
     )
 
 
@@ -257,7 +256,7 @@ def _weight_bytes(store: Any, name: str | None, word: int) -> int:
 def _row_bytes(types: _Types) -> tuple[list[int], list[int]]:
     """Returns the bytes of a row of all attributes of each node type, and relation."""
 
-    def wide(store: Any, belongs: Any) -> int:
+    def row_bytes_of(store: Any, belongs: Any) -> int:
         total = 0
         for name, value in store.items():
             if name == "edge_index" or not isinstance(value, Tensor) or not value.dim():
@@ -266,8 +265,8 @@ def _row_bytes(types: _Types) -> tuple[list[int], list[int]]:
                 total += value[:1].numel() * value.element_size()
         return total
 
-    nodes = [wide(store, store.is_node_attr) for store in types.nodes]
-    return nodes, [wide(store, store.is_edge_attr) for store in types.relations]
+    nodes = [row_bytes_of(store, store.is_node_attr) for store in types.nodes]
+    return nodes, [row_bytes_of(store, store.is_edge_attr) for store in types.relations]
 
 
 def _probed(out: Any, layered: bool, types: _Types) -> ProbedBatch:
@@ -276,30 +275,29 @@ def _probed(out: Any, layered: bool, types: _Types) -> ProbedBatch:
 
     node = {k: part(out.node, k).long() + at for k, at in types.first.items()}
     counts = {k: [*map(int, part(out.num_sampled_nodes, k))] for k in node}
-    found = {k: ids.split(counts[k]) for k, ids in node.items()}
+    by_hop = {k: ids.split(counts[k]) for k, ids in node.items()}
     by_relation, edges = [], []
     for name, kind in types.names:
         ids, col = part(out.edge, name), part(out.col, name)
         target = node[kind][col.long()]
         drawn = target.split([*map(int, part(out.num_sampled_edges, name))])
-        columns = map(len, found[kind][1:])
-        parts = zip(found[kind], drawn, columns, strict=False)
-        by_relation.append([ProbedHop(*each) for each in parts])
+        columns = map(len, by_hop[kind][1:])
+        parts = zip(by_hop[kind], drawn, columns, strict=False)
+        by_relation.append([ProbedHop(*hop_parts) for hop_parts in parts])
         real = ids >= 0
         edges.append(torch.stack([ids.long()[real], target[real]]))
-    seeds = [each[0] for each in found.values() if each]
-    named = not layered and any(len(s.unique()) < len(s) for s in seeds)
+    seeds = [hop_parts[0] for hop_parts in by_hop.values() if hop_parts]
+    numbered = not layered and any(len(s.unique()) < len(s) for s in seeds)
     hops = tuple(zip(*by_relation, strict=True))
-    return ProbedBatch(hops, tuple(node.values()), tuple(edges), named)
+    return ProbedBatch(hops, tuple(node.values()), tuple(edges), numbered)
 
 
 @dataclass
 class Traffic:
-    """Sums up what each rank receives, and how many messages it sends.
+    """Sums up the bytes that each rank receives, and the messages that it sends.
 
-    Shapes: sample, fetch [P] bytes of the bulks. On every rank, `fixed` is what an epoch moves
-    beside them to sample, and `refresh` to know whether rows have changed; `messages` are sent
-    in all bulks.
+    Shapes: sample, fetch [P] bytes of the bulks. An epoch also moves, on every rank, `fixed`
+    bytes to sample, and `refresh` bytes to check whether rows have changed.
     """
 
     sample: Tensor
@@ -311,33 +309,33 @@ class Traffic:
 
 
 class TrafficModel:
-    """Prices a probe for c copies, bulks of k, and one place to draw in-edges at."""
+    """Prices a probe for c copies, bulks of k, and one place to draw in-edges."""
 
     def __init__(self, probe: MinibatchProbe) -> None:
         self.probe = probe
-        self._kept: dict[tuple[int, int], list[Tensor]] = {}
+        self._distinct_counts: dict[tuple[int, int], list[Tensor]] = {}
 
     def price(self, c: int, k: int, place: str) -> Traffic:
         """Returns the traffic of the probe, the counts of its bulks included."""
         probe = self.probe
-        found = Traffic(
+        traffic = Traffic(
             torch.zeros(probe.size, dtype=torch.int64),
             torch.zeros(probe.size, dtype=torch.int64),
         )
         grid = _Grid(probe.owner, probe.size, c)
-        found.refresh = _COUNT * (probe.size - 1)
+        traffic.refresh = _COUNT * (probe.size - 1)
         for first in range(0, probe.taken, k):
-            bulk = [mine[first : first + k] for mine in probe.batches]
-            found.bulks += 1
-            found.sample += 2 * _COUNT * (probe.size - 1)  # how large the bulk is
-            found.messages += probe.size - 1
-            found.sample += self._sampled(grid, bulk, place, found)
-            found.fetch += self._fetched(grid, bulk, (first, k), found)
+            bulk = [own[first : first + k] for own in probe.batches]
+            traffic.bulks += 1
+            traffic.sample += 2 * _COUNT * (probe.size - 1)  # how large the bulk is
+            traffic.messages += probe.size - 1
+            traffic.sample += self._sampled(grid, bulk, place, traffic)
+            traffic.fetch += self._fetched(grid, bulk, (first, k), traffic)
         # that there is no more
-        found.fixed = 2 * _COUNT * (probe.size - 1)
+        traffic.fixed = 2 * _COUNT * (probe.size - 1)
         if probe.shared:
-            found.fixed += self._shared_row(grid)
-        return found
+            traffic.fixed += self._shared_row(grid)
+        return traffic
 
     def _shared_row(self, grid: _Grid) -> int:
         blocks, n = grid.blocks, len(self.probe.owner)
@@ -346,52 +344,53 @@ class TrafficModel:
     # Sampling -------------------------------------------------------------------------
 
     def _sampled(
-        self, grid: _Grid, bulk: list[Any], place: str, found: Traffic
+        self, grid: _Grid, bulk: list[Any], place: str, traffic: Traffic
     ) -> Tensor:
         probe, k = self.probe, len(bulk[0])
         total = torch.zeros(probe.size, dtype=torch.int64)
         others = grid.blocks - 1
         if not probe.layered and place == "owner":
             total += _COUNT * k * others
-            found.messages += others
+            traffic.messages += others
         for hop in range(len(bulk[0][0].hops)):
-            parts = [[batch.hops[hop] for batch in mine] for mine in bulk]
+            parts = [[batch.hops[hop] for batch in own] for own in bulk]
             if probe.layered:
-                layer = [[each[0] for each in mine] for mine in parts]
-                total += self._layer(grid, layer, place, found)
+                layer = [[item[0] for item in own] for own in parts]
+                total += self._layer(grid, layer, place, traffic)
                 continue
-            where = probe.drawing[hop]
-            every = [[[each[r] for each in mine] for mine in parts] for r in where]
-            if place == "owner" and where:
-                named = [
-                    probe.disjoint or (hop == 0 and any(b.named for b in mine))
-                    for mine in bulk
+            relations = probe.drawing[hop]
+            every = [[[item[r] for item in own] for own in parts] for r in relations]
+            if place == "owner" and relations:
+                numbered = [
+                    probe.disjoint or (hop == 0 and any(b.numbered for b in own))
+                    for own in bulk
                 ]
                 joined = [
-                    [h for mine in column for h in mine]
+                    [h for own in column for h in own]
                     for column in zip(*every, strict=True)
                 ]
-                total += self._hop(grid, joined, named, found)
+                total += self._hop(grid, joined, numbered, traffic)
             elif place == "requester":
-                for r, some in zip(where, every, strict=True):
-                    total += self._rows(grid, some, r, found)
+                for r, rows in zip(relations, every, strict=True):
+                    total += self._rows(grid, rows, r, traffic)
         return total
 
     def _hop(
-        self, grid: _Grid, parts: list[Any], named: Sequence[bool], found: Traffic
+        self, grid: _Grid, parts: list[Any], numbered: Sequence[bool], traffic: Traffic
     ) -> Tensor:
         """Prices one hop of a bulk whose in-edges are drawn at their owner."""
-        ids = grid.away([torch.cat([h.rows for h in mine]) for mine in parts])
-        drawn = grid.away([torch.cat([h.target for h in mine]) for mine in parts])
-        words = torch.tensor([1 + int(one) for one in named])
-        got = (words.unsqueeze(1) * ids, "row"), ids.sum(1) + 2 * drawn.sum(1)
+        ids = grid.remote([torch.cat([h.rows for h in own]) for own in parts])
+        drawn = grid.remote([torch.cat([h.target for h in own]) for own in parts])
+        words = torch.tensor([1 + int(one) for one in numbered])
+        requested = grid.requests(words.unsqueeze(1) * ids, "row")
+        received = ids.sum(1) + 2 * drawn.sum(1)
         others = grid.blocks - 1
-        found.messages += 4 * others
+        traffic.messages += 4 * others
         counts = _COUNT * (len(parts[0]) + 2) * others
-        return self.probe.word * (grid.asked(*got[0]) + got[1]) + counts
+        return self.probe.word * (requested + received) + counts
 
     def _rows(
-        self, grid: _Grid, parts: list[Any], relation: int, found: Traffic
+        self, grid: _Grid, parts: list[Any], relation: int, traffic: Traffic
     ) -> Tensor:
         """Prices whole rows of one hop, each once: over the process row, and the column."""
         probe = self.probe
@@ -399,27 +398,27 @@ class TrafficModel:
         total = torch.zeros(probe.size, dtype=torch.int64)
         pools, twins = grid.pools(_distinct_rows(parts))
         if grid.c > 1:
-            ids = grid.at_twins(twins)
-            rows = grid.at_twins(twins, probe.degree[relation])
-            total += word * (grid.asked(ids, "col") + ids.sum(1) + 2 * rows.sum(1))
+            ids = grid.by_twin(twins)
+            rows = grid.by_twin(twins, probe.degree[relation])
+            total += word * (grid.requests(ids, "col") + ids.sum(1) + 2 * rows.sum(1))
             total += extra * rows.sum(1) + _COUNT * 3 * (grid.c - 1)
-            found.messages += 4 * (grid.c - 1)
-        return total + self._column(grid, pools, relation, found)
+            traffic.messages += 4 * (grid.c - 1)
+        return total + self._column(grid, pools, relation, traffic)
 
     def _column(
-        self, grid: _Grid, pools: list[Tensor], relation: int, found: Traffic
+        self, grid: _Grid, pools: list[Tensor], relation: int, traffic: Traffic
     ) -> Tensor:
         """Prices the distinct rows that a rank brings from its column."""
         probe, others = self.probe, grid.blocks - 1
-        ids, rows = grid.away(pools), grid.away(pools, probe.degree[relation])
-        found.messages += 4 * others
-        got = probe.word * (grid.asked(ids, "row") + ids.sum(1) + 2 * rows.sum(1))
-        return got + probe.weight[relation] * rows.sum(1) + _COUNT * 3 * others
+        ids, rows = (grid.remote(pools), grid.remote(pools, probe.degree[relation]))
+        traffic.messages += 4 * others
+        words = probe.word * (grid.requests(ids, "row") + ids.sum(1) + 2 * rows.sum(1))
+        return words + probe.weight[relation] * rows.sum(1) + _COUNT * 3 * others
 
     # Layers ---------------------------------------------------------------------------
 
     def _layer(
-        self, grid: _Grid, parts: list[Any], place: str, found: Traffic
+        self, grid: _Grid, parts: list[Any], place: str, traffic: Traffic
     ) -> Tensor:
         """Prices the sums and the edges of one layer of a bulk."""
         probe, k = self.probe, len(parts[0])
@@ -428,39 +427,43 @@ class TrafficModel:
         if place == "requester":
             axis, peers = "col", grid.c
             pools, _ = grid.pools(_distinct_rows(parts))
-            total += self._column(grid, pools, 0, found)
+            total += self._column(grid, pools, 0, traffic)
         if peers == 1:
             return total
         word = probe.word
-        asked = torch.zeros((probe.size, peers), dtype=torch.int64)
-        columns, edges = torch.zeros_like(asked), torch.zeros_like(asked)
-        sent = torch.zeros_like(asked)
-        for rank, mine in enumerate(parts):
-            for layer in mine:
-                who = grid.served(rank, layer.rows, axis)
-                count = torch.bincount(who, minlength=peers)
-                asked[rank] += count
+        requested = torch.zeros((probe.size, peers), dtype=torch.int64)
+        columns, edges = torch.zeros_like(requested), torch.zeros_like(requested)
+        sent = torch.zeros_like(requested)
+        for rank, own in enumerate(parts):
+            for layer in own:
+                peer = grid.server(rank, layer.rows, axis)
+                count = torch.bincount(peer, minlength=peers)
+                requested[rank] += count
                 sent[rank] += (count > 0) * layer.cols
                 edges[rank] += torch.bincount(
-                    grid.served(rank, layer.target, axis), minlength=peers
+                    grid.server(rank, layer.target, axis), minlength=peers
                 )
                 if not probe.shared:
-                    columns[rank] += self._columns(layer.rows, who, peers)
-        own = grid.own(axis)
-        for table in (asked, columns, edges, sent):
-            table.masked_fill_(own, 0)
-        got = grid.asked(asked, axis) + grid.asked(sent, axis) + asked.sum(1)
-        got += 2 * edges.sum(1)
+                    columns[rank] += self._columns(layer.rows, peer, peers)
+        own_mask = grid.own_mask(axis)
+        for table in (requested, columns, edges, sent):
+            table.masked_fill_(own_mask, 0)
+        words = (
+            grid.requests(requested, axis)
+            + grid.requests(sent, axis)
+            + requested.sum(1)
+        )
+        words += 2 * edges.sum(1)
         counts = 2 * k + 2
         if not probe.shared:
-            got += k * (peers - 1) + columns.sum(1)
+            words += k * (peers - 1) + columns.sum(1)
             counts += 1
-        eight = (edges if probe.weight[0] else asked).sum(1)
-        eight = eight + (0 if probe.shared else columns.sum(1))
-        found.messages += (5 if probe.shared else 7) * (peers - 1)
-        return total + word * got + 8 * eight + _COUNT * counts * (peers - 1)
+        wide_words = (edges if probe.weight[0] else requested).sum(1)
+        wide_words = wide_words + (0 if probe.shared else columns.sum(1))
+        traffic.messages += (5 if probe.shared else 7) * (peers - 1)
+        return total + word * words + 8 * wide_words + _COUNT * counts * (peers - 1)
 
-    def _columns(self, rows: Tensor, who: Tensor, peers: int) -> Tensor:
+    def _columns(self, rows: Tensor, peer: Tensor, peers: int) -> Tensor:
         """Returns the distinct columns of the rows that each peer multiplies."""
         probe = self.probe
         assert probe.colptr is not None
@@ -468,17 +471,17 @@ class TrafficModel:
         n = len(probe.owner)
         start, size = probe.colptr[rows], probe.degree[0][rows]
         first = torch.nn.functional.pad(size.cumsum(0), (1, 0))[:-1]
-        each = torch.repeat_interleave(torch.arange(len(rows)), size)
-        source = probe.row[torch.arange(len(each)) - first[each] + start[each]]
-        keys = who[each] * n + source
+        row_of = torch.repeat_interleave(torch.arange(len(rows)), size)
+        source = probe.row[torch.arange(len(row_of)) - first[row_of] + start[row_of]]
+        keys = peer[row_of] * n + source
         if probe.loops:
-            keys = torch.cat([keys, who * n + rows])
+            keys = torch.cat([keys, peer * n + rows])
         return torch.bincount(keys.unique() // n, minlength=peers)
 
     # Features -------------------------------------------------------------------------
 
     def _fetched(
-        self, grid: _Grid, bulk: list[Any], which: tuple[int, int], found: Traffic
+        self, grid: _Grid, bulk: list[Any], which: tuple[int, int], traffic: Traffic
     ) -> Tensor:
         """Prices the rows of the distinct nodes, and edges, of a bulk."""
         probe, others = self.probe, grid.blocks - 1
@@ -486,37 +489,39 @@ class TrafficModel:
         groups = sum(map(bool, probe.widths))
         if not groups or not others:
             return total
-        if which not in self._kept:
-            self._kept[which] = self._distinct(bulk)
-        for owners, width in zip(self._kept[which], probe.widths, strict=True):
+        if which not in self._distinct_counts:
+            self._distinct_counts[which] = self._distinct(bulk)
+        for owners, width in zip(
+            self._distinct_counts[which], probe.widths, strict=True
+        ):
             if width:
-                ids = grid.blocked(owners)
-                total += 4 * grid.asked(ids, "row") + width * ids.sum(1)
-        found.messages += 3 * others
+                ids = grid.by_block(owners)
+                total += 4 * grid.requests(ids, "row") + width * ids.sum(1)
+        traffic.messages += 3 * others
         return total + _COUNT * (groups + 1) * others
 
     def _distinct(self, bulk: list[Any]) -> list[Tensor]:
         """Returns how many distinct rows of each owner a bulk has, [P, P], by group."""
         probe, kinds = self.probe, len(self.probe.row_bytes[0])
-        found = [
+        counts = [
             torch.zeros(2 * (probe.size,), dtype=torch.int64) for _ in probe.widths
         ]
-        for rank, mine in enumerate(bulk):
+        for rank, own in enumerate(bulk):
             for group, width in enumerate(probe.widths):
                 if not width:
                     continue
                 if group < kinds:
-                    node = torch.cat([b.nodes[group] for b in mine]).unique()
+                    node = torch.cat([b.nodes[group] for b in own]).unique()
                 else:
-                    pairs = [b.edges[group - kinds] for b in mine]
+                    pairs = [b.edges[group - kinds] for b in own]
                     node = torch.cat(pairs, 1).unique(dim=1)[1]
                 owners = probe.owner[node]
-                found[group][rank] = torch.bincount(owners, minlength=probe.size)
-        return found
+                counts[group][rank] = torch.bincount(owners, minlength=probe.size)
+        return counts
 
 
 class _Grid:
-    """Says where rows are on a grid of P/c x c ranks, as tables of [P, peers]."""
+    """Locates rows on a grid of P/c x c ranks, in tables [P, peers]."""
 
     def __init__(self, owner: Tensor, size: int, c: int) -> None:
         self.owner, self.size, self.c = owner, size, c
@@ -524,31 +529,31 @@ class _Grid:
         rank = torch.arange(size)
         self._block, self._twin = rank // c, rank % c
 
-    def own(self, axis: str) -> Tensor:
-        """Returns the places of the ranks themselves in a table."""
+    def own_mask(self, axis: str) -> Tensor:
+        """Returns a mask of each rank's own place in a table."""
         peers = self.blocks if axis == "row" else self.c
-        mine = self._block if axis == "row" else self._twin
-        return torch.arange(peers) == mine.unsqueeze(1)
+        own = self._block if axis == "row" else self._twin
+        return torch.arange(peers) == own.unsqueeze(1)
 
-    def blocked(self, owners: Tensor) -> Tensor:
-        """Adds up counts by owner [P, P] to counts by block, but for the rank's own."""
-        found = owners.view(self.size, self.blocks, self.c).sum(2)
-        return found.masked_fill(self.own("row"), 0)
+    def by_block(self, owners: Tensor) -> Tensor:
+        """Sums counts by owner [P, P] to counts by block, without the rank's own block."""
+        counts = owners.view(self.size, self.blocks, self.c).sum(2)
+        return counts.masked_fill(self.own_mask("row"), 0)
 
-    def away(self, ids: Sequence[Tensor], weight: Tensor | None = None) -> Tensor:
-        """Counts the ids of each rank by the block that has them, but for its own."""
-        counts = [_counted(self.owner[i], self.size, i, weight) for i in ids]
-        return self.blocked(torch.stack(counts))
+    def remote(self, ids: Sequence[Tensor], weight: Tensor | None = None) -> Tensor:
+        """Counts the ids of each rank by the block that has them, without its own block."""
+        counts = [_count_by(self.owner[i], self.size, i, weight) for i in ids]
+        return self.by_block(torch.stack(counts))
 
-    def asked(self, table: Tensor, axis: str) -> Tensor:
-        """Returns what others on its axis ask of each rank, [P]."""
+    def requests(self, table: Tensor, axis: str) -> Tensor:
+        """Returns the sum of the requests to each rank from others on its axis, [P]."""
         cube = table.view(self.blocks, self.c, -1)
         # by row: rank (b, j) is asked by (i, j) what these want of block b
-        found = cube.sum(0).t() if axis == "row" else cube.sum(1)
-        return found.reshape(-1)
+        counts = cube.sum(0).t() if axis == "row" else cube.sum(1)
+        return counts.reshape(-1)
 
-    def served(self, rank: int, ids: Tensor, axis: str) -> Tensor:
-        """Returns which peer has the rows of ids, or brings them."""
+    def server(self, rank: int, ids: Tensor, axis: str) -> Tensor:
+        """Returns the peer that has the rows of ids, or fetches them."""
         owner = self.owner[ids]
         block = owner // self.c
         if axis == "row":
@@ -558,36 +563,38 @@ class _Grid:
     def pools(
         self, wanted: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Returns what each rank brings for its process row, and what it asks of whom."""
-        twins = [(ids, self.served(r, ids, "col")) for r, ids in enumerate(wanted)]
+        """Returns the rows that each rank fetches for its process row, and (ids, peers)."""
+        twins = [(ids, self.server(r, ids, "col")) for r, ids in enumerate(wanted)]
         pools = []
         for first in range(0, self.size, self.c):
             line = twins[first : first + self.c]
             ids = torch.cat([i for i, _ in line])
-            who = torch.cat([w for _, w in line])
-            pools += [ids[who == j].unique() for j in range(self.c)]
+            peer = torch.cat([w for _, w in line])
+            pools += [ids[peer == j].unique() for j in range(self.c)]
         return pools, twins
 
-    def at_twins(
+    def by_twin(
         self, twins: Sequence[tuple[Tensor, Tensor]], weight: Tensor | None = None
     ) -> Tensor:
-        """Counts what each rank asks of the others of its process row, [P, c]."""
-        rows = [_counted(who, self.c, ids, weight) for ids, who in twins]
-        return torch.stack(rows).masked_fill(self.own("col"), 0)
+        """Counts the requests of each rank to the others of its process row, [P, c]."""
+        rows = [_count_by(peer, self.c, ids, weight) for ids, peer in twins]
+        return torch.stack(rows).masked_fill(self.own_mask("col"), 0)
 
 
-def _counted(who: Tensor, size: int, ids: Tensor, weight: Tensor | None) -> Tensor:
-    """Counts ids by whose they are, or adds up what they weigh."""
-    each = None if weight is None else weight[ids].double()  # of whole numbers, exact
-    return torch.bincount(who, each, size).long()
+def _count_by(peer: Tensor, size: int, ids: Tensor, weight: Tensor | None) -> Tensor:
+    """Counts ids by peer, or sums their weights."""
+    weights = (
+        None if weight is None else weight[ids].double()
+    )  # of whole numbers, exact
+    return torch.bincount(peer, weights, size).long()
 
 
 def _distinct_rows(parts: list[Any]) -> list[Tensor]:
     """Returns the distinct rows that the hops of each rank need."""
     none = torch.empty(0, dtype=torch.int64)
-    return [torch.cat([none, *(h.rows for h in mine)]).unique() for mine in parts]
+    return [torch.cat([none, *(h.rows for h in own)]).unique() for own in parts]
 
 
 def candidates(size: int) -> Iterator[int]:
-    """Yields the copies that so many ranks can hold."""
+    """Yields the numbers of copies c that divide `size` ranks."""
     return (c for c in range(1, size + 1) if size % c == 0)

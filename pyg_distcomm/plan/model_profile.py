@@ -1,7 +1,7 @@
 """Runs a copy of a model on two nodes and one rank, and records what more ranks would send.
 
-`visited` follows a model's layers and sums; `items_of_stack` follows a stack item by item, as a
-pipeline runs it. Both observe a mesh of their own, so other threads may run meanwhile.
+`visited` records a model's layers and sums; `items_of_stack` records a stack item by item, as a
+pipeline runs it. Both use a mesh of their own, so other threads may run meanwhile.
 """
 
 from __future__ import annotations
@@ -35,55 +35,55 @@ from pyg_distcomm.pipeline.history_buffer import GradientRule
 from pyg_distcomm.pipeline.layer_stack import (
     StackLayer,
     check_links,
-    crossing,
-    from_data,
+    estimated_costs,
+    names_crossing,
+    names_from_data,
     read_stack,
-    supposed_costs,
 )
-from pyg_distcomm.pipeline.warmup import leaves
+from pyg_distcomm.pipeline.warmup import as_leaves
 
 
 class Round(NamedTuple):
     """One halo exchange of a layer.
 
     Args:
-        width: of the rows.
-        home: whether they go from ghosts to owners.
-        adds: whether nothing is read but their sums.
-        kept: whether they are kept, as they do not change.
+        width: the width of the rows.
+        to_owners: whether they travel from ghosts to owners.
+        adds: whether the layer reads only their sums.
+        kept: whether they are cached, since they do not change.
         coded: whether a link codes them.
     """
 
     width: int
-    home: bool
+    to_owners: bool
     adds: bool = False
     kept: bool = False
     coded: bool = True
 
 
 @dataclass
-class Visited:
+class LayerCall:
     """Records one call of a message passing layer.
 
     Args:
         conv: the layer.
-        width: of its input.
-        still: whether that is the features themselves.
-        flows: whether a gradient goes on to it.
+        width: the width of its input.
+        is_feature: whether its input is the features themselves.
+        needs_gradient: whether its input needs a gradient.
         rounds: its halo exchanges, forward and backward.
-        out: width of its outcome.
-        against: whether it fetches rows against the edges, which is not foreseen.
-        read: whether a gradient comes back to its outcome.
-        coded: whether a link codes what is a product.
+        out: the width of its output.
+        against_edges: whether it fetches rows against the edges, which cannot be priced.
+        read: whether its output receives a gradient.
+        coded: whether a link codes its products.
     """
 
     conv: Module
     width: int
-    still: bool
-    flows: bool
+    is_feature: bool
+    needs_gradient: bool
     rounds: list[Round] = field(default_factory=list)
     out: int = 0
-    against: bool = False
+    against_edges: bool = False
     read: bool = True
     coded: bool = True
 
@@ -93,10 +93,10 @@ class SequentialStack(Module):
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
-        self.given: dict[str, Any] = {}  # of the data, beside x
-        self._hold(read_stack(layers))
+        self.data_inputs: dict[str, Any] = {}  # attributes of the data, beside x
+        self._set_stack(read_stack(layers))
 
-    def _hold(self, stack: list[StackLayer]) -> None:
+    def _set_stack(self, stack: list[StackLayer]) -> None:
         self.stack = stack
         self.parts = torch.nn.ModuleList(
             layer.run for layer in stack if isinstance(layer.run, Module)
@@ -104,27 +104,26 @@ class SequentialStack(Module):
 
     def converted(self) -> SequentialStack:
         """Makes its layers distributed, in place."""
-        self._hold([layer.converted() for layer in self.stack])
+        self._set_stack([layer.converted() for layer in self.stack])
         return self
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Any:
         """Runs the stack."""
-        known: dict[str, Any] = {"x": x, "edge_index": edge_index, **self.given}
+        values: dict[str, Any] = {"x": x, "edge_index": edge_index, **self.data_inputs}
         for layer in self.stack:
-            out = layer.run(*(known[name] for name in layer.takes))
-            several = out if len(layer.gives) > 1 else (out,)
-            known.update(zip(layer.gives, several, strict=True))
+            out = layer.run(*(values[name] for name in layer.reads))
+            several = out if len(layer.writes) > 1 else (out,)
+            values.update(zip(layer.writes, several, strict=True))
         return out
 
 
 @dataclass(frozen=True, eq=False)
 class RecordingGraph(LocalGraph):
-    """Records which rows of these edges more ranks would exchange.
+    """Records the rows of these edges that more ranks would exchange.
 
     Args:
-        note: is told rows that would be exchanged, by which link, and whether they go home,
-            and returns them.
-        keep: is told rows that would be kept if they are features, and returns them then.
+        note: records rows (rows, link, whether they go to owners), and returns them.
+        keep: records rows that would be cached if they are features, and returns them then.
     """
 
     note: Callable[[Tensor, Any, bool], Tensor]
@@ -132,7 +131,7 @@ class RecordingGraph(LocalGraph):
 
     @staticmethod
     def record(topology: Topology, note: Any, keep: Any) -> None:
-        """Has the edges of a topology recorded."""
+        """Replaces the local edges of a topology by recording ones."""
         here = {f.name: getattr(topology.locals, f.name) for f in fields(LocalGraph)}
         topology.locals = RecordingGraph(**here, note=note, keep=keep)
 
@@ -141,18 +140,18 @@ class RecordingGraph(LocalGraph):
         return self.note(x, link, False)
 
     def with_constant_ghosts(self, x: Any, constants: ProductCache) -> Tensor | None:
-        """Records that the rows of features are kept."""
+        """Records that the rows of features are cached."""
         return self.keep(x)
 
     def scatter_to_owners(
         self, ghosts: Tensor, own: Tensor, link: Link | None = None
     ) -> Tensor:
-        """Records that sums for ghosts, of which there are none, would be sent."""
+        """Records that sums for ghosts would be sent; one rank has no ghosts."""
         return self.note(own, link, True)
 
 
 class RunRecorder:
-    """Records the layers that a run of a model calls, one inside another left out."""
+    """Records the layers that a run of a model calls; layers inside layers are skipped."""
 
     def __init__(self) -> None:
         self.sums: list[str] = []
@@ -177,35 +176,35 @@ class RunRecorder:
             self.end(out[0] if isinstance(out, (tuple, list)) else out)
 
     def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Hears of a call of a layer."""
+        """Records the start of a layer call."""
         raise NotImplementedError
 
     def end(self, out: Any) -> None:
-        """Hears of its outcome."""
+        """Records the output of the call."""
         raise NotImplementedError
 
-    def called(self, layer: Module, x: Any) -> Visited:
-        """Returns the record of a call with rows x, of which there may be two."""
+    def called(self, layer: Module, x: Any) -> LayerCall:
+        """Returns the record of a call with rows x, which may be a pair."""
         x = x[0] if isinstance(x, (tuple, list)) else x
-        return Visited(bare(layer), x.size(-1), self.has(x), x.requires_grad)
+        return LayerCall(bare(layer), x.size(-1), self.is_feature(x), x.requires_grad)
 
-    def has(self, x: Any) -> bool:
-        """Says whether these are features themselves."""
+    def is_feature(self, x: Any) -> bool:
+        """Returns whether x is a feature tensor of the data."""
         return any(x is each for each in self.features)
 
-    def keep(self, call: Visited, x: Any) -> Tensor:
-        """Records that rows are kept, and returns those of this rank."""
+    def keep(self, call: LayerCall, x: Any) -> Tensor:
+        """Records that rows are cached, and returns those of this rank."""
         rows: Tensor = x.to_local()
         call.rounds.append(Round(rows[0].numel(), False, kept=True))
         return rows
 
 
 class _ModelRecorder(RunRecorder):
-    """Records what a run of a model calls, fetches and sums."""
+    """Records the layer calls, exchanges and sums of a run of a model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Visited] = []
+        self.calls: list[LayerCall] = []
         self.norms: list[int] = []
 
     def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -214,26 +213,28 @@ class _ModelRecorder(RunRecorder):
     def end(self, out: Any) -> None:
         self.calls[-1].out = out.size(-1)
 
-    def note(self, x: Tensor, link: Any, home: bool, adds: bool = False) -> Tensor:
+    def note(self, x: Tensor, link: Any, to_owners: bool, adds: bool = False) -> Tensor:
         """Records rows that would be exchanged, or summed, and their gradients."""
-        ways = (home, not home) if x.requires_grad else (home,)
-        # rows that are summed are those of features if these are where they are read
+        directions = (to_owners, not to_owners) if x.requires_grad else (to_owners,)
+        # summed rows are features if they share the memory of the features
         kept = (
             adds
             and self.keeps
             and x.data_ptr() == self.features[0].to_local().data_ptr()
         )
         width = x[0].numel()
-        self.calls[-1].rounds += [Round(width, way, adds, kept) for way in ways]
+        self.calls[-1].rounds += [Round(width, way, adds, kept) for way in directions]
         return x
 
     def note_kept(self, x: Any) -> Tensor | None:
-        """Records that rows of features are kept; returns None for what is computed."""
-        return self.keep(self.calls[-1], x) if self.keeps and self.has(x) else None
+        """Records that rows of features are cached; returns None for other rows."""
+        return (
+            self.keep(self.calls[-1], x) if self.keeps and self.is_feature(x) else None
+        )
 
-    def note_against(self, x: Tensor, link: Any, home: bool) -> Tensor:
+    def note_against_edges(self, x: Tensor, link: Any, to_owners: bool) -> Tensor:
         """Records that rows would be fetched against the edges."""
-        self.calls[-1].against = True
+        self.calls[-1].against_edges = True
         return x
 
     def note_sum(self, x: Tensor, differentiable: bool) -> None:
@@ -246,21 +247,21 @@ class _ModelRecorder(RunRecorder):
             self.norms += [x.numel()] * (1 + x.requires_grad)
 
     def clear(self) -> None:
-        """Forgets what was recorded."""
+        """Clears the records."""
         for records in (self.calls, self.sums, self.norms):
             records.clear()
 
 
 def visited(
     model: Module, num_features: int, inputs: str
-) -> tuple[list[Visited], list[int], list[str]]:
+) -> tuple[list[LayerCall], list[int], list[str]]:
     """Runs a copy of a model, as it would be distributed, on two nodes and one rank.
 
     Returns the calls of its layers, the widths of all sums of its batch norms, and the
-    names of modules that sum over all nodes in ways that are not foreseen.
+    names of other modules that sum over all nodes, which cannot be priced.
 
     Raises:
-        ValueError: if that does not work, with the reason.
+        ValueError: if the model does not run, with the reason.
     """
     visit, grad = _ModelRecorder(), torch.enable_grad()
     try:
@@ -278,35 +279,35 @@ def _run(model: Module, num_features: int, inputs: str, visit: _ModelRecorder) -
     x = torch.zeros(2, num_features, dtype=dtype)
     data = Data(x=x, edge_index=torch.tensor([[0, 1], [1, 0]]))
     data.edge_weight = torch.ones(2, dtype=dtype)
-    mesh = observed(visit.note_sum)
+    mesh = observing_mesh(visit.note_sum)
     share = partition(data, mesh, "block", node_attrs=["x"], edge_attrs=["edge_weight"])
     visit.features.append(share.x.requires_grad_(inputs == "trained"))
     visit.keeps = inputs == "constant"
     edges = share.edge_index.topology
     RecordingGraph.record(edges, visit.note, visit.note_kept)
-    against = edges.reversed.topology
-    RecordingGraph.record(against, visit.note_against, visit.note_kept)
+    against_edges = edges.reversed.topology
+    RecordingGraph.record(against_edges, visit.note_against_edges, visit.note_kept)
     vars(edges).update(adds_on_grid=True, add_rows=_recording(edges.add_rows, visit))
     if isinstance(model, SequentialStack):
-        model.given = {"edge_weight": share.edge_weight}
-    model(share.x, share.edge_index)  # after which what layers cache is there
+        model.data_inputs = {"edge_weight": share.edge_weight}
+    model(share.x, share.edge_index)  # fills the caches of layers
     visit.clear()
     model(share.x, share.edge_index)
 
 
 def _recording(add_rows: Any, visit: _ModelRecorder) -> Any:
-    """Returns what records rows, and then adds them up."""
+    """Returns a function that records rows, and then adds them up."""
 
     def run(x: Tensor, *matrix: Any) -> Tensor:
-        visit.note(x, None, home=False, adds=True)
+        visit.note(x, None, to_owners=False, adds=True)
         out: Tensor = add_rows(x, *matrix)
         return out
 
     return run
 
 
-def observed(observer: Callable[[Tensor, bool], None]) -> Mesh:
-    """Returns a mesh of one rank that reports what more ranks would sum."""
+def observing_mesh(observer: Callable[[Tensor, bool], None]) -> Mesh:
+    """Returns a mesh of one rank that reports sums over ranks to `observer`."""
     mesh = alone((1, 1, 1), 0, torch.device("cpu"))
     parts = {f.name: getattr(mesh, f.name) for f in fields(mesh)}
     axes: Any = {
@@ -318,16 +319,16 @@ def observed(observer: Callable[[Tensor, bool], None]) -> Mesh:
 
 
 def is_layer(module: Module) -> bool:
-    """Says whether a module reads rows of neighbours."""
+    """Returns whether a module reads rows of neighbours."""
     return isinstance(module, (MessagePassing, HaloConv))
 
 
 def bare(module: Module) -> Module:
-    """Returns the layer of PyG's itself."""
+    """Returns PyG's layer inside a HaloConv, or the module itself."""
     return module.conv if isinstance(module, HaloConv) else module
 
 
-_KNOWN = ("x", "edge_weight")  # of the data
+_KNOWN = ("x", "edge_weight")  # attributes of the data
 
 
 @dataclass(frozen=True)
@@ -335,15 +336,15 @@ class Read:
     """Describes one exchange of rows in a forward pass.
 
     Args:
-        width: of the rows.
-        flows: whether their gradients go back.
-        behind: whether they do in all stages but the first, which get what they are of.
-        exact: whether they are exact, and now, whatever the link.
+        width: the width of the rows.
+        needs_gradient: whether their gradients travel back.
+        gradient_behind: whether they do in all stages but the first.
+        exact: whether they are exact and synchronous, whatever the link.
     """
 
     width: int
-    flows: bool
-    behind: bool = True
+    needs_gradient: bool
+    gradient_behind: bool = True
     exact: bool = False
 
 
@@ -352,24 +353,24 @@ class Item:
     """Describes one item of a stack.
 
     Args:
-        cost: beside others, as `Pipeline` supposes.
-        reads: what it reads of neighbours.
-        dense: widths of the matrices that it multiplies with.
-        parameters: how many train.
-        carried: numbers a node that go on to the next item.
-        skips: values among them, beside the first.
-        stuck: why they cannot go to another stage; nothing if they can.
-        readers: the layers in it that read by the link.
-        layer: itself, where it is known.
+        cost: its relative cost, as `Pipeline` estimates.
+        reads: its exchanges of neighbour rows.
+        dense: the widths of the matrices that it multiplies with.
+        parameters: the number of its trainable parameters.
+        crossing_width: the elements a node that go on to the next item.
+        skips: the number of tensors among them, beside the first.
+        border_problem: why they cannot cross to another stage; empty if they can.
+        readers: the layers in it that exchange rows by the link.
+        layer: the layer, if it is known.
     """
 
     cost: float
     reads: tuple[Read, ...]
     dense: tuple[tuple[int, int], ...]
     parameters: int
-    carried: int
+    crossing_width: int
     skips: int
-    stuck: str = ""
+    border_problem: str = ""
     readers: tuple[list[MessagePassing], ...] = ()
     layer: StackLayer | None = None
 
@@ -379,28 +380,30 @@ def items_of_stack(layers: Any, num_features: int) -> list[Item]:
     """Reads the items of a stack by running a copy of it, as a pipeline does, on two nodes.
 
     Raises:
-        ValueError, TypeError: as `Pipeline` does, for what is no stack, or cannot run in
-            chunks.
+        ValueError, TypeError: as `Pipeline` does, if `layers` is no stack of layers, or cannot
+            run on chunks.
     """
     stack = [layer.converted() for layer in copy.deepcopy(read_stack(layers))]
     check_links(stack)
     for layer in stack:
         if isinstance(layer.run, torch.nn.Module):
             layer.run.cpu().eval()
-    costs, stage = supposed_costs(stack), _stage_of(stack, num_features)
+    costs, stage = estimated_costs(stack), _stage_of(stack, num_features)
     try:
         with random.apart(torch.device("cpu")):
-            return _profiled(stack, costs, stage)
+            return _profile(stack, costs, stage)
     except (ValueError, TypeError, RuntimeError):
         raise
-    except Exception as error:  # of layers of the script's own
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the stack does not run on two nodes ({told})") from error
+    except Exception as error:  # the script's own layers may raise anything
+        message = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the stack does not run on two nodes ({message})") from error
 
 
 def _stage_of(stack: list[StackLayer], num_features: int) -> Stage:
     """Returns a stage of all layers, on two nodes that this process has alone."""
-    missing = [name for name in from_data(stack, 0, len(stack)) if name not in _KNOWN]
+    missing = [
+        name for name in names_from_data(stack, 0, len(stack)) if name not in _KNOWN
+    ]
     if missing:
         raise ValueError(
             f"the stack reads {', '.join(missing)} of the data, whose width is not known "
@@ -412,31 +415,40 @@ def _stage_of(stack: list[StackLayer], num_features: int) -> Stage:
     share = partition(data, alone((1, 1, 1), 0, torch.device("cpu")), "block")
     plan = plan_chunks(share.edge_index, torch.zeros(2, dtype=torch.long), 0)
     stage = Stage(stack, 0, len(stack), ChunkPass(plan, GradientRule(), None, 0))
-    stage.look_at(share)
+    stage.load_data(share)
     return stage
 
 
-def _profiled(stack: list[StackLayer], costs: list[float], stage: Stage) -> list[Item]:
+def _profile(stack: list[StackLayer], costs: list[float], stage: Stage) -> list[Item]:
     run, found = stage.run, []
-    known, readers = stage.given(None), [0]
+    values, readers = stage.chunk_inputs(None), [0]
     with torch.no_grad():  # makes the sites
-        for _ in _passed(stage, None, known):
+        for _ in _run_layers(stage, None, values):
             readers.append(len(run.readers))
     run.mode = "again"
     with torch.enable_grad():
-        known = stage.given(0)
-        for place in _passed(stage, 0, known):
-            known.update(leaves({name: known[name] for name in stack[place].gives}))
-        behind = {key: site.flows for key, site in run.sites.items()}
+        values = stage.chunk_inputs(0)
+        for place in _run_layers(stage, 0, values):
+            values.update(
+                as_leaves({name: values[name] for name in stack[place].writes})
+            )
+        gradient_behind = {key: site.needs_gradient for key, site in run.sites.items()}
         for site in run.sites.values():
-            site.flows = False
-        known = stage.given(0)
-        for place in _passed(stage, 0, known):
-            names, layer = crossing(stack, place + 1), stack[place]
-            carried, stuck = _carried(known, names, layer, stage.view(0).nodes)
+            site.needs_gradient = False
+        values = stage.chunk_inputs(0)
+        for place in _run_layers(stage, 0, values):
+            names, layer = names_crossing(stack, place + 1), stack[place]
+            crossing_width, border_problem = _crossing_width(
+                values, names, layer, stage.view(0).nodes
+            )
             matrices = [p for p in _trained(layer) if p.dim() == 2]
             reads = tuple(
-                Read(site.mix.size(1), site.flows, behind[key], bool(site.exactly))
+                Read(
+                    site.mix.size(1),
+                    site.needs_gradient,
+                    gradient_behind[key],
+                    bool(site.exact_reason),
+                )
                 for key, site in run.sites.items()
                 if key[0] == place
             )
@@ -446,9 +458,9 @@ def _profiled(stack: list[StackLayer], costs: list[float], stage: Stage) -> list
                     reads,
                     tuple((p.size(0), p.size(1)) for p in matrices),
                     sum(p.numel() for p in _trained(layer)),
-                    carried,
+                    crossing_width,
                     len(names) - 1,
-                    stuck,
+                    border_problem,
                     tuple(run.readers[readers[place] : readers[place + 1]]),
                     layer,
                 )
@@ -456,20 +468,20 @@ def _profiled(stack: list[StackLayer], costs: list[float], stage: Stage) -> list
     return found
 
 
-def _passed(stage: Stage, chunk: int | None, known: Values) -> Iterator[int]:
-    """Runs a stage's layers one by one, and puts down what they return."""
+def _run_layers(stage: Stage, chunk: int | None, values: Values) -> Iterator[int]:
+    """Runs a stage's layers one by one, and adds their outputs to `values`."""
     for place, layer in enumerate(stage.layers):
         stage.run.begin_layer(place, chunk)
-        known.update(stage.call(layer, known))
+        values.update(stage.call(layer, values))
         yield place
 
 
-def _carried(
-    known: Values, names: Sequence[str], layer: StackLayer, nodes: Rows
+def _crossing_width(
+    values: Values, names: Sequence[str], layer: StackLayer, nodes: Rows
 ) -> tuple[int, str]:
-    """Returns the width of what crosses behind a layer, or why nothing can."""
+    """Returns the width of the tensors that cross after a layer, or why they cannot."""
     try:
-        return StageTensors.of(known, names, str(layer), nodes).width, ""
+        return StageTensors.of(values, names, str(layer), nodes).width, ""
     except TypeError as error:
         return 0, str(error)
 

@@ -2,11 +2,11 @@
 
 Symbols: P ranks, S stages of W ranks, M chunks, L layers, n own nodes of a rank, h ghosts.
 
-    bytes      of each border, n d forward and n d back; of each exchange in a stage, h d
-               forward and what is lent back; as `pipeline.price` has them, exactly; coded,
-               the most there can be
-    seconds    M turns of the slowest stage and S - 1 to fill, forward and back; messages
-               between stages overlap with computing, as late ones inside a stage do
+    bytes      of each border, n d forward and n d backward; of each exchange in a stage, h d
+               forward and the rows sent backward. They equal `Pipeline.price` exactly; with a
+               codec they are an upper bound
+    seconds    M turns of the slowest stage and S - 1 to fill, forward and backward; messages
+               between stages, and late ones inside a stage, overlap with computation
     memory     of each exchange n + h rows, as many of history, n of gradients; borders
 """
 
@@ -25,7 +25,7 @@ from pyg_distcomm.nn.message_forms import check_aggregations
 from pyg_distcomm.pipeline.layer_stack import check_untied, cut_layers
 from pyg_distcomm.pipeline.schedule import BUBBLE, bubble, fewest_chunks
 from pyg_distcomm.plan.codecs import Coding, Writing
-from pyg_distcomm.plan.cost import PASSES, Move, kept_by_link, sum_messages
+from pyg_distcomm.plan.cost import PASSES, ExchangeCost, kept_by_link, sum_messages
 from pyg_distcomm.plan.machine import Machine, Wire
 from pyg_distcomm.plan.model_profile import Item, Read
 from pyg_distcomm.plan.plans import Plan
@@ -61,19 +61,20 @@ def items_of(training: Training, skips: int) -> list[Item]:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerProfile:
-    """A deep model on a graph, to be cut into stages.
+class PipelinePlanner:
+    """Plans pipelines of a deep model on a graph, for all numbers of stages.
 
     Args:
         items: its layers, in order.
-        training: their kinds and widths, and the size of a number.
-        share: what so many ranks exchange for a layer; raises ValueError with the reason
-            if the graph cannot be cut for them.
-        nodes: of the graph.
-        chunks: how many; None is the fewest that the bubble allows, as in `Pipeline`.
+        training: their kinds and widths, and the size of an element.
+        share: returns the rows that a number of ranks exchange for a layer; raises a
+            ValueError with the reason if the graph cannot be cut for them.
+        nodes: the number of nodes.
+        chunks: the number of chunks; None is the fewest that the bubble allows.
         machine: the figures for seconds.
-        links: by which rows may travel inside a stage; None is the exact one.
-        dtype: of the rows.
+        links: the links for rows inside a stage; None is the exact one.
+        dtype: the dtype of the rows.
+        bubble: the fraction of turns that stages may be idle.
     """
 
     items: list[Item]
@@ -87,15 +88,15 @@ class LayerProfile:
     bubble: float = BUBBLE
 
     def plans(self, size: int) -> list[Plan]:
-        """Returns a plan, or the reason against it, for each way to cut so many ranks."""
+        """Returns a plan, refused or not, for each number of stages of `size` ranks."""
         found = []
         for stages in (d for d in range(2, size + 1) if size % d == 0):
-            ways = size // stages
-            links = self.links if ways > 1 else (None,)  # one rank ignores a link
+            ranks = size // stages
+            links = self.links if ranks > 1 else (None,)  # one rank ignores a link
             found += [self._plan(size, stages, link) for link in links]
-            for r in (d for d in range(1, ways) if ways % d == 0):
-                for s in (d for d in range(1, ways // r + 1) if ways // r % d == 0):
-                    grid = r, s, ways // (r * s)
+            for r in (d for d in range(1, ranks) if ranks % d == 0):
+                for s in (d for d in range(1, ranks // r + 1) if ranks // r % d == 0):
+                    grid = r, s, ranks // (r * s)
                     found.append(Plan(grid, stages=stages, reason=ROWS_ONLY))
         return found
 
@@ -114,7 +115,7 @@ class LayerProfile:
         try:
             flow = self.share(size // stages)
             alpha = _alpha(self.share(size), size, self.nodes)
-            cut = Staged(self, flow, stages, size // stages, chunks, coding)
+            cut = StagedModel(self, flow, stages, size // stages, chunks, coding)
             cut.check()
         except ValueError as error:
             return replace(none, reason=str(error))
@@ -136,21 +137,21 @@ class LayerProfile:
             memory=round(float(cut.memory().max())),
             exact=chunks == 1 and (coding is None or coding.exact),
             balance=cut.balance,
-            remark=self._verdict(cut, alpha),
+            remark=self._compare_with_grids(cut, alpha),
         )
 
-    def _verdict(self, cut: Staged, alpha: float) -> str:
-        """Compares the rows of a node that travel with those of graph parallelism."""
+    def _compare_with_grids(self, cut: StagedModel, alpha: float) -> str:
+        """Describes the rows that travel for a node beside those of graph parallelism."""
         reads = sum(len(item.reads) for item in self.items)
         skips = max(self.items[k].skips for k in cut.borders)
         between = (cut.stages - 1) * (1 + skips)
-        inside = reads * _alpha(cut.flow, cut.ways, self.nodes)
+        inside = reads * _alpha(cut.flow, cut.ranks, self.nodes)
         other = reads * alpha
-        more = f" + L alpha(W) = {inside:.3g}" if cut.ways > 1 else ""
+        more = f" + L alpha(W) = {inside:.3g}" if cut.ranks > 1 else ""
         loses = between + inside >= other
         why = "it loses: the model is too shallow, or few edges are cut"
         return (
-            f"{cut.stages} stages x {cut.ways}, {cut.chunks} chunks, bubble "
+            f"{cut.stages} stages x {cut.ranks}, {cut.chunks} chunks, bubble "
             f"{bubble(cut.stages, cut.chunks):.0%}: (S-1)(1+s) = {between}{more} rows a node "
             f"each way, against L alpha(P) = {other:.3g} of graph parallelism: "
             f"{why if loses else f'{other / (between + inside):.3g} times fewer'}"
@@ -158,50 +159,52 @@ class LayerProfile:
 
 
 def _alpha(flow: Flow, ranks: int, nodes: int) -> float:
-    """Returns the ghosts of all ranks over the nodes."""
+    """Returns alpha, the ghosts of all ranks divided by the nodes."""
     return float(flow.sides.ghost.ghosts.mean()) * ranks / max(nodes, 1)
 
 
-class Staged:
-    """A model cut into stages; arrays are `[S, W]`, or `[S, 1]` where ranks are alike.
+class StagedModel:
+    """A model cut into stages; arrays are `[S, W]`, or `[S, 1]` if ranks are equal.
 
     Args:
-        deep: the model.
+        planner: the model.
         flow: what a stage's ranks exchange.
-        stages, ways, chunks: S, W and M.
+        stages, ranks, chunks: S, W and M.
         coding: how rows travel inside a stage.
     """
 
     def __init__(
         self,
-        deep: LayerProfile,
+        planner: PipelinePlanner,
         flow: Flow,
         stages: int,
-        ways: int,
+        ranks: int,
         chunks: int,
         coding: Coding | None = None,
     ) -> None:
-        self.deep, self.flow = deep, flow
-        self.stages, self.ways, self.chunks = stages, ways, chunks
+        self.planner, self.flow = planner, flow
+        self.stages, self.ranks, self.chunks = stages, ranks, chunks
         self.coding = coding
-        items = deep.items
+        items = planner.items
         self.balance = tuple(cut_layers([item.cost for item in items], stages))
         ends = list(accumulate(self.balance, initial=0))
         self.borders = [end - 1 for end in ends[1:-1]]
-        self._of = [items[a:b] for a, b in pairwise(ends)]
-        item, side = deep.training.itemsize, flow.sides.ghost
-        self._n = flow.nodes.reshape(1, -1)
-        self._ghosts = np.broadcast_to(side.ghosts.reshape(1, -1), self._n.shape)
-        self._there, self._back = self._moves(False), self._moves(True)
-        into = [0, *(items[k].carried for k in self.borders)]
-        out = [*(items[k].carried for k in self.borders), 0]
-        self._into, self._out = (np.array([x]).T for x in (into, out))
-        self.border = self._n * (self._into + self._out) * item
+        self._items_by_stage = [items[a:b] for a, b in pairwise(ends)]
+        item, side = planner.training.itemsize, flow.sides.ghost
+        self._own_nodes = flow.nodes.reshape(1, -1)
+        self._ghosts = np.broadcast_to(
+            side.ghosts.reshape(1, -1), self._own_nodes.shape
+        )
+        self._forward, self._backward = self._moves(False), self._moves(True)
+        into = [0, *(items[k].crossing_width for k in self.borders)]
+        out = [*(items[k].crossing_width for k in self.borders), 0]
+        self._width_in, self._width_out = (np.array([x]).T for x in (into, out))
+        self.border = self._own_nodes * (self._width_in + self._width_out) * item
         self.rows = self._by_stage(lambda move: move.received)
-        numbers = [sum(one.parameters for one in part) for part in self._of]
-        weights = [ring_words(n, ways) * item for n in numbers]
+        numbers = [sum(one.parameters for one in part) for part in self._items_by_stage]
+        weights = [ring_words(n, ranks) * item for n in numbers]
         self.weights = np.array([weights]).T
-        last = 2 * ring_words(LOSS_WORDS, ways) * LOSS_ITEM
+        last = 2 * ring_words(LOSS_WORDS, ranks) * LOSS_ITEM
         loss = np.full((stages, 1), ring_words(1, stages) * LOSS_ITEM)
         loss[-1] += last
         self.loss = loss
@@ -209,140 +212,166 @@ class Staged:
         self._numbers = np.array([numbers]).T
 
     def check(self) -> None:
-        """Raises a ValueError where `Pipeline` would refuse these stages, or the link."""
-        coding, items = self.coding, self.deep.items
+        """Raises a ValueError if `Pipeline` would refuse these stages, or the link."""
+        coding, items = self.coding, self.planner.items
         for layers in (readers for item in items for readers in item.readers):
             if coding is not None:
                 check_aggregations(layers, coding.link)
         for border in self.borders:
-            if items[border].stuck:
-                raise ValueError(items[border].stuck)
+            if items[border].border_problem:
+                raise ValueError(items[border].border_problem)
         stack = [item.layer for item in items if item.layer is not None]
         if stack:
             check_untied(stack, self.balance)
 
     def _total(self, of: Callable[[Item], float]) -> Array:
-        """Adds something up over the items of each stage."""
-        return np.array([[sum(of(one) for one in part)] for part in self._of])
+        """Returns the sum of `of` over the items of each stage."""
+        return np.array(
+            [[sum(of(one) for one in part)] for part in self._items_by_stage]
+        )
 
-    def _moves(self, back: bool) -> list[list[Move]]:
-        """Returns the exchanges of each stage, one way, each of all chunks together."""
-        last = sum(len(one.reads) for one in self.deep.items) - 1
+    def _moves(self, backward: bool) -> list[list[ExchangeCost]]:
+        """Returns the exchanges of each stage in one direction, of all chunks together."""
+        last = sum(len(one.reads) for one in self.planner.items) - 1
         place = 0
-        found: list[list[Move]] = []
-        for part in self._of:
+        found: list[list[ExchangeCost]] = []
+        for part in self._items_by_stage:
             found.append([])
             for read in (r for one in part for r in one.reads):
-                flows = read.flows or (read.behind and len(found) > 1)
-                if flows or not back:
-                    exact = read.exact or (0 < place == last and self._spares_last)
-                    found[-1].append(self._move(read.width, exact, back))
+                needs_gradient = read.needs_gradient or (
+                    read.gradient_behind and len(found) > 1
+                )
+                if needs_gradient or not backward:
+                    exact = read.exact or (0 < place == last and self._exact_last)
+                    found[-1].append(self._move(read.width, exact, backward))
                 place += 1
         return found
 
     @property
-    def _spares_last(self) -> bool:
+    def _exact_last(self) -> bool:
         return self.coding is not None and self.coding.link.exact_last
 
-    def _move(self, width: int, exact: bool, back: bool) -> Move:
+    def _move(self, width: int, exact: bool, backward: bool) -> ExchangeCost:
         coding, side = self.coding, self.flow.sides.ghost
         codec = None
         if coding is not None and not exact:
-            codec = coding.gradients if back else coding.rows
-        writing, row = Writing(codec, self.deep.dtype), width * self.deep.dtype.itemsize
-        ends = writing.in_chunks(side, width, self.chunks, self.ways - 1)
-        rows = side.ghosts * row, side.lent * row
-        peers = side.sources if back else side.readers
+            codec = coding.gradients if backward else coding.rows
+        writing, row = (
+            Writing(codec, self.planner.dtype),
+            width * self.planner.dtype.itemsize,
+        )
+        ends = writing.in_chunks(side, width, self.chunks, self.ranks - 1)
+        rows = side.ghosts * row, side.sent * row
+        peers = side.sources if backward else side.readers
         if codec is not None and not codec.fixed_size:  # sizes go ahead
-            peers = peers + self.ways - 1
-        if back:
+            peers = peers + self.ranks - 1
+        if backward:
             ends, rows = ends[::-1], rows[::-1]
         found = (x.reshape(1, -1) for x in (*ends, self.chunks * peers, *rows))
         received, sent, messages, read, written = found
-        return Move("row", received, sent, messages, codec, read, written)
+        return ExchangeCost("row", received, sent, messages, codec, read, written)
 
-    def _by_stage(self, of: Callable[[Move], Array]) -> Array:
-        """Adds something up over the exchanges of each stage, both ways."""
-        both = zip(self._there, self._back, strict=True)
-        none = np.zeros_like(self._n)
+    def _by_stage(self, of: Callable[[ExchangeCost], Array]) -> Array:
+        """Returns the sum of `of` over the exchanges of each stage, in both directions."""
+        both = zip(self._forward, self._backward, strict=True)
+        none = np.zeros_like(self._own_nodes)
         return np.concatenate([sum(map(of, (*a, *b)), none) for a, b in both])
 
     @property
     def messages(self) -> Array:
         """Messages that each rank sends, at most."""
-        ends = self.chunks * ((self._into > 0).astype(np.int64) + (self._out > 0))
+        ends = self.chunks * (
+            (self._width_in > 0).astype(np.int64) + (self._width_out > 0)
+        )
         out: Array = ends + self._by_stage(lambda move: move.messages)
         return out
 
     def seconds(self) -> float:
-        """Returns the seconds of an epoch, a share of which waits for its own rows."""
-        now, coding = self._seconds(False), self.coding
+        """Returns the mean seconds of an epoch; a fraction of epochs reads no late rows."""
+        synchronous, coding = self._seconds(False), self.coding
         if coding is None or not coding.link.timing.is_late:
-            return now
+            return synchronous
         share = coding.synchronous
-        return share * now + (1 - share) * self._seconds(True)
+        return share * synchronous + (1 - share) * self._seconds(True)
 
     def _seconds(self, late: bool) -> float:
-        deep, chunks = self.deep, self.chunks
-        machine, item = deep.machine, deep.training.itemsize
-        loops = self._n * deep.training.adds_loops
+        planner, chunks = self.planner, self.chunks
+        machine, item = planner.machine, planner.training.itemsize
+        loops = self._own_nodes * planner.training.adds_loops
         nonzeros = sum(self.flow.nonzeros).reshape(1, -1) + loops  # type: ignore[union-attr]
 
         def work(one: Item) -> Array:
-            took = sum(machine.multiply_seconds(nonzeros, r.width) for r in one.reads)
-            took = took + sum(machine.linear_seconds(self._n, *w) for w in one.dense)
-            wide = one.carried / (1 + one.skips)
-            took = took + PASSES / 3 * self._n * wide * item / machine.stream
-            out: Array = took + len(one.reads) * machine.overhead / 3 * chunks
+            seconds = sum(
+                machine.multiply_seconds(nonzeros, r.width) for r in one.reads
+            )
+            seconds = seconds + sum(
+                machine.linear_seconds(self._own_nodes, *w) for w in one.dense
+            )
+            wide = one.crossing_width / (1 + one.skips)
+            seconds = (
+                seconds + PASSES / 3 * self._own_nodes * wide * item / machine.stream
+            )
+            out: Array = seconds + len(one.reads) * machine.overhead / 3 * chunks
             return out
 
-        forward = np.concatenate([sum(map(work, part)) for part in self._of])  # type: ignore[arg-type]
+        forward = np.concatenate(
+            [sum(map(work, part)) for part in self._items_by_stage]
+        )  # type: ignore[arg-type]
         link = Wire(machine.latency, machine.bandwidth)
-        hop = machine.lines.get((self.stages, self.ways), link)
+        hop = machine.lines.get((self.stages, self.ranks), link)
         total, hidden = machine.epoch, 0.0
-        for back in (False, True):
-            waited, behind = self._halos(back, late)
-            each = (forward * (BACK if back else 1) + waited) / chunks
-            rows = self._n * np.maximum(self._into, self._out) * item / chunks
+        for backward in (False, True):
+            waited, overlapped = self._halos(backward, late)
+            each = (forward * (BACK if backward else 1) + waited) / chunks
+            rows = (
+                self._own_nodes
+                * np.maximum(self._width_in, self._width_out)
+                * item
+                / chunks
+            )
             turn = np.maximum(each, hop.seconds(1, rows, rows))
             first = each.max() + float(hop.seconds(1, rows, rows).max())
             total += chunks * float(turn.max()) + (self.stages - 1) * float(first)
-            hidden += float(behind.max())
-        sums, steps = machine.sum_wire(), sum_messages(self.ways)
+            hidden += float(overlapped.max())
+        sums, steps = machine.sum_wire(), sum_messages(self.ranks)
         weights = float(self.weights.max())
         end = float(self.loss.max())
         total = max(total, hidden) + float(sums.seconds(steps, weights, weights))
         return total + float(sums.seconds(sum_messages(self.stages), end, end))
 
-    def _halos(self, back: bool, late: bool) -> tuple[Array, Array]:
-        """Returns the seconds of exchanges inside each stage, one way: waited for, and not."""
-        machine, coding = self.deep.machine, self.coding
-        link = machine.wire("row", (self.ways, 1, 1))
-        late = late and coding is not None and coding.late(back) > 0
-        waited, behind = np.zeros((2, self.stages, self._n.size))
-        for stage, moves in enumerate(self._back if back else self._there):
+    def _halos(self, backward: bool, late: bool) -> tuple[Array, Array]:
+        """Returns the waiting and overlapped seconds of exchanges in stages, one direction."""
+        machine, coding = self.planner.machine, self.coding
+        link = machine.wire("row", (self.ranks, 1, 1))
+        late = late and coding is not None and coding.late(backward) > 0
+        waited, overlapped = np.zeros((2, self.stages, self._own_nodes.size))
+        for stage, moves in enumerate(self._backward if backward else self._forward):
             for move in moves:
-                took = link.seconds(move.messages, move.sent, move.received)
-                waited[stage] += move.handled(machine)[0]
-                held = behind if late and move.codec is not None else waited
-                held[stage] += took[0]
-        return waited, behind
+                seconds = link.seconds(move.messages, move.sent, move.received)
+                waited[stage] += move.local_seconds(machine)[0]
+                held = overlapped if late and move.codec is not None else waited
+                held[stage] += seconds[0]
+        return waited, overlapped
 
     def memory(self) -> Array:
-        """Returns the bytes of each rank at the peak of an epoch, about.
+        """Returns an estimate of the bytes of each rank at the peak of an epoch.
 
         As in `cost.EpochProducts.memory`: edges and blocks, features, parameters; beside them
         rows that exchanges read, their history and gradients, borders, and a chunk's
         activations.
         """
-        item, n = self.deep.training.itemsize, self._n
+        item, n = self.planner.training.itemsize, self._own_nodes
         copies = 2 if self.chunks > 1 else 1
-        there = self._total(lambda one: sum(r.width for r in one.reads))
-        back = self._total(lambda one: sum(r.width * r.flows for r in one.reads))
-        sites = ((n + self._ghosts) * there * copies + n * back) * item
+        forward = self._total(lambda one: sum(r.width for r in one.reads))
+        backward = self._total(
+            lambda one: sum(r.width * r.needs_gradient for r in one.reads)
+        )
+        sites = ((n + self._ghosts) * forward * copies + n * backward) * item
         blocks = sum(self.flow.nonzeros).reshape(1, -1)  # type: ignore[union-attr]
-        active = self._total(lambda one: one.carried + sum(b for _, b in one.dense))
-        features = self.deep.training.layers[0].width_in * item + 33
+        active = self._total(
+            lambda one: one.crossing_width + sum(b for _, b in one.dense)
+        )
+        features = self.planner.training.layers[0].width_in * item + 33
         out: Array = (
             sites
             + self.border
@@ -357,10 +386,12 @@ class Staged:
     def _kept(self) -> Array:
         """Returns the bytes that coded exchanges keep from epoch to epoch."""
         if self.coding is None:
-            return np.zeros_like(self._n)
+            return np.zeros_like(self._own_nodes)
         found = [
-            kept_by_link(there, self.coding, False)
-            + kept_by_link(back, self.coding, True)
-            for there, back in zip(self._there, self._back, strict=True)
+            kept_by_link(forward, self.coding, False)
+            + kept_by_link(backward, self.coding, True)
+            for forward, backward in zip(self._forward, self._backward, strict=True)
         ]
-        return np.concatenate([np.broadcast_to(kept, self._n.shape) for kept in found])
+        return np.concatenate(
+            [np.broadcast_to(kept, self._own_nodes.shape) for kept in found]
+        )

@@ -21,21 +21,21 @@ from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.pipeline.schedule import BUBBLE, fewest_chunks
-from pyg_distcomm.plan.codecs import Asked, Coding, codings
+from pyg_distcomm.plan.codecs import CodecLike, Coding, codings
 from pyg_distcomm.plan.cost import EpochProducts, adds_on_grid, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.hetero import owners_of_types, plan_hetero
 from pyg_distcomm.plan.loaders import LoaderPlans, plan_loader
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.model_profile import items_of_stack
-from pyg_distcomm.plan.pipelines import LayerProfile, items_of
+from pyg_distcomm.plan.pipelines import PipelinePlanner, items_of
 from pyg_distcomm.plan.plans import Plan, Plans, name_of, rejections, show_bytes
 from pyg_distcomm.plan.traffic import CutEdges, Flow
 from pyg_distcomm.plan.training import (
     Training,
     dtype_of,
-    features_asked,
-    training_asked,
+    num_features_of,
+    training_from_options,
 )
 
 
@@ -67,7 +67,7 @@ def plan(
     seed: int = 0,
     algorithm: str | None = None,
     grid: Grid | None = None,
-    codecs: Sequence[Asked] = (),
+    codecs: Sequence[CodecLike] = (),
     pipeline: bool = False,
     chunks: int | None = None,
     bubble: float = BUBBLE,
@@ -89,7 +89,7 @@ def plan(
     seed: int = 0,
     algorithm: str | None = None,
     grid: Grid | None = None,
-    codecs: Sequence[Asked] = (),
+    codecs: Sequence[CodecLike] = (),
     pipeline: bool = False,
     chunks: int | None = None,
     bubble: float = BUBBLE,
@@ -158,30 +158,30 @@ def _graph_plans(
     cutting: tuple[Any, int, Any, int],
     read: tuple[Any, Any, Any, str, torch.dtype | None],
     staged: tuple[bool, int | None, float, int],
-    how: tuple[Machine, float | None, Any, str | None, Sequence[Asked]],
+    how: tuple[Machine, float | None, Any, str | None, Sequence[CodecLike]],
 ) -> Plans:
     """Returns the plans of all grids, and of stages."""
     (graph, size, *_), (machine, memory, grid, algorithm, codecs) = cutting, how
     widths, model, layers, inputs, dtype = read
     grid = _grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
-    training = training_asked(graph, widths, model, layers, inputs, dtype)
-    source, words, owners = _source(*cutting, grid)
+    training = training_from_options(graph, widths, model, layers, inputs, dtype)
+    source, description, owners = _source(*cutting, grid)
     search = _Search(cutting, source, training, dtype, machine, codings(codecs))
     found = search.in_stages(model, *staged[1:]) if staged[0] else []
     found += search.on_grids(_grids(size, algorithm, grid))
     limit = machine.memory if memory is None else memory
     known = (replace(each, missing=training.missing) for each in found)
-    judged = sorted((_judged(each, limit) for each in known), key=_merit)
-    ranked = tuple(one for one in judged if one.reason is None)
+    checked = sorted((_check_memory(each, limit) for each in known), key=_sort_key)
+    ranked = tuple(one for one in checked if one.reason is None)
     fastest = next((each.grid for each in ranked if each.stages == 1), None)
     if fastest is not None and takes_grid(cutting[2]):
         owners = _source(*cutting, fastest)[2]
     return Plans(
         ranked,
-        tuple(one for one in judged if one.reason is not None),
+        tuple(one for one in checked if one.reason is not None),
         () if grid is not None else rejections(size, algorithm),
-        f"{words}, {size} ranks; {_words(training)}",
+        f"{description}, {size} ranks; {_describe_training(training)}",
         machine,
         owners,
     )
@@ -192,7 +192,7 @@ def _loader_plans(
     others: Sequence[Any],
     how: tuple[Mapping[str, Any], Machine, float | None],
 ) -> LoaderPlans:
-    """Returns the plans of a loader, unless there is something that says nothing of it."""
+    """Returns the plans of a loader; raises for options that it would ignore."""
     graph = cutting[0]
     if not isinstance(how[0], Mapping):
         raise TypeError(
@@ -222,14 +222,14 @@ def _loader_plans(
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Prices every way to train a graph on so many ranks.
+    """Prices every way to train a graph on a number of ranks.
 
     Args:
-        cutting: the graph, the number of ranks, how it is cut, and the seed.
-        source: the graph cut so, or its law.
-        training, dtype: what is trained, and the numbers of features.
+        cutting: the graph, the number of ranks, the partition, and the seed.
+        source: the partitioned graph, or a `RandomGraph`.
+        training, dtype: the training, and the dtype of features.
         machine: the figures for seconds.
-        links: the exact one, which is None, and others.
+        links: None for the exact link, and others.
     """
 
     cutting: tuple[Any, int, Any, int]
@@ -240,7 +240,7 @@ class _Search:
     links: list[Coding | None]
 
     def on_grids(self, grids: Iterable[Grid]) -> list[Plan]:
-        """Returns the plans of grids; of a graph that is cut anew for each, if need be."""
+        """Returns the plans of grids; partitions the graph for each if the method needs it."""
         found, source = [], self.source
         for grid in grids:
             if takes_grid(self.cutting[2]):
@@ -255,8 +255,8 @@ class _Search:
         """Returns one plan for each different way to train on a grid."""
         training, found = self.training, []
         flow = ghosts = back = source.flow(grid, halo, training.adds_loops)
-        if training.goes_back and isinstance(source, CutEdges):
-            back = source.turned.flow(grid, halo, training.adds_loops)
+        if training.reads_against_edges and isinstance(source, CutEdges):
+            back = source.reversed.flow(grid, halo, training.adds_loops)
         if training.runs_by_halo:
             ghosts = self._ghosts(source, math.prod(grid))
         adds = training.adds_rows and adds_on_grid(flow, ghosts, self.dtype)
@@ -274,12 +274,12 @@ class _Search:
             seen.add(kind)
             for link in (None, *coded):
                 cost = epoch_cost(prices, ordering, link, self.machine, adds)
-                figures = cost.figures(math.prod(grid)) | _written(link)
+                figures = cost.figures(math.prod(grid)) | _link_fields(link)
                 found.append(Plan(grid, orders, ordering, halo, **figures))
         return found
 
     def _halos(self, grid: Grid) -> tuple[str, ...]:
-        """Lists what may travel: all there is, but for laws of degrees and for one way."""
+        """Lists the kinds of halos that can differ on a grid."""
         if isinstance(self.source, RandomGraph):
             return ("rows", "blocks") if grid[:2] != (1, 1) else ("rows",)
         products = any(each.kind != "halo" for each in self.training.layers)
@@ -287,10 +287,10 @@ class _Search:
         return HALOS if grid[:2] != (1, 1) and products else HALOS[:1]
 
     @staticmethod
-    def _ghosts(source: CutEdges | RandomGraph, ways: int) -> Flow:
+    def _ghosts(source: CutEdges | RandomGraph, ranks: int) -> Flow:
         if isinstance(source, CutEdges):
             return source.halo_flow
-        return source.flow((ways, 1, 1), "rows", False)
+        return source.flow((ranks, 1, 1), "rows", False)
 
     def in_stages(
         self, model: Any, chunks: int | None, most: float, skips: int
@@ -307,7 +307,7 @@ class _Search:
             items = items_of(self.training, skips)
         else:
             try:
-                items = items_of_stack(model, features_asked(graph, model))
+                items = items_of_stack(model, num_features_of(graph, model))
             except (ValueError, TypeError, RuntimeError) as error:
                 every = (d for d in range(2, size + 1) if size % d == 0)
                 why = str(error)
@@ -316,26 +316,26 @@ class _Search:
         nodes = source.nodes if isinstance(source, RandomGraph) else len(source.owner)
         how = self.machine, self.links, self.dtype, most
         share = cache(self._share)
-        return LayerProfile(items, self.training, share, nodes, chunks, *how).plans(
+        return PipelinePlanner(items, self.training, share, nodes, chunks, *how).plans(
             size
         )
 
-    def _share(self, ways: int) -> Flow:
-        """Returns what so many ranks exchange for a layer of their stage."""
+    def _share(self, ranks: int) -> Flow:
+        """Returns the rows that the ranks of a stage exchange for a layer."""
         (graph, size, partition, seed), source = self.cutting, self.source
-        if ways != size and isinstance(source, CutEdges):
-            if ways > 1 and not isinstance(partition, str):
+        if ranks != size and isinstance(source, CutEdges):
+            if ranks > 1 and not isinstance(partition, str):
                 raise ValueError(
-                    f"a stage has {ways} ranks, and the owners given are {size}; plan "
+                    f"a stage has {ranks} ranks, and the owners given are {size}; plan "
                     "with the name of a method"
                 )
-            method = "block" if ways == 1 else partition
-            source = _source(graph, ways, method, seed)[0]
-        return self._ghosts(source, ways)
+            method = "block" if ranks == 1 else partition
+            source = _source(graph, ranks, method, seed)[0]
+        return self._ghosts(source, ranks)
 
 
 def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
-    """Returns the edges, the number of nodes, and which are trained on, if known."""
+    """Returns the edges, the number of nodes, and the train mask, if known."""
     edge_index = graph.edge_index if isinstance(graph, Data) else graph
     if isinstance(edge_index, DistEdgeIndex):
         raise TypeError(
@@ -369,10 +369,10 @@ def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
 def _source(
     graph: Any, size: int, partition: Any, seed: int, grid: Grid | None = None
 ) -> tuple[CutEdges | RandomGraph, str, Partition | None]:
-    """Returns what flows are counted from, what it is, and who owns which node."""
+    """Returns the source of flows, its description, and the owners of nodes."""
     if isinstance(graph, RandomGraph):
-        words = f"{graph.nodes:,} nodes, {graph.edges:,} edges, law {graph.law}"
-        return graph, words, None
+        description = f"{graph.nodes:,} nodes, {graph.edges:,} edges, law {graph.law}"
+        return graph, description, None
     edge_index, nodes, mask = edges_of(graph, partition)
     if isinstance(partition, Partition):
         owners = partition
@@ -384,8 +384,8 @@ def _source(
             f"{owners} does not fit a graph of {nodes} nodes on {size} ranks; cut the graph "
             f"into {size} parts"
         )
-    words = f"{nodes:,} nodes, {edge_index.size(1):,} edges"
-    return CutEdges.of(edge_index, owners), words, owners
+    description = f"{nodes:,} nodes, {edge_index.size(1):,} edges"
+    return CutEdges.of(edge_index, owners), description, owners
 
 
 def _grids(size: int, algorithm: str | None, grid: Grid | None) -> Iterable[Grid]:
@@ -401,40 +401,40 @@ def _grids(size: int, algorithm: str | None, grid: Grid | None) -> Iterable[Grid
     ]
     if algorithm is None:
         return every
-    return [one for one in every if _fits(one, algorithm)]
+    return [one for one in every if _has_name(one, algorithm)]
 
 
-def _fits(grid: Grid, algorithm: str) -> bool:
+def _has_name(grid: Grid, algorithm: str) -> bool:
     # every (P/c, c, 1) is a 1.5D grid for c of its own, those of other names too
     if algorithm == "1.5d":
         return grid[2] == 1 and grid[1] > 1
     return name_of(grid) == algorithm
 
 
-def _written(link: Coding | None) -> dict[str, Any]:
-    """Returns what a plan says of its link."""
+def _link_fields(link: Coding | None) -> dict[str, Any]:
+    """Returns the fields of a plan that describe its link."""
     if link is None:
         return {}
     how = {"exact": link.exact, "sized": link.sized}
     return {"codec": link.name, "link": link.link, **how}
 
 
-def _judged(found: Plan, limit: float | None) -> Plan:
-    """Gives a plan that does not fit its reason."""
+def _check_memory(found: Plan, limit: float | None) -> Plan:
+    """Sets the reason of a plan that needs more memory than the limit."""
     if found.reason is not None or limit is None or found.memory <= limit:
         return found
     need, may = show_bytes(found.memory), show_bytes(limit)
     return replace(found, reason=f"needs {need} a rank, and may use {may}")
 
 
-def _merit(found: Plan) -> tuple[Any, ...]:
-    """Fastest first; of equals the one with fewer bytes, then the simplest."""
+def _sort_key(found: Plan) -> tuple[Any, ...]:
+    """Sorts the fastest first; of equal ones, fewer bytes, then the simplest."""
     r, s, p = found.grid
     halo = HALOS.index(found.halo)
     return found.seconds, found.bytes, not found.exact, halo, found.memory, s * p, p, -r
 
 
-def _words(training: Training) -> str:
+def _describe_training(training: Training) -> str:
     widths = [training.layers[0].width_in, *(one.width_out for one in training.layers)]
     kinds = [one.kind for one in training.layers]
     names = kinds[0] if len(set(kinds)) == 1 else "-".join(kinds)
@@ -442,7 +442,7 @@ def _words(training: Training) -> str:
 
 
 def _ranks_of(ranks: Any, mesh: Mesh | None, partition: Any) -> int:
-    """Returns how many ranks to plan for."""
+    """Returns the number of ranks to plan for."""
     if ranks is None:
         if mesh is not None:
             return mesh.size
@@ -451,7 +451,7 @@ def _ranks_of(ranks: Any, mesh: Mesh | None, partition: Any) -> int:
         raise ValueError(
             "plan needs ranks=P (--ranks P), or the mesh whose ranks it is for"
         )
-    size = _integer(ranks)
+    size = _as_int(ranks)
     if size is None or size < 1:
         raise ValueError(f"ranks must be a whole number above 0, got {ranks!r}")
     if mesh is not None and mesh.size != size:
@@ -462,10 +462,10 @@ def _ranks_of(ranks: Any, mesh: Mesh | None, partition: Any) -> int:
 
 
 def _grid_of(grid: Any, algorithm: str | None, size: int) -> Grid | None:
-    """Returns the grid that alone is asked for."""
+    """Returns the checked grid if one is given, otherwise None."""
     if grid is None:
         return None
-    sides = [_integer(n) for n in grid] if isinstance(grid, (tuple, list)) else []
+    sides = [_as_int(n) for n in grid] if isinstance(grid, (tuple, list)) else []
     if len(sides) != 3 or any(n is None or n < 1 for n in sides):
         raise ValueError(
             f"grid={grid!r} must be three whole numbers above 0: (row, col, fiber)"
@@ -481,7 +481,7 @@ def _grid_of(grid: Any, algorithm: str | None, size: int) -> Grid | None:
     return r, s, p  # type: ignore[return-value]
 
 
-def _integer(value: Any) -> int | None:
+def _as_int(value: Any) -> int | None:
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -494,7 +494,7 @@ def check_options(
     stages: tuple[bool, Any, Any, Any],
     grids: tuple[Grid | None, str | None],
 ) -> None:
-    """Refuses options of wrong types, and those that would be ignored."""
+    """Raises for options of wrong types, and for options that would be ignored."""
     if not isinstance(machine, (Machine, type(None))):
         raise TypeError(
             "machine must be a pdc.Machine, as pdc.Machine.load(path) returns, got "
@@ -517,7 +517,7 @@ def check_options(
 
 
 def _check_hetero(pipeline: bool, grid: Any, algorithm: Any, size: int) -> None:
-    """Refuses what is not planned for a HeteroData."""
+    """Raises for options that cannot be planned for a HeteroData."""
     if pipeline:
         raise ValueError(
             "a pipeline takes layers of one node type, and this is a HeteroData; leave "

@@ -113,14 +113,14 @@ class Plan:
 
     def __str__(self) -> str:
         sides = self.sides.replace("x", " x ").replace("  ", " ")
-        said = f"{self.algorithm} ({sides}), {', '.join(self.orders)}"
+        text = f"{self.algorithm} ({sides}), {', '.join(self.orders)}"
         if self.halo != "auto":
-            said += f", halo {self.halo}"
+            text += f", halo {self.halo}"
         if self.codec != "plain":
-            said += f", {self.codec}{'' if self.exact else ' (not exact)'}"
+            text += f", {self.codec}{'' if self.exact else ' (not exact)'}"
         most = "at least " if self.missing else "" if self.sized else "at most "
         return (
-            f"{said}: {most}{show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
+            f"{text}: {most}{show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
             f"all, {self.seconds:.4g} s an epoch, {show_bytes(self.memory)} of memory"
         )
 
@@ -157,7 +157,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rejection:
-    """An algorithm that no grid of so many ranks has, and why."""
+    """An algorithm that has no grid of this number of ranks, with the reason."""
 
     algorithm: str
     reason: str
@@ -167,19 +167,19 @@ class Rejection:
         return {"algorithm": self.algorithm, "reason": self.reason}
 
 
-One = TypeVar("One")
+PlanT = TypeVar("PlanT")
 
 
-class Ranked(Sequence[One]):
+class Ranked(Sequence[PlanT]):
     """The plans that can be run, the fastest first."""
 
-    ranked: tuple[One, ...]
+    ranked: tuple[PlanT, ...]
 
     @overload
-    def __getitem__(self, key: int) -> One: ...
+    def __getitem__(self, key: int) -> PlanT: ...
     @overload
-    def __getitem__(self, key: slice) -> tuple[One, ...]: ...
-    def __getitem__(self, key: int | slice) -> One | tuple[One, ...]:
+    def __getitem__(self, key: slice) -> tuple[PlanT, ...]: ...
+    def __getitem__(self, key: int | slice) -> PlanT | tuple[PlanT, ...]:
         return self.ranked[key]
 
     def __len__(self) -> int:
@@ -246,12 +246,12 @@ class Plans(Ranked[Plan]):
             "machine": self.machine.to_dict(),
             "plans": [plan.to_dict() for plan in self.ranked],
             "refused": [plan.to_dict() for plan in self.refused],
-            "rejections": [misfit.to_dict() for misfit in self.rejections],
+            "rejections": [rejection.to_dict() for rejection in self.rejections],
         }
 
     def __str__(self) -> str:
-        first = {_kind(plan): plan for plan in reversed(self.ranked)}
-        best = [plan for plan in self.ranked if first[_kind(plan)] is plan]
+        first = {_group_key(plan): plan for plan in reversed(self.ranked)}
+        best = [plan for plan in self.ranked if first[_group_key(plan)] is plan]
         shown = best[:MOST_LINES]
         parts = [f"graph     {self.graph}", str(self.machine), "", _table(shown)]
         if len(self.ranked) > len(shown):
@@ -264,8 +264,8 @@ class Plans(Ranked[Plan]):
             for plan in shown
             for name, count in plan.relation_bytes.items()
         ]
-        parts += _remarks(shown, self.machine) + _nothing_coded(self.ranked)
-        parts += _early(self.ranked[:1])
+        parts += _legend(shown, self.machine) + _useless_codecs(self.ranked)
+        parts += _describe_first_epochs(self.ranked[:1])
         parts += dict.fromkeys(plan.remark for plan in self.ranked if plan.remark)
         lines = self._refusals()
         if lines:
@@ -275,22 +275,23 @@ class Plans(Ranked[Plan]):
         return "\n".join(parts)
 
     def _refusals(self) -> list[str]:
-        """Says why, of each grid that cannot be used at all, its leanest plan is refused."""
+        """Returns the reasons: for each unusable grid, that of its plan with least memory."""
         usable = {(plan.stages, plan.grid) for plan in self.ranked}
-        lean: dict[tuple[int, Grid], Plan] = {}
+        leanest: dict[tuple[int, Grid], Plan] = {}
         for plan in sorted(self.refused, key=lambda plan: plan.memory):
             if (plan.stages, plan.grid) not in usable:
-                lean.setdefault((plan.stages, plan.grid), plan)
+                leanest.setdefault((plan.stages, plan.grid), plan)
         lines = [
-            f"{p.algorithm} {p.sides if p.stages > 1 else p.grid}{_odd(p)}: {p.reason}"
-            for p in lean.values()
+            f"{p.algorithm} {p.sides if p.stages > 1 else p.grid}"
+            f"{_describe_choices(p)}: {p.reason}"
+            for p in leanest.values()
         ]
-        unfit = [
+        unusable = [
             f"{plan.codec}: {plan.reason}"
             for plan in self.refused
             if (plan.stages, plan.grid) in usable and "needs" not in str(plan.reason)
         ]
-        lines, left = lines + unfit, len(self.refused) - len(lean) - len(unfit)
+        lines, left = lines + unusable, len(self.refused) - len(leanest) - len(unusable)
         if left:
             lines.append(f"{left} orderings, halos and codecs that take more memory")
         return lines + [f"{m.algorithm}: {m.reason}" for m in self.rejections]
@@ -300,11 +301,11 @@ class Plans(Ranked[Plan]):
         return f"Plans({len(self.ranked)} for {self.graph}; best: {best})"
 
 
-def _kind(plan: Plan) -> tuple[int, Grid, str]:
+def _group_key(plan: Plan) -> tuple[int, Grid, str]:
     return plan.stages, plan.grid, plan.codec
 
 
-def _odd(plan: Plan) -> str:
+def _describe_choices(plan: Plan) -> str:
     words = [] if plan.ordering.order == "auto" else [plan.ordering.order]
     words += [] if plan.ordering.keep_inputs else ["nothing kept"]
     words += [] if plan.halo == "auto" or plan.stages > 1 else [f"halo {plan.halo}"]
@@ -322,7 +323,7 @@ def _table(plans: Sequence[Plan]) -> str:
             plan.halo,
             f"{plan.codec}{'' if plan.exact else ' *'}",
             *(
-                f"{_sign(plan)}{show_bytes(count)}"
+                f"{_bound_sign(plan)}{show_bytes(count)}"
                 for count in (plan.bytes, plan.total_bytes, plan.exchange_bytes)
             ),
             plan.messages,
@@ -334,8 +335,8 @@ def _table(plans: Sequence[Plan]) -> str:
     return format_table(head, rows) if rows else "no plan can be run"
 
 
-def _early(plans: Sequence[Plan]) -> list[str]:
-    """Says what the first epochs of a plan move, where that is more than a later one."""
+def _describe_first_epochs(plans: Sequence[Plan]) -> list[str]:
+    """Describes the bytes of the first two epochs, if they exceed those of a later one."""
     return [
         f"the first two epochs of {plan.algorithm} {plan.sides} move "
         f"{' and '.join(map(show_bytes, plan.early_bytes))} in all: features that do not "
@@ -345,12 +346,12 @@ def _early(plans: Sequence[Plan]) -> list[str]:
     ]
 
 
-def _sign(plan: Plan) -> str:
+def _bound_sign(plan: Plan) -> str:
     return ">= " if plan.missing else "" if plan.sized else "<= "
 
 
-def _nothing_coded(ranked: Sequence[Plan]) -> list[str]:
-    """Names the codecs by which the leanest plan sends no fewer bytes than without."""
+def _useless_codecs(ranked: Sequence[Plan]) -> list[str]:
+    """Names the codecs that save no bytes beside the best plan without a codec."""
     least: dict[str, float] = {}
     for plan in ranked:
         best = least.get(plan.codec, math.inf)
@@ -364,28 +365,28 @@ def _nothing_coded(ranked: Sequence[Plan]) -> list[str]:
     ]
 
 
-def _remarks(plans: Sequence[Plan], machine: Machine) -> list[str]:
-    """Says what the signs of the table mean."""
-    said = []
+def _legend(plans: Sequence[Plan], machine: Machine) -> list[str]:
+    """Explains the signs of the table."""
+    notes = []
     if any(not plan.exact for plan in plans):
-        said.append(
+        notes.append(
             "* not exact (rounded, left out, late, or read from history): only when asked for"
         )
     if any(not (plan.sized or plan.missing) for plan in plans):
-        said.append("<= sizes depend on values, or on chunks: the most there can be")
+        notes.append("<= sizes depend on values, or on chunks: the most there can be")
     missing = dict.fromkeys(plan.missing for plan in plans if plan.missing)
-    said += [f">= bytes and seconds leave out {words}" for words in missing]
+    notes += [f">= bytes and seconds leave out {words}" for words in missing]
     links = [plan.link for plan in plans if isinstance(plan.link, LinkPolicy)]
     if any(repr(link.codec) not in machine.codes for link in links):
-        said.append(
+        notes.append(
             f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows a second, "
             "where calibrate has not measured it"
         )
-    return said
+    return notes
 
 
 def show_bytes(count: float) -> str:
-    """Writes a number of bytes with a unit."""
+    """Formats a number of bytes with a unit."""
     value, unit = float(count), 0
     while value >= 1024 and unit < len(UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -406,7 +407,7 @@ def name_of(grid: Grid) -> str:
 
 
 def rejections(size: int, wanted: str | None) -> tuple[Rejection, ...]:
-    """Lists the algorithms that have no grid of so many ranks."""
+    """Lists the algorithms that have no grid of `size` ranks."""
     found = []
     for name in ALGORITHMS if wanted is None else (wanted,):
         try:

@@ -1,8 +1,7 @@
 """Counts the rows that each rank of a grid receives, sends and multiplies in one product.
 
-One process counts for all ranks, by the choices that `ops.block_plan` makes rank by rank and
-the same function for pairs of ranks (see [Note: rows or sums] in `ops/grid_plan.py` and
-[Note: handing over] in `ops/grid_plan.py`).
+One process counts for all ranks, by the choices that `ops/grid_plan.py` makes on each rank, and
+with the same function for pairs of ranks (see its notes on rows or sums, and on handing over).
 """
 
 from __future__ import annotations
@@ -26,91 +25,93 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs:
-    """Rows that ranks of each line ask of one another, and in how many pieces they come.
+class PairCounts:
+    """The rows that each pair of ranks on a line exchanges, and the number of pieces.
 
-    want    [line, asking, asked]
-    pieces  [line]
-    turned  whether lines are columns of the grid
+    want        [line, receiver, sender]
+    pieces      [line]
+    transposed  whether lines are columns of the grid
     """
 
     want: Array
     pieces: Array
-    turned: bool = False
+    transposed: bool = False
 
     def of_piece(self, number: int) -> Array:
-        """Returns the rows of one piece `[line, asking, asked]`, cut as `plan_link` does."""
+        """Returns the rows of one piece `[line, receiver, sender]`, cut as in `plan_link`."""
         count = self.pieces[:, None, None]
         rows: Array = self.want // count + (number < self.want % count)
         return np.where(number < count, rows, 0)
 
     def by_rank(self, size: Array) -> tuple[Array, Array]:
-        """Adds up `size[line, asking, asked]` for who asks, and for who is asked."""
-        asking, asked = size.sum(2), size.sum(1)
-        return (asking.T, asked.T) if self.turned else (asking, asked)
+        """Sums `size[line, receiver, sender]` over senders, and over receivers."""
+        asking, wanted = size.sum(2), size.sum(1)
+        return (asking.T, wanted.T) if self.transposed else (asking, wanted)
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
-    """One link of every rank (i, j) of a grid, each entry [r, s] or broadcast to it.
+class LinkCounts:
+    """The rows of one link on every rank (i, j) of a grid; entries are [r, s] or broadcast.
 
-    ghosts   rows of others that are needed here
-    lent     own rows that others need, once for each that needs it
-    sources  messages that the ghosts come in
-    readers  messages that the lent rows go out in
-    pairs    the same, pair of ranks by pair; None for a law of degrees
+    ghosts   rows of other ranks that are needed here
+    sent     own rows that other ranks need, counted once for each such rank
+    sources  messages in which the ghosts arrive
+    readers  messages in which own rows are sent
+    pairs    the rows by pair of ranks; None for a degree distribution
     """
 
     ghosts: Array
-    lent: Array
+    sent: Array
     sources: Array
     readers: Array
-    pairs: Pairs | None = None
+    pairs: PairCounts | None = None
 
     @staticmethod
-    def of(want: Array, pieces: bool | Array) -> Side:
-        """Counts `want[line, a, b]`: rows that rank a of a line asks of its rank b.
+    def of(want: Array, pieces: bool | Array) -> LinkCounts:
+        """Counts the rows of `want[line, a, b]`, which rank a of a line receives from rank b.
 
-        In pieces (on each line or none), as `halo.chunked` cuts them, a pair of ranks
-        exchanges as many messages as there are pieces with rows.
+        If a line exchanges in pieces, as `halo.plan_link` cuts them, a pair of ranks exchanges
+        one message for each piece that has rows.
         """
         most = want.sum(2).max(1, initial=0)
         count = np.where(pieces, np.clip(most // CHUNK_ROWS, 1, MAX_CHUNKS), 1)
         parts = np.minimum(want, count[:, None, None])
         ends = want.sum(2), want.sum(1), parts.sum(2), parts.sum(1)
-        return Side(*ends, Pairs(want, count))
+        return LinkCounts(*ends, PairCounts(want, count))
 
-    def turned(self) -> Side:
+    def transposed(self) -> LinkCounts:
         """Returns the same counts as `[s, r]` for `[r, s]`."""
         pairs = self.pairs
         if pairs is not None:
-            pairs = replace(pairs, turned=not pairs.turned)
-        return Side(self.ghosts.T, self.lent.T, self.sources.T, self.readers.T, pairs)
+            pairs = replace(pairs, transposed=not pairs.transposed)
+        return LinkCounts(
+            self.ghosts.T, self.sent.T, self.sources.T, self.readers.T, pairs
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class Sides:
-    """The links of a product, as `ops.local_blocks` has them, for every rank."""
+class ProductLinks:
+    """The links of a product on every rank, as in `ops.csr.LocalBlocks`."""
 
-    ghost: Side
-    out: Side
-    sums: Side
-    far: Side
+    ghost: LinkCounts
+    out: LinkCounts
+    sums: LinkCounts
+    far: LinkCounts
 
     @property
-    def mirrored(self) -> Sides:
+    def mirrored(self) -> ProductLinks:
         """The links of the transpose."""
-        return Sides(self.out, self.ghost, self.far, self.sums)
+        return ProductLinks(self.out, self.ghost, self.far, self.sums)
 
     @property
-    def all(self) -> tuple[Side, Side, Side, Side]:
+    def all(self) -> tuple[LinkCounts, LinkCounts, LinkCounts, LinkCounts]:
         """All of them."""
         return self.ghost, self.out, self.sums, self.far
 
 
 @dataclass(eq=False)
 class _Block:
-    """The nonzeros of a block whose ends have different owners, as they are shared out.
+    """The nonzeros of a block whose ends have different owners, while ranks divide them.
 
     Shapes [e]: source, target (ids), row_of (process row of the source's owner), col_of
     (process column of the target's owner), given (whether handed over). Summed are the
@@ -122,27 +123,29 @@ class _Block:
     target: Tensor
     row_of: Tensor
     col_of: Tensor
-    given: Tensor
+    offloaded: Tensor
     summed: Tensor
     forwarded: tuple[Tensor, Tensor]
 
     def choose(
-        self, near: Tensor, far: Tensor, place: Tensor, open_: Tensor, halo: str
+        self, needed: Tensor, far: Tensor, place: Tensor, open_: Tensor, halo: str
     ) -> int:
-        """Decides which of the open nonzeros are handed over; returns the words left."""
-        chosen, words = offloaded_nonzeros(near[open_], far[open_], place[open_], halo)
-        self.given = torch.zeros_like(open_).masked_scatter(open_, chosen)
+        """Decides which of the open nonzeros are offloaded; returns the words that remain."""
+        chosen, words = offloaded_nonzeros(
+            needed[open_], far[open_], place[open_], halo
+        )
+        self.offloaded = torch.zeros_like(open_).masked_scatter(open_, chosen)
         return words
 
     def keep(self, which: Tensor) -> None:
-        """Drops the other nonzeros."""
+        """Keeps the selected nonzeros, and drops the others."""
         self.source, self.target = self.source[which], self.target[which]
         self.row_of, self.col_of = self.row_of[which], self.col_of[which]
 
 
 @dataclass(frozen=True, eq=False)
-class _Wants:
-    """Rows that ranks of a line ask of one another, `[line, asking, asked]`, and nonzeros.
+class _LinkTables:
+    """The rows of each link, `[line, receiver, sender]`, and the nonzeros of all blocks.
 
     nonzeros [5, r, s]: own_ghost, out_own, out_ghost, sum_own, own_far
     """
@@ -153,59 +156,61 @@ class _Wants:
     far: Array
     nonzeros: Array
 
-    def give_rows(self, block: _Block, i: int, j: int, whole: bool) -> None:
-        """Hands nonzeros to the process rows of their sources."""
-        given, r = block.given & (not whole), self.ghost.shape[1]
-        block.summed = block.target[given]
-        self.sums[j, :, i] = _distinct(block.row_of[given], block.summed, r)
+    def offload_to_rows(self, block: _Block, i: int, j: int, whole: bool) -> None:
+        """Offloads nonzeros to the process rows of their sources."""
+        offloaded, r = block.offloaded & (not whole), self.ghost.shape[1]
+        block.summed = block.target[offloaded]
+        self.sums[j, :, i] = _count_distinct(block.row_of[offloaded], block.summed, r)
         self.nonzeros[3, :, j] += torch.bincount(
-            block.row_of[given], minlength=r
+            block.row_of[offloaded], minlength=r
         ).numpy()
-        block.keep(~given)
+        block.keep(~offloaded)
 
-    def give_columns(self, block: _Block, i: int, j: int, whole: bool) -> None:
-        """Hands nonzeros to the process columns of their targets."""
-        given, s = block.given & (not whole), self.out.shape[1]
-        block.forwarded = block.source[given], block.row_of[given]
-        self.far[i, :, j] = _distinct(block.col_of[given], block.source[given], s)
+    def offload_to_columns(self, block: _Block, i: int, j: int, whole: bool) -> None:
+        """Offloads nonzeros to the process columns of their targets."""
+        offloaded, s = block.offloaded & (not whole), self.out.shape[1]
+        block.forwarded = block.source[offloaded], block.row_of[offloaded]
+        self.far[i, :, j] = _count_distinct(
+            block.col_of[offloaded], block.source[offloaded], s
+        )
         self.nonzeros[4, i, :] += torch.bincount(
-            block.col_of[given], minlength=s
+            block.col_of[offloaded], minlength=s
         ).numpy()
-        block.keep(~given)
+        block.keep(~offloaded)
 
-    def take(self, block: _Block, i: int, j: int, summed_at: Tensor) -> None:
-        """Counts what the nonzeros that stay need, and what was promised for others."""
+    def count_rest(self, block: _Block, i: int, j: int, summed_at: Tensor) -> None:
+        """Counts the rows that the remaining nonzeros and the offloaded ones of others need."""
         forwarded, rows = block.forwarded
         columns = torch.cat([block.source, forwarded])
         place = torch.cat([block.row_of, rows])
-        self.ghost[j, i] = _distinct(place, columns, self.ghost.shape[1], i)
+        self.ghost[j, i] = _count_distinct(place, columns, self.ghost.shape[1], i)
         targets = torch.cat([block.target, block.summed])
         place = torch.cat([block.col_of, summed_at])
-        self.out[i, j] = _distinct(place, targets, self.out.shape[1], j)
+        self.out[i, j] = _count_distinct(place, targets, self.out.shape[1], j)
         in_row, in_col = block.col_of == j, block.row_of == i
         kinds = (in_row & ~in_col, ~in_row & in_col, ~in_row & ~in_col)
         self.nonzeros[:3, i, j] = [int(which.sum()) for which in kinds]
 
 
-def shared_out(
+def count_links(
     edges: tuple[Array, Array], owner: Array, fiber: Array, grid: Grid, halo: str
-) -> tuple[Sides, tuple[Array, ...]]:
-    """Returns the links of all ranks, and the nonzeros of their blocks but the own ones.
+) -> tuple[ProductLinks, tuple[Array, ...]]:
+    """Returns the links of all ranks, and the nonzeros of their blocks without the own blocks.
 
     Args:
         edges: sources and targets with different owners, by the rank of the target, each
             rank's in their original order.
-        owner: of each node.
+        owner: the owner of each node.
         fiber: own rows of ranks (i, j, *).
         grid: (r, s, p).
-        halo: see `ops.cover.check_halo`.
+        halo: see `check_halo` in `ops/grid_plan.py`.
 
     Returns:
-        `Sides`, and [r, s] nonzeros: own_ghost, out_own, out_ghost, sum_own, own_far.
+        `ProductLinks`, and [r, s] nonzeros: own_ghost, out_own, out_ghost, sum_own, own_far.
     """
     r, s, _ = grid
     blocks = _blocks(edges, owner, grid)
-    want = _Wants(
+    want = _LinkTables(
         np.zeros((s, r, r), np.int64),
         np.zeros((r, s, s), np.int64),
         np.zeros((s, r, r), np.int64),
@@ -214,28 +219,28 @@ def shared_out(
     )
     words = np.zeros((r, s), np.int64)
     for (i, j), block in blocks.items():
-        near, far, place = block.source, block.target, block.row_of
-        words[i, j] = block.choose(near, far, place, place != i, halo)
-    whole_in = _whole(words.T, fiber.T, halo)
+        needed, far, place = block.source, block.target, block.row_of
+        words[i, j] = block.choose(needed, far, place, place != i, halo)
+    whole_in = _exchanges_whole_blocks(words.T, fiber.T, halo)
     for (i, j), block in blocks.items():
-        want.give_rows(block, i, j, bool(whole_in[j]))
-        near, far, place = block.target, block.source, block.col_of
-        away, paid = place != j, torch.isin(near, block.summed)
-        words[i, j] = block.choose(near, far, place, away & ~paid, halo)
+        want.offload_to_rows(block, i, j, bool(whole_in[j]))
+        needed, far, place = block.target, block.source, block.col_of
+        remote, summed_already = place != j, torch.isin(needed, block.summed)
+        words[i, j] = block.choose(needed, far, place, remote & ~summed_already, halo)
         summed_at = torch.from_numpy(owner)[block.summed] // grid[2] % s
         words[i, j] += len(torch.unique(block.summed[summed_at != j]))
-    whole_out = _whole(words, fiber, halo)
+    whole_out = _exchanges_whole_blocks(words, fiber, halo)
     for (i, j), block in blocks.items():
-        want.give_columns(block, i, j, bool(whole_out[i]))
+        want.offload_to_columns(block, i, j, bool(whole_out[i]))
         place = torch.from_numpy(owner)[block.summed] // grid[2] % s
-        want.take(block, i, j, place)
-    _fill(want.ghost, fiber.T, whole_in)
-    _fill(want.out, fiber, whole_out)
-    sides = Sides(
-        Side.of(want.ghost, ~whole_in).turned(),
-        Side.of(want.out, ~whole_out),
-        Side.of(want.sums, True).turned(),
-        Side.of(want.far, True),
+        want.count_rest(block, i, j, place)
+    _set_whole_blocks(want.ghost, fiber.T, whole_in)
+    _set_whole_blocks(want.out, fiber, whole_out)
+    sides = ProductLinks(
+        LinkCounts.of(want.ghost, ~whole_in).transposed(),
+        LinkCounts.of(want.out, ~whole_out),
+        LinkCounts.of(want.sums, True).transposed(),
+        LinkCounts.of(want.far, True),
     )
     return sides, tuple(want.nonzeros)
 
@@ -245,8 +250,8 @@ def _blocks(
 ) -> dict[tuple[int, int], _Block]:
     r, s, p = grid
     source, target = edges
-    home, start = owner[target], owner[source]
-    block = home // (s * p) * s + start // p % s
+    target_owner, source_owner = owner[target], owner[source]
+    block = target_owner // (s * p) * s + source_owner // p % s
     order = np.argsort(block, kind="stable")
     ends = np.cumsum(np.bincount(block, minlength=r * s))
     none = torch.zeros(0, dtype=torch.int64)
@@ -255,8 +260,8 @@ def _blocks(
         found[divmod(k, s)] = _Block(
             torch.from_numpy(source[which]),
             torch.from_numpy(target[which]),
-            torch.from_numpy(start[which] // (s * p)),
-            torch.from_numpy(home[which] // p % s),
+            torch.from_numpy(source_owner[which] // (s * p)),
+            torch.from_numpy(target_owner[which] // p % s),
             none,
             none,
             (none, none),
@@ -264,8 +269,8 @@ def _blocks(
     return found
 
 
-def _distinct(place: Tensor, gid: Tensor, places: int, own: int = -1) -> Array:
-    """Counts the distinct nodes of each place, but of one's own."""
+def _count_distinct(place: Tensor, gid: Tensor, places: int, own: int = -1) -> Array:
+    """Counts the distinct nodes of each place, except for place `own`."""
     if not len(gid):
         return np.zeros(places, np.int64)
     pair = torch.unique(place * (gid.max() + 1) + gid)
@@ -275,8 +280,8 @@ def _distinct(place: Tensor, gid: Tensor, places: int, own: int = -1) -> Array:
     return found
 
 
-def _whole(words: Array, own: Array, halo: str) -> Array:
-    """Tells of each line `[line, rank]` whether it exchanges whole blocks."""
+def _exchanges_whole_blocks(words: Array, own: Array, halo: str) -> Array:
+    """Returns for each line `[line, rank]` whether it exchanges whole blocks."""
     if halo != "auto" or own.shape[1] == 1:
         return np.full(len(own), halo == "blocks")
     every = own.sum(1, keepdims=True)
@@ -284,48 +289,48 @@ def _whole(words: Array, own: Array, halo: str) -> Array:
     return found
 
 
-def _fill(want: Array, own: Array, whole: Array) -> None:
-    """Puts whole blocks where a line exchanges them."""
+def _set_whole_blocks(want: Array, own: Array, whole: Array) -> None:
+    """Sets the rows of lines that exchange whole blocks."""
     size = own.shape[1]
     blocks = np.repeat(own[:, None, :], size, 1) * (1 - np.eye(size, dtype=np.int64))
     want[whole] = blocks[whole]
 
 
-MOST_RANKS = 4096  # a table of ranks by ranks is kept
+MOST_RANKS = 4096  # limits the table of ranks by ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """What one product moves and multiplies, on every rank of a grid r x s x p.
+    """The rows that one product moves and multiplies, on every rank of a grid r x s x p.
 
     nodes      [r, s, p] own rows
     fiber      [r, s]    own rows of all ranks of a fiber
-    edges      [r, s, p] edges owned, an edge living with the owner of its target
-    sides      what travels
-    nonzeros   six times [r, s], as the blocks of `ops.local_blocks`
+    edges      [r, s, p] own edges; an edge belongs to the owner of its target
+    sides      the rows that travel
+    nonzeros   six times [r, s], the blocks of `ops.csr.LocalBlocks`
 
-    For a law of degrees all entries are means, and the same on every rank: the first two
-    dims then have size 1.
+    For a degree distribution all entries are means, equal on all ranks: the first two dims
+    then have size 1.
     """
 
     grid: Grid
     nodes: Array
     fiber: Array
     edges: Array
-    sides: Sides
+    sides: ProductLinks
     nonzeros: tuple[Array, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class CutEdges:
-    """The edges of a partitioned graph, as the plans of all grids need them.
+    """The edges of a partitioned graph, as the plans of all grids read them.
 
-    nodes   [P]     nodes owned
+    nodes   [P]     own nodes
     edges   [P, P]  edges by the owner of their target, and of their source
     loops   [P]     self-loops among them
     cut     sources and targets of edges between owners, by the owner of the target
-    owner   [n]
-    whole   all edges, and who owns which node
+    owner   [n]     the owner of each node
+    whole   all edges, and the partition
     """
 
     nodes: Array
@@ -342,30 +347,34 @@ class CutEdges:
         if parts > MOST_RANKS:
             raise ValueError(
                 f"a real graph is planned for at most {MOST_RANKS} ranks, got {parts}; "
-                "plan a RandomGraph of its nodes, edges and law of degrees"
+                "plan a RandomGraph of its nodes, edges and degree distribution"
             )
         check_edge_index(edge_index, partition.num_nodes)
         ends = edge_index.detach().as_subclass(Tensor).cpu().long().numpy()
         source, target = ends
         owner = partition.owner.numpy().astype(np.int64)
-        home, start = owner[target], owner[source]
-        edges = np.bincount(home * parts + start, minlength=parts * parts)
-        loops = np.bincount(home[source == target], minlength=parts)
-        away = np.flatnonzero(home != start)
-        narrow = home[away].astype(np.min_scalar_type(parts - 1))  # a radix sort
-        away = away[np.argsort(narrow, kind="stable")]
+        target_owner, source_owner = owner[target], owner[source]
+        edges = np.bincount(
+            target_owner * parts + source_owner, minlength=parts * parts
+        )
+        loops = np.bincount(target_owner[source == target], minlength=parts)
+        remote = np.flatnonzero(target_owner != source_owner)
+        narrow = target_owner[remote].astype(
+            np.min_scalar_type(parts - 1)
+        )  # a radix sort
+        remote = remote[np.argsort(narrow, kind="stable")]
         return CutEdges(
             np.array(partition.sizes, np.int64),
             edges.reshape(parts, parts),
             loops,
-            (source[away], target[away]),
+            (source[remote], target[remote]),
             owner,
             (edge_index, partition),
         )
 
     @cached_property
-    def turned(self) -> CutEdges:
-        """The same edges turned around, owned by what were their sources."""
+    def reversed(self) -> CutEdges:
+        """The edges with both ends exchanged, each owned by the owner of its old source."""
         edge_index, partition = self.whole
         return CutEdges.of(edge_index.flip(0), partition)
 
@@ -379,12 +388,12 @@ class CutEdges:
 
         Args:
             grid: (r, s, p), as many ranks as parts.
-            halo: what travels; see `ops.cover.check_halo`.
+            halo: the rows that travel; see `check_halo` in `ops/grid_plan.py`.
             add_loops: each node has exactly one self-loop, as in a GCN.
         """
         r, s, p = grid
         nodes = self.nodes.reshape(r, s, p)
-        sides, others = shared_out(self.cut, self.owner, nodes.sum(2), grid, halo)
+        sides, others = count_links(self.cut, self.owner, nodes.sum(2), grid, halo)
         edges = self.edges.reshape(r, s, p, r, s, p).sum((2, 5))
         i, j = np.ix_(range(r), range(s))
         own = edges[i, j, i, j]
@@ -405,13 +414,15 @@ class CutEdges:
         grid = (self.size, 1, 1)
         flow = self.flow(grid, "rows", False)
         source, target = self.cut
-        rank, gid = distinct(self.owner[target], source, self.size, len(self.owner))
+        rank, gid = distinct_pairs(
+            self.owner[target], source, self.size, len(self.owner)
+        )
         want = np.bincount(rank * self.size + self.owner[gid], minlength=self.size**2)
-        side = Side.of(want.reshape(1, self.size, self.size), False).turned()
+        side = LinkCounts.of(want.reshape(1, self.size, self.size), False).transposed()
         return replace(flow, sides=replace(flow.sides, ghost=side))
 
 
-def distinct(
+def distinct_pairs(
     group: Array, gid: Array, groups: int, num_nodes: int
 ) -> tuple[Array, Array]:
     """Returns the distinct pairs of a group and a node, in order of the group.
@@ -425,7 +436,7 @@ def distinct(
     last = np.empty(num_nodes, np.int64)  # never cleared: a group reads what it wrote
     keep = np.zeros(len(gid), np.bool_)
     for start, end in zip(ends - sizes, ends, strict=True):
-        asked, place = gid[start:end], np.arange(end - start)
-        last[asked] = place
-        keep[start:end] = last[asked] == place
+        wanted, place = gid[start:end], np.arange(end - start)
+        last[wanted] = place
+        keep[start:end] = last[wanted] == place
     return np.repeat(np.arange(groups), sizes)[keep], gid[keep]

@@ -1,4 +1,4 @@
-"""Describes what an epoch of a model multiplies with the graph, and sums over ranks."""
+"""Describes the products with the graph, and the sums over ranks, of an epoch of a model."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class LayerShape:
         width_in, width_out: features that go in and come out.
         fresh: whether its input is computed, so a gradient goes on to it, also where
             the layer is the first.
-        still: whether its input is the features themselves; if None, its place tells.
-        flows: whether a gradient goes on to its input; if None, its place tells.
+        is_feature: whether its input is the features themselves; if None, its place tells.
+        needs_gradient: whether a gradient goes on to its input; if None, its place tells.
         trains: whether the weights that an order could put before the product do.
         rounds: of "halo", the rows it exchanges; if None, its input, and what gradient
             there is.
-        against: whether messages flow against the edges.
+        against_edges: whether messages flow against the edges.
         matrix: tells the matrices of layers of one kind apart, which are kept with an input.
         coded: whether a link codes its products.
         read: whether a gradient comes back to its outcome.
@@ -55,11 +55,11 @@ class LayerShape:
     width_in: int
     width_out: int
     fresh: bool = False
-    still: bool | None = None
-    flows: bool | None = None
+    is_feature: bool | None = None
+    needs_gradient: bool | None = None
     trains: bool = True
     rounds: tuple[Round, ...] | None = None
-    against: bool = False
+    against_edges: bool = False
     matrix: str = ""
     coded: bool = True
     read: bool = True
@@ -91,7 +91,7 @@ class ProductShape:
         width: features.
         transposed: whether it is one of the backward pass.
         halo: whether rows travel alone, as `HaloConv` has it.
-        against: whether the edges are turned around, and owned by their sources.
+        against_edges: whether the edges are turned around, and owned by their sources.
         coded: whether a link codes its rows.
     """
 
@@ -99,7 +99,7 @@ class ProductShape:
     width: int
     transposed: bool
     halo: bool = False
-    against: bool = False
+    against_edges: bool = False
     coded: bool = True
 
 
@@ -141,9 +141,9 @@ class Training:
         return any(each.adds for one in self.layers for each in one.rounds or ())
 
     @property
-    def goes_back(self) -> bool:
+    def reads_against_edges(self) -> bool:
         """Whether some layer's messages flow against the edges."""
-        return any(layer.against for layer in self.layers)
+        return any(layer.against_edges for layer in self.layers)
 
     @property
     def adds_loops(self) -> bool:
@@ -153,8 +153,8 @@ class Training:
     def wants_gradient(self, number: int) -> bool:
         """Whether the backward pass goes on to the input of a layer."""
         layer = self.layers[number]
-        if layer.flows is not None:
-            return layer.flows
+        if layer.needs_gradient is not None:
+            return layer.needs_gradient
         return number > 0 or self.inputs == "trained" or layer.fresh
 
     def orders(self, ordering: MultiplyOrder) -> tuple[str, ...]:
@@ -178,9 +178,9 @@ class Training:
     def _keeps(self, number: int, ordering: MultiplyOrder) -> bool:
         """Whether what a layer reads of its input is kept, which does not change."""
         layer = self.layers[number]
-        still = number == 0 if layer.still is None else layer.still
-        still = still and self.inputs == "constant" and ordering.keep_inputs
-        return still and not (self.wants_gradient(number) or layer.fresh)
+        is_feature = number == 0 if layer.is_feature is None else layer.is_feature
+        is_feature = is_feature and self.inputs == "constant" and ordering.keep_inputs
+        return is_feature and not (self.wants_gradient(number) or layer.fresh)
 
     def products(
         self,
@@ -190,7 +190,7 @@ class Training:
         keeps_rows: bool = True,
         uses: dict[Any, int] | None = None,
     ) -> list[ProductShape]:
-        """Lists what an epoch multiplies, from the third on (see `ProductCache`).
+        """Lists the products of the third epoch or a later one (see `ProductCache`).
 
         Args:
             ordering: how layers take A X W apart.
@@ -203,20 +203,20 @@ class Training:
         for i, order in enumerate(self.orders(ordering)):
             layer = self.layers[i]
             width = layer.width_out if order == "last" else layer.width_in
-            how = order == "halo", layer.against, layer.coded
+            how = order == "halo", layer.against_edges, layer.coded
             if order == "halo" and layer.rounds is not None:
                 for each in layer.rounds:
                     rows = not (each.adds and adds_on_grid)
                     kept = each.kept and rows and keeps_rows and ordering.keep_inputs
-                    if kept and _used(uses, ("rows", layer.against)) > 1:
+                    if kept and _count_use(uses, ("rows", layer.against_edges)) > 1:
                         continue
-                    way = each.width, each.home, rows
+                    way = each.width, each.to_owners, rows
                     found.append(ProductShape(i, *way, coded=each.coded))
                 continue
             kept = how[0] and keeps_rows and self._keeps(i, ordering)
             if order == "kept" or kept:
                 what = "rows" if how[0] else (layer.kind, layer.matrix)
-                known = _used(uses, (what, layer.against))
+                known = _count_use(uses, (what, layer.against_edges))
                 if known > 1:
                     continue
                 if known == 1 or how[0]:  # for the first time as for the last
@@ -255,8 +255,8 @@ class Training:
         }
 
 
-def _used(uses: dict[Any, int] | None, key: Any) -> int:
-    """Returns how often what is kept was used before, and counts a use."""
+def _count_use(uses: dict[Any, int] | None, key: Any) -> int:
+    """Counts a use of a cached input, and returns the number of earlier uses."""
     if uses is None:
         return 2  # from the third epoch on
     before = uses.get(key, 0)
@@ -318,12 +318,12 @@ def training_of_model(
     layers: list[LayerShape] = []
     try:
         calls, norms, sums = visited(model, num_features, inputs)
-        layers = [layer_called(call) for call in calls]
+        layers = [layer_from_call(call) for call in calls]
         missing = [f"sums over nodes of {name}" for name in sums]
         missing += [
             f"rows that {type(call.conv).__name__} reads against the edges"
             for call, layer in zip(calls, layers, strict=True)
-            if call.against and layer.kind == "halo"
+            if call.against_edges and layer.kind == "halo"
         ]
         if not layers:
             raise ValueError("no layer was called")
@@ -348,15 +348,15 @@ def training_of_model(
     )
 
 
-def features_of(model: torch.nn.Module) -> int:
+def num_features_of_model(model: torch.nn.Module) -> int:
     """Returns the width of a model's input: that of the first layer that it holds.
 
     Raises:
         ValueError: if none tells, or the first waits to be told (lazy).
     """
     names = "in_features", "in_channels", "channels"
-    told = (getattr(part, name, None) for part in model.modules() for name in names)
-    first = (w[0] if isinstance(w, (tuple, list)) else w for w in told)
+    widths = (getattr(part, name, None) for part in model.modules() for name in names)
+    first = (w[0] if isinstance(w, (tuple, list)) else w for w in widths)
     width = next((w for w in first if isinstance(w, int)), 0)
     if width > 0:
         return width
@@ -366,28 +366,30 @@ def features_of(model: torch.nn.Module) -> int:
     )
 
 
-def layer_called(call: Any) -> LayerShape:
-    """Reads a layer, and what a run has shown of it."""
+def layer_from_call(call: Any) -> LayerShape:
+    """Returns the shape of a layer from a recorded call."""
     conv, (kind, fresh) = call.conv, _kind_of(call.conv)
     read = LayerShape(kind, call.width, call.out, fresh)
     weights = {"lin.weight"} if read.kind == "gcn" else {"lin_l.weight"}
     trained = {name for name, p in conv.named_parameters() if p.requires_grad}
     projects = read.kind == "sage" and read.fresh
-    flows = call.flows or (projects and any(n.startswith("lin.") for n in trained))
+    needs_gradient = call.needs_gradient or (
+        projects and any(n.startswith("lin.") for n in trained)
+    )
     trains = bool(weights & trained)
     rounds = tuple(call.rounds) if kind == "halo" else None
-    how: Any = {"still": call.still, "flows": flows, "trains": trains}
-    how |= {"rounds": rounds, "matrix": _matrix_of(conv)}
-    return replace(read, **how, against=_is_against(conv, kind))
+    how: Any = {"is_feature": call.is_feature, "needs_gradient": needs_gradient}
+    how |= {"trains": trains, "rounds": rounds, "matrix": _matrix_of(conv)}
+    return replace(read, **how, against_edges=_is_against_edges(conv, kind))
 
 
 def _matrix_of(conv: torch.nn.Module) -> str:
-    """Tells by which matrix a layer multiplies, beside its kind."""
+    """Returns a key of the matrix that a layer multiplies by, beside its kind."""
     names = "aggr", "improved", "add_self_loops", "normalize"
     return " ".join(f"{getattr(conv, name, None)}" for name in names)
 
 
-def _is_against(conv: torch.nn.Module, kind: str) -> bool:
+def _is_against_edges(conv: torch.nn.Module, kind: str) -> bool:
     return kind != "halo" and getattr(conv, "flow", None) == "target_to_source"
 
 
@@ -415,8 +417,8 @@ def layer_of(conv: torch.nn.Module, before: int | None) -> LayerShape:
     if getattr(conv, "concat", False) and hasattr(conv, "heads"):
         width_out *= conv.heads  # type: ignore[operator]
     kind, fresh = _kind_of(conv)
-    against = _is_against(conv, kind)
-    return LayerShape(kind, width_in, width_out, fresh, against=against)
+    against_edges = _is_against_edges(conv, kind)
+    return LayerShape(kind, width_in, width_out, fresh, against_edges=against_edges)
 
 
 def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:
@@ -440,7 +442,7 @@ def _last_width(module: torch.nn.Module) -> int | None:
     return int(last.out_features if linear else last.out_channels)
 
 
-def training_asked(
+def training_from_options(
     graph: Any,
     widths: Sequence[int] | None,
     model: torch.nn.Module | Sequence[Any] | None,
@@ -448,14 +450,14 @@ def training_asked(
     inputs: str,
     dtype: torch.dtype,
 ) -> Training:
-    """Returns what an epoch of widths, or of a model, multiplies."""
+    """Returns the training that the options of `plan` describe: widths, or a model."""
     if (widths is None) == (model is None):
         raise ValueError(
             "plan needs either widths=[features, hidden, ..., output] or model=..."
         )
     if model is not None:
-        features = features_asked(graph, model)
-        read = training_of_model(_whole(model), features, inputs)
+        features = num_features_of(graph, model)
+        read = training_of_model(_as_module(model), features, inputs)
         return replace(read, itemsize=dtype.itemsize)
     assert widths is not None
     read = training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
@@ -463,15 +465,15 @@ def training_asked(
     return read
 
 
-def _whole(model: Any) -> torch.nn.Module:
+def _as_module(model: Any) -> torch.nn.Module:
     """Returns a model, or a stack of layers as `Pipeline` takes it as one."""
     return model if isinstance(model, torch.nn.Module) else SequentialStack(model)
 
 
-def features_asked(graph: Any, model: Any) -> int:
+def num_features_of(graph: Any, model: Any) -> int:
     """Returns the width of the features, which a model tells where the graph does not."""
     given = graph.num_features if isinstance(graph, Data) else 0
-    return given or features_of(_whole(model))
+    return given or num_features_of_model(_as_module(model))
 
 
 def dtype_of(graph: Any, model: Any, dtype: torch.dtype | None) -> torch.dtype:
@@ -491,7 +493,7 @@ def dtype_of(graph: Any, model: Any, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _check_width(graph: Any, first: int, inputs: str) -> None:
-    """Refuses widths that do not begin with that of the features, where these go in."""
+    """Raises if the first width is not that of the features, for constant inputs."""
     x = graph.x if isinstance(graph, Data) else None
     if not isinstance(x, Tensor) or x.dim() != 2 or inputs != "constant":
         return

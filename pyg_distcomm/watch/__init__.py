@@ -1,1 +1,1 @@
-"""Watches a run: figures of each epoch, and a page that draws them."""
+"""Records metrics of each epoch of a run, and draws them on an HTML page."""

@@ -1,14 +1,14 @@
-"""Records figures of each epoch from all ranks, and hands them to writers: `pdc.metrics`.
+"""Records metrics of each epoch from all ranks, and passes them to writers: `pdc.metrics`.
 
-[Note: run folder] What is kept of a run, by rank 0, and what `pyg-distcomm report` reads:
+[Note: run folder] Rank 0 writes a run to a folder, which `pyg-distcomm report` reads:
 
     RUN/run.json        the ranks, the partition and its rows between ranks; each start
     RUN/metrics.jsonl   one JSON object an epoch, as `metrics.epoch` returns it
     RUN/trace.json.gz   a timeline of some epochs, if `metrics.trace` has written one
 
-An epoch is one line, written at once. A run that goes on from a checkpoint goes on in its
-folder: what an earlier start has recorded of that epoch, and of those after it, is skipped
-by readers (`read_run`), as is a line that a kill has cut short.
+An epoch is one line, written at once. A run that resumes from a checkpoint continues in its
+folder: readers (`read_run`) skip lines of an earlier start for epochs that were trained again,
+and a line that a kill has cut short.
 """
 
 from __future__ import annotations
@@ -41,13 +41,22 @@ from pyg_distcomm.partition.partition import imbalance
 from pyg_distcomm.process import tell
 
 RUN, ROWS, TRACE = "run.json", "metrics.jsonl", "trace.json.gz"
-OWN = ("epoch", "start", "seconds", "bytes", "waits", "phases", "imbalance", "by_rank")
-_MOST = 64  # ranks of which each pair is kept
+RESERVED = (
+    "epoch",
+    "start",
+    "seconds",
+    "bytes",
+    "waits",
+    "phases",
+    "imbalance",
+    "by_rank",
+)
+_MOST = 64  # the most ranks for which the rows of each pair are recorded
 Row = dict[str, Any]
 
 
 class metrics:
-    """Records what each epoch took on all ranks, as one plain dict.
+    """Records the time, traffic and values of each epoch on all ranks, as one plain dict.
 
         run = pdc.metrics("runs/gcn", mesh, data=data)
         for epoch in range(200):
@@ -56,23 +65,23 @@ class metrics:
             row = run.epoch(epoch, loss=loss, accuracy=test())
 
     `pyg-distcomm report runs/gcn -o report.html` draws it. Bytes and waits are those of the
-    mesh's ledger since the last epoch; what this class itself sends is not in them.
+    mesh's ledger since the last epoch, without the messages of this class.
 
     Args:
-        folder: where rank 0 keeps the run, as it names the folder: run.json, of the ranks and
-            the partition of each start, metrics.jsonl, with a line for each epoch, and what
-            `trace` writes; None keeps nothing. A run that is there already is gone on with.
+        folder: the folder in which rank 0 writes the run: run.json has the ranks and the
+            partition of each start, metrics.jsonl a line for each epoch, and `trace` adds a
+            timeline; None writes nothing. A run that is in the folder already is continued.
         mesh: the ranks; those of the last `pdc.init` if None.
         data: the share that `pdc.partition` returned, for the figures of the partition; on
             all ranks or none.
-        loader: a loader of this package, whose phases are recorded too.
-        writers: called with each row, on rank 0: `CSVWriter(path)`,
-            `TensorBoardWriter(folder)`, `wandb.log`, or a function of your own. One that
-            fails is warned of, and not called again: training goes on.
+        loader: a loader of this package, whose phases are recorded, too.
+        writers: functions that rank 0 calls with each row: `CSVWriter(path)`,
+            `TensorBoardWriter(folder)`, `wandb.log`, or your own. If one fails, it is
+            reported by a warning and not called again, and training goes on.
 
     Raises:
-        ValueError, TypeError: on all ranks, if the folder cannot be written, or is not of a
-            run; for data that is no share, or not given on all ranks.
+        ValueError, TypeError: on all ranks, if the folder cannot be written, or holds no
+            run; if data is no share, or not given on all ranks.
 
     Price: an all-gather of about a kilobyte a rank and epoch.
     """
@@ -92,23 +101,25 @@ class metrics:
         self._writers = list(writers) if self.mesh.everyone.rank == 0 else []
         own = Ledger(traced=False)
         self._axis = replace(self.mesh.everyone, ledger=own)
-        self._start, self._keeps = 0, True
+        self._start, self._folder_works = 0, True
         about = self._about(data)
-        collectives.agree(self._open(about), self._axis)
+        collectives.agree(self._open_folder(about), self._axis)
         self._phases: dict[str, float] = {}
         self._before = self.mesh.ledger.snapshot()
         self._clock = time.perf_counter()
 
     def _about(self, data: Any) -> Row:
-        """Returns what is kept of the run, on all ranks; collective."""
+        """Returns the description of the run, on all ranks; collective."""
         mesh = self.mesh
         edge_index = getattr(data, "edge_index", None)
         shared = isinstance(edge_index, DistEdgeIndex)
-        kind = None if data is None else "a share" if shared else type(data).__name__
+        data_kind = (
+            None if data is None else "a share" if shared else type(data).__name__
+        )
         place = None if self.folder is None else str(self.folder)
-        told = socket.gethostname(), kind, place
+        described = socket.gethostname(), data_kind, place
         hosts, kinds, folders = zip(
-            *collectives.all_gather_object(told, self._axis), strict=True
+            *collectives.all_gather_object(described, self._axis), strict=True
         )
         if mesh.everyone.rank:  # so that `trace` is entered on all ranks, or on none
             self.folder = None if folders[0] is None else Path(folders[0])
@@ -140,8 +151,8 @@ class metrics:
             found["rows"] = collectives.all_gather_counts(sent, axis)
         return found
 
-    def _open(self, about: Row) -> str | None:
-        """Makes the folder, on rank 0; returns what is wrong."""
+    def _open_folder(self, about: Row) -> str | None:
+        """Creates the folder, on rank 0; returns the problem if that fails."""
         if self.folder is None or self.mesh.everyone.rank:
             return None
         try:
@@ -175,8 +186,8 @@ class metrics:
             with span("script", str(name)):
                 yield
         finally:
-            took = time.perf_counter() - begin
-            self._phases[name] = self._phases.get(name, 0.0) + took
+            seconds = time.perf_counter() - begin
+            self._phases[name] = self._phases.get(name, 0.0) + seconds
 
     def trace(self) -> trace:
         """Returns a `pdc.trace` into the folder, to be used by `with` around a few epochs.
@@ -186,7 +197,7 @@ class metrics:
         """
         if self.folder is None:
             raise ValueError(
-                "pdc.metrics(None) keeps nothing: use pdc.trace(path, mesh)"
+                "pdc.metrics(None) has no folder; give one, or use pdc.trace(path, mesh)"
             )
         return trace(self.folder / TRACE, self.mesh)
 
@@ -220,33 +231,33 @@ class metrics:
         except (ValueError, TypeError) as error:
             problem = isinstance(error, TypeError), str(error)
         now, ledger = time.perf_counter(), self.mesh.ledger.snapshot()
-        mine = {
+        own_figures = {
             "seconds": now - self._clock,
-            "moved": _moved(self._before, ledger),
+            "moved": _ledger_difference(self._before, ledger),
             "phases": self._phases | _loader_phases(self._loader),
             "given": given,
             "problem": problem,
             "place": (epoch, self._start),
         }
-        ranks = collectives.all_gather_object(mine, self._axis)
+        ranks = collectives.all_gather_object(own_figures, self._axis)
         if ranks[0]["problem"] is not None:
             is_type, text = ranks[0]["problem"]
             raise (TypeError if is_type else ValueError)(text)
         row = _row(ranks)
         if self.mesh.everyone.rank == 0:
-            self._keep(row)
-        shown = ", ".join(f"{name} {row[name]:.4g}" for name in ranks[0]["given"])
-        about = row["epoch"], row["seconds"], row["bytes"]["total"], shown
+            self._write_row(row)
+        values_text = ", ".join(f"{name} {row[name]:.4g}" for name in ranks[0]["given"])
+        about = row["epoch"], row["seconds"], row["bytes"]["total"], values_text
         tell(self.mesh.everyone.rank, "epoch %d: %.3f s, %d bytes, %s", *about)
         self._phases, self._before = {}, self.mesh.ledger.snapshot()
         self._clock = time.perf_counter()
         return row
 
-    def _keep(self, row: Row) -> None:
-        keepers = [*self._writers]
-        if self.folder is not None and self._keeps:
-            keepers.insert(0, self._append)
-        for write in keepers:
+    def _write_row(self, row: Row) -> None:
+        writers = [*self._writers]
+        if self.folder is not None and self._folder_works:
+            writers.insert(0, self._append)
+        for write in writers:
             try:
                 write(row)
             except Exception as error:
@@ -258,7 +269,7 @@ class metrics:
                 if write in self._writers:
                     self._writers.remove(write)
                 else:
-                    self._keeps = False
+                    self._folder_works = False
 
     def _append(self, row: Row) -> None:
         assert self.folder is not None
@@ -268,8 +279,10 @@ class metrics:
                 raise OSError(f"{file.name}: no room for a whole line")
 
 
-def _moved(before: dict[Any, Entry], now: dict[Any, Entry]) -> dict[str, list[float]]:
-    """Returns bytes received and seconds waited since then, by "operation axis"."""
+def _ledger_difference(
+    before: dict[Any, Entry], now: dict[Any, Entry]
+) -> dict[str, list[float]]:
+    """Returns bytes received and seconds waited since `before`, by "operation axis"."""
     if any(old.calls > now.get(key, Entry()).calls for key, old in before.items()):
         before = {}  # the ledger was reset since
     found = {}
@@ -326,9 +339,9 @@ def _row(ranks: list[Row]) -> Row:
 
 
 def _number(name: str, value: Any) -> float | int:
-    if name in OWN:
+    if name in RESERVED:
         raise ValueError(
-            f"{name}= is a figure of pdc.metrics itself; name it otherwise"
+            f"{name}= is a figure of pdc.metrics itself; give the value another name"
         )
     if isinstance(value, bool) or not isinstance(value, int):
         try:
@@ -341,7 +354,7 @@ def _number(name: str, value: Any) -> float | int:
 
 
 def flat(row: Row) -> dict[str, float]:
-    """Returns the numbers of a row by names as "bytes/total", without those by rank."""
+    """Returns the numbers of a row, keyed as "bytes/total", without those by rank."""
     found: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, dict) and name != "by_rank":
@@ -356,13 +369,13 @@ def flat(row: Row) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Holds what a folder of `pdc.metrics` tells of a run.
+    """Holds a run that was read from a folder of `pdc.metrics`.
 
     Args:
         about: the ranks, hosts, partition and starts.
-        rows: one for each epoch, of the last start that has it.
-        trace: the timeline, if there is one.
-        repeated: rows of epochs that a later start has trained again.
+        rows: one row for each epoch, of the last start that trained it.
+        trace: the path of the timeline, if there is one.
+        repeated: rows of epochs that a later start trained again.
     """
 
     about: Row
@@ -375,7 +388,7 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
     """Reads a folder that `pdc.metrics` has written.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the folder holds no run.
     """
     place = Path(folder)
     if not (place / RUN).is_file():
@@ -390,7 +403,7 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Returns the row of each epoch, those of the last start that has it."""
+    """Returns the row of each epoch, of the last start that trained it."""
     return _read_rows(folder)[0]
 
 
@@ -439,7 +452,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _end_line(path: Path) -> None:
-    """Ends a line that a kill has cut short, so that the next one is its own."""
+    """Ends a line that a kill has cut short, so that the next row begins a line."""
     if path.exists() and path.stat().st_size:
         with open(path, "rb+") as file:
             file.seek(-1, os.SEEK_END)
@@ -448,15 +461,15 @@ def _end_line(path: Path) -> None:
 
 
 def is_finite(value: Any) -> bool:
-    """Tells whether a value of a row is a number that can be drawn."""
+    """Returns whether a value of a row is a finite number."""
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 class CSVWriter:
-    """Keeps a CSV file of the rows of `pdc.metrics`, one line an epoch; rank 0 writes.
+    """Writes the rows of `pdc.metrics` to a CSV file, one line an epoch; rank 0 writes.
 
-    A run that goes on from a checkpoint replaces the lines of epochs that it repeats. A
-    figure that appears later, an operation say, becomes one more column.
+    A run that resumes from a checkpoint replaces the lines of epochs that it repeats. A
+    figure that appears later, such as another operation, becomes one more column.
 
     Args:
         path: the file.
@@ -494,7 +507,7 @@ class CSVWriter:
             return []
         with open(self.path, newline="") as file:
             text = file.read()
-        # what a kill has cut short has no end, or no figure in a column
+        # a line that a kill has cut short has no newline, or lacks columns
         read = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
         return [one for one in read if one.get("epoch") and None not in one.values()]
 
@@ -502,10 +515,10 @@ class CSVWriter:
 class TensorBoardWriter:
     """Writes the rows of `pdc.metrics` as scalars of TensorBoard; rank 0 writes.
 
-    A run that goes on from a checkpoint replaces the points of epochs that it repeats.
+    A run that resumes from a checkpoint replaces the points of epochs that it repeats.
 
     Args:
-        folder: where `tensorboard --logdir` looks.
+        folder: the folder for `tensorboard --logdir`.
 
     Raises:
         ImportError: at the first row, without the package tensorboard.

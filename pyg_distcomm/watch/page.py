@@ -1,4 +1,4 @@
-"""Puts the charts of a run on one page of HTML that needs no other file and no network."""
+"""Renders the charts of a run as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from pyg_distcomm.partition.partition import PartitionReport, imbalance
 from pyg_distcomm.watch import drawing
 from pyg_distcomm.watch.drawing import as_bytes, as_count, as_number, as_seconds
-from pyg_distcomm.watch.metrics import OWN, RecordedRun, Row, is_finite
+from pyg_distcomm.watch.metrics import RESERVED, RecordedRun, Row, is_finite
 
-MOST_RANKS = 24  # with a bar each
+MOST_RANKS = 24  # the most ranks that get a bar each
 SCORES = ("test_accuracy", "test_acc", "accuracy", "acc", "val_accuracy", "val_acc")
 
 _STYLE = """
@@ -68,14 +68,14 @@ def render(
     rows: Sequence[Sequence[int]] = (),
     trace: Path | None = None,
 ) -> str:
-    """Returns the page of what is known of a run.
+    """Returns the HTML page of a run.
 
     Args:
-        title: its name.
-        run: what `pdc.metrics` has recorded.
+        title: the name of the run.
+        run: the run that `pdc.metrics` recorded.
         partition: the figures of the partition, if the run has none.
-        rows: those that each part sends to each other, likewise.
-        trace: a file of `pdc.trace`, likewise.
+        rows: the rows that each part sends to each other, if the run has none.
+        trace: a file of `pdc.trace`, if the run has none.
     """
     about: Mapping[str, Any] = {} if run is None else run.about
     if "partition" in about:
@@ -89,7 +89,7 @@ def render(
     if epochs:
         parts.append(_bytes(epochs, repeated))
         for name, figure in (("Waits by rank", _waits), ("Phases", _phases)):
-            parts.append(_section(name, _of_each_start(epochs, figure)))
+            parts.append(_section(name, _figure_by_start(epochs, figure)))
         parts += _values(epochs)
     parts += [] if partition is None else _partition(partition, rows, about)
     parts += [] if trace is None else _timeline(trace)
@@ -108,15 +108,15 @@ def render(
     )
 
 
-def _section(title: str, body: str, say: str = "", wide: bool = False) -> str:
-    told = f'<p class="soft">{escape(say)}</p>' if say else ""
+def _section(title: str, body: str, intro: str = "", wide: bool = False) -> str:
+    caption = f'<p class="soft">{escape(intro)}</p>' if intro else ""
     kind = ' class="wide"' if wide else ""
-    return f"<section{kind}><h2>{escape(title)}</h2>{told}{body}</section>"
+    return f"<section{kind}><h2>{escape(title)}</h2>{caption}{body}</section>"
 
 
 def _figure(key: str, svg: str, caption: str = "") -> str:
-    told = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f"{key}<figure>{svg}{told}</figure>"
+    caption = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f"{key}<figure>{svg}{caption}</figure>"
 
 
 def _about(about: Mapping[str, Any]) -> str:
@@ -124,10 +124,12 @@ def _about(about: Mapping[str, Any]) -> str:
         return ""
     hosts = list(dict.fromkeys(about.get("hosts", ())))
     named = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if hosts[4:] else "")
-    begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(about["starts"][0]["time"]))
+    started = time.strftime(
+        "%Y-%m-%d %H:%M", time.localtime(about["starts"][0]["time"])
+    )
     grid = " x ".join(map(str, about["grid"]))
     stages = f", {about['stages']} stages" if about["stages"] > 1 else ""
-    text = f"begun {begun} on {named}; grid {grid}{stages}; torch {about['torch']}"
+    text = f"begun {started} on {named}; grid {grid}{stages}; torch {about['torch']}"
     return f'<p class="about">{escape(text)}</p>'
 
 
@@ -152,15 +154,15 @@ def _tiles(
         found.append(("epochs", f"{len(epochs):,}"))
         total = sum(row["bytes"]["total"] for row in [*epochs, *repeated])
         found.append(("bytes received", as_bytes(total)))
-        settled = _settled(epochs, epochs[-1].get("start"))
+        settled = _without_first(epochs, epochs[-1].get("start"))
         of = "median epoch" + (", last start" if len(starts) > 1 else "")
         found.append((of, as_seconds(median(row["seconds"] for row in settled))))
         if score := _score(epochs):
-            found.append((f"last {_words(score)}", as_number(epochs[-1][score])))
+            found.append((f"last {_spaced(score)}", as_number(epochs[-1][score])))
     if len(starts) > 1:
         found.append(("restarts", str(len(starts) - 1)))
-        again = as_bytes(sum(row["bytes"]["total"] for row in repeated))
-        found.append(("epochs repeated", f"{len(repeated)}, {again}"))
+        repeated_bytes = as_bytes(sum(row["bytes"]["total"] for row in repeated))
+        found.append(("epochs repeated", f"{len(repeated)}, {repeated_bytes}"))
     tiles = (
         f'<div><span class="soft">{escape(n)}</span><b>{escape(v)}</b></div>'
         for n, v in found
@@ -168,13 +170,15 @@ def _tiles(
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def _words(name: str) -> str:
+def _spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
 def _names(epochs: Sequence[Row]) -> list[str]:
     """Returns the names of the script's own values."""
-    found = dict.fromkeys(name for row in epochs for name in row if name not in OWN)
+    found = dict.fromkeys(
+        name for row in epochs for name in row if name not in RESERVED
+    )
     return [name for name in found if any(is_finite(row.get(name)) for row in epochs)]
 
 
@@ -196,7 +200,7 @@ def _accuracy(epochs: Sequence[Row]) -> list[str]:
         moved += row["bytes"]["total"]
         if is_finite(row.get(score)):
             points.append((float(moved), float(row[score])))
-    name = _words(score)
+    name = _spaced(score)
     names = "bytes received by all ranks so far", name
     svg = drawing.lines({name: points}, as_bytes, as_number, names)
     return [
@@ -207,7 +211,7 @@ def _accuracy(epochs: Sequence[Row]) -> list[str]:
 
 
 def _restarts(epochs: Sequence[Row]) -> list[tuple[float, str]]:
-    """Returns where the run was begun anew, and on how many ranks it went on."""
+    """Returns the epochs at which the run was restarted, with a text for the tooltip."""
     return [
         (
             (last["epoch"] + row["epoch"]) / 2,
@@ -239,7 +243,7 @@ def _bytes(epochs: Sequence[Row], repeated: Sequence[Row]) -> str:
     names = "epoch", "bytes received, all ranks"
     marks = _restarts(epochs)
     svg, group = drawing.stacked(xs, series, as_bytes, names, marks)
-    said = f"A bar is the mean of {group} epochs. " if group > 1 else ""
+    note = f"A bar is the mean of {group} epochs. " if group > 1 else ""
     top = f"{order[0]} is {sums[order[0]] / total:.0%} of {as_bytes(total)}."
     top += " A broken line is a restart." if marks else ""
     if repeated:
@@ -247,7 +251,7 @@ def _bytes(epochs: Sequence[Row], repeated: Sequence[Row]) -> str:
         top += f" Epochs that were trained again, {more} more, are not drawn."
     key = drawing.legend(list(series))
     body = _figure(
-        key, svg, f"{said}{top} A name is the operation and the axis of the grid."
+        key, svg, f"{note}{top} A name is the operation and the axis of the grid."
     )
     lines = [
         [
@@ -257,44 +261,48 @@ def _bytes(epochs: Sequence[Row], repeated: Sequence[Row]) -> str:
         ]
         for op in order
     ]
-    table = _rows_of(["operation", "median epoch", "all epochs"], lines)
+    table = _html_table(["operation", "median epoch", "all epochs"], lines)
     body += f"<details><summary>Each operation</summary>{table}</details>"
     return _section("Bytes by epoch and operation", body)
 
 
-def _settled(epochs: Sequence[Row], start: Any) -> list[Row]:
-    """Returns the epochs of a start without its first, which compiles, if it has others."""
+def _without_first(epochs: Sequence[Row], start: Any) -> list[Row]:
+    """Returns the epochs of a start, without the first, which compiles, if it has others."""
     rows = [row for row in epochs if row.get("start") == start]
     return rows[1:] or rows
 
 
 def _by_rank(rows: Sequence[Row], what: str) -> list[float]:
-    """Returns the median of epochs by rank."""
+    """Returns the median over epochs of a figure, by rank."""
     columns = zip(*(row["by_rank"][what] for row in rows), strict=True)
     return [median(column) for column in columns]
 
 
 def _starts(run: RecordedRun) -> list[str]:
-    """Returns what each start of a run took, if there were several."""
+    """Returns a table of the starts of a run, if there were several."""
     starts, lines = run.about.get("starts", ()), []
     for k, start in enumerate(starts if len(starts) > 1 else ()):
-        mine = [row for row in run.rows if row.get("start") == k]
-        again = [row for row in run.repeated if row.get("start") == k]
-        span = f"{mine[0]['epoch']} to {mine[-1]['epoch']}" if mine else "none"
+        own_rows = [row for row in run.rows if row.get("start") == k]
+        repeated_rows = [row for row in run.repeated if row.get("start") == k]
+        span = (
+            f"{own_rows[0]['epoch']} to {own_rows[-1]['epoch']}" if own_rows else "none"
+        )
         waited = "–"
-        if mine:
-            waits = _by_rank(_settled(run.rows, k), "waits")
+        if own_rows:
+            waits = _by_rank(_without_first(run.rows, k), "waits")
             worst = max(range(len(waits)), key=waits.__getitem__)
             waited = f"rank {worst}, {as_seconds(waits[worst])}"
-        seconds = [row["seconds"] for row in _settled(run.rows, k)]
+        seconds = [row["seconds"] for row in _without_first(run.rows, k)]
         lines.append(
             [
                 time.strftime("%m-%d %H:%M:%S", time.localtime(start["time"])),
                 str(start["ranks"]),
                 f"{start['cut']:.1%}" if "cut" in start else "–",
                 span,
-                str(len(again)),
-                as_bytes(sum(row["bytes"]["total"] for row in [*mine, *again])),
+                str(len(repeated_rows)),
+                as_bytes(
+                    sum(row["bytes"]["total"] for row in [*own_rows, *repeated_rows])
+                ),
                 as_seconds(median(seconds)) if seconds else "–",
                 waited,
             ]
@@ -302,22 +310,22 @@ def _starts(run: RecordedRun) -> list[str]:
     if not lines:
         return []
     head = ["begun", "ranks", "edges cut", "epochs", "repeated later", "bytes received"]
-    table = _rows_of([*head, "median epoch", "waits most, median"], lines)
-    told = "Seconds leave out the first epoch of a start, which loads and compiles."
-    return [_section("Starts", table, told, wide=True)]
+    table = _html_table([*head, "median epoch", "waits most, median"], lines)
+    caption = "Seconds leave out the first epoch of a start, which loads and compiles."
+    return [_section("Starts", table, caption, wide=True)]
 
 
-def _most(
+def _largest_bars(
     labelled: list[tuple[str, Any]], size: Any
 ) -> tuple[list[tuple[str, Any]], str]:
-    """Returns the largest bars if there are too many, in order of ranks, and says so."""
+    """Returns the largest bars if there are too many, in order of ranks, and a note."""
     if len(labelled) <= MOST_RANKS:
         return labelled, ""
     chosen = sorted(range(len(labelled)), key=lambda k: -size(labelled[k][1]))[
         :MOST_RANKS
     ]
-    said = f"The {MOST_RANKS} largest of {len(labelled)} ranks. "
-    return [labelled[k] for k in sorted(chosen)], said
+    note = f"The {MOST_RANKS} largest of {len(labelled)} ranks. "
+    return [labelled[k] for k in sorted(chosen)], note
 
 
 def _waits(settled: Sequence[Row]) -> str:
@@ -329,33 +337,33 @@ def _waits(settled: Sequence[Row]) -> str:
         )
         for k, (s, w) in enumerate(zip(seconds, waits, strict=True))
     ]
-    shown, said = _most(rows, lambda parts: parts["waiting"])
+    shown, note = _largest_bars(rows, lambda parts: parts["waiting"])
     worst = imbalance([parts["computing"] for _, parts in rows])
     key = drawing.legend(["computing", "waiting"])
-    told = f"{said}{_span_of(settled)} The busiest rank computes "
-    told += f"{worst:.2f} times the mean."
-    return _figure(key, drawing.bars(shown, as_seconds), told)
+    caption = f"{note}{_epoch_range(settled)} The busiest rank computes "
+    caption += f"{worst:.2f} times the mean."
+    return _figure(key, drawing.bars(shown, as_seconds), caption)
 
 
-def _of_each_start(
+def _figure_by_start(
     epochs: Sequence[Row], figure: Callable[[Sequence[Row]], str]
 ) -> str:
-    """Returns a figure of the last start, and below it those of earlier ones, folded up."""
+    """Returns the figure of the last start, and collapsed figures of earlier starts."""
     starts = list(dict.fromkeys(row.get("start") for row in epochs))
-    body = figure(_settled(epochs, starts[-1]))
+    body = figure(_without_first(epochs, starts[-1]))
     for start in starts[:-1]:
-        settled = _settled(epochs, start)
+        settled = _without_first(epochs, start)
         ranks = len(settled[0]["by_rank"]["bytes"])
-        body += _folded(f"An earlier start, on {ranks} ranks", figure(settled))
+        body += _collapsed(f"An earlier start, on {ranks} ranks", figure(settled))
     return body
 
 
-def _folded(title: str, body: str) -> str:
+def _collapsed(title: str, body: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{body}</details>"
 
 
-def _span_of(settled: Sequence[Row]) -> str:
-    """Says of which epochs medians are."""
+def _epoch_range(settled: Sequence[Row]) -> str:
+    """Returns a text that names the epochs of medians."""
     first, last = settled[0]["epoch"], settled[-1]["epoch"]
     return f"Medians of epochs {first} to {last}."
 
@@ -365,13 +373,13 @@ def _phases(settled: Sequence[Row]) -> str:
     middle = {n: median(row["phases"].get(n, 0.0) for row in settled) for n in names}
     rows = [(name, {"seconds": value}) for name, value in middle.items()]
     own = len(middle) > 2
-    said = f"{_span_of(settled)} Means of ranks. "
-    said += (
+    note = f"{_epoch_range(settled)} Means of ranks. "
+    note += (
         "Phases of the script hold both kinds; a loader's run beside training."
         if own
         else ""
     )
-    return _figure("", drawing.bars(rows, as_seconds), said)
+    return _figure("", drawing.bars(rows, as_seconds), note)
 
 
 def _values(epochs: Sequence[Row]) -> list[str]:
@@ -383,13 +391,13 @@ def _values(epochs: Sequence[Row]) -> list[str]:
             if is_finite(r.get(name))
         ]
         if len(points) > 1 or name != score:
-            names, marks = ("epoch", _words(name)), _restarts(epochs)
+            names, marks = ("epoch", _spaced(name)), _restarts(epochs)
             svg = drawing.lines(
-                {_words(name): points}, as_number, as_number, names, marks
+                {_spaced(name): points}, as_number, as_number, names, marks
             )
-            told = "A broken line is a restart." if marks else ""
-            title = f"{_words(name).capitalize()} by epoch"
-            out.append(_section(title, _figure("", svg, told)))
+            caption = "A broken line is a restart." if marks else ""
+            title = f"{_spaced(name).capitalize()} by epoch"
+            out.append(_section(title, _figure("", svg, caption)))
     return out
 
 
@@ -403,15 +411,15 @@ def _partition(
         if "partition" in start and start["partition"] != last:
             last = start["partition"]
             earlier = PartitionReport.from_dict(last)
-            told = f"An earlier start, on {start['ranks']} ranks"
-            body += _folded(told, _partition_of(earlier, start["rows"]))
+            caption = f"An earlier start, on {start['ranks']} ranks"
+            body += _collapsed(caption, _partition_of(earlier, start["rows"]))
     return [_section("Partition", body, wide=True)]
 
 
 def _partition_of(figures: PartitionReport, rows: Sequence[Sequence[int]]) -> str:
     edges, nodes = sum(figures.edges), sum(figures.nodes)
     cut = figures.edge_cut / max(edges, 1)
-    say = (
+    intro = (
         f"{nodes:,} nodes and {edges:,} edges on {figures.num_parts} ranks; "
         f"{figures.edge_cut:,} edges ({cut:.1%}) join nodes of two ranks, and an exchange "
         f"sends {figures.volume:,} rows ({figures.volume / max(nodes, 1):.3f} a node)."
@@ -427,21 +435,23 @@ def _partition_of(figures: PartitionReport, rows: Sequence[Sequence[int]]) -> st
         labelled: list[tuple[str, Any]] = [
             (f"rank {k}", {name: n}) for k, n in enumerate(counts)
         ]
-        shown, said = _most(labelled, lambda parts: next(iter(parts.values())))
-        told = f"{said}Most over mean: {imbalance(counts):.3f}."
-        body += f"<div><b>{name}</b>{_figure('', drawing.bars(shown, as_count), told)}</div>"
+        shown, note = _largest_bars(labelled, lambda parts: next(iter(parts.values())))
+        caption = f"{note}Most over mean: {imbalance(counts):.3f}."
+        body += f"<div><b>{name}</b>{_figure('', drawing.bars(shown, as_count), caption)}</div>"
     pictures = ""
     if len(rows) > 1:
-        told = (
+        caption = (
             "A disc is a rank, its area its nodes; a line is as wide as rows are many."
         )
         pictures += (
-            f"<div>{_figure('', drawing.network(figures.nodes, rows), told)}</div>"
+            f"<div>{_figure('', drawing.network(figures.nodes, rows), caption)}</div>"
         )
-        told = "Rows of one exchange, from rank to rank; a stronger colour is more."
-        pictures += f"<div>{_figure('', drawing.matrix(rows, 'rows'), told)}</div>"
+        caption = "Rows of one exchange, from rank to rank; a stronger colour is more."
+        pictures += f"<div>{_figure('', drawing.matrix(rows, 'rows'), caption)}</div>"
         pictures = f'<div class="pair">{pictures}</div>'
-    return f'<p class="soft">{escape(say)}</p>{pictures}<div class="pair">{body}</div>'
+    return (
+        f'<p class="soft">{escape(intro)}</p>{pictures}<div class="pair">{body}</div>'
+    )
 
 
 def _timeline(path: Path) -> list[str]:
@@ -449,14 +459,16 @@ def _timeline(path: Path) -> list[str]:
     if not blocks:
         return []
     svg, key = drawing.timeline(blocks)
-    told = "Of each rank: layers and marked blocks, what it did, exchanges in flight."
+    caption = (
+        "Of each rank: layers and marked blocks, what it did, exchanges in flight."
+    )
     if about["ranks"] > drawing.TIMELINE_RANKS:
-        told += f" The first {drawing.TIMELINE_RANKS} of {about['ranks']} ranks."
-    told += f" All of {path.name} can be opened in ui.perfetto.dev."
-    return [_section("Timeline", _figure(key, svg, told), wide=True)]
+        caption += f" The first {drawing.TIMELINE_RANKS} of {about['ranks']} ranks."
+    caption += f" All of {path.name} can be opened in ui.perfetto.dev."
+    return [_section("Timeline", _figure(key, svg, caption), wide=True)]
 
 
-def _rows_of(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def _html_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
@@ -469,13 +481,13 @@ def _table(epochs: Sequence[Row]) -> list[str]:
     names = _names(epochs)
     head = [
         "epoch",
-        *map(_words, names),
+        *map(_spaced, names),
         "seconds",
         "bytes",
         "waited, mean",
         "computing, most over mean",
     ]
-    some = (
+    sampled = (
         epochs
         if len(epochs) <= 100
         else [*epochs[:: -(-len(epochs) // 100)], epochs[-1]]
@@ -489,9 +501,9 @@ def _table(epochs: Sequence[Row]) -> list[str]:
             as_seconds(row["waits"]["mean"]),
             f"{row['imbalance']['computing']:.2f}",
         ]
-        for row in some
+        for row in sampled
     ]
-    table = _rows_of(head, lines)
+    table = _html_table(head, lines)
     return [
         _section(
             "Figures",

@@ -43,7 +43,7 @@ def run_partition(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return _as_json(problems, out=str(arguments.out), report=asdict(figures))
     print(figures)
-    return _say(problems)
+    return _print_problems(problems)
 
 
 def _from_files(arguments: argparse.Namespace) -> PartitionReport:
@@ -72,7 +72,8 @@ def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
     given = [f"--{name.replace('_', '-')}" for name in only if getattr(arguments, name)]
     if given:
         raise ValueError(
-            f"{', '.join(given)}: for edges in files, not for {arguments.dataset!r}"
+            f"{', '.join(given)}: got the data set {arguments.dataset!r}, wanted edges in "
+            "files; leave these options out"
         )
     data = load_dataset(arguments.dataset, arguments.root, hetero=True)
     return write_folder(
@@ -88,10 +89,10 @@ def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
 
 def _cut(data: Any, arguments: argparse.Namespace) -> Partition:
     parts, method = arguments.parts, arguments.method
-    how = {"seed": arguments.seed, "refine": arguments.refine}
+    options = {"seed": arguments.seed, "refine": arguments.refine}
     if isinstance(data, HeteroData):
         check_hetero(data)
-        return cut_hetero(data, parts, method, **how)
+        return cut_hetero(data, parts, method, **options)
     mask = data.get("train_mask")
     return cut(
         data.edge_index,
@@ -100,7 +101,7 @@ def _cut(data: Any, arguments: argparse.Namespace) -> Partition:
         method,
         train_mask=mask if mask is not None and mask.dim() == 1 else None,
         grid=arguments.grid,
-        **how,
+        **options,
     )
 
 
@@ -126,7 +127,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     if foreign is not None:
         return _inspect_foreign(foreign, arguments.json)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: is not a folder")
+        raise ValueError(f"{folder}: is not a folder; give a partition folder")
     problems = verify_folder(folder, checksums=arguments.checksums)
     if arguments.json:
         meta: Meta = {}
@@ -135,11 +136,11 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         return _as_json(problems, contents_compared=arguments.checksums, **meta)
     with contextlib.suppress(ValueError):  # then it is the first of the problems
         print("\n".join(_describe(folder_meta(folder))))
-    return _say(problems) or _whole(arguments.checksums)
+    return _print_problems(problems) or _print_whole(arguments.checksums)
 
 
 def _inspect_foreign(folder: AnyFolder, as_json: bool) -> int:
-    """Shows a folder that another library wrote, part by part."""
+    """Prints the parts of a folder that DGL or PyG wrote."""
     partition = folder.partition
     assert partition is not None
     parts, problems = [], []
@@ -156,7 +157,7 @@ def _inspect_foreign(folder: AnyFolder, as_json: bool) -> int:
         return _as_json(problems, format=about, **nodes, nodes_and_edges=sizes)
     print(f"format      {about}\npartition   {partition}")
     print("\n".join(map(str, parts)))
-    return _say(problems)
+    return _print_problems(problems)
 
 
 def _describe(meta: Meta) -> list[str]:
@@ -188,7 +189,7 @@ def _describe_types(types: GraphTypes) -> Iterator[str]:
         )
 
 
-def _say(problems: list[str]) -> int:
+def _print_problems(problems: list[str]) -> int:
     for problem in problems:
         print(f"pyg-distcomm: wrong: {problem}", file=sys.stderr)
     return 1 if problems else 0
@@ -199,6 +200,6 @@ def _as_json(problems: list[str], **found: Any) -> int:
     return 1 if problems else 0
 
 
-def _whole(checksums: bool) -> int:
+def _print_whole(checksums: bool) -> int:
     print("whole       yes" if checksums else "whole       yes (contents not compared)")
     return 0
