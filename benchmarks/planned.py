@@ -33,7 +33,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.nn import DistGCNConv
-from pyg_distcomm.plan.auto import fastest, shortlist
+from pyg_distcomm.plan.init import fastest, shortlist
 from pyg_distcomm.plan.training import training_of
 
 HEAD = (

@@ -1,4 +1,4 @@
-"""pyg_distcomm: training of PyTorch Geometric models on graphs spread over processes.
+"""Trains PyTorch Geometric models on graphs that are spread over processes.
 
 Letters in docstrings: n nodes, n_i own rows of rank i, e edges, h ghosts (rows of other
 ranks needed here), f features, P ranks, a grid r x s x p of them (row, col, fiber),

@@ -22,7 +22,7 @@ import pyg_distcomm.loader
 import pyg_distcomm.nn as nn
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.partitioning_kinds import graph_owners
+from pyg_distcomm.graph.partition_data_types import graph_owners
 from pyg_distcomm.nn.pooling import EdgeMatrix
 from pyg_distcomm.partition.partition import Partition
 

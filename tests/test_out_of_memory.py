@@ -16,9 +16,9 @@ from torch_geometric.nn import GATConv
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.graph import partitioning
+from pyg_distcomm.graph import partition_data
 from pyg_distcomm.halo import halo
-from pyg_distcomm.loader import DistLayerLoader, NeighborLoader, placement
+from pyg_distcomm.loader import DistLayerLoader, NeighborLoader, device_placement
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.ops.grid_plan import GridPlan
 from pyg_distcomm.partition.folder import write_folder
@@ -44,9 +44,9 @@ def full(where, text, ranks):
         "product": (kernels, "spmm"),
         "backward": (kernels, "spmm"),
         "halo": (halo.kernels, "gather_rows"),
-        "partition": (partitioning, "part_of"),
-        "typed": (partitioning.part_share, "part_of_hetero"),
-        "folder": (partitioning, "_read_share"),
+        "partition": (partition_data, "part_of"),
+        "typed": (partition_data.part_share, "part_of_hetero"),
+        "folder": (partition_data, "_read_share"),
         "to": (dispatch, "apply"),
         "matrix": (GridPlan, "valued"),
     }
@@ -132,21 +132,21 @@ def test_other_errors_stay_as_they_are(monkeypatch):
 @pytest.mark.parametrize("part", ["rows", "graph", "layers"])
 def test_a_loader_names_what_does_not_fit_on_the_device(part, monkeypatch):
     """The host stands for a device, whose rows are copied there all the same."""
-    monkeypatch.setattr(placement, "HOST", frozenset())
+    monkeypatch.setattr(device_placement, "HOST", frozenset())
     data, device = GRAPHS["undirected"](), torch.device("cpu")
 
     def fails(*args, **kwargs):
         raise torch.OutOfMemoryError(TEXTS["cuda"][1])
 
     if part == "rows":
-        monkeypatch.setattr(placement.Placement, "put", fails)
+        monkeypatch.setattr(device_placement.Placement, "put", fails)
     elif part == "graph":
         monkeypatch.setattr(kernels, "neighbor_sampler", fails)
     else:
         monkeypatch.setattr(LocalLayerGraph, "on", fails)
     text = "rows_on='host'" if part == "rows" else "graph_on='pinned'"
     wanted = rf"out of memory on cpu of rank 0: .* about [\d,]+ bytes.*{text}"
-    placed, ids = placement.Placement(device), torch.tensor([1])
+    placed, ids = device_placement.Placement(device), torch.tensor([1])
     runs = {
         "rows": lambda: placed.take((None, "x"), data.x, ids),
         "graph": lambda: list(NeighborLoader(data, [2], batch_size=4, device=device)),

@@ -581,7 +581,7 @@ def measured_for():
         return pdc.Machine()
 
     auto = importlib.import_module(
-        "pyg_distcomm.plan.auto"
+        "pyg_distcomm.plan.init"
     )  # plan is the function, too
     with mock.patch.object(auto, "calibrate", calibrate):
         how = {"data": data, "widths": [7, np.int64(4), 3], "timeout": 60}
@@ -621,7 +621,7 @@ SECONDS = {(2, 1, 1): 3.0, (1, 2, 1): 2.0, (1, 1, 2): 1.0}
 
 def timed_plans(inputs):
     data = GRAPHS["undirected"]()
-    module = importlib.import_module("pyg_distcomm.plan.auto")
+    module = importlib.import_module("pyg_distcomm.plan.init")
     mesh, counted, turns = worlds.mesh(), {}, []
 
     def once(work, there):
@@ -665,7 +665,7 @@ class Behind(torch.nn.Module):
 
 def test_the_best_few_are_timed():
     data = GRAPHS["undirected"]()
-    module = importlib.import_module("pyg_distcomm.plan.auto")
+    module = importlib.import_module("pyg_distcomm.plan.init")
 
     def shortlist(widths, **how):
         plans = pdc.plan(data, widths, 4, partition="block", **how)
@@ -694,7 +694,7 @@ def test_the_best_few_are_timed():
 
 def wins(fastest):
     data, first = GRAPHS["undirected"](), torch.distributed.get_rank() == 0
-    auto = importlib.import_module("pyg_distcomm.plan.auto")
+    auto = importlib.import_module("pyg_distcomm.plan.init")
 
     def once(work, there):
         work()

@@ -33,10 +33,10 @@ from pyg_distcomm.loader import (
     NeighborLoader,
     RandomNodeLoader,
     ShaDowKHopSampler,
-    placement,
+    device_placement,
 )
+from pyg_distcomm.loader.device_placement import HOST
 from pyg_distcomm.loader.partitioned_source import PartitionedOptions
-from pyg_distcomm.loader.placement import HOST
 from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
 from pyg_distcomm.tensor.gather_by_id import route_of
 
@@ -183,7 +183,7 @@ LOADS = {
 @pytest.fixture
 def forced(monkeypatch):
     """Lets device="cpu" take the way of devices."""
-    monkeypatch.setattr("pyg_distcomm.loader.placement.HOST", frozenset())
+    monkeypatch.setattr("pyg_distcomm.loader.device_placement.HOST", frozenset())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -346,7 +346,7 @@ def shared(place="cpu", rows=("device", "host"), some=slice(None)):
         for name, make in list(ways.items())[some]:
             torch.manual_seed(1)
             host = list(make())
-            placement.HOST = frozenset()
+            device_placement.HOST = frozenset()
             for rows_on in rows:
                 torch.manual_seed(1)
                 there = list(make(device=place, rows_on=rows_on))
@@ -355,13 +355,13 @@ def shared(place="cpu", rows=("device", "host"), some=slice(None)):
                     alike(one, other, place.type)
                     if name == "nodes":
                         assert route_of(other.n_id, table.rows) is not None
-            placement.HOST = HOST
+            device_placement.HOST = HOST
         for name, said in (("graph_pinned", "graph_on out"), ("cache", "features=")):
-            wrong = placement.Placement(place, **{name: True})
+            wrong = device_placement.Placement(place, **{name: True})
             with pytest.raises(ValueError, match=said):
                 PartitionedOptions().applies_to(share, wrong)
     finally:
-        placement.HOST = HOST
+        device_placement.HOST = HOST
 
 
 class Side:
@@ -371,10 +371,10 @@ class Side:
         self.use = contextlib.nullcontext
 
     def sent(self, outs):
-        return [placement.PendingBatch(out, None) for out in outs]
+        return [device_placement.PendingBatch(out, None) for out in outs]
 
     def received(self, arriving):
-        assert type(arriving) is placement.PendingBatch
+        assert type(arriving) is device_placement.PendingBatch
         return arriving.out
 
 
@@ -384,10 +384,10 @@ def test_bulks_leave_a_side_stream_once(kind, late, forced, monkeypatch):
     """Whatever the number of stages that make them."""
     for name, value in {
         "cuda": True,
-        "send": placement.Placement.put,
+        "send": device_placement.Placement.put,
         "free_memory": lambda self: 1 << 30,
     }.items():
-        monkeypatch.setattr(placement.Placement, name, value)
+        monkeypatch.setattr(device_placement.Placement, name, value)
     monkeypatch.setattr("pyg_distcomm.loader.prefetch.SideStream", Side)
     options = {"batch_size": 9, "seed": 4}
     if late:
@@ -566,7 +566,7 @@ def test_hot_rows_are_read_from_the_device(hetero, forced, monkeypatch):
     triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
     reads = triton_kernels.read_rows
     monkeypatch.setitem(sample_ops.read_rows._backends, "cpu", reads)
-    monkeypatch.setattr(placement, "_check_pinned", lambda device: None)
+    monkeypatch.setattr(device_placement, "_check_pinned", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     graph = typed() if hetero else data()
     options = {"num_neighbors": [4], "batch_size": 20, "seed": 2, "cache": 0.25}

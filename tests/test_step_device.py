@@ -21,7 +21,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.graph import local_adjacency
 from pyg_distcomm.graph.local_adjacency import GroupedEdges, known
 from pyg_distcomm.kernels import registry
-from pyg_distcomm.loader import NeighborLoader, placement
+from pyg_distcomm.loader import NeighborLoader, device_placement
 from pyg_distcomm.process import PROCESS
 
 builds = pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
@@ -155,7 +155,7 @@ def asked():
             model = test_step.Stack(test_step.LAYERS["sage mean"])
             model(data.x, data.edge_index)
             model = pdc.convert(model).to(place)
-            placement.HOST = frozenset()
+            device_placement.HOST = frozenset()
             options = {} if where == "moved" else {"device": place}
             loader = NeighborLoader(
                 data, [4, 3, 2], batch_size=7, prefetch=0, bulk_size=1, **options
@@ -200,7 +200,7 @@ def typed():
     with device() as place:
         ours = pdc.convert(copy.deepcopy(wanted)).to(place)
         for options in ({}, {"device": place}):
-            placement.HOST = frozenset()
+            device_placement.HOST = frozenset()
             loader = NeighborLoader(
                 data, [3, 2], batch_size=4, input_nodes=seeds, **options
             )

@@ -26,7 +26,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.comm.mesh import init
 from pyg_distcomm.datasets import generated
-from pyg_distcomm.graph.partitioning import partition
+from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.nn.product_layers import DistGCNConv
 
 OURS = "pyg_distcomm"

@@ -13,7 +13,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
-from pyg_distcomm.graph.partitioning import count_masks
+from pyg_distcomm.graph.partition_data import count_masks
 from pyg_distcomm.graph.subgraphs import agree_same, fully_sharded, union_of_ranks
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.graph.update_arguments import (

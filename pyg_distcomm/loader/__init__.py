@@ -11,9 +11,9 @@ from typing import Any
 
 import torch_geometric.loader as _pyg
 
+from pyg_distcomm.loader.batch_sharding import ImbalancedSampler as ImbalancedSampler
 from pyg_distcomm.loader.data_loader import DataLoader as DataLoader
 from pyg_distcomm.loader.data_loader import TemporalDataLoader as TemporalDataLoader
-from pyg_distcomm.loader.epoch import ImbalancedSampler as ImbalancedSampler
 from pyg_distcomm.loader.feature_store import DistFeatureStore as DistFeatureStore
 from pyg_distcomm.loader.layer_loader import DistLayerLoader as DistLayerLoader
 from pyg_distcomm.loader.layer_loader import HGTLoader as HGTLoader

@@ -14,8 +14,7 @@ from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
-from pyg_distcomm.loader.collate import Buffers, Collator, WorkerBatch
-from pyg_distcomm.loader.epoch import (
+from pyg_distcomm.loader.batch_sharding import (
     BatchSharding,
     EpochPlan,
     IndexSampler,
@@ -29,6 +28,8 @@ from pyg_distcomm.loader.epoch import (
     launched_ranks,
     weighted_positions,
 )
+from pyg_distcomm.loader.collate import Buffers, Collator, WorkerBatch
+from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     check_lengths,
@@ -37,7 +38,6 @@ from pyg_distcomm.loader.options import (
     errors_on_all_ranks,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedSource
-from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.loader.prefetch import BulkBuilder, Phases, PrefetchQueue, Tracked
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 from pyg_distcomm.sampling.pyg_backends import library_sampler

@@ -28,7 +28,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.graph.local_adjacency import carry, follow, known, prepare
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.core_ops import words_of
-from pyg_distcomm.loader.placement import Placement
+from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 
 REUSE_FROM = 1 << 20  # bytes of features from which reusing memory pays

@@ -15,8 +15,8 @@ from torch_geometric.loader import TemporalDataLoader as PygTemporalDataLoader
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh, given_mesh, latest_mesh
-from pyg_distcomm.graph.partitioning import partition
-from pyg_distcomm.graph.partitioning_kinds import event_rows
+from pyg_distcomm.graph.partition_data import partition
+from pyg_distcomm.graph.partition_data_types import event_rows
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import plan_ids
 

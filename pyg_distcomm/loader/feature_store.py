@@ -19,7 +19,7 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.row_group import EDGES as EDGES
 from pyg_distcomm.loader.row_group import NODES as NODES
 from pyg_distcomm.loader.row_group import Group, QuiverFeature, lengths, own_rows
-from pyg_distcomm.loader.sharded import (
+from pyg_distcomm.loader.sharded_feature_store import (
     Fanouts,
     RowsAttr,
     ShardedStore,

@@ -17,7 +17,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
 from pyg_distcomm.kernels.core_ops import words_of
-from pyg_distcomm.loader.placement import ON_HOST, Placement
+from pyg_distcomm.loader.device_placement import ON_HOST, Placement
 from pyg_distcomm.loader.row_group import Group, RowGroup, take_rows, width_of
 from pyg_distcomm.sampling.row_service import RowRound
 

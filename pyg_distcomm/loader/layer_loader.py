@@ -15,6 +15,7 @@ from pyg_distcomm import plugins
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_sample
 from pyg_distcomm.loader.base import BulkLoading
+from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import (
@@ -24,7 +25,6 @@ from pyg_distcomm.loader.options import (
     ranks_of,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedOptions, PartitionedSource
-from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.sampling.algebra import BulkMatrix
 from pyg_distcomm.sampling.graph_block import gathered, read_block
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, layer_numbers, rows_of_layers

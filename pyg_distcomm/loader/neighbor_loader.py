@@ -11,6 +11,7 @@ from torch_geometric.sampler import NegativeSampling
 from torch_geometric.sampler.base import SubgraphType
 
 from pyg_distcomm.loader.base import BulkLoading, make_sampler
+from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import (
     LoaderOptions,
@@ -22,7 +23,6 @@ from pyg_distcomm.loader.options import (
     unused_arguments,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedOptions
-from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.sampling.neighbor_sampler import draws_of
 
 

@@ -23,6 +23,7 @@ from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.collate import Attribute, Pools, placeholder_rows
+from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import (
     LoaderOptions,
@@ -33,7 +34,6 @@ from pyg_distcomm.loader.options import (
     named_seeds,
     seed_ids,
 )
-from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.loader.prefetch import FETCH, SAMPLE
 from pyg_distcomm.loader.row_group import EDGES
 from pyg_distcomm.process import PROCESS

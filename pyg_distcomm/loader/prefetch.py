@@ -24,9 +24,9 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import Ledger, format_table
 from pyg_distcomm.comm.trace import label
 from pyg_distcomm.kernels import threads
+from pyg_distcomm.loader.batch_sharding import PlannedBatch, Progress, World
 from pyg_distcomm.loader.collate import Collator, WorkerBatch
-from pyg_distcomm.loader.epoch import PlannedBatch, Progress, World
-from pyg_distcomm.loader.placement import Placement, SideStream
+from pyg_distcomm.loader.device_placement import Placement, SideStream
 from pyg_distcomm.process import PROCESS
 
 SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "train"

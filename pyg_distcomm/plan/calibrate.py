@@ -21,7 +21,7 @@ from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import new_axis_group
-from pyg_distcomm.graph.partitioning import partition
+from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.halo.codec import RngKey
 from pyg_distcomm.halo.codecs import Plain, fresh_state
 from pyg_distcomm.nn.product_layers import DistGCNConv

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from pyg_distcomm.graph.partitioning_kinds import links_of
+from pyg_distcomm.graph.partition_data_types import links_of
 from pyg_distcomm.halo.codec import HEADER, Codec
 from pyg_distcomm.halo.codecs import codec_of, known_codecs
 from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise

@@ -22,7 +22,7 @@ from torch_geometric.data import HeteroData
 
 from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.graph.partitioning import partition as cut_data
+from pyg_distcomm.graph.partition_data import partition as cut_data
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.convert import convert

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.profile import get_data_size
 
-from pyg_distcomm.loader.epoch import BatchSharding
+from pyg_distcomm.loader.batch_sharding import BatchSharding
 from pyg_distcomm.loader.layer_loader import DistLayerLoader
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.partition.partition import Partition

@@ -21,7 +21,7 @@ from pyg_distcomm.comm import random
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh, alone
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.partitioning import partition
+from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.graph.product_cache import ProductCache
 from pyg_distcomm.graph.topology import LocalGraph, Topology
 from pyg_distcomm.halo.halo import Link

@@ -36,7 +36,7 @@ from pyg_distcomm.comm.ledger import Entry, Ledger
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.trace import as_json, span, trace
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.graph.partitioning import partition_report
+from pyg_distcomm.graph.partition_data import partition_report
 from pyg_distcomm.partition.partition import imbalance
 from pyg_distcomm.process import tell
 

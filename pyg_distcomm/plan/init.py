@@ -20,7 +20,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm import mesh as grids
 from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.mesh import Grid, Mesh
-from pyg_distcomm.graph.partitioning import partition
+from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.nn.product_layers import DistGCNConv, DistSAGEConv
 from pyg_distcomm.partition.cutters import (
     check_edge_index,

@@ -26,6 +26,7 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.halo.codecs import Codec, Plain, codec_of
 from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.fetch import (
     Fetch,
     FetchedColumn,
@@ -34,7 +35,6 @@ from pyg_distcomm.loader.fetch import (
     ids_of,
     message_bytes,
 )
-from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.loader.row_group import (
     NODES,
     Group,

@@ -20,7 +20,7 @@ from pyg_distcomm.comm.consistency import sampled_digest
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
-from pyg_distcomm.graph import partitioning_kinds, transforms
+from pyg_distcomm.graph import partition_data_types, transforms
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.subgraphs import agree
 from pyg_distcomm.graph.topology import Topology
@@ -92,10 +92,10 @@ def partition(
     mesh = given_mesh(mesh, "pdc.partition")
     options = seed, refine, oblivious, link, memory
     if isinstance(data, TemporalData):
-        return partitioning_kinds.shard_events(data, mesh)
+        return partition_data_types.shard_events(data, mesh)
     if isinstance(data, HeteroData):
         share = _partition_hetero(data, mesh, method, *options)
-        return partitioning_kinds.in_given_class(share, data)
+        return partition_data_types.in_given_class(share, data)
     attrs = node_attrs, edge_attrs
     return _partition_data(data, mesh, method, *options, attrs)
 
@@ -111,7 +111,7 @@ def _partition_data(
     memory: int | str | None,
     attrs: tuple[Iterable[str], Iterable[str]],
 ) -> Data:
-    whole, (data, weight) = data, partitioning_kinds.from_sparse(data)
+    whole, (data, weight) = data, partition_data_types.from_sparse(data)
     problem = link_problem(link) or memory_problem(memory)
     kinds: dict[str, Any] = {}
     try:
@@ -134,14 +134,16 @@ def _partition_data(
         owners = mesh.owners
     else:
         owners = _partition_and_broadcast(data, mesh, method, seed, refine)
-    with partitioning_kinds.explaining_memory(data, mesh):
+    with partition_data_types.explaining_memory(data, mesh):
         share = _to_device_of(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
     out = _as_planned(out, oblivious) if planned else out
-    out = partitioning_kinds.in_given_class(out, whole)
+    out = partition_data_types.in_given_class(out, whole)
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    return partitioning_kinds.with_sparse(_with_link(out, link), weight, looped, whole)
+    return partition_data_types.with_sparse(
+        _with_link(out, link), weight, looped, whole
+    )
 
 
 def _to_device_of(share: PartShare, edge_index: Tensor) -> PartShare:
@@ -197,15 +199,15 @@ def _partition_hetero(
     owners: Partition | None = None
     problem: Exception | None = memory_problem(memory)
     try:
-        links = partitioning_kinds.links_of(link, data.edge_types)
-        partitioning_kinds.check_not_partitioned(data)
+        links = partition_data_types.links_of(link, data.edge_types)
+        partition_data_types.check_not_partitioned(data)
         part_share.check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
     agree(problem, mesh)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _comparable_arguments(method, link, seed=seed, **flags)
-    _agree_same(asked | partitioning_kinds.hetero_marks(data, _digest), mesh)
+    _agree_same(asked | partition_data_types.hetero_marks(data, _digest), mesh)
     _seed_python_random(mesh)
     try:
         if mesh.rank == 0:
@@ -215,12 +217,12 @@ def _partition_hetero(
         problem = error
     agree(problem, mesh)
     owners = _broadcast(owners, mesh)
-    with partitioning_kinds.explaining_memory(data, mesh):
+    with partition_data_types.explaining_memory(data, mesh):
         types = part_share.types_of(data, owners)
         share = part_share.part_of_hetero(data, owners, types, mesh.rank)
         for store in data.edge_stores[:1]:
             share = _to_device_of(share, store.edge_index)
-    return partitioning_kinds.assemble_hetero(share, mesh, oblivious, links, memory)
+    return partition_data_types.assemble_hetero(share, mesh, oblivious, links, memory)
 
 
 def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
@@ -331,9 +333,9 @@ def _digest_of_method(method: Any) -> str:
 def _cutter(method: Any, data: Any, parts: int, refine: bool) -> Any:
     """Returns the cutter or owners that None or "graphs" stands for."""
     if method is None:
-        return "metis" if refine else partitioning_kinds.default_method(data, parts)
+        return "metis" if refine else partition_data_types.default_method(data, parts)
     if isinstance(method, str) and method == "graphs":
-        return partitioning_kinds.graph_owners(data, parts)[0]
+        return partition_data_types.graph_owners(data, parts)[0]
     return method
 
 
@@ -438,12 +440,15 @@ def partition_report(data: Data | HeteroData) -> PartitionReport:
     exchanged one by one.
     """
     if isinstance(data, HeteroData):
-        return partitioning_kinds.report_of_share(data)
+        return partition_data_types.report_of_share(data)
     edge_index = data.edge_index
     if not isinstance(edge_index, DistEdgeIndex):
         raise TypeError("partition_report takes what pdc.partition returned")
     topology, mesh = edge_index.topology, edge_index.nodes.mesh
-    figures, owners = partitioning_kinds.report_of_share(data), topology.nodes.partition
+    figures, owners = (
+        partition_data_types.report_of_share(data),
+        topology.nodes.partition,
+    )
     figures = replace(figures, before=None if owners is None else owners.before)
     blocks = _block_figures(topology, mesh)
     return figures.on_grid(mesh.grid, *blocks) if blocks else figures
@@ -519,12 +524,12 @@ def load_partition(
     share, problem = None, None
     try:
         parts = open_folder(folder, verify)
-        with partitioning_kinds.explaining_memory(Path(folder), mesh):
+        with partition_data_types.explaining_memory(Path(folder), mesh):
             share = _read_share(Path(folder), parts, mesh, merge)
         meta = parts.about.read_bytes()
         kinds = None if share.types is None else share.types.edges
         if kinds is not None:
-            links = partitioning_kinds.links_of(link, kinds)
+            links = partition_data_types.links_of(link, kinds)
         elif (wrong := link_problem(link)) is not None:
             raise wrong
     except (TypeError, ValueError, OSError) as error:
@@ -544,7 +549,9 @@ def load_partition(
     _seed_python_random(mesh)
     tell(mesh.rank, "read %r of %s", share, folder)
     if share.types is not None:
-        return partitioning_kinds.assemble_hetero(share, mesh, oblivious, links, memory)
+        return partition_data_types.assemble_hetero(
+            share, mesh, oblivious, links, memory
+        )
     return _with_link(_assemble(share, mesh, oblivious, memory), link)
 
 
