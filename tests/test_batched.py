@@ -409,7 +409,7 @@ def _products():
         EdgeMatrix(*ends[:, i, here], got[i, here], r)
         for i, r in ((0, rows[0]), (1, rows[1]))
     )
-    edges, value = (s.turned(rows[0]) @ (a.at_owners() @ s)).edges()
+    edges, value = (s.transposed(rows[0]) @ (a.at_owners() @ s)).edges()
     loss = (value.to_local() * weight[tuple(edges.to_local())]).sum()
     loss = autograd.all_reduce(loss, mesh.world)
     assert edges.shape[1] == int((c != 0).sum())

@@ -568,7 +568,10 @@ def test_the_command_takes_files(tmp_path, capsys):
     assert main(["partition", path, out, "--parts", "2", "--method", "stream"]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main(["partition", "Cora", out + "2", "--parts", "2", "--undirected"]) == 2
-    assert "--undirected: for edges in files, not for 'Cora'" in capsys.readouterr().err
+    assert (
+        "--undirected: got the data set 'Cora', wanted edges in files"
+        in capsys.readouterr().err
+    )
     assert main(["partition", path, out + "2", "--parts", "2", "--node-file", "x"]) == 2
     assert "got 'x', wanted NAME=FILE.npy" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from pyg_distcomm.partition.folder import read_part
 from pyg_distcomm.partition.layout import folder_meta, is_folder
 from pyg_distcomm.partition.partition import PartitionReport
-from pyg_distcomm.watch.metrics import read_run, write_whole
+from pyg_distcomm.watch.metrics import read_run, write_text
 from pyg_distcomm.watch.page import render
 
 MOST_PARTS = 64  # the most parts for which the rows of each pair are counted
@@ -38,7 +38,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         page = render(title, recorded)
         found |= {"epochs": len(recorded.rows), "starts": len(recorded.about["starts"])}
         found |= {"last": recorded.rows[-1] if recorded.rows else None}
-    write_whole(out, page)
+    write_text(out, page)
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:

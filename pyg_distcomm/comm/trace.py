@@ -29,7 +29,6 @@ import os
 import platform
 import threading
 import time
-import uuid
 import warnings
 import weakref
 import zlib
@@ -49,6 +48,7 @@ from torch.nn.modules import module as hooks
 
 from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.store import StoreMailbox, joined_mesh, world_size
+from pyg_distcomm.partition.atomic import whole_file
 from pyg_distcomm.process import PROCESS
 
 LIMIT = 1_000_000  # events of a rank: up to 500 MB
@@ -341,17 +341,12 @@ def write_trace(path: Path, parts: Sequence[Event], size: int, started: Any) -> 
         "dropped_events": {p["rank"]: p["dropped"] for p in parts if p["dropped"]},
         "clock_error_us": {p["rank"]: p["error"] / 1000 for p in parts},
     }
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     opened: Any = partial(gzip.open, compresslevel=5) if path.suffix == ".gz" else open
-    try:
-        with opened(aside, "wt", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about))
-            for k, part in enumerate(parts):
-                file.write((",\n" if k else ',\n"traceEvents": [\n') + part["text"])
-            file.write("\n]}\n")
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with whole_file(path) as aside, opened(aside, "wt", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about))
+        for k, part in enumerate(parts):
+            file.write((",\n" if k else ',\n"traceEvents": [\n') + part["text"])
+        file.write("\n]}\n")
 
 
 class Reading(NamedTuple):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +19,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
 from pyg_distcomm.kernels.core_ops import as_bytes, words_of
+from pyg_distcomm.partition.atomic import whole_file
 from pyg_distcomm.partition.layout import dtype_name, file_name, read_array, write_array
 from pyg_distcomm.partition.partition import Partition
 
@@ -139,23 +137,18 @@ def on_disk(
     If one rank cannot write its file, all ranks raise, and no old file is replaced.
     """
     path = folder / file_name(kind, name)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     problem = None
     try:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_array(aside, values)
-        except OSError as error:
-            problem = _write_error(path, error)
-        collectives.agree(problem, channel.world)
-        try:
-            os.replace(aside, path)
-        except OSError as error:
-            problem = _write_error(path, error)
-        collectives.agree(problem, channel.world)
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+        with whole_file(path) as aside:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_array(aside, values)
+            except OSError as error:
+                problem = _write_error(path, error)
+            collectives.agree(problem, channel.world)
+    except OSError as error:  # of the replacement
+        problem = _write_error(path, error)
+    collectives.agree(problem, channel.world)
     return read_array(path, dtype_name(values.dtype), list(values.shape))
 
 

@@ -1,4 +1,4 @@
-"""Writes folders atomically, whole or not at all, and deletes only folders that it wrote.
+"""Writes files and folders atomically, whole or not at all, and deletes only what it wrote.
 
 [Note: whole folders] A writer fills `.NAME.writing-TOKEN` beside NAME; the token names the
 process. Once all files are on the disk, the folder is renamed to `.NAME.ready-TOKEN`, and then
@@ -22,7 +22,7 @@ import shutil
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -184,6 +184,24 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields a path beside `path` to write to; the file there then replaces that at `path`.
+
+    An OSError names `path`. If the block raises, the old file stays.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield aside
+        os.replace(aside, path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
 class _Output:
     """Forwards writes to a file, and keeps the OSError that torch.save would hide."""
 
@@ -216,17 +234,12 @@ def torch_save(value: Any, file: IO[bytes]) -> None:
 
 def keep_file(value: Any, path: Path, what: str) -> None:
     """Saves a value in a file for later runs, whole or not at all; warns if that fails."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with whole_file(path) as aside:
             with open(aside, "wb") as file:
                 torch_save(value, file)
             sync(aside)
-            os.replace(aside, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                aside.unlink()
     except OSError as error:
         warnings.warn(
             f"{what} are not kept: {write_problem(error, path)}", stacklevel=2

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,7 +14,7 @@ import numpy as np
 
 from pyg_distcomm.comm.mesh import Grid
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.partition.atomic import write_problem
+from pyg_distcomm.partition.atomic import sync, whole_file, write_problem
 
 # What data sheets say of devices: bytes, bytes a second of memory, single-precision operations
 # a second without tensor cores, and bytes a second each way of NVLink to other devices of a
@@ -268,16 +266,11 @@ class Machine:
             ValueError: naming the file, if it cannot be written; an older one stays.
         """
         path = Path(path)
-        aside = path.with_name(f"{path.name}.part{os.getpid()}")
         try:
-            with aside.open("w") as file:
-                file.write(json.dumps(self.to_dict(), indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
+            with whole_file(path) as aside:
+                aside.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+                sync(aside)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
             raise ValueError(write_problem(error, path)) from error
 
     @staticmethod

@@ -37,6 +37,7 @@ from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.trace import as_json, span, trace
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.partition_data import partition_report
+from pyg_distcomm.partition.atomic import whole_file
 from pyg_distcomm.partition.partition import imbalance
 from pyg_distcomm.process import tell
 
@@ -170,7 +171,7 @@ class metrics:
                 edges = max(sum(figures["edges"]), 1)
                 start["cut"] = round(figures["edge_cut"] / edges, 6)
             starts.append(start)
-            write_whole(self.folder / RUN, json.dumps({**about, "starts": starts}))
+            write_text(self.folder / RUN, json.dumps({**about, "starts": starts}))
             _end_line(self.folder / ROWS)
         except OSError as error:
             return f"pdc.metrics cannot write {self.folder}: {error}"
@@ -439,16 +440,10 @@ def _read_json(path: Path) -> Row:
     return found
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Writes a file whole, or not at all; an OSError names it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with whole_file(path) as aside:
         aside.write_text(text)
-        os.replace(aside, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _end_line(path: Path) -> None:
@@ -494,7 +489,7 @@ class CSVWriter:
         self._columns = list(dict.fromkeys(name for one in lines for name in one))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         head = dict(zip(self._columns, self._columns, strict=True))
-        write_whole(self.path, self._text([head, *lines]))
+        write_text(self.path, self._text([head, *lines]))
         self._last = row["epoch"]
 
     def _text(self, lines: list[dict[str, Any]]) -> str:
