@@ -107,7 +107,11 @@ ODD = ["tiny", "star", "edgeless"]
 
 
 @tiers.cover(
-    ("cutter", "graph", "shape"), ["metis", "lopsided"], ODD, [(2, 1), (1, 4), (2, 2)]
+    ("cutter", "graph", "shape"),
+    ["metis", "lopsided"],
+    ODD,
+    [(2, 1), (1, 4), (2, 2)],
+    step=2,
 )
 def test_graphs_with_teeth(shape, graph, cutter):
     stages, ways = shape

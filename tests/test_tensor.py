@@ -315,13 +315,13 @@ def _learn(cutter):
                 torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, msg=name)
 
 
-@tiers.parametrize("size", SIZES, slice(0, 3, 2))
+@tiers.parametrize("size", SIZES, slice(2, 3))
 def test_gradients_of_parameters(size):
     for cutter in CUTS:
         worlds.run(_learn, size, cutter)
 
 
-@tiers.parametrize("size", SIZES, slice(0, 3, 2))
+@tiers.parametrize("size", SIZES, slice(2, 3))
 def test_gradients_of_everything(size):
     for cutter in CUTS:
         worlds.run(_gradients, size, cutter)
