@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch_geometric.data.feature_store import AttrView
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.process_grid import new_process_grid
 from pyg_distcomm.halo.codecs import (
     Cast,
     Chain,
@@ -30,7 +32,7 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.feature_store import EDGES
 from pyg_distcomm.loader.fetch import Fetch
-from pyg_distcomm.loader.row_group import Index, QuiverFeature, RowGroup
+from pyg_distcomm.loader.row_group import Index, QuiverFeature, RowGroup, on_disk
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -475,6 +477,21 @@ def _mapped(c, folder):
 def test_rows_may_stay_on_disk(world, tmp_path):
     size, c = world
     worlds.run(_mapped, size, c, str(tmp_path))
+
+
+def _while_another_fails(folder):
+    mesh = worlds.mesh(fresh=True)
+    channel = new_process_grid(mesh, 1)
+    if mesh.rank == 1:
+        mesh.world.watch.fail(FileNotFoundError("the words of rank 1"))
+        return
+    with pytest.raises(FileNotFoundError, match=r"rank 1 failed.*the words of rank 1"):
+        on_disk(torch.ones(3, 2), Path(folder), "nodes", "x", channel)
+    assert not list(Path(folder).iterdir())
+
+
+def test_rows_on_disk_leave_the_error_of_another_rank_as_it_is(tmp_path):
+    worlds.anew(_while_another_fails, 2, str(tmp_path))
 
 
 def _on_a_full_disk(c, folder):

@@ -17,7 +17,14 @@ from batches import all_same, full_disk, graph, hetero, same
 from torch.utils.data import DistributedSampler
 from torch_geometric.data import Data
 
-from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader, shared
+import pyg_distcomm as pdc
+from pyg_distcomm.loader import (
+    DistLayerLoader,
+    DistLinkNeighborLoader,
+    DistNeighborLoader,
+    shared,
+)
+from pyg_distcomm.sampling.rules import UserRule, rule_name
 
 SIZES = [1, 2, 3, 4]
 
@@ -243,6 +250,25 @@ def _seeds_differ():
 
 def test_seeds_that_differ_by_rank_are_refused():
     worlds.run(_seeds_differ, 2)
+
+
+def _to_the(power):
+    return lambda p: p**power
+
+
+def _rules_differ():
+    mesh = worlds.mesh()
+    share = pdc.partition(graph(), mesh, "random")
+    with pytest.raises(ValueError, match=r"rule.*_to_the"):
+        DistLayerLoader(share, [3, 2], _to_the((0.5, 2.0)[mesh.rank]), batch_size=7)
+    next(iter(DistLayerLoader(share, [3, 2], _to_the(0.5), batch_size=7)))
+
+
+def test_rules_that_differ_by_rank_are_refused():
+    worlds.run(_rules_differ, 2)
+    rules = [_to_the(0.5), _to_the(2.0), lambda p: p**0.5, lambda p: p.sqrt()]
+    assert len({rule_name(UserRule(rule)) for rule in rules}) == 4
+    assert rule_name(UserRule(_to_the(3.0))) == rule_name(UserRule(_to_the(3.0)))
 
 
 def _lists_differ():

@@ -189,6 +189,7 @@ def _parse_value(text: str | None, kind: str, option: str) -> float | None:
     if match is None or match[2] not in units:
         names = ", ".join(unit for unit in units if unit)
         raise ValueError(
-            f"{option}={text!r} must be a number of {kind}, with one of the units {names}"
+            f"{option}={text!r} must be a number of {kind}, with or without one of "
+            f"the units {names}"
         )
     return float(match[1]) * units[match[2]]

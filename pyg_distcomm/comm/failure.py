@@ -43,7 +43,7 @@ from pyg_distcomm.process import PROCESS
 CHANGED = (
     "an input of a layer, or its edge_weight, was changed in place on some ranks only, so "
     "that cached products are out of date there alone; change it on all ranks or on none, "
-    "by an operation that every rank calls, be it with its own rows or with none"
+    "by an operation that every rank calls, even if it has no rows"
 )
 _REPORT_GRACE = (
     2.0  # seconds to wait for another rank's report after a connection broke
@@ -178,7 +178,7 @@ class FailureMonitor:
         rank: this rank.
         size: how many ranks there are.
         deadline: seconds a rank waits for the others before it gives up.
-        ended: the error with which messages were lost that others wait for; "" if none.
+        ended: the error that lost messages which other ranks wait for; "" if none.
         groups: the process groups of the mesh.
         threads: the thread that uses them.
         streamed: exchanges that CUDA streams wait for.

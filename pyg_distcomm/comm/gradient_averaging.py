@@ -37,9 +37,7 @@ from pyg_distcomm.comm.consistency import comparer_of, digest
 from pyg_distcomm.comm.mesh import Mesh
 
 BUCKETS = 4
-MIN_BUCKET_BYTES = (
-    1 << 14
-)  # bytes of a bucket: in smaller ones latency outweighs the overlap
+MIN_BUCKET_BYTES = 1 << 14  # in smaller buckets latency outweighs the overlap
 _MAX_HISTORY = 64  # nodes of a tensor's history that are searched for its leaves
 
 

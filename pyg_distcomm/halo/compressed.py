@@ -344,7 +344,7 @@ def gradient_codec(now: Codec, rows: Codec, own_codec: Codec | None) -> Codec:
     Args:
         now: the codec of this epoch.
         rows: the codec of the message that the gradient answers.
-        own: the codec of gradients, if they have one.
+        own_codec: the codec of gradients, if they have one.
     """
     if own_codec is not None:
         return own_codec

@@ -9,9 +9,9 @@ batch's number, not its rank, keys its draws.
 evaluate; a collective in a constructor would hang there. So ranks post notes to the
 rendezvous store, and read the notes of the others when they first need them. The n-th loader
 of a kind (its class, batch size and order) on one rank is matched with the n-th of that kind
-on the others. Ranks also post the epochs that they begin. If a rank has begun an epoch that
-this rank began after it built a loader, and has not built that loader, then it does not
-share the loader. The number of an unshared loader is not used again: ranks that build a
+on the others. Ranks also post the epochs that they begin. Say that this rank built loader L,
+and then began epoch E. If another rank has begun E and has not built L, then L is not
+shared with that rank. The number of an unshared loader is not used again: ranks that build a
 loader of that kind later take the next number. Ranks that wait for each other at loaders of
 different kinds raise at once.
 """

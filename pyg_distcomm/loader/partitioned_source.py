@@ -362,7 +362,7 @@ class PartitionedOptions:
             if placement is not None and placement.cache:
                 raise ValueError(
                     f"got cache={placement.cache!r}, which is for a graph that each rank holds "
-                    "whole; for a share give features=DistFeatureStore.from_data(cache=...)"
+                    "whole; for a share give features=DistFeatureStore.from_data(..., cache=N)"
                 )
             return True
         if isinstance(data, (Data, HeteroData)) and any(

@@ -344,9 +344,7 @@ class Tracked:
 BUDGET = 1 << 30  # bytes of minibatches in flight, if that much memory is free
 MAX_PER_THREAD = 4  # minibatches of an automatic bulk per thread: more is not faster
 FIRST_PARTITIONED = 4  # minibatches of the first bulk of a partitioned graph
-MAX_PARTITIONED = (
-    16  # minibatches of an automatic bulk of one: each bulk costs messages
-)
+MAX_PARTITIONED = 16  # minibatches of its automatic bulks, which cost messages
 
 
 class BulkBuilder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable
@@ -138,16 +139,18 @@ def on_disk(
     """
     path = folder / file_name(kind, name)
     problem = None
-    try:
-        with whole_file(path) as aside:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_array(aside, values)
-            except OSError as error:
-                problem = _write_error(path, error)
-            collectives.agree(problem, channel.world)
-    except OSError as error:  # of the replacement
-        problem = _write_error(path, error)
+    with contextlib.ExitStack() as stack:
+        aside = stack.enter_context(whole_file(path))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_array(aside, values)
+        except OSError as error:
+            problem = _write_error(path, error)
+        collectives.agree(problem, channel.world)
+        try:
+            stack.close()  # renames the file
+        except OSError as error:
+            problem = _write_error(path, error)
     collectives.agree(problem, channel.world)
     return read_array(path, dtype_name(values.dtype), list(values.shape))
 

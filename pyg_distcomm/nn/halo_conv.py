@@ -94,7 +94,7 @@ class HaloConv(torch.nn.Module):
             raise TypeError(
                 f"HaloConv wraps a MessagePassing layer of PyG, got {type(conv).__name__}"
             )
-        self._wrapped = [conv]  # in a list: it is this module, not a child of it
+        self._wrapped = [conv]  # in a list, so that it is not registered as a submodule
         self.link = check_link(link)
         self._share()
 

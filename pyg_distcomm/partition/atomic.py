@@ -188,14 +188,15 @@ def sync(path: Path) -> None:
 def whole_file(path: Path) -> Iterator[Path]:
     """Yields a path beside `path` to write to; the file there then replaces that at `path`.
 
-    An OSError names `path`. If the block raises, the old file stays.
+    An error of the file names `path`. If the block raises, the old file stays.
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield aside
         os.replace(aside, path)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None
+        if error.errno is not None and error.filename in (None, str(aside)):
+            error.filename, error.filename2 = str(path), None
         raise
     finally:
         with contextlib.suppress(OSError):

@@ -31,10 +31,8 @@ from pyg_distcomm.pipeline.history_buffer import (
     read_from_site,
 )
 
-_KEYED, _PLAIN = (
-    0x919E,
-    0x919F,
-)  # folded into a pipeline's random keys: no others are equal
+# folded into a pipeline's random keys: no others are equal
+_KEYED, _PLAIN = 0x919E, 0x919F
 
 
 @dataclass(eq=False)

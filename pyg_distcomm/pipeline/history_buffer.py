@@ -16,8 +16,8 @@ known yet. In their place g holds
     zeros                  "surrogate": autograd's gradients, with history constant
     last epoch's g         "stale" gradients
     g damped each epoch    "damped", between the two
-    zeros, and g_c doubled once chunk c has pulled its own rows: "scaled", since an edge
-                           between chunks counts in one of two epochs ([Chen23])
+    zeros                  "scaled", too, where g_c counts twice for all chunks but c, since
+                           an edge between chunks counts in one of two epochs ([Chen23])
 
 The sums for ghosts of chunk j travel to their owners while j is computed, over the transpose
 of the link that brought their rows.

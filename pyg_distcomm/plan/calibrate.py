@@ -35,9 +35,7 @@ Name: TypeAlias = tuple[str, int | str]  # a timing, with its width, depth or co
 
 SMALL, LEAST, MOST = 8, 1 << 16, 1 << 26  # bytes that a rank sends in an exchange
 LONG = 0.1  # sizes double until an exchange takes this many seconds
-WIDE = (
-    256  # the second dimension of dense products, and the width of rows that are copied
-)
+WIDE = 256  # the second dimension of dense products, and the width of copied rows
 AXES = ("world", "row", "col", "fiber", "data", "control")
 SHALLOW, DEEP = 1, 5  # numbers of layers of the models whose overheads are timed
 

@@ -45,9 +45,7 @@ from pyg_distcomm.plan.training import (
 from pyg_distcomm.process import PROCESS
 
 MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # limits of the matrix that a rank times
-MOST_WIDTH = (
-    1024  # limit of the widths that are timed: wider rows have nearly the same rate
-)
+MOST_WIDTH = 1024  # limit of timed widths: wider rows have nearly the same rate
 
 
 def init(

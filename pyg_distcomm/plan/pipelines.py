@@ -32,9 +32,8 @@ from pyg_distcomm.plan.plans import Plan
 from pyg_distcomm.plan.traffic import Array, Flow
 from pyg_distcomm.plan.training import LOSS_ITEM, LOSS_WORDS, Training
 
-BACK = (
-    3  # a backward pass to a forward pass: two products for one, and it computes again
-)
+# a backward pass to a forward pass: two products for one, and it computes again
+BACK = 3
 ROWS_ONLY = "the stages of a pipeline have rows only, a grid (W, 1, 1)"
 
 

@@ -104,11 +104,11 @@ def plan(
     third epoch on, when products of constant inputs are kept); means for a `RandomGraph`.
 
     Args:
-        graph: the whole graph, its edge_index, or a `RandomGraph` by size and law. Of a
+        graph: the whole graph, its edge_index, or a `RandomGraph` (size, degree law). Of a
             HeteroData plans have the bytes of each edge type (`relation_bytes`); widths
             are then those of hidden layers and the output.
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
-        ranks, mesh: how many ranks; a mesh is only counted.
+        ranks, mesh: how many ranks; of a mesh only their number is used.
         model: instead of widths, or its layers as `Pipeline` takes them; run on two nodes.
         layers: "gcn", "sage", or "halo" for any other layer of PyG's; or one for each.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
@@ -296,7 +296,7 @@ class _Search:
         self, model: Any, chunks: int | None, most: float, skips: int
     ) -> list[Plan]:
         """Returns the plans of all numbers of stages."""
-        fewest_chunks(1, most)  # refuses what is no share
+        fewest_chunks(1, most)  # raises if `most` is not within 0 and 1
         for name, value, least in (("chunks", chunks, 1), ("skips", skips, 0)):
             if value is not None and (type(value) is not int or value < least):
                 raise ValueError(

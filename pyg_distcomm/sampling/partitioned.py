@@ -1,11 +1,12 @@
 """Samples neighbourhoods of a graph that is partitioned over the ranks.
 
 [Note: owner and requester] A hop of a bulk is one all_to_allv of the ids of its frontier
-and one of the answers, inside the process column, whose ranks hold all blocks between
-them. At the owner, in-edges are drawn where they lie, and the draws travel. At the
-requester, as in the Graph Partitioned algorithm of [Tripathy24], rows travel, each distinct
-one once, and the draws are made from them. A draw is a function of (key, relation, node, the
-row), so both, and a graph that every rank holds, give the same minibatch bit for bit.
+and one of the answers, among the ranks of a process column, which together hold the whole
+graph. At the owner, in-edges are drawn where they lie, and the draws travel. At the
+requester, as in the Graph Partitioned algorithm of [Tripathy24], rows of the adjacency matrix
+travel, each distinct one once, and the draws are made from them. A draw is a function of
+(key, relation, node, the row), so both, and a graph that every rank holds, give the same
+minibatch bit for bit.
 [Note: a distributed P = Q A] The rows of Q (which nodes each minibatch has in a layer) go to
 the ranks that multiply them; sums of weights come back, one partial row for each minibatch, and
 are added up. At the owner, every block multiplies what it holds. At the requester, as in

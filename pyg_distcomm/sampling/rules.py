@@ -20,7 +20,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from hashlib import sha256
+from typing import Any, ClassVar
 
 import torch
 
@@ -181,11 +182,27 @@ class UserRule(Rule):
         )
 
 
+def _fingerprint(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    values = [*code.co_consts, *(function.__defaults__ or ()), *cells]
+    plain = [value for value in values if isinstance(value, (bool, int, float, str))]
+    text = repr((code.co_names, plain))
+    return f" #{sha256(text.encode()).hexdigest()[:8]}"
+
+
 def rule_name(rule: Rule) -> str:
-    """Returns a name of a rule that is the same on all ranks."""
+    """Returns a name of a rule, to compare between ranks.
+
+    Functions are told apart by their names, and by the names, constants, defaults and
+    closed-over numbers that they compute with; tensors that they read are not compared.
+    """
     if isinstance(rule, UserRule):
         function = getattr(rule.function, "__qualname__", type(rule.function).__name__)
-        return f"UserRule({function}, {rule.counted}, {rule.loops})"
+        seen = _fingerprint(rule.function)
+        return f"UserRule({function}{seen}, {rule.counted}, {rule.loops})"
     if type(rule).__repr__ is object.__repr__:  # it contains an address
         return type(rule).__qualname__
     return repr(rule)
