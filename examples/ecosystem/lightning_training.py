@@ -2,7 +2,7 @@
 """PyTorch Lightning on a graph that is spread over ranks: whole, or in minibatches.
 
 The same LightningModule does both. Lightning's DDP would average gradients of the whole graph
-a second time, so `OnShares` leaves the model as it is there. Minibatches are ordinary tensors and
+a second time, so `OnShares` leaves the model as it is there. Minibatches are ordinary, and
 use Lightning's own "ddp". `use_distributed_sampler=False`: loaders already divide the seeds.
 """
 
