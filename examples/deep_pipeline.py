@@ -1,5 +1,5 @@
 # torchrun --nproc-per-node 4 examples/deep_pipeline.py
-"""GCNII, 32 layers in stages: its schedule, and bytes beside graph parallelism."""
+"""GCNII with 32 layers in stages: its schedule, and its bytes beside graph parallelism."""
 
 import argparse
 import time

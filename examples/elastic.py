@@ -1,9 +1,9 @@
 # torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py
-"""A run that goes on from its last checkpoint when a host or a rank dies.
+"""A run that resumes from its last checkpoint when a host or a rank dies.
 
 The graph is cut once, into a folder that all hosts read, and all ranks save a checkpoint
-every few epochs. When a rank dies, torchrun starts all of them anew, perhaps on fewer hosts,
-and the run goes on at the last checkpoint: docs/how-to/clusters.md.
+every few epochs. When a rank dies, torchrun restarts all of them, perhaps on fewer hosts, and
+the run resumes from the last checkpoint: see docs/how-to/clusters.md.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 # torchrun --nproc-per-node 4 examples/grids.py
 """One GCN on every grid that P ranks allow: words predicted, and words counted.
 
-A 2-layer GCN makes three or four products an epoch. `price` knows the words of each before
-anything is sent; the ledger counts what was.
+A 2-layer GCN makes three or four products an epoch. `price` predicts the words of each before
+anything is sent; the ledger counts the words that were sent.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 # torchrun --nproc-per-node 4 examples/lossy_links.py
 """Every lossy link beside single-process PyG, and beside sending nothing at all.
 
-All lines start from the same parameters for a seed, on the same partition. *Sending nothing*
-trains without the edges between ranks, and, as all lines, is scored on the whole graph. What a
-link is worth is how much of the distance between these two it keeps, for which bytes.
+For each seed, all lines start from the same parameters on the same partition. *Sending nothing*
+trains without the edges between ranks; like all lines, it is scored on the whole graph. A link
+is worth the share of the distance between these two baselines that it keeps, for its bytes.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 # torchrun --nproc-per-node 2 examples/partitioned_sampling.py
-"""GraphSAGE by minibatches on a graph that no rank holds whole, evaluated exactly.
+"""GraphSAGE with minibatches on a graph that no rank holds whole, evaluated exactly.
 
-Each rank keeps its share of the edges and of the features. Neighbours are sampled where the
-edges lie, rows are fetched from where they lie, and hot rows are kept on every rank.
+Each rank keeps its share of the edges and of the features. By default the ranks that own
+the edges sample neighbours, rows are fetched from their owners, and every rank keeps hot rows.
 """
 
 import argparse

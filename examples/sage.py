@@ -1,8 +1,8 @@
 # torchrun --nproc-per-node 2 examples/sage.py
 """GraphSAGE from a partition folder, with checkpoints: stop it, and start it again.
 
-The folder is what `pyg-distcomm partition digits FOLDER --parts P` writes. A rank reads
-its own part only. A checkpoint may be resumed on another number of ranks.
+`pyg-distcomm partition digits FOLDER --parts P` writes the folder. A rank reads only its
+own part. A checkpoint may be resumed on another number of ranks.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 # torchrun --nproc-per-node 4 examples/sylvie.py
 """A GCN whose rows travel in one bit, one epoch late, or both: Sylvie and PipeGCN.
 
-By default the last exchange is exact, and so is evaluation. What is under way when a run
-stops is saved with a checkpoint, so that it goes on as if it had not stopped.
+By default the last exchange is exact, and so is evaluation. A checkpoint also saves the
+messages that are under way, so a resumed run continues as if it had not stopped.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 # torchrun --nproc-per-node 4 examples/varco.py
 """GraphSAGE with fewer columns on the wire: exact, at fixed ratios, with VARCO and BNS.
 
-All settings start from the same parameters on the same random partition. A link is given to
-`partition`, and told once an epoch that it is over; the model and the loop know nothing.
+All settings start from the same parameters on the same random partition. Pass a link to
+`partition` and call `link.step()` once an epoch; nothing else changes in the model or the loop.
 """
 
 import argparse

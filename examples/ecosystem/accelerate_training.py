@@ -2,8 +2,8 @@
 """Hugging Face accelerate on a graph that is spread over ranks: whole, or in minibatches.
 
 `prepare` wraps a model in DDP, which is right for minibatches. On the whole graph gradients
-are averaged without it, so only the optimizer is prepared. Loaders are not prepared: they share
-out seeds over the ranks already.
+are averaged without it, so only the optimizer is prepared. Loaders are not prepared: they
+already divide the seeds among the ranks.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 """PyTorch Lightning on a graph that is spread over ranks: whole, or in minibatches.
 
 The same LightningModule does both. Lightning's DDP would average gradients of the whole graph
-a second time, so `OnShares` leaves the model as it is there; minibatches are ordinary, and
-take Lightning's own "ddp". `use_distributed_sampler=False`, as loaders share out seeds already.
+a second time, so `OnShares` leaves the model as it is there. Minibatches are ordinary, and
+use Lightning's own "ddp". `use_distributed_sampler=False`: loaders already divide the seeds.
 """
 
 import argparse

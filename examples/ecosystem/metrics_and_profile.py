@@ -1,9 +1,9 @@
 # torchrun --nproc-per-node 2 examples/ecosystem/metrics_and_profile.py
 """torchmetrics and OGB's Evaluator on row-sharded scores, and torch.profiler on an epoch.
 
-A metric that keeps sums adds them up over the ranks, so each rank gives it its own rows. One
-that keeps all it was given (an exact AUROC) takes all rows on every rank, and no sum over
-ranks. Given row-sharded tensors, a metric would add up what is a sum already.
+A metric that keeps sums adds them up over the ranks, so each rank gives it its own rows. A
+metric that keeps all its inputs (an exact AUROC) takes all rows on every rank, and no sum over
+ranks. Given row-sharded tensors, a metric would add up values that are already sums.
 """
 
 import argparse
