@@ -358,7 +358,9 @@ def test_the_glossary_is_short_and_questions_lead_to_files():
     assert 20 < len(re.findall(r"^\| ", glossary, re.M)) - 1 <= 30
     files = re.findall(r"^\|.*\| `(.*)` \|$", rest.partition("\n## ")[0], re.M)
     assert len(files) >= 10
-    assert all((HOUSE / file).is_file() for file in files), files
+    assert [
+        f for f in files if not any((at / f).is_file() for at in (HOUSE, ROOT))
+    ] == []
 
 
 def test_every_fault_of_the_campaign_has_its_place():
