@@ -282,16 +282,25 @@ def as_bytes(values: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
+def word_dtype(values: Tensor) -> torch.dtype:
+    """Returns the dtype of the widest words that rows `[n, ...]` consist of."""
+    width = math.prod(values.shape[1:]) * values.element_size()
+    begin = values.storage_offset() * values.element_size()
+    if width % 8 == begin % 8 == 0:
+        return torch.float64
+    return torch.float32 if width % 4 == begin % 4 == 0 else torch.uint8
+
+
 def words_of(values: Tensor) -> Tensor:
-    """Returns contiguous rows `[n, ...]` as the widest words that fit, `[n, w]`.
+    """Returns rows `[n, ...]` as the widest words that fit, `[n, w]`; copies if not contiguous.
 
     They are what `gather_rows` copies fastest, whatever the dtype of the values.
     """
-    width = math.prod(values.shape[1:]) * values.element_size()
-    begin = values.storage_offset() * values.element_size()
-    size = next(size for size in (8, 4, 1) if width % size == begin % size == 0)
-    dtype = {8: torch.float64, 4: torch.float32, 1: torch.uint8}[size]
-    return as_bytes(values).view(dtype).view(len(values), width // size)
+    width, dtype = (
+        math.prod(values.shape[1:]) * values.element_size(),
+        word_dtype(values),
+    )
+    return as_bytes(values).view(dtype).view(len(values), width // dtype.itemsize)
 
 
 @op("out index src", check=_check_scatter)

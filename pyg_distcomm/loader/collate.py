@@ -27,7 +27,7 @@ from torch_geometric.data import Data, HeteroData
 from pyg_distcomm import kernels
 from pyg_distcomm.graph.local_adjacency import carry, follow, known, prepare
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.kernels.core_ops import words_of
+from pyg_distcomm.kernels.core_ops import word_dtype, words_of
 from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 
@@ -355,9 +355,9 @@ def _gather(values: Tensor, ids: Tensor, buffers: Buffers | None) -> Tensor:
     shape = (ids.numel(), *values.shape[1:])
     if not values.numel() or not ids.numel():
         return values.new_empty(shape)
-    words = words_of(values)
-    if words.dtype == torch.uint8:  # whose copies are slower, byte by byte
+    if word_dtype(values) == torch.uint8:  # whose copies are slower, byte by byte
         return values.index_select(0, ids)
+    words = words_of(values)
     fresh = None if buffers is None else buffers.empty(words, ids.numel())
     out = kernels.gather_rows(words, ids, fresh)
     return out.view(torch.uint8).view(values.dtype).view(shape)

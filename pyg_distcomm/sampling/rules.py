@@ -189,8 +189,8 @@ def _fingerprint(function: Any) -> str:
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     values = [*code.co_consts, *(function.__defaults__ or ()), *cells]
     plain = [value for value in values if isinstance(value, (bool, int, float, str))]
-    text = repr((code.co_names, plain))
-    return f" #{sha256(text.encode()).hexdigest()[:8]}"
+    text = ", ".join([*code.co_names, *map(repr, plain)])
+    return f" ({text})" if len(text) < 60 else f" #{sha256(text.encode()).hexdigest()}"
 
 
 def rule_name(rule: Rule) -> str:
