@@ -548,7 +548,6 @@ def test_processes_that_start_cold_together_compile_once(tmp_path):
     assert list(tmp_path.rglob("pyg_distcomm.lock"))
 
 
-@pytest.mark.subprocess
 @pytest.mark.parametrize("name", ["core", "codec", "matrix"])
 def test_compiled_ops_have_the_arguments_of_their_definitions(name):
     module = importlib.import_module(f"pyg_distcomm.kernels.{name}_ops")

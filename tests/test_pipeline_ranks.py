@@ -111,7 +111,6 @@ ODD = ["tiny", "star", "edgeless"]
     ["metis", "lopsided"],
     ODD,
     [(2, 1), (1, 4), (2, 2)],
-    step=2,
 )
 def test_graphs_with_teeth(shape, graph, cutter):
     stages, ways = shape

@@ -123,7 +123,7 @@ def load_checkpoint(
 
     Raises:
         ValueError: on all ranks, if the folder is missing, incomplete or does not fit, or
-            holds rows of embeddings for a graph before or after another `pdc.update`.
+            holds rows of embeddings for nodes that a `pdc.update` has removed, or had removed.
     """
     mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
     _check_optimizer(model, optimizer)

@@ -9,8 +9,8 @@ alike, and that a script caught, is not raised again.
 
 [Note: one deadline] All waits of a mesh end at its deadline, `timeout` of `pdc.init`. Torch
 has waits of its own (it makes groups, and DDP's first steps), and these end `SPARE` seconds
-later. A call of the store never returns if the network to it is cut, so each runs in a thread,
-and the first that does not return within `store._CALL_TIMEOUT` seconds is the last one tried.
+later. A call of the store never returns if the network to it is cut, so each runs in a thread;
+after one that takes longer than `store._CALL_TIMEOUT` seconds, others fail until it returns.
 A collective of gloo only ends at its group's timeout, and a process waits for it when it
 exits. A wait that fails therefore aborts all groups of its mesh, which cannot be used again.
 """
@@ -104,7 +104,7 @@ class Threads:
 
 
 class StreamedWorks:
-    """Watches exchanges that CUDA streams wait for, so that no thread of this rank does.
+    """Watches exchanges that CUDA streams wait for, since no thread of this rank does.
 
     A thread checks twice a second whether they are completed. Past the deadline, or once
     another rank has failed, it reports that and aborts NCCL, and the next exchange of this

@@ -105,7 +105,7 @@ class Averager:
         self._leaves: Any = WeakTensorKeyDictionary()
         self._leaves_by_number: list[weakref.ref[Tensor]] = []
         self._averaged_copies: Any = WeakTensorKeyDictionary()
-        self._hook_intermediate: Any = WeakTensorKeyDictionary()
+        self._hooked_intermediates: Any = WeakTensorKeyDictionary()
         self._frozen: Any = WeakTensorKeyDictionary()
         self._delegated: Any = WeakTensorKeyDictionary()
         self._running_passes: dict[int, _BackwardPass] = {}
@@ -130,7 +130,9 @@ class Averager:
         self._delegated[leaf] = weakref.ref(wrapper)
 
     def register(self, x: Tensor) -> Tensor:
-        """Registers a plain tensor whose gradient is to be averaged, and returns it.
+        """Registers a plain tensor whose gradient is to be averaged; returns the one to use.
+
+        It is x itself, or a copy whose backward pass averages, if its leaves are not found.
 
         Args:
             x: a tensor that requires a gradient; the same on all ranks.
@@ -148,8 +150,8 @@ class Averager:
             return averaged  # type: ignore[no-any-return]
         for leaf in leaves:
             self._register_leaf(leaf)
-        if leaves and x not in self._hook_intermediate:
-            self._hook_intermediate[x] = True
+        if leaves and x not in self._hooked_intermediates:
+            self._hooked_intermediates[x] = True
             _hook_intermediate(x, leaves[0], self)
         return x
 

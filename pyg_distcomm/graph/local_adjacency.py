@@ -228,7 +228,7 @@ class SampledBatch:
     _read: list[dict[Any, int]] = field(default_factory=list)
 
     def rows(self, depth: int) -> dict[Any, int] | None:
-        """Returns the number of leading rows that are read `depth` layers before the end.
+        """Returns how many leading rows are read `depth` message passings before the end.
 
             R_0 = seeds,   R_{d+1} = R_d and the sources of all edges into R_d
 

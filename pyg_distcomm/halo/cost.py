@@ -377,11 +377,9 @@ class _EpochBytes:
         codec, own = self._model.codecs_of(rate)
         masks = self._model.codecs_of(2.0)[0].zero_fills
         if epoch == 0 and self._model.exact_first:
-            computed_now = self._sum(self._all[0], Plain()) + self._sum(
-                self._all[1], Plain()
-            )
+            exact_bytes = sum(self._sum(loads, Plain()) for loads in self._all)
             later = answers - 1 if masks else 0
-            return computed_now + later * self._sum(self._coded[1], Plain())
+            return exact_bytes + later * self._sum(self._coded[1], Plain())
         loads = self._all if epoch == 0 else self._coded
         total = self._sum(loads[0], codec)
         times = answers if own is None and masks else 1

@@ -19,9 +19,9 @@ from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.kernels.memory import MemoryCap
 
-# The exchanges of a product: rows to the readers of a process column, partial sums to their
-# owners in a process row, and the same for the entries that a vertex cover moved to the other
-# side ("sums" within "ghost", rows within "out"). Others are numbered from len(NAMES).
+# The exchanges of a product. "ghost": rows over the row axis; "out": partial sums over the col
+# axis. For nonzeros that are handed to another rank ([Note: rows or sums]) "sums": partial sums
+# over the row axis; "far": rows over the col axis. Others are numbered from len(NAMES).
 NAMES = ("ghost", "out", "sums", "far")
 DEGREES = 1 << 20  # numbers from here on: exchanges of degrees, which layers may cache
 CHUNK_ROWS = 8192  # the least rows of a chunk: smaller ones cost more than they save

@@ -102,10 +102,10 @@ class Op(Generic[P, R]):
         backend = getattr(module, self.definition.__name__, None)
         if backend is None or device == "cpu":
             return backend
-        return self._on_current_device(backend)
+        return self._on_device_of_arguments(backend)
 
-    def _on_current_device(self, backend: Callable[P, R]) -> Callable[P, R]:
-        """Makes the arguments' device current: Triton launches there, wherever they are."""
+    def _on_device_of_arguments(self, backend: Callable[P, R]) -> Callable[P, R]:
+        """Makes the device of the arguments current in a call, where Triton launches."""
         index, name = self._device_args[0]
 
         @functools.wraps(backend)

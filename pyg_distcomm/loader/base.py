@@ -374,7 +374,7 @@ class BulkLoading(_PyGLoader):
             if before.get(name) != now.get(name):
                 raise ValueError(
                     f"got the state of a loader with {name}={before.get(name)}, and this one "
-                    f"has {name}={now.get(name)}; build both with the same arguments"
+                    f"has {name}={now.get(name)}; build both with the same graph and arguments"
                 )
         if not sharding.split and state["inputs"] != self._inputs:
             raise ValueError(

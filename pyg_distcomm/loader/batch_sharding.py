@@ -11,9 +11,9 @@ rendezvous store, and read the notes of the others when they first need them. Th
 of a kind (its class, batch size and order) on one rank is matched with the n-th of that kind
 on the others. Ranks also post the epochs that they begin. Say that this rank built loader L,
 and then began epoch E. If another rank has begun E and has not built L, then L is not
-shared with that rank. The number of an unshared loader is not used again: ranks that build a
-loader of that kind later take the next number. Ranks that wait for each other at loaders of
-different kinds raise at once.
+shared at all: each rank that built it yields all of its batches. The number of an unshared
+loader is not used again: ranks that build a loader of that kind later take the next number.
+Ranks that wait for each other at loaders of different kinds raise at once.
 """
 
 from __future__ import annotations

@@ -152,10 +152,8 @@ class _ProductRun:
             return None
         if value is not None:
             value = value if wanted == 3 else value.flatten()
-            is_supported = value.dtype == source.dtype and len(
-                value
-            ) == edge_index.size(1)
-            if not is_supported or kind == "max":
+            fits = value.dtype == source.dtype and len(value) == edge_index.size(1)
+            if not fits or kind == "max":
                 return None
         edges = self.edges(edge_index, *shape)
         if edges is None:
@@ -412,10 +410,9 @@ def run_sage(
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
     linears = [conv.lin_r] if conv.root_weight else []
     biased = [conv.lin_l, *([conv.lin] if conv.project else [])]
-    is_supported = _fits(conv, pyg.SAGEConv, linears, biased, source, target)
-    is_supported = is_supported and (target is not None or size is not None)
+    fits = _fits(conv, pyg.SAGEConv, linears, biased, source, target)
     given, adjacency = edge_index, None
-    if is_supported:
+    if fits and (target is not None or size is not None):
         edge_index, adjacency = _edges_of(given, x, {})
     if adjacency is None:
         trimming.note_untrimmed(given, "SAGEConv")
@@ -472,13 +469,11 @@ def run_gcn(
 
     Shapes: x [n, F_in], edge_index [2, e], edge_weight [e] or None; returns [n, F_out].
     """
-    is_supported = isinstance(x, Tensor) and _fits(
-        conv, pyg.GCNConv, [conv.lin], [], x, None
-    )
-    is_supported = is_supported and conv.aggr in ("add", "sum") and usable(edge_weight)
-    if is_supported and edge_weight is not None:
-        is_supported = edge_weight.dim() == 1 and edge_weight.dtype == x.dtype
-    if not is_supported or conv.cached:
+    fits = isinstance(x, Tensor) and _fits(conv, pyg.GCNConv, [conv.lin], [], x, None)
+    fits = fits and conv.aggr in ("add", "sum") and usable(edge_weight)
+    if fits and edge_weight is not None:
+        fits = edge_weight.dim() == 1 and edge_weight.dtype == x.dtype
+    if not fits or conv.cached:
         return run_layer(conv, forward, x, edge_index, edge_weight)
     given = edge_index
     edge_index, adjacency = _edges_of(given, x, {})

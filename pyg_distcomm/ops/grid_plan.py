@@ -137,9 +137,9 @@ def blocks_are_cheaper(words: int, own: int, axis: Axis, halo: str) -> bool:
     if halo != "auto" or axis.size == 1:
         return halo == "blocks"
     rows = collectives.all_gather_counts([words, own], axis)
-    gathered = sum(own for _, own in rows)
-    return gathered > 0 and all(
-        words * (1 + PACKING) >= gathered - own for words, own in rows
+    total = sum(own for _, own in rows)
+    return total > 0 and all(
+        words * (1 + PACKING) >= total - own for words, own in rows
     )
 
 

@@ -28,7 +28,8 @@ from pyg_distcomm.partition.edge_files import (
 
 __all__ = ["GraphFiles", "is_source", "open_source"]
 
-MANY = 10**8  # largest id + 1 above which ids with gaps are taken for a mistake
+# ids from here on, if they are 100 times the edges, too, are taken for a mistake
+MANY = 10**8
 ENDINGS = (".csv.gz", ".csv", ".npy")
 MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 

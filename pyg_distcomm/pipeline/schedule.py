@@ -57,7 +57,7 @@ class Action:
 
     @property
     def peer(self) -> int:
-        """The neighbour that a message goes to or comes from: 1 the next, -1 the last, or 0."""
+        """The neighbour of a message: 1 the next stage, -1 the one before; 0 if none."""
         kind = self.kind
         if kind in ("send", "post_grad", "receive_grad"):
             return 1
@@ -230,7 +230,7 @@ def _prerequisites(schedule: StageSchedule, stage: int, action: Action) -> list[
 def _run(
     schedule: StageSchedule, cost: dict[str, float]
 ) -> list[tuple[int, Action, float]]:
-    """Simulates a schedule; returns (stage, action, start time) in the order of starts."""
+    """Simulates a schedule; returns (stage, action, start time) in order within each stage."""
     stages = schedule.stages
     lanes: dict[tuple[int, int], list[tuple[str, int, float]]] = {}
     arrived: dict[tuple[int, Action], float] = {}

@@ -195,13 +195,13 @@ def _move(
     axis: str, side: LinkCounts, width: Array, writing: Writing, back: bool = False
 ) -> ExchangeCost:
     """Prices an exchange over one link: rows go to ghosts, or with `back`, sums to owners."""
-    asking, asked, ahead = writing.sizes(side, width)
+    received, sent, ahead = writing.sizes(side, width)
     rows = width * writing.dtype.itemsize
     ends = side.ghosts[:, :, None] * rows, side.sent[:, :, None] * rows
     peers = (side.sources if back else side.readers)[:, :, None] * (width > 0) + ahead
     if back:
-        return ExchangeCost(axis, asked, asking, peers, writing.codec, *ends[::-1])
-    return ExchangeCost(axis, asking, asked, peers, writing.codec, *ends)
+        return ExchangeCost(axis, sent, received, peers, writing.codec, *ends[::-1])
+    return ExchangeCost(axis, received, sent, peers, writing.codec, *ends)
 
 
 def _fiber_exchanges(

@@ -38,7 +38,7 @@ class Uniform(DegreeDistribution):
 
 @dataclass(frozen=True)
 class PowerLaw(DegreeDistribution):
-    """Mean degrees follow a power law: node k of n has about k^(-1 / (exponent - 1)) edges.
+    """Mean degrees follow a power law: node k's is proportional to k^(-1 / (exponent - 1)).
 
     Degrees are Poisson around their means. As in the model of [Chung02], without its
     bound on the largest mean.

@@ -188,15 +188,13 @@ def plan_hetero(
         except ValueError as error:  # the link fits no layer, or no relation
             how = {"codec": name, "link": given}
             found.append(Plan((size, 1, 1), reason=str(error), **how))
-    found.sort(
-        key=lambda parameter: (parameter.seconds, parameter.bytes, not parameter.exact)
-    )
+    found.sort(key=lambda plan: (plan.seconds, plan.bytes, not plan.exact))
     words = (
         f"{data.num_nodes:,} nodes of {len(data.node_types)} types, "
         f"{data.num_edges:,} edges of {len(data.edge_types)}, {size} ranks"
     )
-    ranked = tuple(parameter for parameter in found if parameter.reason is None)
-    refused = tuple(parameter for parameter in found if parameter.reason is not None)
+    ranked = tuple(plan for plan in found if plan.reason is None)
+    refused = tuple(plan for plan in found if plan.reason is not None)
     return Plans(ranked, refused, (), words, machine, owners)
 
 

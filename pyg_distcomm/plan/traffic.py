@@ -45,8 +45,8 @@ class PairCounts:
 
     def by_rank(self, size: Array) -> tuple[Array, Array]:
         """Sums `size[line, receiver, sender]` over senders, and over receivers."""
-        asking, wanted = size.sum(2), size.sum(1)
-        return (asking.T, wanted.T) if self.transposed else (asking, wanted)
+        received, sent = size.sum(2), size.sum(1)
+        return (received.T, sent.T) if self.transposed else (received, sent)
 
 
 @dataclass(frozen=True, eq=False)

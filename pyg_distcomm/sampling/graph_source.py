@@ -52,7 +52,7 @@ def check_csc(colptr: Tensor, row: Tensor, sizes: tuple[int, int]) -> None:
     fits = colptr.numel() == sizes[1] + 1 and int(colptr[0]) == 0
     if not fits or int(colptr[-1]) != row.numel() or bool((steps < 0).any()):
         raise ValueError(
-            f"got {colptr.numel() - 1} offsets of a CSC matrix, wanted {sizes[1]} that ascend "
+            f"got {colptr.numel()} offsets of a CSC matrix, wanted {sizes[1] + 1}, ascending "
             f"from 0 to {row.numel()} edges; fix colptr, or num_nodes"
         )
     check_ids(row, sizes[0], "source")

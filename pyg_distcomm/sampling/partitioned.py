@@ -458,8 +458,8 @@ class PartitionedLayerGraph:
             "columns",
         )
         messages = [
-            self._edges(current.server, rows, BulkNodes(ids.long(), offsets(counts)))
-            for rows, ids, counts in zip(current.received, theirs, coming, strict=True)
+            self._edges(current.server, asked, BulkNodes(ids.long(), offsets(counts)))
+            for asked, ids, counts in zip(current.received, theirs, coming, strict=True)
         ]
         found = current.request.exchange(messages, "edges")
         by_peer = current.request.asked

@@ -372,11 +372,8 @@ def _grouped(name: str, op: str, src: Any, ids: Any, groups: Any) -> Any:
         values = src.detach()
         facts: Any = torch.iinfo
         if src.is_floating_point():  # what is not a number is never extreme
-            reduction_identity, facts = (
-                float("-inf" if op == "max" else "inf"),
-                torch.finfo,
-            )
-            values = torch.where(values.isnan(), reduction_identity, values)
+            worst, facts = float("-inf" if op == "max" else "inf"), torch.finfo
+            values = torch.where(values.isnan(), worst, values)
         start = facts(src.dtype).min if op == "max" else facts(src.dtype).max
         beyond = (values > start) if op == "max" else (values < start)
         best = zeros.scatter_reduce(0, ids, values, f"a{op}", include_self=False)

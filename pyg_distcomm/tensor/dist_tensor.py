@@ -28,7 +28,7 @@ class DistTensor(RowShardedTensor):
     """A tensor sharded by rows: each rank holds some rows at full width.
 
     The rule: *a row-wise operation is local; an operation that reduces over nodes is
-    global; any other operation raises a TypeError.*
+    global; any other gathers all rows (see below), or raises a TypeError.*
 
     So `x.relu()`, `lin(x)`, `x[mask]`, `x.argmax(-1)` are local, while `x.sum()`,
     `x.mean(0)`, `F.cross_entropy(x, y)` and batch norm return the same as on one process,

@@ -7,8 +7,8 @@
     RUN/trace.json.gz   a timeline of some epochs, if `metrics.trace` has written one
 
 An epoch is one line, written at once. A run that resumes from a checkpoint continues in its
-folder: readers (`read_run`) skip lines of an earlier start for epochs that were trained again,
-and a line that a kill has cut short.
+folder: readers (`read_run`) skip the lines of an earlier start for the epoch at which the run
+resumed and all later ones, and a line that a kill has cut short.
 """
 
 from __future__ import annotations
