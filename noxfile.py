@@ -24,7 +24,7 @@ def tests(session: nox.Session) -> None:
     session.run(
         "pytest",
         "-n",
-        "2",
+        "3",
         "--dist",
         "worksteal",
         *session.posargs,
@@ -41,7 +41,7 @@ def oldest(session: nox.Session) -> None:
     floors = re.findall(r'"([\w-]+)>=([\d.]+)"', needed[1])
     session.install(*(f"{name}=={version}.*" for name, version in floors))
     session.install(".[demo,test]")
-    session.run("pytest", "-n", "2", "--dist", "worksteal", *session.posargs)
+    session.run("pytest", "-n", "3", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session

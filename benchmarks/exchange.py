@@ -42,7 +42,7 @@ def as_before() -> Iterator[None]:
     much, collectives._LARGE_MESSAGE = (
         collectives._LARGE_MESSAGE,
         1 << 60,
-    )  # nothing is much
+    )  # nothing is large
     try:
         yield
     finally:
