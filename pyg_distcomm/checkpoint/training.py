@@ -82,9 +82,8 @@ def save_checkpoint(
     _check_extra(extra)
     _check_optimizer(bare(model), optimizer)
     state = _state(mesh, bare(model), optimizer, extra)
-    _make_momentum_sparse(
-        bare(model), optimizer
-    )  # reading the state made dense buffers
+    # reading the state made dense buffers
+    _make_momentum_sparse(bare(model), optimizer)
     state["mesh"]["inputs"] = inputs_of(mesh).as_text(mesh)
     state["mesh"]["nodes"] = _embedding_versions(bare(model))
     with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
@@ -439,9 +438,8 @@ def _optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
     sizes = {name: p.shape for name, p in model.named_parameters()}
     for name, rows in sharded_parameters(model).items():
-        kept = dict(
-            found["state"].get(name, {})
-        )  # the optimizer's own goes on as it is
+        # the optimizer's own goes on as it is
+        kept = dict(found["state"].get(name, {}))
         for key, value in kept.items():
             if isinstance(value, Tensor) and value.dim():
                 if value.shape != sizes[name]:

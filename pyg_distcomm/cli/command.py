@@ -284,7 +284,7 @@ def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--root", default="data", help="the folder of PyG's data sets")
-    _plan_machine_options(parser)
+    _plan_search_options(parser)
 
 
 def _plan_mode_options(parser: _Parser) -> None:
@@ -320,7 +320,7 @@ def _plan_mode_options(parser: _Parser) -> None:
     )
 
 
-def _plan_machine_options(parser: _Parser) -> None:
+def _plan_search_options(parser: _Parser) -> None:
     parser.add_argument(
         "--algorithm",
         type=one_of("comm.mesh", "ALGORITHMS"),

@@ -47,9 +47,8 @@ from pyg_distcomm.process import PROCESS
 _WAIT_SLICE = timedelta(seconds=0.25)
 _NO_TIMEOUT = timedelta(days=30)  # the waiting rank aborts messages at its deadline
 _THREAD_TIMEOUT = 5.0  # seconds for a waiting thread to return on a busy machine
-_EXIT_TIMEOUT = (
-    2.0  # seconds at exit for exchanges to complete, and for threads to sleep
-)
+# seconds at exit for exchanges to complete, and for threads to sleep
+_EXIT_TIMEOUT = 2.0
 _POLL_INTERVAL = 0.005  # seconds, enough for a thread that waits for the GIL to get it
 _EXIT_SLEEP = 0.05  # seconds to sleep where the system does not list threads
 _THREADS_FOLDER, _GLOO_THREAD = "/proc/self/task", "pt_gloo_runloop"

@@ -225,9 +225,8 @@ class Comparer:
         """
         if self._mesh.check == "never" or (name, operands) in self._compared_calls:
             return
-        if (
-            len(self._compared_calls) >= _MAX_CALLS
-        ):  # loops over scalars; on all ranks alike
+        # loops over scalars; on all ranks alike
+        if len(self._compared_calls) >= _MAX_CALLS:
             self._compared_calls.clear()
         self._compared_calls.add((name, operands))
         shown = ", ".join(map(str, operands))

@@ -45,9 +45,8 @@ CHANGED = (
     "that cached products are out of date there alone; change it on all ranks or on none, "
     "by an operation that every rank calls, even if it has no rows"
 )
-_REPORT_GRACE = (
-    2.0  # seconds to wait for another rank's report after a connection broke
-)
+# seconds to wait for another rank's report after a connection broke
+_REPORT_GRACE = 2.0
 _EXIT_DELAY = 0.6  # seconds, enough for waiting ranks to check the store twice
 _ABORT_TAG = 0x9D0D  # of messages that are never sent
 

@@ -36,9 +36,8 @@ from pyg_distcomm.comm.store import RankError
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _REPEAT_AFTER = 1.0  # seconds within which the same signal counts as the same request
 _GRACE = 5.0  # seconds the other ranks have to report their own errors
-_SAVE_TIMEOUT = (
-    30.0  # seconds ranks have to save, and to end, after SIGTERM; as torchrun's have
-)
+# seconds ranks have to save, and to end, after SIGTERM; as torchrun's have
+_SAVE_TIMEOUT = 30.0
 
 
 def launch(

@@ -46,9 +46,8 @@ Check = Literal["first", "always", "never"]
 ALGORITHMS = ("1d", "1.5d", "2d", "3d", "feature")
 AXES = ("row", "col", "fiber")
 _AXES = ("stage", *AXES, "world", "data", "control", "everyone")
-_DEFAULT_TIMEOUT = (
-    60.0  # seconds to wait for other ranks if this one got an invalid timeout
-)
+# seconds to wait for other ranks if this one got an invalid timeout
+_DEFAULT_TIMEOUT = 60.0
 _MAX_TIMEOUT = 1e7  # seconds, the longest timeout that torch takes
 _REMEMBERED = 4096  # dropout calls that a recomputation can repeat
 
@@ -226,9 +225,8 @@ class Mesh:
     _replay: OrderedDict[int, int] = field(default_factory=OrderedDict, repr=False)
     _finalizer: Any = field(default=None, repr=False)
     _device_mesh: DeviceMesh | None = field(default=None, repr=False)
-    local_sizes: ClassVar[bool] = (
-        False  # of row-sharded tensors: see `RowShardedTensor.reads_local`
-    )
+    # of row-sharded tensors: see `RowShardedTensor.reads_local`
+    local_sizes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         # plain attributes: layers read them in every call

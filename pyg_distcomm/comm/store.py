@@ -47,9 +47,8 @@ _SIOCGIFADDR = 0x8915  # Linux's SIOCGIFADDR
 class RankError(RuntimeError):
     """Reports that another rank failed, or did not answer before the deadline."""
 
-    late = (
-        False  # whether a wait timed out: rarely the cause, if another rank has failed
-    )
+    # whether a wait timed out: rarely the cause, if another rank has failed
+    late = False
 
 
 class StoreMailbox:

@@ -202,12 +202,12 @@ def _fingerprint(x: Any) -> int:
     words = torch.zeros(len(own), -(-own.size(1) * own.element_size() // 8) * 8).byte()
     words[:, : own.size(1) * own.element_size()] = own.view(torch.uint8)
     words = words.view(torch.int64)
-    by_column = 2 * _mix_rows(torch.arange(words.size(1))) + 1
-    by_row = _mix_rows((words * by_column).sum(1)) * (2 * _mix_rows(rows.gid[some]) + 1)
+    by_column = 2 * _mix_bits(torch.arange(words.size(1))) + 1
+    by_row = _mix_bits((words * by_column).sum(1)) * (2 * _mix_bits(rows.gid[some]) + 1)
     return int(collectives.all_reduce(by_row.sum().view(1), rows.mesh.control)[0])
 
 
-def _mix_rows(x: Tensor) -> Tensor:
+def _mix_bits(x: Tensor) -> Tensor:
     x = (x + 1) * -7046029254386353131  # wraps, as hashes do
     return (x ^ (x >> 29)) * -4658895280553007687
 

@@ -336,9 +336,8 @@ class LinkCostModel:
             asking_layers = {
                 number for number, stage in layers if epoch == 0 or not stage
             }
-            times = (
-                bool(asking_layers) if epoch else len(asking_layers)
-            )  # new layers ask one by one
+            # new layers ask one by one
+            times = bool(asking_layers) if epoch else len(asking_layers)
             return epoch_bytes(epoch, rate, answers[epoch]) + agreement * times
 
         late = self.timing.staleness(False)

@@ -380,9 +380,8 @@ class LinkState:
         )
         cached = {n for n, one in self.layers.items() if one.cached_at is not None}
         unused = {key.layer for key, _ in self.saved} - cached - self.constant
-        if (
-            unused and self.calls and not self.in_pipeline
-        ):  # a stage restores all layers
+        # a stage restores all layers
+        if unused and self.calls and not self.in_pipeline:
             warnings.warn(
                 f"the late and residual rows saved of layers {sorted(unused)}, in the order "
                 "of their first use, are dropped: the first epoch did not use them; run the "

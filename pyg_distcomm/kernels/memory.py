@@ -273,9 +273,8 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     number, path = tempfile.mkstemp(prefix="pyg_distcomm-")
     try:
         if size and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(
-                number, 0, size
-            )  # else a full disk kills at a later write
+            # else a full disk kills at a later write
+            os.posix_fallocate(number, 0, size)
         file = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     except OSError as error:
         raise MemoryError(

@@ -113,9 +113,8 @@ class _NodeTable:
     def __init__(self, size: int, device: torch.device, disjoint: bool) -> None:
         self.size, self.disjoint = size, disjoint
         self.node = torch.empty(0, dtype=torch.int64, device=device)
-        self.tree = (
-            self.node
-        )  # the tree if disjoint, else how many equal seeds came before
+        # the tree if disjoint, else how many equal seeds came before
+        self.tree = self.node
         self.ends: list[int] = []
         self._table: Tensor | None = None
         if not disjoint and 8 * size <= TABLE:

@@ -105,9 +105,8 @@ class BulkLoading(_PyGLoader):
         if self.batch_size is None and dataloader.get("batch_sampler") is None:
             raise ValueError("got batch_size=None, wanted a number of seeds; give one")
         self._loader_options, self._buffers = loader_options, Buffers()
-        self._previous_epoch: tuple[Any, list[Any]] | None = (
-            None  # the epoch before, if spread
-        )
+        # the epoch before, if spread
+        self._previous_epoch: tuple[Any, list[Any]] | None = None
         self.seed, self._epoch, self._start_batch = loader_options.seed, 0, 0
         self._progress: Progress | None = None
         # torch stores the bound method, a reference cycle that keeps the loader alive

@@ -222,9 +222,8 @@ class IndexSampler:
         sharding = self._loader._sharding()
         if sharding.batches:
             return sharding.rounds(0)
-        return len(
-            self._loader._epoch_plan.batch_sampler
-        )  # may raise: it has no length
+        # may raise: it has no length
+        return len(self._loader._epoch_plan.batch_sampler)
 
 
 class ImbalancedSampler(ByClass):

@@ -265,9 +265,8 @@ class _StageQueue:
         while True:
             try:
                 kind, value = self._queue.get(timeout=_POLL_SECONDS)
-            except (
-                queue.Empty
-            ):  # the previous stage may have stopped without an end mark
+            except queue.Empty:
+                # the previous stage may have stopped without an end mark
                 if self._stop.is_set() and not self._drain:
                     return
                 continue
@@ -374,9 +373,8 @@ class BulkBuilder:
         self._sample = loader.collate_fn if own else loader._sample_planned
         together = hasattr(loader.neighbor_sampler_in_use, "sample_bulk")
         self._samples_bulks = together and not own
-        self._one_at_a_time = (
-            together and own
-        )  # each minibatch is collective: one at a time
+        # each minibatch is collective: one at a time
+        self._one_at_a_time = together and own
         option = loader._loader_options.prefetch
         idle = threads.spare(World.now().size)
         waits = self._source is not None or self._collator.pooled

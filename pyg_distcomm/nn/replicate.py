@@ -60,9 +60,8 @@ class Replicated(_Transparent, DistributedDataParallel):
     """
 
     armed = False  # whether DDP averages the gradients of the next backward pass
-    regroups: bool | None = (
-        None  # whether DDP makes new buckets in the next; None at first
-    )
+    # whether DDP makes new buckets in the next; None at first
+    regroups: bool | None = None
 
     def __init__(
         self, module: torch.nn.Module, mesh: Mesh, options: dict[str, Any]
@@ -186,9 +185,8 @@ def replicate(
     cut = [n for n, p in model.named_parameters() if isinstance(p, DistTensor)]
     cut += sharded_parameters(model)
     if cut:
-        cut += [
-            f".{name}" for name in cut if "." not in name
-        ]  # DDP's name for the root's
+        # DDP's name for the root's
+        cut += [f".{name}" for name in cut if "." not in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, cut)
     free = [
         p for name, p in model.named_parameters() if p.requires_grad and name not in cut

@@ -460,9 +460,8 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
             raise ValueError(f"give as many src as dst, got {len(src)} and {len(dst)}")
         number = torch.arange(self.cur_e_id, self.cur_e_id + len(src)).to(src.device)
         self.cur_e_id += len(src)
-        nodes, order = torch.cat(
-            [dst, src]
-        ).sort()  # of all, so that ties fall as in PyG
+        # of all, so that ties fall as in PyG
+        nodes, order = torch.cat([dst, src]).sort()
         mine = nodes % mesh.size == mesh.rank
         lid, order = _local_ids(nodes[mine], self.rows), order[mine]
         near, events = torch.cat([src, dst])[order], number.repeat(2)[order]

@@ -311,9 +311,8 @@ class OverlappedSpMM:
         kind = x.dtype if value is None else torch.promote_types(x.dtype, value.dtype)
         self._dtype = kind if dtype is None else dtype
         narrow = kind in HALVES and not x.is_cuda
-        self._compute_dtype = (
-            torch.float32 if narrow else kind
-        )  # what is multiplied and added
+        # what is multiplied and added
+        self._compute_dtype = torch.float32 if narrow else kind
         self._own = own = sent.to(self._compute_dtype)
         n, out = (
             len(tile.own_own.pattern.rowptr) - 1,
@@ -377,9 +376,8 @@ class OverlappedSpMM:
         if not self._links.sums.silent:
             both = torch.cat([self._product_rows, self._out])
             _wait_and_add(sums, both)
-            self._product_rows = both[
-                : len(self._product_rows)
-            ].clone()  # autograd wants no view of another
+            # autograd wants no view of another
+            self._product_rows = both[: len(self._product_rows)].clone()
             self._out = both[len(self._product_rows) :]
         return []
 

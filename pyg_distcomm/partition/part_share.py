@@ -37,9 +37,8 @@ NodeOrEdgeType = str | EdgeType
 Level = Literal["node", "edge"]
 NODE_NAMES = ("x", "y", "pos", "batch")
 EDGE_NAMES = ("edge_attr", "edge_weight", "edge_type")
-Kind = Literal[
-    "node", "edge", "graph"
-]  # an attribute has a row per node, per edge, or none
+# an attribute has a row per node, per edge, or none
+Kind = Literal["node", "edge", "graph"]
 OwnersByType = Mapping[str, Partition | Owner]
 
 

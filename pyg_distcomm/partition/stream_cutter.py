@@ -37,9 +37,8 @@ SLOTS = 8  # the most parts whose votes a node counts
 SHARE = 1 / 32  # the largest size of a cluster, as a fraction of a part
 CLUSTER_PASSES = 4
 NODE_PASSES = 8
-ENOUGH = (
-    0.998  # passes end once one cuts more than this fraction of the last one's edges
-)
+# passes end once one cuts more than this fraction of the last one's edges
+ENOUGH = 0.998
 
 
 class EdgeStream(Protocol):

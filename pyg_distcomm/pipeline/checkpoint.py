@@ -273,9 +273,8 @@ def _load_optimizer(pipe: Any, optimizer: Any, saved: Any, path: Path) -> None:
     ):
         own.update(saved_group)
         for p, number in zip(group["params"], own["params"], strict=True):
-            whole["state"].pop(
-                number, None
-            )  # a parameter without saved state has none now
+            # a parameter without saved state has none now
+            whole["state"].pop(number, None)
             if names.get(id(p)) in saved["state"]:
                 whole["state"][number] = saved["state"][names[id(p)]]
     optimizer.load_state_dict(whole)

@@ -250,9 +250,8 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
             "pass one value"
         )
     assert chunk is not None
-    chunk = collectives.broadcast_object(
-        chunk, mesh.stage
-    )  # the first stage's on all stages
+    # the first stage's on all stages
+    chunk = collectives.broadcast_object(chunk, mesh.stage)
     _check_sizes(chunk, count, mesh)
     own = ChunkOrder.of(chunk, count)
     every = here.with_ghosts(chunk.unsqueeze(1).to(topology.device)).squeeze(1).cpu()
@@ -299,9 +298,8 @@ def _chunk_of(
             "give at most as many"
         )
     sizes = [int(n) for n in nodes.partition.sizes]  # type: ignore[union-attr]
-    if (
-        min(sizes) < chunks
-    ):  # too few nodes to cut: deal them out, in turn over all ranks
+    # too few nodes to cut: deal them out, in turn over all ranks
+    if min(sizes) < chunks:
         first = sum(sizes[: nodes.mesh.rank])
         return (torch.arange(len(nodes)) + first) % chunks, chunks
     source, target = here.source_lid.cpu(), here.target_lid.cpu()

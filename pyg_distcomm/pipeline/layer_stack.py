@@ -215,9 +215,8 @@ def names_from_data(
     return tuple(name for name in found if name != "edge_index")
 
 
-_LIGHT = (
-    0.1  # the cost of a layer that reads no neighbours; one aggregation costs 1 more
-)
+# the cost of a layer that reads no neighbours; one aggregation costs 1 more
+_LIGHT = 0.1
 
 
 def cut_layers(costs: Sequence[float], stages: int) -> list[int]:

@@ -400,9 +400,8 @@ class _HeteroCost:
             exchange = exchange + found.received
             messages, held = messages + found.messages, held + found.memory
             early += found.early
-            if (
-                kind in links and links[kind].in_epoch(0) is None
-            ):  # exact, all its calls
+            # exact, all its calls
+            if kind in links and links[kind].in_epoch(0) is None:
                 calls = [call for other, call in visit.first_calls if other == kind]
                 aside = EpochClock(grid, self.machine, 0.0)
                 first = self._relation(kind, calls, None, aside)

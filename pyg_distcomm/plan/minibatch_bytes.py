@@ -583,9 +583,8 @@ class _Grid:
 
 def _count_by(peer: Tensor, size: int, ids: Tensor, weight: Tensor | None) -> Tensor:
     """Counts ids by peer, or sums their weights."""
-    weights = (
-        None if weight is None else weight[ids].double()
-    )  # of whole numbers, exact
+    # of whole numbers, exact
+    weights = None if weight is None else weight[ids].double()
     return torch.bincount(peer, weights, size).long()
 
 

@@ -359,9 +359,8 @@ class CutEdges:
         )
         loops = np.bincount(target_owner[source == target], minlength=parts)
         remote = np.flatnonzero(target_owner != source_owner)
-        narrow = target_owner[remote].astype(
-            np.min_scalar_type(parts - 1)
-        )  # a radix sort
+        # a radix sort
+        narrow = target_owner[remote].astype(np.min_scalar_type(parts - 1))
         remote = remote[np.argsort(narrow, kind="stable")]
         return CutEdges(
             np.array(partition.sizes, np.int64),

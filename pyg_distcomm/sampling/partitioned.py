@@ -110,9 +110,8 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         self.channel, self.sample_at = channel, sample_at
         self._clock: dict[Any, tuple[Tensor, Tensor]] = {}
         super().__init__(data, num_neighbors, **options)
-        self.node_time: Any = (
-            None  # this rank's node times do not cover other ranks' nodes
-        )
+        # this rank's node times do not cover other ranks' nodes
+        self.node_time: Any = None
         self._rows = RemoteRows(self.block, channel)
         self._sampler: Any = kernels.neighbor_sampler(self.block.topology.graph)
 

@@ -235,9 +235,8 @@ def _aligned(func: Callable, tree: Any, width: int) -> Any:
 
 
 def _wrapped(out: Any, like: RowShardedTensor) -> Any:
-    if isinstance(
-        out, RowShardedTensor
-    ):  # an in-place operation returns what it was given
+    # an in-place operation returns what it was given
+    if isinstance(out, RowShardedTensor):
         return out
     if isinstance(out, Tensor):
         return like.wrap(out, like.rows)

@@ -72,9 +72,8 @@ class IdPlan:
         ghosts = exchange(flat, self.halo)
         ghosts = ghosts.view(len(ghosts), *x.shape[1:])
         slot = self.slot
-        if 2 * len(slot) < len(
-            x
-        ):  # a copy of all own rows would cost more than the ids
+        # a copy of all own rows would cost more than the ids
+        if 2 * len(slot) < len(x):
             here = slot < self.own
             x, order = x.index_select(0, slot[here]), torch.empty_like(slot)
             order[here] = torch.arange(len(x), device=slot.device)

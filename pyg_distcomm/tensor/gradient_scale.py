@@ -66,9 +66,8 @@ def _initial_gradient(out: Any, g: Any) -> Any:
                 f"row-sharded one; got {list(g.shape)}"
             )
         g = out.wrap(g[out.rows.place_on(g.device)], out.rows)
-    return (
-        g.to_local() * out.rows.mesh.size
-    )  # see [Note: gradients] in comm/autograd.py
+    # see [Note: gradients] in comm/autograd.py
+    return g.to_local() * out.rows.mesh.size
 
 
 def register_hook(func: Callable, args: Any, kwargs: Any) -> Any:

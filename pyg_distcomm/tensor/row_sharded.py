@@ -63,12 +63,10 @@ class RowShardedTensor(torch.Tensor):
     """A tensor of which this rank holds some rows (abstract; see `DistTensor`)."""
 
     rows: Rows
-    _selection: tuple[
-        int, Rows, Tensor | None
-    ]  # what this mask keeps, at a version of it
-    _counts: tuple[
-        int, Any
-    ]  # how many rows this mask (or each column) keeps on all ranks
+    # what this mask keeps, at a version of it
+    _selection: tuple[int, Rows, Tensor | None]
+    # how many rows this mask (or each column) keeps on all ranks
+    _counts: tuple[int, Any]
     _ends: int  # its version when it held the ends `[e, 2]` of edges, in node ids
     _is_copy: bool  # of a range of rows: see `getitem.check_writable`
     _inside = False  # a layer
@@ -372,9 +370,8 @@ def replicate_operands(
         return value
 
     checks = torch._C._current_graph_task_id() == -1
-    if name == "setitem" and not isinstance(
-        args[0], RowShardedTensor
-    ):  # it may hold anything, as out may
+    # it may hold anything, as out may
+    if name == "setitem" and not isinstance(args[0], RowShardedTensor):
         return (args[0], *tree_map(replicate, args[1:])), kwargs
     if name == "getitem" and _relabels(args[0]):
         return (args[0], *tree_map(replicate, args[1:])), kwargs

@@ -346,9 +346,8 @@ class Stacked(_RowsSecond):
             if not any(isinstance(a, Stacked) for a in flat):
                 return func(*flat, **kwargs)
             right = args[-1]
-            if (
-                type(right) is Tensor and right.dim() == 2
-            ):  # after each tensor of a stack
+            # after each tensor of a stack
+            if type(right) is Tensor and right.dim() == 2:
                 found = Stacked.over(args[0].x @ right)
         elif whole is not None and name in SIZES:
             n, k, *rest = whole.x.shape
