@@ -211,7 +211,7 @@ def _add_file_options(parser: _Parser) -> None:
     parser.add_argument(
         "--num-nodes",
         type=whole_number(0),
-        help="the number of nodes in files",
+        help="the number of nodes in files, if ids do not tell it",
     )
     parser.add_argument(
         "--undirected",

@@ -63,7 +63,7 @@ class Ledger:
     )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the lock and the parent, which cannot be sent to another process."""
+        """Leaves out the lock and the parent, which mean nothing in another process."""
         return {**self.__dict__, "_lock": None, "parent": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ _CALL_TIMEOUT = 3.0  # seconds that a call of the store may take
 _BUSY_WAIT = 0.005  # seconds of waiting without a pause, for notes that compare clocks
 _PIECE = 1 << 20  # bytes stored at a time
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915  # Linux's SIOCGIFADDR
+_SIOCGIFADDR = 0x8915  # Linux's ioctl for the address of an interface
 
 
 class RankError(RuntimeError):

@@ -8,7 +8,7 @@ So the first use only records the input, by weak reference, and the second cache
 Activation checkpointing recomputes a layer in the backward pass, and both passes must save the
 same tensors. So the cache is not used while hooks for saved tensors are active.
 
-A resumed run caches the inputs that the saved run had seen at their first use, so that both
+A resumed run caches at their first use those inputs that the saved run had seen, so that both
 runs round alike. A checkpoint holds a fingerprint of these inputs, of a sample of rows.
 
 Changes of an input are detected by its version counter, which in-place operations increment,

@@ -494,7 +494,7 @@ class Topology:
         return needing(what, size, watch, self.device)
 
     def placed(self, name: str, x: Kind) -> Kind:
-        """Returns a tensor on the device of the edges; raises on all ranks otherwise.
+        """Returns a tensor as it is if it is on the device of the edges; else all ranks raise.
 
         Raises:
             ValueError: naming both devices.

@@ -8,7 +8,8 @@ last until the next epoch.
 [Note: answers] The gradient of an exchange is masked in the same way as the rows that the
 forward pass read: by the rate and the key of their message, which may be of an earlier epoch.
 Codecs that only round pass gradients straight through; these are written at the rate of their
-own epoch, with their own noise. Where sums of several ranks are added, each sender has its own.
+own epoch, with their own noise. Where sums of several ranks are added, each sender has its
+own noise.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def quantise_wide(
 def write_bounds(
     low: Tensor, high: Tensor, top: int, out: Tensor, end: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Writes the bounds that lead rows, and the rest of constants behind the codes' `end`.
+    """Writes the bounds that lead rows, and from byte `end` on low bits of constant rows.
 
     Shapes: low and high, the bounds of rows, [m]. Returns z and D, the bits of `low` as
     int64, and whether a row is one and the same number, or cannot be written, [m] each.

@@ -227,7 +227,7 @@ class MinibatchBuilder:
         self._label(number, at)
 
     def add_draws(self, number: int, hop: int, draws: RemoteDraws) -> None:
-        """Adds the draws that other ranks made for each node of the frontier."""
+        """Adds the draws that the owners, this rank too, made for each node of the frontier."""
         count = draws.count.numpy()
         edge, at = self._allocate(number, int(count.sum()))
         words = draws.local.numpy(), draws.remote.numpy()

@@ -326,7 +326,7 @@ class BulkLoading(_PyGLoader):
         }
 
     def _describe(self) -> dict[str, Any]:
-        """Returns all options that its minibatches depend on, besides inputs and keys."""
+        """Returns options and checksums of what its minibatches depend on, besides inputs."""
         if self._described is None:
             describe = getattr(self.neighbor_sampler_in_use, "describe", dict)
             negatives = getattr(self, "neg_sampling", None)

@@ -362,7 +362,7 @@ class Notes:
 
     @contextlib.contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Sends heartbeats during a slow block, after which this rank posts its note."""
+        """Sends heartbeats during a slow block that ends by posting this rank's note."""
         stop = threading.Event()
 
         def beat() -> None:

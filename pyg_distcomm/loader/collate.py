@@ -32,7 +32,7 @@ from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 
 REUSE_FROM = 1 << 20  # bytes of features from which reusing memory pays
-SLACK = 1.25  # share of the size to allocate, since minibatches vary in size
+SLACK = 1.25  # factor on the size to allocate, since minibatches vary in size
 
 _probe = [np.empty(0)]
 _ALONE = sys.getrefcount(_probe[0])  # references to an array that only a list holds
@@ -103,7 +103,7 @@ class Attribute:
 
 
 class Collator:
-    """Collates the minibatches of one epoch of a loader, from its current data.
+    """Collates minibatches of a loader, from its data when this object is made.
 
     Args:
         loader: a loader of this package.

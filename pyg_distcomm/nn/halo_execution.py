@@ -257,7 +257,7 @@ class HaloVisit:
     def _add_on_grid(
         self, layer: MessagePassing, call: Callable, edges: Any, given: dict[str, Any]
     ) -> Tensor | None:
-        """Adds up rows by a product on the grid; returns None, with a warning, if it cannot."""
+        """Adds up rows by a product on the grid; returns None if it cannot, and warns once."""
         if self.nodes.mesh.grid[1:] == (1, 1) and not self.topology.adds_on_grid:
             return None
         why = "what it makes of messages is no sum of rows"

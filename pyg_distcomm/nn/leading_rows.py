@@ -60,7 +60,7 @@ class Deferred:
         self._versions = [(t, version_of(t)) for t in given]
 
     def value(self) -> Any:
-        """Returns all rows, computed once; raises if inputs have changed since."""
+        """Returns all rows, computed once; a RuntimeError if inputs have changed since."""
         if self._todo is not None:
             if any(version_of(t) != version for t, version in self._versions):
                 raise RuntimeError(_CHANGED)

@@ -1,10 +1,10 @@
 """Classifies the messages of PyG's layers: rows, weighted rows, or attention.
 
 [Note: attention] A softmax over neighbours turns small errors of its logits into large errors
-of its weights, and unbiased logits into biased weights. So the inputs of logits travel exactly
-and synchronously: the arguments of `edge_updater`, and the tensors below, from which a layer
-makes logits in `message`; all tensors if the aggregation is a softmax. If these are the
-features of a layer, none of its exchanges is coded.
+of its weights, and an unbiased code of logits into biased weights. So the inputs of logits
+travel exactly and synchronously: the arguments of `edge_updater`, and the tensors below, from
+which a layer makes logits in `message`; all tensors if the aggregation is a softmax. If these
+are the features of a layer, none of its exchanges is coded.
 """
 
 from __future__ import annotations

@@ -518,7 +518,7 @@ def in_chunks(
     tensors: list[Tensor],
     *how: Any,
 ) -> Any:
-    """Runs a call on chunks of its targets; returns None if one chunk is enough.
+    """Runs a call on chunks of its targets; returns None if one is enough, or it cannot.
 
     Arguments are those of `NodeChunks`.
     """

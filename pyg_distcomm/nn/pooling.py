@@ -191,7 +191,7 @@ class DistClusterPooling(pyg.ClusterPooling):
 
 
 class DistASAPooling(pyg.ASAPooling):
-    """PyG's ASAPooling: keeps the neighbourhoods with the highest fitness scores.
+    """PyG's ASAPooling: keeps the fittest neighbourhoods, and joins those that touch.
 
         A' = S^T A S      with s_ia the attention of neighbourhood a to its node i
 

@@ -150,7 +150,7 @@ def ldg(
         part(v) = argmax_p |N(v) in p| * free(p),   free = min_c 1 - load_c(p) / cap_c
 
     owner [n] holds the parts of the last pass (-1 for none yet) and is overwritten; load
-    [P, 3] is counted anew. Ties go to the emptier part, then to the lower number.
+    [P, 2 + c] is counted anew. Ties go to the emptier part, then to the lower number.
     """
     num_parts = load.shape[0]
     count = np.zeros(num_parts, np.int64)

@@ -99,7 +99,7 @@ def folder_meta(folder: str | Path) -> Meta:
 
 
 def check_file(folder: Path, meta: Meta, name: str, verify: Verify) -> None:
-    """Raises ValueError unless a file has the length and the checksum in META.json."""
+    """Raises ValueError unless a file has the length, if asked the checksum, in META.json."""
     path, want = folder / name, meta["files"].get(name)
     if want is None:
         raise ValueError(f"{folder / META}: files does not name {name!r}")

@@ -385,7 +385,7 @@ def report(
     train_mask: Tensor | None = None,
     grid: Grid | None = None,
 ) -> PartitionReport:
-    """Counts the rows and edges that each part owns, sends and receives, in linear time.
+    """Counts rows and edges that each part owns, sends and receives, in time linear in edges.
 
     edge_index [2, num_edges] and train_mask [num_nodes] (bool) are of the whole graph;
     grid (r, s, p) adds the figures of its blocks.

@@ -81,7 +81,7 @@ def rows(owner: Array, num_parts: int, readers: Readers) -> Array:
 def _add_change(
     q: int, change: int, delta: Array, touched: Array, num_touched: int
 ) -> int:
-    """Adds to delta[q]; hit lists the entries ever touched, in that order."""
+    """Adds to delta[q]; touched lists the entries ever touched, in that order."""
     if delta[q, 1] == 0:
         delta[q, 1] = 1
         touched[num_touched] = q
@@ -103,8 +103,8 @@ def _count_change(
 ) -> int:
     """Counts how moving v to part b changes the rows sent and received, exactly.
 
-    delta [2 P, 2] is zero before; its first column is the change, and hit lists the
-    entries touched, whose number is returned.
+    delta [2 P, 2] is zero before; its first column is the change, and touched lists
+    the entries touched, whose number is returned.
     """
     start, size, part, count = readers
     num_parts = delta.shape[0] // 2

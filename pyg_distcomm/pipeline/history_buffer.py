@@ -16,8 +16,9 @@ known yet. In their place g holds
     zeros                  "surrogate": autograd's gradients, with history constant
     last epoch's g         "stale" gradients
     g damped each epoch    "damped", between the two
-    zeros                  "scaled", too, where g_c counts twice for all chunks but c, since
-                           an edge between chunks counts in one of two epochs ([Chen23])
+    zeros                  "scaled": g_c counts twice for all chunks but c, since an edge
+                           between chunks counts in one of two epochs ([Chen23], for paths
+                           with one such edge)
 
 The sums for ghosts of chunk j travel to their owners while j is computed, over the transpose
 of the link that brought their rows.

@@ -157,7 +157,7 @@ def _with_own_ledger(mesh: Mesh) -> Mesh:
 
 
 def _time_exchanges(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
-    """Times exchanges in which each rank of an axis sends the same number of bytes to others.
+    """Times exchanges in which each rank of an axis sends as many bytes to each other.
 
     All axes of this kind run at once, each over its own process group, as in a grid.
     """

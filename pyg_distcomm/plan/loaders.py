@@ -352,9 +352,8 @@ def _memory(data: Data | HeteroData, probe: MinibatchProbe, c: int, k: int) -> i
     )
     for count, width in zip(counts, probe.row_bytes[0], strict=True):
         nodes = torch.bincount(by_block[begin : begin + int(count)], minlength=blocks)
-        block += (
-            _NODE + width * (c > 1)
-        ) * nodes  # one copy alone reads the share's rows
+        # with c = 1 rows are read from the share itself
+        block += (_NODE + width * (c > 1)) * nodes
         begin += int(count)
     each = zip(probe.degree, probe.weight, probe.row_bytes[1], strict=True)
     for degree, weight, width in each:

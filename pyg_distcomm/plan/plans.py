@@ -351,7 +351,7 @@ def _bound_sign(plan: Plan) -> str:
 
 
 def _useless_codecs(ranked: Sequence[Plan]) -> list[str]:
-    """Names the codecs that save no bytes beside the best plan without a codec."""
+    """Names the codecs whose plans exchange no fewer bytes than a plan without a codec."""
     least: dict[str, float] = {}
     for plan in ranked:
         best = least.get(plan.codec, math.inf)

@@ -1,7 +1,7 @@
 """Counts the rows that each rank of a grid receives, sends and multiplies in one product.
 
 One process counts for all ranks, by the choices that `ops/grid_plan.py` makes on each rank, and
-with the same function for pairs of ranks (see its notes on rows or sums, and on handing over).
+with the same function for pairs of ranks (see its [Note: rows or sums]).
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class RowRound:
     Args:
         axis: the ranks that exchange rows.
         table: `[ranks, w]` int64, a row for each rank: the numbers of ids requested of it,
-            and flags that say how to read them.
+            and what it needs to read them, as flags or a checksum.
     """
 
     def __init__(self, axis: Axis, table: Tensor) -> None:

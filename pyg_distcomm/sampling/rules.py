@@ -1,4 +1,4 @@
-"""Defines the rules of layer-wise samplers: the matrices Q and A, and a function of P = Q A.
+"""Defines the rules of matrix samplers: the matrices Q and A, and a function of P = Q A.
 
 Samplers of one algebra differ in their rule: the rows of Q, the entries of the matrix that
 Q multiplies, and a function applied to P = Q A before columns are drawn from it. With `Ahat`

@@ -374,9 +374,9 @@ class RecordedRun:
 
     Args:
         about: the ranks, hosts, partition and starts.
-        rows: one row for each epoch, of the last start that trained it.
+        rows: one row an epoch; a later start drops earlier rows from its first epoch on.
         trace: the path of the timeline, if there is one.
-        repeated: rows of epochs that a later start trained again.
+        repeated: the rows so dropped.
     """
 
     about: Row
