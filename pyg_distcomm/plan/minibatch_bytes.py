@@ -296,7 +296,7 @@ def _probed(out: Any, layered: bool, types: _Types) -> ProbedBatch:
 class Traffic:
     """Sums up the bytes that each rank receives, and the messages that it sends.
 
-    Shapes: sample, fetch [P] bytes, messages of all bulks. An epoch also moves, by rank, `fixed`
+    Shapes: sample, fetch [P] bytes, messages of bulks. An epoch also moves, by rank, `fixed`
     bytes to sample, and `refresh` bytes to check whether rows have changed.
     """
 
