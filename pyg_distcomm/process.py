@@ -39,6 +39,7 @@ class ProcessState:
         watches_steps: whether steps of optimizers are recorded while loaders deal batches.
         dealing: what compares the steps of loaders whose epochs are under way.
         steps: what is known of optimizers that have stepped in such epochs.
+        ordered: the classes of shares, by the class that each lists in order.
         warned: what has been warned of, and is not again.
     """
 
@@ -65,6 +66,7 @@ class ProcessState:
     watches_steps: bool = False
     dealing: Any = field(default_factory=weakref.WeakSet)
     steps: Any = field(default_factory=weakref.WeakKeyDictionary)
+    ordered: dict[Any, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
 
