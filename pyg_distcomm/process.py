@@ -18,6 +18,7 @@ class ProcessState:
     Args:
         recorder: of the trace under way; None where there is none.
         monitors: the failure monitors of meshes in use.
+        answering: the thread that answers where this rank is; None before there are ranks.
         works: collectives begun that perhaps nobody waits for.
         messages: messages under way between two ranks.
         inboxes: what threads without work listen to.
@@ -45,6 +46,7 @@ class ProcessState:
 
     recorder: Any = None
     monitors: Any = field(default_factory=weakref.WeakSet)
+    answering: Any = None
     works: set[Any] = field(default_factory=set)
     messages: set[Any] = field(default_factory=set)
     inboxes: list[Any] = field(default_factory=list)
