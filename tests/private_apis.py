@@ -3,7 +3,7 @@
 A name here may be gone in the next release, and nobody warns. `LISTED` gives the releases
 that have each, of those looked at: torch 2.6.0, 2.8.0, 2.11.0, 2.13.0 and 2.15.0, PyG 2.7.0
 and 2.8.1, Numba 0.57.1 and 0.68.1. `python tests/private_apis.py` prints the names that the
-installed releases lack; `tests/test_project.py` compares the list with the source.
+installed releases lack; `tests/test_versions.py` compares the list with the source.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ LISTED = {
         torch._C._current_graph_task_id
         torch._C._functorch.is_functorch_wrapped_tensor
         torch._C._functorch.maybe_current_level
+        torch._C._is_any_autocast_enabled
         torch._C._len_torch_dispatch_stack
         torch._C._will_engine_execute_node
         torch.Tensor._backward_hooks
@@ -292,7 +293,9 @@ def _is_set_by(kind: Any, name: str) -> bool:
 
 def listed() -> dict[str, tuple[str, str, str]]:
     """The package of each listed name, and the first and last release that have it."""
-    spans = {name: span.split() for span, names in LISTED.items() for name in names.split()}
+    spans = {
+        name: span.split() for span, names in LISTED.items() for name in names.split()
+    }
     return {name: (of, first, last) for name, (of, first, _, last) in spans.items()}
 
 

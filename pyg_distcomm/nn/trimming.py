@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from pyg_distcomm.graph.local_adjacency import LocalAdjacency, known
 from pyg_distcomm.kernels.memory import has_saved_tensors_hooks
@@ -54,7 +55,7 @@ class Trimmer:
 
     def begin(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Begins a forward pass, unless the model is a submodule of one that is running."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or is_tracing():
             return
         now = _pass.get()
         if now is not None and now.contains(model):
@@ -75,7 +76,7 @@ class Trimmer:
 
     def end(self, model: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Ends the forward pass; a failed one concludes nothing."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or is_tracing():
             return None
         now = _pass.get()
         if now is None:

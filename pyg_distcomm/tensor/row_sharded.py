@@ -43,9 +43,9 @@ for _path in sorted(Path(__file__).parents[1].iterdir()):
 
 def eager(kind: Kind) -> Kind:
     """Marks a subclass of Tensor as one that torch.compile does not trace."""
-    if hasattr(config, "nontraceable_tensor_subclasses"):
-        known = config.nontraceable_tensor_subclasses
-        config.nontraceable_tensor_subclasses = known | {kind}
+    config.nontraceable_tensor_subclasses = config.nontraceable_tensor_subclasses | {
+        kind
+    }
     return kind
 
 
