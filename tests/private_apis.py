@@ -252,7 +252,7 @@ def _overridden() -> Iterator[str]:
         for name in filter(PRIVATE.fullmatch, vars(kind)):
             for base in kind.__mro__[1:]:
                 if base.__module__.split(".")[0] in ROOTS and name in vars(base):
-                    if inspect.isfunction(vars(base)[name]):
+                    if getattr(vars(kind)[name], "__module__", "") == kind.__module__:
                         yield name
 
 
