@@ -21,6 +21,7 @@ from typing import Any
 
 import numba
 import torch
+from torch.distributed.fsdp import _common_utils as fsdp
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.nn import MessagePassing
 
@@ -39,6 +40,7 @@ LISTED = {
         torch._C._will_engine_execute_node
         torch.Tensor._backward_hooks
         torch.Tensor._base
+        torch.nn.Parameter._fsdp_flattened
         torch.nn.Parameter._is_param
         torch.Tensor._is_view
         torch.Tensor._nnz
@@ -68,7 +70,9 @@ LISTED = {
         torch.nn.Module._buffers
         torch.nn.Module._forward_hooks
         torch.nn.Module._forward_hooks_always_called
+        torch.nn.Module._forward_hooks_with_kwargs
         torch.nn.Module._forward_pre_hooks
+        torch.nn.Module._forward_pre_hooks_with_kwargs
         torch.nn.Module._backward_hooks
         torch.nn.Module._modules
         torch.nn.Module._non_persistent_buffers_set
@@ -160,9 +164,12 @@ def objects() -> dict[str, Any]:
     data, hetero = Data(x=torch.ones(2, 1)), HeteroData()
     hetero["a"].x, hetero["a"].num_nodes = torch.ones(2, 1), 2
     typed = Batch.from_data_list([hetero])
+    flat = torch.nn.Parameter(torch.ones(1))
+    fsdp._set_fsdp_flattened(flat)
     return {
         "torch.Tensor": torch.ones(1),
         "torch.nn.Module": torch.nn.Module(),
+        "torch.nn.Parameter": flat,
         "torch_geometric.data.Batch": Batch.from_data_list([data]),
         "torch_geometric.data.HeteroData": hetero,
         "torch_geometric.data.FeatureStore": hetero,
