@@ -51,6 +51,7 @@ KNOWS_PYG = {
     "datasets.loading",
     "datasets.node_tasks",
     "datasets.ogb",
+    "datasets.saved_graph",
     "partition.folder",
     "partition.part_share",
     "partition.pyg_folder",
