@@ -40,7 +40,13 @@ FLOORS = (
     "api",
     "__init__",
 )
-TALKS = {"checkpoint.training", "nn.replicate", "cli.doctor", "loader.batch_sharding"}
+TALKS = {
+    "checkpoint.training",
+    "checkpoint.tree_files",
+    "nn.replicate",
+    "cli.doctor",
+    "loader.batch_sharding",
+}
 KNOWS_PYG = {
     "loader",
     "nn",
