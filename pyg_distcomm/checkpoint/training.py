@@ -314,8 +314,7 @@ def _links_of(link: Any, state: Any) -> list[tuple[LinkPolicy, dict[str, Any]]]:
 
 def _try_write(path: Path, link: Links) -> str | None:
     try:
-        state = _link_state(link)
-        write_whole(path, lambda file: torch.save(state, file))
+        write_whole(path, _link_state(link))
     except (OSError, RuntimeError) as error:
         return write_problem(error, path)
     except ValueError as error:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 from pyg_distcomm.checkpoint.folder import damage
-from pyg_distcomm.partition.atomic import write_problem
+from pyg_distcomm.partition.atomic import disk_error, write_problem
 
 
 def check_plain(trees: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ def write_trees(folder: Path, trees: dict[str, Any]) -> str | None:
                 no_dist=True,
             )
     except (Exception, CheckpointException) as error:
-        return write_problem(_cause(error), folder)
+        return write_problem(_cause(error, folder), folder)
     return None
 
 
@@ -86,10 +86,11 @@ def _put(values: dict[str, Any], key: str, leaf: Any) -> Any:
     return leaf.sparse_dim() if leaf.is_sparse else None
 
 
-def _cause(error: BaseException) -> BaseException:
-    """Returns the OSError in an error of torch's checkpoint, or the error."""
+def _cause(error: BaseException, folder: Path) -> BaseException:
+    """Returns the error of the disk, which torch's checkpoint wraps or loses, or the error."""
     inner = [wrapped[0] for wrapped in getattr(error, "failures", {}).values()]
-    return next((one for one in inner if isinstance(one, OSError)), error)
+    found = next((one for one in inner if isinstance(one, OSError)), None)
+    return found or disk_error(folder) or next(iter(inner), error)
 
 
 def read_trees(folder: Path, names: Iterable[str]) -> dict[str, Any]:
