@@ -232,6 +232,15 @@ def test_a_picture_that_is_missing_or_elsewhere_is_noticed():
     assert len(hooks.picture_problems(page, "reports/index.html", there)) == 4
 
 
+def test_the_strict_build_counts_warnings():
+    """MkDocs drops those of a quiet build before it counts them."""
+    (line,) = re.findall(r"^mkdocs build .*", (ROOT / ".ci/run").read_text(), re.M)
+    command = line.partition(" #")[0]
+    assert "--strict" in command
+    assert "--quiet" not in command
+    assert _hooks().log.name.startswith("mkdocs.")
+
+
 def test_every_picture_of_a_page_is_a_file():
     hooks = _hooks()
     pages = {path: path.parent for path in PAGES}
