@@ -3,15 +3,18 @@
 Pages are the Markdown files of docs/. Beside them, notebooks become pages under tutorials/,
 the reports of benchmarks/ pages under reports/, and REFERENCES, CHANGELOG and CONTRIBUTING
 pages under project/. A link that leaves docs/ for a file of the repository leads to that
-file's page, if it has one, and otherwise to the repository.
+file's page, if it has one, and otherwise to the repository, if it has a place; until then the
+text of such a link stays. A picture that is missing, or on another host, is a warning.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -37,15 +40,18 @@ core nn loader sampling links plan ops cli
 cagnet varco bulk-sampling gnnpipe sylvie
 full_graph partitioned sampling links late pipeline
 """.split()
-PLACEHOLDER = "example.org"  # the host, until there is one
-LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+LINK = re.compile(
+    r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\]|!\[[^\]]*\]\([^)]*\))*)\]\(([^)\s#:]+)(#[^)\s]*)?\)"
+)
+PICTURE = re.compile(r"<img\b[^>]*?\bsrc=[\"']([^\"']*)")
+log = logging.getLogger("mkdocs.hooks")
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`", re.M | re.S)
 
 
 def urls() -> dict[str, str]:
-    """Returns the addresses of pyproject.toml's [project.urls]."""
+    """Returns the addresses of pyproject.toml's [project.urls]; none until there is a host."""
     text = (ROOT / "pyproject.toml").read_text()
-    table = text.split("[project.urls]\n")[1].split("\n\n")[0]
+    table = text.partition("[project.urls]\n")[2].split("\n\n")[0]
     return dict(re.findall(r'^(\w+) = "(.*)"', table, re.M))
 
 
@@ -61,6 +67,12 @@ def added() -> dict[str, Path]:
     for name in ("REFERENCES", "CHANGELOG", "CONTRIBUTING"):
         pages[f"project/{name.lower()}.md"] = ROOT / f"{name}.md"
     return dict(sorted(pages.items()))
+
+
+def pictures() -> dict[str, Path]:
+    """Returns the pictures of the reports, by their place in docs/."""
+    found = (ROOT / "benchmarks/reports").glob("*.png")
+    return {f"reports/{path.name}": path for path in sorted(found)}
 
 
 def titles(pages: list[str]) -> list[Any]:
@@ -96,8 +108,8 @@ def written() -> list[str]:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Sets the site's address and its pages."""
-    config.site_url = urls()["Documentation"]
-    config.repo_url = urls()["Repository"]
+    config.site_url = urls().get("Documentation")
+    config.repo_url = urls().get("Repository")
     config.nav = navigation([*written(), *added()])
     return config
 
@@ -117,6 +129,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         else:
             text = path.read_text()
         files.append(File.generated(config, place, content=text))
+    for place, path in pictures().items():
+        files.append(File.generated(config, place, content=path.read_bytes()))
     return files
 
 
@@ -127,26 +141,70 @@ def on_page_markdown(
     place = page.file.src_uri
     made = added()
     home = made[place].parent if place in made else (ROOT / "docs" / place).parent
-    pages = {path: to for to, path in made.items()}
+    return with_links(markdown, place, home)
+
+
+def with_links(markdown: str, place: str, home: Path) -> str:
+    """Returns a page with links that hold on the site.
+
+    Args:
+        markdown: the text.
+        place: the page's place in docs/.
+        home: the folder that its links start from.
+    """
+    pages = {path: to for to, path in {**added(), **pictures()}.items()}
+    repository = urls().get("Repository")
+    code = [match.span() for match in CODE.finditer(markdown)]
 
     def replace(match: re.Match[str]) -> str:
-        before, link, anchor, after = match[1], match[2], match[3] or "", match[4]
+        if any(first <= match.start() < end for first, end in code):
+            return match[0]
+        mark, text, link, anchor = match[1], match[2], match[3], match[4] or ""
+        text = LINK.sub(replace, text) if "](" in text else text
         target = Path(os.path.normpath(home / link))
         if target in pages:
             to = os.path.relpath(pages[target], Path(place).parent)
         elif target.is_relative_to(ROOT / "docs") and target != ROOT / "docs":
             to = os.path.relpath(target.relative_to(ROOT / "docs"), Path(place).parent)
         elif target.exists() and target.is_relative_to(ROOT):
-            to = urls()["Repository"] + str(target.relative_to(ROOT))
+            if repository is None and not mark:
+                return text
+            to = f"{repository}{target.relative_to(ROOT)}" if repository else link
         else:
             to = link
-        return f"{before}{to}{anchor}{after}"
+        return f"{mark}[{text}]({to}{anchor})"
 
-    pieces, end = [], 0
-    for code in CODE.finditer(markdown):
-        pieces += [LINK.sub(replace, markdown[end : code.start()]), code[0]]
-        end = code.end()
-    return "".join(pieces) + LINK.sub(replace, markdown[end:])
+    return LINK.sub(replace, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Warns of pictures that the site does not have; a strict build then fails."""
+    there = {file.dest_uri for file in files}
+    for problem in picture_problems(html, page.file.dest_uri, there):
+        log.warning("%s: %s", page.file.src_uri, problem)
+    return html
+
+
+def picture_problems(html: str, place: str, there: set[str]) -> list[str]:
+    """Returns what is wrong with the pictures of a page.
+
+    Args:
+        html: the page.
+        place: where it lies on the site.
+        there: the places of all files of the site.
+    """
+    problems = []
+    for source in PICTURE.findall(html):
+        if source.startswith("data:"):
+            continue
+        path = os.path.normpath(os.path.join(os.path.dirname(place), unquote(source)))
+        if "//" in source:
+            problems.append(
+                f"the picture {source} is on another host; keep it in docs/"
+            )
+        elif path not in there:
+            problems.append(f"the picture {source} is missing")
+    return problems
 
 
 LABEL = re.compile(r"\]\[([\w./-]+)\]")
@@ -155,16 +213,16 @@ LABEL = re.compile(r"\]\[([\w./-]+)\]")
 def readme(text: str) -> str:
     """Returns README with the addresses of its links: `[text][page]`, made from one base.
 
-    A label is a page's place in docs/ without its ".md", or that of a picture. While the base
-    is a placeholder, links lead to the files of the repository.
+    A label is a page's place in docs/ without its ".md", or that of a picture. Until there is
+    a base, links lead to the files of the repository.
     """
     body = text.split("\n<!-- links: ")[0].rstrip()
-    base, files = urls()["Documentation"], added()
+    base, files = urls().get("Documentation"), added()
     lines = []
     for label in dict.fromkeys(LABEL.findall(body)):
         page = label.removesuffix("index")
         link = f"{base}{page}" + ("" if "." in label or page != label else "/")
-        if PLACEHOLDER in base:
+        if base is None:
             name = label if "." in label else f"{label}.md"
             path = files.get(name, ROOT / "docs" / name)
             link = path.relative_to(ROOT).as_posix()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import tiers
 import torch
@@ -290,3 +291,190 @@ def test_parameters_without_gradients_are_resumed_without_state(tmp_path):
     trained(*again, 3)
     for one, two in zip(again[0].parameters(), whole[0].parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+# Optimizers, and models that do not fit -------------------------------------------------
+
+
+class _Two(torch.nn.Module):
+    def __init__(self, width=4, **more):
+        super().__init__()
+        torch.manual_seed(5)
+        self.one, self.two = DistGCNConv(7, width), DistGCNConv(width, 4)
+        for name, layer in more.items():
+            setattr(self, name, layer)
+        self.double()
+
+    def forward(self, x, edge_index):
+        return self.two(self.one(x, edge_index).relu(), edge_index)
+
+
+def _lbfgs(params, **options):
+    return torch.optim.LBFGS(params, lr=0.1, max_iter=3, **options)
+
+
+OPTIMIZERS = {
+    "LBFGS": _lbfgs,
+    "LBFGS wolfe": lambda p: _lbfgs(p, line_search_fn="strong_wolfe"),
+    "Adam": torch.optim.Adam,
+    "Adafactor": torch.optim.Adafactor,
+    "ASGD": torch.optim.ASGD,
+    "Rprop": torch.optim.Rprop,
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "groups": lambda p: torch.optim.Adam([{"params": [q], "lr": 0.01} for q in p]),
+    "tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+}
+if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
+    OPTIMIZERS["Muon"] = lambda p: torch.optim.Muon([q for q in p if q.dim() == 2])
+SCHEDULERS = {
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 9),
+}
+
+
+def _closures(net, opt, share, steps, scheduler=None):
+    def closure():
+        opt.zero_grad()
+        loss = F.cross_entropy(net(share.x, share.edge_index), share.y)
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(steps):
+        losses.append(float(opt.step(closure).detach()))
+        if scheduler is not None:
+            scheduler.step()
+    return losses
+
+
+def _with_optimizers(folder, first):
+    """Saves runs at their start and after two steps, or goes on with them."""
+    mesh, ends = worlds.mesh(), {}
+    cut = "random" if first else "block"
+    share = pdc.partition(GRAPHS["undirected"](), mesh, cut)
+    for name, make in OPTIMIZERS.items():
+        net = _Two().to(share.x.device)
+        opt = make(net.parameters())
+        if first:
+            pdc.save_checkpoint(f"{folder}/{name} 0", mesh, net, opt)
+            before = _closures(net, opt, share, 2)
+            pdc.save_checkpoint(f"{folder}/{name} 2", mesh, net, opt)
+            ends[name] = before + _closures(net, opt, share, 2)
+            continue
+        _closures(net, opt, share, 1)
+        pdc.load_checkpoint(f"{folder}/{name} 0", mesh, net, opt)
+        ends[name] = _closures(net, opt, share, 2)
+        net = _Two().to(share.x.device)
+        opt = make(net.parameters())
+        pdc.load_checkpoint(f"{folder}/{name} 2", mesh, net, opt)
+        ends[name] += _closures(net, opt, share, 2)
+    return ends
+
+
+@tiers.parametrize(("size", "other"), [(2, 2), (2, 1), (1, 3)], [(2, 2), (2, 1)])
+def test_every_optimizer_goes_on(tmp_path, size, other):
+    wanted = worlds.run(_with_optimizers, size, str(tmp_path), True)[0]
+    found = worlds.run(_with_optimizers, other, str(tmp_path), False)[0]
+    for name in OPTIMIZERS:
+        assert found[name] == pytest.approx(wanted[name], rel=1e-9), name
+
+
+def test_what_is_saved_beside_a_model_comes_back_as_it_was(tmp_path):
+    mesh, data = pdc.init(), GRAPHS["undirected"]()
+    share = pdc.partition(data, mesh)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for name, make in SCHEDULERS.items():
+        ends = []
+        for again in (False, True):
+            net = _Two().to(share.x.device)
+            opt = torch.optim.SGD(net.parameters(), lr=0.1)
+            scheduler = make(opt)
+            if again:
+                extra = {"scheduler": scheduler.state_dict(), "scaler": None}
+                extra |= dict.fromkeys(["other", "scores", "best", "history", "lr"])
+                found = pdc.load_checkpoint(tmp_path / name, mesh, net, opt, **extra)
+                scheduler.load_state_dict(found["scheduler"])
+                scaler.load_state_dict(found["scaler"])
+                other = torch.optim.Adam(net.parameters())
+                other.load_state_dict(found["other"])  # a second optimizer, by numbers
+                assert float(other.state[net.one.bias]["step"]) == 1
+                assert found["scores"] == {0: 0.5, "0": [1, (2, None)], 3: {}}
+                assert torch.equal(found["best"], torch.arange(3))
+                assert found["history"] == [1.0, 2.0]
+                assert (found["lr"], type(found["lr"])) == (0.25, float)
+            else:
+                other = torch.optim.Adam(net.parameters())
+                for p in net.parameters():
+                    p.grad = torch.zeros_like(p)
+                other.step()
+                _closures(net, opt, share, 2, scheduler)
+                pdc.save_checkpoint(
+                    tmp_path / name,
+                    mesh,
+                    net,
+                    opt,
+                    scheduler=scheduler.state_dict(),
+                    scaler=scaler.state_dict(),
+                    other=other.state_dict(),
+                    scores={0: 0.5, "0": [1, (2, None)], 3: {}},
+                    best=torch.arange(3),
+                    history=[1.0, 2.0],
+                    lr=np.float64(0.25),
+                )
+            ends.append(_closures(net, opt, share, 3, scheduler))
+        assert ends[0] == ends[1], name
+
+
+def _misfits(path):
+    mesh, net = worlds.mesh(), _Two(more=torch.nn.Linear(2, 2))
+    opt = torch.optim.Adam(net.parameters())
+    pdc.save_checkpoint(path, mesh, net, opt)
+    pdc.save_checkpoint(path + "-bare", mesh, net)
+    texts = []
+
+    def refused(model, optimizer=None, path=path, **extra):
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        with pytest.raises(ValueError, match="cannot load checkpoint") as error:
+            pdc.load_checkpoint(path, mesh, model, optimizer, **extra)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        assert "\n" not in str(error.value)
+        texts.append(str(error.value))
+
+    refused(_Two())
+    fewer = _Two()
+    refused(fewer, torch.optim.Adam(fewer.parameters()))
+    refused(_Two(more=torch.nn.Linear(2, 2), other=torch.nn.Linear(2, 2)))
+    refused(_Two(8, more=torch.nn.Linear(2, 2)))
+    refused(_Two(mere=torch.nn.Linear(2, 2)))
+    refused(_Two(more=torch.nn.BatchNorm1d(2)))
+    same = _Two(more=torch.nn.Linear(2, 2))
+    refused(same, torch.optim.SGD(same.parameters()))
+    refused(same, torch.optim.Adam(same.one.parameters()))
+    refused(same, torch.optim.Adam([{"params": [p]} for p in same.parameters()]))
+    refused(same, torch.optim.Adam(same.parameters()), path + "-bare")
+    refused(same, epoch=0)
+    one = _Two(8) if mesh.rank == mesh.size - 1 else same  # another model on one rank
+    refused(one)
+    return texts
+
+
+def test_a_model_or_an_optimizer_that_does_not_fit_is_named(tmp_path):
+    says = [
+        "more.weight is of shape [2, 2] in it, and missing in the _Two",
+        "more.weight is of shape [2, 2] in it, and missing in the _Two",
+        "other.weight is missing in it, and of shape [2, 2] in the _Two",
+        "one.bias is of shape [4] in it, and of shape [8] in the _Two",
+        "mere.weight is missing in it",
+        "more.weight is of shape [2, 2] in it, and of shape [2]",
+        "an optimizer with class Adam, got one with class SGD",
+        "with more.bias in group 0, got one with more.bias not in group 0",
+        "with 1 groups, got one with 6 groups",
+        "it holds no optimizer, but mesh, model",
+        "it holds no extra.epoch, but mesh, model, optimizer",
+        "one.bias is of shape [4] in it, and of shape [8] in the _Two",
+    ]
+    for size in (1, 2):
+        for texts in worlds.run(_misfits, size, str(tmp_path / f"run{size}")):
+            for text, wanted in zip(texts, says, strict=True):
+                assert wanted in text

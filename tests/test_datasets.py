@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
+import numpy as np
 import pytest
 import torch
+import torch_geometric.transforms as T
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Batch, Data, HeteroData, InMemoryDataset
+from torch_geometric.explain import Explanation
 from torch_geometric.utils import degree
 
+from pyg_distcomm.cli import main
 from pyg_distcomm.datasets import communities, load_dataset
 
 N, M = 6000, 42000
@@ -67,3 +75,144 @@ def test_edges_of_communities_are_worth_ten_points():
 def test_communities_that_cannot_be_are_refused(n, m):
     with pytest.raises(ValueError, match=r"even number of edges.*got \d+ and \d+"):
         communities(n, m)
+
+
+# Graphs in files -------------------------------------------------------------------------
+
+
+def graph(**values):
+    draw = torch.Generator().manual_seed(0)
+    edges = torch.randint(0, 10, (2, 30), generator=draw)
+    x = torch.rand(10, 3, generator=draw)
+    return Data(x=x, edge_index=edges, y=torch.arange(10) % 3, **values)
+
+
+def typed_graph():
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.rand(4, 2), torch.rand(5, 2)
+    data["a", "to", "b"].edge_index = torch.tensor([[0, 1, 3], [4, 0, 2]])
+    return data
+
+
+def after(data, *used):
+    for call in used:
+        call(data)
+    return data
+
+
+def lookups(data):
+    return data.node_attrs(), data.edge_attrs(), data.get_all_edge_attrs()
+
+
+def sorted_edges(data):
+    data.edge_index = EdgeIndex(data.edge_index, sparse_size=(10, 10)).sort_by("col")[0]
+    data.edge_index.fill_cache_()
+
+
+class Collected(InMemoryDataset):
+    def __init__(self, graphs):
+        super().__init__()
+        self.data, self.slices = self.collate(graphs)
+
+    def as_saved(self):
+        return self._data.to_dict(), self.slices, type(self._data)
+
+
+USED = {
+    "looked up": lambda: after(graph(), lookups),
+    "undirected": lambda: T.ToUndirected()(graph()),
+    "split": lambda: T.RandomLinkSplit()(graph())[0],
+    "typed": lambda: after(typed_graph(), lookups),
+    "undirected, typed": lambda: after(T.ToUndirected()(typed_graph()), lookups),
+    "of a batch": lambda: after(Batch.from_data_list([graph(), graph()])[1], lookups),
+    "batch": lambda: after(Batch.from_data_list([graph(), graph()]), lookups),
+    "typed batch": lambda: Batch.from_data_list([typed_graph(), typed_graph()]),
+    "of a data set": lambda: after(Collected([graph(), graph()])[1], lookups),
+    "sorted": lambda: after(graph(), sorted_edges, lookups),
+    "ego nets": lambda: T.RootedEgoNets(1)(graph()),
+    "explanation": lambda: Explanation(**graph().to_dict(), node_mask=torch.ones(10)),
+}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_a_graph_that_was_used_before_it_was_saved_is_read(tmp_path, name):
+    path, data = tmp_path / "graph.pt", USED[name]()
+    torch.save(data, path)
+    allowed = set(torch.serialization.get_safe_globals())
+    found = load_dataset(str(path), hetero=True)
+    assert set(torch.serialization.get_safe_globals()) == allowed
+    assert type(found) is type(data)
+    for store in found.stores:
+        other = store._key if store._key is None else data[store._key]
+        other = data._store if isinstance(data, Data) else other
+        if other is None:
+            other = data._global_store
+        assert list(store) == list(other)
+        for key, value in other.items():
+            assert torch.equal(store[key], value), key
+    assert lookups(found)[:2] == lookups(data)[:2]
+    if name == "batch":
+        assert torch.equal(found[1].x, data[1].x)
+
+
+def test_a_graph_that_was_used_can_be_partitioned_from_its_file(tmp_path, capsys):
+    file, out = tmp_path / "graph.pt", tmp_path / "parts"
+    torch.save(T.ToUndirected()(graph()), file)
+    assert main(["partition", str(file), str(out), "--parts", "2"]) == 0
+    assert main(["inspect", str(out)]) == 0
+    assert "10 nodes" in capsys.readouterr().out
+
+
+def test_what_data_sets_of_one_graph_save_is_read(tmp_path):
+    one, path = (
+        graph(lr=np.float64(0.5), k=np.int32(3), on=np.bool_(True)),
+        tmp_path / "g.pt",
+    )
+    for saved in (one, one.to_dict(), [one], (one, None), Collected([one]).as_saved()):
+        torch.save(saved, path)
+        found = load_dataset(str(path))
+        assert torch.equal(found.edge_index, one.edge_index)
+        assert [found.lr, found.k, found.on] == [0.5, 3, True]
+        assert [type(found[k]) for k in ("lr", "k", "on")] == [float, int, bool]
+    for saved in (typed_graph().to_dict(), Collected([typed_graph()]).as_saved()):
+        torch.save(saved, path)
+        assert load_dataset(str(path), hetero=True).num_nodes == 9
+    two = Collected([one, one]).as_saved(), Collected([typed_graph()] * 2).as_saved()
+    for saved in ([one, one], *two):
+        torch.save(saved, path)
+        with pytest.raises(
+            ValueError, match=r"g\.pt: holds 2 graphs, not a Data; save one"
+        ):
+            load_dataset(str(path), hetero=True)
+
+
+class Evil:
+    def __init__(self, call, *args):
+        self.call, self.args = call, args
+
+    def __reduce__(self):
+        return self.call, self.args
+
+
+def number(dtype):
+    """A scalar of NumPy's with a dtype that a file may claim."""
+    return Evil(np.float64(1).__reduce__()[0], Evil(np.dtype, dtype), b"8" * 8)
+
+
+def test_a_graph_in_a_file_is_data(tmp_path):
+    path, ran = tmp_path / "graph.pt", tmp_path / "ran"
+    bad = {
+        "holds os.mkdir|holds posix.mkdir": Evil(os.mkdir, str(ran)),
+        "holds pathlib": tmp_path,
+        "holds .*Evil, which is not read": Evil,
+        "holds object of NumPy's": number("O"),
+        "holds .*of NumPy's": number([("a", "O")]),
+        "holds numpy.*_reconstruct": np.arange(3),
+    }
+    for match, value in bad.items():
+        torch.save(graph(value=value), path)
+        with pytest.raises(ValueError, match=match) as error:
+            load_dataset(str(path))
+        assert str(path) in str(error.value)
+        assert "\n" not in str(error.value)
+    assert not ran.exists()

@@ -202,6 +202,56 @@ def test_links_of_readme_are_made_from_one_base():
     )
 
 
+def test_links_that_lead_to_no_page_are_left_out_until_there_is_a_place(monkeypatch):
+    hooks = _hooks()
+    text = (
+        "[`a`](../../examples/gcn.py), [b](swap-imports.md#x), `[c](../../noxfile.py)`, "
+        "![d](../../benchmarks/reports/scaling.png), [e](../../CHANGELOG.md)"
+    )
+    links = "[b](swap-imports.md#x), `[c](../../noxfile.py)`, ![d](../reports/scaling.png), "
+    links += "[e](../project/changelog.md)"
+    page = "how-to/extend.md", DOCS / "how-to"
+    assert hooks.with_links(text, *page) == f"`a`, {links}"
+    monkeypatch.setattr(hooks, "urls", lambda: {"Repository": "https://host/files/"})
+    first = "[`a`](https://host/files/examples/gcn.py)"
+    assert hooks.with_links(text, *page) == f"{first}, {links}"
+
+
+def test_a_picture_that_is_missing_or_elsewhere_is_noticed():
+    hooks = _hooks()
+    page = (
+        '<img alt="a" src="../a.png"> <img src="https://b.org/b.png"/> '
+        "<img src='//c.org/c.png'> <img src='d%20e.png'> <img src='data:image/png;base64,A'>"
+    )
+    there = {"reports/a.png", "reports/x/d e.png"}
+    found = hooks.picture_problems(page, "reports/x/index.html", there)
+    assert [problem.split()[2] for problem in found] == [
+        "https://b.org/b.png",
+        "//c.org/c.png",
+    ]
+    assert len(hooks.picture_problems(page, "reports/index.html", there)) == 4
+
+
+def test_the_strict_build_counts_warnings():
+    """MkDocs drops those of a quiet build before it counts them."""
+    (line,) = re.findall(r"^mkdocs build .*", (ROOT / ".ci/run").read_text(), re.M)
+    command = line.partition(" #")[0]
+    assert "--strict" in command
+    assert "--quiet" not in command
+    assert _hooks().log.name.startswith("mkdocs.")
+
+
+def test_every_picture_of_a_page_is_a_file():
+    hooks = _hooks()
+    pages = {path: path.parent for path in PAGES}
+    pages |= {p: p.parent for p in hooks.added().values() if p.suffix == ".md"}
+    for path, home in pages.items():
+        text = path.read_text()
+        for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", text):
+            assert "//" not in picture, f"{path}: {picture}"
+            assert (home / picture).is_file(), f"{path}: {picture}"
+
+
 def test_every_page_is_in_the_navigation():
     hooks = _hooks()
     pages = [*hooks.written(), *hooks.added()]

@@ -40,7 +40,13 @@ FLOORS = (
     "api",
     "__init__",
 )
-TALKS = {"checkpoint.training", "nn.replicate", "cli.doctor", "loader.batch_sharding"}
+TALKS = {
+    "checkpoint.training",
+    "checkpoint.tree_files",
+    "nn.replicate",
+    "cli.doctor",
+    "loader.batch_sharding",
+}
 KNOWS_PYG = {
     "loader",
     "nn",
@@ -51,6 +57,7 @@ KNOWS_PYG = {
     "datasets.loading",
     "datasets.node_tasks",
     "datasets.ogb",
+    "datasets.saved_graph",
     "partition.folder",
     "partition.part_share",
     "partition.pyg_folder",

@@ -120,19 +120,33 @@ def test_versions_agree():
     assert pythons == listed
 
 
-def test_placeholders_are_marked_and_nowhere_else():
-    marked = {"pyproject.toml", "CITATION.cff"}
-    for name in marked:
-        assert "# a placeholder, until" in (text := (ROOT / name).read_text()) or (
-            "# placeholders, until" in text
-        )
-    for path in [
-        *ROOT.glob("*.md"),
-        *PACKAGE.rglob("*.py"),
-        *(ROOT / "docs").rglob("*.md"),
-    ]:
-        if path.name != "RELEASING.md":
-            assert "example.org" not in path.read_text(), path
+def test_no_host_is_named_before_there_is_one():
+    folders = ("pyg_distcomm", "docs", "tests", "benchmarks", "examples", "notebooks")
+    files = [path for name in folders for path in (ROOT / name).rglob("*")]
+    files += [path for path in ROOT.iterdir() if path.name != ".git"]
+    endings = {".py", ".md", ".toml", ".yml", ".cff", ".ipynb", ".svg", ".css", ".json"}
+    for path in files:
+        if path.is_file() and path.suffix in endings:
+            assert "example" + ".org" not in path.read_text(), path
+    assert "urls" not in PROJECT or all(map(str.strip, PROJECT["urls"].values()))
+
+
+def test_the_changelog_tells_of_versions():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[(.+?)\]", text, re.M)
+    assert versions[0] == "Unreleased"
+    assert versions[1] == pyg_distcomm.__version__
+    kinds = "Added Changed Deprecated Removed Fixed Security".split()
+    assert {*re.findall(r"^### (.+)$", text, re.M)} <= {*kinds}
+    assert len(text.splitlines()) <= 120
+
+
+def test_files_that_pages_name_are_there():
+    for name in ("SECURITY.md", "CONTRIBUTING.md"):
+        named = re.findall(r"`([\w/]+/[\w.]+\.py)`", (ROOT / name).read_text())
+        for file in named:
+            places = (ROOT / file, PACKAGE / file)
+            assert any(place.is_file() for place in places), f"{name}: {file}"
 
 
 @tiers.rare

@@ -27,8 +27,11 @@ import pyg_distcomm as pdc
 from pyg_distcomm.checkpoint import folder as checkpoint_folder
 from pyg_distcomm.checkpoint.folder import MARK
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.partition import atomic
 from pyg_distcomm.partition.atomic import sha256
+from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.folder import write_folder
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -441,7 +444,7 @@ def full_after(size):
 def _full(folder):
     mesh, path = worlds.mesh(), Path(folder) / "ckpt"
     pdc.save_checkpoint(path, mesh, model_of(1), epoch=1)
-    full = pytest.raises(ValueError, match=r"(?s)make room.*ckpt.*too large")
+    full = pytest.raises(ValueError, match=r"make room.*/ckpt: File too large$")
     with full_after(2000), full:
         pdc.save_checkpoint(path, mesh, torch.nn.Linear(50, 50), epoch=2)
     net = model_of(0)
@@ -451,6 +454,112 @@ def _full(folder):
 
 def test_a_disk_without_room_is_named_and_what_was_there_stays(tmp_path):
     assert worlds.run(_full, 2, str(tmp_path)) == [["ckpt"], ["ckpt"]]
+
+
+DISKS = pytest.mark.parametrize("where", ["full", "read-only", "below a file"])
+
+
+@pytest.fixture
+def disk(tmp_path, where):
+    """A place on a disk of 64 KiB, that can be written or not, or below a file."""
+    home = tmp_path / "disk"
+    if where == "below a file":
+        home.write_text("mine")
+        yield home / "out"
+        return
+    home.mkdir()
+    options = "size=64k" + ",ro" * (where == "read-only")
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(home)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a disk takes root")
+    yield home / "out"
+    subprocess.run(["umount", "-l", home], check=True)
+
+
+def _graph():
+    draw = torch.Generator().manual_seed(0)
+    edges = torch.randint(0, 2000, (2, 9000), generator=draw)
+    return Data(x=torch.rand(2000, 16, generator=draw), edge_index=edges)
+
+
+def _long_link(folder):
+    mesh, link = worlds.mesh(), pdc.PipeGCN()
+    share = pdc.partition(_graph(), mesh, link=link)
+    layers = [pdc.nn.GCNConv(i, o) for i, o in ((16, 64), (64, 64), (64, 2))]
+    for _ in range(2):
+        h = share.x
+        for layer in layers:
+            h = layer(h, share.edge_index)
+        h.sum().backward()
+        link.step()
+    pdc.save_checkpoint(folder, mesh, torch.nn.Linear(2, 2), link=link)
+
+
+def _long_trace(file):
+    with pdc.trace(file, worlds.mesh()) as run:
+        (Path(file).parent / "rest").write_bytes(bytes(60000))
+        for number in range(4000):
+            with run.span(f"{number * 7919 % 10007} {number}"):
+                pass
+
+
+def _history(folder):
+    share = pdc.partition(_graph(), worlds.mesh())
+    layers = [pdc.nn.GCNConv(16, 64), pdc.nn.GCNConv(64, 2)]
+    pipe = pdc.Pipeline(layers, worlds.mesh(), chunks=3, history_path=folder)
+    pipe.train_step(share, lambda out, _: out.sum())
+
+
+WRITERS = {
+    "checkpoint": lambda p: pdc.save_checkpoint(
+        p, worlds.mesh(), torch.nn.Linear(200, 200)
+    ),
+    "link": _long_link,
+    "pipeline": lambda p: pdc.Pipeline(
+        [torch.nn.Linear(200, 200)], worlds.mesh(), chunks=1
+    ).save(p),
+    "trace": _long_trace,
+    "history": _history,
+    "store": lambda p: DistFeatureStore.from_data(
+        pdc.partition(_graph(), worlds.mesh()), worlds.mesh(), folder=p
+    ),
+    "parts": lambda p: write_folder(
+        p, _graph(), cut(_graph().edge_index, 2000, 2, "block")
+    ),
+}
+
+
+def _refused_writes(path):
+    texts = {}
+    for name, write in WRITERS.items():
+        if name == "parts" and worlds.mesh().rank:
+            continue  # one process writes them
+        if name == "link" and worlds.mesh().size == 1:
+            continue  # it keeps no rows
+        try:
+            write(f"{path}-{name}")
+            texts[name] = "written"
+        except (ValueError, OSError) as error:
+            texts[name] = str(error)
+        if name != "parts":  # which rank 0 alone writes
+            collectives.all_gather_object(0, worlds.mesh().world)
+    return texts
+
+
+@DISKS
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_disk_that_takes_nothing_is_named_in_one_line(size, disk, where):
+    why = {"full": "No space left", "read-only": "Read-only", "below a file": ""}[where]
+    for texts in worlds.run(_refused_writes, size, disk):
+        for name, text in texts.items():
+            assert "\n" not in text, (name, text)
+            assert str(disk.parent) in text, (name, text)
+            assert why in text, (name, text)
+            assert "writing-" not in text, (name, text)
+    if where == "full":
+        files = [p.name for p in disk.parent.rglob("*") if p.is_file()]
+        assert files == ["rest"]
+        assert not [p for p in disk.parent.rglob(".*")]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
@@ -25,6 +26,7 @@ from pyg_distcomm.partition.atomic import (
     sha256,
     sibling,
     sync,
+    torch_save,
     write_problem,
     writer_has_ended,
 )
@@ -87,9 +89,10 @@ def find(path: str | Path) -> Path:
     return newest(place) or place
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes a file and waits until it is on the disk."""
-    write(path)
+def write_whole(path: Path, value: Any) -> None:
+    """Saves a value in a file, and waits until it is on the disk."""
+    with open(path, "wb") as file:
+        torch_save(value, file)
     sync(path)
 
 

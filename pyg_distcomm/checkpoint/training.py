@@ -1,42 +1,40 @@
-"""Saves checkpoints by torch.distributed.checkpoint, and loads them on any number of ranks."""
+"""Saves checkpoints of models and optimizers, and loads them on any number of ranks."""
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-import re
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pyg_distcomm.checkpoint.folder import damage, find, whole_folder, write_whole
+from pyg_distcomm.checkpoint.tree_files import check_plain, read_trees, write_trees
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import inputs_of
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.nn.embedding import DistEmbedding, sharded_parameters
+from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.nn.replicate import bare
 from pyg_distcomm.partition.atomic import write_problem
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
+
+# what parts of a checkpoint hold
+_FIELDS: dict[str, set[str]] = {
+    "model": set(),
+    "mesh": {"seed", "step", "inputs", "nodes", "random"},
+    "optimizer": {"class", "state", "param_groups"},
+}
 
 Links: TypeAlias = LinkPolicy | Mapping[Any, LinkPolicy | None] | None
 
@@ -80,20 +78,20 @@ def save_checkpoint(
             "save_checkpoint saves one model that all ranks hold, but the mesh has "
             f"{mesh.stage.size} stages; a Pipeline has save(path, optimizer)"
         )
-    _check_extra(extra)
-    _check_optimizer(bare(model), optimizer)
-    state = _state(mesh, bare(model), optimizer, extra)
-    # reading the state made dense buffers
-    _make_momentum_sparse(bare(model), optimizer)
-    state["mesh"]["inputs"] = inputs_of(mesh).as_text(mesh)
-    state["mesh"]["nodes"] = _embedding_versions(bare(model))
-    state["mesh"]["random"] = _gather_random(mesh)
+    model, world = bare(model), mesh.world
+    _on_all_ranks(lambda: _check_optimizer(model, optimizer), world)
+    trees = {"model": _model_state(model), "mesh": _mesh_state(mesh, model)}
+    trees |= {f"extra.{name}": value for name, value in extra.items()}
+    if optimizer is not None:
+        trees["optimizer"] = _optimizer_state(model, optimizer)
+    trees = tree_map(
+        lambda v: v.full_tensor() if isinstance(v, DistTensor) else v, trees
+    )
+    _on_all_ranks(lambda: check_plain(trees), world, TypeError)
     with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
-        collectives.agree(
-            _try_save(folder, state) if mesh.rank == 0 else None, mesh.world
-        )
+        collectives.agree(write_trees(folder, trees) if mesh.rank == 0 else None, world)
         if link is not None:
-            collectives.agree(_try_write(folder / _link_file(mesh), link), mesh.world)
+            collectives.agree(_try_write(folder / _link_file(mesh), link), world)
     tell(mesh.rank, "saved a checkpoint at %s", path)
 
 
@@ -118,7 +116,8 @@ def load_checkpoint(
             same names. On another number of ranks or another partition, late and residual
             rows are dropped with a warning: the next epoch is synchronous, at the saved place
             in the schedule.
-        extra: the further values, with the shapes and types that were saved.
+        extra: the further values to read, by name; tensors come to the device of those that
+            are given.
 
     Returns:
         The further values as they were saved.
@@ -126,80 +125,151 @@ def load_checkpoint(
     Raises:
         ValueError: on all ranks, if the folder is missing, incomplete or does not fit, or
             holds rows of embeddings for nodes that a `pdc.update` has removed, or had removed.
+            A parameter that does not fit is named, and nothing has changed.
     """
     mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
-    _check_optimizer(model, optimizer)
-    state = _state(mesh, model, optimizer, extra)
-    folder = _find_folder(path, mesh)
-    collectives.agree(_try_load(folder, state), mesh.world)
+    folder, world = _find_folder(path, mesh), mesh.world
+    _on_all_ranks(lambda: _check_optimizer(model, optimizer), world)
+    parts = ["model", "mesh", *(f"extra.{name}" for name in extra)]
+    parts += [] if optimizer is None else ["optimizer"]
+    state: dict[str, Any] = {}
+    _on_all_ranks(lambda: state.update(_read(folder, parts)), world)
     if state["mesh"].pop("nodes") != _embedding_versions(model):
         raise ValueError(
             f"checkpoint {folder} holds rows of a DistEmbedding for other nodes: pdc.update "
             "had removed other nodes when it was saved, and ids of nodes differ since; load "
             "it on the graph that it was saved with, and update that"
         )
+    own = _model_state(model)
+    _on_all_ranks(lambda: _check_model(folder, model, own, state["model"]), world)
+    if optimizer is not None:
+        saved = state["optimizer"]
+        _on_all_ranks(lambda: _check_saved(folder, model, optimizer, saved), world)
     if link is not None:
         _load_link(folder, mesh, link)
-    shards = sharded_parameters(model)
-    saved = _shard_like(state["model"], _model_state(model))
-    set_model_state_dict(model, {**saved, **{n: _to_local(saved[n]) for n in shards}})
+    set_model_state_dict(model, _own_rows(model, own, state["model"]))
     if optimizer is not None:
-        _fill_optimizer(model, optimizer, state["optimizer"], shards)
+        saved["state"] = _own_rows(model, own, saved["state"])
+        _load_optimizer(model, optimizer, saved)
     mesh.load_state_dict(state["mesh"])
     inputs_of(mesh).expect(state["mesh"]["inputs"])
-    _set_random(mesh, state["mesh"].get("random", {}))
+    _set_random(mesh, state["mesh"]["random"])
     tell(mesh.rank, "loaded the checkpoint at %s", folder)
-    return {name: state["extra"][name] for name in extra}
+    return {name: _at(state[f"extra.{name}"], like) for name, like in extra.items()}
 
 
-def _fill_optimizer(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    saved: dict[str, Any],
-    shards: Iterable[str],
+def _on_all_ranks(
+    act: Callable[[], Any], axis: collectives.Axis, kind: type[Exception] = ValueError
 ) -> None:
-    """Loads an optimizer; parameters without saved state have none afterwards."""
-    current = _optimizer_state(model, optimizer)
-    saved_state = {name: current["state"][name] for name in saved["state"]}
-    filled = _shard_like(saved, {**current, "state": saved_state})
-    every = {**current["state"], **filled["state"]}
-    filled["state"] = {n: _to_local(v) if n in shards else v for n, v in every.items()}
-    set_optimizer_state_dict(model, optimizer, filled)
-    for name, parameter in model.named_parameters():
-        if name in current["state"] and name not in saved_state:
-            optimizer.state.pop(parameter, None)
-    _make_momentum_sparse(model, optimizer)
+    """Acts on this rank; an error of a kind is raised on all ranks."""
+    problem = None
+    try:
+        act()
+    except kind as error:
+        problem = str(error)
+    collectives.agree(problem, axis, kind)
 
 
-def _make_momentum_sparse(model: torch.nn.Module, optimizer: Any) -> None:
-    """Makes the Nesterov momentum of sparse rows sparse, since torch adds it to gradients."""
-    sparse = [
-        m.shard for m in model.modules() if isinstance(m, DistEmbedding) and m.sparse
-    ]
-    for group in [] if optimizer is None else optimizer.param_groups:
-        for parameter in group["params"] if group.get("nesterov") else ():
-            kept = optimizer.state.get(parameter, {}).get("momentum_buffer")
-            dense = kept is not None and not kept.is_sparse
-            if dense and any(parameter is p for p in sparse):
-                optimizer.state[parameter]["momentum_buffer"] = kept.to_sparse(1)
+def _read(folder: Path, parts: list[str]) -> dict[str, Any]:
+    state = read_trees(folder, parts)
+    for name, fields in _FIELDS.items():
+        tree = state.get(name, {})
+        if name in state and not (isinstance(tree, dict) and fields <= tree.keys()):
+            raise ValueError(f"cannot load checkpoint {folder}: its {name} is damaged")
+    return state
 
 
-def _drop_unsaved(state: dict[str, Any], keys: Collection[str]) -> None:
-    """Removes from `state` what was not saved.
+def _check_model(
+    folder: Path, model: torch.nn.Module, own: dict[str, Any], saved: dict[str, Any]
+) -> None:
+    """Raises if a model's parameters and buffers are not those that were saved."""
+    for name in {**own, **saved}:
+        there, here = _shape_text(saved.get(name)), _shape_text(own.get(name))
+        if there != here:
+            raise ValueError(
+                f"cannot load checkpoint {folder}: {name} is {there} in it, and {here} in "
+                f"the {type(model).__name__}; load into a model made as the saved one was"
+            )
 
-    That is the optimizer's parameters that had no state, and generators of other ranks.
-    """
-    random = [key for key in keys if key.startswith("mesh.random.")]
-    if len(random) != len(state["mesh"]["random"]):
-        state["mesh"]["random"] = {}
-    parameter_state = state.get("optimizer", {"state": {}})["state"]
-    if not any(key.startswith("optimizer.") for key in keys):
-        return  # saved without an optimizer: loading raises
-    for name in [*parameter_state]:
-        if not any(
-            f"optimizer.state.{name}.{key}" in keys for key in parameter_state[name]
-        ):
-            del parameter_state[name]
+
+def _shape_text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"of shape {list(value.shape)}"
+    return "missing" if value is None else f"a {type(value).__name__}"
+
+
+def _check_saved(
+    folder: Path, model: torch.nn.Module, optimizer: Any, saved: dict[str, Any]
+) -> None:
+    """Raises if an optimizer is of another class than the saved one, or has other groups."""
+    groups = _named_groups(model, optimizer)
+    pairs = [(f"class {saved['class']}", f"class {type(optimizer).__name__}")]
+    pairs += [(f"{len(saved['param_groups'])} groups", f"{len(groups)} groups")]
+    for k, (kept, own) in enumerate(zip(saved["param_groups"], groups, strict=False)):
+        for name in sorted({*kept["params"]} ^ {*own}):
+            texts = [f"{name} {{}} group {k}".format(i) for i in ("in", "not in")]
+            pairs.append(
+                (texts[0], texts[1]) if name not in own else (texts[1], texts[0])
+            )
+    for one, other in pairs:
+        if one != other:
+            raise ValueError(
+                f"cannot load checkpoint {folder}: it holds an optimizer with {one}, got one "
+                f"with {other}; make the optimizer as the saved one was, or leave it out"
+            )
+
+
+def _named_groups(model: torch.nn.Module, optimizer: Any) -> list[list[str]]:
+    """Returns the names of the parameters in each group of an optimizer."""
+    # torch.compile adds to names
+    names = {p: n.replace("_orig_mod.", "") for n, p in model.named_parameters()}
+    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _own_rows(
+    model: torch.nn.Module, own: dict[str, Any], saved: dict[str, Any]
+) -> dict[str, Any]:
+    """Cuts what is saved of row-sharded parameters, by their names, to this rank's rows."""
+    local = sharded_parameters(model)
+
+    def cut(value: Any, name: str) -> Any:
+        if not isinstance(value, Tensor) or value.shape != own[name].shape:
+            return value
+        rows, dense = own[name].rows, value.to_dense() if value.is_sparse else value
+        mine = dense[rows.place.to(dense.device)]
+        if name not in local:
+            return DistTensor.wrap(mine, rows)
+        return mine.to_sparse(value.sparse_dim()) if value.is_sparse else mine
+
+    return {
+        name: tree_map(lambda v, n=name: cut(v, n), tree)
+        if isinstance(own.get(name), DistTensor)
+        else tree
+        for name, tree in saved.items()
+    }
+
+
+def _at(saved: Any, given: Any) -> Any:
+    """Returns a saved value on the device of the value that was given in its place."""
+    like = next((v for v in tree_leaves(given) if isinstance(v, Tensor)), None)
+    if like is None:
+        return saved
+    return tree_map(lambda v: v.to(like.device) if isinstance(v, Tensor) else v, saved)
+
+
+def _load_optimizer(
+    model: torch.nn.Module, optimizer: Any, saved: dict[str, Any]
+) -> None:
+    state, whole = saved["state"], optimizer.state_dict()
+    whole["state"] = {}
+    groups = zip(whole["param_groups"], saved["param_groups"], strict=True)
+    for (own, kept), names in zip(groups, _named_groups(model, optimizer), strict=True):
+        options = {k: v for k, v in kept.items() if k != "params"}
+        # a learning rate may be a tensor
+        own.update({k: _at(v, own.get(k)) for k, v in options.items()})
+        numbers = zip(own["params"], names, strict=True)
+        whole["state"] |= {k: state[name] for k, name in numbers if name in state}
+    optimizer.load_state_dict(whole)
 
 
 def _link_file(mesh: Mesh, rank: int | None = None) -> str:
@@ -244,8 +314,7 @@ def _links_of(link: Any, state: Any) -> list[tuple[LinkPolicy, dict[str, Any]]]:
 
 def _try_write(path: Path, link: Links) -> str | None:
     try:
-        state = _link_state(link)
-        write_whole(path, lambda file: torch.save(state, file))
+        write_whole(path, _link_state(link))
     except (OSError, RuntimeError) as error:
         return write_problem(error, path)
     except ValueError as error:
@@ -290,177 +359,40 @@ def _check_optimizer(
             )
 
 
-def _check_extra(extra: dict[str, Any]) -> None:
-    for name, value in extra.items():
-        for leaf in tree_flatten(value)[0]:
-            try:
-                if not isinstance(leaf, Tensor):
-                    box = io.BytesIO()
-                    torch.save(leaf, box)
-                    torch.load(io.BytesIO(box.getvalue()), weights_only=True)
-            except Exception:
-                raise TypeError(
-                    f"save numbers, strings, tensors, or lists and dicts of them: {name} "
-                    f"holds a {type(leaf).__name__}, which can not be read back as data"
-                ) from None
-
-
 def _find_folder(path: str | Path, mesh: Mesh) -> Path:
     """Returns the path of the checkpoint's folder, as rank 0 sees it."""
     name = collectives.broadcast_object(find(path).name, mesh.world)
     return Path(os.path.realpath(path)).with_name(str(name))
 
 
-def _try_save(folder: Path, state: dict[str, Any]) -> str | None:
-    writer = FileSystemWriter(str(folder), sync_files=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # no_dist is meant: one process saves
-            dcp.save(state, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
-    except (Exception, CheckpointException) as error:
-        cause = next((c for c in _causes(error) if isinstance(c, OSError)), error)
-        return write_problem(cause, folder)
-    return None
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """Returns an error, and the errors that torch's checkpoint wrapped in it."""
-    inner = getattr(error, "failures", {}).values()
-    return [error, *(wrapped[0] for wrapped in inner)]
-
-
-def _try_load(folder: Path, state: dict[str, Any]) -> str | None:
-    try:
-        problem = damage(folder, ".metadata", "*.distcp")
-        if problem is not None:
-            return f"cannot load checkpoint {folder}: {problem}"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            reader = _MetadataReader(str(folder))
-            _drop_unsaved(state, reader.read_metadata().state_dict_metadata)
-            dcp.load(  # type: ignore[attr-defined]
-                state,
-                storage_reader=reader,
-                planner=_Planner(),
-                no_dist=True,
-            )
-    except (Exception, CheckpointException) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return f"cannot load checkpoint {folder}: {lines[-1] if lines else error!r}"
-    return None
-
-
-class _MetadataReader(FileSystemReader):
-    """Reads .metadata with a restricted unpickler; torch's reader would unpickle any class."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata) or not metadata.storage_data:
-            raise ValueError(
-                "its .metadata is not that of a checkpoint; give a folder of save_checkpoint"
-            )
-        for stored in metadata.storage_data.values():
-            name = getattr(stored, "relative_path", None)
-            if not isinstance(name, str) or not re.fullmatch(r"[\w.]+\.distcp", name):
-                raise ValueError(
-                    f"its .metadata names {name!r}, which is no file of it"
-                )
-        return metadata
-
-
-class _Planner(DefaultLoadPlanner):
-    """Loads objects other than tensors with weights_only=True."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        data = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), data)
-        data.seek(0)
-        super().load_bytes(read_item, data)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles the classes that describe tensors in a checkpoint, and no others."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = (module, name) in _METADATA_CLASSES
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            known = True
-        if not known:
-            raise pickle.UnpicklingError(
-                f"its .metadata names {module}.{name}, which describes no tensor: it was "
-                "not written by save_checkpoint, and nothing of it is run"
-            )
-        return super().find_class(module, name)
-
-
-_METADATA_CLASSES = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
-            "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
-        ).split()
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # of Python 3.13
-    ("collections", "OrderedDict"),
-}
-
-
-def _state(
-    mesh: Mesh, model: torch.nn.Module, optimizer: Any, extra: dict[str, Any]
-) -> dict[str, Any]:
-    state = {
-        "model": _gather_full(_model_state(model)),
-        "mesh": {
-            **mesh.state_dict(),
-            "inputs": "",
-            "nodes": "",
-            "random": _named_random(
-                [t for _ in range(mesh.size) for t in _random_states(mesh)]
-            ),
-        },
-        "extra": _gather_full(extra),
+def _mesh_state(mesh: Mesh, model: torch.nn.Module) -> dict[str, Any]:
+    return {
+        **mesh.state_dict(),
+        "inputs": inputs_of(mesh).as_text(mesh),
+        "nodes": _embedding_versions(model),
+        "random": _gather_random(mesh),
     }
-    if optimizer is not None:
-        state["optimizer"] = _gather_full(_optimizer_state(model, optimizer))
-    return state
 
 
-def _random_states(mesh: Mesh) -> list[Tensor]:
-    """Returns the states of torch's generators that this rank draws from."""
+def _gather_random(mesh: Mesh) -> list[list[Tensor]]:
+    """Returns the states of torch's generators, of each rank; collective."""
     states = [torch.get_rng_state()]
     if mesh.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(mesh.device))
-    return states
-
-
-def _named_random(states: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Returns states of all ranks by name: those of rank 0 come first."""
-    return {str(place): state for place, state in enumerate(states)}
-
-
-def _gather_random(mesh: Mesh) -> dict[str, Tensor]:
-    """Returns the states of all ranks; collective."""
     every = [
         collectives.all_gather_rows(state.unsqueeze(0), [1] * mesh.size, mesh.control)
-        for state in _random_states(mesh)
+        for state in states
     ]
-    return _named_random([kind[rank] for rank in range(mesh.size) for kind in every])
+    return [[kind[rank] for kind in every] for rank in range(mesh.size)]
 
 
-def _set_random(mesh: Mesh, saved: Mapping[str, Tensor]) -> None:
-    """Sets torch's generators to the saved states of this rank, if there are any."""
-    kinds = len(saved) // mesh.size
-    mine = [saved[str(mesh.rank * kinds + kind)] for kind in range(kinds)]
-    if mine:
-        torch.set_rng_state(mine[0])
-    if len(mine) > 1:
-        torch.cuda.set_rng_state(mine[1], mesh.device)
+def _set_random(mesh: Mesh, saved: list[list[Tensor]]) -> None:
+    """Sets torch's generators to the saved states of this rank, on as many ranks."""
+    if len(saved) == mesh.size:
+        host, *device = saved[mesh.rank]
+        torch.set_rng_state(host)
+        if device and mesh.device.type == "cuda":
+            torch.cuda.set_rng_state(device[0], mesh.device)
 
 
 def _embedding_versions(model: torch.nn.Module) -> str:
@@ -481,62 +413,34 @@ def _model_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Returns an optimizer's state, with its values for rows as DistTensors."""
-    if isinstance(optimizer, torch.optim.SparseAdam) and not optimizer.state:
-        _init_sparse_state(optimizer)
-    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    """Returns an optimizer's state by names of parameters; collective for row-sharded ones."""
+    whole, shards = optimizer.state_dict(), sharded_parameters(model)
     sizes = {name: p.shape for name, p in model.named_parameters()}
-    for name, rows in sharded_parameters(model).items():
-        # the optimizer's own goes on as it is
-        kept = dict(found["state"].get(name, {}))
-        for key, value in kept.items():
-            if isinstance(value, Tensor) and value.dim():
-                if value.shape != sizes[name]:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} keeps {key} {list(value.shape)} for "
-                        f"{name}, which would differ between ranks; take an optimizer whose "
-                        "state has the shape of the table, such as Adam or Adagrad"
-                    )
-                value = value.to_dense() if value.is_sparse else value
-                kept[key] = DistTensor.wrap(value, rows)
-        if kept:
-            found["state"][name] = kept
-    return found
+    groups: list[dict[str, Any]] = []
+    state: dict[str, Any] = {}
+    for own, names in zip(
+        whole["param_groups"], _named_groups(model, optimizer), strict=True
+    ):
+        groups.append({**own, "params": names})
+        numbers = zip(own["params"], names, strict=True)
+        state |= {n: whole["state"][k] for k, n in numbers if k in whole["state"]}
+    for name in [n for n in shards if n in state]:
+        for key, value in state[name].items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != sizes[name]:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key} {list(value.shape)} for "
+                    f"{name}, which would differ between ranks; take an optimizer whose "
+                    "state has the shape of the table, such as Adam or Adagrad"
+                )
+    for name in [n for n in shards if n in state]:
+        state[name] = tree_map(lambda v, n=name: _whole(v, shards[n]), state[name])
+    return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
 
 
-def _init_sparse_state(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the zero state of an optimizer that takes sparse gradients only."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p.grad is not None for p in parameters):
-        return
-    for p in parameters:
-        p.grad = torch.sparse_coo_tensor(
-            torch.empty((1, 0), dtype=torch.int64),
-            p.new_empty((0, *p.shape[1:])),
-            p.shape,
-            device=p.device,
-            check_invariants=False,
-        )
-    optimizer.step()
-    for p in parameters:
-        optimizer.state[p]["step"] = 0
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _to_local(tree: Any) -> Any:
-    return tree_map(lambda v: v.to_local() if isinstance(v, DistTensor) else v, tree)
-
-
-def _gather_full(tree: Any) -> Any:
-    return tree_map(lambda v: v.full_tensor() if isinstance(v, DistTensor) else v, tree)
-
-
-def _shard_like(saved: Any, current: Any) -> Any:
-    """Cuts saved tensors to this rank's rows if the running model's are row-sharded."""
-
-    def cut(value: Any, like: Any) -> Any:
-        if isinstance(like, DistTensor):
-            return DistTensor.wrap(value[like.rows.place], like.rows)
+def _whole(value: Any, rows: Rows) -> Any:
+    """Gathers a value that an optimizer keeps for rows; collective."""
+    if not isinstance(value, Tensor) or not value.dim():
         return value
-
-    return tree_map(cut, saved, current)
+    dense = value.to_dense() if value.is_sparse else value
+    whole = DistTensor.wrap(dense, rows).full_tensor()
+    return whole.to_sparse(value.sparse_dim()) if value.is_sparse else whole

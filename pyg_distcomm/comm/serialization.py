@@ -62,12 +62,31 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 @contextlib.contextmanager
-def allowing(classes: Iterable[Any]) -> Iterator[None]:
-    """Lets `torch.load(..., weights_only=True)` read these classes, too, in a block."""
+def allowing(known: Iterable[Any]) -> Iterator[None]:
+    """Lets `torch.load(..., weights_only=True)` read these classes, too, in a block.
+
+    An entry is a class, or a pair (what stands for a name, the name), which comes before
+    what others have allowed by that name.
+    """
+    ours = {_name_of(one): one for one in known}
     before = torch.serialization.get_safe_globals()
+    replaced = [c for c in before if ours.get(_name_of(c), c) != c]
+    if replaced:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals([c for c in before if c not in replaced])
     # leaving the context forgets its classes, so it must not name those of others
-    with torch.serialization.safe_globals([c for c in classes if c not in before]):
-        yield
+    new = [c for c in ours.values() if c not in before]
+    try:
+        with torch.serialization.safe_globals(new):
+            yield
+    finally:
+        torch.serialization.add_safe_globals(replaced)
+
+
+def _name_of(known: Any) -> str:
+    if isinstance(known, tuple):
+        return str(known[1])
+    return f"{known.__module__}.{known.__qualname__}"
 
 
 def first_difference(by_rank: Sequence[Mapping[str, Any]]) -> str | None:

@@ -48,7 +48,7 @@ from torch.nn.modules import module as hooks
 
 from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.store import StoreMailbox, joined_mesh, world_size
-from pyg_distcomm.partition.atomic import whole_file
+from pyg_distcomm.partition.atomic import disk_error, whole_file
 from pyg_distcomm.process import PROCESS
 
 LIMIT = 1_000_000  # events of a rank: up to 500 MB
@@ -297,7 +297,8 @@ class trace(contextlib.ContextDecorator):
                 if other["failed"]:
                     self._rank_file(other).unlink(missing_ok=True)
         except Exception as error:  # the others wait for the outcome
-            problem = f"{self.path}: cannot be written ({error})"
+            why = getattr(error, "strerror", None) or error
+            problem = f"{self.path}: cannot be written: {why}; trace to another place"
         ranks.box.post("written", problem)
         if problem:
             raise OSError(problem)
@@ -311,7 +312,6 @@ class trace(contextlib.ContextDecorator):
 
 def _argument_error(path: Path, mesh: Any) -> str | None:
     """Returns the problem with starting a trace; None if there is none."""
-    folder = path.parent
     if PROCESS.recorder is not None:
         return "a trace is under way in this process; end it before the next begins"
     if mesh is None and world_size() > 1:
@@ -321,9 +321,10 @@ def _argument_error(path: Path, mesh: Any) -> str | None:
         )
     if mesh is not None and mesh.everyone.rank:
         return None
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        why = "is a folder" if path.is_dir() else f"cannot be written in {folder}"
-        return f"{path}: {why}; give the name of a file in a folder that exists"
+    if path.is_dir():
+        return f"{path}: is a folder; give the name of a file"
+    if (error := disk_error(path.parent)) is not None:
+        return f"{path}: cannot be written: {error.strerror}; trace to another place"
     return None
 
 

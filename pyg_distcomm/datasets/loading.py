@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,12 @@ import torch
 import torch_geometric.datasets
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-from torch_geometric.data.feature_store import TensorAttr
-from torch_geometric.data.graph_store import EdgeAttr
-from torch_geometric.data.storage import (
-    BaseStorage,
-    EdgeStorage,
-    GlobalStorage,
-    NodeStorage,
-)
 from torch_geometric.utils import to_undirected
 
-from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.datasets.ogb import OGB, load_ogb, one_at_a_time
+from pyg_distcomm.datasets.saved_graph import load_saved_graph
 from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
 from pyg_distcomm.partition.layout import META
-from pyg_distcomm.partition.pyg_folder import check_saved, is_archive
 
 __all__ = [
     "KNOWN",
@@ -60,10 +49,6 @@ KNOWN: dict[str, tuple[str, str, str | None]] = {
     "Questions": ("heterophilous", "HeterophilousGraphDataset", "Questions"),
 }
 GENERATED = ("digits", "generated-NODES", "communities-NODES-EDGES")
-
-# classes in a saved Data, besides tensors and plain values
-DATA: list[Any] = [Data, DataEdgeAttr, DataTensorAttr, GlobalStorage]
-DATA += [HeteroData, EdgeAttr, TensorAttr, BaseStorage, NodeStorage, EdgeStorage]
 
 FEATURES = 32
 CLASSES = 8
@@ -346,38 +331,11 @@ def _from_pyg(name: str, root: Path, kind: str, argument: str | None) -> Data:
 def _from_file(path: Path, hetero: bool) -> Data | HeteroData:
     if not path.is_file():
         raise ValueError(f"{path}: missing")
-    data = _from_npz(path) if path.suffix == ".npz" else _from_pt(path, hetero)
+    data = _from_npz(path) if path.suffix == ".npz" else load_saved_graph(path, hetero)
     if isinstance(data, Data) and data.edge_index is None:
-        raise ValueError(f"{path}: has no edge_index [2, num_edges]")
+        instead = "; convert its adj_t to one first" if "adj_t" in data else ""
+        raise ValueError(f"{path}: has no edge_index [2, num_edges]{instead}")
     return data
-
-
-def _from_pt(path: Path, hetero: bool) -> Data | HeteroData:
-    if is_archive(path):
-        check_saved(path)
-    try:
-        with allowing(DATA):
-            value = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as err:
-        lines = [line.strip() for line in str(err).splitlines() or ["empty"]]
-        reasons = [line for line in lines if "Unsupported" in line] or lines
-        if (found := re.search(r"GLOBAL (\S+)", str(err))) is not None:
-            reasons = [
-                f"it holds {found[1]}, which is not read; save tensors in a Data"
-            ]
-        raise ValueError(f"{path}: cannot be read: {reasons[0]}") from None
-    except Exception as err:  # what unpickling makes of other files
-        raise ValueError(
-            f"{path}: cannot be read: not saved by torch.save ({type(err).__name__})"
-        ) from None
-    if isinstance(value, dict):
-        value = Data.from_dict(value)
-    if not isinstance(value, (Data, HeteroData) if hetero else Data):
-        raise ValueError(
-            f"{path}: holds a {type(value).__name__}, not a Data; save one graph with "
-            "torch.save(data, path)"
-        )
-    return value  # type: ignore[no-any-return]
 
 
 def _from_npz(path: Path) -> Data:

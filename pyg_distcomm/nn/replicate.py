@@ -123,7 +123,9 @@ class Replicated(_Transparent, DistributedDataParallel):
         copies = {
             k: p
             for k, p in enumerate(self.module.parameters())
-            if p.requires_grad and not hasattr(p, "is_shard")
+            if p.requires_grad
+            and not hasattr(p, "is_shard")
+            and not isinstance(p, DistTensor)  # of which each rank has its own rows
         }
         mark = random.fold(*map(digest, copies.values()))
         axis = replace(mesh.control, ledger=mesh.checks)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import glob
 import hashlib
 import os
@@ -20,6 +21,7 @@ import re
 import secrets
 import shutil
 import socket
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -195,16 +197,16 @@ def whole_file(path: Path) -> Iterator[Path]:
         yield aside
         os.replace(aside, path)
     except OSError as error:
-        if error.errno is not None and error.filename in (None, str(aside)):
-            error.filename, error.filename2 = str(path), None
-        raise
+        if error.errno is None or error.filename not in (None, str(aside)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
 
 
-class _Output:
-    """Forwards writes to a file, and keeps the OSError that torch.save would hide."""
+class Output:
+    """Forwards writes to a file; NumPy and torch lose the error of one that they write to."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.write_error: OSError | None = None
@@ -223,7 +225,7 @@ class _Output:
 
 def torch_save(value: Any, file: IO[bytes]) -> None:
     """Writes a value as torch.save does; raises OSError if the disk cannot store it."""
-    output = _Output(file)
+    output = Output(file)
     try:
         torch.save(value, cast("IO[bytes]", output))
         output.flush()
@@ -265,8 +267,36 @@ def sha256(path: Path) -> str:
     return state.hexdigest()
 
 
+def add_line(path: Path, line: str) -> None:
+    """Adds a line to the end of a file, whole or not at all; an OSError names the file."""
+    data = line.encode()
+    with open(path, "ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            file.truncate(end)
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def write_problem(error: BaseException, path: Path) -> str:
-    """Explains why a file could not be written, and what to do."""
+    """Explains in one line why a file could not be written, and what to do."""
     where = getattr(error, "filename", None) or path
+    # the file that is meant, not the one beside it that was to replace it
+    where = re.sub(r"/\.([^/]+)\.writing-[^/]+", r"/\1", str(where))
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    reason = reason.splitlines()[0]
     return f"save elsewhere, or make room and allow writing: {where}: {reason}"
+
+
+def disk_error(folder: Path) -> OSError | None:
+    """Tries to write to a folder; returns the error of a disk that is full or read-only."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.partition.atomic import (
+    Output,
     clear,
     new_token,
     newest,
@@ -374,7 +375,7 @@ def write_array(path: Path, tensor: Tensor) -> dict[str, str | int]:
     plain = tensor.detach().as_subclass(Tensor).cpu().contiguous()
     array = plain.view(_numpy_dtype(plain.dtype)).numpy()
     with open(path, "wb") as file:
-        np.save(file, array, allow_pickle=False)
+        np.save(Output(file), array, allow_pickle=False)
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}

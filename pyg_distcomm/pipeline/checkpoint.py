@@ -91,7 +91,7 @@ def save(
 
 def _write(part: Any, file: Path) -> None:
     try:
-        write_whole(file, lambda path: torch.save(part, path))
+        write_whole(file, part)
     except (OSError, RuntimeError) as error:
         raise ValueError(write_problem(error, file)) from error
 

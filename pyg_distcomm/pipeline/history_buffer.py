@@ -26,6 +26,8 @@ of the link that brought their rows.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,6 +40,7 @@ from torch.autograd.function import once_differentiable
 
 from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.kernels import codec_ops
+from pyg_distcomm.partition.atomic import write_problem
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
 
 DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -124,8 +127,19 @@ def _empty(
 ) -> Tensor:
     if path is None or not count:
         return torch.zeros(count, dtype=dtype, device=device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # another history may be mapped from it, and keeps it
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(
+            missing_ok=True
+        )  # another history may be mapped from it, and keeps it
+        if hasattr(os, "posix_fallocate"):
+            # a write to a mapped file on a full disk would end the process
+            with open(path, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise ValueError(write_problem(error, path)) from None
     return torch.from_file(str(path), shared=True, size=count, dtype=dtype)
 
 

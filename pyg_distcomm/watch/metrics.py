@@ -37,7 +37,7 @@ from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.trace import as_json, span, trace
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.partition_data import partition_report
-from pyg_distcomm.partition.atomic import whole_file
+from pyg_distcomm.partition.atomic import add_line, whole_file
 from pyg_distcomm.partition.partition import imbalance
 from pyg_distcomm.process import tell
 
@@ -274,10 +274,7 @@ class metrics:
 
     def _append(self, row: Row) -> None:
         assert self.folder is not None
-        line = (json.dumps(as_json(row, 4)) + "\n").encode()
-        with open(self.folder / ROWS, "ab", buffering=0) as file:
-            if file.write(line) < len(line):
-                raise OSError(f"{file.name}: no room for a whole line")
+        add_line(self.folder / ROWS, json.dumps(as_json(row, 4)) + "\n")
 
 
 def _ledger_difference(
@@ -480,8 +477,7 @@ class CSVWriter:
         line: dict[str, Any] = flat(row)
         if self._last is not None and self._last < row["epoch"]:
             if not set(line) - set(self._columns):
-                with open(self.path, "a", newline="") as file:
-                    file.write(self._text([line]))
+                add_line(self.path, self._text([line]))
                 self._last = row["epoch"]
                 return
         lines = [one for one in self._read() if float(one["epoch"]) < row["epoch"]]
