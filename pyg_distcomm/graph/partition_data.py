@@ -22,6 +22,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph import partition_data_types, transforms
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.graph.partition_batch import TypedBatch
 from pyg_distcomm.graph.subgraphs import agree
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
@@ -96,6 +97,15 @@ def partition(
     if isinstance(data, HeteroData):
         share = _partition_hetero(data, mesh, method, *options)
         return partition_data_types.in_given_class(share, data)
+    if TypedBatch.fits(data):
+        read = TypedBatch(data)
+        if not read.types:  # nothing has rows: all ranks keep it
+            marks = partition_data_types.hetero_marks(read.typed, _digest)
+            _agree_same(marks, mesh)
+            return data
+        whole = method is None or (isinstance(method, str) and method == "graphs")
+        method = read.owners(mesh.size) if whole else method
+        return read.joined(_partition_hetero(read.typed, mesh, method, *options))
     attrs = node_attrs, edge_attrs
     return _partition_data(data, mesh, method, *options, attrs)
 

@@ -64,7 +64,7 @@ def graph_owners(data: Any, parts: int) -> tuple[Any, float]:
         target = None if store._key is None or stores[0]._key is None else store._key[2]
         ends = store.edge_index[1].cpu()
         work += torch.bincount(vectors[target][ends], minlength=count)
-    part, loads = _pack_evenly(work, parts)
+    part, loads = pack_evenly(work, parts)
     owners = {name: part[vector] for name, vector in vectors.items()}
     uneven = max(loads) * parts / max(sum(loads), 1)
     return owners if isinstance(data, HeteroData) else owners[None], uneven
@@ -119,7 +119,7 @@ def _graph_of(store: Any) -> Tensor:
     return vector.cpu().long()
 
 
-def _pack_evenly(work: Tensor, parts: int) -> tuple[Tensor, list[int]]:
+def pack_evenly(work: Tensor, parts: int) -> tuple[Tensor, list[int]]:
     """Assigns pieces of work greedily, the largest first, to the least loaded part."""
     heap = [(0, part) for part in range(parts)]
     owner = torch.empty_like(work)
