@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.data import RandomSampler, get_worker_info
+from torch_geometric.loader import CachedLoader
 from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.mesh import latest_mesh
@@ -38,7 +42,7 @@ from pyg_distcomm.loader.options import (
     errors_on_all_ranks,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedSource
-from pyg_distcomm.loader.prefetch import BulkBuilder, Phases, PrefetchQueue, Tracked
+from pyg_distcomm.loader.prefetch import BulkBuilder, Phases, PrefetchQueue
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 from pyg_distcomm.sampling.pyg_backends import library_sampler
 
@@ -170,16 +174,34 @@ class BulkLoading(_PyGLoader):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Begins the next epoch, or resumes the one of a loaded state."""
+        """Returns the next epoch, or the rest of that of a loaded state.
+
+        It begins with its first batch, so that an iterator which is not used, as tqdm's,
+        counts as no epoch, and a rank may make one alone. PyG's `model.inference(loader)`
+        gets the batches of all ranks on each: a layer reads the rows of all of them.
+        """
+        whole = _is_inference(sys._getframe(1))
+        return Tracked(
+            partial(self._begin_epoch, whole), partial(self._rounds_left, whole)
+        )
+
+    def _epoch_sharding(self, whole: bool) -> BatchSharding:
         sharding = self._sharding()
-        self._progress = progress = Progress(self._epoch, self._start_batch)
-        length = sharding.rounds(self._start_batch) if sharding.batches else 0
+        return self._unsharded(sharding.even) if whole else sharding
+
+    def _rounds_left(self, whole: bool) -> int:
+        sharding = self._epoch_sharding(whole)
+        return sharding.rounds(self._start_batch) if sharding.batches else 0
+
+    def _begin_epoch(self, whole: bool) -> tuple[Iterator[Any], Progress, Phases]:
+        sharding = self._epoch_sharding(whole)
+        self._progress = Progress(self._epoch, self._start_batch, sharding)
         if self._notes is not None and sharding.size > 1:
             self._notes.begin(self._epoch)
         self.phases = Phases()
-        inner = super().__iter__()
+        batches = super().__iter__()
         self._epoch, self._start_batch = self._epoch + 1, 0
-        return Tracked(inner, progress, length, self.phases)
+        return batches, self._progress, self.phases
 
     def _get_iterator(self) -> Any:
         if self.num_workers:
@@ -218,9 +240,10 @@ class BulkLoading(_PyGLoader):
         return not (same and own.collate_fn is BulkLoading.collate_fn)
 
     def _plan(self) -> Iterator[PlannedBatch]:
-        progress = self._progress or Progress(self._epoch, self._start_batch)
+        sharding = self._sharding()
+        progress = self._progress or Progress(self._epoch, self._start_batch, sharding)
         seed, epoch = self._agreed_seed(), progress.epoch
-        return self._epoch_plan.batches(seed, epoch, self._sharding(), progress.start)
+        return self._epoch_plan.batches(seed, epoch, progress.sharding, progress.start)
 
     # Hooks of PyG's loaders ------------------------------------------------------------
 
@@ -313,7 +336,7 @@ class BulkLoading(_PyGLoader):
             and not progress.finished
             and epoch == progress.epoch + 1
         ):
-            done = progress.start + progress.rounds * sharding.size
+            done = progress.start + progress.rounds * progress.sharding.size
             if not sharding.batches or sharding.rounds(done):
                 epoch, batches = progress.epoch, done
         return {
@@ -464,3 +487,58 @@ class BulkLoading(_PyGLoader):
         if self.seed is None:
             self.seed = fresh_seed(self.generator)
         return self.seed
+
+
+def _is_inference(caller: FrameType | None) -> bool:
+    """Returns whether PyG's layer-wise inference asks for batches, also for a cache of them."""
+    while (
+        caller is not None and caller.f_globals["__name__"] == CachedLoader.__module__
+    ):
+        caller = caller.f_back
+    module = "torch_geometric.nn.models.basic_gnn"
+    return (
+        caller is not None
+        and caller.f_code.co_name == "inference"
+        and caller.f_globals["__name__"] == module
+    )
+
+
+class Tracked:
+    """Iterates over one epoch, and records its progress and its phases.
+
+    Args:
+        begin: begins the epoch, when its first batch is wanted; returns its batches, and
+            what to record them in.
+        length: returns how many batches the epoch has.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], tuple[Iterator[Any], Progress, Phases]],
+        length: Callable[[], int],
+    ) -> None:
+        self._begin, self._length = begin, length
+        self._begun: tuple[Iterator[Any], Progress, Phases] | None = None
+
+    def __iter__(self) -> Tracked:
+        return self
+
+    def __len__(self) -> int:
+        return self._length()
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            count = self._length()
+            self._length = lambda: count
+            self._begun = self._begin()
+        batches, progress, phases = self._begun
+        phases.training_ended()
+        begin = time.perf_counter_ns()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            progress.finished = True
+            raise
+        progress.rounds += 1
+        phases.waiting_ended(begin)
+        return batch.unpack() if isinstance(batch, WorkerBatch) else batch

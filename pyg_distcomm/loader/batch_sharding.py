@@ -186,6 +186,7 @@ class Progress:
 
     epoch: int
     start: int
+    sharding: BatchSharding
     rounds: int = 0
     finished: bool = False
 
