@@ -440,7 +440,7 @@ class BulkLoading(_PyGLoader):
                     f"got {launched_ranks()} launched ranks, but no process group: call "
                     "pyg_distcomm.init() or init_process_group() before loading, or each "
                     "rank loads every batch",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             self._cached_sharding = self._sharding_over(world)
         return self._cached_sharding
