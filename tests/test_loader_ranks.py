@@ -211,12 +211,11 @@ def _evaluates_in_front(where):
     dist.barrier()
     found = []
     if mesh.rank == 0:
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            pytest.warns(UserWarning, match="not all ranks have built the loader"),
-        ):
-            patch.setattr(batch_sharding, "GRACE", 2.0 if where == "barrier" else 99.0)
+        patch = pytest.MonkeyPatch()
+        patch.setattr(batch_sharding, "GRACE", 2.0 if where == "barrier" else 99.0)
+        with pytest.warns(UserWarning, match="not all ranks have built the loader"):
             found = [b.input_id for b in nodes(batch_size=8, shuffle=False)]
+        patch.undo()
     if where == "barrier":
         dist.barrier()
     later = [b.input_id for b in nodes(batch_size=9) if not b.padding]

@@ -101,11 +101,12 @@ class TypedBatch:
 
 def _begins(batch: Any) -> dict[str, Begins]:
     """Returns where the rows of each graph begin, by attribute."""
-    return {
-        name: tuple(found.tolist())
-        for name, found in (batch._slice_dict or {}).items()
-        if isinstance(found, Tensor) and isinstance(batch.get(name), Tensor)
-    }
+    found = {}
+    for name, begin in (batch._slice_dict or {}).items():
+        joined = isinstance(begin, Tensor) and isinstance(batch.get(name), Tensor)
+        if joined and begin.dim() == 1:  # not a sparse matrix
+            found[name] = tuple(begin.tolist())
+    return found
 
 
 def _ends(batch: Any, name: str) -> tuple[Begins, Begins] | None:

@@ -211,6 +211,7 @@ def _partition_hetero(
     try:
         links = partition_data_types.links_of(link, data.edge_types)
         partition_data_types.check_not_partitioned(data)
+        partition_data_types.check_dense(data)
         part_share.check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
@@ -264,6 +265,7 @@ def _check(
     if data.num_nodes is None:
         raise ValueError("data.num_nodes is not known; set it, or give data.x")
     check_edge_index(edge_index, int(data.num_nodes))
+    partition_data_types.check_dense(data)
     return dict(attribute_kinds(data, node_attrs, edge_attrs))
 
 

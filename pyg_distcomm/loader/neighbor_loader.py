@@ -23,6 +23,7 @@ from pyg_distcomm.loader.options import (
     unused_arguments,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedOptions
+from pyg_distcomm.loader.sparse_adjacency import with_edges
 from pyg_distcomm.sampling.neighbor_sampler import draws_of
 
 
@@ -165,10 +166,11 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "directed": directed,
             "draws": draws_of(draws, kwargs.pop("rule", None)),
         }
-        loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
-        with errors_on_all_ranks(ranks_of(data)):
-            loader_options = LoaderOptions(*loading)
+        with errors_on_all_ranks(ranks_of(data := with_edges(data))):
+            loader_options = LoaderOptions(
+                bulk_size, seed, even_batches, prefetch, split
+            )
             self.placement = Placement.of(device, graph_on, rows_on, cache)
             kwargs = unused_arguments(kwargs)
             share_options = PartitionedOptions(*placing)
@@ -282,10 +284,11 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             "directed": directed,
             "draws": draws_of(draws, kwargs.pop("rule", None)),
         }
-        loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
-        with errors_on_all_ranks(ranks_of(data)):
-            loader_options = LoaderOptions(*loading)
+        with errors_on_all_ranks(ranks_of(data := with_edges(data))):
+            loader_options = LoaderOptions(
+                bulk_size, seed, even_batches, prefetch, split
+            )
             self.placement = Placement.of(device, graph_on, rows_on, cache)
             kwargs = unused_arguments(kwargs)
             if neg_sampling_ratio:  # PyG's old name of it
