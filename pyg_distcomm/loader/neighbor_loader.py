@@ -174,8 +174,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             self.placement = Placement.of(device, graph_on, rows_on, cache)
             kwargs = unused_arguments(kwargs)
             share_options = PartitionedOptions(*placing)
-            is_partitioned = share_options.applies_to(data, self.placement)
-            if is_partitioned:
+            if is_partitioned := share_options.applies_to(data, self.placement):
                 share_options.check(neighbor_sampler, loader_options, kwargs, backend)
         if is_partitioned:
             source, neighbor_sampler = share_options.begin(
@@ -295,8 +294,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
                 neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
             neg_sampling = NegativeSampling.cast(neg_sampling)
             share_options = PartitionedOptions(*placing)
-            is_partitioned = share_options.applies_to(data, self.placement)
-            if is_partitioned:
+            if is_partitioned := share_options.applies_to(data, self.placement):
                 share_options.check(neighbor_sampler, loader_options, kwargs, backend)
         if is_partitioned:
             source, neighbor_sampler = share_options.begin(
