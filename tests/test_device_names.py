@@ -274,6 +274,15 @@ def fetched(at):
     return store[at(IDS)]
 
 
+def sampled(at):
+    edges = at(GRAPHS["undirected"]().edge_index)
+    loader = loading.NeighborSampler(edges, [-1, -1], batch_size=9)
+    found = [
+        (n_id, *(part for adj in adjs for part in adj[:2])) for _, n_id, adjs in loader
+    ]
+    return [[part.to(at.device) for part in parts] for parts in found]
+
+
 class ByWeight(loading.GraphSAINTSampler):
     def sample_nodes(self, batch_size, key):
         return torch.arange(batch_size)
@@ -297,6 +306,7 @@ LOADER = {
             d, [3, 2], batch_size=4, neg_sampling_ratio=1.0, seed=1, **LINKS, **place
         )
     ),
+    "NeighborSampler": sampled,
     "DistLayerLoader": batches(
         lambda d, place: loading.DistLayerLoader(
             d, [8, 8], batch_size=9, seed=1, **place

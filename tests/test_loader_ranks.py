@@ -22,6 +22,7 @@ from pyg_distcomm.loader import (
     DistLayerLoader,
     DistLinkNeighborLoader,
     DistNeighborLoader,
+    batch_sharding,
     shared,
 )
 from pyg_distcomm.sampling.rules import UserRule, rule_name
@@ -202,6 +203,31 @@ def _alone():
 
 def test_a_loader_of_one_rank_needs_no_other():
     assert worlds.run(_alone, 3) == [(60, 3)] * 3
+
+
+def _evaluates_in_front(where):
+    """Rank 0 evaluates while the others are at a barrier, or at a loader that comes later."""
+    mesh = worlds.mesh()
+    dist.barrier()
+    found = []
+    if mesh.rank == 0:
+        patch = pytest.MonkeyPatch()
+        patch.setattr(batch_sharding, "GRACE", 2.0 if where == "barrier" else 99.0)
+        with pytest.warns(UserWarning, match="not all ranks have built the loader"):
+            found = [b.input_id for b in nodes(batch_size=8, shuffle=False)]
+        patch.undo()
+    if where == "barrier":
+        dist.barrier()
+    later = [b.input_id for b in nodes(batch_size=9) if not b.padding]
+    return torch.cat([*found, torch.empty(0).long()]), torch.cat(later)
+
+
+@pytest.mark.parametrize("where", ["barrier", "loader"])
+@tiers.parametrize("size", [2, 3], [2])
+def test_rank_0_evaluates_while_others_wait_elsewhere(size, where):
+    found = worlds.run(_evaluates_in_front, size, where)
+    assert torch.equal(found[0][0], torch.arange(60))
+    assert sorted(torch.cat([later for _, later in found]).tolist()) == [*range(60)]
 
 
 def _built_elsewhere():

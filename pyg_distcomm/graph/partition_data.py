@@ -23,6 +23,7 @@ from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph import partition_data_types, transforms
 from pyg_distcomm.graph.attribute_order import arranged, order_of_first_rank
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.graph.partition_batch import TypedBatch
 from pyg_distcomm.graph.subgraphs import agree
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
@@ -100,10 +101,22 @@ def partition(
     elif isinstance(data, HeteroData):
         share = _partition_hetero(data, mesh, method, *options)
         share = partition_data_types.in_given_class(share, data)
+    elif TypedBatch.fits(data):
+        share = _partition_typed_batch(data, mesh, method, *options)
     else:
         attrs = node_attrs, edge_attrs
         share = _partition_data(data, mesh, method, *options, attrs)
     return arranged(share, order)
+
+
+def _partition_typed_batch(data: Any, mesh: Mesh, method: Any, *options: Any) -> Any:
+    read = TypedBatch(data)
+    if not read.types:  # nothing has rows: all ranks keep it
+        _agree_same(partition_data_types.hetero_marks(read.typed, _digest), mesh)
+        return data
+    if method is None or (isinstance(method, str) and method == "graphs"):
+        method = read.owners(mesh.size)
+    return read.joined(_partition_hetero(read.typed, mesh, method, *options))
 
 
 def _partition_data(
@@ -207,6 +220,7 @@ def _partition_hetero(
     try:
         links = partition_data_types.links_of(link, data.edge_types)
         partition_data_types.check_not_partitioned(data)
+        partition_data_types.check_dense(data)
         part_share.check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
@@ -260,6 +274,7 @@ def _check(
     if data.num_nodes is None:
         raise ValueError("data.num_nodes is not known; set it, or give data.x")
     check_edge_index(edge_index, int(data.num_nodes))
+    partition_data_types.check_dense(data)
     return dict(attribute_kinds(data, node_attrs, edge_attrs))
 
 

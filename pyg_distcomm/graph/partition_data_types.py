@@ -64,7 +64,7 @@ def graph_owners(data: Any, parts: int) -> tuple[Any, float]:
         target = None if store._key is None or stores[0]._key is None else store._key[2]
         ends = store.edge_index[1].cpu()
         work += torch.bincount(vectors[target][ends], minlength=count)
-    part, loads = _pack_evenly(work, parts)
+    part, loads = pack_evenly(work, parts)
     owners = {name: part[vector] for name, vector in vectors.items()}
     uneven = max(loads) * parts / max(sum(loads), 1)
     return owners if isinstance(data, HeteroData) else owners[None], uneven
@@ -120,7 +120,7 @@ def _graph_of(store: Any) -> Tensor:
     return vector.cpu().long()
 
 
-def _pack_evenly(work: Tensor, parts: int) -> tuple[Tensor, list[int]]:
+def pack_evenly(work: Tensor, parts: int) -> tuple[Tensor, list[int]]:
     """Assigns pieces of work greedily, the largest first, to the least loaded part."""
     heap = [(0, part) for part in range(parts)]
     owner = torch.empty_like(work)
@@ -168,6 +168,19 @@ def event_rows(count: int, mesh: Mesh) -> Rows:
 
 
 # Graphs of several types -------------------------------------------------------------
+
+
+def check_dense(data: Data | HeteroData) -> None:
+    """Raises TypeError for a sparse tensor, of which ranks would hold rows; names it."""
+    for store in data.stores:
+        of = "" if store._key is None else f" of {store._key!r}"
+        for name, value in store.items():
+            if isinstance(value, Tensor) and value.layout != torch.strided:
+                raise TypeError(
+                    f"{name!r}{of} is {value.layout}, and ranks hold dense rows; give "
+                    f"{name}.to_dense(), or, of a matrix of edges, an adj_t in place of an "
+                    "edge_index"
+                )
 
 
 def check_not_partitioned(data: HeteroData) -> None:

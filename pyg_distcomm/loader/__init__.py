@@ -1,8 +1,8 @@
 """Provides every name of `torch_geometric.loader`, with loaders that run on many ranks.
 
 NeighborLoader and LinkNeighborLoader are DistNeighborLoader and DistLinkNeighborLoader;
-loaders of subgraphs, DataLoader, TemporalDataLoader and ImbalancedSampler are classes of PyG's
-names. All else is PyG's own.
+loaders of subgraphs, NeighborSampler, DataLoader, TemporalDataLoader and ImbalancedSampler are
+classes of PyG's names. All else is PyG's own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pyg_distcomm.loader.neighbor_loader import (
     DistLinkNeighborLoader as DistLinkNeighborLoader,
 )
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader as DistNeighborLoader
+from pyg_distcomm.loader.neighbor_sampler import NeighborSampler as NeighborSampler
 from pyg_distcomm.loader.prefetch import Phases as Phases
 from pyg_distcomm.loader.prefetch import plot_phases as plot_phases
 from pyg_distcomm.loader.saint import GraphSAINTEdgeSampler as GraphSAINTEdgeSampler
@@ -42,7 +43,7 @@ NeighborLoader = DistNeighborLoader
 _OURS = """ClusterData ClusterLoader DataLoader DistFeatureStore DistLayerLoader
 DistLinkNeighborLoader DistNeighborLoader GraphSAINTEdgeSampler GraphSAINTNodeSampler
 GraphSAINTRandomWalkSampler GraphSAINTSampler HGTLoader ImbalancedSampler
-LinkNeighborLoader NeighborLoader Phases RandomNodeLoader ShaDowKHopSampler
+LinkNeighborLoader NeighborLoader NeighborSampler Phases RandomNodeLoader ShaDowKHopSampler
 TemporalDataLoader plot_phases shared""".split()
 __all__ = sorted({*_OURS, *_pyg.__all__})
 _mirror(__name__, _pyg.__name__)

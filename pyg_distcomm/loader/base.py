@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import RandomSampler, get_worker_info
+from torch_geometric.loader import CachedLoader
 from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.mesh import latest_mesh
@@ -76,53 +79,8 @@ def make_sampler(
     return KeyedNeighborSampler(data, num_neighbors, seed=seed, **options)
 
 
-class Tracked:
-    """Iterates over one epoch, and records its progress and its phases.
-
-    Args:
-        inner: yields the minibatches.
-        progress: how many were yielded.
-        length: how many there are.
-        phases: where time is spent.
-        steps: compares the steps of optimizers between ranks; None on one.
-    """
-
-    def __init__(
-        self,
-        inner: Iterator[Any],
-        progress: Progress,
-        length: int,
-        phases: Phases,
-        steps: StepComparer | None = None,
-    ) -> None:
-        self._inner, self._progress, self._length = inner, progress, length
-        self._phases, self._steps = phases, steps
-
-    def __iter__(self) -> Tracked:
-        return self
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __next__(self) -> Any:
-        self._phases.training_ended()
-        if self._steps is not None:
-            self._steps.before_batch()
-        begin = time.perf_counter_ns()
-        try:
-            batch = next(self._inner)
-        except StopIteration:
-            self._progress.finished = True
-            if self._steps is not None:
-                self._steps.at_end()
-            raise
-        self._progress.rounds += 1
-        if self._steps is not None:
-            self._steps.yielded()
-        self._phases.waiting_ended(begin)
-        return batch.unpack() if isinstance(batch, WorkerBatch) else batch
-
-
+# its batches, and what records its progress, its phases, and steps of optimizers
+Epoch: TypeAlias = tuple[Iterator[Any], Progress, Phases, StepComparer | None]
 _PyGLoader: Any = object  # for the type checker: PyG's loader, the next base class
 
 
@@ -220,10 +178,28 @@ class BulkLoading(_PyGLoader):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Begins the next epoch, or resumes the one of a loaded state."""
+        """Returns the next epoch, or the rest of that of a loaded state.
+
+        It begins with its first batch, so that an iterator which is not used, as tqdm's,
+        counts as no epoch, and a rank may make one alone. PyG's `model.inference(loader)`
+        gets the batches of all ranks on each: a layer reads the rows of all of them.
+        """
+        whole = _is_inference(sys._getframe(1))
+        return Tracked(
+            partial(self._begin_epoch, whole), partial(self._rounds_left, whole)
+        )
+
+    def _epoch_sharding(self, whole: bool) -> BatchSharding:
         sharding = self._sharding()
-        self._progress = progress = Progress(self._epoch, self._start_batch)
-        length = sharding.rounds(self._start_batch) if sharding.batches else 0
+        return self._unsharded(sharding.even) if whole else sharding
+
+    def _rounds_left(self, whole: bool) -> int:
+        sharding = self._epoch_sharding(whole)
+        return sharding.rounds(self._start_batch) if sharding.batches else 0
+
+    def _begin_epoch(self, whole: bool) -> Epoch:
+        sharding = self._epoch_sharding(whole)
+        self._progress = Progress(self._epoch, self._start_batch, sharding)
         if self._notes is not None and sharding.size > 1:
             self._notes.begin(self._epoch)
             if self._steps is None:
@@ -231,9 +207,10 @@ class BulkLoading(_PyGLoader):
                 mesh = latest_mesh() if source is None else source.mesh
                 self._steps = step_comparer(self._notes, mesh)
         self.phases = Phases()
-        inner = super().__iter__()
+        batches = super().__iter__()
         self._epoch, self._start_batch = self._epoch + 1, 0
-        return Tracked(inner, progress, length, self.phases, self._steps)
+        steps = self._steps if sharding.size > 1 else None
+        return batches, self._progress, self.phases, steps
 
     def _get_iterator(self) -> Any:
         if self.num_workers:
@@ -272,9 +249,10 @@ class BulkLoading(_PyGLoader):
         return not (same and own.collate_fn is BulkLoading.collate_fn)
 
     def _plan(self) -> Iterator[PlannedBatch]:
-        progress = self._progress or Progress(self._epoch, self._start_batch)
+        sharding = self._sharding()
+        progress = self._progress or Progress(self._epoch, self._start_batch, sharding)
         seed, epoch = self._agreed_seed(), progress.epoch
-        return self._epoch_plan.batches(seed, epoch, self._sharding(), progress.start)
+        return self._epoch_plan.batches(seed, epoch, progress.sharding, progress.start)
 
     # Hooks of PyG's loaders ------------------------------------------------------------
 
@@ -369,7 +347,7 @@ class BulkLoading(_PyGLoader):
             and not progress.finished
             and epoch == progress.epoch + 1
         ):
-            done = progress.start + progress.rounds * sharding.size
+            done = progress.start + progress.rounds * progress.sharding.size
             if not sharding.batches or sharding.rounds(done):
                 epoch, batches = progress.epoch, done
         return {
@@ -473,7 +451,7 @@ class BulkLoading(_PyGLoader):
                     f"got {launched_ranks()} launched ranks, but no process group: call "
                     "pyg_distcomm.init() or init_process_group() before loading, or each "
                     "rank loads every batch",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             self._cached_sharding = self._sharding_over(world)
         return self._cached_sharding
@@ -520,3 +498,64 @@ class BulkLoading(_PyGLoader):
         if self.seed is None:
             self.seed = fresh_seed(self.generator)
         return self.seed
+
+
+def _is_inference(caller: FrameType | None) -> bool:
+    """Returns whether PyG's layer-wise inference asks for batches, also for a cache of them."""
+    while (
+        caller is not None and caller.f_globals["__name__"] == CachedLoader.__module__
+    ):
+        caller = caller.f_back
+    module = "torch_geometric.nn.models.basic_gnn"
+    return (
+        caller is not None
+        and caller.f_code.co_name == "inference"
+        and caller.f_globals["__name__"] == module
+    )
+
+
+class Tracked:
+    """Iterates over one epoch, and records its progress and its phases.
+
+    Args:
+        begin: begins the epoch, when its first batch is wanted; returns its batches, and
+            what to record them in.
+        length: returns how many batches the epoch has.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Epoch],
+        length: Callable[[], int],
+    ) -> None:
+        self._begin, self._length = begin, length
+        self._begun: Epoch | None = None
+
+    def __iter__(self) -> Tracked:
+        return self
+
+    def __len__(self) -> int:
+        return self._length()
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            count = self._length()
+            self._length = lambda: count
+            self._begun = self._begin()
+        batches, progress, phases, steps = self._begun
+        phases.training_ended()
+        if steps is not None:
+            steps.before_batch()
+        begin = time.perf_counter_ns()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            progress.finished = True
+            if steps is not None:
+                steps.at_end()
+            raise
+        progress.rounds += 1
+        if steps is not None:
+            steps.yielded()
+        phases.waiting_ended(begin)
+        return batch.unpack() if isinstance(batch, WorkerBatch) else batch

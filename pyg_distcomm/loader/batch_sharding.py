@@ -13,7 +13,9 @@ on the others. Ranks also post the epochs that they begin. Say that this rank bu
 and then began epoch E. If another rank has begun E and has not built L, then L is not
 shared at all: each rank that built it yields all of its batches. The number of an unshared
 loader is not used again: ranks that build a loader of that kind later take the next number.
-Ranks that wait for each other at loaders of different kinds raise at once.
+So it is if ranks wait for each other at different loaders, of the one that fewer have built (at
+split=True, which waits for all, they raise), and if a rank shows no sign of the loader for
+GRACE seconds: it may be in a barrier until this rank has evaluated.
 """
 
 from __future__ import annotations
@@ -187,6 +189,7 @@ class Progress:
 
     epoch: int
     start: int
+    sharding: BatchSharding
     rounds: int = 0
     finished: bool = False
 
@@ -271,6 +274,7 @@ def weighted_positions(sampler: ByClass, key: int) -> Tensor:
 
 
 TIMEOUT = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
+GRACE = 15.0  # seconds to wait, unless split=True, for ranks that may never come
 _BEAT = 0.5  # seconds between heartbeats of a rank that others wait for
 ADVICE = (
     "A loader shards its batches over the ranks, so all ranks have to build it; for a loader "
@@ -399,7 +403,12 @@ class Notes:
             RankError: if notes are missing after the timeout, with their ranks and what to do.
         """
         timeout = self._timeout
-        missing = self._wait(lambda late, waited: waited > timeout)
+
+        def enough(late: list[int], waited: float) -> bool:
+            self._check_mutual_wait(late)
+            return waited > timeout
+
+        missing = self._wait(enough)
         if missing:
             self._store.compare_set(_DECISION, "", "own")
             late = ", ".join(map(str, missing))
@@ -414,21 +423,21 @@ class Notes:
 
         The ranks that have built it then agree that it is not shared.
         """
+        grace = min(GRACE, self._timeout / 2)
 
         def enough(late: list[int], waited: float) -> bool:
-            return any(map(self._skipped_loader, late)) or waited > self._timeout
+            skipped = any(map(self._skipped_loader, late))
+            return skipped or waited > grace or self._gives_way(late)
 
-        missing = self._wait(enough)
-        if not missing or any(map(self._skipped_loader, missing)):
-            decision = "own" if missing else "shared"
-            if self._store.compare_set(_DECISION, "", decision) == b"own":
-                warnings.warn(
-                    f"not all ranks have built the loader {self.name}, so the ranks that have "
-                    "each yield all of its batches; pass split=False if that is meant, or "
-                    "build it on all ranks",
-                    stacklevel=5,
-                )
-                return None
+        decision = "own" if self._wait(enough) else "shared"
+        if self._store.compare_set(_DECISION, "", decision) == b"own":
+            warnings.warn(
+                f"not all ranks have built the loader {self.name}, so the ranks that have "
+                "each yield all of its batches; pass split=False if that is meant, or "
+                "build it on all ranks, if they come late with split=True",
+                stacklevel=7,
+            )
+            return None
         return self.collect(doing)
 
     def _skipped_loader(self, rank: int) -> bool:
@@ -449,7 +458,6 @@ class Notes:
         def look(seconds: float) -> bool:
             nonlocal since, alive
             missing = self._missing()
-            self._check_mutual_wait(missing)
             before, alive = alive, self._heartbeats(missing)
             since = since if before == alive else seconds
             try:
@@ -481,17 +489,37 @@ class Notes:
         This rank's own key stays posted, so that the other rank raises, too.
         """
         for rank in missing:
-            key = f"waiting/{rank}"
-            there = self._common.get(key).decode() if self._common.check([key]) else ""
-            if there in ("", self._key) or self._store.check([str(rank)]):
-                continue  # it has posted its note meanwhile, and may wait elsewhere now
-            if not self._common.within(there).check([str(self.world.rank)]):
+            if there := self._waiting_at(rank):
                 here = self._key.removeprefix("place/")
                 raise ValueError(
                     f"got {there.removeprefix('place/')} on rank {rank} and {here} on rank "
                     f"{self.world.rank}, which wait for each other; build the same loaders on "
                     f"all ranks, in the same order. {ADVICE}"
                 )
+
+    def _gives_way(self, missing: list[int]) -> bool:
+        """Returns whether all others wait for this rank, at a loader that more have built.
+
+        Of two that equally many have built, the one of the lowest rank gives way.
+        """
+        elsewhere = [self._waiting_at(rank) for rank in missing]
+        here = self._built(self._key)
+        return all(elsewhere) and any(self._built(key) > here for key in elsewhere)
+
+    def _built(self, key: str) -> tuple[int, int]:
+        """Returns how many ranks have built the loader at a key, and the first of them."""
+        note = self._common.within(key)
+        ranks = [rank for rank in range(self.world.size) if note.check([str(rank)])]
+        return len(ranks), min(ranks, default=0)
+
+    def _waiting_at(self, rank: int) -> str:
+        """Returns the key of another loader at which a rank waits for this one; or ""."""
+        key = f"waiting/{rank}"
+        there = self._common.get(key).decode() if self._common.check([key]) else ""
+        if there in ("", self._key) or self._store.check([str(rank)]):
+            return ""  # it has posted its note meanwhile, and may wait elsewhere now
+        built = self._common.within(there).check([str(self.world.rank)])
+        return "" if built else there
 
     def _heartbeats(self, ranks: list[int]) -> str:
         """Returns the latest heartbeats of ranks, as one text."""

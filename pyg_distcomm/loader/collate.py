@@ -29,6 +29,7 @@ from pyg_distcomm.graph.local_adjacency import carry, follow, known, prepare
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.core_ops import word_dtype, words_of
 from pyg_distcomm.loader.device_placement import Placement
+from pyg_distcomm.loader.sparse_adjacency import with_matrices
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 
 REUSE_FROM = 1 << 20  # bytes of features from which reusing memory pays
@@ -188,6 +189,7 @@ class Collator:
             store[rows.name] = found
         if self._placement is not None:
             batch = batch.apply(self._placement.send)
+        batch = with_matrices(batch)
         _record_sampled_sizes(batch, out)
         return batch
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import zlib
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import DistributedSampler
 from torch_geometric.data import Batch, TemporalData
 from torch_geometric.loader import DataLoader as PygDataLoader
 from torch_geometric.loader import TemporalDataLoader as PygTemporalDataLoader
@@ -31,7 +33,9 @@ class DataLoader(PygDataLoader):
     and no `replicate` is needed. Before `pdc.init`, and on one rank, it is PyG's own; so it
     is for what is no Batch of graphs.
 
-    Batches are shuffled as rank 0 does: by its draw of torch's generator, once an epoch.
+    As PyG's, `iter(loader)` draws from torch's generator, or the one given, and so do samplers
+    with the first batch. Ranks whose generators differ then take the batches that rank 0
+    draws. `iter(loader)` itself is no collective.
 
     Args:
         dataset: the graphs, all of them on every rank.
@@ -40,7 +44,8 @@ class DataLoader(PygDataLoader):
         method: how a batch is cut; see `pdc.partition`.
         **kwargs: those of `torch.utils.data.DataLoader`.
 
-    Price: for each batch what `pdc.partition` exchanges (hashes, and an owner for each
+    Price: two words of each rank an epoch, and rank 0's generators (5 KB each) where they
+    differ; for each batch what `pdc.partition` exchanges (hashes, and an owner for each
     node), and the plans of its halos, which are empty where graphs are whole.
 
     Raises:
@@ -68,50 +73,62 @@ class DataLoader(PygDataLoader):
             )
         self.mesh = None if mesh is None else given_mesh(mesh, "DataLoader")
         self.method = method
-        own = any(kwargs.get(k) is not None for k in ("sampler", "batch_sampler"))
-        if shuffle and isinstance(dataset, Sized) and not own:
-            order = _SharedOrder(dataset, generator=kwargs.get("generator"))
-            kwargs["sampler"], shuffle = order, False
         super().__init__(
             dataset, batch_size, shuffle, follow_batch, exclude_keys, **kwargs
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yields the batches of an epoch; collective."""
-        mesh = self.mesh or latest_mesh()
-        axis = None if mesh is None or mesh.size == 1 else mesh.world
-        if axis is not None:
-            _check_lengths(self.dataset, axis)
-        if isinstance(self.sampler, _SharedOrder):
-            self.sampler.axis = axis
-        for batch in super().__iter__():
-            yield batch if axis is None else _cut_graphs(batch, mesh, self.method)
+        """Begins an epoch, whose first batch is collective."""
+        mesh, before = self.mesh or latest_mesh(), self._states()
+        batches = super().__iter__()
+        if mesh is None or mesh.size == 1:
+            return batches
+        return self._cut(batches, before, mesh)
 
+    def _cut(
+        self, batches: Iterator[Any], before: list[Tensor], mesh: Mesh
+    ) -> Iterator[Any]:
+        # workers have drawn their first batches already; else, samplers draw now
+        states = before if self.num_workers else self._states()
+        count = len(self.dataset) if isinstance(self.dataset, Sized) else -1
+        mine = [count, zlib.crc32(torch.cat(states).numpy().tobytes())]
+        every = collectives.all_gather_counts(mine, mesh.world)
+        counts = [other[0] for other in every]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"DataLoader takes all graphs on every rank, and the ranks have {counts}; "
+                "give each the whole dataset, of which it keeps its share batch by batch"
+            )
+        if any(other != every[0] for other in every):
+            states = collectives.broadcast_object(states, mesh.world)
+            batches = self._drawn_by(states, batches) if mesh.rank else batches
+        for batch in batches:
+            yield _cut_graphs(batch, mesh, self.method)
 
-def _check_lengths(dataset: Any, axis: Any) -> None:
-    count = len(dataset) if isinstance(dataset, Sized) else -1
-    counts = [row[0] for row in collectives.all_gather_counts([count], axis)]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"DataLoader takes all graphs on every rank, and the ranks have {counts}; give "
-            "each the whole dataset, of which it keeps its share batch by batch"
-        )
+    def _generators(self) -> list[torch.Generator]:
+        """Returns the generators that samplers draw from."""
+        own = [] if self.generator is None else [self.generator]
+        return [torch.default_generator, *own]
 
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators()]
 
-class _SharedOrder(RandomSampler):
-    """Draws an order as torch's RandomSampler does, and rank 0's on all ranks."""
+    def _set_states(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators(), states, strict=True):
+            generator.set_state(state)
 
-    axis: Any = None
-
-    def __iter__(self) -> Iterator[int]:
-        if self.generator is not None:
-            yield from super().__iter__()
-            return
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        if self.axis is not None:
-            seed = collectives.broadcast_object(seed, self.axis)
-        generator = torch.Generator().manual_seed(seed)
-        yield from RandomSampler(self.data_source, generator=generator)
+    def _drawn_by(self, states: list[Tensor], batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches that generators in these states draw, and restores their own."""
+        kept = self._states()
+        self._set_states(states)
+        try:
+            if self.num_workers:
+                batches = super().__iter__()
+            first = list(itertools.islice(batches, 1))
+        finally:
+            self._set_states(kept)
+        yield from first
+        yield from batches
 
 
 def _cut_graphs(value: Any, mesh: Any, method: Any) -> Any:
@@ -168,11 +185,11 @@ class TemporalDataLoader(PygTemporalDataLoader):
         super().__init__(data, batch_size, neg_sampling_ratio, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yields the batches of an epoch; collective."""
-        mesh = self.mesh or latest_mesh()
-        if mesh is None or mesh.size == 1:
-            yield from super().__iter__()
-            return
+        """Begins an epoch, whose batches are collective."""
+        mesh, batches = self.mesh or latest_mesh(), super().__iter__()
+        return batches if mesh is None or mesh.size == 1 else self._cut(batches, mesh)
+
+    def _cut(self, batches: Iterator[Any], mesh: Mesh) -> Iterator[Any]:
         mine = [len(self.data), self.events_per_batch]
         every = collectives.all_gather_counts(mine, mesh.world)
         if any(other != every[0] for other in every):
@@ -181,7 +198,7 @@ class TemporalDataLoader(PygTemporalDataLoader):
                 f"ranks have {every}"
             )
         begin = 0
-        for batch in super().__iter__():
+        for batch in batches:
             count, batch = batch.num_events, _cut_events(batch, mesh)
             rows = batch.src.rows
             for name, value in self._sharded.items():

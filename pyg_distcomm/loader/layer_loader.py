@@ -25,6 +25,7 @@ from pyg_distcomm.loader.options import (
     ranks_of,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedOptions, PartitionedSource
+from pyg_distcomm.loader.sparse_adjacency import with_edges
 from pyg_distcomm.sampling.algebra import BulkMatrix
 from pyg_distcomm.sampling.graph_block import gathered, read_block
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, layer_numbers, rows_of_layers
@@ -112,6 +113,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         cache: float = 0,
         **kwargs: Any,
     ) -> None:
+        data = with_edges(data)
         loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
         with errors_on_all_ranks(ranks_of(data)):

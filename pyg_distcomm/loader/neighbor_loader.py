@@ -23,6 +23,7 @@ from pyg_distcomm.loader.options import (
     unused_arguments,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedOptions
+from pyg_distcomm.loader.sparse_adjacency import with_edges
 from pyg_distcomm.sampling.neighbor_sampler import draws_of
 
 
@@ -165,15 +166,15 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "directed": directed,
             "draws": draws_of(draws, kwargs.pop("rule", None)),
         }
-        loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
-        with errors_on_all_ranks(ranks_of(data)):
-            loader_options = LoaderOptions(*loading)
+        with errors_on_all_ranks(ranks_of(data := with_edges(data))):
+            loader_options = LoaderOptions(
+                bulk_size, seed, even_batches, prefetch, split
+            )
             self.placement = Placement.of(device, graph_on, rows_on, cache)
             kwargs = unused_arguments(kwargs)
             share_options = PartitionedOptions(*placing)
-            is_partitioned = share_options.applies_to(data, self.placement)
-            if is_partitioned:
+            if is_partitioned := share_options.applies_to(data, self.placement):
                 share_options.check(neighbor_sampler, loader_options, kwargs, backend)
         if is_partitioned:
             source, neighbor_sampler = share_options.begin(
@@ -282,18 +283,18 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             "directed": directed,
             "draws": draws_of(draws, kwargs.pop("rule", None)),
         }
-        loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
-        with errors_on_all_ranks(ranks_of(data)):
-            loader_options = LoaderOptions(*loading)
+        with errors_on_all_ranks(ranks_of(data := with_edges(data))):
+            loader_options = LoaderOptions(
+                bulk_size, seed, even_batches, prefetch, split
+            )
             self.placement = Placement.of(device, graph_on, rows_on, cache)
             kwargs = unused_arguments(kwargs)
             if neg_sampling_ratio:  # PyG's old name of it
                 neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
             neg_sampling = NegativeSampling.cast(neg_sampling)
             share_options = PartitionedOptions(*placing)
-            is_partitioned = share_options.applies_to(data, self.placement)
-            if is_partitioned:
+            if is_partitioned := share_options.applies_to(data, self.placement):
                 share_options.check(neighbor_sampler, loader_options, kwargs, backend)
         if is_partitioned:
             source, neighbor_sampler = share_options.begin(

@@ -17,8 +17,8 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
-from torch_geometric.profile import get_data_size
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import Ledger, format_table
@@ -551,7 +551,7 @@ class BulkBuilder:
     def _record_batch_bytes(self, found: list[Any]) -> None:
         """Records the size of the first minibatch; later epochs use it, too."""
         if not self._loader.batch_bytes and found:
-            self._loader.batch_bytes = max(get_data_size(found[0][0]), 1)
+            self._loader.batch_bytes = max(_bytes_of(found[0][0]), 1)
 
     def _run_on_threads(self, work: Any, count: int) -> None:
         with threads.limited(self._width):
@@ -563,3 +563,13 @@ def _free_memory() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return 8 * BUDGET
+
+
+def _bytes_of(batch: Any) -> int:
+    """Returns the bytes of the numbers in a minibatch; of sparse matrices, of their values."""
+    total = 0
+    for value in (value for store in batch.stores for value in store.values()):
+        if isinstance(value, Tensor):
+            rest = value.numel() if value.layout == torch.strided else value._nnz()
+            total += rest * value.element_size()
+    return total

@@ -276,7 +276,7 @@ def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
     fits = [k for k, v in own.items() if v is not None and torch.equal(found, v.cpu())]
     single = torch.equal(found, torch.arange(len(found)))  # a row for each graph
     if len(fits) > 1 and not (single and name not in (*NODE_NAMES, *EDGE_NAMES)):
-        return None
+        return "edge" if "edge" in name else "node"  # as PyG's `is_node_attr`
     return fits[0] if len(fits) == 1 else "graph"
 
 

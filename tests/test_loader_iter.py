@@ -1,0 +1,129 @@
+"""An epoch begins with its first batch, and PyG's layer-wise inference gets all batches."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import tiers
+import torch
+import torch_geometric.nn as pyg
+import worlds
+from batches import all_same, graph, hetero
+from tqdm.auto import tqdm
+
+import pyg_distcomm as pdc
+import pyg_distcomm.nn as nn
+from pyg_distcomm.loader import (
+    ClusterData,
+    ClusterLoader,
+    DistLayerLoader,
+    GraphSAINTEdgeSampler,
+    GraphSAINTNodeSampler,
+    GraphSAINTRandomWalkSampler,
+    HGTLoader,
+    ImbalancedSampler,
+    LinkNeighborLoader,
+    NeighborLoader,
+    RandomNodeLoader,
+    ShaDowKHopSampler,
+)
+
+MAKE = {
+    "nodes": lambda d, **k: NeighborLoader(d, [3, 2], batch_size=7, shuffle=True, **k),
+    "links": lambda d, **k: LinkNeighborLoader(
+        d, [2], batch_size=50, shuffle=True, neg_sampling="binary", **k
+    ),
+    "layers": lambda d, **k: DistLayerLoader(
+        d, [5, 5], batch_size=9, shuffle=True, **k
+    ),
+    "parts": lambda d, **k: RandomNodeLoader(d, 5, shuffle=True, **k),
+    "clusters": lambda d, **k: ClusterLoader(
+        ClusterData(d, 6, method="random"), batch_size=2, shuffle=True, **k
+    ),
+    "hops": lambda d, **k: ShaDowKHopSampler(d, 2, 3, batch_size=9, shuffle=True, **k),
+    "saint nodes": lambda d, **k: GraphSAINTNodeSampler(d, 9, num_steps=5, **k),
+    "saint edges": lambda d, **k: GraphSAINTEdgeSampler(d, 9, num_steps=5, **k),
+    "saint walks": lambda d, **k: GraphSAINTRandomWalkSampler(
+        d, 5, 2, num_steps=5, **k
+    ),
+    "classes": lambda d, **k: NeighborLoader(
+        d, [2], batch_size=9, sampler=ImbalancedSampler(torch.arange(60) % 3), **k
+    ),
+    "types": lambda d, **k: HGTLoader(hetero(), [4, 3], "paper", batch_size=9, **k),
+}
+
+
+def bar(loader):
+    return tqdm(loader, file=io.StringIO())
+
+
+def _extra(kind):
+    """Iterators that are not used, on some ranks, change nothing."""
+    mesh = worlds.mesh()
+    loader = MAKE[kind](graph(), seed=1)
+    other = MAKE[kind](graph(), seed=1)
+    for epoch in range(2):
+        want = list(other)
+        iter(loader)
+        got = list(bar(loader) if mesh.rank == 0 else loader)
+        all_same(got, want)
+        assert loader.state_dict()["epoch"] == epoch + 1
+    state, before = loader.state_dict(), list(bar(loader))
+    loader.load_state_dict(state)
+    assert len(iter(loader)) == len(before)
+    all_same(list(bar(loader)), before)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("size", [1, 2, tiers.rarely(3)])
+def test_an_iterator_that_is_not_used_is_no_epoch(size, kind):
+    worlds.run(_extra, size, kind)
+
+
+def _resumes():
+    worlds.mesh()
+    loader = MAKE["nodes"](graph(), seed=3)
+    whole = list(loader)
+    loader.set_epoch(0)
+    list(zip(range(2), loader, strict=False))
+    again = MAKE["nodes"](graph(), seed=3)
+    again.load_state_dict(loader.state_dict())
+    all_same(list(bar(again)), whole[2:])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_epoch_goes_on_under_a_progress_bar(size):
+    worlds.run(_resumes, size)
+
+
+def models(lib):
+    yield "GCN", lib.GCN(5, 6, 2, 3)
+    yield "GraphSAGE", lib.GraphSAGE(5, 6, 1, 3, norm="batch_norm")
+    yield "GAT", lib.GAT(5, 6, 3, 4, heads=2, jk="last")
+
+
+def _inferred(cut, cache):
+    mesh = worlds.mesh()
+    torch.manual_seed(0)
+    data = graph()
+    given = pdc.partition(data, mesh, "random") if cut else data
+    for lib in (pyg, nn):
+        for name, model in models(lib):
+            model.eval()
+            loader = NeighborLoader(data, [-1], batch_size=7, split=False)
+            want = getattr(pyg, name).inference(model, loader)
+            loader = NeighborLoader(given, [-1], batch_size=7)
+            for _ in range(2):
+                got = model.inference(loader, cache=cache)
+                got = got.full_tensor() if hasattr(got, "full_tensor") else got
+                torch.testing.assert_close(got, want)
+            rounds = -(-60 // 7)
+            assert len(list(loader)) == -(-rounds // mesh.size)  # again its own
+
+
+@pytest.mark.parametrize("cache", [False, tiers.rarely(True)])
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_inference_gets_all_rows_on_all_ranks(size, cut, cache):
+    worlds.run(_inferred, size, cut, cache)
