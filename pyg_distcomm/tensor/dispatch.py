@@ -327,10 +327,12 @@ def _reduce(
         flags = [a for a in args[1:] if isinstance(a, bool)]
         extra.update({"unbiased": flags[0]} if flags else {})
         keepdim = bool(kwargs.get("keepdim", len(flags) > 1 and flags[1]))
-    if name == "linalg_norm" and len(dims) > 1 and (len(args) > 1 or "ord" in kwargs):
-        raise unsupported_op("linalg.norm(ord=...) of a matrix that is cut by rows")
     if name in ("norm", "vector_norm", "linalg_norm"):
-        extra["p"] = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
+        order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord"))
+        extra["p"] = 2 if order is None else order
+        of_matrix = name == "linalg_norm" and len(dims) > 1 and order is not None
+        if order != "fro" and (of_matrix or order == "nuc"):
+            return gathered(func, args, kwargs)
     if keepdim and name != "count_nonzero":
         extra["keepdim"] = True
     return reductions.GLOBAL[name](local, rows, dims, **extra)

@@ -109,18 +109,34 @@ def norm(
     p: Any = 2,
     dtype: Any = None,
 ) -> Tensor:
-    """Returns the p-norm over rows (and other dims) of all ranks."""
+    """Returns the p-norm over rows (and other dims) of all ranks, with torch's gradient.
+
+    Where p < 1 the power of a zero has no slope, nor has the root of a sum of zeros: torch's
+    gradient is 0 there.
+    """
     x = x.to(dtype) if dtype is not None else x
+    if not (x.is_floating_point() or x.is_complex()):
+        raise RuntimeError(f"norm() needs a floating point dtype, got {x.dtype}")
     if x.dtype in HALVES:
         return norm(x.float(), rows, dims, keepdim, p).to(x[:0].norm().dtype)
     p = 2.0 if p in (None, "fro") else float(p)
     if math.isinf(p):
         return extreme(x.abs(), rows, dims, keepdim, "max" if p > 0 else "min")
     if p == 0:
-        return total((x != 0).to(x.dtype), rows, dims, keepdim)
-    power = total(x.abs().pow(p), rows, dims, keepdim)
-    positive = power > 0  # the root has no slope at zero; torch's norm says 0 there
-    return torch.where(positive, power, 1).pow(1 / p) * positive
+        count = torch.linalg.vector_norm(x, 0, dims, keepdim)
+        return autograd.all_reduce(count, rows.mesh.world)
+    size = x.abs()
+    if p < 1:
+        zero = size == 0
+        powers = torch.where(zero, 1, size).pow(p)
+        powers = powers.masked_fill(zero, 0.0 if p > 0 else math.inf)
+    else:
+        powers = size.pow(p)
+    power = total(powers, rows, dims, keepdim)
+    if p < 0:
+        return power.pow(1 / p)
+    zero = power == 0
+    return torch.where(zero, 1, power).pow(1 / p).masked_fill(zero, 0)
 
 
 def _extreme_value(x: Tensor, rows: Rows, dims: Dims, op: str) -> Tensor:
