@@ -79,7 +79,7 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
         try:
             return _apply_rule(name, func, *_replicate_operands(name, args, kwargs))
         except TooManyDims:
-            return gathered(func, args, kwargs)
+            return on_all_rows(func, args, kwargs)
 
 
 def _apply_rule(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
@@ -422,7 +422,7 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
         out = SHAPING[name](func, *local_args, **local_kwargs)
     except UnsupportedOp:
         if name == "unsqueeze" and not first.reads_local:
-            return gathered(func, args, kwargs)  # all rows in one: [1, n, ...]
+            return on_all_rows(func, args, kwargs)  # [1, n, ...], also of one row
         raise unsupported_op(f"{name}() that moves rows or mixes them") from None
     return first.wrap(out, first.rows)
 
@@ -441,16 +441,22 @@ def _with_classes(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return (args[0], int(args[0].max()) + 1), {}
 
 
-def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Gathers all rows on every rank, and runs an operation on them; collective.
-
-    What has a row for each row of a whole tensor comes out row-sharded, the rest ordinary.
-    """
+def on_all_rows(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Gathers all rows on every rank, and returns an operation's result; collective."""
     x = first_sharded(args, kwargs)
     if x.reads_local:
         raise unsupported_op(f"{base_name(func)}() over the rows")
     compare_operation(base_name(func), x, (args, kwargs))
     args, kwargs = tree_map(all_rows, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Runs an operation on all rows, gathered on every rank; collective.
+
+    What has a row for each row of a whole tensor comes out row-sharded, the rest ordinary.
+    """
+    x = first_sharded(args, kwargs)
 
     def cut(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
@@ -460,7 +466,7 @@ def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
             return value
         return x.wrap(value[x.rows.gid_on(value.device)], x.rows)
 
-    return cut(func(*args, **kwargs))
+    return cut(on_all_rows(func, args, kwargs))
 
 
 def _draw(func: Callable, args: Any, kwargs: Any) -> Any:

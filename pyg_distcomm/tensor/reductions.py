@@ -278,9 +278,13 @@ def batch_norm(
         return batch_norm(x.float(), rows, *given).to(x.dtype)
     dims = [d for d in range(x.dim()) if d != 1]
     count = _count(x, rows, dims)
-    if count <= 1:
+    if count == 0:  # torch keeps its statistics
+        kept = running_mean, running_var, weight, bias
+        return torch.nn.functional.batch_norm(x, *kept, True, momentum, eps)
+    if count == 1:
+        size = torch.Size((rows.count, *x.shape[1:]))
         raise ValueError(
-            f"batch norm in training needs more than 1 value per channel, got {count}"
+            f"Expected more than 1 value per channel when training, got input size {size}"
         )
     centre = mean(x, rows, dims, keepdim=True)
     centred = x - centre
