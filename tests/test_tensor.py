@@ -401,6 +401,24 @@ LOSSES = {
     "weighted mse": lambda x, y, m: F.mse_loss(
         x, x.detach() + 1, weight=counted(x, 7).expand(50, 7)
     ),
+    "weighted huber": lambda x, y, m: F.huber_loss(
+        x, x.detach() + 1, delta=0.5, weight=counted(x, 7).expand(50, 7)
+    ),
+    "weighted l1": lambda x, y, m: F.l1_loss(
+        x, x.detach() * 2, weight=counted(x, 7).expand(50, 7)
+    ),
+    "l1 of a selection": lambda x, y, m: F.l1_loss(
+        x[m], x[m].detach() * 2, weight=x[m].detach().abs(), reduction="sum"
+    ),
+    "l1 of each": lambda x, y, m: F.l1_loss(
+        x, x.detach() * 2, reduction="none", weight=x.detach().abs()
+    ).mean(),
+    "l1 by rows that learn": lambda x, y, m: F.l1_loss(
+        ones(x, 50, 7), ones(x, 50, 7) + 3, weight=x.square() * y.view(-1, 1)
+    ),
+    "mse by rows that learn": lambda x, y, m: F.mse_loss(
+        x, x + y[:, None], weight=x**2
+    ),
     "module": lambda x, y, m: torch.nn.CrossEntropyLoss()(x[m], y[m]),
     "margin": lambda x, y, m: F.multi_margin_loss(x, y),
     "penalty": lambda x, y, m: (

@@ -68,6 +68,8 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
         return call_local(func, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
         return reductions.apply(func, args, kwargs)
+    if name == "l1_loss" and (weight := _dropped_weight(func)) is not None:
+        kwargs = {"weight": weight, **kwargs}
     check_writes(func, args)
     if kwargs.get("out") is not None and name not in ROWWISE:
         return _into(kwargs["out"], func, args, kwargs)
@@ -94,6 +96,14 @@ def _apply_rule(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     if name in WHOLE:
         return gathered(func, args, kwargs)
     raise unsupported_op(f"{name}()")
+
+
+def _dropped_weight(func: Callable) -> Tensor | None:
+    """Returns the `weight` that a function of torch was given, but does not pass on."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not func.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("weight")
 
 
 def _replicate_operands(name: str, args: Any, kwargs: Any) -> Any:

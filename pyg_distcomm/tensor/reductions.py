@@ -408,7 +408,7 @@ def global_loss(
     wide = torch.float64 if summed.device.type != "mps" else summed.dtype
     pair = torch.stack([summed.to(wide), count.to(summed.device, wide)])
     pair = autograd.all_reduce(pair, rows.mesh.world)
-    return (pair[0] / pair[1].detach()).to(summed.dtype), False
+    return (pair[0] / pair[1]).to(summed.dtype), False
 
 
 def _losses_count(
@@ -439,7 +439,7 @@ def _class_count(given: dict[str, Any]) -> Tensor:
     valid = target != given["ignore_index"]
     if weight is None:
         return valid.sum()
-    return weight[target[valid]].sum()
+    return weight.detach()[target[valid]].sum()
 
 
 class _KeyedDropout(torch.autograd.Function):
