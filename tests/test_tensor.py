@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
+import math
 
 import places
 import pytest
@@ -266,6 +268,54 @@ def _gradients(cutter):
         )
 
 
+ORDERS = (0, 0.5, -1, 1.5, 3, -math.inf)
+NORMS = {
+    "norm": lambda x, p: torch.norm(x, p),
+    "norm of columns": lambda x, p: x.norm(p, dim=0, keepdim=True),
+    "vector norm": lambda x, p: torch.linalg.vector_norm(x, p, dim=(0, 1)),
+    "of a column": lambda x, p: torch.linalg.norm(x[:, 0], p),
+    "of a selection": lambda x, p: x[x[:, 6] > 0].norm(p, 0),
+    "of three dims": lambda x, p: x[:, :6].view(-1, 3, 2).norm(p, (0, 2)),
+    "of rows": lambda x, p: torch.norm(x, p, dim=1),
+    "normalize": lambda x, p: F.normalize(x, p, dim=0),
+}
+
+
+def _norms(cutter):
+    """Compares norms and their gradients where numbers, rows and columns are zero."""
+    data, share = _share(cutter)
+    x = torch.where(data.x > 0, data.x, 0)
+    x[:, 2], x[3] = 0, 0
+    local = x[share.x.rows.gid].to(share.x.device)
+    for (name, f), p in itertools.product(NORMS.items(), ORDERS):
+        one = x.clone().requires_grad_()
+        many = pdc.from_local(local, share.x).requires_grad_()
+        want, got = f(one, p), f(many, p)
+        want.square().sum().backward()
+        got.square().sum().backward()
+        got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+        assert (one.grad is None) == (many.grad is None), (name, p)
+        pairs = [(got, want)]
+        if one.grad is not None:
+            pairs.append((many.grad.full_tensor(), one.grad))
+        for found, wanted in pairs:
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-9, atol=1e-12, msg=f"{name}, {p}"
+            )
+    kinds = {"nuc": torch.norm, 2: torch.linalg.norm, "fro": torch.linalg.norm}
+    for order, norm in kinds.items():
+        torch.testing.assert_close(norm(share.x, order), norm(data.x, order))
+    for order in ORDERS:
+        assert torch.isnan((share.x + math.nan).norm(order)) == (order != 0), order
+        with pytest.raises(RuntimeError, match="floating point"):
+            share.x.long().norm(order)
+
+
+@ranks
+def test_norms(size):
+    worlds.run(_norms, size, "empty_rank")
+
+
 MODULES = {
     "attention": lambda x, m: m(*[x.view(-1, 7, 1)] * 3)[0],
     "steps": lambda x, m: m(x[:, :6].view(-1, 3, 2)),
@@ -350,6 +400,24 @@ LOSSES = {
     ),
     "weighted mse": lambda x, y, m: F.mse_loss(
         x, x.detach() + 1, weight=counted(x, 7).expand(50, 7)
+    ),
+    "weighted huber": lambda x, y, m: F.huber_loss(
+        x, x.detach() + 1, delta=0.5, weight=counted(x, 7).expand(50, 7)
+    ),
+    "weighted l1": lambda x, y, m: F.l1_loss(
+        x, x.detach() * 2, weight=counted(x, 7).expand(50, 7)
+    ),
+    "l1 of a selection": lambda x, y, m: F.l1_loss(
+        x[m], x[m].detach() * 2, weight=x[m].detach().abs(), reduction="sum"
+    ),
+    "l1 of each": lambda x, y, m: F.l1_loss(
+        x, x.detach() * 2, reduction="none", weight=x.detach().abs()
+    ).mean(),
+    "l1 by rows that learn": lambda x, y, m: F.l1_loss(
+        ones(x, 50, 7), ones(x, 50, 7) + 3, weight=x.square() * y.view(-1, 1)
+    ),
+    "mse by rows that learn": lambda x, y, m: F.mse_loss(
+        x, x + y[:, None], weight=x**2
     ),
     "module": lambda x, y, m: torch.nn.CrossEntropyLoss()(x[m], y[m]),
     "margin": lambda x, y, m: F.multi_margin_loss(x, y),

@@ -94,8 +94,8 @@ class HaloConv(torch.nn.Module):
             raise TypeError(
                 f"HaloConv wraps a MessagePassing layer of PyG, got {type(conv).__name__}"
             )
-        self._wrapped = [conv]  # in a list, so that it is not registered as a submodule
         self.link = check_link(link)
+        self._wrapped = [conv]  # in a list, so that it is not registered as a submodule
         self._share()
 
     def _share(self) -> None:
@@ -151,6 +151,13 @@ class HaloConv(torch.nn.Module):
             if name == "_wrapped":
                 raise
             return getattr(self.conv, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self)
+        if "_wrapped" in own and name not in own:  # the layer reads its own
+            setattr(self.conv, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"HaloConv({self.conv})"
@@ -476,12 +483,13 @@ def _argument(
         if source is None or visit.source == 1 or visit.late:
             return source, target
         return visit.ghosted(source), target
+    mesh = edge_index.nodes.mesh
     if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
+        return tree_map(lambda v: as_replicated(v, mesh), value)
     if _has_row_per_edge(name, value, edge_index):
         return _oriented_values(name, value, edge_index, carry)
     if not isinstance(value, DistTensor) and name != "x":
-        return value  # replicated
+        return as_replicated(value, mesh)
     if visit.sources is not visit.nodes:
         raise TypeError(
             f"give {type(conv).__name__} a pair ({name}_source, {name}_target): its edges "

@@ -68,6 +68,8 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
         return call_local(func, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
         return reductions.apply(func, args, kwargs)
+    if name == "l1_loss" and (weight := _dropped_weight(func)) is not None:
+        kwargs = {"weight": weight, **kwargs}
     check_writes(func, args)
     if kwargs.get("out") is not None and name not in ROWWISE:
         return _into(kwargs["out"], func, args, kwargs)
@@ -79,7 +81,7 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
         try:
             return _apply_rule(name, func, *_replicate_operands(name, args, kwargs))
         except TooManyDims:
-            return gathered(func, args, kwargs)
+            return on_all_rows(func, args, kwargs)
 
 
 def _apply_rule(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
@@ -94,6 +96,14 @@ def _apply_rule(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     if name in WHOLE:
         return gathered(func, args, kwargs)
     raise unsupported_op(f"{name}()")
+
+
+def _dropped_weight(func: Callable) -> Tensor | None:
+    """Returns the `weight` that a function of torch was given, but does not pass on."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not func.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("weight")
 
 
 def _replicate_operands(name: str, args: Any, kwargs: Any) -> Any:
@@ -327,10 +337,12 @@ def _reduce(
         flags = [a for a in args[1:] if isinstance(a, bool)]
         extra.update({"unbiased": flags[0]} if flags else {})
         keepdim = bool(kwargs.get("keepdim", len(flags) > 1 and flags[1]))
-    if name == "linalg_norm" and len(dims) > 1 and (len(args) > 1 or "ord" in kwargs):
-        raise unsupported_op("linalg.norm(ord=...) of a matrix that is cut by rows")
     if name in ("norm", "vector_norm", "linalg_norm"):
-        extra["p"] = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
+        order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord"))
+        extra["p"] = 2 if order is None else order
+        of_matrix = name == "linalg_norm" and len(dims) > 1 and order is not None
+        if order != "fro" and (of_matrix or order == "nuc"):
+            return gathered(func, args, kwargs)
     if keepdim and name != "count_nonzero":
         extra["keepdim"] = True
     return reductions.GLOBAL[name](local, rows, dims, **extra)
@@ -420,7 +432,7 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
         out = SHAPING[name](func, *local_args, **local_kwargs)
     except UnsupportedOp:
         if name == "unsqueeze" and not first.reads_local:
-            return gathered(func, args, kwargs)  # all rows in one: [1, n, ...]
+            return on_all_rows(func, args, kwargs)  # [1, n, ...], also of one row
         raise unsupported_op(f"{name}() that moves rows or mixes them") from None
     return first.wrap(out, first.rows)
 
@@ -439,16 +451,22 @@ def _with_classes(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return (args[0], int(args[0].max()) + 1), {}
 
 
-def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Gathers all rows on every rank, and runs an operation on them; collective.
-
-    What has a row for each row of a whole tensor comes out row-sharded, the rest ordinary.
-    """
+def on_all_rows(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Gathers all rows on every rank, and returns an operation's result; collective."""
     x = first_sharded(args, kwargs)
     if x.reads_local:
         raise unsupported_op(f"{base_name(func)}() over the rows")
     compare_operation(base_name(func), x, (args, kwargs))
     args, kwargs = tree_map(all_rows, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Runs an operation on all rows, gathered on every rank; collective.
+
+    What has a row for each row of a whole tensor comes out row-sharded, the rest ordinary.
+    """
+    x = first_sharded(args, kwargs)
 
     def cut(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
@@ -458,7 +476,7 @@ def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
             return value
         return x.wrap(value[x.rows.gid_on(value.device)], x.rows)
 
-    return cut(func(*args, **kwargs))
+    return cut(on_all_rows(func, args, kwargs))
 
 
 def _draw(func: Callable, args: Any, kwargs: Any) -> Any:

@@ -29,7 +29,8 @@ def requires_grad(func: Callable, args: Any, kwargs: Any) -> Any:
     if x.requires_grad and x.is_leaf and size > 1 and fresh:
         x._exact_gradient = True  # see [Note: gradients]
         with torch._C.DisableTorchFunctionSubclass():
-            x.register_hook(lambda g: g / size)
+            # torch gives None for a zero that it does not compute
+            x.register_hook(lambda g: g if g is None else g / size)
     return out
 
 
@@ -77,8 +78,8 @@ def register_hook(func: Callable, args: Any, kwargs: Any) -> Any:
         return call_local(func, args, kwargs)
     rows, wrap, size = x.rows, x.wrap, x.rows.mesh.size
 
-    def scaled_hook(g: Tensor) -> Tensor | None:
-        out = hook(wrap(local_part(g) / size, rows))
+    def scaled_hook(g: Tensor | None) -> Tensor | None:
+        out = hook(g if g is None else wrap(local_part(g) / size, rows))
         return None if out is None else local_part(out) * size
 
     return call_local(func, (x, scaled_hook), kwargs)

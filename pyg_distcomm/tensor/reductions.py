@@ -109,18 +109,34 @@ def norm(
     p: Any = 2,
     dtype: Any = None,
 ) -> Tensor:
-    """Returns the p-norm over rows (and other dims) of all ranks."""
+    """Returns the p-norm over rows (and other dims) of all ranks, with torch's gradient.
+
+    Where p < 1 the power of a zero has no slope, nor has the root of a sum of zeros: torch's
+    gradient is 0 there.
+    """
     x = x.to(dtype) if dtype is not None else x
+    if not (x.is_floating_point() or x.is_complex()):
+        raise RuntimeError(f"norm() needs a floating point dtype, got {x.dtype}")
     if x.dtype in HALVES:
         return norm(x.float(), rows, dims, keepdim, p).to(x[:0].norm().dtype)
     p = 2.0 if p in (None, "fro") else float(p)
     if math.isinf(p):
         return extreme(x.abs(), rows, dims, keepdim, "max" if p > 0 else "min")
     if p == 0:
-        return total((x != 0).to(x.dtype), rows, dims, keepdim)
-    power = total(x.abs().pow(p), rows, dims, keepdim)
-    positive = power > 0  # the root has no slope at zero; torch's norm says 0 there
-    return torch.where(positive, power, 1).pow(1 / p) * positive
+        count = torch.linalg.vector_norm(x, 0, dims, keepdim)
+        return autograd.all_reduce(count, rows.mesh.world)
+    size = x.abs()
+    if p < 1:
+        zero = size == 0
+        powers = torch.where(zero, 1, size).pow(p)
+        powers = powers.masked_fill(zero, 0.0 if p > 0 else math.inf)
+    else:
+        powers = size.pow(p)
+    power = total(powers, rows, dims, keepdim)
+    if p < 0:
+        return power.pow(1 / p)
+    zero = power == 0
+    return torch.where(zero, 1, power).pow(1 / p).masked_fill(zero, 0)
 
 
 def _extreme_value(x: Tensor, rows: Rows, dims: Dims, op: str) -> Tensor:
@@ -262,9 +278,13 @@ def batch_norm(
         return batch_norm(x.float(), rows, *given).to(x.dtype)
     dims = [d for d in range(x.dim()) if d != 1]
     count = _count(x, rows, dims)
-    if count <= 1:
+    if count == 0:  # torch keeps its statistics
+        kept = running_mean, running_var, weight, bias
+        return torch.nn.functional.batch_norm(x, *kept, True, momentum, eps)
+    if count == 1:
+        size = torch.Size((rows.count, *x.shape[1:]))
         raise ValueError(
-            f"batch norm in training needs more than 1 value per channel, got {count}"
+            f"Expected more than 1 value per channel when training, got input size {size}"
         )
     centre = mean(x, rows, dims, keepdim=True)
     centred = x - centre
@@ -388,7 +408,7 @@ def global_loss(
     wide = torch.float64 if summed.device.type != "mps" else summed.dtype
     pair = torch.stack([summed.to(wide), count.to(summed.device, wide)])
     pair = autograd.all_reduce(pair, rows.mesh.world)
-    return (pair[0] / pair[1].detach()).to(summed.dtype), False
+    return (pair[0] / pair[1]).to(summed.dtype), False
 
 
 def _losses_count(
@@ -419,7 +439,7 @@ def _class_count(given: dict[str, Any]) -> Tensor:
     valid = target != given["ignore_index"]
     if weight is None:
         return valid.sum()
-    return weight[target[valid]].sum()
+    return weight.detach()[target[valid]].sum()
 
 
 class _KeyedDropout(torch.autograd.Function):
