@@ -138,6 +138,28 @@ def test_a_mesh_works_after_ranks_that_called_different_operations():
     assert all(other == first for other in others)
 
 
+def loads_alone():
+    """Rank 0 alone iterates over a loader that all ranks share; returns what it raised."""
+    mesh, _ = share_of(timeout=5)
+    if mesh.rank:
+        time.sleep(6)  # elsewhere
+        return ""
+    data = GRAPHS["undirected"]()
+    try:
+        for _ in pdc.loader.NeighborLoader(data, [2], split=True):  # loads
+            return "loaded"
+    except pdc.RankError as error:
+        return str(error)
+
+
+@tiers.rare
+def test_a_rank_that_loads_alone_says_where_the_others_are():
+    told = worlds.anew(loads_alone, 2)[0]
+    assert "have not come to" in told
+    assert f"(rank 0 waits at {line('loads')} (DistNeighborLoader)" in told, told
+    assert f"rank 1 is at {line('elsewhere')})" in told, told
+
+
 def is_late(rounds):
     """The last rank comes late, again and again; returns what each rank printed."""
     mesh, share = share_of(timeout=100, tell_after=1.0)

@@ -41,6 +41,7 @@ from torch_geometric.loader import ImbalancedSampler as ByClass
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 from pyg_distcomm.comm.random import fold, keyed_choice, keyed_permutation
 from pyg_distcomm.comm.store import RankError, StoreMailbox
+from pyg_distcomm.comm.whereabouts import Wait
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
@@ -348,6 +349,7 @@ class Notes:
         self._key = f"place/{loader_id}{about}"
         self._store = self._common.within(self._key)
         self.name = str(loader_id)
+        self._waited: Wait | None = None
 
     def _is_unshared(self, key: str) -> bool:
         """Returns whether the ranks have decided that the loader at a key is not shared."""
@@ -414,7 +416,7 @@ class Notes:
             late = ", ".join(map(str, missing))
             raise RankError(
                 f"rank {self.world.rank} waited {timeout:.0f} s to {doing}, but rank(s) "
-                f"{late} have not come to {self.name}. {advice}"
+                f"{late} have not come to {self.name}{self._places()}. {advice}"
             )
         return [self._store.read(str(rank)) for rank in range(self.world.size)]
 
@@ -454,6 +456,10 @@ class Notes:
             return []
         self._set_waiting_at(self._key)
         since, alive = 0.0, ""
+        wait: Wait | None = None
+        if self._watch is not None:
+            here = threading.get_ident()
+            wait = self._waited = Wait(self._watch.places, self.name, here)
 
         def look(seconds: float) -> bool:
             nonlocal since, alive
@@ -464,15 +470,26 @@ class Notes:
                 stop = enough(missing, seconds - since)
                 if self._watch is not None and not stop:
                     self._watch.raise_reported()  # a rank that failed will not come
+                if wait is not None:
+                    wait.look(seconds, self._timeout)
             except BaseException:
                 self._set_waiting_at("")
                 raise
             return stop
 
-        self._store.wait([str(rank) for rank in range(self.world.size)], look)
+        try:
+            self._store.wait([str(rank) for rank in range(self.world.size)], look)
+        finally:
+            if wait is not None:
+                wait.end()
         self._set_waiting_at("")
         # a rank that has skipped the loader may have posted its note just before
         return self._missing()
+
+    def _places(self) -> str:
+        """Returns where the ranks were during the last wait, in parentheses; or ""."""
+        wait = self._waited
+        return "" if wait is None else f" ({wait.places.told(wait)})"
 
     def _missing(self) -> list[int]:
         """Returns the ranks whose notes are not there yet."""
