@@ -17,7 +17,7 @@ from torch_geometric.utils import degree, softmax
 
 import pyg_distcomm as pdc
 from pyg_distcomm.sharded import DistTensor
-from pyg_distcomm.sharded.layers import GCNConv, SAGEConv
+from pyg_distcomm.sharded.layers import DistGCNConv, DistSAGEConv
 from pyg_distcomm.sharded.share import sharded
 
 # what today's layers refuse, and PyG's own classes compute on these tensors
@@ -244,7 +244,7 @@ def training(grid):
             problem("directed"), mesh, owners("random", data, mesh.size)
         )
         share = sharded(whole)
-        for own, pygs in ((GCNConv, pyg.GCNConv), (SAGEConv, pyg.SAGEConv)):
+        for own, pygs in ((DistGCNConv, pyg.GCNConv), (DistSAGEConv, pyg.SAGEConv)):
             want = an_epoch(pygs, data)
             for make in (own, pygs):
                 before = mesh.ledger.snapshot()
