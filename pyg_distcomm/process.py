@@ -36,6 +36,9 @@ class ProcessState:
         mtkahypar: Mt-KaHyPar, once it was initialised.
         plain_edges: refers to the edge_index that a layer got last, where it was plain.
         watches_optimizers: whether steps of optimizers are looked at for learnable rows.
+        watches_steps: whether steps of optimizers are recorded while loaders deal batches.
+        dealing: what compares the steps of loaders whose epochs are under way.
+        steps: what is known of optimizers that have stepped in such epochs.
         warned: what has been warned of, and is not again.
     """
 
@@ -59,6 +62,9 @@ class ProcessState:
     mtkahypar: Any = None
     plain_edges: Any = field(default_factory=weakref.WeakKeyDictionary)
     watches_optimizers: bool = False
+    watches_steps: bool = False
+    dealing: Any = field(default_factory=weakref.WeakSet)
+    steps: Any = field(default_factory=weakref.WeakKeyDictionary)
     warned: set[str] = field(default_factory=set)
 
 

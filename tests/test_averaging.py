@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as nn
+from pyg_distcomm.loader import NeighborLoader
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -385,6 +386,39 @@ def _refused():
 
 def test_what_differs_between_ranks_is_refused():
     worlds.run(_refused, 2)
+
+
+def _other_rate(loader):
+    """Trains a replicated model with another learning rate on rank 1."""
+    mesh = worlds.mesh()
+    data = GRAPHS["undirected"]()
+    share = pdc.partition(data, mesh, "random")
+    model = pdc.replicate(
+        net_of(nn).to(share.x.device), mesh, find_unused_parameters=True
+    )
+    rates = [0.01, 0.02] + [0.01] * mesh.size
+    optimizer = torch.optim.Adam(model.parameters(), lr=rates[mesh.rank])
+    made = NeighborLoader(data, [2, 2, 2], batch_size=2) if loader else [share] * 5
+    steps = []
+
+    def trained():
+        for batch in made:
+            optimizer.zero_grad()
+            batch = batch.to(share.x.device) if loader else batch
+            out = model(batch.x, batch.edge_index)
+            rows = slice(batch.batch_size) if loader else slice(None)
+            F.cross_entropy(out[rows], batch.y[rows]).backward()
+            optimizer.step()
+            steps.append(batch)
+
+    with pytest.raises(ValueError, match=r"same Adam's lr: it is 0\.01 on rank 0, and"):
+        trained()
+    assert len(steps) == 1
+
+
+@tiers.parametrize(("size", "loader"), [(2, False), (3, True), (2, True)], slice(0, 2))
+def test_another_learning_rate_is_refused_with_the_wrapper_too(size, loader):
+    worlds.run(_other_rate, size, loader)
 
 
 def _messages():

@@ -113,6 +113,27 @@ def test_minibatches(kinds):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+def replicated(kinds):
+    """Trains a model of `replicate` on minibatches and on the full graph."""
+    mesh, data, found = worlds.mesh(), GRAPHS["undirected"](), []
+    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = pdc.replicate(pdc.convert(Net(kinds, 0.0).double()), mesh)
+        model = torch.compile(model, backend="eager") if compiled else model
+        loader = NeighborLoader(data, [4, 3, 2], batch_size=6, seed=0)
+        batches = [(b, torch.arange(b.batch_size)) for b in loader]
+        found.append(train(model, [*batches[:2], *[(share, share.train_mask)] * 2]))
+    for got, want in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@tiers.parametrize("kinds", ["products", "halos"], ["products"])
+def test_replicated_models(kinds):
+    worlds.run(replicated, 2, kinds)
+
+
 def test_layers_on_ordinary_tensors_break_no_graph():
     data = GRAPHS["directed"]()
     for model in (

@@ -1,3 +1,4 @@
+import math
 import shutil
 import sys
 import warnings
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import tiers
 import torch
+from torch_geometric.utils import grid
 
 from pyg_distcomm.partition import cutters
 from pyg_distcomm.partition.cutters import (
@@ -139,6 +141,23 @@ def test_train_nodes_are_spread_too(method, most):
     spread = cut(edge_index, 400, 4, method, train_mask=train)
     assert report(edge_index, spread, train).train_imbalance < most
     assert plain.train_imbalance > 1.9
+
+
+@pytest.mark.parametrize(
+    ("side", "of_side", "parts"), [(20, 2, 2), (30, 3, 2), (30, 3, 4)]
+)
+@pytest.mark.parametrize("method", ["ldg", "metis"])
+def test_train_nodes_in_a_corner_of_a_grid_are_shared_out(method, side, of_side, parts):
+    """METIS puts them in one part, and other parts have no room but for as many others."""
+    edge_index, _ = grid(side, side)
+    row, col = torch.arange(side**2) // side, torch.arange(side**2) % side
+    train = (row < side // of_side) & (col < side // of_side)
+    found = cut(edge_index, side**2, parts, method, train_mask=train)
+    figures = report(edge_index, found, train)
+    assert max(figures.train) <= math.ceil(1.06 * int(train.sum()) / parts)
+    assert max(figures.nodes) <= 1.04 * side**2 / parts
+    random = report(edge_index, cut(edge_index, side**2, parts, "random"))
+    assert figures.edge_cut < random.edge_cut / 3
 
 
 def test_ldg_bounds_the_edges_of_a_skewed_graph():

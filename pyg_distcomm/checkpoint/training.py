@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -59,7 +59,8 @@ def save_checkpoint(
     Args:
         path: the folder to write, the same on all ranks, on a disk that they share. A
             checkpoint that is there is replaced; a folder with anything else is refused.
-        mesh: the ranks; its seed and dropout counter are saved.
+        mesh: the ranks; its seed and dropout counter are saved, and the state of torch's
+            generator on each rank.
         model: the model, wrapped by `replicate` or not.
         optimizer: its optimizer.
         link: the link of the training, or links by relation as `partition` takes them: each
@@ -86,6 +87,7 @@ def save_checkpoint(
     _make_momentum_sparse(bare(model), optimizer)
     state["mesh"]["inputs"] = inputs_of(mesh).as_text(mesh)
     state["mesh"]["nodes"] = _embedding_versions(bare(model))
+    state["mesh"]["random"] = _gather_random(mesh)
     with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
         collectives.agree(
             _try_save(folder, state) if mesh.rank == 0 else None, mesh.world
@@ -108,7 +110,8 @@ def load_checkpoint(
 
     Args:
         path: the folder.
-        mesh: the ranks; its seed and dropout counter are set to the saved ones.
+        mesh: the ranks; its seed and dropout counter are set to the saved ones, and on as
+            many ranks the state of torch's generators.
         model: the model to load into.
         optimizer: the optimizer to load into.
         link: the link to load into, made like the saved one, or links by relation with the
@@ -144,6 +147,7 @@ def load_checkpoint(
         _fill_optimizer(model, optimizer, state["optimizer"], shards)
     mesh.load_state_dict(state["mesh"])
     inputs_of(mesh).expect(state["mesh"]["inputs"])
+    _set_random(mesh, state["mesh"].get("random", {}))
     tell(mesh.rank, "loaded the checkpoint at %s", folder)
     return {name: state["extra"][name] for name in extra}
 
@@ -181,7 +185,13 @@ def _make_momentum_sparse(model: torch.nn.Module, optimizer: Any) -> None:
 
 
 def _drop_unsaved(state: dict[str, Any], keys: Collection[str]) -> None:
-    """Removes from `state` the optimizer's parameters that have no saved state."""
+    """Removes from `state` what was not saved.
+
+    That is the optimizer's parameters that had no state, and generators of other ranks.
+    """
+    random = [key for key in keys if key.startswith("mesh.random.")]
+    if len(random) != len(state["mesh"]["random"]):
+        state["mesh"]["random"] = {}
     parameter_state = state.get("optimizer", {"state": {}})["state"]
     if not any(key.startswith("optimizer.") for key in keys):
         return  # saved without an optimizer: loading raises
@@ -406,12 +416,51 @@ def _state(
 ) -> dict[str, Any]:
     state = {
         "model": _gather_full(_model_state(model)),
-        "mesh": {**mesh.state_dict(), "inputs": "", "nodes": ""},
+        "mesh": {
+            **mesh.state_dict(),
+            "inputs": "",
+            "nodes": "",
+            "random": _named_random(
+                [t for _ in range(mesh.size) for t in _random_states(mesh)]
+            ),
+        },
         "extra": _gather_full(extra),
     }
     if optimizer is not None:
         state["optimizer"] = _gather_full(_optimizer_state(model, optimizer))
     return state
+
+
+def _random_states(mesh: Mesh) -> list[Tensor]:
+    """Returns the states of torch's generators that this rank draws from."""
+    states = [torch.get_rng_state()]
+    if mesh.device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(mesh.device))
+    return states
+
+
+def _named_random(states: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Returns states of all ranks by name: those of rank 0 come first."""
+    return {str(place): state for place, state in enumerate(states)}
+
+
+def _gather_random(mesh: Mesh) -> dict[str, Tensor]:
+    """Returns the states of all ranks; collective."""
+    every = [
+        collectives.all_gather_rows(state.unsqueeze(0), [1] * mesh.size, mesh.control)
+        for state in _random_states(mesh)
+    ]
+    return _named_random([kind[rank] for rank in range(mesh.size) for kind in every])
+
+
+def _set_random(mesh: Mesh, saved: Mapping[str, Tensor]) -> None:
+    """Sets torch's generators to the saved states of this rank, if there are any."""
+    kinds = len(saved) // mesh.size
+    mine = [saved[str(mesh.rank * kinds + kind)] for kind in range(kinds)]
+    if mine:
+        torch.set_rng_state(mine[0])
+    if len(mine) > 1:
+        torch.cuda.set_rng_state(mine[1], mesh.device)
 
 
 def _embedding_versions(model: torch.nn.Module) -> str:

@@ -442,6 +442,12 @@ def barrier(axis: Axis) -> None:
         all_reduce(torch.zeros(1), axis)
 
 
+def differ(mark: int, axis: Axis) -> bool:
+    """Returns whether a number is another on some rank: an all-reduce of two words."""
+    high, low = all_reduce(torch.tensor([mark, -mark]), axis, "max").tolist()
+    return bool(high != -low)
+
+
 def agree(problem: str | None, axis: Axis, kind: type[Exception] = ValueError) -> None:
     """Raises the same error on all ranks if any rank has a problem; else returns on all.
 

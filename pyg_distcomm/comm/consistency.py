@@ -10,7 +10,7 @@ import gc
 import hashlib
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -159,6 +159,27 @@ def sampled_digest(x: Tensor) -> int:
     marks = [digest(x.narrow(along, at, piece)) for at in begins]
     told = torch.tensor([*marks, *x.shape])
     return digest(told)
+
+
+def projection(tensors: Sequence[Tensor]) -> tuple[float, float]:
+    """Returns the projection of tensors, in any order, on one direction, and their norm."""
+    along = square = 0.0
+    for t in tensors:
+        values = t.detach().coalesce().values() if t.is_sparse else t.detach()
+        flat = values.flatten().cpu().double().nan_to_num()
+        along += float(flat @ torch.arange(len(flat)).double().cos())
+        square += float(flat.square().sum())
+    return along, square**0.5
+
+
+def differing(
+    projections: Sequence[Sequence[float]], dtypes: Iterable[torch.dtype]
+) -> list[int]:
+    """Returns the ranks whose `projection` differs from rank 0's by more than rounding."""
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    first, size = projections[0]
+    far = _ROUNDING * eps**0.5 * size
+    return [r for r, (along, _) in enumerate(projections) if abs(along - first) > far]
 
 
 class Comparer:
@@ -337,17 +358,13 @@ class Comparer:
         """
         mesh = self._mesh
         _compare_and_gather(_BACKWARD, {}, len(params), mesh)
-        flat = [p.detach().flatten().double().cpu() for p in params]
-        along = sum(float(p @ torch.arange(len(p)).double().cos()) for p in flat)
-        size = sum(float(p.square().sum()) for p in flat) ** 0.5
-        told = (sorted(map(_shape_and_dtype, params)), along, size)
+        told = (sorted(map(_shape_and_dtype, params)), *projection(params))
         every = collectives.all_gather_object(told, mesh.control)
-        eps = max((torch.finfo(p.dtype).eps for p in params), default=0.0)
-        kinds, first, _ = every[0]
+        others = differing([row[1:] for row in every], {p.dtype for p in params})
         differ = [
             rank
-            for rank, (other, found, _) in enumerate(every)
-            if other != kinds or abs(found - first) > _ROUNDING * eps**0.5 * every[0][2]
+            for rank, (kinds, *_) in enumerate(every)
+            if kinds != every[0][0] or rank in others
         ]
         if differ:
             raise ValueError(

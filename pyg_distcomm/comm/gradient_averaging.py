@@ -291,9 +291,7 @@ class Averager:
         """Counts a pass, and returns whether ranks compare replicated tensors in it."""
         mesh = self._mesh()
         self._num_passes += 1
-        now = self._num_passes & (self._num_passes - 1) == 0
-        check = "never" if mesh is None else mesh.check
-        return check == "always" or (check == "first" and now)
+        return mesh is not None and mesh.is_due(self._num_passes)
 
     def _unsharded_parameters(self) -> list[Tensor]:
         """Returns the parameters that this pass reaches, but no row-sharded operation uses.
@@ -331,9 +329,7 @@ class Averager:
         flat = [part for k in sorted(marks) for part in (k, marks[k])]
         others = [len(alone), sum(map(digest, alone))] if alone else []  # in any order
         mark = random.fold(*flat, *map(digest, copies.values()), *others)
-        told = torch.tensor([mark, -mark])
-        high, low = collectives.all_reduce(told, self._control, "max").tolist()
-        if high == -low:
+        if not collectives.differ(mark, self._control):
             return marks
         mesh = self._mesh()
         if copies and mesh is not None:

@@ -316,6 +316,12 @@ class Mesh:
             )
         return random.fold(self.seed, self._replay[token])
 
+    def is_due(self, number: int) -> bool:
+        """Returns whether replicated tensors are compared at the n-th occasion, from 1 on."""
+        return self.check == "always" or (
+            self.check == "first" and number & (number - 1) == 0
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the seed and the counter, with which a resumed run repeats the draws."""
         return {"seed": self.seed, "step": self.step}

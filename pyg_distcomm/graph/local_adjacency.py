@@ -458,6 +458,17 @@ def known(edge_index: Tensor) -> LocalAdjacency | None:
     return None if found.is_elsewhere(edge_index) else found
 
 
+def is_sampled(edge_index: Any) -> bool:
+    """Tells whether a sampler of this package has drawn these edges."""
+    edge_index = plain_edges(edge_index)
+    if _signature(edge_index) is None:
+        return False
+    found = known(edge_index)
+    if found is None and not edge_index.is_cpu:
+        found = _followed(edge_index)
+    return found is not None and found.batch is not None
+
+
 def plain_edges(edge_index: Any, *sizes: int | None) -> Any:
     """Returns the tensor inside a PyG EdgeIndex; other values unchanged.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ from pyg_distcomm.loader.options import (
     errors_on_all_ranks,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedSource
-from pyg_distcomm.loader.prefetch import BulkBuilder, Phases, PrefetchQueue, Tracked
+from pyg_distcomm.loader.prefetch import BulkBuilder, Phases, PrefetchQueue
+from pyg_distcomm.loader.unaveraged import StepComparer, step_comparer
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 from pyg_distcomm.sampling.pyg_backends import library_sampler
 
@@ -72,6 +74,53 @@ def make_sampler(
     seed = fresh_seed(dataloader.get("generator")) if seed is None else seed
     options |= placement.sampling if placement else {}
     return KeyedNeighborSampler(data, num_neighbors, seed=seed, **options)
+
+
+class Tracked:
+    """Iterates over one epoch, and records its progress and its phases.
+
+    Args:
+        inner: yields the minibatches.
+        progress: how many were yielded.
+        length: how many there are.
+        phases: where time is spent.
+        steps: compares the steps of optimizers between ranks; None on one.
+    """
+
+    def __init__(
+        self,
+        inner: Iterator[Any],
+        progress: Progress,
+        length: int,
+        phases: Phases,
+        steps: StepComparer | None = None,
+    ) -> None:
+        self._inner, self._progress, self._length = inner, progress, length
+        self._phases, self._steps = phases, steps
+
+    def __iter__(self) -> Tracked:
+        return self
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __next__(self) -> Any:
+        self._phases.training_ended()
+        if self._steps is not None:
+            self._steps.before_batch()
+        begin = time.perf_counter_ns()
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self._progress.finished = True
+            if self._steps is not None:
+                self._steps.at_end()
+            raise
+        self._progress.rounds += 1
+        if self._steps is not None:
+            self._steps.yielded()
+        self._phases.waiting_ended(begin)
+        return batch.unpack() if isinstance(batch, WorkerBatch) else batch
 
 
 _PyGLoader: Any = object  # for the type checker: PyG's loader, the next base class
@@ -140,6 +189,7 @@ class BulkLoading(_PyGLoader):
         self._loader_id = None if loader_options.split is False else LoaderId.next(kind)
         self._cached_sharding: BatchSharding | None = None
         self._notes: Notes | None = None
+        self._steps: StepComparer | None = None
         self._described: dict[str, Any] | None = None
         if self.partitioned_source is not None:  # collective
             self._describe()
@@ -176,10 +226,14 @@ class BulkLoading(_PyGLoader):
         length = sharding.rounds(self._start_batch) if sharding.batches else 0
         if self._notes is not None and sharding.size > 1:
             self._notes.begin(self._epoch)
+            if self._steps is None:
+                source = self.partitioned_source
+                mesh = latest_mesh() if source is None else source.mesh
+                self._steps = step_comparer(self._notes, mesh)
         self.phases = Phases()
         inner = super().__iter__()
         self._epoch, self._start_batch = self._epoch + 1, 0
-        return Tracked(inner, progress, length, self.phases)
+        return Tracked(inner, progress, length, self.phases, self._steps)
 
     def _get_iterator(self) -> Any:
         if self.num_workers:
@@ -289,7 +343,9 @@ class BulkLoading(_PyGLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out attributes that a worker process cannot pickle and does not need."""
-        without = dict.fromkeys(("_notes", "_buffers", "_previous_epoch", "phases"))
+        without = dict.fromkeys(
+            ("_notes", "_steps", "_buffers", "_previous_epoch", "phases")
+        )
         return {**self.__dict__, **without}
 
     # Epochs and ranks ----------------------------------------------------------------

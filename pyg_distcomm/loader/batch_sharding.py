@@ -19,6 +19,7 @@ Ranks that wait for each other at loaders of different kinds raise at once.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 import threading
@@ -353,6 +354,13 @@ class Notes:
         """Posts this rank's note, without waiting."""
         self._set_waiting_at("")  # an earlier wait may have ended in an error
         self._store.post(str(self.world.rank), note)
+
+    def at(self, point: str) -> Notes:
+        """Returns the notes about one point of the loader's epochs."""
+        found = copy.copy(self)
+        found._key = f"{self._key}/{point}"
+        found._store = self._common.within(found._key)
+        return found
 
     def begin(self, epoch: int) -> None:
         """Posts that this rank begins an epoch of the loader."""

@@ -24,8 +24,8 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import Ledger, format_table
 from pyg_distcomm.comm.trace import label
 from pyg_distcomm.kernels import threads
-from pyg_distcomm.loader.batch_sharding import PlannedBatch, Progress, World
-from pyg_distcomm.loader.collate import Collator, WorkerBatch
+from pyg_distcomm.loader.batch_sharding import PlannedBatch, World
+from pyg_distcomm.loader.collate import Collator
 from pyg_distcomm.loader.device_placement import Placement, SideStream
 from pyg_distcomm.process import PROCESS
 
@@ -310,34 +310,6 @@ def _stop(output: _StageQueue, threads: list[threading.Thread], timeout: float) 
     if threading.current_thread() is threading.main_thread():
         for thread in threads:
             thread.join(timeout=timeout)
-
-
-class Tracked:
-    """Iterates over one epoch, and records its progress and its phases."""
-
-    def __init__(
-        self, inner: Iterator[Any], progress: Progress, length: int, phases: Phases
-    ) -> None:
-        self._inner, self._progress, self._length = inner, progress, length
-        self._phases = phases
-
-    def __iter__(self) -> Tracked:
-        return self
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __next__(self) -> Any:
-        self._phases.training_ended()
-        begin = time.perf_counter_ns()
-        try:
-            batch = next(self._inner)
-        except StopIteration:
-            self._progress.finished = True
-            raise
-        self._progress.rounds += 1
-        self._phases.waiting_ended(begin)
-        return batch.unpack() if isinstance(batch, WorkerBatch) else batch
 
 
 BUDGET = 1 << 30  # bytes of minibatches in flight, if that much memory is free

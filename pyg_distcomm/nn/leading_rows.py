@@ -27,11 +27,20 @@ class Mode:
             the first pass.
         blocked: the operation that reads rows which trimming leaves out; None if none.
         rewritten: memory of leading rows that operations of this pass have changed.
+        first: the first pass, until the next begins; see [Note: first pass].
     """
 
     depths: list[int] | None = None
     blocked: str | None = None
     rewritten: set[int] = field(default_factory=set)
+    first: Any = None
+
+    def block(self, reason: str) -> None:
+        """Switches trimming off, unless it is."""
+        if self.blocked is None:
+            self.blocked = reason
+            if self.first is not None:
+                self.first.undo()
 
 
 # Rows that a model has computed -------------------------------------------------------
@@ -90,6 +99,8 @@ class Origin:
         limit: how many rows may be read.
         calls: the calls of layers whose outputs they depend on.
         every: all rows; None if the tensor has them.
+        again: the same rows as later passes compute them; see [Note: first pass].
+        first: the first pass that computed both.
         version: the version of the leading rows to which `every` belongs.
     """
 
@@ -99,6 +110,8 @@ class Origin:
     calls: frozenset[int]
     every: Deferred | None = None
     version: int | None = None
+    again: Any = None
+    first: Any = None
 
 
 @eager
@@ -194,8 +207,7 @@ def whole(tree: Any, what: str) -> Any:
         if not isinstance(value, LeadingRows):
             return value
         origin = value.origin
-        if origin.mode.blocked is None:
-            origin.mode.blocked = f"{what} reads rows that are not of the seeds"
+        origin.mode.block(f"{what} reads rows that are not of the seeds")
         if origin.every is None:
             return leading(value)
         rows = origin.every.value()
@@ -231,6 +243,8 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name in FACTS - SIZES - _OF_GRADIENTS:
         return _call_plain(func, args, kwargs)
     if name in _OF_GRADIENTS and _meets_gradients(name, args, kwargs):
+        if name == "grad" and (len(args) > 1 or kwargs):
+            return _gradients(func, *args, **kwargs)
         return _call_plain(func, args, kwargs)
     if name in SIZES and isinstance(args[0], LeadingRows):
         local = leading(args[0])
@@ -239,7 +253,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name in ("getitem", "narrow", "index_select"):
         found = _pick_rows(name, args, kwargs)
         if found is not None:
-            return found
+            return _of_later_passes(found, name, args, kwargs)
     if name == "stack" and _stacks_before_rows(args, kwargs):
         return _stacked(torch.stack(args[0], dim=1))
     if _by_row(func, name, args, kwargs):
@@ -268,18 +282,41 @@ _OF_GRADIENTS = frozenset(["grad", "register_hook", "retain_grad", "requires_gra
 
 def _meets_gradients(name: str, args: Any, kwargs: Any) -> bool:
     """Tells whether an operation uses gradients of tensors, and so all rows."""
-    if name == "grad" and (len(args) > 1 or kwargs):  # torch.autograd.grad
+    asked = name == "grad" and (len(args) > 1 or bool(kwargs))  # torch.autograd.grad
+    if asked:
         args = args[1] if len(args) > 1 else kwargs["inputs"]
     tracked = leaves(args, LeadingRows)
     for t in tracked:
-        mode = t.origin.mode
-        mode.blocked = mode.blocked or f"{name} is of all rows"
-        if t.origin.every is not None:
+        left_out = t.origin.every is not None or (_was_read(t) and not asked)
+        t.origin.mode.block(f"{name} is of all rows")
+        if left_out:
             raise RuntimeError(
                 f"{name} of a tensor whose rows trimming has left out: run the model "
                 "again, or switch trimming off by pdc.convert(model, trim=False)"
             )
     return bool(tracked)
+
+
+def _was_read(t: LeadingRows) -> bool:
+    """Tells whether leading rows that a repeated first pass computed have been read."""
+    return t.origin.again is not None and t.origin.first.was_read
+
+
+def _gradients(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs torch.autograd.grad; rows that a repeated first pass left out have no gradient."""
+
+    def in_use(t: Any) -> Any:
+        return t.origin.again if isinstance(t, LeadingRows) and _was_read(t) else t
+
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    found = _call_plain(func, (outputs, list(map(in_use, given)), *args), kwargs)
+    every = []
+    for g, t in zip(found, given, strict=True):
+        if g is not None and isinstance(t, LeadingRows):
+            rest = g.new_zeros(len(leading(t)) - len(g), *g.shape[1:])
+            g = torch.cat([g, rest])
+        every.append(g)
+    return tuple(every)
 
 
 def _call_plain(func: Any, args: Any, kwargs: Any) -> Any:
@@ -333,6 +370,15 @@ def _pick_rows(name: str, args: Any, kwargs: Any) -> Any:
     if low < 0 or high >= limit:
         return None
     return local[args[1]] if name == "getitem" else local.index_select(0, rows)
+
+
+def _of_later_passes(found: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Returns picked rows as later passes compute them; see [Note: first pass]."""
+    origin = args[0].origin
+    if isinstance(found, LeadingRows) or not _is_doubled(args[0]):
+        return found
+    origin.first.was_read = True
+    return _pick_rows(name, (origin.again, *args[1:]), kwargs)
 
 
 def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> bool:
@@ -415,6 +461,9 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> bool:
 def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Runs an operation on the computed rows; None if operands have different rows."""
     tracked = leaves((args, kwargs), LeadingRows)
+    doubled = [t for t in tracked if _is_doubled(t)]
+    if doubled:
+        return _on_both(func, name, args, kwargs, doubled[0].origin)
     first = tracked[0].origin
     same = all(
         t.origin.mode is first.mode and t.origin.total == first.total for t in tracked
@@ -455,6 +504,50 @@ def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         for k, part in enumerate(out)
     ]
     return type(out)(parts)
+
+
+def _on_both(func: Any, name: str, args: Any, kwargs: Any, origin: Origin) -> Any:
+    """Runs an operation on rows of a first pass, and on those of the repeated one."""
+
+    def later(value: Any) -> Any:
+        return value.origin.again if _is_doubled(value) else value
+
+    def first(value: Any) -> Any:
+        if not _is_doubled(value):
+            return value
+        return wrap(leading(value), replace(value.origin, again=None))
+
+    full = functools.partial(_row_by_row, func, name, *tree_map(first, (args, kwargs)))
+    trimmed = functools.partial(
+        _row_by_row, func, name, *tree_map(later, (args, kwargs))
+    )
+    out, again = origin.first.run_both(full, trimmed)
+    if out is None or again is None:
+        return None
+    if _in_place(func, args, kwargs):
+        return args[0]
+    return double(out, again, origin.first)
+
+
+def _is_doubled(value: Any) -> bool:
+    if not isinstance(value, LeadingRows) or value.origin.mode.blocked is not None:
+        return False
+    return value.origin.again is not None
+
+
+def double(out: Any, again: Any, first: Any) -> Any:
+    """Returns results whose leading rows are those of a repeated pass, where there are more."""
+    if isinstance(out, LeadingRows) and isinstance(again, LeadingRows):
+        out.origin = replace(out.origin, again=again, first=first)
+        return out
+    if type(out) is type(again) and isinstance(out, (list, tuple)):
+        if len(out) == len(again):
+            parts = [double(*pair, first) for pair in zip(out, again, strict=True)]
+            named = hasattr(out, "_fields")
+            return type(out)(*parts) if named else type(out)(parts)
+    if isinstance(out, dict) and isinstance(again, dict) and out.keys() == again.keys():
+        return {key: double(part, again[key], first) for key, part in out.items()}
+    return again
 
 
 class _UnfitRows(Exception):

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.axis import guarded
 from pyg_distcomm.comm.collectives import Axis, Pending
+from pyg_distcomm.comm.consistency import comparer_of, digest
 from pyg_distcomm.comm.gradient_averaging import averager_of
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.nn.embedding import sharded_parameters
@@ -24,6 +25,7 @@ from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 BUCKETS = 4
 _TRANSPORT = re.compile(r"gloo|nccl|\b(pair|peer)\b|connect|time[d ]*out", re.I)
+_FIRST_BUCKET = 1 << 20  # bytes
 SMALLEST = 1 / 64  # MB of a bucket: below, a message's latency is dearer than its bytes
 
 
@@ -69,6 +71,9 @@ class Replicated(_Transparent, DistributedDataParallel):
         self._made = mesh, options
         self._wait_for_all_ranks()
         super().__init__(module, process_group=mesh.data.group, **options)
+        self._bucket_bytes, self._num_passes = self.bucket_bytes_cap, 0
+        # torch.compile cuts graphs by this, and refuses less than DDP's own first bucket
+        self.bucket_bytes_cap = max(self.bucket_bytes_cap, _FIRST_BUCKET)
         for p in module.parameters():
             averager_of(mesh).delegate(p, self)
         self._ready: list[Tensor] = []  # in the order of the first pass
@@ -101,10 +106,29 @@ class Replicated(_Transparent, DistributedDataParallel):
     def on_gradients_ready(self) -> None:
         """Records that all gradients of a backward pass are ready."""
         self.armed = False
+        self._num_passes += 1
         if self.regroups is None:  # in the order of the first, unless it may change
             self.regroups = self.static_graph or not self.find_unused_parameters
             for hook in self._hooks:
                 hook.remove()
+
+    def compare_parameters(self) -> None:
+        """Raises on all ranks if parameters differ, in passes 2, 4, 8, ...; collective.
+
+        As parameters without a wrapper are compared: see `Comparer.resync_rounded`.
+        """
+        mesh, _ = self._made
+        if self._num_passes < 2 or not mesh.is_due(self._num_passes):
+            return
+        copies = {
+            k: p
+            for k, p in enumerate(self.module.parameters())
+            if p.requires_grad and not hasattr(p, "is_shard")
+        }
+        mark = random.fold(*map(digest, copies.values()))
+        axis = replace(mesh.control, ledger=mesh.checks)
+        if collectives.differ(mark, axis):
+            comparer_of(mesh).resync_rounded(copies)
 
     def next_buckets(self, parameters: list[Tensor]) -> list[list[int]]:
         """Returns the buckets that DDP will make after the first pass; collective.
@@ -128,7 +152,7 @@ class Replicated(_Transparent, DistributedDataParallel):
         for place in order:
             buckets[-1].append(place)
             size += parameters[place].numel() * parameters[place].element_size()
-            if size >= self.bucket_bytes_cap:
+            if size >= self._bucket_bytes:
                 buckets.append([])
                 size = 0
         return [bucket for bucket in buckets if bucket]
@@ -170,9 +194,11 @@ def replicate(
     Raises:
         TypeError: for a graph, which belongs in `pdc.partition`, or another object that is not
             a model.
-        ValueError: if the backend does not support the device of the parameters.
+        ValueError: if the backend does not support the device of the parameters; and in a
+            backward pass, if parameters differ, as with learning rates that do.
 
-    Price: one all-reduce of all parameters per backward pass.
+    Price: one all-reduce of all parameters per backward pass. In passes 2, 4, 8 and so on
+    ranks compare parameters, as those of a model without a wrapper: a second per GB.
     """
     if not isinstance(model, torch.nn.Module):
         graph = hasattr(model, "edge_index") or hasattr(model, "edge_stores")
@@ -231,6 +257,7 @@ class _Averager:
             pending.wait()
             if future is not None:
                 future.set_result(buffer)
+        self.wrapper.compare_parameters()
 
     def sum_as_later(self, bucket: Any) -> None:
         """Sums a bucket of the first pass in the pieces of all later passes."""

@@ -8,14 +8,15 @@ minibatch computes all rows, and tracks every operation on the output of a layer
 (`LeadingRows`): which layers feed which, and whether each operation is row-wise, or reads the
 seeds only. An operation that reads other rows (batch norm in training, a pooling, a loss over
 all rows, a hidden layer read beyond the seeds) switches trimming off for the model in its mode;
-`trimming_of(model)` names it. Otherwise later passes compute only the leading rows. Their
-tensors still have the shape of all rows. If an operation reads other rows after all (as in
-another branch of the model), these are then computed from the inputs, and trimming is switched
-off; it raises if these inputs have changed in place since, or for the gradient of such rows.
-Operations that torch does not report (`torch.jit.script` functions, extensions, `torch.vmap`,
-`torch.tensor` of a tensor, collectives of torch.distributed, an autograd.Function that returns
-its input) need `pdc.convert(model, trim=False)`. Dropout masks are drawn for the computed rows
-only: from the same distribution, but at another position of the random stream.
+`trimming_of(model)` names it. Otherwise passes compute only the leading rows, this first one
+too, which is repeated ([Note: first pass] in `nn.first_pass`). Their tensors still have the
+shape of all rows. If an operation reads other rows after all (as in another branch of the
+model), these are then computed from the inputs, and trimming is switched off; it raises if
+these inputs have changed in place since, or for the gradient of such rows. Operations that
+torch does not report (`torch.jit.script` functions, extensions, `torch.vmap`, `torch.tensor` of
+a tensor, collectives of torch.distributed, an autograd.Function that returns its input) need
+`pdc.convert(model, trim=False)`. Dropout masks are drawn for the computed rows only: from the
+same distribution, but at another position of the random stream.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.graph.local_adjacency import LocalAdjacency, known
+from pyg_distcomm.nn.first_pass import FirstPass, reads_minibatch
 from pyg_distcomm.nn.leading_rows import (
     Deferred,
     LeadingRows,
@@ -49,7 +51,7 @@ class Trimmer:
     def __init__(self) -> None:
         self.modes = {True: Mode(), False: Mode()}
 
-    def begin(self, model: torch.nn.Module, _: Any) -> None:
+    def begin(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Begins a forward pass, unless the model is a submodule of one that is running."""
         if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
             return
@@ -61,21 +63,36 @@ class Trimmer:
         if _is_replayed() or (model.training and not torch.is_grad_enabled()):
             mode = Mode(blocked="runs under checkpointing, or without gradients")
         elif any(part._backward_hooks for part in model.modules()):
-            mode.blocked = mode.blocked or "a backward hook reads all rows"
+            mode.block("a backward hook reads all rows")
         mode.rewritten.clear()
-        _pass.set(Pass(mode, model, now))
+        mode.first = None
+        begun = Pass(mode, model, now)
+        unknown = mode.depths is None and mode.blocked is None
+        if unknown and reads_minibatch(args, kwargs):
+            begun.first = FirstPass(model, args, kwargs)
+        _pass.set(begun)
 
-    def end(self, model: torch.nn.Module, _: Any, out: Any) -> None:
+    def end(self, model: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Ends the forward pass; a failed one concludes nothing."""
         if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
-            return
+            return None
         now = _pass.get()
-        if now is not None and now.within:
+        if now is None:
+            return None
+        if now.within:
             now.within -= 1
-        elif now is not None:
-            if out is not None:
-                now.finish()
-            _pass.set(now.outer)
+            return None
+        if out is not None:
+            now.finish()
+        if out is not None and now.first is not None and now.trims:
+            _pass.set(Pass(now.mode, model, now.outer))
+            try:
+                out = now.first.repeat(model, now.mode, out)
+            finally:
+                _pass.set(now.outer)
+            return out
+        _pass.set(now.outer)
+        return None
 
     def __deepcopy__(self, memo: Any) -> Trimmer:
         return Trimmer()
@@ -97,6 +114,7 @@ class Pass:
         self.within = 0  # models under way that are parts of this one
         self.calls: list[frozenset[int]] = []  # those whose rows each call reads
         self.untrimmed: str | None = None  # a layer that computes all rows
+        self.first: FirstPass | None = None  # what it began with, if it is the first
 
     def contains(self, model: torch.nn.Module) -> bool:
         """Tells whether a model is a submodule of the running one."""
@@ -113,7 +131,7 @@ class Pass:
     def finish(self) -> None:
         """Concludes which layers follow which."""
         if not self.calls and self.untrimmed is not None:
-            self.mode.blocked = self.mode.blocked or f"{self.untrimmed} is not trimmed"
+            self.mode.block(f"{self.untrimmed} is not trimmed")
         if self.mode.depths is not None or not self.calls or self.mode.blocked:
             return
         depths = [0] * len(self.calls)
@@ -136,8 +154,8 @@ def install(model: torch.nn.Module) -> None:
     """Makes a model compute only the rows that are read; see [Note: trimming]."""
     if _trimmer_of(model) is None:
         trimmer = Trimmer()
-        model.register_forward_pre_hook(trimmer.begin)
-        model.register_forward_hook(trimmer.end, always_call=True)
+        model.register_forward_pre_hook(trimmer.begin, with_kwargs=True)
+        model.register_forward_hook(trimmer.end, always_call=True, with_kwargs=True)
 
 
 def remove(model: torch.nn.Module) -> None:
@@ -147,6 +165,8 @@ def remove(model: torch.nn.Module) -> None:
             if isinstance(getattr(hook, "__self__", None), Trimmer):
                 del hooks[key]
                 model._forward_hooks_always_called.pop(key, None)
+                model._forward_hooks_with_kwargs.pop(key, None)
+                model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _trimmer_of(model: torch.nn.Module) -> Trimmer | None:
@@ -175,8 +195,8 @@ def trimming_of(model: torch.nn.Module) -> str:
 def refuse(adjacency: LocalAdjacency, what: str) -> None:
     """Switches trimming off for the running model, if it runs on a minibatch."""
     now = _pass.get()
-    if now is not None and adjacency.batch is not None and now.mode.blocked is None:
-        now.mode.blocked = f"{what} is not trimmed"
+    if now is not None and adjacency.batch is not None:
+        now.mode.block(f"{what} is not trimmed")
 
 
 def note_untrimmed(edge_index: Any, what: str) -> None:
@@ -213,13 +233,11 @@ def call(
     batch = None if adjacency is None else adjacency.batch
     tracked = [t for t in (source, target) if isinstance(t, LeadingRows)]
     if now is not None and (_is_replayed() or torch.is_grad_enabled() != now.graded):
-        now.mode.blocked = now.mode.blocked or "a layer runs under checkpointing"
+        now.mode.block("a layer runs under checkpointing")
     if now is None or batch is None or adjacency is None or now.mode.blocked:
         if batch is not None and now is None and batch.read_by is not None:
             for mode in batch.read_by:
-                mode.blocked = (
-                    mode.blocked or "a layer runs outside of its model's forward"
-                )
+                mode.block("a layer runs outside of its model's forward")
         return _on_all(compute, source, target)
     sizes = [batch.sizes[kind] for kind in adjacency.ends]
     found = [None if t is None else _total(t) for t in (source, target)]

@@ -259,8 +259,8 @@ def metis(
     """Cuts with METIS, after making the graph undirected and dropping loops and repeats.
 
     pymetis takes one weight a node, so METIS balances 1 / n + in_degree(v) / m; then
-    single nodes move to bring each load of `ldg` under its cap, if another part has room
-    for all of them. Sizes are less even than with `ldg`. Needs pymetis.
+    single nodes move to bring each load of `ldg` under its cap, train nodes before others.
+    Sizes are less even than with `ldg`. Needs pymetis.
     """
     pymetis: Any = _pymetis()
     dtype = pymetis.zero_copy_dtype()
@@ -321,14 +321,31 @@ def _improve(
     capacity: np.ndarray,
     num_parts: int,
 ) -> None:
-    """Moves single nodes, in place: first until loads are below caps, then to lower the cut."""
+    """Moves single nodes, in place: first until loads are below caps, then to lower the cut.
+
+    Where train nodes, or nodes of a type, find no room in parts that are full of others, they
+    move first, and others after them.
+    """
     loops = jit_loops()
     load = part_loads(owner, weight, num_parts)
-    max_loss, most = 0, int(np.diff(csr[0]).max())
+    most = int(np.diff(csr[0]).max())
     lightest_first = visit_order[::-1].copy()
-    while max_loss <= 2 * most and (load > capacity).any():
-        loops.rebalance(lightest_first, *csr, weight, capacity, owner, load, max_loss)
-        max_loss = 2 * max_loss + 1
+
+    def rebalance(limit: np.ndarray) -> None:
+        max_loss = 0
+        while max_loss <= 2 * most and (load > limit).any():
+            loops.rebalance(lightest_first, *csr, weight, limit, owner, load, max_loss)
+            max_loss = 2 * max_loss + 1
+
+    def excess() -> float:
+        return float((load - capacity)[:, 2:].clip(min=0).sum())
+
+    rebalance(capacity)
+    before = math.inf
+    while 0 < excess() < before:
+        before = excess()
+        rebalance(np.concatenate([load.sum(0)[:2], capacity[2:]]))
+        rebalance(capacity)
     for _ in range(PASSES):
         if loops.lower_cut(visit_order, *csr, weight, capacity, owner, load) == 0:
             break

@@ -85,22 +85,22 @@ def init(
 
     Args:
         algorithm: "1d", "1.5d", "2d", "3d", "feature" (see `resolve_grid`) or "auto".
-        replication: c of the 1.5D algorithm.
+        replication: c of 1.5D.
         grid: an explicit grid `(row, col, fiber)`, instead of a name.
         backend: "gloo", "nccl", or torch's mixed form; by default chosen by the devices.
         device: the device of this rank; by default a CUDA device with NCCL, else the CPU.
         seed: the seed of dropout and of all other keyed random draws.
-        timeout: seconds a rank waits for others before it raises a RankError: the deadline
-            of all waits; torch's own (NCCL, files of checkpoints) end 5 s later.
-        stages: the stages of a `Pipeline`; the mesh is that of one stage, of P / stages ranks.
+        timeout: seconds a rank waits for others before it raises a RankError; torch's own
+            waits (NCCL, files of checkpoints) end 5 s later.
+        stages: stages of a `Pipeline`; the mesh is that of one, of P / stages ranks.
         check: which plain tensors ranks compare when they meet row-sharded ones: parameters
-            once, others once per operation and shape ("first"), all ("always"), or "never".
+            once, others once per operation and shape, and steps on minibatches until they
+            are found averaged ("first"), all ("always"), or "never".
         data, widths, model: for "auto", the whole graph, the same on every rank, and either
             the widths of features, hidden layers and output, or the model.
         layers, inputs, memory, dtype: for "auto", see `plan`.
-        codecs, pipeline: for "auto", inexact choices that it may take: links, to be given to
-            `partition(..., link=mesh.plan.link)`, and stages, with `mesh.plan.chunks` and
-            `balance` for `Pipeline`. See `plan`.
+        codecs, pipeline: for "auto", inexact choices that it may take (see `plan`): links, for
+            `partition(..., link=mesh.plan.link)`, and stages of a `Pipeline`.
         method: for "auto", the method of the partition, also for `partition`; with seed 0.
         machine: for "auto", the figures, instead of measuring them; nothing is timed.
 

@@ -1,0 +1,256 @@
+"""A pass on minibatches does not depend on how often its model ran, nor in which process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tiers
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+import worlds
+from torch_geometric.data import Data
+from torch_geometric.nn import to_hetero
+
+import pyg_distcomm as pdc
+from pyg_distcomm.loader import NeighborLoader
+
+
+def graph():
+    g = torch.Generator().manual_seed(0)
+    n = 300
+    ends = torch.randint(0, n, (2, 2400), generator=g)
+    y = torch.randint(0, 4, (n,), generator=g)
+    return Data(x=torch.randn(n, 9, generator=g), edge_index=ends, y=y)
+
+
+def loader_of(data):
+    return NeighborLoader(data, [3, 3, 3], batch_size=8, shuffle=True, seed=0)
+
+
+class Net(torch.nn.Module):
+    """Three layers, and what a script has between them and behind them."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        make = pyg.GATConv if kind == "attention" else pyg.SAGEConv
+        self.convs = torch.nn.ModuleList([make(9, 16), make(16, 16), make(16, 16)])
+        self.norm = torch.nn.BatchNorm1d(16) if kind == "batch norm" else None
+        lin = torch.nn.Linear(16, 4)
+        if kind == "spectral norm":
+            lin = torch.nn.utils.parametrizations.spectral_norm(lin)
+        self.lin = lin
+
+    def forward(self, x, edge_index, seeds=None):
+        self.calls += 1
+        if isinstance(x, Data):  # as some scripts write it
+            x.x = x.x * 2
+            x, edge_index = x.x, x.edge_index
+        x = F.dropout(x, 0.1, self.training)
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+            x = x if self.norm is None else self.norm(x)
+            x = F.dropout(x, 0.5, self.training)
+        x = x if seeds is None else x[:seeds]
+        x = self.lin(x)
+        return x * (1 + 1 / self.calls) if self.kind == "counts" else x
+
+
+def _seeds(model, batch):
+    return F.cross_entropy(
+        model(batch.x, batch.edge_index)[: batch.batch_size],
+        batch.y[: batch.batch_size],
+    )
+
+
+def _seeds_inside(model, batch):
+    out = model(batch.x, batch.edge_index, batch.batch_size)
+    return F.cross_entropy(out, batch.y[: batch.batch_size])
+
+
+def _data(model, batch):
+    out = model(batch.clone(), None)
+    return F.cross_entropy(out[: batch.batch_size], batch.y[: batch.batch_size])
+
+
+def _dropped_late(model, batch):
+    out = F.dropout(model(batch.x, batch.edge_index).log_softmax(-1), 0.2)
+    noise = torch.rand(batch.batch_size)
+    loss = F.nll_loss(
+        out[: batch.batch_size], batch.y[: batch.batch_size], reduction="none"
+    )
+    return (loss * noise).mean()
+
+
+def _in_place(model, batch):
+    out = model(batch.x, batch.edge_index)
+    out += 1
+    out.mul_(0.5)
+    return F.cross_entropy(out[: batch.batch_size], batch.y[: batch.batch_size])
+
+
+def _two_results(model, batch):
+    out = model(batch.x, batch.edge_index)
+    best, at = out.max(-1)
+    part = out[:, :2][: batch.batch_size].square().mean()
+    return best[: batch.batch_size].mean() + part + 0 * at[: batch.batch_size].sum()
+
+
+def _all_rows(model, batch):
+    out = model(batch.x, batch.edge_index)
+    return F.cross_entropy(out, batch.y)
+
+
+def _masked_rows(model, batch):
+    out = model(batch.x, batch.edge_index)
+    mask = batch.y > 1
+    return F.cross_entropy(out[mask], batch.y[mask])
+
+
+KINDS = {
+    "seeds": ("", _seeds),
+    "seeds inside": ("", _seeds_inside),
+    "attention": ("attention", _seeds),
+    "batch norm": ("batch norm", _seeds),
+    "spectral norm": ("spectral norm", _seeds),
+    "counts": ("counts", _seeds),
+    "a data object": ("", _data),
+    "dropout behind it": ("", _dropped_late),
+    "changed in place": ("", _in_place),
+    "two results": ("", _two_results),
+    "all rows": ("", _all_rows),
+    "a mask of rows": ("", _masked_rows),
+}
+
+
+def state_of(model):
+    """What a pass has left: gradients, buffers, and where random numbers go on."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*grads, *model.buffers(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_first_pass_is_as_a_later_one(kind, training):
+    named, loss_of = KINDS[kind]
+    batch = next(iter(loader_of(graph())))
+    found = []
+    for passes in (0, 1, 3):
+        torch.manual_seed(0)
+        model = pdc.convert(Net(named))
+        begun = {k: v.clone() for k, v in model.state_dict().items()}
+        model.train(training)
+        for _ in range(passes):
+            loss_of(model, batch).backward()
+        model.load_state_dict(begun)
+        model.calls = 7
+        model.zero_grad()
+        torch.manual_seed(1)
+        loss = loss_of(model, batch)
+        loss.backward()
+        found.append([loss.detach(), torch.tensor(model.calls), *state_of(model)])
+    for other in found[1:]:
+        assert len(other) == len(found[0])
+        for one, two in zip(found[0], other, strict=True):
+            assert torch.equal(one, two)
+
+
+def test_a_first_pass_of_typed_nodes_is_as_a_later_one():
+    g = torch.Generator().manual_seed(0)
+    data = batches_of_types(g)
+    batch = next(
+        iter(NeighborLoader(data, [3, 3], input_nodes="paper", batch_size=8, seed=0))
+    )
+    losses = []
+    for passes in (0, 2):
+        torch.manual_seed(0)
+        net = pyg.GraphSAGE((-1, -1), 8, 2, 4, dropout=0.5)
+        model = pdc.convert(to_hetero(net, data.metadata()))
+        with torch.no_grad():
+            model(batch.x_dict, batch.edge_index_dict)
+        for _ in range(passes):
+            model(batch.x_dict, batch.edge_index_dict)["paper"][:8].sum()
+        torch.manual_seed(1)
+        out = model(batch.x_dict, batch.edge_index_dict)["paper"][:8]
+        losses.append(out.square().mean().detach())
+    assert torch.equal(*losses)
+
+
+def batches_of_types(g):
+    from torch_geometric.data import HeteroData
+
+    data = HeteroData()
+    data["paper"].x = torch.randn(80, 5, generator=g)
+    data["author"].x = torch.randn(60, 6, generator=g)
+    for a, b in (("paper", "author"), ("author", "paper"), ("paper", "paper")):
+        n = data[a].num_nodes, data[b].num_nodes
+        ends = [torch.randint(0, k, (400,), generator=g) for k in n]
+        data[a, "to", b].edge_index = torch.stack(ends)
+    return data
+
+
+def test_a_forward_that_cannot_run_twice_is_not_trimmed():
+    class Once(Net):
+        def forward(self, x, edge_index):
+            if self.calls:
+                self.calls = 0
+                raise ValueError("once")
+            self.todo.pop()
+            return super().forward(x, edge_index)
+
+    class Writes(Net):
+        def forward(self, x, edge_index):
+            x.mul_(0.5)
+            return super().forward(x, edge_index)
+
+    batch = next(iter(loader_of(graph())))
+    once = pdc.convert(Once(""))
+    once.todo = [1]
+    assert math.isfinite(float(once(batch.x, batch.edge_index)[:8].sum()))
+    assert "twice" in pdc.nn.trimming_of(once)
+    writes, x = pdc.convert(Writes("")), batch.x.clone()
+    writes(x, batch.edge_index)[:8].sum()
+    assert torch.equal(x, batch.x / 2)
+    assert "in place" in pdc.nn.trimming_of(writes)
+
+
+def _run(path, resumed, share):
+    """Trains inside two epochs; saves in the middle of the first, or goes on from there."""
+    mesh = pdc.init(timeout=120)
+    torch.manual_seed(5 + resumed)
+    data = pdc.partition(graph(), mesh, "random") if share else graph()
+    model = pdc.replicate(pdc.convert(Net("")), mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader, steps = loader_of(data), 0
+    if resumed:
+        kept = {"loader": loader.state_dict(), "steps": 0}
+        kept = pdc.load_checkpoint(path, mesh, model, optimizer, **kept)
+        steps = kept["steps"]
+        loader.load_state_dict(kept["loader"])
+    elif mesh.rank == 1:
+        torch.rand(3)  # ranks draw masks of their own
+    while steps < 24:
+        for batch in loader:
+            model.train()
+            optimizer.zero_grad()
+            _seeds(model, batch).backward()
+            optimizer.step()
+            steps += 1
+            if steps == 7 and not resumed:
+                kept = {"loader": loader.state_dict(), "steps": steps}
+                pdc.save_checkpoint(path, mesh, model, optimizer, **kept)
+            if steps == 24:
+                break
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@tiers.parametrize(("size", "share"), [(2, False), (1, False), (2, True)], slice(0, 2))
+def test_a_resumed_run_of_new_processes_ends_in_the_same_bits(tmp_path, size, share):
+    """With dropout and three layers, from the middle of an epoch."""
+    path = str(tmp_path / "run")
+    straight = worlds.anew(_run, size, path, False, share)
+    resumed = worlds.anew(_run, size, path, True, share)
+    for one, two in zip(straight, resumed, strict=True):
+        assert torch.equal(one, two)

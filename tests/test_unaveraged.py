@@ -1,0 +1,306 @@
+"""Minibatches on several ranks: without an average each rank would train another model."""
+
+from __future__ import annotations
+
+import pytest
+import tiers
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+import worlds
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.data import Data
+
+import pyg_distcomm as pdc
+from pyg_distcomm.loader import (
+    DataLoader,
+    GraphSAINTNodeSampler,
+    LinkNeighborLoader,
+    NeighborLoader,
+    RandomNodeLoader,
+)
+
+pytestmark = pytest.mark.usefixtures("place")
+
+
+def graph():
+    g = torch.Generator().manual_seed(0)
+    n = 120
+    ends = torch.randint(0, n, (2, 700), generator=g)
+    y = torch.randint(0, 4, (n,), generator=g)
+    return Data(x=torch.randn(n, 7, generator=g), edge_index=ends, y=y)
+
+
+def _nodes(data):
+    return NeighborLoader(data, [4, 3], batch_size=10, shuffle=True)
+
+
+def _links(data):
+    return LinkNeighborLoader(
+        data,
+        [4, 3],
+        batch_size=50,
+        neg_sampling_ratio=1.0,
+        edge_label_index=data.edge_index[:, :400],
+    )
+
+
+LOADERS = {
+    "nodes": _nodes,
+    "links": _links,
+    "workers": lambda data: NeighborLoader(data, [4, 3], batch_size=10, num_workers=1),
+    "one batch": lambda data: NeighborLoader(data, [4, 3], batch_size=60),
+    "parts": lambda data: RandomNodeLoader(data, num_parts=8, shuffle=True),
+    "saint": lambda data: GraphSAINTNodeSampler(data, 40, num_steps=6),
+}
+
+
+def loss_of(model, batch):
+    out = model(batch.x, batch.edge_index)
+    if "edge_label" in batch:
+        at = batch.edge_label_index
+        score = (out[at[0]] * out[at[1]]).sum(-1)
+        return F.binary_cross_entropy_with_logits(score, batch.edge_label)
+    rows = batch.get("batch_size", len(out))
+    return F.cross_entropy(out[:rows], batch.y[:rows])
+
+
+def gap(model):
+    """The largest difference between ranks of a parameter."""
+    mine = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return max(float((other - mine).abs().max()) for other in every)
+
+
+def train(how, loader="nodes", share=False, mesh=None):
+    """Returns how far models are apart in the end, or the error; and the steps done."""
+    mesh = worlds.mesh() if mesh is None else mesh
+    data = pdc.partition(graph(), mesh, "random") if share else graph()
+    made = LOADERS[loader](data) if isinstance(loader, str) else loader(data)
+    torch.manual_seed(3)
+    model = (pdc.nn if share else pyg).GraphSAGE(7, 8, 2, 4)
+    run, optimizer, after_backward, after_step = HOW[how](model, mesh)
+    steps = 0
+    try:
+        for _ in range(2):
+            for batch in made:
+                optimizer.zero_grad()
+                loss_of(run, batch.to(mesh.device)).backward()
+                after_backward(), optimizer.step(), after_step()
+                steps += 1
+    except ValueError as error:
+        return str(error), steps
+    return gap(model), steps
+
+
+def nothing():
+    pass
+
+
+def _adam(model, lr=0.01):
+    return torch.optim.Adam(model.parameters(), lr=lr)
+
+
+def _plainly(model, mesh):
+    return model, _adam(model), nothing, nothing
+
+
+def _warm(model, mesh):
+    optimizer = _adam(model)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(k / 4, 1.0))
+    return model, optimizer, nothing, rate.step
+
+
+def _accumulated(model, mesh):
+    optimizer = _adam(model)
+    inner, zero, calls = optimizer.step, optimizer.zero_grad, [0]
+
+    def step():
+        calls[0] += 1
+        if calls[0] % 3 == 0:
+            inner(), zero()
+
+    optimizer.step, optimizer.zero_grad = step, nothing
+    return model, optimizer, nothing, nothing
+
+
+def _lbfgs(model, mesh):
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
+    inner = optimizer.step
+    optimizer.step = lambda: inner(lambda: torch.zeros(()))
+    return model, optimizer, nothing, nothing
+
+
+def _replicate(model, mesh):
+    return pdc.replicate(model, mesh), _adam(model), nothing, nothing
+
+
+def _ddp(model, mesh):
+    return DistributedDataParallel(model), _adam(model), nothing, nothing
+
+
+def _zero(model, mesh):
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    return DistributedDataParallel(model), optimizer, nothing, nothing
+
+
+def _own_all_reduce(model, mesh):
+    def average():
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= mesh.size
+
+    return model, _adam(model), average, nothing
+
+
+def _own_sum(model, mesh):
+    """A sum in another order on each rank, which rounds in another way."""
+
+    def average():
+        for p in model.parameters():
+            every = [torch.zeros_like(p.grad) for _ in range(mesh.size)]
+            dist.all_gather(every, p.grad)
+            mine = every[mesh.rank :] + every[: mesh.rank]
+            p.grad.copy_(sum(mine) / mesh.size)
+
+    return model, _adam(model), average, nothing
+
+
+def _own_parameters(model, mesh):
+    def average():
+        for p in model.parameters():
+            dist.all_reduce(p.data)
+            p.data /= mesh.size
+
+    return model, _adam(model), nothing, average
+
+
+def _probed(model, mesh):
+    """Rank 0 alone trains something else, too."""
+    probe = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
+    run = DistributedDataParallel(model)
+    steps = iter(range(99))
+
+    def train_probe():
+        if mesh.rank == 0 and next(steps) == 0:
+            probe(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+
+    return run, _adam(model), nothing, train_probe
+
+
+HOW = {
+    "plainly": _plainly,
+    "warm": _warm,
+    "accumulated": _accumulated,
+    "lbfgs": _lbfgs,
+    "replicate": _replicate,
+    "ddp": _ddp,
+    "zero": _zero,
+    "own all_reduce": _own_all_reduce,
+    "own sum": _own_sum,
+    "own parameters": _own_parameters,
+    "probed": _probed,
+}
+
+
+def refused(answers, steps):
+    for error, done in answers:
+        assert isinstance(error, str), error
+        assert "model = pdc.replicate(model, mesh)" in error
+        assert done == steps
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_training_that_nothing_averages_is_refused_after_a_step(size):
+    refused(worlds.run(train, size, "plainly"), 1)
+    (first, _), *others = worlds.run(train, size, "plainly", "nodes", True)
+    assert "pdc.replicate" in first
+    assert all(error == first for error, _ in others)
+
+
+@tiers.parametrize("loader", list(LOADERS), ["links", "one batch", "saint"])
+def test_batches_of_every_loader_are_looked_at(loader):
+    refused(worlds.run(train, 2, "plainly", loader), 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "steps"), [("warm", 2), ("accumulated", 4), ("lbfgs", 1)]
+)
+def test_steps_that_come_late_or_change_nothing_are_refused_later(how, steps):
+    refused(worlds.run(train, 2, how), steps)
+
+
+LEFT_ALONE = [k for k in HOW if k not in ("plainly", "warm", "accumulated", "lbfgs")]
+
+
+@pytest.mark.parametrize("how", LEFT_ALONE)
+def test_what_averages_in_any_way_is_left_alone(how):
+    size = 3 if how == "own sum" else 2
+    for found, steps in worlds.run(train, size, how):
+        assert found < 1e-6, found
+        assert steps == 2 * -(-12 // size)
+
+
+def _alike():
+    mesh = worlds.mesh()
+    return train(
+        "plainly",
+        lambda d: NeighborLoader(d, [-1], batch_size=10, split=False, seed=1),
+        mesh=mesh,
+    )
+
+
+def _apart():
+    with worlds.mesh(fresh=True, check="never") as mesh:
+        return train("plainly", mesh=mesh)
+
+
+def _graphs():
+    mesh = worlds.mesh()
+    made = [graph() for _ in range(4)]
+    model, loss = pdc.nn.GraphSAGE(7, 8, 2, 4), []
+    optimizer = _adam(model)
+    for batch in DataLoader(made, batch_size=2, mesh=mesh):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step(), loss.append(1)
+    return gap(model), len(loss)
+
+
+def test_batches_that_are_the_same_or_cut_need_no_wrapper():
+    for found, steps in worlds.run(_alike, 2):
+        assert (found, steps) == (0.0, 24)
+    for found, steps in worlds.run(_graphs, 2):
+        assert found < 1e-6
+        assert steps == 2
+
+
+def test_the_comparison_can_be_left_out():
+    for found, steps in worlds.run(_apart, 2):
+        assert found > 1e-3
+        assert steps == 12
+
+
+def _evaluated():
+    """A loader for evaluation, and a probe that rank 0 trains after it."""
+    mesh = worlds.mesh()
+    model = pyg.GraphSAGE(7, 8, 2, 4).eval()
+    rows = []
+    for batch in _nodes(graph()):
+        rows.append(len(model(batch.x, batch.edge_index)[: batch.batch_size]))
+    if mesh.rank == 0:
+        probe = torch.nn.Linear(8, 2)
+        optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
+        for _ in range(3):
+            probe(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+    return sum(rows)
+
+
+def test_evaluation_waits_for_nobody():
+    assert worlds.run(_evaluated, 2) == [60, 60]
