@@ -40,6 +40,7 @@ class ProcessState:
         dealing: what compares the steps of loaders whose epochs are under way.
         steps: what is known of optimizers that have stepped in such epochs.
         warned: what has been warned of, and is not again.
+        rules: how tensors that are sharded below autograd compute each op of torch.
     """
 
     recorder: Any = None
@@ -66,6 +67,7 @@ class ProcessState:
     dealing: Any = field(default_factory=weakref.WeakSet)
     steps: Any = field(default_factory=weakref.WeakKeyDictionary)
     warned: set[str] = field(default_factory=set)
+    rules: dict[Any, Any] = field(default_factory=dict)
 
 
 PROCESS = ProcessState()

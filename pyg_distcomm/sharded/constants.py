@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.process import PROCESS
+from pyg_distcomm.sharded.dist_tensor import DistTensor, rule
 
 _KEPT = 96  # results
 _KEPT_PLAIN = 32  # plain operands
@@ -130,12 +131,14 @@ def description(func: Any, args: Any, kwargs: Any, known: Constants) -> int | No
         return None
 
 
+@rule("constant")
 def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> Any:
     """Computes an op whose first sharded operand is constant; see [Note: constants]."""
     known = constants_of(first.rows.mesh)
-    kind = _KINDS.get(func)
+    kinds = PROCESS.rules
+    kind = kinds.get(("kind", func))
     if kind is None:
-        kind = _KINDS[func] = _kind(func)
+        kind = kinds["kind", func] = _kind(func)
     if kind == "random":
         return rule(func, args, kwargs)
     if kind == "same":
@@ -266,7 +269,6 @@ _UNKNOWN = {
     aten.empty_like.default,
     aten.new_empty_strided.default,
 }
-_KINDS: dict[Any, str] = {}
 
 
 def _kind(func: Any) -> str:

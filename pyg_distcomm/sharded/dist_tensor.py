@@ -2,7 +2,7 @@
 
 [Note: below autograd] A `DistTensor` wraps this rank's rows and has the global shape. Torch's
 autograd sees an ordinary tensor of that shape; what it calls, forward and backward alike, are
-aten ops, and these are computed by rules (`RULES`) that return the value of the whole:
+aten ops, and these are computed by rules (see `rule`) that return the value of the whole:
 
     row by row           on own rows, without communication
     over the rows        on own rows, then one all-reduce; the result is plain
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.process import PROCESS
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-RULES: dict[Any, Rule] = {}
 
 
 class DistTensor(Tensor):
@@ -82,14 +82,15 @@ class DistTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Computes one aten op by its rule."""
-        rule = RULES.get(func)
+        rules = PROCESS.rules
+        rule = rules.get(func)
         if rule is None:
-            rule = RULES[func] = default_rule(func)
+            rule = rules[func] = rules["default"](func)
         first = args[0]
         if type(first) is not DistTensor:
             first = first_sharded(args)
         if first is not None and first._key is not None:
-            return constants.compute(func, rule, args, kwargs or {}, first)
+            return rules["constant"](func, rule, args, kwargs or {}, first)
         return rule(func, args, kwargs or {})
 
     @staticmethod
@@ -170,26 +171,15 @@ def first_sharded(args: Any) -> DistTensor | None:
     return None
 
 
-def rule(*ops: Any) -> Callable[[Rule], Rule]:
-    """Declares the rule of some aten ops."""
+def rule(*ops: Any) -> Callable[[Any], Any]:
+    """Declares the rule of some aten ops, or what is done under a name."""
 
-    def keep(function: Rule) -> Rule:
+    def keep(function: Any) -> Any:
         for op in ops:
-            RULES[op] = function
+            PROCESS.rules[op] = function
         return function
 
     return keep
-
-
-def default_rule(func: Any) -> Rule:
-    """Returns the rule of an op that has none of its own."""
-    from pyg_distcomm.sharded import pointwise, whole
-
-    if func.namespace == "aten" and func._schema.name.startswith("aten::_foreach_"):
-        return pointwise.foreach
-    if torch.Tag.pointwise in func.tags:
-        return pointwise.apply
-    return whole.apply
 
 
 def own_part(x: Tensor, rows: Rows, dim: int) -> Tensor:
@@ -209,9 +199,7 @@ def local_at(x: Tensor, rows: Rows, dim: int) -> Tensor:
     if x.dim_ == dim:
         if x.rows is rows or x.rows.matches(rows):
             return x.local
-        from pyg_distcomm.sharded import by_id
-
-        return by_id.reshard(x, rows)
+        return PROCESS.rules["reshard"](x, rows)  # type: ignore[no-any-return]
     return own_part(all_rows(x, "align"), rows, dim)
 
 
@@ -239,6 +227,3 @@ def _gathered_order(rows: Rows) -> tuple[list[int], Tensor]:
         every = collectives.all_gather_rows(rows.place, sizes, axis, op="plan")
         known = rows.derived["gathered"] = sizes, torch.argsort(every)
     return known  # type: ignore[no-any-return]
-
-
-from pyg_distcomm.sharded import constants  # noqa: E402  (which makes DistTensors)

@@ -1,7 +1,7 @@
-"""Runs PyG's GCNConv and SAGEConv as products with the graph's matrix, on any grid.
+"""Runs layers of PyG by products with the graph's matrix, or on own rows and ghosts.
 
-What PyG's own classes compute on a share by exchanges and scatters, these compute by
-`GridMatrix`, between `to_local` and `from_local`: a faster way to the same numbers.
+What PyG's own classes compute on a share op by op, these compute on ordinary tensors, between
+`to_local` and `from_local`: a faster way to the same numbers.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _Sum(torch.autograd.Function):
 class _OnOwnRows(torch.nn.Module):
     """Runs a layer's computation, as `functional_call` needs a module for."""
 
-    def __init__(self, conv: torch.nn.Module) -> None:
+    def __init__(self, conv: Any) -> None:
         super().__init__()
         self.conv = conv
 

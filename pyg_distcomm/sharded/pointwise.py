@@ -163,3 +163,11 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for i in range(count)
     ]
     return None if func._schema.is_mutable else found
+
+
+@rule("default")
+def default_rule(func: Any) -> Any:
+    """Returns the rule of an op that has none of its own."""
+    if func._schema.name.startswith("aten::_foreach_"):
+        return foreach
+    return apply if torch.Tag.pointwise in func.tags else whole.apply

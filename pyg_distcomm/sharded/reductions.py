@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.sharded import whole
-from pyg_distcomm.sharded.dist_tensor import DistTensor, rule
+from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, local_at, rule
 from pyg_distcomm.sharded.partial import summed_over_ranks
+from pyg_distcomm.sharded.pointwise import meeting
 
 aten = torch.ops.aten
 
@@ -188,8 +189,6 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
     d = args[at] if at is not None and len(args) > at else kwargs.get("dim", -1)
     if d % like.dim() == like.dim_:
         return whole.apply(func, args, kwargs)
-    from pyg_distcomm.sharded.pointwise import meeting
-
     right = like.dim() - like.dim_
     local = [meeting(a, like.rows, right) for a in args]
     out = func(*local, **kwargs)
@@ -243,8 +242,6 @@ def _logsumexp(x: DistTensor, dims: list[int], keep: bool) -> Tensor:
 @rule(aten._local_scalar_dense.default)
 def item(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the one value of a tensor, which its owner sends to all."""
-    from pyg_distcomm.sharded.dist_tensor import all_rows
-
     return all_rows(args[0], "item").item()
 
 
@@ -255,8 +252,6 @@ def equal(func: Any, args: Any, kwargs: Any) -> bool:
     if a.shape != b.shape:
         return False
     like = a if type(a) is DistTensor else b
-    from pyg_distcomm.sharded.dist_tensor import local_at
-
     same = torch.equal(*(local_at(t, like.rows, like.dim_) for t in (a, b)))
     flag = torch.tensor([int(same)])
     return bool(collectives.all_reduce(flag, like.rows.mesh.world, "min"))

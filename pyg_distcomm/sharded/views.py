@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.constants import version_of
-from pyg_distcomm.sharded.dist_tensor import DistTensor, own_part, rule
+from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, own_part, rule
+from pyg_distcomm.sharded.ids import ids_of, ids_of_part
 from pyg_distcomm.sharded.pointwise import meeting
 
 aten = torch.ops.aten
@@ -27,8 +29,6 @@ def _view(
 
 
 def _same_ids(x: DistTensor, out: DistTensor) -> DistTensor:
-    from pyg_distcomm.sharded.by_id import ids_of
-
     if not x.dtype.is_floating_point:
         out._ids = ids_of(x)
         out._key_version = version_of(x)
@@ -144,8 +144,6 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
         return _one_row(x, d, i)
     out = _view(x, func(x.local, d, i), x.dim_ - (d < x.dim_))
     if not x.dtype.is_floating_point and x.dim() == 2:
-        from pyg_distcomm.sharded.by_id import ids_of_part
-
         out._ids = ids_of_part(x, i, out)
         out._key_version = version_of(x)
     return out
@@ -153,8 +151,6 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _one_row(x: DistTensor, d: int, i: int) -> Tensor:
     """Returns one row, which its owner sends to all: a sum in which it alone takes part."""
-    from pyg_distcomm.comm import collectives
-
     n = x.size(d)
     if not -n <= i < n:
         raise IndexError(
@@ -260,8 +256,6 @@ def cat(func: Any, args: Any, kwargs: Any) -> Any:
         for p in parts
     ]
     rows = joined(known)
-    from pyg_distcomm.sharded.dist_tensor import local_at
-
     local = [local_at(p, r, d) for p, r in zip(parts, known, strict=True)]
     return DistTensor(torch.cat(local, d), rows, d)
 
