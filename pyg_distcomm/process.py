@@ -18,6 +18,7 @@ class ProcessState:
     Args:
         recorder: of the trace under way; None where there is none.
         monitors: the failure monitors of meshes in use.
+        answering: the thread that answers where this rank is; None before there are ranks.
         works: collectives begun that perhaps nobody waits for.
         messages: messages under way between two ranks.
         inboxes: what threads without work listen to.
@@ -39,12 +40,14 @@ class ProcessState:
         watches_steps: whether steps of optimizers are recorded while loaders deal batches.
         dealing: what compares the steps of loaders whose epochs are under way.
         steps: what is known of optimizers that have stepped in such epochs.
+        ordered: the classes of shares, by the class that each lists in order.
         warned: what has been warned of, and is not again.
         rules: how tensors that are sharded below autograd compute each op of torch.
     """
 
     recorder: Any = None
     monitors: Any = field(default_factory=weakref.WeakSet)
+    answering: Any = None
     works: set[Any] = field(default_factory=set)
     messages: set[Any] = field(default_factory=set)
     inboxes: list[Any] = field(default_factory=list)
@@ -66,6 +69,7 @@ class ProcessState:
     watches_steps: bool = False
     dealing: Any = field(default_factory=weakref.WeakSet)
     steps: Any = field(default_factory=weakref.WeakKeyDictionary)
+    ordered: dict[Any, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     rules: dict[Any, Any] = field(default_factory=dict)
 

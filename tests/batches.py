@@ -56,7 +56,7 @@ def hetero(seed=4):
 
 def same(one, two):
     """Asserts that two minibatches, or parts of them, are equal bit for bit."""
-    assert type(one) is type(two)
+    assert one.__class__ is two.__class__
     if isinstance(one, Tensor):
         assert one.dtype == two.dtype
         assert torch.equal(one, two)

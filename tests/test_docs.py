@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 import torch
+import worlds
 from tiers import rarely
 
 ROOT = Path(__file__).parent.parent
@@ -22,54 +23,69 @@ FENCE = re.compile(
     re.M | re.S,
 )
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")
+ONE_RANK = re.compile(r"<!-- one rank: .+ -->\s*$")
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.M)
-SOME = {"index.md", "reference/nn.md"}  # pages of the default tier
+# pages of the default tier, by the number of ranks
+SOME = {1: {"index.md", "reference/nn.md"}, 2: {"how-to/graphs-that-change.md"}}
 OPTIONAL = {"pyarrow", "tensorboard", "ogb", "lightning", "accelerate", "torchmetrics"}
 
 
-def blocks(text):
-    """Returns (first line, code) of each Python block that runs."""
+def blocks(text, size=1):
+    """Returns (first line, code) of each Python block that runs on so many ranks."""
     for match in FENCE.finditer(text):
-        if match["language"] != "python" or NOT_RUN.search(text[: match.start()]):
+        before = text[: match.start()]
+        if match["language"] != "python" or NOT_RUN.search(before):
+            continue
+        if size > 1 and ONE_RANK.search(before):
             continue
         yield text.count("\n", 0, match.start()) + 2, textwrap.dedent(match["code"])
 
 
-def run(path):
-    """Runs the blocks of a page in order, in one namespace; returns how many there were."""
-    done = 0
+def run(path, folder, size=1):
+    """Runs the blocks of a page in order, in one namespace and a folder.
+
+    Returns the name of a package that one needs and that is missing, if any.
+    """
     namespace = {"__name__": "__main__"}
-    for line, code in blocks(path.read_text()):
-        lines = "\n" * (line - 1) + code  # so that errors name the line of the page
-        exec(compile(lines, str(path), "exec"), namespace)
-        done += 1
-    return done
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [sys.argv[0]])
+        matplotlib.use("Agg")
+        dtype = torch.get_default_dtype()
+        torch.manual_seed(0)
+        try:
+            for line, code in blocks(path.read_text(), size):
+                # so that errors name the line of the page
+                lines = "\n" * (line - 1) + code
+                exec(compile(lines, str(path), "exec"), namespace)
+        except ModuleNotFoundError as error:
+            if error.name not in OPTIONAL:
+                raise
+            return error.name
+        finally:
+            torch.set_default_dtype(dtype)
+    return None
 
 
 def name(path):
     return str(path.relative_to(DOCS))
 
 
-def scripts():
-    with_code = [path for path in PAGES if list(blocks(path.read_text()))]
-    return [path if name(path) in SOME else rarely(path) for path in with_code]
+def scripts(size=1):
+    with_code = [path for path in PAGES if list(blocks(path.read_text(), size))]
+    return [path if name(path) in SOME[size] else rarely(path) for path in with_code]
 
 
 @pytest.mark.parametrize("path", scripts(), ids=lambda path: name(path))
-def test_the_blocks_of_a_page_run(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [sys.argv[0]])
-    matplotlib.use("Agg")
-    dtype = torch.get_default_dtype()
-    torch.manual_seed(0)
-    try:
-        assert run(path) > 0
-    except ModuleNotFoundError as err:
-        if err.name not in OPTIONAL:
-            raise
-        pytest.skip(f"a block of the page needs {err.name}")
-    finally:
-        torch.set_default_dtype(dtype)
+def test_the_blocks_of_a_page_run(path, tmp_path):
+    if missing := run(path, tmp_path):
+        pytest.skip(f"a block of the page needs {missing}")
+
+
+@pytest.mark.parametrize("path", scripts(2), ids=lambda path: name(path))
+def test_the_blocks_of_a_page_run_on_two_ranks(path, tmp_path):
+    if missing := worlds.anew(run, 2, path, tmp_path, 2)[0]:
+        pytest.skip(f"a block of the page needs {missing}")
 
 
 def test_pages_that_are_not_run_say_why():

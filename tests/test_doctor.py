@@ -53,6 +53,24 @@ def test_missing_and_old_packages(monkeypatch, name):
     assert doctor.required(name, (2, 6)).found == "missing"
 
 
+@pytest.mark.parametrize("name", doctor.TESTED)
+def test_releases_on_which_no_tests_ran_are_noted(monkeypatch, name):
+    tested = doctor.TESTED[name]
+    for version in (*tested, f"{tested[-1]}.post1", f"{tested[0]}+cu130"):
+        monkeypatch.setattr(doctor, "_version", lambda _, v=version: v)
+        assert str(doctor.required(name, doctor.REQUIRED[name])).startswith("ok")
+    for version in ("99.1.0", "99.1.0a0+git"):
+        monkeypatch.setattr(doctor, "_version", lambda _, v=version: v)
+        found = doctor.required(name, doctor.REQUIRED[name])
+        assert str(found).startswith("note")
+        assert f"{version}, on which the tests" in found.found
+        assert all(one in found.advice for one in tested)
+    monkeypatch.setattr(doctor, "_version", lambda _: "2.6.0")
+    found = doctor.required(name, doctor.REQUIRED[name])
+    assert found.wrong
+    assert "older than" in found.found
+
+
 def test_optional_packages(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)

@@ -412,7 +412,7 @@ def test_an_archive_that_unpacks_past_its_size_is_refused(tmp_path):
     )
     content = path.read_bytes()
     size = ((1 << 23) + 128).to_bytes(4, "little")  # of x.npy, as the archive tells it
-    assert content.count(size) == 2
+    assert content.count(size) >= 2
     path.write_bytes(content.replace(size, (130).to_bytes(4, "little")))
     for read in (
         lambda: partition_files(path, tmp_path / "out", 2),

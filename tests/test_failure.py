@@ -22,6 +22,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import axis, collectives
 from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.store import RankError
+from pyg_distcomm.comm.whereabouts import Wait
 from pyg_distcomm.halo.codecs import Quantise
 from pyg_distcomm.halo.policy import LinkPolicy
 
@@ -295,12 +296,12 @@ class _Lost:
 def test_a_store_that_went_is_asked_once():
     store = _Lost()
     watch = FailureMonitor(store, 1, 2, 60.0)
-    told = watch.connection_error(
-        "halo over axis world", RuntimeError("closed by peer")
-    )
+    told = watch.connection_error("halo", RuntimeError("closed by peer"))
     assert isinstance(told, RankError)
     assert "closed by peer" in str(told)
-    assert "store does not answer" in str(watch.timeout_error("halo"))
+    assert "store does not answer" in str(
+        watch.timeout_error(Wait(watch.places, "halo", 0))
+    )
     assert store.calls == 1
 
 

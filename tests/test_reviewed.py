@@ -353,7 +353,7 @@ class Citations(Data):
 def _of_its_class():
     data, _ = share_of()
     share = pdc.partition(Citations(**data.to_dict()), worlds.mesh(), "random")
-    assert type(share) is type(share.clone()) is Citations
+    assert share.__class__ is share.clone().__class__ is Citations
     assert share.mean_degree == data.num_edges / data.num_nodes
 
 

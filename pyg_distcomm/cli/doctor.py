@@ -23,7 +23,11 @@ from pyg_distcomm.comm.launch import launch
 from pyg_distcomm.comm.mesh import init
 from pyg_distcomm.kernels import core_ops
 
-REQUIRED = {"torch": (2, 6), "torch_geometric": (2, 6), "numba": (0, 57)}
+REQUIRED = {"torch": (2, 11), "torch_geometric": (2, 7), "numba": (0, 57)}
+TESTED = {  # the releases on which all tests have run: see docs/limits.md
+    "torch": ("2.11.0", "2.13.0", "2.15.0"),
+    "torch_geometric": ("2.7.0", "2.8.1"),
+}
 OPTIONAL = {  # package -> what is lost without it, and what to do; "" for nothing
     "pymetis": "partition method 'metis' falls back to 'ldg'; "
     "pip install 'pyg-distcomm[metis]'",
@@ -82,13 +86,23 @@ def examine() -> Iterator[Finding]:
 
 
 def required(name: str, minimum: tuple[int, ...]) -> Finding:
-    """Checks for a required package, in a minimum version."""
+    """Checks for a required package, in a minimum version, and whether that was tested."""
     least = ".".join(map(str, minimum))
     version = _version(name)
     if version is None or _version_numbers(version) < minimum:
         found = f"{version}, older than {least}" if version else "missing"
         return Finding(name, found, f"pip install '{name}>={least}'", needed=True)
+    tested = TESTED.get(name)
+    if tested and _minor(version) not in map(_minor, tested):
+        found = f"{version}, on which the tests of this package have not run"
+        return Finding(
+            name, found, f"they have on {', '.join(tested)}: if it fails, try one"
+        )
     return Finding(name, version)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return _version_numbers(version)[:2]
 
 
 def optional(name: str) -> Finding:

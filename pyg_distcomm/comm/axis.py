@@ -129,12 +129,12 @@ class Pending:
 
 
 def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> None:
-    watch, doing = axis.watch, f"{op} over axis {axis.name}"
+    watch = axis.watch
     if watch is None:
         work.wait()
         return
     if on_stream:  # the stream waits, not this thread
-        watch.streamed.add(work, doing)
+        watch.streamed.add(work, op)
         work.wait()
         return
     try:
@@ -143,7 +143,7 @@ def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> N
             if _belongs_to_mesh(axis)
             else contextlib.nullcontext()
         ):
-            _wait_in_slices(work, doing, watch)
+            _wait_in_slices(work, op, watch)
     except (
         BaseException
     ) as error:  # messages are lost: other ranks must not wait for them
@@ -154,16 +154,13 @@ def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> N
 def _wait_in_slices(
     work: dist.Work | Messages, doing: str, watch: FailureMonitor
 ) -> None:
-    start, status_set = time.monotonic(), False
-    while not _wait_slice(work, doing, watch):
-        if not status_set:
-            watch.set_status(doing)
-            status_set = True
-        watch.raise_reported()
-        if time.monotonic() - start > watch.deadline:
-            raise watch.timeout_error(doing)
-    if status_set:
-        watch.set_status("not waiting (computing)")
+    start = time.monotonic()
+    if _wait_slice(work, doing, watch):
+        return
+    with watch.waiting(doing) as check:
+        check(time.monotonic() - start)
+        while not _wait_slice(work, doing, watch):
+            check(time.monotonic() - start)
 
 
 def _wait_slice(work: dist.Work | Messages, doing: str, watch: FailureMonitor) -> bool:
@@ -212,9 +209,7 @@ class guarded:
         watch = self._axis.watch
         if watch is None or not isinstance(error, RuntimeError):
             return
-        reason = watch.connection_error(
-            f"{self._op} over axis {self._axis.name}", error
-        )
+        reason = watch.connection_error(self._op, error)
         watch.fail(reason)
         raise reason from None
 
@@ -342,6 +337,8 @@ def _keep_until_completed(work: dist.Work) -> None:
 @atexit.register
 def drain_at_exit() -> None:
     """Ends running exchanges at exit, and lets gloo's threads sleep: see [Note: exit]."""
+    if PROCESS.answering is not None:
+        PROCESS.answering.end()
     for messages in list(PROCESS.messages):
         messages.abort()
     stop = time.monotonic() + _EXIT_TIMEOUT

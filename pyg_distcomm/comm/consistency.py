@@ -246,15 +246,15 @@ class Comparer:
         """
         if self._mesh.check == "never" or (name, operands) in self._compared_calls:
             return
-        # loops over scalars; on all ranks alike
-        if len(self._compared_calls) >= _MAX_CALLS:
-            self._compared_calls.clear()
-        self._compared_calls.add((name, operands))
         shown = ", ".join(map(str, operands))
         details = {"operation": f"{name}({shown})"}
         # not in the mesh's ledger: the prices of a first epoch do not include checks
         axis = replace(self._mesh.control, ledger=self._mesh.checks)
         _compare_and_gather(_OPERATION, details, 0, self._mesh, axis, name)
+        # loops over scalars; on all ranks alike
+        if len(self._compared_calls) >= _MAX_CALLS:
+            self._compared_calls.clear()
+        self._compared_calls.add((name, operands))
 
     def check(self, x: Tensor, what: str) -> None:
         """Raises on all ranks if a plain tensor differs between them; collective.

@@ -3,9 +3,9 @@
 [Note: failure] A rank that fails writes its traceback to the rendezvous store. A rank
 that waits does so in short slices, checks the store between them, and raises the failure
 it finds there: the same kind of exception, with the rank and the cause in its message. A
-rank that waits past the deadline reports what every rank was doing. Nothing is written
-while nothing fails, so a run without failures costs nothing. A failure that all ranks had
-alike, and that a script caught, is not raised again.
+rank that waits past the deadline reports where every rank is: see [Note: whereabouts].
+Nothing is written while nothing fails. A failure that all ranks had alike, and that a script
+caught, is not raised again.
 
 [Note: one deadline] All waits of a mesh end at its deadline, `timeout` of `pdc.init`. Torch
 has waits of its own (it makes groups, and DDP's first steps), and these end `SPARE` seconds
@@ -38,6 +38,7 @@ import torch
 from torch.distributed import DistNetworkError
 
 from pyg_distcomm.comm.store import RankError
+from pyg_distcomm.comm.whereabouts import Wait, Whereabouts
 from pyg_distcomm.process import PROCESS
 
 CHANGED = (
@@ -60,7 +61,7 @@ class Threads:
 
     def __init__(self) -> None:
         self.of: Any = weakref.WeakSet()  # groups
-        self._current_thread = threading.get_ident()
+        self.current = threading.get_ident()
         self._busy = self._handovers = 0
         self._lock = threading.Lock()
 
@@ -71,7 +72,7 @@ class Threads:
             ValueError: where another thread uses one, or other ranks use another thread.
         """
         mine = threading.get_ident()
-        if mine == self._current_thread:
+        if mine == self.current:
             return
         if torch._C._current_graph_task_id() != -1:
             return  # autograd has threads of its own for devices
@@ -80,7 +81,7 @@ class Threads:
         try:
             if self._busy:
                 raise ValueError(_ONE_THREAD)
-            self._current_thread, self._handovers = mine, self._handovers + 1
+            self.current, self._handovers = mine, self._handovers + 1
             name = threading.current_thread().name
             key = f"thread/{self._handovers}"
             first = watch.store.compare_set(key, "", name).decode()
@@ -115,7 +116,7 @@ class StreamedWorks:
 
     def __init__(self, watch: FailureMonitor) -> None:
         self._watch = weakref.ref(watch)
-        self._works: list[tuple[Any, str, float]] = []
+        self._works: list[tuple[Any, Wait, float]] = []
         self._lock = threading.Lock()
         self._running = False
         self.error: BaseException | None = None
@@ -124,9 +125,12 @@ class StreamedWorks:
         """Watches an exchange until it is completed."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a CUDA graph is being captured: nothing runs
-        with self._lock:  # drop completed works, and the buffers they hold
-            self._works = [w for w in self._works if not w[0].is_completed()]
-            self._works.append((work, doing, time.monotonic()))
+        watch = self._watch()
+        assert watch is not None
+        with self._lock:
+            self._drop_completed()
+            wait = Wait(watch.places, doing, thread=0)
+            self._works.append((work, wait, time.monotonic()))
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, daemon=True).start()
@@ -136,22 +140,25 @@ class StreamedWorks:
             time.sleep(_STREAM_POLL_INTERVAL)
             watch = self._watch()
             with self._lock:
-                self._works = [w for w in self._works if not w[0].is_completed()]
+                self._drop_completed()
                 if watch is None or watch.closed or not self._works:
                     self._running = False
                     return
-                _, doing, since = self._works[0]
+                _, wait, since = self._works[0]
             try:
-                watch.raise_reported()
-                if time.monotonic() - since > watch.deadline:
-                    raise watch.timeout_error(doing)
-                watch.set_status(doing)
+                watch.check(wait, time.monotonic() - since)
             except Exception as error:
                 self.error = error
                 print(f"rank {watch.rank}: {error}", file=sys.stderr, flush=True)
                 watch.fail(error)
                 _abort(watch.groups)
                 return
+
+    def _drop_completed(self) -> None:
+        """Drops completed works, and the buffers they hold."""
+        for work in [work for work in self._works if work[0].is_completed()]:
+            self._works.remove(work)
+            work[1].end()
 
 
 def _abort(groups: Any) -> None:
@@ -161,6 +168,10 @@ def _abort(groups: Any) -> None:
             group._get_backend(torch.device("cuda")).abort()
 
 
+_OVER = (
+    "A wait of this mesh has failed, so it cannot be used again: make a new one by "
+    "pdc.init() on all ranks."
+)
 _STREAM_POLL_INTERVAL = 0.5  # seconds between checks of the works that streams wait for
 _ONE_THREAD = (
     "use a mesh from one thread at a time: two threads of a rank train, or exchange rows, "
@@ -181,6 +192,7 @@ class FailureMonitor:
         groups: the process groups of the mesh.
         threads: the thread that uses them.
         streamed: exchanges that CUDA streams wait for.
+        places: where in the script the ranks are.
         closed: whether the groups are destroyed.
         failed: the error with which a wait of this rank, and the mesh, ended; "" if none.
     """
@@ -193,10 +205,12 @@ class FailureMonitor:
     groups: Any = field(default_factory=weakref.WeakSet, init=False)
     threads: Threads = field(default_factory=Threads, init=False)
     streamed: StreamedWorks = field(init=False)
+    places: Whereabouts = field(init=False)
     closed: bool = field(default=False, init=False)
     failed: str = field(default="", init=False)
     _barriers: int = field(default=0, init=False)  # barriers through the store so far
     _store_lost: bool = field(default=False, init=False)
+    _answers: Any = field(default=None, init=False)  # the store, for `answer`
     # a failure that was this rank's as well
     _own_failure: str = field(default="", init=False)
     # numbered places in a script where a tensor must have changed on all ranks or on none
@@ -207,7 +221,18 @@ class FailureMonitor:
 
     def __post_init__(self) -> None:
         self.streamed = StreamedWorks(self)
+        self.places = Whereabouts(self._try_store, self.rank, self.size, self.threads)
         PROCESS.monitors.add(self)
+
+    def answer(self) -> None:
+        """Says where this rank is, if another asks; called by a thread of its own."""
+        if self.size == 1 or self.closed or self._store_lost:
+            return
+        self._answers = self._answers or self.store.for_thread()
+        try:
+            self.places.answer(self._answers)
+        except RuntimeError as error:
+            self._store_lost = isinstance(error, DistNetworkError)
 
     def fail(self, error: BaseException) -> None:
         """Ends the mesh on this rank, whose wait ended with an error."""
@@ -289,19 +314,35 @@ class FailureMonitor:
     def _store_barrier(self, name: str, doing: str, ranks: int) -> None:
         if self.store.add(name, 1) == ranks:
             self.store.set(f"{name}/all", "")
-        self.store.wait([f"{name}/all"], self.deadline_check(doing))
+        with self.waiting(doing) as check:
+            self.store.wait([f"{name}/all"], check)
         self.raise_reported()  # a rank may have failed after it arrived
 
-    def deadline_check(self, doing: str) -> Callable[[float], bool]:
-        """Returns a check that raises on another rank's failure, or past the deadline."""
+    @contextlib.contextmanager
+    def waiting(
+        self, doing: str, over: bool = True
+    ) -> Iterator[Callable[[float], bool]]:
+        """Yields what a wait calls now and then with the seconds waited so far.
 
-        def check(seconds: float) -> bool:
-            self.raise_reported()
-            if seconds > self.deadline:
-                raise self.timeout_error(doing)
-            return False
+        It raises another rank's failure, and past the deadline; else it returns False.
 
-        return check
+        Args:
+            doing: what this rank waits for.
+            over: whether the mesh cannot be used after the deadline.
+        """
+        wait = Wait(self.places, doing, threading.get_ident())
+        try:
+            yield lambda seconds: self.check(wait, seconds, over)
+        finally:
+            wait.end()
+
+    def check(self, wait: Wait, seconds: float, over: bool = True) -> bool:
+        """Does what `waiting` says for a wait that has taken so many seconds."""
+        self.raise_reported()
+        if seconds > self.deadline:
+            raise self.timeout_error(wait, over)
+        wait.look(seconds, self.deadline)
+        return False
 
     def _raise_if_changed_elsewhere(self) -> None:
         name = f"changed/{self._stage}"
@@ -326,17 +367,16 @@ class FailureMonitor:
         report: bytes | None = self._try_store("get", "error")
         return (report or b"").decode()
 
-    def set_status(self, doing: str) -> None:
-        """Writes to the store what this rank waits for; only called in long waits."""
-        self._try_store("set", f"doing/{self.rank}", doing)
-
-    def timeout_error(self, doing: str) -> RankError:
-        """Returns the error of a wait past the deadline, with the status of every rank."""
-        states = [f"  rank {r}: {self._status_of(r)}" for r in range(self.size)]
+    def timeout_error(self, wait: Wait, over: bool = True) -> RankError:
+        """Returns the error of a wait past the deadline, which says where every rank is."""
+        places = "the rendezvous store does not answer"
+        if not self._store_lost:
+            places = self.places.told(wait)
         error = RankError(
-            f"rank {self.rank} waited {self.deadline:.0f} s for {doing}, and not every "
-            "rank came. Ranks must run the same calls in the same order; raise "
-            "`timeout` in pdc.init if one is only slow.\n" + "\n".join(states)
+            f"rank {self.rank} waited {self.deadline:.0f} s for {wait.doing}, and not every "
+            f"rank came: {places}. Run the same calls in the same order on all ranks (compute "
+            "on all, and print on one), or raise `timeout` in pdc.init if one is only slow."
+            + (f" {_OVER}" if over else "")
         )
         error.late = True
         return error
@@ -345,8 +385,7 @@ class FailureMonitor:
         """Returns the error of a broken connection, after waiting briefly for a report."""
         if self.failed:  # reported already
             return RankError(
-                f"rank {self.rank} cannot go on with {doing}: this mesh is over since a "
-                f"wait failed; make a new one with pdc.init(). It was\n{self.failed}"
+                f"rank {self.rank} cannot go on with {doing}. {_OVER} It was\n{self.failed}"
             )
         self._try_store("set", f"broken/{self.rank}", "")
         try:
@@ -380,14 +419,6 @@ class FailureMonitor:
         """Writes to the store that this rank's script has ended."""
         if self.size > 1 and not self.failed and not self.closed:
             self._try_store("set", f"left/{self.rank}", "")
-
-    def _status_of(self, rank: int) -> str:
-        report = self._try_store("check", [f"doing/{rank}"])
-        if report is None:
-            return "not known (the rendezvous store does not answer)"
-        if report:
-            return (self._try_store("get", f"doing/{rank}") or b"").decode()
-        return "not waiting (computing, or gone)"
 
     def _try_store(self, verb: str, *args: Any) -> Any:
         if self._store_lost:  # each further call would print torch's warnings

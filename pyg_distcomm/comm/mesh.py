@@ -39,6 +39,7 @@ from pyg_distcomm.comm.store import (
     open_group,
     world_size,
 )
+from pyg_distcomm.comm.whereabouts import start_answering
 from pyg_distcomm.process import PROCESS, tell
 
 Grid = tuple[int, int, int]
@@ -504,6 +505,7 @@ def _distributed_mesh(
     stages, *grid = sides
     install_excepthook()
     exit_on_sigterm()
+    start_answering()
     _close_collected()
     axes = _open_axes(stages, tuple(grid), watch)
     meshed: Any = {"ledger": axes["world"].ledger, "check": check, **axes}

@@ -87,6 +87,10 @@ class StoreMailbox:
         """Returns the part of this store under a prefix."""
         return StoreMailbox(dist.PrefixStore(prefix, self._store), self._patience)  # type: ignore[attr-defined]
 
+    def for_thread(self) -> StoreMailbox:
+        """Returns this store for another thread, whose stuck calls do not count here."""
+        return StoreMailbox(self._store, self._patience)
+
     def post(self, key: str, note: Any) -> None:
         """Stores a note: a plain value, as JSON."""
         self.set(key, json.dumps(note))

@@ -405,9 +405,9 @@ class _TraceRanks:
             if patience is not None:
                 there = self.box.wait([key], lambda seconds: seconds > patience)
             else:
-                there = self.box.wait(
-                    [key], self._watch.deadline_check(f"a note of the trace ({key})")
-                )
+                note = f"a note of the trace ({key})"
+                with self._watch.waiting(note, over=False) as check:
+                    there = self.box.wait([key], check)
             return self.box.read(key) if there else None
         except dist.DistError as error:  # the process that held the store has ended
             raise self._watch.connection_error("a trace", error) from None

@@ -21,6 +21,7 @@ from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph import partition_data_types, transforms
+from pyg_distcomm.graph.attribute_order import arranged, order_of_first_rank
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.subgraphs import agree
 from pyg_distcomm.graph.topology import Topology
@@ -55,7 +56,8 @@ def partition(
 
     Every rank passes the same `data`. Rank 0 partitions it, and broadcasts the owners. The
     owner of the target owns an edge and its attributes. Local rows ascend by global id, and
-    nodes keep their ids. Afterwards Python's random has the same state on all ranks, since
+    nodes keep their ids. `keys()`, `node_attrs()` and `edge_attrs()` list in the order of rank
+    0's graph, on all ranks. Afterwards Python's random has the same state on all ranks, since
     PyG draws negative edges from it.
 
     Args:
@@ -91,13 +93,17 @@ def partition(
     """
     mesh = given_mesh(mesh, "pdc.partition")
     options = seed, refine, oblivious, link, memory
+    order = order_of_first_rank(data, mesh)
+    data = arranged(data, order)
     if isinstance(data, TemporalData):
-        return partition_data_types.shard_events(data, mesh)
-    if isinstance(data, HeteroData):
+        share = partition_data_types.shard_events(data, mesh)
+    elif isinstance(data, HeteroData):
         share = _partition_hetero(data, mesh, method, *options)
-        return partition_data_types.in_given_class(share, data)
-    attrs = node_attrs, edge_attrs
-    return _partition_data(data, mesh, method, *options, attrs)
+        share = partition_data_types.in_given_class(share, data)
+    else:
+        attrs = node_attrs, edge_attrs
+        share = _partition_data(data, mesh, method, *options, attrs)
+    return arranged(share, order)
 
 
 def _partition_data(
@@ -548,11 +554,12 @@ def load_partition(
     _agree_same(asked | counts | names | plain, mesh, "load_partition")
     _seed_python_random(mesh)
     tell(mesh.rank, "read %r of %s", share, folder)
-    if share.types is not None:
-        return partition_data_types.assemble_hetero(
-            share, mesh, oblivious, links, memory
-        )
-    return _with_link(_assemble(share, mesh, oblivious, memory), link)
+    if share.types is None:
+        out = _with_link(_assemble(share, mesh, oblivious, memory), link)
+    else:
+        options = mesh, oblivious, links, memory
+        out = partition_data_types.assemble_hetero(share, *options)
+    return arranged(out, order_of_first_rank(out, mesh))
 
 
 def _read_share(folder: Path, parts: AnyFolder, mesh: Mesh, merge: bool) -> PartShare:

@@ -86,10 +86,11 @@ def default_method(data: Any, parts: int) -> Any:
 def in_given_class(share: Any, data: Any) -> Any:
     """Returns a share in the class of the data: a Batch, or a script's class."""
     if not isinstance(data, Batch):
-        if type(data) not in (Data, HeteroData):
-            object.__setattr__(share, "__class__", type(data))  # its own would store it
+        if data.__class__ not in (Data, HeteroData):
+            # its own would store it
+            object.__setattr__(share, "__class__", data.__class__)
         return share
-    out: Any = Batch(_base_cls=type(data).__bases__[-1])
+    out: Any = Batch(_base_cls=data.__class__.__bases__[-1])
     for store in share.stores:
         mine, whole = out, data
         if store._key is not None:
@@ -134,7 +135,7 @@ def shard_events(data: TemporalData, mesh: Mesh) -> TemporalData:
     """Shards events into blocks; attributes with one number per event stay whole.
 
     So `msg` is a DistTensor, and `src`, `dst` and `t` stay whole, by which all ranks find the
-    events of a batch. On one rank it is the data itself.
+    events of a batch. On one rank all stay whole.
 
     Raises:
         TypeError: on all ranks, if they are cut already. ValueError: if ranks have others.

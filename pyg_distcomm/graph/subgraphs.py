@@ -17,6 +17,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
+from pyg_distcomm.graph.attribute_order import listed_in_order
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -68,7 +69,7 @@ def fully_sharded(data: Any) -> Any:
 
     A script may have set some, and what sums over equal edges returns whole ones.
     """
-    out = copy.copy(data)
+    out = listed_in_order(copy.copy(data))
     rows = rows_of_types(data)
     for store in out.stores:
         key = getattr(store, "_key", None)
@@ -222,7 +223,7 @@ def homogeneous(forward: Any, data: HeteroData, *args: Any, **kwargs: Any) -> Da
             out[name] = DistTensor.wrap(value, nodes)
     if "num_nodes" in out:
         out.num_nodes = nodes.total
-    return out
+    return listed_in_order(out)
 
 
 def _joined(

@@ -102,6 +102,15 @@ def _advise(address: int, size: int) -> None:
         ADVISES.madvise(*arguments, mmap.MADV_HUGEPAGE)
 
 
+def has_saved_tensors_hooks() -> bool:
+    """Returns whether hooks for saved tensors are active, as in torch's checkpointing."""
+    try:  # which torch refuses where there are any
+        with torch.autograd.graph.disable_saved_tensors_hooks("only asked"):
+            return False
+    except RuntimeError:
+        return True
+
+
 class MemoryCap:
     """Caps the memory that layers on a rank's share of a graph take.
 
@@ -150,8 +159,7 @@ class MemoryCap:
 
         It does nothing where other saved-tensor hooks are active, as in torch's checkpointing.
         """
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        if hooked or not torch.is_grad_enabled():
+        if has_saved_tensors_hooks() or not torch.is_grad_enabled():
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):

@@ -15,6 +15,7 @@ from torch_geometric.loader import TemporalDataLoader as PygTemporalDataLoader
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh, given_mesh, latest_mesh
+from pyg_distcomm.graph.attribute_order import listed_in_order
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.graph.partition_data_types import event_rows
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -207,4 +208,4 @@ def _cut_events(batch: TemporalData, mesh: Mesh) -> TemporalData:
     for key, size in cut.items():
         local = batch[key][rows[size].gid.to(batch[key].device)]
         batch[key] = DistTensor.wrap(local, rows[size])
-    return batch
+    return listed_in_order(batch)

@@ -22,10 +22,7 @@ from pyg_distcomm.tensor.gather_by_id import IdPlan, plan_ids, route_of
 from pyg_distcomm.tensor.gradient_scale import from_local
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
-_WHOLE = "Adafactor", "LBFGS", "Muon"  # Muon from torch 2.9 on
-_OF_WHOLE_TABLES = tuple(
-    getattr(torch.optim, name) for name in _WHOLE if hasattr(torch.optim, name)
-)
+_OF_WHOLE_TABLES = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

@@ -353,7 +353,7 @@ class HaloVisit:
             try:
                 return self._wrap_own_rows(call(plain, *args, **given))
             except RuntimeError:
-                if inputs.size(0) > 0:
+                if plain.size(0) > 0:
                     raise
                 none = self._aggregate_no_messages(call, plain, given)
                 return self._wrap_own_rows(none)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
@@ -63,7 +64,7 @@ _FLOATS = (torch.float32, torch.float64)
 
 def usable(*tensors: Any) -> bool:
     """Tells whether the kernels can replace PyG's operations on these tensors."""
-    if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
+    if torch.compiler.is_compiling() or is_tracing():
         return False
     if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
         return False

@@ -112,7 +112,8 @@ def check_sizes(kind: type[MessagePassing]) -> None:
             continue
         if not _COUNTS.intersection(call.__code__.co_varnames):
             continue
-        for before, here in itertools.pairwise(dis.get_instructions(call)):
+        steps = [s for s in dis.get_instructions(call) if s.opname != "PUSH_NULL"]
+        for before, here in itertools.pairwise(steps):
             name = here.argval if here.opname.startswith("LOAD_FAST") else None
             what = before.argval
             if name in _COUNTS and (isinstance(what, float) or what in _BLIND):

@@ -415,12 +415,10 @@ def _plain_in_training(args: Any, kwargs: Any) -> bool:
 def _guard_torch_func() -> None:
     """Makes torch.func raise for row-sharded tensors.
 
-    It wraps them without asking their class. A torch without this function is left alone.
+    It wraps them without asking their class.
     Here, and not beside the tensors, as torch.compile traces the functions of `nn`.
     """
-    original = getattr(eager_transforms, "_wrap_tensor_for_grad", None)
-    if original is None:
-        return
+    original = eager_transforms._wrap_tensor_for_grad
 
     @functools.wraps(original)
     def wrap(maybe_tensor: Any, level: int) -> Any:

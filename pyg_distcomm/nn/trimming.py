@@ -28,8 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from pyg_distcomm.graph.local_adjacency import LocalAdjacency, known
+from pyg_distcomm.kernels.memory import has_saved_tensors_hooks
 from pyg_distcomm.nn.first_pass import FirstPass, reads_minibatch
 from pyg_distcomm.nn.leading_rows import (
     Deferred,
@@ -53,7 +55,7 @@ class Trimmer:
 
     def begin(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Begins a forward pass, unless the model is a submodule of one that is running."""
-        if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
+        if torch.compiler.is_compiling() or is_tracing():
             return
         now = _pass.get()
         if now is not None and now.contains(model):
@@ -74,7 +76,7 @@ class Trimmer:
 
     def end(self, model: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Ends the forward pass; a failed one concludes nothing."""
-        if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
+        if torch.compiler.is_compiling() or is_tracing():
             return None
         now = _pass.get()
         if now is None:
@@ -143,8 +145,7 @@ class Pass:
 
 def _is_replayed() -> bool:
     """Tells whether the forward pass is, or will be, recomputed in the backward pass."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None or torch._C._current_graph_task_id() != -1
+    return has_saved_tensors_hooks() or torch._C._current_graph_task_id() != -1
 
 
 _pass: ContextVar[Pass | None] = ContextVar("the forward pass", default=None)

@@ -28,7 +28,7 @@ ROWWISE = frozenset(
     rand type selu sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink
     softsign sqrt square sub subtract tan tanh tanhshrink threshold to truediv true_divide
     trunc type_as where xlogy xor or and zero zeros_like full_like empty_like
-    share_memory _to _foreach_add _foreach_mul _threshold complex polar expit ndtr ndtri
+    share_memory _foreach_add _foreach_mul _threshold complex polar expit ndtr ndtri
     log_ndtr entr erfcx i0 i0e i1 i1e gammaln psi xlog1py zeta
     """.split()
 )

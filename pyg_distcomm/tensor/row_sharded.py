@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._dynamo import config, disable, trace_rules
+from torch._dynamo import config, trace_rules
 from typing_extensions import Self
 
 from pyg_distcomm.comm import autograd
@@ -29,6 +29,7 @@ from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.gradient_averaging import as_replicated, averager_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.kernels.memory import has_saved_tensors_hooks
 
 Kind = TypeVar("Kind", bound=type[torch.Tensor])
 Leaf = TypeVar("Leaf")
@@ -42,15 +43,15 @@ for _path in sorted(Path(__file__).parents[1].iterdir()):
 
 def eager(kind: Kind) -> Kind:
     """Marks a subclass of Tensor as one that torch.compile does not trace."""
-    if hasattr(config, "nontraceable_tensor_subclasses"):
-        known = config.nontraceable_tensor_subclasses
-        config.nontraceable_tensor_subclasses = known | {kind}
+    config.nontraceable_tensor_subclasses = config.nontraceable_tensor_subclasses | {
+        kind
+    }
     return kind
 
 
 def eagerly(function: Function) -> Function:
     """Marks a function that torch.compile does not trace, nor what it calls."""
-    return disable(function)  # type: ignore[no-any-return]
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 HOW_TO_CONVERT = (
@@ -314,8 +315,8 @@ def call_local(func: Callable, args: Any, kwargs: Any) -> Any:
     hooks may read sizes at any time.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is not None and not getattr(func, "__name__", "").endswith("_"):
+        is_in_place = getattr(func, "__name__", "").endswith("_")
+        if not is_in_place and has_saved_tensors_hooks():
             args, kwargs = tree_map(local_part, args), tree_map(local_part, kwargs)
         return func(*args, **kwargs)
 

@@ -1,0 +1,303 @@
+"""Lists the private APIs of torch, PyG and Numba that the package touches.
+
+A name here may be gone in the next release, and nobody warns. `LISTED` gives the releases
+that have each, of those looked at: torch 2.6.0, 2.8.0, 2.11.0, 2.13.0 and 2.15.0, PyG 2.7.0
+and 2.8.1, Numba 0.57.1 and 0.68.1. `python tests/private_apis.py` prints the names that the
+installed releases lack; `tests/test_versions.py` compares the list with the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.nn import MessagePassing
+
+import pyg_distcomm
+
+LISTED = {
+    "torch 2.6.0 to 2.15.0": """
+        torch._C.DisableTorchFunctionSubclass
+        torch._C.PyTorchFileReader
+        torch._C._EnableTorchFunction
+        torch._C._current_graph_task_id
+        torch._C._functorch.is_functorch_wrapped_tensor
+        torch._C._functorch.maybe_current_level
+        torch._C._is_any_autocast_enabled
+        torch._C._len_torch_dispatch_stack
+        torch._C._will_engine_execute_node
+        torch.Tensor._backward_hooks
+        torch.Tensor._base
+        torch.nn.Parameter._is_param
+        torch.Tensor._is_view
+        torch.Tensor._nnz
+        torch.Tensor._post_accumulate_grad_hooks
+        torch.Tensor._version
+        torch.UntypedStorage._cdata
+        torch._convert_indices_from_coo_to_csr
+        torch._dynamo.trace_rules.add
+        torch._foreach_add
+        torch._foreach_max
+        torch._foreach_mul
+        torch._foreach_norm
+        torch._functorch.eager_transforms._wrap_tensor_for_grad
+        torch._fused_adam_
+        torch._has_compatible_shallow_copy_type
+        torch._subclasses.fake_tensor.FakeTensor
+        torch._utils._rebuild_tensor_v2
+        torch.autograd.Function._backward_cls
+        torch.autograd.Variable._execution_engine.queue_callback
+        torch.autograd.forward_ad._current_level
+        torch.autograd.profiler._is_profiler_enabled
+        torch.distributed.ProcessGroup._get_backend
+        torch.distributed.checkpoint.filesystem._StorageInfo
+        torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+        torch.distributed.distributed_c10d._get_default_store
+        torch.distributed.distributed_c10d._world.pg_map
+        torch.nn.Module._buffers
+        torch.nn.Module._forward_hooks
+        torch.nn.Module._forward_hooks_always_called
+        torch.nn.Module._forward_pre_hooks
+        torch.nn.Module._backward_hooks
+        torch.nn.Module._modules
+        torch.nn.Module._non_persistent_buffers_set
+        torch.nn.Module._parameters
+        torch.nn.functional._threshold
+        torch.nn.modules.batchnorm._BatchNorm
+        torch.nn.modules.batchnorm._NormBase
+        torch.nn.modules.dropout._DropoutNd
+        torch.nn.parallel.DistributedDataParallel._active_ddp_module
+        torch.nn.parallel.DistributedDataParallel._module_parameters
+        torch.nn.parallel.DistributedDataParallel._pre_forward
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        torch.serialization._get_layout
+        torch.utils._pytree.tree_flatten
+        torch.utils._pytree.tree_leaves
+        torch.utils._pytree.tree_map
+        torch.utils._pytree.tree_map_only
+        torch.utils.data._utils.pin_memory.pin_memory
+    """,
+    "torch 2.8.0 to 2.15.0": """
+        torch._dynamo.config.nontraceable_tensor_subclasses
+    """,
+    "torch 2.11.0 to 2.15.0": """
+        torch._foreach_powsum
+    """,
+    "torch_geometric 2.7.0 to 2.8.1": """
+        torch_geometric.data.Batch._inc_dict
+        torch_geometric.data.Batch._num_graphs
+        torch_geometric.data.Batch._slice_dict
+        torch_geometric.data.Data._store
+        torch_geometric.data.FeatureStore._get_tensor
+        torch_geometric.data.FeatureStore._get_tensor_size
+        torch_geometric.data.FeatureStore._multi_get_tensor
+        torch_geometric.data.FeatureStore._put_tensor
+        torch_geometric.data.FeatureStore._remove_tensor
+        torch_geometric.data.FeatureStore._tensor_attr_cls
+        torch_geometric.data.HeteroData._global_store
+        torch_geometric.data.HeteroData._to_canonical
+        torch_geometric.data.storage.BaseStorage._key
+        torch_geometric.data.storage.BaseStorage._num_nodes
+        torch_geometric.data.storage.BaseStorage._parent
+        torch_geometric.loader.ClusterData._permute_data
+        torch_geometric.nn.ClusterPooling._merge_edges
+        torch_geometric.nn.EdgePooling._merge_edges
+        torch_geometric.nn.MessagePassing._apply_sigmoid
+        torch_geometric.nn.MessagePassing._edge_mask
+        torch_geometric.nn.MessagePassing._edge_user_args
+        torch_geometric.nn.MessagePassing._propagate_forward_hooks
+        torch_geometric.nn.MessagePassing._user_args
+        torch_geometric.nn.SGConv._cached_x
+        torch_geometric.nn.SSGConv._cached_h
+        torch_geometric.nn.Sequential._children
+        torch_geometric.nn.TGNMemory._assoc
+        torch_geometric.nn.TGNMemory._reset_message_store
+        torch_geometric.nn.TGNMemory._update_memory
+        torch_geometric.nn.models.rev_gnn.InvertibleModule._fn_apply
+        torch_geometric.sampler.NeighborSampler._sample
+        torch_geometric.sampler.NeighborSampler._num_neighbors
+    """,
+    "numba 0.57.1 to 0.68.1": """
+        numba.core.caching.FunctionCache._cache_path
+        numba.core.caching.FunctionCache._impl
+        numba.core.caching.FunctionCache._index_key
+        numba.core.caching.FunctionCache._py_func
+        numba.core.caching.IndexDataCacheFile._data_name
+        numba.core.caching.IndexDataCacheFile._load_index
+        numba.core.caching.IndexDataCacheFile._save_data
+        numba.core.caching.IndexDataCacheFile._save_index
+        numba.core.dispatcher.Dispatcher._cache
+        numba.extending._Intrinsic._defn
+    """,
+}
+
+HOUSE = Path(pyg_distcomm.__file__).parent
+ROOTS = ("torch", "torch_geometric", "numba", "llvmlite")
+PRIVATE = re.compile(r"_[a-zA-Z]\w*(?<!__)")
+# private by name, but of Python, of files that others write, or endings of names of ours
+OTHERS = set(
+    """
+    _ID _SubParsersAction _channels _dict _fields _getframe _grad _i _j _local _map _replace
+    _abc_impl _is_protocol
+    """.split()
+)
+
+
+@cache
+def objects() -> dict[str, Any]:
+    """An object of each class whose private names a module here may have, too."""
+    data, hetero = Data(x=torch.ones(2, 1)), HeteroData()
+    hetero["a"].x, hetero["a"].num_nodes = torch.ones(2, 1), 2
+    typed = Batch.from_data_list([hetero])
+    return {
+        "torch.Tensor": torch.ones(1),
+        "torch.nn.Module": torch.nn.Module(),
+        "torch_geometric.data.Batch": Batch.from_data_list([data]),
+        "torch_geometric.data.HeteroData": hetero,
+        "torch_geometric.data.FeatureStore": hetero,
+        "torch_geometric.data.storage.BaseStorage": typed["a"],
+        "torch_geometric.nn.MessagePassing": MessagePassing(),
+        "numba.core.dispatcher.Dispatcher": numba.njit(is_private),
+    }
+
+
+def is_private(name: str) -> bool:
+    """Tells whether a part of a dotted name begins with one underscore."""
+    return any(PRIVATE.fullmatch(part) for part in name.split("."))
+
+
+def found() -> set[str]:
+    """The private names in the source: from a root where that shows, else alone."""
+    trees = {path: ast.parse(path.read_text()) for path in HOUSE.rglob("*.py")}
+    of_modules = vars(objects()["torch.nn.Module"])  # which subclasses set, too
+    own = {path: set(_defined(tree)) - {*of_modules} for path, tree in trees.items()}
+    ours = set().union(*own.values(), *map(_set_on_others, trees.values()))
+    foreign = {name for one in objects().values() for name in names_of(one)}
+    names = {name for path in trees for name in _named(trees[path], own[path], foreign)}
+    alone = {n for n in names if "." not in n and (n in foreign or n not in ours)}
+    return {n for n in names if "." in n} | set(_overridden()) | alone - OTHERS
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) in ("self", "cls"):
+                yield node.attr
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        if isinstance(node, ast.arg):
+            yield node.arg
+
+
+def _set_on_others(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def names_of(value: Any) -> set[str]:
+    return {*dir(value), *getattr(value, "__dict__", {})}
+
+
+def _named(tree: ast.AST, own: set[str], foreign: set[str]) -> Iterator[str]:
+    known, quiet = dict[str, str](), set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for a in node.names:
+                known[a.asname or a.name.split(".")[0]] = (
+                    a.name if a.asname else a.name.split(".")[0]
+                )
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for a in node.names:
+                known[a.asname or a.name] = f"{node.module}.{a.name}"
+    known = {k: v for k, v in known.items() if v.split(".")[0] in ROOTS}
+    yield from (name for name in known.values() if is_private(name))
+    for node in ast.walk(tree):  # outer nodes before inner ones
+        if isinstance(node, ast.Attribute) and id(node) not in quiet:
+            inner, names = node, [node.attr]
+            while isinstance(inner.value, ast.Attribute):
+                inner = inner.value
+                quiet.add(id(inner))
+                names.insert(0, inner.attr)
+            start = inner.value.id if isinstance(inner.value, ast.Name) else ""
+            if start in known:
+                name = ".".join([known[start], *names])
+                yield from [name] if is_private(name) else []
+            else:
+                yield from (n for n in names if PRIVATE.fullmatch(n) and n not in own)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            quiet.add(id(node.value))  # a docstring
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = re.findall(r"(?<![\w{}.])_[a-zA-Z]\w*", node.value)
+            if id(node) not in quiet:
+                yield from (w for w in words if PRIVATE.fullmatch(w) and w not in own)
+
+
+def _overridden() -> Iterator[str]:
+    """The private methods of others that a class of ours defines anew."""
+    for kind in _classes():
+        for name in filter(PRIVATE.fullmatch, vars(kind)):
+            for base in kind.__mro__[1:]:
+                if base.__module__.split(".")[0] in ROOTS and name in vars(base):
+                    if getattr(vars(kind)[name], "__module__", "") == kind.__module__:
+                        yield name
+
+
+def _classes() -> set[type]:
+    kinds = set[type]()
+    for module in pkgutil.walk_packages(pyg_distcomm.__path__, "pyg_distcomm."):
+        last = module.name.rpartition(".")[2]
+        if last == "__main__" or last.endswith(("_cuda", "_triton")):
+            continue
+        for kind in vars(importlib.import_module(module.name)).values():
+            if inspect.isclass(kind) and kind.__module__ == module.name:
+                kinds.add(kind)
+    return kinds
+
+
+def has(name: str) -> bool:
+    """Tells whether the installed releases have a listed name."""
+    owner, _, last = name.rpartition(".")
+    if hasattr(objects().get(owner), last):
+        return True
+    parts, value = name.split("."), None
+    for length in range(1, len(parts) + 1):
+        before = value
+        with contextlib.suppress(ImportError):
+            value = importlib.import_module(".".join(parts[:length]))
+        if before is not None and value is before:
+            for part in parts[length - 1 : -1]:
+                value = getattr(value, part, None)
+            return hasattr(value, last) or _is_set_by(value, last)
+    return False
+
+
+def _is_set_by(kind: Any, name: str) -> bool:
+    """Tells whether the source of a class sets an attribute of its objects."""
+    kinds = [k for k in getattr(kind, "__mro__", ()) if k.__module__ != "builtins"]
+    return any(re.search(rf"\.{name}\b.* = ", inspect.getsource(k)) for k in kinds)
+
+
+def listed() -> dict[str, tuple[str, str, str]]:
+    """The package of each listed name, and the first and last release that have it."""
+    spans = {
+        name: span.split() for span, names in LISTED.items() for name in names.split()
+    }
+    return {name: (of, first, last) for name, (of, first, _, last) in spans.items()}
+
+
+if __name__ == "__main__":
+    print(*(name for name in listed() if not has(name)), sep="\n")

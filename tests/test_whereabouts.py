@@ -1,0 +1,211 @@
+"""A rank that waits for long says where in the script each rank is."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from pathlib import Path
+
+import pytest
+import tiers
+import torch
+import torch.distributed as dist
+import worlds
+from problems import GRAPHS
+
+import pyg_distcomm as pdc
+from pyg_distcomm.comm import collectives, whereabouts
+from pyg_distcomm.comm.failure import FailureMonitor
+from pyg_distcomm.comm.store import StoreMailbox
+from pyg_distcomm.comm.whereabouts import Wait, place_of
+
+HERE = Path(__file__).name
+SOURCE = Path(__file__).read_text().splitlines()
+
+
+def line(mark):
+    """Returns "file:line" of the line of this file that ends with a mark."""
+    found = [n for n, text in enumerate(SOURCE, 1) if text.endswith(f"# {mark}")]
+    (number,) = found
+    return f"{HERE}:{number}"
+
+
+def share_of(timeout, tell_after=1.5):
+    whereabouts._TELL_AFTER, whereabouts._LOOK_INTERVAL = tell_after, 0.3
+    mesh = pdc.init(timeout=timeout)
+    return mesh, pdc.partition(GRAPHS["undirected"](), mesh, "random")
+
+
+def compute_until(stop):
+    going = iter(lambda: time.monotonic() < stop, False)
+    return sum(float(torch.rand(200, 200).sum()) for _ in going)  # computes
+
+
+def asks_alone(others):
+    """Rank 0 asks alone; returns what each rank printed, its error, and those after it."""
+    mesh, share = share_of(timeout=6)
+    conv = pdc.nn.DistGCNConv(7, 4).double()
+    loss = conv(share.x.clone().requires_grad_(), share.edge_index).square().sum()
+    collectives.barrier(mesh.world)
+    printed, said = io.StringIO(), []
+    stop = time.monotonic() + 7.5
+    with contextlib.redirect_stderr(printed):
+        try:
+            if mesh.rank == 0:
+                print(float(share.x.mean()))  # asks
+            elif others[mesh.rank - 1] == "sleep":
+                time.sleep(7.5)  # sleeps
+            elif others[mesh.rank - 1] == "backward":
+                loss.backward()  # backward
+            elif others[mesh.rank - 1] == "barrier":
+                dist.barrier()  # torch
+            elif others[mesh.rank - 1] == "error":
+                with contextlib.suppress(
+                    TypeError
+                ):  # this rank's own, which it handles
+                    torch.ones(1).view("all")
+                compute_until(stop)
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        time.sleep(max(0.0, stop - time.monotonic()))
+        for _ in range(2):
+            try:
+                said.append(float(share.x.sum()))
+            except RuntimeError as error:
+                said.append(str(error))
+    again, share = share_of(timeout=120)
+    total = float(share.x.sum())
+    again.close()
+    return printed.getvalue(), said, total
+
+
+def check_asked_alone(found, others):
+    places = {
+        "sleep": line("sleeps"),
+        "backward": f"{line('backward')} (backward)",
+        "barrier": f"{line('torch')} (barrier)",
+        "error": line("computes"),
+    }
+    wanted = f"rank 0 waits at {line('asks')} (mean)"
+    if len(set(others)) == 1 < len(others):
+        wanted += f", ranks 1-{len(others)} are at {places[others[0]]}"
+    else:
+        for rank, other in enumerate(others, 1):
+            wanted += f", rank {rank} is at {places[other]}"
+    lines = [text for printed, _, _ in found for text in printed.splitlines()]
+    (told,) = [text for text in lines if "pyg_distcomm: after" in text]
+    assert told.endswith(wanted), (told, wanted)
+    error = found[0][1][0]
+    assert error.startswith("RankError: rank 0 waited 6 s for mean, and not every rank")
+    assert wanted in error
+    assert "make a new one by pdc.init() on all ranks" in error
+    for _, said, _ in found:
+        assert all("make a new one by pdc.init()" in str(one) for one in said[-2:]), (
+            said
+        )
+    assert len({total for *_, total in found}) == 1
+
+
+@tiers.parametrize(
+    "others",
+    [
+        ["error"],
+        ["sleep"],
+        ["barrier"],
+        ["backward"],
+        ["sleep", "sleep"],
+        ["error", "backward", "sleep"],
+    ],
+    [["error"]],
+)
+def test_a_rank_that_asks_alone(others):
+    found = worlds.anew(asks_alone, 1 + len(others), others)
+    check_asked_alone(found, others)
+
+
+def asks_something_else():
+    """All ranks raise where one calls another operation, and go on with the same ones."""
+    mesh = pdc.init(timeout=120)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    with pytest.raises(ValueError, match="run the same operations on all ranks"):
+        share.x.mean() if mesh.rank else share.x.sum()
+    return float(share.x.sum()), float(share.x.mean())
+
+
+def test_a_mesh_works_after_ranks_that_called_different_operations():
+    first, *others = worlds.run(asks_something_else, 2)
+    assert all(other == first for other in others)
+
+
+def is_late(rounds):
+    """The last rank comes late, again and again; returns what each rank printed."""
+    mesh, share = share_of(timeout=100, tell_after=1.0)
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        for _ in range(rounds):
+            if mesh.rank == mesh.size - 1:
+                time.sleep(2.5)  # late
+            share.x.sum()  # waits
+            collectives.barrier(mesh.world)
+    return printed.getvalue()
+
+
+def test_one_line_is_printed_for_each_long_wait():
+    found = worlds.anew(is_late, 3, 2)
+    lines = [text for printed in found for text in printed.splitlines()]
+    wait, late = line("waits"), line("late")
+    assert len(lines) == 2, lines
+    for text in lines:
+        assert f"ranks 0-1 wait at {wait} (sum), rank 2 is at {late}" in text
+
+
+def monitors(size):
+    store = StoreMailbox(dist.HashStore())
+    return [FailureMonitor(store, rank, size, deadline=60.0) for rank in range(size)]
+
+
+def test_ranks_at_one_place_are_told_together():
+    watches = monitors(70)
+    wait = Wait(watches[3].places, "halo", 0)
+    wait.question = watches[3].places.ask()
+    for rank, watch in enumerate(watches):
+        watch.places.here = lambda rank=rank: (rank == 3, f"train.py:{9 + rank % 2}")
+        if rank != 5:
+            watch.answer()
+    watches[6].report_exit()
+    told = watches[3].places.told(wait)
+    even = ", ".join(map(str, [0, 2, 4, *range(8, 70, 2)]))
+    odd = ", ".join(map(str, [1, 3, *range(7, 70, 2)]))
+    assert told.split(", rank") == [
+        f"ranks {even} are at train.py:9",
+        f"s {odd} wait at train.py:10",
+        " 5 is silent (it was stopped or killed, or a call holds Python's lock)",
+        " 6 is at the end of the script",
+    ]
+    older, wait.question = wait.question, watches[3].places.ask()
+    assert older < wait.question
+    assert "silent" in watches[3].places.told(wait)  # those were answers of before
+    for watch in watches[6:]:
+        watch.places.here = lambda: (False, "train.py:30")
+        watch.answer()
+    assert ", ranks 7-69 are at train.py:30" in watches[3].places.told(wait)
+
+
+class Called(torch.nn.Module):
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def forward(self, x):
+        import sys
+
+        self.found.append(place_of(sys._getframe().f_back))
+        return x
+
+
+def test_a_place_is_the_innermost_line_of_a_script():
+    found = []
+    Called(found)(torch.ones(1))  # module
+    assert found == [f"{line('module')} (Called)"]
+    assert place_of(None) == ""
