@@ -81,9 +81,9 @@ class Constants:
 
 def constants_of(mesh: Mesh) -> Constants:
     """Returns the constants of a mesh."""
-    found = vars(mesh).get("_constants")
+    found = mesh.sharded.get("constants")
     if found is None:
-        found = vars(mesh)["_constants"] = Constants()
+        found = mesh.sharded["constants"] = Constants()
     return found  # type: ignore[no-any-return]
 
 

@@ -147,7 +147,7 @@ class _Pass:
 
 def _pass_of(mesh: Mesh) -> _Pass:
     task = torch._C._current_graph_task_id()
-    passes = vars(mesh).setdefault("_passes", {})
+    passes = mesh.sharded.setdefault("passes", {})
     if task not in passes:
         passes[task] = _Pass(task)
 

@@ -55,4 +55,4 @@ def keyed(x: DistTensor) -> DistTensor:
 
 def note_space(rows: Rows) -> None:
     """Notes the rows that a new tensor with as many rows has."""
-    vars(rows.mesh).setdefault("_spaces", {}).setdefault(rows.count, rows)
+    rows.mesh.sharded.setdefault("spaces", {}).setdefault(rows.count, rows)

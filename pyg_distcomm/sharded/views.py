@@ -273,7 +273,7 @@ def space_of(rows: Rows, n: int) -> Rows | None:
         return nodes
     if rows.count == n:
         return rows
-    spaces = vars(rows.mesh).get("_spaces", {})
+    spaces = rows.mesh.sharded.get("spaces", {})
     return spaces.get(n)
 
 
@@ -379,7 +379,7 @@ def _slice_backward(
     g: DistTensor, size: list[int], d: int, begin: int, end: int, step: int
 ) -> Any:
     begin, end, step = slice(begin, end, step).indices(size[d])
-    for rows in list(vars(g.rows.mesh).get("_spaces", {}).values()):
+    for rows in list(g.rows.mesh.sharded.get("spaces", {}).values()):
         known = rows.derived.get(("slice", begin, end, step))
         if known is not None and known[0] is g.rows:
             size[d] = len(rows)
