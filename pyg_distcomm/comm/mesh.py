@@ -197,6 +197,7 @@ class Mesh:
         compared: the replicated tensors that were compared; see `consistency.Comparer`.
         inputs: the inputs of cached products; see `product_cache.Inputs`.
         grid_warned: the layers whose warning about the grid has been given.
+        sharded: what is kept for tensors that are sharded below autograd.
     """
 
     grid: Grid
@@ -223,6 +224,7 @@ class Mesh:
     compared: Any = field(default=None, repr=False)
     inputs: Any = field(default=None, repr=False)
     grid_warned: set[str] = field(default_factory=set, repr=False)
+    sharded: dict[str, Any] = field(default_factory=dict, repr=False)
     _replay: OrderedDict[int, int] = field(default_factory=OrderedDict, repr=False)
     _finalizer: Any = field(default=None, repr=False)
     _device_mesh: DeviceMesh | None = field(default=None, repr=False)

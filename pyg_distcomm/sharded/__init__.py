@@ -1,0 +1,23 @@
+"""Shards tensors by rows below autograd: one wrapper subclass, and rules by aten op."""
+
+from pyg_distcomm.sharded import (
+    by_id,
+    constants,
+    fused,
+    products,
+    reductions,
+    scatter,
+    views,
+)
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+
+__all__ = [
+    "DistTensor",
+    "by_id",
+    "constants",
+    "fused",
+    "products",
+    "reductions",
+    "scatter",
+    "views",
+]

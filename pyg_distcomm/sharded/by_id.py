@@ -1,0 +1,182 @@
+"""Reads rows by ids, by masks, and by an index of the result's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.constants import key_of
+from pyg_distcomm.sharded.dist_tensor import (
+    DistTensor,
+    local_at,
+    own_part,
+    rule,
+)
+from pyg_distcomm.sharded.ids import (
+    Ids,
+    back,
+    chosen,
+    front,
+    ids_of,
+    plain,
+    plain_ids,
+)
+from pyg_distcomm.sharded.pointwise import meeting
+
+aten = torch.ops.aten
+
+
+@rule(aten.index_select.default)
+def index_select(func: Any, args: Any, kwargs: Any) -> Any:
+    """Reads rows by ids."""
+    x, d, index = args
+    d %= max(x.dim(), 1)
+    if type(x) is not DistTensor:  # plain rows, by sharded ids
+        return DistTensor(func(plain(x), d, index.local), index.rows, d)
+    if d != x.dim_:
+        if type(index) is DistTensor:
+            return whole.apply(func, args, kwargs)
+        return DistTensor(func(x.local, d, index), x.rows, x.dim_)
+    ids = ids_of(index) if type(index) is DistTensor else plain_ids(index, x.rows)
+    if ids is None:
+        return whole.apply(func, args, kwargs)
+    rows = ids.exchange(x.rows).gather(front(x), None if x._key is None else key_of(x))
+    return back(rows, ids.rows, d)
+
+
+@rule(aten.index.Tensor)
+def index(func: Any, args: Any, kwargs: Any) -> Any:
+    """Selects rows by a mask, or reads them by ids, with other indices beside these."""
+    x, given = args
+    given = list(given)
+    used = [i for i, v in enumerate(given) if v is not None]
+    first, v = used[0], given[used[0]]
+    if len(used) == 1 and v.dtype == torch.bool and v.dim() == 1:
+        return _masked(x, first, v)
+    if len(used) == 1 and v.dtype != torch.bool:
+        return _by_one_index(func, x, first, v, args)
+    if used == list(range(len(used))) and type(x) is DistTensor and x.dim_ == 0:
+        found = _by_several(x, given, used)
+        if found is not None:
+            return found
+    if (
+        type(x) is DistTensor
+        and x.dim_ not in used
+        and not any(type(given[i]) is DistTensor for i in used)
+        and used == list(range(first, first + len(used)))
+        and x.dim_ < first
+    ):
+        return DistTensor(func(x.local, given), x.rows, x.dim_)
+    return whole.apply(func, args, kwargs)
+
+
+def _masked(x: Tensor, d: int, mask: Tensor) -> Any:
+    if type(x) is DistTensor and x.dim_ != d:
+        if type(mask) is DistTensor:
+            mask = mask.full_tensor()
+        where = mask.nonzero().view(-1)
+        return DistTensor(x.local.index_select(d, where), x.rows, x.dim_)
+    rows = x.rows if type(x) is DistTensor else mask.rows  # type: ignore[attr-defined]
+    kept, where = chosen(mask, rows)
+    local = x.local if type(x) is DistTensor else own_part(plain(x), rows, d)
+    return DistTensor(local.index_select(d, where), kept, d)
+
+
+def _by_one_index(func: Any, x: Tensor, d: int, v: Tensor, args: Any) -> Any:
+    if type(x) is DistTensor and x.dim_ != d:
+        if type(v) is DistTensor:
+            return whole.apply(func, args, {})
+        dim = x.dim_ if x.dim_ < d else x.dim_ + v.dim() - 1
+        return DistTensor(func(x.local, args[1]), x.rows, dim)
+    if type(v) is DistTensor and v.dim() == 1:
+        if type(x) is DistTensor:
+            return index_select(aten.index_select.default, (x, d, v), {})
+        given = [None] * d + [v.local]
+        return DistTensor(func(plain(x), given), v.rows, d)
+    if type(v) is DistTensor and v.dim_ == 0 and type(x) is DistTensor:
+        ids = Ids(v.local.reshape(-1), v.rows)
+        found = ids.exchange(x.rows).gather(front(x))
+        found = found.view(*v.local.shape, *found.shape[1:])
+        return DistTensor(found, v.rows, 0) if d == 0 else whole.apply(func, args, {})
+    if type(v) is DistTensor:
+        given = [None] * d + [v.local]
+        return DistTensor(func(plain(x), given), v.rows, d + v.dim_)
+    assert type(x) is DistTensor
+    if v.dim() != 1 or d != 0:
+        if v.dim() == 1:
+            return index_select(aten.index_select.default, (x, d, v), {})
+        return whole.apply(func, args, {})
+    return index_select(aten.index_select.default, (x, d, v), {})
+
+
+def _by_several(x: DistTensor, given: list[Any], used: list[int]) -> Any:
+    """Returns `x[i, j, ...]` of rows i: these are read by ids, the rest is row by row."""
+    dists = [given[i] for i in used if type(given[i]) is DistTensor]
+    if any(given[i].dtype == torch.bool or given[i].dim() != 1 for i in used):
+        return None
+    v = given[0]
+    if type(v) is DistTensor:
+        ids = ids_of(v)
+    elif dists and v.size(0) == dists[0].rows.count:
+        ids = Ids(own_part(v, dists[0].rows, 0), dists[0].rows)
+    else:
+        ids = plain_ids(v, x.rows)
+    if ids is None:
+        return None
+    found = ids.exchange(x.rows).gather(x.local)
+    at = torch.arange(len(found), device=found.device)
+    rest = [meeting(given[i], ids.rows, 1) for i in used[1:]]
+    return DistTensor(found[(at, *rest)], ids.rows, 0)
+
+
+@rule(aten.gather.default)
+def gather(func: Any, args: Any, kwargs: Any) -> Any:
+    """Reads by an index of the result's shape: along rows by ids, else row by row."""
+    x, d, v = args[:3]
+    d %= max(x.dim(), 1)
+    if type(x) is DistTensor and d == x.dim_:
+        ids = ids_of(v) if type(v) is DistTensor else None
+        if ids is None or v.dim_ != d:
+            return whole.apply(func, args, kwargs)
+        given = front(x)
+        width = tuple(s for k, s in enumerate(v.shape) if k != d)
+        if given.shape[1:] != width:
+            given = given[tuple(slice(s) for s in (None, *width))]
+        return back(ids.exchange(x.rows).gather(given), v.rows, d)
+    if type(x) is DistTensor:
+        own = local_at(v, x.rows, x.dim_)
+        return DistTensor(func(x.local, d, own, *args[3:]), x.rows, x.dim_)
+    x = plain(x)
+    if d == v.dim_:
+        return DistTensor(func(x, d, v.local, *args[3:]), v.rows, d)
+    return DistTensor(
+        func(own_part(x, v.rows, v.dim_), d, v.local, *args[3:]), v.rows, v.dim_
+    )
+
+
+@rule(aten.embedding.default)
+def embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    """Reads rows of a table by ids."""
+    weight, v = args[:2]
+    if type(v) is not DistTensor:
+        found = index_select(aten.index_select.default, (weight, 0, v.reshape(-1)), {})
+        return (
+            aten.view.default(found, [*v.shape, weight.size(1)])
+            if v.dim() != 1
+            else found
+        )
+    if type(weight) is DistTensor:
+        return _by_one_index(aten.index.Tensor, weight, 0, v, (weight, [v]))
+    return DistTensor(func(weight, v.local, *args[2:], **kwargs), v.rows, v.dim_)
+
+
+@rule(aten.masked_select.default)
+def masked_select(func: Any, args: Any, kwargs: Any) -> Any:
+    """Selects the values that a mask keeps."""
+    x, mask = args
+    if mask.dim() == 1 and x.dim() == 1:
+        return _masked(x, 0, mask)
+    return whole.apply(func, args, kwargs)

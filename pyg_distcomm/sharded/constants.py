@@ -1,0 +1,287 @@
+"""Computes constant structure once: self-loops, degrees, masks of types, normalisations.
+
+[Note: constants] A layer of PyG derives the same tensors from the same edge_index in each
+forward pass. Whole numbers and masks of a share, and numbers of one column, have a *key*; an
+op whose operands all have one is computed once, and its result has a key, too, made of the
+op and theirs. Plain operands of the same kind are known by their content. So the second epoch
+finds the very ids of the first one, with the exchange that was planned for them.
+
+What an op writes to loses its key, by torch's own version counter, as do its views; results
+are copied before an op writes to them. The cache is the mesh's, and keeps the latest results.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.process import PROCESS
+from pyg_distcomm.sharded.dist_tensor import DistTensor, rule
+
+_KEPT = 96  # results
+_KEPT_PLAIN = 32  # plain operands
+
+
+class Constants:
+    """Numbers constant values, and keeps what was computed from them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._numbers: dict[Any, int] = {}
+        self._results: OrderedDict[int, Any] = OrderedDict()
+        self._plain: OrderedDict[int, Tensor] = OrderedDict()
+        self.ids: OrderedDict[int, Any] = OrderedDict()
+        self.masks: OrderedDict[Any, Any] = OrderedDict()
+
+    def number(self, of: Any) -> int:
+        """Returns the number of a description, always the same one."""
+        found = self._numbers.get(of)
+        if found is None:
+            self._count += 1
+            found = self._numbers[of] = self._count
+        return found
+
+    def new(self) -> int:
+        """Returns the number of a value that nothing describes."""
+        self._count += 1
+        return self._count
+
+    def plain(self, x: Tensor) -> int:
+        """Returns the number of a plain tensor, known by its content."""
+        for number, other in self._plain.items():
+            if (
+                other.shape == x.shape
+                and other.dtype == x.dtype
+                and torch.equal(other, x)
+            ):
+                return number
+        number = self.new()
+        self._plain[number] = x.detach().clone()
+        if len(self._plain) > _KEPT_PLAIN:
+            self._plain.popitem(last=False)
+        return number
+
+    def get(self, number: int) -> Any:
+        """Returns a result, or None."""
+        found = self._results.get(number)
+        if found is not None:
+            self._results.move_to_end(number)
+        return found
+
+    def put(self, number: int, result: Any) -> None:
+        """Keeps a result."""
+        self._results[number] = result
+        if len(self._results) > _KEPT:
+            self._results.popitem(last=False)
+
+
+def constants_of(mesh: Mesh) -> Constants:
+    """Returns the constants of a mesh."""
+    found = mesh.sharded.get("constants")
+    if found is None:
+        found = mesh.sharded["constants"] = Constants()
+    return found  # type: ignore[no-any-return]
+
+
+def is_structure(x: Tensor) -> bool:
+    """Tells whether a tensor may be a constant: whole numbers, or one number per row."""
+    if x.requires_grad:
+        return False
+    # a float of shape [n] or [n, 1]
+    return not x.dtype.is_floating_point or x.numel() == max(x.shape, default=1)
+
+
+def key_of(x: DistTensor) -> int | None:
+    """Returns the key of a tensor while nothing has written to it."""
+    key = x._key
+    if key is None or x.requires_grad or version_of(x) != x._key_version:
+        return None
+    return key
+
+
+class _NotConstant(Exception):
+    pass
+
+
+def _described(value: Any, known: Constants) -> Any:
+    if isinstance(value, Tensor):
+        if type(value) is DistTensor:
+            key = key_of(value)
+            if key is None:
+                raise _NotConstant
+            return key
+        if type(value) is not Tensor or not is_structure(value):
+            raise _NotConstant
+        return known.plain(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_described(v, known) for v in value)
+    return value
+
+
+def description(func: Any, args: Any, kwargs: Any, known: Constants) -> int | None:
+    """Returns the number of an op on constants; None if an operand is none."""
+    try:
+        parts = _described(args, known), _described(tuple(kwargs.items()), known)
+        return known.number((func, *parts))
+    except (_NotConstant, TypeError):
+        return None
+
+
+@rule("constant")
+def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> Any:
+    """Computes an op whose first sharded operand is constant; see [Note: constants]."""
+    known = constants_of(first.rows.mesh)
+    kinds = PROCESS.rules
+    kind = kinds.get(("kind", func))
+    if kind is None:
+        kind = kinds["kind", func] = _kind(func)
+    if kind == "random":
+        return rule(func, args, kwargs)
+    if kind == "same":
+        out = rule(func, args, kwargs)
+        out._key = key_of(first)
+        out._key_version = 0 if func is aten.clone.default else version_of(first)
+        out._shared = first._shared and func is not aten.clone.default
+        return out
+    number = description(func, args, kwargs, known)
+    if kind == "in place":
+        return _write(func, rule, args, kwargs, number, known)
+    if number is None:
+        return rule(func, args, kwargs)
+    if kind == "view":
+        return _keyed_views(rule(func, args, kwargs), number, known, version_of(first))
+    if kind == "new":
+        out = rule(func, args, kwargs)
+        if type(out) is DistTensor:
+            out._key, out._key_version = number, version_of(out)
+        return out
+    held = known.get(number)
+    if held is None:
+        out = rule(func, args, kwargs)
+        parts = list(out) if type(out) in (tuple, list) else [out]
+        if all(isinstance(p, Tensor) and is_structure(p) for p in parts):
+            made = [
+                _held(p, number if len(parts) == 1 else known.number((number, i)))
+                for i, p in enumerate(parts)
+            ]
+            known.put(number, made)
+        return out
+    made = [_again(each) for each in held]
+    return (
+        made[0]
+        if len(made) == 1 and func._schema.returns[0].type.kind() != "ListType"
+        else (tuple(made) if len(func._schema.returns) > 1 else made)
+    )
+
+
+def _held(part: Tensor, number: int) -> Any:
+    if type(part) is not DistTensor:
+        return part.detach().clone()
+    part._key, part._key_version, part._shared = number, version_of(part), True
+    return part.local, part.rows, part.dim_, number
+
+
+def _again(held: Any) -> Tensor:
+    if isinstance(held, Tensor):
+        return held.clone()
+    out = DistTensor(*held)
+    out._shared, out._key_version = True, version_of(out)
+    return out
+
+
+def _keyed_views(out: Any, number: int, known: Constants, version: int) -> Any:
+    parts = list(out) if type(out) in (tuple, list) else [out]
+    for i, part in enumerate(parts):
+        if type(part) is DistTensor:
+            part._key = number if len(parts) == 1 else known.number((number, i))
+            part._key_version = version
+    return out
+
+
+def _write(
+    func: Any, rule: Any, args: Any, kwargs: Any, number: int | None, known: Constants
+) -> Any:
+    target = args[0]
+    if type(target) is DistTensor and target._shared:
+        own_copy(target)
+    held = None if number is None else known.get(number)
+    if held is None:
+        out = rule(func, args, kwargs)
+        if number is not None and isinstance(target, Tensor) and out is target:
+            if type(target) is DistTensor:
+                known.put(
+                    number, [(target.local.clone(), target.rows, target.dim_, number)]
+                )
+            else:
+                known.put(number, [target.detach().clone()])
+    else:
+        kept = held[0]
+        if type(target) is DistTensor:
+            target.local.copy_(kept[0])
+            target._ids = target._chosen = None
+        else:
+            target.copy_(kept)
+    if number is not None and type(target) is DistTensor:
+        target._key, target._key_version = number, version_of(target) + 1
+    return target
+
+
+def own_copy(target: DistTensor) -> None:
+    """Gives a tensor rows of its own, before an op writes to what is kept.
+
+    Raises:
+        RuntimeError: for a view, whose base would not see what is written.
+    """
+    if target._is_view():
+        raise RuntimeError(
+            "got an in-place operation on a view of a constant that is kept for the graph; "
+            "clone the tensor first: x = x.clone()"
+        )
+    target.local, target._shared = target.local.clone(), False
+
+
+def version_of(x: Tensor) -> int:
+    """Returns how often an op has written to a tensor; -1 for inference tensors."""
+    return -1 if x.is_inference() else x._version
+
+
+aten = torch.ops.aten
+_SAME = {
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh.default,
+}
+_NEW = {
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+}
+_UNKNOWN = {
+    aten.new_empty.default,
+    aten.empty_like.default,
+    aten.new_empty_strided.default,
+}
+
+
+def _kind(func: Any) -> str:
+    if func in _SAME:
+        return "same"
+    if func in _NEW:
+        return "new"
+    if func in _UNKNOWN or torch.Tag.nondeterministic_seeded in func.tags:
+        return "random"
+    if func._schema.is_mutable:
+        return "in place"
+    if any(a.alias_info is not None for a in func._schema.arguments):
+        return "view"
+    if func in (aten._local_scalar_dense.default, aten.equal.default):
+        return "random"
+    return "result"

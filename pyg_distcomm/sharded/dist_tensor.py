@@ -1,0 +1,229 @@
+"""Defines `DistTensor`, a tensor of the whole's shape whose rows are sharded over the ranks.
+
+[Note: below autograd] A `DistTensor` wraps this rank's rows and has the global shape. Torch's
+autograd sees an ordinary tensor of that shape; what it calls, forward and backward alike, are
+aten ops, and these are computed by rules (see `rule`) that return the value of the whole:
+
+    row by row           on own rows, without communication
+    over the rows        on own rows, then one all-reduce; the result is plain
+    by ids               one planned exchange; see `by_id.py`
+    anything else        all rows are gathered, and every rank computes the same
+
+A tensor is *plain* if it is an ordinary tensor, equal on all ranks. Since each op returns the
+value of the whole, gradients are those of one process, for leaves of either kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.process import PROCESS
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class DistTensor(Tensor):
+    """A tensor sharded over the ranks by rows, of the whole's shape.
+
+    Args:
+        local: the rows of this rank.
+        rows: which rows these are.
+        dim: the dimension of `local` that is sharded.
+        key: the number of this value among constants; see `constants.py`.
+
+    Shapes: `[..., n, ...]`, of which `local` `[..., n_i, ...]` is on this rank.
+    """
+
+    __slots__ = (
+        "_chosen",
+        "_ids",
+        "_key",
+        "_key_version",
+        "_shared",
+        "dim_",
+        "local",
+        "rows",
+    )
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    local: Tensor
+    rows: Rows
+    dim_: int
+    _key: int | None  # its number among constants, at a version
+    _key_version: int
+    _shared: bool  # whether its rows are those of a constant that is kept
+    _ids: Any  # what is planned for the ids that it holds
+    _chosen: Any  # the rows that it keeps, as a mask
+
+    @staticmethod
+    def __new__(
+        cls, local: Tensor, rows: Rows, dim: int = 0, key: int | None = None
+    ) -> Any:
+        """Wraps rows, without autograd; see `from_local`."""
+        shape = list(local.shape)
+        shape[dim] = rows.count
+        stride = local.stride() if dim == 0 else None
+        self = Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, dtype=local.dtype, device=local.device
+        )
+        self.local, self.rows, self.dim_ = local, rows, dim
+        self._key, self._key_version, self._shared = key, 0, False
+        self._ids = self._chosen = None
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Computes one aten op by its rule."""
+        rules = PROCESS.rules
+        rule = rules.get(func)
+        if rule is None:
+            rule = rules[func] = rules["default"](func)
+        first = args[0]
+        if type(first) is not DistTensor:
+            first = first_sharded(args)
+        if first is not None and first._key is not None:
+            return rules["constant"](func, rule, args, kwargs or {}, first)
+        return rule(func, args, kwargs or {})
+
+    @staticmethod
+    def from_local(local: Tensor, rows: Rows, dim: int = 0) -> DistTensor:
+        """Returns this rank's rows as part of a sharded tensor, differentiably."""
+        return _FromLocal.apply(local, rows, dim)
+
+    def to_local(self) -> Tensor:
+        """Returns this rank's rows as an ordinary tensor, differentiably."""
+        return _ToLocal.apply(self)
+
+    def full_tensor(self) -> Tensor:
+        """Returns all rows, in order, on every rank, differentiably; collective."""
+        return _Full.apply(self)
+
+    def tolist(self) -> Any:
+        """Returns all values as nested lists; collective."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns all values as an array; collective."""
+        return self.full_tensor().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        found = self.full_tensor().detach().numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        mesh = self.rows.mesh
+        return (
+            f"DistTensor({list(self.shape)} of {str(self.dtype).removeprefix('torch.')}, "
+            f"{list(self.local.shape)} on rank {mesh.rank}/{mesh.size}, dim {self.dim_})"
+        )
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, rows: Rows, dim: int) -> DistTensor:
+        ctx.rows, ctx.dim = rows, dim
+        return DistTensor(local, rows, dim)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return local_at(g, ctx.rows, ctx.dim), None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DistTensor) -> Tensor:
+        ctx.rows, ctx.dim = x.rows, x.dim_
+        return x.local.view_as(x.local)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> DistTensor:
+        return DistTensor(g, ctx.rows, ctx.dim)
+
+
+class _Full(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DistTensor) -> Tensor:
+        ctx.rows, ctx.dim = x.rows, x.dim_
+        return all_rows(x, "full_tensor")
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> DistTensor:
+        return DistTensor(local_at(g, ctx.rows, ctx.dim), ctx.rows, ctx.dim)
+
+
+def first_sharded(args: Any) -> DistTensor | None:
+    """Returns the first sharded operand, also of a list of operands."""
+    for a in args:
+        if type(a) is DistTensor:
+            return a
+        if type(a) is list:
+            for b in a:
+                if type(b) is DistTensor:
+                    return b
+    return None
+
+
+def rule(*ops: Any) -> Callable[[Any], Any]:
+    """Declares the rule of some aten ops, or what is done under a name."""
+
+    def keep(function: Any) -> Any:
+        for op in ops:
+            PROCESS.rules[op] = function
+        return function
+
+    return keep
+
+
+def own_part(x: Tensor, rows: Rows, dim: int) -> Tensor:
+    """Returns own rows of a plain tensor."""
+    if rows.mesh.size == 1 and rows.whole:
+        return x
+    return x.index_select(dim, rows.place_on(x.device))
+
+
+def local_at(x: Tensor, rows: Rows, dim: int) -> Tensor:
+    """Returns the rows that this rank holds of `rows`, of a tensor sharded in any way.
+
+    Collective where `x` is sharded by other rows, or in another dimension.
+    """
+    if not isinstance(x, DistTensor):
+        return own_part(x, rows, dim)
+    if x.dim_ == dim:
+        if x.rows is rows or x.rows.matches(rows):
+            return x.local
+        return PROCESS.rules["reshard"](x, rows)  # type: ignore[no-any-return]
+    return own_part(all_rows(x, "align"), rows, dim)
+
+
+def all_rows(x: DistTensor, op: str) -> Tensor:
+    """Returns all rows, in order, on every rank; collective, noted as "gather <op>"."""
+    local, rows, dim = x.local, x.rows, x.dim_
+    axis = rows.mesh.world
+    if axis.size == 1:
+        return local.clone()
+    flat = local.movedim(dim, 0).contiguous()
+    sizes, order = _gathered_order(rows)
+    sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+    found = collectives.all_gather_rows(sent, sizes, axis, op=f"gather {op}")
+    if flat.dtype == torch.bool:
+        found = found.view(torch.bool)
+    return found.index_select(0, order.to(found.device)).movedim(0, dim)
+
+
+def _gathered_order(rows: Rows) -> tuple[list[int], Tensor]:
+    """Returns how many rows each rank holds, and the order that sorts them; kept."""
+    known = rows.derived.get("gathered")
+    if known is None:
+        axis = rows.mesh.world
+        sizes = [row[0] for row in collectives.all_gather_counts([len(rows)], axis)]
+        every = collectives.all_gather_rows(rows.place, sizes, axis, op="plan")
+        known = rows.derived["gathered"] = sizes, torch.argsort(every)
+    return known  # type: ignore[no-any-return]

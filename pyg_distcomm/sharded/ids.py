@@ -1,0 +1,322 @@
+"""Plans the exchange of rows by ids, and keeps it with the ids.
+
+With ids v_1 .. v_k, sharded over the ranks, and x with a row for each id:
+
+    gather   y_i = x[v_i]
+    scatter  x[v] += sum of y_i over i with v_i = v     (and maximum, minimum, replacement)
+
+What travels is planned once for ids that do not change: each distinct row of another rank
+once. So `x[edge_index[0]]` is the halo exchange of a layer, and a scatter to `edge_index[1]`,
+whose edges are with the owner of their target, moves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import kernels
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.sharded.constants import constants_of, key_of, version_of
+from pyg_distcomm.sharded.dist_tensor import (
+    DistTensor,
+    local_at,
+    own_part,
+    rule,
+)
+from pyg_distcomm.sharded.partial import PartialSum
+from pyg_distcomm.tensor.gather_by_id import IdPlan
+
+aten = torch.ops.aten
+_KEPT = 64  # lists of ids, and masks
+_SUMMED = (torch.float32, torch.float64)
+
+
+class Ids:
+    """Holds the ids `[k]` on this rank, and what has been planned for them."""
+
+    __slots__ = ("_plans", "local", "rows")
+
+    def __init__(self, local: Tensor, rows: Rows) -> None:
+        self.local, self.rows = local, rows
+        self._plans: dict[int, tuple[Rows, IdExchange]] = {}
+
+    def exchange(self, rows: Rows) -> IdExchange:
+        """Returns the exchange with rows of a tensor; collective at the first call."""
+        known = self._plans.get(id(rows))
+        if known is None:
+            plan = IdPlan.build(self.local.reshape(-1).long(), rows)
+            known = rows, IdExchange(plan.to(self.local.device))
+            self._plans[id(rows)] = known
+        return known[1]
+
+
+class IdExchange:
+    """Gathers and scatters rows by planned ids, below autograd.
+
+    Shapes: n own rows, h ghosts, k ids; slot [k] in 0 .. n + h - 1.
+    Price: h f words for a gather, the same transposed for a scatter.
+    """
+
+    __slots__ = ("_constant", "_csr", "_hit", "count", "halo", "own", "slot")
+
+    def __init__(self, plan: IdPlan) -> None:
+        self.halo, self.slot, self.own = plan.halo, plan.slot, plan.own
+        self.count = self.own + self.halo.num_ghosts
+        self._csr: tuple[Tensor, Tensor] | None = None
+        self._hit: Tensor | None = None
+        self._constant: tuple[int, Tensor | None] | None = (
+            None  # the rows of a constant
+        )
+
+    def gather(self, x: Tensor, key: int | None = None) -> Tensor:
+        """Returns the rows `[k, ...]` of own rows `[n, ...]`.
+
+        Args:
+            x: own rows.
+            key: the number of `x` among constants, whose ghosts are kept from their second
+                use on.
+        """
+        if x.dim() == 1:
+            return self.gather(x.unsqueeze(1), key).squeeze(1)
+        rest = x.shape[1:]
+        flat = x.reshape(len(x), math.prod(rest))
+        if not self.halo.silent:
+            flat = self._with_ghosts(flat, key)
+        return _rows_at(flat, self.slot).view(len(self.slot), *rest)
+
+    def _with_ghosts(self, x: Tensor, key: int | None) -> Tensor:
+        known = self._constant
+        if (
+            key is not None
+            and known is not None
+            and known[0] == key
+            and known[1] is not None
+        ):
+            return torch.cat([x, known[1]])
+        table = x.new_empty((self.count, x.size(1)))
+        arrive = self.halo.begin(_wire(x), _wire(table[self.own :]))
+        table[: self.own] = x
+        arrive()
+        if key is not None:
+            again = known is not None and known[0] == key
+            self._constant = key, table[self.own :].clone() if again else None
+        return table
+
+    def sum(self, src: Tensor) -> Tensor:
+        """Returns the sums `[n, ...]` of rows `[k, ...]` by id, at the owners."""
+        if src.dim() == 1:
+            return self.sum(src.unsqueeze(1)).squeeze(1)
+        rest = src.shape[1:]
+        flat = src.reshape(len(src), math.prod(rest))
+        if flat.dtype in _SUMMED and len(flat):
+            rowptr, perm = self._sorted()
+            table = kernels.spmm(rowptr, perm, None, flat.contiguous())
+        else:
+            table = flat.new_zeros((self.count, flat.size(1))).index_add_(
+                0, self.slot, flat
+            )
+        if self.halo.silent:
+            return table.view(self.own, *rest)
+        arrive = self.halo.begin_transpose(table[self.own :].contiguous())
+        return arrive(table[: self.own].contiguous()).view(self.own, *rest)
+
+    def extreme(self, src: Tensor, op: str) -> Tensor:
+        """Returns the maxima or minima `[n, ...]` of rows by id ("amax", "amin").
+
+        Rows that no id names hold the identity.
+        """
+        if op == "amin" and src.dtype.is_floating_point:
+            return -self.extreme(-src, "amax")
+        empty = identity(src.dtype, op)
+        if src.dtype not in _SUMMED or not len(src):
+            start = src.new_full((self.own, *src.shape[1:]), empty)
+            return IdPlan(self.halo, self.slot, self.own).scatter_extreme(
+                src, start, op
+            )
+        rest = src.shape[1:]
+        flat = src.reshape(len(src), math.prod(rest)).contiguous()
+        rowptr, perm = self._sorted()
+        table = kernels.segment_max(rowptr, perm, flat)
+        table[rowptr.diff() == 0] = empty
+        own = table[: self.own]
+        if not self.halo.silent:
+            halo = self.halo
+            sides = halo.recv_counts, halo.send_counts, halo.axis
+            sent = table[self.own :].contiguous()
+            came = collectives.all_to_all(sent, *sides, "halo_reduce", halo.most).wait()
+            index = halo.send_slot.view(-1, 1).expand_as(came)
+            own = own.scatter_reduce(0, index, came, op)
+        return own.view(self.own, *rest)
+
+    def hit(self, dim: int) -> Tensor:
+        """Tells which own rows any id names, `[n, 1, ...]` with `dim` dimensions."""
+        if self._hit is None:
+            found = torch.zeros(self.count, dtype=torch.bool, device=self.slot.device)
+            found[self.slot] = True
+            found = found[: self.own].clone()
+            found[self.halo.send_slot] = True
+            self._hit = found
+        return self._hit.view(-1, *[1] * (dim - 1))
+
+    def put(self, out: Tensor, src: Tensor) -> None:
+        """Writes rows `[k, ...]` to the rows of their ids; of several one stays."""
+        here = self.slot < self.own
+        out[self.slot[here]] = src[here]
+        if self.halo.silent:
+            return
+        table = src.new_zeros((self.count, *src.shape[1:]))
+        table[self.slot] = src
+        halo = self.halo
+        sides = halo.recv_counts, halo.send_counts, halo.axis
+        sent = _wire(table[self.own :].contiguous())
+        came = collectives.all_to_all(sent, *sides, "halo_put", halo.most).wait()
+        out[halo.send_slot] = came.view(src.dtype) if came.dtype != src.dtype else came
+
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        if self._csr is None:
+            arange = torch.arange(len(self.slot), device=self.slot.device)
+            rowptr, col, _ = kernels.coo_to_csr(self.slot, arange, self.count)
+            self._csr = rowptr, col
+        return self._csr
+
+
+def _wire(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _rows_at(x: Tensor, index: Tensor) -> Tensor:
+    """Returns `x[index]`, by the package's kernel where it has one."""
+    if x.dtype in _SUMMED and x.size(1) > 1:
+        return kernels.gather_rows(x.contiguous(), index)
+    return x.index_select(0, index)
+
+
+def ids_of(x: DistTensor) -> Ids | None:
+    """Returns the ids that a tensor of whole numbers holds, one for each row; else None."""
+    found: Ids | None = x._ids
+    if found is not None and version_of(x) == x._key_version:
+        return found
+    if x.local.dim() != 1 or x.dtype.is_floating_point or x.dtype == torch.bool:
+        return None
+    key = key_of(x)
+    if key is None:
+        x._key_version, found = version_of(x), Ids(x.local, x.rows)
+    else:
+        kept = constants_of(x.rows.mesh).ids
+        if key not in kept:
+            kept[key] = Ids(x.local.clone(), x.rows)
+            if len(kept) > _KEPT:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
+        found = kept[key]
+    x._ids = found
+    return found
+
+
+def ids_of_part(x: DistTensor, i: int, part: DistTensor) -> Ids | None:
+    """Returns the ids of `x[i]`, kept with `x` while it does not change."""
+    if x._key is not None:  # known by its key
+        return None
+    kept, version = x._chosen, version_of(x)
+    if not isinstance(kept, dict) or kept["version"] != version:
+        kept = x._chosen = {"version": version}
+    if i not in kept:
+        kept[i] = Ids(part.local, part.rows)
+    return kept[i]  # type: ignore[no-any-return]
+
+
+@rule("reshard")
+def reshard(x: DistTensor, rows: Rows) -> Tensor:
+    """Returns own rows of `x`, sharded as other rows; collective.
+
+    Price: each row that moves, once; planned the first time.
+    """
+    key = "reshard", id(x.rows)
+    known = rows.derived.get(key)
+    if known is None:
+        plan = IdPlan.build(rows.place, x.rows).to(x.device)
+        known = rows.derived[key] = x.rows, IdExchange(plan)
+    front = x.local.movedim(x.dim_, 0)
+    return known[1].gather(front).movedim(0, x.dim_)  # type: ignore[no-any-return]
+
+
+def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
+    """Returns the rows that a mask keeps of `rows`, and where they are among own rows.
+
+    Kept with the mask until it changes. Collective once, for a mask that was computed.
+    """
+    key = None
+    if type(mask) is DistTensor:
+        if isinstance(mask._chosen, tuple):
+            version, of, found = mask._chosen
+            if version == version_of(mask) and of is rows:
+                return found  # type: ignore[no-any-return]
+        number = key_of(mask)
+        if number is not None:
+            key, table = (number, id(rows)), constants_of(rows.mesh).masks
+            if key in table:
+                table.move_to_end(key)
+                return table[key][1]  # type: ignore[no-any-return]
+    local = local_at(mask, rows, 0)
+    known = int(mask.sum()) if type(mask) is not DistTensor else None
+    if type(mask) is not DistTensor:
+        kept = rows.derived.setdefault("masks", [])
+        for other, found in kept:
+            if torch.equal(other, mask):
+                return found  # type: ignore[no-any-return]
+    where = local.nonzero().view(-1)
+    found = rows.select(local, known), where
+    if found[0].count == rows.count:
+        found = rows, where
+    if key is not None:
+        table[key] = rows, found
+        if len(table) > _KEPT:
+            table.popitem(last=False)
+    elif type(mask) is DistTensor:
+        mask._chosen = version_of(mask), rows, found
+    else:
+        kept.append((mask.clone(), found))
+        del kept[:-8]
+    return found
+
+
+def plain_ids(index: Tensor, rows: Rows) -> Ids:
+    """Returns plain ids, sharded in equal blocks (as `rows`, if as many); kept by content."""
+    kept = rows.derived.setdefault("plain ids", [])
+    for other, found in kept:
+        if other.shape == index.shape and torch.equal(other, index):
+            return found  # type: ignore[no-any-return]
+    count = index.numel()
+    at = rows if count == rows.count else Rows.blocks(count, rows.mesh)
+    flat = index.reshape(-1)
+    flat = torch.where(flat < 0, flat + rows.count, flat)
+    found = Ids(own_part(flat, at, 0), at)
+    kept.append((index.clone(), found))
+    del kept[:-8]
+    return found
+
+
+def identity(dtype: torch.dtype, op: str) -> Any:
+    if dtype.is_floating_point:
+        return -math.inf if op == "amax" else math.inf
+    if dtype == torch.bool:
+        return op == "amin"
+    info = torch.iinfo(dtype)
+    return info.min if op == "amax" else info.max
+
+
+def front(x: DistTensor) -> Tensor:
+    return x.local if x.dim_ == 0 else x.local.movedim(x.dim_, 0)
+
+
+def back(local: Tensor, rows: Rows, dim: int) -> DistTensor:
+    return DistTensor(local if dim == 0 else local.movedim(0, dim), rows, dim)
+
+
+def plain(x: Tensor) -> Tensor:
+    return x.value() if isinstance(x, PartialSum) else x

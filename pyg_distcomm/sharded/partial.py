@@ -1,0 +1,166 @@
+"""Defines `PartialSum`, a sum over rows of which each rank holds its own part.
+
+[Note: gradients] The gradient of a plain parameter is contracted over the rows of all ranks.
+Each rank has its part of it, and the sum is needed only when it is read. So an op of a
+backward pass that sums over rows returns a `PartialSum`, which is summed
+
+    at the end of the pass, with all others, in one all-reduce, if torch accumulates it in the
+    `.grad` of a leaf: that is an ordinary tensor, whose values arrive then;
+    at once, if any other op reads it.
+
+Linear ops (a transpose, a sum of two) keep it a part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.mesh import Mesh
+
+aten = torch.ops.aten
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+
+
+class PartialSum(Tensor):
+    """A tensor whose value is the sum of `part` over the ranks."""
+
+    __slots__ = ("_value", "mesh", "part")
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    part: Tensor
+    mesh: Mesh
+    _value: Tensor | None
+
+    @staticmethod
+    def __new__(cls, part: Tensor, mesh: Mesh) -> Any:
+        """Wraps the part of this rank."""
+        self = Tensor._make_wrapper_subclass(
+            cls, part.shape, strides=part.stride(), dtype=part.dtype, device=part.device
+        )
+        self.part, self.mesh, self._value = part, mesh, None
+        return self
+
+    def value(self) -> Tensor:
+        """Returns the sum; collective at the first call."""
+        if self._value is None:
+            self._value = collectives.all_reduce(self.part, self.mesh.world)
+        return self._value
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Keeps linear ops partial, and gives every other op the sum."""
+        kwargs = kwargs or {}
+        x = args[0]
+        if func in _VIEWS and x._value is None:
+            if func in _COPIES and _accumulates():
+                return _later(x)
+            return PartialSum(func(x.part, *args[1:], **kwargs), x.mesh)
+        if func in _SUMS and not kwargs and len(args) == 2:
+            a, b = args
+            both = isinstance(a, PartialSum) and isinstance(b, PartialSum)
+            if both and a._value is None and b._value is None:
+                return PartialSum(a.part + b.part, a.mesh)
+            if (
+                func is aten.add_.Tensor
+                and not isinstance(a, PartialSum)
+                and _accumulates()
+            ):
+                _pass_of(b.mesh).added.append((a, b.part))
+                return a
+
+        def summed(value: Any) -> Any:
+            return value.value() if isinstance(value, PartialSum) else value
+
+        return func(*tree_map(summed, args), **tree_map(summed, kwargs))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"PartialSum({list(self.shape)} on rank {self.mesh.rank}/{self.mesh.size})"
+        )
+
+
+_COPIES = {aten.detach.default, aten.clone.default}
+_VIEWS = _COPIES | {
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.unsqueeze.default,
+    aten.sum.dim_IntList,
+}
+_SUMS = {aten.add.Tensor, aten.add_.Tensor}
+
+
+def in_backward() -> bool:
+    """Tells whether a backward pass is running."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def summed_over_ranks(part: Tensor, mesh: Mesh) -> Tensor:
+    """Returns the sum of a part over the ranks, in a backward pass when it is read."""
+    if mesh.size == 1:
+        return part
+    if in_backward() and not torch.is_grad_enabled():
+        return PartialSum(part, mesh)
+    return collectives.all_reduce(part, mesh.world)
+
+
+def _accumulates() -> bool:
+    """Tells whether torch accumulates the gradient of a leaf."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == _ACCUMULATE
+
+
+@dataclass
+class _Pass:
+    """Holds what is summed at the end of one backward pass."""
+
+    task: int
+    written: list[Tensor] = field(default_factory=list)  # in place
+    added: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def finish(self, mesh: Mesh) -> None:
+        """Sums all parts, in one all-reduce for each type."""
+        parts = [*self.written, *(part for _, part in self.added)]
+        for dtype in dict.fromkeys(part.dtype for part in parts):
+            these = [part for part in parts if part.dtype == dtype]
+            flat = torch.cat([part.reshape(-1) for part in these])
+            total = collectives.all_reduce(flat, mesh.world)
+            sums = total.split([part.numel() for part in these])
+            for part, s in zip(these, sums, strict=True):
+                part.copy_(s.view(part.shape))
+        for target, part in self.added:
+            target.add_(part)
+
+
+def _pass_of(mesh: Mesh) -> _Pass:
+    task = torch._C._current_graph_task_id()
+    passes = mesh.sharded.setdefault("passes", {})
+    if task not in passes:
+        passes[task] = _Pass(task)
+
+        def finish() -> None:
+            with torch.no_grad():
+                passes.pop(task).finish(mesh)
+
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+    return passes[task]  # type: ignore[no-any-return]
+
+
+def _later(x: PartialSum) -> Tensor:
+    """Returns an ordinary tensor that holds the sum once the pass has ended."""
+    out = x.part.clone()  # parts of several leaves may share memory
+    _pass_of(x.mesh).written.append(out)
+    return out.view(out.shape)

@@ -1,0 +1,173 @@
+"""Computes ops row by row, on own rows, without communication.
+
+Operands broadcast as torch's do, since shapes are the whole's. A plain operand with the
+sharded dimension is cut to own rows; one of size 1 there, or without it, is taken as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, local_at, rule
+from pyg_distcomm.sharded.partial import PartialSum
+
+aten = torch.ops.aten
+
+
+def meeting(t: Any, rows: Rows, right: int) -> Any:
+    """Returns the part of an operand that meets own rows.
+
+    Args:
+        t: the operand.
+        rows: own rows.
+        right: the sharded dimension of the result, counted from the right, from 1.
+    """
+    if type(t) is DistTensor:
+        if t.rows is rows and t.dim() - t.dim_ == right:
+            return t.local
+        dim = t.dim() - right
+        if (
+            dim >= 0
+            and t.size(dim) == rows.count
+            and (t.dim_ == dim or t.size(dim) != 1)
+        ):
+            return local_at(t, rows, dim)
+        return all_rows(t, "broadcast")
+    if not isinstance(t, Tensor):
+        return t
+    if type(t) is PartialSum:
+        t = t.value()
+    dim = t.dim() - right
+    if dim < 0 or t.size(dim) == 1 or t.size(dim) != rows.count:
+        return t
+    return local_at(t, rows, dim)
+
+
+def _like(args: tuple[Any, ...]) -> DistTensor | None:
+    """Returns the operand whose rows the result has: the one with most rows, then the first."""
+    best, most = None, -1
+    for a in args:
+        if type(a) is DistTensor and a.size(a.dim_) > most:
+            best, most = a, a.size(a.dim_)
+    return best
+
+
+def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Computes a pointwise op on own rows."""
+    like = _like(args)
+    if like is None:
+        return whole.apply(func, args, kwargs)
+    rows, right = like.rows, like.dim() - like.dim_
+    mutable = func._schema.is_mutable
+    if mutable:
+        target = args[0]
+        if "out" in kwargs or type(target) is not DistTensor:
+            return whole.apply(func, args, kwargs)
+        rows, right = target.rows, target.dim() - target.dim_
+    local = [meeting(a, rows, right) for a in args]
+    if not mutable:
+        out = func(*local, **kwargs)
+        if type(out) is tuple:
+            return tuple(DistTensor(o, rows, o.dim() - right) for o in out)
+        return DistTensor(out, rows, out.dim() - right)
+    func(*local, **kwargs)
+    changed(target)
+    return target
+
+
+def changed(target: DistTensor) -> None:
+    """Forgets what was derived from the values of a tensor that an op has written to."""
+    target._key = target._ids = target._chosen = None
+
+
+rule(
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+    aten.copy_.default,
+    aten.copy.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.fill.Scalar,
+    aten.zero_.default,
+    aten.lerp.Scalar,
+    aten.leaky_relu_backward.default,
+    aten.elu_backward.default,
+    aten.gelu_backward.default,
+    aten.threshold_backward.default,
+    aten.sigmoid_backward.default,
+    aten.tanh_backward.default,
+    aten.silu_backward.default,
+    aten.softplus_backward.default,
+    aten.hardtanh_backward.default,
+    aten.log_sigmoid_forward.default,
+    aten.log_sigmoid_backward.default,
+    aten.huber_loss_backward.default,
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.nan_to_num.default,
+    aten.isfinite.default,
+    aten.bucketize.Tensor,
+)(apply)
+
+
+def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Computes an op of one tensor on own rows, of the same shape and rows."""
+    x = args[0]
+    out = func(x.local, *args[1:], **kwargs)
+    if out is x.local:
+        return x
+    return DistTensor(out, x.rows, x.dim_)
+
+
+rule(
+    aten._to_copy.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.bitwise_not.default,
+    aten.contiguous.default,
+)(along)
+
+
+@rule(
+    aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh.default
+)
+def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copies a tensor, or makes an alias; what was planned for its ids stays."""
+    x = args[0]
+    out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
+    out._ids, out._chosen = x._ids, x._chosen
+    return out
+
+
+def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Computes a `_foreach_` op tensor by tensor, by the op of its name."""
+    name = func._schema.name.removeprefix("aten::_foreach_")
+    count = len(args[0])
+
+    def at(value: Any, i: int) -> Any:
+        each = isinstance(value, (list, tuple)) and len(value) == count
+        return value[i] if each else value
+
+    op = torch.linalg.vector_norm if name == "norm" else getattr(aten, name)
+    found = [
+        op(*(at(a, i) for a in args), **{k: at(v, i) for k, v in kwargs.items()})
+        for i in range(count)
+    ]
+    return None if func._schema.is_mutable else found
+
+
+@rule("default")
+def default_rule(func: Any) -> Any:
+    """Returns the rule of an op that has none of its own."""
+    if func._schema.name.startswith("aten::_foreach_"):
+        return foreach
+    return apply if torch.Tag.pointwise in func.tags else whole.apply

@@ -1,0 +1,257 @@
+"""Reduces over rows, by one all-reduce, or over other dimensions, row by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, local_at, rule
+from pyg_distcomm.sharded.partial import summed_over_ranks
+from pyg_distcomm.sharded.pointwise import meeting
+
+aten = torch.ops.aten
+
+
+def _dims(x: Tensor, dims: Any) -> list[int]:
+    if dims is None or dims == []:
+        return list(range(x.dim()))
+    return [d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)]
+
+
+def _reduced(
+    func: Any, args: Any, kwargs: Any, over_ranks: Callable[[Tensor, DistTensor], Any]
+) -> Any:
+    """Reduces own rows, and over the ranks if the rows are among the dimensions."""
+    x = args[0]
+    dims = _dims(x, args[1] if len(args) > 1 else kwargs.get("dim"))
+    keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    out = func(x.local, *args[1:], **kwargs)
+    if x.dim_ in dims:
+        return over_ranks(out, x)
+    dim = x.dim_ if keep else x.dim_ - sum(d < x.dim_ for d in dims)
+    return DistTensor(out, x.rows, dim)
+
+
+@rule(aten.sum.default, aten.sum.dim_IntList)
+def sum_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Sums."""
+    return _reduced(
+        func, args, kwargs, lambda out, x: summed_over_ranks(out, x.rows.mesh)
+    )
+
+
+@rule(aten.mean.default, aten.mean.dim)
+def mean(func: Any, args: Any, kwargs: Any) -> Any:
+    """Takes means: the sum over the number of the whole."""
+    x = args[0]
+    dims = _dims(x, args[1] if len(args) > 1 else kwargs.get("dim"))
+    if x.dim_ not in dims:
+        return _reduced(func, args, kwargs, lambda out, x: out)
+    keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    total = x.local.sum(dims, keep, dtype=kwargs.get("dtype"))
+    total = collectives.all_reduce(total, x.rows.mesh.world)
+    return total / math.prod(x.size(d) for d in dims)
+
+
+def _extreme(op: str) -> Callable[[Any, Any, Any], Any]:
+    def apply(func: Any, args: Any, kwargs: Any) -> Any:
+        x = args[0]
+        dims = _dims(x, args[1] if len(args) > 1 else kwargs.get("dim"))
+        if x.dim_ not in dims:
+            return _reduced(func, args, kwargs, lambda out, x: out)
+        if not x.numel():
+            return func(x.local, *args[1:], **kwargs)
+        local = x.local
+        if not local.size(x.dim_):  # no rows here: the identity
+            shape = list(local.shape)
+            shape[x.dim_] = 1
+            local = local.new_full(shape, _identity(x.dtype, op))
+        if local.dtype == torch.bool:
+            out = func(local, *args[1:], **kwargs).to(torch.uint8)
+            return collectives.all_reduce(out, x.rows.mesh.world, op).bool()
+        return collectives.all_reduce(
+            func(local, *args[1:], **kwargs), x.rows.mesh.world, op
+        )
+
+    return apply
+
+
+def _identity(dtype: torch.dtype, op: str) -> Any:
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    if dtype == torch.bool:
+        return op == "min"
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max
+
+
+rule(aten.amax.default, aten.max.default)(_extreme("max"))
+rule(aten.amin.default, aten.min.default)(_extreme("min"))
+
+
+@rule(
+    aten.any.default,
+    aten.any.dim,
+    aten.any.dims,
+    aten.all.default,
+    aten.all.dim,
+    aten.all.dims,
+)
+def any_all(func: Any, args: Any, kwargs: Any) -> Any:
+    """Tells whether any, or all, are true."""
+    op = "max" if "any" in func._schema.name else "min"
+
+    def over(out: Tensor, x: DistTensor) -> Tensor:
+        return collectives.all_reduce(out.to(torch.uint8), x.rows.mesh.world, op).bool()
+
+    return _reduced(func, args, kwargs, over)
+
+
+@rule(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def count(func: Any, args: Any, kwargs: Any) -> Any:
+    """Counts."""
+    return _reduced(func, args, kwargs, lambda o, x: summed_over_ranks(o, x.rows.mesh))
+
+
+@rule(aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim)
+def norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """Takes norms: of order 2 by a sum of squares, of others on all rows."""
+    x = args[0]
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dims = args[2] if len(args) > 2 else kwargs.get("dim")
+    keep = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
+    over = _dims(x, dims)
+    if x.dim_ not in over:
+        out = func(x.local, *args[1:], **kwargs)
+        dim = x.dim_ if keep else x.dim_ - sum(d < x.dim_ for d in over)
+        return DistTensor(out, x.rows, dim)
+    order = 2 if order is None else order
+    if order not in (1, 2):
+        return whole.apply(func, args, kwargs)
+    part = (x.local.abs() if order == 1 else x.local * x.local).sum(over, keep)
+    total = collectives.all_reduce(part, x.rows.mesh.world)
+    return total if order == 1 else total.sqrt()
+
+
+@rule(aten.var.correction, aten.std.correction, aten.var_mean.correction)
+def var(func: Any, args: Any, kwargs: Any) -> Any:
+    """Takes variances in two passes."""
+    x = args[0]
+    given = args[1] if len(args) > 1 else kwargs.get("dim")
+    dims, keep = _dims(x, given), kwargs.get("keepdim", False)
+    correction = kwargs.get("correction", 1)
+    correction = 1 if correction is None else correction
+    pair = func is aten.var_mean.correction
+    if x.dim_ not in dims:
+        out = func(x.local, *args[1:], **kwargs)
+        dim = x.dim_ if keep else x.dim_ - sum(d < x.dim_ for d in dims)
+        return (
+            tuple(DistTensor(o, x.rows, dim) for o in out)
+            if pair
+            else DistTensor(out, x.rows, dim)
+        )
+    n, world = math.prod(x.size(d) for d in dims), x.rows.mesh.world
+    middle = collectives.all_reduce(x.local.sum(dims, True), world) / n
+    part = (x.local - middle).square().sum(dims, keep)
+    out = collectives.all_reduce(part, world) / max(n - correction, 0)
+    if func is aten.std.correction:
+        return out.sqrt()
+    return (out, middle if keep else middle.view(out.shape)) if pair else out
+
+
+_DIM_AT = {
+    aten._softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax_backward_data.default: 2,
+    aten.cumsum.default: 1,
+    aten.cumprod.default: 1,
+    aten.sort.default: 1,
+    aten.sort.stable: None,
+    aten.topk.default: 2,
+    aten.argsort.default: 1,
+    aten.logcumsumexp.default: 1,
+    aten.glu.default: 1,
+    aten.glu_backward.default: 2,
+}
+
+
+def _along(func: Any, args: Any, kwargs: Any) -> Any:
+    """Computes along a dimension: row by row, if it is not that of the rows."""
+    like = next(a for a in args if type(a) is DistTensor)
+    at = _DIM_AT[func]
+    d = args[at] if at is not None and len(args) > at else kwargs.get("dim", -1)
+    if d % like.dim() == like.dim_:
+        return whole.apply(func, args, kwargs)
+    right = like.dim() - like.dim_
+    local = [meeting(a, like.rows, right) for a in args]
+    out = func(*local, **kwargs)
+    if isinstance(out, Tensor):
+        return DistTensor(out, like.rows, like.dim_)
+    return tuple(DistTensor(o, like.rows, like.dim_) for o in out)
+
+
+rule(*_DIM_AT)(_along)
+
+
+@rule(
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.median.dim,
+    aten.mode.default,
+    aten.prod.dim_int,
+    aten.logsumexp.default,
+    aten.kthvalue.default,
+)
+def one_dim(func: Any, args: Any, kwargs: Any) -> Any:
+    """Reduces one dimension, row by row if it is not that of the rows."""
+    x = args[0]
+    at = 2 if func is aten.kthvalue.default else 1
+    given = args[at] if len(args) > at else kwargs.get("dim")
+    if given is None:
+        return whole.apply(func, args, kwargs)
+    dims = _dims(x, given)
+    if x.dim_ in dims:
+        if func is aten.logsumexp.default:
+            return _logsumexp(x, dims, args[2] if len(args) > 2 else False)
+        return whole.apply(func, args, kwargs)
+    keep = args[at + 1] if len(args) > at + 1 else kwargs.get("keepdim", False)
+    dim = x.dim_ if keep else x.dim_ - sum(d < x.dim_ for d in dims)
+    out = func(x.local, *args[1:], **kwargs)
+    if isinstance(out, Tensor):
+        return DistTensor(out, x.rows, dim)
+    return tuple(DistTensor(o, x.rows, dim) for o in out)
+
+
+def _logsumexp(x: DistTensor, dims: list[int], keep: bool) -> Tensor:
+    most = _extreme("max")(aten.amax.default, (x, dims, True), {})
+    most = torch.where(most.isfinite(), most, torch.zeros_like(most))
+    part = (x.local - most).exp().sum(dims, True)
+    out = collectives.all_reduce(part, x.rows.mesh.world).log() + most
+    return out if keep else out.squeeze(dims)  # type: ignore[arg-type]
+
+
+@rule(aten._local_scalar_dense.default)
+def item(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the one value of a tensor, which its owner sends to all."""
+    return all_rows(args[0], "item").item()
+
+
+@rule(aten.equal.default)
+def equal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tells whether two tensors are equal on all ranks."""
+    a, b = args
+    if a.shape != b.shape:
+        return False
+    like = a if type(a) is DistTensor else b
+    same = torch.equal(*(local_at(t, like.rows, like.dim_) for t in (a, b)))
+    flag = torch.tensor([int(same)])
+    return bool(collectives.all_reduce(flag, like.rows.mesh.world, "min"))

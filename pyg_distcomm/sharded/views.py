@@ -1,0 +1,394 @@
+"""Carries the sharded dimension along views, and along what joins or splits tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.constants import version_of
+from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, own_part, rule
+from pyg_distcomm.sharded.ids import ids_of, ids_of_part
+from pyg_distcomm.sharded.pointwise import meeting
+
+aten = torch.ops.aten
+
+
+def _view(
+    x: DistTensor, local: Tensor, dim: int, rows: Rows | None = None
+) -> DistTensor:
+    """Returns a view of the same ids, if it is one."""
+    out = DistTensor(local, x.rows if rows is None else rows, dim)
+    out._shared = x._shared
+    return out
+
+
+def _same_ids(x: DistTensor, out: DistTensor) -> DistTensor:
+    if not x.dtype.is_floating_point:
+        out._ids = ids_of(x)
+        out._key_version = version_of(x)
+    return out
+
+
+@rule(aten.t.default)
+def t(func: Any, args: Any, kwargs: Any) -> Any:
+    """Transposes a matrix."""
+    x = args[0]
+    return _view(x, func(x.local), 1 - x.dim_ if x.dim() == 2 else 0)
+
+
+@rule(aten.transpose.int)
+def transpose(func: Any, args: Any, kwargs: Any) -> Any:
+    """Swaps two dimensions."""
+    x, a, b = args
+    a, b = a % x.dim(), b % x.dim()
+    return _view(x, func(x.local, a, b), {a: b, b: a}.get(x.dim_, x.dim_))
+
+
+@rule(aten.permute.default)
+def permute(func: Any, args: Any, kwargs: Any) -> Any:
+    """Permutes dimensions."""
+    x, dims = args
+    dims = [d % x.dim() for d in dims]
+    return _view(x, func(x.local, dims), dims.index(x.dim_))
+
+
+@rule(aten.unsqueeze.default)
+def unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
+    """Adds a dimension."""
+    x, d = args
+    d %= x.dim() + 1
+    return _same_ids(x, _view(x, func(x.local, d), x.dim_ + (d <= x.dim_)))
+
+
+@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
+    """Removes dimensions of size 1; the sharded one is gathered if it is one of them."""
+    x = args[0]
+    given = args[1] if len(args) > 1 else list(range(x.dim()))
+    dims = {d % x.dim() for d in ([given] if isinstance(given, int) else given)}
+    gone = sorted(d for d in dims if x.size(d) == 1)
+    if x.dim_ in gone:
+        return whole.apply(func, args, kwargs)
+    local = aten.squeeze.dims(x.local, gone) if gone else x.local.view(x.local.shape)
+    return _same_ids(x, _view(x, local, x.dim_ - sum(d < x.dim_ for d in gone)))
+
+
+@rule(aten.expand.default)
+def expand(func: Any, args: Any, kwargs: Any) -> Any:
+    """Repeats dimensions of size 1; rows stay."""
+    x, size = args[0], list(args[1])
+    d = x.dim_ + len(size) - x.dim()
+    if size[d] not in (-1, x.size(x.dim_)):
+        return whole.apply(func, args, kwargs)  # one row, repeated
+    size[d] = x.local.size(x.dim_)
+    return _same_ids(x, _view(x, func(x.local, size), d))
+
+
+@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def view(func: Any, args: Any, kwargs: Any) -> Any:
+    """Changes the shape; rows stay, or are merged with the dimensions that follow them."""
+    x, size = args[0], list(args[1])
+    if -1 in size:
+        i = size.index(-1)
+        rest = -math.prod(size)
+        size[i] = x.numel() // rest if rest else 0
+    before, n = math.prod(x.shape[: x.dim_]), x.size(x.dim_)
+    sizes: list[int]
+    done = 1
+    for d, s in enumerate(size):
+        if done == before and s == n and (n != 1 or x.numel() or d == x.dim_):
+            sizes = [*size[:d], x.local.size(x.dim_), *size[d + 1 :]]
+            out = _view(x, x.local.reshape(sizes), d)
+            kept = x.dim() == 1 or out.dim() == 1 or math.prod(size) == n
+            return _same_ids(x, out) if kept else out
+        if done == before and n and s and s % n == 0 and s > n:
+            times = s // n
+            tail = math.prod(x.shape[x.dim_ + 1 :])
+            if tail and tail % times == 0:
+                rows = repeated(x.rows, times)
+                sizes = [*size[:d], len(rows), *size[d + 1 :]]
+                return _view(x, x.local.reshape(sizes), d, rows)
+        origin = x.rows.derived.get("repeats")
+        if done == before and origin is not None:
+            of, times = origin
+            if s == of.count and math.prod(size[d + 1 :]) % times == 0:
+                sizes = [*size[:d], len(of), *size[d + 1 :]]
+                return _view(x, x.local.reshape(sizes), d, of)
+        done *= s
+    return whole.apply(func, args, kwargs)
+
+
+def repeated(rows: Rows, times: int) -> Rows:
+    """Returns the rows of a tensor of which each row became `times` rows."""
+    known = rows.derived.get(("repeated", times))
+    if known is None:
+        gid = (rows.place[:, None] * times + torch.arange(times)).view(-1)
+        known = Rows(gid, rows.count * times, rows.mesh, None)
+        known.derived["repeats"] = rows, times
+        rows.derived["repeated", times] = known
+    return known  # type: ignore[no-any-return]
+
+
+@rule(aten.select.int)
+def select(func: Any, args: Any, kwargs: Any) -> Any:
+    """Selects one index of a dimension; of the sharded one it is broadcast."""
+    x, d, i = args
+    d %= x.dim()
+    if d == x.dim_:
+        return _one_row(x, d, i)
+    out = _view(x, func(x.local, d, i), x.dim_ - (d < x.dim_))
+    if not x.dtype.is_floating_point and x.dim() == 2:
+        out._ids = ids_of_part(x, i, out)
+        out._key_version = version_of(x)
+    return out
+
+
+def _one_row(x: DistTensor, d: int, i: int) -> Tensor:
+    """Returns one row, which its owner sends to all: a sum in which it alone takes part."""
+    n = x.size(d)
+    if not -n <= i < n:
+        raise IndexError(
+            f"select(): index {i} out of range for tensor of size {list(x.shape)} at "
+            f"dimension {d}"
+        )
+    i %= n
+    place = x.rows.place
+    at = int(torch.searchsorted(place, i))
+    mine = at < len(place) and int(place[at]) == i
+    row = (
+        x.local.select(d, at).clone()
+        if mine
+        else x.local.new_zeros([s for k, s in enumerate(x.local.shape) if k != d])
+    )
+    if x.rows.mesh.size == 1:
+        return row
+    if row.dtype == torch.bool:
+        return collectives.all_reduce(row.to(torch.uint8), x.rows.mesh.world).bool()
+    return collectives.all_reduce(row, x.rows.mesh.world)
+
+
+@rule(aten.slice.Tensor)
+def slice_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Takes a range of a dimension; of the sharded one the rows that this rank holds of it."""
+    x = args[0]
+    d = (args[1] if len(args) > 1 else 0) % x.dim()
+    if d != x.dim_:
+        return _view(x, func(x.local, *args[1:], **kwargs), x.dim_)
+    n = x.size(d)
+    begin, end, step = slice(
+        args[2] if len(args) > 2 else None,
+        args[3] if len(args) > 3 else None,
+        args[4] if len(args) > 4 else None,
+    ).indices(n)
+    if (begin, end, step) == (0, n, 1):
+        out = _view(
+            x,
+            x.local.view(x.local.shape)
+            if x.local.is_contiguous()
+            else aten.alias.default(x.local),
+            d,
+        )
+        return _same_ids(x, out) if x.dim() == 1 else out
+    place = x.rows.place
+    inside = (place >= begin) & (place < end) & ((place - begin) % step == 0)
+    key = "slice", begin, end, step
+    known = x.rows.derived.get(key)
+    if known is None:
+        gid = (place[inside] - begin) // step
+        total = max(0, -(-(end - begin) // step))
+        where = inside.nonzero().view(-1)
+        known = x.rows.derived[key] = Rows(gid, total, x.rows.mesh, None), where
+    rows, where = known
+    if len(where) and step == 1:  # rows ascend, so that they are a range of own rows
+        return _view(x, x.local.narrow(d, int(where[0]), len(where)), d, rows)
+    return DistTensor(x.local.index_select(d, where.to(x.device)), rows, d)
+
+
+@rule(
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.chunk.default,
+)
+def split(func: Any, args: Any, kwargs: Any) -> Any:
+    """Splits a tensor into views."""
+    x, *rest = args
+    base = {aten.unbind.int: 0}.get(func, 1)
+    d = rest[base] if len(rest) > base else kwargs.get("dim", 0)
+    d %= x.dim()
+    if d != x.dim_:
+        parts = func(x.local, *rest, **kwargs)
+        dim = x.dim_ - (func is aten.unbind.int and d < x.dim_)
+        return type(parts)(_view(x, p, dim) for p in parts)
+    if func is aten.unbind.int:
+        return whole.apply(func, args, kwargs)
+    sizes = rest[0]
+    if func is aten.split.Tensor:
+        n, s = x.size(d), rest[0]
+        sizes = [min(s, n - i) for i in range(0, n, s)] or [0]
+    out, at = [], 0
+    for s in sizes:
+        out.append(slice_(aten.slice.Tensor, (x, d, at, at + s, 1), {}))
+        at += s
+    return out
+
+
+@rule(aten.cat.default)
+def cat(func: Any, args: Any, kwargs: Any) -> Any:
+    """Joins tensors, along rows or along another dimension."""
+    parts = [p for p in args[0] if p.dim() != 1 or p.numel() or len(args[0]) == 1]
+    d = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    like = next(p for p in parts if type(p) is DistTensor)
+    d %= like.dim()
+    if d != like.dim_:
+        right = like.dim() - like.dim_
+        return DistTensor(
+            func([meeting(p, like.rows, right) for p in parts], d), like.rows, like.dim_
+        )
+    known = [
+        p.rows if type(p) is DistTensor and p.dim_ == d else _space(like, p.size(d))
+        for p in parts
+    ]
+    rows = joined(known)
+    local = [local_at(p, r, d) for p, r in zip(parts, known, strict=True)]
+    return DistTensor(torch.cat(local, d), rows, d)
+
+
+def _space(x: DistTensor, n: int) -> Rows:
+    """Returns the rows of n new rows beside those of `x`: those of its nodes, if as many."""
+    found = space_of(x.rows, n)
+    return Rows.blocks(n, x.rows.mesh) if found is None else found
+
+
+def space_of(rows: Rows, n: int) -> Rows | None:
+    """Returns the rows of a new tensor of n rows beside one of `rows`; None if none fit."""
+    nodes = rows.nodes
+    if nodes is not None and nodes.count == n:
+        return nodes
+    if rows.count == n:
+        return rows
+    spaces = rows.mesh.sharded.get("spaces", {})
+    return spaces.get(n)
+
+
+def joined(parts: list[Rows]) -> Rows:
+    """Returns the rows of parts one after another; kept with the first."""
+    if len(parts) == 1:
+        return parts[0]
+    key = ("joined", *map(id, parts))
+    cache = parts[0].derived
+    if key not in cache:
+        at, places = 0, []
+        for part in parts:
+            places.append(part.place + at)
+            at += part.count
+        nodes = next((p.nodes for p in parts if p.nodes is not None), None)
+        made = Rows(torch.cat(places), at, parts[0].mesh, None, nodes=nodes)
+        cache[key] = made, parts
+    return cache[key][0]  # type: ignore[no-any-return]
+
+
+@rule(aten.stack.default)
+def stack(func: Any, args: Any, kwargs: Any) -> Any:
+    """Stacks tensors along a new dimension."""
+    parts, d = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    like = next(p for p in parts if type(p) is DistTensor)
+    d %= like.dim() + 1
+    right = like.dim() - like.dim_
+    local = func([meeting(p, like.rows, right) for p in parts], d)
+    return DistTensor(local, like.rows, like.dim_ + (d <= like.dim_))
+
+
+@rule(aten.flip.default)
+def flip(func: Any, args: Any, kwargs: Any) -> Any:
+    """Reverses dimensions other than the rows."""
+    x, dims = args
+    if x.dim_ in [d % x.dim() for d in dims]:
+        return whole.apply(func, args, kwargs)
+    return DistTensor(func(x.local, dims), x.rows, x.dim_)
+
+
+@rule(aten.repeat.default)
+def repeat(func: Any, args: Any, kwargs: Any) -> Any:
+    """Repeats dimensions other than the rows."""
+    x, times = args
+    d = x.dim_ + len(times) - x.dim()
+    if times[d] != 1:
+        return whole.apply(func, args, kwargs)
+    return DistTensor(func(x.local, times), x.rows, d)
+
+
+@rule(
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_empty_strided.default,
+)
+def new(func: Any, args: Any, kwargs: Any) -> Any:
+    """Makes a tensor, sharded if its first size is a number of rows that is known."""
+    x, size, *rest = args
+    size = list(size)
+    d = (
+        x.dim_
+        if len(size) == x.dim()
+        and x.dim_ < len(size)
+        and size[x.dim_] == x.size(x.dim_)
+        else 0
+    )
+    rows = None
+    if size:
+        rows = (
+            x.rows
+            if d == x.dim_ and size[d] == x.size(d) and d
+            else space_of(x.rows, size[d])
+        )
+    if func is aten.new_empty_strided.default:
+        func, rest = aten.new_empty.default, []
+    if rows is None or type(x) is not DistTensor:
+        return func(x.local, size, *rest, **kwargs)
+    size[d] = len(rows)
+    return DistTensor(func(x.local, size, *rest, **kwargs), rows, d)
+
+
+@rule(aten.select_backward.default, aten.slice_backward.default)
+def part_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """Puts the gradient of a part where the part was taken."""
+    g, size, d, *rest = args
+    size = list(size)
+    if type(g) is not DistTensor:
+        return whole.apply(func, args, kwargs)
+    d %= len(size)
+    at = g.dim_ + (func is aten.select_backward.default and d <= g.dim_)
+    if at == d:
+        out = None
+        if func is aten.slice_backward.default:
+            out = _slice_backward(g, size, d, *rest)
+        return out if out is not None else whole.apply(func, args, kwargs)
+    size[at] = g.local.size(g.dim_)
+    return DistTensor(func(g.local, size, d, *rest), g.rows, at)
+
+
+def _slice_backward(
+    g: DistTensor, size: list[int], d: int, begin: int, end: int, step: int
+) -> Any:
+    begin, end, step = slice(begin, end, step).indices(size[d])
+    for rows in list(g.rows.mesh.sharded.get("spaces", {}).values()):
+        known = rows.derived.get(("slice", begin, end, step))
+        if known is not None and known[0] is g.rows:
+            size[d] = len(rows)
+            out = g.local.new_zeros(size)
+            out.index_copy_(d, known[1].to(out.device), g.local)
+            return DistTensor(out, rows, d)
+    return None
+
+
+def cut_to(x: Tensor, rows: Rows, dim: int) -> DistTensor:
+    """Shards a plain tensor."""
+    return DistTensor(own_part(x, rows, dim), rows, dim)

@@ -1,0 +1,57 @@
+"""Computes ops without a rule on all rows, which every rank gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, own_part
+from pyg_distcomm.sharded.partial import PartialSum
+
+
+def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gathers all rows of each sharded operand, and computes the same on every rank.
+
+    What an in-place op wrote to is cut again, so that own rows hold what was written.
+
+    Price: (P-1)/P of the rows of each operand, in words; noted as "gather <op>".
+    """
+    name = str(func._schema.name).removeprefix("aten::")
+    seen: dict[int, Tensor] = {}
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, (DistTensor, PartialSum)):
+            return value
+        if id(value) not in seen:
+            found = (
+                all_rows(value, name)
+                if isinstance(value, DistTensor)
+                else value.value()
+            )
+            seen[id(value)] = found
+        return seen[id(value)]
+
+    out = func(*tree_map(whole, args), **tree_map(whole, kwargs))
+    if not func._schema.is_mutable:
+        return out
+    written = _written(func, args, kwargs)
+    for value in written:
+        if isinstance(value, DistTensor):
+            value.local.copy_(own_part(seen[id(value)], value.rows, value.dim_))
+            value._key = value._ids = value._chosen = None
+    return written[0] if len(written) == 1 else out
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the arguments that an op writes to."""
+    found: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        info = argument.alias_info
+        if info is None or not info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        found += value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in found if isinstance(v, torch.Tensor)]

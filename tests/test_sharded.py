@@ -1,0 +1,292 @@
+"""PyG's own layers, unmodified, on tensors that are sharded below autograd."""
+
+from __future__ import annotations
+
+import copy
+
+import layers
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+import worlds
+from problems import GRAPHS, owners
+from test_layers import problem, shared, step
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import degree, softmax
+
+import pyg_distcomm as pdc
+from pyg_distcomm.sharded import DistTensor
+from pyg_distcomm.sharded.layers import DistGCNConv, DistSAGEConv
+from pyg_distcomm.sharded.share import sharded
+
+# what today's layers refuse, and PyG's own classes compute on these tensors
+ONCE_REFUSED = {
+    name: row[:2] for name, row in layers.REFUSED.items() if name != "PANConv"
+}
+LAYERS = {**layers.EXACT, **ONCE_REFUSED}
+CUTTERS = ("random", "empty_rank")
+
+
+def _whole(value):
+    return value.full_tensor() if isinstance(value, DistTensor) else value
+
+
+def _assert_same(got, want, what):
+    got, want = _whole(got), _whole(want)
+    assert (got is None) == (want is None), what
+    if got is not None:
+        torch.testing.assert_close(
+            got.detach(),
+            want.detach(),
+            rtol=1e-9,
+            atol=1e-9,
+            equal_nan=True,
+            msg=lambda text: f"{what}: {text}",
+        )
+
+
+def _pieces(conv, data, names):
+    found = step(conv, data, names)
+    found |= {f"grad of {k}": p.grad for k, p in conv.named_parameters()}
+    return found | {f"buffer {k}": b for k, b in conv.named_buffers()}
+
+
+def exact_layers(names, graph):
+    torch.set_default_dtype(torch.float64)
+    try:
+        mesh = worlds.mesh()
+        for at, name in enumerate(names):
+            build, inputs = LAYERS[name]
+            want = _pieces(layers.make(build), problem(graph), inputs)
+            share = sharded(shared(problem(graph), mesh, CUTTERS[at % 2]))
+            got = _pieces(layers.make(build), share, inputs)
+            assert got.keys() == want.keys(), name
+            for what in want:
+                _assert_same(got[what], want[what], f"{name} on {graph}: {what}")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("graph", "size"), [("loops_and_copies", 3), ("directed", 2), ("undirected", 1)]
+)
+def test_layers_of_pyg_run_as_they_are(graph, size):
+    names = sorted(LAYERS)
+    at = {3: 0, 2: 1, 1: 2}[size]
+    worlds.run(exact_layers, size, names[at::3], graph)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_layers_on_all_graphs(graph, size):
+    worlds.run(exact_layers, size, sorted(LAYERS), graph)
+
+
+class Scaled(MessagePassing):
+    """A layer whose weights are computed."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+
+    def forward(self, weight, x, edge_index):
+        return self.propagate(edge_index, x=x @ weight)
+
+
+def _computed_weights(data):
+    torch.manual_seed(0)
+    weight = torch.randn(7, 4).requires_grad_()
+    Scaled()(weight * 2, data.x, data.edge_index).square().sum().backward()
+    return [weight.grad]
+
+
+def _attribute(data):
+    s = torch.tensor(0.3).requires_grad_()
+    conv = pyg.APPNP(3, 0.1)
+    conv.alpha = s.sigmoid()
+    conv(data.x, data.edge_index).square().sum().backward()
+    return [s.grad]
+
+
+def _backward_hooks(data):
+    torch.manual_seed(0)
+    conv, seen = pyg.GCNConv(7, 4), []
+    conv.register_full_backward_hook(lambda m, i, o: seen.append(o[0].mean(0)))
+    x = data.x.detach().requires_grad_()
+    conv(x, data.edge_index).square().sum().backward()
+    return seen
+
+
+def _double_backward(data):
+    torch.manual_seed(0)
+    conv, x = pyg.GATConv(7, 4), data.x.detach().requires_grad_()
+    out = conv(x, data.edge_index).square().sum()
+    (g,) = torch.autograd.grad(out, x, create_graph=True)
+    g.square().sum().backward()
+    return [p.grad for p in conv.parameters() if p.grad is not None]
+
+
+def _functional(data):
+    torch.manual_seed(0)
+    conv = pyg.GraphConv(7, 4)
+
+    def loss(params):
+        out = torch.func.functional_call(conv, params, (data.x, data.edge_index))
+        return out.square().sum()
+
+    return list(torch.func.grad(loss)(dict(conv.named_parameters())).values())
+
+
+def _sparse(data):
+    e, n = data.edge_index, data.num_nodes
+    adj = torch.sparse_coo_tensor(e, data.edge_weight, (n, n))
+    return [adj.to_dense(), adj @ torch.ones(n, 3)]
+
+
+def _writes(data):
+    h = data.x.clone()
+    h[data.train_mask] = 0
+    h += 1
+    h[:, 2] = 5
+    h[:3] = data.x[3:6]
+    return [h]
+
+
+def _statistics(data):
+    x = data.x
+    return [
+        x.std(0),
+        x.var(),
+        x.median(0).values,
+        x.cumsum(0),
+        x.norm(dim=0),
+        torch.corrcoef(x.t()),
+        torch.cdist(x, x[:5]),
+        x[:, None, 0] - x[:, 0],
+        x.sum(0) / len(x) + 1.0 / x.size(0),
+        F.l1_loss(x, x * 2, weight=x.abs()),
+        x.amax(0),
+        x.logsumexp(0),
+        (x > 0).any(0),
+        x[4],
+        x[[2, 5, 2]],
+        x.flip(0),
+        x.repeat(2, 1),
+        x.view(-1),
+        x.t() @ x,
+        x @ x.t(),
+        torch.stack([data.edge_index[0], data.edge_index[1] + 1]),
+        degree(data.edge_index[1], data.num_nodes),
+        softmax(data.edge_weight, data.edge_index[1], num_nodes=data.num_nodes),
+    ]
+
+
+def _views_after_no_grad(data):
+    torch.manual_seed(0)
+    weight, found = torch.nn.Parameter(torch.randn(1, 7, 4)), []
+    for _ in range(3):
+        with torch.no_grad():
+            torch.einsum("nf,fg->ng", data.x, weight[0])
+        torch.einsum("nf,fg->ng", data.x, weight[0]).square().sum().backward()
+        found.append(weight.grad.clone())
+    return found
+
+
+CALLS = (
+    _computed_weights,
+    _attribute,
+    _backward_hooks,
+    _double_backward,
+    _functional,
+    _sparse,
+    _writes,
+    _statistics,
+    _views_after_no_grad,
+)
+
+
+def same_calls(graph, cutter):
+    torch.set_default_dtype(torch.float64)
+    try:
+        mesh, data = worlds.mesh(), problem(graph)
+        share = sharded(shared(copy.copy(data), mesh, cutter))
+        for call in CALLS:
+            pairs = zip(call(share), call(data), strict=True)
+            for k, (got, want) in enumerate(pairs):
+                _assert_same(got, want, f"{call.__name__} {k}")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_scripts_compute_the_numbers_of_one_process(size):
+    worlds.run(same_calls, size, "directed", "empty_rank" if size == 3 else "random")
+
+
+def an_epoch(make, data):
+    torch.manual_seed(0)
+    first, last = make(7, 16), make(16, 4)
+    optimizer = torch.optim.Adam([*first.parameters(), *last.parameters()])
+    for _ in range(4):
+        optimizer.zero_grad()
+        out = last(first(data.x, data.edge_index).relu(), data.edge_index)
+        F.cross_entropy(out[data.train_mask], data.y[data.train_mask]).backward()
+        optimizer.step()
+    return [out, *first.parameters(), *last.parameters()]
+
+
+def training(grid):
+    torch.set_default_dtype(torch.float64)
+    try:
+        mesh, data = worlds.mesh(grid=grid), problem("directed")
+        whole = pdc.partition(
+            problem("directed"), mesh, owners("random", data, mesh.size)
+        )
+        share = sharded(whole)
+        for own, pygs in ((DistGCNConv, pyg.GCNConv), (DistSAGEConv, pyg.SAGEConv)):
+            want = an_epoch(pygs, data)
+            for make in (own, pygs):
+                before = mesh.ledger.snapshot()
+                got = an_epoch(make, share)
+                assert all(type(p.grad) is torch.Tensor for p in got[1:])
+                for k, pair in enumerate(zip(got, want, strict=True)):
+                    _assert_same(*pair, f"{make} {k}")
+                if mesh.size > 1:
+                    assert mesh.ledger.snapshot() != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("size", "grid"), [(1, None), (3, None), (4, (2, 2, 1))])
+def test_products_and_pyg_train_alike(size, grid):
+    worlds.run(training, size, grid)
+
+
+def waits():
+    """One all-reduce for all parameters, and one halo planned for all epochs."""
+    mesh, data = worlds.mesh(), problem("directed")
+    data.x = data.x.float()
+    share = sharded(pdc.partition(data, mesh, "random"))
+    torch.manual_seed(0)
+    first = pyg.GATConv(7, 8, heads=2, concat=False)
+    last = pyg.GATConv(8, 4, heads=2, concat=False)
+    counts = []
+    for _ in range(4):
+        before = {k: v.calls for k, v in mesh.ledger.entries.items()}
+        out = last(first(share.x, share.edge_index).relu(), share.edge_index)
+        out.square().sum().backward()
+        after = {k: v.calls for k, v in mesh.ledger.entries.items()}
+        counts.append({k[0]: n - before.get(k, 0) for k, n in after.items()})
+    return counts
+
+
+def test_constant_structure_is_planned_once_and_gradients_are_summed_together():
+    for counts in worlds.run(waits, 2):
+        assert counts[0]["plan"] > 0
+        for later in counts[1:]:
+            assert later.get("plan", 0) == 0
+            assert later["all_reduce"] == 2  # the loss, and all gradients
+            assert not [
+                name for name in later if name.startswith("gather") and later[name]
+            ]
