@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import tiers
 import torch
+import torch_geometric.nn
 import worlds
 from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
 import pyg_distcomm as pdc
+import pyg_distcomm.nn
 from pyg_distcomm.loader import (
     DataLoader,
     DistLayerLoader,
@@ -146,3 +151,61 @@ def _refused(layout):
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_hold_dense_rows(size, layout):
     worlds.run(_refused, size, layout)
+
+
+def _edges_of_a_matrix():
+    mesh = worlds.mesh()
+    dense, x = graph()
+    data = Data(x=x, adj_t=as_layout(dense, "sparse_csr"))
+    share = pdc.partition(data, mesh, "random")
+    for got, want in zip(
+        to_edge_index(share.adj_t), to_edge_index(data.adj_t), strict=True
+    ):
+        got = got.full_tensor() if hasattr(got, "full_tensor") else got
+        assert torch.equal(got, want)
+    assert share.adj_t.layout == torch.sparse_csr
+    assert share.edge_index.layout == torch.strided
+    assert is_torch_sparse_tensor(share.adj_t)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_pyg_reads_the_edges_of_a_shares_matrix(size):
+    worlds.run(_edges_of_a_matrix, size)
+
+
+LAYERS = {
+    "GCNConv": lambda lib: lib.GCNConv(4, 3),
+    "TAGConv": lambda lib: lib.TAGConv(4, 3, 2),
+    "max": lambda lib: lib.SAGEConv(4, 3, aggr="max"),
+    "mean": lambda lib: lib.SAGEConv(4, 3),
+    "GINConv": lambda lib: lib.GINConv(torch.nn.Linear(4, 3)),
+    "GATConv": lambda lib: lib.GATConv(4, 3),
+}
+
+
+def _by_a_matrix(lib, name):
+    mesh = worlds.mesh()
+    dense, x = graph()
+    data = Data(
+        x=x.double(), adj_t=as_layout(dense.double().fill_diagonal_(0), "sparse_csr")
+    )
+    share, found = pdc.partition(data, mesh, "random"), []
+    for layers, given in ((torch_geometric.nn, data), (lib, share)):
+        torch.manual_seed(0)
+        layer = LAYERS[name](layers).double()
+        out = layer(given.x, given.adj_t)
+        out.square().mean().backward()
+        out = out.full_tensor() if hasattr(out, "full_tensor") else out
+        found.append([out.detach(), *(p.grad for p in layer.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("lib", [torch_geometric.nn, pyg_distcomm.nn])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_take_the_matrix_of_a_share(size, name, lib):
+    worlds.run(_by_a_matrix_of, size, lib.__name__, name)
+
+
+def _by_a_matrix_of(lib, name):
+    _by_a_matrix(importlib.import_module(lib), name)

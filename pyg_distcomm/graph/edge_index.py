@@ -371,6 +371,8 @@ class DistEdgeIndex(torch.Tensor):
         name, kwargs = base_name(func), kwargs or {}
         if name in SIZES:
             return _size(args[0], name, args, kwargs)
+        if name == "layout" and args[0].of_torch:
+            return torch.sparse_csr
         with torch._C.DisableTorchFunctionSubclass():
             if name in FACTS or name in ("requires_grad=", "grad"):
                 return func(*args, **kwargs)
@@ -549,8 +551,10 @@ def _make_extreme(op: str) -> Callable[..., Any]:
     return found
 
 
-def _product(x: Any, y: Any) -> Any:
+def _product(x: Any, y: Any, reduce: str = "sum") -> Any:
     if isinstance(x, DistEdgeIndex):
+        if reduce != "sum":
+            return torch.sparse.mm(_all_edges(x), _all_edges(y), reduce)
         return x.matmul(y) if y.dim() > 1 else x.matmul(y.unsqueeze(1)).squeeze(1)
     raise _unsupported_error("matmul")
 
