@@ -627,6 +627,33 @@ MUTATIONS = (
         "test_a_wait_raises",
     ),
     Mutation(
+        "a rank tells where the others were when it asked before",
+        "error",
+        "if number >= wait.question > 0:",
+        "if number:",
+        "test_whereabouts.py",
+        "test_ranks_at_one_place",
+    ),
+    Mutation(
+        "ranks compare an operation once, also if they differed",
+        "error",
+        """        shown = ", ".join(map(str, operands))
+""",
+        """        self._compared_calls.add((name, operands))
+        shown = ", ".join(map(str, operands))
+""",
+        "test_whereabouts.py",
+        "test_a_mesh_works_after",
+    ),
+    Mutation(
+        "a copy of a share lists attributes as PyG does",
+        "index",
+        "return listed_in_order(super().__copy__())",
+        "return super().__copy__()",
+        "test_attribute_order.py",
+        "test_a_share_lists",
+    ),
+    Mutation(
         "ranks may change weights in place on some of them alone",
         "error",
         "if self._last_changed < place <= self._places:",

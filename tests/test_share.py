@@ -30,6 +30,7 @@ def _from_folder(folder):
         assert torch.equal(share[name].full_tensor(), data[name]), name
     assert torch.equal(share.edge_index.full_tensor(), data.edge_index)
     assert share.num_nodes == len(share.x) == 60
+    assert share.keys() == list(share.to_dict())
     again = pdc.partition(data, mesh, share.edge_index.nodes.partition)
     conv = DistGCNConv(7, 4).double()
     a = conv(share.x, share.edge_index, share.edge_weight)
