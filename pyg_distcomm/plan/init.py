@@ -90,9 +90,8 @@ def init(
         backend: "gloo", "nccl", or torch's mixed form; by default chosen by the devices.
         device: the device of this rank; by default a CUDA device with NCCL, else the CPU.
         seed: the seed of dropout and of all other keyed random draws.
-        timeout: seconds a rank waits for others before it raises a RankError, which says at
-            which line of the script each rank is; after 20 s a line on stderr says so, too.
-            Torch's own waits (NCCL, files of checkpoints) end 5 s later.
+        timeout: seconds a rank waits for others before it raises a RankError, which names each
+            rank's line of the script, as stderr does after 20 s; torch's waits end 5 s later.
         stages: stages of a `Pipeline`; the mesh is that of one, of P / stages ranks.
         check: which plain tensors ranks compare when they meet row-sharded ones: parameters
             once, others once per operation and shape, and steps on minibatches until they
