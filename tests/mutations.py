@@ -146,7 +146,7 @@ MUTATIONS = (
     Mutation(
         "the slope of a norm at zero is not a number",
         "adjoint",
-        "return torch.where(positive, power, 1).pow(1 / p) * positive",
+        "return torch.where(zero, 1, power).pow(1 / p).masked_fill(zero, 0)",
         "return power.pow(1 / p)",
         "test_tensor.py",
         "norms_of_zeros and 3",
@@ -188,7 +188,7 @@ MUTATIONS = (
     Mutation(
         "a mean loss is a sum",
         "loss",
-        "return (pair[0] / pair[1].detach()).to(summed.dtype), False",
+        "return (pair[0] / pair[1]).to(summed.dtype), False",
         "return pair[0].to(summed.dtype), False",
         "test_tensor.py",
         "test_losses_are_global_means and 3",

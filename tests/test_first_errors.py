@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import worlds
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch_geometric import loader as pyg_loader
+from torch_geometric import nn as pyg
 from torch_geometric.nn import GATConv
 
 import pyg_distcomm as pdc
@@ -311,3 +313,43 @@ def test_one_rank_uses_no_link_and_is_not_told():
         for _ in range(4):
             link.step()
     assert pickle.loads(pickle.dumps(link)).epoch == 4
+
+
+# Other ways of torch to run a model -----------------------------------------------------
+
+
+def _exported():
+    share = pdc.partition(generated(20), worlds.mesh(), "random")
+    width = share.x.size(1)
+    model, row = nn.GCNConv(width, 2), torch.nn.Linear(width, 2)
+    for part, given in ((model, (share.x, share.edge_index)), (row, (share.x,))):
+        with pytest.raises(TypeError, match="ordinary tensors"):
+            torch.export.export(part, given)
+    data = generated(20)
+    torch.export.export(model, (data.x, data.edge_index))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_export_of_a_share_is_refused(size):
+    worlds.run(_exported, size)
+
+
+def _sharded_by_torch():
+    mesh = worlds.mesh()
+    share = pdc.partition(generated(20), mesh, "random")
+    width = share.x.size(1)
+    for shard in (fully_shard, FullyShardedDataParallel):
+        where = {} if shard is fully_shard else {"device_id": torch.device("cpu")}
+        model = shard(nn.GCNConv(width, 2), **where)
+        with pytest.raises(TypeError, match="leave out FSDP"):
+            model(share.x, share.edge_index)
+
+
+def test_fsdp_on_a_share_is_refused():
+    worlds.run(_sharded_by_torch, 2)
+
+
+def test_pyg_layers_are_scripted_as_without_this_package():
+    assert pdc.init  # names of the package are loaded
+    for layer in (pyg.GCN(4, 4, 2), pyg.SAGEConv(4, 4), pyg.GCNConv(4, 4)):
+        torch.jit.script(layer)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -191,6 +192,7 @@ class Averager:
     def _register_leaf(self, x: Tensor) -> None:
         leaf = self._leaves.get(x)
         if leaf is None:
+            _check_whole(x)
             if x not in self._delegated:  # a wrapper has compared it
                 self._sync_from_rank0(x)
             leaf = self._leaves[x] = _LeafState(len(self._leaves_by_number))
@@ -483,6 +485,29 @@ def _leaves_of(x: Tensor) -> list[Tensor] | None:
     return leaves
 
 
+def _check_whole(x: Tensor) -> None:
+    """Raises if torch shards a parameter, or frees it after use, as FSDP does.
+
+    Raises:
+        TypeError: naming what shards it.
+    """
+    frame = inspect.currentframe()
+    found: list[type] = [type(x)]
+    while frame is not None:
+        found.append(type(frame.f_locals.get("self")))
+        frame = frame.f_back
+    for kind in (base for one in found for base in one.__mro__):
+        if kind.__module__.startswith(
+            ("torch.distributed.fsdp", "torch.distributed.tensor")
+        ):
+            raise TypeError(
+                "leave out FSDP (fully_shard, FullyShardedDataParallel) and tensor parallelism "
+                f"({kind.__name__} here) of a model on a share: its rows are sharded, and its "
+                "parameters are whole on every rank. Their gradients are averaged without a "
+                "wrapper"
+            )
+
+
 def averager_of(mesh: Mesh) -> Averager:
     """Returns the `Averager` of a mesh."""
     if mesh.averager is None:
@@ -521,4 +546,16 @@ def refuse_transforms() -> None:
         "tensors, and would take this rank's rows for all of them: use loss.backward(), "
         "torch.autograd.grad, or torch.autograd.functional.vjp and hvp; or compute with "
         "ordinary tensors alone (x.full_tensor() has all rows)"
+    )
+
+
+def refuse_export() -> None:
+    """Raises the error of torch.export, which would use this rank's rows alone.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(
+        "give torch.export ordinary tensors, such as those of the data before "
+        "pdc.partition: of a share it would take this rank's rows for all of them"
     )

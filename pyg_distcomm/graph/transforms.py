@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import sys
+import types
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -310,13 +311,17 @@ def _settings(transform: Any) -> dict[str, str]:
 
 
 def _replace_function(original: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """Replaces a function of PyG by `run`, which gets the original as first argument."""
+    """Replaces a function of PyG by `run`, which gets the original as first argument.
 
-    @functools.wraps(original)
+    torch.jit.script reads the original's source, and its names in the globals of what it gets.
+    """
+
     def run_either(*args: Any, **kwargs: Any) -> Any:
         return run(original, *args, **kwargs)
 
-    return run_either
+    scope, cells = original.__globals__, run_either.__closure__
+    placed = types.FunctionType(run_either.__code__, scope, None, None, cells)
+    return functools.wraps(original)(placed)
 
 
 def _whole_entries(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import warnings
@@ -26,7 +27,7 @@ from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
 from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
 from pyg_distcomm.nn.local_products import run_layer
 from pyg_distcomm.nn.message_forms import check_aggregations, layers_of
-from pyg_distcomm.nn.patched_functions import MatrixWeights
+from pyg_distcomm.nn.patched_functions import MatrixWeights, replaced
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -319,8 +320,7 @@ def through_halo(
     how = context.topology, context.exchange(), at_work, whole, keeps
     visit = HaloVisit(conv, *how, values, edge_index.of_torch)
     mesh = edge_index.nodes.mesh
-    hooks = _replicate_parameters(conv, mesh)
-    spilling = edge_index.nodes.spilling
+    spilling, explaining = edge_index.nodes.spilling, visit.explaining_memory(given)
     with spilling(), visit.explaining_memory(given):
         for where in (given, extra):
             for name, value in list(where.items()):
@@ -328,35 +328,34 @@ def through_halo(
                     continue
                 where[name] = _argument(conv, name, value, edge_index, visit, carry)
     try:
-        with spilling(), visit.running(), visit.explaining_memory(given):
+        with _replicating(conv, mesh), spilling(), visit.running(), explaining:
             out = forward(*bound.args, **bound.kwargs)
     except TypeError as error:
         if visit.context.layer in str(error):
             raise
         raise TypeError(f"{visit.context.layer}, run distributed: {error}") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
     return tree_map(visit.wrap_output, out)
 
 
-def _replicate_parameters(conv: MessagePassing, mesh: Mesh) -> list[Any]:
-    """Registers the parameters of a layer as replicated.
+def _replicating(conv: MessagePassing, mesh: Mesh) -> contextlib.ExitStack:
+    """Returns a context in which weights of a layer are registered as replicated.
 
-    Otherwise those that work on local tensors alone would be missed.
-
-    Returns:
-        The hooks that register parameters of lazy modules once their shapes are known.
+    Otherwise those that work on local tensors alone would be missed. Weights are parameters,
+    those of lazy modules once their shapes are known, and tensors in their place, as computed
+    ones.
     """
-    hooks = []
+    stack = contextlib.ExitStack()
     for module in conv.modules():
-        own = [p for p in module._parameters.values() if p is not None]
-        if any(map(is_lazy, own)):
-            hooks.append(module.register_forward_pre_hook(_replicate_hook(mesh)))
+        if any(map(is_lazy, module._parameters.values())):
+            hook = module.register_forward_pre_hook(_replicate_hook(mesh))
+            stack.callback(hook.remove)
             continue
-        for parameter in own:
-            as_replicated(parameter, mesh)
-    return hooks
+        for store in (module._parameters, module._buffers, vars(module)):
+            for name, value in list(store.items()):
+                averaged = as_replicated(value, mesh)
+                if averaged is not value:  # of a long history
+                    stack.enter_context(replaced(store, name, averaged))
+    return stack
 
 
 def _replicate_hook(mesh: Mesh) -> Callable[..., None]:

@@ -173,7 +173,6 @@ class HaloVisit:
                     call = getattr(self, f"_{verb}")(layer, getattr(layer, verb))
                     stack.enter_context(replaced(vars(layer), verb, call))
             for part in self.conv.modules():
-                self._replicate_computed(part, stack)
                 if isinstance(part, _BY_ROW):
                     stack.enter_context(
                         replaced(vars(part), "forward", by_row(part.forward))
@@ -194,17 +193,6 @@ class HaloVisit:
             stack.callback(self.fetched.clear)
             stack.callback(self.inputs.clear)
             yield
-
-    def _replicate_computed(
-        self, part: torch.nn.Module, stack: contextlib.ExitStack
-    ) -> None:
-        """Averages the gradients of computed tensors that a layer has for weights."""
-        for store in (vars(part), part._parameters, part._buffers):
-            for name, value in list(store.items()):
-                if type(value) is Tensor and value.grad_fn is not None:
-                    averaged = as_replicated(value, self.nodes.mesh)
-                    if averaged is not value:
-                        stack.enter_context(replaced(store, name, averaged))
 
     def explaining_memory(
         self, given: dict[str, Any]

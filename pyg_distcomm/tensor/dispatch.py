@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,11 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import random
-from pyg_distcomm.comm.gradient_averaging import check_transforms, refuse_transforms
+from pyg_distcomm.comm.gradient_averaging import (
+    check_transforms,
+    refuse_export,
+    refuse_transforms,
+)
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id, gradient_scale, reductions, sizes
 from pyg_distcomm.tensor.decompositions import DECOMPOSED, decomposed, gather_from_plain
@@ -56,6 +59,7 @@ from pyg_distcomm.tensor.shape_ops import (
 )
 
 TRANSFORMS = "torch._functorch."  # which take a tensor's rows without asking it
+FAKES = "torch._subclasses."  # the inputs of torch.export
 
 
 def apply(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -63,12 +67,15 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     if name in SIZES:
         return sizes.size_of(name, func, args, kwargs)
     if name in FACTS:
-        if sys._getframe(2).f_globals.get("__name__", "").startswith(TRANSFORMS):
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if caller.startswith(TRANSFORMS):
             refuse_transforms()
+        if caller.startswith(FAKES):
+            refuse_export()
         return call_local(func, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
         return reductions.apply(func, args, kwargs)
-    if name == "l1_loss" and (weight := _dropped_weight(func)) is not None:
+    if name == "l1_loss" and (weight := reductions.dropped_weight(func)) is not None:
         kwargs = {"weight": weight, **kwargs}
     check_writes(func, args)
     if kwargs.get("out") is not None and name not in ROWWISE:
@@ -96,14 +103,6 @@ def _apply_rule(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     if name in WHOLE:
         return gathered(func, args, kwargs)
     raise unsupported_op(f"{name}()")
-
-
-def _dropped_weight(func: Callable) -> Tensor | None:
-    """Returns the `weight` that a function of torch was given, but does not pass on."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not func.__code__:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("weight")
 
 
 def _replicate_operands(name: str, args: Any, kwargs: Any) -> Any:
@@ -518,19 +517,6 @@ def _compressed(func: Callable, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
-    bound = inspect.signature(torch.nn.functional.batch_norm).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    x = given.pop("input")
-    if not given.pop("training"):
-        local = torch.nn.functional.batch_norm(x.to_local(), training=False, **given)
-    else:
-        compare_operation("batch_norm", x, given)
-        local = reductions.batch_norm(x.to_local(), x.rows, **given)
-    return x.wrap(local, x.rows)
-
-
 def _scatter(func: Callable, args: Any, kwargs: Any) -> Any:
     """Scatters within each row, or rows to the rows of an index."""
     names = ("input", "dim", "index", "src", "reduce")
@@ -608,5 +594,5 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "register_hook": gradient_scale.register_hook,
     **dict.fromkeys(("grad", "grad="), gradient_scale.grad),
     **dict.fromkeys(("equal", "allclose"), reductions.compare_all),
-    "batch_norm": _batch_norm,
+    "batch_norm": reductions.apply_batch_norm,
 }

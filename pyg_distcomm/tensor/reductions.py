@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -258,6 +259,17 @@ def compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
     return bool(collectives.all_reduce(flag, x.rows.mesh.world, "min"))
 
 
+def apply_batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
+    given = inspect.signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    x, running_mean, running_var, weight, bias, training, *how = given.args
+    kept = running_mean, running_var, weight, bias
+    if not training:
+        return x.wrap(func(x.to_local(), *kept, False, *how), x.rows)
+    compare_operation("batch_norm", x, (*kept, *how))
+    return x.wrap(batch_norm(x.to_local(), x.rows, *kept, *how), x.rows)
+
+
 def batch_norm(
     x: Tensor,
     rows: Rows,
@@ -377,6 +389,14 @@ OF_THREE = frozenset(
     """gaussian_nll_loss margin_ranking_loss cosine_embedding_loss
     triplet_margin_loss""".split()
 )
+
+
+def dropped_weight(func: Callable) -> Tensor | None:
+    """Returns the `weight` that a function of torch was given, but does not pass on."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not func.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("weight")
 
 
 def global_loss(
