@@ -77,8 +77,7 @@ class DistEdgeIndex(torch.Tensor):
             edges: the rows of edges on this rank.
             oblivious: exchange whole blocks (all_gather, reduce_scatter), as the
                 sparsity-oblivious algorithms of [Tripathy20] do.
-            sources: the rows of source nodes on this rank, if their type differs from that
-                of the targets; layers then take a pair (x_source, x_target).
+            sources: the rows of source nodes here, if of another type: layers take pairs then.
         """
         local = edge_index.long().cpu()
         halo = "blocks" if oblivious else "auto"
