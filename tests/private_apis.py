@@ -98,6 +98,8 @@ LISTED = {
         torch._C._current_autograd_node
         torch._C._disabled_torch_function_impl
         torch.Tensor._make_wrapper_subclass
+        torch._dynamo.eval_frame.OptimizedModule._orig_mod
+        torch._foreach_powsum
         torch.nn.Module._call_impl
         torch.nn.Module._wrapped_call_impl
         torch.ops.aten._index_put_impl_
@@ -110,10 +112,10 @@ LISTED = {
         torch.ops.aten._unsafe_view
         torch.utils._pytree.keystr
         torch.utils._pytree.tree_map_with_path
-        torch._foreach_powsum
     """,
     "torch_geometric 2.7.0 to 2.8.1": """
         torch_geometric.data.Batch._inc_dict
+        torch_geometric.data.Batch._num_graphs
         torch_geometric.data.Batch._slice_dict
         torch_geometric.data.Data._store
         torch_geometric.data.HeteroData._edge_store_dict
@@ -124,8 +126,11 @@ LISTED = {
         torch_geometric.data.FeatureStore._put_tensor
         torch_geometric.data.FeatureStore._remove_tensor
         torch_geometric.data.FeatureStore._tensor_attr_cls
+        torch_geometric.data.HeteroData._edge_store_dict
         torch_geometric.data.HeteroData._global_store
+        torch_geometric.data.HeteroData._node_store_dict
         torch_geometric.data.HeteroData._to_canonical
+        torch_geometric.data.storage.BaseStorage._cached_attr
         torch_geometric.data.storage.BaseStorage._key
         torch_geometric.data.storage.BaseStorage._num_nodes
         torch_geometric.data.storage.BaseStorage._parent
@@ -167,8 +172,8 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*(?<!__)")
 # private by name, but of Python, of files that others write, or endings of names of ours
 OTHERS = set(
     """
-    _ID _SubParsersAction _channels _dict _fields _getframe _grad _i _j _local _map _replace
-    _abc_impl _cached_attr _is_protocol _core _current_frames _orig_mod
+    _ID _SubParsersAction _channels _core _current_frames _dict _fields _getframe _grad _i _j
+    _local _map _replace
     """.split()
 )
 
@@ -178,14 +183,16 @@ def objects() -> dict[str, Any]:
     """An object of each class whose private names a module here may have, too."""
     data, hetero = Data(x=torch.ones(2, 1)), HeteroData()
     hetero["a"].x, hetero["a"].num_nodes = torch.ones(2, 1), 2
-    typed = Batch.from_data_list([hetero])
+    batch, typed = Batch.from_data_list([data]), Batch.from_data_list([hetero])
+    typed["a"].node_attrs()  # which are kept
     flat = torch.nn.Parameter(torch.ones(1))
     fsdp._set_fsdp_flattened(flat)
     return {
         "torch.Tensor": torch.ones(1),
         "torch.nn.Module": torch.nn.Module(),
         "torch.nn.Parameter": flat,
-        "torch_geometric.data.Batch": Batch.from_data_list([data]),
+        "torch_geometric.data.Batch": batch,
+        "torch_geometric.data.storage.GlobalStorage": batch._store,
         "torch_geometric.data.HeteroData": hetero,
         "torch_geometric.data.FeatureStore": hetero,
         "torch_geometric.data.storage.BaseStorage": typed["a"],
@@ -309,7 +316,9 @@ def has(name: str) -> bool:
 
 def _is_set_by(kind: Any, name: str) -> bool:
     """Tells whether the source of a class sets an attribute of its objects."""
-    kinds = [k for k in getattr(kind, "__mro__", ()) if k.__module__ != "builtins"]
+    kinds = [
+        k for k in getattr(kind, "__mro__", ()) if k.__module__.split(".")[0] in ROOTS
+    ]
     return any(re.search(rf"\.{name}\b.* = ", inspect.getsource(k)) for k in kinds)
 
 
