@@ -204,7 +204,7 @@ MUTATIONS = (
     Mutation(
         "weights of classes do not count in the mean",
         "loss",
-        "return weight[target[valid]].sum()",
+        "return weight.detach()[target[valid]].sum()",
         "return valid.sum()",
         "test_tensor.py",
         "test_losses_are_global_means and 3",

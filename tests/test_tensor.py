@@ -508,7 +508,6 @@ REFUSED = {
     "stack": lambda x: torch.stack([x, x]).cumsum(1),
     "pairs": lambda x: x[x[:, :2] > 0, ids(x, 0, 1)],
     "broadcast loss": lambda x: F.mse_loss(x[:, :1], x[:, 0]),
-    "spectral": lambda x: torch.linalg.norm(x, 2),
     "out": lambda x: torch.add(x, x, out=ones(x, 50, 7)),
     "row-sharded table": lambda x: F.embedding((x[:, 0] > 0).long(), x),
     "einsum": lambda x: torch.einsum("nf,mf->nm", x, x),
