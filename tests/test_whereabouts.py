@@ -156,7 +156,7 @@ def loads_alone():
 def test_a_rank_that_loads_alone_says_where_the_others_are():
     told = worlds.anew(loads_alone, 2)[0]
     assert "have not come to" in told
-    assert f"(rank 0 waits at {line('loads')} (DistNeighborLoader)" in told, told
+    assert f"(rank 0 waits at {line('loads')} (next)" in told, told
     assert f"rank 1 is at {line('elsewhere')})" in told, told
 
 

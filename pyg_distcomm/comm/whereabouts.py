@@ -27,10 +27,7 @@ _LOOK_INTERVAL = 2.5  # seconds, at most, until a rank sees that another asks
 _JOIN_TIMEOUT = 5.0  # seconds that a look may take when the process ends
 _INNER = frozenset(("pyg_distcomm", "torch", "torch_geometric"))
 _LIBRARY, _INSTALLED = os.path.dirname(os.__file__) + os.sep, "-packages" + os.sep
-# what calls a module, or iterates over a loader: its class says more
-_OF_CLASS = frozenset(
-    "_wrapped_call_impl _call_impl __call__ __iter__ __next__".split()
-)
+_MODULE_CALLS = frozenset(("_wrapped_call_impl", "_call_impl", "__call__"))
 
 
 @dataclass(eq=False)
@@ -187,7 +184,7 @@ def _name_of(frame: FrameType) -> str:
     wrapped = getattr(values.get("func"), "__name__", None)
     if isinstance(wrapped, str):
         return wrapped.strip("_")
-    if name in _OF_CLASS and "self" in values:
+    if name in _MODULE_CALLS and "self" in values:
         return type(values["self"]).__name__
     return name.strip("_")
 
