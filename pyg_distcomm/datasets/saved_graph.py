@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,17 @@ def _dict(*_: Any) -> dict[Any, Any]:
 
 
 def _pyg_classes(base: Any) -> list[Any]:
-    """Returns a class of PyG's, and PyG's own subclasses of it."""
+    """Returns a class of PyG's, and PyG's own subclasses of it.
+
+    Those of shares have the names of their class, but are not found under them.
+    """
     below = [c for child in base.__subclasses__() for c in _pyg_classes(child)]
-    return [c for c in (base, *below) if c.__module__.startswith("torch_geometric.")]
+    return [
+        c
+        for c in (base, *below)
+        if c.__module__.startswith("torch_geometric.")
+        and vars(sys.modules[c.__module__]).get(c.__qualname__) is c
+    ]
 
 
 def _known() -> list[Any]:
