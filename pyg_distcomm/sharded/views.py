@@ -12,7 +12,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.constants import version_of
-from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, own_part, rule
+from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
 from pyg_distcomm.sharded.ids import ids_of, ids_of_part
 from pyg_distcomm.sharded.pointwise import meeting
 
@@ -387,8 +387,3 @@ def _slice_backward(
             out.index_copy_(d, known[1].to(out.device), g.local)
             return DistTensor(out, rows, d)
     return None
-
-
-def cut_to(x: Tensor, rows: Rows, dim: int) -> DistTensor:
-    """Shards a plain tensor."""
-    return DistTensor(own_part(x, rows, dim), rows, dim)
