@@ -68,13 +68,30 @@ def device():
     """Compiles and registers the device, once in a process; minutes the first time."""
     from pathlib import Path
 
-    from torch.utils.cpp_extension import load
-
     torch.utils.rename_privateuse1_backend("spare")
-    source = Path(__file__).with_suffix(".cpp")
-    load("second_device", [str(source)], extra_cflags=["-O0"])
+    _load(Path(__file__).with_suffix(".cpp"))
     torch._register_device_module("spare", _Module)
     return torch.device("spare", 0)
+
+
+def _load(source):
+    """Builds one process at a time: torch's own lock outlives a process that was killed."""
+    import fcntl
+    import sys
+    from pathlib import Path
+
+    from torch.utils import cpp_extension
+
+    python = f"py{sys.version_info[0]}{sys.version_info[1]}"
+    name = f"second_device_{python}_{torch.__version__}"
+    folder = Path(cpp_extension.get_default_build_root()) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "turn", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # freed by the system when its process ends
+        (folder / "lock").unlink(missing_ok=True)
+        cpp_extension.load(
+            "second_device", [str(source)], extra_cflags=["-O0"], build_directory=str(folder)
+        )
 
 
 def device_of(place):
