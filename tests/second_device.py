@@ -90,7 +90,10 @@ def _load(source):
         fcntl.flock(turn, fcntl.LOCK_EX)  # freed by the system when its process ends
         (folder / "lock").unlink(missing_ok=True)
         cpp_extension.load(
-            "second_device", [str(source)], extra_cflags=["-O0"], build_directory=str(folder)
+            "second_device",
+            [str(source)],
+            extra_cflags=["-O0"],
+            build_directory=str(folder),
         )
 
 
