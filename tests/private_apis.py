@@ -140,6 +140,7 @@ LISTED = {
         torch_geometric.nn.MessagePassing._apply_sigmoid
         torch_geometric.nn.MessagePassing._edge_mask
         torch_geometric.nn.MessagePassing._edge_user_args
+        torch_geometric.nn.MessagePassing._index_select
         torch_geometric.nn.MessagePassing._propagate_forward_hooks
         torch_geometric.nn.MessagePassing._user_args
         torch_geometric.nn.SGConv._cached_x

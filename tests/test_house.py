@@ -83,8 +83,7 @@ COLLECTIVES = re.compile(
 KEY = re.compile(r"\[([A-Z][A-Za-z]+\d{2}[a-z]?)\]")
 
 # class names that two classes bear: of tensors below autograd, until these are the only ones
-TWICE = set("DistTensor DistGCNConv DistSAGEConv DistGATConv DistGATv2Conv".split())
-TWICE |= {"DistGraphConv", "DistTransformerConv"}
+TWICE = set("DistTensor DistEdgeIndex DistGCNConv DistGCN2Conv DistSAGEConv".split())
 # what a process changes and modules hold; no name comes here, and one that is gone goes
 STATE = {
     "__init__.sys.modules[__name__].__class__",  # loads public names late

@@ -222,7 +222,7 @@ def _write(
         kept = held[0]
         if type(target) is DistTensor:
             target.local.copy_(kept[0])
-            target._ids = target._chosen = None
+            target._ids = target._chosen = target._topology = None
         else:
             target.copy_(kept)
     if number is not None and type(target) is DistTensor:

@@ -24,11 +24,12 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.process import PROCESS
+from pyg_distcomm.sharded.edge_methods import EdgeMethods
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class DistTensor(Tensor):
+class DistTensor(EdgeMethods, Tensor):
     """A tensor sharded over the ranks by rows, of the whole's shape.
 
     Args:
@@ -46,6 +47,8 @@ class DistTensor(Tensor):
         "_key",
         "_key_version",
         "_shared",
+        "_topology",
+        "_weight",
         "dim_",
         "local",
         "rows",
@@ -60,6 +63,8 @@ class DistTensor(Tensor):
     _shared: bool  # whether its rows are those of a constant that is kept
     _ids: Any  # what is planned for the ids that it holds
     _chosen: Any  # the rows that it keeps, as a mask
+    _topology: Any  # what is planned for the edges that it is
+    _weight: Any  # of the edges of a sparse adjacency
 
     @staticmethod
     def __new__(
@@ -74,7 +79,7 @@ class DistTensor(Tensor):
         )
         self.local, self.rows, self.dim_ = local, rows, dim
         self._key, self._key_version, self._shared = key, 0, False
-        self._ids = self._chosen = None
+        self._ids = self._chosen = self._topology = self._weight = None
         return self
 
     @classmethod
@@ -97,6 +102,13 @@ class DistTensor(Tensor):
     def from_local(local: Tensor, rows: Rows, dim: int = 0) -> DistTensor:
         """Returns this rank's rows as part of a sharded tensor, differentiably."""
         return _FromLocal.apply(local, rows, dim)
+
+    @staticmethod
+    def wrap(local: Tensor, rows: Rows) -> DistTensor:
+        """Returns this rank's rows, with the key of a constant if they need no gradient."""
+        if local.requires_grad:
+            return DistTensor.from_local(local, rows)
+        return PROCESS.rules["attribute"](DistTensor(local, rows))  # type: ignore[no-any-return]
 
     def to_local(self) -> Tensor:
         """Returns this rank's rows as an ordinary tensor, differentiably."""

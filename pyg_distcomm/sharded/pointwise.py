@@ -83,6 +83,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def changed(target: DistTensor) -> None:
     """Forgets what was derived from the values of a tensor that an op has written to."""
     target._key = target._ids = target._chosen = None
+    target._topology = target._weight = None
 
 
 rule(
@@ -145,6 +146,7 @@ def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
     out._ids, out._chosen = x._ids, x._chosen
+    out._topology, out._weight = x._topology, x._weight
     return out
 
 

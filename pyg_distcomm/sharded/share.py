@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.sharded.constants import constants_of
+from pyg_distcomm.sharded import edges
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.tensor.dist_tensor import DistTensor as FunctionTensor
 
@@ -33,26 +32,9 @@ def _stores(share: Any, out: Any) -> list[Any]:
 def wrapped(value: Any) -> Any:
     """Returns one attribute of a share."""
     if isinstance(value, DistEdgeIndex):
-        rows = value.topology.edges
-        rows.derived["topology"] = value.topology
-        note_space(value.topology.nodes)
-        note_space(value.topology.source_rows)
-        return keyed(DistTensor(value.to_local(), rows, 1))
+        return edges.DistEdgeIndex.of(value.to_local(), value.topology)
     if isinstance(value, FunctionTensor):
         local = value.to_local().detach()
-        if value.rows.nodes is None:
-            note_space(value.rows)
         out = DistTensor(local, value.rows)
-        return out.requires_grad_() if value.requires_grad else keyed(out)
+        return out.requires_grad_() if value.requires_grad else edges.attribute(out)
     return value
-
-
-def keyed(x: DistTensor) -> DistTensor:
-    """Gives an attribute of a graph a key; see [Note: constants] in `constants.py`."""
-    x._key = constants_of(x.rows.mesh).new()
-    return x
-
-
-def note_space(rows: Rows) -> None:
-    """Notes the rows that a new tensor with as many rows has."""
-    rows.mesh.sharded.setdefault("spaces", {}).setdefault(rows.count, rows)

@@ -41,7 +41,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for value in written:
         if isinstance(value, DistTensor):
             value.local.copy_(own_part(seen[id(value)], value.rows, value.dim_))
-            value._key = value._ids = value._chosen = None
+            value._key = value._ids = value._chosen = value._topology = None
     return written[0] if len(written) == 1 else out
 
 
