@@ -43,6 +43,7 @@ class ProcessState:
         ordered: the classes of shares, by the class that each lists in order.
         warned: what has been warned of, and is not again.
         rules: how tensors that are sharded below autograd compute each op of torch.
+        op: the op that they compute now.
     """
 
     recorder: Any = None
@@ -72,6 +73,7 @@ class ProcessState:
     ordered: dict[Any, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     rules: dict[Any, Any] = field(default_factory=dict)
+    op: Any = None
 
 
 PROCESS = ProcessState()

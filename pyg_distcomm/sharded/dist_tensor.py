@@ -24,6 +24,7 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.process import PROCESS
+from pyg_distcomm.sharded.agreement import compare_parameters, compare_plain
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -94,6 +95,13 @@ class DistTensor(EdgeMethods, Tensor):
         first = args[0]
         if type(first) is not DistTensor:
             first = first_sharded(args)
+        if first is not None:
+            PROCESS.op = func
+            if first.rows.mesh.size > 1:
+                for a in args:
+                    if type(a) is not DistTensor and isinstance(a, Tensor):
+                        compare_parameters(args, first.rows.mesh)
+                        break
         if first is not None and first._key is not None:
             return rules["constant"](func, rule, args, kwargs or {}, first)
         return rule(func, args, kwargs or {})
@@ -198,6 +206,7 @@ def own_part(x: Tensor, rows: Rows, dim: int) -> Tensor:
     """Returns own rows of a plain tensor."""
     if rows.mesh.size == 1 and rows.whole:
         return x
+    compare_plain(x, rows.mesh)
     return x.index_select(dim, rows.place_on(x.device))
 
 

@@ -199,7 +199,8 @@ def layer_norm(func: Any, args: Any, kwargs: Any) -> Any:
 def layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Takes the gradient of `layer_norm`; those of weights are sums over rows."""
     g, x, shape, mean, scale, w, b, mask = args
-    rows, d = x.rows, x.dim_
+    like = x if type(x) is DistTensor else g
+    rows, d = like.rows, like.dim_
     own = [local_at(t, rows, d) for t in (g, x)]
     stats = [local_at(t, rows, d) for t in (mean, scale)]
     gx, gw, gb = func(*own[:2], shape, *stats, w, b, mask)

@@ -21,6 +21,7 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.sharded.agreement import compare_ids
 from pyg_distcomm.sharded.constants import constants_of, key_of, version_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
@@ -291,6 +292,7 @@ def plain_ids(index: Tensor, rows: Rows) -> Ids:
     for other, found in kept:
         if other.shape == index.shape and torch.equal(other, index):
             return found  # type: ignore[no-any-return]
+    compare_ids(index, rows.count, rows.mesh)
     count = index.numel()
     at = rows if count == rows.count else Rows.blocks(count, rows.mesh)
     flat = index.reshape(-1)

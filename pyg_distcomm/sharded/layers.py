@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from pyg_distcomm.comm import collectives
@@ -164,6 +165,8 @@ def linear_product(
     mean: bool = False,
 ) -> Tensor:
     """Returns `(A X) W + b`, or `A (X W) + b`, whichever exchanges fewer words."""
+    if is_lazy(lin.weight):
+        lin(x)  # initialises a lazy layer through its own hooks
     edges = None if weight is None else weight.to_local()
     grad, topology = torch.is_grad_enabled(), context.topology
 
@@ -198,7 +201,7 @@ def linear_product(
         rows = DistTensor.from_local(multiply(x, exchange), topology.nodes)
         return F.linear(rows, lin.weight, bias)
     out: Tensor = DistTensor.from_local(
-        multiply(F.linear(x, lin.weight), exchange), topology.nodes
+        multiply(F.linear(x.contiguous(), lin.weight), exchange), topology.nodes
     )
     return out if bias is None else out + bias
 
@@ -319,7 +322,7 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
         given = context, OperatorKind(), None, self.lin_l, self.lin_l.bias
         out = linear_product(source, *given, mean=self.aggr == "mean")
         if self.root_weight and root is not None:
-            out = out + self.lin_r(root)
+            out = out + self.lin_r(root.contiguous())
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
 
@@ -399,7 +402,7 @@ def _on_own_rows(
     mesh = topology.nodes.mesh
     table = topology.constant_rows(x)
     if table is None:
-        table = topology.locals.with_ghosts(x.to_local())
+        table = topology.locals.with_ghosts(x.to_local().contiguous())
     args, kwargs = tree_map(
         lambda v: v.to_local() if type(v) is DistTensor else v, (args, kwargs)
     )

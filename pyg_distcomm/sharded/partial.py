@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.sharded.agreement import in_backward
 
 aten = torch.ops.aten
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -101,11 +102,6 @@ _VIEWS = _COPIES | {
     aten.sum.dim_IntList,
 }
 _SUMS = {aten.add.Tensor, aten.add_.Tensor}
-
-
-def in_backward() -> bool:
-    """Tells whether a backward pass is running."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def summed_over_ranks(part: Tensor, mesh: Mesh) -> Tensor:

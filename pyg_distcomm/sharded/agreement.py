@@ -1,0 +1,83 @@
+"""Compares plain operands between ranks, when they first meet sharded ones.
+
+An op on sharded tensors takes a plain tensor as the same on all ranks. Parameters are compared
+when an op first reads them, and rank 0's are taken; other plain operands of which own rows are
+taken are compared by name, shape and type of their first use. See `init(check=...)`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import comparer_of
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.process import PROCESS
+
+_PRIME = (1 << 61) - 1
+
+
+def in_backward() -> bool:
+    """Tells whether a backward pass is running."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def compare_plain(x: Tensor, mesh: Any) -> None:
+    """Raises on all ranks if a plain operand differs between them; collective at first use."""
+    if mesh.size == 1 or mesh.check == "never" or in_backward():
+        return
+    if isinstance(mesh, Mesh):
+        comparer_of(mesh).check(x.detach(), name_of(PROCESS.op))
+
+
+def compare_parameters(args: Any, mesh: Any) -> None:
+    """Takes rank 0's parameters where they differ, when ops first read them; collective."""
+    if mesh.check == "never" or not isinstance(mesh, Mesh) or in_backward():
+        return
+    seen = mesh.sharded.get("parameters")
+    if seen is None:
+        seen = mesh.sharded["parameters"] = {}
+    for x in args:
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            continue
+        base = x if x._base is None else x._base
+        found = seen.get(id(base))
+        if found is not None and found() is base:
+            continue
+        if type(base) in (Tensor, torch.nn.Parameter) and base.is_leaf:
+            seen[id(base)] = weakref.ref(base)
+            comparer_of(mesh).sync_from_rank0(base)
+
+
+def compare_ids(ids: Tensor, count: int, mesh: Any) -> None:
+    """Raises on all ranks if plain ids differ between ranks, or are out of range; collective.
+
+    Price: two words of each rank.
+
+    Raises:
+        IndexError, ValueError: saying which.
+    """
+    flat = ids.detach().reshape(-1).cpu().long()
+    weight = torch.arange(1, len(flat) + 1)
+    mark = [len(flat), int((flat * weight).sum()) % _PRIME]
+    marks = collectives.all_gather_counts(mark, mesh.world)
+    if any(other != marks[0] for other in marks):
+        raise ValueError(
+            "plain ids, or edges, mean the same ids on all ranks, but the ranks gave lists "
+            f"that differ (lengths {[m[0] for m in marks]}); build them from a "
+            "shared seed (torch_geometric.seed_everything, as PyG draws negative edges by "
+            "Python's random, too), or use a mask, which costs nothing"
+        )
+    if len(flat) and (int(flat.min()) < -count or int(flat.max()) >= count):
+        low = int(flat.min())
+        bad = low if low < -count else int(flat.max())
+        raise IndexError(f"index {bad} is out of range for a tensor of {count} rows")
+
+
+def name_of(op: Any) -> str:
+    """Returns the name of an aten op as torch's users know it."""
+    return "a layer" if op is None else str(op._schema.name).removeprefix("aten::")
