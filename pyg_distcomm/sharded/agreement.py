@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import comparer_of
@@ -36,7 +38,7 @@ def compare_plain(x: Tensor, mesh: Any) -> None:
 
 def compare_parameters(args: Any, mesh: Any) -> None:
     """Takes rank 0's parameters where they differ, when ops first read them; collective."""
-    if mesh.check == "never" or not isinstance(mesh, Mesh) or in_backward():
+    if not isinstance(mesh, Mesh) or in_backward():
         return
     seen = mesh.sharded.get("parameters")
     if seen is None:
@@ -45,12 +47,29 @@ def compare_parameters(args: Any, mesh: Any) -> None:
         if not isinstance(x, Tensor) or not x.requires_grad:
             continue
         base = x if x._base is None else x._base
+        if DistributedDataParallel._active_ddp_module is not None:
+            _wrapped(mesh)[base] = True
         found = seen.get(id(base))
         if found is not None and found() is base:
             continue
         if type(base) in (Tensor, torch.nn.Parameter) and base.is_leaf:
             seen[id(base)] = weakref.ref(base)
+            if mesh.check == "never":
+                continue
             comparer_of(mesh).sync_from_rank0(base)
+
+
+def _wrapped(mesh: Mesh) -> Any:
+    found = mesh.sharded.get("wrapped")
+    if found is None:
+        found = mesh.sharded["wrapped"] = WeakTensorKeyDictionary()
+    return found
+
+
+def is_wrapped(leaf: Tensor, mesh: Mesh) -> bool:
+    """Tells whether DistributedDataParallel reads the gradient of a parameter."""
+    found = mesh.sharded.get("wrapped")
+    return found is not None and leaf in found
 
 
 def compare_ids(ids: Tensor, count: int, mesh: Any) -> None:

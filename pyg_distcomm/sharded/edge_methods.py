@@ -116,13 +116,16 @@ class EdgeMethods:
         twin.link = link
         return PROCESS.rules["edges"](self, twin)
 
-    def multiplied(self, x: Any, edge_weight: Any = None) -> Tensor:
+    def matmul(self, x: Any, edge_weight: Any = None) -> Tensor:
         """Returns, for each node, the (weighted) sum of `x` over its in-edges.
 
             z_i = sum over edges e = (j, i) of w_e x_j
 
-        Differentiable in `x` `[n, f]` and `edge_weight` `[e]`.
+        Differentiable in `x` `[n, f]` and `edge_weight` `[e]`. The product of any other
+        tensor is `torch.matmul`.
         """
+        if self._topology is None:  # type: ignore[attr-defined]
+            return torch.matmul(self, x)  # type: ignore[call-overload,no-any-return]
         topology, call = self.topology, None
         local = x.to_local().contiguous()
         weight = None if edge_weight is None else edge_weight.to_local()
@@ -134,3 +137,5 @@ class EdgeMethods:
             call = link.begin(who, self.nodes, train, name="matmul", degrees=own)
         matrix = topology.operator(OperatorKind(), weight, local.dtype, call)
         return type(x).from_local(matrix @ local, self.nodes)  # type: ignore[no-any-return]
+
+    __matmul__ = matmul

@@ -28,9 +28,10 @@ from pyg_distcomm.nn.layer_context import (
     is_product,
 )
 from pyg_distcomm.nn.local_products import run_gcn, run_layer, run_sage
+from pyg_distcomm.nn.message_forms import layers_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, rule
 from pyg_distcomm.sharded.edges import DistEdgeIndex
-from pyg_distcomm.sharded.linked import exchanging
+from pyg_distcomm.sharded.linked import exchanging, keeps_rows
 from pyg_distcomm.sharded.partial import summed_over_ranks
 
 
@@ -52,6 +53,8 @@ def run_on_share(
         return run(*args, **kwargs)
     if link is None and edges[0].topology.link is None:
         return run(*args, **kwargs)
+    if any(map(keeps_rows, layers_of(conv))):
+        link = "exact"  # what it keeps must be exact
     context = LayerContext.of(conv, link, edges[0])
     with exchanging(conv, context):
         return run(*args, **kwargs)

@@ -41,6 +41,12 @@ def exchanging(conv: Any, context: LayerContext) -> Iterator[None]:
                 vars(layer).pop(name, None)
 
 
+def keeps_rows(layer: Any) -> bool:
+    """Tells whether a layer caches propagated rows, as SGConv and SSGConv may."""
+    names = vars(layer)
+    return bool(names.get("cached")) and ("_cached_x" in names or "_cached_h" in names)
+
+
 _STAND_INS = "propagate", "edge_updater", "_index_select"
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.sharded.agreement import in_backward
+from pyg_distcomm.sharded.agreement import in_backward, is_wrapped
 
 aten = torch.ops.aten
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -62,7 +62,7 @@ class PartialSum(Tensor):
         x = args[0]
         if func in _VIEWS and x._value is None:
             if func in _COPIES and _accumulates():
-                return _later(x)
+                return x.value() if _is_read(x.mesh) else _later(x)
             return PartialSum(func(x.part, *args[1:], **kwargs), x.mesh)
         if func in _SUMS and not kwargs and len(args) == 2:
             a, b = args
@@ -73,6 +73,7 @@ class PartialSum(Tensor):
                 func is aten.add_.Tensor
                 and not isinstance(a, PartialSum)
                 and _accumulates()
+                and not _is_read(b.mesh)
             ):
                 _pass_of(b.mesh).added.append((a, b.part))
                 return a
@@ -117,6 +118,12 @@ def _accumulates() -> bool:
     """Tells whether torch accumulates the gradient of a leaf."""
     node = torch._C._current_autograd_node()
     return node is not None and node.name() == _ACCUMULATE
+
+
+def _is_read(mesh: Mesh) -> bool:
+    """Tells whether hooks read the gradient of the leaf before the pass ends."""
+    leaf = torch._C._current_autograd_node().variable
+    return bool(leaf._post_accumulate_grad_hooks) or is_wrapped(leaf, mesh)
 
 
 @dataclass
