@@ -30,10 +30,20 @@ def in_backward() -> bool:
 
 def compare_plain(x: Tensor, mesh: Any) -> None:
     """Raises on all ranks if a plain operand differs between them; collective at first use."""
-    if mesh.size == 1 or mesh.check == "never" or in_backward():
+    if mesh.size == 1 or mesh.check == "never" or not isinstance(mesh, Mesh):
         return
-    if isinstance(mesh, Mesh):
+    if not in_backward():
         comparer_of(mesh).check(x.detach(), name_of(PROCESS.op))
+        return
+    with torch.no_grad():
+        try:
+            comparer_of(mesh).check(x.detach(), f"backward of {name_of(PROCESS.op)}")
+        except ValueError as error:
+            raise ValueError(
+                "call torch.manual_seed with the same number on all ranks before the model is "
+                "made, and draw alike: the gradient of a plain tensor, such as pooled rows, "
+                f"of shape {list(x.shape)} differs between ranks"
+            ) from error
 
 
 def compare_parameters(args: Any, mesh: Any) -> None:

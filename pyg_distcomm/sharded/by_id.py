@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.agreement import compare_plain
 from pyg_distcomm.sharded.constants import key_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
@@ -35,6 +36,7 @@ def index_select(func: Any, args: Any, kwargs: Any) -> Any:
     x, d, index = args
     d %= max(x.dim(), 1)
     if type(x) is not DistTensor:  # plain rows, by sharded ids
+        compare_plain(plain(x), index.rows.mesh)
         return DistTensor(func(plain(x), d, index.local), index.rows, d)
     if d != x.dim_:
         if type(index) is DistTensor:
@@ -151,6 +153,7 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
         return DistTensor(func(x.local, d, own, *args[3:]), x.rows, x.dim_)
     x = plain(x)
     if d == v.dim_:
+        compare_plain(x, v.rows.mesh)
         return DistTensor(func(x, d, v.local, *args[3:]), v.rows, d)
     return DistTensor(
         func(own_part(x, v.rows, v.dim_), d, v.local, *args[3:]), v.rows, v.dim_

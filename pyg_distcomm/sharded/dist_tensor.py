@@ -15,6 +15,7 @@ value of the whole, gradients are those of one process, for leaves of either kin
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,7 @@ class DistTensor(EdgeMethods, Tensor):
 
     __slots__ = (
         "_chosen",
+        "_copied",
         "_ids",
         "_key",
         "_key_version",
@@ -64,6 +66,7 @@ class DistTensor(EdgeMethods, Tensor):
     _shared: bool  # whether its rows are those of a constant that is kept
     _ids: Any  # what is planned for the ids that it holds
     _chosen: Any  # the rows that it keeps, as a mask
+    _copied: bool  # whether it is a copy where torch has a view
     _topology: Any  # what is planned for the edges that it is
     _weight: Any  # of the edges of a sparse adjacency
 
@@ -81,6 +84,7 @@ class DistTensor(EdgeMethods, Tensor):
         self.local, self.rows, self.dim_ = local, rows, dim
         self._key, self._key_version, self._shared = key, 0, False
         self._ids = self._chosen = self._topology = self._weight = None
+        self._copied = False
         return self
 
     @classmethod
@@ -97,6 +101,8 @@ class DistTensor(EdgeMethods, Tensor):
             first = first_sharded(args)
         if first is not None:
             PROCESS.op = func
+            if first._copied and func._schema.is_mutable and args[0] is first:
+                raise read_only(func)
             if first.rows.mesh.size > 1:
                 for a in args:
                     if type(a) is not DistTensor and isinstance(a, Tensor):
@@ -126,6 +132,17 @@ class DistTensor(EdgeMethods, Tensor):
         """Returns all rows, in order, on every rank, differentiably; collective."""
         return _Full.apply(self)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Writes to rows, also to one row and to every k-th, which torch takes as views."""
+        first, *rest = key if isinstance(key, tuple) else (key,)
+        if self.dim_ == 0 and isinstance(first, int) and not isinstance(first, bool):
+            key = (torch.tensor([first]), *rest)
+        elif (
+            self.dim_ == 0 and isinstance(first, slice) and first.step not in (1, None)
+        ):
+            key = (torch.arange(self.size(0))[first], *rest)
+        super().__setitem__(key, value)
+
     def tolist(self) -> Any:
         """Returns all values as nested lists; collective."""
         return self.full_tensor().tolist()
@@ -134,9 +151,32 @@ class DistTensor(EdgeMethods, Tensor):
         """Returns all values as an array; collective."""
         return self.full_tensor().numpy(force=force)
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype: Any = None, _: Any = None) -> Any:
         found = self.full_tensor().detach().numpy()
         return found if dtype is None else found.astype(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
+        if id(self) not in memo:
+            out = DistTensor(self.local.detach().clone(), self.rows, self.dim_)
+            out._topology, out._weight = self._topology, self._weight
+            if self._key is not None and not self.requires_grad:
+                PROCESS.rules["attribute"](out)
+            if self.requires_grad:
+                out.requires_grad_()
+            if self.grad is not None:
+                out.grad = copy.deepcopy(self.grad, memo)
+            out.__dict__.update(copy.deepcopy(vars(self), memo))
+            memo[id(self)] = out
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.rows.mesh.size > 1:
+            raise TypeError(
+                "save t.full_tensor(), which all ranks have to call, or t.to_local() for "
+                "this rank's rows: torch.save and pickle would keep a part of a row-sharded "
+                "tensor alone. pdc.save_checkpoint saves models and optimizers"
+            )
+        return self.local.detach().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         mesh = self.rows.mesh
@@ -177,6 +217,15 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> DistTensor:
         return DistTensor(local_at(g, ctx.rows, ctx.dim), ctx.rows, ctx.dim)
+
+
+def read_only(func: Any) -> RuntimeError:
+    """Returns the error of a write to a copy, of which torch would have a view."""
+    return RuntimeError(
+        f"{str(func._schema.name).removeprefix('aten::')}() got a part of a row-sharded "
+        "tensor of which ranks hold copies, so that the tensor would not see what is "
+        "written; write by x[ids] = value, or clone the part first"
+    )
 
 
 def first_sharded(args: Any) -> DistTensor | None:

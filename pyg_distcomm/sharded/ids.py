@@ -164,19 +164,20 @@ class IdExchange:
             self._hit = found
         return self._hit.view(-1, *[1] * (dim - 1))
 
-    def put(self, out: Tensor, src: Tensor) -> None:
-        """Writes rows `[k, ...]` to the rows of their ids; of several one stays."""
-        here = self.slot < self.own
-        out[self.slot[here]] = src[here]
-        if self.halo.silent:
-            return
-        table = src.new_zeros((self.count, *src.shape[1:]))
-        table[self.slot] = src
-        halo = self.halo
-        sides = halo.recv_counts, halo.send_counts, halo.axis
-        sent = _wire(table[self.own :].contiguous())
-        came = collectives.all_to_all(sent, *sides, "halo_put", halo.most).wait()
-        out[halo.send_slot] = came.view(src.dtype) if came.dtype != src.dtype else came
+    def put(self, out: Tensor, src: Tensor, at: Tensor) -> None:
+        """Writes rows `[k, ...]` to the rows of their ids; of several the last one stays.
+
+        Args:
+            out: own rows, which it writes to.
+            src: a row for each id.
+            at: the place of each id among those of all ranks.
+        """
+        last = self.extreme(at, "amax")
+        wins = self.gather(last) == at
+        src = src.to(torch.uint8) if src.dtype == torch.bool else src
+        total = self.sum(torch.where(_beside(wins, src), src, torch.zeros_like(src)))
+        hit = self.hit(out.dim())
+        out.copy_(torch.where(hit, total.to(out.dtype), out))
 
     def _sorted(self) -> tuple[Tensor, Tensor]:
         if self._csr is None:
@@ -184,6 +185,10 @@ class IdExchange:
             rowptr, col, _ = kernels.coo_to_csr(self.slot, arange, self.count)
             self._csr = rowptr, col
         return self._csr
+
+
+def _beside(mask: Tensor, x: Tensor) -> Tensor:
+    return mask.view(-1, *[1] * (x.dim() - 1))
 
 
 def _wire(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.sharded.agreement import in_backward, is_wrapped
+from pyg_distcomm.sharded.dist_tensor import read_only
 
 aten = torch.ops.aten
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -31,12 +32,13 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 class PartialSum(Tensor):
     """A tensor whose value is the sum of `part` over the ranks."""
 
-    __slots__ = ("_value", "mesh", "part")
+    __slots__ = ("_copied", "_value", "mesh", "part")
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     part: Tensor
     mesh: Mesh
     _value: Tensor | None
+    _copied: bool  # whether it is a copy where torch has a view
 
     @staticmethod
     def __new__(cls, part: Tensor, mesh: Mesh) -> Any:
@@ -45,7 +47,15 @@ class PartialSum(Tensor):
             cls, part.shape, strides=part.stride(), dtype=part.dtype, device=part.device
         )
         self.part, self.mesh, self._value = part, mesh, None
+        self._copied = False
         return self
+
+    @staticmethod
+    def copy_of(value: Tensor, mesh: Mesh) -> PartialSum:
+        """Returns a sum that is known, of which torch would have a view; no op writes to it."""
+        out = PartialSum(value, mesh)
+        out._value, out._copied = value, True
+        return out  # type: ignore[no-any-return]
 
     def value(self) -> Tensor:
         """Returns the sum; collective at the first call."""
@@ -60,6 +70,8 @@ class PartialSum(Tensor):
         """Keeps linear ops partial, and gives every other op the sum."""
         kwargs = kwargs or {}
         x = args[0]
+        if type(x) is PartialSum and x._copied and func._schema.is_mutable:
+            raise read_only(func)
         if func in _VIEWS and x._value is None:
             if func in _COPIES and _accumulates():
                 return x.value() if _is_read(x.mesh) else _later(x)
@@ -83,7 +95,20 @@ class PartialSum(Tensor):
 
         return func(*tree_map(summed, args), **tree_map(summed, kwargs))
 
+    def tolist(self) -> Any:
+        """Returns the values as nested lists."""
+        return self.value().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns the values as an array."""
+        return self.value().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.value().detach().__array__(dtype)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self._copied:
+            return repr(self.value())
         return (
             f"PartialSum({list(self.shape)} on rank {self.mesh.rank}/{self.mesh.size})"
         )

@@ -102,7 +102,7 @@ def _scatter_to_owners(
     hit = plan.hit(start.dim())
     if op == "put" and isinstance(source, Tensor):
         total = start.clone()
-        plan.put(total, source.to(start.dtype))
+        plan.put(total, source.to(start.dtype), ids.rows.place_on(x.device))
     elif op == "put":
         total = torch.where(hit, torch.full_like(start, source), start)
     elif op == "sum":
@@ -224,7 +224,7 @@ def _put_rows(
     if add:
         first.add_(plan.sum(own))
     else:
-        plan.put(first, own)
+        plan.put(first, own, ids.rows.place_on(x.device))
     return _written(x, target, mutable)
 
 

@@ -14,6 +14,7 @@ from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.constants import version_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
 from pyg_distcomm.sharded.ids import ids_of, ids_of_part
+from pyg_distcomm.sharded.partial import PartialSum
 from pyg_distcomm.sharded.pointwise import meeting
 
 aten = torch.ops.aten
@@ -141,7 +142,7 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
     x, d, i = args
     d %= x.dim()
     if d == x.dim_:
-        return _one_row(x, d, i)
+        return PartialSum.copy_of(_one_row(x, d, i), x.rows.mesh)
     out = _view(x, func(x.local, d, i), x.dim_ - (d < x.dim_))
     if not x.dtype.is_floating_point and x.dim() == 2:
         out._ids = ids_of_part(x, i, out)
@@ -207,7 +208,9 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
     rows, where = known
     if len(where) and step == 1:  # rows ascend, so that they are a range of own rows
         return _view(x, x.local.narrow(d, int(where[0]), len(where)), d, rows)
-    return DistTensor(x.local.index_select(d, where.to(x.device)), rows, d)
+    out = DistTensor(x.local.index_select(d, where.to(x.device)), rows, d)
+    out._copied = len(rows) > 0
+    return out
 
 
 @rule(

@@ -35,16 +35,25 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return seen[id(value)]
 
     if func is torch.ops.aten.view.default:  # of rows whose strides are those of all
-        return whole(args[0]).reshape(args[1])
+        return _as_views(whole(args[0]).reshape(args[1]), args)
     out = func(*tree_map(whole, args), **tree_map(whole, kwargs))
     if not func._schema.is_mutable:
-        return out
+        is_view = any(a.alias_info is not None for a in func._schema.arguments)
+        return _as_views(out, args) if is_view else out
     written = _written(func, args, kwargs)
     for value in written:
         if isinstance(value, DistTensor):
             value.local.copy_(own_part(seen[id(value)], value.rows, value.dim_))
             value._key = value._ids = value._chosen = value._topology = None
     return written[0] if len(written) == 1 else out
+
+
+def _as_views(out: Any, args: Any) -> Any:
+    """Returns copies where torch has views, which no op may write to."""
+    mesh = args[0].mesh if isinstance(args[0], PartialSum) else args[0].rows.mesh
+    if isinstance(out, Tensor):
+        return PartialSum.copy_of(out, mesh)
+    return type(out)(PartialSum.copy_of(o, mesh) for o in out)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
