@@ -125,7 +125,8 @@ class EdgeMethods:
         tensor is `torch.matmul`.
         """
         if self._topology is None:  # type: ignore[attr-defined]
-            return torch.matmul(self, x)  # type: ignore[call-overload,no-any-return]
+            whole: Any = self
+            return torch.matmul(whole, x)
         topology, call = self.topology, None
         local = x.to_local().contiguous()
         weight = None if edge_weight is None else edge_weight.to_local()

@@ -147,7 +147,8 @@ def _accumulates() -> bool:
 
 def _is_read(mesh: Mesh) -> bool:
     """Tells whether hooks read the gradient of the leaf before the pass ends."""
-    leaf = torch._C._current_autograd_node().variable
+    node: Any = torch._C._current_autograd_node()
+    leaf = node.variable
     return bool(leaf._post_accumulate_grad_hooks) or is_wrapped(leaf, mesh)
 
 
