@@ -93,7 +93,7 @@ class ProductCache:
             if not (_constant(x) and _constant(weight)) or _hooked():
                 return None
             kinds = self._products.setdefault(x, {})
-            key, now = _key(kind, weight), (x._version, _version(weight))
+            key, now = _key(kind, weight), (_version(x), _version(weight))
             before, product, version = kinds.get(key, (None, None, 0))
         written = product is not None and product._version != version
         all_or_none(before not in (None, now) or written, x.rows.mesh)
@@ -124,7 +124,7 @@ class ProductCache:
         """Returns 1 if an input was seen once, 2 if its product is cached, else 0."""
         found = self._products.get(x, {}).get(_key(kind, weight), (None, None, 0))
         before, product, _ = found
-        if before is None or before[0] != x._version:
+        if before is None or before[0] != _version(x):
             return 0
         return 1 if product is None else 2
 
@@ -239,10 +239,13 @@ def _key(kind: Any, weight: Any) -> tuple[Any, Any]:
     return kind, None if weight is None else WeakIdRef(weight)
 
 
-def _version(weight: Any) -> int:
-    return 0 if weight is None else int(weight._version)
+def _version(x: Any) -> int:
+    if x is None:
+        return 0
+    local = getattr(x, "local", x)  # which a script may have written to
+    return int(x._version) + (0 if local is x else int(local._version))
 
 
 def _is_stale(key: tuple[Any, Any], state: tuple[int, int], x: Any) -> bool:
     by = key[1]
-    return state[0] != x._version or (by is not None and by() is None)
+    return state[0] != _version(x) or (by is not None and by() is None)

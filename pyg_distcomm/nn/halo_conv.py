@@ -5,31 +5,33 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
-from torch_geometric.data.data import BaseData
 from torch_geometric.nn import EGConv, FAConv, MessagePassing
 
 from pyg_distcomm.comm.gradient_averaging import as_replicated
-from pyg_distcomm.comm.mesh import Mesh, latest_mesh
+from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.nn.halo_execution import HaloVisit
 from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
-from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
+from pyg_distcomm.nn.layer_context import (
+    LayerContext,
+    OwnLink,
+    check_given,
+    check_link,
+    warn_whole_graph,
+)
 from pyg_distcomm.nn.local_products import run_layer
 from pyg_distcomm.nn.message_forms import check_aggregations, layers_of
 from pyg_distcomm.nn.patched_functions import MatrixWeights, replaced
 from pyg_distcomm.ops.csr import coo_of
-from pyg_distcomm.process import PROCESS
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import eagerly
 
@@ -196,13 +198,7 @@ def shard_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
         TypeError: for a Data instead of tensors, and for edges in place of x.
     """
     values = [*args, *kwargs.values()]
-    if args and isinstance(args[0], DistEdgeIndex):
-        _check_order(layer)
-    if any(isinstance(v, BaseData) for v in values):
-        raise TypeError(
-            f"{type(layer).__name__} takes tensors, got a Data: call it with data.x and "
-            "data.edge_index, of the data that pdc.partition(data, mesh) returned"
-        )
+    check_given(layer, args, kwargs)
     if any(isinstance(v, DistEdgeIndex) for v in values):
         return args, kwargs
     flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,))]
@@ -210,7 +206,7 @@ def shard_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
     found = [x for x in found if x.rows.partition is not None and not x.reads_local]
     if not found:
         if not torch.compiler.is_compiling():
-            _warn_whole_graph(layer, values)
+            warn_whole_graph(layer, values)
         return args, kwargs
     rows = found[0].rows, found[0].rows
     for pair in values:  # for two node types
@@ -221,42 +217,6 @@ def shard_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
     ends = nodes, None if sources.same_as(nodes) else sources
     spread = [_shard_input(v, *ends) for v in args]
     return spread, {name: _shard_input(v, *ends) for name, v in kwargs.items()}
-
-
-def _check_order(layer: Any) -> None:
-    """Raises for edges as the first argument of a layer that takes x first."""
-    forward = getattr(layer, "conv", layer).forward
-    names = list(inspect.signature(forward).parameters)
-    if names[:1] == ["x"]:
-        raise TypeError(
-            f"{type(layer).__name__} takes ({', '.join(names[:3])}), but got the edge_index "
-            "as x: give it x first"
-        )
-
-
-def _warn_whole_graph(layer: Any, values: list[Any]) -> None:
-    """Warns once if each of several ranks seems to train on the same whole graph.
-
-    A layer has then seen one plain edge_index twice in training (each minibatch has its own),
-    and no loader of this package exists.
-    """
-    mesh = latest_mesh() if torch.is_grad_enabled() and layer.training else None
-    if mesh is None or mesh.size == 1 or "whole" in PROCESS.warned:
-        return
-    tensors = [v for v in values if type(v) is Tensor]
-    pairs = [v for v in tensors if v.dtype in _INDICES and v.shape[:1] == (2,)]
-    if not pairs or PROCESS.loaders:
-        return
-    seen, PROCESS.plain_edges[layer] = PROCESS.plain_edges.get(layer), ref(pairs[0])
-    if seen is not None and seen() is pairs[0]:
-        PROCESS.warned.add("whole")
-        warnings.warn(
-            f"each of {mesh.size} ranks gives {type(layer).__name__} a plain edge_index of "
-            f"{pairs[0].size(1):,} edges again and again: if that is the whole graph, every "
-            "rank computes all of it, and nothing is shared out. Take the tensors of "
-            "pdc.partition(data, mesh), or minibatches of pyg_distcomm.loader",
-            stacklevel=4,
-        )
 
 
 def _check_square(shape: tuple[int, ...], nodes: Rows) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch_geometric.data.data import BaseData
 from torch_geometric.nn import (
     MaxAggregation,
     MeanAggregation,
@@ -21,12 +23,13 @@ from torch_geometric.nn.dense.linear import Linear
 from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.gradient_averaging import check_transforms
 from pyg_distcomm.comm.ledger import dense_words
-from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy, settings_of
-from pyg_distcomm.process import tell
+from pyg_distcomm.process import PROCESS, tell
+from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 OwnLink: TypeAlias = LinkPolicy | Literal["exact"] | None
 
@@ -278,3 +281,69 @@ def propagates_as_pyg(conv: MessagePassing) -> bool:
 def template_of(kind: type) -> str:
     """Returns the name of the module that PyG generates for the `propagate` of a class."""
     return f"{kind.__module__}_{kind.__name__}_propagate"
+
+
+def check_given(layer: Any, args: Any, kwargs: Any) -> None:
+    """Raises for a Data in place of tensors, and for edges in the place of x.
+
+    Raises:
+        TypeError: naming the layer.
+    """
+    if args and isinstance(args[0], DistEdgeIndex):
+        _check_order(layer)
+    if any(isinstance(v, BaseData) for v in (*args, *kwargs.values())):
+        raise TypeError(
+            f"{type(layer).__name__} takes tensors, got a Data: call it with data.x and "
+            "data.edge_index, of the data that pdc.partition(data, mesh) returned"
+        )
+
+
+def check_arguments(layer: Any, args: Any, kwargs: Any) -> None:
+    """Checks what a layer is given, and warns of a whole graph on each rank."""
+    check_given(layer, args, kwargs)
+    values = [*args, *kwargs.values()]
+    if not any(isinstance(v, DistTensor) for v in values):
+        if not torch.compiler.is_compiling():
+            warn_whole_graph(layer, values)
+
+
+def _check_order(layer: Any) -> None:
+    """Raises for edges as the first argument of a layer that takes x first."""
+    forward = getattr(layer, "conv", layer).forward
+    names = list(inspect.signature(forward).parameters)
+    if names[:1] == ["x"]:
+        raise TypeError(
+            f"{type(layer).__name__} takes ({', '.join(names[:3])}), but got the edge_index "
+            "as x: give it x first"
+        )
+
+
+def warn_whole_graph(layer: Any, values: list[Any]) -> None:
+    """Warns once if each of several ranks seems to train on the same whole graph.
+
+    A layer has then seen one plain edge_index twice in training (each minibatch has its own),
+    and no loader of this package exists.
+    """
+    mesh = latest_mesh() if torch.is_grad_enabled() and layer.training else None
+    if mesh is None or mesh.size == 1 or "whole" in PROCESS.warned:
+        return
+    tensors = [v for v in values if type(v) is Tensor]
+    pairs = [v for v in tensors if v.dtype in _INDICES and v.shape[:1] == (2,)]
+    if not pairs or PROCESS.loaders:
+        return
+    seen, PROCESS.plain_edges[layer] = (
+        PROCESS.plain_edges.get(layer),
+        weakref.ref(pairs[0]),
+    )
+    if seen is not None and seen() is pairs[0]:
+        PROCESS.warned.add("whole")
+        warnings.warn(
+            f"each of {mesh.size} ranks gives {type(layer).__name__} a plain edge_index of "
+            f"{pairs[0].size(1):,} edges again and again: if that is the whole graph, every "
+            "rank computes all of it, and nothing is shared out. Take the tensors of "
+            "pdc.partition(data, mesh), or minibatches of pyg_distcomm.loader",
+            stacklevel=5,
+        )
+
+
+_INDICES = (torch.int64, torch.int32)

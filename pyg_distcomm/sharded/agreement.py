@@ -62,11 +62,36 @@ def compare_parameters(args: Any, mesh: Any) -> None:
         found = seen.get(id(base))
         if found is not None and found() is base:
             continue
-        if type(base) in (Tensor, torch.nn.Parameter) and base.is_leaf:
+        if base.grad_fn is not None:
+            _compare_computed(base, mesh)
+        elif type(base) in (Tensor, torch.nn.Parameter) and base.is_leaf:
             seen[id(base)] = weakref.ref(base)
             if mesh.check == "never":
                 continue
             comparer_of(mesh).sync_from_rank0(base)
+
+
+def _compare_computed(x: Tensor, mesh: Mesh) -> None:
+    """Compares a value computed from parameters, and these, when its kind is first met."""
+    kinds = mesh.sharded.setdefault("computed", set())
+    kind = PROCESS.op, x.shape, x.dtype
+    if kind in kinds or mesh.check == "never":
+        return
+    kinds.add(kind)
+    comparer, seen = comparer_of(mesh), mesh.sharded["parameters"]
+    todo, met = [x.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and type(leaf) in (Tensor, torch.nn.Parameter):
+            if id(leaf) not in seen or seen[id(leaf)]() is not leaf:
+                seen[id(leaf)] = weakref.ref(leaf)
+                comparer.sync_from_rank0(leaf)
+        todo += [next_node for next_node, _ in node.next_functions]
+    comparer.sync_from_rank0(x)
 
 
 def _wrapped(mesh: Mesh) -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sharded.agreement import compare_parameters, compare_plain
+from pyg_distcomm.sharded.agreement import compare_parameters, compare_plain, name_of
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -194,7 +194,7 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return local_at(g, ctx.rows, ctx.dim), None, None
+        return _cut(g, ctx.rows, ctx.dim), None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -205,7 +205,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> DistTensor:
-        return DistTensor(g, ctx.rows, ctx.dim)
+        return DistTensor.from_local(g, ctx.rows, ctx.dim)
 
 
 class _Full(torch.autograd.Function):
@@ -216,7 +216,29 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> DistTensor:
-        return DistTensor(local_at(g, ctx.rows, ctx.dim), ctx.rows, ctx.dim)
+        return _Cut.apply(g, ctx.rows, ctx.dim)
+
+
+class _Cut(torch.autograd.Function):
+    """Takes a plain tensor, or one sharded in any way, as one sharded by given rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows, dim: int) -> DistTensor:
+        ctx.like = (x.rows, x.dim_) if isinstance(x, DistTensor) else None
+        return DistTensor(local_at(x, rows, dim), rows, dim)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> tuple[Tensor, None, None]:
+        if ctx.like is None:
+            return _Full.apply(g), None, None
+        return _Cut.apply(g, *ctx.like), None, None
+
+
+def _cut(g: Tensor, rows: Rows, dim: int) -> Tensor:
+    """Returns own rows of a gradient, differentiably."""
+    known = isinstance(g, DistTensor) and g.rows is rows and g.dim_ == dim
+    own: DistTensor = g if known else _Cut.apply(g, rows, dim)  # type: ignore[assignment]
+    return own.to_local()
 
 
 def read_only(func: Any) -> RuntimeError:
@@ -253,6 +275,12 @@ def rule(*ops: Any) -> Callable[[Any], Any]:
 
 def own_part(x: Tensor, rows: Rows, dim: int) -> Tensor:
     """Returns own rows of a plain tensor."""
+    if x.size(dim) != rows.count:
+        raise ValueError(
+            f"{name_of(PROCESS.op)}() got a plain tensor of {list(x.shape)} beside a "
+            f"row-sharded one of {rows.count} rows: a plain tensor has the rows of all "
+            "ranks, the same on each; take own rows by pdc.from_local(t, like=x)"
+        )
     if rows.mesh.size == 1 and rows.whole:
         return x
     compare_plain(x, rows.mesh)

@@ -12,7 +12,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.cutters import check_edge_index
-from pyg_distcomm.sharded.constants import constants_of
+from pyg_distcomm.sharded.constants import constants_of, version_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
 
 
@@ -141,6 +141,7 @@ def same_edges(edge_index: DistTensor, topology: Topology) -> DistTensor:
     """Returns the same edges with another topology."""
     out = DistTensor(edge_index.local, edge_index.rows, 1, edge_index._key)
     out._topology, out._weight = topology, edge_index._weight
+    out._key_version = edge_index._key_version
     return out
 
 
@@ -172,7 +173,7 @@ def attribute(x: DistTensor) -> DistTensor:
     """Gives an attribute of a graph a key; see [Note: constants] in `constants.py`."""
     if x.rows.nodes is None and x.dim_ == 0 and x.rows.partition is not None:
         note_space(x.rows)
-    x._key = constants_of(x.rows.mesh).new()
+    x._key, x._key_version = constants_of(x.rows.mesh).new(), version_of(x)
     return x
 
 

@@ -40,11 +40,24 @@ _SUMMED = (torch.float32, torch.float64)
 class Ids:
     """Holds the ids `[k]` on this rank, and what has been planned for them."""
 
-    __slots__ = ("_plans", "local", "rows")
+    __slots__ = ("_highest", "_plans", "local", "rows")
 
     def __init__(self, local: Tensor, rows: Rows) -> None:
         self.local, self.rows = local, rows
+        self._highest: int | None = None
         self._plans: dict[int, tuple[Rows, IdExchange]] = {}
+
+    def check_below(self, count: int) -> None:
+        """Raises on all ranks if an id is not below a number of rows; collective once."""
+        if self._highest is None:
+            here = int(self.local.max()) if self.local.numel() else -1
+            most = torch.tensor([here])
+            found = collectives.all_reduce(most, self.rows.mesh.world, "max")
+            self._highest = int(found)
+        if self._highest >= count:
+            raise IndexError(
+                f"index {self._highest} is out of range for a tensor of {count} rows"
+            )
 
     def exchange(self, rows: Rows) -> IdExchange:
         """Returns the exchange with rows of a tensor; collective at the first call."""

@@ -23,12 +23,14 @@ from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.nn.layer_context import (
     LayerContext,
     OwnLink,
+    check_arguments,
     check_link,
     has_hooks,
     is_product,
 )
 from pyg_distcomm.nn.local_products import run_gcn, run_layer, run_sage
 from pyg_distcomm.nn.message_forms import layers_of
+from pyg_distcomm.sharded.agreement import compare_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor, rule
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 from pyg_distcomm.sharded.linked import exchanging, keeps_rows
@@ -107,6 +109,7 @@ def run_any(
     conv: Any, link: OwnLink, run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Runs `run`, a layer of any kind, on a share, a minibatch or a whole graph."""
+    check_arguments(conv, args, kwargs)
     if is_spread(*args, *kwargs.values()):
         return run_on_share(conv, link, run, *args, **kwargs)
     if torch.compiler.is_compiling():
@@ -172,12 +175,20 @@ def linear_product(
         lin(x)  # initialises a lazy layer through its own hooks
     edges = None if weight is None else weight.to_local()
     grad, topology = torch.is_grad_enabled(), context.topology
+    values = x.dtype if kind.normalize else None  # as PyG's messages are of
+    values = values if weight is None else weight.dtype
+
+    def wide(dtype: torch.dtype) -> torch.dtype:
+        return dtype if values is None else torch.promote_types(dtype, values)
+
+    def finish(out: Tensor) -> Tensor:
+        return out.to(wide(out.dtype))
 
     def multiply(rows: Any, exchange: Any = None) -> Tensor:
         local = rows.to_local().contiguous()
         shape = local.shape
         local = local.flatten(1) if local.dim() > 2 else local
-        out = topology.operator(kind, edges, local.dtype, exchange) @ local
+        out = topology.operator(kind, edges, wide(local.dtype), exchange) @ local
         if mean:
             degree = topology.in_degree.clamp(min=1)
             out = out / degree.to(out.dtype).unsqueeze(1)
@@ -196,17 +207,18 @@ def linear_product(
             held, (x, weight), exact, cache_now=context.had_kept()
         )
     if known is not None:
-        return F.linear(DistTensor.from_local(known, topology.nodes), lin.weight, bias)
+        rows = DistTensor.from_local(known, topology.nodes)
+        return finish(F.linear(rows, lin.weight, bias))
     exchange = context.exchange(None if held is None else x, held)
     backward = grad and x.requires_grad
     grads = backward, backward or (grad and lin.weight.requires_grad)
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
         rows = DistTensor.from_local(multiply(x, exchange), topology.nodes)
-        return F.linear(rows, lin.weight, bias)
+        return finish(F.linear(rows, lin.weight, bias))
     out: Tensor = DistTensor.from_local(
         multiply(F.linear(x.contiguous(), lin.weight), exchange), topology.nodes
     )
-    return out if bias is None else out + bias
+    return finish(out if bias is None else out + bias.to(out.dtype))
 
 
 def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool, Any]:
@@ -224,6 +236,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
     def forward(self, x: Any, edge_index: Any, edge_weight: Any = None) -> Tensor:
         """Runs the layer."""
         run: Callable[..., Tensor] = torch_geometric.nn.GCNConv.forward.__get__(self)
+        check_arguments(self, (x, edge_index), {})
         if not is_spread(x, edge_index):
             if torch.compiler.is_compiling():
                 return run(x, edge_index, edge_weight)
@@ -261,6 +274,7 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
     ) -> Tensor:
         """Runs the layer."""
         run: Callable[..., Tensor] = torch_geometric.nn.GCN2Conv.forward.__get__(self)
+        check_arguments(self, (x, x_0, edge_index), {})
         if not is_spread(x, edge_index):
             return run_any(self, None, run, x, x_0, edge_index, edge_weight)  # type: ignore[no-any-return]
         (x, x_0, edge_index), _ = sharded_inputs((x, x_0, edge_index), {})
@@ -303,6 +317,7 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
     def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
         """Runs the layer."""
         run: Callable[..., Tensor] = torch_geometric.nn.SAGEConv.forward.__get__(self)
+        check_arguments(self, (x, edge_index), {})
         if not is_spread(x, edge_index):
             if torch.compiler.is_compiling():
                 return run(x, edge_index, size)
@@ -384,9 +399,7 @@ def _one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         if not known or topology is None or topology.link is not None:
             return run(x, edge_index, *args, **kwargs)
         values = (*args, *kwargs.values())
-        plain = all(
-            v is None or isinstance(v, bool) or _of_edges(v, topology) for v in values
-        )
+        plain = all(v is None or _of_edges(v, topology) for v in values)
         if not plain or conv.flow != "source_to_target" or has_hooks(conv):
             return run(x, edge_index, *args, **kwargs)
         return _on_own_rows(conv, topology, run, x, args, kwargs)
@@ -410,18 +423,15 @@ def _on_own_rows(
         lambda v: v.to_local() if type(v) is DistTensor else v, (args, kwargs)
     )
     own = table[: len(topology.nodes)]
+    if mesh.size > 1:
+        compare_parameters(list(conv.parameters()), mesh)
     entered = {
         f"conv.{name}": _Enter.apply(p, mesh) for name, p in conv.named_parameters()
     }
     given = run, (table, own), topology.locals.ends, *args
     out = torch.func.functional_call(_OnOwnRows(conv), entered, given, kwargs)
 
-    def wrapped(value: Any) -> Any:  # with attention weights, of edges
-        if isinstance(value, Tensor) and value.dtype.is_floating_point:
-            return DistTensor.from_local(value, topology.nodes)
-        return value
-
-    return tree_map(wrapped, out)
+    return DistTensor.from_local(out, topology.nodes)
 
 
 def _of_edges(value: Any, topology: Topology) -> bool:

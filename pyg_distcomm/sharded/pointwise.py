@@ -43,7 +43,7 @@ def meeting(t: Any, rows: Rows, right: int) -> Any:
     if type(t) is PartialSum:
         t = t.value()
     dim = t.dim() - right
-    if dim < 0 or t.size(dim) == 1 or t.size(dim) != rows.count:
+    if dim < 0 or t.size(dim) == 1:
         return t
     return local_at(t, rows, dim)
 
@@ -172,4 +172,7 @@ def default_rule(func: Any) -> Any:
     """Returns the rule of an op that has none of its own."""
     if func._schema.name.startswith("aten::_foreach_"):
         return foreach
+    composite = "CompositeImplicitAutograd"  # which inference mode leaves as they are
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
+        return lambda func, args, kwargs: func.decompose(*args, **kwargs)
     return apply if torch.Tag.pointwise in func.tags else whole.apply

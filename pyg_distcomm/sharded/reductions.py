@@ -75,9 +75,18 @@ def _extreme(op: str) -> Callable[[Any, Any, Any], Any]:
         if local.dtype == torch.bool:
             out = func(local, *args[1:], **kwargs).to(torch.uint8)
             return collectives.all_reduce(out, x.rows.mesh.world, op).bool()
-        return collectives.all_reduce(
-            func(local, *args[1:], **kwargs), x.rows.mesh.world, op
+        found = func(local, *args[1:], **kwargs)
+        if not found.dtype.is_floating_point:
+            return collectives.all_reduce(found, x.rows.mesh.world, op)
+        sign = (
+            1 if op == "max" else -1
+        )  # of what is not a number, which wins everywhere
+        lost = found.isnan()
+        both = torch.stack(
+            [found.masked_fill(lost, _identity(x.dtype, op)), sign * lost]
         )
+        both = collectives.all_reduce(both, x.rows.mesh.world, op)
+        return both[0].masked_fill(both[1] != 0, math.nan)
 
     return apply
 

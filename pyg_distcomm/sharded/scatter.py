@@ -129,6 +129,7 @@ def _scatter_to_plain(
 ) -> Any:
     mesh, local = ids.rows.mesh, ids.local
     first = x.movedim(d, 0)
+    ids.check_below(len(first))
 
     def summed(y: Tensor) -> Tensor:
         part = y.new_zeros((len(first), *y.shape[1:])).index_add_(0, local, y)
