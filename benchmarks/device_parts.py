@@ -90,13 +90,11 @@ def probe(path: Path) -> int:
     return 0
 
 
-def probed(anew: bool) -> tuple[str, str, bool] | None:
-    """Asks for the device, in a process that is a copy of this one or begins anew."""
+def probed() -> tuple[str, str, bool] | None:
+    """Asks for the device, in a process that is a copy of this one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found.json")
-        given = ["--probe", str(path)]
-        run = functools.partial(began_anew, given) if anew else lambda: probe(path)
-        if in_process(run, 60) or not path.exists():
+        if in_process(lambda: probe(path), 60) or not path.exists():
             return None
         name, about, cuda = json.loads(path.read_text())
         return name, about, cuda
@@ -160,9 +158,6 @@ def aims(text: str) -> str:
 def run_here(name: str, report: Report, smoke: bool) -> None:
     """Runs a part in this process."""
     import torch
-
-    if not torch.cuda.is_available():  # kernels in Triton then run on the CPU
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     from device_clock import Device
 
     part = next(each for each in PARTS if each.name == name)
@@ -190,7 +185,7 @@ def parser_of(about: str) -> argparse.ArgumentParser:
     )
     names = [name for part in PARTS for name in (part.letter, part.name)]
     parser.add_argument("--only", nargs="+", choices=names, help="these parts")
-    for hidden, kind in (("--part", str), ("--seconds", float), ("--probe", Path)):
+    for hidden, kind in (("--part", str), ("--seconds", float)):
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     return parser
 
@@ -199,21 +194,19 @@ def main(about: str = "", arguments: list[str] | None = None) -> int:
     """Measures, and writes the report; returns 1 without CUDA, or if a part failed."""
     start = time.monotonic()
     args = parser_of(about).parse_args(arguments)
-    if args.probe:
-        return probe(args.probe)
     path, smoke = args.report.resolve(), args.smoke
     if args.part:
         run = functools.partial(run_here, args.part, smoke=smoke)
         return run_part(run, path, args.seconds, os.getppid())
     minutes = args.minutes or (SMOKE_MINUTES if smoke else MINUTES)
-    imported()
-    found = probed(anew=False)
-    anew = found is None  # a copy of this process has no device
-    if found is None:
-        found = probed(anew=True) or ("CPU", "torch does not import", False)
+    found = probed() or ("CPU", "torch does not import", False)
     if not found[2] and not smoke:
         print("no CUDA device here: nothing was measured, no report was written")
         return 1
+    if not found[2]:  # kernels in Triton then run on the CPU
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    imported()
+    anew = found[2] and probed() is None  # what is a copy has no device
     report = Report(path)
     path.unlink(missing_ok=True)
     report.say(heading(*found, minutes, smoke))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from device_clock import Device
 from device_report import Report
 
@@ -25,11 +26,11 @@ FIRST = (
     ("test_cuda.py::test_minibatches_on_the_device_are_trimmed", 1),
     # kernels in Triton, and cuSPARSE, against their definitions in plain torch
     ("test_kernels.py::test_cuda_follows_the_definition", 1),
-    ("test_cuda_kernels.py::test_products", 6),
+    ("test_cuda_kernels.py::test_products", 3),
     ("test_cuda_kernels.py::test_sums_in_the_order_of_the_cpu_have_its_bits", 1),
     ("test_cuda_kernels.py::test_what_torch_brings", 2),
-    ("test_cuda_kernels.py::test_keyed_bits_and_masks", 1),
-    ("test_cuda_kernels.py::test_keyed_dropout", 2),
+    ("test_cuda_kernels.py::test_keyed_bits_and_masks", 2),
+    ("test_cuda_kernels.py::test_keyed_dropout", 3),
     # minibatches drawn on the device, and from pinned memory, against those of the host
     ("test_sample_device.py::test_device_equals_cpu", 5),
     ("test_sample_device.py::test_loaders_yield_the_batches_of_the_host", 2),
@@ -40,11 +41,11 @@ FIRST = (
     ("test_sample_device.py::test_triton_draws_from_urns_what_is_defined", 1),
     ("test_sample_device.py::test_shares_are_loaded_for_cuda", 1),
     # codecs: the bytes of the CPU
-    ("test_cuda_codecs.py::test_quantised_rows_have_the_bytes_of_the_cpu", 3),
-    ("test_cuda_codecs.py::test_columns_by_key", 1),
+    ("test_cuda_codecs.py::test_quantised_rows_have_the_bytes_of_the_cpu", 1),
+    ("test_cuda_codecs.py::test_columns_by_key", 2),
     (
         "test_cuda_codecs.py::test_codecs_write_the_bytes_of_the_cpu_and_wait_for_nothing",
-        2,
+        4,
     ),
     # the host waits for nothing
     ("test_synchronisations.py::test_no_waits_on_cuda", 1),
@@ -94,6 +95,7 @@ class Chosen:
         self.told: list[str] = []
         self.begun = 0.0
 
+    @pytest.hookimpl(trylast=True)  # when cases of other marks have been left out
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Picks cases by name, in order, and says which names have none."""
         by_name: dict[str, list[Any]] = {}
@@ -153,8 +155,6 @@ def tests(device: Device, report: Report) -> None:
     import pyg_distcomm.api
 
     assert pyg_distcomm.api.partition
-    import pytest
-
     report.say(
         f"pyg_distcomm {pyg_distcomm.__version__} imports, "
         f"in {time.monotonic() - start:.1f} s."
@@ -165,7 +165,8 @@ def tests(device: Device, report: Report) -> None:
     plugin = Chosen(report, names)
     files = dict.fromkeys(str(TESTS / n.partition("::")[0]) for n, _ in names)
     marks = "not exhaustive and not faults" + (" and cuda" if device.cuda else "")
-    given = ["-q", "-p", "no:cacheprovider", "-m", marks, "--place", device.home.type]
+    given = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    given += ["-m", marks, "--place", device.home.type]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(TESTS))
     os.chdir(TESTS.parent)
