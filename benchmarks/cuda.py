@@ -1,19 +1,20 @@
-"""Everything that is to be known of one CUDA device, in one command, under 40 minutes.
+"""What decides most about one CUDA device, in eight minutes or in four.
 
-    python benchmarks/cuda.py --report benchmarks/reports/cuda.md
+    python benchmarks/cuda.py --minutes 8 --report benchmarks/reports/cuda.md
 
 It has not run on a CUDA device yet: no report of it exists, and no figure is known.
 
-Parts, each a process of its own that is stopped after its minutes: products with sparse
-matrices beside cuSPARSE, PyG's scatter and the compiled scatter, with peak memory and as a
-share of the memory's bandwidth; epochs of a full-graph GCN and GraphSAGE on R-MAT graphs, one
-of the size of ogbn-products (2.1 million nodes, 126 million edges), beside PyG on edge_index
-and on torch.sparse; host synchronisations of a layer; rows written for the wire; minibatches
-beside PyG's loader and GraphBolt's, with the phases of an epoch; layer-wise ones and those of
-a share. Columns say what others take beside this package, and whether its aim is met. Graphs
-are generated, and nothing is downloaded. The report is written as parts go on; a part that
-fails, or is stopped, says so, keeps its lines, and the next one runs. Without CUDA nothing is
-measured; `--smoke` runs all parts on tiny graphs, on the CPU too, to see that they run.
+Parts, in the order of what they decide: (a) the package imports, and 60 tests; (b) products
+with sparse matrices beside cuSPARSE and PyG's scatter; (c) epochs of GCN, GraphSAGE and GAT on
+a graph of the size of ogbn-products, 2.1 million nodes and 126 million edges, beside PyG; (d)
+an epoch of minibatches by phases, beside PyG's loader; (e) host synchronisations of a layer;
+(f) rows written for the wire; (g) two ranks on the device over gloo, and one over NCCL. With
+fewer than six minutes, (a) to (c) run. Graphs are generated, and nothing is downloaded.
+
+Each part is a process of its own, which has its share of the time that is left. It writes each
+line into the report when it has it, so that a run that is cut anywhere leaves a report; a part
+that fails, or is stopped, says so, and the next one runs. Without CUDA nothing is measured;
+`--smoke` runs all parts on tiny graphs, on the CPU too, to see that they run.
 """
 
 import sys

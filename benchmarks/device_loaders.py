@@ -1,214 +1,174 @@
-"""What is to be known of loaders of minibatches for one CUDA device.
+"""Trains for an epoch of minibatches on one CUDA device, by phases, beside PyG's loader.
 
-The parts `minibatches` and `other_minibatches` of `python benchmarks/cuda.py`, which see: none
-of them has run on a CUDA device yet.
+The part `minibatches` of `python benchmarks/cuda.py`, which see: it has not run on a CUDA
+device yet.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch_geometric.loader
+import torch_geometric.loader as peer
 import torch_geometric.nn as pyg
+from device_clock import Device, failure
 from device_report import Report
-from one_device import Device, Net, failure, graph, ratio
+from one_device import OURS, Net, graph
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm import kernels
-from pyg_distcomm.loader import DistLayerLoader, NeighborLoader
+from pyg_distcomm.loader import NeighborLoader
+from pyg_distcomm.sampling import KeyedNeighborSampler
 
-PEER, BOLT, OURS = "PyG, CPU, pinned copies", "GraphBolt", "this package"
-HOST = "on the host"
-WARM = 20  # minibatches before those that count: their shapes compile kernels
-HEAD = ("by", "seeds a second, drawn", "trained on")
-PHASES = (
-    *("by", "minibatches", "s an epoch", "PyG's s / these"),
-    *("ms: waits for one", "copies it", "trains", "draws one, alone"),
-)
+WARM, MOST = (
+    20,
+    100,
+)  # minibatches before those that count, whose shapes compile, and of those
+LONG = 4.0  # seconds of either, after which no other is drawn
+PATIENCE = 20.0  # seconds that PyG's workers may take for one minibatch
+WORKERS = 8
 
 
 def minibatches(device: Device, report: Report) -> None:
-    """Draws minibatches and trains on them: this package's loader, PyG's and GraphBolt's.
+    """Draws minibatches and trains on them: this package's loader, and PyG's.
 
-    The aim is five times the minibatches a second of PyG's loader of eight workers and pinned
-    copies, whether the graph lies on the device or is read through UVA. GraphBolt's are
-    compared with those of this package whose graph and rows lie where its do.
+    The aim is five times the minibatches a second of PyG's loader, with workers and pinned
+    copies or without, whether the graph lies on the device or is read through UVA.
     """
+    report.doing = "the graph"
     data = graph(device, 20, 16)
     fan_out, size = ([3, 2], 16) if device.smoke else ([15, 10, 5], 1024)
     given: dict[str, Any] = {"num_neighbors": fan_out, "batch_size": size}
     given |= {"input_nodes": data.train_mask, "shuffle": True}
+    workers = min(WORKERS, max(1, (os.cpu_count() or 1) // 2))
+    own = bool(find_spec("pyg_lib") or find_spec("torch_sparse"))
+    if not own:
+        report.say(
+            "Neither pyg-lib nor torch-sparse is installed, which PyG's sampler needs: PyG's "
+            "loader is measured with this package's sampler on the host in its place."
+        )
     makers: dict[str, Callable[[], Any]] = {
-        PEER: lambda: torch_geometric.loader.NeighborLoader(
-            data, **given, pin_memory=device.cuda, num_workers=0 if device.smoke else 8
+        "PyG's loader": lambda: _peer(device, data, given, 0, own),
+        f"{OURS}, on the device": lambda: _there(device, data, given),
+        f"PyG's loader, workers: {workers}": lambda: _peer(
+            device, data, given, workers, own
         ),
-        f"{BOLT}, on the device": lambda: _GraphBolt(
-            device, data, fan_out, size, False
+        f"{OURS}, graph and rows through UVA": lambda: _there(
+            device, data, given, graph_on="pinned", rows_on="pinned"
         ),
-        f"{BOLT}, graph and rows through UVA": lambda: _GraphBolt(
-            device, data, fan_out, size, True
+        f"{OURS}, a fifth of the rows on the device": lambda: _there(
+            device, data, given, rows_on="pinned", cache=0.2
         ),
-        f"{OURS}, {HOST}": lambda: NeighborLoader(data, **given),
+        f"{OURS}, on the host": lambda: NeighborLoader(data, **given),
     }
-    places: dict[str, dict[str, Any]] = {
-        "on the device": {"rows_on": "device"},
-        "graph through UVA": {"graph_on": "pinned", "rows_on": "device"},
-        "graph and rows through UVA": {"graph_on": "pinned", "rows_on": "pinned"},
-        "a fifth of the rows on the device": {"rows_on": "pinned", "cache": 0.2},
-    }
-    for where, place in places.items():
-        makers[f"{OURS}, {where}"] = lambda place=place: NeighborLoader(
-            data, **given, device=_cuda(device), **place
-        )
     add = report.table(
-        f"minibatches of {size}, fan-outs {fan_out}, {data.num_edges:,} edges",
-        *(*HEAD, "these / PyG's, drawn", "aim: 5", "these / GraphBolt's, drawn"),
+        f"an epoch of minibatches of {size}, fan-outs {fan_out}, {data.num_edges:,} edges, "
+        "and the ms of one",
+        *("by", "minibatches", "s an epoch", "waits for one", "copies it", "trains"),
+        *(
+            "spread",
+            "draws one, alone",
+            "MiB at peak",
+            "these a second / PyG's",
+            "aim: 5",
+        ),
     )
-    phases = report.table("an epoch of these minibatches, by phases", *PHASES)
-    rates: dict[str, float] = {}
-    seconds: dict[str, float] = {}
+    best = 0.0  # minibatches a second of PyG's
     for name, make in makers.items():
-        found = _loaded(device, report, name, make, size, len(fan_out))
+        found = _trained(device, report, name, make, len(fan_out))
         if isinstance(found, str):
-            add(name, found, *[""] * (len(HEAD) + 1))
+            add(name, found, *[""] * 9)
             continue
-        drawn, trained, line = found
-        rates[name], seconds[name] = drawn, line[1]
-        judged: list[Any] = ["", "", ""]
-        if name.startswith(OURS):
-            judged = device.aim(ratio(drawn, rates.get(PEER)), 5)
-            judged = [judged[0], "" if name.endswith(HOST) else judged[1]]
-            # whose graph and rows lie in the same places, if there is one
-            bolt = name.replace(OURS, BOLT)
-            judged.append(ratio(drawn, rates.get(bolt)) or "")
-        shown = f"{trained:,.0f}" if trained else "not trained"
-        add(name, f"{drawn:,.0f}", shown, *judged)
-        if trained:
-            behind = ratio(seconds.get(PEER), line[1]) or ""
-            phases(name, *line[:2], behind, *line[2:])
-
-
-def other_minibatches(device: Device, report: Report) -> None:
-    """Draws minibatches layer by layer, and of a share, for the host and for the device."""
-    data = graph(device, 20, 16)
-    numbers, size = ([8, 8], 16) if device.smoke else ([2048, 1024, 512], 512)
-    fan_out = [3, 2] if device.smoke else [15, 10, 5]
-    given: dict[str, Any] = {"batch_size": size, "shuffle": True}
-    places: dict[str, dict[str, Any]] = {
-        HOST: {},
-        "on the device": {"device": "cuda"},
-        "pinned": {"device": "cuda", "rows_on": "pinned"},
-    }
-    makers: dict[str, Callable[[], Any]] = {}
-
-    @functools.cache
-    def share() -> Data:  # cut where it is needed: if that fails, other lines stand
-        return pdc.partition(data, pdc.init(device=device.home))
-
-    for where, place in places.items():
-        for rule in ("ladies", "fastgcn"):
-            makers[f"{rule}, {where}"] = lambda rule=rule, place=place: DistLayerLoader(
-                data, numbers, rule, data.train_mask, **given, **_placed(device, place)
-            )
-        makers[f"share, rows {where}"] = lambda place=place: NeighborLoader(
-            share(),
-            fan_out,
-            input_nodes=share().train_mask,
-            **given,
-            **_placed(device, place),
-        )
-    add = report.table(
-        f"minibatches of {size}, {numbers} nodes a layer, or fan-outs {fan_out}",
-        *(*HEAD, "these / the host's, drawn"),
-    )
-    phases = report.table("an epoch of these, by phases", *PHASES[:3], *PHASES[4:])
-    hosts: dict[str, float] = {}
-    for name, make in makers.items():
-        found = _loaded(device, report, name, make, size, len(numbers))
-        if isinstance(found, str):
-            add(name, found, "", "")
-            continue
-        drawn, trained, line = found
-        rule = name.split(",")[0]
-        if name.endswith(HOST):
-            hosts[rule] = drawn
-        behind = ratio(drawn, hosts.get(rule)) or ""
-        add(name, f"{drawn:,.0f}", f"{trained:,.0f}", behind)
-        phases(name, *line)
+        rate, cells = found
+        judged: list[Any] = ["", ""]
+        if name.startswith("PyG"):
+            best = max(best, rate)
+        elif best:
+            judged = device.aim(rate / best, 5)
+            judged = judged if "host" not in name else [judged[0], ""]
+        add(name, *cells, *judged)
 
 
 class Missing(Exception):
     """Says what a measurement lacks."""
 
 
-def _cuda(device: Device) -> str:
-    if not device.cuda:
-        raise Missing("not measured: no CUDA device")
-    return "cuda"
+def _peer(
+    device: Device, data: Data, given: dict[str, Any], workers: int, own: bool
+) -> Any:
+    """Makes PyG's loader, by PyG's sampler if it runs here."""
+    options = {"pin_memory": device.cuda, "num_workers": workers}
+    if workers:
+        options["timeout"] = PATIENCE
+    if own:
+        return peer.NeighborLoader(data, **given, **options)
+    rest = dict(given)
+    sampler = KeyedNeighborSampler(data, rest.pop("num_neighbors"), seed=0)
+    return peer.NodeLoader(data, sampler, **rest, **options)
 
 
-def _placed(device: Device, place: dict[str, Any]) -> dict[str, Any]:
-    return place | {"device": _cuda(device)} if place else place
+def _there(device: Device, data: Data, given: dict[str, Any], **place: Any) -> Any:
+    """Makes this package's loader, which draws on the device."""
+    if not device.cuda and "pinned" in place.values():
+        raise Missing("not measured: only CUDA reads pinned memory")
+    place = {"rows_on": "device", "device": device.home} | place
+    return NeighborLoader(data, **given, **place)
 
 
-def _loaded(
-    device: Device,
-    report: Report,
-    name: str,
-    make: Callable[[], Any],
-    size: int,
-    depth: int,
-) -> tuple[float, float, list[Any]] | str:
+def _trained(
+    device: Device, report: Report, name: str, make: Callable[[], Any], depth: int
+) -> tuple[float, list[Any]] | str:
     """Draws minibatches of a loader alone, and then trains on them.
 
-    Returns seeds a second of both, and of an epoch of training the minibatches, seconds, and
-    the ms of the phases of one; or what stopped it.
+    Returns minibatches a second, and cells: how many an epoch has, the seconds of one, and of
+    one minibatch the ms of its phases; or what stopped it.
     """
     if report.over:
         return "no time was left"
-    most = 2 if device.smoke else 100
-    device.clear()  # of the loader before
+    report.doing = name
+    base = device.base()  # the loader before has gone
+    if device.cuda:
+        torch.cuda.reset_peak_memory_stats()
     try:
         torch.manual_seed(0)
         loader = make()
-        drawn, alone = _epoch_of(device, loader, None, most)
-        if name.startswith(BOLT):  # its minibatches are not of PyG's layers
-            return size * drawn, 0.0, [0, None]
-        model = Net(pyg.SAGEConv, (100, *[256] * (depth - 1), 47))
-        model = model.to(device.home)
-        model = model if name == PEER else pdc.convert(model)
-        trained, spent = _epoch_of(device, loader, model, most)
-        count = len(loader)
-        return (
-            size * drawn,
-            size * trained,
-            [count, count / trained, *spent, sum(alone)],
-        )
+        alone, _ = _epoch_of(device, loader, None)
+        model = Net(pyg.SAGEConv, (100, *[256] * (depth - 1), 47)).to(device.home)
+        model = model if name.startswith("PyG") else pdc.convert(model)
+        spent, spread = _epoch_of(device, loader, model)
+        peak = torch.cuda.max_memory_allocated() - base if device.cuda else 0
     except Missing as why:
         return str(why)
-    except Exception as error:  # PyG's, and GraphBolt's, need libraries of their own
+    except Exception as error:  # one loader that fails hides no other
         return failure(error)
+    rate = 1 / sum(spent)
+    count = len(loader)
+    phases = [s * 1e3 for s in spent]
+    cells = [count, count / rate, *phases, f"{100 * spread:.0f} %", sum(alone) * 1e3]
+    return rate, [*cells, peak / 2**20]
 
 
 def _epoch_of(
-    device: Device, loader: Any, model: torch.nn.Module | None, most: int
-) -> tuple[float, list[float]]:
-    """Returns minibatches a second, the first ones apart, and the ms of each phase of one.
+    device: Device, loader: Any, model: torch.nn.Module | None
+) -> tuple[list[float], float]:
+    """Returns the seconds of each phase of a minibatch, and their spread, first ones apart.
 
-    Without a model they are brought to the device, and no more. Each is waited for, not what
-    the loader makes meanwhile, on streams of its own.
+    That is the distance between quartiles, as a share of the median. Without a model they are
+    brought to the device, and no more. Each is waited for, not what the loader makes meanwhile,
+    on streams of its own.
     """
     optimizer = None if model is None else torch.optim.Adam(model.parameters())
-    spent, count = [0.0, 0.0, 0.0], -1 if device.smoke else -WARM
+    spent: list[list[float]] = []
+    warm, most = (1, 2) if device.smoke else (WARM, MOST)
+    start, begun = time.perf_counter(), 0
     batches = iter(loader)
-    while count < most:
+    while len(spent) < most and time.perf_counter() - start < LONG:
         times = [time.perf_counter()]
         batch = next(batches, None)
         if batch is None:
@@ -224,56 +184,16 @@ def _epoch_of(
             optimizer.step()
             device.wait_here()
         times.append(time.perf_counter())
-        count += 1
-        if count > 0:
-            for k, (before, after) in enumerate(itertools.pairwise(times)):
-                spent[k] += after - before
-    if count < 1:
+        begun += 1
+        if begun > warm or (begun > 1 and times[-1] - start > LONG):
+            if not spent:
+                start = times[0]
+            spent.append(
+                [after - before for before, after in itertools.pairwise(times)]
+            )
+    if not spent:
         raise Missing("not measured: an epoch is too short")
-    return count / sum(spent), [s * 1e3 / count for s in spent]
-
-
-class _GraphBolt:
-    """Minibatches of GraphBolt, drawn on the device, the graph there or in pinned memory.
-
-    As in DGL 2.1's examples/sampling/graphbolt/node_classification.py; of two hops and more it
-    draws anew for all nodes of a hop, so that it counts more edges for the same fan-outs.
-    """
-
-    def __init__(
-        self, device: Device, data: Data, fan_out: list[int], size: int, uva: bool
-    ) -> None:
-        try:
-            import dgl.graphbolt as gb
-        except Exception as error:  # its libraries do not load beside every torch
-            why = f"skipped: DGL's GraphBolt does not load ({type(error).__name__})"
-            raise Missing(why) from error
-        _cuda(device)
-        row, col = data.edge_index[1], data.edge_index[0]
-        rowptr, col, _ = kernels.coo_to_csr(row, col, data.num_nodes)
-        csc = gb.fused_csc_sampling_graph(rowptr.long(), col.long())
-        csc = csc.pin_memory_() if uva else csc.to(device.home)
-        seeds = gb.ItemSet(data.train_mask.nonzero().view(-1), names="seed_nodes")
-        pipe = gb.ItemSampler(seeds, batch_size=size, shuffle=True)
-        pipe = pipe.copy_to(device=device.home, extra_attrs=["seed_nodes"])
-        pipe = pipe.sample_neighbor(csc, fan_out[::-1])
-        x = gb.TorchBasedFeature(data.x if uva else data.x.to(device.home))
-        if uva:
-            x.pin_memory_()
-        rows = gb.BasicFeatureStore({("node", None, "x"): x})
-        pipe = pipe.fetch_feature(rows, node_feature_keys=["x"])
-        self.loader = gb.DataLoader(pipe)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (_There(batch) for batch in self.loader)
-
-
-class _There:
-    """A minibatch that lies on the device already."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def to(self, device: torch.device, non_blocking: bool) -> _There:
-        """Returns it as it is."""
-        return self
+    totals = torch.tensor([sum(each) for each in spent])
+    low, middle, high = totals.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+    means = [sum(phase) / len(spent) for phase in zip(*spent, strict=True)]
+    return means, (high - low) / middle

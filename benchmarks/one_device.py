@@ -8,18 +8,15 @@ with what others take beside what this package takes, and whether its aim is met
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
-import statistics
-import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
+from device_clock import HEAD, OUT_OF_MEMORY, Device, Found, failure, ratio
 from device_report import MET, MISSED, Report
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +30,6 @@ from pyg_distcomm.cli import bench
 from pyg_distcomm.halo.codec import RngKey, pack, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import Cast, Plain, Quantise
 from pyg_distcomm.kernels import core_ops
-from pyg_distcomm.plan.machine import DEVICES
 
 BACK_TO_HOST = (
     "_local_scalar_dense",
@@ -45,175 +41,89 @@ BACK_TO_HOST = (
     "bincount",
     "equal",
 )
-OUT_OF_MEMORY = "out of memory"
-# seconds and bytes at the peak; or no seconds, the bytes that did not do, and why not
-Found = tuple[float | None, float | None, str]
-
-
-class Device:
-    """Times and weighs what runs on a device; on the CPU only that it runs.
-
-    Args:
-        kind: "cuda" or "cpu".
-        smoke: whether once is enough.
-    """
-
-    def __init__(self, kind: str, smoke: bool) -> None:
-        self.home, self.cuda, self.smoke = torch.device(kind), kind == "cuda", smoke
-        self.room: int | None = None  # bytes that were free at the last base
-        x = torch.ones(1 << (10 if smoke else 28), device=self.home)
-        seconds, _ = self.measure(lambda: x.clone())
-        self.copy = 2 * x.nbytes / seconds  # bytes a second, read and written
-        name = torch.cuda.get_device_name().lower() if self.cuda else ""
-        self.sheet = next((DEVICES[k][1] for k in DEVICES if k in name), None)
-
-    def measure(
-        self, run: Callable[[], Any], times: int = 10, base: int | None = None
-    ) -> tuple[float, float]:
-        """Returns the median of seconds, and the bytes at the peak beside what was there.
-
-        What the first run, which is not timed, leaves behind counts among the bytes; what it
-        needs only then does not.
-
-        Args:
-            run: what is timed.
-            times: how often.
-            base: the bytes that were there, if not those that are there now.
-        """
-        times = 1 if self.smoke else times
-        base = self.base() if base is None else base
-        run()  # compiles, plans, and fills caches
-        self.wait()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        took = []
-        for _ in range(times):
-            start = time.perf_counter()
-            out = run()
-            self.wait()
-            took.append(time.perf_counter() - start)
-            del out
-        peak = torch.cuda.max_memory_allocated() - base if self.cuda else 0
-        return statistics.median(took), peak
-
-    def base(self) -> int:
-        """Returns the bytes that are held now, and notes how many are free."""
-        self.clear()
-        if not self.cuda:
-            return 0
-        self.room = torch.cuda.mem_get_info()[0]
-        return torch.cuda.memory_allocated()
-
-    def wait(self) -> None:
-        """Waits for all that the device has to do."""
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def wait_here(self) -> None:
-        """Waits for what the current stream has to do, and no other."""
-        if self.cuda:
-            torch.cuda.current_stream().synchronize()
-
-    def tried(self, report: Report, run: Callable[[], Any]) -> Found:
-        """Returns seconds and bytes at the peak of what is run, or what stopped it."""
-        return self.guarded(report, lambda: self.measure(run))
-
-    def guarded(
-        self, report: Report, measured: Callable[[], tuple[float, float]]
-    ) -> Found:
-        """Returns seconds and bytes at the peak, as measured, or what stopped it."""
-        if report.over:
-            return None, None, "no time was left"
-        self.room = None
-        try:
-            return *measured(), ""
-        except torch.cuda.OutOfMemoryError:
-            return None, self.room, OUT_OF_MEMORY
-        except Exception as error:  # one way that fails hides no other
-            return None, None, failure(error)
-        finally:
-            self.clear()
-
-    def clear(self) -> None:
-        """Gives back memory that nothing holds, cuBLAS's own, which is kept, too."""
-        gc.collect()
-        if self.cuda:
-            self.wait()
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
-
-    def aim(self, found: float | None, least: float) -> list[Any]:
-        """Returns a ratio, and whether it is as large as is aimed at where a device tells."""
-        if found is None:
-            return ["", ""]
-        judged = MET if found >= least else MISSED
-        return [found, judged if self.cuda and not self.smoke else ""]
-
-    def rates(self, moved: float, seconds: float) -> list[Any]:
-        """Returns bytes a second as shares of a copy's, and of the data sheet's."""
-        rate = moved / seconds
-        return [rate / self.copy, rate / self.sheet if self.sheet else ""]
-
-
-def failure(error: Exception) -> str:
-    """Returns what a cell says of an error."""
-    return f"{type(error).__name__}: {str(error)[:90]}"
-
-
-def ratio(one: float | None, other: float | None) -> float | None:
-    """Returns how many times the other one is, where both are known."""
-    return one / other if one and other else None
-
-
-def shown(found: Found) -> list[Any]:
-    """Returns milliseconds, or what stopped it, and MiB at the peak."""
-    seconds, peak, why = found
-    return [why, ""] if why else [seconds * 1e3, peak / 2**20]
-
+OURS = "this package"
 
 # Products ----------------------------------------------------------------------------
 
-OURS = "this package"
+
+def matrices(device: Device) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns makers of rowptr and col: as many nonzeros, in rows of three kinds of lengths."""
+    scale, each = (7, 4) if device.smoke else (19, 32)
+    n, g = 1 << scale, torch.Generator(device.home).manual_seed(0)
+
+    def drawn(size: int) -> Tensor:
+        return torch.randint(n, (size,), generator=g, device=device.home)
+
+    def skewed() -> tuple[Tensor, Tensor, int]:
+        return bench.rmat(scale, each // 2, device=device.home)
+
+    def random() -> tuple[Tensor, Tensor, int]:
+        return drawn(n * each), drawn(n * each), n
+
+    def even() -> tuple[Tensor, Tensor, int]:
+        row = torch.arange(n, device=device.home).repeat_interleave(each)
+        return row, drawn(n * each), n
+
+    return {
+        "R-MAT, a few long rows": skewed,
+        "random, about as long": random,
+        "all as long": even,
+    }
 
 
 def products(device: Device, report: Report) -> None:
-    """Multiplies matrices of several degrees by rows of several widths.
+    """Multiplies matrices of several kinds by rows of several widths.
 
-    Rates are of the bytes of a matrix, its result, and a row of x for each nonzero: they may
-    be above 1 where x fits into the device's cache. The aim is to be never slower than the
-    fastest of cuSPARSE, PyG's scatter and the compiled scatter, with values and without.
+    The aim is to be never slower than the faster of cuSPARSE and PyG's scatter, with values
+    and without. Rates are of the bytes of a matrix, its result, and a row of x for each
+    nonzero, as shares of a copy's: they may be above 1 where x fits into the device's cache.
     """
-    scale = 7 if device.smoke else 19
-    for degree in (4,) if device.smoke else (8, 50):
-        row, col, n = bench.rmat(scale, max(degree // 2, 1))
-        rowptr, col, _ = kernels.coo_to_csr(row, col, n)
-        row = torch.arange(n).repeat_interleave(rowptr.diff().long())
-        rowptr, col, row = (t.to(device.home) for t in (rowptr, col, row))
+    rate = device.copy_rate()
+    report.say(f"A copy moves {rate / 1e9:,.0f} GB/s, read and written.")
+    add = report.table(
+        "SpMM, float32",
+        *("rows", "nonzeros", "width", "values", "by", *HEAD, "of a copy's rate"),
+        *("best other's ms / these", "aim: 1"),
+    )
+    for kind, make in matrices(device).items():
+        row, col, n = make()
+        order = torch.argsort(row, stable=True)
+        row, col = row[order], col[order].int()
+        counts = torch.bincount(row, minlength=n)
+        rowptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+        del order, counts
         value = torch.rand(len(col), device=device.home)
-        add = report.table(
-            f"SpMM, {n:,} rows, {len(col):,} nonzeros, float32",
-            *("width", "values", "by", "ms", "MiB at peak", "of a copy's rate"),
-            *("of HBM by data sheet", "best other's ms / these", "aim: 1"),
-        )
-        for width in (16,) if device.smoke else (16, 32, 64, 128, 256, 512):
+        for width in (16,) if device.smoke else (128, 32, 256):
             x = torch.randn(n, width, device=device.home)
             for given in (value, None):
-                ways = _ways(device, rowptr, col, row, given, x)
-                found = {name: device.tried(report, run) for name, run in ways.items()}
+                if report.over:
+                    return
                 moved = len(col) * (4 * width + 4 + 4 * (given is not None))
                 moved += n * (4 * width + 4)
-                others = [
-                    found[k][0]
-                    for k in found
-                    if k not in (OURS, "Triton") and found[k][0]
-                ]
+                about = kind, f"{len(col):,}", width, "no" if given is None else "yes"
+                ways = _ways(device, rowptr, col, row, given, x)
+                found = {
+                    name: device.tried(
+                        report, f"{about}, {name}", lambda run=run: device.measure(run)
+                    )
+                    for name, run in ways.items()
+                }
+                times = [found[k].seconds for k in OTHERS if found[k].seconds]
                 for name, each in found.items():
-                    rates = ["", ""] if each[2] else device.rates(moved, each[0])
-                    best = ratio(min(others, default=None), each[0])
+                    shown = ratio(moved, each.seconds)
+                    best = ratio(min(times, default=None), each.seconds)
                     judged = device.aim(best, 1) if name == OURS else ["", ""]
-                    kind = "no" if given is None else "yes"
-                    add(width, kind, name, *shown(each), *rates, *judged)
+                    add(
+                        *about,
+                        name,
+                        *each.cells,
+                        shown / rate if shown else "",
+                        *judged,
+                    )
             del x
+
+
+OTHERS = "cuSPARSE by torch", "PyG's scatter"
 
 
 def _ways(
@@ -226,14 +136,14 @@ def _ways(
 ) -> dict[str, Callable[[], Tensor]]:
     index = col.long()
 
-    def by_scatter(x: Tensor, value: Tensor | None) -> Tensor:
+    def by_scatter() -> Tensor:
         messages = x[index] if value is None else x[index] * value[:, None]
         return scatter(messages, row, 0, len(rowptr) - 1, "sum")
 
     ways = {
         OURS: lambda: kernels.spmm(rowptr, col, value, x),
-        "cuSPARSE by torch": lambda: core_ops.library_spmm(rowptr, col, value, x),
-        "PyG's scatter": lambda: by_scatter(x, value),
+        OTHERS[0]: lambda: core_ops.library_spmm(rowptr, col, value, x),
+        OTHERS[1]: by_scatter,
     }
     if _has_triton() and (device.cuda or _interprets()):
         from pyg_distcomm.kernels import core_cuda
@@ -246,10 +156,6 @@ def _ways(
                 core_cuda.LIBRARY_DEGREE = kept
 
         ways["Triton"] = triton_alone
-    if device.cuda:
-        torch._dynamo.reset()  # past eight shapes it would run what is not compiled
-        compiled = torch.compile(by_scatter, dynamic=False)
-        ways["compiled scatter"] = lambda: compiled(x, value)
     return ways
 
 
@@ -287,29 +193,38 @@ class Net(torch.nn.Module):
 
 
 def graph(device: Device, scale: int, each: int) -> Data:
-    """Returns an R-MAT graph with features and classes, on the host."""
+    """Returns an R-MAT graph with features and classes, drawn on the device, on the host."""
     scale, each = (8, 4) if device.smoke else (scale, each)
-    row, col, n = bench.rmat(scale, each)
-    g = torch.Generator().manual_seed(1)
-    data = Data(x=torch.randn(n, 100, generator=g), edge_index=torch.stack([row, col]))
-    data.y = torch.randint(0, 47, (n,), generator=g)
-    data.train_mask = torch.rand(n, generator=g) < 0.1
-    return data
+    row, col, n = bench.rmat(scale, each, device=device.home)
+    g = torch.Generator(device.home).manual_seed(1)
+    draw: dict[str, Any] = {"generator": g, "device": device.home}
+    data = Data(x=torch.randn(n, 100, **draw), edge_index=torch.stack([row, col]))
+    data.y = torch.randint(0, 47, (n,), **draw)
+    data.train_mask = torch.rand(n, **draw) < 0.1
+    return data.cpu()
 
 
-def _epoch(model: Any, data: Data, edges: Any, narrow: bool) -> Callable[[], None]:
+def epoch(
+    model: Any, data: Data, edges: Any, narrow: bool = False
+) -> Callable[[], Any]:
+    """Returns a step on the whole graph, which returns its loss."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     kind = data.x.device.type
 
-    def run() -> None:
+    def run() -> Tensor:
         optimizer.zero_grad()
         with torch.autocast(kind, torch.bfloat16, enabled=narrow):
             out = model(data.x, edges)
             loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
         loss.backward()
         optimizer.step()
+        return loss.detach()
 
     return run
+
+
+KINDS = {"GCN": pyg.GCNConv, "GraphSAGE": pyg.SAGEConv, "GAT": pyg.GATConv}
+WHOLE, PLAIN, SPARSE = f"{OURS}, not cut", "PyG, edge_index", "PyG, torch.sparse"
 
 
 def epochs(device: Device, report: Report) -> None:
@@ -323,72 +238,83 @@ def epochs(device: Device, report: Report) -> None:
     the model, its optimizer, and all that is kept between steps count. It is that of epochs
     after the first one: what is needed once, to plan, does not count.
     """
-    for scale in (18, 21):
-        if not report.over:
-            _epochs(device, report, graph(device, scale, 30))
-            device.clear()
-
-
-def _epochs(device: Device, report: Report, data: Data) -> None:
-    share = pdc.partition(data, pdc.init(device=device.home))
-    there = device.base()
-    add = report.table(
-        f"an epoch, {data.num_nodes:,} nodes, {data.num_edges:,} edges, widths {WIDTHS}",
-        *("model", "autocast", "by", "ms", "MiB at peak", "PyG's ms / these", "aim: 5"),
-        *("PyG's MiB / these", "aim: 10", "torch.sparse's ms / these"),
+    scales = (
+        ((18, (False, True)),)
+        if device.smoke
+        else ((21, (False,)), (18, (False, True)))
     )
-    plain = "PyG, edge_index", lambda: _given(device, data)
-    sparse = "PyG, torch.sparse", lambda: _as_matrix(_given(device, data)[0])
-    cut = OURS, lambda: _given(device, share)
-    whole = "this package, not cut", lambda: _given(device, data)
-    for narrow in (False, True):
-        for name, kind in (("GCN", pyg.GCNConv), ("GraphSAGE", pyg.SAGEConv)):
-            peers: list[Found] = []
-            for who, make in (plain, sparse, cut, whole):
-                _forget(share)
-                left = device.base() - there
-                alone = partial(_alone, device, kind, make, who.startswith(OURS))
-                found = device.guarded(report, partial(alone, narrow))
-                peers.append(found)
-                judged = (
-                    _judged(device, found, *peers[:2]) if len(peers) > 2 else [""] * 5
-                )
-                if left > 1 << 20:  # which the peak is beside, and should not be
-                    who = f"{who} ({left >> 20} MiB of others were left)"
-                kept = "bf16" if narrow else "float32"
-                add(name, kept, who, *shown(found), *judged)
+    for scale, narrows in scales:
+        if report.over:
+            break
+        report.doing = f"a graph of 2^{scale} nodes"
+        data = graph(device, scale, 30)
+        report.doing = f"pdc.partition of a graph of 2^{scale} nodes"
+        share = pdc.partition(data, pdc.init(device=device.home))
+        add = report.table(
+            f"an epoch, {data.num_nodes:,} nodes, {data.num_edges:,} edges, {WIDTHS}",
+            *("model", "autocast", "by", *HEAD, "PyG's ms / these", "aim: 5"),
+            *("PyG's MiB / these", "aim: 10", "torch.sparse's ms / these"),
+        )
+        there = device.base()
+        for narrow in narrows:
+            for name in KINDS:
+                if report.over:
+                    return
+                _epochs(device, report, add, name, narrow, data, share, there)
+        del data, share
+        device.clear()
 
 
-def _alone(
+def _epochs(
     device: Device,
-    kind: Any,
-    make: Callable[[], tuple[Data, Any]],
-    ours: bool,
+    report: Report,
+    add: Callable[..., None],
+    name: str,
     narrow: bool,
-) -> tuple[float, float]:
-    """Measures epochs on a graph that is made for them, and goes with them."""
-    given, edges = make()
+    data: Data,
+    share: Data,
+    there: int,
+) -> None:
+    """Adds the lines of one model; PyG's come first, to which the others are compared."""
+    peers: list[Found] = []
+    for who in (PLAIN, SPARSE, OURS, WHOLE):
+        if who == SPARSE and name == "GAT":  # which makes an edge_index of it
+            peers.append(Found())
+            continue
+        for each in (share, data):
+            _forget(each)
+        left = device.base() - there
+        given = share if who == OURS else data
+        found = device.tried(
+            report,
+            f"{name}, {who}",
+            lambda who=who, given=given: _alone(device, name, given, who, narrow),
+        )
+        peers.append(found)
+        judged = _judged(device, found, *peers[:2]) if len(peers) > 2 else [""] * 5
+        if left > 1 << 20:  # which the peak is beside, and should not be
+            who = f"{who} ({left >> 20} MiB of others were left)"
+        add(name, "bf16" if narrow else "float32", who, *found.cells, *judged)
+
+
+def _alone(device: Device, name: str, data: Data, who: str, narrow: bool) -> Found:
+    """Measures epochs on a copy of a graph that goes to the device, and is dropped."""
+    given = copy.copy(data).to(device.home)  # what is copied stays on the host
+    edges = given.edge_index
+    if who == SPARSE:
+        edges = _adjacency(given)
+        del given.edge_index
     base = device.base()
     torch.manual_seed(0)
-    model = Net(kind, WIDTHS).to(device.home)
-    model = pdc.convert(model) if ours else model
-    return device.measure(_epoch(model, given, edges, narrow), 3, base)
-
-
-def _given(device: Device, data: Data) -> tuple[Data, Any]:
-    """Returns a copy of a graph, on the device, and its edges; CUDA has nothing else of it."""
-    given = copy.copy(data).to(device.home)  # what is copied stays on the host
-    return given, given.edge_index
-
-
-def _as_matrix(given: Data) -> tuple[Data, Tensor]:
-    adj = _adjacency(given)
-    del given.edge_index
-    return given, adj
+    model = Net(KINDS[name], WIDTHS).to(device.home)
+    model = pdc.convert(model) if who in (OURS, WHOLE) else model
+    return device.measure(epoch(model, given, edges, narrow), 3, base)
 
 
 def _forget(share: Data) -> None:
     """Drops what rows keep, on the device too, as long as the share on the host lives."""
+    if not isinstance(share.x, pdc.DistTensor):
+        return
     edges = share.edge_index.topology
     of_values = [t.rows for _, t in share if isinstance(t, pdc.DistTensor)]
     for rows in (edges.nodes, edges.edges, *of_values):
@@ -398,15 +324,15 @@ def _forget(share: Data) -> None:
 
 def _judged(device: Device, found: Found, plain: Found, sparse: Found) -> list[Any]:
     """Returns ratios to PyG's epoch and memory; what did not fit took more than was free."""
-    faster = device.aim(ratio(plain[0], found[0]), 5)
+    faster = device.aim(ratio(plain.seconds, found.seconds), 5)
     smaller: list[Any] = ["", ""]
-    if not found[2]:
-        smaller = device.aim(ratio(plain[1], found[1]), 10)
-    if plain[2] == OUT_OF_MEMORY and smaller[0]:
+    if not found.why:
+        smaller = device.aim(ratio(plain.peak, found.peak), 10)
+    if plain.why == OUT_OF_MEMORY and smaller[0]:
         smaller[0] = f"more than {smaller[0]:.1f}"
         if smaller[1] == MISSED:  # for all that is known
             smaller[1] = "not known"
-    return [*faster, *smaller, ratio(sparse[0], found[0]) or ""]
+    return [*faster, *smaller, ratio(sparse.seconds, found.seconds) or ""]
 
 
 def _adjacency(data: Data) -> Tensor:
@@ -418,6 +344,9 @@ def _adjacency(data: Data) -> Tensor:
     return torch.sparse_coo_tensor(
         torch.stack([target, source]), one, shape
     ).to_sparse_csr()
+
+
+# Waits of the host -------------------------------------------------------------------
 
 
 class Synchronisations(TorchDispatchMode):
@@ -469,6 +398,7 @@ def synchronisations(device: Device, report: Report) -> None:
     for kind in (*kinds, pyg.GraphConv, pyg.GINConv, pyg.APPNP):
         if report.over:
             break
+        report.doing = kind.__name__
         try:
             _waits(device, add, kind, share, data)
         except Exception as error:  # one layer that fails hides no other
@@ -521,41 +451,45 @@ def _told_by_cuda(device: Device, run: Callable[[], Tensor]) -> Any:
 
 def packing(device: Device, report: Report) -> None:
     """Picks rows, and writes and reads them by codecs: at 80 % of a copy's rate is the aim."""
-    n = 64 if device.smoke else 1 << 20
+    n, rate = 64 if device.smoke else 1 << 20, device.copy_rate()
     add = report.table(
-        f"rows for the wire, {n:,}, as shares of a copy's {device.copy / 1e9:,.0f} GB/s",
-        *("width", "how", "written", "aim: 0.8", "of HBM by data sheet"),
-        *("read", "aim: 0.8", "of HBM by data sheet"),
+        f"rows for the wire, {n:,}, as shares of a copy's {rate / 1e9:,.0f} GB/s",
+        *("width", "how", "bytes", "ms", "spread", "its rate", "aim: 0.8"),
+        "of HBM by data sheet",
     )
-    for width in (16,) if device.smoke else (32, 128, 512):
+
+    def line(width: int, how: str, way: str, moved: float, run: Callable) -> None:
+        found = device.tried(report, f"{how}, {way}", lambda: device.measure(run))
+        share = ratio(moved, found.seconds)
+        sheet = share / device.sheet if share and device.sheet else ""
+        judged = device.aim(share and share / rate, 0.8)
+        add(width, how, way, *found.cells[:2], *judged, sheet)
+
+    for width in (16,) if device.smoke else (128, 32, 512):
         x = torch.randn(n, width, device=device.home)
         index = torch.randperm(n, device=device.home)
-
-        def timed(moved: float, run: Callable[[], Any]) -> list[Any]:
-            found = device.tried(report, run)
-            if found[2]:
-                return [found[2], "", ""]
-            share, sheet = device.rates(moved, found[0])
-            return [*device.aim(share, 0.8), sheet]
-
-        picked = timed(2 * x.nbytes, lambda x=x, i=index: kernels.gather_rows(x, i))
-        add(width, "rows picked", *picked, "", "", "")
+        pick = lambda x=x, index=index: kernels.gather_rows(x, index)  # noqa: E731
+        line(width, "rows picked", "read and written", 2 * x.nbytes, pick)
         for codec in (Plain(), Cast(torch.bfloat16), *map(Quantise, (8, 4, 2, 1))):
-            key, out = RngKey(12345, torch.arange(n, device=device.home)), x.clone()
-            sizes = packed_bytes(codec, [n], width, x.dtype)
+            if report.over:
+                return
+            _coded(device, line, codec, x)
 
-            def write(x: Tensor = x, codec: Any = codec, key: Any = key) -> Tensor:
-                return pack(codec, x, [n], key)[0]
 
-            try:
-                message = write()
-            except Exception as error:  # one codec that fails hides no other
-                add(width, repr(codec), failure(error), *[""] * 5)
-                continue
+def _coded(device: Device, line: Callable[..., None], codec: Any, x: Tensor) -> None:
+    """Adds the lines of a codec: rows are written into a message, and read from it."""
+    n, width = x.shape
+    key, out = RngKey(12345, torch.arange(n, device=device.home)), x.clone()
+    sizes, kept = packed_bytes(codec, [n], width, x.dtype), []
 
-            def read(out: Any = out, m: Any = message, c: Any = codec, s: Any = sizes,
-                     key: Any = key) -> Tensor:  # fmt: skip
-                return unpack(c, m, s, [n], out, key)
+    def write() -> Tensor:
+        kept[:] = [pack(codec, x, [n], key)[0]]
+        return kept[0]
 
-            moved = x.nbytes + message.nbytes
-            add(width, repr(codec), *timed(moved, write), *timed(moved, read))
+    def read() -> Tensor:
+        return unpack(codec, kept[0], sizes, [n], out, key)
+
+    moved = x.nbytes + sum(sizes)
+    line(width, repr(codec), "written", moved, write)
+    if kept:  # if writing fails, there is nothing to read
+        line(width, repr(codec), "read", moved, read)

@@ -22,7 +22,11 @@ from pyg_distcomm.kernels import codec_cuda
 reference = definitions.of(codec_ops)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEY = 2**62 + 12345
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning")
+]  # of the interpreter
+if DEVICE.type == "cuda":
+    pytestmark.append(pytest.mark.cuda)
 
 
 def rows(m, f, dtype):

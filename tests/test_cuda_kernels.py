@@ -27,7 +27,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TYPES = (torch.float32, torch.float64, torch.bfloat16)
 WIDTHS = (1, 2, 3, 513, 33, 64, 130, 257, 16)
 KEY = 2**62 + 12345
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+pytestmark = [pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")]
+if DEVICE.type == "cuda":
+    pytestmark.append(pytest.mark.cuda)
 
 
 @pytest.fixture

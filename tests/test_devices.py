@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch_geometric.nn as pyg
 import worlds
 from problems import GRAPHS, owners, two_types
-from test_synchronisations import benchmark
 from torch_geometric.nn import GATConv
 
 import pyg_distcomm as pdc
@@ -368,14 +367,6 @@ def test_a_pipeline_names_what_is_misplaced():
         pipe(share)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without CUDA")
-def test_the_benchmark_says_that_there_is_no_device(tmp_path, capsys):
-    asked = ["--report", str(tmp_path / "report.md")]
-    assert benchmark("device_parts").main("", asked) == 1
-    assert "no CUDA device" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.exhaustive
 def test_benchmarks_leave_torch_the_package_that_it_looks_for(tmp_path):
     """torch imports `cuda.bindings`, and each script of benchmarks/ has cuda.py beside it."""
@@ -389,17 +380,3 @@ def test_benchmarks_leave_torch_the_package_that_it_looks_for(tmp_path):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     help_text = [sys.executable, str(folder / "cuda.py"), "--help"]
     subprocess.run(help_text, check=True, timeout=120, stdout=subprocess.DEVNULL)
-
-
-@tiers.rare
-@pytest.mark.subprocess
-def test_the_benchmark_runs_on_tiny_graphs(tmp_path):
-    report = tmp_path / "report.md"
-    asked = ["--smoke", "--report", str(report)]
-    assert benchmark("device_parts").main("", asked) == 0
-    text = report.read_text()
-    assert "Failed" not in text
-    assert "Not run on a CUDA device" in text
-    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
-    for part in ("SpMM", "GraphSAGE", "synchronisations", "Quantise", "trains"):
-        assert part in text

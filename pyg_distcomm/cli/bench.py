@@ -59,21 +59,24 @@ class Row:
 
 
 def rmat(
-    scale: int, edges_per_node: int = 8, seed: int = 0
+    scale: int,
+    edges_per_node: int = 8,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor, int]:
-    """Draws an R-MAT graph (.57, .19, .19, .05), symmetrised, ids permuted.
+    """Draws an R-MAT graph (.57, .19, .19, .05), symmetrised, ids permuted, on a device.
 
     Returns row and col [2 edges_per_node n], int64, and n = 2**scale. Duplicates
     and self-loops stay. [Chakrabarti04] draws one bit of both ends at a time.
     """
-    n, g = 1 << scale, torch.Generator().manual_seed(seed)
-    row = torch.zeros(n * edges_per_node, dtype=torch.int64)
+    n, g = 1 << scale, torch.Generator(device).manual_seed(seed)
+    row = torch.zeros(n * edges_per_node, dtype=torch.int64, device=device)
     col = torch.zeros_like(row)
     for _ in range(scale):
-        u = torch.rand(len(row), generator=g)
+        u = torch.rand(len(row), generator=g, device=device)
         row = 2 * row + (u >= 0.76)
         col = 2 * col + (((u >= 0.57) & (u < 0.76)) | (u >= 0.95))
-    name = torch.randperm(n, generator=g)
+    name = torch.randperm(n, generator=g, device=device)
     row, col = name[row], name[col]
     return torch.cat([row, col]), torch.cat([col, row]), n
 
