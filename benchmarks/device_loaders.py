@@ -29,7 +29,7 @@ HOST = "on the host"
 WARM = 20  # minibatches before those that count: their shapes compile kernels
 HEAD = ("by", "seeds a second, drawn", "trained on")
 PHASES = (
-    *("by", "minibatches", "s an epoch", "PyG's s / these"),
+    *("by", "minibatches", "s per epoch", "PyG's s / these"),
     *("ms: waits for one", "copies it", "trains", "draws one, alone"),
 )
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tables import from_text
+
 from pyg_distcomm.comm.ledger import format_table
 
 MET, MISSED = "met", "missed"
@@ -150,5 +152,5 @@ def _text(heading: str, found: Mapping[str, Tables]) -> str:
             parts.append(f"## {t['about']}\n\n{t['failed']}\n")
         elif t["lines"]:
             lines = format_table(t["head"], t["lines"])
-            parts.append(f"## {t['about']}\n\n```\n{lines}\n```\n")
+            parts.append(f"## {t['about']}\n\n{from_text(lines)}\n")
     return "\n".join(parts)

@@ -127,7 +127,7 @@ def main() -> None:
         lines = [head, ["---"] * len(head), *rows]
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         given.out.write_text(
-            "# Nodes of a minibatch by LABOR, at equal accuracy\n\n"
+            "# LABOR: fewer nodes at equal accuracy\n\n"
             f"`OMP_NUM_THREADS=1 python benchmarks/labor.py --epochs {given.epochs} "
             f"--seeds {given.seeds}`\n\n{table}\n"
         )

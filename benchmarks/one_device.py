@@ -63,7 +63,7 @@ class Device:
         self.room: int | None = None  # bytes that were free at the last base
         x = torch.ones(1 << (10 if smoke else 28), device=self.home)
         seconds, _ = self.measure(lambda: x.clone())
-        self.copy = 2 * x.nbytes / seconds  # bytes a second, read and written
+        self.copy = 2 * x.nbytes / seconds  # bytes per second, read and written
         name = torch.cuda.get_device_name().lower() if self.cuda else ""
         self.sheet = next((DEVICES[k][1] for k in DEVICES if k in name), None)
 
@@ -150,7 +150,7 @@ class Device:
         return [found, judged if self.cuda and not self.smoke else ""]
 
     def rates(self, moved: float, seconds: float) -> list[Any]:
-        """Returns bytes a second as shares of a copy's, and of the data sheet's."""
+        """Returns bytes per second as shares of a copy's, and of the data sheet's."""
         rate = moved / seconds
         return [rate / self.copy, rate / self.sheet if self.sheet else ""]
 
