@@ -27,7 +27,7 @@ from pyg_distcomm.loader import DistLayerLoader, NeighborLoader
 PEER, BOLT, OURS = "PyG, CPU, pinned copies", "GraphBolt", "this package"
 HOST = "on the host"
 WARM = 20  # minibatches before those that count: their shapes compile kernels
-HEAD = ("by", "seeds a second, drawn", "trained on")
+HEAD = ("by", "seeds per second, drawn", "trained on")
 PHASES = (
     *("by", "minibatches", "s per epoch", "PyG's s / these"),
     *("ms: waits for one", "copies it", "trains", "draws one, alone"),
@@ -37,7 +37,7 @@ PHASES = (
 def minibatches(device: Device, report: Report) -> None:
     """Draws minibatches and trains on them: this package's loader, PyG's and GraphBolt's.
 
-    The aim is five times the minibatches a second of PyG's loader of eight workers and pinned
+    The aim is five times the minibatches per second of PyG's loader of eight workers and pinned
     copies, whether the graph lies on the device or is read through UVA. GraphBolt's are
     compared with those of this package whose graph and rows lie where its do.
     """
@@ -125,7 +125,7 @@ def other_minibatches(device: Device, report: Report) -> None:
             **_placed(device, place),
         )
     add = report.table(
-        f"minibatches of {size}, {numbers} nodes a layer, or fan-outs {fan_out}",
+        f"minibatches of {size}, {numbers} nodes per layer, or fan-outs {fan_out}",
         *(*HEAD, "these / the host's, drawn"),
     )
     phases = report.table("an epoch of these, by phases", *PHASES[:3], *PHASES[4:])
@@ -168,7 +168,7 @@ def _loaded(
 ) -> tuple[float, float, list[Any]] | str:
     """Draws minibatches of a loader alone, and then trains on them.
 
-    Returns seeds a second of both, and of an epoch of training the minibatches, seconds, and
+    Returns seeds per second of both, and of an epoch of training the minibatches, seconds, and
     the ms of the phases of one; or what stopped it.
     """
     if report.over:
@@ -200,7 +200,7 @@ def _loaded(
 def _epoch_of(
     device: Device, loader: Any, model: torch.nn.Module | None, most: int
 ) -> tuple[float, list[float]]:
-    """Returns minibatches a second, the first ones apart, and the ms of each phase of one.
+    """Returns minibatches per second, the first ones apart, and the ms of each phase of one.
 
     Without a model they are brought to the device, and no more. Each is waited for, not what
     the loader makes meanwhile, on streams of its own.

@@ -310,7 +310,7 @@ def trained(
 def scores(
     ways: Sequence[tuple[str, bool]], args: argparse.Namespace
 ) -> list[list[tuple[float, int]]]:
-    """Runs on a rank: trains each way once a seed."""
+    """Runs on a rank: trains each way once per seed."""
     return [
         [trained(args.file, kind, full, seed, args) for seed in range(args.seeds)]
         for kind, full in ways
