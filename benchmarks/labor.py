@@ -19,6 +19,7 @@ from typing import Any
 import step
 import torch
 import torch.nn.functional as F
+from tables import markdown
 from torch_geometric.nn import GraphConv
 from torch_geometric.utils import degree
 
@@ -125,11 +126,11 @@ def main() -> None:
     print(format_table(head, rows))
     if given.out is not None:
         lines = [head, ["---"] * len(head), *rows]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
         given.out.write_text(
             "# LABOR: fewer nodes at equal accuracy\n\n"
             f"`OMP_NUM_THREADS=1 python benchmarks/labor.py --epochs {given.epochs} "
-            f"--seeds {given.seeds}`\n\n{table}\n"
+            f"--seeds {given.seeds}`\n\n{markdown(table)}"
         )
 
 

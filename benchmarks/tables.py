@@ -13,12 +13,14 @@ import sys
 from pathlib import Path
 
 FENCE = re.compile(r"^```\n(.*?)^```\n", re.M | re.S)
+TABLE = re.compile(r"(?:^\|.*\n)+", re.M)
 RULE = re.compile(r"-+(?:  +-+)+")
 # the column that decides comes first: of a table, the first of these that it has
 DECIDES = (
     "times ours|s, times ours|speed-up|PyG's best|times auto|loader/floor|peak/planned|peak|"
     "PyG / ours|ratio|of owner's, 1gbit|MiB sampling|bytes per node|most received|"
-    "100 Mbit/s, METIS|test accuracy, %|test accuracy|ms per step|best|best other"
+    "of neighbor's|new / today|plain/all, 16 / 100 / 602|100 Mbit/s, METIS|test accuracy, %|"
+    "test accuracy|ms per step|best|best other"
 ).split("|")
 NUMBER = re.compile(r"[-+]?[\d.,]+ ?(?:[%x]|MiB|GiB)?|-|yes|no|")
 
@@ -32,7 +34,7 @@ def markdown(text: str) -> str:
             return match[0]
         return "\n".join(_table(part.split("\n")) for part in parts)
 
-    return FENCE.sub(replace, text)
+    return TABLE.sub(_reordered, FENCE.sub(replace, text))
 
 
 def from_text(text: str) -> str:
@@ -54,12 +56,25 @@ def _table(lines: list[str]) -> str:
         for k in range(len(spans))
     ]
     head = _head(lines[:rule], spans)
-    found = [head, sides, *rows]
-    if (decides := next((name for name in DECIDES if name in head), None)) is not None:
-        at = head.index(decides)
-        found = [[row[at], *row[:at], *row[at + 1 :]] for row in found]
+    found = _decisive([head, sides, *rows])
     text = "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in found)
     return text + "\n" + ("\n" + " ".join(rest) + "\n" if rest else "")
+
+
+def _reordered(match: re.Match[str]) -> str:
+    """Returns a table of Markdown with the column that decides first."""
+    lines = match[0].rstrip("\n").split("\n")
+    rows = [re.split(r" *(?<!\\)\| *", line.strip())[1:-1] for line in lines]
+    if len({len(row) for row in rows}) > 1 or _decisive(rows) == rows:
+        return match[0]
+    return "\n".join(f"| {' | '.join(row)} |" for row in _decisive(rows)) + "\n"
+
+
+def _decisive(rows: list[list[str]]) -> list[list[str]]:
+    """Returns a table's cells with the column that decides first, if it has one."""
+    decides = next((name for name in DECIDES if name in rows[0]), rows[0][0])
+    at = rows[0].index(decides)
+    return [[row[at], *row[:at], *row[at + 1 :]] for row in rows]
 
 
 def _cells(line: str, spans: list[tuple[int, int]]) -> list[str] | None:

@@ -341,3 +341,15 @@ def _imported(module, folder):
         return importlib.import_module(module)
     finally:
         sys.path.remove(str(folder))
+
+
+def test_plain_tables_of_scripts_become_tables_of_markdown():
+    tables = _imported("tables", ROOT / "benchmarks")
+    plain = "way   s  times ours\n----  -  ----------\na | b  1         2.5\nc              1\n"
+    found = tables.markdown(f"One.\n\n```\n{plain}4 of 5 were run, as before\n```\n")
+    lines = "| times ours | way | s |\n| ---: | --- | ---: |\n| 2.5 | a \\| b | 1 |\n"
+    lines += "| 1 | c | |\n\n4 of 5 were run, as before\n"
+    assert found == f"One.\n\n{lines}"
+    assert tables.markdown(found) == found
+    kept = "```\npython train.py\n```\n"
+    assert tables.markdown(kept) == kept
