@@ -271,6 +271,7 @@ FENCE = re.compile(r"(?:^<!-- .* -->\n)?^```python\n(.*?)^```\n", re.M | re.S)
 FIRST_PARAGRAPH = re.compile(
     r'(<div class="doc doc-contents first">\s*)<p>.*?</p>', re.S
 )
+PREFIX = re.compile(r"^pyg_distcomm\.(?:halo\.|loader\.|ops\.|sampling\.)")
 SHORT = {  # names that a script uses -> where they are defined, if not `pyg_distcomm.NAME`
     "pyg_distcomm.graph.partition_data.partition": "pdc.partition",
     "pyg_distcomm.plan.planner.plan": "pdc.plan",
@@ -303,9 +304,9 @@ def api_pages() -> dict[str, str]:
             found = package[name.removeprefix("pyg_distcomm.")]
             told = found.docstring.value if found.docstring else ""
             first = told.split("\n\n")[0].replace("\n", " ")
-            short = SHORT.get(name) or re.sub(
-                r"^pyg_distcomm\.(?=\w+$)", "pdc.", name
-            ).removeprefix("pyg_distcomm.")
+            short = SHORT.get(name) or PREFIX.sub("", name)
+            if short.startswith("pyg_distcomm."):
+                short = f"pdc.{short.removeprefix('pyg_distcomm.')}"
             example = [match[1] for match in FENCE.finditer(below)]
             lines = [*needed(example[0], earlier), example[0]] if example else []
             stem = short.split(".")[-1]
