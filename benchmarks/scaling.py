@@ -293,7 +293,7 @@ def draw(path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(SHAPES), figsize=(10, 4), sharex=True)
+    figure, axes = pyplot.subplots(1, len(SHAPES), figsize=(8.6, 4.2), sharex=True)
     for axis, (shape, (n, m, widths)) in zip(axes, SHAPES.items(), strict=True):
         points: dict[str, list[tuple[int, float]]] = {name: [] for name in LINES}
         for size in (64, 256, 1024, 4096, 16384):
@@ -312,9 +312,10 @@ def draw(path: Path) -> None:
         axis.set_title(shape)
         axis.set_xlabel("ranks")
     axes[0].set_ylabel("MiB that a rank receives in an epoch")
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=72)
+    names = axes[0].get_legend_handles_labels()
+    figure.legend(*names, loc="lower center", ncols=4, frameon=False, fontsize=10)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(path, dpi=96)
 
 
 def main() -> None:
