@@ -13,7 +13,7 @@ import matplotlib
 import pytest
 import torch
 import worlds
-from tiers import rarely
+from tiers import rare, rarely
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -302,6 +302,17 @@ def test_every_entry_of_the_reference_has_a_page_that_begins_with_its_example():
         assert example.startswith("```python\n")
         (code,) = (code for _, code in blocks(text))
         compile(code, title, "exec")
+
+
+@rare
+def test_every_example_of_the_reference_runs_alone(tmp_path):
+    for number, (place, text) in enumerate(_hooks().api_pages().items()):
+        if place.count("/") > 1:
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            page = folder / "page.md"
+            page.write_text(text)
+            run(page, folder)
 
 
 def test_an_example_brings_the_lines_that_it_needs():
