@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
+from tables import markdown
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
@@ -120,7 +121,8 @@ def main() -> None:
         usage = (__doc__ or "").partition("\n\n")[2]
         title = "# Tensors sharded below autograd\n\n"
         facts = f"torch {torch.__version__}, {mesh.size} ranks.\n\n"
-        args.write.write_text(title + usage + "\n" + facts + "\n".join(lines) + "\n")
+        text = title + usage + "\n" + facts + "\n".join(lines) + "\n"
+        args.write.write_text(markdown(text))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/codecs.py
 
-Prints GB of float32 rows a second, encoding and decoding, the copy taking turns with
+Prints GB of float32 rows per second, encoding and decoding, the copy taking turns with
 them, and what that means for a link: the seconds that a rank spends on both, against
 those its message takes at 1 Gbit/s.
 """
@@ -29,7 +29,7 @@ from pyg_distcomm.halo.codecs import (
     fresh_state,
 )
 
-LINK = 1e9 / 8  # bytes a second
+LINK = 1e9 / 8  # bytes per second
 ONE = Quantise(1, "stochastic")
 CODECS: dict[str, Codec] = {
     "plain": Plain(),

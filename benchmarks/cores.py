@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from step import BATCH, Model, epoch, graph
+from tables import from_text
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
@@ -127,7 +128,7 @@ def main() -> None:
             f"--batches {args.batches} --epochs {args.epochs}`; torch "
             f"{torch.__version__}, Python {platform.python_version()}; GraphSAGE of 3 "
             f"layers, width {args.hidden}, fan-outs {FAN_OUTS}, {BATCH} seeds.\n\n"
-            f"```\n{text}\n```\n"
+            f"{from_text(text)}\n"
         )
 
 

@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     rows = pdc.launch(steps, options.ranks, options)[0]
-    head = ["table", "ms a step", "spread", "MiB received", "MiB of rows held"]
+    head = ["table", "ms per step", "spread", "MiB received", "MiB of rows held"]
     print(format_table(head, rows))
 
 

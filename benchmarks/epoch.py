@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from tables import from_text
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
@@ -148,10 +149,10 @@ def main() -> None:
     if args.write:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         args.write.write_text(
-            f"# One full-graph GCN epoch\n\n`python benchmarks/epoch.py --scale "
+            f"# A full-graph epoch of a GCN\n\n`python benchmarks/epoch.py --scale "
             f"{args.scale} --epochs {args.epochs}`; {versions}; R-MAT graph of "
             f"{data.num_nodes:,} nodes and {data.num_edges:,} edges, GCN {WIDTHS}, Adam, "
-            f"float32; medians, competitors in turn.\n\n```\n{text}\n```\n"
+            f"float32; medians, competitors in turn.\n\n{from_text(text)}\n"
         )
 
 

@@ -27,6 +27,7 @@ import epoch
 import network
 import torch
 import torch.distributed as dist
+from tables import from_text
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
@@ -242,7 +243,7 @@ def main() -> None:
             f"--rounds {args.rounds}"
             f"{f' --scale {args.scale}' if args.scale else ''}`; {versions}; one thread a "
             f"rank on {os.cpu_count()} cores; medians of the slowest rank, ways in turn."
-            f"\n\n```\n{text}\n```\n"
+            f"\n\n{from_text(text)}\n"
         )
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 import network
 import torch
 import torch.nn.functional as F
+from tables import from_text
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -167,7 +168,7 @@ def graph(scale: int, degree: int, widths: Sequence[int]) -> Data:
 
 @dataclass
 class Found:
-    """One way at one rate: seconds of each epoch, and bytes a rank receives in one."""
+    """One way at one rate: seconds of each epoch, and bytes that a rank receives in one."""
 
     seconds: list[float]
     bytes: int = 0
@@ -297,7 +298,7 @@ def main() -> None:
         f"--rates {' '.join(args.rates)} --shapes {' '.join(args.shapes)} --scale "
         f"{args.scale} --degree {args.degree} --rounds {args.rounds}`; torch "
         f"{torch.__version__}, Python {platform.python_version()}; {os.cpu_count()} "
-        f"cores, one thread a rank; R-MAT graph of {n:,} nodes and {n * args.degree:,} "
+        f"cores, one thread per rank; R-MAT graph of {n:,} nodes and {n * args.degree:,} "
         "edges, float32; medians, ways in turn; spread is (slowest - fastest) / median."
     )
     tables = []
@@ -306,7 +307,7 @@ def main() -> None:
         print(tables[-1], end="\n\n", flush=True)
         if args.write:  # as they come: a long run may be cut short
             text = "\n\n".join(tables)
-            args.write.write_text(f"{head}\n\n```\n{text}\n```\n")
+            args.write.write_text(f"{head}\n\n{from_text(text)}\n")
     return None
 
 

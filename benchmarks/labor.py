@@ -4,7 +4,7 @@
         [--out benchmarks/reports/labor.md]
 
 GraphSAGE (mean, 64 hidden), as GraphConvs that add with weights: those of the minibatch, if it
-has any, or 1 / drawn in-edges. Fan-outs [10, 10], 512 seeds a minibatch, features of unit
+has any, or 1 / drawn in-edges. Fan-outs [10, 10], 512 seeds per minibatch, features of unit
 length, on real graphs. "full graph" takes all neighbours. Test accuracy on the full graph after
 the last epoch, mean and deviation over seeds; of minibatches, means over all epochs.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import step
 import torch
 import torch.nn.functional as F
+from tables import markdown
 from torch_geometric.nn import GraphConv
 from torch_geometric.utils import degree
 
@@ -125,11 +126,11 @@ def main() -> None:
     print(format_table(head, rows))
     if given.out is not None:
         lines = [head, ["---"] * len(head), *rows]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
         given.out.write_text(
-            "# Nodes of a minibatch by LABOR, at equal accuracy\n\n"
+            "# LABOR: fewer nodes at equal accuracy\n\n"
             f"`OMP_NUM_THREADS=1 python benchmarks/labor.py --epochs {given.epochs} "
-            f"--seeds {given.seeds}`\n\n{table}\n"
+            f"--seeds {given.seeds}`\n\n{markdown(table)}"
         )
 
 

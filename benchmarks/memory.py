@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tables import from_text
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
@@ -199,10 +200,10 @@ def main() -> None:
         flag = " --grids" if args.grids else ""
         ranks = " ".join(map(str, args.ranks))
         args.write.write_text(
-            f"# Memory per rank (MiB, the worst rank) and bytes per epoch\n\n"
+            f"# Memory and bytes per rank\n\n"
             f"`python benchmarks/memory.py --scale {args.scale}{flag} --ranks {ranks}`; "
             f"{versions}; R-MAT graph of {n:,} nodes and {edge_index.size(1):,} edges, "
-            f"METIS cut, GCN {WIDTHS}, float32, one thread a rank.\n\n```\n{table}\n```\n"
+            f"METIS cut, GCN {WIDTHS}, float32, one thread per rank.\n\n{from_text(table)}\n"
         )
 
 

@@ -57,7 +57,7 @@ def side_of(name: str, size: int, c: int = 2) -> tuple[int, int, int]:
 def product_words(
     name: str, n: int, m: int, f: int, size: int, c: int = 2, entry: int = 1
 ) -> float:
-    """Returns the mean words a rank receives in one product A X, X [n, f].
+    """Returns the mean words that a rank receives in one product A X, X [n, f].
 
         1D     n f (1 - 1/P)
         1.5D   n f/c (1 - c/P) + 2 (c - 1) n f/P

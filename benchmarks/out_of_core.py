@@ -227,7 +227,7 @@ def main() -> None:
     print(
         f"{args.gib} GiB, {args.ranks} ranks, {os.cpu_count()} CPUs, {platform.machine()}"
     )
-    heads = "layer|cap|s an epoch|s in all|major faults an epoch"
+    heads = "layer|cap|s per epoch|s in all|major faults per epoch"
     heads += "|anonymous MiB|group's peak MiB|last loss"
     print(format_table(heads.split("|"), rows))
 

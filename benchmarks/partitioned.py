@@ -27,6 +27,7 @@ import ranks
 import torch
 from loaders import BATCH, MIB, OURS, PYG_LIB, WIDTH
 from ranks import PEER, Case, Found, Task
+from tables import from_text
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
@@ -279,7 +280,7 @@ def bytes_table(found: Sequence[tuple]) -> str:
         for fan_out, size, case, one in found
         if case.bulk in (1, 16)
     ]
-    head = ("MiB an epoch", "ranks", "c", "at", "bulk", *ops, "all")
+    head = ("MiB per epoch", "ranks", "c", "at", "bulk", *ops, "all")
     return format_table(head, lines)
 
 
@@ -300,7 +301,7 @@ def title(args: argparse.Namespace, n: int, count: int) -> str:
         f"--share {args.share} --method {args.method} --ranks "
         f"{' '.join(map(str, args.ranks))} --rounds {args.rounds} --fan-outs {fan_outs}"
         f"{most}{bulks}{copies}{places}{what} --parts "
-        f"{' '.join(args.parts)}`; {versions}; {os.cpu_count()} cores, one thread a rank; "
+        f"{' '.join(args.parts)}`; {versions}; {os.cpu_count()} cores, one thread per rank; "
         f"R-MAT graph of {n:,} nodes and {n * args.degree:,} edges cut by {args.method}, "
         f"{count:,} seeds in batches of {BATCH}, {WIDTH} float32 features; medians, ways "
         "in turn."
@@ -340,7 +341,7 @@ def main() -> None:
                 tables.append(table)
                 if args.write:  # as they come: a long run may be cut short
                     text = "\n\n".join(tables)
-                    args.write.write_text(f"{head}\n\n```\n{text}\n```\n")
+                    args.write.write_text(f"{head}\n\n{from_text(text)}\n")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

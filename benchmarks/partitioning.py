@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tables import from_text
 
 from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
@@ -164,7 +165,7 @@ def main() -> None:
     if arguments.write:
         about = f"torch {torch.__version__}, Python {platform.python_version()}"
         body = "\n".join(text)
-        arguments.write.write_text(f"{about}\n\n```\n{body}```\n")
+        arguments.write.write_text(f"{about}\n\n{from_text(body)}\n")
 
 
 def each_graph(arguments: argparse.Namespace, rows: Callable) -> list[list[str]]:
@@ -192,7 +193,7 @@ def block_table(arguments: argparse.Namespace) -> str:
 
 
 def memory_table(arguments: argparse.Namespace) -> str:
-    heads = "nodes|edges|cutter|MiB in files|peak MiB|bytes a node".split("|")
+    heads = "nodes|edges|cutter|MiB in files|peak MiB|bytes per node".split("|")
     return "Memory while files are cut in 8\n\n" + format_table(
         heads, memory(arguments.scale)
     )

@@ -99,7 +99,7 @@ def measure(
     rounds: int,
     world: collectives.Axis,
 ) -> dict[Direction, list[float]]:
-    """Returns the seconds an epoch of each round on its slowest rank, ways in turn."""
+    """Returns the seconds per epoch of each round on its slowest rank, ways in turn."""
     took: dict[Direction, list[float]] = {way: [] for way in jobs}
     for _ in range(rounds):
         for way, (_, epoch) in jobs.items():

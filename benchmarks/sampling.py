@@ -27,6 +27,7 @@ from typing import Any
 import loaders
 import torch
 from loaders import BATCH, BULKS, FAN_OUTS, GRAPHBOLT, OURS, WIDTH
+from tables import from_text
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -93,7 +94,7 @@ def phase_table(found: dict[tuple[int, ...], dict[str, float]]) -> str:
         rates = p["edges"] / p["kernel"] / 1e6, p["bytes"] / p["rows"] / 1e9
         row = str(list(fan_out)), *(1e3 * p[name] for name in names)
         rows.append((*row, p["loader"] / p["floor"], *rates))
-    head = ("one thread, ms a batch", *names, "loader/floor", "kernel, Medges/s")
+    head = ("one thread, ms per batch", *names, "loader/floor", "kernel, Medges/s")
     return format_table((*head, "rows, GB/s"), rows)
 
 
@@ -139,11 +140,12 @@ def main() -> None:
         text = "\n\n".join(tables)
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         args.write.write_text(
-            f"# Neighbour sampling\n\n`python benchmarks/sampling.py --scale {args.scale} "
+            "# Neighbour sampling beside PyG and GraphBolt\n\n"
+            f"`python benchmarks/sampling.py --scale {args.scale} "
             f"--share {args.share} --rounds {args.rounds}`; {versions}; R-MAT graph of "
             f"{data.num_nodes:,} nodes and {data.num_edges:,} edges, {len(nodes):,} seeds in "
             f"batches of {BATCH}, {WIDTH} float32 features; medians, competitors in turn, "
-            f"GraphBolt after them.\n\n```\n{text}\n```\n"
+            f"GraphBolt after them.\n\n{from_text(text)}\n"
         )
 
 

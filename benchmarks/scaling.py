@@ -18,6 +18,7 @@ from pathlib import Path
 import oblivious
 import torch
 import torch.nn.functional as F
+from tables import from_text
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
@@ -41,7 +42,7 @@ MACHINE = pdc.Machine(
     stream=1.2e12,
     overhead=2e-4,
     memory=80 * 2**30,
-    source="assumed: one accelerator of 80 GiB a rank, 200 Gbit/s each",
+    source="assumed: one accelerator of 80 GiB per rank, 200 Gbit/s each",
 )
 FITTING = (64, 4096)  # ranks: squares and cubes
 LINES = {  # of the plot: colour, style, width; what comes later is drawn on top
@@ -175,7 +176,7 @@ def table() -> str:
 
 
 def scaling(weak: bool) -> str:
-    """Formats MiB a rank for 4, 64 and 1,024 ranks of the Protein-like shape."""
+    """Formats MiB per rank for 4, 64 and 1,024 ranks of the Protein-like shape."""
     n, m, widths = SHAPES["Protein-like"]
     rows = []
     for size in (4, 64, 1024):
@@ -217,7 +218,7 @@ def deep(layers: int = 32) -> str:
                     f"{one.seconds * 1e3:,.0f}",
                 )
             )
-    head = ("ranks", "plan", "grid", "bytes a rank", "ms an epoch")
+    head = ("ranks", "plan", "grid", "bytes per rank", "ms per epoch")
     return format_table(head, rows)
 
 
@@ -292,7 +293,7 @@ def draw(path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(SHAPES), figsize=(10, 4), sharex=True)
+    figure, axes = pyplot.subplots(1, len(SHAPES), figsize=(8.6, 4.2), sharex=True)
     for axis, (shape, (n, m, widths)) in zip(axes, SHAPES.items(), strict=True):
         points: dict[str, list[tuple[int, float]]] = {name: [] for name in LINES}
         for size in (64, 256, 1024, 4096, 16384):
@@ -310,10 +311,11 @@ def draw(path: Path) -> None:
             axis.loglog(sizes, [v * 2**-20 for v in values], label=name, **look)
         axis.set_title(shape)
         axis.set_xlabel("ranks")
-    axes[0].set_ylabel("MiB a rank receives in an epoch")
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=72)
+    axes[0].set_ylabel("MiB that a rank receives in an epoch")
+    names = axes[0].get_legend_handles_labels()
+    figure.legend(*names, loc="lower center", ncols=4, frameon=False, fontsize=10)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(path, dpi=96)
 
 
 def main() -> None:
@@ -327,24 +329,24 @@ def main() -> None:
         for name, (n, m, widths) in SHAPES.items()
     )
     parts = [
-        f"## Every algorithm\n\n{shapes}; MiB a rank, and ranks.\n\n"
-        f"```\n{table()}\n```\n\n{READING}"
+        f"## Every algorithm\n\n{shapes}; MiB per rank, and ranks.\n\n"
+        f"{from_text(table())}\n\n{READING}"
     ]
     for weak, words in (
         (False, "Strong scaling, Protein, MiB"),
         (True, "Weak scaling, 1/64 of Protein a rank, MiB"),
     ):
-        parts.append(f"## {words}, MiB a rank\n\n```\n{scaling(weak)}\n```")
+        parts.append(f"## {words}, MiB per rank\n\n{from_text(scaling(weak))}")
     parts.append(
         "## 32 layers of width 128 on papers100M\n\nStages are those of `Pipeline`, four "
         "chunks for each: they read history, so they do not\ntrain exactly as the grids "
-        f"do. Plans over 80 GiB a rank are left out.\n\n```\n{deep()}\n```"
+        f"do. Plans over 80 GiB per rank are left out.\n\n{from_text(deep())}"
     )
     if args.check:
         scale, degree, widths = SMALL
         parts.append(
-            f"## Checked on 8 ranks\n\nR-MAT, 2^{scale} nodes, {2 * degree} edges a node, "
-            f"GCN {'-'.join(map(str, widths))}, a late epoch; bytes.\n\n```\n{check()}\n```"
+            f"## Checked on 8 ranks\n\nR-MAT, 2^{scale} nodes, {2 * degree} edges per node, "
+            f"GCN {'-'.join(map(str, widths))}, a late epoch; bytes.\n\n{from_text(check())}"
         )
     text = "\n\n".join(parts)
     print(text)
@@ -356,7 +358,7 @@ def main() -> None:
         (args.write / "scaling.md").write_text(f"{head}\n\n{text}\n")
 
 
-INTRODUCTION = """# An epoch against the number of ranks, on paper
+INTRODUCTION = """# Bytes per epoch for up to 65,536 ranks, on paper
 
 `python benchmarks/scaling.py {flags}--write benchmarks/reports`; {versions}.
 

@@ -26,6 +26,7 @@ import ranks
 import torch
 from loaders import BATCH, MIB, WIDTH
 from ranks import Case, Found, Task
+from tables import from_text
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
@@ -163,7 +164,7 @@ def main() -> None:
             f"tbf with burst {network.BURST} latency {network.LATENCY} at both ends; "
             f"R-MAT graph of {n:,} nodes and {n * args.degree:,} edges, cut by "
             f"{args.method}, {count:,} seeds in batches of "
-            f"{BATCH}, {WIDTH} float32 features; medians, ways in turn.\n\n```\n{text}\n```\n"
+            f"{BATCH}, {WIDTH} float32 features; medians, ways in turn.\n\n{from_text(text)}\n"
         )
 
 

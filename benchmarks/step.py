@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from loaders import MIB, resident
+from tables import from_text
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
@@ -380,11 +381,11 @@ def main() -> None:
             if k not in off and v is not False
         )
         args.write.write_text(
-            f"# The step of a minibatch\n\n`benchmarks/step.py {given}`; torch "
+            f"# A training step on minibatches\n\n`benchmarks/step.py {given}`; torch "
             f"{torch.__version__}, Python {platform.python_version()}; a graph of "
             f"{data.num_nodes:,} nodes and {data.num_edges:,} edges; medians, competitors "
             f"in turn; cpu: processor seconds; step and epoch as ratios to the first."
-            f"\n\n```\n{text}\n```\n"
+            f"\n\n{from_text(text)}\n"
         )
 
 

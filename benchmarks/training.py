@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tables import from_text
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN, GraphSAGE
 from torch_geometric.utils import add_self_loops, scatter
@@ -309,7 +310,7 @@ def trained(
 def scores(
     ways: Sequence[tuple[str, bool]], args: argparse.Namespace
 ) -> list[list[tuple[float, int]]]:
-    """Runs on a rank: trains each way once a seed."""
+    """Runs on a rank: trains each way once per seed."""
     return [
         [trained(args.file, kind, full, seed, args) for seed in range(args.seeds)]
         for kind, full in ways
@@ -374,8 +375,8 @@ def main() -> None:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         command = " ".join(["python benchmarks/training.py", *sys.argv[1:]])
         args.write.write_text(
-            f"# Training by minibatches\n\n`{command}`; {versions}; {os.cpu_count()} "
-            f"cores.\n\n```\n{text}\n```\n"
+            f"# Training on a partitioned graph\n\n`{command}`; {versions}; {os.cpu_count()} "
+            f"cores.\n\n{from_text(text)}\n"
         )
 
 

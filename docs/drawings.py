@@ -2,7 +2,8 @@
 
     python docs/drawings.py            # writes docs/img/*.svg, on one process, in seconds
 
-Colours are of Okabe and Ito's palette, which colour-blind readers tell apart.
+Colours are of Okabe and Ito's palette, which colour-blind readers tell apart. Pictures are
+WIDE inches wide, which the site shows at about 690 pixels: text of 10 points has 11 of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, GREY = (
     "#0072B2 #D55E00 #009E73 #CC79A7 #56B4E9 #999999".split()
 )
 RANKS = (BLUE, ORANGE, GREEN, PINK)
+WIDE = 8.6
 
 
 def _places(edge_index: torch.Tensor, n: int) -> np.ndarray:
@@ -59,7 +61,7 @@ def draw_halo() -> Figure:
     owner = getattr(owner, "owner", owner)
     src, dst = data.edge_index
     place = _places(data.edge_index, 34)
-    figure, axes = plt.subplots(1, 3, figsize=(10.5, 2.9))
+    figure, axes = plt.subplots(1, 3, figsize=(WIDE, 2.7))
     titles = ["the graph: 34 nodes", "rank 0", "rank 1"]
     for k, (ax, title) in enumerate(zip(axes, titles, strict=True)):
         rank = k - 1
@@ -99,12 +101,46 @@ def draw_halo() -> Figure:
     figure.text(
         0.5,
         0.02,
-        "filled: rows a rank owns.   hollow: ghosts, rows it receives in each layer.   "
-        "dark: edges between ranks",
+        "filled: rows that a rank owns.   hollow: ghosts, rows that it receives.\n"
+        "dark: edges between ranks.",
         ha="center",
-        fontsize=9,
+        fontsize=10,
     )
-    figure.subplots_adjust(left=0.01, right=0.99, top=0.9, bottom=0.08, wspace=0.05)
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.9, bottom=0.14, wspace=0.05)
+    return figure
+
+
+def draw_how() -> Figure:
+    """Draws one epoch on two ranks: what each computes, and what travels between them."""
+    figure, ax = plt.subplots(figsize=(WIDE, 5.2))
+    steps = [
+        ("own rows of x, own edges", "own rows of x, own edges", "once: partition"),
+        ("receives its ghosts", "receives its ghosts", "each layer: rows of ghosts"),
+        ("layer on its own nodes", "layer on its own nodes", ""),
+        ("loss of its own nodes", "loss of its own nodes", "a few numbers: sums"),
+        ("backward pass", "backward pass", "each layer: gradients\nof ghosts"),
+        ("optimizer steps", "optimizer steps", "gradients of weights: mean"),
+    ]
+    for k, (left, right, between) in enumerate(steps):
+        y = -k
+        for x, text, colour in ((0, left, BLUE), (7.2, right, ORANGE)):
+            box = Rectangle((x, y - 0.34), 2.8, 0.68, fc="white", ec=colour, lw=1.8)
+            ax.add_patch(box)
+            ax.text(x + 1.4, y, text, ha="center", va="center", fontsize=10.5)
+            if k:
+                tip = dict(arrowstyle="->", color=colour, lw=1.3)
+                ends = (x + 1.4, y + 0.34), (x + 1.4, y + 0.66)
+                ax.annotate("", *ends, arrowprops=tip)
+        if between:
+            way = dict(arrowstyle="<->" if k else "-", color="#333333", lw=1.2)
+            ax.annotate("", (2.85, y), (7.15, y), arrowprops=way)
+            ax.text(5, y + 0.08, between, ha="center", va="bottom", fontsize=10.5)
+    ax.text(1.4, 0.55, "rank 0", ha="center", fontsize=12, color=BLUE, weight="bold")
+    ax.text(8.6, 0.55, "rank 1", ha="center", fontsize=12, color=ORANGE, weight="bold")
+    ax.set_xlim(-0.1, 10.1)
+    ax.set_ylim(-5.5, 0.9)
+    ax.axis("off")
+    figure.subplots_adjust(left=0, right=1, top=1, bottom=0)
     return figure
 
 
@@ -133,7 +169,7 @@ def _blocks(ax: Axes, r: int, s: int, p: int, title: str) -> None:
                 name,
                 ha="center",
                 va="center",
-                fontsize=8,
+                fontsize=10,
             )
     ax.add_patch(Rectangle((4.6, 0), 1.6, n, fc="white", ec="#333333", lw=1))
     total = r * s * p
@@ -153,9 +189,9 @@ def _blocks(ax: Axes, r: int, s: int, p: int, title: str) -> None:
                 lw=0.6,
             )
         )
-    ax.text(2, -0.35, "A, which stays", ha="center", va="top", fontsize=8.5)
-    ax.text(5.4, -0.35, "X, by rows", ha="center", va="top", fontsize=8.5)
-    ax.set_title(f"{title}\n{dense_words(1, 1, (r, s, p)):.3f} n f words", fontsize=9.5)
+    ax.text(2, -0.35, "A, which stays", ha="center", va="top", fontsize=10)
+    ax.text(5.4, -0.35, "X, by rows", ha="center", va="top", fontsize=10)
+    ax.set_title(f"{title}\n{dense_words(1, 1, (r, s, p)):.3f} n f words", fontsize=10)
     ax.set_xlim(-0.2, 6.5)
     ax.set_ylim(-0.9, 4.1)
     ax.set_aspect("equal")
@@ -164,19 +200,19 @@ def _blocks(ax: Axes, r: int, s: int, p: int, title: str) -> None:
 
 def draw_grids() -> Figure:
     """Draws which block of A a rank has on three grids of eight ranks."""
-    figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.7))
+    figure, axes = plt.subplots(1, 3, figsize=(WIDE, 3.2))
     _blocks(axes[0], 8, 1, 1, "1D: grid 8 x 1 x 1")
     _blocks(axes[1], 4, 2, 1, "2D: grid 4 x 2 x 1")
     _blocks(axes[2], 2, 2, 2, "3D: grid 2 x 2 x 2")
     figure.text(
         0.5,
         0.02,
-        "shaded block: rank 0's.   dark rows of X: rank 0's own.   "
-        "light rows: those that its block multiplies and others own",
+        "shaded block: rank 0's.   dark rows of X: rank 0's own.\n"
+        "light rows: those that its block multiplies and other ranks own.",
         ha="center",
-        fontsize=9,
+        fontsize=10,
     )
-    figure.subplots_adjust(left=0.01, right=0.99, top=0.84, bottom=0.08, wspace=0.05)
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.85, bottom=0.14, wspace=0.05)
     return figure
 
 
@@ -195,24 +231,24 @@ def draw_bulk() -> Figure:
         (p, "P = Q A: candidates"),
         (drawn, "3 drawn of each row"),
     ]
-    figure, axes = plt.subplots(1, 4, figsize=(10.5, 3.1), width_ratios=[1, 1, 1, 1])
-    for ax, (matrix, title) in zip(axes, parts, strict=True):
+    figure, axes = plt.subplots(2, 2, figsize=(WIDE, 5.6))
+    for ax, (matrix, title) in zip(axes.flat, parts, strict=True):
         dense = matrix.dense() != 0
         row, col = dense.nonzero().T.numpy()
         small = len(dense) == 6
         colour = [RANKS[x // 2] for x in row] if small else "#555555"
         ax.scatter(col, row, c=colour, s=16 if small else 5, marker="s")
-        ax.set_title(title, fontsize=9.5)
+        ax.set_title(title, fontsize=11)
         ax.set_xlim(-1, 34)
         ax.set_ylim((5.6, -0.6) if small else (34, -1))
         ax.set_xticks([0, 33])
         ax.set_yticks(
             [0.5, 2.5, 4.5], ["batch 0", "batch 1", "batch 2"]
         ) if small else ax.set_yticks([0, 33])
-        ax.tick_params(labelsize=8)
+        ax.tick_params(labelsize=10)
         for border in (1.5, 3.5) if small else ():
             ax.axhline(border, color="#bbbbbb", lw=0.8)
-        ax.set_xlabel("node", fontsize=8.5)
+        ax.set_xlabel("node", fontsize=10)
     figure.tight_layout()
     return figure
 
@@ -220,58 +256,40 @@ def draw_bulk() -> Figure:
 def draw_stages() -> Figure:
     """Draws when each of three stages computes which of six chunks."""
     schedule = fill_drain(3, 6)
-    figure, ax = plt.subplots(figsize=(10.5, 2.5))
+    figure, ax = plt.subplots(figsize=(WIDE, 2.9))
+    colours = {"forward": SKY, "backward": "#E69F00"}
     for span in schedule.spans(1.0, 2.0):
-        face = SKY if span.kind == "forward" else "#E69F00"
-        ax.add_patch(
-            Rectangle(
-                (span.begin, -span.stage - 0.4),
-                span.end - span.begin,
-                0.8,
-                fc=face,
-                ec="white",
-            )
-        )
-        ax.text(
-            (span.begin + span.end) / 2,
-            -span.stage,
-            span.slot,
-            ha="center",
-            va="center",
-            fontsize=9,
-        )
-    end = max(span.end for span in schedule.spans(1.0, 2.0))
-    ax.set_xlim(0, end)
-    ax.set_ylim(-2.5, 1.1)
-    ax.set_yticks([0, -1, -2], ["stage 0", "stage 1", "stage 2"])
+        face = colours["forward" if span.kind == "forward" else "backward"]
+        size = span.end - span.begin, 0.8
+        at = span.begin, -span.stage - 0.4
+        ax.add_patch(Rectangle(at, *size, fc=face, ec="white"))
+        middle = (span.begin + span.end) / 2
+        ax.text(middle, -span.stage, span.slot, ha="center", va="center", fontsize=10)
+    ax.set_xlim(0, max(span.end for span in schedule.spans(1.0, 2.0)))
+    ax.set_ylim(-2.5, 0.5)
+    ax.set_yticks([0, -1, -2], ["stage 0", "stage 1", "stage 2"], fontsize=10)
     ax.set_xticks([])
-    ax.text(0, 0.72, "numbers: chunks.", fontsize=9)
-    for x, face, name in (
-        (2.6, SKY, "forward"),
-        (4.6, "#E69F00", "backward (twice as long)"),
-    ):
-        ax.add_patch(Rectangle((x, 0.68), 0.4, 0.28, fc=face))
-        ax.text(x + 0.5, 0.72, name, fontsize=9)
-    ax.text(
-        10.2,
-        0.72,
-        f"white: idle, {schedule.bubble:.0%} of the turns, (S - 1) / (M + S - 1)",
-        fontsize=9,
-    )
     for side in ax.spines.values():
         side.set_visible(False)
-    ax.set_xlabel("time in one epoch", fontsize=9)
-    figure.tight_layout()
+    ax.set_xlabel(
+        "time in one epoch; numbers are chunks\n"
+        f"white: idle for {schedule.bubble:.0%} of the turns, (S - 1) / (M + S - 1)",
+        fontsize=10,
+    )
+    names = ("forward", "backward (twice as long)")
+    boxes = [Rectangle((0, 0), 1, 1, fc=colour) for colour in colours.values()]
+    figure.legend(boxes, names, loc="upper center", ncols=2, frameon=False, fontsize=10)
+    figure.tight_layout(rect=(0, 0, 1, 0.92))
     return figure
 
 
 def draw_late() -> Figure:
     """Draws two epochs of exchanges, now and late; and what a row takes on the wire."""
-    figure, (ax, sizes) = plt.subplots(1, 2, figsize=(10.5, 2.9), width_ratios=[2.3, 1])
+    figure, (ax, sizes) = plt.subplots(1, 2, figsize=(WIDE, 3.1), width_ratios=[2, 1])
     rows = [
         ("now", 1.0, False),
         ("one bit, now", 0.1, False),
-        ("one bit, one epoch late", 0.1, True),
+        ("one bit, an\nepoch late", 0.1, True),
     ]
     for line, (_, length, late) in enumerate(rows):
         y, t = -line, 0.0
@@ -297,16 +315,16 @@ def draw_late() -> Figure:
                 )
                 t += 0.5
             ax.plot([t, t], [y - 0.38, y + 0.38], color="#333333", lw=1)
-    ax.set_yticks([0, -1, -2], [name for name, _, _ in rows], fontsize=9)
+    ax.set_yticks([0, -1, -2], [name for name, _, _ in rows], fontsize=10)
     ax.set_xlim(0, 9.2)
-    ax.set_ylim(-2.6, 0.9)
+    ax.set_ylim(-2.6, 1.2)
     ax.set_xticks([])
     ax.set_xlabel(
-        "three epochs of two layers; lines end an epoch (not to scale)", fontsize=9
+        "three epochs of two layers; lines end epochs\n(not to scale)", fontsize=10
     )
-    for x, face, name in ((0.0, SKY, "computing"), (1.9, ORANGE, "rows on the wire")):
-        ax.add_patch(Rectangle((x, 0.58), 0.3, 0.2, fc=face))
-        ax.text(x + 0.38, 0.6, name, fontsize=9)
+    boxes = [Rectangle((0, 0), 1, 1, fc=face) for face in (SKY, ORANGE)]
+    names = ("computing", "rows on the wire")
+    ax.legend(boxes, names, loc="upper center", ncols=2, frameon=False, fontsize=10)
     codecs = [
         ("float32", Plain()),
         *((f"{b} bits" if b > 1 else "1 bit", Quantise(b)) for b in (8, 4, 2, 1)),
@@ -314,9 +332,10 @@ def draw_late() -> Figure:
     length = [codec.wire_bytes(1, 128) for _, codec in codecs]
     sizes.barh([name for name, _ in codecs][::-1], length[::-1], color=ORANGE)
     for k, bytes_ in enumerate(length[::-1]):
-        sizes.text(bytes_ + 8, k, f"{bytes_}", va="center", fontsize=9)
-    sizes.set_xlim(0, 610)
-    sizes.set_xlabel("bytes of a row of 128 numbers", fontsize=9)
+        sizes.text(bytes_ + 8, k, f"{bytes_}", va="center", fontsize=10)
+    sizes.set_xlim(0, 680)
+    sizes.set_xlabel("bytes of a row\nof 128 numbers", fontsize=10)
+    sizes.tick_params(labelsize=10)
     for one in (ax, sizes):
         for side in ("top", "right"):
             one.spines[side].set_visible(False)
@@ -336,7 +355,7 @@ def draw_prices() -> Figure:
         else:
             best[plan.grid] = min(plan.bytes, best.get(plan.grid, plan.bytes))
     grids = sorted(best, key=lambda grid: best[grid])
-    figure, ax = plt.subplots(figsize=(10.5, 3.1))
+    figure, ax = plt.subplots(figsize=(WIDE, 3.3))
     at = np.arange(len(grids))
     if whole:
         ax.bar(
@@ -353,9 +372,10 @@ def draw_prices() -> Figure:
         color=BLUE,
         label="rows that are needed",
     )
-    ax.set_xticks(at, [" x ".join(map(str, grid)) for grid in grids], fontsize=9)
-    ax.set_ylabel("KiB an epoch, busiest rank", fontsize=9)
-    ax.legend(frameon=False, fontsize=9, loc="upper left")
+    ax.set_xticks(at, [" x ".join(map(str, grid)) for grid in grids], fontsize=10)
+    ax.set_ylabel("KiB per epoch, busiest rank", fontsize=10)
+    ax.tick_params(labelsize=10)
+    ax.legend(frameon=False, fontsize=10, loc="upper left")
     ax.set_ylim(0, ax.get_ylim()[1] * 1.2)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
@@ -364,6 +384,7 @@ def draw_prices() -> Figure:
 
 
 DRAWINGS = {
+    "how": draw_how,
     "halo": draw_halo,
     "grids": draw_grids,
     "bulk": draw_bulk,

@@ -2,44 +2,87 @@
 
 Pages are the Markdown files of docs/. Beside them, notebooks become pages under tutorials/,
 the reports of benchmarks/ pages under reports/, and REFERENCES, CHANGELOG and CONTRIBUTING
-pages under project/. A link that leaves docs/ for a file of the repository leads to that
-file's page, if it has one, and otherwise to the repository, if it has a place; until then the
-text of such a link stays. A picture that is missing, or on another host, is a warning.
+pages under project/; each entry of the reference becomes a page of its own. A link that leaves
+docs/ for a file of the repository leads to that file's page, if it has one, and otherwise to
+the repository, if it has a place; until then the text of such a link stays. A picture that is
+missing, or on another host, is a warning.
 """
 
 from __future__ import annotations
 
+import ast
+import fnmatch
 import logging
 import os
 import re
+from functools import cache
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = {  # a folder of docs/, and which of its pages come first
-    "tutorials": "Tutorials",
-    "how-to": "How to",
-    "explanation": "Ideas",
-    "reference": "Reference",
-    "papers": "Papers",
-    "reports": "Measured",
-    "project": "Project",
+# tabs of the site: {tab: {group: which pages, in order}}; a page is where it comes first, and
+# what no pattern names is in the last tab
+TABS = {
+    "Get started": {
+        "": "index get-started how-it-works",
+        "Tutorials": "tutorials/*",
+    },
+    "Guides": {
+        "Train": "how-to/swap-imports how-to/minibatches how-to/coming-from "
+        "how-to/heterogeneous-graphs how-to/deep-models how-to/transforms "
+        "how-to/graphs-that-change",
+        "Scale out": "how-to/partition-files how-to/clusters how-to/gpu "
+        "how-to/larger-than-memory how-to/threads",
+        "Send less": "how-to/choose-a-grid how-to/compress-halos how-to/choose-a-bulk "
+        "how-to/count-bytes",
+        "Operate": "how-to/checkpoints how-to/failures how-to/watch-a-run how-to/trace",
+        "Connect and extend": "how-to/ecosystem how-to/extend how-to/reproduce how-to/*",
+        "Ideas": "explanation/index explanation/tensors explanation/grids "
+        "explanation/halo explanation/late-halos explanation/bulk explanation/stages "
+        "explanation/prices explanation/*",
+    },
+    "Papers": {
+        "": "papers/index papers/cagnet papers/varco papers/bulk-sampling "
+        "papers/gnnpipe papers/sylvie papers/*",
+    },
+    "API": {
+        "": "reference/index",
+        "pyg_distcomm": "reference/core reference/core/*",
+        "Layers": "reference/nn reference/nn/*",
+        "Loaders": "reference/loader reference/loader/*",
+        "Samplers": "reference/sampling reference/sampling/*",
+        "Links, codecs, schedules": "reference/links reference/links/*",
+        "Plans and pipelines": "reference/plan reference/plan/*",
+        "Products and halos": "reference/ops reference/ops/*",
+        "Command line": "reference/cli reference/*",
+    },
+    "Benchmarks": {
+        "": "reports/index",
+        "Full graph": "reports/epoch reports/full_graph reports/hetero reports/spmm "
+        "reports/below_autograd reports/memory reports/scaling reports/planned",
+        "Minibatches": "reports/step reports/sampling reports/partitioned reports/labor "
+        "reports/sampling_accuracy",
+        "Compressed and late halos": "reports/links reports/size reports/late "
+        "reports/codecs reports/network",
+        "Deep models": "reports/pipeline reports/training",
+        "Partitions": "reports/partitioning",
+        "Correctness": "reports/exhaustive reports/mutations reports/faults "
+        "reports/tracing pyg-examples pyg-layers reports/*",
+    },
+    "Project": {
+        "": "limits project/contributing project/changelog project/references *"
+    },
 }
-FIRST = """
-index swap-imports coming-from minibatches choose-a-bulk partition-files choose-a-grid gpu
-compress-halos deep-models graphs-that-change checkpoints failures clusters count-bytes trace
-watch-a-run
-tensors grids halo late-halos bulk stages prices
-core nn loader sampling links plan ops cli
-cagnet varco bulk-sampling gnnpipe sylvie
-full_graph partitioned sampling links late pipeline
-""".split()
+# pages of wide tables, which have the whole width
+WIDE = ("reports/", "limits", "pyg-", "how-to/reproduce")
 LINK = re.compile(
     r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\]|!\[[^\]]*\]\([^)]*\))*)\]\(([^)\s#:]+)(#[^)\s]*)?\)"
 )
@@ -71,31 +114,28 @@ def added() -> dict[str, Path]:
 
 def pictures() -> dict[str, Path]:
     """Returns the pictures of the reports, by their place in docs/."""
-    found = (ROOT / "benchmarks/reports").glob("*.png")
+    reports = ROOT / "benchmarks/reports"
+    found = [*reports.glob("*.png"), *reports.glob("*.svg")]
     return {f"reports/{path.name}": path for path in sorted(found)}
 
 
-def titles(pages: list[str]) -> list[Any]:
-    """Returns the pages of one folder in order: those of FIRST, then the others by name."""
-
-    def rank(page: str) -> tuple[int, str]:
-        stem = Path(page).stem
-        return (FIRST.index(stem) if stem in FIRST else len(FIRST), stem)
-
-    return sorted(pages, key=rank)
-
-
 def navigation(pages: list[str]) -> list[Any]:
-    """Returns MkDocs' `nav` for all pages: the first page, then a section a folder."""
-    nav: list[Any] = [
-        "index.md",
-        *titles([p for p in pages if "/" not in p and p != "index.md"]),
-    ]
-    folders = sorted({page.split("/")[0] for page in pages if "/" in page})
-    for folder in [*SECTIONS, *(f for f in folders if f not in SECTIONS)]:
-        within = titles([page for page in pages if page.startswith(f"{folder}/")])
+    """Returns MkDocs' `nav` for all pages: tabs, and in each its pages and groups."""
+    left = dict.fromkeys(sorted(pages))
+    nav: list[Any] = []
+    for tab, groups in TABS.items():
+        within: list[Any] = []
+        for group, patterns in groups.items():
+            found = [
+                page
+                for pattern in patterns.split()
+                for page in fnmatch.filter(left, f"{pattern}.md")
+                if page in left and (left.pop(page), True)[1]
+            ]
+            if found:
+                within += [{group: found}] if group else found
         if within:
-            nav.append({SECTIONS.get(folder, folder): within})
+            nav.append({tab: within})
     return nav
 
 
@@ -110,7 +150,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Sets the site's address and its pages."""
     config.site_url = urls().get("Documentation")
     config.repo_url = urls().get("Repository")
-    config.nav = navigation([*written(), *added()])
+    config.nav = navigation([*written(), *added(), *api_pages()])
     return config
 
 
@@ -131,6 +171,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, place, content=text))
     for place, path in pictures().items():
         files.append(File.generated(config, place, content=path.read_bytes()))
+    for place, text in api_pages().items():
+        if old := files.get_file_from_path(place):
+            files.remove(old)
+        files.append(File.generated(config, place, content=text))
+    content = mathjax().read_bytes()
+    files.append(File.generated(config, MATHJAX, content=content))
     return files
 
 
@@ -140,6 +186,8 @@ def on_page_markdown(
     """Turns links to files of the repository into links to their pages, or to the files."""
     place = page.file.src_uri
     made = added()
+    if place.startswith(WIDE):
+        page.meta.setdefault("hide", ["toc"])
     home = made[place].parent if place in made else (ROOT / "docs" / place).parent
     return with_links(markdown, place, home)
 
@@ -178,7 +226,16 @@ def with_links(markdown: str, place: str, home: Path) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Warns of pictures that the site does not have; a strict build then fails."""
+    """Adds what draws formulas, and warns of pictures that the site does not have.
+
+    A strict build then fails. The first paragraph of a docstring is left out of a page of
+    the reference that begins with it.
+    """
+    if 'class="arithmatex"' in html:
+        script = os.path.relpath(MATHJAX, os.path.dirname(page.file.dest_uri))
+        html += f'\n<script async src="{script}"></script>'
+    if page.file.src_uri in api_pages() and page.file.src_uri.count("/") > 1:
+        html = FIRST_PARAGRAPH.sub(r"\1", html, count=1)
     there = {file.dest_uri for file in files}
     for problem in picture_problems(html, page.file.dest_uri, there):
         log.warning("%s: %s", page.file.src_uri, problem)
@@ -207,6 +264,124 @@ def picture_problems(html: str, place: str, there: set[str]) -> list[str]:
     return problems
 
 
+# The reference ---------------------------------------------------------------------------
+
+ENTRY = re.compile(r"^::: ([\w.]+)\n((?:    .*\n)*)", re.M)
+FENCE = re.compile(r"(?:^<!-- .* -->\n)?^```python\n(.*?)^```\n", re.M | re.S)
+FIRST_PARAGRAPH = re.compile(
+    r'(<div class="doc doc-contents first">\s*)<p>.*?</p>', re.S
+)
+PREFIX = re.compile(r"^pyg_distcomm\.(?:halo\.|loader\.|ops\.|sampling\.)")
+SHORT = {  # names that a script uses -> where they are defined, if not `pyg_distcomm.NAME`
+    "pyg_distcomm.graph.partition_data.partition": "pdc.partition",
+    "pyg_distcomm.plan.planner.plan": "pdc.plan",
+}
+
+
+@cache
+def api_pages() -> dict[str, str]:
+    """Returns the pages of the reference: one for each entry, and a table of them.
+
+    An entry is `::: NAME` in docs/reference/, with its example below it. Its page has the
+    first sentence of its docstring, the example with all lines that it needs of earlier
+    ones, and then the signature and the parameters.
+    """
+    package = griffe.load(
+        "pyg_distcomm", search_paths=[str(ROOT)], resolve_aliases=True
+    )
+    pages: dict[str, str] = {}
+    for path in sorted((ROOT / "docs/reference").glob("*.md")):
+        text = path.read_text()
+        if len(ENTRY.findall(text)) < 2:
+            continue
+        head, *parts = ENTRY.split(text)
+        setup = [match[1] for match in FENCE.finditer(head)]
+        earlier = list(setup)
+        table: list[str] = [FENCE.sub("", head)]
+        for name, options, below in zip(
+            parts[::3], parts[1::3], parts[2::3], strict=True
+        ):
+            found = package[name.removeprefix("pyg_distcomm.")]
+            told = found.docstring.value if found.docstring else ""
+            first = told.split("\n\n")[0].replace("\n", " ")
+            short = SHORT.get(name) or PREFIX.sub("", name)
+            if short.startswith("pyg_distcomm."):
+                short = f"pdc.{short.removeprefix('pyg_distcomm.')}"
+            example = [match[1] for match in FENCE.finditer(below)]
+            lines = [*needed(example[0], earlier), example[0]] if example else []
+            stem = short.split(".")[-1]
+            folder = path.stem
+            if f"reference/{folder}/{stem}.md".lower() in map(str.lower, pages):
+                stem += "-class" if found.is_class else "-function"
+            pages[f"reference/{folder}/{stem}.md"] = (
+                f"# {short}\n\n{first}\n\n```python\n"
+                + "\n".join(lines)
+                + f"```\n\n::: {name}\n{options}"
+            )
+            earlier += example
+            if table[-1].endswith("|\n"):
+                table[-1] += f"| [`{short}`]({folder}/{stem}.md) | {first} |\n"
+            else:
+                table.append(
+                    "\n| name | what it does |\n|---|---|\n"
+                    f"| [`{short}`]({folder}/{stem}.md) | {first} |\n"
+                )
+            if rest := FENCE.sub("", below).strip():
+                table.append(f"\n{rest}\n")
+        pages[f"reference/{path.name}"] = "".join(table)
+    return pages
+
+
+def needed(code: str, earlier: list[str]) -> list[str]:
+    """Returns which blocks define names that the code uses, and the first, in order."""
+    kept, names = [], _names(code)[0]
+    for at in range(len(earlier) - 1, -1, -1):
+        used, made = _names(earlier[at])
+        if at == 0 or names & made:
+            kept.append(earlier[at])
+            names = (names - made) | used
+    return kept[::-1]
+
+
+def _names(code: str) -> tuple[set[str], set[str]]:
+    """Returns the names that a block reads, and those that it defines."""
+    used, made = set(), set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name):
+            (made if isinstance(node.ctx, ast.Store) else used).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            made |= {(a.asname or a.name).split(".")[0] for a in node.names}
+    return used - made | {
+        name for name in used & made if _reads_first(code, name)
+    }, made
+
+
+def _reads_first(code: str, name: str) -> bool:
+    """Returns whether a block reads a name in a line before it defines it."""
+    lines: dict[type, int] = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name) and node.id == name:
+            kind = type(node.ctx)
+            lines[kind] = min(node.lineno, lines.get(kind, node.lineno))
+    return lines.get(ast.Load, 1 << 30) <= lines.get(ast.Store, -1)
+
+
+# Formulas --------------------------------------------------------------------------------
+
+MATHJAX = "assets/mathjax.js"
+
+
+def mathjax() -> Path:
+    """Returns the one file of MathJax that draws formulas, of an installed package."""
+    files = distribution("django-static-mathjax").files or []
+    (file,) = (one for one in files if str(one).endswith("/es5/tex-svg.js"))
+    return Path(str(file.locate()))
+
+
+# The README ------------------------------------------------------------------------------
+
 LABEL = re.compile(r"\]\[([\w./-]+)\]")
 
 
@@ -228,9 +403,21 @@ def readme(text: str) -> str:
             link = path.relative_to(ROOT).as_posix()
         lines.append(f"[{label}]: {link}")
     mark = "<!-- links: written by python docs/hooks.py, from pyproject.toml -->"
-    return body + f"\n\n{mark}\n\n" + "\n".join(lines) + "\n"
+    return body + f"\n\n{mark}\n" + "\n".join(lines) + "\n"
+
+
+def for_index(text: str) -> str:
+    """Returns README as a package index shows it, PYPI.md: with absolute links, or none."""
+    if urls().get("Documentation"):
+        return text
+    body = text.split("\n<!-- links: ")[0].rstrip() + "\n"
+    body = re.sub(r"!\[[^\]]*\]\[[^\]]*\]\n\n\*.*?\*\n\n", "", body, flags=re.S)
+    body = re.sub(r"\s\(\[[^\]]*\]\[[^\]]*\]\)", "", body)
+    body = re.sub(r"\[([^\]]*)\]\[[^\]]*\]", r"\1", body)
+    return re.sub(r"<!-- .*? -->\n", "", body)
 
 
 if __name__ == "__main__":
     README = ROOT / "README.md"
     README.write_text(readme(README.read_text()))
+    (ROOT / "PYPI.md").write_text(for_index(README.read_text()))

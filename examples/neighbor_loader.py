@@ -56,7 +56,9 @@ def main():
 
     mesh = pdc.init(device=args.device)
     torch.manual_seed(0)
-    data = shared(lambda: load_node_data(args.dataset))  # once a host, not once a rank
+    data = shared(
+        lambda: load_node_data(args.dataset)
+    )  # once per host, not once per rank
     loader = NeighborLoader(
         data,
         num_neighbors=[10, 5],

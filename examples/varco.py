@@ -2,7 +2,7 @@
 """GraphSAGE with fewer columns on the wire: exact, at fixed ratios, with VARCO and BNS.
 
 All settings start from the same parameters on the same random partition. Pass a link to
-`partition` and call `link.step()` once an epoch; nothing else changes in the model or the loop.
+`partition` and call `link.step()` once per epoch; the model and the loop stay as they are.
 """
 
 import argparse

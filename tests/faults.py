@@ -382,7 +382,7 @@ def report(outcomes, machine):
         kind = next(kind for words, kind in KINDS.items() if re.search(words, one.name))
         by_kind.setdefault(kind, []).append(one)
     rows = [
-        "# Faults: kills, stops and misuses",
+        "# Killed, stopped and misused ranks",
         "",
         "    python tests/faults.py --report benchmarks/reports/faults.md",
         "",

@@ -1518,7 +1518,7 @@ def report(table: str) -> str:
 
 
 HEAD = (
-    "# Faults that tests find",
+    "# Faults that the tests find",
     "",
     "    python tests/mutations.py --report benchmarks/reports/mutations.md",
     "",

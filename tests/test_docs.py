@@ -13,7 +13,7 @@ import matplotlib
 import pytest
 import torch
 import worlds
-from tiers import rarely
+from tiers import rare, rarely
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -202,6 +202,16 @@ def test_links_of_readme_are_made_from_one_base():
     )
 
 
+def test_the_text_for_the_index_has_no_link_that_breaks_there():
+    hooks = _hooks()
+    text = (ROOT / "PYPI.md").read_text()
+    assert text == hooks.for_index((ROOT / "README.md").read_text()), (
+        "run python docs/hooks.py"
+    )
+    assert not re.findall(r"\]\((?!https?://)|^\[.*\]: (?!https?://)|<img", text, re.M)
+    assert 'readme = "PYPI.md"' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_links_that_lead_to_no_page_are_left_out_until_there_is_a_place(monkeypatch):
     hooks = _hooks()
     text = (
@@ -256,20 +266,64 @@ def test_every_page_is_in_the_navigation():
     hooks = _hooks()
     pages = [*hooks.written(), *hooks.added()]
     nav = hooks.navigation(pages)
-    listed = [one for one in nav if isinstance(one, str)]
-    listed += [
-        page
-        for one in nav
-        if isinstance(one, dict)
-        for some in one.values()
-        for page in some
-    ]
-    assert sorted(listed) == sorted(pages)
+    assert sorted(leaves(nav)) == sorted(pages)
+    assert next(iter(nav[0].values()))[0] == "index.md"
+
+
+def leaves(nav):
+    """Returns the pages of MkDocs' `nav`, whatever tab and group they are in."""
+    if isinstance(nav, str):
+        return [nav]
+    within = nav.values() if isinstance(nav, dict) else nav
+    return [page for one in within for page in leaves(one)]
+
+
+def test_no_two_pages_have_one_title():
+    hooks = _hooks()
+    texts = {path: path.read_text() for path in PAGES}
+    texts |= {p: p.read_text() for p in hooks.added().values() if p.suffix == ".md"}
+    texts |= hooks.api_pages()
+    titles = {}
+    for path, text in texts.items():
+        text = hooks.api_pages().get(str(path).removeprefix(f"{DOCS}/"), text)
+        titles.setdefault(re.search(r"^# (.+)$", text, re.M)[1], set()).add(text)
+    assert [title for title, found in titles.items() if len(found) > 1] == []
+
+
+def test_every_entry_of_the_reference_has_a_page_that_begins_with_its_example():
+    hooks = _hooks()
+    pages = [text for place, text in hooks.api_pages().items() if place.count("/") > 1]
+    names = [re.search(r"^::: ([\w.]+)$", text, re.M)[1] for text in pages]
+    assert sorted(names) == sorted(n for n in entries() if n != "pyg_distcomm.cli.main")
+    for text in pages:
+        title, sentence, example, *_ = text.split("\n\n")
+        assert title.startswith("# ")
+        assert sentence.endswith(".")
+        assert example.startswith("```python\n")
+        (code,) = (code for _, code in blocks(text))
+        compile(code, title, "exec")
+
+
+@rare
+def test_every_example_of_the_reference_runs_alone(tmp_path):
+    for number, (place, text) in enumerate(_hooks().api_pages().items()):
+        if place.count("/") > 1:
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            page = folder / "page.md"
+            page.write_text(text)
+            run(page, folder)
+
+
+def test_an_example_brings_the_lines_that_it_needs():
+    needed = _hooks().needed
+    earlier = ["import a\n", "b = a.b()\n", "c = 1\n", "b = b + 1\n"]
+    assert needed("print(b)", earlier) == ["import a\n", "b = a.b()\n", "b = b + 1\n"]
+    assert needed("print(c)", earlier) == ["import a\n", "c = 1\n"]
 
 
 def test_readme_is_short():
-    text = (ROOT / "README.md").read_text().split("<!-- links: ")[0]
-    assert len(text.splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_notebooks_are_compared_by_words_and_numbers():
@@ -298,3 +352,15 @@ def _imported(module, folder):
         return importlib.import_module(module)
     finally:
         sys.path.remove(str(folder))
+
+
+def test_plain_tables_of_scripts_become_tables_of_markdown():
+    tables = _imported("tables", ROOT / "benchmarks")
+    plain = "way   s  times ours\n----  -  ----------\na | b  1         2.5\nc              1\n"
+    found = tables.markdown(f"One.\n\n```\n{plain}4 of 5 were run, as before\n```\n")
+    lines = "| times ours | way | s |\n| ---: | --- | ---: |\n| 2.5 | a \\| b | 1 |\n"
+    lines += "| 1 | c | |\n\n4 of 5 were run, as before\n"
+    assert found == f"One.\n\n{lines}"
+    assert tables.markdown(found) == found
+    kept = "```\npython train.py\n```\n"
+    assert tables.markdown(kept) == kept
