@@ -270,7 +270,7 @@ MUTATIONS = (
     Mutation(
         "a product is kept when its input changes in place",
         "cache",
-        "key, now = _key(kind, weight), (x._version, _version(weight))",
+        "key, now = _key(kind, weight), (_version(x), _version(weight))",
         "key, now = _key(kind, weight), (0, _version(weight))",
         "test_ordering.py",
         "test_a_kept_product_follows_its_inputs",

@@ -97,6 +97,7 @@ LISTED = {
     "torch 2.11.0 to 2.15.0": """
         torch._C._current_autograd_node
         torch._C._disabled_torch_function_impl
+        torch._C._dispatch_has_kernel_for_dispatch_key
         torch.Tensor._make_wrapper_subclass
         torch._dynamo.eval_frame.OptimizedModule._orig_mod
         torch._foreach_powsum
