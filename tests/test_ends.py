@@ -415,6 +415,25 @@ def test_launch_names_the_signal():
         pdc.launch(_killed, 1, timeout=60)
 
 
+def _killed_beside_a_worker(over):
+    """A process goes on with all that the rank had open, as a worker of a DataLoader does."""
+    if os.fork() == 0:
+        stop = time.monotonic() + 300
+        while not os.path.exists(over) and time.monotonic() < stop:
+            time.sleep(0.1)
+        os._exit(0)
+    _killed()
+
+
+def test_launch_sees_the_end_of_a_rank_that_its_workers_outlive(tmp_path):
+    over = tmp_path / "over"
+    try:
+        with pytest.raises(RankError, match=r"without a word \(signal 9"):
+            pdc.launch(_killed_beside_a_worker, 1, str(over), timeout=60)
+    finally:
+        over.touch()
+
+
 LAUNCHES = """
 import os, sys, time
 import pyg_distcomm as pdc

@@ -123,8 +123,9 @@ class _Pool:
         self.pipes, self.ranks, self.groups = [], [], 0
         for rank in range(size):
             mine, theirs = context.Pipe()
+            # no daemon, which may not start workers; `_close_all` ends it
             process = context.Process(
-                target=_serve, args=(rank, size, self.store.port, theirs), daemon=True
+                target=_serve, args=(rank, size, self.store.port, theirs)
             )
             process.start()
             theirs.close()
@@ -176,6 +177,7 @@ def _serve(rank, size, port, pipe):
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # as in a script
     places.prepare()
     fresh = torch.initial_seed()
     if LINUX:  # one that is stopped would not see that tests have ended

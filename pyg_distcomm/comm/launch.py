@@ -5,6 +5,11 @@ Each rank watches the launcher's process. When that ends, the rank gets SIGTERM,
 torchrun, and is killed if that does not end it. The fork server that starts ranks on Linux,
 which Python keeps for the next launch, ends with the launcher and the last rank.
 
+[Note: start method] A process that a fork server started starts its own by a fork server, too:
+each worker of a DataLoader would then import torch and the script anew in every epoch, for
+seconds, and get the dataset by pickle. So ranks take back the start method of the launcher,
+and `num_workers` does what it does in a script of torchrun's.
+
 [Note: preemption] Signals come to ranks at different moments, or to one of them alone, and a
 checkpoint needs all ranks at the same step. So a signal is only recorded, and ranks compare
 records once a step, at a place that the script chooses: if any rank got one, all save and end.
@@ -76,12 +81,13 @@ def launch(
         "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
     )
     share = threads or max(1, (os.cpu_count() or 1) // nprocs)
+    method = multiprocessing.get_start_method(allow_none=True)
     ranks: list[Any] = []
     pipes: list[Connection] = []
     try:
         for rank in range(nprocs):
             mine, theirs = context.Pipe(duplex=False)
-            job = (fn, args, rank, nprocs, store.port, share, theirs)
+            job = (fn, args, rank, nprocs, store.port, share, method, theirs)
             # no daemon: a rank may start processes of its own, to load data
             process = context.Process(target=_rank_main, args=job)
             process.start()
@@ -139,8 +145,11 @@ def _rank_main(
     size: int,
     port: int,
     threads: int,
+    method: str | None,
     pipe: Connection,
 ) -> None:
+    # the launcher's, or the system's if it chose none: see [Note: start method]
+    multiprocessing.set_start_method(method, force=True)  # type: ignore[arg-type]
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -198,8 +207,10 @@ def _collect_results(
     open_pipes = dict(enumerate(pipes))
     while open_pipes:
         left = None if stop is None else max(0.0, stop - time.monotonic())
-        ready = wait(list(open_pipes.values()), left)
-        for rank in [r for r, pipe in open_pipes.items() if pipe in ready]:
+        # a pipe alone would tell late of a rank's end: its workers hold the other end, too
+        ends = {rank: (pipe, ranks[rank].sentinel) for rank, pipe in open_pipes.items()}
+        ready = wait([end for pair in ends.values() for end in pair], left)
+        for rank in [r for r, pair in ends.items() if any(e in ready for e in pair)]:
             done, value = _receive_result(open_pipes.pop(rank), ranks[rank])
             (results if done else failures)[rank] = value
         if failures and (stop is None or stop > time.monotonic() + _GRACE):
@@ -215,8 +226,10 @@ def _collect_results(
 
 def _receive_result(pipe: Connection, process: Any) -> tuple[bool, Any]:
     try:
-        sent = pipe.recv_bytes()
+        sent = pipe.recv_bytes() if pipe.poll() else b""
     except (EOFError, OSError):
+        sent = b""
+    if not sent:
         process.join(_GRACE)
         text = f"the process ended without a word ({_describe_exit(process.exitcode)})"
         return False, ("RankError", RankError(text), text)

@@ -73,6 +73,9 @@ class DataLoader(PygDataLoader):
             )
         self.mesh = None if mesh is None else given_mesh(mesh, "DataLoader")
         self.method = method
+        # whether this rank's generators differed from rank 0's in the epoch before, and
+        # whether workers that stay between epochs have the seeds of rank 0's
+        self._followed = self._seeded = False
         super().__init__(
             dataset, batch_size, shuffle, follow_batch, exclude_keys, **kwargs
         )
@@ -80,13 +83,14 @@ class DataLoader(PygDataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begins an epoch, whose first batch is collective."""
         mesh, before = self.mesh or latest_mesh(), self._states()
-        batches = super().__iter__()
         if mesh is None or mesh.size == 1:
-            return batches
-        return self._cut(batches, before, mesh)
+            return super().__iter__()
+        # workers would begin on batches of this rank's own, and draw random numbers for them
+        wait = self.num_workers and self._followed
+        return self._cut(None if wait else super().__iter__(), before, mesh)
 
     def _cut(
-        self, batches: Iterator[Any], before: list[Tensor], mesh: Mesh
+        self, batches: Iterator[Any] | None, before: list[Tensor], mesh: Mesh
     ) -> Iterator[Any]:
         # workers have drawn their first batches already; else, samplers draw now
         states = before if self.num_workers else self._states()
@@ -99,9 +103,16 @@ class DataLoader(PygDataLoader):
                 f"DataLoader takes all graphs on every rank, and the ranks have {counts}; "
                 "give each the whole dataset, of which it keeps its share batch by batch"
             )
-        if any(other != every[0] for other in every):
+        differ = any(other != every[0] for other in every)
+        self._followed = differ and mesh.rank > 0
+        if differ:
             states = collectives.broadcast_object(states, mesh.world)
-            batches = self._drawn_by(states, batches) if mesh.rank else batches
+        if self._followed:
+            batches = self._drawn_by(states, batches)
+        elif batches is None:
+            self._set_states(before)
+            batches = super().__iter__()
+        self._seeded = True
         for batch in batches:
             yield _cut_graphs(batch, mesh, self.method)
 
@@ -117,18 +128,21 @@ class DataLoader(PygDataLoader):
         for generator, state in zip(self._generators(), states, strict=True):
             generator.set_state(state)
 
-    def _drawn_by(self, states: list[Tensor], batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches that generators in these states draw, and restores their own."""
+    def _drawn_by(
+        self, states: list[Tensor], batches: Iterator[Any] | None
+    ) -> Iterator[Any]:
+        """Returns the batches that generators in these states draw, and restores their own."""
         kept = self._states()
         self._set_states(states)
         try:
-            if self.num_workers:
+            if batches is None or self.num_workers:
+                if not self._seeded:  # torch would keep workers with this rank's seeds
+                    self._iterator = None
                 batches = super().__iter__()
             first = list(itertools.islice(batches, 1))
         finally:
             self._set_states(kept)
-        yield from first
-        yield from batches
+        return itertools.chain(first, batches)
 
 
 def _cut_graphs(value: Any, mesh: Any, method: Any) -> Any:
