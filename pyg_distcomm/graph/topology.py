@@ -467,7 +467,7 @@ class Topology:
         version = weight._version if weight is not None and tracked else None
         if known is not None and tracked:
             seen, seen_version, matrix = known
-            same = _same_storage(seen, weight)
+            same = same_storage(seen, weight)
             all_or_none(same and seen_version != version, self.nodes.mesh)
             if same and seen_version == version:
                 return matrix  # type: ignore[no-any-return]
@@ -530,7 +530,8 @@ class Topology:
         )
 
 
-def _same_storage(a: Tensor | None, b: Tensor | None) -> bool:
+def same_storage(a: Tensor | None, b: Tensor | None) -> bool:
+    """Tells whether two tensors are the same rows of one memory."""
     if a is None or b is None:
         return a is b
     # by storage, not by address: tensors of no rows share one, and ranks must agree

@@ -21,6 +21,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.process import PROCESS
 
 _PRIME = (1 << 61) - 1
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def in_backward() -> bool:
@@ -54,9 +55,11 @@ def compare_parameters(args: Any, mesh: Any) -> None:
     if seen is None:
         seen = mesh.sharded["parameters"] = {}
     for x in args:
-        if not isinstance(x, Tensor) or not x.requires_grad:
+        if type(x) not in _PLAIN or not x.requires_grad:
             continue
         base = x if x._base is None else x._base
+        if type(base) not in _PLAIN:
+            continue
         if DistributedDataParallel._active_ddp_module is not None:
             _wrapped(mesh)[base] = True
         found = seen.get(id(base))
@@ -64,7 +67,7 @@ def compare_parameters(args: Any, mesh: Any) -> None:
             continue
         if base.grad_fn is not None:
             _compare_computed(base, mesh)
-        elif type(base) in (Tensor, torch.nn.Parameter) and base.is_leaf:
+        elif base.is_leaf:
             seen[id(base)] = weakref.ref(base)
             if mesh.check == "never":
                 continue
@@ -85,8 +88,8 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
         if node is None or node in met:
             continue
         met.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and type(leaf) in (Tensor, torch.nn.Parameter):
+        leaf: Any = getattr(node, "variable", None)
+        if type(leaf) in _PLAIN:
             if id(leaf) not in seen or seen[id(leaf)]() is not leaf:
                 seen[id(leaf)] = weakref.ref(leaf)
                 comparer.sync_from_rank0(leaf)

@@ -245,12 +245,11 @@ def own_copy(target: DistTensor) -> None:
 
 
 def version_of(x: Tensor) -> int:
-    """Returns how often an op has written to a tensor, or to its rows; -1 if not counted."""
-    if x.is_inference():
-        return -1
-    if type(x) is not DistTensor or x.local.is_inference():
-        return x._version
-    return x._version + x.local._version
+    """Returns how often an op has written to a tensor; -1 for inference tensors.
+
+    Not to its own rows, `x.to_local()`: what one rank alone notices, others would wait for.
+    """
+    return -1 if x.is_inference() else x._version
 
 
 aten = torch.ops.aten

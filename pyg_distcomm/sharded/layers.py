@@ -30,6 +30,7 @@ from pyg_distcomm.nn.layer_context import (
 )
 from pyg_distcomm.nn.local_products import run_gcn, run_layer, run_sage
 from pyg_distcomm.nn.message_forms import layers_of
+from pyg_distcomm.sharded.adding import adding
 from pyg_distcomm.sharded.agreement import compare_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor, rule
 from pyg_distcomm.sharded.edges import DistEdgeIndex
@@ -53,8 +54,9 @@ def run_on_share(
     edges: list[Any] = [v for v in values if isinstance(v, DistEdgeIndex)]
     if len(edges) != 1:
         return run(*args, **kwargs)
-    if link is None and edges[0].topology.link is None:
-        return run(*args, **kwargs)
+    if link in (None, "exact") and edges[0].topology.link is None:
+        with adding(conv):
+            return run(*args, **kwargs)
     if any(map(keeps_rows, layers_of(conv))):
         link = "exact"  # what it keeps must be exact
     context = LayerContext.of(conv, link, edges[0])
