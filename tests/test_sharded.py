@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import layers
 import pytest
@@ -290,3 +291,123 @@ def test_constant_structure_is_planned_once_and_gradients_are_summed_together():
             assert not [
                 name for name in later if name.startswith("gather") and later[name]
             ]
+
+
+def refusals():
+    """What is refused, on all ranks and before anything is exchanged, and what is said."""
+    mesh, data = worlds.mesh(fresh=True), problem("directed")
+    share = sharded(pdc.partition(data, mesh, owners("random", data, mesh.size)))
+    x, n = share.x, data.num_nodes
+    for write in (
+        lambda: x[3].zero_(),
+        lambda: x[::2].mul_(2),
+        lambda: x.view(7, -1).fill_(1),
+    ):
+        with pytest.raises(RuntimeError, match="would not see what is written"):
+            write()
+    if mesh.size > 1:
+        with pytest.raises(ValueError, match=r"row-sharded one of .* pdc\.from_local"):
+            x + torch.zeros_like(x.to_local()[: n // 3])
+        with pytest.raises(ValueError, match="lists that differ"):
+            x[torch.tensor([mesh.rank])]
+        with pytest.raises(ValueError, match="differ"):
+            x + torch.full((n, 1), float(mesh.rank))
+    with pytest.raises(IndexError, match=f"{n} rows"):
+        x[torch.tensor([n])]
+    _assert_same(x, data.x, "x")
+    mesh.sharded["strict"] = True
+    if mesh.size > 1:
+        with pytest.raises(TypeError, match=r"sort\(\) needs all rows"):
+            x.sort(0)
+    mesh.sharded["strict"] = False
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.zeros_like(x).repeat(1, 1 << 17)[:, :1].sort(0)
+        wide = torch.zeros_like(x).repeat(1, 1 << 16)
+        wide.sort(0)
+        wide.sort(0)
+    told = [str(w.message) for w in said if "gathers all rows" in str(w.message)]
+    assert len(told) == (mesh.size > 1 and mesh.rank == 0) * 2, told
+    assert all("test_sharded.py" in text for text in told)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_would_be_lost_or_differ_is_refused(size):
+    worlds.run(refusals, size)
+
+
+def _numbers(data):
+    """Writes to single rows, extremes of what is no number, puts of several at one place."""
+    h = data.x.clone()
+    h[3] = 7.0
+    h[-1, 2] = 1.0
+    h[1::3] = -2.0
+    h[5, 1] = float("nan")
+    at = data.edge_index[1]
+    put = torch.zeros_like(h[:, 0]).scatter(0, at, torch.arange(1.0, len(at) + 1))
+    return [h, h.amax(0), h[:, 2].min(), put]
+
+
+def _twice(data):
+    """Differentiates a product with the graph twice, and all rows of it."""
+    torch.manual_seed(0)
+    make = DistGCNConv if isinstance(data.x, DistTensor) else pyg.GCNConv
+    conv, x = make(7, 4), data.x.detach().requires_grad_()
+    out = conv(x, data.edge_index)
+    (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (g.square().sum() + out.mean()).backward()
+    return [p.grad for p in conv.parameters()]
+
+
+def _read_early(data):
+    """Reads gradients by a hook before the backward pass ends."""
+    torch.manual_seed(0)
+    conv, seen = pyg.GraphConv(7, 4), []
+    for p in conv.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    conv(data.x, data.edge_index).square().sum().backward()
+    return sorted(seen, key=lambda g: (g.dim(), float(g.sum())))
+
+
+def _inference(data):
+    torch.manual_seed(0)
+    conv = pyg.GATConv(7, 4)
+    with torch.inference_mode():
+        return [conv(data.x.clone(), data.edge_index)]
+
+
+def _differing_seeds(data):
+    """Takes rank 0's parameters, also of what is computed from them."""
+    spread = isinstance(data.x, DistTensor)
+    torch.manual_seed(data.x.rows.mesh.rank if spread else 0)
+    conv, scale = pyg.GCNConv(7, 4), torch.rand(()).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (conv(data.x, data.edge_index) * scale.exp()).square().sum().backward()
+    return [scale.grad, *(p.grad for p in conv.parameters())]
+
+
+MENDED = (_numbers, _twice, _read_early, _inference, _differing_seeds)
+
+
+def mended():
+    torch.set_default_dtype(torch.float64)
+    try:
+        mesh = worlds.mesh(fresh=True)
+        for case in MENDED:
+            data = problem("directed")
+            want = case(problem("directed"))
+            share = sharded(
+                pdc.partition(data, mesh, owners("random", data, mesh.size))
+            )
+            got = case(share)
+            assert len(got) == len(want), case
+            for k, pair in enumerate(zip(got, want, strict=True)):
+                _assert_same(*pair, f"{case.__name__} {k}")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_writes_hooks_and_seeds_give_the_numbers_of_one_process(size):
+    worlds.run(mended, size)

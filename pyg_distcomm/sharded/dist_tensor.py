@@ -92,6 +92,12 @@ class DistTensor(EdgeMethods, Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Computes one aten op by its rule."""
+        if torch.is_inference_mode_enabled():
+            first = first_sharded(args)
+            if first is not None and not first.is_inference():
+                # views of ordinary tensors are ordinary ones, whose versions are counted
+                with torch.inference_mode(False):
+                    return cls.__torch_dispatch__(func, types, args, kwargs)
         rules = PROCESS.rules
         rule = rules.get(func)
         if rule is None:

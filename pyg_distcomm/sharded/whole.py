@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from pyg_distcomm.comm.whereabouts import place_of
+from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, own_part
 from pyg_distcomm.sharded.partial import PartialSum
+
+_LARGE = 1 << 26  # bytes of which an op says that it gathers them
 
 
 def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -20,6 +26,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Price: (P-1)/P of the rows of each operand, in words; noted as "gather <op>".
     """
     name = str(func._schema.name).removeprefix("aten::")
+    _check_size(name, args, kwargs)
     seen: dict[int, Tensor] = {}
 
     def whole(value: Any) -> Any:
@@ -46,6 +53,34 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             value.local.copy_(own_part(seen[id(value)], value.rows, value.dim_))
             value._key = value._ids = value._chosen = value._topology = None
     return written[0] if len(written) == 1 else out
+
+
+def _check_size(name: str, args: Any, kwargs: Any) -> None:
+    """Warns of an op that gathers many rows, or refuses it.
+
+    Raises:
+        TypeError: on all ranks, if the mesh is strict.
+    """
+    found = [x for x in tree_leaves((args, kwargs)) if type(x) is DistTensor]
+    if not found or found[0].rows.mesh.size == 1:
+        return
+    total = sum(x.numel() * x.element_size() for x in found)
+    mesh = found[0].rows.mesh
+    if mesh.sharded.get("strict"):
+        raise TypeError(
+            f"{name}() needs all rows of {[list(x.shape) for x in found]}, {total:,} bytes on "
+            "each rank, which a strict mesh does not gather; take .full_tensor() where that "
+            "is wanted, or an operation that works row by row or reduces over rows"
+        )
+    line = place_of(sys._getframe(1))
+    told = f"{name} at {line}"
+    if total > _LARGE and told not in PROCESS.warned and mesh.rank == 0:
+        PROCESS.warned.add(told)
+        warnings.warn(
+            f"{name}() at {line or 'a line of torch'} gathers all rows of "
+            f"{[list(x.shape) for x in found]} on every rank, {total:,} bytes",
+            stacklevel=2,
+        )
 
 
 def _as_views(out: Any, args: Any) -> Any:
