@@ -20,7 +20,7 @@ from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph.attribute_order import listed_in_order
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.tensor.gather_by_id import shard_as
 
 
@@ -106,7 +106,7 @@ def rows_of_types(data: Any) -> dict[Any, Rows]:
             found |= {key[0]: edges.sources, key[2]: edges.nodes}
     for store in data.node_stores:
         for value in store.values():
-            if isinstance(value, DistTensor) and value.rows.partition is not None:
+            if is_rows(value) and value.rows.partition is not None:
                 found.setdefault(store._key, value.rows)
     return found
 
@@ -468,7 +468,7 @@ def _copy_attributes(
 ) -> None:
     """Copies the attributes with given rows to another store, at the selected places."""
     for name, value in store.items():
-        if isinstance(value, DistTensor) and value.rows.matches(before):
+        if is_rows(value) and value.rows.matches(before):
             local = value.to_local()[place.to(value.device)]
             if after.memory is not None:
                 after.memory.keep(local)

@@ -20,7 +20,7 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.subgraphs import rows_of_types
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
 
 SLACK = 1.05  # of the mean number of nodes: a rank with more takes no new ones
 
@@ -311,7 +311,7 @@ def _held(store: Any, own: Rows | None, other: Rows | None) -> dict[str, DistTen
     """Returns the attributes of a store with given rows."""
     found = {}
     for name, value in store.items():
-        if not isinstance(value, DistTensor):
+        if not is_rows(value):
             continue
         rows = [r for r in (own, other) if r is not None]
         hit = next((r for r in rows if value.rows is r), None)

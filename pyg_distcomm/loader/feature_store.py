@@ -28,7 +28,7 @@ from pyg_distcomm.loader.sharded_feature_store import (
     out_degrees,
 )
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.tensor.getitem import ids_of
 
 
@@ -334,7 +334,7 @@ def _row_cut(part: Any) -> Iterator[tuple[Group, str, DistTensor]]:
     key = part._key
     edges = part.edge_index.edges if _is_share(part) else None
     for name, value in part.items():
-        if not isinstance(value, DistTensor) or not value.rows.whole:
+        if not is_rows(value) or not value.rows.whole:
             continue
         if isinstance(key, tuple):
             yield key, name, value

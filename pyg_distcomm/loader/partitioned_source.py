@@ -40,7 +40,7 @@ from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sampling.graph_block import gathered, is_share, mesh_of
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 from pyg_distcomm.sampling.partitioned import SAMPLE_AT, PartitionedNeighborSampler
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.tensor.gather_by_id import IdPlan, attach_route, plan_ids
 
 
@@ -219,7 +219,7 @@ class PartitionedSource:
     def _clock(self, name: Any, sampler: Any) -> DistTensor | None:
         """Returns the times of the nodes of a type, if they have any."""
         time = _store(self.data, name).get(getattr(sampler, "time_attr", None))
-        of_nodes = isinstance(time, DistTensor) and time.rows.partition is not None
+        of_nodes = is_rows(time) and time.rows.partition is not None
         return time if of_nodes else None
 
     def plain(self, values: Any, what: str) -> Any:
@@ -495,7 +495,7 @@ def _updates(data: Data | HeteroData) -> int:
         value.rows
         for store in data.node_stores
         for value in store.values()
-        if isinstance(value, DistTensor)
+        if is_rows(value)
     ]
     return sum(each.updates for each in rows if each is not None)
 
@@ -546,7 +546,7 @@ def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
     for part in rest.stores:
         key = part._key
         for name, value in list(part.items()):
-            if not isinstance(value, DistTensor):
+            if not is_rows(value):
                 continue
             of_edges = isinstance(key, tuple) or value.rows.partition is None
             if (_group(Attribute(key, name, None, of_edges)), name) in held:

@@ -16,7 +16,7 @@ from torch_geometric.index import index2ptr
 
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.ops.csr import coo_of
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
 
 _NAME = "values of adj_t in "
 _BESIDE = " beside edge_index"  # which the graph has, and so has a minibatch
@@ -73,7 +73,7 @@ def _check_same_edges(store: Any, adj: DistEdgeIndex) -> None:
     if edges is None or edges.topology is adj.topology:
         return
     for name, value in store.items():
-        if isinstance(value, DistTensor) and value.rows is edges.edges:
+        if is_rows(value) and value.rows is edges.edges:
             raise ValueError(
                 f"{name!r} has a row for each edge of edge_index, and adj_t, by which a loader "
                 f"samples, has them in another order; leave adj_t or {name!r} out"

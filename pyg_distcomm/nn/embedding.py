@@ -17,10 +17,9 @@ from pyg_distcomm.comm.mesh import Mesh, init, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.tensor.gather_by_id import IdPlan, plan_ids, route_of
 from pyg_distcomm.tensor.gradient_scale import from_local
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
 _OF_WHOLE_TABLES = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -115,7 +114,7 @@ class DistEmbedding(torch.nn.Module):
             freeze: whether the table is not trained, as in torch.nn.Embedding.
             sparse: as in the constructor.
         """
-        if not isinstance(embeddings, RowShardedTensor) or embeddings.dim() != 2:
+        if not is_rows(embeddings) or embeddings.dim() != 2:
             raise TypeError(
                 "from_pretrained takes a row-sharded tensor of 2 dims, such as data.x of "
                 f"pdc.partition; got a {type(embeddings).__name__}"
@@ -163,7 +162,7 @@ class DistEmbedding(torch.nn.Module):
         """Returns the rows of this rank's ids, or of all nodes; see the class."""
         if ids is None:
             return self.weight
-        if isinstance(ids, RowShardedTensor):
+        if isinstance(ids, DistTensor):
             return self.weight[ids]
         self._check()
         plan = self._plan(ids).to(self.shard.device)
@@ -317,12 +316,12 @@ def _rows_in(like: Any) -> Rows | None:
     edge_index = getattr(like, "edge_index", like)
     if isinstance(edge_index, DistEdgeIndex):
         return edge_index.nodes
-    if isinstance(like, RowShardedTensor):
+    if is_rows(like):
         return like.rows
     if not isinstance(like, NodeStorage):
         return None
     for value in like.values():
-        if isinstance(value, RowShardedTensor):
+        if is_rows(value):
             return value.rows
     for store in getattr(like._parent(), "edge_stores", ()):
         edges = store.get("edge_index")

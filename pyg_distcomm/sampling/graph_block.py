@@ -27,7 +27,7 @@ from pyg_distcomm.sampling.graph_source import (
     read_times,
     read_weights,
 )
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.tensor.gather_by_id import IdPlan
 
 
@@ -146,7 +146,7 @@ def read_block(
         rows[source], rows[target] = store.edge_index.sources, store.edge_index.nodes
     for name in node_types:  # types without edges
         if name not in rows:
-            held = [v.rows for v in data[name].values() if isinstance(v, DistTensor)]
+            held = [v.rows for v in data[name].values() if is_rows(v)]
             rows[name] = held[0] if held else _blocks(data[name], mesh)
     partitions = tuple(rows[name].partition for name in node_types)
     node_gid = tuple(_block_nodes(p, channel) for p in partitions)
@@ -250,7 +250,7 @@ def _own_edges(
 
 def _attribute(store: Any, name: str, count: int) -> Tensor:
     value = store.get(name)
-    if not isinstance(value, DistTensor) or len(value.rows) != count:
+    if not is_rows(value) or len(value.rows) != count:
         raise ValueError(
             f"got '{name}', which has no row for each edge of the share; make it part of the "
             "Data before pdc.partition"
@@ -289,7 +289,7 @@ def _node_time(data: Any, key: Any, name: str | None) -> DistTensor | None:
         return None
     store = data if key is None else data[key[0]]
     value = store.get(name)
-    if not isinstance(value, DistTensor) or value.rows.partition is None:
+    if not is_rows(value) or value.rows.partition is None:
         return None
     return value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -168,6 +168,14 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "gt": torch.gt,
     "ge": torch.ge,
 }
+
+
+def is_rows(value: Any) -> TypeGuard[DistTensor]:
+    """Tells whether a value has a row per node, edge or another thing, as no edge_index has.
+
+    An edge_index `[2, e]` is row-sharded in its second dimension, if it is a DistTensor.
+    """
+    return isinstance(value, DistTensor) and not getattr(value, "dim_", 0)
 
 
 def tells_errors(kind: type) -> None:
