@@ -804,8 +804,8 @@ MUTATIONS = (
     Mutation(
         "a rank knows of new self-loops of its own alone",
         "update",
-        "store.adj_t.looped = any(row[0] for row in every)",
-        "store.adj_t.looped = bool(found[0])",
+        "looped=any(row[0] for row in every),",
+        "looped=bool(found[0]),",
         "test_update.py",
         "test_edges_of_an_adj_change",
     ),

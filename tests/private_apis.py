@@ -109,6 +109,9 @@ LISTED = {
         torch.ops.aten._native_batch_norm_legit
         torch.ops.aten._native_batch_norm_legit_functional
         torch.ops.aten._softmax_backward_data
+        torch.ops.aten._sparse_addmm
+        torch.ops.aten._sparse_mm_reduce_impl
+        torch.ops.aten._sparse_mm_reduce_impl_backward
         torch.ops.aten._to_copy
         torch.ops.aten._unsafe_view
         torch.utils._pytree.keystr

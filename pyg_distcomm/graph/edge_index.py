@@ -155,14 +155,17 @@ class DistEdgeIndex(torch.Tensor):
         found: DistEdgeIndex = cached_plan(edge_index, nodes, build)
         return found if found.topology.sources is sources else build()
 
-    def carrying(self, weight: Tensor | None) -> DistEdgeIndex:
+    def carrying(
+        self, weight: Any, *, looped: bool | None = None, of_torch: bool = False
+    ) -> DistEdgeIndex:
         """Returns the same edges with sharded weights, whole weights `[e]`, or None."""
-        if weight is None:
-            return _wrap(self.to_local(), self.topology)
-        local = self.check_edges(weight, "weight")
-        assert local is not None
-        weights = DistTensor.wrap(local, self.edges)
-        return _wrap(self.to_local(), self.topology, weights, self)
+        own: Any = self.check_edges(weight, "weight")
+        weight = None if own is None else DistTensor.wrap(own, self.edges)
+        like = None if weight is None else self
+        out = _wrap(self.to_local(), self.topology, weight, like)
+        if looped is not None:
+            out.looped, out.of_torch = looped, of_torch
+        return out
 
     def check_loops(self, layer: torch.nn.Module) -> None:
         """Raises for a sparse adjacency with self-loops if a layer adds self-loops."""
@@ -180,13 +183,12 @@ class DistEdgeIndex(torch.Tensor):
         the nodes, so that the same tensor is planned once.
         """
         plans, key = nodes.plans, ("sparse", id(adj))
-        edge_index, value = coo_of(adj)
+        ends, value = coo_of(adj)
         if key not in plans or plans[key][0] is not adj:
-            plans[key] = adj, edge_index
-        out = DistEdgeIndex.cut(plans[key][1], nodes)
-        out = out if value is None else out.carrying(value)
-        out.looped, out.of_torch = bool((edge_index[0] == edge_index[1]).any()), True
-        return out
+            plans[key] = adj, ends
+        looped = bool((ends[0] == ends[1]).any())
+        found = DistEdgeIndex.cut(plans[key][1], nodes)
+        return found.carrying(value, looped=looped, of_torch=True)
 
     @staticmethod
     def of(edge_index: Tensor, topology: Topology) -> DistEdgeIndex:
@@ -218,9 +220,8 @@ class DistEdgeIndex(torch.Tensor):
         Differentiable in `x` `[n_i, f]` and `edge_weight` `[e_i]`.
         """
         local = self.check_nodes(x, "x")
-        weight = self.check_edges(edge_weight, "edge_weight")
-        link, call = self.topology.link, None
-        if link is not None:
+        weight, call = self.check_edges(edge_weight, "edge_weight"), None
+        if (link := self.topology.link) is not None:
             # copies with another link share what is kept, by which they are known
             who, train = self.topology.constants, torch.is_grad_enabled()
             own = self.topology.own_degrees
@@ -296,8 +297,7 @@ class DistEdgeIndex(torch.Tensor):
 
     def full_tensor(self) -> Tensor:
         """Returns all edges in original order, on every rank; collective."""
-        local = self.to_local().t().contiguous()
-        world = self.nodes.mesh.world
+        local, world = self.to_local().t().contiguous(), self.nodes.mesh.world
         return autograd.all_gather(local, self.edges.gid, world).t().contiguous()
 
     def oblivious(self) -> DistEdgeIndex:

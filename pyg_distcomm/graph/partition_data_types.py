@@ -347,7 +347,9 @@ def with_sparse(share: Data, weight: Tensor | None, looped: bool, whole: Any) ->
     """Adds the adj_t of the whole graph to a share."""
     if weight is not None:
         edges: Any = share.edge_index
-        share.adj_t = edges.carrying(weight if len(weight) else None)
-        share.adj_t.looped = looped
-        share.adj_t.of_torch = isinstance(whole.get("adj_t"), Tensor)
+        share.adj_t = edges.carrying(
+            weight if len(weight) else None,
+            looped=looped,
+            of_torch=isinstance(whole.get("adj_t"), Tensor),
+        )
     return share

@@ -515,8 +515,9 @@ def _edges_between(
     out = DistEdgeIndex.build(local, targets, kept, sources=sources if typed else None)
     after = out.topology
     after.halo, after.ordering, after.link = before.halo, before.ordering, before.link
-    out.looped, out.of_torch = edges.looped, edges.of_torch
-    if edges.weight is not None:
-        weight = edges.weight.to_local()[keep.to(like.device)]
-        out.weight = DistTensor.wrap(weight, kept)
+    weight = edges.weight
+    if weight is not None:
+        weight = DistTensor.wrap(weight.to_local()[keep.to(like.device)], kept)
+    if weight is not None or edges.of_torch or edges.looped:
+        out = out.carrying(weight, looped=edges.looped, of_torch=edges.of_torch)
     return out, keep

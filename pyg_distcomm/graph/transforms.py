@@ -54,9 +54,8 @@ def _to_sparse_tensor(self: Any, data: Any) -> Any:
         if of_torch:  # which has each edge once
             count = max(edges.nodes.total, edges.sources.total)
             edges, weight = coalesce(edges, weight, count, sort_by_row=False)
-        store.adj_t = edges.carrying(weight)
-        store.adj_t.looped = bool((edges[0] == edges[1]).any())
-        store.adj_t.of_torch = of_torch
+        looped = bool((edges[0] == edges[1]).any())
+        store.adj_t = edges.carrying(weight, looped=looped, of_torch=of_torch)
         if self.remove_edge_index:
             del store["edge_index"]
             store.pop(self.attr or "", None)

@@ -194,12 +194,14 @@ def _change_edges(
             assert edges.value is not None
             new = edges.value.to(local.device)[here.to(local.device)]
             weight = _joined(weight.to_local(), new, stays, rows, nodes)
-        store.adj_t = grown.carrying(weight)
-        store.adj_t.of_torch = edges.adj.of_torch
         looped = (grown.topology.source_gid == grown.topology.target_gid).any()
         found = [int(bool(looped) and source is target)]
         every = collectives.all_gather_counts(found, mesh.world)
-        store.adj_t.looped = any(row[0] for row in every)
+        store.adj_t = grown.carrying(
+            weight,
+            looped=any(row[0] for row in every),
+            of_torch=edges.adj.of_torch,
+        )
 
 
 def _plan(

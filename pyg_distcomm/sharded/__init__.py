@@ -1,6 +1,7 @@
 """Shards tensors by rows below autograd: one wrapper subclass, and rules by aten op."""
 
 from pyg_distcomm.sharded import (
+    adjacency,
     by_id,
     constants,
     fused,
@@ -13,6 +14,7 @@ from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 __all__ = [
     "DistTensor",
+    "adjacency",
     "by_id",
     "constants",
     "fused",

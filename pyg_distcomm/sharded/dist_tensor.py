@@ -99,6 +99,8 @@ class DistTensor(EdgeMethods, Tensor):
                 with torch.inference_mode(False):
                     return cls.__torch_dispatch__(func, types, args, kwargs)
         rules = PROCESS.rules
+        if len(types) > 1 and rules["matrix"] in types:
+            return NotImplemented
         rule = rules.get(func)
         if rule is None:
             rule = rules[func] = rules["default"](func)

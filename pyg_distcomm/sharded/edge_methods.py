@@ -57,6 +57,32 @@ class EdgeMethods:
         """The values of a sparse adjacency, or None."""
         return self._weight  # type: ignore[attr-defined]
 
+    @property
+    def of_torch(self) -> bool:
+        """Whether these are the nonzeros of a sparse matrix of torch."""
+        return self._weight is not None  # type: ignore[attr-defined]
+
+    @property
+    def looped(self) -> bool:
+        """Whether it is a sparse matrix with self-loops."""
+        return False
+
+    def carrying(
+        self, weight: Any, *, looped: bool | None = None, of_torch: bool = True
+    ) -> Any:
+        """Returns the same edges as a sparse matrix with weights, or as an edge_index.
+
+        Args:
+            weight: `[e]`, sharded or whole; None is an edge_index, or 1 if `looped` is given.
+            looped: whether there are self-loops, for a sparse matrix.
+            of_torch: whether it was a matrix of torch.sparse; it becomes one.
+        """
+        return PROCESS.rules["carrying"](self, weight, looped is not None)
+
+    def with_topology(self, topology: Topology) -> Any:
+        """Returns the same edges with another topology."""
+        return PROCESS.rules["edges"](self, topology)
+
     def oblivious(self) -> Any:
         """Returns the same edges with sparsity-oblivious exchanges, for comparison."""
         return self.with_halo("blocks")
@@ -79,7 +105,7 @@ class EdgeMethods:
         twin.halo, twin.constants, twin._plans = check_halo(halo), ProductCache(), {}
         for name in ("reversed", "product_words", "adds_on_grid"):
             twin.__dict__.pop(name, None)
-        return PROCESS.rules["edges"](self, twin)
+        return self.with_topology(twin)
 
     def with_ordering(self, order: str = "auto", *, keep_inputs: bool = True) -> Any:
         """Returns the same edges, with another order of products for A X W.
@@ -98,7 +124,7 @@ class EdgeMethods:
         twin = copy.copy(self.topology)
         twin.ordering = MultiplyOrder(order, keep_inputs)
         twin.constants = ProductCache()
-        return PROCESS.rules["edges"](self, twin)
+        return self.with_topology(twin)
 
     def with_link(self, link: LinkPolicy | None) -> Any:
         """Returns the same edges, with another link policy for layers.
@@ -114,7 +140,7 @@ class EdgeMethods:
             raise problem
         twin = copy.copy(self.topology)
         twin.link = link
-        return PROCESS.rules["edges"](self, twin)
+        return self.with_topology(twin)
 
     def matmul(self, x: Any, edge_weight: Any = None) -> Tensor:
         """Returns, for each node, the (weighted) sum of `x` over its in-edges.

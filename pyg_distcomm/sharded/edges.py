@@ -12,13 +12,15 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.cutters import check_edge_index
+from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.constants import constants_of, version_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
+from pyg_distcomm.sharded.edge_methods import EdgeMethods
 
 
 class _OfGraph(type(Tensor)):  # type: ignore[misc]
     def __instancecheck__(cls, value: Any) -> bool:
-        return type(value) is DistTensor and value._topology is not None
+        return isinstance(value, EdgeMethods) and value._topology is not None  # type: ignore[attr-defined]
 
 
 class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
@@ -126,22 +128,33 @@ class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
 
     @staticmethod
     def of_sparse(adj: Tensor, nodes: Rows) -> DistTensor:
-        """Makes edges of a sparse (transposed) adjacency `[n, n]`, whole on all ranks."""
+        """Shards a sparse (transposed) adjacency `[n, n]`, whole on all ranks.
+
+        Kept with the nodes, so that the same matrix is planned once.
+        """
+        kept = nodes.derived.setdefault("sparse", [])
+        for other, version, found in kept:
+            if other is adj and version == adj._version:
+                return found  # type: ignore[no-any-return]
+        n = nodes.total
+        if adj.shape[:2] != (n, n):  # further dims are those of values
+            raise ValueError(
+                f"a sparse adjacency of {n} nodes is [{n}, {n}], got {list(adj.shape)}"
+            )
         edge_index, value = coo_of(adj)
-        out = DistEdgeIndex.cut(edge_index, nodes)
-        if value is None:
-            return out
-        weighted = same_edges(out, out.topology)
-        weighted._weight = DistTensor.wrap(local_at(value, out.edges, 0), out.edges)
-        return weighted
+        made = PROCESS.rules["carrying"](
+            DistEdgeIndex.cut(edge_index, nodes), value, True
+        )
+        kept.append((adj, adj._version, made))
+        del kept[:-8]
+        return made  # type: ignore[no-any-return]
 
 
 @rule("edges")
 def same_edges(edge_index: DistTensor, topology: Topology) -> DistTensor:
     """Returns the same edges with another topology."""
     out = DistTensor(edge_index.local, edge_index.rows, 1, edge_index._key)
-    out._topology, out._weight = topology, edge_index._weight
-    out._key_version = edge_index._key_version
+    out._topology, out._key_version = topology, edge_index._key_version
     return out
 
 

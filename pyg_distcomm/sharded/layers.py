@@ -33,6 +33,7 @@ from pyg_distcomm.nn.message_forms import layers_of
 from pyg_distcomm.sharded.adding import adding
 from pyg_distcomm.sharded.agreement import compare_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor, rule
+from pyg_distcomm.sharded.edge_methods import EdgeMethods
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 from pyg_distcomm.sharded.linked import exchanging, keeps_rows
 from pyg_distcomm.sharded.partial import summed_over_ranks
@@ -40,9 +41,7 @@ from pyg_distcomm.sharded.partial import summed_over_ranks
 
 def topology_of(edge_index: Any) -> Topology | None:
     """Returns what is planned for the edges of a graph; None for others."""
-    if type(edge_index) is not DistTensor:
-        return None
-    return edge_index._topology  # type: ignore[no-any-return]
+    return edge_index.topology if isinstance(edge_index, DistEdgeIndex) else None
 
 
 def run_on_share(
@@ -55,8 +54,15 @@ def run_on_share(
     if len(edges) != 1:
         return run(*args, **kwargs)
     if link in (None, "exact") and edges[0].topology.link is None:
+        if edges[0].of_torch:
+            return run(*args, **kwargs)
         with adding(conv):
             return run(*args, **kwargs)
+    if edges[0].of_torch:
+        raise TypeError(
+            f"give {type(conv).__name__} an edge_index, or no link: rows that are multiplied "
+            "by a sparse matrix are not sent over links"
+        )
     if any(map(keeps_rows, layers_of(conv))):
         link = "exact"  # what it keeps must be exact
     context = LayerContext.of(conv, link, edges[0])
@@ -100,7 +106,7 @@ def sharded_inputs_of(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
 def is_spread(*values: Any) -> bool:
     """Tells whether any argument of a layer is sharded."""
     return any(
-        type(x) is DistTensor
+        isinstance(x, EdgeMethods)
         for v in values
         for x in (v if isinstance(v, (tuple, list)) else (v,))
     )
@@ -252,6 +258,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
             known
             and self.normalize
             and not self.cached
+            and not (self.add_self_loops and edge_index.looped)
             and x.dtype == self.lin.weight.dtype
         )
         known = (
@@ -292,6 +299,7 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         base = torch_geometric.nn.GCN2Conv
         known = topology is not None and topology.sources is None
         known = known and self.normalize and not self.cached
+        known = known and not (self.add_self_loops and edge_index.looped)
         known = known and self.aggr in ("add", "sum") and is_product(self, base)
         if not known or topology is None or self.flow != "source_to_target":
             return None

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyg_distcomm.comm.whereabouts import place_of
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, own_part
+from pyg_distcomm.sharded.edge_methods import EdgeMethods
 from pyg_distcomm.sharded.partial import PartialSum
 
 _LARGE = 1 << 26  # bytes of which an op says that it gathers them
@@ -30,14 +31,16 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     seen: dict[int, Tensor] = {}
 
     def whole(value: Any) -> Any:
-        if not isinstance(value, (DistTensor, PartialSum)):
+        if not isinstance(value, (EdgeMethods, PartialSum)):
             return value
         if id(value) not in seen:
-            found = (
-                all_rows(value, name)
-                if isinstance(value, DistTensor)
-                else value.value()
-            )
+            if isinstance(value, DistTensor):
+                found = all_rows(value, name)
+            elif isinstance(value, PartialSum):
+                found = value.value()
+            else:
+                matrix: Any = value
+                found = matrix.full_tensor()
             seen[id(value)] = found
         return seen[id(value)]
 
@@ -85,7 +88,7 @@ def _check_size(name: str, args: Any, kwargs: Any) -> None:
 
 def _as_views(out: Any, args: Any) -> Any:
     """Returns copies where torch has views, which no op may write to."""
-    mesh = args[0].mesh if isinstance(args[0], PartialSum) else args[0].rows.mesh
+    mesh = getattr(args[0], "mesh", None) or args[0].rows.mesh
     if isinstance(out, Tensor):
         return PartialSum.copy_of(out, mesh)
     return type(out)(PartialSum.copy_of(o, mesh) for o in out)
