@@ -183,7 +183,7 @@ def _transpose(func: Any, adj: DistAdjacency, *dims: Any) -> Any:
 
 
 @matrix_rule(aten._to_copy.default)
-def _to_copy(func: Any, adj: DistAdjacency, **to: Any) -> Any:
+def _moved(func: Any, adj: DistAdjacency, **to: Any) -> Any:
     if to.get("layout") not in (None, adj.layout):
         return NotImplemented
     to.pop("layout", None)
