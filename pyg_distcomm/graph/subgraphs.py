@@ -69,8 +69,8 @@ def fully_sharded(data: Any) -> Any:
 
     A script may have set some, and what sums over equal edges returns whole ones.
     """
-    out = listed_in_order(copy.copy(data))
-    rows = rows_of_types(data)
+    out = listed_in_order(copy.copy(with_planned_edges(data)))
+    rows = rows_of_types(out)
     for store in out.stores:
         key = getattr(store, "_key", None)
         known = store.get("edge_index", store.get("adj_t"))
@@ -93,6 +93,37 @@ def fully_sharded(data: Any) -> Any:
                 own = rows.get(key)
             if own is not None and len(value) == own.count:
                 store[name] = DistTensor.wrap(value[own.place_on(value.device)], own)
+    return out
+
+
+def with_planned_edges(data: Any) -> Any:
+    """Returns a share whose edges are planned for, also those that an op returned.
+
+    They are with the owners of their targets, and so are the attributes that have a row for
+    each edge. Collective, if there are such edges.
+    """
+    out, rows = data, rows_of_types(data)
+    for store in data.edge_stores:
+        edges, key = store.get("edge_index"), store._key
+        if not isinstance(edges, DistTensor) or isinstance(edges, DistEdgeIndex):
+            continue
+        typed = isinstance(key, tuple)
+        source, target = (rows.get(key[0]), rows.get(key[2])) if typed else (None, None)
+        target = target if typed else edges.rows.nodes or rows.get(key)
+        if target is None or (typed and source is None):
+            continue
+        if edges.rows.nodes is target and not typed:
+            made = DistEdgeIndex.of_ends(edges[0], edges[1])
+        else:
+            made = DistEdgeIndex.cut(edges.full_tensor(), target, source)
+        out = copy.copy(data) if out is data else out
+        mine = out[key] if typed else out
+        for name, value in store.items():
+            if is_rows(value) and store.is_edge_attr(name):
+                local = shard_as(value, made.edges)
+                assert local is not None  # of as many rows as there are edges
+                mine[name] = DistTensor.wrap(local, made.edges)
+        mine.edge_index = made
     return out
 
 

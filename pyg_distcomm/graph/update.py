@@ -108,9 +108,11 @@ def _mesh_of(data: Any) -> Mesh:
     if isinstance(data, (Data, HeteroData)):
         for store in data.edge_stores:
             for name in ("edge_index", "adj_t"):
-                if isinstance(store.get(name), DistEdgeIndex):
-                    mesh: Mesh = store[name].nodes.mesh
-                    return mesh
+                edges = store.get(name)
+                if isinstance(edges, DistEdgeIndex):
+                    return edges.nodes.mesh
+                if isinstance(edges, DistTensor):  # which an op returned
+                    return edges.rows.mesh
     raise TypeError(
         "update takes a Data or HeteroData that pdc.partition returned, with edges; got a "
         f"{type(data).__name__} without; a graph that is not spread is changed before "

@@ -491,12 +491,7 @@ def _updates(data: Data | HeteroData) -> int:
     """Counts the rows that `pdc.update` has replaced in shares that follow this one."""
     known = [s.edge_index.topology for s in data.edge_stores if "edge_index" in s]
     rows = [rows for t in known for rows in (t.edges, t.nodes, t.sources)]
-    rows += [
-        value.rows
-        for store in data.node_stores
-        for value in store.values()
-        if is_rows(value)
-    ]
+    rows += [v.rows for s in data.node_stores for v in s.values() if is_rows(v)]
     return sum(each.updates for each in rows if each is not None)
 
 
@@ -565,16 +560,20 @@ def _versions(data: Data | HeteroData) -> list[Any]:
     """Returns the identity and version of each attribute, to find out what has changed."""
     with torch._C.DisableTorchFunctionSubclass():
         return [
-            (name, weakref.ref(value), 0 if value.is_inference() else value._version)
+            (name, weakref.ref(value), _writes(value), _writes(value.to_local()))
             for part in data.stores
             for name, value in part.items()
             if isinstance(value, DistTensor)
         ]
 
 
+def _writes(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version
+
+
 def _unchanged(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(
-        a[0] == b[0] and a[1]() is b[1]() and a[2] == b[2]
+        a[0] == b[0] and a[1]() is b[1]() and a[2:] == b[2:]
         for a, b in zip(before, now, strict=True)
     )
 

@@ -15,6 +15,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.index import index2ptr
 
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.subgraphs import with_planned_edges
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
 
@@ -33,6 +34,7 @@ def with_edges(data: Any) -> Any:
     """
     if not isinstance(data, (Data, HeteroData)):
         return data
+    data = with_planned_edges(data)
     for store in data.stores:
         for name, value in store.items():
             if name != "adj_t" and isinstance(value, Tensor):

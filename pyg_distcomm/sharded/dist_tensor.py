@@ -114,7 +114,8 @@ class DistTensor(EdgeMethods, Tensor):
             if first.rows.mesh.size > 1:
                 for a in args:
                     if type(a) is not DistTensor and isinstance(a, Tensor):
-                        compare_parameters(args, first.rows.mesh)
+                        plain = [a for a in args if type(a) is not DistTensor]
+                        compare_parameters(plain, first.rows.mesh)
                         break
         if first is not None and first._key is not None:
             return rules["constant"](func, rule, args, kwargs or {}, first)
