@@ -1018,8 +1018,8 @@ MUTATIONS = (
     Mutation(
         "an aggregator learns from the messages to this rank's nodes",
         "memory",
-        "            as_replicated(parameter, self.rows.mesh)",
-        "            pass",
+        "        parameters = {name: as_replicated(p, mesh) for name, p in named}",
+        "        parameters = dict(named)",
         "test_temporal.py",
         "test_trains_as_one_process",
     ),

@@ -32,7 +32,6 @@ from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import IdPlan, shard_as
 from pyg_distcomm.tensor.getitem import check_replicated_ids
-from pyg_distcomm.tensor.row_sharded import local_part
 
 
 class _Messages(NamedTuple):
@@ -110,7 +109,7 @@ class TGNMemory(PygTGNMemory):
         if self.rows is not None:
             self.num_nodes = num_nodes
             for name in ("memory", "last_update", "_assoc"):
-                spread = DistTensor.wrap(getattr(self, name), self.rows)
+                spread = DistTensor.wrap(_own(getattr(self, name)), self.rows)
                 setattr(self, name, spread)
 
     def reset_state(self) -> None:
@@ -119,7 +118,7 @@ class TGNMemory(PygTGNMemory):
             super().reset_state()
             return
         for name in ("memory", "last_update"):
-            buffer = local_part(getattr(self, name))
+            buffer = _own(getattr(self, name))
             setattr(self, name, DistTensor.wrap(torch.zeros_like(buffer), self.rows))
         self._reset_message_store()
 
@@ -149,8 +148,8 @@ class TGNMemory(PygTGNMemory):
             memory, last = self._updated_memory(lid)
         else:
             memory, last = (
-                local_part(self.memory)[lid],
-                local_part(self.last_update)[lid],
+                _own(self.memory)[lid],
+                _own(self.last_update)[lid],
             )
         return DistTensor.wrap(memory, kept), DistTensor.wrap(last, kept)
 
@@ -234,7 +233,7 @@ class TGNMemory(PygTGNMemory):
     def _write(self, lid: Tensor) -> None:
         """Updates the rows of own nodes, of which a rank may have none."""
         memory, last = self._updated_memory(lid)
-        old = local_part(self.memory)
+        old = _own(self.memory)
         if old.requires_grad:  # nobody has detached it: gradients go on
             new = old.index_copy(0, lid, memory)
         else:
@@ -242,12 +241,12 @@ class TGNMemory(PygTGNMemory):
             new[lid] = memory
         assert self.rows is not None
         self.memory = DistTensor.wrap(new, self.rows)
-        local_part(self.last_update)[lid] = last
+        _own(self.last_update)[lid] = last
 
     def _updated_memory(self, lid: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the new memory, and times of last events, of own nodes; collective."""
         assert self.rows is not None
-        places, memory = local_part(self._assoc), local_part(self.memory)
+        places, memory = _own(self._assoc), _own(self.memory)
         places[lid] = torch.arange(len(lid), device=lid.device)
         waiting = [
             self._pending_messages(store, lid)
@@ -265,9 +264,10 @@ class TGNMemory(PygTGNMemory):
         )
         t = torch.cat([m.t for m in waiting])
         index = places[torch.cat([m.near for m in waiting])]
-        for parameter in self.aggr_module.parameters():
-            as_replicated(parameter, self.rows.mesh)
-        aggr = self.aggr_module(msg, index, t, len(lid))
+        mesh, named = self.rows.mesh, self.aggr_module.named_parameters()
+        parameters = {name: as_replicated(p, mesh) for name, p in named}
+        given = msg, index, t, len(lid)
+        aggr = torch.func.functional_call(self.aggr_module, parameters, given)
         nodes = _rows_of_ids(self.rows, self.rows.gid[lid.cpu()], self.rows.total)
         before = DistTensor.wrap(memory[lid], nodes)
         out = self.gru(DistTensor.wrap(aggr, nodes), before)
@@ -278,7 +278,7 @@ class TGNMemory(PygTGNMemory):
         found = [store[i] for i in lid.tolist() if i in store]
         if not found:
             none = lid.new_empty(0)
-            raw = local_part(self.memory).detach().new_empty((0, self.raw_msg_dim))
+            raw = _own(self.memory).detach().new_empty((0, self.raw_msg_dim))
             return _Messages(none, none, none, none, raw)
         joined = _Messages(*(torch.cat(column) for column in zip(*found, strict=True)))
         return joined.at(joined.number.argsort())
@@ -287,7 +287,7 @@ class TGNMemory(PygTGNMemory):
         """Returns the messages of events to own nodes, computed by a message module."""
         assert self.rows is not None
         rows = _rows_of_ids(self.rows, events.number.cpu(), self._seen)
-        near, last = local_part(self.memory)[events.near], local_part(self.last_update)
+        near, last = _own(self.memory)[events.near], _own(self.last_update)
         since = (events.t - last[events.near]).to(events.raw.dtype)
         t_enc = self.time_enc(DistTensor.wrap(since, rows))
         ends = (DistTensor.wrap(x, rows) for x in (near, far, events.raw))
@@ -427,8 +427,8 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
         owner = n_id % mesh.size
         mine = (owner == mesh.rank).nonzero().view(-1)
         lid = _local_ids(n_id[mine], self.rows)
-        events = local_part(self.e_id)[lid]
-        near = local_part(self.neighbors)[lid].masked_fill(events < 0, -1)
+        events = _own(self.e_id)[lid]
+        near = _own(self.neighbors)[lid].masked_fill(events < 0, -1)
         counts = torch.bincount(owner, minlength=mesh.size).tolist()
         came = collectives.all_gather_rows(near, counts, mesh.world, op="neighbors")
         table = torch.empty_like(came)
@@ -474,7 +474,7 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
         new_events, new_near = events.new_full(shape, -1), near.new_full(shape, -1)
         new_events[run[new], slot[new]] = events[new]
         new_near[run[new], slot[new]] = near[new]
-        kept, kept_near = local_part(self.e_id), local_part(self.neighbors)
+        kept, kept_near = _own(self.e_id), _own(self.neighbors)
         found, pick = torch.cat([kept[here], new_events], 1).topk(self.size, dim=1)
         kept[here] = found
         kept_near[here] = torch.cat([kept_near[here], new_near], 1).gather(1, pick)
@@ -499,6 +499,11 @@ def _rows_of_nodes(num_nodes: int, mesh: Mesh | None, call: str) -> Rows | None:
 def _rows_of_ids(rows: Rows, gid: Tensor, total: int) -> Rows:
     """Returns the rows of some of `total` ids; their count is computed on demand."""
     return replace(rows, gid=gid, total=total, partition=None, whole=False)
+
+
+def _own(value: Any) -> Any:
+    """Returns this rank's rows of a row-sharded tensor; other values unchanged."""
+    return value.to_local() if isinstance(value, DistTensor) else value
 
 
 def _local_ids(n_id: Tensor, rows: Rows) -> Tensor:
@@ -534,9 +539,7 @@ def _gathered(store: dict[int, Any], memory: TGNMemory) -> tuple[Tensor, Tensor]
     """
     rows, raw_dim = memory.rows, memory.raw_msg_dim
     held = [m for m in store.values() if len(m[0])]
-    raw = torch.cat(
-        [local_part(memory.memory).new_empty(0, raw_dim), *(m[-1] for m in held)]
-    )
+    raw = torch.cat([_own(memory.memory).new_empty(0, raw_dim), *(m[-1] for m in held)])
     ints = [torch.stack([*m[:3]], 1) for m in held]
     near_far_t = torch.cat([torch.empty(0, 3).long().to(raw.device), *ints])
     number = torch.arange(len(raw), device=raw.device)

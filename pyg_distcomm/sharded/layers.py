@@ -400,6 +400,14 @@ class _Sum(torch.autograd.Function):
         return _Enter.apply(g, ctx.mesh), None
 
 
+def entered(x: Any, mesh: Any) -> Any:
+    """Returns a plain tensor for a computation on own rows; its gradient is summed."""
+    plain = isinstance(x, Tensor) and not isinstance(x, EdgeMethods)
+    if plain and x.requires_grad and isinstance(mesh, Mesh) and mesh.world.size > 1:
+        return _Enter.apply(x, mesh)
+    return x
+
+
 class _OnOwnRows(torch.nn.Module):
     """Runs a layer's computation, as `functional_call` needs a module for."""
 
