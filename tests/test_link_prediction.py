@@ -238,14 +238,25 @@ def looked_up():
             U.negative_sampling(edges, data.num_nodes, method="dense"),
         ]
         found.append(drawn)
-        if edges is share.edge_index:
-            random.seed(5)
-            mesh.ledger.reset()
-            U.negative_sampling(edges, data.num_nodes, 40)
-            gathered = 8 * data.num_edges * (mesh.size - 1) // mesh.size
-            assert mesh.ledger.bytes() < gathered / 4
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
+def test_negatives_are_those_of_one_process(size):
+    worlds.run(looked_up, size)
+
+
+def words_of_negatives():
+    mesh, data = worlds.mesh(), GRAPHS["directed"]()
+    share = pdc.partition(data, mesh, "random")
+    random.seed(5)
+    U.negative_sampling(share.edge_index, data.num_nodes, 40)
+    random.seed(5)
+    mesh.ledger.reset()
+    U.negative_sampling(share.edge_index, data.num_nodes, 40)
+    gathered = 8 * data.num_edges * (mesh.size - 1) // mesh.size
+    assert mesh.ledger.bytes() < gathered / 4
     random.seed(mesh.rank)
     with pytest.raises(ValueError, match="seed all ranks alike"):
         U.negative_sampling(share.edge_index, share.num_nodes, 40)
@@ -253,7 +264,7 @@ def looked_up():
 
 @pytest.mark.parametrize("size", [2, tiers.rarely(3)])
 def test_negatives_are_looked_up_where_the_edges_are(size):
-    worlds.run(looked_up, size)
+    worlds.run(words_of_negatives, size)
 
 
 def test_negatives_are_the_same_on_all_ranks():

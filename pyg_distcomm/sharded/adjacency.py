@@ -76,6 +76,12 @@ class DistAdjacency(EdgeMethods, Tensor):
             out = found(func, *args, **(kwargs or {}))
         elif func is aten._sparse_addmm.default:
             out = _add_product(*args, **(kwargs or {}))
+        if out is NotImplemented and func._schema.is_mutable:
+            name = str(func._schema.name).removeprefix("aten::")
+            raise TypeError(
+                f"{name}() of a sparse matrix of a share would write to a copy; write to its "
+                "values, or make another: adj = 2 * adj"
+            )
         if out is NotImplemented:
             return whole.apply(func, args, kwargs or {})
         return out

@@ -77,7 +77,7 @@ class DistTensor(EdgeMethods, Tensor):
         """Wraps rows, without autograd; see `from_local`."""
         shape = list(local.shape)
         shape[dim] = rows.count
-        stride = local.stride() if dim == 0 else None
+        stride = local.stride() if dim == 0 and local.dim() > 1 else None
         self = Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=local.dtype, device=local.device
         )
@@ -322,7 +322,7 @@ def all_rows(x: DistTensor, op: str) -> Tensor:
     found = collectives.all_gather_rows(sent, sizes, axis, op=f"gather {op}")
     if flat.dtype == torch.bool:
         found = found.view(torch.bool)
-    return found.index_select(0, order.to(found.device)).movedim(0, dim)
+    return found.index_select(0, order.to(found.device)).movedim(0, dim).contiguous()
 
 
 def _gathered_order(rows: Rows) -> tuple[list[int], Tensor]:

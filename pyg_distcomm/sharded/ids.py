@@ -335,7 +335,9 @@ def front(x: DistTensor) -> Tensor:
 
 
 def back(local: Tensor, rows: Rows, dim: int) -> DistTensor:
-    return DistTensor(local if dim == 0 else local.movedim(0, dim), rows, dim)
+    return DistTensor(
+        local if dim == 0 else local.movedim(0, dim).contiguous(), rows, dim
+    )
 
 
 def plain(x: Tensor) -> Tensor:
