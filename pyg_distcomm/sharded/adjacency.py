@@ -406,7 +406,7 @@ def _edges_of(starts: Any, columns: DistTensor, nodes: Rows) -> DistTensor:
 
 
 def _kept(nodes: Rows) -> OrderedDict[Any, Any]:
-    return nodes.derived.setdefault("matrices", OrderedDict())  # type: ignore[no-any-return]
+    return nodes.derived.setdefault("edges of matrices", OrderedDict())  # type: ignore[no-any-return]
 
 
 def _keep(key: int | None, starts: Tensor, edges: DistTensor) -> None:
