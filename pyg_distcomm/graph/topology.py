@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -198,6 +198,8 @@ class Topology:
     link: LinkPolicy | None = field(default=None, repr=False)
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
     compared: Any = field(default_factory=weakref.WeakKeyDictionary, repr=False)
+    # whether these are the edges of a chunk of a pipeline
+    chunked: ClassVar[bool] = False
 
     def constant_rows(self, x: Any) -> Tensor | None:
         """Returns own and ghost rows of a constant input, if they are cached.

@@ -54,7 +54,9 @@ def run_on_share(
     edges: list[Any] = [v for v in values if isinstance(v, DistEdgeIndex)]
     if len(edges) != 1:
         return run(*args, **kwargs)
-    if link in (None, "exact") and edges[0].topology.link is None:
+    topology = edges[0].topology
+    exact = link in (None, "exact") and topology.link is None
+    if exact and not topology.chunked:
         with adding(conv):
             return run(*args, **kwargs)
     if any(map(keeps_rows, layers_of(conv))):
@@ -394,8 +396,9 @@ def _one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
     def on_own_rows(x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
         topology, training = topology_of(edge_index), getattr(conv, "training", False)
-        drawn = training and getattr(conv, "dropout", 0.0) > 0
-        known = topology is not None and topology.sources is None and not drawn
+        known = topology is not None and topology.sources is None
+        drawn = training or (known and topology.chunked)  # type: ignore[union-attr]
+        known = known and not (drawn and getattr(conv, "dropout", 0.0) > 0)
         known = known and edge_index.weight is None and _rows_of(x, topology)
         known = known and x.dim() == 2 and conv.link in (None, "exact")
         if not known or topology is None or topology.link is not None:

@@ -132,8 +132,8 @@ _SUMS = {aten.add.Tensor, aten.add_.Tensor}
 
 def summed_over_ranks(part: Tensor, mesh: Mesh) -> Tensor:
     """Returns the sum of a part over the ranks, in a backward pass when it is read."""
-    if mesh.size == 1:
-        return part
+    if mesh.size == 1:  # outside a backward pass the mesh of a chunk has no axis
+        return part if in_backward() else collectives.all_reduce(part, mesh.world)
     if in_backward() and not torch.is_grad_enabled():
         return PartialSum(part, mesh)
     return collectives.all_reduce(part, mesh.world)
