@@ -198,7 +198,7 @@ class ChunkPass:
             if self.mode == "fill":
                 self.facts[key] = torch.cat([x, ghosts])
             return ghosts
-        places = self.plan.local_edges(chunk)[2]
+        places = self.plan.local_edges(chunk)[1]
         if self.mode == "measure":
             return x.new_ones((len(places), x.size(1)))
         own = self.facts[key][self.plan.own.rows(chunk)]
@@ -328,12 +328,14 @@ class ChunkTopology(Topology):
         """Edges in the chunk's own numbering."""
         plan, chunk, own = self.run.plan, self.chunk, len(self.nodes)
         if chunk is None:
-            source, target, ghost = plan.source, plan.target, plan.gid[own:]
+            ends, ghost = plan.ends, plan.gid[own:]
         else:
-            source, target, places = plan.local_edges(chunk)
+            ends, places = plan.local_edges(chunk)
             ghost = plan.gid[places.cpu()]
         closed: Any = RefusedLink()
-        return ChunkLocals(source, target, ghost, closed, own, self.run, chunk)
+        found = ChunkLocals(ends[0], ends[1], ghost, closed, own, self.run, chunk)
+        vars(found)["_ends"] = ends
+        return found
 
     @property
     def reversed(self) -> Any:  # type: ignore[override]

@@ -26,6 +26,7 @@ from pyg_distcomm.nn.layer_context import (
     check_arguments,
     check_link,
     has_hooks,
+    is_changed,
     is_product,
 )
 from pyg_distcomm.nn.local_products import run_gcn, run_layer, run_sage
@@ -62,6 +63,8 @@ def run_on_share(
     if any(map(keeps_rows, layers_of(conv))):
         link = "exact"  # what it keeps must be exact
     context = LayerContext.of(conv, link, edges[0])
+    if topology.chunked and is_one_hop(conv) and not is_changed(conv):
+        run = _one_hop(conv, run)
     with exchanging(conv, context):
         return run(*args, **kwargs)
 
@@ -400,7 +403,7 @@ def _one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         drawn = training or (known and topology.chunked)  # type: ignore[union-attr]
         known = known and not (drawn and getattr(conv, "dropout", 0.0) > 0)
         known = known and edge_index.weight is None and _rows_of(x, topology)
-        known = known and x.dim() == 2 and conv.link in (None, "exact")
+        known = known and x.dim() == 2 and getattr(conv, "link", None) in (None, "exact")
         if not known or topology is None or topology.link is not None:
             return run(x, edge_index, *args, **kwargs)
         values = (*args, *kwargs.values())
