@@ -201,6 +201,12 @@ class ChunkPass:
         places = self.plan.local_edges(chunk)[1]
         if self.mode == "measure":
             return x.new_ones((len(places), x.size(1)))
+        if key not in self.facts:
+            raise TypeError(
+                f"layer {self.layer} normalises in another way than when the pipeline first "
+                "saw the data; let forward do alike in both modes, and use torch.autocast "
+                "around all that it computes, or around none"
+            )
         own = self.facts[key][self.plan.own.rows(chunk)]
         if not bool(((own == x) | (x != x)).all()):
             raise TypeError(

@@ -403,7 +403,9 @@ def _one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         drawn = training or (known and topology.chunked)  # type: ignore[union-attr]
         known = known and not (drawn and getattr(conv, "dropout", 0.0) > 0)
         known = known and edge_index.weight is None and _rows_of(x, topology)
-        known = known and x.dim() == 2 and getattr(conv, "link", None) in (None, "exact")
+        known = (
+            known and x.dim() == 2 and getattr(conv, "link", None) in (None, "exact")
+        )
         if not known or topology is None or topology.link is not None:
             return run(x, edge_index, *args, **kwargs)
         values = (*args, *kwargs.values())

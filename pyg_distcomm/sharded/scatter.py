@@ -128,6 +128,8 @@ def _scatter_to_plain(
     x: Tensor, d: int, ids: Ids, source: Tensor, op: str, include: bool, mutable: bool
 ) -> Any:
     mesh, local = ids.rows.mesh, ids.local
+    if mesh.local_sizes and ids.part == 1:  # all edges into a chunk's nodes are in it
+        return _scatter_here(x, d, local, source, op, include, mutable)
     first = x.movedim(d, 0)
     ids.check_below(len(first))
 
@@ -152,6 +154,18 @@ def _scatter_to_plain(
         return total.movedim(0, d)
     first.copy_(total)
     return x
+
+
+def _scatter_here(
+    x: Tensor, d: int, ids: Tensor, source: Tensor, op: str, include: bool, write: bool
+) -> Tensor:
+    index = ids.view(-1, *[1] * (source.dim() - 1)).expand_as(source)
+    first, how = x.movedim(d, 0), {"include_self": include}
+    source = source.to(x.dtype)
+    if write:
+        first.scatter_reduce_(0, index, source, op, **how)
+        return x
+    return first.scatter_reduce(0, index, source, op, **how).movedim(0, d)
 
 
 def _reduced(

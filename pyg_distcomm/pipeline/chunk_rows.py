@@ -108,11 +108,9 @@ class ChunkExchange(IdExchange):
     __slots__ = ("_topology",)
 
     def __init__(self, ids: Ids, rows: Rows) -> None:
-        slot, self._topology = (
-            ids.local.reshape(-1).long(),
-            rows.derived.get("topology"),
-        )
+        slot = ids.local.reshape(-1).long()
         halo: Any = _Nothing()
+        self._topology: Any = rows.derived.get("topology")
         if ids.part == 0 and self._topology is not None:
             halo = _Outside(len(self._topology.locals.ghost_gid))
         elif len(slot) and int(slot.max()) >= len(rows):
