@@ -250,6 +250,12 @@ def read_only(func: Any) -> RuntimeError:
     )
 
 
+def note_write(x: DistTensor) -> None:
+    """Counts a write to own rows, as autograd does not in here: caches ask how many there were."""
+    if not x.local.is_inference():
+        torch.autograd.graph.increment_version(x.local)
+
+
 def first_sharded(args: Any) -> DistTensor | None:
     """Returns the first sharded operand, also of a list of operands."""
     for a in args:

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
-from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, local_at, rule
+from pyg_distcomm.sharded.dist_tensor import (
+    DistTensor,
+    all_rows,
+    local_at,
+    note_write,
+    rule,
+)
 from pyg_distcomm.sharded.partial import PartialSum
 
 aten = torch.ops.aten
@@ -82,6 +88,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def changed(target: DistTensor) -> None:
     """Forgets what was derived from the values of a tensor that an op has written to."""
+    note_write(target)
     target._key = target._ids = target._chosen = None
     target._topology = target._weight = None
 
