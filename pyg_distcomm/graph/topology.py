@@ -60,7 +60,7 @@ class LocalGraph:
         if x.dim() == 1:
             return self.with_ghosts(x.unsqueeze(1), link).squeeze(1)
         if self.memory is not None and link is None:
-            staged: Tensor = _Ghosted.apply(x, StagedHalo(self.halo, self.memory))
+            staged: Tensor = Ghosted.apply(x, StagedHalo(self.halo, self.memory))
             return staged
         return torch.cat([x, exchange(x, self.halo if link is None else link)])
 
@@ -119,7 +119,7 @@ class LocalGraph:
         return self.with_ghosts(x, link)
 
 
-class _Ghosted(torch.autograd.Function):
+class Ghosted(torch.autograd.Function):
     """Concatenates own rows and ghosts, which arrive in stages, within the memory cap."""
 
     @staticmethod

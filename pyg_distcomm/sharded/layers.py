@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.nn.layer_context import (
     LayerContext,
@@ -33,10 +31,11 @@ from pyg_distcomm.nn.local_products import run_gcn, run_layer, run_sage
 from pyg_distcomm.nn.message_forms import layers_of
 from pyg_distcomm.sharded.adding import adding
 from pyg_distcomm.sharded.agreement import compare_parameters
+from pyg_distcomm.sharded.capped import within_cap
 from pyg_distcomm.sharded.dist_tensor import DistTensor, rule
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 from pyg_distcomm.sharded.linked import exchanging, keeps_rows
-from pyg_distcomm.sharded.partial import summed_over_ranks
+from pyg_distcomm.sharded.partial import entered
 
 
 def topology_of(edge_index: Any) -> Topology | None:
@@ -58,7 +57,8 @@ def run_on_share(
     topology = edges[0].topology
     exact = link in (None, "exact") and topology.link is None
     if exact and not topology.chunked:
-        with adding(conv):
+        capped = topology.nodes.memory is not None
+        with within_cap(conv, topology, args, kwargs) if capped else adding(conv):
             return run(*args, **kwargs)
     if any(map(keeps_rows, layers_of(conv))):
         link = "exact"  # what it keeps must be exact
@@ -351,34 +351,6 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
 
-class _Enter(torch.autograd.Function):
-    """Takes a plain tensor into a computation on own rows; its gradient is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():
-            return _Sum.apply(g, ctx.mesh), None
-        return summed_over_ranks(g, ctx.mesh), None
-
-
-class _Sum(torch.autograd.Function):
-    """Sums parts over the ranks; the gradient of each part is that of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return collectives.all_reduce(part, mesh.world)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _Enter.apply(g, ctx.mesh), None
-
-
 class _OnOwnRows(torch.nn.Module):
     """Runs a layer's computation, as `functional_call` needs a module for."""
 
@@ -435,11 +407,9 @@ def _on_own_rows(
     own = table[: len(topology.nodes)]
     if mesh.size > 1:
         compare_parameters(list(conv.parameters()), mesh)
-    entered = {
-        f"conv.{name}": _Enter.apply(p, mesh) for name, p in conv.named_parameters()
-    }
+    params = {f"conv.{name}": entered(p, mesh) for name, p in conv.named_parameters()}
     given = run, (table, own), topology.locals.ends, *args
-    out = torch.func.functional_call(_OnOwnRows(conv), entered, given, kwargs)
+    out = torch.func.functional_call(_OnOwnRows(conv), params, given, kwargs)
 
     return DistTensor.from_local(out, topology.nodes)
 

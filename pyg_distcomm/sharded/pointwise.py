@@ -20,7 +20,7 @@ from pyg_distcomm.sharded.dist_tensor import (
     note_write,
     rule,
 )
-from pyg_distcomm.sharded.partial import PartialSum
+from pyg_distcomm.sharded.partial import PartialSum, accumulates_plain
 
 aten = torch.ops.aten
 
@@ -151,6 +151,8 @@ rule(
 def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies a tensor, or makes an alias; what was planned for its ids stays."""
     x = args[0]
+    if x.size(x.dim_) == 1 and accumulates_plain():  # of one row, not summed over it
+        return all_rows(x, "gradient")
     out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
     out._ids, out._chosen = x._ids, x._chosen
     out._topology, out._weight = x._topology, x._weight
