@@ -10,6 +10,7 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.agreement import in_backward
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     local_at,
@@ -128,7 +129,8 @@ def _scatter_to_plain(
     x: Tensor, d: int, ids: Ids, source: Tensor, op: str, include: bool, mutable: bool
 ) -> Any:
     mesh, local = ids.rows.mesh, ids.local
-    if mesh.local_sizes and ids.part == 1:  # all edges into a chunk's nodes are in it
+    # all edges into a chunk's nodes are in it; and a gradient is its part of one
+    if mesh.local_sizes and (ids.part == 1 or in_backward()):
         return _scatter_here(x, d, local, source, op, include, mutable)
     first = x.movedim(d, 0)
     ids.check_below(len(first))

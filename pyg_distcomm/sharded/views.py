@@ -216,6 +216,8 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(
     aten.split.Tensor,
     aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
     aten.unbind.int,
     aten.chunk.default,
 )
@@ -232,7 +234,7 @@ def split(func: Any, args: Any, kwargs: Any) -> Any:
     if func is aten.unbind.int:
         return whole.apply(func, args, kwargs)
     sizes = rest[0]
-    if func is aten.split.Tensor:
+    if func in (aten.split.Tensor, aten.unsafe_split.Tensor):
         n, s = x.size(d), rest[0]
         sizes = [min(s, n - i) for i in range(0, n, s)] or [0]
     out, at = [], 0
