@@ -30,6 +30,9 @@ def switch():
     edge_index.DistEdgeIndex = edges.DistEdgeIndex
     edge_index.rows_of_edges = edges.rows_of_edges
     import_module("pyg_distcomm.graph.transforms").register = lambda: None
+    chunks = import_module("pyg_distcomm.pipeline.chunk_rows")
+    import_module("pyg_distcomm.pipeline.chunk_graph").view_of = chunks.view_of
+    import_module("pyg_distcomm.plan.pipelines").LOSS_SUMS = 1
     # tests ask so of results that are sharded in one kind and plain in the other
     import_module("torch").Tensor.full_tensor = lambda self: self
     switch_layers()
@@ -56,6 +59,8 @@ def switch_layers():
     convert.DISTRIBUTED.clear()
     for name in ("GCNConv", "GCN2Conv", "SAGEConv"):
         convert.DISTRIBUTED[getattr(convert, name)] = getattr(new, f"Dist{name}")
+    epoch = import_module("pyg_distcomm.pipeline.epoch")
+    epoch.times_of_gradients = lambda mesh: mesh.size
     layers = new.DistGCNConv, new.DistGCN2Conv, new.DistSAGEConv
     convert.LINKED = *layers, convert.HaloConv, new.OnShare
     convert.HaloExecution = new.OnShare

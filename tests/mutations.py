@@ -731,7 +731,7 @@ MUTATIONS = (
     Mutation(
         "the planner sends the loss of a stage's ranks once",
         "planner",
-        "last = 2 * ring_words(LOSS_WORDS, ranks) * LOSS_ITEM",
+        "last = LOSS_SUMS * ring_words(LOSS_WORDS, ranks) * LOSS_ITEM",
         "last = ring_words(LOSS_WORDS, ranks) * LOSS_ITEM",
         "test_plan_pipelines.py",
         "test_bytes_are_those_of_the_ledger",

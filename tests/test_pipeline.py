@@ -17,11 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.nn import (
     DeepGCNLayer,
+    EdgeConv,
     GATConv,
+    GatedGraphConv,
     GCNConv,
     GENConv,
     GINEConv,
     SAGEConv,
+    SGConv,
+    TAGConv,
+    TransformerConv,
 )
 
 import pyg_distcomm as pdc
@@ -52,6 +57,32 @@ def test_one_chunk_is_the_full_graph(name, graph):
         torch.testing.assert_close(pipe.train_step(share, loss_of), loss, **EXACT)
         for p, g in zip(pipe.parameters(), grads, strict=True):
             torch.testing.assert_close(p.grad, times * g, **EXACT)
+
+
+OTHERS = {  # with degrees, exchanges and tensors of edges of their own
+    "SGConv": lambda: SGConv(7, 4, K=2),
+    "TAGConv": lambda: TAGConv(7, 4),
+    "EdgeConv": lambda: EdgeConv(torch.nn.Linear(14, 4)),
+    "GatedGraphConv": lambda: GatedGraphConv(7, 2),
+    "TransformerConv": lambda: TransformerConv(7, 4),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_read_what_they_do_in_one_process(name):
+    for graph in ("loops_and_copies", "isolated"):
+        data, share, mesh = _share(graph)
+        torch.manual_seed(2)
+        stack = [OTHERS[name]().double()]
+        out, loss, grads = run_plain(stack, data)
+        for chunks in (1, 4):
+            pipe = pdc.Pipeline(stack, mesh, chunks=chunks)
+            torch.testing.assert_close(pipe(share).full_tensor(), out, **EXACT)
+            # the first epoch reads history of the same weights
+            torch.testing.assert_close(pipe.train_step(share, loss_of), loss, **EXACT)
+            for p, g in zip(pipe.parameters(), grads, strict=True):
+                if chunks == 1:
+                    torch.testing.assert_close(p.grad, g, **EXACT)
 
 
 def _compare(name, rule=(0.0, 1.0), epochs=4, graph="directed", **options):
@@ -246,8 +277,9 @@ def test_chunks_do_not_keep_their_edges_twice():
     plan = pipe._run.plan
     for chunk in (None, 0, 1, 2):
         edges = pipe._stage.view(chunk).to_local()
-        whole = plan.edges.untyped_storage().data_ptr()
-        assert edges.untyped_storage().data_ptr() == whole
+        kept = plan.edges, plan.ends, *(plan.local_edges(c)[0] for c in range(3))
+        stored = {each.untyped_storage().data_ptr() for each in kept}
+        assert edges.untyped_storage().data_ptr() in stored
 
 
 def test_names_of_the_state_are_those_of_the_stack():

@@ -166,6 +166,15 @@ class Rows:
         kept: Any = {"nodes": self.nodes, "stacked": self.stacked}
         return Rows(gid, self.total, self.mesh, None, False, known, **kept)
 
+    def joined(self, parts: list[Rows]) -> Rows:
+        """Returns these rows, the first of `parts`, and those of other parts behind them."""
+        at, places = 0, []
+        for part in parts:
+            places.append(part.place + at)
+            at += part.count
+        nodes = next((p.nodes for p in parts if p.nodes is not None), None)
+        return Rows(torch.cat(places), at, self.mesh, None, nodes=nodes)
+
     @staticmethod
     def blocks(total: int, mesh: Mesh) -> Rows:
         """Cuts `total` rows into equal blocks, one per rank, in rank order."""

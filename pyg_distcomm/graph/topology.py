@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class LocalGraph:
         if x.dim() == 1:
             return self.with_ghosts(x.unsqueeze(1), link).squeeze(1)
         if self.memory is not None and link is None:
-            staged: Tensor = _Ghosted.apply(x, StagedHalo(self.halo, self.memory))
+            staged: Tensor = Ghosted.apply(x, StagedHalo(self.halo, self.memory))
             return staged
         return torch.cat([x, exchange(x, self.halo if link is None else link)])
 
@@ -119,7 +119,7 @@ class LocalGraph:
         return self.with_ghosts(x, link)
 
 
-class _Ghosted(torch.autograd.Function):
+class Ghosted(torch.autograd.Function):
     """Concatenates own rows and ghosts, which arrive in stages, within the memory cap."""
 
     @staticmethod
@@ -198,6 +198,8 @@ class Topology:
     link: LinkPolicy | None = field(default=None, repr=False)
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
     compared: Any = field(default_factory=weakref.WeakKeyDictionary, repr=False)
+    # whether these are the edges of a chunk of a pipeline
+    chunked: ClassVar[bool] = False
 
     def constant_rows(self, x: Any) -> Tensor | None:
         """Returns own and ghost rows of a constant input, if they are cached.

@@ -35,7 +35,7 @@ from pyg_distcomm.nn.layer_context import has_hooks
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
 KEPT = 6  # tensors as large as its arguments that a message keeps, roughly
-_WHOLE = frozenset("size size_j edge_index edge_index_j ptr".split())
+WHOLE = frozenset("size size_j edge_index edge_index_j ptr".split())
 
 
 class NotInChunksError(TypeError):
@@ -110,7 +110,8 @@ def arguments_of(
         and (isinstance(value, Tensor) or is_pair(value))
     }
     mesh = edges.context.nodes.mesh
-    if wanted & _WHOLE or looked_up & wanted or not _is_plain(layer, mesh):
+    ours = 0 if mesh.size == 1 else 1  # which average gradients
+    if wanted & WHOLE or looked_up & wanted or not is_plain(layer, ours):
         return None
     found: list[Argument] = []
     tensors: list[Tensor] = []
@@ -133,7 +134,7 @@ def arguments_of(
                 found.append(Argument(name, "whole"))
                 value = as_replicated(value, mesh)
             tensors.append(value)
-        elif _holds_tensors(value):
+        elif holds_tensors(value):
             return None
         else:
             found.append(Argument(name, "value", value))
@@ -154,17 +155,21 @@ def pads(module: torch.nn.Module) -> bool:
     return "to_dense_batch" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
-def _holds_tensors(value: Any) -> bool:
+def holds_tensors(value: Any) -> bool:
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):
-        return any(isinstance(v, Tensor) or _holds_tensors(v) for v in value)
+        return any(isinstance(v, Tensor) or holds_tensors(v) for v in value)
     return False
 
 
-def _is_plain(layer: MessagePassing, mesh: Mesh) -> bool:
-    """Tells whether a layer's code reads and writes only its arguments and parameters."""
-    ours = 0 if mesh.size == 1 else 1  # which average gradients
+def is_plain(layer: MessagePassing, ours: int) -> bool:
+    """Tells whether a layer's code reads and writes only its arguments and parameters.
+
+    Args:
+        layer: the layer.
+        ours: how many hooks of each parameter are of this package.
+    """
     params = list(layer.parameters())
     if has_hooks(layer) or any(map(is_lazy, params)):
         return False
@@ -306,13 +311,22 @@ class NodeChunks:
         context, target = self.edges.context, self.ends[1]
         known, key = self.edges.rows.derived, ("by target", context.source)
         here, found = known.get(key, (None, None))
-        if here is not context.here:
+        mark = self.mark()
+        if here is not mark:
             count = torch.bincount(target, minlength=len(context.nodes))
             first = torch.cat([count.new_zeros(1), count.cumsum(0)])
             order = self.cap.moved(torch.argsort(target, stable=True))
             found = self.cap.moved(first), order
-            known[key] = context.here, found
+            known[key] = mark, found
         return found  # type: ignore[no-any-return]
+
+    def mark(self) -> Any:
+        """Returns what tells these edges from others with the same rows."""
+        return self.edges.context.here
+
+    def taken(self) -> list[Tensor]:
+        """Returns the parameters as inputs of the whole call."""
+        return self.params
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -373,6 +387,15 @@ class NodeChunks:
             given[name] = argument.wrap(x, edges.rows) if kind == "edge" else x
         self.mesh.drawn = 0
         out = self.run(edges, given, ends, (len(source), end - begin), local)
+        out = self.local(out, len(edge) if self.per_edge else end - begin)
+        return out, used, (edge, source, slice(begin, end))
+
+    def plain(self, g: Any) -> Any:
+        """Returns a gradient of a chunk as an ordinary tensor."""
+        return g
+
+    def local(self, out: Any, rows: int) -> Tensor:
+        """Returns own rows of what a chunk gives."""
         if self.per_edge and not isinstance(out, RowShardedTensor):
             raise NotInChunksError(
                 "a layer's edge_update returns no tensor of its edges"
@@ -380,12 +403,10 @@ class NodeChunks:
         if not isinstance(out, Tensor):
             raise NotInChunksError("a layer's propagate returns no tensor of its nodes")
         self.kind = type(out)
-        rows = len(edge) if self.per_edge else end - begin
-        if isinstance(out, RowShardedTensor):
-            out = out.to_local()
-        if not out.dim() or len(out) != rows:
+        found: Tensor = out.to_local() if isinstance(out, RowShardedTensor) else out
+        if not found.dim() or len(found) != rows:
             raise NotInChunksError("a layer's propagate returns no row for each node")
-        return out, used, (edge, source, slice(begin, end))
+        return found
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         """Runs all chunks; returns the rows of all targets, or of all edges.
@@ -400,7 +421,7 @@ class NodeChunks:
                 first = self.call(0, tensors, [x.requires_grad for x in tensors])[0]
                 self.params = _reached(first, self.params)
                 del first
-            out = _Chunked.apply(self, *tensors, *self.params)
+            out = _Chunked.apply(self, *tensors, *self.taken())
         except NotInChunksError:
             torch.set_rng_state(state)
             mesh.step = step
@@ -465,6 +486,7 @@ class _Chunked(torch.autograd.Function):
                 grads = torch.autograd.grad(
                     out, [*leaves, *params], part, allow_unused=True
                 )
+                grads = tuple(map(chunks.plain, grads))
                 where = {"source": source, "target": own, "edge": edge}
                 into = [
                     (k, s) for k, s in zip(kinds, sums, strict=True) if s is not None

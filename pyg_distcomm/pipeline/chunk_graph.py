@@ -53,7 +53,7 @@ class ChunkPass:
             chunk only to time it).
         epoch, layer: the epoch and the layer that are being computed.
         sites: the buffer of each exchange, by (layer, number of the exchange).
-        facts: rows that do not change from epoch to epoch (degrees), under the same keys.
+        facts: rows that do not change from epoch to epoch (degrees), by (layer, number).
         before, all_sites: the number of sites of earlier stages, and of all stages.
         readers: the layers that exchange rows by the link.
     """
@@ -73,6 +73,7 @@ class ChunkPass:
     readers: list[list[MessagePassing]] = field(default_factory=list)
     _exact_reason: str = ""
     _num_exchanges: int = 0
+    _num_facts: int = 0
     _num_draws: int = 0
 
     def begin_layer(self, layer: int, chunk: int | None) -> None:
@@ -81,6 +82,7 @@ class ChunkPass:
         Draws on plain tensors, such as weights, repeat when the layer is recomputed.
         """
         self.layer, self._num_exchanges, self._num_draws = layer, 0, 0
+        self._num_facts = 0
         self._exact_reason = ""
         pass_id = 0 if chunk is None else 1 + chunk
         key = random.fold(self.seed, _PLAIN, self.epoch, layer, pass_id)
@@ -188,15 +190,23 @@ class ChunkPass:
 
     def constant_rows_of(self, x: Tensor, chunk: int | None) -> Tensor:
         """Returns what `gathered` does, for rows `[n_c, w]` that are equal in all epochs."""
-        key = self._next_site_key()
+        self._check_not_backward()
+        self._num_facts += 1
+        key = self.layer, self._num_facts
         if chunk is None:
             ghosts = self._fetch_ghosts(x)
             if self.mode == "fill":
                 self.facts[key] = torch.cat([x, ghosts])
             return ghosts
-        places = self.plan.local_edges(chunk)[2]
+        places = self.plan.local_edges(chunk)[1]
         if self.mode == "measure":
             return x.new_ones((len(places), x.size(1)))
+        if key not in self.facts:
+            raise TypeError(
+                f"layer {self.layer} normalises in another way than when the pipeline first "
+                "saw the data; let forward do alike in both modes, and use torch.autocast "
+                "around all that it computes, or around none"
+            )
         own = self.facts[key][self.plan.own.rows(chunk)]
         if not bool(((own == x) | (x != x)).all()):
             raise TypeError(
@@ -267,7 +277,7 @@ class ChunkMesh:
     control = world
 
 
-class _RefusedLink:
+class RefusedLink:
     """Stands in place of a chunk's halo, which only sites may use: every attribute raises."""
 
     def __getattr__(self, name: str) -> Any:
@@ -299,9 +309,12 @@ class ChunkTopology(Topology):
     Rows travel over the links of the plan's chunks, whatever link a layer would use.
     """
 
+    chunked = True
+    mesh_kind: type[ChunkMesh] = ChunkMesh
+
     def __init__(self, run: ChunkPass, chunk: int | None) -> None:
         plan, whole = run.plan, run.plan.topology
-        mesh: Any = ChunkMesh(plan.mesh, run)
+        mesh: Any = self.mesh_kind(plan.mesh, run)
         own, edge = slice(0, plan.counts[0]), slice(0, len(plan.edge.order))
         if chunk is not None:
             own, edge = plan.own.rows(chunk), plan.edge.rows(chunk)
@@ -321,12 +334,14 @@ class ChunkTopology(Topology):
         """Edges in the chunk's own numbering."""
         plan, chunk, own = self.run.plan, self.chunk, len(self.nodes)
         if chunk is None:
-            source, target, ghost = plan.source, plan.target, plan.gid[own:]
+            ends, ghost = plan.ends, plan.gid[own:]
         else:
-            source, target, places = plan.local_edges(chunk)
+            ends, places = plan.local_edges(chunk)
             ghost = plan.gid[places.cpu()]
-        closed: Any = _RefusedLink()
-        return ChunkLocals(source, target, ghost, closed, own, self.run, chunk)
+        closed: Any = RefusedLink()
+        found = ChunkLocals(ends[0], ends[1], ghost, closed, own, self.run, chunk)
+        vars(found)["_ends"] = ends
+        return found
 
     @property
     def reversed(self) -> Any:  # type: ignore[override]

@@ -99,13 +99,13 @@ class ChunkPlan:
     """The plan of this rank's chunks: their nodes, edges, matrices and exchanges.
 
     Shapes (this rank; n own nodes, h ghosts, e edges, M chunks): own, ghost and edge sort
-    n nodes, h ghosts and e edges by chunk; source [e] counts own places, then those of
-    ghosts, target [e] own places, both in the order of `edge`.
+    n nodes, h ghosts and e edges by chunk; ends [2, e] are sources, which count own places,
+    then those of ghosts, and targets, which count own places, in the order of `edge`.
 
     Args:
         topology: the share.
         own, ghost, edge: own nodes, ghosts and edges, sorted by chunk.
-        source, target: the ends of edges, by place.
+        ends: the ends of edges, by place.
         links: for each chunk, the exchange of its rows among the ranks of a stage.
         all_chunks: the exchange of the rows of all chunks at once.
         crossing: the share of the graph's edges whose ends are in two chunks.
@@ -115,15 +115,24 @@ class ChunkPlan:
     own: ChunkOrder
     ghost: ChunkOrder
     edge: ChunkOrder
-    source: Tensor
-    target: Tensor
+    ends: Tensor
     links: tuple[Link, ...]
     all_chunks: Link
     crossing: float = 0.0
     _operators: dict[Any, Operator] = field(default_factory=dict, repr=False)
-    _local_edges: dict[int, tuple[Tensor, Tensor, Tensor]] = field(
+    _local_edges: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False
     )
+
+    @property
+    def source(self) -> Tensor:
+        """The sources of edges, by place."""
+        return self.ends[0]
+
+    @property
+    def target(self) -> Tensor:
+        """The targets of edges, by place."""
+        return self.ends[1]
 
     @property
     def chunks(self) -> int:
@@ -159,29 +168,29 @@ class ChunkPlan:
         own = topology.nodes.gid[self.own.order.cpu()]
         return torch.cat([own, topology.locals.ghost_gid[self.ghost.order.cpu()]])
 
-    def local_edges(self, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def local_edges(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Returns a chunk's edges in its own numbering, and the places of its outside sources.
 
-        Shapes: sources and targets [e_c], numbered own rows first; places [u_c], ascending.
+        Shapes: sources and targets [2, e_c], numbered own rows first; places [u_c], ascending.
         """
         if chunk not in self._local_edges:
             self._local_edges[chunk] = self._build_local_edges(chunk)
         return self._local_edges[chunk]
 
-    def _build_local_edges(self, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _build_local_edges(self, chunk: int) -> tuple[Tensor, Tensor]:
         edges, rows = self.edge.rows(chunk), self.own.rows(chunk)
         source, target = self.source[edges], self.target[edges] - rows.start
         inside = (source >= rows.start) & (source < rows.stop)
         places, index = torch.unique(source[~inside], return_inverse=True)
         lid = source - rows.start
         lid[~inside] = index + (rows.stop - rows.start)
-        return lid, target, places
+        return torch.stack([lid, target]), places
 
     def gather(self) -> Operator:
         """Returns the matrix of zeros and ones that selects the rows each chunk reads."""
 
         def make() -> Operator:
-            every = [self.local_edges(c)[2] for c in range(self.chunks)]
+            every = [self.local_edges(c)[1] for c in range(self.chunks)]
             bounds = [0]
             for places in every:
                 bounds.append(bounds[-1] + len(places))
@@ -269,8 +278,12 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
         own.to(device),
         ghost.to(device),
         edge.to(device),
-        place[here.source_lid.cpu()[edge.order]].to(device),
-        own.place[here.target_lid.cpu()[edge.order]].to(device),
+        torch.stack(
+            [
+                place[here.source_lid.cpu()[edge.order]],
+                own.place[here.target_lid.cpu()[edge.order]],
+            ]
+        ).to(device),
         links,
         replace(here.halo, send_slot=slot.to(device)),
         num_crossing / max(edges, 1),

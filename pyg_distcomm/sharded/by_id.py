@@ -35,6 +35,10 @@ def index_select(func: Any, args: Any, kwargs: Any) -> Any:
     """Reads rows by ids."""
     x, d, index = args
     d %= max(x.dim(), 1)
+    if type(x) is not DistTensor and index.rows.mesh.local_sizes:
+        ids = ids_of(index)
+        assert ids is not None
+        return back(_rows_of_chunk(plain(x).movedim(d, 0), ids), ids.rows, d)
     if type(x) is not DistTensor:  # plain rows, by sharded ids
         compare_plain(plain(x), index.rows.mesh)
         return DistTensor(func(plain(x), d, index.local), index.rows, d)
@@ -47,6 +51,14 @@ def index_select(func: Any, args: Any, kwargs: Any) -> Any:
         return whole.apply(func, args, kwargs)
     rows = ids.exchange(x.rows).gather(front(x), None if x._key is None else key_of(x))
     return back(rows, ids.rows, d)
+
+
+def _rows_of_chunk(x: Tensor, ids: Ids) -> Tensor:
+    """Returns rows of a plain tensor by ids of a chunk: of its nodes, or of a table."""
+    nodes = ids.rows.nodes
+    if ids.part is None or nodes is None or len(x) != nodes.count:
+        return x.index_select(0, ids.local)
+    return ids.exchange(nodes).gather(x)
 
 
 @rule(aten.index.Tensor)
@@ -95,6 +107,8 @@ def _by_one_index(func: Any, x: Tensor, d: int, v: Tensor, args: Any) -> Any:
         return DistTensor(func(x.local, args[1]), x.rows, dim)
     if type(v) is DistTensor and v.dim() == 1:
         if type(x) is DistTensor:
+            return index_select(aten.index_select.default, (x, d, v), {})
+        if v.rows.mesh.local_sizes:
             return index_select(aten.index_select.default, (x, d, v), {})
         given = [None] * d + [v.local]
         return DistTensor(func(plain(x), given), v.rows, d)

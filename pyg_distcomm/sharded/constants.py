@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sharded.dist_tensor import DistTensor, rule
+from pyg_distcomm.sharded.dist_tensor import DistTensor, note_write, rule
 
 _KEPT = 96  # results
 _KEPT_PLAIN = 32  # plain operands
@@ -222,6 +222,7 @@ def _write(
         kept = held[0]
         if type(target) is DistTensor:
             target.local.copy_(kept[0])
+            note_write(target)
             target._ids = target._chosen = target._topology = None
         else:
             target.copy_(kept)

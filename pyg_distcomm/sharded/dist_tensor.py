@@ -25,7 +25,12 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sharded.agreement import compare_parameters, compare_plain, name_of
+from pyg_distcomm.sharded.agreement import (
+    compare_parameters,
+    compare_plain,
+    in_backward,
+    name_of,
+)
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -259,6 +264,12 @@ def read_only(func: Any) -> RuntimeError:
     )
 
 
+def note_write(x: DistTensor) -> None:
+    """Counts a write to own rows, as autograd does not in here; caches ask for their number."""
+    if not x.local.is_inference():
+        torch.autograd.graph.increment_version(x.local)
+
+
 def first_sharded(args: Any) -> DistTensor | None:
     """Returns the first sharded operand, also of a list of operands."""
     for a in args:
@@ -313,6 +324,8 @@ def local_at(x: Tensor, rows: Rows, dim: int) -> Tensor:
 def all_rows(x: DistTensor, op: str) -> Tensor:
     """Returns all rows, in order, on every rank; collective, noted as "gather <op>"."""
     local, rows, dim = x.local, x.rows, x.dim_
+    if rows.mesh.local_sizes and in_backward():  # a chunk's are all here
+        return local.clone()
     axis = rows.mesh.world
     if axis.size == 1:
         return local.clone()

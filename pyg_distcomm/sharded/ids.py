@@ -21,6 +21,7 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import compare_ids
 from pyg_distcomm.sharded.constants import constants_of, key_of, version_of
 from pyg_distcomm.sharded.dist_tensor import (
@@ -38,12 +39,18 @@ _SUMMED = (torch.float32, torch.float64)
 
 
 class Ids:
-    """Holds the ids `[k]` on this rank, and what has been planned for them."""
+    """Holds the ids `[k]` on this rank, and what has been planned for them.
 
-    __slots__ = ("_highest", "_plans", "local", "rows")
+    Args:
+        local: the ids.
+        rows: which rows these are.
+        part: their index, if they are one of several, as `edge_index[0]` is.
+    """
 
-    def __init__(self, local: Tensor, rows: Rows) -> None:
-        self.local, self.rows = local, rows
+    __slots__ = ("_highest", "_plans", "local", "part", "rows")
+
+    def __init__(self, local: Tensor, rows: Rows, part: int | None = None) -> None:
+        self.local, self.rows, self.part = local, rows, part
         self._highest: int | None = None
         self._plans: dict[int, tuple[Rows, IdExchange]] = {}
 
@@ -63,10 +70,15 @@ class Ids:
         """Returns the exchange with rows of a tensor; collective at the first call."""
         known = self._plans.get(id(rows))
         if known is None:
-            plan = IdPlan.build(self.local.reshape(-1).long(), rows)
-            known = rows, IdExchange(plan.to(self.local.device))
-            self._plans[id(rows)] = known
+            known = self._plans[id(rows)] = rows, _planned(self, rows)
         return known[1]
+
+
+def _planned(ids: Ids, rows: Rows) -> IdExchange:
+    if rows.mesh.local_sizes:
+        return PROCESS.rules["ids of a chunk"](ids, rows)  # type: ignore[no-any-return]
+    plan = IdPlan.build(ids.local.reshape(-1).long(), rows)
+    return IdExchange(plan.to(ids.local.device))
 
 
 class IdExchange:
@@ -245,7 +257,7 @@ def ids_of_part(x: DistTensor, i: int, part: DistTensor) -> Ids | None:
     if not isinstance(kept, dict) or kept["version"] != version:
         kept = x._chosen = {"version": version}
     if i not in kept:
-        kept[i] = Ids(part.local, part.rows)
+        kept[i] = Ids(part.local, part.rows, i)
     return kept[i]  # type: ignore[no-any-return]
 
 
@@ -258,8 +270,8 @@ def reshard(x: DistTensor, rows: Rows) -> Tensor:
     key = "reshard", id(x.rows)
     known = rows.derived.get(key)
     if known is None:
-        plan = IdPlan.build(rows.place, x.rows).to(x.device)
-        known = rows.derived[key] = x.rows, IdExchange(plan)
+        ids = Ids(rows.place_on(x.device), rows)
+        known = rows.derived[key] = x.rows, _planned(ids, x.rows)
     front = x.local.movedim(x.dim_, 0)
     return known[1].gather(front).movedim(0, x.dim_)  # type: ignore[no-any-return]
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.nn.layer_context import (
     LayerContext,
@@ -26,17 +24,19 @@ from pyg_distcomm.nn.layer_context import (
     check_arguments,
     check_link,
     has_hooks,
+    is_changed,
     is_product,
 )
 from pyg_distcomm.nn.local_products import run_gcn, run_layer, run_sage
 from pyg_distcomm.nn.message_forms import layers_of
 from pyg_distcomm.sharded.adding import adding
 from pyg_distcomm.sharded.agreement import compare_parameters
+from pyg_distcomm.sharded.capped import within_cap
 from pyg_distcomm.sharded.dist_tensor import DistTensor, rule
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 from pyg_distcomm.sharded.linked import exchanging, keeps_rows
-from pyg_distcomm.sharded.partial import summed_over_ranks
+from pyg_distcomm.sharded.partial import entered
 
 
 def topology_of(edge_index: Any) -> Topology | None:
@@ -53,10 +53,13 @@ def run_on_share(
     edges: list[Any] = [v for v in values if isinstance(v, DistEdgeIndex)]
     if len(edges) != 1:
         return run(*args, **kwargs)
-    if link in (None, "exact") and edges[0].topology.link is None:
-        if edges[0].of_torch:
-            return run(*args, **kwargs)
-        with adding(conv):
+    topology = edges[0].topology
+    exact = link in (None, "exact") and topology.link is None
+    if exact and edges[0].of_torch:
+        return run(*args, **kwargs)
+    if exact and not topology.chunked:
+        capped = topology.nodes.memory is not None
+        with within_cap(conv, topology, args, kwargs) if capped else adding(conv):
             return run(*args, **kwargs)
     if edges[0].of_torch:
         raise TypeError(
@@ -66,6 +69,8 @@ def run_on_share(
     if any(map(keeps_rows, layers_of(conv))):
         link = "exact"  # what it keeps must be exact
     context = LayerContext.of(conv, link, edges[0])
+    if topology.chunked and is_one_hop(conv) and not is_changed(conv):
+        run = _one_hop(conv, run)
     with exchanging(conv, context):
         return run(*args, **kwargs)
 
@@ -372,42 +377,6 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
 
-class _Enter(torch.autograd.Function):
-    """Takes a plain tensor into a computation on own rows; its gradient is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():
-            return _Sum.apply(g, ctx.mesh), None
-        return summed_over_ranks(g, ctx.mesh), None
-
-
-class _Sum(torch.autograd.Function):
-    """Sums parts over the ranks; the gradient of each part is that of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return collectives.all_reduce(part, mesh.world)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _Enter.apply(g, ctx.mesh), None
-
-
-def entered(x: Any, mesh: Any) -> Any:
-    """Returns a plain tensor for a computation on own rows; its gradient is summed."""
-    plain = isinstance(x, Tensor) and not isinstance(x, EdgeMethods)
-    if plain and x.requires_grad and isinstance(mesh, Mesh) and mesh.world.size > 1:
-        return _Enter.apply(x, mesh)
-    return x
-
-
 class _OnOwnRows(torch.nn.Module):
     """Runs a layer's computation, as `functional_call` needs a module for."""
 
@@ -428,10 +397,13 @@ def _one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
     def on_own_rows(x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
         topology, training = topology_of(edge_index), getattr(conv, "training", False)
-        drawn = training and getattr(conv, "dropout", 0.0) > 0
-        known = topology is not None and topology.sources is None and not drawn
+        known = topology is not None and topology.sources is None
+        drawn = training or (known and topology.chunked)  # type: ignore[union-attr]
+        known = known and not (drawn and getattr(conv, "dropout", 0.0) > 0)
         known = known and edge_index.weight is None and _rows_of(x, topology)
-        known = known and x.dim() == 2 and conv.link in (None, "exact")
+        known = (
+            known and x.dim() == 2 and getattr(conv, "link", None) in (None, "exact")
+        )
         if not known or topology is None or topology.link is not None:
             return run(x, edge_index, *args, **kwargs)
         values = (*args, *kwargs.values())
@@ -461,11 +433,9 @@ def _on_own_rows(
     own = table[: len(topology.nodes)]
     if mesh.size > 1:
         compare_parameters(list(conv.parameters()), mesh)
-    entered = {
-        f"conv.{name}": _Enter.apply(p, mesh) for name, p in conv.named_parameters()
-    }
+    params = {f"conv.{name}": entered(p, mesh) for name, p in conv.named_parameters()}
     given = run, (table, own), topology.locals.ends, *args
-    out = torch.func.functional_call(_OnOwnRows(conv), entered, given, kwargs)
+    out = torch.func.functional_call(_OnOwnRows(conv), params, given, kwargs)
 
     return DistTensor.from_local(out, topology.nodes)
 

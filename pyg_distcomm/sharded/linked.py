@@ -27,10 +27,10 @@ def exchanging(conv: Any, context: LayerContext) -> Iterator[None]:
     if context.is_coded and context.link is not None:
         check_aggregations(layers, context.link)
     call = context.exchange()
-    if call is None:
+    if call is None and not context.topology.chunked:
         yield
         return
-    visit = _Visit(call)
+    visit = _ChunkVisit(context) if context.topology.chunked else _Visit(call)
     for layer in layers:
         vars(layer).update(visit.stand_ins(layer))
     try:
@@ -106,6 +106,33 @@ class _Visit:
         table = table.squeeze(1) if local.dim() == 1 else table
         if not coded:
             self.fetched.append((src, plan.halo, table))
+        return table
+
+
+class _ChunkVisit(_Visit):
+    """Reads source rows of a chunk of a pipeline, each once; see `chunk_rows.py`."""
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__(None)
+        self.here = context.topology.locals
+
+    def select(
+        self, layer: Any, plain: Callable[..., Tensor], src: Any, index: Any
+    ) -> Tensor:
+        """Returns the rows of `src` at ids, those of other chunks from a site."""
+        spread = type(src) is DistTensor and type(index) is DistTensor
+        ids = ids_of(index) if spread and src.dim_ == 0 else None
+        if ids is None or ids.part != 0:
+            return plain(src, index)
+        table = self._table(layer, src, None)
+        return DistTensor.from_local(table.index_select(0, ids.local), ids.rows)
+
+    def _table(self, layer: Any, src: Any, plan: Any) -> Tensor:
+        for known, _, table in self.fetched:
+            if known is src:
+                return table
+        table = self.here.with_ghosts(src.to_local().contiguous())
+        self.fetched.append((src, None, table))
         return table
 
 

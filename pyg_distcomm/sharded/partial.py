@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.sharded.agreement import in_backward, is_wrapped
-from pyg_distcomm.sharded.dist_tensor import read_only
+from pyg_distcomm.sharded.dist_tensor import DistTensor, read_only
 
 aten = torch.ops.aten
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -132,11 +132,19 @@ _SUMS = {aten.add.Tensor, aten.add_.Tensor}
 
 def summed_over_ranks(part: Tensor, mesh: Mesh) -> Tensor:
     """Returns the sum of a part over the ranks, in a backward pass when it is read."""
-    if mesh.size == 1:
-        return part
+    if mesh.size == 1:  # outside a backward pass the mesh of a chunk has no axis
+        return part if in_backward() else collectives.all_reduce(part, mesh.world)
     if in_backward() and not torch.is_grad_enabled():
         return PartialSum(part, mesh)
     return collectives.all_reduce(part, mesh.world)
+
+
+def accumulates_plain() -> bool:
+    """Tells whether torch accumulates the gradient of a leaf that is not sharded."""
+    if not _accumulates():
+        return False
+    node: Any = torch._C._current_autograd_node()
+    return not isinstance(node.variable, DistTensor)
 
 
 def _accumulates() -> bool:
@@ -193,3 +201,37 @@ def _later(x: PartialSum) -> Tensor:
     out = x.part.clone()  # parts of several leaves may share memory
     _pass_of(x.mesh).written.append(out)
     return out.view(out.shape)
+
+
+class _Enter(torch.autograd.Function):
+    """Takes a plain tensor into a computation on own rows; its gradient is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            return _Sum.apply(g, ctx.mesh), None
+        return summed_over_ranks(g, ctx.mesh), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sums parts over the ranks; the gradient of each part is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return collectives.all_reduce(part, mesh.world)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _Enter.apply(g, ctx.mesh), None
+
+
+def entered(x: Tensor, mesh: Any) -> Tensor:
+    """Returns a plain tensor for a computation on own rows; its gradient is summed."""
+    summed = isinstance(mesh, Mesh) and mesh.size > 1 and x.requires_grad
+    return _Enter.apply(x, mesh) if summed else x

@@ -13,8 +13,14 @@ from torch import Tensor
 
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
-from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, local_at, rule
-from pyg_distcomm.sharded.partial import PartialSum
+from pyg_distcomm.sharded.dist_tensor import (
+    DistTensor,
+    all_rows,
+    local_at,
+    note_write,
+    rule,
+)
+from pyg_distcomm.sharded.partial import PartialSum, accumulates_plain
 
 aten = torch.ops.aten
 
@@ -82,6 +88,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def changed(target: DistTensor) -> None:
     """Forgets what was derived from the values of a tensor that an op has written to."""
+    note_write(target)
     target._key = target._ids = target._chosen = None
     target._topology = target._weight = None
 
@@ -144,6 +151,8 @@ rule(
 def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies a tensor, or makes an alias; what was planned for its ids stays."""
     x = args[0]
+    if x.size(x.dim_) == 1 and accumulates_plain():  # of one row, not summed over it
+        return all_rows(x, "gradient")
     out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
     out._ids, out._chosen = x._ids, x._chosen
     out._topology, out._weight = x._topology, x._weight

@@ -10,6 +10,7 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.agreement import in_backward
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     local_at,
@@ -128,6 +129,9 @@ def _scatter_to_plain(
     x: Tensor, d: int, ids: Ids, source: Tensor, op: str, include: bool, mutable: bool
 ) -> Any:
     mesh, local = ids.rows.mesh, ids.local
+    # all edges into a chunk's nodes are in it; and a gradient is its part of one
+    if mesh.local_sizes and (ids.part == 1 or in_backward()):
+        return _scatter_here(x, d, local, source, op, include, mutable)
     first = x.movedim(d, 0)
     ids.check_below(len(first))
 
@@ -152,6 +156,18 @@ def _scatter_to_plain(
         return total.movedim(0, d)
     first.copy_(total)
     return x
+
+
+def _scatter_here(
+    x: Tensor, d: int, ids: Tensor, source: Tensor, op: str, include: bool, write: bool
+) -> Tensor:
+    index = ids.view(-1, *[1] * (source.dim() - 1)).expand_as(source)
+    first, how = x.movedim(d, 0), {"include_self": include}
+    source = source.to(x.dtype)
+    if write:
+        first.scatter_reduce_(0, index, source, op, **how)
+        return x
+    return first.scatter_reduce(0, index, source, op, **how).movedim(0, d)
 
 
 def _reduced(

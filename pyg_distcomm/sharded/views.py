@@ -167,7 +167,7 @@ def _one_row(x: DistTensor, d: int, i: int) -> Tensor:
         if mine
         else x.local.new_zeros([s for k, s in enumerate(x.local.shape) if k != d])
     )
-    if x.rows.mesh.size == 1:
+    if x.rows.mesh.world.size == 1:
         return row
     if row.dtype == torch.bool:
         return collectives.all_reduce(row.to(torch.uint8), x.rows.mesh.world).bool()
@@ -216,6 +216,8 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(
     aten.split.Tensor,
     aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
     aten.unbind.int,
     aten.chunk.default,
 )
@@ -232,7 +234,7 @@ def split(func: Any, args: Any, kwargs: Any) -> Any:
     if func is aten.unbind.int:
         return whole.apply(func, args, kwargs)
     sizes = rest[0]
-    if func is aten.split.Tensor:
+    if func in (aten.split.Tensor, aten.unsafe_split.Tensor):
         n, s = x.size(d), rest[0]
         sizes = [min(s, n - i) for i in range(0, n, s)] or [0]
     out, at = [], 0
@@ -287,13 +289,7 @@ def joined(parts: list[Rows]) -> Rows:
     key = ("joined", *map(id, parts))
     cache = parts[0].derived
     if key not in cache:
-        at, places = 0, []
-        for part in parts:
-            places.append(part.place + at)
-            at += part.count
-        nodes = next((p.nodes for p in parts if p.nodes is not None), None)
-        made = Rows(torch.cat(places), at, parts[0].mesh, None, nodes=nodes)
-        cache[key] = made, parts
+        cache[key] = parts[0].joined(parts), parts
     return cache[key][0]  # type: ignore[no-any-return]
 
 

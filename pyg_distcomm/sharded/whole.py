@@ -12,7 +12,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyg_distcomm.comm.whereabouts import place_of
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, own_part
+from pyg_distcomm.sharded.dist_tensor import (
+    DistTensor,
+    all_rows,
+    note_write,
+    own_part,
+)
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 from pyg_distcomm.sharded.partial import PartialSum
 
@@ -54,6 +59,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for value in written:
         if isinstance(value, DistTensor):
             value.local.copy_(own_part(seen[id(value)], value.rows, value.dim_))
+            note_write(value)
             value._key = value._ids = value._chosen = value._topology = None
     return written[0] if len(written) == 1 else out
 
