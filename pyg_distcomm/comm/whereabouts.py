@@ -183,7 +183,7 @@ def _name_of(frame: FrameType) -> str:
     name, values = frame.f_code.co_name, frame.f_locals
     wrapped = getattr(values.get("func"), "__name__", None)
     if isinstance(wrapped, str):
-        return wrapped.strip("_")
+        return wrapped.partition(".")[0].strip("_")  # an op without its overload
     if name in _MODULE_CALLS and "self" in values:
         return type(values["self"]).__name__
     return name.strip("_")

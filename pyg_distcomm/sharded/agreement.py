@@ -21,6 +21,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.process import PROCESS
 
 _PRIME = (1 << 61) - 1
+_CALLS = 4096  # ops that are remembered
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -45,6 +46,26 @@ def compare_plain(x: Tensor, mesh: Any) -> None:
                 "made, and draw alike: the gradient of a plain tensor, such as pooled rows, "
                 f"of shape {list(x.shape)} differs between ranks"
             ) from error
+
+
+def compare_call(mesh: Any, shape: Any, dtype: torch.dtype) -> None:
+    """Raises on all ranks if they are at different ops over all rows; collective at first use.
+
+    Nothing is compared in a backward pass.
+    """
+    if mesh.size == 1 or mesh.check == "never" or not isinstance(mesh, Mesh):
+        return
+    known = mesh.sharded.get("calls")
+    if known is None:
+        known = mesh.sharded["calls"] = set()
+    call = PROCESS.op, tuple(shape), dtype
+    if call in known or in_backward():
+        return
+    if len(known) >= _CALLS:  # loops over sizes; on all ranks alike
+        known.clear()
+    what = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    comparer_of(mesh).check_call(name_of(PROCESS.op), (what,))
+    known.add(call)
 
 
 def compare_parameters(args: Any, mesh: Any) -> None:

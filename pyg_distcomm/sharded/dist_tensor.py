@@ -26,6 +26,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import (
+    compare_call,
     compare_parameters,
     compare_plain,
     in_backward,
@@ -329,6 +330,7 @@ def all_rows(x: DistTensor, op: str) -> Tensor:
     axis = rows.mesh.world
     if axis.size == 1:
         return local.clone()
+    compare_call(rows.mesh, x.shape, x.dtype)
     flat = local.movedim(dim, 0).contiguous()
     sizes, order = _gathered_order(rows)
     sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat

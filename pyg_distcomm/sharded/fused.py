@@ -10,6 +10,7 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.agreement import compare_call
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, own_part, rule
 from pyg_distcomm.sharded.partial import PartialSum, summed_over_ranks
 from pyg_distcomm.sharded.pointwise import changed, meeting
@@ -27,6 +28,7 @@ def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
     out, weight = func(*own, w, SUM if reduction == MEAN else reduction, ignore)
     if reduction == NONE:
         return DistTensor(out, rows), weight
+    compare_call(rows.mesh, x.shape, x.dtype)
     both = collectives.all_reduce(torch.stack([out, weight]), rows.mesh.world)
     return (both[0] / both[1] if reduction == MEAN else both[0]), both[1]
 
@@ -105,7 +107,9 @@ rule(
 def _over_rows(x: Tensor, rows: Any) -> Tensor:
     """Sums own rows `[n_i, f, ...]` over all but dimension 1, and over the ranks."""
     dims = [0, *range(2, x.dim())]
-    return collectives.all_reduce(x.sum(dims), rows.mesh.world)
+    total = x.sum(dims)
+    compare_call(rows.mesh, total.shape, x.dtype)
+    return collectives.all_reduce(total, rows.mesh.world)
 
 
 @rule(

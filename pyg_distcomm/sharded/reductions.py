@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.agreement import compare_call
 from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, local_at, rule
 from pyg_distcomm.sharded.partial import summed_over_ranks
 from pyg_distcomm.sharded.pointwise import meeting
@@ -18,10 +19,17 @@ from pyg_distcomm.sharded.pointwise import meeting
 aten = torch.ops.aten
 
 
+def _over_ranks(part: Tensor, mesh: Any, op: str = "sum") -> Tensor:
+    """Returns the reduction of a part over the ranks."""
+    return collectives.all_reduce(part, mesh.world, op)
+
+
 def _dims(x: Tensor, dims: Any) -> list[int]:
-    if dims is None or dims == []:
-        return list(range(x.dim()))
-    return [d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)]
+    given = [dims] if isinstance(dims, int) else dims
+    found = [d % x.dim() for d in given] if given else list(range(x.dim()))
+    if type(x) is DistTensor and x.dim_ in found:
+        compare_call(x.rows.mesh, x.shape, x.dtype)
+    return found
 
 
 def _reduced(
@@ -55,7 +63,7 @@ def mean(func: Any, args: Any, kwargs: Any) -> Any:
         return _reduced(func, args, kwargs, lambda out, x: out)
     keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     total = x.local.sum(dims, keep, dtype=kwargs.get("dtype"))
-    total = collectives.all_reduce(total, x.rows.mesh.world)
+    total = _over_ranks(total, x.rows.mesh)
     return total / math.prod(x.size(d) for d in dims)
 
 
@@ -74,10 +82,10 @@ def _extreme(op: str) -> Callable[[Any, Any, Any], Any]:
             local = local.new_full(shape, _identity(x.dtype, op))
         if local.dtype == torch.bool:
             out = func(local, *args[1:], **kwargs).to(torch.uint8)
-            return collectives.all_reduce(out, x.rows.mesh.world, op).bool()
+            return _over_ranks(out, x.rows.mesh, op).bool()
         found = func(local, *args[1:], **kwargs)
         if not found.dtype.is_floating_point:
-            return collectives.all_reduce(found, x.rows.mesh.world, op)
+            return _over_ranks(found, x.rows.mesh, op)
         sign = (
             1 if op == "max" else -1
         )  # of what is not a number, which wins everywhere
@@ -85,7 +93,7 @@ def _extreme(op: str) -> Callable[[Any, Any, Any], Any]:
         both = torch.stack(
             [found.masked_fill(lost, _identity(x.dtype, op)), sign * lost]
         )
-        both = collectives.all_reduce(both, x.rows.mesh.world, op)
+        both = _over_ranks(both, x.rows.mesh, op)
         return both[0].masked_fill(both[1] != 0, math.nan)
 
     return apply
@@ -117,7 +125,7 @@ def any_all(func: Any, args: Any, kwargs: Any) -> Any:
     op = "max" if "any" in func._schema.name else "min"
 
     def over(out: Tensor, x: DistTensor) -> Tensor:
-        return collectives.all_reduce(out.to(torch.uint8), x.rows.mesh.world, op).bool()
+        return _over_ranks(out.to(torch.uint8), x.rows.mesh, op).bool()
 
     return _reduced(func, args, kwargs, over)
 
@@ -144,7 +152,7 @@ def norm(func: Any, args: Any, kwargs: Any) -> Any:
     if order not in (1, 2):
         return whole.apply(func, args, kwargs)
     part = (x.local.abs() if order == 1 else x.local * x.local).sum(over, keep)
-    total = collectives.all_reduce(part, x.rows.mesh.world)
+    total = _over_ranks(part, x.rows.mesh)
     return total if order == 1 else total.sqrt()
 
 
@@ -165,10 +173,10 @@ def var(func: Any, args: Any, kwargs: Any) -> Any:
             if pair
             else DistTensor(out, x.rows, dim)
         )
-    n, world = math.prod(x.size(d) for d in dims), x.rows.mesh.world
-    middle = collectives.all_reduce(x.local.sum(dims, True), world) / n
+    n, world = math.prod(x.size(d) for d in dims), x.rows.mesh
+    middle = _over_ranks(x.local.sum(dims, True), world) / n
     part = (x.local - middle).square().sum(dims, keep)
-    out = collectives.all_reduce(part, world) / max(n - correction, 0)
+    out = _over_ranks(part, world) / max(n - correction, 0)
     if func is aten.std.correction:
         return out.sqrt()
     return (out, middle if keep else middle.view(out.shape)) if pair else out
@@ -244,7 +252,7 @@ def _logsumexp(x: DistTensor, dims: list[int], keep: bool) -> Tensor:
     most = _extreme("max")(aten.amax.default, (x, dims, True), {})
     most = torch.where(most.isfinite(), most, torch.zeros_like(most))
     part = (x.local - most).exp().sum(dims, True)
-    out = collectives.all_reduce(part, x.rows.mesh.world).log() + most
+    out = _over_ranks(part, x.rows.mesh).log() + most
     return out if keep else out.squeeze(dims)  # type: ignore[arg-type]
 
 
@@ -263,4 +271,4 @@ def equal(func: Any, args: Any, kwargs: Any) -> bool:
     like = a if type(a) is DistTensor else b
     same = torch.equal(*(local_at(t, like.rows, like.dim_) for t in (a, b)))
     flag = torch.tensor([int(same)])
-    return bool(collectives.all_reduce(flag, like.rows.mesh.world, "min"))
+    return bool(_over_ranks(flag, like.rows.mesh, "min"))
