@@ -11,6 +11,7 @@ nobody asks.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import sys
@@ -184,6 +185,8 @@ def _name_of(frame: FrameType) -> str:
     wrapped = getattr(values.get("func"), "__name__", None)
     if isinstance(wrapped, str):
         return wrapped.partition(".")[0].strip("_")  # an op without its overload
+    if frame.f_code.co_flags & inspect.CO_GENERATOR:
+        return "next"
     if name in _MODULE_CALLS and "self" in values:
         return type(values["self"]).__name__
     return name.strip("_")

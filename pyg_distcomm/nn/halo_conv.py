@@ -22,6 +22,7 @@ from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.nn.halo_execution import HaloVisit
 from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
 from pyg_distcomm.nn.layer_context import (
+    INDICES,
     LayerContext,
     OwnLink,
     check_given,
@@ -238,13 +239,10 @@ def _shard_input(value: Any, nodes: Rows, sources: Rows | None) -> Any:
     if value.layout != torch.strided:
         _check_square(value.shape[:2], nodes)  # further dims are those of values
         return DistEdgeIndex.of_sparse(value, nodes)
-    pair = value.dim() == 2 and value.size(0) == 2 and value.dtype in _INDICES
+    pair = value.dim() == 2 and value.size(0) == 2 and value.dtype in INDICES
     if pair and not isinstance(value, (DistTensor, LocalIndexGuard)):
         return DistEdgeIndex.cut(value, nodes, sources)
     return value
-
-
-_INDICES = (torch.int64, torch.int32)
 
 
 @eagerly

@@ -33,6 +33,7 @@ from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 OwnLink: TypeAlias = LinkPolicy | Literal["exact"] | None
 
+INDICES = (torch.int64, torch.int32)
 STEPS = "propagate message aggregate update message_and_aggregate edge_update".split()
 _WHEN = ("pre_hooks", "hooks")
 
@@ -328,7 +329,7 @@ def warn_whole_graph(layer: Any, values: list[Any]) -> None:
     if mesh is None or mesh.size == 1 or "whole" in PROCESS.warned:
         return
     tensors = [v for v in values if type(v) is Tensor]
-    pairs = [v for v in tensors if v.dtype in _INDICES and v.shape[:1] == (2,)]
+    pairs = [v for v in tensors if v.dtype in INDICES and v.shape[:1] == (2,)]
     if not pairs or PROCESS.loaders:
         return
     seen, PROCESS.plain_edges[layer] = (
@@ -344,6 +345,3 @@ def warn_whole_graph(layer: Any, values: list[Any]) -> None:
             "pdc.partition(data, mesh), or minibatches of pyg_distcomm.loader",
             stacklevel=5,
         )
-
-
-_INDICES = (torch.int64, torch.int32)

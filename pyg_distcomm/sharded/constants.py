@@ -23,6 +23,7 @@ from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.dist_tensor import DistTensor, note_write, rule
 
 _KEPT = 96  # results
+_NUMBERED = 1 << 14  # descriptions
 _KEPT_PLAIN = 32  # plain operands
 
 
@@ -41,6 +42,10 @@ class Constants:
         """Returns the number of a description, always the same one."""
         found = self._numbers.get(of)
         if found is None:
+            if (
+                len(self._numbers) >= _NUMBERED
+            ):  # on all ranks alike; numbers are not reused
+                self._numbers.clear()
             self._count += 1
             found = self._numbers[of] = self._count
         return found

@@ -81,9 +81,11 @@ def _check_size(name: str, args: Any, kwargs: Any) -> None:
             "each rank, which a strict mesh does not gather; take .full_tensor() where that "
             "is wanted, or an operation that works row by row or reduces over rows"
         )
+    if total <= _LARGE or mesh.rank:
+        return
     line = place_of(sys._getframe(1))
     told = f"{name} at {line}"
-    if total > _LARGE and told not in PROCESS.warned and mesh.rank == 0:
+    if told not in PROCESS.warned:
         PROCESS.warned.add(told)
         warnings.warn(
             f"{name}() at {line or 'a line of torch'} gathers all rows of "
