@@ -12,7 +12,6 @@ from pyg_distcomm.comm.mesh import Mesh as Mesh
 from pyg_distcomm.comm.rows import Rows as Rows
 from pyg_distcomm.comm.store import RankError as RankError
 from pyg_distcomm.comm.trace import trace as trace
-from pyg_distcomm.graph.edge_index import DistEdgeIndex as DistEdgeIndex
 from pyg_distcomm.graph.partition_data import load_partition as load_partition
 from pyg_distcomm.graph.partition_data import partition as partition
 from pyg_distcomm.graph.partition_data import partition_report as partition_report
@@ -39,8 +38,9 @@ from pyg_distcomm.plan.machine import Machine as Machine
 from pyg_distcomm.plan.planner import plan as plan
 from pyg_distcomm.plan.plans import Plan as Plan
 from pyg_distcomm.plan.plans import Plans as Plans
-from pyg_distcomm.tensor.dist_tensor import DistTensor as DistTensor
-from pyg_distcomm.tensor.gradient_scale import from_local as from_local
+from pyg_distcomm.sharded.dist_tensor import DistTensor as DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex as DistEdgeIndex
+from pyg_distcomm.sharded.edges import from_local as from_local
 from pyg_distcomm.watch.metrics import CSVWriter as CSVWriter
 from pyg_distcomm.watch.metrics import TensorBoardWriter as TensorBoardWriter
 from pyg_distcomm.watch.metrics import metrics as metrics

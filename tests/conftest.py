@@ -19,7 +19,6 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # Triton's kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import below_autograd  # noqa: E402, F401 - before the package's modules
 import places  # noqa: E402 - Triton reads the environment when it is imported
 import templates  # noqa: E402, F401 - keeps what PyG compiles for each class of layers
 

@@ -10,7 +10,6 @@ from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.gradient_averaging import averager_of
 from pyg_distcomm.halo.codecs import (
     Bitmap,
     Cast,
@@ -43,11 +42,6 @@ class Net(torch.nn.Module):
         return self.layers[-1](x, edge_index, *args)
 
 
-def alone(mesh):
-    """Leaves gradients as each rank has them, so that the links' bytes are all there are."""
-    averager_of(mesh)._paused = 1
-
-
 def build(
     grid, link, cutter="random", graph="undirected", layer=DistGCNConv, keep=False
 ):
@@ -57,7 +51,6 @@ def build(
     share = pdc.partition(data, mesh, owners(cutter, data, mesh.size), link=link)
     share.edge_index = share.edge_index.with_ordering("first", keep_inputs=keep)
     torch.manual_seed(1)
-    alone(mesh)
     return mesh, share, Net(layer).double()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import below_autograd
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -278,5 +277,4 @@ class BruteForce:
 def without_loss(ledger, what="words"):
     """What a ledger counts of a pipeline, without the sums and plans of the script's loss."""
     count = getattr(ledger, what)
-    plans = count("plan", "control") if below_autograd.WANTED else 0
-    return count() - count("all_reduce", "world") - plans
+    return count() - count("all_reduce", "world") - count("plan", "control")

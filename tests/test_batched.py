@@ -20,11 +20,7 @@ from torch_geometric.nn import aggr
 import pyg_distcomm as pdc
 import pyg_distcomm.loader
 import pyg_distcomm.nn as nn
-from pyg_distcomm.comm import autograd, collectives
-from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.partition_data_types import graph_owners
-from pyg_distcomm.nn.pooling import EdgeMatrix
-from pyg_distcomm.partition.partition import Partition
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -381,117 +377,6 @@ def _cases(how, sizes, edges):
             torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-9, msg=key)
 
     return failures_of({name: name for name in mine}, check)
-
-
-def _products():
-    """Products of matrices, and the gradients of their values, are those of dense ones."""
-    mesh = worlds.mesh()
-    g = torch.Generator().manual_seed(2)
-    n, k, e = 9, 4, 25
-    ends = torch.randint(0, n, (2, 3, e), generator=g)
-    ends[1, 1] %= k  # the second matrix has k columns
-    values = torch.randn(3, e, generator=g, dtype=torch.float64)
-    of = [
-        Partition.from_owner((torch.arange(m) * 5 + 1) % 3 % mesh.size, mesh.size)
-        for m in (n, k)
-    ]
-    rows = [Rows(p.gids(mesh.rank), p.num_nodes, mesh, p) for p in of]
-
-    def dense(i, value, shape):
-        out = torch.zeros(shape, dtype=torch.float64)
-        return out.index_put(tuple(ends[:, i]), value, accumulate=True)
-
-    want = values.clone().requires_grad_()
-    a, s = dense(0, want[0], (n, n)), dense(1, want[1], (n, k))
-    c = s.t() @ a @ s
-    weight = torch.linspace(-1, 2, k * k).double().view(k, k)
-    (c * weight).sum().backward()
-
-    here = torch.arange(e) % mesh.size == mesh.rank  # anywhere
-    got = values.clone().requires_grad_()
-    a, s = (
-        EdgeMatrix(*ends[:, i, here], got[i, here], r)
-        for i, r in ((0, rows[0]), (1, rows[1]))
-    )
-    edges, value = (s.transposed(rows[0]) @ (a.at_owners() @ s)).edges()
-    loss = (value.to_local() * weight[tuple(edges.to_local())]).sum()
-    loss = autograd.all_reduce(loss, mesh.world)
-    assert edges.shape[1] == int((c != 0).sum())
-    out = torch.zeros_like(c)
-    out[tuple(full(edges))] = full(value.detach())
-    torch.testing.assert_close(out, c.detach(), rtol=1e-12, atol=1e-12)
-    loss.backward()
-    mine = collectives.all_reduce(got.grad, mesh.world) / mesh.size
-    torch.testing.assert_close(mine, want.grad, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("size", [2, *map(tiers.rarely, (1, 3, 4))])
-def test_products_of_edges_are_those_of_dense_matrices(size):
-    worlds.run(_products, size)
-
-
-def _product_bytes():
-    """What a product moves is told by who has which entries, and by nothing else."""
-    mesh = worlds.mesh()
-    size, rank, g = mesh.size, mesh.rank, torch.Generator().manual_seed(4)
-    n, e = 11, 40
-    ends = torch.randint(0, n, (2, 2, e), generator=g)
-    values = torch.randn(2, e, generator=g, dtype=torch.float64)
-    owner, home = (torch.arange(n) * 5 + 1) % 3 % size, torch.arange(e) % size
-    partition = Partition.from_owner(owner, size)
-    rows = Rows(partition.gids(rank), n, mesh, partition)
-    given = values.clone().requires_grad_()
-    here, others = home == rank, size - 1
-    (source, target), (via, end) = ends[:, 0], ends[:, 1]
-
-    def moved():
-        found = mesh.ledger.words("edges"), mesh.ledger.words("plan")
-        mesh.ledger.reset()
-        return found
-
-    mesh.ledger.reset()
-    b = EdgeMatrix(*ends[:, 1, here], given[1, here], rows)
-    a = EdgeMatrix(*ends[:, 0, here], given[0, here], rows).at_owners()
-    came = int(((owner[target] == rank) & ~here).sum())
-    assert moved() == (3 * came, others)
-    asked = [via[home == r].unique() for r in range(size)]
-    mine, away = asked[rank], owner[asked[rank]] != rank
-    c = a @ b
-    fetched = torch.isin(target, mine) & (owner[target] != rank)
-    ids = sum(int((owner[asked[r]] == rank).sum()) for r in range(size) if r != rank)
-    assert moved() == (2 * int(fetched.sum()), ids + int(away.sum()) + others)
-    edges, value = c.edges()
-    paths = [  # entries of the product on each rank, each once
-        {
-            (int(s), int(t))
-            for s, k in zip(source, target, strict=True)
-            for v, t in zip(via[home == r], end[home == r], strict=True)
-            if k == v
-        }
-        for r in range(size)
-    ]
-    arrived = sum(
-        owner[t] == rank for r in range(size) if r != rank for _, t in paths[r]
-    )
-    total = len(set().union(*paths))
-    gathered = total - edges.to_local().size(1)
-    assert edges.shape[1] == total
-    assert moved() == (3 * int(arrived), gathered + 2 * others)
-    value.to_local().sum().backward()
-    left = sum(int(owner[t]) != rank for _, t in paths[rank])
-    lent = sum(
-        int((torch.isin(target, asked[r]) & (owner[target] == rank)).sum())
-        for r in range(size)
-        if r != rank
-    )
-    gone = int((here & (owner[target] != rank)).sum())
-    assert mesh.ledger.words() == mesh.ledger.words("edges_transpose")
-    assert mesh.ledger.words() == left + lent + gone
-
-
-@pytest.mark.parametrize("size", [3, tiers.rarely(2)])
-def test_products_of_edges_move_what_they_say(size):
-    worlds.run(_product_bytes, size)
 
 
 @tiers.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import tiers
 import torch
 import worlds
-from links import ONE, alone
+from links import ONE
 from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
@@ -63,7 +63,6 @@ CUTTERS = ("random", "empty_rank", "lopsided")
 def real(name, size, graph, cutter, epochs):
     """Outputs, gradients and bytes of each epoch, and whether bytes are as foretold."""
     mesh = worlds.mesh()
-    alone(mesh)
     data, link = GRAPHS[graph](), LINKS[name]()
     share = pdc.partition(data, mesh, owners(cutter, data, size), link=link)
     edges = share.edge_index.with_halo("rows").with_ordering(keep_inputs=False)
@@ -79,9 +78,7 @@ def real(name, size, graph, cutter, epochs):
             x = layer(x.relu() if number else x, edges)
         layers.zero_grad()
         x.square().sum().backward()
-        grads = [
-            collectives.all_reduce(p.grad, mesh.world) for p in layers.parameters()
-        ]
+        grads = [p.grad.clone() for p in layers.parameters()]
         moved = sum(mesh.ledger.bytes(op) - before[op] for op in TRAINED)
         asked = mesh.ledger.bytes("all_reduce", "row") - asked
         price = link.price()
@@ -93,8 +90,8 @@ def real(name, size, graph, cutter, epochs):
             assert link.held == price.kept, (t, link.held, price.kept)
         link.step(10.0 - t**0.5)
         mine = mesh.rank == 0
-        out, grad = x.full_tensor().detach(), start.grad.full_tensor()  # divided by P
-        grads = [grad, *(g / size for g in grads)]
+        out, grad = x.full_tensor().detach(), start.grad.full_tensor()
+        grads = [grad, *grads]
         found.append((grads if mine else [], out, moved))
     return found
 
@@ -118,10 +115,10 @@ def emulated(name, size, graph, cutter, epochs):
         x = (data.x * wave(t)).requires_grad_()
         out = net(x, ranks, made)
         net.zero_grad()
-        (out.square().sum() * size).backward()  # as it is inside of ranks
-        grads = [p.grad / size for p in net.parameters()]
+        out.square().sum().backward()
+        grads = [p.grad.clone() for p in net.parameters()]
         made.step(10.0 - t**0.5)
-        found.append(([x.grad / size, *grads], out.detach(), made.bytes - before))
+        found.append(([x.grad, *grads], out.detach(), made.bytes - before))
     return found, made.skipped
 
 

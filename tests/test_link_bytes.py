@@ -6,7 +6,7 @@ import pytest
 import tiers
 import torch
 import worlds
-from links import LINKS, ONE, UNSIZED, Net, alone, build, moved
+from links import LINKS, ONE, UNSIZED, Net, build, moved
 from problems import GRAPHS, grids
 
 import pyg_distcomm as pdc
@@ -106,7 +106,6 @@ def budgeted(codec, late):
     schedule = Budget(total, Exponential(epochs, 64, 1))
     link = LinkPolicy(codec, schedule, late=late)
     mesh = worlds.mesh()
-    alone(mesh)
     data = GRAPHS["undirected"]()
     g = torch.Generator().manual_seed(0)
     data.x = torch.randn(data.num_nodes, 64, generator=g)

@@ -9,7 +9,7 @@ import tiers
 import torch
 import torch.nn.functional as F
 import worlds
-from links import LINKS, OPS, Net, alone, moved
+from links import LINKS, OPS, Net, moved
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
@@ -177,7 +177,6 @@ def counted(evaluates):
     total, epochs = 4.0e5, 30
     link = LinkPolicy(ColumnMask(64), Budget(total, Exponential(epochs, 64, 1)))
     mesh, data = worlds.mesh(), GRAPHS["undirected"]()
-    alone(mesh)
     data.x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     share = pdc.partition(data, mesh, "random", link=link)
     net, spent = Net(DistSAGEConv, (64, 64, 64, 5)), 0

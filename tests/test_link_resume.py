@@ -9,7 +9,7 @@ import pytest
 import tiers
 import torch
 import worlds
-from links import LINKS, Net, alone, moved
+from links import LINKS, Net, moved
 from problems import GRAPHS
 from torch_geometric.nn import APPNP
 
@@ -299,7 +299,6 @@ class Hops(torch.nn.Module):
 
 def with_cached_degrees():
     mesh, found = worlds.mesh(), []
-    alone(mesh)
 
     def run(net, share, link, epochs):
         losses = []

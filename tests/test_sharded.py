@@ -17,9 +17,8 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import degree, softmax
 
 import pyg_distcomm as pdc
-from pyg_distcomm.sharded import DistTensor
-from pyg_distcomm.sharded.layers import DistGCNConv, DistSAGEConv
-from pyg_distcomm.sharded.share import sharded
+from pyg_distcomm import DistTensor
+from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 # what today's layers refuse, and PyG's own classes compute on these tensors
 ONCE_REFUSED = {
@@ -60,7 +59,7 @@ def exact_layers(names, graph):
         for at, name in enumerate(names):
             build, inputs = LAYERS[name]
             want = _pieces(layers.make(build), problem(graph), inputs)
-            share = sharded(shared(problem(graph), mesh, CUTTERS[at % 2]))
+            share = shared(problem(graph), mesh, CUTTERS[at % 2])
             got = _pieces(layers.make(build), share, inputs)
             assert got.keys() == want.keys(), name
             for what in want:
@@ -211,7 +210,7 @@ def same_calls(graph, cutter):
     torch.set_default_dtype(torch.float64)
     try:
         mesh, data = worlds.mesh(), problem(graph)
-        share = sharded(shared(copy.copy(data), mesh, cutter))
+        share = shared(copy.copy(data), mesh, cutter)
         for call in CALLS:
             pairs = zip(call(share), call(data), strict=True)
             for k, (got, want) in enumerate(pairs):
@@ -244,7 +243,7 @@ def training(grid):
         whole = pdc.partition(
             problem("directed"), mesh, owners("random", data, mesh.size)
         )
-        share = sharded(whole)
+        share = whole
         for own, pygs in ((DistGCNConv, pyg.GCNConv), (DistSAGEConv, pyg.SAGEConv)):
             want = an_epoch(pygs, data)
             for make in (own, pygs):
@@ -268,7 +267,7 @@ def waits():
     """One all-reduce for all parameters, and one halo planned for all epochs."""
     mesh, data = worlds.mesh(), problem("directed")
     data.x = data.x.float()
-    share = sharded(pdc.partition(data, mesh, "random"))
+    share = pdc.partition(data, mesh, "random")
     torch.manual_seed(0)
     first = pyg.GATConv(7, 8, heads=2, concat=False)
     last = pyg.GATConv(8, 4, heads=2, concat=False)
@@ -296,7 +295,7 @@ def test_constant_structure_is_planned_once_and_gradients_are_summed_together():
 def refusals():
     """What is refused, on all ranks and before anything is exchanged, and what is said."""
     mesh, data = worlds.mesh(fresh=True), problem("directed")
-    share = sharded(pdc.partition(data, mesh, owners("random", data, mesh.size)))
+    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
     x, n = share.x, data.num_nodes
     for write in (
         lambda: x[3].zero_(),
@@ -397,9 +396,7 @@ def mended():
         for case in MENDED:
             data = problem("directed")
             want = case(problem("directed"))
-            share = sharded(
-                pdc.partition(data, mesh, owners("random", data, mesh.size))
-            )
+            share = pdc.partition(data, mesh, owners("random", data, mesh.size))
             got = case(share)
             assert len(got) == len(want), case
             for k, pair in enumerate(zip(got, want, strict=True)):

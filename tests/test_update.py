@@ -6,7 +6,6 @@ import copy
 import itertools
 
 import alike
-import below_autograd
 import pytest
 import tiers
 import torch
@@ -725,10 +724,8 @@ def from_whole():
     keep[:3] = False
     keep &= (data.edge_index != 5).all(0)
     weight = torch.cat([data.edge_weight[keep], more["edge_weight"]])
-    # below autograd, equal edges are summed in another order
-    close = 1e-14 * below_autograd.WANTED
-    got = grown.edge_weight.full_tensor()
-    torch.testing.assert_close(got, weight, rtol=close, atol=close)
+    got = grown.edge_weight.full_tensor()  # equal edges are summed in another order
+    torch.testing.assert_close(got, weight, rtol=1e-14, atol=1e-14)
     ranks = torch.cat([torch.arange(24) * 2, torch.tensor([1, 3])])
     assert torch.equal(grown.rank_of.full_tensor(), ranks[torch.arange(26) != 5])
 

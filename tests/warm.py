@@ -8,7 +8,6 @@ from importlib import import_module
 
 def warm():
     import_module("templates")  # keeps what PyG compiles for each class of layers
-    import_module("below_autograd")
     torch, pyg = import_module("torch"), import_module("torch_geometric.nn")
     import_module("pyg_distcomm.api")
     kernels = import_module("pyg_distcomm.kernels")

@@ -225,8 +225,6 @@ def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **k
         _MESHES[key] = made
     kept = grids.remember(_MESHES[key])  # as if just made
     kept.ledger.reset()
-    if kept.averager is not None:
-        kept.averager._paused = 0  # see links.alone
     kept.seed, kept.step, kept.inputs = 0, 0, None
     return kept
 

@@ -27,7 +27,7 @@ from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.nn.replicate import bare
 from pyg_distcomm.partition.atomic import write_problem
 from pyg_distcomm.process import tell
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 # what parts of a checkpoint hold
 _FIELDS: dict[str, set[str]] = {

@@ -344,37 +344,6 @@ class Comparer:
                 f"of first use, by {float(gap):.1e}); rank 0's are taken everywhere"
             )
 
-    def check_unsharded(self, params: list[Tensor]) -> None:
-        """Raises on all ranks if parameters outside row-sharded operations differ; collective.
-
-        Compares the sum of their projections on one direction, so that parameters may come
-        in any order, and differences by rounding pass.
-
-        Args:
-            params: the parameters that the backward pass of this rank reaches.
-
-        Raises:
-            ValueError: if they differ.
-        """
-        mesh = self._mesh
-        _compare_and_gather(_BACKWARD, {}, len(params), mesh)
-        told = (sorted(map(_shape_and_dtype, params)), *projection(params))
-        every = collectives.all_gather_object(told, mesh.control)
-        others = differing([row[1:] for row in every], {p.dtype for p in params})
-        differ = [
-            rank
-            for rank, (kinds, *_) in enumerate(every)
-            if kinds != every[0][0] or rank in others
-        ]
-        if differ:
-            raise ValueError(
-                "call torch.manual_seed with the same number on all ranks before the model "
-                "is made: parameters of layers on replicated values, such as pooled ones, "
-                f"differ between ranks {differ} and rank 0 ({len(params)} "
-                f"here: {', '.join(sorted(map(_shape_and_dtype, params))[:4])}). Draw and step "
-                "alike on all ranks; wrap models of .to_local() rows by pdc.replicate"
-            )
-
     def _warn_once(self, text: str) -> None:
         if not self._warned and self._mesh.rank == 0:
             warnings.warn(text, stacklevel=3)

@@ -197,7 +197,7 @@ class Mesh:
         compared: the replicated tensors that were compared; see `consistency.Comparer`.
         inputs: the inputs of cached products; see `product_cache.Inputs`.
         grid_warned: the layers whose warning about the grid has been given.
-        sharded: what is kept for tensors that are sharded below autograd.
+        sharded: what is kept for row-sharded tensors.
     """
 
     grid: Grid
@@ -220,7 +220,6 @@ class Mesh:
     count_requests: int = 0
     plan: Any = None
     owners: Any = None
-    averager: Any = field(default=None, repr=False)
     compared: Any = field(default=None, repr=False)
     inputs: Any = field(default=None, repr=False)
     grid_warned: set[str] = field(default_factory=set, repr=False)
@@ -228,7 +227,7 @@ class Mesh:
     _replay: OrderedDict[int, int] = field(default_factory=OrderedDict, repr=False)
     _finalizer: Any = field(default=None, repr=False)
     _device_mesh: DeviceMesh | None = field(default=None, repr=False)
-    # of row-sharded tensors: see `RowShardedTensor.reads_local`
+    # whether sizes of tensors count the rows here: see `chunk_graph.ChunkMesh`
     local_sizes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -271,7 +270,7 @@ class Mesh:
             made = self._device_mesh
             axes = [getattr(self, name) for name in _AXES]
             destroy_groups(axes, [] if made is None else made.get_all_groups())
-            self.averager = self._device_mesh = None
+            self._device_mesh = None
             if self._finalizer is not None:
                 self._finalizer.detach()
             for name in _AXES:  # groups are freed with their last reference

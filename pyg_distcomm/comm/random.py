@@ -138,9 +138,3 @@ def keyed_uniform(key: int, gid: Tensor, like: Tensor) -> Tensor:
     uniform = ((bits.to(torch.float64) + 0.5) * 2.0**-24).to(like.dtype)
     top = 1 - torch.finfo(like.dtype).eps / 2  # narrow types round the largest up to 1
     return uniform.clamp_(max=top).view(like.shape)
-
-
-def keyed_normal(key: int, gid: Tensor, like: Tensor) -> Tensor:
-    """Returns standard normal numbers shaped as `like`, one row per global id."""
-    uniform = keyed_uniform(key, gid, like.to(torch.float64))
-    return (torch.erfinv(2 * uniform - 1) * math.sqrt(2)).to(like.dtype)

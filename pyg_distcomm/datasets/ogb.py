@@ -22,7 +22,7 @@ from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.utils import to_undirected
 
 from pyg_distcomm.comm.serialization import allowing
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 __all__ = [
     "OGB",

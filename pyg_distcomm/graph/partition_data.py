@@ -20,9 +20,8 @@ from pyg_distcomm.comm.consistency import sampled_digest
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
-from pyg_distcomm.graph import partition_data_types, transforms
+from pyg_distcomm.graph import partition_data_types
 from pyg_distcomm.graph.attribute_order import arranged, order_of_first_rank
-from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.partition_batch import TypedBatch
 from pyg_distcomm.graph.subgraphs import agree
 from pyg_distcomm.graph.topology import Topology
@@ -35,9 +34,8 @@ from pyg_distcomm.partition.layout import Verify
 from pyg_distcomm.partition.part_share import PartShare, merged, part_of
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
 from pyg_distcomm.process import tell
-from pyg_distcomm.tensor.dist_tensor import DistTensor
-
-transforms.register()
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex, rows_of_edges
 
 
 def partition(

@@ -24,14 +24,14 @@ from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
-from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.subgraphs import rows_of_types
 from pyg_distcomm.halo.policy import link_problem
 from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.part_share import EdgeType, PartShare, key_parts
 from pyg_distcomm.partition.partition import Partition, PartitionReport
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex, rows_of_edges
 
 # Batches and events ------------------------------------------------------------------
 

@@ -18,10 +18,9 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph.attribute_order import listed_in_order
-from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
-from pyg_distcomm.tensor.gather_by_id import shard_as
+from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
+from pyg_distcomm.sharded.edges import DistEdgeIndex, rows_of_edges, shard_as
 
 
 def mesh_of(data: Any) -> Mesh | None:

@@ -64,13 +64,6 @@ class LocalGraph:
             return staged
         return torch.cat([x, exchange(x, self.halo if link is None else link)])
 
-    def source_gid_on(self, sources: Rows, device: torch.device) -> Tensor:
-        """Returns the ids `[m + h]` of own and ghost sources on a device, cached."""
-        known = self._source_gid
-        if device not in known:
-            known[device] = torch.cat([sources.gid, self.ghost_gid.cpu()]).to(device)
-        return known[device]
-
     @property
     def ends(self) -> Tensor:
         """Returns sources and targets `[2, e]`, kept in a file within a memory cap."""

@@ -12,7 +12,6 @@ from torch_geometric.data import Batch, Data, HeteroData
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.partition_data import count_masks
 from pyg_distcomm.graph.subgraphs import agree_same, fully_sharded, union_of_ranks
 from pyg_distcomm.graph.topology import Topology
@@ -23,7 +22,8 @@ from pyg_distcomm.graph.update_arguments import (
 )
 from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.process import tell
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex, rows_of_edges
 
 
 def update(

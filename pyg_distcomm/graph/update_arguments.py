@@ -16,11 +16,11 @@ from torch_geometric.data import Data, HeteroData
 from pyg_distcomm.comm.consistency import sampled_digest
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.subgraphs import rows_of_types
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
+from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 SLACK = 1.05  # of the mean number of nodes: a rank with more takes no new ones
 

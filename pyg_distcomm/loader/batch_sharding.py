@@ -43,7 +43,7 @@ from pyg_distcomm.comm.random import fold, keyed_choice, keyed_permutation
 from pyg_distcomm.comm.store import RankError, StoreMailbox
 from pyg_distcomm.comm.whereabouts import Wait
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 _ORDER, _DRAWS = 0x0D, 0xD4
 

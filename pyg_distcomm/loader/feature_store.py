@@ -15,7 +15,6 @@ from pyg_distcomm.comm import collectives as network
 from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.row_group import EDGES as EDGES
 from pyg_distcomm.loader.row_group import NODES as NODES
 from pyg_distcomm.loader.row_group import Group, QuiverFeature, lengths, own_rows
@@ -28,8 +27,8 @@ from pyg_distcomm.loader.sharded_feature_store import (
     out_degrees,
 )
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
-from pyg_distcomm.tensor.getitem import ids_of
+from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 
 class DistFeatureStore(ShardedStore):
@@ -317,8 +316,10 @@ def _ids(index: Any, total: int) -> Any:
         return torch.arange(total)
     if isinstance(index, int):
         return torch.tensor([index])
+    if isinstance(index, slice):
+        return torch.arange(total)[index]
     try:
-        ids = ids_of(index, total)
+        ids = torch.as_tensor(index)
     except (TypeError, ValueError):
         return index  # refused later, on all ranks together
     mask = ids.dtype == torch.bool and ids.shape == (total,)  # others are refused later

@@ -15,10 +15,10 @@ from torch_geometric.loader import NeighborSampler as PyGNeighborSampler
 from torch_geometric.sampler import NodeSamplerInput
 
 from pyg_distcomm.comm.random import fresh_seed
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 
 class NeighborSampler(PyGNeighborSampler):

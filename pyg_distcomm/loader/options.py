@@ -17,10 +17,10 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.kernels.core_ops import as_bytes
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 # arguments of torch_geometric.distributed's loaders that have no meaning here
 RPC_ARGUMENTS = (

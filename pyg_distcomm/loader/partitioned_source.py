@@ -21,7 +21,6 @@ from pyg_distcomm.comm.process_grid import (
 )
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.collate import Attribute, Pools, placeholder_rows
 from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.feature_store import DistFeatureStore
@@ -40,7 +39,8 @@ from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sampling.graph_block import gathered, is_share, mesh_of
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 from pyg_distcomm.sampling.partitioned import SAMPLE_AT, PartitionedNeighborSampler
-from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
+from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 from pyg_distcomm.tensor.gather_by_id import IdPlan, attach_route, plan_ids
 
 

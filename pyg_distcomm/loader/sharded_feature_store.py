@@ -22,7 +22,6 @@ from pyg_distcomm.comm.ledger import Price, exchange_price
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.halo.codecs import Codec, Plain, codec_of
 from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -48,7 +47,8 @@ from pyg_distcomm.loader.row_group import (
     own_rows,
 )
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 Fanouts: TypeAlias = Sequence[int] | Mapping[Any, Sequence[int]]
 

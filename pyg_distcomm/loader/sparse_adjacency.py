@@ -14,10 +14,10 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.index import index2ptr
 
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.subgraphs import with_planned_edges
 from pyg_distcomm.ops.csr import coo_of
-from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
+from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 _NAME = "values of adj_t in "
 _BESIDE = " beside edge_index"  # which the graph has, and so has a minibatch

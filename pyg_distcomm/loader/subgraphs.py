@@ -20,7 +20,6 @@ from torch_geometric.utils import sort_edge_index
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.serialization import allowing
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import (
     LoaderOptions,
@@ -33,7 +32,8 @@ from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.graph_block import is_share
 from pyg_distcomm.sampling.neighbor_sampler import TypedSeeds
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 # attributes that neighbour loaders set, and PyG's subgraph loaders do not
 _SEED_ATTRIBUTES = (

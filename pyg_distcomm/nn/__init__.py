@@ -16,8 +16,7 @@ import torch
 import torch_geometric.nn as _pyg
 
 from pyg_distcomm.nn import layers as _layers
-from pyg_distcomm.nn.adapted_layers import DistBatchNorm as DistBatchNorm
-from pyg_distcomm.nn.adapted_layers import InstanceNorm as InstanceNorm
+from pyg_distcomm.nn.batch_norm import DistBatchNorm as DistBatchNorm
 from pyg_distcomm.nn.convert import DISTRIBUTED as _DISTRIBUTED
 from pyg_distcomm.nn.convert import Converted as _Converted
 from pyg_distcomm.nn.convert import convert as convert

@@ -6,22 +6,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch_geometric.nn as pyg
-from torch_geometric.nn import (
-    GCN2Conv,
-    GCNConv,
-    HANConv,
-    HGTConv,
-    MessagePassing,
-    SAGEConv,
-)
+from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.nn import trimming
-from pyg_distcomm.nn.adapted_layers import REWRITTEN, DistBatchNorm, InstanceNorm
+from pyg_distcomm.nn.batch_norm import DistBatchNorm
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
-from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
 from pyg_distcomm.nn.layer_context import OwnLink, check_link
-from pyg_distcomm.nn.pooling import POOLS
 from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -30,10 +21,6 @@ DISTRIBUTED: dict[type, type] = {
     GCNConv: DistGCNConv,
     GCN2Conv: DistGCN2Conv,
     SAGEConv: DistSAGEConv,
-    HANConv: DistHANConv,
-    HGTConv: DistHGTConv,
-    **REWRITTEN,
-    **POOLS,
 }
 
 
@@ -115,6 +102,4 @@ def _distributed_layer(module: torch.nn.Module) -> torch.nn.Module:
         return module
     if type(module) is torch.nn.BatchNorm1d:
         return DistBatchNorm.of(module)
-    if type(module) is pyg.InstanceNorm:
-        return InstanceNorm.of(module)
     return HaloConv(module) if isinstance(module, MessagePassing) else module

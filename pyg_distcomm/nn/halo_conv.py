@@ -1,60 +1,169 @@
-"""Runs any PyG layer, unchanged, on own rows and the ghost rows it needs: `HaloConv`."""
+"""Runs any PyG layer, unchanged, on a share: `HaloConv`, and `HaloExecution` to mix in.
+
+On a share a layer is PyG's, op by op; see [Note: below autograd] in `sharded/dist_tensor.py`.
+Here its arguments are checked, its link takes the place of the exchange of source rows (see
+`linked.py`), sums of rows become products of the grid (`adding.py`), a cap on memory cuts it
+into chunks (`capped.py`), and layers of PyG that are known to read no more than the two ends
+of their edges run on own rows and ghosts.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch_geometric.nn
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
-from torch_geometric.nn import EGConv, FAConv, MessagePassing
+from torch_geometric.nn import MessagePassing
 
-from pyg_distcomm.comm.gradient_averaging import as_replicated
-from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.graph.topology import OperatorKind
-from pyg_distcomm.nn.halo_execution import HaloVisit
-from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
+from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.nn.adding import adding
+from pyg_distcomm.nn.capped import within_cap
 from pyg_distcomm.nn.layer_context import (
-    INDICES,
     LayerContext,
     OwnLink,
-    check_given,
+    check_arguments,
     check_link,
-    warn_whole_graph,
+    has_hooks,
+    is_changed,
 )
+from pyg_distcomm.nn.linked import exchanging, keeps_rows
 from pyg_distcomm.nn.local_products import run_layer
-from pyg_distcomm.nn.message_forms import check_aggregations, layers_of
-from pyg_distcomm.nn.patched_functions import MatrixWeights, replaced
-from pyg_distcomm.ops.csr import coo_of
-from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.row_sharded import eagerly
+from pyg_distcomm.nn.message_forms import layers_of
+from pyg_distcomm.sharded.agreement import compare_parameters
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edge_methods import EdgeMethods
+from pyg_distcomm.sharded.edges import DistEdgeIndex
+from pyg_distcomm.sharded.partial import entered
+
+
+def topology_of(edge_index: Any) -> Topology | None:
+    """Returns what is planned for the edges of a graph; None for others."""
+    return edge_index.topology if isinstance(edge_index, DistEdgeIndex) else None
+
+
+def run_on_share(
+    conv: Any, link: OwnLink, run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Runs `run`, the forward of a layer, on a share, over its link if it has one."""
+    args, kwargs = sharded_inputs(args, kwargs)
+    values = (*args, *kwargs.values())
+    edges: list[Any] = [v for v in values if isinstance(v, DistEdgeIndex)]
+    if len(edges) != 1:
+        return run(*args, **kwargs)
+    topology = edges[0].topology
+    exact = link in (None, "exact") and topology.link is None
+    if exact and edges[0].of_torch:
+        return run(*args, **kwargs)
+    if exact and not topology.chunked:
+        capped = topology.nodes.memory is not None
+        with within_cap(conv, topology, args, kwargs) if capped else adding(conv):
+            return run(*args, **kwargs)
+    if edges[0].of_torch:
+        raise TypeError(
+            f"give {type(conv).__name__} an edge_index, or no link: rows that are multiplied "
+            "by a sparse matrix are not sent over links"
+        )
+    if any(map(keeps_rows, layers_of(conv))):
+        link = "exact"  # what it keeps must be exact
+    context = LayerContext.of(conv, link, edges[0])
+    if topology.chunked and is_one_hop(conv) and not is_changed(conv):
+        run = _one_hop(conv, run)
+    with exchanging(conv, context):
+        return run(*args, **kwargs)
+
+
+def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns the arguments of a layer, with a whole edge_index beside sharded features cut."""
+    values = [*args, *kwargs.values()]
+    flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,))]
+    found = [x for x in flat if type(x) is DistTensor]
+    _check_current(found)
+    nodes = [x.rows for x in found if x.dim_ == 0 and x.rows.partition is not None]
+    if not nodes or any(x.dim_ == 1 for x in found):
+        return args, kwargs
+    ends = nodes[0], nodes[0]
+    for pair in values:
+        if isinstance(pair, (tuple, list)) and len(pair) == 2:
+            if all(type(x) is DistTensor for x in pair):
+                ends = pair[1].rows, pair[0].rows
+
+    def cut(value: Any) -> Any:
+        if type(value) is not Tensor:
+            return value
+        if value.layout != torch.strided:
+            return DistEdgeIndex.of_sparse(value, ends[0])
+        pair = value.dim() == 2 and value.size(0) == 2
+        if pair and value.dtype in (torch.int64, torch.int32):
+            sources = None if ends[1].same_as(ends[0]) else ends[1]
+            return DistEdgeIndex.cut(value, ends[0], sources)
+        return value
+
+    return [cut(v) for v in args], {name: cut(v) for name, v in kwargs.items()}
+
+
+def _check_current(values: list[DistTensor]) -> None:
+    """Raises for rows of before `pdc.update` beside edges of after it, or the reverse."""
+    edges = next((x.topology for x in values if isinstance(x, DistEdgeIndex)), None)
+    if edges is None:
+        return
+    ends = edges.nodes, edges.source_rows
+    for x in values:
+        rows = x.rows
+        if x.dim_ or rows.partition is None or any(rows is end for end in ends):
+            continue
+        if rows.updates or any(end.updates for end in ends):
+            raise ValueError(
+                "take the rows and the edge_index of a layer from one pdc.partition or update: "
+                f"got {rows}, and edges between {ends[0]}; one is from before pdc.update"
+            )
+
+
+def is_spread(*values: Any) -> bool:
+    """Tells whether any argument of a layer is sharded."""
+    return any(
+        isinstance(x, EdgeMethods)
+        for v in values
+        for x in (v if isinstance(v, (tuple, list)) else (v,))
+    )
+
+
+def run_any(
+    conv: Any, link: OwnLink, run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Runs `run`, a layer of any kind, on a share, a minibatch or a whole graph."""
+    check_arguments(conv, args, kwargs)
+    if is_spread(*args, *kwargs.values()):
+        return run_on_share(conv, link, run, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return run(*args, **kwargs)
+    return run_layer(conv, run, *args, **kwargs)
 
 
 class HaloExecution:
-    """Runs the PyG layer that it is mixed into on a graph spread over ranks.
+    """Runs a layer of PyG over a link on a share, by compiled products elsewhere.
 
-    On ordinary inputs nothing changes. Given the edges of a partition, the layer runs by halo
-    exchange, unchanged; see `HaloConv` for shapes, price and errors.
+    On a share the layer is PyG's, op by op; see `DistTensor`.
 
         class MyConv(HaloExecution, torch_geometric.nn.MessagePassing): ...
-
-    is the same as a subclass of `pyg_distcomm.nn.MessagePassing`.
     """
 
     link: OwnLink = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer, distributed if it is given distributed edges."""
+        """Runs the layer, with its hooks."""
         run: Any = super().__call__  # type: ignore[misc]
-        args, kwargs = shard_inputs(args, kwargs, self)
-        return _run(self, self.link, run, *args, **kwargs)  # type: ignore[arg-type]
+        return run_any(self, self.link, run, *args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer."""
+        run: Callable[..., Any] = super().forward  # type: ignore[misc]
+        if is_one_hop(self) and is_spread(*args, *kwargs.values()):
+            run = _one_hop(self, run)
+        return run(*args, **kwargs)
 
 
 class HaloConv(torch.nn.Module):
@@ -118,8 +227,7 @@ class HaloConv(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
-        args, kwargs = shard_inputs(args, kwargs, self.conv)
-        return _run(self.conv, self.link, self.conv, *args, **kwargs)
+        return run_any(self.conv, self.link, self.conv, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
         """Sets the mode of the layer and of its submodules."""
@@ -179,315 +287,94 @@ def _called_by_explainer() -> bool:
 _WALKING = ("torch.nn.modules.module", __name__)
 
 
-def _run(
-    conv: MessagePassing, link: OwnLink, forward: Callable, *args: Any, **kwargs: Any
-) -> Any:
-    if any(isinstance(v, DistEdgeIndex) for v in (*args, *kwargs.values())):
-        return through_halo(conv, link, forward, *args, **kwargs)
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    return run_layer(conv, forward, *args, **kwargs)
+def are_rows_of(x: Any, topology: Topology | None) -> bool:
+    """Tells whether a tensor has the rows of the sources of some edges."""
+    nodes = None if topology is None else topology.source_rows
+    return type(x) is DistTensor and x.dim_ == 0 and x.rows is nodes
 
 
-def shard_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
-    """Returns the arguments of a layer with a whole graph sharded like row-sharded features.
+class _OnOwnRows(torch.nn.Module):
+    """Runs a layer's computation, as `functional_call` needs a module for."""
 
-    A plain `edge_index` `[2, e]` or a sparse adjacency, equal on all ranks, becomes a
-    DistEdgeIndex; see `DistEdgeIndex.cut`.
+    def __init__(self, conv: Any) -> None:
+        super().__init__()
+        self.conv = conv
 
-    Raises:
-        TypeError: for a Data instead of tensors, and for edges in place of x.
+    def forward(self, run: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return run_layer(self.conv, run, *args, **kwargs)  # type: ignore[arg-type,no-any-return]
+
+
+def _one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a layer on own rows and ghosts, of which each travels once.
+
+    What travels is the input, `[h, F_in]`; that of a constant input once. A layer with a
+    link, or with dropout of attention, runs op by op.
     """
-    values = [*args, *kwargs.values()]
-    check_given(layer, args, kwargs)
-    if any(isinstance(v, DistEdgeIndex) for v in values):
-        return args, kwargs
-    flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,))]
-    found = [x for x in flat if isinstance(x, DistTensor)]
-    found = [x for x in found if x.rows.partition is not None and not x.reads_local]
-    if not found:
-        if not torch.compiler.is_compiling():
-            warn_whole_graph(layer, values)
-        return args, kwargs
-    rows = found[0].rows, found[0].rows
-    for pair in values:  # for two node types
-        if isinstance(pair, (tuple, list)) and len(pair) == 2:
-            if all(isinstance(x, DistTensor) for x in pair):
-                rows = pair[1].rows, pair[0].rows
-    nodes, sources = rows
-    ends = nodes, None if sources.same_as(nodes) else sources
-    spread = [_shard_input(v, *ends) for v in args]
-    return spread, {name: _shard_input(v, *ends) for name, v in kwargs.items()}
 
-
-def _check_square(shape: tuple[int, ...], nodes: Rows) -> None:
-    """Raises for a sparse adjacency with another number of nodes."""
-    if tuple(shape) != (nodes.total, nodes.total):
-        raise ValueError(
-            f"a sparse adjacency of {nodes.total} nodes is [{nodes.total}, {nodes.total}], "
-            f"got {list(shape)}"
+    def on_own_rows(x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
+        topology, training = topology_of(edge_index), getattr(conv, "training", False)
+        known = topology is not None and topology.sources is None
+        drawn = training or (known and topology.chunked)  # type: ignore[union-attr]
+        known = known and not (drawn and getattr(conv, "dropout", 0.0) > 0)
+        known = known and edge_index.weight is None and are_rows_of(x, topology)
+        known = (
+            known and x.dim() == 2 and getattr(conv, "link", None) in (None, "exact")
         )
+        if not known or topology is None or topology.link is not None:
+            return run(x, edge_index, *args, **kwargs)
+        values = (*args, *kwargs.values())
+        plain = all(v is None or _of_edges(v, topology) for v in values)
+        if not plain or conv.flow != "source_to_target" or has_hooks(conv):
+            return run(x, edge_index, *args, **kwargs)
+        return _on_own_rows(conv, topology, run, x, args, kwargs)
+
+    return on_own_rows
 
 
-def _shard_input(value: Any, nodes: Rows, sources: Rows | None) -> Any:
-    if not isinstance(value, Tensor):
-        if not hasattr(value, "coo"):  # not a SparseTensor of torch-sparse
-            return value
-        _check_square(value.sparse_sizes(), nodes)
-        edge_index, weight = coo_of(value)
-        return DistEdgeIndex.cut(edge_index, nodes).carrying(weight)
-    if value.layout != torch.strided:
-        _check_square(value.shape[:2], nodes)  # further dims are those of values
-        return DistEdgeIndex.of_sparse(value, nodes)
-    pair = value.dim() == 2 and value.size(0) == 2 and value.dtype in INDICES
-    if pair and not isinstance(value, (DistTensor, LocalIndexGuard)):
-        return DistEdgeIndex.cut(value, nodes, sources)
-    return value
-
-
-@eagerly
-def through_halo(
-    conv: MessagePassing,
-    link: OwnLink,
-    forward: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+def _on_own_rows(
+    conv: Any,
+    topology: Topology,
+    run: Callable[..., Any],
+    x: Any,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
-    """Runs `forward` of `conv`, and fetches ghosts where the layer reads source nodes."""
-    bound = inspect.signature(conv.forward).bind(*args, **kwargs)
-    given = bound.arguments
-    extra = given.get("kwargs", {}) if "kwargs" not in kwargs else {}
-    edge_index = _edge_index(conv, given)
-    _check(conv, edge_index, given)
-    if edge_index.weight is not None:
-        edge_index.check_loops(conv)
-        _apply_edge_weight(conv, edge_index.weight, given)
-    carry = _attribute_route(conv, edge_index)
-    values: Any = edge_index.weight
-    if values is not None:
-        values = _oriented_values("edge_weight", values, edge_index, carry)
-    # rows that the layer caches must be exact
-    link = "exact" if any(map(_keeps_rows, layers_of(conv))) else link
-    context = LayerContext.of(conv, link, edge_index)
-    at_work = context.is_coded
-    if at_work and context.link is not None:
-        check_aggregations(layers_of(conv), context.link)
-    # attention weights that are returned, and masks of all edges, exclude chunks
-    whole = given.get("return_attention_weights") is not None or bool(conv.explain)
-    keeps = edge_index.topology.ordering.keep_inputs
-    how = context.topology, context.exchange(), at_work, whole, keeps
-    visit = HaloVisit(conv, *how, values, edge_index.of_torch)
-    mesh = edge_index.nodes.mesh
-    spilling, explaining = edge_index.nodes.spilling, visit.explaining_memory(given)
-    with spilling(), visit.explaining_memory(given):
-        for where in (given, extra):
-            for name, value in list(where.items()):
-                if where is given and name == "kwargs" and extra:
-                    continue
-                where[name] = _argument(conv, name, value, edge_index, visit, carry)
-    try:
-        with _replicating(conv, mesh), spilling(), visit.running(), explaining:
-            out = forward(*bound.args, **bound.kwargs)
-    except TypeError as error:
-        if visit.context.layer in str(error):
-            raise
-        raise TypeError(f"{visit.context.layer}, run distributed: {error}") from error
-    return tree_map(visit.wrap_output, out)
+    mesh = topology.nodes.mesh
+    table = topology.constant_rows(x)
+    if table is None:
+        table = topology.locals.with_ghosts(x.to_local().contiguous())
+    args, kwargs = tree_map(
+        lambda v: v.to_local() if type(v) is DistTensor else v, (args, kwargs)
+    )
+    own = table[: len(topology.nodes)]
+    if mesh.size > 1:
+        compare_parameters(list(conv.parameters()), mesh)
+    params = {f"conv.{name}": entered(p, mesh) for name, p in conv.named_parameters()}
+    given = run, (table, own), topology.locals.ends, *args
+    out = torch.func.functional_call(_OnOwnRows(conv), params, given, kwargs)
+
+    return DistTensor.from_local(out, topology.nodes)
 
 
-def _replicating(conv: MessagePassing, mesh: Mesh) -> contextlib.ExitStack:
-    """Returns a context in which weights of a layer are registered as replicated.
-
-    Otherwise those that work on local tensors alone would be missed. Weights are parameters,
-    those of lazy modules once their shapes are known, and tensors in their place, as computed
-    ones.
-    """
-    stack = contextlib.ExitStack()
-    for module in conv.modules():
-        if any(map(is_lazy, module._parameters.values())):
-            hook = module.register_forward_pre_hook(_replicate_hook(mesh))
-            stack.callback(hook.remove)
-            continue
-        for store in (module._parameters, module._buffers, vars(module)):
-            for name, value in list(store.items()):
-                averaged = as_replicated(value, mesh)
-                if averaged is not value:  # of a long history
-                    stack.enter_context(replaced(store, name, averaged))
-    return stack
+def _of_edges(value: Any, topology: Topology) -> bool:
+    return (
+        type(value) is DistTensor and value.dim_ == 0 and value.rows is topology.edges
+    )
 
 
-def _replicate_hook(mesh: Mesh) -> Callable[..., None]:
-    def before(module: torch.nn.Module, _: Any) -> None:
-        for parameter in module._parameters.values():
-            if parameter is not None and not is_lazy(parameter):
-                as_replicated(parameter, mesh)
-
-    return before
-
-
-def _apply_edge_weight(
-    conv: MessagePassing, weight: DistTensor, given: dict[str, Any]
-) -> None:
-    """Gives a layer the values of a sparse adjacency, as PyG does."""
-    if isinstance(conv, EGConv):
-        spread = {"std"} if "symnorm" in conv.aggregators else {"std", "var"}
-        if spread & {*conv.aggregators}:
-            raise TypeError(
-                "give EGConv(aggregators=['std', ...]) an edge_index: of a sparse adjacency "
-                "PyG takes another standard deviation"
-            )
-    if isinstance(conv, FAConv) and conv.normalize:  # computes its own weights
-        if not bool((weight == 1).all()):
-            raise TypeError(
-                "give FAConv an edge_index: its normalisation has no weights"
-            )
-        return
-    names = inspect.signature(conv.forward).parameters
-    for name in ("edge_weight", "edge_type") if weight.dim() == 1 else ("edge_attr",):
-        if name in names and given.get(name) is None:
-            given[name] = weight
+# layers whose output at a node depends on its in-edges and the rows at their ends alone, and
+# which read no more of these in their `forward` than a pair of sources and targets gives
+_ONE_HOP = frozenset(
+    getattr(torch_geometric.nn, name)
+    for name in "GATConv GATv2Conv GraphConv TransformerConv".split()
+)
 
 
-def _keeps_rows(layer: MessagePassing) -> bool:
-    """Tells whether a layer caches propagated rows, as SGConv and SSGConv may."""
-    names = vars(layer)
-    return bool(names.get("cached")) and ("_cached_x" in names or "_cached_h" in names)
-
-
-def _edge_index(conv: MessagePassing, given: dict[str, Any]) -> DistEdgeIndex:
-    found = [v for v in given.values() if isinstance(v, DistEdgeIndex)]
-    if len({id(v.topology) for v in found}) != 1:
-        raise TypeError(
-            f"{type(conv).__name__} got {len(found)} edge_indexes; a layer runs "
-            "distributed on one edge_index of pdc.partition"
-        )
-    return found[0]
-
-
-def _check(
-    conv: MessagePassing, edge_index: DistEdgeIndex, given: dict[str, Any]
-) -> None:
-    name = type(conv).__name__
-    if conv.decomposed_layers > 1:
-        raise ValueError(
-            f"{name} has decomposed_layers={conv.decomposed_layers}; leave it out, or cap "
-            "memory by pdc.partition(..., memory='8GiB'), which runs layers in chunks"
-        )
-    two_types = edge_index.topology.sources is not None
-    if two_types and conv.flow != "source_to_target":
-        raise ValueError(
-            f"{name} has flow={conv.flow!r}, by which PyG takes no edges between two node "
-            "types; flip them, edge_index.flip(0), and leave flow out"
-        )
-    if two_types and vars(conv).get("add_self_loops"):
-        raise ValueError(
-            f"set add_self_loops=False of {name}: its edges go from one node type to "
-            "another, where no edge is a loop"
-        )
-    size = given.get("size")
-    if size is not None:
-        nodes = [edge_index.sources.total, edge_index.nodes.total]
-        pair = isinstance(size, (tuple, list)) and len(size) == 2
-        if not pair or any(
-            said is not None and said != count
-            for said, count in zip(size, nodes, strict=True)
-        ):
-            raise ValueError(
-                f"{name} got size={size}, but its edges go from {nodes[0]} nodes to "
-                f"{nodes[1]}; leave size out"
-            )
-        given["size"] = None  # edges hold their numbers of nodes
-
-
-def _attribute_route(
-    conv: MessagePassing, edge_index: DistEdgeIndex
-) -> Callable[[DistTensor], DistTensor]:
-    """Returns a function that moves edge attributes to the owners of message targets."""
-    if conv.flow == "source_to_target":
-        return lambda value: value
-    back = edge_index.topology.reversed
-
-    def carry(value: DistTensor) -> DistTensor:
-        return LayerTensor.wrap(back.carry(value.to_local()), back.topology.edges)
-
-    return carry
-
-
-def _argument(
-    conv: MessagePassing,
-    name: str,
-    value: Any,
-    edge_index: DistEdgeIndex,
-    visit: HaloVisit,
-    carry: Callable[[DistTensor], DistTensor],
-) -> Any:
-    """Returns the value that the layer gets for one of its arguments."""
-    if isinstance(value, DistEdgeIndex):
-        return visit.edges
-    if isinstance(value, (tuple, list)) and any(
-        isinstance(v, DistTensor) for v in value
-    ):
-        # to PyG's templates a pair is (sources, targets) of messages, whatever the flow
-        ends = visit.sources, visit.nodes
-        source, target = (
-            None
-            if part is None
-            else visit.argument(
-                edge_index.as_nodes(part, f"{name}[{k}]", ends[k]), ends[k]
-            )
-            for k, part in enumerate(value)
-        )
-        if source is None or visit.source == 1 or visit.late:
-            return source, target
-        return visit.ghosted(source), target
-    mesh = edge_index.nodes.mesh
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return tree_map(lambda v: as_replicated(v, mesh), value)
-    if _has_row_per_edge(name, value, edge_index):
-        return _oriented_values(name, value, edge_index, carry)
-    if not isinstance(value, DistTensor) and name != "x":
-        return as_replicated(value, mesh)
-    if visit.sources is not visit.nodes:
-        raise TypeError(
-            f"give {type(conv).__name__} a pair ({name}_source, {name}_target): its edges "
-            "go from one node type to another"
-        )
-    value = visit.argument(edge_index.as_nodes(value, name), visit.nodes)
-    # a pair is (where edges start, where they end), so only one way can be ghosted early
-    early = visit.source == 0 and not visit.late and _takes_pair(conv, name)
-    return (visit.ghosted(value), value) if early else value
-
-
-def _oriented_values(
-    name: str,
-    value: Tensor,
-    edge_index: DistEdgeIndex,
-    carry: Callable[[DistTensor], DistTensor],
-) -> DistTensor:
-    """Returns edge values in the direction of messages."""
-    local = edge_index.check_edges(value, name)
-    assert local is not None
-    given = LayerTensor.wrap(local, edge_index.edges)
-    out = carry(given)
-    if out is given and isinstance(value, DistTensor) and local.is_leaf:
-        MatrixWeights.mark(out, OperatorKind(), local)
-    return out
-
-
-def _has_row_per_edge(name: str, value: Tensor, edge_index: DistEdgeIndex) -> bool:
-    """Tells whether a tensor has a row per edge; the same on all ranks."""
-    if not isinstance(value, DistTensor):
-        return name.startswith("edge")
-    if value.rows is edge_index.edges or value.rows is edge_index.nodes:
-        return value.rows is edge_index.edges
-    if edge_index.edges.total != edge_index.nodes.total:
-        return value.rows.total == edge_index.edges.total
-    return name.startswith("edge")
-
-
-def _takes_pair(conv: MessagePassing, name: str) -> bool:
-    if getattr(conv, "combine_root", None) == "self_loop":  # for one node type
-        return False
-    parameter = inspect.signature(conv.forward).parameters.get(name)
-    hint = str(parameter.annotation) if parameter is not None else ""
-    return "Tuple" in hint or "Pair" in hint or "tuple" in hint
+def is_one_hop(conv: Any) -> bool:
+    """Tells whether a layer is one of PyG's that `_one_hop` runs, with PyG's `forward`."""
+    for kind in type(conv).__mro__:
+        if kind in _ONE_HOP:
+            return True
+        if kind is not HaloExecution and "forward" in vars(kind):
+            return False
+    return False

@@ -21,15 +21,14 @@ from torch_geometric.nn import (
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_distcomm.comm.consistency import comparer_of
-from pyg_distcomm.comm.gradient_averaging import check_transforms
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy, settings_of
 from pyg_distcomm.process import PROCESS, tell
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 OwnLink: TypeAlias = LinkPolicy | Literal["exact"] | None
 
@@ -92,7 +91,6 @@ class LayerContext:
         Raises:
             ValueError: on all ranks, if links or settings of the layer differ.
         """
-        check_transforms()
         topology = edges.topology
         if weight is not None and weight.dim() > 1:
             if weight.shape[1:].numel() != 1:  # also on a rank without edges

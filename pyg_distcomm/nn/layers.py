@@ -10,17 +10,7 @@ from __future__ import annotations
 
 import torch_geometric.nn as pyg
 
-from pyg_distcomm.nn.adapted_layers import (
-    DistARMAConv,
-    DistFastRGCNConv,
-    DistGroupAddRev,
-    DistLabelPropagation,
-    DistMFConv,
-    DistSignedConv,
-    DistSuperGATConv,
-)
 from pyg_distcomm.nn.halo_conv import HaloExecution
-from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
 from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
 
 
@@ -28,6 +18,9 @@ class DistAGNNConv(HaloExecution, pyg.AGNNConv): ...
 
 
 class DistAPPNP(HaloExecution, pyg.APPNP): ...
+
+
+class DistARMAConv(HaloExecution, pyg.ARMAConv): ...
 
 
 class DistCGConv(HaloExecution, pyg.CGConv): ...
@@ -52,6 +45,9 @@ class DistEdgeConv(HaloExecution, pyg.EdgeConv): ...
 
 
 class DistFAConv(HaloExecution, pyg.FAConv): ...
+
+
+class DistFastRGCNConv(HaloExecution, pyg.FastRGCNConv): ...
 
 
 class DistFeaStConv(HaloExecution, pyg.FeaStConv): ...
@@ -93,7 +89,13 @@ class DistGraphConv(HaloExecution, pyg.GraphConv): ...
 class DistGravNetConv(HaloExecution, pyg.GravNetConv): ...
 
 
+class DistHANConv(HaloExecution, pyg.HANConv): ...
+
+
 class DistHEATConv(HaloExecution, pyg.HEATConv): ...
+
+
+class DistHGTConv(HaloExecution, pyg.HGTConv): ...
 
 
 class DistHypergraphConv(HaloExecution, pyg.HypergraphConv): ...
@@ -103,6 +105,12 @@ class DistLEConv(HaloExecution, pyg.LEConv): ...
 
 
 class DistLGConv(HaloExecution, pyg.LGConv): ...
+
+
+class DistLabelPropagation(HaloExecution, pyg.LabelPropagation): ...
+
+
+class DistMFConv(HaloExecution, pyg.MFConv): ...
 
 
 class DistMeshCNNConv(HaloExecution, pyg.MeshCNNConv): ...
@@ -153,10 +161,16 @@ class DistSGConv(HaloExecution, pyg.SGConv): ...
 class DistSSGConv(HaloExecution, pyg.SSGConv): ...
 
 
+class DistSignedConv(HaloExecution, pyg.SignedConv): ...
+
+
 class DistSimpleConv(HaloExecution, pyg.SimpleConv): ...
 
 
 class DistSplineConv(HaloExecution, pyg.SplineConv): ...
+
+
+class DistSuperGATConv(HaloExecution, pyg.SuperGATConv): ...
 
 
 class DistTAGConv(HaloExecution, pyg.TAGConv): ...
@@ -195,7 +209,6 @@ GatedGraphConv = DistGatedGraphConv
 GeneralConv = DistGeneralConv
 GraphConv = DistGraphConv
 GravNetConv = DistGravNetConv
-GroupAddRev = DistGroupAddRev
 HANConv = DistHANConv
 HEATConv = DistHEATConv
 HGTConv = DistHGTConv

@@ -13,9 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.tensor.op_tables import BY_DIM, FACTS, ROWWISE, SIZES, base_name
-from pyg_distcomm.tensor.row_sharded import eager, leaves, tree_map, version_of
-from pyg_distcomm.tensor.sizes import size_from_shape
+from pyg_distcomm.nn.function_names import (
+    BY_DIM,
+    FACTS,
+    ROWWISE,
+    SIZES,
+    base_name,
+    eager,
+    leaves,
+    size_from_shape,
+    tree_map,
+    version_of,
+)
 
 
 @dataclass(eq=False)

@@ -46,7 +46,6 @@ from pyg_distcomm.graph.local_adjacency import (
     plain_edges,
 )
 from pyg_distcomm.nn import local_attention, trimming
-from pyg_distcomm.nn.halo_execution import scopes_of
 from pyg_distcomm.nn.layer_context import (
     STEPS,
     has_hooks,
@@ -55,7 +54,7 @@ from pyg_distcomm.nn.layer_context import (
 )
 from pyg_distcomm.nn.leading_rows import leading, whole
 from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES
-from pyg_distcomm.nn.patched_functions import replace_in_module
+from pyg_distcomm.nn.stand_ins import replace_in_module, scopes_of
 
 _FLOATS = (torch.float32, torch.float64)
 

@@ -25,14 +25,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import Aggregation, MessagePassing
 
-from pyg_distcomm.comm.gradient_averaging import as_replicated, averager_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.kernels.memory import MemoryCap, give_back
-from pyg_distcomm.nn.index_guard import GuardContext, GuardedEdgeIndex
 from pyg_distcomm.nn.layer_context import has_hooks
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.ids import Ids
+from pyg_distcomm.sharded.local_rows import LocalRows
+from pyg_distcomm.sharded.partial import entered
 
 KEPT = 6  # tensors as large as its arguments that a message keeps, roughly
 WHOLE = frozenset("size size_j edge_index edge_index_j ptr".split())
@@ -43,14 +43,18 @@ class NotInChunksError(TypeError):
 
 
 class ReplayMesh:
-    """The mesh of a chunk's edges: the same keys for each chunk, and no reductions."""
+    """The mesh of a chunk's rows, which all are here.
 
-    local_sizes = True
+    It has the same keys for each chunk, and no reductions.
+    """
+
+    local_sizes, rank, size, check = True, 0, 1, "never"
 
     def __init__(self, mesh: Mesh) -> None:
-        self.rank, self.size, self.grid = mesh.rank, mesh.size, mesh.grid
+        self.grid = mesh.grid
         self._mesh, self._keys = mesh, list[int]()
         self.drawn = 0
+        self.sharded: dict[str, Any] = {}
 
     def next_key(self) -> int:
         """Returns the key of a draw; the same for each chunk."""
@@ -85,64 +89,6 @@ class Argument:
     wrap: Any = None
 
 
-def arguments_of(
-    layer: MessagePassing,
-    wanted: set[str],
-    edges: GuardedEdgeIndex,
-    given: dict[str, Any],
-    local: dict[str, Any],
-) -> tuple[list[Argument], list[Tensor], list[Tensor], list[Tensor]] | None:
-    """Returns the arguments of a call and their tensors; None if it cannot run in chunks.
-
-    Also returns the trainable parameters of the layer, and its buffers that count batches.
-
-    Args:
-        layer: the layer.
-        wanted: the names of arguments that its own code uses.
-        edges: the edges of the call.
-        given: its arguments, as the layer passed them.
-        local: the arguments for PyG: (rows of sources, rows of targets), or unchanged.
-    """
-    looked_up = {
-        name
-        for name, value in given.items()
-        if wanted & {f"{name}_i", f"{name}_j"}
-        and (isinstance(value, Tensor) or is_pair(value))
-    }
-    mesh = edges.context.nodes.mesh
-    ours = 0 if mesh.size == 1 else 1  # which average gradients
-    if wanted & WHOLE or looked_up & wanted or not is_plain(layer, ours):
-        return None
-    found: list[Argument] = []
-    tensors: list[Tensor] = []
-    for name, value in local.items():
-        if name in looked_up:
-            for kind, rows in zip(("source", "target"), value, strict=True):
-                if rows is not None:
-                    found.append(Argument(name, kind))
-                    tensors.append(rows)
-        elif isinstance(value, Tensor):
-            original = given[name]
-            sharded = isinstance(original, RowShardedTensor)
-            if sharded and original.rows is edges.context.nodes:
-                return None
-            if sharded and original.rows.same_as(edges.rows):
-                found.append(Argument(name, "edge", wrap=type(original).wrap))
-            elif sharded or (value.dim() and len(value) > 1):
-                return None
-            else:
-                found.append(Argument(name, "whole"))
-                value = as_replicated(value, mesh)
-            tensors.append(value)
-        elif holds_tensors(value):
-            return None
-        else:
-            found.append(Argument(name, "value", value))
-    norms = (m for m in layer.modules() if isinstance(m, _NormBase))
-    counters = [x for m in norms if (x := m.num_batches_tracked) is not None]
-    return found, tensors, [p for p in layer.parameters() if p.requires_grad], counters
-
-
 def is_pair(value: Any) -> bool:
     """Tells whether an argument is a pair (of sources, of targets)."""
     return isinstance(value, (tuple, list)) and len(value) == 2
@@ -163,19 +109,14 @@ def holds_tensors(value: Any) -> bool:
     return False
 
 
-def is_plain(layer: MessagePassing, ours: int) -> bool:
-    """Tells whether a layer's code reads and writes only its arguments and parameters.
-
-    Args:
-        layer: the layer.
-        ours: how many hooks of each parameter are of this package.
-    """
+def is_plain(layer: MessagePassing) -> bool:
+    """Tells whether a layer's code reads and writes only its arguments and parameters."""
     params = list(layer.parameters())
     if has_hooks(layer) or any(map(is_lazy, params)):
         return False
     if not all(map(_is_pure, layer.modules())):
         return False
-    if any(len(p._backward_hooks or ()) > ours for p in params):
+    if any(p._backward_hooks for p in params):
         return False
     aggregating = list(layer.aggr_module.modules()) if layer.aggr_module else []
     norm = "torch_geometric.nn.norm"
@@ -244,6 +185,26 @@ def _package_of(value: Any) -> str:
     return str(named).split(".")[0]
 
 
+@dataclass(frozen=True, eq=False)
+class CallContext:
+    """Holds what chunks ask of the edges of a call."""
+
+    layer: str
+    nodes: Rows
+    sources: Rows
+    here: Any
+    source: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class EdgesOfCall:
+    """Holds the edges of a call, and the ids of their targets."""
+
+    context: CallContext
+    rows: Rows
+    target: Ids | None
+
+
 @dataclass(eq=False)
 class NodeChunks:
     """Splits one call of `propagate` or `edge_updater` into chunks of targets.
@@ -255,8 +216,7 @@ class NodeChunks:
         cap: the memory cap.
         edges: all edges of the call on this rank.
         ends: their sources and targets `[2, e]`, in local numbering.
-        run: runs the call on a chunk's edges: guarded edges, `given`, ends, size, arguments.
-        recomputing: makes the context in which a layer runs again, in the backward pass.
+        run: runs the call on a chunk's edges: the edges, `given`, ends, size, arguments.
         per_edge: whether the output has a row for each edge, not for each target.
     """
 
@@ -264,17 +224,15 @@ class NodeChunks:
     params: list[Tensor]
     counters: list[Tensor]
     cap: MemoryCap
-    edges: GuardedEdgeIndex
+    edges: EdgesOfCall
     ends: Tensor
     run: Callable[..., Any]
-    recomputing: Callable[[], contextlib.AbstractContextManager[None]]
     per_edge: bool
 
     def __post_init__(self) -> None:
         context = self.edges.context
         self.mesh = ReplayMesh(context.nodes.mesh)
         self.bounds: list[int] = []
-        self.kind: Any = None
 
     def plan(self, tensors: list[Tensor]) -> bool:
         """Splits the targets so that each chunk is within the cap.
@@ -299,8 +257,6 @@ class NodeChunks:
         cuts = cuts[(cuts > 0) & (cuts < own)]
         self.bounds = [0, *cuts.tolist(), own]
         self._first = first[self.bounds].tolist()
-        gid = torch.cat([context.sources.gid, context.here.ghost_gid.cpu()])
-        self._gid = self.cap.moved(gid)
         return True
 
     def _by_target(self) -> tuple[Tensor, Tensor]:
@@ -322,41 +278,30 @@ class NodeChunks:
 
     def mark(self) -> Any:
         """Returns what tells these edges from others with the same rows."""
-        return self.edges.context.here
+        return self.edges.target
 
     def taken(self) -> list[Tensor]:
-        """Returns the parameters as inputs of the whole call."""
-        return self.params
+        """Returns the parameters as inputs, whose gradients are summed over the ranks."""
+        mesh = self.edges.context.nodes.mesh
+        return [entered(p, mesh) for p in self.params]
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
-    def of(self, chunk: int) -> tuple[Tensor, Tensor, GuardedEdgeIndex, Tensor]:
-        """Returns the edges `[e_c]` of a chunk, its sources `[u_c]`, and its local edge_index.
-
-        Its ends are guarded, for the layer's own code, and plain, in the chunk's numbering.
-        """
+    def of(self, chunk: int) -> tuple[Tensor, Tensor, EdgesOfCall, Tensor]:
+        """Returns the edges `[e_c]` of a chunk, its sources `[u_c]`, and its edge_index."""
         begin, end = self.bounds[chunk], self.bounds[chunk + 1]
         edge = self._order[self._first[chunk] : self._first[chunk + 1]].sort().values
         source, lid = torch.unique(self.ends[0, edge], return_inverse=True)
         ends = torch.stack([lid, self.ends[1, edge] - begin])
         whole, mesh = self.edges.context, self.mesh
-        rows: Any = (
-            Rows(gid, total, mesh, None, whole=False)  # type: ignore[arg-type]
-            for gid, total in (
-                (whole.nodes.gid[begin:end], whole.nodes.total),
-                (self._gid[source.cpu()], whole.sources.total),
-                (self.edges.rows.gid[edge.cpu()], self.edges.rows.total),
-            )
-        )
-        nodes, sources, of_edges = rows
-        none = self._gid[:0]
-        here = LocalGraph(ends[0], ends[1], none, whole.here.halo, end - begin)
-        context = GuardContext(
-            whole.layer, nodes, sources, here, whole.source, whole.link
-        )
-        oriented = ends if whole.source == 0 else ends.flip(0)
-        return edge, source, GuardedEdgeIndex.wrap(oriented, context, of_edges), ends
+        nodes = LocalRows.of(whole.nodes.gid[begin:end], whole.nodes.total, mesh)
+        sources = LocalRows.of(torch.arange(len(source)), len(source), mesh)
+        rows = self.edges.rows
+        edges = LocalRows.of(rows.gid[edge.cpu()], rows.total, mesh, nodes)
+        mesh.sharded = {"spaces": {len(sources): sources, len(nodes): nodes}}
+        context = CallContext(whole.layer, nodes, sources, None)
+        return edge, source, EdgesOfCall(context, edges, None), ends
 
     def call(self, chunk: int, tensors: list[Tensor], graded: list[bool]) -> Any:
         """Runs a chunk; returns its output, and its input tensors."""
@@ -392,21 +337,13 @@ class NodeChunks:
 
     def plain(self, g: Any) -> Any:
         """Returns a gradient of a chunk as an ordinary tensor."""
-        return g
+        return g.local if type(g) is DistTensor else g  # of one row, not summed over it
 
     def local(self, out: Any, rows: int) -> Tensor:
         """Returns own rows of what a chunk gives."""
-        if self.per_edge and not isinstance(out, RowShardedTensor):
-            raise NotInChunksError(
-                "a layer's edge_update returns no tensor of its edges"
-            )
-        if not isinstance(out, Tensor):
-            raise NotInChunksError("a layer's propagate returns no tensor of its nodes")
-        self.kind = type(out)
-        found: Tensor = out.to_local() if isinstance(out, RowShardedTensor) else out
-        if not found.dim() or len(found) != rows:
-            raise NotInChunksError("a layer's propagate returns no row for each node")
-        return found
+        if type(out) is not DistTensor or out.dim_ or out.size(0) != rows:
+            raise NotInChunksError("a layer returns no row for each node, or each edge")
+        return out.to_local()
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         """Runs all chunks; returns the rows of all targets, or of all edges.
@@ -428,7 +365,7 @@ class NodeChunks:
             for x, before in counted:
                 x.copy_(before)
             raise
-        return self.kind.wrap(out, self.edges.rows) if self.per_edge else out
+        return DistTensor.wrap(out, self.edges.rows) if self.per_edge else out
 
 
 class _Chunked(torch.autograd.Function):
@@ -473,7 +410,6 @@ class _Chunked(torch.autograd.Function):
         kind, dtype, enabled = ctx.cast
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(chunks.recomputing())
             if enabled:
                 stack.enter_context(torch.autocast(kind, dtype))
             for chunk in range(len(chunks)):
@@ -523,31 +459,3 @@ def _add(total: Tensor, part: Tensor, where: Tensor | slice | None) -> None:
         total[where] += part
     else:
         total.index_add_(0, where, part)
-
-
-@contextlib.contextmanager
-def unaveraged(mesh: Any) -> Any:
-    """Switches averaging of gradients off in a block; they are averaged later."""
-    if mesh.size == 1:
-        yield
-        return
-    with averager_of(mesh).paused():
-        yield
-
-
-def in_chunks(
-    arguments: list[Argument],
-    tensors: list[Tensor],
-    *how: Any,
-) -> Any:
-    """Runs a call on chunks of its targets; returns None if one is enough, or it cannot.
-
-    Arguments are those of `NodeChunks`.
-    """
-    chunks = NodeChunks(arguments, *how)
-    if not chunks.plan(tensors):
-        return None
-    try:
-        return chunks(tensors)
-    except NotInChunksError:
-        return None

@@ -18,10 +18,9 @@ from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.axis import guarded
 from pyg_distcomm.comm.collectives import Axis, Pending
 from pyg_distcomm.comm.consistency import comparer_of, digest
-from pyg_distcomm.comm.gradient_averaging import averager_of
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.nn.embedding import sharded_parameters
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 BUCKETS = 4
 _TRANSPORT = re.compile(r"gloo|nccl|\b(pair|peer)\b|connect|time[d ]*out", re.I)
@@ -61,7 +60,6 @@ class Replicated(_Transparent, DistributedDataParallel):
     without DDP (see `comm/gradient_averaging.py`).
     """
 
-    armed = False  # whether DDP averages the gradients of the next backward pass
     # whether DDP makes new buckets in the next; None at first
     regroups: bool | None = None
 
@@ -74,8 +72,6 @@ class Replicated(_Transparent, DistributedDataParallel):
         self._bucket_bytes, self._num_passes = self.bucket_bytes_cap, 0
         # torch.compile cuts graphs by this, and refuses less than DDP's own first bucket
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, _FIRST_BUCKET)
-        for p in module.parameters():
-            averager_of(mesh).delegate(p, self)
         self._ready: list[Tensor] = []  # in the order of the first pass
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._ready.append)
@@ -88,7 +84,6 @@ class Replicated(_Transparent, DistributedDataParallel):
         if self.regroups and torch.is_grad_enabled():
             self.regroups = False
             self._wait_for_all_ranks()
-        self.armed = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._ready.clear()
         return super().forward(*args, **kwargs)
 
@@ -105,7 +100,6 @@ class Replicated(_Transparent, DistributedDataParallel):
 
     def on_gradients_ready(self) -> None:
         """Records that all gradients of a backward pass are ready."""
-        self.armed = False
         self._num_passes += 1
         if self.regroups is None:  # in the order of the first, unless it may change
             self.regroups = self.static_graph or not self.find_unused_parameters

@@ -24,14 +24,14 @@ from torch_geometric.utils import scatter
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import digest
-from pyg_distcomm.comm.gradient_averaging import as_replicated
 from pyg_distcomm.comm.mesh import Mesh, given_mesh, latest_mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.gather_by_id import IdPlan, shard_as
-from pyg_distcomm.tensor.getitem import check_replicated_ids
+from pyg_distcomm.sharded.agreement import compare_lists
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex, rows_of_edges, shard_as
+from pyg_distcomm.sharded.partial import entered
+from pyg_distcomm.tensor.gather_by_id import IdPlan
 
 
 class _Messages(NamedTuple):
@@ -265,7 +265,7 @@ class TGNMemory(PygTGNMemory):
         t = torch.cat([m.t for m in waiting])
         index = places[torch.cat([m.near for m in waiting])]
         mesh, named = self.rows.mesh, self.aggr_module.named_parameters()
-        parameters = {name: as_replicated(p, mesh) for name, p in named}
+        parameters = {name: entered(p, mesh) for name, p in named}
         given = msg, index, t, len(lid)
         aggr = torch.func.functional_call(self.aggr_module, parameters, given)
         nodes = _rows_of_ids(self.rows, self.rows.gid[lid.cpu()], self.rows.total)
@@ -520,7 +520,7 @@ def _same_nodes(n_id: Tensor, rows: Rows, unique: bool = False) -> Tensor:
     if isinstance(n_id, DistTensor):
         n_id = n_id.full_tensor()
     listed = n_id.dim() == 1 and n_id.dtype == torch.int64
-    check_replicated_ids(n_id if listed else torch.tensor([-1]), rows)
+    compare_lists(n_id if listed else torch.tensor([-1]), rows.mesh)
     if not listed:
         raise ValueError(f"give nodes as int64 [k], got {n_id.dtype}{list(n_id.shape)}")
     if len(n_id) and not 0 <= int(n_id.min()) <= int(n_id.max()) < rows.total:
@@ -574,7 +574,7 @@ def _shard_events(
     rows = spread[0].rows if spread else Rows.blocks(events[0].shape[:1].numel(), mesh)
     plain = [digest(x) for x in events if not isinstance(x, DistTensor)]
     if plain:
-        check_replicated_ids(torch.tensor(plain), rows)
+        compare_lists(torch.tensor(plain), rows.mesh)
     found: list[Any] = []
     for x in events:
         if isinstance(x, DistTensor):

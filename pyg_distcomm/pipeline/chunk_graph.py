@@ -1,4 +1,15 @@
-"""Presents an edge_index to a layer that runs on one chunk."""
+"""Presents an edge_index to a layer that runs on one chunk, in the chunk's own numbering.
+
+[Note: one chunk] To a layer, a chunk is a graph of one rank: its nodes are 0 ..
+n_c - 1, and rows of other chunks have the numbers that follow, which only sources have. A layer
+reads source rows where `propagate` looks them up, from the sites of [Note: sites]; see
+`nn/linked.py`. Where it reads numbers of nodes by `edge_index[0]` itself, as `gcn_norm` does
+degrees, they are facts of the graph, the same in all epochs.
+
+Sums over rows are those of the chunk alone in a backward pass, where the pipeline adds up the
+gradients of all chunks; in a forward pass they raise, by `ChunkMesh.world`. Nothing has a key
+([Note: constants]), so that each pass over a chunk computes the same ops.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +27,6 @@ from pyg_distcomm.comm import random
 from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.graph.topology import LocalGraph, OperatorKind, Topology
 from pyg_distcomm.halo.halo import Link
@@ -30,6 +39,9 @@ from pyg_distcomm.pipeline.history_buffer import (
     HistoryBuffer,
     read_from_site,
 )
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex
+from pyg_distcomm.sharded.local_rows import LocalRows
 
 # folded into a pipeline's random keys: no others are equal
 _KEYED, _PLAIN = 0x919E, 0x919F
@@ -254,16 +266,17 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class ChunkMesh:
-    """The mesh of a chunk's rows: it refuses reductions over all nodes.
+    """The mesh of a chunk, which holds all rows that its layers know of.
 
-    The sizes of a chunk's tensors count the rows of the chunk only.
+    It refuses reductions over all nodes.
     """
 
-    local_sizes = True
+    local_sizes, rank, size, check = True, 0, 1, "never"
 
     def __init__(self, mesh: Mesh, run: ChunkPass) -> None:
-        self.rank, self.size, self.grid = mesh.rank, mesh.size, mesh.grid
+        self.grid = mesh.grid
         self.next_key, self.watch = run.next_key, watch_of(mesh)
+        self.sharded: dict[str, Any] = {}
 
     @property
     def world(self) -> Any:
@@ -285,6 +298,15 @@ class RefusedLink:
             "a layer of a pipeline sums over the edges that leave a node, but these lie in "
             "other chunks; precompute the sums as an attribute of the Data"
         )
+
+
+class _Outside(RefusedLink):
+    """Stands in place of the halo of ids of which some are of other chunks."""
+
+    silent = False
+
+    def __init__(self, num_ghosts: int) -> None:
+        self.num_ghosts = num_ghosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,24 +332,30 @@ class ChunkTopology(Topology):
     """
 
     chunked = True
-    mesh_kind: type[ChunkMesh] = ChunkMesh
 
     def __init__(self, run: ChunkPass, chunk: int | None) -> None:
         plan, whole = run.plan, run.plan.topology
-        mesh: Any = self.mesh_kind(plan.mesh, run)
+        mesh: Any = ChunkMesh(plan.mesh, run)
         own, edge = slice(0, plan.counts[0]), slice(0, len(plan.edge.order))
         if chunk is not None:
             own, edge = plan.own.rows(chunk), plan.edge.rows(chunk)
         order = plan.edge.order.cpu()[edge]
+        nodes = LocalRows.of(plan.gid[own], whole.nodes.total, mesh)
         super().__init__(
             plan.edges[0, edge],
             plan.edges[1, edge],
-            Rows(plan.gid[own], whole.nodes.total, mesh, None, whole=False),
-            Rows(whole.edges.gid[order], whole.edges.total, mesh, None, whole=False),
+            nodes,
+            LocalRows.of(whole.edges.gid[order], whole.edges.total, mesh, nodes),
             device=whole.device,
             ordering=_RepeatableOrder(whole.ordering.order, keep_inputs=False),
         )
         self.run, self.chunk = run, chunk
+        nodes.derived["topology"] = self
+
+    @property
+    def outside(self) -> Any:
+        """What stands in place of the halo of ids of sources."""
+        return _Outside(len(self.locals.ghost_gid))
 
     @cached_property
     def locals(self) -> ChunkLocals:  # type: ignore[override]
@@ -416,8 +444,7 @@ class _RepeatableOrder(MultiplyOrder):
         return super().takes_first(width_in, width_out, (False, False))
 
 
-def view_of(run: ChunkPass, chunk: int | None) -> DistEdgeIndex:
+def view_of(run: ChunkPass, chunk: int | None) -> DistTensor:
     """Returns the edges of a chunk, or of all chunks in order if `chunk` is None."""
-    topology, plan = ChunkTopology(run, chunk), run.plan
-    edges = plan.edges if chunk is None else plan.edges[:, plan.edge.rows(chunk)]
-    return DistEdgeIndex.of(edges.to(topology.device), topology)
+    topology = ChunkTopology(run, chunk)
+    return DistEdgeIndex.of(topology.locals.ends, topology)

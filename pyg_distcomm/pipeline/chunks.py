@@ -18,11 +18,11 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import LocalGraph, Topology, gcn_norm
 from pyg_distcomm.halo.halo import Halo, Link
 from pyg_distcomm.ops.csr import CSR, Pattern
 from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,14 +17,13 @@ from torch_geometric.data import Data
 
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.collectives import Pending
-from pyg_distcomm.comm.gradient_averaging import averager_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass, view_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan
 from pyg_distcomm.pipeline.layer_stack import StackLayer, names_from_data
 from pyg_distcomm.pipeline.schedule import Action, ActionSpan, StageSchedule
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 Values = dict[str, Any]
 
@@ -394,7 +393,9 @@ class Epoch:
             raise TypeError(f"loss_fn must return one number as a tensor, got {shape}")
         loss.backward()
         grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        box.copy_(grad[own.order])
+        # weights get the mean of what ranks find for their rows, and of what `loss_fn` adds to
+        # the gradients of weights, which is the whole's on each rank
+        box.copy_(grad[own.order] * self.mesh.size)
         return torch.as_tensor(loss.detach().reshape(()), dtype=torch.float64).cpu()
 
     def _record_span(self, kind: str, slot: int, begin: float) -> None:
@@ -412,8 +413,7 @@ def accumulated_gradients(
     for p in parameters:
         p.grad = None
     try:
-        with averager_of(mesh).paused():
-            yield
+        yield
         _average_gradients(mesh, parameters)
     except BaseException:
         for p, grad in zip(parameters, before, strict=True):

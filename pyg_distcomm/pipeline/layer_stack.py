@@ -22,13 +22,13 @@ from torch_geometric.nn import MessagePassing
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.store import RankError
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv
 from pyg_distcomm.nn.node_chunks import pads
 from pyg_distcomm.pipeline.history_buffer import DTYPES
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 _CHUNK_NORMS = (
     *(_NormBase, pyg.BatchNorm, pyg.HeteroBatchNorm, pyg.InstanceNorm, pyg.GraphNorm),

@@ -54,7 +54,7 @@ from pyg_distcomm.pipeline.schedule import (
     fewest_chunks,
     schedule_of,
 )
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 
 def stage_words(n: int, d: int, stages: int, shared: int = 0) -> int:

@@ -22,7 +22,7 @@ from pyg_distcomm.pipeline.layer_stack import (
     names_crossing,
     on_all_ranks,
 )
-from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 
 def broadcast_weights(stack: Sequence[StackLayer], mesh: Mesh) -> None:

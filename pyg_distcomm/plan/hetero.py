@@ -21,7 +21,6 @@ from torch.nn import Module
 from torch_geometric.data import HeteroData
 
 from pyg_distcomm.comm.collectives import ring_words
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.partition_data import partition as cut_data
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -58,6 +57,7 @@ from pyg_distcomm.plan.training import (
     Training,
     layer_from_call,
 )
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 KINDS = {"sage": pyg.SAGEConv, "halo": pyg.GraphConv}
 

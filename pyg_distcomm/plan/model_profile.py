@@ -25,7 +25,7 @@ from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.graph.product_cache import ProductCache
 from pyg_distcomm.graph.topology import LocalGraph, Topology
 from pyg_distcomm.halo.halo import Link
-from pyg_distcomm.nn.adapted_layers import DistBatchNorm
+from pyg_distcomm.nn.batch_norm import DistBatchNorm
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass

@@ -34,7 +34,6 @@ from pyg_distcomm.plan.training import LOSS_ITEM, LOSS_WORDS, Training
 
 # a backward pass to a forward pass: two products for one, and it computes again
 BACK = 3
-LOSS_SUMS = 2  # over the ranks of a stage, of a mean loss
 ROWS_ONLY = "the stages of a pipeline have rows only, a grid (W, 1, 1)"
 
 
@@ -204,7 +203,7 @@ class StagedModel:
         numbers = [sum(one.parameters for one in part) for part in self._items_by_stage]
         weights = [ring_words(n, ranks) * item for n in numbers]
         self.weights = np.array([weights]).T
-        last = LOSS_SUMS * ring_words(LOSS_WORDS, ranks) * LOSS_ITEM
+        last = ring_words(LOSS_WORDS, ranks) * LOSS_ITEM
         loss = np.full((stages, 1), ring_words(1, stages) * LOSS_ITEM)
         loss[-1] += last
         self.loss = loss

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, Mesh
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
 from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut, takes_grid
@@ -37,6 +36,7 @@ from pyg_distcomm.plan.training import (
     num_features_of,
     training_from_options,
 )
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 
 @overload

@@ -16,7 +16,6 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.graph_source import (
@@ -27,7 +26,8 @@ from pyg_distcomm.sampling.graph_source import (
     read_times,
     read_weights,
 )
-from pyg_distcomm.tensor.dist_tensor import DistTensor, is_rows
+from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 from pyg_distcomm.tensor.gather_by_id import IdPlan
 
 

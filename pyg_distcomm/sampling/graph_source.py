@@ -27,9 +27,9 @@ from torch_geometric.data.graph_store import EdgeLayout
 from torch_geometric.sampler.utils import to_csc
 
 from pyg_distcomm import kernels
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
 from pyg_distcomm.process import PROCESS
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 MIN_WEIGHT = 1e-300  # of a positive weight
 

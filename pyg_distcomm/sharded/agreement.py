@@ -131,13 +131,13 @@ def is_wrapped(leaf: Tensor, mesh: Mesh) -> bool:
     return found is not None and leaf in found
 
 
-def compare_ids(ids: Tensor, count: int, mesh: Any) -> None:
-    """Raises on all ranks if plain ids differ between ranks, or are out of range; collective.
+def compare_lists(ids: Tensor, mesh: Any) -> Tensor:
+    """Returns plain ids, flat; raises on all ranks if they differ between ranks; collective.
 
     Price: two words of each rank.
 
     Raises:
-        IndexError, ValueError: saying which.
+        ValueError: on all ranks.
     """
     flat = ids.detach().reshape(-1).cpu().long()
     weight = torch.arange(1, len(flat) + 1)
@@ -150,6 +150,18 @@ def compare_ids(ids: Tensor, count: int, mesh: Any) -> None:
             "shared seed (torch_geometric.seed_everything, as PyG draws negative edges by "
             "Python's random, too), or use a mask, which costs nothing"
         )
+    return flat
+
+
+def compare_ids(ids: Tensor, count: int, mesh: Any) -> None:
+    """Raises on all ranks if plain ids differ between ranks, or are out of range; collective.
+
+    Price: two words of each rank.
+
+    Raises:
+        IndexError, ValueError: saying which.
+    """
+    flat = compare_lists(ids, mesh)
     if len(flat) and (int(flat.min()) < -count or int(flat.max()) >= count):
         low = int(flat.min())
         bad = low if low < -count else int(flat.max())

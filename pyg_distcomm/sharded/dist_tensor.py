@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -254,6 +254,14 @@ def _cut(g: Tensor, rows: Rows, dim: int) -> Tensor:
     known = isinstance(g, DistTensor) and g.rows is rows and g.dim_ == dim
     own: DistTensor = g if known else _Cut.apply(g, rows, dim)  # type: ignore[assignment]
     return own.to_local()
+
+
+def is_rows(value: Any) -> TypeGuard[DistTensor]:
+    """Tells whether a value has a row per node, edge or another thing, as no edge_index has.
+
+    An edge_index `[2, e]` is row-sharded in its second dimension.
+    """
+    return isinstance(value, DistTensor) and not value.dim_
 
 
 def read_only(func: Any) -> RuntimeError:

@@ -35,11 +35,11 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import Entry, Ledger
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.trace import as_json, span, trace
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.partition_data import partition_report
 from pyg_distcomm.partition.atomic import add_line, whole_file
 from pyg_distcomm.partition.partition import imbalance
 from pyg_distcomm.process import tell
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 RUN, ROWS, TRACE = "run.json", "metrics.jsonl", "trace.json.gz"
 RESERVED = (

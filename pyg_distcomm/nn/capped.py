@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,92 +22,17 @@ from pyg_distcomm.nn.message_forms import layers_of
 from pyg_distcomm.nn.node_chunks import (
     WHOLE,
     Argument,
+    CallContext,
+    EdgesOfCall,
     NodeChunks,
     NotInChunksError,
-    ReplayMesh,
     holds_tensors,
     is_pair,
     is_plain,
 )
 from pyg_distcomm.sharded.dist_tensor import DistTensor
-from pyg_distcomm.sharded.ids import Ids, ids_of
-from pyg_distcomm.sharded.local_rows import LocalRows
+from pyg_distcomm.sharded.ids import ids_of
 from pyg_distcomm.sharded.partial import entered
-
-
-@dataclass(frozen=True, eq=False)
-class _CallContext:
-    """Holds what chunks ask of the edges of a call."""
-
-    layer: str
-    nodes: Rows
-    sources: Rows
-    here: Any
-    source: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class _EdgesOfCall:
-    """Holds the edges of a call, and the ids of their targets."""
-
-    context: _CallContext
-    rows: Rows
-    target: Ids
-
-
-class _OneChunk(ReplayMesh):
-    """The mesh of a chunk's rows, which all are here."""
-
-    check = "never"
-
-    def __init__(self, mesh: Any) -> None:
-        super().__init__(mesh)
-        self.rank, self.size = 0, 1
-        self.sharded: dict[str, Any] = {}
-
-
-class CappedChunks(NodeChunks):
-    """Splits one call on tensors below autograd into chunks of targets."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.mesh = _OneChunk(self.edges.context.nodes.mesh)
-
-    def mark(self) -> Any:
-        """Returns what tells these edges from others with the same rows."""
-        return self.edges.target  # type: ignore[attr-defined]
-
-    def taken(self) -> list[Tensor]:
-        """Returns the parameters as inputs, whose gradients are summed over the ranks."""
-        mesh = self.edges.context.nodes.mesh
-        return [entered(p, mesh) for p in self.params]
-
-    def of(self, chunk: int) -> tuple[Tensor, Tensor, Any, Tensor]:
-        """Returns the edges `[e_c]` of a chunk, its sources `[u_c]`, and its edge_index."""
-        begin, end = self.bounds[chunk], self.bounds[chunk + 1]
-        edge = self._order[self._first[chunk] : self._first[chunk + 1]].sort().values
-        source, lid = torch.unique(self.ends[0, edge], return_inverse=True)
-        ends = torch.stack([lid, self.ends[1, edge] - begin])
-        whole, mesh = self.edges.context, self.mesh
-        nodes = LocalRows.of(whole.nodes.gid[begin:end], whole.nodes.total, mesh)
-        sources = LocalRows.of(torch.arange(len(source)), len(source), mesh)
-        rows = self.edges.rows
-        edges = LocalRows.of(rows.gid[edge.cpu()], rows.total, mesh, nodes)
-        mesh.sharded = {"spaces": {len(sources): sources, len(nodes): nodes}}  # type: ignore[attr-defined]
-        context = _CallContext(whole.layer, nodes, sources, None)
-        return edge, source, _EdgesOfCall(context, edges, None), ends  # type: ignore[arg-type]
-
-    def plain(self, g: Any) -> Any:
-        """Returns a gradient of a chunk as an ordinary tensor."""
-        return g.local if type(g) is DistTensor else g  # of one row, not summed over it
-
-    def local(self, out: Any, rows: int) -> Tensor:
-        """Returns own rows of what a chunk gives."""
-        if type(out) is not DistTensor or out.dim_ or out.size(0) != rows:
-            raise NotInChunksError("a layer returns no row for each node, or each edge")
-        self.kind = DistTensor
-        return out.to_local()
-
 
 _EDGE = object()
 
@@ -185,7 +109,7 @@ def _split(
     topology: Topology,
     edge_index: Any,
     given: dict[str, Any],
-) -> tuple[CappedChunks, list[Tensor]] | None:
+) -> tuple[NodeChunks, list[Tensor]] | None:
     """Returns the chunks of a call, and its tensors; None if it cannot run in chunks."""
     wanted = {*(layer._user_args if verb == "propagate" else layer._edge_user_args)}
     looked_up = {
@@ -195,7 +119,7 @@ def _split(
         and (isinstance(value, Tensor) or is_pair(value))
     }
     known = type(edge_index) is DistTensor and edge_index.dim_ == 1
-    if not known or layer.flow != "source_to_target" or not is_plain(layer, 0):
+    if not known or layer.flow != "source_to_target" or not is_plain(layer):
         return None
     if wanted & WHOLE or looked_up.keys() & wanted:
         return None
@@ -218,19 +142,18 @@ def _split(
             return None
         arguments += [argument for argument, _ in found]
         tensors += [x for _, x in found if x is not None]
-    context = _CallContext(type(layer).__name__, nodes, sources, topology.locals)
+    context = CallContext(type(layer).__name__, nodes, sources, topology.locals)
     norms = (m for m in layer.modules() if isinstance(m, _NormBase))
     counters = [x for m in norms if (x := m.num_batches_tracked) is not None]
     learnt = [p for p in layer.parameters() if p.requires_grad]
-    made = CappedChunks(
+    made = NodeChunks(
         arguments,
         learnt,
         counters,
         nodes.memory,  # type: ignore[arg-type]
-        _EdgesOfCall(context, edge_index.rows, ends[1]),  # type: ignore[arg-type]
+        EdgesOfCall(context, edge_index.rows, ends[1]),  # type: ignore[arg-type]
         torch.stack([plans[0].slot, plans[1].slot]),
         _run(call),
-        contextlib.nullcontext,
         verb == "edge_updater",
     )
     return made, tensors
