@@ -340,11 +340,11 @@ def uncommon(owner):
 
 
 def test_a_dry_run_leaves_collectives_as_they_are():
-    before, seen = (collectives.all_reduce, autograd.all_reduce), []
+    before, seen = (collectives.all_reduce, autograd.all_to_all), []
 
     class Peeking(Net):
         def forward(self, x, edge_index):
-            seen.append((collectives.all_reduce, autograd.all_reduce))
+            seen.append((collectives.all_reduce, autograd.all_to_all))
             out = super().forward(x, edge_index)
             return out - out.mean(0)
 

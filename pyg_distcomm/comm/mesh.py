@@ -193,7 +193,6 @@ class Mesh:
         count_requests: how many times the ranks have summed the length of a selection.
         plan: the `Plan` that chose the grid, with algorithm="auto".
         owners: the owner of each node in that plan, a Partition.
-        averager: averages the gradients of parameters; see `gradient_averaging.Averager`.
         compared: the replicated tensors that were compared; see `consistency.Comparer`.
         inputs: the inputs of cached products; see `product_cache.Inputs`.
         grid_warned: the layers whose warning about the grid has been given.

@@ -58,9 +58,6 @@ def seed(key: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(key)
 
 
-# functions that draw a number for each entry of a tensor
-DRAWS = """rand_like randn_like randint_like normal uniform exponential log_normal cauchy
-geometric random bernoulli""".split()
 _BLOCK = 1 << 22  # entries drawn at a time
 
 

@@ -75,10 +75,6 @@ class LocalGraph:
             ends = vars(self)["_ends"] = self.memory.moved(ends)
         return ends
 
-    @cached_property
-    def _source_gid(self) -> dict[torch.device, Tensor]:
-        return {}
-
     def with_constant_ghosts(self, x: Any, constants: ProductCache) -> Tensor | None:
         """Returns the same for a constant input, from the cache.
 

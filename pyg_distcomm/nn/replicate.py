@@ -56,8 +56,8 @@ class Replicated(_Transparent, DistributedDataParallel):
     """DistributedDataParallel that shows its module's attributes, and can be copied.
 
     A copy is replicated anew, which is collective; a pickled one is the module, in `Alone`.
-    Where the module's own methods are called instead of this one, gradients are averaged as
-    without DDP (see `comm/gradient_averaging.py`).
+    Where the module's own methods are called instead of this one, gradients are those
+    without DDP.
     """
 
     # whether DDP makes new buckets in the next; None at first
@@ -173,13 +173,12 @@ def replicate(
     """Returns the model with equal parameters on all ranks and averaged gradients.
 
     Full-graph training needs no wrapper: gradients of parameters used with row-sharded data
-    are averaged automatically (see `comm/gradient_averaging.py`). Training on minibatches, and
-    parameters that are only used with `.to_local()` rows, need it. This is torch's
+    are those of one process on every rank (see [Note: gradients] in `sharded/partial.py`).
+    Training on minibatches, and parameters that are only used with `.to_local()` rows, need it. This is torch's
     DistributedDataParallel in its own process group: parameters start with rank 0's values,
     and gradients are averaged during the backward pass, in buckets of about a quarter of them
-    (DDP's default of 25 MB holds all of most graph models, so that nothing would overlap). With
-    the global losses of DistTensor the average *is* the single-process gradient (see
-    [Note: gradients] in `comm/autograd.py`). Row-sharded parameters (`DistEmbedding`) stay with
+    (DDP's default of 25 MB holds all of most graph models, so that nothing would overlap). The
+    average of gradients that are whole on every rank is the same. Row-sharded parameters (`DistEmbedding`) stay with
     their rank. On one rank the wrapper only adds `.module`.
 
     Args:

@@ -425,7 +425,7 @@ def accumulated_gradients(
 
 
 def _average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None:
-    """Averages gradients over the ranks of a stage; [Note: gradients] in `comm/autograd.py`.
+    """Averages gradients over the ranks of a stage.
 
     Price: one all-reduce of the parameters that have a gradient.
     """
