@@ -1,7 +1,7 @@
-"""Runs `propagate` of a layer on chunks of target nodes, within a memory cap.
+"""Has layers on a share run their steps in the chunks of `node_chunks.py`.
 
-As in [Note: chunks of targets]: to the layer's own code a chunk is a graph of one rank, whose
-rows are sharded over nobody, so that its draws are keyed as those of all edges are.
+To the layer's own code a chunk is a graph of one rank, whose rows are sharded over nobody, so
+that its draws are keyed as those of all edges are.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from torch_geometric.data.data import BaseData
 
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.graph.local_adjacency import is_sampled
-from pyg_distcomm.nn.function_names import leaves, version_of
 from pyg_distcomm.nn.leading_rows import Mode, double
+from pyg_distcomm.nn.trees import leaves, version_of
 
 _COPIED = 1 << 20  # numbers of a buffer that is copied; a larger one may not change
 

@@ -13,18 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.nn.function_names import (
-    BY_DIM,
-    FACTS,
-    ROWWISE,
-    SIZES,
-    base_name,
-    eager,
-    leaves,
-    size_from_shape,
-    tree_map,
-    version_of,
-)
+from pyg_distcomm.nn.function_names import BY_DIM, FACTS, ROWWISE, SIZES, base_name
+from pyg_distcomm.nn.trees import eager, leaves, size_from_shape, tree_map, version_of
 
 
 @dataclass(eq=False)

@@ -60,7 +60,7 @@ def linear_product(
     bias: Tensor | None,
     mean: bool = False,
 ) -> Tensor:
-    """Returns `(A X) W + b`, or `A (X W) + b`, whichever exchanges fewer words."""
+    """Returns `(A X) W + b`, or `A (X W) + b`, whichever exchanges fewer words ([Kurt23])."""
     if is_lazy(lin.weight):
         lin(x)  # initialises a lazy layer through its own hooks
     edges = None if weight is None else weight.to_local()
@@ -121,7 +121,29 @@ def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool,
 
 
 class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
-    """PyG's GCNConv; on a share, a product with `D^-1/2 (A + I) D^-1/2`."""
+    r"""The graph convolution of [Kipf17], on a graph spread over ranks.
+
+        X' = D^-1/2 (A + I) D^-1/2 X W + b
+
+    Takes the arguments of `torch_geometric.nn.GCNConv`, has its `state_dict` and its
+    `repr`, and *is* it for ordinary inputs. With a `DistEdgeIndex` it computes the same
+    numbers on any grid: degrees and self-loops are global, (A X) W or A (X W) is chosen
+    by the narrower width, and unused gradients are not computed. For the ordinary edges of a
+    minibatch, or edges used before, it runs compiled products; see `nn.local_products`.
+
+    Args:
+        link: the `LinkPolicy` of its rows; "exact", or None for that of the edge_index.
+
+    Shapes (this rank):
+        x            [n_i, F_in]   DistTensor
+        edge_index   [2, e_i]      DistEdgeIndex
+        edge_weight  [e_i]         DistTensor, optional, may require gradients
+        return       [n_i, F_out]  DistTensor
+
+    Price: `GridMatrix.price(min(F_in, F_out))` forward, and the price of its transpose
+    backward unless x needs no gradient; nothing for an x that does not change, from its
+    third use on (see `DistEdgeIndex.with_ordering`).
+    """
 
     def forward(self, x: Any, edge_index: Any, edge_weight: Any = None) -> Tensor:
         """Runs the layer."""
@@ -160,7 +182,22 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
 
 
 class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
-    """PyG's GCN2Conv; on a share, a product with `D^-1/2 (A + I) D^-1/2`."""
+    r"""The layer of GCNII [Chen20], on a graph spread over ranks.
+
+        X' = ((1 - a) P X + a X_0) ((1 - b) I + b W_1),   P = D^-1/2 (A + I) D^-1/2
+
+    and with W_2 in place of W_1 for X_0 where weights are not shared. Takes the arguments of
+    `torch_geometric.nn.GCN2Conv`, has its `state_dict`, and *is* it for ordinary inputs.
+    With a `DistEdgeIndex` it computes the same numbers on any grid; degrees and self-loops
+    are global.
+
+    Args:
+        link: the `LinkPolicy` of its rows; "exact", or None for that of the edge_index.
+
+    Shapes (this rank): x, x_0 `[n_i, C]` DistTensors -> `[n_i, C]`.
+    Price: `GridMatrix.price(C)` forward, and that of its transpose backward unless x needs
+    no gradient.
+    """
 
     def forward(
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any = None
@@ -206,7 +243,28 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
 
 
 class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
-    """PyG's SAGEConv; on a share, "mean" and "sum" are products with `A`."""
+    r"""The GraphSAGE layer of [Hamilton17], on a graph spread over ranks.
+
+        x'_i = W_1 x_i + W_2 mean_{j in N(i)} x_j
+
+    Takes the arguments of `torch_geometric.nn.SAGEConv`, has its `state_dict`, and *is*
+    it for ordinary inputs. With a `DistEdgeIndex`, "mean" and "sum" are products on any
+    grid; every other aggregation fetches the rows of neighbours, as `HaloConv` does. For the
+    ordinary edges of a minibatch, or edges used before, it runs compiled products; see
+    `nn.local_products`.
+
+    Args:
+        link: the `LinkPolicy` of its rows; "exact", or None for that of the edge_index.
+
+    Shapes (this rank):
+        x           [n_i, F_in]   DistTensor, or a pair of them
+        edge_index  [2, e_i]      DistEdgeIndex
+        return      [n_i, F_out]  DistTensor
+
+    Price: `GridMatrix.price(min(F_in, F_out))` forward, and the price of its transpose
+    backward unless x needs no gradient, and nothing for an x that does not change, from
+    its third use on (see `DistEdgeIndex.with_ordering`); F_in for other aggregations.
+    """
 
     def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
         """Runs the layer."""

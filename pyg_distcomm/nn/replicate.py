@@ -174,12 +174,13 @@ def replicate(
 
     Full-graph training needs no wrapper: gradients of parameters used with row-sharded data
     are those of one process on every rank (see [Note: gradients] in `sharded/partial.py`).
-    Training on minibatches, and parameters that are only used with `.to_local()` rows, need it. This is torch's
-    DistributedDataParallel in its own process group: parameters start with rank 0's values,
-    and gradients are averaged during the backward pass, in buckets of about a quarter of them
-    (DDP's default of 25 MB holds all of most graph models, so that nothing would overlap). The
-    average of gradients that are whole on every rank is the same. Row-sharded parameters (`DistEmbedding`) stay with
-    their rank. On one rank the wrapper only adds `.module`.
+    Training on minibatches, and parameters that are only used with `.to_local()` rows, need
+    it. This is torch's DistributedDataParallel in its own process group: parameters start with
+    rank 0's values, and gradients are averaged during the backward pass, in buckets of about a
+    quarter of them (DDP's default of 25 MB holds all of most graph models, so that nothing
+    would overlap). The average of gradients that are whole on every rank is the same.
+    Row-sharded parameters (`DistEmbedding`) stay with their rank. On one rank the wrapper only
+    adds `.module`.
 
     Args:
         model: the model, on this rank's device.

@@ -1,1 +1,1 @@
-"""Spreads tensors over ranks by rows, and dispatches torch functions on them."""
+"""Plans exchanges of rows by ids, which tensors, loaders and embeddings share."""
