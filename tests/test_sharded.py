@@ -20,11 +20,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm import DistTensor
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
-# what today's layers refuse, and PyG's own classes compute on these tensors
-ONCE_REFUSED = {
-    name: row[:2] for name, row in layers.REFUSED.items() if name != "PANConv"
-}
-LAYERS = {**layers.EXACT, **ONCE_REFUSED}
+LAYERS = {**layers.EXACT, **layers.OTHERS}
 CUTTERS = ("random", "empty_rank")
 
 

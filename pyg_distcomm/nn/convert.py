@@ -13,6 +13,7 @@ from pyg_distcomm.nn import trimming
 from pyg_distcomm.nn.batch_norm import DistBatchNorm
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
 from pyg_distcomm.nn.layer_context import OwnLink, check_link
+from pyg_distcomm.nn.layers import DistGroupAddRev
 from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -20,6 +21,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 DISTRIBUTED: dict[type, type] = {
     GCNConv: DistGCNConv,
     GCN2Conv: DistGCN2Conv,
+    pyg.GroupAddRev: DistGroupAddRev,
     SAGEConv: DistSAGEConv,
 }
 

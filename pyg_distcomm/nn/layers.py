@@ -8,9 +8,11 @@ so each class is named Dist..., and exported under PyG's name.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch_geometric.nn as pyg
 
-from pyg_distcomm.nn.halo_conv import HaloExecution
+from pyg_distcomm.nn.halo_conv import HaloExecution, is_spread
 from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
 
 
@@ -87,6 +89,22 @@ class DistGraphConv(HaloExecution, pyg.GraphConv): ...
 
 
 class DistGravNetConv(HaloExecution, pyg.GravNetConv): ...
+
+
+class DistGroupAddRev(pyg.GroupAddRev):
+    """PyG's GroupAddRev, which keeps row-sharded activations instead of inverting them.
+
+    PyG's frees the storage of its inputs, and computes them again in the backward pass.
+    Those of row-sharded tensors may be in use by an exchange.
+
+    Shapes: x `[n_i, F]` -> `[n_i, F]`. Price: that of its layers.
+    """
+
+    def _fn_apply(self, args: Any, fn: Any, fn_inverse: Any) -> Any:
+        if not is_spread(*args):
+            return super()._fn_apply(args, fn, fn_inverse)
+        out = fn(*args)
+        return out[0] if isinstance(out, tuple) and len(out) == 1 else out
 
 
 class DistHANConv(HaloExecution, pyg.HANConv): ...
@@ -209,6 +227,7 @@ GatedGraphConv = DistGatedGraphConv
 GeneralConv = DistGeneralConv
 GraphConv = DistGraphConv
 GravNetConv = DistGravNetConv
+GroupAddRev = DistGroupAddRev
 HANConv = DistHANConv
 HEATConv = DistHEATConv
 HGTConv = DistHGTConv

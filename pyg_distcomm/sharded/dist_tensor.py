@@ -139,6 +139,27 @@ class DistTensor(EdgeMethods, Tensor):
             return DistTensor.from_local(local, rows)
         return PROCESS.rules["attribute"](DistTensor(local, rows))  # type: ignore[no-any-return]
 
+    @property
+    def grad(self) -> Any:
+        """The gradient, sharded as these rows are.
+
+        Autograd may leave a plain tensor in its place: that of `x.sum()` is 1, expanded.
+        """
+        g = Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+        if type(g) is Tensor and g.layout == torch.strided:
+            own = g.index_select(self.dim_, self.rows.place_on(g.device))
+            g = DistTensor(own, self.rows, self.dim_)
+            self.grad = g
+        return g
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    @grad.deleter
+    def grad(self) -> None:
+        Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
+
     def to_local(self) -> Tensor:
         """Returns this rank's rows as an ordinary tensor, differentiably."""
         return _ToLocal.apply(self)
