@@ -81,6 +81,7 @@ def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
     values = [*args, *kwargs.values()]
     flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,))]
     found = [x for x in flat if type(x) is DistTensor]
+    _check_rows(values[0] if values else None, found)
     _check_current(found)
     nodes = [x.rows for x in found if x.dim_ == 0 and x.rows.partition is not None]
     if not nodes or any(x.dim_ == 1 for x in found):
@@ -103,6 +104,57 @@ def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
         return value
 
     return [cut(v) for v in args], {name: cut(v) for name, v in kwargs.items()}
+
+
+def _check_rows(x: Any, values: list[DistTensor]) -> None:
+    """Raises for features of other nodes than those of the edges beside them.
+
+    Raises:
+        TypeError: for a plain tensor that has a row for none of them.
+        ValueError: for a sharded one.
+    """
+    edges = next((v.topology for v in values if isinstance(v, DistEdgeIndex)), None)
+    if edges is None:
+        return
+    ends = edges.source_rows, edges.nodes
+    for part in x if isinstance(x, (tuple, list)) else (x,):
+        plain = not isinstance(part, EdgeMethods)
+        if not isinstance(part, Tensor) or part.layout != torch.strided:
+            continue
+        if not plain and any(part.rows is end for end in ends):  # type: ignore[attr-defined]
+            continue
+        counts = [end.count for end in ends]
+        if part.dim() == 0 or any(n in counts for n in part.shape):
+            continue
+        if plain:
+            raise TypeError(
+                f"got a plain tensor of {list(part.shape)} beside edges between {counts[1]} "
+                "nodes; give a layer data.x of pdc.partition, or of this rank's rows "
+                "pdc.from_local(t, like=data.x)"
+            )
+        raise ValueError(
+            f"got a row-sharded tensor of {list(part.shape)} beside edges between "
+            f"{counts[1]} nodes; give a layer one row for each node, and pick rows of what "
+            "it returns"
+        )
+
+
+def check_edges(name: str, value: Any, topology: Topology | None) -> None:
+    """Raises for an argument that lacks a row for each edge.
+
+    Raises:
+        TypeError: for a plain tensor.
+        ValueError: for a sharded one.
+    """
+    if topology is None or value is None or value.size(0) == topology.edges.count:
+        return
+    plain = not isinstance(value, EdgeMethods)
+    kind = TypeError if plain else ValueError
+    raise kind(
+        f"{name} has the shape {list(value.shape)}, wanted a row for each of "
+        f"{topology.edges.count} edges; set it in the data before pdc.partition, which then "
+        "shards it"
+    )
 
 
 def _check_current(values: list[DistTensor]) -> None:

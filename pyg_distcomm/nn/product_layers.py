@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.nn.halo_conv import (
     are_rows_of,
+    check_edges,
     is_spread,
     run_any,
     run_on_share,
@@ -155,6 +156,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
             return run_gcn(self, run, x, edge_index, edge_weight)
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         topology = topology_of(edge_index)
+        check_edges("edge_weight", edge_weight, topology)
         known = (
             topology is not None
             and topology.sources is None
@@ -217,6 +219,7 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any
     ) -> Tensor | None:
         topology = topology_of(edge_index)
+        check_edges("edge_weight", edge_weight, topology)
         base = torch_geometric.nn.GCN2Conv
         known = topology is not None and topology.sources is None
         known = known and self.normalize and not self.cached
