@@ -23,10 +23,12 @@ from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.nn.adding import adding
 from pyg_distcomm.nn.capped import within_cap
 from pyg_distcomm.nn.layer_context import (
+    Explained,
     LayerContext,
     OwnLink,
     check_arguments,
     check_link,
+    check_mask,
     has_hooks,
     is_changed,
 )
@@ -55,6 +57,8 @@ def run_on_share(
     if len(edges) != 1:
         return run(*args, **kwargs)
     topology = edges[0].topology
+    if getattr(conv, "explain", False):
+        check_mask(conv, topology)
     exact = link in (None, "exact") and topology.link is None
     if exact and edges[0].of_torch:
         return run(*args, **kwargs)
@@ -195,7 +199,7 @@ def run_any(
     return run_layer(conv, run, *args, **kwargs)
 
 
-class HaloExecution:
+class HaloExecution(Explained):
     """Runs a layer of PyG over a link on a share, by compiled products elsewhere.
 
     On a share the layer is PyG's, op by op; see `DistTensor`.
@@ -376,7 +380,12 @@ def _one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
             return run(x, edge_index, *args, **kwargs)
         values = (*args, *kwargs.values())
         plain = all(v is None or _of_edges(v, topology) for v in values)
-        if not plain or conv.flow != "source_to_target" or has_hooks(conv):
+        if (
+            not plain
+            or conv.flow != "source_to_target"
+            or conv.explain
+            or has_hooks(conv)
+        ):
             return run(x, edge_index, *args, **kwargs)
         return _on_own_rows(conv, topology, run, x, args, kwargs)
 

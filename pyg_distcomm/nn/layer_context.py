@@ -282,6 +282,49 @@ def template_of(kind: type) -> str:
     return f"{kind.__module__}_{kind.__name__}_propagate"
 
 
+class Explained:
+    """Has explainers' masks applied in subclasses of PyG's layers, too.
+
+    PyG replaces `propagate` by a template that does not apply masks, for each class. Under
+    `explain` it takes a class's own template out, but leaves that of a base class in place.
+    """
+
+    @property
+    def explain(self) -> Any:
+        """Whether an explainer multiplies messages by its mask."""
+        return self._explain  # type: ignore[attr-defined]
+
+    @explain.setter
+    def explain(self, explain: bool | None) -> None:
+        MessagePassing.explain.fset(self, explain)  # type: ignore[attr-defined]
+        if not explain:
+            return
+        for kind in type(self).__mro__:
+            call = vars(kind).get("propagate")
+            if call is not None and call.__module__ != template_of(kind):
+                vars(self)["propagate"] = call.__get__(self)
+                return
+
+
+def check_mask(layer: Any, topology: Topology) -> None:
+    """Raises for a layer that is explained by a mask of other edges, or by none.
+
+    Raises:
+        ValueError: naming the layer.
+    """
+    mask, count = layer._edge_mask, topology.edges.count
+    if not isinstance(mask, Tensor):
+        raise ValueError(
+            f"{type(layer).__name__} has explain=True and no mask of edges, but {mask!r}; let "
+            "an Explainer of torch_geometric.explain set it"
+        )
+    if len(mask) != count:
+        raise ValueError(
+            f"the mask that explains {type(layer).__name__} has shape {list(mask.shape)}; give "
+            f"one value for each of {count} edges, the same on every rank"
+        )
+
+
 def check_given(layer: Any, args: Any, kwargs: Any) -> None:
     """Raises for a Data in place of tensors, and for edges in the place of x.
 

@@ -26,6 +26,7 @@ from pyg_distcomm.nn.halo_conv import (
     topology_of,
 )
 from pyg_distcomm.nn.layer_context import (
+    Explained,
     LayerContext,
     OwnLink,
     check_arguments,
@@ -36,7 +37,7 @@ from pyg_distcomm.nn.local_products import run_gcn, run_sage
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 
-class WithLink:
+class WithLink(Explained):
     """Adds the argument `link` to a layer of PyG.
 
     Args:

@@ -5,8 +5,11 @@ Each rank has its part of it, and the sum is needed only when it is read. So an 
 backward pass that sums over rows returns a `PartialSum`, which is summed
 
     at the end of the pass, with all others, in one all-reduce, if torch accumulates it in the
-    `.grad` of a leaf: that is an ordinary tensor, whose values arrive then;
+    `.grad` of a leaf: that is an ordinary tensor, whose values arrive then, or a `PartialSum`
+    until then, if hooks are called with the leaf;
     at once, if any other op reads it.
+
+Whether a leaf has hooks decides nothing that ranks send: they may be on one rank alone.
 
 Linear ops (a transpose, a sum of two) keep it a part.
 """
@@ -74,7 +77,7 @@ class PartialSum(Tensor):
             raise read_only(func)
         if func in _VIEWS and x._value is None:
             if func in _COPIES and _accumulates():
-                return x.value() if _is_read(x.mesh) else _later(x)
+                return x.value() if is_wrapped(_leaf(), x.mesh) else _later(x)
             return PartialSum(func(x.part, *args[1:], **kwargs), x.mesh)
         if func in _SUMS and not kwargs and len(args) == 2:
             a, b = args
@@ -153,10 +156,15 @@ def _accumulates() -> bool:
     return node is not None and node.name() == _ACCUMULATE
 
 
-def _is_read(mesh: Mesh) -> bool:
-    """Tells whether hooks read the gradient of the leaf before the pass ends."""
+def _leaf() -> Any:
+    """Returns the leaf whose gradient torch accumulates."""
     node: Any = torch._C._current_autograd_node()
-    leaf = node.variable
+    return node.variable
+
+
+def _is_read(mesh: Mesh) -> bool:
+    """Tells whether what is added to the gradient of the leaf is read before the pass ends."""
+    leaf = _leaf()
     return bool(leaf._post_accumulate_grad_hooks) or is_wrapped(leaf, mesh)
 
 
@@ -166,11 +174,17 @@ class _Pass:
 
     task: int
     written: list[Tensor] = field(default_factory=list)  # in place
+    watched: list[tuple[Tensor, PartialSum]] = field(default_factory=list)  # by hooks
     added: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def finish(self, mesh: Mesh) -> None:
         """Sums all parts, in one all-reduce for each type."""
-        parts = [*self.written, *(part for _, part in self.added)]
+        written = [
+            part.part if isinstance(part, PartialSum) else part
+            for part in self.written
+            if not isinstance(part, PartialSum) or part._value is None
+        ]
+        parts = [*written, *(part for _, part in self.added)]
         for dtype in dict.fromkeys(part.dtype for part in parts):
             these = [part for part in parts if part.dtype == dtype]
             flat = torch.cat([part.reshape(-1) for part in these])
@@ -180,6 +194,10 @@ class _Pass:
                 part.copy_(s.view(part.shape))
         for target, part in self.added:
             target.add_(part)
+        for leaf, total in self.watched:
+            total._value = total.part if total._value is None else total._value
+            if leaf.grad is total:
+                leaf.grad = total._value
 
 
 def _pass_of(mesh: Mesh) -> _Pass:
@@ -197,9 +215,14 @@ def _pass_of(mesh: Mesh) -> _Pass:
 
 
 def _later(x: PartialSum) -> Tensor:
-    """Returns an ordinary tensor that holds the sum once the pass has ended."""
-    out = x.part.clone()  # parts of several leaves may share memory
-    _pass_of(x.mesh).written.append(out)
+    """Returns a tensor that holds the sum once the pass has ended."""
+    out, now, leaf = x.part.clone(), _pass_of(x.mesh), _leaf()  # parts may share memory
+    if leaf._post_accumulate_grad_hooks:
+        total: Any = PartialSum(out, x.mesh)
+        now.watched.append((leaf, total))
+        now.written.append(total)
+        return total  # type: ignore[no-any-return]
+    now.written.append(out)
     return out.view(out.shape)
 
 
