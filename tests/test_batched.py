@@ -409,7 +409,9 @@ def _whole_graphs():
         pdc.partition(graphs()[2], mesh, "graphs")
     count = share.num_nodes + 1
     pool, batch = nn.EdgePooling(F_IN).double(), torch.zeros(count, dtype=torch.int64)
-    with pytest.raises(TypeError, match=f"shape \\[{count}\\]"):
+    with pytest.raises(
+        IndexError, match=f"\\[{count}\\]|\\[{count - 1}\\]"
+    ):  # as PyG's
         pool(share.x, share.edge_index, batch)
     typed = HeteroData()
     typed["a"].x, typed["b"].x = torch.randn(4, 2), torch.randn(3, 2)

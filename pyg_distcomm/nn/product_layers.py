@@ -147,7 +147,9 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
     third use on (see `DistEdgeIndex.with_ordering`).
     """
 
-    def forward(self, x: Any, edge_index: Any, edge_weight: Any = None) -> Tensor:
+    def forward(
+        self, x: Any, edge_index: Any = None, edge_weight: Any = None
+    ) -> Tensor:
         """Runs the layer."""
         run: Callable[..., Tensor] = torch_geometric.nn.GCNConv.forward.__get__(self)
         check_arguments(self, (x, edge_index), {})
@@ -270,7 +272,7 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
     its third use on (see `DistEdgeIndex.with_ordering`); F_in for other aggregations.
     """
 
-    def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
+    def forward(self, x: Any, edge_index: Any = None, size: Any = None) -> Tensor:
         """Runs the layer."""
         run: Callable[..., Tensor] = torch_geometric.nn.SAGEConv.forward.__get__(self)
         check_arguments(self, (x, edge_index), {})

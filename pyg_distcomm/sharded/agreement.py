@@ -7,6 +7,7 @@ taken are compared by name, shape and type of their first use. See `init(check=.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any
 
@@ -89,10 +90,33 @@ def compare_parameters(args: Any, mesh: Any) -> None:
         if base.grad_fn is not None:
             _compare_computed(base, mesh)
         elif base.is_leaf:
+            _check_whole()
             seen[id(base)] = weakref.ref(base)
             if mesh.check == "never":
                 continue
             comparer_of(mesh).sync_from_rank0(base)
+
+
+def _check_whole() -> None:
+    """Raises if torch shards parameters of what runs, or frees them after use, as FSDP does.
+
+    Raises:
+        TypeError: naming what shards them.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        for kind in type(frame.f_locals.get("self")).__mro__:
+            if kind.__module__.startswith(_SHARDING):
+                raise TypeError(
+                    "leave out FSDP (fully_shard, FullyShardedDataParallel) and tensor "
+                    f"parallelism ({kind.__name__} here) of a model on a share: its rows are "
+                    "sharded, and its parameters are whole on every rank. Their gradients are "
+                    "summed without a wrapper"
+                )
+        frame = frame.f_back
+
+
+_SHARDING = "torch.distributed.fsdp", "torch.distributed.tensor"
 
 
 def _compare_computed(x: Tensor, mesh: Mesh) -> None:
@@ -101,6 +125,7 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
     kind = PROCESS.op, x.shape, x.dtype
     if kind in kinds or mesh.check == "never":
         return
+    _check_whole()
     kinds.add(kind)
     comparer, seen = comparer_of(mesh), mesh.sharded["parameters"]
     todo, met = [x.grad_fn], set()
