@@ -14,7 +14,7 @@ from torch_geometric.data import HeteroData
 from torch_geometric.nn import GATConv
 
 import pyg_distcomm as pdc
-from pyg_distcomm import DistTensor, kernels
+from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.graph import partition_data
 from pyg_distcomm.halo import halo
@@ -46,7 +46,7 @@ def full(where, text, ranks):
         "partition": (partition_data, "part_of"),
         "typed": (partition_data.part_share, "part_of_hetero"),
         "folder": (partition_data, "_read_share"),
-        "to": (DistTensor, "to"),
+        "to": (torch.Tensor, "to"),
         "matrix": (GridPlan, "valued"),
     }
     module, name = places[where]

@@ -344,9 +344,37 @@ def check_arguments(layer: Any, args: Any, kwargs: Any) -> None:
     """Checks what a layer is given, and warns of a whole graph on each rank."""
     check_given(layer, args, kwargs)
     values = [*args, *kwargs.values()]
+    _check_places(layer, args, kwargs)
     if not any(isinstance(v, DistTensor) for v in values):
         if not torch.compiler.is_compiling():
             warn_whole_graph(layer, values)
+
+
+def _check_places(layer: Any, args: Any, kwargs: Any) -> None:
+    """Raises, on all ranks, if a layer or its arguments lie elsewhere than its edges.
+
+    Raises:
+        ValueError: naming the parameter or the argument, and both devices.
+    """
+    values = (*args, *kwargs.values())
+    every = [x for v in values for x in (v.values() if isinstance(v, dict) else (v,))]
+    edges = next((x for x in every if isinstance(x, DistEdgeIndex)), None)
+    if edges is None:
+        return
+    topology = edges.topology
+    check_placement(layer, topology)
+    if all(not isinstance(x, Tensor) or x.device == topology.device for x in every):
+        return
+    forward = getattr(layer, "conv", layer).forward
+    for name, value in (
+        inspect.signature(forward).bind(*args, **kwargs).arguments.items()
+    ):
+        parts = {name: value}
+        if isinstance(value, dict):
+            parts = {f"{name}[{key!r}]": part for key, part in value.items()}
+        for what, part in parts.items():
+            if isinstance(part, Tensor):
+                topology.placed(what, part)
 
 
 def _check_order(layer: Any) -> None:

@@ -152,7 +152,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
     ) -> Tensor:
         """Runs the layer."""
         run: Callable[..., Tensor] = torch_geometric.nn.GCNConv.forward.__get__(self)
-        check_arguments(self, (x, edge_index), {})
+        check_arguments(self, (x, edge_index, edge_weight), {})
         if not is_spread(x, edge_index):
             if torch.compiler.is_compiling():
                 return run(x, edge_index, edge_weight)
@@ -209,7 +209,7 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
     ) -> Tensor:
         """Runs the layer."""
         run: Callable[..., Tensor] = torch_geometric.nn.GCN2Conv.forward.__get__(self)
-        check_arguments(self, (x, x_0, edge_index), {})
+        check_arguments(self, (x, x_0, edge_index, edge_weight), {})
         if not is_spread(x, edge_index):
             return run_any(self, None, run, x, x_0, edge_index, edge_weight)  # type: ignore[no-any-return]
         (x, x_0, edge_index), _ = sharded_inputs((x, x_0, edge_index), {})

@@ -8,16 +8,19 @@ taken are compared by name, shape and type of their first use. See `init(check=.
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import comparer_of
+from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.process import PROCESS
 
@@ -191,6 +194,42 @@ def compare_ids(ids: Tensor, count: int, mesh: Any) -> None:
         low = int(flat.min())
         bad = low if low < -count else int(flat.max())
         raise IndexError(f"index {bad} is out of range for a tensor of {count} rows")
+
+
+def check_devices(op: Any, args: Any, kwargs: Any, error: Exception) -> None:
+    """Raises on all ranks if torch failed because operands are on different devices.
+
+    Raises:
+        ValueError: naming the operands, and their devices.
+    """
+    found = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    where = {str(t.device): t for t in found if t.dim()}
+    if len(where) < 2 or not re.search("device|meta tensor", str(error)):
+        return
+    said = [f"{_described(t)} lies on {device}" for device, t in where.items()]
+    wrong = ValueError(
+        "move the model and the data to one device, by .to(mesh.device): in "
+        f"{name_of(op)}(), {', and '.join(said)}"
+    )
+    rows = next((t.rows for t in found if hasattr(t, "rows")), None)
+    watch = None if rows is None else watch_of(rows.mesh)
+    if watch is not None:
+        watch.fail(wrong)
+    raise wrong from error
+
+
+def _described(t: Tensor) -> str:
+    """Names a tensor: as a parameter or buffer of a calling module, or by its shape."""
+    frame, base = inspect.currentframe(), t if t._base is None else t._base
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            own = (*module.named_parameters(), *module.named_buffers())
+            for name, p in own:
+                if p is base:
+                    return f"{type(module).__name__}.{name}"
+        frame = frame.f_back
+    return f"a tensor {list(t.shape)}"
 
 
 def name_of(op: Any) -> str:

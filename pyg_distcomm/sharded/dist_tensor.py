@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import (
+    check_devices,
     compare_call,
     compare_parameters,
     compare_plain,
@@ -98,12 +100,22 @@ class DistTensor(EdgeMethods, Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Computes one aten op by its rule."""
+        try:
+            return cls._computed(func, types, args, kwargs)
+        except RuntimeError as error:  # perhaps on this rank only
+            check_devices(func, args, kwargs, error)
+            raise
+
+    @classmethod
+    def _computed(
+        cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
         if torch.is_inference_mode_enabled():
             first = first_sharded(args)
             if first is not None and not first.is_inference():
                 # views of ordinary tensors are ordinary ones, whose versions are counted
                 with torch.inference_mode(False):
-                    return cls.__torch_dispatch__(func, types, args, kwargs)
+                    return cls._computed(func, types, args, kwargs)
         rules = PROCESS.rules
         if len(types) > 1 and rules["matrix"] in types:
             return NotImplemented
@@ -178,6 +190,19 @@ class DistTensor(EdgeMethods, Tensor):
         ):
             key = (torch.arange(self.size(0))[first], *rest)
         super().__setitem__(key, value)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the rows on a device, or of another type; see `torch.Tensor.to`.
+
+        Raises:
+            OutOfMemoryError: on all ranks, if they do not fit on this rank's device.
+        """
+        where, local = kwargs.get("device", (*args, None)[0]), self.local
+        named = isinstance(where, (str, int, torch.device))
+        place = torch.device(where) if named else local.device
+        watch = watch_of(self.rows.mesh)
+        with needing("a tensor of rows", lambda: local.nbytes, watch, place):
+            return super().to(*args, **kwargs)
 
     def tolist(self) -> Any:
         """Returns all values as nested lists; collective."""
