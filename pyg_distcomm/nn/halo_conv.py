@@ -125,7 +125,9 @@ def _check_rows(x: Any, values: list[DistTensor]) -> None:
         plain = not isinstance(part, EdgeMethods)
         if not isinstance(part, Tensor) or part.layout != torch.strided:
             continue
-        if not plain and any(part.rows is end for end in ends):  # type: ignore[attr-defined]
+        if not plain and (
+            part.dim_ or any(part.rows is end for end in ends)  # type: ignore[attr-defined]
+        ):
             continue
         counts = [end.count for end in ends]
         if part.dim() == 0 or any(n in counts for n in part.shape):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.nn.function_names import BY_DIM, FACTS, ROWWISE, SIZES, base_name
-from pyg_distcomm.nn.trees import eager, leaves, size_from_shape, tree_map, version_of
+from pyg_distcomm.nn.trees import leaves, size_from_shape, tree_map, version_of
+from pyg_distcomm.sharded.dist_tensor import eager
 
 
 @dataclass(eq=False)

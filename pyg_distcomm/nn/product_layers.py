@@ -74,7 +74,8 @@ def linear_product(
         return dtype if values is None else torch.promote_types(dtype, values)
 
     def finish(out: Tensor) -> Tensor:
-        return out.to(wide(out.dtype))
+        dtype = wide(out.dtype)
+        return out if out.dtype == dtype else out.to(dtype)
 
     def multiply(rows: Any, exchange: Any = None) -> Tensor:
         local = rows.to_local().contiguous()
@@ -151,7 +152,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         self, x: Any, edge_index: Any = None, edge_weight: Any = None
     ) -> Tensor:
         """Runs the layer."""
-        run: Callable[..., Tensor] = torch_geometric.nn.GCNConv.forward.__get__(self)
+        run: Callable[..., Tensor] = super().forward
         check_arguments(self, (x, edge_index, edge_weight), {})
         if not is_spread(x, edge_index):
             if torch.compiler.is_compiling():
@@ -208,7 +209,7 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any = None
     ) -> Tensor:
         """Runs the layer."""
-        run: Callable[..., Tensor] = torch_geometric.nn.GCN2Conv.forward.__get__(self)
+        run: Callable[..., Tensor] = super().forward
         check_arguments(self, (x, x_0, edge_index, edge_weight), {})
         if not is_spread(x, edge_index):
             return run_any(self, None, run, x, x_0, edge_index, edge_weight)  # type: ignore[no-any-return]
@@ -274,7 +275,7 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
 
     def forward(self, x: Any, edge_index: Any = None, size: Any = None) -> Tensor:
         """Runs the layer."""
-        run: Callable[..., Tensor] = torch_geometric.nn.SAGEConv.forward.__get__(self)
+        run: Callable[..., Tensor] = super().forward
         check_arguments(self, (x, edge_index), {})
         if not is_spread(x, edge_index):
             if torch.compiler.is_compiling():

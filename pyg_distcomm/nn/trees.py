@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._dynamo import config
 
-Kind = TypeVar("Kind", bound=type)
 Leaf = TypeVar("Leaf")
 
 
@@ -24,14 +22,6 @@ def size_from_shape(
     if name in ("shape", "size"):
         return torch.Size(shape)
     return math.prod(shape) * (like.element_size() if name == "nbytes" else 1)
-
-
-def eager(kind: Kind) -> Kind:
-    """Marks a subclass of Tensor as one that torch.compile does not trace."""
-    config.nontraceable_tensor_subclasses = config.nontraceable_tensor_subclasses | {
-        kind
-    }
-    return kind
 
 
 def version_of(x: Tensor) -> int:

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
+from torch._dynamo import config
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import needing, watch_of
@@ -36,9 +37,19 @@ from pyg_distcomm.sharded.agreement import (
 )
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 
+Kind = TypeVar("Kind", bound=type)
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
+def eager(kind: Kind) -> Kind:
+    """Marks a subclass of Tensor as one that torch.compile does not trace."""
+    config.nontraceable_tensor_subclasses = config.nontraceable_tensor_subclasses | {
+        kind
+    }
+    return kind
+
+
+@eager
 class DistTensor(EdgeMethods, Tensor):
     """A tensor sharded over the ranks by rows, of the whole's shape.
 
@@ -191,6 +202,7 @@ class DistTensor(EdgeMethods, Tensor):
             key = (torch.arange(self.size(0))[first], *rest)
         super().__setitem__(key, value)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the rows on a device, or of another type; see `torch.Tensor.to`.
 
