@@ -47,6 +47,7 @@ def topology_of(edge_index: Any) -> Topology | None:
     return edge_index.topology if isinstance(edge_index, DistEdgeIndex) else None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_on_share(
     conv: Any, link: OwnLink, run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:

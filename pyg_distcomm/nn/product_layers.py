@@ -152,12 +152,18 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         self, x: Any, edge_index: Any = None, edge_weight: Any = None
     ) -> Tensor:
         """Runs the layer."""
-        run: Callable[..., Tensor] = super().forward
+        if is_spread(x, edge_index):
+            return self._on_share(super().forward, x, edge_index, edge_weight)
         check_arguments(self, (x, edge_index, edge_weight), {})
-        if not is_spread(x, edge_index):
-            if torch.compiler.is_compiling():
-                return run(x, edge_index, edge_weight)
-            return run_gcn(self, run, x, edge_index, edge_weight)
+        if torch.compiler.is_compiling():
+            return super().forward(x, edge_index, edge_weight)
+        return run_gcn(self, super().forward, x, edge_index, edge_weight)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _on_share(
+        self, run: Callable[..., Tensor], x: Any, edge_index: Any, edge_weight: Any
+    ) -> Tensor:
+        check_arguments(self, (x, edge_index, edge_weight), {})
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         topology = topology_of(edge_index)
         check_edges("edge_weight", edge_weight, topology)
@@ -209,10 +215,20 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any = None
     ) -> Tensor:
         """Runs the layer."""
-        run: Callable[..., Tensor] = super().forward
+        if is_spread(x, edge_index):
+            return self._on_share(super().forward, x, x_0, edge_index, edge_weight)  # type: ignore[no-any-return]
+        return run_any(self, None, super().forward, x, x_0, edge_index, edge_weight)  # type: ignore[no-any-return]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _on_share(
+        self,
+        run: Callable[..., Tensor],
+        x: Any,
+        x_0: Any,
+        edge_index: Any,
+        edge_weight: Any,
+    ) -> Tensor:
         check_arguments(self, (x, x_0, edge_index, edge_weight), {})
-        if not is_spread(x, edge_index):
-            return run_any(self, None, run, x, x_0, edge_index, edge_weight)  # type: ignore[no-any-return]
         (x, x_0, edge_index), _ = sharded_inputs((x, x_0, edge_index), {})
         found = self._product(x, x_0, edge_index, edge_weight)
         if found is None:
@@ -275,12 +291,18 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
 
     def forward(self, x: Any, edge_index: Any = None, size: Any = None) -> Tensor:
         """Runs the layer."""
-        run: Callable[..., Tensor] = super().forward
+        if is_spread(x, edge_index):
+            return self._on_share(super().forward, x, edge_index, size)
         check_arguments(self, (x, edge_index), {})
-        if not is_spread(x, edge_index):
-            if torch.compiler.is_compiling():
-                return run(x, edge_index, size)
-            return run_sage(self, run, x, edge_index, size)
+        if torch.compiler.is_compiling():
+            return super().forward(x, edge_index, size)
+        return run_sage(self, super().forward, x, edge_index, size)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _on_share(
+        self, run: Callable[..., Tensor], x: Any, edge_index: Any, size: Any
+    ) -> Tensor:
+        check_arguments(self, (x, edge_index), {})
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         topology = topology_of(edge_index)
         source, root = x if isinstance(x, (tuple, list)) else (x, x)
