@@ -108,6 +108,8 @@ LISTED = {
         torch.ops.aten._log_softmax_backward_data
         torch.ops.aten._native_batch_norm_legit
         torch.ops.aten._native_batch_norm_legit_functional
+        torch.ops.aten._log_softmax
+        torch.ops.aten._softmax
         torch.ops.aten._softmax_backward_data
         torch.ops.aten._sparse_addmm
         torch.ops.aten._sparse_mm_reduce_impl

@@ -86,8 +86,8 @@ def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
     values = [*args, *kwargs.values()]
     flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,))]
     found = [x for x in flat if type(x) is DistTensor]
-    _check_rows(values[0] if values else None, found)
     _check_current(found)
+    _check_rows(values[0] if values else None, found)
     nodes = [x.rows for x in found if x.dim_ == 0 and x.rows.partition is not None]
     if not nodes or any(x.dim_ == 1 for x in found):
         return args, kwargs

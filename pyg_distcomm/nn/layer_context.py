@@ -292,7 +292,7 @@ class Explained:
     @property
     def explain(self) -> Any:
         """Whether an explainer multiplies messages by its mask."""
-        return self._explain  # type: ignore[attr-defined]
+        return MessagePassing.explain.fget(self)  # type: ignore[attr-defined]
 
     @explain.setter
     def explain(self, explain: bool | None) -> None:
