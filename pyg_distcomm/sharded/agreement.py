@@ -107,10 +107,14 @@ def _check_whole() -> None:
     Raises:
         TypeError: naming what shards them.
     """
-    # from the caller on: a frame that knows itself would keep tensors until a collection
     frame: Any = sys._getframe(1)
     while frame is not None:
-        for kind in type(frame.f_locals.get("self")).__mro__:
+        home = str(frame.f_globals.get("__name__"))
+        kinds: tuple[type, ...] = ()
+        # of others, what is read of their locals would be kept as long as they run
+        if home == "torch.nn.modules.module" or home.startswith(_SHARDING):
+            kinds = type(frame.f_locals.get("self")).__mro__
+        for kind in kinds:
             if kind.__module__.startswith(_SHARDING):
                 raise TypeError(
                     "leave out FSDP (fully_shard, FullyShardedDataParallel) and tensor "
