@@ -31,13 +31,10 @@ LISTED = {
     "torch 2.6.0 to 2.15.0": """
         torch._C.DisableTorchFunctionSubclass
         torch._C.PyTorchFileReader
-        torch._C._EnableTorchFunction
         torch._C._current_graph_task_id
         torch._C._functorch.is_functorch_wrapped_tensor
-        torch._C._functorch.maybe_current_level
         torch._C._is_any_autocast_enabled
         torch._C._len_torch_dispatch_stack
-        torch._C._will_engine_execute_node
         torch.Tensor._backward_hooks
         torch.Tensor._base
         torch.nn.Parameter._fsdp_flattened
@@ -47,18 +44,13 @@ LISTED = {
         torch.Tensor._post_accumulate_grad_hooks
         torch.Tensor._version
         torch.UntypedStorage._cdata
-        torch._convert_indices_from_coo_to_csr
-        torch._dynamo.trace_rules.add
         torch._foreach_add
         torch._foreach_max
         torch._foreach_mul
         torch._foreach_norm
-        torch._functorch.eager_transforms._wrap_tensor_for_grad
-        torch._fused_adam_
         torch._has_compatible_shallow_copy_type
         torch._subclasses.fake_tensor.FakeTensor
         torch._utils._rebuild_tensor_v2
-        torch.autograd.Function._backward_cls
         torch.autograd.Variable._execution_engine.queue_callback
         torch.autograd.forward_ad._current_level
         torch.autograd.profiler._is_profiler_enabled
@@ -135,15 +127,11 @@ LISTED = {
         torch_geometric.data.HeteroData._edge_store_dict
         torch_geometric.data.HeteroData._global_store
         torch_geometric.data.HeteroData._node_store_dict
-        torch_geometric.data.HeteroData._to_canonical
         torch_geometric.data.storage.BaseStorage._cached_attr
         torch_geometric.data.storage.BaseStorage._key
         torch_geometric.data.storage.BaseStorage._num_nodes
         torch_geometric.data.storage.BaseStorage._parent
         torch_geometric.loader.ClusterData._permute_data
-        torch_geometric.nn.ClusterPooling._merge_edges
-        torch_geometric.nn.EdgePooling._merge_edges
-        torch_geometric.nn.MessagePassing._apply_sigmoid
         torch_geometric.nn.MessagePassing._edge_mask
         torch_geometric.nn.MessagePassing._edge_user_args
         torch_geometric.nn.MessagePassing._index_select
