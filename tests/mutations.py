@@ -119,8 +119,46 @@ MUTATIONS = (
         "test_codec.py",
         "dot_product and RowSample",
     ),
-    # averages of gradients
-    # losses and reductions
+    # gradients, losses and reductions
+    Mutation(
+        "the gradient of a parameter is that of this rank's rows",
+        "gradient",
+        "total = collectives.all_reduce(flat, mesh.world)",
+        "total = flat",
+        "test_averaging.py",
+        "test_gradients_are_those_of_one_process",
+    ),
+    Mutation(
+        "what a hook watches is not summed with the rest",
+        "gradient",
+        "now.written.append(total)",
+        "now.written.append(out.clone())",
+        "test_averaging.py",
+        "test_one_rank_may_watch",
+    ),
+    Mutation(
+        "the running variance of batch norm is biased",
+        "reduction",
+        "var.mul_(1 - momentum).add_(square / (n - 1), alpha=momentum)",
+        "var.mul_(1 - momentum).add_(square / n, alpha=momentum)",
+        "test_sharded.py",
+    ),
+    Mutation(
+        "an op without a rule returns what it wrote to",
+        "whole",
+        "return written[0] if len(aliased) == 1 else out",
+        "return written[0] if len(written) == 1 else out",
+        "test_tensor.py",
+        "test_what_needs_all_rows",
+    ),
+    Mutation(
+        "a mean loss is over the rows of this rank",
+        "loss",
+        "both = collectives.all_reduce(torch.stack([out, weight]), rows.mesh.world)",
+        "both = torch.stack([out, weight])",
+        "test_tensor.py",
+        "test_losses_are_global_means",
+    ),
     Mutation(
         "SAGEConv sums where it should take means",
         "reduction",
