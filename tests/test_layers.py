@@ -437,6 +437,7 @@ def supervised(kind):
     torch.testing.assert_close(arrived, gradients, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.place("cpu", "spare")  # CUDA draws other negative edges
 @pytest.mark.parametrize("kind", ["MX", "SD"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_attention_is_supervised_as_on_one_process(kind, size):
@@ -495,7 +496,10 @@ def _results_of_strides(kind, dtype):
         grads = [p.grad for p in conv.parameters()]
         results.append([out.to_local(), local.grad, *grads])
     for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other), kind
+        if one.is_cuda:  # cuBLAS has a kernel for each order of the operands
+            torch.testing.assert_close(one, other)
+        else:
+            assert torch.equal(one, other), kind
 
 
 @pytest.mark.parametrize("kind", ["GCNConv", "SAGEConv", "GATConv"])

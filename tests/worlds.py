@@ -115,8 +115,9 @@ class _Pool:
     def __init__(self, size):
         import torch.distributed as dist
 
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["warm"])
+        from pyg_distcomm.comm.launch import context_of_ranks
+
+        context = context_of_ranks("warm")
         self.store = dist.TCPStore(
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
         )
@@ -167,10 +168,12 @@ class _Pool:
 
 def _serve(rank, size, port, pipe):
     import torch
+    import warm  # noqa: F401 - as where ranks are forked
 
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
         WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),

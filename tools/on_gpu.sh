@@ -8,7 +8,7 @@
 # It needs the sources with tools/wheels, and a Python with torch and Triton (PYTHON=python3.12
 # names one that is not `python3`; torch may come with the wheels, too). The wheels are unpacked
 # into a folder of /tmp that is deleted at the end, so that neither pip nor venv is needed and
-# nothing is installed. Options go to benchmarks/cuda.py; the report is on_gpu.md by default.
+# nothing is installed. Without wheels, that Python's own packages are used. Options go to benchmarks/cuda.py; the report is on_gpu.md by default.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -35,15 +35,18 @@ child=
 trap '[ -n "$child" ] && kill "$child" 2>/dev/null; exit 143' TERM INT
 
 "$python" - "$root/tools/wheels" "$place" <<'END' || stop "the wheels do not fit; see above."
-import sys, sysconfig, zipfile
+import importlib.util, sys, zipfile
 from pathlib import Path
 
 folder, place = map(Path, sys.argv[1:])
 wheels = sorted(folder.glob("*.whl"))
 own = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 fill = f"tools/fill_wheels.py --python {sys.version_info[0]}.{sys.version_info[1]}"
-if not wheels:
-    sys.exit(f"{folder} is empty: run {fill} where there is a network")
+lacking = "torch_geometric numba pytest psutil".split()
+lacking = [name for name in lacking if importlib.util.find_spec(name) is None]
+if not wheels and lacking:
+    lacks = f"{folder} is empty, and {sys.executable} has no {', '.join(lacking)}"
+    sys.exit(f"{lacks}: run {fill} where there is a network")
 for wheel in wheels:
     python, abi, _ = wheel.stem.split("-")[-3:]
     if own not in python.split(".") and "py3" not in python.split(".") and abi != "abi3":

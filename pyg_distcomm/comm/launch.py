@@ -10,6 +10,10 @@ each worker of a DataLoader would then import torch and the script anew in every
 seconds, and get the dataset by pickle. So ranks take back the start method of the launcher,
 and `num_workers` does what it does in a script of torchrun's.
 
+[Note: no fork with CUDA] Importing PyG asks torch for its configuration, and with it CUDA's
+driver, which no process can use that was forked afterwards. Where there is a GPU, each rank
+starts as a new process, and imports by itself what the fork server else imports once.
+
 [Note: preemption] Signals come to ranks at different moments, or to one of them alone, and a
 checkpoint needs all ranks at the same step. So a signal is only recorded, and ranks compare
 records once a step, at a place that the script chooses: if any rank got one, all save and end.
@@ -72,11 +76,7 @@ def launch(
     """
     _check(fn, nprocs, timeout, threads)
     _check_importable(fn, args)
-    context: Any = multiprocessing.get_context(
-        "forkserver" if sys.platform == "linux" else "spawn"
-    )
-    if sys.platform == "linux":  # imported once, not once a rank
-        context.set_forkserver_preload(["pyg_distcomm.api"])
+    context = context_of_ranks("pyg_distcomm.api")
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
     )
@@ -101,6 +101,19 @@ def launch(
     finally:
         _terminate(ranks, _GRACE)
     return results
+
+
+def context_of_ranks(preloaded: str) -> Any:
+    """Returns what starts processes; see [Note: no fork with CUDA].
+
+    Args:
+        preloaded: a module that a fork server imports once, not once per rank.
+    """
+    if sys.platform != "linux" or torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preloaded])
+    return context
 
 
 def _check(fn: Any, nprocs: Any, timeout: Any, threads: Any) -> None:
@@ -153,6 +166,7 @@ def _rank_main(
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
         WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),

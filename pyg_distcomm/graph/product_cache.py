@@ -249,3 +249,14 @@ def _version(x: Any) -> int:
 def _is_stale(key: tuple[Any, Any], state: tuple[int, int], x: Any) -> bool:
     by = key[1]
     return state[0] != _version(x) or (by is not None and by() is None)
+
+
+def same_storage(a: Tensor | None, b: Tensor | None) -> bool:
+    """Tells whether two tensors are the same rows of one memory."""
+    if a is None or b is None:
+        return a is b
+    # by storage, not by address: tensors of no rows share one, and ranks must agree
+    one, other = (
+        (t.untyped_storage()._cdata, t.storage_offset(), t.stride()) for t in (a, b)
+    )
+    return one == other

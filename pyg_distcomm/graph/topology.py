@@ -14,7 +14,12 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache, all_or_none
+from pyg_distcomm.graph.product_cache import (
+    MultiplyOrder,
+    ProductCache,
+    all_or_none,
+    same_storage,
+)
 from pyg_distcomm.halo import Halo, Link
 from pyg_distcomm.halo.halo import DEGREES, StagedHalo, exchange, exchange_transpose
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -67,9 +72,8 @@ class LocalGraph:
     @property
     def ends(self) -> Tensor:
         """Returns sources and targets `[2, e]`, kept in a file within a memory cap."""
-        known = vars(self).get("_ends")
-        if known is not None:
-            return known  # type: ignore[no-any-return]
+        if "_ends" in vars(self):
+            return vars(self)["_ends"]  # type: ignore[no-any-return]
         ends = torch.stack([self.source_lid, self.target_lid])
         if self.memory is not None:
             ends = vars(self)["_ends"] = self.memory.moved(ends)
@@ -521,17 +525,6 @@ class Topology:
         )
 
 
-def same_storage(a: Tensor | None, b: Tensor | None) -> bool:
-    """Tells whether two tensors are the same rows of one memory."""
-    if a is None or b is None:
-        return a is b
-    # by storage, not by address: tensors of no rows share one, and ranks must agree
-    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    return (
-        same and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
-    )
-
-
 def loop_places(here: LocalGraph, ends: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Returns the positions of edges that are not self-loops, and of those that are.
 
@@ -554,7 +547,13 @@ def _with_loops(
     added = torch.arange(here.num_own, device=ends.device).expand(2, -1)
     if weight is not None:
         own = weight.new_full((here.num_own,), fill)
-        own[ends[0].index_select(0, loops)] = weight.index_select(0, loops)
+        node, looped = ends[0].index_select(0, loops), weight.index_select(0, loops)
+        if not weight.is_cpu:  # of a node's loops the last one counts, as on the CPU
+            place = torch.arange(len(node), device=node.device)
+            last = place.new_zeros(len(own)).scatter_reduce_(0, node, place, "amax")
+            # each has its gradient
+            looped = looped.detach()[last[node]] + (looped - looped.detach())
+        own[node] = looped
         weight = torch.cat([weight.index_select(0, others), own])
     return torch.cat([ends.index_select(1, others), added], 1), weight
 

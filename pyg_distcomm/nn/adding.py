@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.graph.topology import OperatorKind, Topology, same_storage
+from pyg_distcomm.graph.product_cache import same_storage
+from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.nn.layer_context import warn_about_grid
 from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES, adds_rows, layers_of
 from pyg_distcomm.sharded.constants import key_of

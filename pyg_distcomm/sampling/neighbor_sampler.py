@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import warnings
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_geometric.sampler import (
     BaseSampler,
     EdgeSamplerInput,
@@ -306,9 +308,18 @@ class KeyedNeighborSampler(NeighborSampler):
         return self._to_bidirectional(out)
 
     def _to_bidirectional(self, out: Output) -> Output:
-        if self.subgraph_type == SubgraphType.bidirectional:
-            return out.to_bidirectional(keep_orig_edges=self.keep_orig_edges)
-        return out
+        """Adds reverse edges on the host: of parallel edges, a device keeps any."""
+        if self.subgraph_type != SubgraphType.bidirectional:
+            return out
+        here, home = copy.copy(out), tree_leaves(out.node)[0].device
+        for name in ("row", "col", "edge"):
+            moved = tree_map_only(Tensor, Tensor.cpu, getattr(out, name))
+            setattr(here, name, moved)
+        both: Output = here.to_bidirectional(keep_orig_edges=self.keep_orig_edges)
+        for name in ("row", "col", "edge", "orig_row", "orig_col"):
+            moved = tree_map_only(Tensor, lambda t: t.to(home), getattr(both, name))
+            setattr(both, name, moved)
+        return both
 
     def _next_key(self) -> int:
         worker = torch.utils.data.get_worker_info()

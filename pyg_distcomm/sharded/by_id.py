@@ -46,7 +46,11 @@ def index_select(func: Any, args: Any, kwargs: Any) -> Any:
         if type(index) is DistTensor:
             return whole.apply(func, args, kwargs)
         return DistTensor(func(x.local, d, index), x.rows, x.dim_)
-    ids = ids_of(index) if type(index) is DistTensor else plain_ids(index, x.rows)
+    if type(index) is DistTensor:
+        at: Any = index if index.device == x.device else index.to(x.device)
+        ids = ids_of(at)
+    else:
+        ids = plain_ids(index, x.rows, x.device)
     if ids is None:
         return whole.apply(func, args, kwargs)
     rows = ids.exchange(x.rows).gather(front(x), None if x._key is None else key_of(x))
@@ -96,7 +100,7 @@ def _masked(x: Tensor, d: int, mask: Tensor) -> Any:
     rows = x.rows if type(x) is DistTensor else mask.rows  # type: ignore[attr-defined]
     kept, where = chosen(mask, rows)
     local = x.local if type(x) is DistTensor else own_part(plain(x), rows, d)
-    return DistTensor(local.index_select(d, where), kept, d)
+    return DistTensor(local.index_select(d, where.to(local.device)), kept, d)
 
 
 def _by_one_index(func: Any, x: Tensor, d: int, v: Tensor, args: Any) -> Any:
@@ -139,7 +143,7 @@ def _by_several(x: DistTensor, given: list[Any], used: list[int]) -> Any:
     elif dists and v.size(0) == dists[0].rows.count:
         ids = Ids(own_part(v, dists[0].rows, 0), dists[0].rows)
     else:
-        ids = plain_ids(v, x.rows)
+        ids = plain_ids(v, x.rows, x.device)
     if ids is None:
         return None
     found = ids.exchange(x.rows).gather(x.local)

@@ -12,6 +12,7 @@ are copied before an op writes to them. The cache is the mesh's, and keeps the l
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -27,6 +28,49 @@ _NUMBERED = 1 << 14  # descriptions
 _KEPT_PLAIN = 32  # plain operands
 
 
+class ByContent:
+    """Keeps what was made of plain tensors, which it knows by their content.
+
+    One that it has met is known without being read, which would wait for its device.
+
+    Args:
+        most: how many are kept, the latest ones.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: list[tuple[Tensor, Any]] = []
+        self._met: dict[int, tuple[Any, int, Any]] = {}
+
+    def get(self, x: Tensor) -> Any:
+        """Returns what was made of a tensor of the same content, or None."""
+        met = self._met.get(id(x))
+        if met is not None and met[0]() is x and met[1] == version_of(x):
+            return met[2]
+        for other, made in self._kept:
+            if (
+                other.shape == x.shape
+                and other.dtype == x.dtype
+                and other.device == x.device
+                and torch.equal(other, x)
+            ):
+                return self._meet(x, made)
+        return None
+
+    def put(self, x: Tensor, made: Any) -> Any:
+        """Keeps what was made of a tensor, and returns it."""
+        self._kept.append((x.detach().clone(), made))
+        if len(self._kept) > self._most:
+            del self._kept[0]
+        return self._meet(x, made)
+
+    def _meet(self, x: Tensor, made: Any) -> Any:
+        if len(self._met) >= 4 * self._most:
+            self._met.clear()
+        self._met[id(x)] = weakref.ref(x), version_of(x), made
+        return made
+
+
 class Constants:
     """Numbers constant values, and keeps what was computed from them."""
 
@@ -34,7 +78,7 @@ class Constants:
         self._count = 0
         self._numbers: dict[Any, int] = {}
         self._results: OrderedDict[int, Any] = OrderedDict()
-        self._plain: OrderedDict[int, Tensor] = OrderedDict()
+        self._plain = ByContent(_KEPT_PLAIN)
         self.ids: OrderedDict[int, Any] = OrderedDict()
         self.masks: OrderedDict[Any, Any] = OrderedDict()
 
@@ -57,18 +101,8 @@ class Constants:
 
     def plain(self, x: Tensor) -> int:
         """Returns the number of a plain tensor, known by its content."""
-        for number, other in self._plain.items():
-            if (
-                other.shape == x.shape
-                and other.dtype == x.dtype
-                and torch.equal(other, x)
-            ):
-                return number
-        number = self.new()
-        self._plain[number] = x.detach().clone()
-        if len(self._plain) > _KEPT_PLAIN:
-            self._plain.popitem(last=False)
-        return number
+        number: int | None = self._plain.get(x)
+        return self._plain.put(x, self.new()) if number is None else number
 
     def get(self, number: int) -> Any:
         """Returns a result, or None."""
@@ -187,13 +221,16 @@ def _held(part: Tensor, number: int) -> Any:
     if type(part) is not DistTensor:
         return part.detach().clone()
     part._key, part._key_version, part._shared = number, version_of(part), True
-    return part.local, part.rows, part.dim_, number
+    edges = part._topology, part._weight
+    return (part.local, part.rows, part.dim_, number), edges
 
 
 def _again(held: Any) -> Tensor:
     if isinstance(held, Tensor):
         return held.clone()
-    out = DistTensor(*held)
+    how, edges = held
+    out = DistTensor(*how)
+    out._topology, out._weight = edges
     out._shared, out._key_version = True, version_of(out)
     return out
 
@@ -218,15 +255,14 @@ def _write(
         out = rule(func, args, kwargs)
         if number is not None and isinstance(target, Tensor) and out is target:
             if type(target) is DistTensor:
-                known.put(
-                    number, [(target.local.clone(), target.rows, target.dim_, number)]
-                )
+                how = target.local.clone(), target.rows, target.dim_, number
+                known.put(number, [(how, (None, None))])
             else:
                 known.put(number, [target.detach().clone()])
     else:
         kept = held[0]
         if type(target) is DistTensor:
-            target.local.copy_(kept[0])
+            target.local.copy_(kept[0][0])
             note_write(target)
             target._ids = target._chosen = target._topology = None
         else:

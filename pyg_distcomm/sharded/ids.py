@@ -23,7 +23,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import compare_ids
-from pyg_distcomm.sharded.constants import constants_of, key_of, version_of
+from pyg_distcomm.sharded.constants import ByContent, constants_of, key_of, version_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     local_at,
@@ -267,7 +267,7 @@ def reshard(x: DistTensor, rows: Rows) -> Tensor:
 
     Price: each row that moves, once; planned the first time.
     """
-    key = "reshard", id(x.rows)
+    key = "reshard", id(x.rows), x.device
     known = rows.derived.get(key)
     if known is None:
         ids = Ids(rows.place_on(x.device), rows)
@@ -293,13 +293,12 @@ def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
             if key in table:
                 table.move_to_end(key)
                 return table[key][1]  # type: ignore[no-any-return]
+    if type(mask) is not DistTensor:
+        kept = rows.derived.setdefault("masks", ByContent(8))
+        if (found := kept.get(mask)) is not None:
+            return found  # type: ignore[no-any-return]
     local = local_at(mask, rows, 0)
     known = int(mask.sum()) if type(mask) is not DistTensor else None
-    if type(mask) is not DistTensor:
-        kept = rows.derived.setdefault("masks", [])
-        for other, found in kept:
-            if torch.equal(other, mask):
-                return found  # type: ignore[no-any-return]
     where = local.nonzero().view(-1)
     found = rows.select(local, known), where
     if found[0].count == rows.count:
@@ -311,26 +310,25 @@ def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
     elif type(mask) is DistTensor:
         mask._chosen = version_of(mask), rows, found
     else:
-        kept.append((mask.clone(), found))
-        del kept[:-8]
+        kept.put(mask, found)
     return found
 
 
-def plain_ids(index: Tensor, rows: Rows) -> Ids:
-    """Returns plain ids, sharded in equal blocks (as `rows`, if as many); kept by content."""
-    kept = rows.derived.setdefault("plain ids", [])
-    for other, found in kept:
-        if other.shape == index.shape and torch.equal(other, index):
-            return found  # type: ignore[no-any-return]
+def plain_ids(index: Tensor, rows: Rows, device: torch.device) -> Ids:
+    """Returns plain ids, sharded in equal blocks (as `rows`, if as many); kept by content.
+
+    They lie where the rows do that are read by them.
+    """
+    kept = rows.derived.setdefault(("plain ids", device), ByContent(8))
+    if (known := kept.get(index)) is not None:
+        return known  # type: ignore[no-any-return]
     compare_ids(index, rows.count, rows.mesh)
     count = index.numel()
     at = rows if count == rows.count else Rows.blocks(count, rows.mesh)
     flat = index.reshape(-1)
     flat = torch.where(flat < 0, flat + rows.count, flat)
-    found = Ids(own_part(flat, at, 0), at)
-    kept.append((index.clone(), found))
-    del kept[:-8]
-    return found
+    found = Ids(own_part(flat, at, 0).to(device), at)
+    return kept.put(index, found)  # type: ignore[no-any-return]
 
 
 def identity(dtype: torch.dtype, op: str) -> Any:

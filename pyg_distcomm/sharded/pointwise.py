@@ -128,10 +128,14 @@ rule(
 def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes an op of one tensor on own rows, of the same shape and rows."""
     x = args[0]
-    out = func(x.local, *args[1:], **kwargs)
-    if out is x.local:
+    local = func(x.local, *args[1:], **kwargs)
+    if local is x.local:
         return x
-    return DistTensor(out, x.rows, x.dim_)
+    out = DistTensor(local, x.rows, x.dim_)
+    if x._topology is not None and local.device != x.device and local.dtype == x.dtype:
+        out._topology = x._topology.to(local.device)  # edges, sent to another device
+        out._weight = None if x._weight is None else x._weight.to(local.device)
+    return out
 
 
 rule(

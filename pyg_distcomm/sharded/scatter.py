@@ -232,7 +232,7 @@ def _put_rows(
         else:
             target.index_copy_(d, where, own)
         return _written(x, target, mutable)
-    ids = ids_of(v) if type(v) is DistTensor else plain_ids(v, x.rows)
+    ids = ids_of(v) if type(v) is DistTensor else plain_ids(v, x.rows, x.device)
     if ids is None:
         return None
     shape[d] = len(ids.local)
@@ -271,7 +271,7 @@ def _put_several(
     elif rows is not None:
         ids = Ids(own_part(v, rows, 0), rows)
     else:
-        ids = plain_ids(v, x.rows)
+        ids = plain_ids(v, x.rows, x.device)
     if ids is None:
         return None
     rest = [meeting(given[i], ids.rows, 1) for i in used[1:]]
