@@ -31,6 +31,7 @@ from pyg_distcomm.nn.layer_context import (
     check_mask,
     has_hooks,
     is_changed,
+    warn_about_grid,
 )
 from pyg_distcomm.nn.linked import exchanging, keeps_rows
 from pyg_distcomm.nn.local_products import run_layer
@@ -65,7 +66,8 @@ def run_on_share(
         return run(*args, **kwargs)
     if exact and not topology.chunked:
         capped = topology.nodes.memory is not None
-        with within_cap(conv, topology, args, kwargs) if capped else adding(conv):
+        how = within_cap(conv, topology, args, kwargs)
+        with how if capped else adding(conv, topology):
             return run(*args, **kwargs)
     if edges[0].of_torch:
         raise TypeError(
@@ -77,6 +79,9 @@ def run_on_share(
     context = LayerContext.of(conv, link, edges[0])
     if topology.chunked and is_one_hop(conv) and not is_changed(conv):
         run = _one_hop(conv, run)
+    if not exact:
+        why = "its link codes rows, which are summed where they arrive"
+        warn_about_grid(conv, topology, why)
     with exchanging(conv, context):
         return run(*args, **kwargs)
 

@@ -68,6 +68,7 @@ class DistTensor(EdgeMethods, Tensor):
         "_ids",
         "_key",
         "_key_version",
+        "_part",
         "_shared",
         "_topology",
         "_weight",
@@ -83,6 +84,7 @@ class DistTensor(EdgeMethods, Tensor):
     _key: int | None  # its number among constants, at a version
     _key_version: int
     _shared: bool  # whether its rows are those of a constant that is kept
+    _part: int | None  # which row of a `[2, e]` it is
     _ids: Any  # what is planned for the ids that it holds
     _chosen: Any  # the rows that it keeps, as a mask
     _copied: bool  # whether it is a copy where torch has a view
@@ -103,7 +105,7 @@ class DistTensor(EdgeMethods, Tensor):
         self.local, self.rows, self.dim_ = local, rows, dim
         self._key, self._key_version, self._shared = key, 0, False
         self._ids = self._chosen = self._topology = self._weight = None
-        self._copied = False
+        self._copied, self._part = False, None
         return self
 
     @classmethod
@@ -396,6 +398,8 @@ def all_rows(x: DistTensor, op: str) -> Tensor:
         return local.clone()
     axis = rows.mesh.world
     if axis.size == 1:
+        if axis.observer is not None:
+            axis.observer("gather", local, axis)
         return local.clone()
     compare_call(rows.mesh, x.shape, x.dtype)
     flat = local.movedim(dim, 0).contiguous()

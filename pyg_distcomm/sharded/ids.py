@@ -12,7 +12,9 @@ whose edges are with the owner of their target, moves nothing.
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,6 +80,12 @@ def _planned(ids: Ids, rows: Rows) -> IdExchange:
     if rows.mesh.local_sizes:
         return PROCESS.rules["ids of a chunk"](ids, rows)  # type: ignore[no-any-return]
     plan = IdPlan.build(ids.local.reshape(-1).long(), rows)
+    axis = rows.mesh.world
+    if axis.observer is not None:  # edges are where their targets are
+        observer = functools.partial(axis.observer, ids=ids, of=rows)
+        axis = replace(axis, observer=observer)
+        halo = replace(plan.halo, axis=axis, silent=ids.part == 1)
+        plan = replace(plan, halo=halo)
     return IdExchange(plan.to(ids.local.device))
 
 
@@ -172,6 +180,7 @@ class IdExchange:
         own = table[: self.own]
         if not self.halo.silent:
             halo = self.halo
+            halo.tell("back", src)
             sides = halo.recv_counts, halo.send_counts, halo.axis
             sent = table[self.own :].contiguous()
             came = collectives.all_to_all(sent, *sides, "halo_reduce", halo.most).wait()
@@ -236,11 +245,11 @@ def ids_of(x: DistTensor) -> Ids | None:
         return None
     key = key_of(x)
     if key is None:
-        x._key_version, found = version_of(x), Ids(x.local, x.rows)
+        x._key_version, found = version_of(x), Ids(x.local, x.rows, x._part)
     else:
         kept = constants_of(x.rows.mesh).ids
         if key not in kept:
-            kept[key] = Ids(x.local.clone(), x.rows)
+            kept[key] = Ids(x.local.clone(), x.rows, x._part)
             if len(kept) > _KEPT:
                 kept.popitem(last=False)
         kept.move_to_end(key)
