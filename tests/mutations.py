@@ -931,8 +931,8 @@ MUTATIONS = (
     Mutation(
         "features that do not change are planned to travel",
         "planner",
-        'visit.keeps = self.inputs == "constant"',
-        "visit.keeps = False",
+        "mark_kept(now, later)  # caches",
+        "# caches",
         "test_hetero.py",
         "the_plan_of_a_heterodata or test_plans_of_links",
     ),

@@ -1,6 +1,6 @@
 """Plans training on the full graph of a HeteroData: the bytes of an epoch by edge type.
 
-A copy of the model is run on one rank, forward and backward, on two nodes of each type. This
+A copy of the model is run on one rank, forward and backward, on a few nodes of each type. This
 records the exchanges of each edge type; their rows are then counted in the real graph.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -167,7 +168,7 @@ def plan_hetero(
             edge type, as `pdc.partition(link=...)` does.
 
     Raises:
-        ValueError: for a model that does not run on two nodes of each type.
+        ValueError: for a model that does not run on a few nodes of each type.
     """
     (data, size, *_), (widths, model, layers, inputs, dtype) = cutting, read
     if (model is None) == (widths is None):
@@ -247,7 +248,7 @@ def owners_of_types(data: HeteroData, size: int, method: Any, seed: int) -> Part
 
 
 class _DryRun:
-    """Runs copies of a model on two nodes of each type, and one rank.
+    """Runs copies of a model on a few nodes of each type, and one rank.
 
     Args:
         model, inputs: see `plan`.
@@ -274,7 +275,7 @@ class _DryRun:
             if links and isinstance(error, ValueError):  # which ranks would raise, too
                 raise
             raise ValueError(
-                f"the model does not run on two nodes of each type ({type(error).__name__}: "
+                f"the model does not run on a few nodes of each type ({type(error).__name__}: "
                 f"{error}); rows that it learns are planned as features, inputs='trained'"
             ) from None
 
@@ -283,7 +284,7 @@ class _DryRun:
     ) -> tuple[_HeteroVisit, int]:
         visit, data = _HeteroVisit(), self.data
         share, lazy = (
-            cut_data(_two_of_each(data, self.dtype), mesh, "block")
+            cut_data(_few_of_each(data, self.dtype), mesh, "block")
             for mesh in (observing_mesh(visit.note), observing_mesh(visit.note))
         )
         model = convert(model)
@@ -322,24 +323,32 @@ class _DryRun:
         return visit.calls
 
 
-def _two_of_each(data: HeteroData, dtype: torch.dtype) -> HeteroData:
-    """Returns a graph of two nodes and two edges of each type, with attributes as wide."""
-    small = HeteroData()
+def _few_of_each(data: HeteroData, dtype: torch.dtype) -> HeteroData:
+    """Returns a graph of a few nodes and edges of each type, with attributes as wide.
+
+    No two types have as many, so that the number of rows tells their type.
+    """
+    small, number = HeteroData(), itertools.count(2)
     for store in data.node_stores:
-        small[store._key].num_nodes = 2
-        _copy_attributes(store, small[store._key], int(store.num_nodes), dtype)
+        small[store._key].num_nodes = few = next(number)
+        _copy_attributes(store, small[store._key], int(store.num_nodes), few, dtype)
     for store in data.edge_stores:
-        small[store._key].edge_index = torch.tensor([[0, 1], [1, 0]])
-        _copy_attributes(store, small[store._key], store.edge_index.size(1), dtype)
+        (source, _, target), few = store._key, next(number)
+        sides = (torch.arange(few) % small[end].num_nodes for end in (source, target))
+        small[store._key].edge_index = torch.stack(list(sides))
+        count = store.edge_index.size(1)
+        _copy_attributes(store, small[store._key], count, few, dtype)
     return small
 
 
-def _copy_attributes(store: Any, small: Any, count: int, dtype: torch.dtype) -> None:
+def _copy_attributes(
+    store: Any, small: Any, count: int, few: int, dtype: torch.dtype
+) -> None:
     for name, value in store.items():
         if name not in ("edge_index", "num_nodes") and isinstance(value, Tensor):
             if value.dim() and len(value) == count:
                 kind = dtype if value.is_floating_point() else value.dtype
-                small[name] = torch.zeros(2, *value.shape[1:], dtype=kind)
+                small[name] = torch.zeros(few, *value.shape[1:], dtype=kind)
 
 
 def _arguments(model: Module, data: HeteroData) -> list[Any]:
