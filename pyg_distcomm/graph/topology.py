@@ -339,6 +339,12 @@ class Topology:
                 del self._plans[key]
         return found
 
+    @property
+    def is_gridded(self) -> bool:
+        """Whether the grid has several axes, or a dry run prices those that have."""
+        mesh = self.nodes.mesh
+        return mesh.grid[1:] != (1, 1) or mesh.world.observer is not None
+
     @cached_property
     def adds_on_grid(self) -> bool:
         """Whether sums of rows are computed as products on a grid with several axes.

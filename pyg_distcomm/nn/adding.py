@@ -64,7 +64,7 @@ def _sum(layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
     assert x is not None
     mesh = topology.nodes.mesh
     on_grid = mesh.grid[1:] != (1, 1)
-    if (on_grid or mesh.world.observer) and not _is_constant(weight):
+    if topology.is_gridded and not _is_constant(weight):
         why = "weights of its edges learn, or are computed in each run"
         warn_about_grid(layer, topology, why)
         return None

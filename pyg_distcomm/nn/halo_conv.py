@@ -35,7 +35,7 @@ from pyg_distcomm.nn.layer_context import (
 )
 from pyg_distcomm.nn.linked import exchanging, keeps_rows
 from pyg_distcomm.nn.local_products import run_layer
-from pyg_distcomm.nn.message_forms import layers_of
+from pyg_distcomm.nn.message_forms import adds_rows, layers_of
 from pyg_distcomm.sharded.agreement import compare_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
@@ -291,7 +291,10 @@ class HaloConv(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
-        return run_any(self.conv, self.link, self.conv, *args, **kwargs)
+        run: Callable[..., Any] = self.conv
+        if is_one_hop(self.conv) and is_spread(*args, *kwargs.values()):
+            run = run if is_changed(self.conv) else _one_hop(self.conv, run)
+        return run_any(self.conv, self.link, run, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
         """Sets the mode of the layer and of its submodules."""
@@ -376,28 +379,40 @@ def _one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def on_own_rows(x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
-        topology, training = topology_of(edge_index), getattr(conv, "training", False)
-        known = topology is not None and topology.sources is None
-        drawn = training or (known and topology.chunked)  # type: ignore[union-attr]
-        known = known and not (drawn and getattr(conv, "dropout", 0.0) > 0)
-        known = known and edge_index.weight is None and are_rows_of(x, topology)
-        known = (
-            known and x.dim() == 2 and getattr(conv, "link", None) in (None, "exact")
-        )
-        if not known or topology is None or topology.link is not None:
-            return run(x, edge_index, *args, **kwargs)
+        topology = topology_of(edge_index)
         values = (*args, *kwargs.values())
-        plain = all(v is None or _of_edges(v, topology) for v in values)
-        if (
-            not plain
-            or conv.flow != "source_to_target"
-            or conv.explain
-            or has_hooks(conv)
-        ):
+        if topology is None or not _runs_there(conv, topology, x, values):
+            return run(x, edge_index, *args, **kwargs)
+        if edge_index.weight is not None:
             return run(x, edge_index, *args, **kwargs)
         return _on_own_rows(conv, topology, run, x, args, kwargs)
 
     return on_own_rows
+
+
+def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
+    """Tells whether a layer may run on own rows and ghosts."""
+    link = topology.link is None and getattr(conv, "link", None) in (None, "exact")
+    drawn = getattr(conv, "training", False) or topology.chunked
+    if not link or (drawn and getattr(conv, "dropout", 0.0) > 0):
+        return False
+    if topology.nodes.memory is not None:  # in chunks instead
+        return False
+    adds = "propagate" in vars(conv) or adds_rows(conv)  # see `adding.py`
+    if adds and not topology.chunked and topology.is_gridded:
+        return False
+    if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):
+        return False
+    pair = x if isinstance(x, (tuple, list)) else (x, x)
+    if len(pair) != 2 or any(type(one) is not DistTensor for one in pair):
+        return False
+    if topology.sources is not None:
+        if pair[0] is pair[1] or getattr(conv, "add_self_loops", False):
+            return False
+    source, target = pair
+    known = are_rows_of(source, topology) and source.dim() == target.dim() == 2
+    known = known and target.dim_ == 0 and target.rows is topology.nodes
+    return known and all(v is None or _of_edges(v, topology) for v in values)
 
 
 def _on_own_rows(
@@ -409,19 +424,22 @@ def _on_own_rows(
     kwargs: Any,
 ) -> Any:
     mesh = topology.nodes.mesh
-    table = topology.constant_rows(x)
+    source, target = x if isinstance(x, (tuple, list)) else (x, x)
+    table = topology.constant_rows(source)
     if table is None:
-        table = topology.locals.with_ghosts(x.to_local().contiguous())
+        table = topology.locals.with_ghosts(source.to_local().contiguous())
     args, kwargs = tree_map(
         lambda v: v.to_local() if type(v) is DistTensor else v, (args, kwargs)
     )
-    own = table[: len(topology.nodes)]
+    own = table[: len(topology.nodes)] if source is target else target.to_local()
     if mesh.size > 1:
         compare_parameters(list(conv.parameters()), mesh)
     params = {f"conv.{name}": entered(p, mesh) for name, p in conv.named_parameters()}
     given = run, (table, own), topology.locals.ends, *args
-    out = torch.func.functional_call(_OnOwnRows(conv), params, given, kwargs)
-
+    # a module that is shared is swapped once, and swapped back
+    out = torch.func.functional_call(
+        _OnOwnRows(conv), params, given, kwargs, tie_weights=False
+    )
     return DistTensor.from_local(out, topology.nodes)
 
 
