@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -224,7 +225,11 @@ class Topology:
         rows = self.source_rows
 
         def build(ghost: Tensor, counts: list[int]) -> Halo:
-            return Halo.build(ghost, counts, rows.gid, rows.mesh.world)
+            axis = rows.mesh.world
+            if axis.observer is not None:
+                observer = functools.partial(axis.observer, edges=self.edges)
+                axis = replace(axis, observer=observer)
+            return Halo.build(ghost, counts, rows.gid, axis)
 
         return self.numbered(build)
 

@@ -181,27 +181,26 @@ class RunRecorder:
         x: Tensor,
         axis: Axis,
         *,
-        ids: Any = None,
-        of: Any = None,
+        known: bool = True,
+        edges: Rows | None = None,
         coded: bool = False,
     ) -> None:
         """Records what more ranks would do with a tensor; see `Axis.observer`.
 
         Args:
             how, x, axis: what, with which tensor, and where.
-            ids: by which ids rows are read or written.
-            of: the rows of that tensor.
+            known: whether these are the rows at the sources of edges.
+            edges: the edges.
             coded: whether a link codes them.
         """
         back = in_backward()
         if axis.name not in ("world", "row") or not (back or self.stack):
             return
         if how in ("rows", "back"):
-            known = ids is None or (ids.part == 0 and of.partition is not None)
             if self.now is not None and known:
                 adds = axis.name == "row"
                 one = Round(x.shape[1:].numel(), how == "back", adds, coded=coded)
-                self.note_rows(self.now, one, None if ids is None else ids.rows)
+                self.note_rows(self.now, one, edges)
             elif not back:
                 self._miss("rows that {} reads by ids")
         elif how == "sum" and self.norm is not None:

@@ -292,10 +292,10 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> DistTensor:
-        return _Cut.apply(g, ctx.rows, ctx.dim)
+        return Cut.apply(g, ctx.rows, ctx.dim)
 
 
-class _Cut(torch.autograd.Function):
+class Cut(torch.autograd.Function):
     """Takes a plain tensor, or one sharded in any way, as one sharded by given rows."""
 
     @staticmethod
@@ -307,13 +307,13 @@ class _Cut(torch.autograd.Function):
     def backward(ctx: Any, g: Any) -> tuple[Tensor, None, None]:
         if ctx.like is None:
             return _Full.apply(g), None, None
-        return _Cut.apply(g, *ctx.like), None, None
+        return Cut.apply(g, *ctx.like), None, None
 
 
 def _cut(g: Tensor, rows: Rows, dim: int) -> Tensor:
     """Returns own rows of a gradient, differentiably."""
     known = isinstance(g, DistTensor) and g.rows is rows and g.dim_ == dim
-    own: DistTensor = g if known else _Cut.apply(g, rows, dim)  # type: ignore[assignment]
+    own: DistTensor = g if known else Cut.apply(g, rows, dim)  # type: ignore[assignment]
     return own.to_local()
 
 

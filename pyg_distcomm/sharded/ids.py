@@ -82,7 +82,8 @@ def _planned(ids: Ids, rows: Rows) -> IdExchange:
     plan = IdPlan.build(ids.local.reshape(-1).long(), rows)
     axis = rows.mesh.world
     if axis.observer is not None:  # edges are where their targets are
-        observer = functools.partial(axis.observer, ids=ids, of=rows)
+        known = ids.part == 0 and rows.partition is not None
+        observer = functools.partial(axis.observer, known=known, edges=ids.rows)
         axis = replace(axis, observer=observer)
         halo = replace(plan.halo, axis=axis, silent=ids.part == 1)
         plan = replace(plan, halo=halo)
