@@ -67,8 +67,9 @@ class Axis:
         ledger: counts what travels over the axis.
         watch: the monitor that reports and raises failures; None on one rank.
         observer: called in a dry run on one rank with what more ranks would do, the tensor
-            that they would do it with, and this axis: "sum" it over the ranks, "gather" all
-            of its rows, send "rows" to the ranks that read them, or sums "back".
+            that they would do it with, and this axis: "sum" it over the ranks, as gradients
+            of "parameters" at the end of a pass, "gather" all of its rows, send "rows" to
+            the ranks that read them, or sums "back".
     """
 
     name: str

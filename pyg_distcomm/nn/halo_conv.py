@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch_geometric.nn
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
@@ -402,6 +403,8 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     if adds and not topology.chunked and topology.is_gridded:
         return False
     if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):
+        return False
+    if any(map(is_lazy, conv.parameters())):
         return False
     pair = x if isinstance(x, (tuple, list)) else (x, x)
     if len(pair) != 2 or any(type(one) is not DistTensor for one in pair):

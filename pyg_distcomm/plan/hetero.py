@@ -114,16 +114,14 @@ class _HeteroVisit(RunRecorder):
         if not kinds:
             return None
         record = _HeteroCall(bare(layer), kinds)
-        if len(kinds) == 1:
-            call = self.called(layer, args[0] if args else kwargs["x"])
-            self._keep(record, kinds[0], call)
+        for kind in kinds:
+            call = LayerCall(record.conv, 1, False, False)
+            if len(kinds) == 1:
+                call = self.called(layer, args[0] if args else kwargs["x"])
+            call.read = False  # until a gradient comes
+            record.calls[kind] = call
+            self.calls.append((kind, call))
         return record
-
-    def _keep(self, record: _HeteroCall, kind: EdgeType, call: LayerCall) -> LayerCall:
-        call.read = False  # until a gradient comes
-        record.calls[kind] = call
-        self.calls.append((kind, call))
-        return call
 
     def end(self, record: _HeteroCall | None, out: Any) -> None:
         if record is None or not isinstance(out, Tensor):  # of all relations
@@ -136,11 +134,7 @@ class _HeteroVisit(RunRecorder):
     def note_rows(self, record: _HeteroCall, one: Round, edges: Rows | None) -> None:
         kind = self.kinds.get(id(edges))
         for each in record.kinds if kind is None else [kind]:  # all: one for each
-            call = record.calls.get(each)
-            if call is None:
-                call = LayerCall(record.conv, one.width, False, False)
-                self._keep(record, each, call)
-            call.rounds.append(one)
+            record.calls[each].rounds.append(one)
 
     def note_product(self, kind: EdgeType) -> None:
         """Records that a layer multiplies by the matrix of its edges."""
@@ -302,7 +296,7 @@ class _DryRun:
         visit.first_calls, visit.calls = epochs[:2]
         now, later = ([call for _, call in calls] for calls in epochs[1:])
         mark_kept(now, later)  # caches are filled by the third
-        return visit, sum(p.numel() for p in model.parameters() if p.grad is not None)
+        return visit, visit.summed
 
     def _epoch(
         self, visit: _HeteroVisit, model: Module, share: Any, epoch: int
@@ -429,7 +423,7 @@ class _HeteroCost:
             by_type[" ".join(kind)] = int(found.received.sum())
             orders += found.orders
         shape = LayerShape("halo", 1, 1)
-        norms = tuple(visit.norms)
+        norms = tuple(visit.sums)
         training = Training((shape,), (trained,), self.inputs, self.item, norms)
         groups = training.sums(self.size)
         agreements = sum(calls.agreements for calls in visit.links.values())

@@ -125,7 +125,8 @@ class RunRecorder:
         self.missing: list[str] = []
         self.stack: list[Module] = []
         self.features: list[Any] = []
-        self.norms: list[int] = []
+        self.sums: list[int] = []  # of batch norms, and of gradients that are read at once
+        self.summed = 0  # gradients of parameters, in numbers
         self.now: Any = None  # the record of the layer that runs
         self.norm: Any = None  # the batch norm that runs
 
@@ -203,12 +204,10 @@ class RunRecorder:
                 self.note_rows(self.now, one, edges)
             elif not back:
                 self._miss("rows that {} reads by ids")
-        elif how == "sum" and self.norm is not None:
-            self.norms.append(x.numel())
-        elif back and how == "sum" and self.now is not None:
-            self.missing.append(
-                f"sums of gradients in {type(bare(self.now.conv)).__name__}"
-            )
+        elif how == "sum" and (back or self.norm is not None):
+            self.sums.append(x.numel())
+        elif how == "parameters":
+            self.summed += x.numel()
         elif not back:
             what = "sums over nodes of {}" if how == "sum" else "all rows, read by {}"
             self._miss(what)
@@ -227,7 +226,8 @@ class RunRecorder:
 
     def clear(self) -> None:
         """Clears the records."""
-        self.missing, self.norms, self.now, self.norm = [], [], None, None
+        self.missing, self.sums, self.summed = [], [], 0
+        self.now = self.norm = None
 
 
 def _at_gradients(values: Any, do: Callable[[], None]) -> None:
@@ -278,11 +278,10 @@ class _ModelRecorder(RunRecorder):
 
 def visited(
     model: Module, num_features: int, inputs: str
-) -> tuple[list[LayerCall], list[int], list[str]]:
+) -> tuple[list[LayerCall], RunRecorder]:
     """Runs a copy of a model, as it would be distributed, on two nodes and one rank.
 
-    Returns the calls of its layers, the widths of all sums of its batch norms, and what
-    else more ranks would send, in words, which cannot be priced.
+    Returns the calls of its layers, and the record of the last epoch.
 
     Raises:
         ValueError: if the model does not run, with the reason.
@@ -295,7 +294,7 @@ def visited(
             )
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
-    return calls, visit.norms, list(dict.fromkeys(visit.missing))
+    return calls, visit
 
 
 def _run(

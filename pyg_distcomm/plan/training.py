@@ -109,8 +109,10 @@ class Training:
         inputs: "constant" features, "changing" ones (made by dropout, say), or ones that
             are "trained".
         itemsize: bytes of a number.
-        norms: how wide each sum of a batch norm is, forward and backward.
+        norms: how wide each sum of a batch norm is, forward and backward, and each sum of
+            a gradient that is read before the pass ends.
         missing: what the model sends beside all this, or may, in words; or nothing.
+        summed: how many numbers are summed at the end of a pass; None: all `parameters`.
     """
 
     layers: tuple[LayerShape, ...]
@@ -119,6 +121,7 @@ class Training:
     itemsize: int = 4
     norms: tuple[int, ...] = ()
     missing: str = ""
+    summed: int | None = None
 
     def __post_init__(self) -> None:
         if self.inputs not in INPUTS:
@@ -239,8 +242,9 @@ class Training:
         if size == 1:
             return {"parameters": [], "loss": [], "norms": []}
         item = self.itemsize
+        summed = sum(self.parameters) if self.summed is None else self.summed
         return {
-            "parameters": [ring_words(sum(self.parameters), size) * item],
+            "parameters": [ring_words(summed, size) * item],
             "loss": [ring_words(LOSS_WORDS, size) * item],
             "norms": [ring_words(c, size) * item for c in self.norms],
         }
@@ -307,8 +311,10 @@ def training_of_model(
             "widths=[...]"
         )
     layers: list[LayerShape] = []
+    summed = None
     try:
-        calls, norms, missing = visited(model, num_features, inputs)
+        calls, run = visited(model, num_features, inputs)
+        norms, missing, summed = run.sums, list(run.missing), run.summed
         layers = [layer_from_call(call) for call in calls]
         if not layers:
             raise ValueError("no layer was called")
@@ -330,6 +336,7 @@ def training_of_model(
         item,
         tuple(norms),
         "; ".join(dict.fromkeys(missing)),
+        summed or None,
     )
 
 

@@ -209,10 +209,12 @@ class _Pass:
             if not isinstance(part, PartialSum) or part._value is None
         ]
         parts = [*written, *(part for _, part in self.added)]
-        kinds = [] if mesh.size == 1 else dict.fromkeys(part.dtype for part in parts)
-        for dtype in kinds:
+        for dtype in dict.fromkeys(part.dtype for part in parts):
             these = [part for part in parts if part.dtype == dtype]
             flat = torch.cat([part.reshape(-1) for part in these])
+            if mesh.world.observer is not None:
+                mesh.world.observer("parameters", flat, mesh.world)
+                continue
             total = collectives.all_reduce(flat, mesh.world)
             sums = total.split([part.numel() for part in these])
             for part, s in zip(these, sums, strict=True):
@@ -281,5 +283,6 @@ class _Sum(torch.autograd.Function):
 
 def entered(x: Tensor, mesh: Any) -> Tensor:
     """Returns a plain tensor for a computation on own rows; its gradient is summed."""
-    summed = isinstance(mesh, Mesh) and mesh.size > 1 and x.requires_grad
+    several = isinstance(mesh, Mesh) and (mesh.size > 1 or mesh.world.observer)
+    summed = several and x.requires_grad
     return _Enter.apply(x, mesh) if summed else x
