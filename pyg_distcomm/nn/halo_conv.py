@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.nn.adding import adding
 from pyg_distcomm.nn.capped import within_cap
@@ -128,6 +129,8 @@ def _check_rows(x: Any, values: list[DistTensor]) -> None:
     if edges is None:
         return
     ends = edges.source_rows, edges.nodes
+    if edges.sources is not None:
+        _check_pair(x, ends)
     for part in x if isinstance(x, (tuple, list)) else (x,):
         plain = not isinstance(part, EdgeMethods)
         if not isinstance(part, Tensor) or part.layout != torch.strided:
@@ -149,6 +152,28 @@ def _check_rows(x: Any, values: list[DistTensor]) -> None:
             f"got a row-sharded tensor of {list(part.shape)} beside edges between "
             f"{counts[1]} nodes; give a layer one row for each node, and pick rows of what "
             "it returns"
+        )
+
+
+def _check_pair(x: Any, ends: tuple[Rows, Rows]) -> None:
+    """Raises for features that are no pair, or are swapped, beside edges between two types.
+
+    Raises:
+        TypeError, ValueError: saying how many nodes there are of each type.
+    """
+    counts = [end.count for end in ends]
+    what = f"edges from {counts[0]} nodes of one type to {counts[1]} of another"
+    if type(x) is DistTensor:
+        raise TypeError(
+            f"got one tensor of {list(x.shape)} beside {what}; give a layer that takes one, "
+            "such as SAGEConv, GATConv or GraphConv, a pair (x_source, x_target)"
+        )
+    pair = x if isinstance(x, (tuple, list)) else ()
+    shapes = [list(part.shape) for part in pair if type(part) is DistTensor]
+    if len(shapes) == 2 and [shape[:1] for shape in shapes] != [[n] for n in counts]:
+        raise ValueError(
+            f"give a layer a pair (x_source, x_target) with one row for each node: got "
+            f"{shapes[0]} and {shapes[1]} beside {what}"
         )
 
 
@@ -404,8 +429,6 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
         return False
     if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):
         return False
-    if any(map(is_lazy, conv.parameters())):
-        return False
     pair = x if isinstance(x, (tuple, list)) else (x, x)
     if len(pair) != 2 or any(type(one) is not DistTensor for one in pair):
         return False
@@ -435,6 +458,9 @@ def _on_own_rows(
         lambda v: v.to_local() if type(v) is DistTensor else v, (args, kwargs)
     )
     own = table[: len(topology.nodes)] if source is target else target.to_local()
+    if any(map(is_lazy, conv.parameters())):  # they take their widths
+        with torch.no_grad():
+            run((table, own), topology.locals.ends, *args, **kwargs)
     if mesh.size > 1:
         compare_parameters(list(conv.parameters()), mesh)
     params = {f"conv.{name}": entered(p, mesh) for name, p in conv.named_parameters()}

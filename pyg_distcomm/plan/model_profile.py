@@ -125,7 +125,9 @@ class RunRecorder:
         self.missing: list[str] = []
         self.stack: list[Module] = []
         self.features: list[Any] = []
-        self.sums: list[int] = []  # of batch norms, and of gradients that are read at once
+        self.sums: list[
+            int
+        ] = []  # of batch norms, and of gradients that are read at once
         self.summed = 0  # gradients of parameters, in numbers
         self.now: Any = None  # the record of the layer that runs
         self.norm: Any = None  # the batch norm that runs

@@ -33,7 +33,7 @@ from pyg_distcomm.sharded.dist_tensor import (
     rule,
 )
 from pyg_distcomm.sharded.partial import PartialSum
-from pyg_distcomm.tensor.gather_by_id import IdPlan
+from pyg_distcomm.tensor.gather_by_id import IdPlan, plan_ids
 
 aten = torch.ops.aten
 _KEPT = 64  # lists of ids, and masks
@@ -79,7 +79,12 @@ class Ids:
 def _planned(ids: Ids, rows: Rows) -> IdExchange:
     if rows.mesh.local_sizes:
         return PROCESS.rules["ids of a chunk"](ids, rows)  # type: ignore[no-any-return]
-    plan = IdPlan.build(ids.local.reshape(-1).long(), rows)
+    flat, problem = ids.local.reshape(-1).long(), None
+    low, high = flat.aminmax() if flat.numel() else (0, -1)
+    if low < 0 or high >= rows.count:
+        bad, flat = int(low if low < 0 else high), flat[:0]
+        problem = f"index {bad} is out of range for a tensor of {rows.count} rows"
+    plan = plan_ids([flat], rows, rows.mesh.world, problem)[0]
     axis = rows.mesh.world
     if axis.observer is not None:  # edges are where their targets are
         known = ids.part == 0 and rows.partition is not None
