@@ -318,8 +318,9 @@ class HaloConv(torch.nn.Module):
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
         run: Callable[..., Any] = self.conv
-        if is_one_hop(self.conv) and is_spread(*args, *kwargs.values()):
-            run = run if is_changed(self.conv) else _one_hop(self.conv, run)
+        spread = self.link in (None, "exact") and is_spread(*args, *kwargs.values())
+        if spread and is_one_hop(self.conv) and not is_changed(self.conv):
+            run = _one_hop(self.conv, run)
         return run_any(self.conv, self.link, run, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
