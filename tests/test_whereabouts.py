@@ -168,7 +168,7 @@ def is_late(rounds):
         for _ in range(rounds):
             if mesh.rank == mesh.size - 1:
                 time.sleep(2.5)  # late
-            (share.x * 1.5).sum()  # waits: of a product, which is not kept
+            (share.x * 1.5).sum()  # waits
             collectives.barrier(mesh.world)
     return printed.getvalue()
 

@@ -210,7 +210,7 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
     if len(where) and step == 1:  # rows ascend, so that they are a range of own rows
         return _view(x, x.local.narrow(d, int(where[0]), len(where)), d, rows)
     out = DistTensor(x.local.index_select(d, where.to(x.device)), rows, d)
-    out._copied = len(rows) > 0
+    out._copied = step != 1  # on all ranks alike
     return out
 
 
