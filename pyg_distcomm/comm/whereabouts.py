@@ -183,7 +183,8 @@ def _name_of(frame: FrameType) -> str:
     """Returns the name of what was called: of what a wrapper wraps, or of a module's class."""
     name, values = frame.f_code.co_name, frame.f_locals
     given = values.get("args")  # of a wrapper of torch.compiler.disable
-    ops = [x for x in given if hasattr(x, "overloadpacket")] if name == "_fn" else []  # type: ignore[union-attr]
+    given = given if isinstance(given, tuple) else ()
+    ops = [x for x in given if hasattr(x, "overloadpacket")]
     wrapped = getattr(values.get("func", *ops[:1]), "__name__", None)
     if isinstance(wrapped, str):
         return wrapped.partition(".")[0].strip("_")  # an op without its overload
