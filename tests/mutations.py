@@ -639,10 +639,10 @@ MUTATIONS = (
     ),
     # the planner
     Mutation(
-        "the planner leaves out the loss of a stage's ranks",
+        "the planner counts the loss of a stage's ranks in 8 bytes",
         "planner",
-        "last = ring_words(LOSS_WORDS, ranks) * LOSS_ITEM",
-        "last = 0.0",
+        "loss[-1] += ring_words(LOSS_WORDS, ranks) * item",
+        "loss[-1] += ring_words(LOSS_WORDS, ranks) * LOSS_ITEM",
         "test_plan_pipelines.py",
         "test_bytes_are_those_of_the_ledger",
     ),
@@ -931,8 +931,8 @@ MUTATIONS = (
     Mutation(
         "features that do not change are planned to travel",
         "planner",
-        'visit.keeps = self.inputs == "constant"',
-        "visit.keeps = False",
+        "mark_kept(now, later)  # caches",
+        "# caches",
         "test_hetero.py",
         "the_plan_of_a_heterodata or test_plans_of_links",
     ),

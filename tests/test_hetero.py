@@ -385,10 +385,15 @@ def edges_between_types():
     torch.testing.assert_close(out.full_tensor(), right, **CLOSE)
     assert torch.equal(found.full_tensor(), want)
     torch.testing.assert_close(alpha.full_tensor(), beta, **CLOSE)
+    looped = dist.GATConv((10, 9), 4).double()  # PyG adds loops to the first nodes
+    out = looped(x, edges).full_tensor()
+    torch.testing.assert_close(out, looped(plain, whole), **CLOSE)
+    with pytest.raises(IndexError):  # on all ranks, as PyG does
+        dist.GATConv((10, 9), 4, flow="target_to_source").double()(x, edges)
     for size in ((23, 41), (None, 41)):
         out = wide(x, edges, size=size).full_tensor()
         torch.testing.assert_close(out, right, **CLOSE)
-    with pytest.raises(ValueError, match="its edges go from 23 nodes to 41"):
+    with pytest.raises(ValueError, match="expected size 40"):  # as PyG says
         wide(x, edges, size=(23, 40))
 
 
@@ -422,15 +427,12 @@ def stacked_types():
         shifted = (x["paper"][:, :6] + (1 - z).relu()).amax(0)
         (whole.sin() * shifted).sum().backward()
         grads = [v.grad for v in x.values()] + [p.grad for p in model.parameters()]
-        found.append([score, whole, shifted, *grads, torch.tensor(z.shape)])
+        found.append([score, whole, shifted, *grads, torch.tensor(z.shape), z])
     for want, got in zip(*found, strict=True):
         if want is not None:  # fields have no in-edges here
             got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
             torch.testing.assert_close(got, want, **CLOSE)
-    with pytest.raises(TypeError, match="stacked along dim 0"):
-        z.add_(1)
-    with pytest.raises(TypeError, match="stacked along dim 0"):
-        torch.cumsum(z, 1)
+    torch.testing.assert_close(z.cumsum(1), found[0][-1].cumsum(1), **CLOSE)
 
 
 def test_outcomes_of_relations_are_stacked():
@@ -444,12 +446,8 @@ def mistakes():
     x = share.x_dict["author"], share.x_dict["paper"]
     with pytest.raises(TypeError, match="a pair"):
         dist.GraphConv(10, 4).double()(x[0], edges)
-    with pytest.raises(TypeError, match="square matrix"):
+    with pytest.raises(TypeError, match="a pair"):
         dist.GCNConv(10, 4).double()(x[0], edges)
-    with pytest.raises(ValueError, match="add_self_loops=False"):
-        dist.GATConv((10, 9), 4).double()(x, edges)
-    with pytest.raises(ValueError, match="flip them"):
-        dist.GraphConv((10, 9), 4, flow="target_to_source").double()(x, edges)
     with pytest.raises(ValueError, match="one row for each node"):
         dist.GraphConv((9, 10), 4).double()(x[::-1], edges)
     mixed = Mixed(data, "hgt", 8, dist).double()
@@ -465,18 +463,20 @@ def mistakes():
     twice = pdc.partition(data, mesh, "block")
     for kind in ("hgt", "han"):
         model = Mixed(data, kind, 8, dist).double()
-        with pytest.raises(ValueError, match="spread over the ranks in two ways"):
-            model(twice.x_dict, share.edge_index_dict, None)
+        out = model(twice.x_dict, share.edge_index_dict, None).full_tensor()
+        want = model(data.x_dict, data.edge_index_dict, None)
+        torch.testing.assert_close(out, want, **CLOSE)
     few = HeteroData()  # a rank without nodes of either type raises what the others do
     few["a"].x = few["b"].x = torch.ones(2, 3)
     few["a", "to", "b"].edge_index = ends = torch.tensor([[0, 1], [1, 1]])
     owners = {"a": torch.tensor([0, 1]), "b": torch.tensor([1, 0])}
     share = pdc.partition(few, mesh, owners)
     x = share["a"].x, share["b"].x
-    with pytest.raises(ValueError, match="in two ways"):
-        dist.SAGEConv((3, 3), 4)(x[::-1], share["a", "to", "b"].edge_index)
-    with pytest.raises(ValueError, match="add_self_loops=False"):
-        dist.GATConv((3, 3), 4)(x, ends)
+    edges, plain = share["a", "to", "b"].edge_index, (few["a"].x, few["b"].x)
+    for layer in (dist.SAGEConv((3, 3), 4), dist.GATConv((3, 3), 4)):
+        out = layer(x[::-1], edges).full_tensor()
+        torch.testing.assert_close(out, layer(plain[::-1], ends))
+        torch.testing.assert_close(layer(x, ends).full_tensor(), layer(plain, ends))
 
 
 def test_what_cannot_be_is_said():
@@ -707,11 +707,8 @@ def third_epoch(kind, option, owners):
     for _ in range(3):
         mesh.ledger.reset()
         train(model, share, steps=1)
-    sums = (
-        mesh.ledger.bytes("all_reduce", "data"),
-        mesh.ledger.bytes("all_reduce", "world"),
-    )
-    return mesh.ledger.bytes() - mesh.ledger.bytes("all_reduce"), *sums
+    sums = mesh.ledger.bytes("all_reduce")
+    return mesh.ledger.bytes() - sums, sums
 
 
 @tiers.parametrize(
@@ -739,9 +736,7 @@ def test_the_plan_of_a_heterodata_is_the_ledger(kind, option):
     rows = sum(plan.sum_bytes.values())
     assert [each[0] for each in found] == [n - rows for n in plan.bytes_by_rank]
     assert sum(each[0] for each in found) == sum(plan.relation_bytes.values()) > 0
-    assert {each[1:] for each in found} == {
-        (plan.sum_bytes["parameters"], plan.sum_bytes["loss"])
-    }
+    assert {each[1] for each in found} == {rows}
     assert "venue of paper" in str(pdc.plan(data, [8, 3], size, partition=owners))
 
 
@@ -754,7 +749,7 @@ def epochs(kind, option, owners, link):
     if not link:  # plans
         other = copy.copy(share)
         for store in other.node_stores:
-            store.x = store.x.clone()
+            store.x = store.x + 0  # another value
         train(model, other, steps=1)
     several = made.values() if isinstance(made, dict) else [made]
     sent, messages, early = [], [], []
@@ -772,6 +767,9 @@ def epochs(kind, option, owners, link):
         for one in {id(one): one for one in several if one is not None}.values():
             one.step()
     rows = mesh.ledger.bytes() - mesh.ledger.bytes("all_reduce")
+    # the one node of a type has all of a gradient, which every rank reads
+    alone = [op for op, _ in mesh.ledger.entries if op.startswith("gather")]
+    rows -= sum(map(mesh.ledger.bytes, alone))
     return sent, messages[-1], rows, early[:2]
 
 

@@ -66,8 +66,10 @@ class Axis:
         group: their process group; None when there is no other rank.
         ledger: counts what travels over the axis.
         watch: the monitor that reports and raises failures; None on one rank.
-        observer: called in a dry run on one rank with each tensor that more ranks would
-            sum, and whether its gradient would be summed too.
+        observer: called in a dry run on one rank with what more ranks would do, the tensor
+            that they would do it with, and this axis: "sum" it over the ranks, as gradients
+            of "parameters" at the end of a pass, "gather" all of its rows, send "rows" to
+            the ranks that read them, or sums "back".
     """
 
     name: str
@@ -76,7 +78,7 @@ class Axis:
     group: dist.ProcessGroup | None
     ledger: Ledger
     watch: FailureMonitor | None
-    observer: Callable[[Tensor, bool], None] | None = None
+    observer: Callable[[str, Tensor, Axis], None] | None = None
 
     def __post_init__(self) -> None:
         if self.watch is not None and self.group not in (None, dist.group.WORLD):

@@ -287,7 +287,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     Price: 2 (P-1)/P times the elements of `x`, in words (what a ring moves).
     """
     if axis.observer is not None:
-        axis.observer(x, False)
+        axis.observer("sum", x, axis)
     return all_reduce_begin(x, axis, op).wait()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
@@ -506,6 +507,7 @@ def _distributed_mesh(
     install_excepthook()
     exit_on_sigterm()
     start_answering()
+    gc.collect()  # what a mesh keeps of its tensors refers to the mesh
     _close_collected()
     axes = _open_axes(stages, tuple(grid), watch)
     meshed: Any = {"ledger": axes["world"].ledger, "check": check, **axes}

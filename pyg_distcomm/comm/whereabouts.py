@@ -182,7 +182,10 @@ def place_of(frame: FrameType | None) -> str:
 def _name_of(frame: FrameType) -> str:
     """Returns the name of what was called: of what a wrapper wraps, or of a module's class."""
     name, values = frame.f_code.co_name, frame.f_locals
-    wrapped = getattr(values.get("func"), "__name__", None)
+    given = values.get("args")  # of a wrapper of torch.compiler.disable
+    given = given if isinstance(given, tuple) else ()
+    ops = [x for x in given if hasattr(x, "overloadpacket")]
+    wrapped = getattr(values.get("func", *ops[:1]), "__name__", None)
     if isinstance(wrapped, str):
         return wrapped.partition(".")[0].strip("_")  # an op without its overload
     if frame.f_code.co_flags & inspect.CO_GENERATOR:

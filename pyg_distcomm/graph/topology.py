@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -228,7 +229,11 @@ class Topology:
         rows = self.source_rows
 
         def build(ghost: Tensor, counts: list[int]) -> Halo:
-            return Halo.build(ghost, counts, rows.gid, rows.mesh.world)
+            axis = rows.mesh.world
+            if axis.observer is not None:
+                observer = functools.partial(axis.observer, edges=self.edges)
+                axis = replace(axis, observer=observer)
+            return Halo.build(ghost, counts, rows.gid, axis)
 
         return self.numbered(build)
 
@@ -342,6 +347,12 @@ class Topology:
             for key in self._plans.keys() - known:
                 del self._plans[key]
         return found
+
+    @property
+    def is_gridded(self) -> bool:
+        """Whether the grid has several axes, or a dry run prices those that have."""
+        mesh = self.nodes.mesh
+        return mesh.grid[1:] != (1, 1) or mesh.world.observer is not None
 
     @cached_property
     def adds_on_grid(self) -> bool:

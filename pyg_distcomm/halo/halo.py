@@ -232,7 +232,7 @@ class Halo(Link):
             tuple(send_counts) if axis.size > 1 else (0,),
             tuple(want_counts),
             len(have_gid),
-            silent=most == 0,
+            silent=most == 0 and axis.observer is None,
             dense=dense,
             most=most,
             send_gid=asked,
@@ -245,7 +245,8 @@ class Halo(Link):
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         """Starts to send own rows; the returned call gives the ghosts, in planned order."""
-        if self.silent:
+        self.tell("rows", x)
+        if self.silent or self.axis.observer is not None:
             empty = x.new_empty((0, *x.shape[1:])) if into is None else into
             return lambda: empty
         flat = None if into is None else into.flatten(1)
@@ -263,7 +264,8 @@ class Halo(Link):
 
     def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
         """Starts to send sums for the ghosts; the call adds received sums into own rows."""
-        if self.silent:
+        self.tell("back", g)
+        if self.silent or self.axis.observer is not None:
             return lambda out: out
         op, block = "halo_reduce", None
         if self.dense:
@@ -282,6 +284,11 @@ class Halo(Link):
             return out
 
         return arrive
+
+    def tell(self, how: str, x: Tensor) -> None:
+        """Tells a dry run that rows would travel; see `Axis.observer`."""
+        if self.axis.observer is not None and not self.silent:
+            self.axis.observer(how, x, self.axis)
 
     def degrees(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the in-degrees of rows that are sent, and of ghosts; collective.

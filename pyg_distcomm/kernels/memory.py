@@ -162,10 +162,11 @@ class MemoryCap:
         if has_saved_tensors_hooks() or not torch.is_grad_enabled():
             yield
             return
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
 
-    def _pack(self, x: Tensor) -> Any:
+    def pack(self, x: Tensor) -> Any:
+        """Returns what is kept of a tensor that autograd saves: its values, or a file."""
         with torch._C.DisableTorchFunctionSubclass():
             plain = x.detach().as_subclass(Tensor)
             storage = plain.untyped_storage()
@@ -186,7 +187,8 @@ class MemoryCap:
             return _Saved(file.copy_(plain), None, None)
 
     @staticmethod
-    def _unpack(saved: _Saved) -> Tensor:
+    def unpack(saved: _Saved) -> Tensor:
+        """Returns a tensor that autograd has saved."""
         x, version = saved.tensor, saved.version
         if version is not None and not x.is_inference() and x._version != version:
             raise RuntimeError(

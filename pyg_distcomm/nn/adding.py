@@ -27,9 +27,11 @@ _KEPT = 16  # edges that layers derive
 
 
 @contextlib.contextmanager
-def adding(conv: Any) -> Iterator[None]:
-    """Has the layers of a module sum rows by products in a block."""
+def adding(conv: Any, topology: Topology) -> Iterator[None]:
+    """Has the layers of a module sum rows by products in a block; collective once."""
     layers = [layer for layer in layers_of(conv) if adds_rows(layer)]
+    if not layers:
+        warn_about_grid(conv, topology, "what it makes of messages is no sum of rows")
     for layer in layers:
         vars(layer)["propagate"] = _propagate(layer, layer.propagate)
     try:
@@ -56,17 +58,23 @@ def _sum(layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
     topology = None if set(given) - {"x", name} else planned(edge_index)
     if topology is None or layer.flow != "source_to_target":
         return None
+    if topology.sources is not None:
+        warn_about_grid(layer, topology, "edges go between two types of nodes")
     if not _fits(x, weight, topology) or topology.nodes.memory is not None:
         return None
     assert x is not None
     mesh = topology.nodes.mesh
     on_grid = mesh.grid[1:] != (1, 1)
+    if topology.is_gridded and not _is_constant(weight):
+        why = "weights of its edges learn, or are computed in each run"
+        warn_about_grid(layer, topology, why)
+        return None
     if on_grid and not topology.adds_on_grid:
         why = "a product on the grid takes no fewer numbers"
         warn_about_grid(layer, topology, why)
         return None
     mean = AGGREGATIONS[type(layer.aggr_module)] == "mean"
-    edges = None if weight is None else weight.to_local()
+    edges = None if weight is None else _values(weight, topology)
     wide = x.dtype if edges is None else torch.promote_types(x.dtype, edges.dtype)
 
     def multiply() -> Tensor:
@@ -84,6 +92,23 @@ def _sum(layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
         kept = "sum", mean, x.dtype
         known = topology.constants.product(kept, (x, weight), multiply)
     return DistTensor.from_local(multiply() if known is None else known, topology.nodes)
+
+
+def _is_constant(weight: DistTensor | None) -> bool:
+    return weight is None or key_of(weight) is not None
+
+
+def _values(weight: DistTensor, topology: Topology) -> Tensor:
+    """Returns the weights of own edges, those of a constant as one tensor while it is kept."""
+    number = key_of(weight)
+    if number is None:
+        return weight.to_local()
+    kept = topology.edges.derived.get("values")
+    if kept is None or kept[0] != number:
+        with torch.inference_mode(False):
+            kept = number, weight.local.clone()
+        topology.edges.derived["values"] = kept
+    return kept[1]  # type: ignore[no-any-return]
 
 
 def _matrix(topology: Topology, weight: Tensor | None, dtype: torch.dtype) -> Any:
@@ -136,7 +161,8 @@ def planned(edge_index: Any) -> Topology | None:
     if number not in kept:
         local, partition = edge_index.local, nodes.partition
         away = 1
-        if partition is not None and rows.whole:
+        there = not local.numel() or int(local.max()) < nodes.count
+        if partition is not None and rows.whole and there:
             owner = partition.owner_of(local[1].cpu().long())
             away = int((owner != nodes.mesh.rank).sum())
         total = collectives.all_reduce(torch.tensor([away]), nodes.mesh.world)

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import Ghosted, Topology
 from pyg_distcomm.halo.halo import StagedHalo
+from pyg_distcomm.kernels.memory import has_saved_tensors_hooks
 from pyg_distcomm.nn.message_forms import layers_of
 from pyg_distcomm.nn.node_chunks import (
     WHOLE,
@@ -61,6 +62,36 @@ def _run(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
+def spilling(topology: Topology) -> Iterator[None]:
+    """Keeps what autograd saves in a block within the memory cap of the nodes, if any.
+
+    Does nothing where other hooks for saved tensors are active, as in torch's checkpointing.
+    """
+    cap = topology.nodes.memory
+    if cap is None or has_saved_tensors_hooks() or not torch.is_grad_enabled():
+        yield
+        return
+
+    def pack(x: Tensor) -> Any:
+        if type(x) is not DistTensor:
+            return cap.pack(x) if type(x) is Tensor else x
+        if not x.dtype.is_floating_point:  # ids, with what is planned for them
+            return x
+        return cap.pack(x.local), x.rows, x.dim_
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if isinstance(saved, tuple):
+            local, rows, dim = saved
+            return DistTensor(cap.unpack(local), rows, dim)
+        return cap.unpack(saved)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextlib.contextmanager
 def within_cap(conv: Any, topology: Topology, args: Any, kwargs: Any) -> Iterator[None]:
     """Runs `propagate` and `edge_updater` of a layer on chunks of targets, in a block."""
     given = inspect.signature(conv.forward).bind(*args, **kwargs).arguments
@@ -75,7 +106,8 @@ def within_cap(conv: Any, topology: Topology, args: Any, kwargs: Any) -> Iterato
             call = getattr(layer, verb)
             vars(layer)[verb] = _in_chunks(layer, call, verb, topology)
     try:
-        yield
+        with spilling(topology):
+            yield
     finally:
         for layer, known in before:
             for verb in ("propagate", "edge_updater"):

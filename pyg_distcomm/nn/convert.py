@@ -12,6 +12,7 @@ from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.nn import trimming
 from pyg_distcomm.nn.batch_norm import DistBatchNorm
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
+from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
 from pyg_distcomm.nn.layer_context import OwnLink, check_link
 from pyg_distcomm.nn.layers import DistGroupAddRev
 from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
@@ -22,6 +23,8 @@ DISTRIBUTED: dict[type, type] = {
     GCNConv: DistGCNConv,
     GCN2Conv: DistGCN2Conv,
     pyg.GroupAddRev: DistGroupAddRev,
+    pyg.HANConv: DistHANConv,
+    pyg.HGTConv: DistHGTConv,
     SAGEConv: DistSAGEConv,
 }
 

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch_geometric.nn
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.nn.adding import adding
 from pyg_distcomm.nn.capped import within_cap
@@ -31,10 +33,11 @@ from pyg_distcomm.nn.layer_context import (
     check_mask,
     has_hooks,
     is_changed,
+    warn_about_grid,
 )
 from pyg_distcomm.nn.linked import exchanging, keeps_rows
 from pyg_distcomm.nn.local_products import run_layer
-from pyg_distcomm.nn.message_forms import layers_of
+from pyg_distcomm.nn.message_forms import adds_rows, layers_of
 from pyg_distcomm.sharded.agreement import compare_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
@@ -65,7 +68,8 @@ def run_on_share(
         return run(*args, **kwargs)
     if exact and not topology.chunked:
         capped = topology.nodes.memory is not None
-        with within_cap(conv, topology, args, kwargs) if capped else adding(conv):
+        how = within_cap(conv, topology, args, kwargs)
+        with how if capped else adding(conv, topology):
             return run(*args, **kwargs)
     if edges[0].of_torch:
         raise TypeError(
@@ -77,6 +81,9 @@ def run_on_share(
     context = LayerContext.of(conv, link, edges[0])
     if topology.chunked and is_one_hop(conv) and not is_changed(conv):
         run = _one_hop(conv, run)
+    if not exact:
+        why = "its link codes rows, which are summed where they arrive"
+        warn_about_grid(conv, topology, why)
     with exchanging(conv, context):
         return run(*args, **kwargs)
 
@@ -122,6 +129,8 @@ def _check_rows(x: Any, values: list[DistTensor]) -> None:
     if edges is None:
         return
     ends = edges.source_rows, edges.nodes
+    if edges.sources is not None:
+        _check_pair(x, ends)
     for part in x if isinstance(x, (tuple, list)) else (x,):
         plain = not isinstance(part, EdgeMethods)
         if not isinstance(part, Tensor) or part.layout != torch.strided:
@@ -143,6 +152,28 @@ def _check_rows(x: Any, values: list[DistTensor]) -> None:
             f"got a row-sharded tensor of {list(part.shape)} beside edges between "
             f"{counts[1]} nodes; give a layer one row for each node, and pick rows of what "
             "it returns"
+        )
+
+
+def _check_pair(x: Any, ends: tuple[Rows, Rows]) -> None:
+    """Raises for features that are no pair, or are swapped, beside edges between two types.
+
+    Raises:
+        TypeError, ValueError: saying how many nodes there are of each type.
+    """
+    counts = [end.count for end in ends]
+    what = f"edges from {counts[0]} nodes of one type to {counts[1]} of another"
+    if type(x) is DistTensor:
+        raise TypeError(
+            f"got one tensor of {list(x.shape)} beside {what}; give a layer that takes one, "
+            "such as SAGEConv, GATConv or GraphConv, a pair (x_source, x_target)"
+        )
+    pair = x if isinstance(x, (tuple, list)) else ()
+    shapes = [list(part.shape) for part in pair if type(part) is DistTensor]
+    if len(shapes) == 2 and [shape[:1] for shape in shapes] != [[n] for n in counts]:
+        raise ValueError(
+            f"give a layer a pair (x_source, x_target) with one row for each node: got "
+            f"{shapes[0]} and {shapes[1]} beside {what}"
         )
 
 
@@ -286,7 +317,11 @@ class HaloConv(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
-        return run_any(self.conv, self.link, self.conv, *args, **kwargs)
+        run: Callable[..., Any] = self.conv
+        spread = self.link in (None, "exact") and is_spread(*args, *kwargs.values())
+        if spread and is_one_hop(self.conv) and not is_changed(self.conv):
+            run = _one_hop(self.conv, run)
+        return run_any(self.conv, self.link, run, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
         """Sets the mode of the layer and of its submodules."""
@@ -371,28 +406,40 @@ def _one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def on_own_rows(x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
-        topology, training = topology_of(edge_index), getattr(conv, "training", False)
-        known = topology is not None and topology.sources is None
-        drawn = training or (known and topology.chunked)  # type: ignore[union-attr]
-        known = known and not (drawn and getattr(conv, "dropout", 0.0) > 0)
-        known = known and edge_index.weight is None and are_rows_of(x, topology)
-        known = (
-            known and x.dim() == 2 and getattr(conv, "link", None) in (None, "exact")
-        )
-        if not known or topology is None or topology.link is not None:
-            return run(x, edge_index, *args, **kwargs)
+        topology = topology_of(edge_index)
         values = (*args, *kwargs.values())
-        plain = all(v is None or _of_edges(v, topology) for v in values)
-        if (
-            not plain
-            or conv.flow != "source_to_target"
-            or conv.explain
-            or has_hooks(conv)
-        ):
+        if topology is None or not _runs_there(conv, topology, x, values):
+            return run(x, edge_index, *args, **kwargs)
+        if edge_index.weight is not None:
             return run(x, edge_index, *args, **kwargs)
         return _on_own_rows(conv, topology, run, x, args, kwargs)
 
     return on_own_rows
+
+
+def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
+    """Tells whether a layer may run on own rows and ghosts."""
+    link = topology.link is None and getattr(conv, "link", None) in (None, "exact")
+    drawn = getattr(conv, "training", False) or topology.chunked
+    if not link or (drawn and getattr(conv, "dropout", 0.0) > 0):
+        return False
+    if topology.nodes.memory is not None:  # in chunks instead
+        return False
+    adds = "propagate" in vars(conv) or adds_rows(conv)  # see `adding.py`
+    if adds and not topology.chunked and topology.is_gridded:
+        return False
+    if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):
+        return False
+    pair = x if isinstance(x, (tuple, list)) else (x, x)
+    if len(pair) != 2 or any(type(one) is not DistTensor for one in pair):
+        return False
+    if topology.sources is not None:
+        if pair[0] is pair[1] or getattr(conv, "add_self_loops", False):
+            return False
+    source, target = pair
+    known = are_rows_of(source, topology) and source.dim() == target.dim() == 2
+    known = known and target.dim_ == 0 and target.rows is topology.nodes
+    return known and all(v is None or _of_edges(v, topology) for v in values)
 
 
 def _on_own_rows(
@@ -404,19 +451,25 @@ def _on_own_rows(
     kwargs: Any,
 ) -> Any:
     mesh = topology.nodes.mesh
-    table = topology.constant_rows(x)
+    source, target = x if isinstance(x, (tuple, list)) else (x, x)
+    table = topology.constant_rows(source)
     if table is None:
-        table = topology.locals.with_ghosts(x.to_local().contiguous())
+        table = topology.locals.with_ghosts(source.to_local().contiguous())
     args, kwargs = tree_map(
         lambda v: v.to_local() if type(v) is DistTensor else v, (args, kwargs)
     )
-    own = table[: len(topology.nodes)]
+    own = table[: len(topology.nodes)] if source is target else target.to_local()
+    if any(map(is_lazy, conv.parameters())):  # they take their widths
+        with torch.no_grad():
+            run((table, own), topology.locals.ends, *args, **kwargs)
     if mesh.size > 1:
         compare_parameters(list(conv.parameters()), mesh)
     params = {f"conv.{name}": entered(p, mesh) for name, p in conv.named_parameters()}
     given = run, (table, own), topology.locals.ends, *args
-    out = torch.func.functional_call(_OnOwnRows(conv), params, given, kwargs)
-
+    # a module that is shared is swapped once, and swapped back
+    out = torch.func.functional_call(
+        _OnOwnRows(conv), params, given, kwargs, tie_weights=False
+    )
     return DistTensor.from_local(out, topology.nodes)
 
 

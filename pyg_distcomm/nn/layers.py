@@ -13,6 +13,7 @@ from typing import Any
 import torch_geometric.nn as pyg
 
 from pyg_distcomm.nn.halo_conv import HaloExecution, is_spread
+from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
 from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
 
 
@@ -107,13 +108,7 @@ class DistGroupAddRev(pyg.GroupAddRev):
         return out[0] if isinstance(out, tuple) and len(out) == 1 else out
 
 
-class DistHANConv(HaloExecution, pyg.HANConv): ...
-
-
 class DistHEATConv(HaloExecution, pyg.HEATConv): ...
-
-
-class DistHGTConv(HaloExecution, pyg.HGTConv): ...
 
 
 class DistHypergraphConv(HaloExecution, pyg.HypergraphConv): ...

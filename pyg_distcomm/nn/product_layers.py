@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from pyg_distcomm.graph.topology import OperatorKind, Topology
+from pyg_distcomm.nn.capped import spilling
 from pyg_distcomm.nn.halo_conv import (
     are_rows_of,
     check_edges,
@@ -190,7 +191,8 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
             return run_on_share(self, self.link, run, x, edge_index, edge_weight)
         context = LayerContext.of(self, self.link, edge_index, None, weight)
         kind = OperatorKind("gcn", self.improved, self.add_self_loops)
-        return linear_product(x, context, kind, weight, self.lin, self.bias)
+        with spilling(topology):
+            return linear_product(x, context, kind, weight, self.lin, self.bias)
 
 
 class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
@@ -255,7 +257,8 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         edges = None if weight is None else weight.to_local()
         local = x.to_local().contiguous()
         operator = topology.operator(kind, edges, local.dtype, context.exchange())
-        mixed = DistTensor.from_local(operator @ local, topology.nodes)
+        with spilling(topology):
+            mixed = DistTensor.from_local(operator @ local, topology.nodes)
         mixed, first = mixed * (1 - self.alpha), x_0 * self.alpha
         rest = {"beta": 1 - self.beta, "alpha": self.beta}
         if self.weight2 is None:
@@ -321,7 +324,8 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
             source = self.lin(source).relu()
         context = LayerContext.of(self, self.link, edge_index)
         given = context, OperatorKind(), None, self.lin_l, self.lin_l.bias
-        out = linear_product(source, *given, mean=self.aggr == "mean")
+        with spilling(context.topology):
+            out = linear_product(source, *given, mean=self.aggr == "mean")
         if self.root_weight and root is not None:
             out = out + self.lin_r(root.contiguous())
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out

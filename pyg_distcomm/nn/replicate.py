@@ -7,6 +7,7 @@ import re
 import warnings
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class Replicated(_Transparent, DistributedDataParallel):
     without DDP.
     """
 
+    armed = False  # whether DDP averages the gradients of the next backward pass
     # whether DDP makes new buckets in the next; None at first
     regroups: bool | None = None
 
@@ -74,7 +76,7 @@ class Replicated(_Transparent, DistributedDataParallel):
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, _FIRST_BUCKET)
         self._ready: list[Tensor] = []  # in the order of the first pass
         self._hooks = [
-            p.register_post_accumulate_grad_hook(self._ready.append)
+            p.register_hook(partial(_note, self._ready, p))
             for p in module.parameters()
             if p.requires_grad and p.is_leaf
         ]
@@ -84,6 +86,7 @@ class Replicated(_Transparent, DistributedDataParallel):
         if self.regroups and torch.is_grad_enabled():
             self.regroups = False
             self._wait_for_all_ranks()
+        self.armed = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._ready.clear()
         return super().forward(*args, **kwargs)
 
@@ -100,6 +103,7 @@ class Replicated(_Transparent, DistributedDataParallel):
 
     def on_gradients_ready(self) -> None:
         """Records that all gradients of a backward pass are ready."""
+        self.armed = False
         self._num_passes += 1
         if self.regroups is None:  # in the order of the first, unless it may change
             self.regroups = self.static_graph or not self.find_unused_parameters
@@ -165,6 +169,11 @@ class Replicated(_Transparent, DistributedDataParallel):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Alone, (self.module,)
+
+
+def _note(ready: list[Tensor], p: Tensor, grad: Tensor) -> None:
+    """Notes that the gradient of a parameter has come."""
+    ready.append(p)
 
 
 def replicate(

@@ -201,7 +201,7 @@ def _codec_name(codec: Codec) -> str:
 
 @dataclass(frozen=True)
 class DryExchange:
-    """Stands in for `LayerExchange` in a dry run, and for the links that it wraps.
+    """Stands in for `LayerExchange` in a dry run.
 
     Args:
         coded: whether rows are coded.
@@ -214,10 +214,12 @@ class DryExchange:
         return DryExchange(False)
 
     def wrap(self, link: Any, name: int) -> Any:
-        """Returns a product's own link, which exchanges nothing, or an exchange for rows."""
+        """Returns a product's own link, or one that tells whether rows are coded."""
         if name < len(NAMES):
             return link
-        return self if name < DEGREES else DryExchange(False)
+        coded = self.coded and name < DEGREES
+        axis = replace(link.axis, observer=partial(link.axis.observer, coded=coded))
+        return replace(link, axis=axis)
 
 
 @dataclass(eq=False)

@@ -335,8 +335,8 @@ class EpochProducts:
     """Prices the products of a training on one grid; each kind of product is priced once.
 
     Args:
-        flows: the rows of products, of products against the edges, and of `HaloConv`, which
-            always sends only the rows that are needed.
+        flows: the rows of products, and of layers that read rows, of which only those that
+            are needed travel.
         training: the model.
         dtype: the dtype of the features.
         last: the number of the layer whose exchanges a link leaves exact; None if
@@ -345,7 +345,7 @@ class EpochProducts:
 
     def __init__(
         self,
-        flows: tuple[Flow, Flow, Flow],
+        flows: tuple[Flow, Flow],
         training: Training,
         dtype: torch.dtype,
         last: int | None,
@@ -355,22 +355,15 @@ class EpochProducts:
         self._known: dict[Any, ProductPath] = {}
 
     def _path(self, product: ProductShape, coding: Coding | None) -> ProductPath:
-        flow, back, halo = self.flows
+        flow, halo = self.flows
         codec = None if coding is None else coding.codec_of(product, self._last)
-        key = (
-            product.width,
-            product.transposed,
-            product.halo,
-            product.against_edges,
-            codec,
-        )
+        key = product.width, product.transposed, product.halo, codec
         if key not in self._known:
             writing = Writing(codec, self._dtype)
             if product.halo:
                 path = halo_path(halo, product, writing, flow.grid)
             else:
-                rows = back if product.against_edges else flow
-                path = product_path(rows, product, self.training.itemsize, writing)
+                path = product_path(flow, product, self.training.itemsize, writing)
             self._known[key] = path
         return self._known[key]
 
@@ -434,7 +427,7 @@ class EpochProducts:
         halo         rows received and sent, for the widest product
         parameters   with gradients and the two moments of Adam
         """
-        flow, _, halo = self.flows
+        flow, halo = self.flows
         layers, grid = self.training.layers, flow.grid
         n, item = flow.nodes, self.training.itemsize
         block = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
@@ -461,7 +454,7 @@ class EpochProducts:
         return out
 
     def _halo_bytes(self, products: list[ProductShape]) -> Array:
-        flow, _, halo = self.flows
+        flow, halo = self.flows
         p, item = flow.grid[2], self._dtype.itemsize
         wide = [
             max((one.width for one in products if one.halo == way), default=0)

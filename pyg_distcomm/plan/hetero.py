@@ -1,6 +1,6 @@
 """Plans training on the full graph of a HeteroData: the bytes of an epoch by edge type.
 
-A copy of the model is run on one rank, forward and backward, on two nodes of each type. This
+A copy of the model is run on one rank, forward and backward, on a few nodes of each type. This
 records the exchanges of each edge type; their rows are then counted in the real graph.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,13 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_leaves
 from torch_geometric.data import HeteroData
 
 from pyg_distcomm.comm.collectives import ring_words
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.partition_data import partition as cut_data
-from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
+from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.partition.part_share import (
@@ -35,7 +38,6 @@ from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.codecs import (
     Coding,
     DryCalls,
-    DryExchange,
     DryLink,
     links_by_type,
 )
@@ -43,12 +45,12 @@ from pyg_distcomm.plan.cost import Cost, EpochClock, EpochProducts
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.model_profile import (
     LayerCall,
-    RecordingGraph,
     Round,
     RunRecorder,
     bare,
-    is_layer,
+    mark_kept,
     observing_mesh,
+    telling,
 )
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.traffic import Array, CutEdges
@@ -62,6 +64,21 @@ from pyg_distcomm.sharded.edges import DistEdgeIndex
 KINDS = {"sage": pyg.SAGEConv, "halo": pyg.GraphConv}
 
 
+@dataclass(eq=False)
+class _HeteroCall:
+    """Records one call of a layer: what it does with each edge type.
+
+    Args:
+        conv: the layer.
+        kinds: the types of the edges that it is given.
+        calls: its records.
+    """
+
+    conv: Module
+    kinds: list[EdgeType]
+    calls: dict[EdgeType, LayerCall] = field(default_factory=dict)
+
+
 class _HeteroVisit(RunRecorder):
     """Records the exchanges of a run of a model by edge type, and its sums over nodes."""
 
@@ -69,14 +86,13 @@ class _HeteroVisit(RunRecorder):
         super().__init__()
         self.calls: list[tuple[EdgeType, LayerCall]] = []
         self.first_calls = self.calls  # in the first epoch
-        self.current: dict[EdgeType, LayerCall] = {}
-        self.kinds: dict[int, EdgeType] = {}
+        self.kinds: dict[int, EdgeType] = {}  # by the rows of edges
         self.links: dict[int, DryCalls] = {}
 
     def clear(self) -> None:
         """Clears the records."""
+        super().clear()
         self.calls = []
-        self.sums.clear()
         for calls in self.links.values():
             calls.made.clear()
 
@@ -84,63 +100,45 @@ class _HeteroVisit(RunRecorder):
         """Returns the dry link that stands in for the link of one edge type."""
 
         def record(coded: bool) -> None:
-            if kind in self.current:
-                self.current[kind].coded = coded
+            if self.now is not None and kind in self.now.calls:
+                self.now.calls[kind].coded = coded
 
         calls = self.links.setdefault(id(link), DryCalls(link.exact_last))
         return DryLink(link, calls, record)
 
-    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        self.current = {}
-        edges = [a for a in (*args, *kwargs.values()) if isinstance(a, DistEdgeIndex)]
-        kind = self.kinds.get(id(edges[0].topology)) if edges else None
-        if kind is not None:
-            self._record_call(kind, layer, args[0] if args else kwargs["x"])
+    def begin(
+        self, layer: Module, args: tuple[Any, ...], kwargs: Any
+    ) -> _HeteroCall | None:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DistEdgeIndex)]
+        kinds = [self.kinds[id(x.edges)] for x in given if id(x.edges) in self.kinds]
+        if not kinds:
+            return None
+        record = _HeteroCall(bare(layer), kinds)
+        for kind in kinds:
+            call = LayerCall(record.conv, 1, False, False)
+            if len(kinds) == 1:
+                call = self.called(layer, args[0] if args else kwargs["x"])
+            call.read = False  # until a gradient comes
+            record.calls[kind] = call
+            self.calls.append((kind, call))
+        return record
 
-    def _record_call(self, kind: EdgeType, layer: Module, x: Any) -> LayerCall:
-        self.current[kind] = call = self.called(layer, x)
-        call.read = False  # until a gradient comes
-        self.calls.append((kind, call))
-        return call
-
-    def end(self, out: Any) -> None:
-        if not isinstance(out, Tensor):  # a dictionary, of a layer of all relations
+    def end(self, record: _HeteroCall | None, out: Any) -> None:
+        if record is None or not isinstance(out, Tensor):  # of all relations
             return
-        for call in self.current.values():
+        for call in record.calls.values():
             call.out = out.size(-1)
             if out.requires_grad:
                 out.register_hook(lambda grad, call=call: setattr(call, "read", True))
 
-    def note(self, kind: EdgeType, x: Tensor, link: Any, to_owners: bool) -> Tensor:
-        """Records an exchange of rows, and in the backward pass that of their gradients."""
-        call, coded = self._current_call(kind, x), isinstance(link, DryExchange)
-        coded = coded and link.coded
-        call.rounds.append(Round(x[0].numel(), to_owners, coded=coded))
-        if not x.requires_grad:
-            return x
-        x = x.view_as(x)
-        backward_round = Round(x[0].numel(), not to_owners, coded=coded)
-        x.register_hook(lambda grad: call.rounds.append(backward_round))
-        return x
+    def note_rows(self, record: _HeteroCall, one: Round, edges: Rows | None) -> None:
+        kind = self.kinds.get(id(edges))
+        for each in record.kinds if kind is None else [kind]:  # all: one for each
+            record.calls[each].rounds.append(one)
 
-    def note_kept(self, kind: EdgeType, x: Any) -> Tensor | None:
-        """Records that rows of features are cached; returns None for other rows."""
-        if self.keeps and self.is_feature(x):
-            return self.keep(self._current_call(kind, x), x)
-        return None
-
-    def _current_call(self, kind: EdgeType, x: Tensor) -> LayerCall:
-        layer = next(filter(is_layer, self.stack))
-        return (
-            self.current[kind]
-            if kind in self.current
-            else self._record_call(kind, layer, x)
-        )
-
-    def note_sum(self, x: Tensor, differentiable: bool) -> None:
-        """Records a sum over all nodes in a module of the model."""
-        if self.stack:
-            self.sums.append(type(bare(self.stack[-1])).__name__)
+    def note_product(self, kind: EdgeType) -> None:
+        """Records that a layer multiplies by the matrix of its edges."""
+        self.now.calls[kind].multiplies = True
 
 
 def plan_hetero(
@@ -164,7 +162,7 @@ def plan_hetero(
             edge type, as `pdc.partition(link=...)` does.
 
     Raises:
-        ValueError: for a model that does not run on two nodes of each type.
+        ValueError: for a model that does not run on a few nodes of each type.
     """
     (data, size, *_), (widths, model, layers, inputs, dtype) = cutting, read
     if (model is None) == (widths is None):
@@ -244,7 +242,7 @@ def owners_of_types(data: HeteroData, size: int, method: Any, seed: int) -> Part
 
 
 class _DryRun:
-    """Runs copies of a model on two nodes of each type, and one rank.
+    """Runs copies of a model on a few nodes of each type, and one rank.
 
     Args:
         model, inputs: see `plan`.
@@ -271,7 +269,7 @@ class _DryRun:
             if links and isinstance(error, ValueError):  # which ranks would raise, too
                 raise
             raise ValueError(
-                f"the model does not run on two nodes of each type ({type(error).__name__}: "
+                f"the model does not run on a few nodes of each type ({type(error).__name__}: "
                 f"{error}); rows that it learns are planned as features, inputs='trained'"
             ) from None
 
@@ -279,56 +277,72 @@ class _DryRun:
         self, model: Module, links: Mapping[EdgeType, Coding]
     ) -> tuple[_HeteroVisit, int]:
         visit, data = _HeteroVisit(), self.data
-        mesh = observing_mesh(visit.note_sum)
-        share = cut_data(_two_of_each(data, self.dtype), mesh, "block")
-        given = _arguments(model, share)
+        share, lazy = (
+            cut_data(_few_of_each(data, self.dtype), mesh, "block")
+            for mesh in (observing_mesh(visit.note), observing_mesh(visit.note))
+        )
         model = convert(model)
         with torch.no_grad():  # lazy layers take their widths
-            model(*given)
+            model(*_arguments(model, lazy))
         for store in share.edge_stores:
             topology, kind = store.edge_index.topology, store._key
-            notes = partial(visit.note, kind), partial(visit.note_kept, kind)
-            RecordingGraph.record(topology, *notes)
-            topology.constants = ProductCache()  # of what that pass has seen
-            visit.kinds[id(topology)] = kind
+            tell = partial(visit.note_product, kind)
+            vars(topology)["operator"] = telling(topology.operator, tell)
+            visit.kinds[id(topology.edges)] = kind
             if kind in links:
                 topology.link = visit.link(kind, links[kind].link)
+        visit.watch(model)
+        epochs = [self._epoch(visit, model, share, k) for k in range(3)]
+        visit.first_calls, visit.calls = epochs[:2]
+        now, later = ([call for _, call in calls] for calls in epochs[1:])
+        mark_kept(now, later)  # caches are filled by the third
+        return visit, visit.summed
+
+    def _epoch(
+        self, visit: _HeteroVisit, model: Module, share: Any, epoch: int
+    ) -> list[tuple[EdgeType, LayerCall]]:
+        """Trains for one epoch, and returns the calls of layers."""
+        visit.clear()
+        model.zero_grad()
         for store in share.node_stores:
             if "x" in store:
-                store.x = store.x.requires_grad_(self.inputs == "trained")
-                visit.features.append(store.x)
-        visit.keeps = self.inputs == "constant"
-        visit.watch(model)
-        for epoch in range(3):  # caches are filled by the third
-            visit.clear()
-            model.zero_grad()
-            rows = _loss_rows(model(*_arguments(model, share)), data)
-            torch.stack([row.to_local().sum() for row in rows]).sum().backward()
-            if epoch == 0:
-                visit.first_calls = visit.calls
-                for calls in visit.links.values():
-                    calls.end_first()
-        return visit, sum(p.numel() for p in model.parameters() if p.grad is not None)
+                changing = self.inputs == "changing"
+                x = store.x + 0 if changing else store.x
+                store.x = x.requires_grad_(self.inputs == "trained")
+        visit.features = [store.x for store in share.node_stores if "x" in store]
+        rows = _loss_rows(model(*_arguments(model, share)), self.data)
+        torch.stack([row.square().sum() for row in rows]).sum().backward()
+        for calls in visit.links.values() if epoch == 0 else ():
+            calls.end_first()
+        return visit.calls
 
 
-def _two_of_each(data: HeteroData, dtype: torch.dtype) -> HeteroData:
-    """Returns a graph of two nodes and two edges of each type, with attributes as wide."""
-    small = HeteroData()
+def _few_of_each(data: HeteroData, dtype: torch.dtype) -> HeteroData:
+    """Returns a graph of a few nodes and edges of each type, with attributes as wide.
+
+    No two types have as many, so that the number of rows tells their type.
+    """
+    small, number = HeteroData(), itertools.count(2)
     for store in data.node_stores:
-        small[store._key].num_nodes = 2
-        _copy_attributes(store, small[store._key], int(store.num_nodes), dtype)
+        small[store._key].num_nodes = few = next(number)
+        _copy_attributes(store, small[store._key], int(store.num_nodes), few, dtype)
     for store in data.edge_stores:
-        small[store._key].edge_index = torch.tensor([[0, 1], [1, 0]])
-        _copy_attributes(store, small[store._key], store.edge_index.size(1), dtype)
+        (source, _, target), few = store._key, next(number)
+        sides = (torch.arange(few) % small[end].num_nodes for end in (source, target))
+        small[store._key].edge_index = torch.stack(list(sides))
+        count = store.edge_index.size(1)
+        _copy_attributes(store, small[store._key], count, few, dtype)
     return small
 
 
-def _copy_attributes(store: Any, small: Any, count: int, dtype: torch.dtype) -> None:
+def _copy_attributes(
+    store: Any, small: Any, count: int, few: int, dtype: torch.dtype
+) -> None:
     for name, value in store.items():
         if name not in ("edge_index", "num_nodes") and isinstance(value, Tensor):
             if value.dim() and len(value) == count:
                 kind = dtype if value.is_floating_point() else value.dtype
-                small[name] = torch.zeros(2, *value.shape[1:], dtype=kind)
+                small[name] = torch.zeros(few, *value.shape[1:], dtype=kind)
 
 
 def _arguments(model: Module, data: HeteroData) -> list[Any]:
@@ -409,7 +423,8 @@ class _HeteroCost:
             by_type[" ".join(kind)] = int(found.received.sum())
             orders += found.orders
         shape = LayerShape("halo", 1, 1)
-        training = Training((shape,), (trained,), self.inputs, self.item)
+        norms = tuple(visit.sums)
+        training = Training((shape,), (trained,), self.inputs, self.item, norms)
         groups = training.sums(self.size)
         agreements = sum(calls.agreements for calls in visit.links.values())
         if agreements and self.size > 1:
@@ -431,9 +446,7 @@ class _HeteroCost:
             exact=all(coding.exact for coding in links.values()),
             sized=all(coding.sized for coding in links.values()),
             link=link,
-            missing="; ".join(
-                f"sums over nodes of {n}" for n in dict.fromkeys(visit.sums)
-            ),
+            missing="; ".join(dict.fromkeys(visit.missing)),
             relation_bytes=by_type,
         )
         if self.limit is not None and plan.memory > self.limit:
@@ -471,9 +484,7 @@ class _HeteroCost:
             shapes.append(shape)
         training = Training(tuple(shapes), (), self.inputs, self.item)
         flow = cut.flow(clock.grid, "auto", training.adds_loops)
-        prices = EpochProducts(
-            (flow, flow, cut.halo_flow), training, self.dtype, last=None
-        )
+        prices = EpochProducts((flow, cut.halo_flow), training, self.dtype, last=None)
         products, orders = training.products(ordering), training.orders(ordering)
         received, messages, kept = prices.totals(products, coding, clock)
         memory = prices.memory(products, orders, training.kept_rows(ordering)) + kept

@@ -363,7 +363,7 @@ def _is_plain_stack(training: Training) -> bool:
     usual = (
         layer.kind in LAYERS
         and layer.trains
-        and not (layer.against_edges or layer.fresh)
+        and not layer.fresh
         and layer.is_feature in (None, i == 0)
         and layer.needs_gradient in (None, i > 0 or training.inputs == "trained")
         for i, layer in enumerate(layers)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import BatchNorm1d, Module
+from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
@@ -22,10 +23,6 @@ from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh, alone
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.partition_data import partition
-from pyg_distcomm.graph.product_cache import ProductCache
-from pyg_distcomm.graph.topology import LocalGraph, Topology
-from pyg_distcomm.halo.halo import Link
-from pyg_distcomm.nn.batch_norm import DistBatchNorm
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
@@ -41,6 +38,7 @@ from pyg_distcomm.pipeline.layer_stack import (
     read_stack,
 )
 from pyg_distcomm.pipeline.warmup import as_leaves
+from pyg_distcomm.sharded.agreement import in_backward
 
 
 class Round(NamedTuple):
@@ -72,7 +70,7 @@ class LayerCall:
         needs_gradient: whether its input needs a gradient.
         rounds: its halo exchanges, forward and backward.
         out: the width of its output.
-        against_edges: whether it fetches rows against the edges, which cannot be priced.
+        multiplies: whether it multiplies rows by a matrix of its own.
         read: whether its output receives a gradient.
         coded: whether a link codes its products.
     """
@@ -83,7 +81,7 @@ class LayerCall:
     needs_gradient: bool
     rounds: list[Round] = field(default_factory=list)
     out: int = 0
-    against_edges: bool = False
+    multiplies: bool = False
     read: bool = True
     coded: bool = True
 
@@ -117,47 +115,22 @@ class SequentialStack(Module):
         return out
 
 
-@dataclass(frozen=True, eq=False)
-class RecordingGraph(LocalGraph):
-    """Records the rows of these edges that more ranks would exchange.
+class RunRecorder:
+    """Records what more ranks would send in a run of a model; layers inside layers are skipped.
 
-    Args:
-        note: records rows (rows, link, whether they go to owners), and returns them.
-        keep: records rows that would be cached if they are features, and returns them then.
+    What its mesh tells of is noted for the layer that runs, forward, or backward.
     """
 
-    note: Callable[[Tensor, Any, bool], Tensor]
-    keep: Callable[[Any], Tensor | None] = field(kw_only=True)
-
-    @staticmethod
-    def record(topology: Topology, note: Any, keep: Any) -> None:
-        """Replaces the local edges of a topology by recording ones."""
-        here = {f.name: getattr(topology.locals, f.name) for f in fields(LocalGraph)}
-        topology.locals = RecordingGraph(**here, note=note, keep=keep)
-
-    def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
-        """Records own rows `x`, and returns them."""
-        return self.note(x, link, False)
-
-    def with_constant_ghosts(self, x: Any, constants: ProductCache) -> Tensor | None:
-        """Records that the rows of features are cached."""
-        return self.keep(x)
-
-    def scatter_to_owners(
-        self, ghosts: Tensor, own: Tensor, link: Link | None = None
-    ) -> Tensor:
-        """Records that sums for ghosts would be sent; one rank has no ghosts."""
-        return self.note(own, link, True)
-
-
-class RunRecorder:
-    """Records the layers that a run of a model calls; layers inside layers are skipped."""
-
     def __init__(self) -> None:
-        self.sums: list[str] = []
+        self.missing: list[str] = []
         self.stack: list[Module] = []
         self.features: list[Any] = []
-        self.keeps = False  # whether these are the same in every epoch
+        self.sums: list[
+            int
+        ] = []  # of batch norms, and of gradients that are read at once
+        self.summed = 0  # gradients of parameters, in numbers
+        self.now: Any = None  # the record of the layer that runs
+        self.norm: Any = None  # the batch norm that runs
 
     def watch(self, model: Module) -> None:
         """Follows the modules of a model."""
@@ -166,22 +139,83 @@ class RunRecorder:
             part.register_forward_hook(self._leave)
 
     def _enter(self, module: Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        if is_layer(module) and not any(map(is_layer, self.stack)):
-            self.begin(module, args, kwargs)
+        outer = is_layer(module) and not any(map(is_layer, self.stack))
         self.stack.append(module)
+        if outer:
+            self._set("now", self.begin(module, args, kwargs), (args, kwargs))
+        if isinstance(module, BatchNorm1d):
+            self._set("norm", module, (args, kwargs))
+
+    def _set(self, name: str, value: Any, given: Any) -> None:
+        """Sets what runs, until the gradients of what it is given have come."""
+
+        def left() -> None:  # another may have begun, of which it is the input
+            if getattr(self, name) is value:
+                setattr(self, name, None)
+
+        setattr(self, name, value)
+        _at_gradients(given, left)
 
     def _leave(self, module: Module, args: tuple[Any, ...], out: Any) -> None:
         self.stack.pop()
+        if isinstance(module, BatchNorm1d):
+            self.norm = None
+            _at_gradients(out, lambda: setattr(self, "norm", module))
         if is_layer(module) and not any(map(is_layer, self.stack)):
-            self.end(out[0] if isinstance(out, (tuple, list)) else out)
+            record, self.now = self.now, None
+            self.end(record, out[0] if isinstance(out, (tuple, list)) else out)
+            _at_gradients(out, lambda: setattr(self, "now", record))
 
-    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Records the start of a layer call."""
+    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Returns the record of a layer call."""
         raise NotImplementedError
 
-    def end(self, out: Any) -> None:
+    def end(self, record: Any, out: Any) -> None:
         """Records the output of the call."""
         raise NotImplementedError
+
+    def note_rows(self, record: Any, one: Round, edges: Rows | None) -> None:
+        """Records an exchange of rows in a layer."""
+        raise NotImplementedError
+
+    def note(
+        self,
+        how: str,
+        x: Tensor,
+        axis: Axis,
+        *,
+        known: bool = True,
+        edges: Rows | None = None,
+        coded: bool = False,
+    ) -> None:
+        """Records what more ranks would do with a tensor; see `Axis.observer`.
+
+        Args:
+            how, x, axis: what, with which tensor, and where.
+            known: whether these are the rows at the sources of edges.
+            edges: the edges.
+            coded: whether a link codes them.
+        """
+        back = in_backward()
+        if axis.name not in ("world", "row") or not (back or self.stack):
+            return
+        if how in ("rows", "back"):
+            if self.now is not None and known:
+                adds = axis.name == "row"
+                one = Round(x.shape[1:].numel(), how == "back", adds, coded=coded)
+                self.note_rows(self.now, one, edges)
+            elif not back:
+                self._miss("rows that {} reads by ids")
+        elif how == "sum" and (back or self.norm is not None):
+            self.sums.append(x.numel())
+        elif how == "parameters":
+            self.summed += x.numel()
+        elif not back:
+            what = "sums over nodes of {}" if how == "sum" else "all rows, read by {}"
+            self._miss(what)
+
+    def _miss(self, what: str) -> None:
+        self.missing.append(what.format(type(bare(self.stack[-1])).__name__))
 
     def called(self, layer: Module, x: Any) -> LayerCall:
         """Returns the record of a call with rows x, which may be a pair."""
@@ -192,11 +226,30 @@ class RunRecorder:
         """Returns whether x is a feature tensor of the data."""
         return any(x is each for each in self.features)
 
-    def keep(self, call: LayerCall, x: Any) -> Tensor:
-        """Records that rows are cached, and returns those of this rank."""
-        rows: Tensor = x.to_local()
-        call.rounds.append(Round(rows[0].numel(), False, kept=True))
-        return rows
+    def clear(self) -> None:
+        """Clears the records."""
+        self.missing, self.sums, self.summed = [], [], 0
+        self.now = self.norm = None
+
+
+def _at_gradients(values: Any, do: Callable[[], None]) -> None:
+    """Calls a function when the gradients of any of some tensors have come."""
+    for x in tree_leaves(values):
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(lambda _: do())
+
+
+def mark_kept(calls: Sequence[LayerCall], later: Sequence[LayerCall]) -> None:
+    """Marks the rounds of an epoch that a later one has no more: their rows are kept."""
+    if len(calls) != len(later):
+        return
+    for call, other in zip(calls, later, strict=True):
+        left = list(other.rounds)
+        for place, one in enumerate(call.rounds):
+            if one in left:
+                left.remove(one)
+            else:
+                call.rounds[place] = one._replace(kept=True)
 
 
 class _ModelRecorder(RunRecorder):
@@ -205,60 +258,32 @@ class _ModelRecorder(RunRecorder):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[LayerCall] = []
-        self.norms: list[int] = []
 
-    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> None:
+    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> LayerCall:
         self.calls.append(self.called(layer, args[0] if args else kwargs["x"]))
+        return self.calls[-1]
 
-    def end(self, out: Any) -> None:
-        self.calls[-1].out = out.size(-1)
+    def end(self, record: LayerCall, out: Any) -> None:
+        record.out = out.size(-1)
 
-    def note(self, x: Tensor, link: Any, to_owners: bool, adds: bool = False) -> Tensor:
-        """Records rows that would be exchanged, or summed, and their gradients."""
-        directions = (to_owners, not to_owners) if x.requires_grad else (to_owners,)
-        # summed rows are features if they share the memory of the features
-        kept = (
-            adds
-            and self.keeps
-            and x.data_ptr() == self.features[0].to_local().data_ptr()
-        )
-        width = x[0].numel()
-        self.calls[-1].rounds += [Round(width, way, adds, kept) for way in directions]
-        return x
+    def note_rows(self, record: LayerCall, one: Round, edges: Rows | None) -> None:
+        record.rounds.append(one._replace(coded=True))
 
-    def note_kept(self, x: Any) -> Tensor | None:
-        """Records that rows of features are cached; returns None for other rows."""
-        return (
-            self.keep(self.calls[-1], x) if self.keeps and self.is_feature(x) else None
-        )
-
-    def note_against_edges(self, x: Tensor, link: Any, to_owners: bool) -> Tensor:
-        """Records that rows would be fetched against the edges."""
-        self.calls[-1].against_edges = True
-        return x
-
-    def note_sum(self, x: Tensor, differentiable: bool) -> None:
-        """Records a sum over all nodes: its width in batch norms, else its module."""
-        if not self.stack:
-            return
-        if not any(isinstance(m, DistBatchNorm) for m in self.stack):
-            self.sums.append(type(bare(self.stack[-1])).__name__)
-        elif differentiable:  # and the same for gradients, if there are any
-            self.norms += [x.numel()] * (1 + x.requires_grad)
+    def note_product(self) -> None:
+        """Records that a layer multiplies by a matrix of its own."""
+        self.now.multiplies = True
 
     def clear(self) -> None:
-        """Clears the records."""
-        for records in (self.calls, self.sums, self.norms):
-            records.clear()
+        super().clear()
+        self.calls = []
 
 
 def visited(
     model: Module, num_features: int, inputs: str
-) -> tuple[list[LayerCall], list[int], list[str]]:
+) -> tuple[list[LayerCall], RunRecorder]:
     """Runs a copy of a model, as it would be distributed, on two nodes and one rank.
 
-    Returns the calls of its layers, the widths of all sums of its batch norms, and the
-    names of other modules that sum over all nodes, which cannot be priced.
+    Returns the calls of its layers, and the record of the last epoch.
 
     Raises:
         ValueError: if the model does not run, with the reason.
@@ -266,48 +291,55 @@ def visited(
     visit, grad = _ModelRecorder(), torch.enable_grad()
     try:
         with torch.inference_mode(False), grad, torch.random.fork_rng(devices=[]):
-            _run(copy.deepcopy(model).cpu().train(), num_features, inputs, visit)
+            calls = _run(
+                copy.deepcopy(model).cpu().train(), num_features, inputs, visit
+            )
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
-    return visit.calls, visit.norms, list(dict.fromkeys(visit.sums))
+    return calls, visit
 
 
-def _run(model: Module, num_features: int, inputs: str, visit: _ModelRecorder) -> None:
+def _run(
+    model: Module, num_features: int, inputs: str, visit: _ModelRecorder
+) -> list[LayerCall]:
     model = model.converted() if isinstance(model, SequentialStack) else convert(model)
     visit.watch(model)
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     x = torch.zeros(2, num_features, dtype=dtype)
-    data = Data(x=x, edge_index=torch.tensor([[0, 1], [1, 0]]))
-    data.edge_weight = torch.ones(2, dtype=dtype)
-    mesh = observing_mesh(visit.note_sum)
+    data = Data(x=x, edge_index=torch.tensor([[0, 1, 1], [1, 0, 0]]))
+    data.edge_weight = torch.ones(3, dtype=dtype)
+    mesh = observing_mesh(visit.note)
     share = partition(data, mesh, "block", node_attrs=["x"], edge_attrs=["edge_weight"])
-    visit.features.append(share.x.requires_grad_(inputs == "trained"))
-    visit.keeps = inputs == "constant"
+    x = share.x.requires_grad_(inputs == "trained")
     edges = share.edge_index.topology
-    RecordingGraph.record(edges, visit.note, visit.note_kept)
-    against_edges = edges.reversed.topology
-    RecordingGraph.record(against_edges, visit.note_against_edges, visit.note_kept)
-    vars(edges).update(adds_on_grid=True, add_rows=_recording(edges.add_rows, visit))
+    vars(edges)["operator"] = telling(edges.operator, visit.note_product)
     if isinstance(model, SequentialStack):
         model.data_inputs = {"edge_weight": share.edge_weight}
-    model(share.x, share.edge_index)  # fills the caches of layers
-    visit.clear()
-    model(share.x, share.edge_index)
+    calls: list[list[LayerCall]] = []
+    for _ in range(3):  # layers fill their caches, then what they read is kept
+        visit.clear()
+        visit.features = [x + 0 if inputs == "changing" else x]
+        outs = tree_leaves(model(*visit.features, share.edge_index))
+        for out in outs:
+            if isinstance(out, Tensor) and out.requires_grad:
+                out.square().sum().backward(retain_graph=True)
+        calls.append(visit.calls)
+    mark_kept(calls[1], calls[2])
+    return calls[1]
 
 
-def _recording(add_rows: Any, visit: _ModelRecorder) -> Any:
-    """Returns a function that records rows, and then adds them up."""
+def telling(multiply: Any, tell: Callable[[], None]) -> Any:
+    """Returns a function that tells of a call, and makes it."""
 
-    def run(x: Tensor, *matrix: Any) -> Tensor:
-        visit.note(x, None, to_owners=False, adds=True)
-        out: Tensor = add_rows(x, *matrix)
-        return out
+    def run(*args: Any) -> Any:
+        tell()
+        return multiply(*args)
 
     return run
 
 
-def observing_mesh(observer: Callable[[Tensor, bool], None]) -> Mesh:
-    """Returns a mesh of one rank that reports sums over ranks to `observer`."""
+def observing_mesh(observer: Callable[..., None]) -> Mesh:
+    """Returns a mesh of one rank that tells `observer` what more ranks would send."""
     mesh = alone((1, 1, 1), 0, torch.device("cpu"))
     parts = {f.name: getattr(mesh, f.name) for f in fields(mesh)}
     axes: Any = {

@@ -30,10 +30,11 @@ from pyg_distcomm.plan.machine import Machine, Wire
 from pyg_distcomm.plan.model_profile import Item, Read
 from pyg_distcomm.plan.plans import Plan
 from pyg_distcomm.plan.traffic import Array, Flow
-from pyg_distcomm.plan.training import LOSS_ITEM, LOSS_WORDS, Training
+from pyg_distcomm.plan.training import LOSS_WORDS, Training
 
 # a backward pass to a forward pass: two products for one, and it computes again
 BACK = 3
+LOSS_ITEM = 8  # bytes of the loss that stages tell each other
 ROWS_ONLY = "the stages of a pipeline have rows only, a grid (W, 1, 1)"
 
 
@@ -203,9 +204,8 @@ class StagedModel:
         numbers = [sum(one.parameters for one in part) for part in self._items_by_stage]
         weights = [ring_words(n, ranks) * item for n in numbers]
         self.weights = np.array([weights]).T
-        last = ring_words(LOSS_WORDS, ranks) * LOSS_ITEM
         loss = np.full((stages, 1), ring_words(1, stages) * LOSS_ITEM)
-        loss[-1] += last
+        loss[-1] += ring_words(LOSS_WORDS, ranks) * item  # of its last stage's nodes
         self.loss = loss
         self.bytes = self.border + self.rows + self.weights + self.loss
         self._numbers = np.array([numbers]).T

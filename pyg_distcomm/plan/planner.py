@@ -254,14 +254,12 @@ class _Search:
     ) -> list[Plan]:
         """Returns one plan for each different way to train on a grid."""
         training, found = self.training, []
-        flow = ghosts = back = source.flow(grid, halo, training.adds_loops)
-        if training.reads_against_edges and isinstance(source, CutEdges):
-            back = source.reversed.flow(grid, halo, training.adds_loops)
+        flow = ghosts = source.flow(grid, halo, training.adds_loops)
         if training.runs_by_halo:
             ghosts = self._ghosts(source, math.prod(grid))
         adds = training.adds_rows and adds_on_grid(flow, ghosts, self.dtype)
         last = len(training.layers) - 1
-        prices = EpochProducts((flow, back, ghosts), training, self.dtype, last)
+        prices = EpochProducts((flow, ghosts), training, self.dtype, last)
         seen: set[tuple[tuple[str, ...], bool]] = set()
         for ordering in (
             MultiplyOrder(o, keep) for o in ORDERS for keep in (True, False)

@@ -27,8 +27,8 @@ from pyg_distcomm.plan.model_profile import (
 
 INPUTS = ("constant", "changing", "trained")
 KINDS = ("gcn", "sage", "halo")
-LOSS_WORDS, LOSS_ITEM = 2, 8  # a mean is a sum and a count, in float64
-NORM_SUMS = 4  # of a batch norm behind a layer, each as wide as its channels
+LOSS_WORDS = 2  # a mean is a sum and a count
+NORM_SUMS = 1, 1, 2  # of a batch norm, forward and backward, in widths of its channels
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class LayerShape:
         trains: whether the weights that an order could put before the product do.
         rounds: of "halo", the rows it exchanges; if None, its input, and what gradient
             there is.
-        against_edges: whether messages flow against the edges.
         matrix: tells the matrices of layers of one kind apart, which are kept with an input.
         coded: whether a link codes its products.
         read: whether a gradient comes back to its outcome.
@@ -59,7 +58,6 @@ class LayerShape:
     needs_gradient: bool | None = None
     trains: bool = True
     rounds: tuple[Round, ...] | None = None
-    against_edges: bool = False
     matrix: str = ""
     coded: bool = True
     read: bool = True
@@ -91,7 +89,6 @@ class ProductShape:
         width: features.
         transposed: whether it is one of the backward pass.
         halo: whether rows travel alone, as `HaloConv` has it.
-        against_edges: whether the edges are turned around, and owned by their sources.
         coded: whether a link codes its rows.
     """
 
@@ -99,7 +96,6 @@ class ProductShape:
     width: int
     transposed: bool
     halo: bool = False
-    against_edges: bool = False
     coded: bool = True
 
 
@@ -113,8 +109,10 @@ class Training:
         inputs: "constant" features, "changing" ones (made by dropout, say), or ones that
             are "trained".
         itemsize: bytes of a number.
-        norms: how wide each sum of a batch norm is, forward and backward.
+        norms: how wide each sum of a batch norm is, forward and backward, and each sum of
+            a gradient that is read before the pass ends.
         missing: what the model sends beside all this, or may, in words; or nothing.
+        summed: how many numbers are summed at the end of a pass; None: all `parameters`.
     """
 
     layers: tuple[LayerShape, ...]
@@ -123,6 +121,7 @@ class Training:
     itemsize: int = 4
     norms: tuple[int, ...] = ()
     missing: str = ""
+    summed: int | None = None
 
     def __post_init__(self) -> None:
         if self.inputs not in INPUTS:
@@ -139,11 +138,6 @@ class Training:
     def adds_rows(self) -> bool:
         """Whether some layer run by `HaloConv` sums rows, which grids may do."""
         return any(each.adds for one in self.layers for each in one.rounds or ())
-
-    @property
-    def reads_against_edges(self) -> bool:
-        """Whether some layer's messages flow against the edges."""
-        return any(layer.against_edges for layer in self.layers)
 
     @property
     def adds_loops(self) -> bool:
@@ -203,12 +197,12 @@ class Training:
         for i, order in enumerate(self.orders(ordering)):
             layer = self.layers[i]
             width = layer.width_out if order == "last" else layer.width_in
-            how = order == "halo", layer.against_edges, layer.coded
+            how = order == "halo", layer.coded
             if order == "halo" and layer.rounds is not None:
                 for each in layer.rounds:
                     rows = not (each.adds and adds_on_grid)
-                    kept = each.kept and rows and keeps_rows and ordering.keep_inputs
-                    if kept and _count_use(uses, ("rows", layer.against_edges)) > 1:
+                    kept = each.kept and keeps_rows and ordering.keep_inputs
+                    if kept and _count_use(uses, each[:3]) > 1:
                         continue
                     way = each.width, each.to_owners, rows
                     found.append(ProductShape(i, *way, coded=each.coded))
@@ -216,11 +210,11 @@ class Training:
             kept = how[0] and keeps_rows and self._keeps(i, ordering)
             if order == "kept" or kept:
                 what = "rows" if how[0] else (layer.kind, layer.matrix)
-                known = _count_use(uses, (what, layer.against_edges))
+                known = _count_use(uses, what)
                 if known > 1:
                     continue
                 if known == 1 or how[0]:  # for the first time as for the last
-                    exact = *how[:2], how[2] and how[0]  # what is kept must be
+                    exact = how[0], how[1] and how[0]  # what is kept must be
                     found.append(ProductShape(i, layer.width_in, False, *exact))
                     continue
                 order = self._multiplied(i, ordering)
@@ -248,9 +242,10 @@ class Training:
         if size == 1:
             return {"parameters": [], "loss": [], "norms": []}
         item = self.itemsize
+        summed = sum(self.parameters) if self.summed is None else self.summed
         return {
-            "parameters": [ring_words(sum(self.parameters), size) * item],
-            "loss": [ring_words(LOSS_WORDS, size) * LOSS_ITEM] * 2,
+            "parameters": [ring_words(summed, size) * item],
+            "loss": [ring_words(LOSS_WORDS, size) * item],
             "norms": [ring_words(c, size) * item for c in self.norms],
         }
 
@@ -316,21 +311,17 @@ def training_of_model(
             "widths=[...]"
         )
     layers: list[LayerShape] = []
+    summed = None
     try:
-        calls, norms, sums = visited(model, num_features, inputs)
+        calls, run = visited(model, num_features, inputs)
+        norms, missing, summed = run.sums, list(run.missing), run.summed
         layers = [layer_from_call(call) for call in calls]
-        missing = [f"sums over nodes of {name}" for name in sums]
-        missing += [
-            f"rows that {type(call.conv).__name__} reads against the edges"
-            for call, layer in zip(calls, layers, strict=True)
-            if call.against_edges and layer.kind == "halo"
-        ]
         if not layers:
             raise ValueError("no layer was called")
     except ValueError as error:
         missing = [f"what only a run shows, and none on two nodes worked ({error})"]
         layers, every = [], (m for m in model.modules() if isinstance(m, BatchNorm1d))
-        norms = [norm.num_features for norm in every for _ in range(NORM_SUMS)]
+        norms = [n * norm.num_features for norm in every for n in NORM_SUMS]
         for conv in distinct:
             before = layers[-1].width_out if layers else num_features
             layers.append(layer_of(conv, before))
@@ -345,6 +336,7 @@ def training_of_model(
         item,
         tuple(norms),
         "; ".join(dict.fromkeys(missing)),
+        summed or None,
     )
 
 
@@ -369,6 +361,8 @@ def num_features_of_model(model: torch.nn.Module) -> int:
 def layer_from_call(call: Any) -> LayerShape:
     """Returns the shape of a layer from a recorded call."""
     conv, (kind, fresh) = call.conv, _kind_of(call.conv)
+    if not call.multiplies:  # op by op
+        kind, fresh = "halo", False
     read = LayerShape(kind, call.width, call.out, fresh)
     weights = {"lin.weight"} if read.kind == "gcn" else {"lin_l.weight"}
     trained = {name for name, p in conv.named_parameters() if p.requires_grad}
@@ -380,17 +374,13 @@ def layer_from_call(call: Any) -> LayerShape:
     rounds = tuple(call.rounds) if kind == "halo" else None
     how: Any = {"is_feature": call.is_feature, "needs_gradient": needs_gradient}
     how |= {"trains": trains, "rounds": rounds, "matrix": _matrix_of(conv)}
-    return replace(read, **how, against_edges=_is_against_edges(conv, kind))
+    return replace(read, **how)
 
 
 def _matrix_of(conv: torch.nn.Module) -> str:
     """Returns a key of the matrix that a layer multiplies by, beside its kind."""
     names = "aggr", "improved", "add_self_loops", "normalize"
     return " ".join(f"{getattr(conv, name, None)}" for name in names)
-
-
-def _is_against_edges(conv: torch.nn.Module, kind: str) -> bool:
-    return kind != "halo" and getattr(conv, "flow", None) == "target_to_source"
 
 
 def layer_of(conv: torch.nn.Module, before: int | None) -> LayerShape:
@@ -417,13 +407,14 @@ def layer_of(conv: torch.nn.Module, before: int | None) -> LayerShape:
     if getattr(conv, "concat", False) and hasattr(conv, "heads"):
         width_out *= conv.heads  # type: ignore[operator]
     kind, fresh = _kind_of(conv)
-    against_edges = _is_against_edges(conv, kind)
-    return LayerShape(kind, width_in, width_out, fresh, against_edges=against_edges)
+    return LayerShape(kind, width_in, width_out, fresh)
 
 
 def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:
     """Returns the kind of a layer, and whether its input is computed in any case."""
     aggr = getattr(conv, "aggr", None)
+    if getattr(conv, "flow", None) != "source_to_target":
+        return "halo", False
     if isinstance(conv, GCNConv) and aggr in ("add", "sum"):
         return "gcn", False
     if isinstance(conv, GCN2Conv) and aggr in ("add", "sum"):  # x_0 comes before it

@@ -86,8 +86,9 @@ def compare_parameters(args: Any, mesh: Any) -> None:
         base = x if x._base is None else x._base
         if type(base) not in _PLAIN:
             continue
-        if DistributedDataParallel._active_ddp_module is not None:
-            _wrapped(mesh)[base] = True
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper is not None:
+            _wrapped(mesh)[base] = weakref.ref(wrapper)
         found = seen.get(id(base))
         if found is not None and found() is base:
             continue
@@ -163,6 +164,14 @@ def is_wrapped(leaf: Tensor, mesh: Mesh) -> bool:
     """Tells whether DistributedDataParallel reads the gradient of a parameter."""
     found = mesh.sharded.get("wrapped")
     return found is not None and leaf in found
+
+
+def is_averaged(leaf: Tensor, mesh: Mesh) -> bool:
+    """Tells whether a wrapper of `replicate` averages the gradient in this backward pass."""
+    if not is_wrapped(leaf, mesh):
+        return False
+    wrapper = mesh.sharded["wrapped"][leaf]()
+    return bool(getattr(wrapper, "armed", False))
 
 
 def compare_lists(ids: Tensor, mesh: Any) -> Tensor:

@@ -185,6 +185,7 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         out._key = key_of(first)
         out._key_version = 0 if func is aten.clone.default else version_of(first)
         out._shared = first._shared and func is not aten.clone.default
+        out._part = first._part
         return out
     number = description(func, args, kwargs, known)
     if kind == "in place":

@@ -68,6 +68,7 @@ class DistTensor(EdgeMethods, Tensor):
         "_ids",
         "_key",
         "_key_version",
+        "_part",
         "_shared",
         "_topology",
         "_weight",
@@ -83,6 +84,7 @@ class DistTensor(EdgeMethods, Tensor):
     _key: int | None  # its number among constants, at a version
     _key_version: int
     _shared: bool  # whether its rows are those of a constant that is kept
+    _part: int | None  # which row of a `[2, e]` it is
     _ids: Any  # what is planned for the ids that it holds
     _chosen: Any  # the rows that it keeps, as a mask
     _copied: bool  # whether it is a copy where torch has a view
@@ -103,7 +105,7 @@ class DistTensor(EdgeMethods, Tensor):
         self.local, self.rows, self.dim_ = local, rows, dim
         self._key, self._key_version, self._shared = key, 0, False
         self._ids = self._chosen = self._topology = self._weight = None
-        self._copied = False
+        self._copied, self._part = False, None
         return self
 
     @classmethod
@@ -290,10 +292,10 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> DistTensor:
-        return _Cut.apply(g, ctx.rows, ctx.dim)
+        return Cut.apply(g, ctx.rows, ctx.dim)
 
 
-class _Cut(torch.autograd.Function):
+class Cut(torch.autograd.Function):
     """Takes a plain tensor, or one sharded in any way, as one sharded by given rows."""
 
     @staticmethod
@@ -305,13 +307,13 @@ class _Cut(torch.autograd.Function):
     def backward(ctx: Any, g: Any) -> tuple[Tensor, None, None]:
         if ctx.like is None:
             return _Full.apply(g), None, None
-        return _Cut.apply(g, *ctx.like), None, None
+        return Cut.apply(g, *ctx.like), None, None
 
 
 def _cut(g: Tensor, rows: Rows, dim: int) -> Tensor:
     """Returns own rows of a gradient, differentiably."""
     known = isinstance(g, DistTensor) and g.rows is rows and g.dim_ == dim
-    own: DistTensor = g if known else _Cut.apply(g, rows, dim)  # type: ignore[assignment]
+    own: DistTensor = g if known else Cut.apply(g, rows, dim)  # type: ignore[assignment]
     return own.to_local()
 
 
@@ -396,6 +398,8 @@ def all_rows(x: DistTensor, op: str) -> Tensor:
         return local.clone()
     axis = rows.mesh.world
     if axis.size == 1:
+        if axis.observer is not None:
+            axis.observer("gather", local, axis)
         return local.clone()
     compare_call(rows.mesh, x.shape, x.dtype)
     flat = local.movedim(dim, 0).contiguous()

@@ -193,8 +193,8 @@ def attribute(x: DistTensor) -> DistTensor:
 
 
 def note_space(rows: Rows) -> None:
-    """Notes the rows that a new tensor with as many rows has."""
-    rows.mesh.sharded.setdefault("spaces", {}).setdefault(rows.count, rows)
+    """Notes the rows that a new tensor with as many rows has: of several the latest."""
+    rows.mesh.sharded.setdefault("spaces", {})[rows.count] = rows
 
 
 def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:

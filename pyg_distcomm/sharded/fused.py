@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_call
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, own_part, rule
@@ -132,7 +133,7 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
             x.local, w, b, mean, var, False, momentum, eps
         )
         return DistTensor(out, x.rows, x.dim_), *rest
-    local, n = x.local, x.numel() // max(x.size(1), 1)
+    local, n = _wide(x.local), x.numel() // max(x.size(1), 1)
     shape = [1, -1, *[1] * (local.dim() - 2)]
     middle = _over_rows(local, x.rows) / n
     away = local - middle.view(shape)
@@ -146,7 +147,12 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
         out = out * w.view(shape)
     if b is not None:
         out = out + b.view(shape)
-    return DistTensor(out, x.rows, x.dim_), middle, scale
+    return DistTensor(out.to(x.dtype), x.rows, x.dim_), middle, scale
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Returns numbers in which sums are taken: float32 for half of its width."""
+    return x.float() if x.dtype in HALVES else x
 
 
 @rule(aten.native_batch_norm_backward.default)
@@ -155,11 +161,11 @@ def batch_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     g, x, w, mean, var, middle, scale, training, eps, mask = args
     if type(x) is not DistTensor or x.dim_ == 1:
         return whole.apply(func, args, kwargs)
-    own_g, rows = local_at(g, x.rows, x.dim_), x.rows
+    own_g, rows = _wide(local_at(g, x.rows, x.dim_)), x.rows
     shape = [1, -1, *[1] * (x.dim() - 2)]
     if not training:
         middle, scale = mean, (var + eps).rsqrt()
-    hat = (x.local - middle.view(shape)) * scale.view(shape)
+    hat = (_wide(x.local) - middle.view(shape)) * scale.view(shape)
     dims = [0, *range(2, x.dim())]
     n = x.numel() // max(x.size(1), 1)
     sums = torch.stack([own_g.sum(dims), (own_g * hat).sum(dims)])
@@ -174,10 +180,11 @@ def batch_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     out = out * scale.view(shape)
     if w is not None:
         out = out * w.view(shape)
+    kind = x.dtype if w is None else w.dtype
     return (
-        DistTensor(out, rows, x.dim_),
-        gw if mask[1] else None,
-        gb if mask[2] else None,
+        DistTensor(out.to(x.dtype), rows, x.dim_),
+        gw.to(kind) if mask[1] else None,
+        gb.to(kind) if mask[2] else None,
     )
 
 

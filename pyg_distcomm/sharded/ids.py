@@ -12,7 +12,9 @@ whose edges are with the owner of their target, moves nothing.
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from pyg_distcomm.sharded.dist_tensor import (
     rule,
 )
 from pyg_distcomm.sharded.partial import PartialSum
-from pyg_distcomm.tensor.gather_by_id import IdPlan
+from pyg_distcomm.tensor.gather_by_id import IdPlan, plan_ids
 
 aten = torch.ops.aten
 _KEPT = 64  # lists of ids, and masks
@@ -77,7 +79,19 @@ class Ids:
 def _planned(ids: Ids, rows: Rows) -> IdExchange:
     if rows.mesh.local_sizes:
         return PROCESS.rules["ids of a chunk"](ids, rows)  # type: ignore[no-any-return]
-    plan = IdPlan.build(ids.local.reshape(-1).long(), rows)
+    flat, problem = ids.local.reshape(-1).long(), None
+    low, high = flat.aminmax() if flat.numel() else (0, -1)
+    if low < 0 or high >= rows.count:
+        bad, flat = int(low if low < 0 else high), flat[:0]
+        problem = f"index {bad} is out of range for a tensor of {rows.count} rows"
+    plan = plan_ids([flat], rows, rows.mesh.world, problem)[0]
+    axis = rows.mesh.world
+    if axis.observer is not None:  # edges are where their targets are
+        known = ids.part == 0 and rows.partition is not None
+        observer = functools.partial(axis.observer, known=known, edges=ids.rows)
+        axis = replace(axis, observer=observer)
+        halo = replace(plan.halo, axis=axis, silent=ids.part == 1)
+        plan = replace(plan, halo=halo)
     return IdExchange(plan.to(ids.local.device))
 
 
@@ -172,6 +186,7 @@ class IdExchange:
         own = table[: self.own]
         if not self.halo.silent:
             halo = self.halo
+            halo.tell("back", src)
             sides = halo.recv_counts, halo.send_counts, halo.axis
             sent = table[self.own :].contiguous()
             came = collectives.all_to_all(sent, *sides, "halo_reduce", halo.most).wait()
@@ -236,11 +251,11 @@ def ids_of(x: DistTensor) -> Ids | None:
         return None
     key = key_of(x)
     if key is None:
-        x._key_version, found = version_of(x), Ids(x.local, x.rows)
+        x._key_version, found = version_of(x), Ids(x.local, x.rows, x._part)
     else:
         kept = constants_of(x.rows.mesh).ids
         if key not in kept:
-            kept[key] = Ids(x.local.clone(), x.rows)
+            kept[key] = Ids(x.local.clone(), x.rows, x._part)
             if len(kept) > _KEPT:
                 kept.popitem(last=False)
         kept.move_to_end(key)

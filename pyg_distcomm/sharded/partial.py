@@ -7,6 +7,7 @@ backward pass that sums over rows returns a `PartialSum`, which is summed
     at the end of the pass, with all others, in one all-reduce, if torch accumulates it in the
     `.grad` of a leaf: that is an ordinary tensor, whose values arrive then, or a `PartialSum`
     until then, if hooks are called with the leaf;
+    by the wrapper of `pdc.replicate`, whose mean of P times the parts is their sum;
     at once, if any other op reads it.
 
 Whether a leaf has hooks decides nothing that ranks send: they may be on one rank alone.
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.sharded.agreement import in_backward, is_wrapped
+from pyg_distcomm.sharded.agreement import in_backward, is_averaged, is_wrapped
 from pyg_distcomm.sharded.dist_tensor import DistTensor, read_only
 
 aten = torch.ops.aten
@@ -78,21 +79,25 @@ class PartialSum(Tensor):
             raise read_only(func)
         if func in _VIEWS and x._value is None:
             if func in _COPIES and _accumulates():
+                if is_averaged(_leaf(), x.mesh):
+                    return x.part * x.mesh.size
                 return x.value() if is_wrapped(_leaf(), x.mesh) else _later(x)
             return PartialSum(func(x.part, *args[1:], **kwargs), x.mesh)
+        if func in _PRODUCTS and _is_linear(args):
+            a, *by = args
+            return PartialSum(func(a.part, *by), a.mesh)
         if func in _SUMS and not kwargs and len(args) == 2:
             a, b = args
             both = isinstance(a, PartialSum) and isinstance(b, PartialSum)
             if both and a._value is None and b._value is None:
                 return PartialSum(a.part + b.part, a.mesh)
-            if (
-                func is aten.add_.Tensor
-                and not isinstance(a, PartialSum)
-                and _accumulates()
-                and not _is_read(b.mesh)
-            ):
-                _pass_of(b.mesh).added.append((a, b.part))
-                return a
+            into_leaf = func is aten.add_.Tensor and not isinstance(a, PartialSum)
+            if into_leaf and _accumulates():
+                if is_averaged(_leaf(), b.mesh):
+                    return a.add_(b.part, alpha=b.mesh.size)
+                if not _is_read(b.mesh):
+                    _pass_of(b.mesh).added.append((a, b.part))
+                    return a
 
         def summed(value: Any) -> Any:
             return value.value() if isinstance(value, PartialSum) else value
@@ -130,14 +135,32 @@ _VIEWS = _COPIES | {
     aten.squeeze.default,
     aten.unsqueeze.default,
     aten.sum.dim_IntList,
+    aten.select_backward.default,
+    aten.slice_backward.default,
 }
 _SUMS = {aten.add.Tensor, aten.add_.Tensor}
+_PRODUCTS = {
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.neg.default,
+}
+
+
+def _is_linear(args: Any) -> bool:
+    """Tells whether a product is one of a sum that is not known and of plain values."""
+    a, *by = args
+    unknown = type(a) is PartialSum and a._value is None
+    return unknown and all(not isinstance(b, Tensor) or type(b) is Tensor for b in by)
 
 
 def summed_over_ranks(part: Tensor, mesh: Mesh) -> Tensor:
     """Returns the sum of a part over the ranks, in a backward pass when it is read."""
-    if mesh.size == 1:  # outside a backward pass the mesh of a chunk has no axis
-        return part if in_backward() else collectives.all_reduce(part, mesh.world)
+    if mesh.size == 1 and not in_backward():
+        return collectives.all_reduce(part, mesh.world)
+    if mesh.size == 1 and not (isinstance(mesh, Mesh) and mesh.world.observer):
+        return part  # the mesh of a chunk has no axis
     if in_backward() and not torch.is_grad_enabled():
         return PartialSum(part, mesh)
     return collectives.all_reduce(part, mesh.world)
@@ -189,6 +212,9 @@ class _Pass:
         for dtype in dict.fromkeys(part.dtype for part in parts):
             these = [part for part in parts if part.dtype == dtype]
             flat = torch.cat([part.reshape(-1) for part in these])
+            if mesh.world.observer is not None:
+                mesh.world.observer("parameters", flat, mesh.world)
+                continue
             total = collectives.all_reduce(flat, mesh.world)
             sums = total.split([part.numel() for part in these])
             for part, s in zip(these, sums, strict=True):
@@ -257,5 +283,6 @@ class _Sum(torch.autograd.Function):
 
 def entered(x: Tensor, mesh: Any) -> Tensor:
     """Returns a plain tensor for a computation on own rows; its gradient is summed."""
-    summed = isinstance(mesh, Mesh) and mesh.size > 1 and x.requires_grad
+    several = isinstance(mesh, Mesh) and (mesh.size > 1 or mesh.world.observer)
+    summed = several and x.requires_grad
     return _Enter.apply(x, mesh) if summed else x

@@ -145,6 +145,7 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
         return PartialSum.copy_of(_one_row(x, d, i), x.rows.mesh)
     out = _view(x, func(x.local, d, i), x.dim_ - (d < x.dim_))
     if not x.dtype.is_floating_point and x.dim() == 2:
+        out._part = i % x.size(d)
         out._ids = ids_of_part(x, i, out)
         out._key_version = version_of(x)
     return out
@@ -209,7 +210,7 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
     if len(where) and step == 1:  # rows ascend, so that they are a range of own rows
         return _view(x, x.local.narrow(d, int(where[0]), len(where)), d, rows)
     out = DistTensor(x.local.index_select(d, where.to(x.device)), rows, d)
-    out._copied = len(rows) > 0
+    out._copied = step != 1  # on all ranks alike
     return out
 
 
@@ -230,7 +231,11 @@ def split(func: Any, args: Any, kwargs: Any) -> Any:
     if d != x.dim_:
         parts = func(x.local, *rest, **kwargs)
         dim = x.dim_ - (func is aten.unbind.int and d < x.dim_)
-        return type(parts)(_view(x, p, dim) for p in parts)
+        found = [_view(x, p, dim) for p in parts]
+        if func is aten.unbind.int and x.dim() == 2:
+            for i, part in enumerate(found):
+                part._part = i
+        return type(parts)(found)
     if func is aten.unbind.int:
         return whole.apply(func, args, kwargs)
     sizes = rest[0]
