@@ -450,6 +450,13 @@ def _keep(edge_index: Tensor, *args: Any, **kwargs: Any) -> LocalAdjacency:
     return found
 
 
+def stays(edge_index: Tensor) -> Tensor:
+    """Returns edges that will not change, whose CSR form layers use from the first time on."""
+    if _signature(edge_index) is not None and known(edge_index) is None:
+        _keep(edge_index, uses=1)
+    return edge_index
+
+
 def known(edge_index: Tensor) -> LocalAdjacency | None:
     """Returns the cache of a tensor if the tensor has not changed since; else None."""
     found: LocalAdjacency | None = PROCESS.adjacencies.get(edge_index)

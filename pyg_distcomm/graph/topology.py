@@ -38,21 +38,29 @@ class LocalGraph:
 
     Shapes (this rank; n own nodes, m own sources, which are the nodes where edges have
     one node type; h ghosts, e own edges):
-        source_lid  [e]  0 .. m-1 own, m .. m+h-1 ghosts
-        target_lid  [e]  0 .. n-1
+        ends        [2, e]  sources, 0 .. m-1 own, m .. m+h-1 ghosts; targets, 0 .. n-1
         ghost_gid   [h]  grouped by owner, ascending within
         halo        brings the ghosts' rows, over all ranks
         memory      what layers may take; None is without a cap
         most        n + e of the rank where that is most, known with a cap
     """
 
-    source_lid: Tensor
-    target_lid: Tensor
+    ends: Tensor
     ghost_gid: Tensor
     halo: Halo
     num_own: int
     memory: MemoryCap | None = field(default=None, kw_only=True)
     most: int = field(default=0, kw_only=True)
+
+    @property
+    def source_lid(self) -> Tensor:
+        """The source of each edge `[e]`."""
+        return self.ends[0]
+
+    @property
+    def target_lid(self) -> Tensor:
+        """The target of each edge `[e]`."""
+        return self.ends[1]
 
     def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Returns own and ghost rows `[m + h, ...]` of own rows `x`, differentiably.
@@ -69,16 +77,6 @@ class LocalGraph:
             staged: Tensor = Ghosted.apply(x, StagedHalo(self.halo, self.memory))
             return staged
         return torch.cat([x, exchange(x, self.halo if link is None else link)])
-
-    @property
-    def ends(self) -> Tensor:
-        """Returns sources and targets `[2, e]`, kept in a file within a memory cap."""
-        if "_ends" in vars(self):
-            return vars(self)["_ends"]  # type: ignore[no-any-return]
-        ends = torch.stack([self.source_lid, self.target_lid])
-        if self.memory is not None:
-            ends = vars(self)["_ends"] = self.memory.moved(ends)
-        return ends
 
     def with_constant_ghosts(self, x: Any, constants: ProductCache) -> Tensor | None:
         """Returns the same for a constant input, from the cache.
@@ -263,8 +261,7 @@ class Topology:
         if nodes.memory is not None:
             most = collectives.all_reduce(most, mesh.world, "max")
         return LocalGraph(
-            self._within_cap(source.to(self.device)),
-            self._within_cap(target.to(self.device)),
+            self._within_cap(torch.stack([source, target]).to(self.device)),
             ghost[order],
             halo.to(self.device),
             len(nodes),

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.local_adjacency import stays
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.nn.adding import adding
 from pyg_distcomm.nn.capped import within_cap
@@ -80,7 +81,7 @@ def run_on_share(
         link = "exact"  # what it keeps must be exact
     context = LayerContext.of(conv, link, edges[0])
     if topology.chunked and is_one_hop(conv) and not is_changed(conv):
-        run = _one_hop(conv, run)
+        run = one_hop(conv, run)
     if not exact:
         why = "its link codes rows, which are summed where they arrive"
         warn_about_grid(conv, topology, why)
@@ -246,14 +247,9 @@ class HaloExecution(Explained):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer, with its hooks."""
         run: Any = super().__call__  # type: ignore[misc]
-        return run_any(self, self.link, run, *args, **kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer."""
-        run: Callable[..., Any] = super().forward  # type: ignore[misc]
         if is_one_hop(self) and is_spread(*args, *kwargs.values()):
-            run = _one_hop(self, run)
-        return run(*args, **kwargs)
+            run = one_hop(self, run)
+        return run_any(self, self.link, run, *args, **kwargs)
 
 
 class HaloConv(torch.nn.Module):
@@ -320,7 +316,7 @@ class HaloConv(torch.nn.Module):
         run: Callable[..., Any] = self.conv
         spread = self.link in (None, "exact") and is_spread(*args, *kwargs.values())
         if spread and is_one_hop(self.conv) and not is_changed(self.conv):
-            run = _one_hop(self.conv, run)
+            run = one_hop(self.conv, run)
         return run_any(self.conv, self.link, run, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
@@ -398,7 +394,7 @@ class _OnOwnRows(torch.nn.Module):
         return run_layer(self.conv, run, *args, **kwargs)  # type: ignore[arg-type,no-any-return]
 
 
-def _one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+def one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """Runs a layer on own rows and ghosts, of which each travels once.
 
     What travels is the input, `[h, F_in]`; that of a constant input once. A layer with a
@@ -429,6 +425,8 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     if adds and not topology.chunked and topology.is_gridded:
         return False
     if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):
+        return False
+    if any(map(is_lazy, conv.parameters())):
         return False
     pair = x if isinstance(x, (tuple, list)) else (x, x)
     if len(pair) != 2 or any(type(one) is not DistTensor for one in pair):
@@ -465,7 +463,7 @@ def _on_own_rows(
     if mesh.size > 1:
         compare_parameters(list(conv.parameters()), mesh)
     params = {f"conv.{name}": entered(p, mesh) for name, p in conv.named_parameters()}
-    given = run, (table, own), topology.locals.ends, *args
+    given = run, (table, own), stays(topology.locals.ends), *args
     # a module that is shared is swapped once, and swapped back
     out = torch.func.functional_call(
         _OnOwnRows(conv), params, given, kwargs, tie_weights=False
@@ -483,15 +481,15 @@ def _of_edges(value: Any, topology: Topology) -> bool:
 # which read no more of these in their `forward` than a pair of sources and targets gives
 _ONE_HOP = frozenset(
     getattr(torch_geometric.nn, name)
-    for name in "GATConv GATv2Conv GraphConv TransformerConv".split()
+    for name in "GATConv GATv2Conv TransformerConv".split()
 )
 
 
 def is_one_hop(conv: Any) -> bool:
-    """Tells whether a layer is one of PyG's that `_one_hop` runs, with PyG's `forward`."""
+    """Tells whether a layer is one of PyG's that `one_hop` runs, with PyG's `forward`."""
     for kind in type(conv).__mro__:
         if kind in _ONE_HOP:
             return True
-        if kind is not HaloExecution and "forward" in vars(kind):
+        if "forward" in vars(kind):
             return False
     return False

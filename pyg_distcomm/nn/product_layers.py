@@ -21,6 +21,7 @@ from pyg_distcomm.nn.halo_conv import (
     are_rows_of,
     check_edges,
     is_spread,
+    one_hop,
     run_any,
     run_on_share,
     sharded_inputs,
@@ -35,6 +36,7 @@ from pyg_distcomm.nn.layer_context import (
     is_product,
 )
 from pyg_distcomm.nn.local_products import run_gcn, run_sage
+from pyg_distcomm.nn.message_forms import AGGREGATIONS
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 
@@ -319,6 +321,8 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
         if not known or not is_product(
             self, torch_geometric.nn.SAGEConv, biased=[self.lin_l]
         ):
+            if size is None and AGGREGATIONS.get(type(self.aggr_module)) == "max":
+                run = one_hop(self, run)
             return run_on_share(self, self.link, run, x, edge_index, size)
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()
