@@ -63,6 +63,11 @@ def drawn(at, draw, *more):
     return draw(at(ROWPTR), at(INTS), *more, at(KEYS), ptr)
 
 
+def pairs(at):
+    rows = at(X).unsqueeze(-1)
+    return at(ROWPTR), at(COL), rows, rows, rows[0]
+
+
 KERNELS = {
     "coo_to_csr": lambda at: kernels.coo_to_csr(at(ROW), at(COL), 3),
     "count_positive": lambda at: kernels.count_positive(at(ROWPTR), at(INTS)),
@@ -81,6 +86,10 @@ KERNELS = {
     ),
     "keyed_mask": lambda at: kernels.keyed_mask(KEY, at(IDS), 3, 0.5),
     "normalize_rows": lambda at: kernels.normalize_rows(at(ROWPTR), at(INTS).double()),
+    "pair_scores": lambda at: kernels.pair_scores(*pairs(at), 0.2),
+    "pair_scores_grad": lambda at: kernels.pair_scores_grad(
+        *pairs(at), 0.2, at(EDGES), True
+    ),
     "place_pairs": lambda at: kernels.place_pairs(
         at(ROW), at(COL), None, at(ROWPTR), at(torch.zeros(10).long())
     ),

@@ -428,6 +428,29 @@ def test_segments_equal_their_definitions_and_autograd(graph, dtype):
         kernels.segment_softmax_grad(rowptr, y, by[:, :2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_scores_of_pairs_equal_their_definition_and_autograd(graph, dtype):
+    m, n, nnz = GRAPHS[graph]
+    rowptr, col, _ = kernels.coo_to_csr(*random_graph(m, n, nnz), m)
+    g = torch.Generator().manual_seed(1)
+    sizes = (m, 3, 5), (n, 3, 5), (3, 5), (nnz, 3)
+    ends = [torch.randn(*size, generator=g).to(dtype) for size in sizes]
+    *given, by = ends
+    want = reference.pair_scores(rowptr, col, *given, 0.2)
+    torch.testing.assert_close(kernels.pair_scores(rowptr, col, *given, 0.2), want)
+    leaves = [t.clone().requires_grad_() for t in given]
+    found = reference.pair_scores(rowptr, col, *leaves, 0.2)
+    by_rows, _, by_a = torch.autograd.grad(found, leaves, by)
+    for op in (kernels.pair_scores_grad, reference.pair_scores_grad):
+        one, two = op(rowptr, col, *given, 0.2, by, True)
+        torch.testing.assert_close(one, by_rows, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(two, by_a, rtol=1e-4, atol=1e-3)
+        assert op(rowptr, col, *given, 0.2, by, False)[1] is None
+    with pytest.raises(ValueError, match=r"a \[heads, f\]"):
+        kernels.pair_scores(rowptr, col, *given[:2], given[2][:1], 0.2)
+
+
 # --- threads and processes ----------------------------------------------------
 
 

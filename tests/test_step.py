@@ -954,6 +954,8 @@ def test_products_are_differentiated_twice():
     value = torch.rand(20, dtype=torch.float64, generator=g, requires_grad=True)
     heads = torch.rand(20, 2, dtype=torch.float64, generator=g, requires_grad=True)
     wide = torch.randn(8, 2, 3, dtype=torch.float64, generator=g, requires_grad=True)
+    targets = torch.randn(7, 2, 3, dtype=torch.float64, generator=g, requires_grad=True)
+    inner = torch.randn(2, 3, dtype=torch.float64, generator=g, requires_grad=True)
     checks = torch.autograd.gradcheck, torch.autograd.gradgradcheck
     for check in checks:
         for kind in ("sum", "mean"):
@@ -963,6 +965,9 @@ def test_products_are_differentiated_twice():
             assert check(run, (heads, wide))
         assert check(lambda x: edge_products.aggregate("max", edges, None, x), (x,))
         assert check(lambda a: edge_products.softmax_of(edges, a), (heads,))
+        assert check(lambda q, k: edge_products.dots(edges, q, k), (targets, wide))
+        scores = lambda q, k, a: edge_products.pair_scores(edges, q, k, a, 0.2)  # noqa: E731
+        assert check(scores, (targets, wide, inner))
 
 
 def test_ties_share_the_gradient_of_a_maximum():

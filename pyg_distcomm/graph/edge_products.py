@@ -93,6 +93,40 @@ class _SDDMM(torch.autograd.Function):
         return None, by_g, _SpMM.apply(back, h.index_select(0, order), g)
 
 
+class _PairScores(torch.autograd.Function):
+    """s_e = <a, LeakyReLU(g_row(e) + x_col(e))> for each head."""
+
+    @staticmethod
+    def forward(
+        pattern: Pattern, g: Tensor, x: Tensor, a: Tensor, slope: float
+    ) -> Tensor:
+        return kernels.pair_scores(pattern.rowptr, pattern.col, g, x, a, slope)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.pattern, g, x, a, ctx.slope = inputs
+        ctx.save_for_backward(g, x, a)
+
+    @staticmethod
+    @_unless_undefined
+    def backward(ctx: Any, by: Tensor) -> tuple[Any, ...]:
+        g, x, a = ctx.saved_tensors
+        csr, needs = (ctx.pattern.rowptr, ctx.pattern.col), ctx.needs_input_grad
+        back, order = ctx.pattern.transpose
+        run: Any = kernels.pair_scores_grad
+        run = (
+            run.definition if torch.is_grad_enabled() else run
+        )  # which derives it, too
+        by_g = by_x = by_a = None
+        if needs[1] or needs[3]:
+            by_g, by_a = run(*csr, g, x, a, ctx.slope, by, needs[3])
+        if needs[2]:
+            turned = back.rowptr, back.col, x, g, a, ctx.slope
+            by_x, _ = run(*turned, by.index_select(0, order), False)
+        return None, by_g, by_x, by_a, None
+
+
 class _Softmax(torch.autograd.Function):
     """y_e = exp(a_e) / sum of its row; da = y (dy - sum of y dy over its row)."""
 
@@ -257,6 +291,28 @@ def ends_added(edges: GroupedEdges, source: Tensor, target: Tensor) -> Tensor:
     """
     s: Tensor = _Gather.apply(source, edges.pattern.col)
     return s + _Gather.apply(target, edges.targets)
+
+
+def dots(edges: GroupedEdges, target: Tensor, source: Tensor) -> Tensor:
+    """Returns `<target_i, source_j>` of each head for each nonzero (j, i), differentiably.
+
+    Shapes: target [m, h, f], source [n, h, f]; returns [nnz, h].
+    """
+    edges = edges.prefix(edges.num_targets, len(source))
+    s: Tensor = _SDDMM.apply(edges.pattern, target, source)
+    return s
+
+
+def pair_scores(
+    edges: GroupedEdges, target: Tensor, source: Tensor, a: Tensor, slope: float
+) -> Tensor:
+    """Returns `<a, LeakyReLU(target_i + source_j)>` for each nonzero, differentiably.
+
+    Shapes: target [m, h, f], source [n, h, f], a [h, f]; returns [nnz, h].
+    """
+    edges = edges.prefix(edges.num_targets, len(source))
+    s: Tensor = _PairScores.apply(edges.pattern, target, source, a, slope)
+    return s
 
 
 def softmax_of(edges: GroupedEdges, a: Tensor) -> Tensor:

@@ -456,9 +456,8 @@ class Topology:
     ) -> tuple[Tensor, Tensor]:
         """Returns own edges with loops, local, and their symmetric normalisation."""
         here = self.locals
-        edge_index = torch.stack([here.source_lid, here.target_lid])
         rows, how = self.edges, (improved, add_self_loops, dtype, link)
-        return gcn_norm(here, edge_index, rows, weight, *how)
+        return gcn_norm(here, here.ends, rows, weight, *how)
 
     def _cached_operator(
         self, kind: OperatorKind, weight: Tensor | None, dtype: torch.dtype

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyg_distcomm.kernels import core_jit, core_ops, memory, threads
+from pyg_distcomm.kernels import attention_jit, core_jit, core_ops, memory, threads
 from pyg_distcomm.kernels.compile import cache_folder, ready
 
 GRAIN = 1 << 15  # numbers read or written below which a second thread does not pay
@@ -106,6 +106,52 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
         _over_segments(core_jit.sddmm, args, pointers, f)
         return out
     return out.zero_()
+
+
+def pair_scores(
+    rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor, a: Tensor, slope: float
+) -> Tensor:
+    """Runs `core_ops.pair_scores`, rows in parallel."""
+    heads, f = a.shape
+    out = x.new_empty(len(col), heads)
+    if out.numel():
+        pointers, flats = vector(rowptr), [_whole(t) for t in (g, x, a)]
+        args = (
+            pointers,
+            vector(col),
+            *flats,
+            np.dtype(flats[0].dtype).type(slope),
+            _whole(out),
+        )
+        args = (*args, heads, f)
+        _over_segments(attention_jit.pair_scores, args, pointers, heads * f)
+    return out
+
+
+def pair_scores_grad(
+    rowptr: Tensor,
+    col: Tensor,
+    g: Tensor,
+    x: Tensor,
+    a: Tensor,
+    slope: float,
+    by: Tensor,
+    both: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs `core_ops.pair_scores_grad`, rows in parallel."""
+    heads, f = a.shape
+    out = torch.empty_like(g, memory_format=torch.contiguous_format)
+    by_a = torch.empty_like(out if both else out[:0])
+    if out.numel():
+        pointers, flats = vector(rowptr), [_whole(t) for t in (g, x, a)]
+        args = pointers, vector(col), *flats, np.dtype(flats[0].dtype).type(slope)
+        args = (*args, *map(_whole, (by, out, by_a)), heads, f)
+        _over_segments(attention_jit.pair_scores_grad, args, pointers, heads * f)
+    return out, by_a.sum(0) if both else None
+
+
+def _whole(t: Tensor) -> Array:
+    return t.detach().contiguous().view(-1).numpy()
 
 
 def segment_softmax(rowptr: Tensor, x: Tensor) -> Tensor:

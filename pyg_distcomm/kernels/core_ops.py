@@ -182,6 +182,54 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
     return product.sum(1).to(x.dtype)
 
 
+def _check_pairs(
+    rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor, a: Tensor, *_: object
+) -> None:
+    if g.dim() != 3 or g.shape[1:] != x.shape[1:] or a.shape != g.shape[1:]:
+        raise ValueError(
+            "rows must be [m, heads, f] and [n, heads, f], and a [heads, f], got "
+            f"{[list(t.shape) for t in (g, x, a)]}"
+        )
+
+
+@op("rowptr col g x a", check=_check_pairs)
+def pair_scores(
+    rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor, a: Tensor, slope: float
+) -> Tensor:
+    """Scores each edge by the rows at its ends, as [Brody22] Eq. 7.
+
+        s[e, h] = <a[h], LeakyReLU(g[row(e), h] + x[col[e], h])>
+
+    Shapes: rowptr [m + 1], from zero; col [nnz], g [m, heads, f], x [n, heads, f],
+    a [heads, f]; returns [nnz, heads].
+    """
+    row, lo, hi = _rows(rowptr)
+    both = g[row] + x[col[lo:hi].long()]
+    return (torch.nn.functional.leaky_relu(both, slope) * a).sum(-1)
+
+
+@op("rowptr col g x a by", check=_check_pairs)
+def pair_scores_grad(
+    rowptr: Tensor,
+    col: Tensor,
+    g: Tensor,
+    x: Tensor,
+    a: Tensor,
+    slope: float,
+    by: Tensor,
+    both: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of `pair_scores` by g, and by a if `both`; `by` is that by s.
+
+    That by x is the one by g of the transposed matrix, with x and g exchanged.
+    """
+    row, lo, hi = _rows(rowptr)
+    s = g[row] + x[col[lo:hi].long()]
+    t = by.unsqueeze(-1) * torch.where(s > 0, 1.0, slope).to(s.dtype)
+    by_g = torch.zeros_like(g).index_add(0, row, a * t)
+    return by_g, (s * t).sum(0) if both else None
+
+
 def _check_segments(rowptr: Tensor, x: Tensor, *like: Tensor) -> None:
     if x.dim() != 2 or any(t.shape != x.shape for t in like):
         shapes = [list(t.shape) for t in (x, *like)]

@@ -1,14 +1,21 @@
-"""Runs PyG's GATConv on ordinary tensors by products, where its edges are known.
+"""Runs PyG's layers of attention on ordinary tensors by products, where edges are known.
 
-    X'_i = sum_j a_ij W x_j + b,   a_ij = softmax_j(LeakyReLU(<u, W x_j> + <v, W x_i>))
+    X'_i = sum_j a_ij W x_j,   a_ij = softmax_j(s_ij)
 
-[Velickovic18] Eq. 1-4. PyG computes `<u, W x>` from the transformed rows of all nodes; here
-it is `<W^T u, x>`, a product with a matrix of as many columns as there are heads, and of
-targets only the rows that are computed. Self-loops are added once for an edge_index.
+    GATConv          s_ij = LeakyReLU(<u, W x_j> + <v, W x_i>)    [Velickovic18] Eq. 1-4
+    GATv2Conv        s_ij = <a, LeakyReLU(W x_j + V x_i)>         [Brody22] Eq. 7
+    TransformerConv  s_ij = <Q x_i, K x_j> / sqrt(C)              [Shi21] Eq. 3
+
+PyG computes `<u, W x>` from the transformed rows of all nodes; here it is `<W^T u, x>`, a
+product with a matrix of as many columns as there are heads. Scores are computed edge by edge:
+no row is copied for each edge. Of targets only the rows that are computed are transformed, and
+self-loops are added once for an edge_index.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +25,13 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from pyg_distcomm.graph.edge_products import ends_added, multiply, softmax_of
+from pyg_distcomm.graph.edge_products import (
+    dots,
+    ends_added,
+    multiply,
+    pair_scores,
+    softmax_of,
+)
 from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
     LocalAdjacency,
@@ -28,28 +41,57 @@ from pyg_distcomm.graph.local_adjacency import (
 from pyg_distcomm.nn.layer_context import is_product
 from pyg_distcomm.nn.leading_rows import leading
 
+# takes a layer, its edges, sources and targets; returns scores [e, H], and rows [n, H, C]
+Scores = Callable[[Any, GroupedEdges, Tensor, Tensor], tuple[Tensor, Tensor]]
+
 
 def is_supported(conv: Any, given: dict[str, Any]) -> bool:
-    """Tells whether a layer is PyG's GATConv, and its features fit the kernels."""
-    if type(conv).forward is not pyg.GATConv.forward:
+    """Tells whether a layer is PyG's own of a kind above, and its features fit the kernels."""
+    kind = _kind(conv)
+    if kind is None or conv.node_dim != 0:
         return False
-    if given.get("edge_attr") is not None or given.get("size") is not None:
+    if any(given.get(name) is not None for name in ("edge_attr", "size")):
+        return False
+    if any(map(is_lazy, conv.parameters())):
         return False
     x = given.get("x")
     parts = [leading(t) for t in (x if isinstance(x, tuple) else (x,))]
     if any(not isinstance(t, Tensor) or t.dim() != 2 for t in parts):
         return False
-    linears = [lin for lin in _linears(conv) if lin is not None]
-    if any(is_lazy(p) for p in conv.parameters()) or conv.node_dim != 0:
-        return False
-    if any(t.dtype != linears[0].weight.dtype for t in parts):
-        return False
-    residual = [conv.res] if conv.res is not None else []
-    return is_product(conv, pyg.GATConv, *linears, biased=residual)
+    plain, biased = _linears(conv, kind)
+    weight = (*plain, *biased)[0].weight
+    return all(t.dtype == weight.dtype for t in parts) and is_product(
+        conv, kind, *plain, biased=biased
+    )
 
 
-def _linears(conv: Any) -> tuple[Any, Any]:
-    """Returns the linear transformations of sources and of targets."""
+def _kind(conv: Any) -> type | None:
+    """Returns the class of PyG whose `forward` a layer has, if it is one of those above."""
+    for kind in _SCORES:
+        if type(conv).forward is vars(kind)["forward"]:
+            return kind
+    return None
+
+
+def _linears(conv: Any, kind: type) -> tuple[list[Any], list[Any]]:
+    """Returns the linear maps of a layer, those without a bias and those that may have one."""
+    if kind is pyg.TransformerConv:
+        maps = (
+            conv.lin_query,
+            conv.lin_key,
+            conv.lin_value,
+            conv.lin_skip,
+            conv.lin_beta,
+        )
+        return [], [lin for lin in maps if lin is not None]
+    residual = [] if conv.res is None else [conv.res]
+    if kind is pyg.GATv2Conv:
+        return [], [conv.lin_l, conv.lin_r, *residual]
+    return [lin for lin in _ends_of(conv) if lin is not None], residual
+
+
+def _ends_of(conv: Any) -> tuple[Any, Any]:
+    """Returns the linear maps of sources and of targets of a GATConv."""
     both = conv.lin is not None
     return (conv.lin, conv.lin) if both else (conv.lin_src, conv.lin_dst)
 
@@ -61,10 +103,11 @@ def edges_of(
     num_sources: int,
     num_targets: int,
 ) -> GroupedEdges | None:
-    """Returns the edges of a layer in CSR form, with self-loops; built once."""
+    """Returns the edges of a layer in CSR form, with its self-loops; built once."""
     shape = num_sources, num_targets
-    if not conv.add_self_loops or adjacency.grouped(edge_index, *shape) is None:
-        return adjacency.grouped(edge_index, *shape)
+    plain = adjacency.grouped(edge_index, *shape)
+    if plain is None or not getattr(conv, "add_self_loops", False):
+        return plain
     key = "loops", *shape
     if key not in adjacency.derived:
         with outside_inference_mode():
@@ -75,29 +118,43 @@ def edges_of(
     return found
 
 
-def run_gat(conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor) -> Tensor:
+def run(conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor) -> Tensor:
     """Runs the layer on its edges, for the first rows of `target`.
 
     Shapes: source [n, F_s], target [>= m, F_t]; returns [m, H F_out] or [m, F_out].
     """
-    heads, width = conv.heads, conv.out_channels
-    of_source, of_target = _linears(conv)
+    kind = _kind(conv)
+    assert kind is not None
     target = target[: edges.num_targets]
     edges = edges.prefix(edges.num_targets, len(source))
+    scores, rows = _SCORES[kind](conv, edges, source, target)
+    share = softmax_of(edges, scores)
+    if conv.training and conv.dropout:
+        share = _dropped(edges, share, conv.dropout)
+    out = multiply(edges, share, rows)
+    out = out.flatten(1) if conv.concat else out.mean(1)
+    if kind is pyg.TransformerConv:
+        return _skipped(conv, out, target)
+    if conv.res is not None:
+        out = out + conv.res(target)
+    return out if conv.bias is None else out + conv.bias
+
+
+def _heads(conv: Any, rows: Tensor) -> Tensor:
+    return rows.view(-1, conv.heads, conv.out_channels)
+
+
+def _gat(
+    conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    of_source, of_target = _ends_of(conv)
     scores = ends_added(
         edges,
         F.linear(source, _folded(of_source.weight, conv.att_src)),
         F.linear(target, _folded(of_target.weight, conv.att_dst)),
     )
-    share = softmax_of(edges, F.leaky_relu(scores, conv.negative_slope))
-    if conv.training and conv.dropout:
-        share = _dropped(edges, share, conv.dropout)
-    rows = of_source(source).view(-1, heads, width)
-    out = multiply(edges, share, rows)
-    out = out.view(-1, heads * width) if conv.concat else out.mean(1)
-    if conv.res is not None:
-        out = out + conv.res(target)
-    return out if conv.bias is None else out + conv.bias
+    scores = F.leaky_relu(scores, conv.negative_slope)
+    return scores, _heads(conv, of_source(source))
 
 
 def _folded(weight: Tensor, attention: Tensor) -> Tensor:
@@ -106,8 +163,45 @@ def _folded(weight: Tensor, attention: Tensor) -> Tensor:
     return torch.einsum("hcf,hc->hf", weight.view(heads, width, -1), attention[0])
 
 
+def _gatv2(
+    conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    rows, of_target = _heads(conv, conv.lin_l(source)), _heads(conv, conv.lin_r(target))
+    slope = conv.negative_slope
+    return pair_scores(edges, of_target, rows, conv.att[0], slope), rows
+
+
+def _transformer(
+    conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    query, key = (
+        _heads(conv, conv.lin_query(target)),
+        _heads(conv, conv.lin_key(source)),
+    )
+    scores = dots(edges, query / math.sqrt(conv.out_channels), key)
+    return scores, _heads(conv, conv.lin_value(source))
+
+
+def _skipped(conv: Any, out: Tensor, target: Tensor) -> Tensor:
+    """Adds a target's own row to a TransformerConv's sum, or mixes both."""
+    if not conv.root_weight:
+        return out
+    own = conv.lin_skip(target)
+    if conv.lin_beta is None:
+        return out + own
+    beta = conv.lin_beta(torch.cat([out, own, out - own], dim=-1)).sigmoid()
+    return beta * own + (1 - beta) * out
+
+
 def _dropped(edges: GroupedEdges, share: Tensor, p: float) -> Tensor:
     """Applies dropout in the original order of the edges, as PyG draws it."""
     if edges.order is None or edges.inverse is None:
         return F.dropout(share, p)
     return edges.in_order(F.dropout(share.index_select(0, edges.inverse), p))
+
+
+_SCORES: dict[type, Scores] = {
+    pyg.GATConv: _gat,
+    pyg.GATv2Conv: _gatv2,
+    pyg.TransformerConv: _transformer,
+}

@@ -280,7 +280,7 @@ def run_layer(
             edges = local_attention.edges_of(conv, adjacency, edge_index, *sizes)
             if edges is not None:
                 edges = edges if rows is None else edges.prefix(rows)
-                return local_attention.run_gat(conv, edges, source, target)
+                return local_attention.run(conv, edges, source, target)
         own, known = dict(given), (edge_index, adjacency)
         own["x"] = source if target is source else (source, target)
         if rows is not None:

@@ -367,9 +367,7 @@ class ChunkTopology(Topology):
             ends, places = plan.local_edges(chunk)
             ghost = plan.gid[places.cpu()]
         closed: Any = RefusedLink()
-        found = ChunkLocals(ends[0], ends[1], ghost, closed, own, self.run, chunk)
-        vars(found)["_ends"] = ends
-        return found
+        return ChunkLocals(ends, ghost, closed, own, self.run, chunk)
 
     @property
     def reversed(self) -> Any:  # type: ignore[override]
@@ -392,8 +390,7 @@ class ChunkTopology(Topology):
     ) -> ChunkMatrix:
         """Returns the chunk's rows of a matrix, degrees taken over the whole graph."""
         if weight is not None:
-            here = self.locals
-            edges = torch.stack([here.source_lid, here.target_lid])
+            edges = self.locals.ends
             if kind.normalize:
                 loops = kind.improved, kind.add_self_loops
                 edges, weight = self.gcn_norm(weight, *loops, dtype)

@@ -214,7 +214,7 @@ class ChunkPlan:
 
         def make() -> Operator:
             here = self.topology.locals
-            edges = torch.stack([here.source_lid, here.target_lid])
+            edges = here.ends
             with torch.no_grad():
                 edges, value = gcn_norm(
                     here, edges, self.topology.edges, None, improved, loops, dtype
