@@ -23,7 +23,7 @@ from pyg_distcomm.sharded.constants import key_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
-_KEPT = 16  # edges that layers derive
+_KEPT = 64  # edges that layers derive, as those of each relation
 
 
 @contextlib.contextmanager
@@ -52,6 +52,7 @@ def _propagate(layer: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 def _sum(layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
     """Returns what `propagate` does, or None if it is no product of this edge_index."""
     name = MESSAGES[type(layer).message]
+    given = {key: value for key, value in given.items() if value is not None}
     weight = None if name is None else given.get(name)
     x = given.get("x")
     x = x[0] if isinstance(x, (tuple, list)) and len(x) else x

@@ -137,6 +137,7 @@ class _ProductRun:
         """Returns the result of propagate by a product; None if its form is not known."""
         conv = self.conv
         name = MESSAGES.get(type(conv).message, "")
+        given = {key: value for key, value in given.items() if value is not None}
         if type(edge_index) is not Tensor or set(given) - {"x", name} or name == "":
             return None
         kind = AGGREGATIONS.get(type(conv.aggr_module))

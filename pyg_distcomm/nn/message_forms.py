@@ -27,7 +27,7 @@ AGGREGATIONS: dict[type, str] = {
     pyg.MeanAggregation: "mean",
     pyg.MaxAggregation: "max",
 }
-_ROWS = "GINConv MFConv SAGEConv SignedConv"
+_ROWS = "GINConv MFConv RGCNConv SAGEConv SignedConv"
 _WEIGHTED = (
     "APPNP ClusterGCNConv GCN2Conv GCNConv GatedGraphConv GraphConv LGConv "
     "MixHopConv SGConv SSGConv SimpleConv TAGConv"
