@@ -1041,8 +1041,8 @@ MUTATIONS = (
     Mutation(
         "attention over edges with features leaves them out",
         "attention",
-        'if given.get("edge_attr") is not None or given.get("size") is not None:',
-        'if given.get("size") is not None:',
+        'for name in ("edge_attr", "size")',
+        'for name in ("size",)',
         "test_step.py",
         "attention",
     ),

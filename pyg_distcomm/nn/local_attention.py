@@ -4,7 +4,7 @@
 
     GATConv          s_ij = LeakyReLU(<u, W x_j> + <v, W x_i>)    [Velickovic18] Eq. 1-4
     GATv2Conv        s_ij = <a, LeakyReLU(W x_j + V x_i)>         [Brody22] Eq. 7
-    TransformerConv  s_ij = <Q x_i, K x_j> / sqrt(C)              [Shi21] Eq. 3
+    TransformerConv  s_ij = <Q x_i, K x_j> / sqrt(C)              [Shi21] Sec. 3.1
 
 PyG computes `<u, W x>` from the transformed rows of all nodes; here it is `<W^T u, x>`, a
 product with a matrix of as many columns as there are heads. Scores are computed edge by edge:
