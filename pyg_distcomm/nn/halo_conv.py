@@ -9,7 +9,6 @@ of their edges run on own rows and ghosts.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -331,12 +330,12 @@ class HaloConv(torch.nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yields the modules inside the layer; for PyG's explainers, also the layer itself."""
+        """Yields the modules inside the layer, and the layer itself, which explainers mask."""
         memo = set() if memo is None else memo
-        if _called_by_explainer() and self.conv not in memo:
-            memo.add(self.conv)
-            yield prefix, self.conv
         yield from super().named_modules(memo, prefix, remove_duplicate)
+        if remove_duplicate and self.conv not in memo:
+            memo.add(self.conv)
+            yield f"{prefix}.conv" if prefix else "conv", self.conv
 
     def reset_parameters(self) -> None:
         """Resets the layer's parameters."""
@@ -363,18 +362,6 @@ class HaloConv(torch.nn.Module):
 
     def __repr__(self) -> str:
         return f"HaloConv({self.conv})"
-
-
-def _called_by_explainer() -> bool:
-    """Tells whether an explainer of PyG iterates over the modules of a model."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") in _WALKING:
-        frame = frame.f_back
-    name = "" if frame is None else str(frame.f_globals.get("__name__"))
-    return name.startswith(("torch_geometric.explain.", "torch_geometric.utils.embed"))
-
-
-_WALKING = ("torch.nn.modules.module", __name__)
 
 
 def are_rows_of(x: Any, topology: Topology | None) -> bool:
