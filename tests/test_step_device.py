@@ -26,7 +26,7 @@ from pyg_distcomm.process import PROCESS
 
 builds = pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
 # PyG's own code selects edges by masks in each call of these, for which the host waits
-BY_MASKS = {"gatv2", "sg", "cheb", "cluster", "mf"}
+BY_MASKS = {"sg", "cheb", "cluster", "mf"}
 NEVER = BY_MASKS - {"mf"} | {"arma", "le", "pna-like", "gcn cached"}
 
 

@@ -225,7 +225,8 @@ def pair_scores_grad(
     """
     row, lo, hi = _rows(rowptr)
     s = g[row] + x[col[lo:hi].long()]
-    t = by.unsqueeze(-1) * torch.where(s > 0, 1.0, slope).to(s.dtype)
+    by = by.unsqueeze(-1)
+    t = torch.where(s > 0, by, by * slope)
     by_g = torch.zeros_like(g).index_add(0, row, a * t)
     return by_g, (s * t).sum(0) if both else None
 
