@@ -409,7 +409,7 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     if topology.nodes.memory is not None:  # in chunks instead
         return False
     adds = "propagate" in vars(conv) or adds_rows(conv)  # see `adding.py`
-    if adds and not topology.chunked and topology.is_gridded:
+    if adds and not topology.chunked and topology.sources is None:
         return False
     if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):
         return False
@@ -468,7 +468,7 @@ def _of_edges(value: Any, topology: Topology) -> bool:
 # which read no more of these in their `forward` than a pair of sources and targets gives
 _ONE_HOP = frozenset(
     getattr(torch_geometric.nn, name)
-    for name in "GATConv GATv2Conv TransformerConv".split()
+    for name in "GATConv GATv2Conv GraphConv TransformerConv".split()
 )
 
 

@@ -25,7 +25,6 @@ from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.convert import convert
-from pyg_distcomm.nn.halo_conv import HaloConv
 from pyg_distcomm.nn.node_chunks import pads
 from pyg_distcomm.pipeline.history_buffer import DTYPES
 from pyg_distcomm.sharded.edges import DistEdgeIndex
@@ -255,8 +254,7 @@ def estimated_costs(layers: Sequence[StackLayer]) -> list[float]:
 def _aggregations(layer: StackLayer) -> int:
     if not isinstance(layer.run, torch.nn.Module):
         return 0
-    kinds = MessagePassing, HaloConv  # which hides the layer that it runs
-    return sum(isinstance(part, kinds) for part in layer.run.modules())
+    return sum(isinstance(part, MessagePassing) for part in layer.run.modules())
 
 
 def least_seconds(run: Callable[[], object]) -> float:

@@ -88,7 +88,7 @@ def compare_parameters(args: Any, mesh: Any) -> None:
             continue
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None:
-            _wrapped(mesh)[base] = weakref.ref(wrapper)
+            _note_wrapper(wrapper, mesh)
         found = seen.get(id(base))
         if found is not None and found() is base:
             continue
@@ -153,11 +153,14 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
     comparer.sync_from_rank0(x)
 
 
-def _wrapped(mesh: Mesh) -> Any:
-    found = mesh.sharded.get("wrapped")
-    if found is None:
-        found = mesh.sharded["wrapped"] = WeakTensorKeyDictionary()
-    return found
+def _note_wrapper(wrapper: Any, mesh: Mesh) -> None:
+    """Notes whose gradients DistributedDataParallel reads: those of all its parameters."""
+    known = mesh.sharded.setdefault("wrappers", weakref.WeakSet())
+    if wrapper not in known:
+        known.add(wrapper)
+        wrapped = mesh.sharded.setdefault("wrapped", WeakTensorKeyDictionary())
+        for parameter in wrapper.parameters():
+            wrapped[parameter] = weakref.ref(wrapper)
 
 
 def is_wrapped(leaf: Tensor, mesh: Mesh) -> bool:

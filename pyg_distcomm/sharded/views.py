@@ -336,23 +336,13 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Any:
     aten.new_empty_strided.default,
 )
 def new(func: Any, args: Any, kwargs: Any) -> Any:
-    """Makes a tensor, sharded if its first size is a number of rows that is known."""
+    """Makes a tensor, sharded where `x` is, or by its first size if that is one of rows."""
     x, size, *rest = args
     size = list(size)
-    d = (
-        x.dim_
-        if len(size) == x.dim()
-        and x.dim_ < len(size)
-        and size[x.dim_] == x.size(x.dim_)
-        else 0
-    )
-    rows = None
-    if size:
-        rows = (
-            x.rows
-            if d == x.dim_ and size[d] == x.size(d) and d
-            else space_of(x.rows, size[d])
-        )
+    d = x.dim_ if len(size) == x.dim() else 0
+    rows = space_of(x.rows, size[d]) if size else None
+    if size and d and size[d] == x.size(d):
+        rows = x.rows
     if func is aten.new_empty_strided.default:
         func, rest = aten.new_empty.default, []
     if rows is None or type(x) is not DistTensor:
