@@ -239,7 +239,8 @@ def bytes_of_a_layer():
         ghosts = set(edges.topology.source_gid.tolist()) - set(away[1].tolist())
         assert len(ghosts) == len(here.ghost_gid)  # each row that is needed, once
         want += here.halo.price(data[key[0]].x.size(1)).words
-    assert mesh.ledger.words() == want > 0
+    # what lazy layers plan in their second call apart
+    assert mesh.ledger.words("halo") == want > 0
 
 
 def test_bytes_are_those_of_the_halos_of_all_relations():
