@@ -268,7 +268,14 @@ def cases(lib):
         ),
         "edge pool": case(
             lambda m, d: m(d),
-            lambda: Merging(lib, *(lib.EdgePooling(F_IN) for _ in range(2))),
+            # a softmax of one edge is 1: rounding, of PyG's too, would choose among such
+            lambda: Merging(
+                lib,
+                *(
+                    lib.EdgePooling(F_IN, pyg.EdgePooling.compute_edge_score_sigmoid)
+                    for _ in range(2)
+                ),
+            ),
         ),
         "cluster pool": case(
             lambda m, d: m(d),
