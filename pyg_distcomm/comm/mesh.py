@@ -360,6 +360,7 @@ def init(
     timeout: float = 300.0,
     stages: int = 1,
     check: Check = "first",
+    strict: bool = False,
     also: dict[str, Any] | None = None,
 ) -> Mesh:
     """Joins the run and returns its mesh.
@@ -378,6 +379,7 @@ def init(
         timeout: seconds a rank waits for the others before it raises; see `pdc.init`.
         stages: the number of pipeline stages; see [Note: stages].
         check: which plain tensors are compared between ranks; see `pdc.init`.
+        strict: refuses to gather all rows for an operation; see `pdc.init`.
         also: further arguments, by name, that must be the same on all ranks.
 
     Raises:
@@ -387,7 +389,8 @@ def init(
     """
     settings: dict[str, Any] = {"algorithm": algorithm, "grid": grid}
     settings |= {"replication": replication, "stages": stages, "seed": seed}
-    settings |= {"check": check, "timeout": timeout, "backend": backend, **(also or {})}
+    settings |= {"check": check, "strict": strict, "timeout": timeout}
+    settings |= {"backend": backend, **(also or {})}
     problem = _argument_error(settings)
     check_launched()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -418,6 +421,7 @@ def init(
         mesh = alone(sides, seed, own_device)
     else:
         mesh = _distributed_mesh((stages, *sides), seed, own_device, watch, check)
+    mesh.sharded["strict"] = strict
     at = f"on {socket.gethostname()}, {own_device}"
     over = dist.get_backend() if dist.is_initialized() else "no network"
     tell(mesh.everyone.rank, "%s over %s, %s", mesh, over, at)

@@ -59,6 +59,7 @@ def init(
     timeout: float = 300.0,
     stages: int = 1,
     check: grids.Check = "first",
+    strict: bool = False,
     data: Data | None = None,
     widths: Sequence[int] | None = None,
     model: torch.nn.Module | None = None,
@@ -96,6 +97,7 @@ def init(
         check: which plain tensors ranks compare when they meet row-sharded ones: parameters
             once, others once per operation and shape, and steps on minibatches until they
             are found averaged ("first"), all ("always"), or "never".
+        strict: raises where an operation would gather all rows of a tensor on every rank.
         data, widths, model: for "auto", the whole graph, the same on every rank, and either
             the widths of features, hidden layers and output, or the model.
         layers, inputs, memory, dtype: for "auto", see `plan`.
@@ -110,7 +112,7 @@ def init(
         ValueError: if the grid does not fit; the message lists the sizes that do.
     """
     mesh_options: Any = {"backend": backend, "device": device, "seed": seed}
-    mesh_options |= {"check": check, "timeout": timeout}
+    mesh_options |= {"check": check, "strict": strict, "timeout": timeout}
     given = {"data": data, "widths": widths, "model": model, "machine": machine}
     given |= {"memory": memory, "dtype": dtype, "pipeline": pipeline or None}
     given |= {"codecs": codecs or None, "layers": None if layers == "gcn" else layers}
