@@ -378,8 +378,7 @@ def init(
         seed: the seed of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for the others before it raises; see `pdc.init`.
         stages: the number of pipeline stages; see [Note: stages].
-        check: which plain tensors are compared between ranks; see `pdc.init`.
-        strict: refuses to gather all rows for an operation; see `pdc.init`.
+        check, strict: see `pdc.init`.
         also: further arguments, by name, that must be the same on all ranks.
 
     Raises:
@@ -387,10 +386,9 @@ def init(
             ranks, if a rank lacks its device, or if arguments or the kinds of devices
             differ between them; it names the first that does.
     """
-    settings: dict[str, Any] = {"algorithm": algorithm, "grid": grid}
+    settings: dict[str, Any] = {"algorithm": algorithm, "grid": grid, "strict": strict}
     settings |= {"replication": replication, "stages": stages, "seed": seed}
-    settings |= {"check": check, "strict": strict, "timeout": timeout}
-    settings |= {"backend": backend, **(also or {})}
+    settings |= {"check": check, "timeout": timeout, "backend": backend, **(also or {})}
     problem = _argument_error(settings)
     check_launched()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ

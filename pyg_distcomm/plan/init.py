@@ -120,9 +120,8 @@ def init(
     given |= {"method": None if str(method) == "metis" else method}
     problem = _option_problem(algorithm, (replication, grid, stages), given)
     if algorithm != "auto":
-        _raise_if(problem)
         mesh_options |= {"replication": replication, "grid": grid, "stages": stages}
-        return _new_mesh(algorithm, mesh_options)
+        return _new_mesh(algorithm, mesh_options, problem)
     mesh = grids.init("1d", **mesh_options, also={"algorithm": algorithm})
     collectives.agree(problem, mesh.world)
     read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
@@ -135,8 +134,11 @@ def init(
     return grids.remember(mesh)
 
 
-def _new_mesh(algorithm: str, mesh_options: dict[str, Any]) -> Mesh:
+def _new_mesh(
+    algorithm: str, mesh_options: dict[str, Any], problem: str | None
+) -> Mesh:
     """Returns a mesh; warns once if it is a second one with the same ranks and grid."""
+    _raise_if(problem)
     before = grids.latest_mesh()
     mesh = grids.init(algorithm, **mesh_options)
     if before is None or before.everyone.size == 1 or "again" in PROCESS.warned:
