@@ -376,9 +376,8 @@ def init(
         device: where this rank computes; its CUDA device with NCCL, else the CPU. "cuda" is
             the device of LOCAL_RANK, as it is with NCCL.
         seed: the seed of dropout and of everything else that is keyed.
-        timeout: seconds a rank waits for the others before it raises; see `pdc.init`.
         stages: the number of pipeline stages; see [Note: stages].
-        check, strict: see `pdc.init`.
+        timeout, check, strict: see `pdc.init`.
         also: further arguments, by name, that must be the same on all ranks.
 
     Raises:

@@ -256,9 +256,9 @@ class HaloConv(torch.nn.Module):
 
     On a share the layer is PyG's, op by op, and runs without this wrapper, too. The wrapper
     adds a link, products for sums of rows, and a memory cap. A layer known to read no more
-    than the two ends of its edges gets (own and ghost rows, own rows) of its input. Dropout on edges is keyed by the edge, so that
-    masks do not depend on the number of ranks. Parameters, their names and the `state_dict`
-    are those of the layer.
+    than the two ends of its edges gets (own and ghost rows, own rows) of its input. Dropout
+    on edges is keyed by the edge, so that masks do not depend on the number of ranks.
+    Parameters, their names and the `state_dict` are those of the layer.
 
     Args:
         conv: a `MessagePassing` layer; it is shared, not copied.
