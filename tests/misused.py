@@ -95,6 +95,7 @@ def differs(name, first, second, where="init"):
 differs("seed", lambda: 0, lambda: 1)
 differs("timeout", lambda: 4.0, lambda: 5.0)
 differs("check", lambda: "first", lambda: "always")
+differs("strict", lambda: False, lambda: True)
 differs("grid", lambda: (2, 1, 1), lambda: (1, 1, 2))
 differs("stages", lambda: 1, lambda: 2)
 differs("algorithm", lambda: "1d", lambda: "feature")

@@ -2,7 +2,7 @@
 """Hugging Face accelerate on a graph that is spread over ranks: whole, or in minibatches.
 
 `prepare` wraps a model in DDP, which is right for minibatches. On the whole graph gradients
-are averaged without it, so only the optimizer is prepared. Loaders are not prepared: they
+are whole without it, so only the optimizer is prepared. Loaders are not prepared: they
 already divide the seeds among the ranks.
 """
 

@@ -360,6 +360,7 @@ def init(
     timeout: float = 300.0,
     stages: int = 1,
     check: Check = "first",
+    strict: bool = False,
     also: dict[str, Any] | None = None,
 ) -> Mesh:
     """Joins the run and returns its mesh.
@@ -375,9 +376,8 @@ def init(
         device: where this rank computes; its CUDA device with NCCL, else the CPU. "cuda" is
             the device of LOCAL_RANK, as it is with NCCL.
         seed: the seed of dropout and of everything else that is keyed.
-        timeout: seconds a rank waits for the others before it raises; see `pdc.init`.
         stages: the number of pipeline stages; see [Note: stages].
-        check: which plain tensors are compared between ranks; see `pdc.init`.
+        timeout, check, strict: see `pdc.init`.
         also: further arguments, by name, that must be the same on all ranks.
 
     Raises:
@@ -385,7 +385,7 @@ def init(
             ranks, if a rank lacks its device, or if arguments or the kinds of devices
             differ between them; it names the first that does.
     """
-    settings: dict[str, Any] = {"algorithm": algorithm, "grid": grid}
+    settings: dict[str, Any] = {"algorithm": algorithm, "grid": grid, "strict": strict}
     settings |= {"replication": replication, "stages": stages, "seed": seed}
     settings |= {"check": check, "timeout": timeout, "backend": backend, **(also or {})}
     problem = _argument_error(settings)
@@ -418,6 +418,7 @@ def init(
         mesh = alone(sides, seed, own_device)
     else:
         mesh = _distributed_mesh((stages, *sides), seed, own_device, watch, check)
+    mesh.sharded["strict"] = strict
     at = f"on {socket.gethostname()}, {own_device}"
     over = dist.get_backend() if dist.is_initialized() else "no network"
     tell(mesh.everyone.rank, "%s over %s, %s", mesh, over, at)

@@ -254,11 +254,11 @@ class HaloExecution(Explained):
 class HaloConv(torch.nn.Module):
     """Runs any PyG layer, unchanged, on a graph spread over ranks.
 
-    A layer that takes a pair of features gets (own and ghost rows, own rows): its input is
-    exchanged. For any other layer, the tensors that it passes to `propagate` are exchanged.
-    Normalisation by `gcn_norm` is global. Dropout on edges is keyed by the edge, so that
-    masks do not depend on the number of ranks. Parameters, their names and the `state_dict`
-    are those of the layer.
+    On a share the layer is PyG's, op by op, and runs without this wrapper, too. The wrapper
+    adds a link, products for sums of rows, and a memory cap. A layer known to read no more
+    than the two ends of its edges gets (own and ghost rows, own rows) of its input. Dropout
+    on edges is keyed by the edge, so that masks do not depend on the number of ranks.
+    Parameters, their names and the `state_dict` are those of the layer.
 
     Args:
         conv: a `MessagePassing` layer; it is shared, not copied.
@@ -280,8 +280,7 @@ class HaloConv(torch.nn.Module):
     `DistEdgeIndex.with_ordering` says otherwise.
 
     Raises:
-        TypeError: if conv is not a MessagePassing layer, or reads the topology outside
-            `propagate`; the message names the layer.
+        TypeError: if conv is not a MessagePassing layer.
         ValueError: over a link that leaves out numbers, if the aggregation is not a sum or
             a mean.
     """

@@ -59,6 +59,7 @@ def init(
     timeout: float = 300.0,
     stages: int = 1,
     check: grids.Check = "first",
+    strict: bool = False,
     data: Data | None = None,
     widths: Sequence[int] | None = None,
     model: torch.nn.Module | None = None,
@@ -96,6 +97,7 @@ def init(
         check: which plain tensors ranks compare when they meet row-sharded ones: parameters
             once, others once per operation and shape, and steps on minibatches until they
             are found averaged ("first"), all ("always"), or "never".
+        strict: raises where an operation would gather all rows of a tensor on every rank.
         data, widths, model: for "auto", the whole graph, the same on every rank, and either
             the widths of features, hidden layers and output, or the model.
         layers, inputs, memory, dtype: for "auto", see `plan`.
@@ -110,7 +112,7 @@ def init(
         ValueError: if the grid does not fit; the message lists the sizes that do.
     """
     mesh_options: Any = {"backend": backend, "device": device, "seed": seed}
-    mesh_options |= {"check": check, "timeout": timeout}
+    mesh_options |= {"check": check, "strict": strict, "timeout": timeout}
     given = {"data": data, "widths": widths, "model": model, "machine": machine}
     given |= {"memory": memory, "dtype": dtype, "pipeline": pipeline or None}
     given |= {"codecs": codecs or None, "layers": None if layers == "gcn" else layers}
@@ -118,9 +120,8 @@ def init(
     given |= {"method": None if str(method) == "metis" else method}
     problem = _option_problem(algorithm, (replication, grid, stages), given)
     if algorithm != "auto":
-        _raise_if(problem)
         mesh_options |= {"replication": replication, "grid": grid, "stages": stages}
-        return _new_mesh(algorithm, mesh_options)
+        return _new_mesh(algorithm, mesh_options, problem)
     mesh = grids.init("1d", **mesh_options, also={"algorithm": algorithm})
     collectives.agree(problem, mesh.world)
     read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
@@ -133,8 +134,11 @@ def init(
     return grids.remember(mesh)
 
 
-def _new_mesh(algorithm: str, mesh_options: dict[str, Any]) -> Mesh:
+def _new_mesh(
+    algorithm: str, mesh_options: dict[str, Any], problem: str | None
+) -> Mesh:
     """Returns a mesh; warns once if it is a second one with the same ranks and grid."""
+    _raise_if(problem)
     before = grids.latest_mesh()
     mesh = grids.init(algorithm, **mesh_options)
     if before is None or before.everyone.size == 1 or "again" in PROCESS.warned:

@@ -80,8 +80,8 @@ def _check_size(name: str, args: Any, kwargs: Any) -> None:
     if mesh.sharded.get("strict"):
         raise TypeError(
             f"{name}() needs all rows of {[list(x.shape) for x in found]}, {total:,} bytes on "
-            "each rank, which a strict mesh does not gather; take .full_tensor() where that "
-            "is wanted, or an operation that works row by row or reduces over rows"
+            "each rank, which pdc.init(strict=True) does not gather; take .full_tensor() where "
+            "that is wanted, or an operation that works row by row or reduces over rows"
         )
     if total <= _LARGE or mesh.rank:
         return
