@@ -84,7 +84,7 @@ def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
 def test_products(graph, f, dtype, index, weighted, monkeypatch):
     monkeypatch.setattr(core_cuda, "CUT", 8)
     monkeypatch.setattr(core_cuda, "TILE", 2048)
-    monkeypatch.setattr(core_cuda, "LIBRARY_DEGREE", 10**9)
+    monkeypatch.setattr(core_cuda, "LARGE", 10**18)
     rowptr, col = matrix(GRAPHS[graph], 11, index)
     x = torch.randn(11, f).to(dtype)
     value = torch.randn(len(col)).to(dtype) if weighted else None

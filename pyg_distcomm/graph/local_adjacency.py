@@ -7,7 +7,8 @@ through `.data` or NumPy), and a new tensor (`flip`, a mask, `clone`) has none. 
 the first edges, as `trim_to_layer` takes it, shares the cache. The CSR form is computed from
 the edges themselves, never inferred from a shape. Edges of a sampler, which also gives the
 number of seeds, use it at once. For any other tensor it is built at the second use, since it
-costs more than one use saves. A PyG `EdgeIndex` has a cache, too; one that is marked as sorted
+costs more than one use saves; but for millions of edges on a device, whose messages PyG would
+hold at once, at the first. A PyG `EdgeIndex` has a cache, too; one that is marked as sorted
 by target uses it at once.
 
 [Note: device synchronisation] On a device the host waits for facts about the edges: once for an
@@ -37,6 +38,7 @@ from pyg_distcomm.ops.csr import Pattern
 from pyg_distcomm.process import PROCESS
 
 _INDICES = (torch.int64, torch.int32)
+_MANY = 1 << 22  # edges on a device whose CSR form is built at the first use
 _LATEST = 256  # minibatches among which that of edges on a device is looked for
 DEVICES = frozenset({"cpu", "cuda"})  # types of those whose products have kernels
 
@@ -509,7 +511,9 @@ def adjacency_of(edge_index: Any) -> LocalAdjacency | None:
         found = _followed(edge_index)
     changed = found is None or found.signature != signature
     if found is None or changed or found.is_elsewhere(edge_index):
-        at_once = grouped or _first_edges_of(edge_index) is not None
+        # of many edges on a device, PyG's messages may not fit
+        many = not edge_index.is_cpu and edge_index.size(1) >= _MANY
+        at_once = grouped or many or _first_edges_of(edge_index) is not None
         found = LocalAdjacency(signature, uses=int(at_once))
         found.memory = edge_index.untyped_storage()
         PROCESS.adjacencies[owner] = found

@@ -28,8 +28,10 @@ CUT = 1024  # edges of a window, into which long rows are cut
 TILE = 256  # numbers that a program of a product sums at a time
 WIDEST = 128  # columns of a tile
 UNROLL = 4  # edges that are read together
-LIBRARY_WIDTH = 256  # columns from which cuSPARSE is asked, if a matrix has values,
-LIBRARY_DEGREE = 32  # and edges a row from which it is
+LARGE = 1 << 20  # edges of a matrix from which cuSPARSE may be asked:
+SKEW = 16  # if its longest row is so many times the mean,
+LIBRARY_WIDTH = 128  # or x has so many columns, the matrix values,
+LIBRARY_DEGREE = 32  # and so many edges per row
 BLOCK = 1024  # numbers of a program that draws
 _WIDE = {torch.float64: tl.float64}
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -269,7 +271,7 @@ def spmm(
     if x.dtype not in _TYPES or (value is not None and value.dtype not in _TYPES):
         return core_ops.spmm.definition(rowptr, col, value, x, out, accumulate)
     in_order = torch.are_deterministic_algorithms_enabled()
-    if not in_order and value is not None and library_wins(rowptr, col, x):
+    if not in_order and library_wins(rowptr, col, value, x):
         return core_ops.library_spmm(rowptr, col, value, x, out, accumulate)
     m, f = rowptr.numel() - 1, x.size(1)
     target = x.new_empty(m, f) if out is None else out.detach()
@@ -308,12 +310,19 @@ def spmm(
     return deliver(home, target if out is None else out)
 
 
-def library_wins(rowptr: Tensor, col: Tensor, x: Tensor) -> bool:
-    """Returns whether cuSPARSE is to multiply: a wide x, and many edges a row."""
-    dense = len(col) >= LIBRARY_DEGREE * (rowptr.numel() - 1)
-    return (
-        dense and x.size(1) >= LIBRARY_WIDTH and core_ops.library_fits(rowptr, col, x)
-    )
+def library_wins(rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor) -> bool:
+    """Returns whether cuSPARSE is to multiply: where benchmarks/reports/cuda.md found it faster.
+
+    That is a large matrix whose rows differ much in length, or one with values and a wide x.
+    The length of the longest row is read from the device when offsets are first seen.
+    """
+    edges, rows = len(col), rowptr.numel() - 1
+    if edges < LARGE or not core_ops.library_fits(rowptr, col, x):
+        return False
+    if core_ops.longest_of(rowptr) * rows > SKEW * edges:
+        return True
+    wide = value is not None and x.size(1) >= LIBRARY_WIDTH
+    return wide and edges >= LIBRARY_DEGREE * rows
 
 
 def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:

@@ -533,6 +533,20 @@ def span_of(rowptr: Tensor) -> tuple[int, int]:
     return known
 
 
+def longest_of(rowptr: Tensor) -> int:
+    """Returns the most edges of a row; 0 if a graph is captured that has not been seen.
+
+    Cached as the span is.
+    """
+    known: int | None = getattr(rowptr, "_longest", None)
+    if known is None:
+        if rowptr.is_cuda and torch.cuda.is_current_stream_capturing():
+            return 0
+        known = int(rowptr.diff().max()) if rowptr.numel() > 1 else 0
+        rowptr._longest = known  # type: ignore[attr-defined]
+    return known
+
+
 def note_span(rowptr: Tensor, low: int, high: int) -> None:
     """Caches the span of offsets that are on a device; see `span_of`."""
     if not rowptr.is_cpu:

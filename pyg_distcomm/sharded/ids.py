@@ -182,7 +182,7 @@ class IdExchange:
         flat = src.reshape(len(src), math.prod(rest)).contiguous()
         rowptr, perm = self._sorted()
         table = kernels.segment_max(rowptr, perm, flat)
-        table[rowptr.diff() == 0] = empty
+        table.masked_fill_((rowptr.diff() == 0).unsqueeze(1), empty)
         own = table[: self.own]
         if not self.halo.silent:
             halo = self.halo
