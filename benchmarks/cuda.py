@@ -2,8 +2,6 @@
 
     python benchmarks/cuda.py --minutes 8 --report benchmarks/reports/cuda.md
 
-It has not run on a CUDA device yet: no report of it exists, and no figure is known.
-
 Parts, in the order of what they decide: (a) the package imports, and 60 tests; (b) products
 with sparse matrices beside cuSPARSE and PyG's scatter; (c) epochs of GCN, GraphSAGE and GAT on
 a graph of the size of ogbn-products, 2.1 million nodes and 126 million edges, beside PyG; (d)

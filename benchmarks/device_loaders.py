@@ -1,7 +1,6 @@
 """Trains for an epoch of minibatches on one CUDA device, by phases, beside PyG's loader.
 
-The part `minibatches` of `python benchmarks/cuda.py`, which see: it has not run on a CUDA
-device yet.
+The part `minibatches` of `python benchmarks/cuda.py`, which see.
 """
 
 from __future__ import annotations

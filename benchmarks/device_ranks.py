@@ -1,6 +1,6 @@
 """Trains on two ranks that share one device over gloo, and on one over NCCL.
 
-The part `ranks` of `python benchmarks/cuda.py`, which see: it has not run on a CUDA device yet.
+The part `ranks` of `python benchmarks/cuda.py`, which see.
 """
 
 from __future__ import annotations

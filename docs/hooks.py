@@ -73,6 +73,7 @@ TABS = {
         "Compressed and late halos": "reports/links reports/size reports/late "
         "reports/codecs reports/network",
         "Deep models": "reports/pipeline reports/training",
+        "Devices": "reports/cuda",
         "Partitions": "reports/partitioning",
         "Correctness": "reports/exhaustive reports/mutations reports/faults "
         "reports/tracing pyg-examples pyg-layers reports/*",

@@ -185,14 +185,30 @@ def test_keyed_dropout(dtype, p):
 
 
 @pytest.mark.exhaustive
-def test_every_kernel_compiles_for_sm_90(tmp_path):
+def test_every_kernel_compiles_for_sm_80_and_sm_90(tmp_path):
     pytest.importorskip(
         "triton.backends.nvidia", reason="Triton cannot compile for CUDA"
     )
-    script = Path(__file__).with_name("compiled_for_sm90.py")
+    script = Path(__file__).with_name("compiled_for_cuda.py")
     given = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     given.pop("TRITON_INTERPRET", None)
     run = [sys.executable, str(script)]
     found = subprocess.run(run, env=given, capture_output=True, text=True, timeout=1200)
     assert found.returncode == 0, found.stderr[-4000:]
     assert "spmm_rows" in found.stdout
+
+
+def test_the_library_multiplies_where_it_was_faster(monkeypatch):
+    monkeypatch.setattr(core_cuda, "LARGE", 64)
+    even, uneven = torch.arange(0, 320, 32), torch.tensor([0, 256] + [256] * 31 + [288])
+    for rowptr, width, valued, wanted in (
+        (even, 128, True, True),
+        (even, 128, False, False),
+        (even, 32, True, False),
+        (uneven, 32, False, True),
+        (even[:2], 128, True, False),  # too few edges
+    ):
+        edges = int(rowptr[-1])
+        col, value = torch.zeros(edges, dtype=torch.int64), torch.ones(edges)
+        given = rowptr.clone(), col, value if valued else None, torch.ones(4, width)
+        assert core_cuda.library_wins(*given) == wanted

@@ -311,9 +311,10 @@ def spmm(
 
 
 def library_wins(rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor) -> bool:
-    """Returns whether cuSPARSE is to multiply: where benchmarks/reports/cuda.md found it faster.
+    """Returns whether cuSPARSE is to multiply: where it was faster on a device.
 
-    That is a large matrix whose rows differ much in length, or one with values and a wide x.
+    That is a large matrix whose rows differ much in length, or one with values and a wide x;
+    see benchmarks/reports/cuda.md.
     The length of the longest row is read from the device when offsets are first seen.
     """
     edges, rows = len(col), rowptr.numel() - 1

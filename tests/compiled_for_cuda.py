@@ -1,4 +1,4 @@
-"""Compiles every kernel in Triton for sm_90, without a device; run as a script.
+"""Compiles every kernel in Triton for sm_80 and sm_90, without a device; run as a script.
 
 The twins for CUDA are called on CPU tensors, with launches that compile and compute nothing.
 It prints the kernels that were compiled, and fails where one is never launched.
@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 import pyg_distcomm
 
-TARGET = GPUTarget("cuda", 90, 32)
+TARGETS = [GPUTarget("cuda", number, 32) for number in (80, 90)]
 POINTERS = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -55,15 +55,16 @@ def compile_only(kernel, *args, grid, warmup, **kwargs):
             attributes[(place,)] = [["tt.divisibility", 16]]
     key = (kernel.fn.__name__, *map(str, (signature, constants, attributes, kwargs)))
     if key not in compiled:
-        source = ASTSource(kernel, signature, constants, attributes)
-        made = triton.compile(source, target=TARGET, options=kwargs)
-        assert made.asm["ptx"], key
+        for target in TARGETS:
+            source = ASTSource(kernel, signature, constants, attributes)
+            made = triton.compile(source, target=target, options=kwargs)
+            assert made.asm["ptx"], key
         compiled[key] = kernel
 
 
 def products(core):
     rowptr, col = torch.tensor([0, 3, 3, 40]), torch.randint(5, (40,))
-    core.CUT, core.LIBRARY_DEGREE = 8, 10**9
+    core.CUT, core.LARGE = 8, 10**18
     kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     forms = [(dtype, torch.int32, 100) for dtype in kinds]
     for dtype, index, f in (*forms, (torch.float32, torch.int64, 1)):
