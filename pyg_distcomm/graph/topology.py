@@ -228,8 +228,9 @@ class Topology:
 
         def build(ghost: Tensor, counts: list[int]) -> Halo:
             axis = rows.mesh.world
-            if axis.observer is not None:
-                observer = functools.partial(axis.observer, edges=self.edges)
+            tell: Any = axis.observer
+            if tell is not None:
+                observer = functools.partial(tell, edges=self.edges)
                 axis = replace(axis, observer=observer)
             return Halo.build(ghost, counts, rows.gid, axis)
 

@@ -39,6 +39,7 @@ from pyg_distcomm.sharded.edge_methods import EdgeMethods
 
 Kind = TypeVar("Kind", bound=type)
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_GRAD: Any = Tensor.grad  # torch's own attribute
 
 
 def eager(kind: Kind) -> Kind:
@@ -171,7 +172,7 @@ class DistTensor(EdgeMethods, Tensor):
 
         Autograd may leave a plain tensor in its place: that of `x.sum()` is 1, expanded.
         """
-        g = Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+        g = _GRAD.__get__(self)
         if type(g) is Tensor and g.layout == torch.strided:
             own = g.index_select(self.dim_, self.rows.place_on(g.device))
             g = DistTensor(own, self.rows, self.dim_)
@@ -180,11 +181,11 @@ class DistTensor(EdgeMethods, Tensor):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+        _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
+        _GRAD.__delete__(self)
 
     def to_local(self) -> Tensor:
         """Returns this rank's rows as an ordinary tensor, differentiably."""

@@ -86,9 +86,10 @@ def _planned(ids: Ids, rows: Rows) -> IdExchange:
         problem = f"index {bad} is out of range for a tensor of {rows.count} rows"
     plan = plan_ids([flat], rows, rows.mesh.world, problem)[0]
     axis = rows.mesh.world
-    if axis.observer is not None:  # edges are where their targets are
+    tell: Any = axis.observer
+    if tell is not None:  # edges are where their targets are
         known = ids.part == 0 and rows.partition is not None
-        observer = functools.partial(axis.observer, known=known, edges=ids.rows)
+        observer = functools.partial(tell, known=known, edges=ids.rows)
         axis = replace(axis, observer=observer)
         halo = replace(plan.halo, axis=axis, silent=ids.part == 1)
         plan = replace(plan, halo=halo)
