@@ -58,7 +58,6 @@ __all__ = [  # as in `api`
     "replicate",
     "save_checkpoint",
     "trace",
-    "update",
 ]
 
 

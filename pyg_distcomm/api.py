@@ -15,7 +15,6 @@ from pyg_distcomm.comm.trace import trace as trace
 from pyg_distcomm.graph.partition_data import load_partition as load_partition
 from pyg_distcomm.graph.partition_data import partition as partition
 from pyg_distcomm.graph.partition_data import partition_report as partition_report
-from pyg_distcomm.graph.update import update as update
 from pyg_distcomm.halo.policy import LinkPolicy as LinkPolicy
 from pyg_distcomm.halo.presets import BNS as BNS
 from pyg_distcomm.halo.presets import SANCUS as SANCUS

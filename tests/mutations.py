@@ -678,47 +678,6 @@ MUTATIONS = (
         "test_plan.py",
         "nonzeros_are and directed",
     ),
-    # graphs that change
-    Mutation(
-        "edges that stay keep the places of those that are gone",
-        "update",
-        "place = place - torch.searchsorted(gone, place)",
-        "place = place - torch.searchsorted(gone[:0], place)",
-        "test_update.py",
-        "test_what_grew",
-    ),
-    Mutation(
-        "new nodes get the rows of others",
-        "update",
-        "mine = new[nodes.own_new_nodes.to(new.device)]",
-        "mine = new[nodes.own_new_nodes.flip(0).to(new.device)]",
-        "test_update.py",
-        "test_what_grew",
-    ),
-    Mutation(
-        "an owner goes on to send ghosts that are needed no more",
-        "update",
-        "pairs = torch.cat([pairs[~torch.isin(pairs, leave)], enter]).sort().values",
-        "pairs = torch.cat([pairs, enter]).sort().values",
-        "test_update.py",
-        "test_what_grew",
-    ),
-    Mutation(
-        "a graph that has grown still counts as the one of before",
-        "update",
-        "            before.note_update()",
-        "            pass",
-        "test_update.py",
-        "test_what_was_made_before or test_mistakes",
-    ),
-    Mutation(
-        "a rank knows of new self-loops of its own alone",
-        "update",
-        "looped=any(row[0] for row in every),",
-        "looped=bool(found[0]),",
-        "test_update.py",
-        "test_edges_of_an_adj_change",
-    ),
     # products of sparse matrices of edges
     # pools
     # chunks of nodes, within a memory cap

@@ -60,7 +60,6 @@ KNOWS_PYG = {
     "datasets.saved_graph",
     "partition.folder",
     "partition.part_share",
-    "partition.pyg_folder",
     "sharded.layers",
 }
 PYG_ROOMS = ("graph.", "nn.", "sampling.", "loader.", "pipeline.", "plan.")

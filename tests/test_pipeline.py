@@ -421,19 +421,6 @@ def test_another_graph_is_refused():
         pipe.train_step(share, lambda out, data: out)
 
 
-def test_a_graph_from_before_an_update_is_refused():
-    data, share, mesh = _share()
-    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=1)
-    pipe.train_step(share, loss_of)
-    grown = pdc.update(share, removed_edges=data.edge_index[:, :1])
-    with pytest.raises(RuntimeError, match="make a Pipeline of the share"):
-        pipe.train_step(share, loss_of)
-    with pytest.raises(ValueError, match="make another Pipeline"):
-        pipe(grown)
-    again = pdc.Pipeline(stack_of("gcn"), mesh, chunks=1)
-    again.train_step(share, loss_of)  # on purpose, as loaders are
-
-
 @pytest.mark.parametrize("gradient", ["surrogate", "damped"])
 def test_a_step_that_fails_leaves_everything_as_it_was(gradient):
     _, share, mesh = _share()

@@ -12,7 +12,7 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.datasets import is_known, load_dataset
-from pyg_distcomm.partition.folder import open_folder, open_foreign
+from pyg_distcomm.partition.folder import open_folder
 from pyg_distcomm.partition.part_share import PartShare, key_parts
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.degree_distribution import RandomGraph
@@ -109,7 +109,7 @@ def _graph(arguments: argparse.Namespace) -> tuple[Any, Partition | None]:
     if values[0] is None:
         return RandomGraph(arguments.nodes, arguments.edges, arguments.law), None
     parts = Path(values[0]).is_dir() and not is_known(values[0])
-    if parts or open_foreign(values[0]) is not None:
+    if parts:
         return read_edges(Path(values[0]))
     return load_dataset(values[0], arguments.root, hetero=True), None
 

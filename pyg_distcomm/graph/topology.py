@@ -97,15 +97,6 @@ class LocalGraph:
             "rows", (x, None), lambda: self.with_ghosts(x.to_local().contiguous())
         )
 
-    def scatter_to_owners(
-        self, ghosts: Tensor, own: Tensor, link: Link | None = None
-    ) -> Tensor:
-        """Adds ghost rows to the rows of their owners, differentiably."""
-        if self.halo.silent:
-            return own
-        link = self.halo if link is None else link
-        return exchange_transpose(ghosts, own, link)
-
     def with_ghost_facts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Returns the same for node values that only depend on the graph."""
         return self.with_ghosts(x, link)

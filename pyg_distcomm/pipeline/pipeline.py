@@ -330,7 +330,6 @@ class Pipeline(torch.nn.Module):
         """Cuts the share into chunks; collective."""
         with layer_stack.on_all_ranks(self.mesh):
             edge_index = layer_stack.check_share(data, self.mesh)
-        self._updates = layer_stack.updates_of(edge_index)
         plan = plan_chunks(edge_index, self._chunks, self._seed)
         if plan.crossing > CROSSING and self.mesh.everyone.rank == 0:
             warnings.warn(
@@ -358,7 +357,7 @@ class Pipeline(torch.nn.Module):
             self._plan(data)
         assert self._run is not None
         topology = self._run.plan.topology
-        edge_index = layer_stack.check_planned_data(data, topology, self._updates)
+        edge_index = layer_stack.check_planned_data(data, topology)
         if self._run.link is not edge_index.topology.link:
             with layer_stack.on_all_ranks(self.mesh):
                 self._run.set_link(edge_index.topology.link)
