@@ -27,8 +27,6 @@ __all__ = [  # as in `api`
     "DistTensor",
     "Ledger",
     "LinkPolicy",
-    "LoaderPlan",
-    "LoaderPlans",
     "Machine",
     "Mesh",
     "Partition",

@@ -31,8 +31,6 @@ from pyg_distcomm.pipeline.pipeline import Pipeline as Pipeline
 from pyg_distcomm.plan.calibrate import calibrate as calibrate
 from pyg_distcomm.plan.degree_distribution import RandomGraph as RandomGraph
 from pyg_distcomm.plan.init import init as init
-from pyg_distcomm.plan.loaders import LoaderPlan as LoaderPlan
-from pyg_distcomm.plan.loaders import LoaderPlans as LoaderPlans
 from pyg_distcomm.plan.machine import Machine as Machine
 from pyg_distcomm.plan.planner import plan as plan
 from pyg_distcomm.plan.plans import Plan as Plan

@@ -639,22 +639,6 @@ MUTATIONS = (
     ),
     # the planner
     Mutation(
-        "the planner counts the loss of a stage's ranks in 8 bytes",
-        "planner",
-        "loss[-1] += ring_words(LOSS_WORDS, ranks) * item",
-        "loss[-1] += ring_words(LOSS_WORDS, ranks) * LOSS_ITEM",
-        "test_plan_pipelines.py",
-        "test_bytes_are_those_of_the_ledger",
-    ),
-    Mutation(
-        "the planner's stages send nothing on",
-        "planner",
-        "self.border = self._own_nodes * (self._width_in + self._width_out) * item",
-        "self.border = self._own_nodes * self._width_in * item",
-        "test_plan_pipelines.py",
-        "test_bytes_are_those_of_the_ledger",
-    ),
-    Mutation(
         "the planner gives whole blocks to their own rank as well",
         "planner",
         "np.repeat(own[:, None, :], size, 1) * (1 - np.eye(size, dtype=np.int64))",
@@ -861,39 +845,6 @@ MUTATIONS = (
         "tl.atomic_max(first, worst)",
         "test_cuda_codecs.py",
         "test_rows_without_zeros",
-    ),
-    # plans of typed graphs
-    Mutation(
-        "first epochs of a typed graph are priced with one rank's sums",
-        "planner",
-        '"early_bytes": tuple(n + size * sums for n in self.early)',
-        '"early_bytes": tuple(n + sums for n in self.early)',
-        "test_hetero.py",
-        "test_plans_of_links",
-    ),
-    Mutation(
-        "ranks agree on the links of edge types for nothing",
-        "planner",
-        'groups["agreement"] = [ring_words(1, self.size)] * agreements',
-        'groups["agreement"] = []',
-        "test_hetero.py",
-        "test_plans_of_links",
-    ),
-    Mutation(
-        "gradients that no loss reads are priced",
-        "planner",
-        "if back and layer.read:",
-        "if back:",
-        "test_hetero.py",
-        "test_gradients_that_no_loss_reads",
-    ),
-    Mutation(
-        "features that do not change are planned to travel",
-        "planner",
-        "mark_kept(now, later)  # caches",
-        "# caches",
-        "test_hetero.py",
-        "the_plan_of_a_heterodata or test_plans_of_links",
     ),
     # subgraphs
     Mutation(

@@ -472,8 +472,6 @@ def test_refusals_have_reasons():
         ({"ranks": 4, "grid": (2, 2)}, "three whole numbers"),
         ({"ranks": 4, "grid": (-2, -2, 1)}, "three whole numbers"),
         ({"ranks": 4, "grid": (2, 2, 1), "algorithm": "1d"}, "one of them"),
-        ({"ranks": 4, "pipeline": True, "algorithm": "1d"}, "beside all grids"),
-        ({"ranks": 4, "chunks": -3}, "add pipeline=True"),
         ({"ranks": 4, "algorithm": "4d"}, "not known"),
         ({"ranks": 4, "memory": -1}, "bytes above 0"),
         (
@@ -554,8 +552,8 @@ def refusals():
         pdc.init("auto", data=some, widths=[7, 4], timeout=120)
     with pytest.raises(ValueError, match="for algorithm='auto'"):
         pdc.init("1d", data=data)
-    with pytest.raises(ValueError, match="memory, pipeline, codecs, method are for"):
-        pdc.init("1d", codecs=["1 bit"], pipeline=True, memory=1.0, method="block")
+    with pytest.raises(ValueError, match="memory, codecs, method are for"):
+        pdc.init("1d", codecs=["1 bit"], memory=1.0, method="block")
     with pytest.raises(ValueError, match="leave grid"):
         pdc.init("auto", data=data, widths=[7, 4], replication=2)
     with pytest.raises(ValueError, match="no plan can be run"):

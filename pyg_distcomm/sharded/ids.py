@@ -88,7 +88,7 @@ def _planned(ids: Ids, rows: Rows) -> IdExchange:
     axis = rows.mesh.world
     if axis.observer is not None:  # edges are where their targets are
         known = ids.part == 0 and rows.partition is not None
-        observer = functools.partial(axis.observer, known=known, edges=ids.rows)
+        observer = functools.partial(axis.observer, known=known)
         axis = replace(axis, observer=observer)
         halo = replace(plan.halo, axis=axis, silent=ids.part == 1)
         plan = replace(plan, halo=halo)
