@@ -708,46 +708,6 @@ MUTATIONS = (
     # functions of torch that are made of others
     # sizes
     # a memory of nodes
-    Mutation(
-        "a message to its target is made as one to its source",
-        "memory",
-        "((src, dst), (dst, src))",
-        "((dst, src), (src, dst))",
-        "test_temporal.py",
-        "test_trains_as_one_process",
-    ),
-    Mutation(
-        "a message has the time of its event, not the time since the last",
-        "memory",
-        "since = (events.t - last[events.near]).to(events.raw.dtype)",
-        "since = events.t.to(events.raw.dtype)",
-        "test_temporal.py",
-        "test_trains_as_one_process",
-    ),
-    Mutation(
-        "of messages of one time the first is taken",
-        "memory",
-        'last = scatter(is_last + 1, index[is_last], 0, dim_size, reduce="max") - 1',
-        'last = scatter(is_last + 1, index[is_last], 0, dim_size, reduce="min") - 1',
-        "test_temporal.py",
-        "test_the_last_message",
-    ),
-    Mutation(
-        "a node keeps its first neighbours",
-        "memory",
-        ".topk(self.size, dim=1)",
-        ".topk(self.size, dim=1, largest=False)",
-        "test_temporal.py",
-        "test_trains_as_one_process",
-    ),
-    Mutation(
-        "an aggregator learns from the messages to this rank's nodes",
-        "memory",
-        "        parameters = {name: entered(p, mesh) for name, p in named}",
-        "        parameters = dict(named)",
-        "test_temporal.py",
-        "test_trains_as_one_process",
-    ),
     # codecs
     Mutation(
         "a residual believes all of a difference",

@@ -164,7 +164,7 @@ class TemporalDataLoader(PygTemporalDataLoader):
     Every rank reads the events of a batch, and keeps a block of them: `src`, `dst`, `t`, `msg`
     and whatever has a row for each event are DistTensors, so the loss is that of all
     events, and no `replicate` is needed. `n_id` is an ordinary tensor, equal on all ranks, as
-    `LastNeighborLoader` and `TGNMemory` take it. Negative targets are what rank 0 draws
+    PyG's `LastNeighborLoader` and `TGNMemory` take it. Negative targets are what rank 0 draws
     with torch's generator, on all ranks. Before `pdc.init`, and on one rank, it is PyG's own.
 
     Args:
