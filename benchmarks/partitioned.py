@@ -24,6 +24,7 @@ from pathlib import Path
 
 import loaders
 import ranks
+import spmm as bench
 import torch
 from loaders import BATCH, MIB, OURS, PYG_LIB, WIDTH
 from ranks import PEER, Case, Found, Task
@@ -31,7 +32,6 @@ from tables import from_text
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder

@@ -16,13 +16,13 @@ import platform
 from pathlib import Path
 
 import oblivious
+import spmm as bench
 import torch
 import torch.nn.functional as F
 from tables import from_text
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.plan.plans import show_bytes

@@ -33,7 +33,7 @@ from torch_geometric.nn import (
 )
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench, main
+from pyg_distcomm.cli import main
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.ledger import dense_words
@@ -979,12 +979,26 @@ def test_what_is_sent_is_multiplied_before_and_what_arrives_after():
     assert seconds(ends, "rows", "gcn") == pytest.approx(2 * (4 * 5 * 4 + 4 * 5))
 
 
+def rmat(scale, each):
+    """An R-MAT graph (.57, .19, .19, .05), symmetrised, ids permuted."""
+    n, g = 1 << scale, torch.Generator().manual_seed(0)
+    row = torch.zeros(n * each, dtype=torch.int64)
+    col = torch.zeros_like(row)
+    for _ in range(scale):
+        u = torch.rand(len(row), generator=g)
+        row = 2 * row + (u >= 0.76)
+        col = 2 * col + (((u >= 0.57) & (u < 0.76)) | (u >= 0.95))
+    name = torch.randperm(n, generator=g)
+    row, col = name[row], name[col]
+    return torch.cat([row, col]), torch.cat([col, row]), n
+
+
 @pytest.mark.parametrize(
     ("law", "off"), [tiers.rarely("uniform", 0.01), ("rmat", 0.01)]
 )
 def test_a_law_gives_the_mean_of_real_graphs(law, off):
     if law == "rmat":
-        row, col, n = bench.rmat(12, 4)
+        row, col, n = rmat(12, 4)
         edge_index = torch.stack([row, col])
     else:
         n = 4096

@@ -129,7 +129,7 @@ def _parser() -> _Parser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # each function adds the parser of one subcommand
-    verbs = _partition, _inspect, _plan, _report, _doctor, _bench
+    verbs = _partition, _inspect, _plan, _report, _doctor
     for add in verbs:
         add(commands)
     return parser
@@ -335,16 +335,3 @@ def _report(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "check this machine and its packages; exit with 1 if the package cannot run"
     _verb(commands, "doctor", text, "doctor")
-
-
-def _bench(commands: argparse._SubParsersAction[_Parser]) -> None:
-    text = "time the sparse product and a GCN epoch beside other implementations"
-    parser = _verb(commands, "bench", text, "bench")
-    parser.add_argument(
-        "--scale", type=whole_number(1, 30), default=16, help="2^N nodes, 16 edges each"
-    )
-    parser.add_argument(
-        "--widths", type=whole_number(1), nargs="+", default=[16, 64, 256]
-    )
-    parser.add_argument("--threads", type=whole_number(1), nargs="+", default=[1])
-    parser.add_argument("--repeats", type=whole_number(1), default=5)

@@ -86,7 +86,7 @@ class Rows:
 
     @cached_property
     def plans(self) -> OrderedDict[Any, Any]:
-        """Returns the cache of exchanges planned for lists of ids; see `gather_by_id.py`."""
+        """Returns the cache of exchanges planned for lists of ids; see `ops/id_plan.py`."""
         return OrderedDict()
 
     @cached_property

@@ -35,13 +35,13 @@ from pyg_distcomm.loader.options import (
 )
 from pyg_distcomm.loader.prefetch import FETCH, SAMPLE
 from pyg_distcomm.loader.row_group import EDGES
+from pyg_distcomm.ops.id_plan import IdPlan, attach_route, plan_ids
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sampling.graph_block import gathered, is_share, mesh_of
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 from pyg_distcomm.sampling.partitioned import SAMPLE_AT, PartitionedNeighborSampler
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
-from pyg_distcomm.tensor.gather_by_id import IdPlan, attach_route, plan_ids
 
 
 class PartitionedSource:
