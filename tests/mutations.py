@@ -489,9 +489,9 @@ MUTATIONS = (
     Mutation(
         "the cache keeps the rows of an attribute that was replaced",
         "cache",
-        "row_group.external.pop(name, None)\n        if len(row_group.cached_gid):",
-        "row_group.external.pop(name, None)\n"
-        "        if len(row_group.cached_gid) and name not in row_group.cached_rows:",
+        "if len(row_group.cached_gid):\n            self._fill_cache(row_group, [name])",
+        "if len(row_group.cached_gid) and name not in row_group.cached_rows:\n"
+        "            self._fill_cache(row_group, [name])",
         "test_feature_store.py",
         "test_the_cache_is_the_same or test_putting",
     ),
@@ -692,8 +692,8 @@ MUTATIONS = (
     Mutation(
         "a layer that counts its messages runs in chunks",
         "chunks",
-        "if any(step.opname in _STORES for step in steps):",
-        "if any(step.opname in () for step in steps):",
+        "if not said and not all(map(_is_known, layer.modules())):",
+        "if False:",
         "test_out_of_core.py",
         "test_layers_of_a_script",
     ),

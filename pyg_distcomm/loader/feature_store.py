@@ -17,7 +17,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
 from pyg_distcomm.loader.row_group import EDGES as EDGES
 from pyg_distcomm.loader.row_group import NODES as NODES
-from pyg_distcomm.loader.row_group import Group, QuiverFeature, lengths, own_rows
+from pyg_distcomm.loader.row_group import Group, lengths, own_rows
 from pyg_distcomm.loader.sharded_feature_store import (
     Fanouts,
     RowsAttr,
@@ -132,11 +132,7 @@ class DistFeatureStore(ShardedStore):
         wire: Wire = None,
         folder: str | Path | None = None,
     ) -> DistFeatureStore:
-        """Joins the parts `[n_q, ...]` that the ranks hold, in rank order; collective.
-
-        That is what quiver-feature's DistTensor does; its `tensor[ids]` and `shape` are
-        there too.
-        """
+        """Joins the parts `[n_q, ...]` that the ranks hold, in rank order; collective."""
         store = cls(channel, wire=wire, folder=folder)
         store._add_ranges(NODES, lengths(tensor, store.channel.world))
         store.add(NODES, name, tensor)
@@ -201,10 +197,6 @@ class DistFeatureStore(ShardedStore):
         if group not in self._row_groups:
             self._add_group_like(group, tensor)
         row_group = self._row_group(group)
-        if isinstance(tensor, QuiverFeature):
-            row_group.external[name] = tensor
-            row_group.values.pop(name, None)
-            return True
         if isinstance(tensor, DistTensor):
             tensor = tensor.to_local()
         self.add(group, name, own_rows(row_group, tensor))
@@ -278,7 +270,6 @@ class DistFeatureStore(ShardedStore):
             row_group.values,
             row_group.codecs,
             row_group.cached_rows,
-            row_group.external,
         )
         for place in held:
             place.pop(attr.attr_name, None)

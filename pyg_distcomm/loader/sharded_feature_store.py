@@ -338,7 +338,6 @@ class ShardedStore(FeatureStore):
         """
         row_group, codec = self._row_group(group), self._codecs.get(name, self._codec)
         add_rows(row_group, name, values, self.channel, codec, self._folder)
-        row_group.external.pop(name, None)
         if len(row_group.cached_gid):
             self._fill_cache(row_group, [name])
 
@@ -438,15 +437,7 @@ class ShardedStore(FeatureStore):
         """
         if not self._row_groups:
             return {}
-        pools = replace(self._fetcher(attrs), placement=placement)(wanted)
-        for group, pool in pools.items():
-            for name, source in self._row_groups[group].external.items():
-                if attrs is None or name in attrs.get(group, ()):
-                    in_order = torch.empty_like(pool.ids)
-                    in_order[pool.place] = pool.ids
-                    rows = source[in_order]
-                    pool.rows[name] = rows if placement is None else placement.put(rows)
-        return pools
+        return replace(self._fetcher(attrs), placement=placement)(wanted)
 
     def _fetcher(self, attrs: Attrs, exact: bool = False) -> Fetch:
         """Returns a `Fetch` of attributes, widest numbers first so that most are aligned."""
