@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import spmm as bench
 import torch
 import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
@@ -17,7 +18,6 @@ from torch_geometric.nn import DeepGCNLayer, GCN2Conv, GCNConv, Sequential, SGCo
 from torch_geometric.transforms import RandomNodeSplit
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.pipeline.pipeline import hybrid_words
 

@@ -69,7 +69,7 @@ def imported() -> None:
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which may be copied
     with contextlib.suppress(Exception):
-        for name in ("api", "cli.bench", "loader"):
+        for name in ("api", "loader"):
             importlib.import_module(f"pyg_distcomm.{name}")
     gc.collect()
     gc.freeze()  # so that collections between measurements pass over all of this

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.tensor.gather_by_id import attach_route, plan_ids
+from pyg_distcomm.ops.id_plan import attach_route, plan_ids
 
 DDP, ROUTED = "torch.nn.Embedding + DDP", "DistEmbedding, with routes"
 

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import network
+import spmm as bench
 import torch
 import torch.nn.functional as F
 from tables import from_text
@@ -33,7 +34,6 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv

@@ -1,4 +1,4 @@
-"""Full-graph epochs of typed graphs: RGCN and HGT beside PyG on one process, bytes by relation.
+"""Full-graph epochs of typed graphs: RGCN and HGT beside PyG on one process.
 
     python benchmarks/hetero.py [--data ../shared/data] [--ranks 1 2] [--json]
 
@@ -6,7 +6,7 @@ Trains on DBLP and AMiner, where the folder has them (PyG writes to it), and on 
 graph of the types and proportions of ogbn-mag. RGCN is a HeteroConv of SAGEConv, a weight for
 each relation. PyG's epoch, on rank 0 while the others wait, and ours take turns; a rank has one
 thread. Seconds are a processor's, on the busiest rank, which other programs disturb less than a
-clock's. Bytes are the ledger's, of the third epoch or later, beside those of `pdc.plan`.
+clock's. Bytes are the ledger's, of the third epoch or later.
 """
 
 from __future__ import annotations
@@ -160,8 +160,6 @@ class Row:
     ours: float
     loss_apart: float
     bytes: int
-    planned: int
-    relations: dict[str, int]
 
 
 def trainer(model: torch.nn.Module, data: Any, target: str) -> Callable[[], float]:
@@ -210,7 +208,6 @@ def measure(name: str, folder: str, share: int, kind: str, rounds: int) -> Row:
     for store in data.node_stores:
         by_type[store._key] = owners.owner[begin : begin + store.num_nodes]
         begin += store.num_nodes
-    (plan,) = pdc.plan(data, ranks=mesh.size, model=plain, partition=owners)
     spread = pdc.partition(data, mesh, by_type)
     epochs = trainer(plain, data, data.target), trainer(ours, spread, data.target)
     seconds: list[list[float]] = [[], []]
@@ -229,8 +226,7 @@ def measure(name: str, folder: str, share: int, kind: str, rounds: int) -> Row:
     )
     total = sum(each[0] for each in collectives.all_gather_counts([sent], mesh.world))
     pyg_s, ours_s = map(statistics.median, seconds)
-    told = total, plan.total_bytes, plan.relation_bytes
-    return Row(name, kind, mesh.size, pyg_s, ours_s, worst, *told)
+    return Row(name, kind, mesh.size, pyg_s, ours_s, worst, total)
 
 
 def main() -> None:
@@ -257,7 +253,7 @@ def main() -> None:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
     head = ("graph", "model", "ranks", "PyG, s", "ours, s", "PyG / ours")
-    head += ("loss apart", "MiB, all", "MiB, planned")
+    head += ("loss apart", "MiB, all")
     table = [
         (
             row.graph,
@@ -268,24 +264,10 @@ def main() -> None:
             f"{row.pyg / row.ours:.2f}",
             f"{row.loss_apart:.0e}",
             f"{row.bytes / MIB:.3f}",
-            f"{row.planned / MIB:.3f}",
         )
         for row in rows
     ]
     print(format_table(head, table))
-    most = max(args.ranks)
-    by_relation = [
-        (row.graph, row.model, name, f"{count / MIB:.3f}")
-        for row in rows
-        if row.ranks == most > 1
-        for name, count in row.relations.items()
-    ]
-    print(
-        "\n"
-        + format_table(
-            ("graph", "model", "relation", f"MiB, {most} ranks"), by_relation
-        )
-    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import spmm as bench
 import torch
 import torch_geometric
 from torch import Tensor
@@ -24,7 +25,6 @@ from torch_geometric.loader import NeighborLoader
 from torch_geometric.sampler import NodeSamplerInput
 
 from pyg_distcomm import kernels
-from pyg_distcomm.cli import bench
 from pyg_distcomm.kernels import threads as pool
 from pyg_distcomm.kernels.minibatch import Request
 from pyg_distcomm.loader import DistNeighborLoader

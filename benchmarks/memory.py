@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import spmm as bench
 import torch
 import torch.nn.functional as F
 from tables import from_text
@@ -25,7 +26,6 @@ from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
-from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.nn import DistGCNConv

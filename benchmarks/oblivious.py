@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import spmm as bench
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,7 +29,6 @@ from torch_geometric.data import Data
 from torch_geometric.utils import add_remaining_self_loops, degree
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import balanced_split, format_table

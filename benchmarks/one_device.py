@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import spmm as bench
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
@@ -26,7 +27,6 @@ from torch_geometric.utils import scatter
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
-from pyg_distcomm.cli import bench
 from pyg_distcomm.halo.codec import RngKey, pack, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import Cast, Plain, Quantise
 from pyg_distcomm.kernels import core_ops

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import loaders
 import ranks
+import spmm as bench
 import torch
 from loaders import BATCH, MIB, OURS, PYG_LIB, WIDTH
 from ranks import PEER, Case, Found, Task
@@ -31,7 +32,6 @@ from tables import from_text
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder
@@ -42,7 +42,7 @@ PLACES = ("owner", "requester")
 COPIES = (1, 2, 4)
 WHAT = ("sampling", "features")
 LAYERS = (1024, 1024, 1024)
-PARTS = ("planned", "grid", "layers", "memory", "peer")
+PARTS = ("grid", "layers", "memory", "peer")
 
 
 def graph(scale: int, degree: int) -> Data:
@@ -76,7 +76,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, room: Path) -> None:
         self.args, self.room = args, room
         size = (args.scale, args.degree, args.share)
-        cut_for = () if args.parts == ["planned"] else args.ranks
+        cut_for = args.ranks
         prepared(room, *size, cut_for, args.method)
 
     def task(self, size: int, fan_out: tuple[int, ...], layers: bool = False) -> Task:
@@ -103,31 +103,6 @@ class Bench:
             yield times_table(fan_out, rows, found)
             travelled += [(fan_out, *f) for f in found if f[0] > 1 and rows]
         yield bytes_table(travelled)
-
-    def planned(self) -> Iterator[str]:
-        """Yields what each choice moves, by `pdc.plan`, on this process alone."""
-        args = self.args
-        data = graph(args.scale, args.degree)
-        seeds = torch.load(seeds_file(self.room, args.scale, args.share))
-        lines = []
-        for fan_out, size in product(args.fan_outs, args.ranks):
-            loader = {"num_neighbors": list(fan_out), "input_nodes": seeds}
-            loader |= {"batch_size": BATCH, "shuffle": True, "probe": 10**6}
-            plans = pdc.plan(data, ranks=size, partition=args.method, loader=loader)
-            for case in cases(size, True, args.bulks, args.places, args.copies):
-                if case.bulk == "auto":
-                    continue
-                try:
-                    one = plans.of(case.copies, case.bulk, case.place)
-                except ValueError:  # a bulk that no rank can fill
-                    continue
-                parts = one.sample_by_rank, one.fetch_by_rank
-                sent = [sum(part) / MIB for part in parts]
-                most = max(one.sample_by_rank) / MIB
-                who = str(list(fan_out)), size, case.copies, case.place
-                lines.append((*who, f"k={case.bulk}", *sent, most, one.messages))
-        head = ("fan-outs", "ranks", "c", "at", "bulk", "MiB sampling", "MiB features")
-        yield format_table((*head, "MiB sampling, most", "messages"), lines)
 
     def layers(self) -> Iterator[str]:
         """Yields the table of layer-wise sampling."""

@@ -23,10 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import spmm as bench
 import torch
 from tables import from_text
 
-from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.cutters import cut

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import network
+import spmm as bench
 import torch
 import torch.nn.functional as F
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset

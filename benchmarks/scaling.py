@@ -16,13 +16,13 @@ import platform
 from pathlib import Path
 
 import oblivious
+import spmm as bench
 import torch
 import torch.nn.functional as F
 from tables import from_text
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.plan.plans import show_bytes
@@ -194,17 +194,14 @@ def scaling(weak: bool) -> str:
 
 
 def deep(layers: int = 32) -> str:
-    """Formats a deep GCN on the papers100M-like graph: grids, 1D, and stages."""
+    """Formats a deep GCN on the papers100M-like graph: grids, and 1D."""
     n, m, _ = SHAPES["papers100M-like"]
     rows: list[tuple] = []
     for size in (1024,):
         graph = pdc.RandomGraph(n, m, LAW)
-        plans = pdc.plan(
-            graph, [128] * (layers + 1), size, machine=MACHINE, pipeline=True
-        )
+        plans = pdc.plan(graph, [128] * (layers + 1), size, machine=MACHINE)
         found = {"best grid": next((p for p in plans if p.exact), None)}
         found["1d"] = next((p for p in plans if p.algorithm == "1d"), None)
-        found["stages"] = next((p for p in plans if p.stages > 1), None)
         for name, one in found.items():
             if one is None:
                 rows.append((size, name, "needs more memory", "", ""))

@@ -35,6 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import spmm as bench
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
@@ -47,7 +48,6 @@ from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE, SparseTensor
 from torch_geometric.utils import trim_to_layer
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.loader import DistNeighborLoader

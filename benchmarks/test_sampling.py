@@ -14,9 +14,8 @@ from functools import cache
 import loaders
 import pytest
 import sampling
+import spmm as bench
 from loaders import BULKS, FAN_OUTS, GRAPHBOLT, OURS, PYG_LIB, TORCH_SPARSE
-
-from pyg_distcomm.cli import bench
 
 LARGE = pytest.mark.skipif(
     not os.environ.get("SAMPLING_LARGE"), reason="slow: set SAMPLING_LARGE"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import spmm as bench
 import torch
 
 from pyg_distcomm import kernels
-from pyg_distcomm.cli import bench
 
 WIDTHS = (16, 32, 64, 128, 256, 512)
 NAMES = [

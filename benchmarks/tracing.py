@@ -17,13 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import spmm as bench
 import torch
 import torch.nn.functional as F
 from epoch import GCN, WIDTHS
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv

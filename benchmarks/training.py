@@ -5,8 +5,7 @@
 Two tables. *Phases* trains an epoch for each number of ranks P, copies c and minibatches a
 bulk k, node-wise (GraphSAGE) and layer-wise (LADIES, FastGCN), and splits it as the figure
 of [Tripathy24] does: probability, sampling, extraction, fetching of features, propagation.
-Ways take turns in the same processes, medians are shown; bytes are compared with what
-`pdc.plan(..., loader=...)` said before any rank had started. *Accuracy* trains to the same
+Ways take turns in the same processes, medians are shown. *Accuracy* trains to the same
 number of epochs over seeds, beside the full graph by the same package.
 
 What the phases are: *probability* brings what probabilities are made of: at the owner ids
@@ -189,7 +188,7 @@ def epochs(cases: list[tuple], file: str, args: argparse.Namespace) -> list[dict
     out = []
     for every in found:
         typical = {k: statistics.median(o[k] for o in every[1:]) for k in every[0]}
-        for name_ in ("sample bytes", "fetch bytes"):  # of the first epoch, as planned
+        for name_ in ("sample bytes", "fetch bytes"):  # of the first epoch
             typical[name_] = every[0][name_]
         out.append(typical)
     return out
@@ -215,39 +214,26 @@ def cases_of(size: int, args: argparse.Namespace) -> list[tuple]:
 
 def phases(args: argparse.Namespace) -> Iterator[str]:
     """Yields a table of phases for each number of ranks and sampler."""
-    data = data_of(args.file)
     head = ["ranks", "c", "at", "k", "sampler", "s/epoch", "CPU s"]
     head += ["probab.", "sampling", "extract.", "fetch", "assemble", "propag."]
-    head += ["MiB sampling", "MiB features", "as planned"]
+    head += ["MiB sampling", "MiB features"]
     for size, kind in product(args.ranks, args.kinds):
         cases = [case for case in cases_of(size, args) if case[0] == kind]
         every = pdc.launch(epochs, size, cases, args.file, args, threads=1)
         pairs = zip(cases, zip(*every, strict=True), strict=True)
-        lines = [_phase_line(size, case, ranks, data, args) for case, ranks in pairs]
+        lines = [_phase_line(size, case, ranks) for case, ranks in pairs]
         yield format_table(head, lines)
 
 
-def _phase_line(
-    size: int, case: tuple, ranks: Sequence[dict], data: Data, args: argparse.Namespace
-) -> tuple:
+def _phase_line(size: int, case: tuple, ranks: Sequence[dict]) -> tuple:
     kind, c, place, k = case
-    chosen = {"replication": c, "sample_at": place, "bulk_size": k, "probe": 10**6}
-    asked = {**loader_options(kind, args, size), **chosen, "seed": 0}
-    asked["input_nodes"] = data.train_mask
-    plan = pdc.plan(
-        data, ranks=size, partition=owners_of(data, size), loader=asked
-    ).best
     got = [(int(r["sample bytes"]), int(r["fetch bytes"])) for r in ranks]
-    want = zip(plan.sample_by_rank, plan.fetch_by_rank, strict=True)
-    off = sum(sum(g) - sum(w) for g, w in zip(got, want, strict=True))
-    same = f"{off:+,} B" if off else "yes"
     mean = {k: statistics.mean(r[k] for r in ranks) for k in ranks[0]}
     return (
         *(size, c, place, f"k={k}", kind, max(r["s"] for r in ranks)),
         sum(r["work"] for r in ranks),
         *(mean[name] for name in PHASES),
         *(sum(part) / MIB for part in zip(*got, strict=True)),
-        same,
     )
 
 

@@ -27,8 +27,6 @@ __all__ = [  # as in `api`
     "DistTensor",
     "Ledger",
     "LinkPolicy",
-    "LoaderPlan",
-    "LoaderPlans",
     "Machine",
     "Mesh",
     "Partition",
@@ -58,7 +56,6 @@ __all__ = [  # as in `api`
     "replicate",
     "save_checkpoint",
     "trace",
-    "update",
 ]
 
 

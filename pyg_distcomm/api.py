@@ -15,7 +15,6 @@ from pyg_distcomm.comm.trace import trace as trace
 from pyg_distcomm.graph.partition_data import load_partition as load_partition
 from pyg_distcomm.graph.partition_data import partition as partition
 from pyg_distcomm.graph.partition_data import partition_report as partition_report
-from pyg_distcomm.graph.update import update as update
 from pyg_distcomm.halo.policy import LinkPolicy as LinkPolicy
 from pyg_distcomm.halo.presets import BNS as BNS
 from pyg_distcomm.halo.presets import SANCUS as SANCUS
@@ -32,8 +31,6 @@ from pyg_distcomm.pipeline.pipeline import Pipeline as Pipeline
 from pyg_distcomm.plan.calibrate import calibrate as calibrate
 from pyg_distcomm.plan.degree_distribution import RandomGraph as RandomGraph
 from pyg_distcomm.plan.init import init as init
-from pyg_distcomm.plan.loaders import LoaderPlan as LoaderPlan
-from pyg_distcomm.plan.loaders import LoaderPlans as LoaderPlans
 from pyg_distcomm.plan.machine import Machine as Machine
 from pyg_distcomm.plan.planner import plan as plan
 from pyg_distcomm.plan.plans import Plan as Plan

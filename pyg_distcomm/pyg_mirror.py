@@ -11,20 +11,15 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 
 class _Mirror(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `ours.sub` where `theirs.sub` exists and our package has no such module.
+    """Finds `ours.sub` where `theirs.sub` exists and our package has no such module."""
 
-    Classes of ours that PyG has in submodules alone take the place of their base there.
-    """
-
-    def __init__(self, ours: str, theirs: str, classes: Sequence[type]) -> None:
+    def __init__(self, ours: str, theirs: str) -> None:
         self.ours, self.theirs = ours, theirs
-        self.classes = {kind.__base__: kind for kind in classes}
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
@@ -54,7 +49,7 @@ class _Mirror(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if not isinstance(value, type):
                 return value
             public = value is getattr(theirs, name, None)
-            return getattr(ours, name) if public else self.classes.get(value, value)
+            return getattr(ours, name) if public else value
 
         module.__getattr__ = get  # type: ignore[method-assign]
         public = getattr(original, "__all__", None)
@@ -63,11 +58,10 @@ class _Mirror(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__dir__ = lambda: sorted(vars(original))  # type: ignore[method-assign]
 
 
-def mirror(ours: str, theirs: str, classes: Sequence[type] = ()) -> None:
+def mirror(ours: str, theirs: str) -> None:
     """Makes `theirs.sub` importable as `ours.sub`, where `ours` has no module of the name.
 
     Args:
         ours, theirs: names of packages.
-        classes: of ours, in the place of their first base in these submodules.
     """
-    sys.meta_path.append(_Mirror(ours, theirs, classes))
+    sys.meta_path.append(_Mirror(ours, theirs))

@@ -260,7 +260,7 @@ def one_model_has_another_layer():
     train(mesh, net(nn.SAGEConv if me() else nn.GCNConv), data)
 
 
-@case(says="same SGD's lr: it is 0.1 on rank 0, and 0.2 on rank 1")
+@case(says="Give optimizers the same lr")
 def learning_rates_differ():
     import torch
     import torch.nn.functional as F

@@ -140,9 +140,6 @@ LISTED = {
         torch_geometric.nn.SGConv._cached_x
         torch_geometric.nn.SSGConv._cached_h
         torch_geometric.nn.Sequential._children
-        torch_geometric.nn.TGNMemory._assoc
-        torch_geometric.nn.TGNMemory._reset_message_store
-        torch_geometric.nn.TGNMemory._update_memory
         torch_geometric.nn.models.rev_gnn.InvertibleModule._fn_apply
         torch_geometric.sampler.NeighborSampler._sample
         torch_geometric.sampler.NeighborSampler._num_neighbors

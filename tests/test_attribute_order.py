@@ -89,7 +89,6 @@ def shares(mesh):
     return found | {
         "part": plain.subgraph(kept),
         "edges": plain.edge_subgraph(kept),
-        "updated": pdc.update(plain, removed_nodes=kept),
         "types": several.node_type_subgraph(["b", "a"]),
         "joined": several.to_homogeneous(),
         "reversed": T.ToUndirected()(several),
@@ -104,7 +103,7 @@ def lists_in_order():
     found = shares(mesh)
     whole = graph()
     edges = [f"edge_{name}" for name in NAMES]
-    for name in ("plain", "plain: clone", "plain: copy", "part", "edges", "updated"):
+    for name in ("plain", "plain: clone", "plain: copy", "part", "edges"):
         share = found[name]
         assert share.keys() == list(whole.to_dict()), name
         assert share.node_attrs() == NAMES

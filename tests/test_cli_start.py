@@ -12,7 +12,7 @@ import pyg_distcomm
 from pyg_distcomm.cli import command, doctor, main
 from pyg_distcomm.partition.cutters import METHODS
 
-VERBS = ("partition", "inspect", "plan", "report", "doctor", "bench")
+VERBS = ("partition", "inspect", "plan", "report", "doctor")
 
 
 def test_help_and_version_load_no_torch():
@@ -80,18 +80,13 @@ def test_json_of_partition_and_inspect(tmp_path, capsys):
     assert "owner.npy: missing" in seen["problems"][0]
 
 
-def test_json_of_doctor_and_bench(monkeypatch, capsys):
+def test_json_of_doctor(monkeypatch, capsys):
 
     some = [doctor.Finding("a", "fine"), doctor.Finding("b", "missing", "get it", True)]
     monkeypatch.setattr(doctor, "examine", lambda: iter(some))
     seen = found(capsys, "doctor", code=1)
     assert not seen["ready"]
     assert [one["wrong"] for one in seen["findings"]] == [False, True]
-    flags = ("--scale", "6", "--widths", "4", "--repeats", "1")
-    timed = found(capsys, "bench", *flags)
-    assert [row["width"] for row in timed["products"]] == [4]
-    assert timed["epochs"]["1"][0].keys() == {"hidden", "ours", "pyg"}
-    assert timed["about"]["torch"]
 
 
 @pytest.mark.parametrize(

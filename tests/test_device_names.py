@@ -517,7 +517,7 @@ NN = {
     "HypergraphConv": "refuses a share",
     "InnerProductDecoder": "GAE",
     "PANConv": "refuses a share",
-    "TGNMemory": "keeps PyG's buffers, which move with the module",
+    "TGNMemory": "PyG's, whose buffers move with the module",
     "convert": "test_placement.layers",
     "replicate": "test_placement.spread",
     "trimming_of": "counts on the host",

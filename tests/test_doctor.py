@@ -133,13 +133,3 @@ def test_a_kernel_that_fails_or_is_wrong(monkeypatch):
     assert "wrong here" in doctor.compiled().advice
     monkeypatch.setattr(doctor.kernels, "spmm", lambda *_: 1 / 0)
     assert doctor.compiled().found == "fail: division by zero"
-
-
-def test_bench_prints_both_tables(capsys):
-    flags = ["--scale", "8", "--widths", "4", "--repeats", "1"]
-    assert main(["bench", *flags]) == 0
-    shown = capsys.readouterr().out
-    assert "| 1 | 4 |" in shown
-    assert "PyG / ours" in shown
-    assert main(["bench", "--repeats", "0"]) == 2
-    assert "wanted a whole number from 1" in capsys.readouterr().err

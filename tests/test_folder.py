@@ -2,7 +2,6 @@ import dataclasses
 import io
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -18,10 +17,9 @@ import numpy as np
 import pytest
 import tiers
 import torch
-from torch_geometric.data import Data, HeteroData
-from torch_geometric.distributed import Partitioner
-from torch_geometric.loader.cluster import ClusterData
+from torch_geometric.data import Data
 
+from pyg_distcomm.datasets.saved_graph import load_saved_graph
 from pyg_distcomm.partition import atomic
 from pyg_distcomm.partition import folder as folder_module
 from pyg_distcomm.partition.atomic import sha256
@@ -33,12 +31,6 @@ from pyg_distcomm.partition.folder import (
     write_folder,
 )
 from pyg_distcomm.partition.layout import META, folder_meta, is_folder, write_meta
-from pyg_distcomm.partition.part_share import part_of_hetero, types_of
-from pyg_distcomm.partition.pyg_folder import (
-    is_pyg_folder,
-    read_pyg_folder,
-    read_pyg_partition,
-)
 
 N, E, P = 41, 230, 4
 DEAD = 2**22 + 1  # above the largest process id of Linux
@@ -833,148 +825,6 @@ def test_a_sparse_adjacency_is_of_the_graph():
     assert attribute_kinds(data)["adj"] == "graph"
 
 
-# --- PyG's own folders ----------------------------------------------------------------
-
-
-@pytest.fixture
-def by_pyg(tmp_path, monkeypatch):
-    """Runs PyG's Partitioner, with a stand-in for METIS alone, on some data."""
-
-    def write(data, num_parts=3):
-        monkeypatch.setattr(
-            ClusterData,
-            "_metis",
-            lambda self, edge_index, num_nodes: torch.randint(
-                0, self.num_parts, (num_nodes,), generator=rng(7)
-            ),
-        )
-        Partitioner(data, num_parts, str(tmp_path / "pyg")).generate_partition()
-        return tmp_path / "pyg"
-
-    return write
-
-
-def pyg_graph(**more):
-    data = graph()
-    return Data(x=data.x, edge_index=data.edge_index, **more)
-
-
-@pytest.mark.parametrize("timed", [None, "time", "edge_time"])
-@pytest.mark.parametrize("with_attr", [True, False])
-def test_pygs_folder_is_read_under_original_ids(by_pyg, with_attr, timed):
-    data = pyg_graph()
-    if with_attr:
-        data.edge_attr = torch.randn(E, 3, generator=rng(3))
-    if timed:
-        count = N if timed == "time" else E
-        data[timed] = torch.randint(0, 99, (count,), generator=rng(4))
-    folder = by_pyg(data)
-    assert is_pyg_folder(folder)
-    assert not is_folder(folder)
-    owner = torch.randint(0, 3, (N,), generator=rng(7))
-    assert torch.equal(read_pyg_partition(folder).owner.long(), owner)
-    for part in range(3):
-        share = read_pyg_folder(folder, part)
-        same(share.node_gid, (owner == part).nonzero().view(-1))
-        mine = owner[data.edge_index[1]] == part
-        same(share.edge_gid, mine.nonzero().view(-1))
-        same(share.edge_index, data.edge_index[:, share.edge_gid])
-        same(share.node["x"], data.x[share.node_gid])
-        if with_attr:
-            same(share.edge["edge_attr"], data.edge_attr[share.edge_gid])
-        if timed == "time":
-            same(share.node["time"], data.time[share.node_gid])
-        if timed == "edge_time":
-            same(share.edge["edge_time"], data.edge_time[share.edge_gid])
-        assert (share.num_edges_global, share.graph) == (E, {})
-
-
-def test_pygs_heterogeneous_folder_is_read_by_type(by_pyg):
-    data = HeteroData()
-    data["a"].x, data["b"].x = torch.randn(9, 2), torch.randn(8, 2)
-    for source, target in (("a", "b"), ("b", "a"), ("b", "b")):
-        edges = data[source, "to", target]
-        edges.edge_index = torch.randint(0, 8, (2, 30), generator=rng(ord(source)))
-        edges.edge_attr = torch.randn(30, 3)
-    folder = by_pyg(data, 2)
-    partition = read_pyg_partition(folder)
-    types = types_of(data, partition)
-    for part in range(2):
-        share = read_pyg_folder(folder, part)
-        want = part_of_hetero(data, partition, types, part)
-        same(share.node_gid, want.node_gid)
-        same(share.edge_gid, want.edge_gid)
-        same(share.edge_index, want.edge_index)
-        assert share.types == types
-        for level in ("node", "edge"):
-            rows = getattr(share, level)
-            assert rows.keys() == getattr(want, level).keys()
-            for key, value in getattr(want, level).items():
-                same(rows[key], value)
-    file = torch.load(folder / "part_0" / "graph.pt")
-    file["a", "to", "b"]["col"][0] = 99
-    torch.save(file, folder / "part_0" / "graph.pt")
-    with pytest.raises(ValueError, match=r"part_0/graph.pt: a node id is out of range"):
-        read_pyg_folder(folder, 0)
-    meta = json.loads((folder / META).read_text())
-    meta["node_types"][0] = "../a"
-    (folder / META).write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match="its node_types and edge_types are"):
-        read_pyg_folder(folder, 0)
-
-
-PYG_FILES = ["node_map.pt", "edge_map.pt"] + [
-    f"part_1/{name}.pt" for name in ("graph", "node_feats", "edge_feats")
-]
-
-
-@pytest.mark.parametrize("damage", ["missing", "truncated", "nonsense", "wrong"])
-@pytest.mark.parametrize("name", PYG_FILES)
-def test_pygs_damaged_files_are_refused_by_name(by_pyg, name, damage):
-    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
-    path = folder / name
-    if damage == "missing":
-        path.unlink()
-    elif damage == "truncated":
-        os.truncate(path, path.stat().st_size // 2)
-    elif damage == "nonsense":
-        path.write_bytes(b"nonsense")
-    else:
-        torch.save(
-            {"feats": 3} if "map" in name else {"global_id": torch.ones(2)}, path
-        )
-    with pytest.raises(ValueError, match=name):
-        read_pyg_folder(folder, 1)
-
-
-def test_pygs_files_of_another_part_are_refused(by_pyg):
-    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
-    for name in ("graph", "node_feats", "edge_feats"):
-        saved = (folder / f"part_1/{name}.pt").read_bytes()
-        shutil.copy(folder / f"part_0/{name}.pt", folder / f"part_1/{name}.pt")
-        with pytest.raises(ValueError, match=rf"part_1/{name}.pt"):
-            read_pyg_folder(folder, 1)
-        (folder / f"part_1/{name}.pt").write_bytes(saved)
-    read_pyg_folder(folder, 1)
-    with pytest.raises(ValueError, match=r"got part 3, but its parts are 0 .. 2"):
-        read_pyg_folder(folder, 3)
-
-
-class Payload:
-    def __reduce__(self):
-        return (os.mkdir, ("owned",))
-
-
-@pytest.mark.parametrize("name", PYG_FILES)
-def test_pygs_files_run_no_code(by_pyg, name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
-    torch.save({"feats": Payload()}, folder / name)
-    with pytest.raises(ValueError, match=name):
-        read_pyg_folder(folder, 1)
-    assert not (tmp_path / "owned").exists()
-
-
 class Program(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -991,14 +841,6 @@ class Program(torch.nn.Module):
 
     def forward(self, x):
         return x
-
-
-@pytest.mark.parametrize("name", PYG_FILES)
-def test_pygs_files_run_no_torchscript(by_pyg, name):
-    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
-    torch.jit.save(torch.jit.script(Program()), folder / name)
-    with pytest.raises(ValueError, match=rf"{name}: holds TorchScript"):
-        read_pyg_folder(folder, 1)
 
 
 def packed(entries):
@@ -1036,38 +878,12 @@ def with_two_tables(path):
     path.write_bytes(files + table + more + other + end)
 
 
-@pytest.mark.parametrize("name", PYG_FILES)
-def test_an_archive_with_two_tables_of_contents_is_refused(by_pyg, name):
-    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
-    with_two_tables(folder / name)
-    with zipfile.ZipFile(folder / name) as archive:
-        assert not any("code" in shown for shown in archive.namelist())
-        assert archive.testzip() is None
-    with pytest.raises(ValueError, match=rf"{name}: cannot be read: its tables of con"):
-        read_pyg_folder(folder, 1)
-
-
-def test_any_flipped_bit_of_pygs_files_is_found(by_pyg):
-    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
-    draw = random.Random(0)
-    for name in PYG_FILES:
-        path = folder / name
-        whole = path.read_bytes()
-        with zipfile.ZipFile(path) as archive:
-            entries = [info for info in archive.infolist() if info.file_size]
-        assert len(entries) > 4
-        for entry in entries:
-            lengths = struct.unpack_from("<HH", whole, entry.header_offset + 26)
-            begin = entry.header_offset + 30 + sum(lengths)
-            for _ in range(3):
-                bad = bytearray(whole)
-                place = begin + draw.randrange(entry.file_size)
-                bad[place] ^= 1 << draw.randrange(8)
-                path.write_bytes(bad)
-                with pytest.raises(ValueError, match=name):
-                    read_pyg_folder(folder, 1)
-        path.write_bytes(whole)
-    read_pyg_folder(folder, 1)
+def test_an_archive_with_two_tables_of_contents_is_refused(tmp_path):
+    file = tmp_path / "graph.pt"
+    torch.save(graph(), file)
+    with_two_tables(file)
+    with pytest.raises(ValueError, match="tables of contents differ"):
+        load_saved_graph(file, hetero=False)
 
 
 def test_a_writer_at_work_keeps_what_it_has_written(tmp_path):

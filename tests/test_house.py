@@ -27,7 +27,6 @@ FLOORS = (
     "pyg_mirror",
     "halo",
     "ops",
-    "tensor",
     "graph sharded",
     "sampling",
     "loader",
@@ -50,7 +49,6 @@ TALKS = {
 KNOWS_PYG = {
     "loader",
     "nn",
-    "cli.bench",
     "cli.partition",
     "cli.plan",
     "datasets",
@@ -60,7 +58,6 @@ KNOWS_PYG = {
     "datasets.saved_graph",
     "partition.folder",
     "partition.part_share",
-    "partition.pyg_folder",
     "sharded.layers",
 }
 PYG_ROOMS = ("graph.", "nn.", "sampling.", "loader.", "pipeline.", "plan.")
@@ -172,7 +169,7 @@ def test_kernels_know_nothing_of_ranks():
 def test_ops_know_no_codec_and_nobody_knows_the_command():
     for name in modules():
         if name.startswith(("ops", "partition")):
-            above = ("halo.codec", "halo.staleness", "tensor", "graph", "nn")
+            above = ("halo.codec", "halo.staleness", "graph", "nn")
             assert not [o for o in own_imports(name) if o.startswith(above)], name
         if name.split(".")[0] not in ("cli", "__init__"):
             assert not [o for o in own_imports(name) if o.startswith("cli")], name

@@ -60,6 +60,8 @@ def test_layers_in_chunks_are_pygs(name, counted):
 class Own(torch_geometric.nn.MessagePassing):
     """Attends, as a layer of a script may."""
 
+    in_chunks = True
+
     def __init__(self):
         super().__init__(aggr="add")
         self.lin, self.score = torch.nn.Linear(7, 6), torch.nn.Linear(12, 1)
@@ -78,6 +80,8 @@ class Own(torch_geometric.nn.MessagePassing):
 
 class Counts(Own):
     """The same, and counts its calls."""
+
+    in_chunks = False
 
     def weigh(self, share, x_j):
         self.calls = self.calls + 1
@@ -100,7 +104,7 @@ def owned(kind):
     return layer.calls
 
 
-def test_layers_of_a_script_run_in_chunks_unless_they_keep_something(counted):
+def test_layers_of_a_script_run_in_chunks_where_they_say_so(counted):
     owned(Own)
     assert max(counted) > 2
     counted.clear()
@@ -117,6 +121,8 @@ class Rounded(torch.nn.Linear):
 
 
 class Rounding(torch_geometric.nn.MessagePassing):
+    in_chunks = True
+
     def __init__(self):
         super().__init__(aggr="add")
         self.lin = Rounded()

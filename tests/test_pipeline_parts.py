@@ -178,29 +178,23 @@ def test_what_cannot_run_in_chunks_is_refused(layers, kind, told):
     read_stack([GCNConv(2, 2, cached=True)])
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_history_keeps_rows(dtype, kind, tmp_path):
+def test_history_keeps_rows(dtype, kind):
     draw = torch.Generator().manual_seed(1)
     rows = torch.randn(10, 6, generator=draw, dtype=kind)
     rows[3], rows[4] = 0.0, 1.0
     bounds = (0, 4, 4, 10)
-    for path in (None, tmp_path / "deep" / "rows"):
-        history = History(bounds, rows, dtype, path)
-        for block in range(3):
-            history.store(block, rows[bounds[block] : bounds[block + 1]])
-        out = torch.full_like(rows, float("nan"))
-        for block in range(3):
-            history.load(block, out[bounds[block] : bounds[block + 1]])
-        error = (out - rows).abs().max()
-        assert error <= {None: 0, torch.float16: 2e-3}.get(dtype, 2e-2)
-        assert torch.equal(out[3:5], rows[3:5])
-        plain = 60 * (dtype or kind).itemsize
-        assert history.nbytes <= plain + (40 if dtype is torch.int8 else 0) + 40
-    with pytest.raises(ValueError, match="not finite"):
-        History((0, 1), rows, torch.int8).store(
-            0, torch.full((1, 6), float("inf")).to(kind)
-        )
+    history = History(bounds, rows, dtype)
+    for block in range(3):
+        history.store(block, rows[bounds[block] : bounds[block + 1]])
+    out = torch.full_like(rows, float("nan"))
+    for block in range(3):
+        history.load(block, out[bounds[block] : bounds[block + 1]])
+    error = (out - rows).abs().max()
+    assert error <= {None: 0, torch.float16: 2e-3}.get(dtype, 2e-2)
+    assert torch.equal(out[3:5], rows[3:5])
+    assert history.nbytes == 60 * (dtype or kind).itemsize
     with pytest.raises(ValueError, match="not finite as float16"):
         History((0, 1), rows, torch.float16).store(0, 1e6 * rows[4:5])
 

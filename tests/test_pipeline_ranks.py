@@ -280,7 +280,7 @@ def _resumed(stages, path, dtype, gradient, first, used=False):
     ("dtype", "gradient"),
     [
         (None, "surrogate"),
-        tiers.rarely(torch.int8, "stale"),
+        tiers.rarely(torch.float16, "stale"),
         tiers.rarely(torch.bfloat16, "scaled"),
     ],
 )

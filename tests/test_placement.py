@@ -321,15 +321,8 @@ def shares():
     data = GRAPHS["undirected"]().to(device)
     cut = owners("random", data.cpu(), mesh.size)
     share = pdc.partition(data.to(device), mesh, cut)
-    ends = torch.tensor([[1, 2], [3, 4]], device=device)
-    kinds = [k for k in share.edge_attrs() if k != "edge_index"]
-    more = {k: share[k].to_local().new_ones(2, *share[k].shape[1:]) for k in kinds}
-    given = {"new_edges": {"edge_index": ends, **more}}
-    of_nodes = [k for k in share.node_attrs() if len(share[k]) == data.num_nodes]
-    rows = {k: share[k].to_local().new_ones(1, *share[k].shape[1:]) for k in of_nodes}
-    given["new_nodes"] = rows
     steps = [T.AddSelfLoops(), T.NormalizeFeatures(), T.LocalDegreeProfile()]
-    found = [share, pdc.update(share, **given)]
+    found = [share]
     found += [T.Compose(steps)(copy.copy(share)), *T.RandomLinkSplit()(share)]
     pdc.partition_report(share)
     whole = GRAPHS["undirected"]().coalesce()
@@ -463,7 +456,7 @@ def test_checkpoints(size, tmp_path):
 
 # what has no tensors of rows, or is the host's: runs, figures, plans, traces
 PLAIN = """
-CSVWriter Ledger LinkPolicy LoaderPlan LoaderPlans Machine Mesh PartitionReport Plan Plans
+CSVWriter Ledger LinkPolicy Machine Mesh PartitionReport Plan Plans
 RandomGraph RankError Rows TensorBoardWriter calibrate init launch metrics on_preempt plan trace
 DistEdgeIndex
 """.split()

@@ -33,7 +33,7 @@ from torch_geometric.nn import (
 )
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import bench, main
+from pyg_distcomm.cli import main
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.ledger import dense_words
@@ -472,8 +472,6 @@ def test_refusals_have_reasons():
         ({"ranks": 4, "grid": (2, 2)}, "three whole numbers"),
         ({"ranks": 4, "grid": (-2, -2, 1)}, "three whole numbers"),
         ({"ranks": 4, "grid": (2, 2, 1), "algorithm": "1d"}, "one of them"),
-        ({"ranks": 4, "pipeline": True, "algorithm": "1d"}, "beside all grids"),
-        ({"ranks": 4, "chunks": -3}, "add pipeline=True"),
         ({"ranks": 4, "algorithm": "4d"}, "not known"),
         ({"ranks": 4, "memory": -1}, "bytes above 0"),
         (
@@ -554,8 +552,8 @@ def refusals():
         pdc.init("auto", data=some, widths=[7, 4], timeout=120)
     with pytest.raises(ValueError, match="for algorithm='auto'"):
         pdc.init("1d", data=data)
-    with pytest.raises(ValueError, match="memory, pipeline, codecs, method are for"):
-        pdc.init("1d", codecs=["1 bit"], pipeline=True, memory=1.0, method="block")
+    with pytest.raises(ValueError, match="memory, codecs, method are for"):
+        pdc.init("1d", codecs=["1 bit"], memory=1.0, method="block")
     with pytest.raises(ValueError, match="leave grid"):
         pdc.init("auto", data=data, widths=[7, 4], replication=2)
     with pytest.raises(ValueError, match="no plan can be run"):
@@ -981,12 +979,26 @@ def test_what_is_sent_is_multiplied_before_and_what_arrives_after():
     assert seconds(ends, "rows", "gcn") == pytest.approx(2 * (4 * 5 * 4 + 4 * 5))
 
 
+def rmat(scale, each):
+    """An R-MAT graph (.57, .19, .19, .05), symmetrised, ids permuted."""
+    n, g = 1 << scale, torch.Generator().manual_seed(0)
+    row = torch.zeros(n * each, dtype=torch.int64)
+    col = torch.zeros_like(row)
+    for _ in range(scale):
+        u = torch.rand(len(row), generator=g)
+        row = 2 * row + (u >= 0.76)
+        col = 2 * col + (((u >= 0.57) & (u < 0.76)) | (u >= 0.95))
+    name = torch.randperm(n, generator=g)
+    row, col = name[row], name[col]
+    return torch.cat([row, col]), torch.cat([col, row]), n
+
+
 @pytest.mark.parametrize(
     ("law", "off"), [tiers.rarely("uniform", 0.01), ("rmat", 0.01)]
 )
 def test_a_law_gives_the_mean_of_real_graphs(law, off):
     if law == "rmat":
-        row, col, n = bench.rmat(12, 4)
+        row, col, n = rmat(12, 4)
         edge_index = torch.stack([row, col])
     else:
         n = 4096

@@ -97,8 +97,8 @@ def test_the_front_door_lists_what_it_opens():
 
 
 PUBLIC = """cli comm.ledger datasets halo.codec halo.codecs halo.policy halo.schedule loader nn
-datasets.node_tasks datasets.ogb partition.cutters partition.dgl_folder partition.external
-partition.folder partition.partition partition.pyg_folder partition.sources plugins sampling
+datasets.node_tasks datasets.ogb partition.cutters partition.external
+partition.folder partition.partition partition.sources plugins sampling
 sampling.algebra sampling.rules""".split()
 
 
@@ -172,7 +172,7 @@ def test_an_sdist_passes_its_own_tests(tmp_path):
     }
     packed_files = {p.relative_to(source) for p in (source / "tests").rglob("*")}
     assert cloned == packed_files
-    quick = "test_project test_schedule test_house test_plugins test_dgl_folder".split()
+    quick = "test_project test_schedule test_house test_plugins".split()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         + [f"tests/{name}.py" for name in quick]

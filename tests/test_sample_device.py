@@ -39,8 +39,8 @@ from pyg_distcomm.loader import (
 )
 from pyg_distcomm.loader.device_placement import HOST
 from pyg_distcomm.loader.partitioned_source import PartitionedOptions
+from pyg_distcomm.ops.id_plan import route_of
 from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
-from pyg_distcomm.tensor.gather_by_id import route_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 

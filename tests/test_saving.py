@@ -504,13 +504,6 @@ def _long_trace(file):
                 pass
 
 
-def _history(folder):
-    share = pdc.partition(_graph(), worlds.mesh())
-    layers = [pdc.nn.GCNConv(16, 64), pdc.nn.GCNConv(64, 2)]
-    pipe = pdc.Pipeline(layers, worlds.mesh(), chunks=3, history_path=folder)
-    pipe.train_step(share, lambda out, _: out.sum())
-
-
 WRITERS = {
     "checkpoint": lambda p: pdc.save_checkpoint(
         p, worlds.mesh(), torch.nn.Linear(200, 200)
@@ -520,7 +513,6 @@ WRITERS = {
         [torch.nn.Linear(200, 200)], worlds.mesh(), chunks=1
     ).save(p),
     "trace": _long_trace,
-    "history": _history,
     "store": lambda p: DistFeatureStore.from_data(
         pdc.partition(_graph(), worlds.mesh()), worlds.mesh(), folder=p
     ),

@@ -1,4 +1,4 @@
-"""Event streams: TGN's memory, sharded over ranks, trains as PyG's does on one process."""
+"""Event streams: PyG's TGN trains on batches that are cut over ranks as on one process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import tiers
 import torch
 import torch_geometric.loader
 import torch_geometric.nn
-import torch_geometric.nn.models.tgn
 import worlds
-from pyg_distcomm.nn.models import tgn
 from torch_geometric.data import TemporalData
+from torch_geometric.nn.models import tgn
 
 import pyg_distcomm as pdc
 import pyg_distcomm.loader
@@ -22,12 +21,8 @@ pytestmark = pytest.mark.usefixtures("place")
 
 NODES, EVENTS, BATCH, MSG, DIM, TIME, KEPT = 17, 58, 9, 3, 4, 2, 3  # 58 = 6 * 9 + 4
 
-PYG = types.SimpleNamespace(
-    nn=torch_geometric.nn,
-    loader=torch_geometric.loader,
-    tgn=torch_geometric.nn.models.tgn,
-)
-OURS = types.SimpleNamespace(nn=pyg_distcomm.nn, loader=pyg_distcomm.loader, tgn=tgn)
+PYG = types.SimpleNamespace(nn=torch_geometric.nn, loader=torch_geometric.loader)
+OURS = types.SimpleNamespace(nn=pyg_distcomm.nn, loader=pyg_distcomm.loader)
 
 
 def stream(events=EVENTS, nodes=NODES, seed=0):
@@ -94,7 +89,7 @@ def script(lib, kind, aggregator, events=EVENTS, batch_size=BATCH, cut=None):
         for half in halves
     )
     here = data.msg.device
-    neighbor_loader = lib.tgn.LastNeighborLoader(NODES, size=KEPT, device=here)
+    neighbor_loader = tgn.LastNeighborLoader(NODES, size=KEPT, device=here)
     message = Message() if kind == "learnt" else tgn.IdentityMessage(MSG, DIM, TIME)
     memory = lib.nn.TGNMemory(NODES, MSG, DIM, TIME, message, aggregator())
     gnn, link_pred = Attention(lib, memory.time_enc), Predictor()
@@ -180,14 +175,6 @@ AGGREGATORS = {
 }
 
 
-def test_the_last_message_is_the_last_given_of_the_latest_time():
-    msg = torch.arange(10.0).view(5, 2)
-    index, t = torch.tensor([0, 0, 3, 0, 3]), torch.tensor([5, 5, 9, 2, 1])
-    found = tgn.LastAggregator()(msg, index, t, 4)
-    want = torch.stack([msg[1], torch.zeros(2), torch.zeros(2), msg[2]])
-    assert torch.equal(found, want)
-
-
 def _on_ranks(kind, name, sizes, wanted, cut):
     mesh = worlds.mesh()
     how = pdc.partition if cut else None
@@ -219,40 +206,6 @@ def test_trains_as_one_process(size, kind, name, sizes, cut):
 # What it moves, and what it refuses -----------------------------------------------------
 
 
-def _bytes():
-    mesh = worlds.mesh()
-    data, size, rank = stream(), mesh.size, mesh.rank
-    memory = OURS.nn.TGNMemory(
-        NODES, MSG, DIM, TIME, tgn.IdentityMessage(MSG, DIM, TIME), tgn.LastAggregator()
-    ).double()
-    memory.reset_state()
-    neighbors = tgn.LastNeighborLoader(NODES, KEPT)
-    waiting: tuple[dict, dict] = ({}, {})
-    for batch in OURS.loader.TemporalDataLoader(data, BATCH):
-        n_id, far = batch.n_id, set()
-        mesh.ledger.reset()
-        neighbors(n_id)
-        away = int((n_id % size != rank).sum())
-        assert mesh.ledger.words("neighbors") == away * KEPT
-        memory(n_id)
-        for store in waiting:
-            for node in n_id[n_id % size == rank].tolist():
-                far |= {v for v in store.get(node, ()) if v % size != rank}
-        assert mesh.ledger.words("halo") == len(far) * DIM
-        mesh.ledger.reset()
-        events = batch.src, batch.dst, batch.t, batch.msg
-        memory.update_state(*events)
-        src, dst = (full(end) for end in events[:2])
-        sent = torch.ones(len(src), dtype=torch.bool)
-        sent[batch.src.rows.gid] = False
-        wanted = (src % size == rank) | (dst % size == rank)
-        words = 4 * int(sent.sum()) + MSG * int((sent & wanted).sum())
-        assert mesh.ledger.words("events") == words
-        for store, near, ends in ((waiting[0], src, dst), (waiting[1], dst, src)):
-            for node in near.unique().tolist():
-                store[node] = ends[near == node].tolist()
-
-
 def _bytes_of_messages():
     mesh = worlds.mesh()
     data, whole = pdc.partition(stream()), stream()
@@ -269,105 +222,14 @@ def _bytes_of_messages():
 
 
 def test_bytes_are_as_said():
-    worlds.run(_bytes, 3)
     worlds.run(_bytes_of_messages, 3)
 
 
 def _refused():
-    mesh = worlds.mesh()
-    data = stream()
-    memory = OURS.nn.TGNMemory(
-        NODES, MSG, DIM, TIME, tgn.IdentityMessage(MSG, DIM, TIME), tgn.LastAggregator()
-    ).double()
-    memory.reset_state()
-    neighbors = tgn.LastNeighborLoader(NODES, KEPT)
-    src, dst, t, msg = data.src, data.dst, data.t, data.msg
-    apart = torch.arange(3) + mesh.rank
-    one, shape = (torch.int32, (2, 2)) if mesh.rank else (torch.int64, (4,))
-    events = memory.update_state
-    for call, words in (
-        (lambda: memory(torch.tensor([0, NODES])), "nodes 0 .. 16, got 17"),
-        (lambda: memory(torch.tensor([1, 1])), "n_id.unique"),
-        (lambda: memory(apart), "same ids on all ranks"),
-        (lambda: memory(torch.arange(3).to(one)), "same ids on all ranks"),
-        (lambda: memory(torch.arange(3).to(torch.int32)), "nodes as int64"),
-        (lambda: memory(torch.arange(4).view(shape)), "same ids on all ranks"),
-        (lambda: neighbors(apart), "same ids on all ranks"),
-        (lambda: neighbors.insert(src, dst[:4]), "as many src"),
-        (lambda: events(src, dst, t + mesh.rank, msg), "on all ranks"),
-        (lambda: events(src, dst, t, msg + mesh.rank), "on all ranks"),
-        (lambda: events(src[0], dst, t, msg), "as many src"),
-        (lambda: events(src, dst + 9, t, msg), "dst names node"),
-        (lambda: events(src, dst, t.double(), msg), "times as int64"),
-        (lambda: events(src, dst, t, msg[:, :2]), "raw_msg_dim"),
-        (lambda: events(src, dst, t[:5], msg), "as many src"),
-        (lambda: events(src, dst, t, msg.clone().requires_grad_()), "raw_msg.detach"),
-        (
-            lambda: next(iter(OURS.loader.TemporalDataLoader(data[: 9 + mesh.rank]))),
-            "all",
-        ),
-        (lambda: memory.load_message_state(b"what"), "what message_state returned"),
-        (lambda: pdc.convert(pyg_memory()), "pyg_distcomm.nn"),
-        (lambda: OURS.nn.TGNMemory(1, 1, 1, 1, None, torch.nn.Dropout()), "Dropout"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=words):
-            call()
-    events(src, dst, t, msg)  # and goes on as before
-    assert int(memory.last_update.max()) == 0
-    assert int(memory(torch.arange(NODES))[1].max()) == int(t.max())
-
-
-def pyg_memory():
-    return torch_geometric.nn.TGNMemory(
-        NODES, MSG, DIM, TIME, tgn.IdentityMessage(MSG, DIM, TIME), tgn.LastAggregator()
-    )
+    mesh, data = worlds.mesh(), stream()
+    with pytest.raises((ValueError, TypeError), match="all"):
+        next(iter(OURS.loader.TemporalDataLoader(data[: 9 + mesh.rank])))
 
 
 def test_refuses_on_all_ranks():
     worlds.run(_refused, 2)
-
-
-# Messages that wait, in a checkpoint ----------------------------------------------------
-
-
-def half_way(path, first):
-    """Trains for some batches and saves, or loads and goes on; returns what comes after."""
-    mesh, data = worlds.mesh(), stream()
-    torch.manual_seed(3)
-    message = tgn.IdentityMessage(MSG, DIM, TIME)
-    memory = OURS.nn.TGNMemory(
-        NODES, MSG, DIM, TIME, message, tgn.LastAggregator()
-    ).double()
-    memory.reset_state()
-    optimizer = torch.optim.SGD(memory.parameters(), lr=0.1)
-    seen = []
-    if not first:
-        extra = pdc.load_checkpoint(path, mesh, memory, optimizer, messages=b"")
-        memory.load_message_state(extra["messages"])
-        assert memory.message_state() != b""
-    for k, batch in enumerate(OURS.loader.TemporalDataLoader(data, BATCH)):
-        if not first and k < 3:
-            continue
-        optimizer.zero_grad()
-        z, last_update = memory(batch.n_id)
-        z.sin().sum().backward()
-        optimizer.step()
-        memory.update_state(batch.src, batch.dst, batch.t, batch.msg)
-        memory.detach()
-        if first and k == 2:
-            pdc.save_checkpoint(
-                path, mesh, memory, optimizer, messages=memory.message_state()
-            )
-        if k >= 3:
-            seen += [full(z), full(last_update), full(memory.memory)]
-    return seen
-
-
-@tiers.parametrize(
-    ("size", "other"), [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1), (3, 4)], [(2, 3)]
-)
-def test_waiting_messages_are_saved(size, other, tmp_path):
-    path = str(tmp_path / "run")
-    wanted = worlds.run(half_way, size, path, True)[0]
-    found = worlds.run(half_way, other, path, False)[0]
-    assert_same(found, wanted)

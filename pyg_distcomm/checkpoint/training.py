@@ -32,7 +32,7 @@ from pyg_distcomm.sharded.dist_tensor import DistTensor
 # what parts of a checkpoint hold
 _FIELDS: dict[str, set[str]] = {
     "model": set(),
-    "mesh": {"seed", "step", "inputs", "nodes", "random"},
+    "mesh": {"seed", "step", "inputs", "random"},
     "optimizer": {"class", "state", "param_groups"},
 }
 
@@ -123,8 +123,7 @@ def load_checkpoint(
         The further values as they were saved.
 
     Raises:
-        ValueError: on all ranks, if the folder is missing, incomplete or does not fit, or
-            holds rows of embeddings for nodes that a `pdc.update` has removed, or had removed.
+        ValueError: on all ranks, if the folder is missing, incomplete or does not fit.
             A parameter that does not fit is named, and nothing has changed.
     """
     mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
@@ -134,12 +133,6 @@ def load_checkpoint(
     parts += [] if optimizer is None else ["optimizer"]
     state: dict[str, Any] = {}
     _on_all_ranks(lambda: state.update(_read(folder, parts)), world)
-    if state["mesh"].pop("nodes") != _embedding_versions(model):
-        raise ValueError(
-            f"checkpoint {folder} holds rows of a DistEmbedding for other nodes: pdc.update "
-            "had removed other nodes when it was saved, and ids of nodes differ since; load "
-            "it on the graph that it was saved with, and update that"
-        )
     own = _model_state(model)
     _on_all_ranks(lambda: _check_model(folder, model, own, state["model"]), world)
     if optimizer is not None:
@@ -369,7 +362,6 @@ def _mesh_state(mesh: Mesh, model: torch.nn.Module) -> dict[str, Any]:
     return {
         **mesh.state_dict(),
         "inputs": inputs_of(mesh).as_text(mesh),
-        "nodes": _embedding_versions(model),
         "random": _gather_random(mesh),
     }
 
@@ -393,15 +385,6 @@ def _set_random(mesh: Mesh, saved: list[list[Tensor]]) -> None:
         torch.set_rng_state(host)
         if device and mesh.device.type == "cuda":
             torch.cuda.set_rng_state(device[0], mesh.device)
-
-
-def _embedding_versions(model: torch.nn.Module) -> str:
-    """Returns the graph versions of a model's embeddings, if nodes have been removed."""
-    every = sharded_parameters(model).items()
-    owners = {name: rows.partition for name, rows in every}
-    return repr(
-        {n: p.version for n, p in owners.items() if p is not None and p.version}
-    )
 
 
 def _model_state(model: torch.nn.Module) -> dict[str, Any]:

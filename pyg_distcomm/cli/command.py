@@ -129,7 +129,7 @@ def _parser() -> _Parser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # each function adds the parser of one subcommand
-    verbs = _partition, _inspect, _plan, _report, _doctor, _bench
+    verbs = _partition, _inspect, _plan, _report, _doctor
     for add in verbs:
         add(commands)
     return parser
@@ -235,8 +235,7 @@ def _inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = (
-        "list every grid and ordering, or every way to load minibatches, with predicted "
-        "bytes, seconds and memory, ranked"
+        "list every grid and ordering, with predicted bytes, seconds and memory, ranked"
     )
     parser = _verb(commands, "plan", text, "plan")
     parser.add_argument(
@@ -265,7 +264,13 @@ def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         type=whole_number(1),
         help="the number of ranks, if no folder tells it",
     )
-    _plan_mode_options(parser)
+    parser.add_argument(
+        "--widths",
+        type=whole_number(1),
+        nargs="+",
+        required=True,
+        help="the widths of the model, as 602 16 41",
+    )
     parser.add_argument(
         "--layers",
         nargs="+",
@@ -287,39 +292,6 @@ def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     _plan_search_options(parser)
 
 
-def _plan_mode_options(parser: _Parser) -> None:
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--widths",
-        type=whole_number(1),
-        nargs="+",
-        help="the widths of a full-graph model, as 602 16 41; without that of x if typed",
-    )
-    what.add_argument(
-        "--num-neighbors",
-        type=whole_number(-1),
-        nargs="+",
-        help="plan a loader of minibatches instead, with these fan-outs, as 15 10 5",
-    )
-    what.add_argument(
-        "--num-nodes-per-layer",
-        type=whole_number(-1),
-        nargs="+",
-        help="or plan a loader that draws this many nodes for each layer",
-    )
-    parser.add_argument(
-        "--rule", help="the rule of --num-nodes-per-layer; ladies by default"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=whole_number(1),
-        help="seed nodes of a minibatch; 1024 by default",
-    )
-    parser.add_argument(
-        "--probe", type=whole_number(1), help="the minibatches to draw for each rank"
-    )
-
-
 def _plan_search_options(parser: _Parser) -> None:
     parser.add_argument(
         "--algorithm",
@@ -332,21 +304,6 @@ def _plan_search_options(parser: _Parser) -> None:
         action="append",
         default=[],
         help="also plan for this codec: '1 bit', 'bf16', '4 bits late', ...; may be repeated",
-    )
-    parser.add_argument(
-        "--pipeline", action="store_true", help="also plan pipelines of stages"
-    )
-    parser.add_argument(
-        "--chunks", type=whole_number(1), help="the chunks of nodes of a pipeline"
-    )
-    parser.add_argument(
-        "--bubble", type=float, help="the idle fraction of stages, as in Pipeline"
-    )
-    parser.add_argument(
-        "--skips",
-        type=whole_number(0),
-        default=0,
-        help="tensors that cross stages beside x",
     )
     parser.add_argument(
         "--machine", type=Path, help="a file of figures, saved by Machine.save"
@@ -378,16 +335,3 @@ def _report(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "check this machine and its packages; exit with 1 if the package cannot run"
     _verb(commands, "doctor", text, "doctor")
-
-
-def _bench(commands: argparse._SubParsersAction[_Parser]) -> None:
-    text = "time the sparse product and a GCN epoch beside other implementations"
-    parser = _verb(commands, "bench", text, "bench")
-    parser.add_argument(
-        "--scale", type=whole_number(1, 30), default=16, help="2^N nodes, 16 edges each"
-    )
-    parser.add_argument(
-        "--widths", type=whole_number(1), nargs="+", default=[16, 64, 256]
-    )
-    parser.add_argument("--threads", type=whole_number(1), nargs="+", default=[1])
-    parser.add_argument("--repeats", type=whole_number(1), default=5)

@@ -17,8 +17,6 @@ from pyg_distcomm.datasets import is_known, load_dataset
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import (
-    AnyFolder,
-    open_foreign,
     verify_folder,
     write_folder,
 )
@@ -123,9 +121,6 @@ def _named_files(option: str, given: list[str]) -> dict[str, Path]:
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Runs the command `pyg-distcomm inspect`."""
     folder = arguments.folder
-    foreign = open_foreign(folder)
-    if foreign is not None:
-        return _inspect_foreign(foreign, arguments.json)
     if not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder; give a partition folder")
     problems = verify_folder(folder, checksums=arguments.checksums)
@@ -137,27 +132,6 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(ValueError):  # then it is the first of the problems
         print("\n".join(_describe(folder_meta(folder))))
     return _print_problems(problems) or _print_whole(arguments.checksums)
-
-
-def _inspect_foreign(folder: AnyFolder, as_json: bool) -> int:
-    """Prints the parts of a folder that DGL or PyG wrote."""
-    partition = folder.partition
-    assert partition is not None
-    parts, problems = [], []
-    for part in range(partition.num_parts):
-        try:
-            parts.append(folder.read(part))
-        except ValueError as error:
-            problems.append(str(error))
-    typed = bool(parts) and parts[0].types is not None
-    about = f"{folder.writer}, {'heterogeneous' if typed else 'homogeneous'}"
-    if as_json:
-        sizes = [[len(part.node_gid), len(part.edge_gid)] for part in parts]
-        nodes = {"num_nodes": partition.num_nodes, "num_parts": partition.num_parts}
-        return _as_json(problems, format=about, **nodes, nodes_and_edges=sizes)
-    print(f"format      {about}\npartition   {partition}")
-    print("\n".join(map(str, parts)))
-    return _print_problems(problems)
 
 
 def _describe(meta: Meta) -> list[str]:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 
 from pyg_distcomm.datasets import is_known, load_dataset
-from pyg_distcomm.partition.folder import open_folder, open_foreign
-from pyg_distcomm.partition.part_share import PartShare, key_parts
+from pyg_distcomm.partition.folder import open_folder
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
@@ -31,74 +30,25 @@ UNITS = {
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Prints the plans; returns 0, or 1 if none can be run."""
-    _check_mode(arguments)
     graph, owners = _graph(arguments)
     ranks = arguments.ranks
     if ranks is None and owners is not None:
         ranks = owners.num_parts
-    if arguments.widths is None:
-        mode: dict[str, Any] = {"loader": _loader(arguments, graph)}
-    else:
-        layers = arguments.layers or ["gcn"]
-        mode = {
-            "widths": arguments.widths,
-            "layers": layers[0] if len(layers) == 1 else layers,
-            "inputs": arguments.inputs or "constant",
-        }
+    layers = arguments.layers or ["gcn"]
     plans = plan(
         graph,
         ranks=ranks,
         machine=_machine(arguments),
         partition=arguments.method if owners is None else owners,
         seed=arguments.seed,
-        **mode,
-        **_options(arguments),
+        widths=arguments.widths,
+        layers=layers[0] if len(layers) == 1 else layers,
+        inputs=arguments.inputs or "constant",
+        algorithm=arguments.algorithm,
+        codecs=arguments.codec,
     )
     print(plans.to_json() if arguments.json else plans)
     return 0 if plans else 1
-
-
-def _check_mode(arguments: argparse.Namespace) -> None:
-    """Raises for options that the kind of plan would ignore."""
-    if arguments.widths is not None:
-        mode, unread = "--widths", ["batch_size", "probe", "rule"]
-    elif arguments.num_neighbors is not None:
-        mode, unread = "--num-neighbors", ["layers", "inputs", "rule"]
-    else:
-        mode, unread = "--num-nodes-per-layer", ["layers", "inputs"]
-    ignored = [name for name in unread if getattr(arguments, name) is not None]
-    if ignored:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
-        raise ValueError(f"a plan by {mode} does not read {names}: leave it out")
-
-
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns options of full-graph plans only; `plan` refuses them with a loader."""
-    options = {
-        "algorithm": arguments.algorithm,
-        "codecs": arguments.codec,
-        "pipeline": arguments.pipeline,
-        "chunks": arguments.chunks,
-        "bubble": arguments.bubble,
-        "skips": arguments.skips,
-    }
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _loader(arguments: argparse.Namespace, graph: Any) -> dict[str, Any]:
-    """Returns a loader's arguments; its seed nodes are the training nodes, if known."""
-    loader: dict[str, Any] = {"batch_size": arguments.batch_size or 1024}
-    if arguments.probe is not None:
-        loader["probe"] = arguments.probe
-    if arguments.num_neighbors is not None:
-        loader["num_neighbors"] = arguments.num_neighbors
-    else:
-        loader["num_nodes_per_layer"] = arguments.num_nodes_per_layer
-        loader["rule"] = arguments.rule or "ladies"
-    mask = graph.get("train_mask") if isinstance(graph, Data) else None
-    if mask is not None and mask.dim() == 1:
-        loader["input_nodes"] = mask
-    return {**loader, "shuffle": True}
 
 
 def _graph(arguments: argparse.Namespace) -> tuple[Any, Partition | None]:
@@ -109,12 +59,12 @@ def _graph(arguments: argparse.Namespace) -> tuple[Any, Partition | None]:
     if values[0] is None:
         return RandomGraph(arguments.nodes, arguments.edges, arguments.law), None
     parts = Path(values[0]).is_dir() and not is_known(values[0])
-    if parts or open_foreign(values[0]) is not None:
+    if parts:
         return read_edges(Path(values[0]))
-    return load_dataset(values[0], arguments.root, hetero=True), None
+    return load_dataset(values[0], arguments.root), None
 
 
-def read_edges(folder: Path) -> tuple[Data | HeteroData, Partition]:
+def read_edges(folder: Path) -> tuple[Data, Partition]:
     """Returns all edges of a partition folder, and the owners of nodes.
 
     The graph has x of the right shape and dtype, without its values, and train_mask if known.
@@ -123,7 +73,7 @@ def read_edges(folder: Path) -> tuple[Data | HeteroData, Partition]:
     parts = [opened.read(part) for part in range(opened.num_parts)]
     partition = parts[0].partition
     if parts[0].types is not None:
-        return _hetero_data(parts), partition
+        raise ValueError(f"{folder}: holds several node types; plan takes one")
     data = Data(edge_index=torch.cat([part.edge_index for part in parts], 1))
     data.num_nodes = partition.num_nodes
     x = parts[0].node.get("x")
@@ -135,26 +85,6 @@ def read_edges(folder: Path) -> tuple[Data | HeteroData, Partition]:
         data.train_mask = torch.empty_like(rows)
         data.train_mask[gid] = rows
     return data, partition
-
-
-def _hetero_data(parts: list[PartShare]) -> HeteroData:
-    """Returns all edges of each type, and attributes of the right shapes without values."""
-    data, first = HeteroData(), parts[0]
-    assert first.types is not None
-    begin = {name: ids[0] for name, ids in first.types.ranges("node").items()}
-    for name, counts in first.types.nodes.items():
-        data[name].num_nodes = sum(counts)
-    for edge_type in first.types.edges:
-        source, _, target = edge_type
-        shift = torch.tensor([[begin[source]], [begin[target]]])
-        own = [part.edge_index[:, part.slices("edge")[edge_type]] for part in parts]
-        data[edge_type].edge_index = torch.cat(own, 1) - shift
-    for key, rows in (*first.node.items(), *first.edge.items()):
-        kind, name = key_parts(key)
-        store = data[kind]
-        count = store.num_edges if isinstance(kind, tuple) else store.num_nodes
-        store[name] = rows.new_empty(1).expand(count, *rows.shape[1:])
-    return data
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:

@@ -6,7 +6,6 @@ a check alone does not receive the data of another exchange.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import warnings
 import weakref
@@ -324,12 +323,6 @@ class Comparer:
                 for row in collectives.all_gather_counts([int(far)], mesh.control)
             ):
                 ranks = [r for r, m in enumerate(marks) if m != marks[0]]
-                options = _options_of(list(leaves.values()))
-                found = first_difference(
-                    collectives.all_gather_object(options, mesh.control)
-                )
-                if found is not None:
-                    raise ValueError(found)
                 raise ValueError(
                     "train all ranks alike: a replicated parameter (number "
                     f"{number} in order of first use, shape {list(x.shape)}) differs "
@@ -397,27 +390,6 @@ def _module_settings(owner: Any, modes: bool) -> dict[str, str]:
                 if isinstance(given.get(name), (bool, int, float, str)):
                     settings[f"{name}{of}"] = repr(given[name])
     return settings
-
-
-def _options_of(leaves: list[Tensor]) -> dict[str, str]:
-    """Returns the options, by name, of the optimizers that train some leaves."""
-    known = {id(leaf) for leaf in leaves}
-    made = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
-    groups = [
-        (f"{type(optimizer).__name__}'s", group)
-        for optimizer in made
-        for group in optimizer.param_groups
-        if known & {id(p) for p in group["params"]}
-    ]
-    counts: dict[str, int] = {}
-    options = {}
-    for name, group in groups:
-        number = counts[name] = counts.get(name, -1) + 1
-        of = f" of group {number}" if number else ""
-        for key, value in group.items():
-            if key != "params":
-                options[f"{name} {key}{of}"] = repr(value)
-    return options
 
 
 def comparer_of(mesh: Mesh) -> Comparer:

@@ -86,7 +86,7 @@ class Rows:
 
     @cached_property
     def plans(self) -> OrderedDict[Any, Any]:
-        """Returns the cache of exchanges planned for lists of ids; see `gather_by_id.py`."""
+        """Returns the cache of exchanges planned for lists of ids; see `ops/id_plan.py`."""
         return OrderedDict()
 
     @cached_property
@@ -188,19 +188,9 @@ class Rows:
         """Returns a context that keeps autograd's saved tensors within the cap, if any."""
         return contextlib.nullcontext if self.memory is None else self.memory.spilling
 
-    @property
-    def updates(self) -> int:
-        """The number of times that `pdc.update` has replaced these rows."""
-        return self.derived.get("updates", 0)  # type: ignore[no-any-return]
-
-    def note_update(self) -> None:
-        """Counts that `pdc.update` replaces these rows."""
-        self.derived["updates"] = self.updates + 1
-
     def __deepcopy__(self, memo: dict) -> Rows:
         return self
 
     def __repr__(self) -> str:
         part = "" if self.whole else " (masked)"
-        part += " before pdc.update" if self.updates else ""
         return f"Rows({len(self)} of {self.total}{part} on rank {self.mesh.rank})"

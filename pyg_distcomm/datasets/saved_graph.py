@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 import sys
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,17 @@ from torch_geometric.data.storage import (
 )
 
 from pyg_distcomm.comm.serialization import allowing
-from pyg_distcomm.partition.pyg_folder import check_saved, is_archive
+
+_BAD_ARCHIVE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    OSError,
+    ValueError,
+)
 
 
 class _Number:
@@ -164,3 +177,36 @@ def _graph(value: Any) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return Data.from_dict(value)
     return value
+
+
+def check_saved(path: Path) -> None:
+    """Raises if a file of torch.save is damaged or holds TorchScript; torch checks neither.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+            names = [name.partition("/")[2] for name in archive.namelist()]
+        # torch has a reader of its own, which can be given another table of contents
+        records = torch._C.PyTorchFileReader(str(path)).get_all_records()
+    except _BAD_ARCHIVE as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    if sorted(records) != sorted(names):
+        raise ValueError(f"{path}: cannot be read: its tables of contents differ")
+    if damaged is not None:
+        raise ValueError(f"{path}: cannot be read: {damaged} was altered (CRC-32)")
+    if any(name == "constants.pkl" or name.startswith("code/") for name in names):
+        raise ValueError(
+            f"{path}: holds TorchScript, which is a program and is not run; save tensors "
+            "with torch.save"
+        )
+
+
+def is_archive(path: Path) -> bool:
+    """Returns whether a file is a zip archive, also a damaged one."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:
+        return True

@@ -29,7 +29,7 @@ from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
 from pyg_distcomm.partition import part_share
 from pyg_distcomm.partition.cutters import check_edge_index, cut
-from pyg_distcomm.partition.folder import AnyFolder, attribute_kinds, open_folder
+from pyg_distcomm.partition.folder import PartReader, attribute_kinds, open_folder
 from pyg_distcomm.partition.layout import Verify
 from pyg_distcomm.partition.part_share import PartShare, merged, part_of
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
@@ -424,30 +424,7 @@ def _assemble(
     for name, value in share.graph.items():
         out[name] = value
     out.num_nodes = nodes.total
-    count_masks(out, mesh)
     return out
-
-
-def count_masks(data: Any, mesh: Mesh) -> None:
-    """Counts the rows of each mask of a share, so that no rank has to ask later.
-
-    Price: one all-reduce of a word for each column of a mask.
-    """
-    masks = [
-        value
-        for store in data.stores
-        for value in store.values()
-        if isinstance(value, DistTensor)
-        and value.dtype == torch.bool
-        and value.dim() < 3
-    ]
-    if not masks:
-        return
-    sums = [mask.to_local().sum(0).view(-1).cpu() for mask in masks]
-    counts = collectives.all_reduce(torch.cat(sums), mesh.world)
-    for mask, count in zip(masks, counts.split([len(s) for s in sums]), strict=True):
-        known = count.tolist()
-        mask._counts = mask._version, known[0] if mask.dim() == 1 else known
 
 
 def partition_report(data: Data | HeteroData) -> PartitionReport:
@@ -522,10 +499,7 @@ def load_partition(
     parts from floor(k N / P) to floor((k + 1) N / P) - 1 of N, in whose order they were cut.
 
     Args:
-        folder: written by `pyg-distcomm partition` or `write_folder`; by PyG's own
-            Partitioner (2.5 to 2.7), which keeps x and edge_attr only; or by DGL's
-            `partition_graph` (the folder, or its .json file), under DGL's ids, with
-            feat, label and weight as x, y and edge_weight.
+        folder: written by `pyg-distcomm partition` or `write_folder`.
         mesh: the ranks, as many as the folder has parts, or fewer with `merge`; those of
             the last `pdc.init` if None.
         verify: "checksums" reads every byte of the share first and compares it with what
@@ -575,7 +549,7 @@ def load_partition(
     return arranged(out, order_of_first_rank(out, mesh))
 
 
-def _read_share(folder: Path, parts: AnyFolder, mesh: Mesh, merge: bool) -> PartShare:
+def _read_share(folder: Path, parts: PartReader, mesh: Mesh, merge: bool) -> PartShare:
     count = parts.num_parts
     _check_parts(folder, count, mesh, merge)
     begin, end = (k * count // mesh.size for k in (mesh.rank, mesh.rank + 1))

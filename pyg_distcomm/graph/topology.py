@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -96,15 +95,6 @@ class LocalGraph:
         return constants.product(
             "rows", (x, None), lambda: self.with_ghosts(x.to_local().contiguous())
         )
-
-    def scatter_to_owners(
-        self, ghosts: Tensor, own: Tensor, link: Link | None = None
-    ) -> Tensor:
-        """Adds ghost rows to the rows of their owners, differentiably."""
-        if self.halo.silent:
-            return own
-        link = self.halo if link is None else link
-        return exchange_transpose(ghosts, own, link)
 
     def with_ghost_facts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Returns the same for node values that only depend on the graph."""
@@ -224,24 +214,6 @@ class Topology:
     @cached_property
     def locals(self) -> LocalGraph:
         """Own edges in local numbering, and the halo of their sources; collective."""
-        rows = self.source_rows
-
-        def build(ghost: Tensor, counts: list[int]) -> Halo:
-            axis = rows.mesh.world
-            tell: Any = axis.observer
-            if tell is not None:
-                observer = functools.partial(tell, edges=self.edges)
-                axis = replace(axis, observer=observer)
-            return Halo.build(ghost, counts, rows.gid, axis)
-
-        return self.numbered(build)
-
-    def numbered(self, build: Callable[[Tensor, list[int]], Halo]) -> LocalGraph:
-        """Returns own edges in local numbering; collective.
-
-        Args:
-            build: plans the halo, given the ids of ghosts grouped by owner, and their counts.
-        """
         nodes, sources, mesh = self.nodes, self.source_rows, self.nodes.mesh
         partition = sources.partition
         assert partition is not None
@@ -256,7 +228,7 @@ class Topology:
         rank_of[order] = torch.arange(len(order))
         source[away] = rank_of[where] + len(sources)
         counts = torch.bincount(ghost_owner, minlength=mesh.size).tolist()
-        halo = build(ghost[order], counts)
+        halo = Halo.build(ghost[order], counts, sources.gid, mesh.world)
         target = torch.searchsorted(nodes.gid, self.target_gid)
         most = torch.tensor([len(nodes) + len(target)])
         if nodes.memory is not None:

@@ -20,8 +20,8 @@ from pyg_distcomm.comm.mesh import Mesh, given_mesh, latest_mesh
 from pyg_distcomm.graph.attribute_order import listed_in_order
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.graph.partition_data_types import event_rows
+from pyg_distcomm.ops.id_plan import plan_ids
 from pyg_distcomm.sharded.dist_tensor import DistTensor
-from pyg_distcomm.tensor.gather_by_id import plan_ids
 
 
 class DataLoader(PygDataLoader):
@@ -164,7 +164,7 @@ class TemporalDataLoader(PygTemporalDataLoader):
     Every rank reads the events of a batch, and keeps a block of them: `src`, `dst`, `t`, `msg`
     and whatever has a row for each event are DistTensors, so the loss is that of all
     events, and no `replicate` is needed. `n_id` is an ordinary tensor, equal on all ranks, as
-    `LastNeighborLoader` and `TGNMemory` take it. Negative targets are what rank 0 draws
+    PyG's `LastNeighborLoader` and `TGNMemory` take it. Negative targets are what rank 0 draws
     with torch's generator, on all ranks. Before `pdc.init`, and on one rank, it is PyG's own.
 
     Args:

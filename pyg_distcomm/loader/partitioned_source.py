@@ -35,13 +35,13 @@ from pyg_distcomm.loader.options import (
 )
 from pyg_distcomm.loader.prefetch import FETCH, SAMPLE
 from pyg_distcomm.loader.row_group import EDGES
+from pyg_distcomm.ops.id_plan import IdPlan, attach_route, plan_ids
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sampling.graph_block import gathered, is_share, mesh_of
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 from pyg_distcomm.sampling.partitioned import SAMPLE_AT, PartitionedNeighborSampler
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
-from pyg_distcomm.tensor.gather_by_id import IdPlan, attach_route, plan_ids
 
 
 class PartitionedSource:
@@ -70,7 +70,6 @@ class PartitionedSource:
         embedding: Any = None,
     ) -> None:
         self.data, self.mesh = data, mesh_of(data)
-        self._updates = _updates(data)
         problem = None
         try:
             c = check_replication(self.mesh, replication)
@@ -142,16 +141,7 @@ class PartitionedSource:
         return found
 
     def refresh(self) -> None:
-        """Reads the rows again if they have changed on any rank; collective, once per epoch.
-
-        Raises:
-            RuntimeError: if `pdc.update` has changed the graph since the loader was made.
-        """
-        if _updates(self.data) != self._updates:
-            raise RuntimeError(
-                "this loader samples the graph from before pdc.update; build a loader of the "
-                "share that update returned"
-            )
+        """Reads the rows again if they have changed on any rank; collective, once per epoch."""
         same = _unchanged(self._versions, _versions(self.data))
         found = collectives.all_gather_counts([int(same)], self.fetching.world)
         if not all(one for (one,) in found):
@@ -476,23 +466,14 @@ def _rows_of_embeddings(data: Any, embedding: Any) -> dict[Any, Rows]:
             raise ValueError(
                 f"embedding has node type {key!r}; there are {data.node_types}"
             )
-        nodes, old = _store(data, key).num_nodes, bool(rows.updates)
-        if rows.total != nodes or (old and not _updates(data)):
+        nodes = _store(data, key).num_nodes
+        if rows.total != nodes:
             raise ValueError(
-                f"got an embedding with {rows.total} rows{' from before pdc.update' * old}, "
-                f"and a graph with {nodes} nodes; build it with num_embeddings=data.num_nodes "
-                "and like=data"
+                f"got an embedding with {rows.total} rows, and a graph with {nodes} nodes; "
+                "build it with num_embeddings=data.num_nodes and like=data"
             )
         found[key] = rows
     return found
-
-
-def _updates(data: Data | HeteroData) -> int:
-    """Counts the rows that `pdc.update` has replaced in shares that follow this one."""
-    known = [s.edge_index.topology for s in data.edge_stores if "edge_index" in s]
-    rows = [rows for t in known for rows in (t.edges, t.nodes, t.sources)]
-    rows += [v.rows for s in data.node_stores for v in s.values() if is_rows(v)]
-    return sum(each.updates for each in rows if each is not None)
 
 
 def _part(found: Any, key: Any) -> Any:

@@ -28,20 +28,17 @@ from pyg_distcomm.nn.product_layers import DistGCN2Conv as DistGCN2Conv
 from pyg_distcomm.nn.product_layers import DistGCNConv as DistGCNConv
 from pyg_distcomm.nn.product_layers import DistSAGEConv as DistSAGEConv
 from pyg_distcomm.nn.replicate import replicate as replicate
-from pyg_distcomm.nn.temporal_memory import LastAggregator as _LastAggregator
-from pyg_distcomm.nn.temporal_memory import LastNeighborLoader as _LastNeighborLoader
-from pyg_distcomm.nn.temporal_memory import TGNMemory as TGNMemory
 from pyg_distcomm.nn.trimming import trimming_of as trimming_of
 from pyg_distcomm.pyg_mirror import mirror as _mirror
 
 _OURS = (
     "convert replicate HaloConv HaloExecution DistBatchNorm DistEmbedding DistGCNConv "
-    "DistGCN2Conv DistSAGEConv TGNMemory trimming_of"
+    "DistGCN2Conv DistSAGEConv trimming_of"
 ).split()
 _WITH_LAYERS = ("torch_geometric.nn.models.", "torch_geometric.nn.pool.")
 _THEIRS = [name for name in dir(_pyg) if name[0] != "_"]
 __all__ = sorted({*_OURS, *_layers.__all__, *_THEIRS})
-_mirror(__name__, _pyg.__name__, (_LastAggregator, _LastNeighborLoader))
+_mirror(__name__, _pyg.__name__)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,6 @@ import torch
 import torch_geometric.nn as pyg
 from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 
-from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.nn import trimming
 from pyg_distcomm.nn.batch_norm import DistBatchNorm
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
@@ -96,12 +95,6 @@ def _distributed_layer(module: torch.nn.Module) -> torch.nn.Module:
     ours = *DISTRIBUTED.values(), HaloConv, HaloExecution, DistBatchNorm
     if isinstance(module, ours):
         return module
-    mesh = latest_mesh() if type(module) is pyg.TGNMemory else None
-    if mesh is not None and mesh.size > 1:
-        raise TypeError(
-            "import TGNMemory from pyg_distcomm.nn, after pdc.init(): PyG's keeps the memory "
-            "of all nodes on one rank, and what it holds is not cut afterwards"
-        )
     if type(module) in DISTRIBUTED:
         module.__class__ = DISTRIBUTED[type(module)]
         return module

@@ -15,10 +15,10 @@ from torch_geometric.data.storage import NodeStorage
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.mesh import Mesh, init, latest_mesh
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, route_of
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex, from_local
-from pyg_distcomm.tensor.gather_by_id import IdPlan, plan_ids, route_of
 
 _OF_WHOLE_TABLES = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -93,7 +93,6 @@ def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
     values = [*args, *kwargs.values()]
     flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,))]
     found = [x for x in flat if type(x) is DistTensor]
-    _check_current(found)
     _check_rows(values[0] if values else None, found)
     nodes = [x.rows for x in found if x.dim_ == 0 and x.rows.partition is not None]
     if not nodes or any(x.dim_ == 1 for x in found):
@@ -193,23 +192,6 @@ def check_edges(name: str, value: Any, topology: Topology | None) -> None:
         f"{topology.edges.count} edges; set it in the data before pdc.partition, which then "
         "shards it"
     )
-
-
-def _check_current(values: list[DistTensor]) -> None:
-    """Raises for rows of before `pdc.update` beside edges of after it, or the reverse."""
-    edges = next((x.topology for x in values if isinstance(x, DistEdgeIndex)), None)
-    if edges is None:
-        return
-    ends = edges.nodes, edges.source_rows
-    for x in values:
-        rows = x.rows
-        if x.dim_ or rows.partition is None or any(rows is end for end in ends):
-            continue
-        if rows.updates or any(end.updates for end in ends):
-            raise ValueError(
-                "take the rows and the edge_index of a layer from one pdc.partition or update: "
-                f"got {rows}, and edges between {ends[0]}; one is from before pdc.update"
-            )
 
 
 def is_spread(*values: Any) -> bool:

@@ -9,11 +9,8 @@ masks of dropout, which are keyed, are those of a single run.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import dis
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -110,11 +107,15 @@ def holds_tensors(value: Any) -> bool:
 
 
 def is_plain(layer: MessagePassing) -> bool:
-    """Tells whether a layer's code reads and writes only its arguments and parameters."""
+    """Tells whether a layer's code reads and writes only its arguments and parameters.
+
+    The class of a layer of a script says so itself, by `in_chunks = True`.
+    """
     params = list(layer.parameters())
     if has_hooks(layer) or any(map(is_lazy, params)):
         return False
-    if not all(map(_is_pure, layer.modules())):
+    said = getattr(layer, "in_chunks", False)
+    if not said and not all(map(_is_known, layer.modules())):
         return False
     if any(p._backward_hooks for p in params):
         return False
@@ -127,62 +128,14 @@ def is_plain(layer: MessagePassing) -> bool:
 
 
 _STEPS = ("message", "edge_update", "aggregate", "update")
-_KNOWN = frozenset("pyg_distcomm torch_geometric torch builtins math".split())
-_TELLING = "size shape numel ndim len append extend insert setattr distributed print"
-_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF", "DELETE_ATTR")
+_KNOWN = frozenset("pyg_distcomm torch_geometric torch".split())
 
 
-def _is_pure(module: torch.nn.Module) -> bool:
-    """Tells whether a user's module is stateless and does not read its number of rows.
-
-    By what the code of its steps says, and of the functions and methods that it calls; not
-    where that cannot be told, as it may count rows, or its calls.
-    """
+def _is_known(module: torch.nn.Module) -> bool:
+    """Tells whether the steps of a module are PyG's, torch's or ours, which are stateless."""
     names = _STEPS if isinstance(module, MessagePassing) else ("forward",)
-    return all(
-        _is_pure_function(getattr(type(module), n), module, set()) for n in names
-    )
-
-
-def _is_pure_function(function: Any, module: torch.nn.Module, seen: set[Any]) -> bool:
-    function = inspect.unwrap(function)
-    if _package_of(function) in _KNOWN or function in seen:
-        return True
-    seen.add(function)
-    code = getattr(function, "__code__", None)
-    if code is None or set(code.co_freevars) - {"__class__"}:
-        return False
-    names, steps = code.co_names, list(dis.get_instructions(code))
-    written = any(name.endswith("_") and name[0] != "_" for name in names)
-    inner = any(inspect.iscode(one) for one in code.co_consts)  # not looked into
-    if written or inner or {*_TELLING.split()} & {*names}:
-        return False
-    if any(step.opname in _STORES for step in steps):
-        return False
-    for name in names:
-        found = function.__globals__.get(name)
-        if inspect.ismodule(found) or isinstance(found, type):
-            if _package_of(found) not in _KNOWN:
-                return False
-        elif found is None:
-            found = getattr(module, name, None)
-            if found is None and not any(hasattr(one, name) for one in _PLAIN):
-                return False
-        if inspect.isroutine(found) and not _is_pure_function(found, module, seen):
-            return False
-        if callable(found) and not isinstance(found, (type, torch.nn.Module)):
-            if not inspect.isroutine(found):
-                return False
-    return True
-
-
-_PLAIN = (Tensor, torch, torch.nn.functional, math, builtins)
-
-
-def _package_of(value: Any) -> str:
-    """Returns the package of a function, class or module."""
-    named = getattr(value, "__module__", None) or getattr(value, "__name__", "")
-    return str(named).split(".")[0]
+    found = (inspect.unwrap(getattr(type(module), name)) for name in names)
+    return all(each.__module__.split(".")[0] in _KNOWN for each in found)
 
 
 @dataclass(frozen=True, eq=False)

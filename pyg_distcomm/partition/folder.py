@@ -1,4 +1,4 @@
-"""Writes, reads and verifies partition folders, one folder per part; reads DGL's and PyG's.
+"""Writes, reads and verifies partition folders, one folder per part.
 
     OUT/META.json          sizes, attributes, figures, checksums
     OUT/owner.npy          [num_nodes], the part of each node
@@ -31,12 +31,6 @@ from torch_geometric.data import Data, HeteroData
 from tqdm import tqdm
 
 from pyg_distcomm.partition.atomic import sync
-from pyg_distcomm.partition.dgl_folder import (
-    dgl_folder_meta,
-    is_dgl_folder,
-    read_dgl_folder,
-    read_dgl_partition,
-)
 from pyg_distcomm.partition.layout import (
     META,
     OWNER,
@@ -80,11 +74,6 @@ from pyg_distcomm.partition.partition import (
     owner_dtype,
     plain_edges,
     report,
-)
-from pyg_distcomm.partition.pyg_folder import (
-    is_pyg_folder,
-    read_pyg_folder,
-    read_pyg_partition,
 )
 
 __all__ = ["read_part", "verify_folder", "write_folder"]
@@ -527,46 +516,26 @@ def _shape_text(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class AnyFolder:
-    """Reads the parts of a folder that this package, DGL or PyG wrote.
+class PartReader:
+    """Reads the parts of a folder.
 
     Args:
         about: the file that describes the parts.
         num_parts: the number of parts.
         read: reads a part, by its number.
-        writer: the name of the other library's writer; None for this package.
-        partition: the partition if another library wrote it; otherwise each part holds it.
     """
 
     about: Path
     num_parts: int
     read: Callable[[int], PartShare]
-    writer: str | None = None
-    partition: Partition | None = None
 
 
-def open_foreign(folder: str | Path) -> AnyFolder | None:
-    """Opens a folder, or a .json file, of DGL or PyG; returns None for any other folder."""
-    place = Path(folder)
-    if is_dgl_folder(place):
-        writer, partition = "dgl.distributed.partition_graph", read_dgl_partition(place)
-        about, read_one = dgl_folder_meta(place)[0], partial(read_dgl_folder, place)
-        return AnyFolder(about, partition.num_parts, read_one, writer, partition)
-    if is_pyg_folder(place):
-        writer = "torch_geometric.distributed.Partitioner"
-        partition, read_one = read_pyg_partition(place), partial(read_pyg_folder, place)
-        return AnyFolder(place / META, partition.num_parts, read_one, writer, partition)
-    return None
+def open_folder(folder: str | Path, verify: Verify = "checksums") -> PartReader:
+    """Opens a folder of `write_folder`; reads no part yet.
 
-
-def open_folder(folder: str | Path, verify: Verify = "checksums") -> AnyFolder:
-    """Opens a folder of this package, DGL or PyG, or DGL's .json file; reads no part yet.
-
-    `verify` is that of `read_part`, for folders of this package. Raises ValueError, naming
-    the file that is missing or damaged.
+    `verify` is that of `read_part`. Raises ValueError, naming the file that is missing or
+    damaged.
     """
-    place, foreign = Path(folder), open_foreign(folder)
-    if foreign is not None:
-        return foreign
+    place = Path(folder)
     own = partial(read_part, place, verify=verify)
-    return AnyFolder(place / META, int(folder_meta(place)["num_parts"]), own)
+    return PartReader(place / META, int(folder_meta(place)["num_parts"]), own)

@@ -280,17 +280,6 @@ def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
     return fits[0] if len(fits) == 1 else "graph"
 
 
-def check_ends(ends: Tensor, partition: Partition, part: int, path: Path) -> None:
-    """Raises if edges `[2, m]` of a file have unknown nodes, or targets of another part."""
-    try:
-        partition.owner_of(ends[0])
-        misplaced = bool((partition.owner_of(ends[1]) != part).any())
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    if misplaced:
-        raise ValueError(f"{path}: holds an edge whose target part {part} does not own")
-
-
 def id_problems(
     share: PartShare,
     here: Path,

@@ -31,7 +31,6 @@ class Partition:
     sizes     the number of nodes that each part owns
     before    the figures before `refine`, if it was used; `same_as` ignores them
     union     the partition of the nodes of all types, if these are the nodes of one type
-    version   changes when nodes are removed, since ids then name other nodes; 0 if none was
     """
 
     owner: Tensor
@@ -39,7 +38,6 @@ class Partition:
     sizes: tuple[int, ...]
     before: PartitionReport | None = None
     union: Partition | None = None
-    version: int = 0
 
     @classmethod
     def from_owner(
@@ -96,7 +94,6 @@ class Partition:
         """Returns whether both have the same parts, and assign each node to the same one."""
         return (
             self.num_parts == other.num_parts
-            and self.version == other.version
             and self.sizes == other.sizes
             and torch.equal(self.owner, other.owner)
         )
@@ -107,8 +104,7 @@ class Partition:
 
     def digest(self) -> str:
         """Returns a hash of num_parts and owner: equal on two ranks if `same_as` holds."""
-        version = f"{self.version} " if self.version else ""
-        state = hashlib.sha256(f"{self.num_parts} {self.num_nodes} {version}".encode())
+        state = hashlib.sha256(f"{self.num_parts} {self.num_nodes} ".encode())
         state.update(self.owner.contiguous().numpy().data)
         return state.hexdigest()
 

@@ -26,12 +26,9 @@ of the link that brought their rows.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,27 +36,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyg_distcomm.halo.halo import Link
-from pyg_distcomm.kernels import codec_ops
-from pyg_distcomm.partition.atomic import write_problem
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
 
-DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
-_BITS = 8
+DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class History:
     """Stores rows in blocks; a block is written and read as a whole.
 
-    As int8, a row is 256 levels between its minimum and its maximum, which are stored in
-    bf16; rounding is to nearest (see `quantise` in `kernels/codec_ops.py`).
-
     Args:
         bounds: the bounds of the blocks, from 0 on.
         like: a tensor of the rows' dtype and device, `[*, w]`.
         dtype: the dtype to store; None stores rows as they are.
-        path: a file to map, instead of memory.
 
-    Price: `nbytes`, at most 4 bytes a row more than its elements take.
+    Price: `nbytes`.
     """
 
     def __init__(
@@ -67,24 +57,11 @@ class History:
         bounds: tuple[int, ...],
         like: Tensor,
         dtype: torch.dtype | None = None,
-        path: Path | None = None,
     ) -> None:
         self._bounds = bounds
-        coded = dtype is torch.int8 and like.is_floating_point()
         kind = like.dtype if dtype is None or not like.is_floating_point() else dtype
-        width = like.size(1)
-        if coded:
-            sizes = [b - a for a, b in pairwise(bounds)]
-            item = max(like.element_size(), 4)  # codes are of float32 and float64
-            ends = [codec_ops.message_bytes(n, width, _BITS, item) for n in sizes]
-            self._ends: list[int] | None = [0]
-            for size in ends:
-                self._ends.append(self._ends[-1] + size)
-            self.stored = _empty(self._ends[-1], torch.uint8, like.device, path)
-        else:
-            self._ends = None
-            numbers = _empty(bounds[-1] * width, kind, like.device, path)
-            self.stored = numbers.view(bounds[-1], width)
+        shape = bounds[-1], like.size(1)
+        self.stored = torch.zeros(shape, dtype=kind, device=like.device)
 
     @property
     def nbytes(self) -> int:
@@ -93,54 +70,19 @@ class History:
 
     def store(self, block: int, x: Tensor) -> None:
         """Writes the rows of a block."""
-        if self._ends is None:
-            rows = self._rows(block).copy_(x)
-            if rows.dtype is torch.float16 and not bool(rows.isfinite().all()):
-                raise _not_finite("float16")
-        elif x.numel():
-            message = self.stored[self._ends[block] : self._ends[block + 1]]
-            bad = codec_ops.quantise(x, None, _BITS, None, message)
-            if bad >= 0:
-                raise _not_finite("int8")
+        rows = self._rows(block).copy_(x)
+        if rows.dtype is torch.float16 and not bool(rows.isfinite().all()):
+            raise ValueError(
+                "a row of history is not finite as float16, and cannot be stored; lower the "
+                "learning rate, or use history_dtype=torch.bfloat16"
+            )
 
     def load(self, block: int, out: Tensor) -> None:
         """Reads the rows of a block."""
-        if self._ends is None:
-            out.copy_(self._rows(block))
-        elif out.numel():
-            message = self.stored[self._ends[block] : self._ends[block + 1]]
-            codec_ops.dequantise(message, _BITS, out)
+        out.copy_(self._rows(block))
 
     def _rows(self, block: int) -> Tensor:
         return self.stored[self._bounds[block] : self._bounds[block + 1]]
-
-
-def _not_finite(kind: str) -> ValueError:
-    return ValueError(
-        f"a row of history is not finite as {kind}, and cannot be stored; lower the learning "
-        "rate, or use history_dtype=torch.bfloat16"
-    )
-
-
-def _empty(
-    count: int, dtype: torch.dtype, device: torch.device, path: Path | None
-) -> Tensor:
-    if path is None or not count:
-        return torch.zeros(count, dtype=dtype, device=device)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(
-            missing_ok=True
-        )  # another history may be mapped from it, and keeps it
-        if hasattr(os, "posix_fallocate"):
-            # a write to a mapped file on a full disk would end the process
-            with open(path, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        raise ValueError(write_problem(error, path)) from None
-    return torch.from_file(str(path), shared=True, size=count, dtype=dtype)
 
 
 GRADIENTS = ("surrogate", "scaled", "stale", "damped")
@@ -306,7 +248,7 @@ class HistoryBuffer:
             self._load()
 
     def undo(self) -> None:
-        """Restores history after an epoch that failed; int8 within one of its levels.
+        """Restores history after an epoch that failed.
 
         If it failed in the backward pass, the gradients of the last epoch are lost.
         """

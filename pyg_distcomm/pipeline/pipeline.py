@@ -225,8 +225,7 @@ class Pipeline(torch.nn.Module):
         recompute: whether a chunk is computed again in the backward pass, instead of keeping
             what autograd needs of all chunks.
         balance: how many layers each stage has; measured or counted without.
-        history_dtype: torch.bfloat16, float16 or int8 keep history in fewer bytes.
-        history_path: a folder to map history from, instead of memory.
+        history_dtype: torch.bfloat16 or float16 keep history in fewer bytes.
         damping, seed: see `gradient`; of orders and dropout, the mesh's if None.
 
     Price: `price()`; 2 (S - 1) n d (1 + s) words an epoch between stages, with s values
@@ -251,7 +250,6 @@ class Pipeline(torch.nn.Module):
         recompute: bool = True,
         balance: Sequence[int] | None = None,
         history_dtype: torch.dtype | None = None,
-        history_path: str | Path | None = None,
         damping: float = 0.5,
         seed: int | None = None,
     ) -> None:
@@ -265,8 +263,7 @@ class Pipeline(torch.nn.Module):
         self.order, self.refresh = order, history_refresh
         self._chunks: Any = chunks
         self._seed = mesh.seed if seed is None else seed
-        folder = None if history_path is None else Path(history_path)
-        self._history = history_dtype, folder
+        self._history = history_dtype
         self.timeline: list[ActionSpan] = []
         with layer_stack.on_all_ranks(mesh):
             self._rule = GradientRule.of(gradient, damping)
@@ -330,7 +327,6 @@ class Pipeline(torch.nn.Module):
         """Cuts the share into chunks; collective."""
         with layer_stack.on_all_ranks(self.mesh):
             edge_index = layer_stack.check_share(data, self.mesh)
-        self._updates = layer_stack.updates_of(edge_index)
         plan = plan_chunks(edge_index, self._chunks, self._seed)
         if plan.crossing > CROSSING and self.mesh.everyone.rank == 0:
             warnings.warn(
@@ -346,9 +342,7 @@ class Pipeline(torch.nn.Module):
     def _new_history(
         self, key: tuple[int, int], bounds: tuple[int, ...], like: Tensor
     ) -> History:
-        dtype, folder = self._history
-        name = f"rank{self.mesh.everyone.rank}-layer{key[0]}-{key[1]}.rows"
-        return History(bounds, like, dtype, None if folder is None else folder / name)
+        return History(bounds, like, self._history)
 
     @torch.inference_mode(False)  # training uses tensors that an evaluation may plan
     def _prepare(self, data: Data) -> Stage:
@@ -358,7 +352,7 @@ class Pipeline(torch.nn.Module):
             self._plan(data)
         assert self._run is not None
         topology = self._run.plan.topology
-        edge_index = layer_stack.check_planned_data(data, topology, self._updates)
+        edge_index = layer_stack.check_planned_data(data, topology)
         if self._run.link is not edge_index.topology.link:
             with layer_stack.on_all_ranks(self.mesh):
                 self._run.set_link(edge_index.topology.link)

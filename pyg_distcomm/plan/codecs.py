@@ -7,23 +7,21 @@ not depend on values; for other codecs they are an upper bound.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from pyg_distcomm.graph.partition_data_types import links_of
 from pyg_distcomm.halo.codec import HEADER, Codec
 from pyg_distcomm.halo.codecs import codec_of, known_codecs
 from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
 from pyg_distcomm.halo.codecs.sparse import Bitmap
 from pyg_distcomm.halo.compressed import gradient_codec
-from pyg_distcomm.halo.halo import DEGREES, MAX_CHUNKS, NAMES
+from pyg_distcomm.halo.halo import MAX_CHUNKS
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.partition.part_share import EdgeType
 from pyg_distcomm.plan.traffic import Array, LinkCounts
 from pyg_distcomm.plan.training import ProductShape
 
@@ -123,37 +121,6 @@ def codings(specs: Sequence[CodecLike]) -> list[Coding | None]:
     return [None, *(one for one in found if not one.link.is_exact)]
 
 
-def links_by_type(
-    specs: Any, kinds: Sequence[EdgeType]
-) -> list[tuple[str, Any, dict[EdgeType, Coding]]]:
-    """Returns for each link its name, its value for `pdc.partition`, and codings by edge type.
-
-    Links that code no edge type are left out.
-    """
-    if isinstance(specs, (str, Codec, LinkPolicy, Mapping)):
-        specs = (specs,)
-    found = []
-    for one in specs:
-        given: Any
-        if not isinstance(one, Mapping):
-            coding = Coding.of(one)
-            name, given = coding.name, coding.link
-            by_type = dict.fromkeys(kinds, coding)
-        else:
-            read = {k: None if v is None else Coding.of(v) for k, v in one.items()}
-            given = {k: None if c is None else c.link for k, c in read.items()}
-            by_link = {id(c.link): c for c in read.values() if c is not None}
-            links = links_of(given, kinds)
-            by_type = {k: by_link[id(x)] for k, x in links.items() if x is not None}
-            named = (
-                (k if isinstance(k, str) else "__".join(k), c) for k, c in read.items()
-            )
-            name = ", ".join(f"{k}: {c.name}" for k, c in named if c is not None)
-        if any(not coding.link.is_exact for coding in by_type.values()):
-            found.append((name, given, by_type))
-    return found
-
-
 def _parse_link(spec: Any) -> LinkPolicy:
     if isinstance(spec, Codec):
         return LinkPolicy(spec)
@@ -199,94 +166,6 @@ def _codec_name(codec: Codec) -> str:
     return "plain" if codec == Plain() else f"{codec}"
 
 
-@dataclass(frozen=True)
-class DryExchange:
-    """Stands in for `LayerExchange` in a dry run.
-
-    Args:
-        coded: whether rows are coded.
-    """
-
-    coded: bool = True
-
-    def as_exact(self, why: str) -> DryExchange:
-        """Returns an exchange whose rows are exact."""
-        return DryExchange(False)
-
-    def wrap(self, link: Any, name: int) -> Any:
-        """Returns a product's own link, or one that tells whether rows are coded."""
-        if name < len(NAMES):
-            return link
-        coded = self.coded and name < DEGREES
-        axis = replace(link.axis, observer=partial(link.axis.observer, coded=coded))
-        return replace(link, axis=axis)
-
-
-@dataclass(eq=False)
-class DryCalls:
-    """The layer calls over one link in an epoch of a dry run.
-
-    Args:
-        exact_last: whether the last of several calls is exact.
-        made: (layer, number of its call), in order.
-        last: the call that is exact.
-    """
-
-    exact_last: bool
-    made: list[tuple[Any, int]] = field(default_factory=list)
-    last: tuple[Any, int] | None = None
-
-    def begin(self, layer: Any) -> DryExchange | None:
-        """Begins a call; returns None if it is the exact one."""
-        call = layer, sum(other is layer for other, _ in self.made)
-        self.made.append(call)
-        return None if call == self.last else DryExchange()
-
-    def end_first(self) -> None:
-        """Ends the first epoch, after which the last call is known."""
-        if self.exact_last and len(self.made) > 1:
-            self.last = self.made[-1]
-
-    @property
-    def agreements(self) -> int:
-        """The number of agreements on training or evaluation: one a call of the first layer."""
-        return sum(layer is self.made[0][0] for layer, _ in self.made)
-
-
-class DryLink(LinkPolicy):
-    """Stands in for a link on the one rank of a dry run: records calls, and codes nothing.
-
-    Args:
-        link: the link.
-        calls: takes its calls.
-        record: called with whether a call is coded, for each call.
-    """
-
-    def __init__(
-        self, link: LinkPolicy, calls: DryCalls, record: Callable[[bool], None]
-    ) -> None:
-        self.__dict__.update(link.__dict__)
-        self._calls, self._record = calls, record
-
-    def is_used_on(self, mesh: Any) -> bool:
-        """Returns whether rows are coded on the planned number of ranks."""
-        return not self.is_exact
-
-    def begin(self, layer: Any, nodes: Any, *_: Any, **more: Any) -> Any:
-        """Returns the dry exchange of a layer call."""
-        self.check_ranked(nodes, more["degrees"])
-        exchange = self._calls.begin(layer)
-        self._record(exchange is not None)
-        return exchange
-
-    def note_cached(self, *_: Any) -> None:
-        """Records nothing."""
-
-    def was_constant(self, *_: Any) -> bool:
-        """Returns False, as before the first run."""
-        return False
-
-
 @dataclass(frozen=True, eq=False)
 class Writing:
     """The codec and the dtype of the rows of one product.
@@ -322,37 +201,6 @@ class Writing:
         every = [found[int(w)] for w in width.ravel()]
         received, sent, ahead = (np.stack(part, 2) for part in zip(*every, strict=True))
         return received, sent, ahead
-
-    def in_chunks(
-        self, side: LinkCounts, width: int, chunks: int, others: int
-    ) -> tuple[Array, Array]:
-        """Returns the bytes that a rank receives and sends, if rows travel chunk by chunk.
-
-        Exact without a codec; with one an upper bound, since a plan does not know how the
-        rows of a pair of ranks spread over chunks. Shapes `[r, s]`; `others` is the number
-        of other ranks.
-        """
-        codec = self.codec
-        if codec is None:
-            each = width * self.dtype.itemsize
-            return side.ghosts * each, side.sent * each
-        message = partial(codec.wire_bytes, width=width, dtype=self.dtype)
-        size_headers = 0 if codec.fixed_size else chunks * others * HEADER
-
-        def most(rows: int) -> int:
-            if not rows:
-                return 0
-            # each further message may round up by a byte
-            return message(rows) + (min(chunks, rows) - 1) * (message(1) + 1)
-
-        if side.pairs is None:  # means: all messages are equal
-            mean = max(round(float(side.ghosts.max() / max(side.sources.max(), 1))), 1)
-            share = most(mean) / mean
-            return side.ghosts * share + size_headers, side.sent * share + size_headers
-        counts, index = np.unique(side.pairs.want, return_inverse=True)
-        sizes = np.array([most(int(n)) for n in counts], np.int64)
-        ends = side.pairs.by_rank(sizes[index.reshape(side.pairs.want.shape)])
-        return ends[0] + size_headers, ends[1] + size_headers
 
 
 def _coded(

@@ -29,7 +29,6 @@ from pyg_distcomm.partition.cutters import (
     takes_grid,
 )
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.pipeline.schedule import BUBBLE
 from pyg_distcomm.plan.calibrate import TrainingRun, calibrate, time_once
 from pyg_distcomm.plan.codecs import CodecLike, codings
 from pyg_distcomm.plan.degree_distribution import RandomGraph
@@ -69,7 +68,6 @@ def init(
     machine: Machine | None = None,
     memory: float | None = None,
     codecs: Sequence[CodecLike] = (),
-    pipeline: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Mesh:
     """Joins the run and returns its mesh.
@@ -101,8 +99,8 @@ def init(
         data, widths, model: for "auto", the whole graph, the same on every rank, and either
             the widths of features, hidden layers and output, or the model.
         layers, inputs, memory, dtype: for "auto", see `plan`.
-        codecs, pipeline: for "auto", inexact choices that it may take (see `plan`): links, for
-            `partition(..., link=mesh.plan.link)`, and stages of a `Pipeline`.
+        codecs: for "auto", links that it may take (see `plan`), for
+            `partition(..., link=mesh.plan.link)`.
         method: for "auto", the method of the partition, also for `partition`; with seed 0.
         machine: for "auto", the figures, instead of measuring them; nothing is timed.
 
@@ -114,7 +112,7 @@ def init(
     mesh_options: Any = {"backend": backend, "device": device, "seed": seed}
     mesh_options |= {"check": check, "strict": strict, "timeout": timeout}
     given = {"data": data, "widths": widths, "model": model, "machine": machine}
-    given |= {"memory": memory, "dtype": dtype, "pipeline": pipeline or None}
+    given |= {"memory": memory, "dtype": dtype}
     given |= {"codecs": codecs or None, "layers": None if layers == "gcn" else layers}
     given |= {"inputs": None if inputs == INPUTS[0] else inputs}
     given |= {"method": None if str(method) == "metis" else method}
@@ -126,10 +124,10 @@ def init(
     collectives.agree(problem, mesh.world)
     read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
     options = {"memory": memory, "partition": method, "dtype": dtype}
-    options |= {"codecs": codecs, "pipeline": pipeline, "machine": machine}
+    options |= {"codecs": codecs, "machine": machine}
     best, owners = _choose_plan(mesh, data, read, options, mesh_options)
-    if (best.stages, best.grid) != (1, mesh.grid):
-        mesh = grids.init(grid=best.grid, stages=best.stages, **mesh_options)
+    if best.grid != mesh.grid:
+        mesh = grids.init(grid=best.grid, **mesh_options)
     mesh.plan, mesh.owners = best, owners
     return grids.remember(mesh)
 
@@ -225,7 +223,7 @@ def _choose_plan(
 
     def choose() -> tuple[list[tuple[Plan, int]], np.ndarray | None, Training | None]:
         plans = plan(data, ranks=mesh.size, **options | {"machine": machine})
-        inexact = bool(options["codecs"]) or options["pipeline"]
+        inexact = bool(options["codecs"])
         best = plans[0] if inexact and len(plans) else plans.best
         owners = _owners(plans, best, data, options["partition"])
         owner = None if owners is None else owners.owner.numpy()
@@ -244,7 +242,7 @@ def _choose_plan(
     ]
     if owner is None:
         return candidates[0], None
-    owners = Partition.from_owner(owner, mesh.size // candidates[0].stages)
+    owners = Partition.from_owner(owner, mesh.size)
     if len(candidates) == 1:
         return candidates[0], owners
     collectives.agree(_graph_problem(data, owners), mesh.world)
@@ -291,8 +289,7 @@ def _check_request(
     Raises for options that `plan` would refuse, before anything is timed.
     """
     machine, method = options["machine"], options["partition"]
-    stages = options["pipeline"], None, BUBBLE, 0
-    check_options(machine, options["memory"], stages, (None, None))
+    check_options(machine, options["memory"])
     codecs = _codec_names(options["codecs"])
     if isinstance(method, str):
         check_method(method)
@@ -313,15 +310,11 @@ def _check_request(
 
 
 def _owners(plans: Plans, best: Plan, data: Any, method: Any) -> Partition | None:
-    """Returns the owners of nodes in a plan; with stages, those of every stage."""
-    if plans.partition is None or not (best.stages > 1 or takes_grid(method)):
+    """Returns the owners of nodes in a plan."""
+    if plans.partition is None or not takes_grid(method):
         return plans.partition
     edge_index, nodes, mask = edges_of(data, method)
-    ranks_per_stage = best.size // best.stages
-    method = "block" if ranks_per_stage == 1 else method
-    return cut(
-        edge_index, nodes, ranks_per_stage, method, train_mask=mask, grid=best.grid
-    )
+    return cut(edge_index, nodes, best.size, method, train_mask=mask, grid=best.grid)
 
 
 MOST = 4  # the most plans that are timed
@@ -348,12 +341,12 @@ def shortlist(
     best = plans.best
     limit = memory or plans.machine.memory or DEFAULT_MEMORY
     chosen: dict[tuple[Grid, int, float], Plan] = {}  # halos that send the same are one
-    if best.stages > 1 or best.seconds > LONGEST or not _is_plain_stack(training):
+    if best.seconds > LONGEST or not _is_plain_stack(training):
         return [best]
     for one in plans:
         total = one.memory + sum(other.memory for other in chosen.values())
         key = one.grid, one.bytes, one.seconds
-        usable = one.exact and one.stages == 1 and one.seconds <= LONGEST
+        usable = one.exact and one.seconds <= LONGEST
         if usable and key not in chosen and total <= limit:
             chosen[key] = one
     return list(chosen.values())[:MOST] if best in chosen.values() else [best]

@@ -1,13 +1,12 @@
 """Runs a copy of a model on two nodes and one rank, and records what more ranks would send.
 
-`visited` records a model's layers and sums; `items_of_stack` records a stack item by item, as a
-pipeline runs it. Both use a mesh of their own, so other threads may run meanwhile.
+`visited` uses a mesh of its own, so other threads may run meanwhile.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -18,26 +17,15 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
-from pyg_distcomm.comm import random
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh, alone
-from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv
-from pyg_distcomm.pipeline.chunk_graph import ChunkPass
-from pyg_distcomm.pipeline.chunks import plan_chunks
-from pyg_distcomm.pipeline.epoch import Stage, StageTensors, Values
-from pyg_distcomm.pipeline.history_buffer import GradientRule
 from pyg_distcomm.pipeline.layer_stack import (
     StackLayer,
-    check_links,
-    estimated_costs,
-    names_crossing,
-    names_from_data,
     read_stack,
 )
-from pyg_distcomm.pipeline.warmup import as_leaves
 from pyg_distcomm.sharded.agreement import in_backward
 
 
@@ -49,14 +37,12 @@ class Round(NamedTuple):
         to_owners: whether they travel from ghosts to owners.
         adds: whether the layer reads only their sums.
         kept: whether they are cached, since they do not change.
-        coded: whether a link codes them.
     """
 
     width: int
     to_owners: bool
     adds: bool = False
     kept: bool = False
-    coded: bool = True
 
 
 @dataclass
@@ -72,7 +58,6 @@ class LayerCall:
         out: the width of its output.
         multiplies: whether it multiplies rows by a matrix of its own.
         read: whether its output receives a gradient.
-        coded: whether a link codes its products.
     """
 
     conv: Module
@@ -83,7 +68,6 @@ class LayerCall:
     out: int = 0
     multiplies: bool = False
     read: bool = True
-    coded: bool = True
 
 
 class SequentialStack(Module):
@@ -129,6 +113,7 @@ class RunRecorder:
             int
         ] = []  # of batch norms, and of gradients that are read at once
         self.summed = 0  # gradients of parameters, in numbers
+        self.calls: list[LayerCall] = []
         self.now: Any = None  # the record of the layer that runs
         self.norm: Any = None  # the batch norm that runs
 
@@ -163,20 +148,18 @@ class RunRecorder:
             _at_gradients(out, lambda: setattr(self, "norm", module))
         if is_layer(module) and not any(map(is_layer, self.stack)):
             record, self.now = self.now, None
-            self.end(record, out[0] if isinstance(out, (tuple, list)) else out)
+            first = out[0] if isinstance(out, (tuple, list)) else out
+            record.out = first.size(-1)
             _at_gradients(out, lambda: setattr(self, "now", record))
 
-    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Returns the record of a layer call."""
-        raise NotImplementedError
-
-    def end(self, record: Any, out: Any) -> None:
-        """Records the output of the call."""
-        raise NotImplementedError
-
-    def note_rows(self, record: Any, one: Round, edges: Rows | None) -> None:
-        """Records an exchange of rows in a layer."""
-        raise NotImplementedError
+    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> LayerCall:
+        """Records a call of a layer with rows x, which may be a pair."""
+        x = args[0] if args else kwargs["x"]
+        x = x[0] if isinstance(x, (tuple, list)) else x
+        is_feature = any(x is each for each in self.features)
+        call = LayerCall(bare(layer), x.size(-1), is_feature, x.requires_grad)
+        self.calls.append(call)
+        return call
 
     def note(
         self,
@@ -185,16 +168,12 @@ class RunRecorder:
         axis: Axis,
         *,
         known: bool = True,
-        edges: Rows | None = None,
-        coded: bool = False,
     ) -> None:
         """Records what more ranks would do with a tensor; see `Axis.observer`.
 
         Args:
             how, x, axis: what, with which tensor, and where.
             known: whether these are the rows at the sources of edges.
-            edges: the edges.
-            coded: whether a link codes them.
         """
         back = in_backward()
         if axis.name not in ("world", "row") or not (back or self.stack):
@@ -202,8 +181,8 @@ class RunRecorder:
         if how in ("rows", "back"):
             if self.now is not None and known:
                 adds = axis.name == "row"
-                one = Round(x.shape[1:].numel(), how == "back", adds, coded=coded)
-                self.note_rows(self.now, one, edges)
+                one = Round(x.shape[1:].numel(), how == "back", adds)
+                self.now.rounds.append(one)
             elif not back:
                 self._miss("rows that {} reads by ids")
         elif how == "sum" and (back or self.norm is not None):
@@ -217,18 +196,13 @@ class RunRecorder:
     def _miss(self, what: str) -> None:
         self.missing.append(what.format(type(bare(self.stack[-1])).__name__))
 
-    def called(self, layer: Module, x: Any) -> LayerCall:
-        """Returns the record of a call with rows x, which may be a pair."""
-        x = x[0] if isinstance(x, (tuple, list)) else x
-        return LayerCall(bare(layer), x.size(-1), self.is_feature(x), x.requires_grad)
-
-    def is_feature(self, x: Any) -> bool:
-        """Returns whether x is a feature tensor of the data."""
-        return any(x is each for each in self.features)
+    def note_product(self) -> None:
+        """Records that a layer multiplies by a matrix of its own."""
+        self.now.multiplies = True
 
     def clear(self) -> None:
         """Clears the records."""
-        self.missing, self.sums, self.summed = [], [], 0
+        self.missing, self.sums, self.summed, self.calls = [], [], 0, []
         self.now = self.norm = None
 
 
@@ -252,32 +226,6 @@ def mark_kept(calls: Sequence[LayerCall], later: Sequence[LayerCall]) -> None:
                 call.rounds[place] = one._replace(kept=True)
 
 
-class _ModelRecorder(RunRecorder):
-    """Records the layer calls, exchanges and sums of a run of a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[LayerCall] = []
-
-    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> LayerCall:
-        self.calls.append(self.called(layer, args[0] if args else kwargs["x"]))
-        return self.calls[-1]
-
-    def end(self, record: LayerCall, out: Any) -> None:
-        record.out = out.size(-1)
-
-    def note_rows(self, record: LayerCall, one: Round, edges: Rows | None) -> None:
-        record.rounds.append(one._replace(coded=True))
-
-    def note_product(self) -> None:
-        """Records that a layer multiplies by a matrix of its own."""
-        self.now.multiplies = True
-
-    def clear(self) -> None:
-        super().clear()
-        self.calls = []
-
-
 def visited(
     model: Module, num_features: int, inputs: str
 ) -> tuple[list[LayerCall], RunRecorder]:
@@ -288,7 +236,7 @@ def visited(
     Raises:
         ValueError: if the model does not run, with the reason.
     """
-    visit, grad = _ModelRecorder(), torch.enable_grad()
+    visit, grad = RunRecorder(), torch.enable_grad()
     try:
         with torch.inference_mode(False), grad, torch.random.fork_rng(devices=[]):
             calls = _run(
@@ -300,7 +248,7 @@ def visited(
 
 
 def _run(
-    model: Module, num_features: int, inputs: str, visit: _ModelRecorder
+    model: Module, num_features: int, inputs: str, visit: RunRecorder
 ) -> list[LayerCall]:
     model = model.converted() if isinstance(model, SequentialStack) else convert(model)
     visit.watch(model)
@@ -358,167 +306,3 @@ def is_layer(module: Module) -> bool:
 def bare(module: Module) -> Module:
     """Returns PyG's layer inside a HaloConv, or the module itself."""
     return module.conv if isinstance(module, HaloConv) else module
-
-
-_KNOWN = ("x", "edge_weight")  # attributes of the data
-
-
-@dataclass(frozen=True)
-class Read:
-    """Describes one exchange of rows in a forward pass.
-
-    Args:
-        width: the width of the rows.
-        needs_gradient: whether their gradients travel back.
-        gradient_behind: whether they do in all stages but the first.
-        exact: whether they are exact and synchronous, whatever the link.
-    """
-
-    width: int
-    needs_gradient: bool
-    gradient_behind: bool = True
-    exact: bool = False
-
-
-@dataclass(frozen=True)
-class Item:
-    """Describes one item of a stack.
-
-    Args:
-        cost: its relative cost, as `Pipeline` estimates.
-        reads: its exchanges of neighbour rows.
-        dense: the widths of the matrices that it multiplies with.
-        parameters: the number of its trainable parameters.
-        crossing_width: the elements a node that go on to the next item.
-        skips: the number of tensors among them, beside the first.
-        border_problem: why they cannot cross to another stage; empty if they can.
-        readers: the layers in it that exchange rows by the link.
-        layer: the layer, if it is known.
-    """
-
-    cost: float
-    reads: tuple[Read, ...]
-    dense: tuple[tuple[int, int], ...]
-    parameters: int
-    crossing_width: int
-    skips: int
-    border_problem: str = ""
-    readers: tuple[list[MessagePassing], ...] = ()
-    layer: StackLayer | None = None
-
-
-@torch.inference_mode(False)
-def items_of_stack(layers: Any, num_features: int) -> list[Item]:
-    """Reads the items of a stack by running a copy of it, as a pipeline does, on two nodes.
-
-    Raises:
-        ValueError, TypeError: as `Pipeline` does, if `layers` is no stack of layers, or cannot
-            run on chunks.
-    """
-    stack = [layer.converted() for layer in copy.deepcopy(read_stack(layers))]
-    check_links(stack)
-    for layer in stack:
-        if isinstance(layer.run, torch.nn.Module):
-            layer.run.cpu().eval()
-    costs, stage = estimated_costs(stack), _stage_of(stack, num_features)
-    try:
-        with random.apart(torch.device("cpu")):
-            return _profile(stack, costs, stage)
-    except (ValueError, TypeError, RuntimeError):
-        raise
-    except Exception as error:  # the script's own layers may raise anything
-        message = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the stack does not run on two nodes ({message})") from error
-
-
-def _stage_of(stack: list[StackLayer], num_features: int) -> Stage:
-    """Returns a stage of all layers, on two nodes that this process has alone."""
-    missing = [
-        name for name in names_from_data(stack, 0, len(stack)) if name not in _KNOWN
-    ]
-    if missing:
-        raise ValueError(
-            f"the stack reads {', '.join(missing)} of the data, whose width is not known "
-            "here; give widths=[...] and skips=... instead of the model"
-        )
-    dtype = next((p.dtype for one in stack for p in _trained(one)), torch.float32)
-    x, weight = torch.zeros(2, num_features, dtype=dtype), torch.ones(3, dtype=dtype)
-    data = Data(x, torch.tensor([[0, 1, 1], [1, 0, 0]]), edge_weight=weight)
-    share = partition(data, alone((1, 1, 1), 0, torch.device("cpu")), "block")
-    plan = plan_chunks(share.edge_index, torch.zeros(2, dtype=torch.long), 0)
-    stage = Stage(stack, 0, len(stack), ChunkPass(plan, GradientRule(), None, 0))
-    stage.load_data(share)
-    return stage
-
-
-def _profile(stack: list[StackLayer], costs: list[float], stage: Stage) -> list[Item]:
-    run, found = stage.run, []
-    values, readers = stage.chunk_inputs(None), [0]
-    with torch.no_grad():  # makes the sites
-        for _ in _run_layers(stage, None, values):
-            readers.append(len(run.readers))
-    run.mode = "again"
-    with torch.enable_grad():
-        values = stage.chunk_inputs(0)
-        for place in _run_layers(stage, 0, values):
-            values.update(
-                as_leaves({name: values[name] for name in stack[place].writes})
-            )
-        gradient_behind = {key: site.needs_gradient for key, site in run.sites.items()}
-        for site in run.sites.values():
-            site.needs_gradient = False
-        values = stage.chunk_inputs(0)
-        for place in _run_layers(stage, 0, values):
-            names, layer = names_crossing(stack, place + 1), stack[place]
-            crossing_width, border_problem = _crossing_width(
-                values, names, layer, stage.view(0).nodes
-            )
-            matrices = [p for p in _trained(layer) if p.dim() == 2]
-            reads = tuple(
-                Read(
-                    site.mix.size(1),
-                    site.needs_gradient,
-                    gradient_behind[key],
-                    bool(site.exact_reason),
-                )
-                for key, site in run.sites.items()
-                if key[0] == place
-            )
-            found.append(
-                Item(
-                    costs[place],
-                    reads,
-                    tuple((p.size(0), p.size(1)) for p in matrices),
-                    sum(p.numel() for p in _trained(layer)),
-                    crossing_width,
-                    len(names) - 1,
-                    border_problem,
-                    tuple(run.readers[readers[place] : readers[place + 1]]),
-                    layer,
-                )
-            )
-    return found
-
-
-def _run_layers(stage: Stage, chunk: int | None, values: Values) -> Iterator[int]:
-    """Runs a stage's layers one by one, and adds their outputs to `values`."""
-    for place, layer in enumerate(stage.layers):
-        stage.run.begin_layer(place, chunk)
-        values.update(stage.call(layer, values))
-        yield place
-
-
-def _crossing_width(
-    values: Values, names: Sequence[str], layer: StackLayer, nodes: Rows
-) -> tuple[int, str]:
-    """Returns the width of the tensors that cross after a layer, or why they cannot."""
-    try:
-        return StageTensors.of(values, names, str(layer), nodes).width, ""
-    except TypeError as error:
-        return 0, str(error)
-
-
-def _trained(layer: StackLayer) -> Sequence[Tensor]:
-    if not isinstance(layer.run, torch.nn.Module):
-        return ()
-    return [p for p in layer.run.parameters() if p.requires_grad]

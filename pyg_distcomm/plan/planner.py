@@ -5,55 +5,35 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 
 from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, Mesh
 from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
 from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.pipeline.schedule import BUBBLE, fewest_chunks
 from pyg_distcomm.plan.codecs import CodecLike, Coding, codings
 from pyg_distcomm.plan.cost import EpochProducts, adds_on_grid, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
-from pyg_distcomm.plan.hetero import owners_of_types, plan_hetero
-from pyg_distcomm.plan.loaders import LoaderPlans, plan_loader
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.model_profile import items_of_stack
-from pyg_distcomm.plan.pipelines import PipelinePlanner, items_of
 from pyg_distcomm.plan.plans import Plan, Plans, name_of, rejections, show_bytes
 from pyg_distcomm.plan.traffic import CutEdges, Flow
 from pyg_distcomm.plan.training import (
     Training,
     dtype_of,
-    num_features_of,
     training_from_options,
 )
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 
-@overload
 def plan(
-    graph: Data | HeteroData,
-    *,
-    loader: Mapping[str, Any],
-    ranks: int | None = None,
-    mesh: Mesh | None = None,
-    machine: Machine | None = None,
-    memory: float | None = None,
-    partition: Any = "metis",
-    seed: int = 0,
-) -> LoaderPlans: ...
-@overload
-def plan(
-    graph: Data | HeteroData | Tensor | RandomGraph,
+    graph: Data | Tensor | RandomGraph,
     widths: Sequence[int] | None = None,
     ranks: int | None = None,
     *,
@@ -68,35 +48,8 @@ def plan(
     algorithm: str | None = None,
     grid: Grid | None = None,
     codecs: Sequence[CodecLike] = (),
-    pipeline: bool = False,
-    chunks: int | None = None,
-    bubble: float = BUBBLE,
-    skips: int = 0,
     dtype: torch.dtype | None = None,
-) -> Plans: ...
-def plan(
-    graph: Data | HeteroData | Tensor | RandomGraph,
-    widths: Sequence[int] | None = None,
-    ranks: int | None = None,
-    *,
-    mesh: Mesh | None = None,
-    model: torch.nn.Module | Sequence[Any] | None = None,
-    layers: str | Sequence[str] = "gcn",
-    inputs: str = "constant",
-    machine: Machine | None = None,
-    memory: float | None = None,
-    partition: Any = "metis",
-    seed: int = 0,
-    algorithm: str | None = None,
-    grid: Grid | None = None,
-    codecs: Sequence[CodecLike] = (),
-    pipeline: bool = False,
-    chunks: int | None = None,
-    bubble: float = BUBBLE,
-    skips: int = 0,
-    dtype: torch.dtype | None = None,
-    loader: Mapping[str, Any] | None = None,
-) -> Plans | LoaderPlans:
+) -> Plans:
     """Lists every grid, ordering, halo and codec for training a graph, with its costs, ranked.
 
     Nothing is sent, and every rank that calls it gets the same: bytes are those that the
@@ -104,9 +57,7 @@ def plan(
     third epoch on, when products of constant inputs are kept); means for a `RandomGraph`.
 
     Args:
-        graph: the whole graph, its edge_index, or a `RandomGraph` (size, degree law). Of a
-            HeteroData plans have the bytes of each edge type (`relation_bytes`); widths
-            are then those of hidden layers and the output.
+        graph: the whole graph, its edge_index, or a `RandomGraph` (size, degree law).
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
         ranks, mesh: how many ranks; of a mesh only their number is used.
         model: instead of widths, or its layers as `Pipeline` takes them; run on two nodes.
@@ -119,64 +70,30 @@ def plan(
         algorithm, grid: only grids of this name ("1d", "1.5d", "2d", ...), or only this one.
         codecs: beside the exact link, others to plan for: names as "1 bit", "bf16" or
             "4 bits late", Codecs, or LinkPolicys (as they stand: of a schedule, the ratio
-            of its present epoch); of a HeteroData also dictionaries of these by edge type,
-            as `link=` of `pdc.partition`. Bytes are exact where sizes do not depend on values,
+            of its present epoch). Bytes are exact where sizes do not depend on values,
             the most there can be elsewhere. A plan that changes numbers is never `best`.
-        pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
-            `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
-            `Pipeline.price`. Of widths alone, layers are cut evenly. In stages of several
-            ranks rows travel by each of `codecs` too.
-        chunks, bubble: as `Pipeline` has them; seconds price the idle turns.
-        skips: values beside x that cross all borders (GCNII: 1); a model knows its own.
         dtype: of the features; that of data.x, else of the model, else float32.
-        loader: plan its minibatches instead of epochs, of a Data or a HeteroData; see
-            `plan_loader`. With it go ranks, mesh, machine, memory (beside the share),
-            partition and seed.
 
     Returns:
-        `Plans`: a sequence, the fastest first, with `best` and `refused`; or `LoaderPlans`.
+        `Plans`: a sequence, the fastest first, with `best` and `refused`.
 
     Price: O(edges) once and O(volume) a grid; a `RandomGraph`, milliseconds a grid.
     """
-    staged = pipeline, chunks, bubble, skips
-    check_options(machine, memory, staged, (grid, algorithm))
+    check_options(machine, memory)
     size = _ranks_of(ranks, mesh, partition)
     machine, cutting = machine or Machine(), (graph, size, partition, seed)
-    read = widths, model, layers, inputs, dtype
-    if isinstance(graph, HeteroData) and loader is None:
-        _check_hetero(pipeline, grid, algorithm, size)
-        return plan_hetero(cutting, read, machine, memory, codecs)
-    if loader is not None:
-        others = widths, model, grid, algorithm, dtype, *codecs, pipeline or None
-        return _loader_plans(cutting, others, (loader, machine, memory))
-    return _graph_plans(
-        cutting, read, staged, (machine, memory, grid, algorithm, codecs)
-    )
-
-
-def _graph_plans(
-    cutting: tuple[Any, int, Any, int],
-    read: tuple[Any, Any, Any, str, torch.dtype | None],
-    staged: tuple[bool, int | None, float, int],
-    how: tuple[Machine, float | None, Any, str | None, Sequence[CodecLike]],
-) -> Plans:
-    """Returns the plans of all grids, and of stages."""
-    (graph, size, *_), (machine, memory, grid, algorithm, codecs) = cutting, how
-    widths, model, layers, inputs, dtype = read
     grid = _grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
     training = training_from_options(graph, widths, model, layers, inputs, dtype)
     source, description, owners = _source(*cutting, grid)
     search = _Search(cutting, source, training, dtype, machine, codings(codecs))
-    found = search.in_stages(model, *staged[1:]) if staged[0] else []
-    found += search.on_grids(_grids(size, algorithm, grid))
+    found = search.on_grids(_grids(size, algorithm, grid))
     limit = machine.memory if memory is None else memory
     known = (replace(each, missing=training.missing) for each in found)
     checked = sorted((_check_memory(each, limit) for each in known), key=_sort_key)
     ranked = tuple(one for one in checked if one.reason is None)
-    fastest = next((each.grid for each in ranked if each.stages == 1), None)
-    if fastest is not None and takes_grid(cutting[2]):
-        owners = _source(*cutting, fastest)[2]
+    if ranked and takes_grid(partition):
+        owners = _source(*cutting, ranked[0].grid)[2]
     return Plans(
         ranked,
         tuple(one for one in checked if one.reason is not None),
@@ -185,39 +102,6 @@ def _graph_plans(
         machine,
         owners,
     )
-
-
-def _loader_plans(
-    cutting: tuple[Any, int, Any, int],
-    others: Sequence[Any],
-    how: tuple[Mapping[str, Any], Machine, float | None],
-) -> LoaderPlans:
-    """Returns the plans of a loader; raises for options that it would ignore."""
-    graph = cutting[0]
-    if not isinstance(how[0], Mapping):
-        raise TypeError(
-            "loader is a dictionary of a loader's arguments, such as "
-            f"{{'num_neighbors': [10, 5]}}; got a {type(how[0]).__name__}"
-        )
-    if any(other is not None for other in others):
-        raise ValueError(
-            "loader plans minibatches, whatever the model; leave out widths, model, "
-            "algorithm, grid, codecs, pipeline and dtype"
-        )
-    if isinstance(graph, HeteroData):
-        if "num_nodes_per_layer" in how[0]:
-            raise ValueError(
-                "layer-wise loaders take graphs of one node type; give num_neighbors"
-            )
-        return plan_loader(graph, owners_of_types(*cutting), *how)
-    if not isinstance(graph, Data):
-        raise TypeError(
-            "a loader is planned for a whole torch_geometric.data.Data or HeteroData, got "
-            f"{type(graph).__name__}"
-        )
-    owners = _source(*cutting)[2]
-    assert owners is not None
-    return plan_loader(graph, owners, *how)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,47 +173,6 @@ class _Search:
         if isinstance(source, CutEdges):
             return source.halo_flow
         return source.flow((ranks, 1, 1), "rows", False)
-
-    def in_stages(
-        self, model: Any, chunks: int | None, most: float, skips: int
-    ) -> list[Plan]:
-        """Returns the plans of all numbers of stages."""
-        fewest_chunks(1, most)  # raises if `most` is not within 0 and 1
-        for name, value, least in (("chunks", chunks, 1), ("skips", skips, 0)):
-            if value is not None and (type(value) is not int or value < least):
-                raise ValueError(
-                    f"{name} must be a whole number from {least} on: {value!r}"
-                )
-        graph, size = self.cutting[:2]
-        if model is None:
-            items = items_of(self.training, skips)
-        else:
-            try:
-                items = items_of_stack(model, num_features_of(graph, model))
-            except (ValueError, TypeError, RuntimeError) as error:
-                every = (d for d in range(2, size + 1) if size % d == 0)
-                why = str(error)
-                return [Plan((size // d, 1, 1), stages=d, reason=why) for d in every]
-        source = self.source
-        nodes = source.nodes if isinstance(source, RandomGraph) else len(source.owner)
-        how = self.machine, self.links, self.dtype, most
-        share = cache(self._share)
-        return PipelinePlanner(items, self.training, share, nodes, chunks, *how).plans(
-            size
-        )
-
-    def _share(self, ranks: int) -> Flow:
-        """Returns the rows that the ranks of a stage exchange for a layer."""
-        (graph, size, partition, seed), source = self.cutting, self.source
-        if ranks != size and isinstance(source, CutEdges):
-            if ranks > 1 and not isinstance(partition, str):
-                raise ValueError(
-                    f"a stage has {ranks} ranks, and the owners given are {size}; plan "
-                    "with the name of a method"
-                )
-            method = "block" if ranks == 1 else partition
-            source = _source(graph, ranks, method, seed)[0]
-        return self._ghosts(source, ranks)
 
 
 def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
@@ -489,8 +332,6 @@ def _as_int(value: Any) -> int | None:
 def check_options(
     machine: Any,
     memory: Any,
-    stages: tuple[bool, Any, Any, Any],
-    grids: tuple[Grid | None, str | None],
 ) -> None:
     """Raises for options of wrong types, and for options that would be ignored."""
     if not isinstance(machine, (Machine, type(None))):
@@ -505,24 +346,3 @@ def check_options(
         )
     if memory is not None and not memory > 0:
         raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
-    pipeline, chunks, most, skips = stages
-    if pipeline and grids != (None, None):
-        raise ValueError(
-            "pipeline=True plans for stages beside all grids; leave algorithm and grid out"
-        )
-    if not pipeline and (chunks is not None or skips != 0 or most != BUBBLE):
-        raise ValueError("chunks, bubble and skips are of stages; add pipeline=True")
-
-
-def _check_hetero(pipeline: bool, grid: Any, algorithm: Any, size: int) -> None:
-    """Raises for options that cannot be planned for a HeteroData."""
-    if pipeline:
-        raise ValueError(
-            "a pipeline takes layers of one node type, and this is a HeteroData; leave "
-            "pipeline out"
-        )
-    if algorithm not in (None, "1d") or grid not in (None, (size, 1, 1)):
-        raise ValueError(
-            "the rows of a HeteroData travel between all ranks, whatever the grid; leave "
-            "grid and algorithm out"
-        )

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import abc
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, named_grid, resolve_grid
 from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.pipeline.schedule import bubble
 from pyg_distcomm.plan.machine import Machine
 
 MOST_LINES = 24  # plans that the table shows
@@ -43,19 +41,13 @@ class Plan:
         reason: why it is refused; None for one that can be run.
         exact: whether it trains as one process does; if not, rows are rounded, left out or
             late.
-        sized: whether bytes are exact; if not, sizes depend on values, or on which rows
-            come in which chunk of a hybrid, and they are the most there can be.
-        stages: into how many the layers are cut; a grid is then that of one stage.
-        chunks: of nodes, that stream through the stages.
-        balance: how many items of the stack each stage has.
-        remark: how a pipeline compares with graph parallelism.
+        sized: whether bytes are exact; if not, sizes depend on values, and they are
+            the most there can be.
         missing: what the model sends that bytes leave out, in words; else empty.
-        link: what gives this codec to `pdc.partition`, of a HeteroData a dictionary, too;
-            None for the exact link.
-        relation_bytes: of the exchanges over all ranks, by edge type; of a HeteroData.
+        link: what gives this codec to `pdc.partition`; None for the exact link.
         early_bytes: over all ranks in the first epoch, and in the second, in which features
             that do not change still travel, and a link may not code yet, beside what
-            planning takes; () of pipelines.
+            planning takes.
     """
 
     grid: Grid
@@ -73,25 +65,15 @@ class Plan:
     reason: str | None = None
     exact: bool = True
     sized: bool = True
-    link: LinkPolicy | dict[Any, LinkPolicy | None] | None = None
-    stages: int = 1
-    chunks: int = 1
-    balance: tuple[int, ...] = ()
-    remark: str = ""
+    link: LinkPolicy | None = None
     missing: str = ""
-    relation_bytes: dict[str, int] = field(default_factory=dict)
     early_bytes: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         r, s, p = self.grid
-        return r * s * p * self.stages
-
-    @property
-    def bubble(self) -> float:
-        """The share of turns in which a stage is idle; seconds have it."""
-        return bubble(self.stages, self.chunks)
+        return r * s * p
 
     @property
     def bytes(self) -> int:
@@ -100,19 +82,16 @@ class Plan:
 
     @property
     def algorithm(self) -> str:
-        """The name of the grid, as `init` knows it, or "grid"; or "pipeline", "hybrid"."""
-        if self.stages > 1:
-            return "pipeline" if self.grid == (1, 1, 1) else "hybrid"
+        """The name of the grid, as `init` knows it, or "grid"."""
         return name_of(self.grid)
 
     @property
     def sides(self) -> str:
-        """The grid in short, as 4x2x1, or stages x grid."""
-        stages = f"{self.stages} x " if self.stages > 1 else ""
-        return stages + "x".join(map(str, self.grid))
+        """The grid in short, as 4x2x1."""
+        return "x".join(map(str, self.grid))
 
     def __str__(self) -> str:
-        sides = self.sides.replace("x", " x ").replace("  ", " ")
+        sides = self.sides.replace("x", " x ")
         text = f"{self.algorithm} ({sides}), {', '.join(self.orders)}"
         if self.halo != "auto":
             text += f", halo {self.halo}"
@@ -144,13 +123,7 @@ class Plan:
             "reason": self.reason,
             "exact": self.exact,
             "sized": self.sized,
-            "stages": self.stages,
-            "chunks": self.chunks,
-            "bubble": self.bubble,
-            "balance": list(self.balance),
-            "remark": self.remark,
             "missing": self.missing,
-            "relation_bytes": dict(self.relation_bytes),
             "early_bytes": list(self.early_bytes),
         }
 
@@ -167,35 +140,8 @@ class Rejection:
         return {"algorithm": self.algorithm, "reason": self.reason}
 
 
-PlanT = TypeVar("PlanT")
-
-
-class Ranked(Sequence[PlanT]):
-    """The plans that can be run, the fastest first."""
-
-    ranked: tuple[PlanT, ...]
-
-    @overload
-    def __getitem__(self, key: int) -> PlanT: ...
-    @overload
-    def __getitem__(self, key: slice) -> tuple[PlanT, ...]: ...
-    def __getitem__(self, key: int | slice) -> PlanT | tuple[PlanT, ...]:
-        return self.ranked[key]
-
-    def __len__(self) -> int:
-        return len(self.ranked)
-
-    @abc.abstractmethod
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, for JSON."""
-
-    def to_json(self) -> str:
-        """Returns the plans as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
-
-
 @dataclass(frozen=True, eq=False)
-class Plans(Ranked[Plan]):
+class Plans(Sequence[Plan]):
     """All plans that can be run, the fastest first; `print` shows them as a table.
 
     Args:
@@ -231,6 +177,16 @@ class Plans(Ranked[Plan]):
         reasons += [f"{m.algorithm}: {m.reason}" for m in self.rejections]
         raise ValueError("no plan can be run:\n" + "\n".join(reasons[:MOST_LINES]))
 
+    @overload
+    def __getitem__(self, key: int) -> Plan: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Plan, ...]: ...
+    def __getitem__(self, key: int | slice) -> Plan | tuple[Plan, ...]:
+        return self.ranked[key]
+
+    def __len__(self) -> int:
+        return len(self.ranked)
+
     def of(self, grid: Grid, **choice: Any) -> Plan:
         """Returns the first plan of a grid, refused or not, with these attributes."""
         for plan in (*self.ranked, *self.refused):
@@ -249,6 +205,10 @@ class Plans(Ranked[Plan]):
             "rejections": [rejection.to_dict() for rejection in self.rejections],
         }
 
+    def to_json(self) -> str:
+        """Returns the plans as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
     def __str__(self) -> str:
         first = {_group_key(plan): plan for plan in reversed(self.ranked)}
         best = [plan for plan in self.ranked if first[_group_key(plan)] is plan]
@@ -259,14 +219,8 @@ class Plans(Ranked[Plan]):
             parts.append(
                 f"the best of each grid; {left} more are predicted to be slower"
             )
-        parts += [
-            f"{name:<32} {show_bytes(count)} in all"
-            for plan in shown
-            for name, count in plan.relation_bytes.items()
-        ]
         parts += _legend(shown, self.machine) + _useless_codecs(self.ranked)
         parts += _describe_first_epochs(self.ranked[:1])
-        parts += dict.fromkeys(plan.remark for plan in self.ranked if plan.remark)
         lines = self._refusals()
         if lines:
             parts += ["", "refused:", *(f"  {line}" for line in lines[:MOST_LINES])]
@@ -276,20 +230,19 @@ class Plans(Ranked[Plan]):
 
     def _refusals(self) -> list[str]:
         """Returns the reasons: for each unusable grid, that of its plan with least memory."""
-        usable = {(plan.stages, plan.grid) for plan in self.ranked}
-        leanest: dict[tuple[int, Grid], Plan] = {}
+        usable = {plan.grid for plan in self.ranked}
+        leanest: dict[Grid, Plan] = {}
         for plan in sorted(self.refused, key=lambda plan: plan.memory):
-            if (plan.stages, plan.grid) not in usable:
-                leanest.setdefault((plan.stages, plan.grid), plan)
+            if plan.grid not in usable:
+                leanest.setdefault(plan.grid, plan)
         lines = [
-            f"{p.algorithm} {p.sides if p.stages > 1 else p.grid}"
-            f"{_describe_choices(p)}: {p.reason}"
+            f"{p.algorithm} {p.grid}{_describe_choices(p)}: {p.reason}"
             for p in leanest.values()
         ]
         unusable = [
             f"{plan.codec}: {plan.reason}"
             for plan in self.refused
-            if (plan.stages, plan.grid) in usable and "needs" not in str(plan.reason)
+            if plan.grid in usable and "needs" not in str(plan.reason)
         ]
         lines, left = lines + unusable, len(self.refused) - len(leanest) - len(unusable)
         if left:
@@ -301,14 +254,14 @@ class Plans(Ranked[Plan]):
         return f"Plans({len(self.ranked)} for {self.graph}; best: {best})"
 
 
-def _group_key(plan: Plan) -> tuple[int, Grid, str]:
-    return plan.stages, plan.grid, plan.codec
+def _group_key(plan: Plan) -> tuple[Grid, str]:
+    return plan.grid, plan.codec
 
 
 def _describe_choices(plan: Plan) -> str:
     words = [] if plan.ordering.order == "auto" else [plan.ordering.order]
     words += [] if plan.ordering.keep_inputs else ["nothing kept"]
-    words += [] if plan.halo == "auto" or plan.stages > 1 else [f"halo {plan.halo}"]
+    words += [] if plan.halo == "auto" else [f"halo {plan.halo}"]
     return f", {', '.join(words)}" if words else ""
 
 
@@ -369,11 +322,9 @@ def _legend(plans: Sequence[Plan], machine: Machine) -> list[str]:
     """Explains the signs of the table."""
     notes = []
     if any(not plan.exact for plan in plans):
-        notes.append(
-            "* not exact (rounded, left out, late, or read from history): only when asked for"
-        )
+        notes.append("* not exact (rounded, left out or late): only when asked for")
     if any(not (plan.sized or plan.missing) for plan in plans):
-        notes.append("<= sizes depend on values, or on chunks: the most there can be")
+        notes.append("<= sizes depend on values: the most there can be")
     missing = dict.fromkeys(plan.missing for plan in plans if plan.missing)
     notes += [f">= bytes and seconds leave out {words}" for words in missing]
     links = [plan.link for plan in plans if isinstance(plan.link, LinkPolicy)]

@@ -205,7 +205,7 @@ class Training:
                     if kept and _count_use(uses, each[:3]) > 1:
                         continue
                     way = each.width, each.to_owners, rows
-                    found.append(ProductShape(i, *way, coded=each.coded))
+                    found.append(ProductShape(i, *way))
                 continue
             kept = how[0] and keeps_rows and self._keeps(i, ordering)
             if order == "kept" or kept:

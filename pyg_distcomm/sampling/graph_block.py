@@ -17,6 +17,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
+from pyg_distcomm.ops.id_plan import IdPlan
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.graph_source import (
     SampledTopology,
@@ -28,7 +29,6 @@ from pyg_distcomm.sampling.graph_source import (
 )
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
-from pyg_distcomm.tensor.gather_by_id import IdPlan
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,7 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.ops.id_plan import IdPlan, plan_ids
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import compare_ids
 from pyg_distcomm.sharded.constants import ByContent, constants_of, key_of, version_of
@@ -33,7 +34,6 @@ from pyg_distcomm.sharded.dist_tensor import (
     rule,
 )
 from pyg_distcomm.sharded.partial import PartialSum
-from pyg_distcomm.tensor.gather_by_id import IdPlan, plan_ids
 
 aten = torch.ops.aten
 _KEPT = 64  # lists of ids, and masks
@@ -89,7 +89,7 @@ def _planned(ids: Ids, rows: Rows) -> IdExchange:
     tell: Any = axis.observer
     if tell is not None:  # edges are where their targets are
         known = ids.part == 0 and rows.partition is not None
-        observer = functools.partial(tell, known=known, edges=ids.rows)
+        observer = functools.partial(tell, known=known)
         axis = replace(axis, observer=observer)
         halo = replace(plan.halo, axis=axis, silent=ids.part == 1)
         plan = replace(plan, halo=halo)

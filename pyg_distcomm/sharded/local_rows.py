@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.ops.id_plan import IdPlan
 from pyg_distcomm.sharded.dist_tensor import rule
 from pyg_distcomm.sharded.ids import IdExchange, Ids
-from pyg_distcomm.tensor.gather_by_id import IdPlan
 
 
 class LocalRows(Rows):

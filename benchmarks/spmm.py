@@ -1,4 +1,4 @@
-"""Runs the command `pyg-distcomm bench`: times the sparse product and an epoch of a GCN.
+"""Times the sparse product and an epoch of a GCN: `python benchmarks/spmm.py`.
 
 Implementations take turns, so that a busy moment slows all of them, and medians are compared:
 trust the ratios, not the milliseconds.
@@ -275,8 +275,17 @@ def time_gcn(
     return rows
 
 
-def run_bench(arguments: argparse.Namespace) -> int:
-    """Runs the command `pyg-distcomm bench`."""
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print JSON, not text")
+    parser.add_argument(
+        "--scale", type=int, default=16, help="2^N nodes, 16 edges each"
+    )
+    parser.add_argument("--widths", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
     widths, threads = arguments.widths, arguments.threads
     repeats, scale = arguments.repeats, arguments.scale
     about = {"torch": torch.__version__, **kernels.describe()}
@@ -288,7 +297,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     if arguments.json:
         found = {"about": about, "products": [asdict(row) for row in products]}
         print(json.dumps({**found, "epochs": epochs}, indent=1))
-        return 0
+        return
     named = ", ".join(f"{name} {value}" for name, value in about.items())
     print(
         f"{named}\n\nCSR times dense rows, float32; other columns are times over ours"
@@ -304,4 +313,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
             for r in rows
         ]
         print(format_table(("hidden", "ours, ms", "PyG, ms", "PyG / ours"), lines))
-    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Plans exchanges of rows by ids, which tensors, loaders and embeddings share."""
