@@ -50,7 +50,6 @@ LISTED = {
         torch._foreach_norm
         torch._has_compatible_shallow_copy_type
         torch._subclasses.fake_tensor.FakeTensor
-        torch._utils._rebuild_tensor_v2
         torch.autograd.Variable._execution_engine.queue_callback
         torch.autograd.forward_ad._current_level
         torch.autograd.profiler._is_profiler_enabled
@@ -72,7 +71,6 @@ LISTED = {
         torch.nn.functional._threshold
         torch.nn.modules.batchnorm._BatchNorm
         torch.nn.modules.batchnorm._NormBase
-        torch.nn.modules.dropout._DropoutNd
         torch.nn.parallel.DistributedDataParallel._active_ddp_module
         torch.nn.parallel.DistributedDataParallel._module_parameters
         torch.nn.parallel.DistributedDataParallel._pre_forward
