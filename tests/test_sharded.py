@@ -288,6 +288,28 @@ def test_constant_structure_is_planned_once_and_gradients_are_summed_together():
             ]
 
 
+def views_of_copies(x):
+    """Writes to parts of parts that ranks hold as copies."""
+
+    def put(part, at):
+        part[at] = 2
+
+    yield lambda: put(x[3], 1)
+    yield lambda: put(x[3], slice(1, 3))
+    yield lambda: x[3][1:3].zero_()
+    yield lambda: x[3].detach().zero_()
+    yield lambda: x[3].view(1, -1).t().add_(1)
+    yield lambda: x[3].split(2)[0].zero_()
+    yield lambda: torch.add(x[4], 1, out=x[3])
+    yield lambda: torch.add(x[::2], 1, out=x[::2])
+    yield lambda: x[::2][:, 1:].zero_()
+    yield lambda: x[::2][1:4].zero_()
+    yield lambda: x[::2].t().detach().zero_()
+    yield lambda: x.diagonal()[1:3].zero_()
+    yield lambda: x.unbind()[3][1:3].zero_()
+    yield lambda: torch._foreach_zero_([x[3], x[4]])
+
+
 def refusals():
     """What is refused, on all ranks and before anything is exchanged, and what is said."""
     mesh, data = worlds.mesh(fresh=True), problem("directed")
@@ -297,6 +319,7 @@ def refusals():
         lambda: x[3].zero_(),
         lambda: x[::2].mul_(2),
         lambda: x.view(7, -1).fill_(1),
+        *views_of_copies(x),
     ):
         with pytest.raises(RuntimeError, match="would not see what is written"):
             write()

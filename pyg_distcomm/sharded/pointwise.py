@@ -160,6 +160,7 @@ def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
     out._ids, out._chosen = x._ids, x._chosen
     out._topology, out._weight = x._topology, x._weight
+    out._copied = x._copied and func is not aten.clone.default
     return out
 
 

@@ -25,7 +25,7 @@ def _view(
 ) -> DistTensor:
     """Returns a view of the same ids, if it is one."""
     out = DistTensor(local, x.rows if rows is None else rows, dim)
-    out._shared = x._shared
+    out._shared, out._copied = x._shared, x._copied
     return out
 
 
@@ -210,7 +210,7 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
     if len(where) and step == 1:  # rows ascend, so that they are a range of own rows
         return _view(x, x.local.narrow(d, int(where[0]), len(where)), d, rows)
     out = DistTensor(x.local.index_select(d, where.to(x.device)), rows, d)
-    out._copied = step != 1  # on all ranks alike
+    out._copied = step != 1 or x._copied  # on all ranks alike
     return out
 
 
