@@ -8,6 +8,7 @@ import warnings
 import layers
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
@@ -405,7 +406,33 @@ def _differing_seeds(data):
     return [scale.grad, *(p.grad for p in conv.parameters())]
 
 
-MENDED = (_numbers, _twice, _read_early, _inference, _differing_seeds)
+def _forward_mode(data):
+    """Differentiates layers forwards, along their parameters and along rows."""
+    torch.manual_seed(0)
+    found = []
+    for conv in (pyg.GCNConv(7, 4), pyg.GATConv(7, 4), pyg.SAGEConv(7, 4, aggr="max")):
+        one = {name: p.detach().cos() for name, p in conv.named_parameters()}
+        now = {name: p.detach() for name, p in conv.named_parameters()}
+
+        def out_of(p, conv=conv):
+            return torch.func.functional_call(conv, p, (data.x, data.edge_index))
+
+        found += torch.func.jvp(out_of, (now,), (one,))
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(data.x, data.x.cos())
+            out = forward_ad.unpack_dual(conv(x, data.edge_index))
+            found += [out.primal.detach().clone(), out.tangent.detach().clone()]
+    return found
+
+
+MENDED = (
+    _numbers,
+    _twice,
+    _read_early,
+    _inference,
+    _differing_seeds,
+    _forward_mode,
+)
 
 
 def mended():

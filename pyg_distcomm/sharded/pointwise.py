@@ -138,8 +138,20 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out
 
 
+@rule(aten._to_copy.default)
+def moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Moves own rows, or changes their type; on the device "meta" a tensor is plain.
+
+    There torch derives the shape of a product whose tangent is zero.
+    """
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "meta":
+        x = args[0]
+        return func(torch.empty(x.shape, dtype=x.dtype, device="meta"), **kwargs)
+    return along(func, args, kwargs)
+
+
 rule(
-    aten._to_copy.default,
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.empty_like.default,

@@ -98,8 +98,15 @@ def _check_size(name: str, args: Any, kwargs: Any) -> None:
 
 
 def _as_views(out: Any, args: Any) -> Any:
-    """Returns copies where torch has views, which no op may write to."""
-    mesh = getattr(args[0], "mesh", None) or args[0].rows.mesh
-    if isinstance(out, Tensor):
-        return PartialSum.copy_of(out, mesh)
-    return type(out)(PartialSum.copy_of(o, mesh) for o in out)
+    """Returns copies where torch has views, which no op may write to; a sparse one is plain."""
+    x = args[0]
+    if not isinstance(x, (DistTensor, PartialSum)):  # a sparse matrix
+        mesh = x.edges.mesh
+    else:
+        mesh = x.mesh if isinstance(x, PartialSum) else x.rows.mesh
+
+    def copied(part: Tensor) -> Tensor:
+        strided = part.layout == torch.strided
+        return PartialSum.copy_of(part, mesh) if strided else part
+
+    return copied(out) if isinstance(out, Tensor) else type(out)(map(copied, out))
