@@ -196,8 +196,6 @@ class Spreader:
             out[name] = share[name]
         if whole:
             out["edge_index"] = share.edge_index
-            if not self.as_is:
-                out.pop("size", None)  # which edges know, once they are cut
         return out
 
     def of_two_types(self, given, pairs):
@@ -233,8 +231,6 @@ class Spreader:
         }
         share = pdc.partition(data, self.mesh, owners)
         out = dict(given, edge_index=share[key].edge_index)
-        if not self.as_is:
-            out.pop("size", None)  # which edges know, once they are cut
         for name in attrs:
             out[name] = share[key][name]
         for name in pairs:

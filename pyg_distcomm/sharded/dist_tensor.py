@@ -30,6 +30,7 @@ from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import (
     check_devices,
     compare_call,
+    compare_factors,
     compare_parameters,
     compare_plain,
     in_backward,
@@ -147,6 +148,7 @@ class DistTensor(EdgeMethods, Tensor):
                     if type(a) is not DistTensor and isinstance(a, Tensor):
                         plain = [a for a in args if type(a) is not DistTensor]
                         compare_parameters(plain, first.rows.mesh)
+                        compare_factors(func, plain, first.rows.mesh)
                         break
         if first is not None and first._key is not None:
             return rules["constant"](func, rule, args, kwargs or {}, first)
