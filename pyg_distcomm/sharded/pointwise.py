@@ -91,6 +91,11 @@ def changed(target: DistTensor) -> None:
     note_write(target)
     target._key = target._ids = target._chosen = None
     target._topology = target._weight = None
+    carried = vars(target).get("carried")
+    if carried is not None:  # to the rows of which it is a copy
+        base, where = carried
+        base.local.index_copy_(0, where, target.local)
+        changed(base)
 
 
 rule(
