@@ -54,6 +54,7 @@ LISTED = {
         torch.autograd.forward_ad._current_level
         torch.autograd.profiler._is_profiler_enabled
         torch.distributed.ProcessGroup._get_backend
+        torch.distributed._composable_state._module_state_mapping
         torch.distributed.checkpoint.filesystem._StorageInfo
         torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
         torch.distributed.distributed_c10d._get_default_store

@@ -1,13 +1,14 @@
 """Runs PyG's own tests of layers, norms, aggregations, pools and models on ranks.
 
-    python tests/pyg_spread.py CHECKOUT [--ranks 2] [--only GATConv,GraphNorm] [--write FILE]
+    python tests/pyg_spread.py CHECKOUT [--ranks 2] [--only GATConv,GraphNorm] [--as-they-are]
+        [--write FILE]
 
 CHECKOUT holds PyG's repository, at the tag of the PyG that is installed or the nearest. Its
 tests in test/nn are run as they are. Whatever module of PyG's they call, outermost, is called
-once more: a converted copy of it, with the same inputs spread over the ranks. Compared are
-the outputs and all gradients. Prints, or writes as docs/pyg-layers.md, which calls of
-each class work, which are refused and with which words, and which are wrong. Nothing of PyG
-is copied here.
+once more: a converted copy of it (PyG's own class, with --as-they-are), with the same inputs
+spread over the ranks. Compared are the outputs and all gradients. Prints, or writes as
+docs/pyg-layers.md, which calls of each class work, which are refused and with which words, and
+which are wrong. Nothing of PyG is copied here.
 
 Exits with 1 if a call is wrong, or ends in an error that is no refusal.
 """
@@ -52,8 +53,8 @@ class Skipped(Exception):
 class Spreader:
     """Calls modules once more, with inputs spread over ranks, and keeps what came of it."""
 
-    def __init__(self, mesh, only, most):
-        self.mesh, self.only, self.most = mesh, only, most
+    def __init__(self, mesh, only, most, as_is):
+        self.mesh, self.only, self.most, self.as_is = mesh, only, most, as_is
         self.deep = 0
         self.found = collections.defaultdict(collections.Counter)
 
@@ -118,7 +119,8 @@ class Spreader:
                 except (ValueError, KeyError) as error:
                     raise Skipped(f"not the rows of one graph: {error}") from None
                 try:
-                    twin = pdc.convert(copy.deepcopy(one))
+                    twin = copy.deepcopy(one)
+                    twin = twin if self.as_is else pdc.convert(twin)
                     generators(state)
                     got = measured(twin, spread)
                 except REFUSALS as error:
@@ -194,7 +196,6 @@ class Spreader:
             out[name] = share[name]
         if whole:
             out["edge_index"] = share.edge_index
-            out.pop("size", None)  # which edges know, once they are cut
         return out
 
     def of_two_types(self, given, pairs):
@@ -230,7 +231,6 @@ class Spreader:
         }
         share = pdc.partition(data, self.mesh, owners)
         out = dict(given, edge_index=share[key].edge_index)
-        out.pop("size", None)  # which edges know, once they are cut
         for name in attrs:
             out[name] = share[key][name]
         for name in pairs:
@@ -411,13 +411,13 @@ def generators(state=None):
 PLAIN = torch.nn.Module.__call__
 
 
-def rank_main(checkout, only, most, files):
+def rank_main(checkout, only, most, as_is, files):
     """Runs the tests on one rank; what was found."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mesh = pdc.init(timeout=300.0)
-    spreader = Spreader(mesh, only, most)
+    spreader = Spreader(mesh, only, most, as_is)
     torch.nn.Module.__call__ = lambda module, *args, **kwargs: spreader(
         module, *args, **kwargs
     )
@@ -433,18 +433,18 @@ def rank_main(checkout, only, most, files):
     return {kind: dict(counts) for kind, counts in spreader.found.items()}
 
 
-def run(root, only, most, files, ranks):
+def run(root, options, files, ranks):
     """What was found in files; where ranks die, their files are run in halves again."""
     try:
-        yield from pdc.launch(rank_main, ranks, root, only, most, files)[0].items()
+        yield from pdc.launch(rank_main, ranks, root, *options, files)[0].items()
     except Exception as error:
         if len(files) == 1:
             name = Path(files[0]).stem
             yield name, {f"ERROR: ranks died: {str(error).splitlines()[0]}": 1}
             return
         half = len(files) // 2
-        yield from run(root, only, most, files[:half], ranks)
-        yield from run(root, only, most, files[half:], ranks)
+        yield from run(root, options, files[:half], ranks)
+        yield from run(root, options, files[half:], ranks)
 
 
 def summed(counts):
@@ -507,17 +507,21 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", default="", help="names of classes")
     parser.add_argument("--most", type=int, default=100, help="calls of a class")
+    parser.add_argument(
+        "--as-they-are", action="store_true", help="PyG's classes, not converted"
+    )
     parser.add_argument("--folders", default=",".join(FOLDERS), help="or files of them")
     parser.add_argument("--write", help="a file for the page")
     args = parser.parse_args()
     only = {name for name in args.only.split(",") if name}
     os.environ["OMP_NUM_THREADS"] = "1"
     found, root = {}, Path(args.checkout).resolve()
+    options = only, args.most, args.as_they_are
     for folder in args.folders.split(","):
         place = root / "test" / "nn" / folder
         files = sorted(map(str, place.rglob("test_*.py"))) or [str(place)]
         found[folder] = collections.defaultdict(collections.Counter)
-        for kind, counts in run(str(root), only, args.most, files, args.ranks):
+        for kind, counts in run(str(root), options, files, args.ranks):
             found[folder][kind].update(counts)
         lines = list(table(found, args.ranks, args.most))
         if args.write:

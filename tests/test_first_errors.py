@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import worlds
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch_geometric import loader as pyg_loader
 from torch_geometric import nn as pyg
 from torch_geometric.nn import GATConv
@@ -355,6 +357,57 @@ def _sharded_by_torch():
 
 def test_fsdp_on_a_share_is_refused():
     worlds.run(_sharded_by_torch, 2)
+
+
+def _other_selections():
+    mesh = worlds.mesh(fresh=True)
+    share = pdc.partition(generated(20), mesh, "random")
+    x, edges, n, late = share.x, share.edge_index, share.num_nodes, mesh.rank
+    mask, every = x[:, 0] > x[:, 0].mean(), torch.ones(n)
+    for select in (
+        lambda: x[mask.float() if late else mask],
+        lambda: x[every if late else every.bool()],
+        lambda: x[torch.arange(n) if late else every.bool()],
+        lambda: x[:, 0].masked_select(mask.float() if late else mask),
+        lambda: x.index_select(0, torch.arange(5 + late)),
+        lambda: x[edges[0, : 10 + late]],
+        lambda: torch.zeros(n).index_add(0, edges[1, : 8 + late], edges[0, :8] * 1.0),
+        lambda: x.clone().__setitem__(mask.float() if late else mask, 0.0),
+        lambda: pyg.GCNConv(x.size(1), 2)(x, edges[:, : 12 + late]),
+    ):
+        with pytest.raises(ValueError, match="run the same operations"):
+            select()
+    counts = []
+    for _ in range(3):
+        x[every.bool()], x[mask], x[edges[0, :9]]
+        counts.append({k: v.calls for k, v in mesh.checks.entries.items()})
+    assert counts[1] == counts[2]
+
+
+def test_ranks_that_select_differently_all_raise():
+    worlds.run(_other_selections, 2)
+
+
+def _parts_of_weights():
+    mesh = worlds.mesh()
+    share = pdc.partition(generated(20), mesh, "random")
+    ranks = init_device_mesh("cpu", (mesh.size,))
+    torch.manual_seed(0)
+    row = parallelize_module(
+        torch.nn.Linear(share.x.size(1), 4), ranks, ColwiseParallel()
+    )
+    with pytest.raises(ValueError, match="leave out tensor parallelism"):
+        row(share.x)
+    with pytest.raises(TypeError, match=r"tensor parallelism \(DTensor"):
+        share.x @ row.weight.t()
+    torch.manual_seed(mesh.rank)
+    row = torch.nn.Linear(share.x.size(1), 4).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"ranks .* differ"):
+        row(share.x * 2)
+
+
+def test_parts_of_weights_and_frozen_ones_that_differ_are_refused():
+    worlds.run(_parts_of_weights, 2)
 
 
 def test_pyg_layers_are_scripted_as_without_this_package():

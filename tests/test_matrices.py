@@ -149,3 +149,29 @@ def _attributes():
 
 def test_values_of_a_matrix_may_be_vectors():
     worlds.run(_attributes, 2)
+
+
+def _parts():
+    """Rows and columns of a matrix, as torch has them of one process."""
+    data, mesh = GRAPHS["loops_and_copies"](), worlds.mesh()
+    share, n = pdc.partition(data, mesh, "random"), data.num_nodes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one, all_ = (
+            U.to_torch_csr_tensor(U.coalesce(g.edge_index), size=(n, n))
+            for g in (data, share)
+        )
+    for read in (
+        lambda a: a[0],
+        lambda a: a[-1],
+        lambda a: a[0, 1],
+        lambda a: a.t()[:, 0],
+    ):
+        want, got = read(one), read(all_)
+        assert got.layout == want.layout
+        torch.testing.assert_close(got.to_dense(), want.to_dense())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_parts_of_a_matrix_are_those_of_one_process(size):
+    worlds.run(_parts, size)

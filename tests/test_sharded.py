@@ -8,6 +8,7 @@ import warnings
 import layers
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
@@ -288,6 +289,28 @@ def test_constant_structure_is_planned_once_and_gradients_are_summed_together():
             ]
 
 
+def views_of_copies(x):
+    """Writes to parts of parts that ranks hold as copies."""
+
+    def put(part, at):
+        part[at] = 2
+
+    yield lambda: put(x[3], 1)
+    yield lambda: put(x[3], slice(1, 3))
+    yield lambda: x[3][1:3].zero_()
+    yield lambda: x[3].detach().zero_()
+    yield lambda: x[3].view(1, -1).t().add_(1)
+    yield lambda: x[3].split(2)[0].zero_()
+    yield lambda: torch.add(x[4], 1, out=x[3])
+    yield lambda: torch.add(x[::2], 1, out=x[::2])
+    yield lambda: x[::2][:, 1:].zero_()
+    yield lambda: x[::2][1:4].zero_()
+    yield lambda: x[::2].t().detach().zero_()
+    yield lambda: x.diagonal()[1:3].zero_()
+    yield lambda: x.unbind()[3][1:3].zero_()
+    yield lambda: torch._foreach_zero_([x[3], x[4]])
+
+
 def refusals():
     """What is refused, on all ranks and before anything is exchanged, and what is said."""
     mesh, data = worlds.mesh(fresh=True), problem("directed")
@@ -297,6 +320,7 @@ def refusals():
         lambda: x[3].zero_(),
         lambda: x[::2].mul_(2),
         lambda: x.view(7, -1).fill_(1),
+        *views_of_copies(x),
     ):
         with pytest.raises(RuntimeError, match="would not see what is written"):
             write()
@@ -382,7 +406,45 @@ def _differing_seeds(data):
     return [scale.grad, *(p.grad for p in conv.parameters())]
 
 
-MENDED = (_numbers, _twice, _read_early, _inference, _differing_seeds)
+def _forward_mode(data):
+    """Differentiates layers forwards, along their parameters and along rows."""
+    torch.manual_seed(0)
+    found = []
+    for conv in (pyg.GCNConv(7, 4), pyg.GATConv(7, 4), pyg.SAGEConv(7, 4, aggr="max")):
+        one = {name: p.detach().cos() for name, p in conv.named_parameters()}
+        now = {name: p.detach() for name, p in conv.named_parameters()}
+
+        def out_of(p, conv=conv):
+            return torch.func.functional_call(conv, p, (data.x, data.edge_index))
+
+        found += torch.func.jvp(out_of, (now,), (one,))
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(data.x, data.x.cos())
+            out = forward_ad.unpack_dual(conv(x, data.edge_index))
+            found += [out.primal.detach().clone(), out.tangent.detach().clone()]
+    return found
+
+
+def _rows_into_plain(data):
+    """Puts rows into parts of a plain tensor, which becomes sharded."""
+    x = data.x.detach().clone().requires_grad_()
+    h, out = x[data.edge_index[0]][:40], torch.zeros(40, 7)
+    out[0::4], out[1::4] = h[0::4].exp(), h[1::4] - h[2::4]
+    out[20:30] = h[:10].square()
+    out = torch.zeros_like(x).index_add(0, data.edge_index[1][:40], out)
+    (out.sin() * data.x).sum().backward()
+    return [out, x.grad]
+
+
+MENDED = (
+    _rows_into_plain,
+    _numbers,
+    _twice,
+    _read_early,
+    _inference,
+    _differing_seeds,
+    _forward_mode,
+)
 
 
 def mended():

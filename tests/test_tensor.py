@@ -571,6 +571,21 @@ TRANSFORMED = {
     "vjp": lambda x: torch.func.vjp(_squares, x),
     "jvp": lambda x: torch.func.jvp(_squares, (x,), (x,)),
     "jacrev": lambda x: torch.func.jacrev(_squares)(x),
+    "jvp of a row": lambda x: torch.func.jvp(
+        lambda x: x[3][1:3] * x[:, :2], (x,), (x,)
+    ),
+    "jvp beside constants": lambda x: torch.func.jvp(
+        lambda w: (x / 2 * w + x - w * x.exp()).softmax(1), (x,), (x.cos(),)
+    ),
+    "jvp of norms": lambda x: torch.func.jvp(
+        lambda w: F.batch_norm(F.layer_norm(w, (7,)) * x, None, None, training=True),
+        (x,),
+        (x.cos(),),
+    ),
+    "jacfwd": lambda x: torch.func.jacfwd(lambda w: (x @ w).tanh().sum(0))(ones(x, 7)),
+    "hessian": lambda x: torch.func.hessian(
+        lambda w: F.cross_entropy(x @ w, (x[:, 0] > 0).long())
+    )(ones(x, 7, 2)),
     "vmap": lambda x: torch.vmap(_squares)(x),
     "vmap of another": lambda x: torch.vmap(lambda w: (x @ w).sum())(ones(x, 1, 7)),
     "layer": lambda x: torch.func.grad(

@@ -58,18 +58,35 @@ def compare_call(mesh: Any, shape: Any, dtype: torch.dtype) -> None:
 
     Nothing is compared in a backward pass.
     """
+    _compare_operands(mesh, ((dtype, tuple(shape)),))
+
+
+def compare_selection(mesh: Any, given: Any) -> None:
+    """Raises on all ranks if they select by masks or ids of other types or shapes.
+
+    Collective at the first use of an op with such masks or ids.
+
+    Args:
+        mesh: the ranks.
+        given: the masks or ids.
+    """
+    found = tuple((v.dtype, tuple(v.shape)) for v in given if v is not None)
+    _compare_operands(mesh, found)
+
+
+def _compare_operands(mesh: Any, operands: Any) -> None:
     if mesh.size == 1 or mesh.check == "never" or not isinstance(mesh, Mesh):
         return
     known = mesh.sharded.get("calls")
     if known is None:
         known = mesh.sharded["calls"] = set()
-    call = PROCESS.op, tuple(shape), dtype
+    call = PROCESS.op, operands
     if call in known or in_backward():
         return
     if len(known) >= _CALLS:  # loops over sizes; on all ranks alike
         known.clear()
-    what = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-    comparer_of(mesh).check_call(name_of(PROCESS.op), (what,))
+    told = (f"{str(d).removeprefix('torch.')}{list(shape)}" for d, shape in operands)
+    comparer_of(mesh).check_call(name_of(PROCESS.op), tuple(told))
     known.add(call)
 
 
@@ -95,38 +112,74 @@ def compare_parameters(args: Any, mesh: Any) -> None:
         if base.grad_fn is not None:
             _compare_computed(base, mesh)
         elif base.is_leaf:
-            _check_whole()
+            _check_whole(base)
             seen[id(base)] = weakref.ref(base)
             if mesh.check == "never":
                 continue
             comparer_of(mesh).sync_from_rank0(base)
 
 
-def _check_whole() -> None:
-    """Raises if torch shards parameters of what runs, or frees them after use, as FSDP does.
+def compare_factors(func: Any, args: Any, mesh: Any) -> None:
+    """Raises on all ranks if plain factors that need no gradient differ; see `compare_plain`.
+
+    These are frozen weights, or a rank's own parts of weights, as of tensor parallelism.
 
     Raises:
-        TypeError: naming what shards them.
+        TypeError: for a factor that torch shards.
+        ValueError: for one that differs.
     """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        home = str(frame.f_globals.get("__name__"))
-        kinds: tuple[type, ...] = ()
-        # of others, what is read of their locals would be kept as long as they run
-        if home == "torch.nn.modules.module" or home.startswith(_SHARDING):
-            kinds = type(frame.f_locals.get("self")).__mro__
-        for kind in kinds:
-            if kind.__module__.startswith(_SHARDING):
-                raise TypeError(
-                    "leave out FSDP (fully_shard, FullyShardedDataParallel) and tensor "
-                    f"parallelism ({kind.__name__} here) of a model on a share: its rows are "
-                    "sharded, and its parameters are whole on every rank. Their gradients are "
-                    "summed without a wrapper"
-                )
-        frame = frame.f_back
+    for x in args:
+        if (
+            type(x) not in _PLAIN
+            and isinstance(x, Tensor)
+            and hasattr(x, "device_mesh")
+        ):
+            raise _sharded_by_torch(type(x).__name__)
+    if func not in _PRODUCTS or not isinstance(mesh, Mesh) or in_backward():
+        return
+    for x in args:
+        if type(x) in _PLAIN and x.is_floating_point() and not x.requires_grad:
+            try:
+                compare_plain(x, mesh)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}. If it is a part of a weight, leave out tensor parallelism"
+                ) from error
 
 
-_SHARDING = "torch.distributed.fsdp", "torch.distributed.tensor"
+aten = torch.ops.aten
+_PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.mv.default,
+    aten.embedding.default,
+    aten.convolution.default,
+}
+
+
+def _check_whole(x: Tensor) -> None:
+    """Raises if FSDP shards a parameter, or frees it after use.
+
+    Raises:
+        TypeError: on all ranks.
+    """
+    if hasattr(x, "_fsdp_flattened"):
+        raise _sharded_by_torch("FullyShardedDataParallel")
+    home: Any = sys.modules.get("torch.distributed._composable_state")
+    states = [] if home is None else home._module_state_mapping
+    for module in list(states):  # what fully_shard has met
+        sharded = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+        if sharded and any(p is x for p in module.parameters()):
+            raise _sharded_by_torch(type(module).__name__)
+
+
+def _sharded_by_torch(what: str) -> TypeError:
+    return TypeError(
+        "leave out FSDP (fully_shard, FullyShardedDataParallel) and tensor parallelism "
+        f"({what} here) of a model on a share: its rows are sharded, and its parameters are "
+        "whole on every rank. Their gradients are summed without a wrapper"
+    )
 
 
 def _compare_computed(x: Tensor, mesh: Mesh) -> None:
@@ -135,7 +188,6 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
     kind = PROCESS.op, x.shape, x.dtype
     if kind in kinds or mesh.check == "never":
         return
-    _check_whole()
     kinds.add(kind)
     comparer, seen = comparer_of(mesh), mesh.sharded["parameters"]
     todo, met = [x.grad_fn], set()
@@ -146,6 +198,7 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
         met.add(node)
         leaf: Any = getattr(node, "variable", None)
         if type(leaf) in _PLAIN:
+            _check_whole(leaf)
             if id(leaf) not in seen or seen[id(leaf)]() is not leaf:
                 seen[id(leaf)] = weakref.ref(leaf)
                 comparer.sync_from_rank0(leaf)

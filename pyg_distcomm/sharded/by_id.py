@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.sharded import whole
-from pyg_distcomm.sharded.agreement import compare_plain
+from pyg_distcomm.sharded.agreement import compare_plain, compare_selection
 from pyg_distcomm.sharded.constants import key_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
@@ -34,6 +34,7 @@ aten = torch.ops.aten
 def index_select(func: Any, args: Any, kwargs: Any) -> Any:
     """Reads rows by ids."""
     x, d, index = args
+    compare_selection(_mesh_of(x, index), (index,))
     d %= max(x.dim(), 1)
     if type(x) is not DistTensor and index.rows.mesh.local_sizes:
         ids = ids_of(index)
@@ -57,6 +58,10 @@ def index_select(func: Any, args: Any, kwargs: Any) -> Any:
     return back(rows, ids.rows, d)
 
 
+def _mesh_of(*operands: Any) -> Any:
+    return next(v.rows.mesh for v in operands if type(v) is DistTensor)
+
+
 def _rows_of_chunk(x: Tensor, ids: Ids) -> Tensor:
     """Returns rows of a plain tensor by ids of a chunk: of its nodes, or of a table."""
     nodes = ids.rows.nodes
@@ -70,6 +75,7 @@ def index(func: Any, args: Any, kwargs: Any) -> Any:
     """Selects rows by a mask, or reads them by ids, with other indices beside these."""
     x, given = args
     given = list(given)
+    compare_selection(_mesh_of(x, *given), given)
     used = [i for i, v in enumerate(given) if v is not None]
     first, v = used[0], given[used[0]]
     if len(used) == 1 and v.dtype == torch.bool and v.dim() == 1:
@@ -198,6 +204,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Any:
 def masked_select(func: Any, args: Any, kwargs: Any) -> Any:
     """Selects the values that a mask keeps."""
     x, mask = args
+    compare_selection(_mesh_of(x, mask), (mask,))
     if mask.dim() == 1 and x.dim() == 1:
         return _masked(x, 0, mask)
     return whole.apply(func, args, kwargs)

@@ -30,6 +30,7 @@ from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import (
     check_devices,
     compare_call,
+    compare_factors,
     compare_parameters,
     compare_plain,
     in_backward,
@@ -142,13 +143,13 @@ class DistTensor(EdgeMethods, Tensor):
             first = first_sharded(args)
         if first is not None:
             PROCESS.op = func
-            if first._copied and func._schema.is_mutable and args[0] is first:
-                raise read_only(func)
+            check_writes(func, args, kwargs or {})
             if first.rows.mesh.size > 1:
                 for a in args:
                     if type(a) is not DistTensor and isinstance(a, Tensor):
                         plain = [a for a in args if type(a) is not DistTensor]
                         compare_parameters(plain, first.rows.mesh)
+                        compare_factors(func, plain, first.rows.mesh)
                         break
         if first is not None and first._key is not None:
             return rules["constant"](func, rule, args, kwargs or {}, first)
@@ -333,6 +334,30 @@ def read_only(func: Any) -> RuntimeError:
         "tensor of which ranks hold copies, so that the tensor would not see what is "
         "written; write by x[ids] = value, or clone the part first"
     )
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Returns the arguments that an op writes to."""
+    found: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        info = argument.alias_info
+        if info is None or not info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        found += value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in found if isinstance(v, Tensor)]
+
+
+def check_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises if an op writes to a copy, of which torch would have a view.
+
+    Raises:
+        RuntimeError: on all ranks, before anything is written.
+    """
+    if func._schema.is_mutable:
+        for value in written_by(func, args, kwargs):
+            if getattr(value, "_copied", False):
+                raise read_only(func)
 
 
 def note_write(x: DistTensor) -> None:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.sharded.agreement import in_backward, is_averaged, is_wrapped
-from pyg_distcomm.sharded.dist_tensor import DistTensor, read_only
+from pyg_distcomm.sharded.dist_tensor import DistTensor, check_writes
 
 aten = torch.ops.aten
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -75,8 +75,11 @@ class PartialSum(Tensor):
         """Keeps linear ops partial, and gives every other op the sum."""
         kwargs = kwargs or {}
         x = args[0]
-        if type(x) is PartialSum and x._copied and func._schema.is_mutable:
-            raise read_only(func)
+        check_writes(func, args, kwargs)
+        if type(x) is PartialSum and x._copied and torch.is_inference_mode_enabled():
+            if not x.is_inference():  # as of sharded ones: see DistTensor
+                with torch.inference_mode(False):
+                    return cls.__torch_dispatch__(func, types, args, kwargs)
         if func in _VIEWS and x._value is None:
             if func in _COPIES and _accumulates():
                 if is_averaged(_leaf(), x.mesh):
@@ -102,7 +105,10 @@ class PartialSum(Tensor):
         def summed(value: Any) -> Any:
             return value.value() if isinstance(value, PartialSum) else value
 
-        return func(*tree_map(summed, args), **tree_map(summed, kwargs))
+        out = func(*tree_map(summed, args), **tree_map(summed, kwargs))
+        if type(x) is PartialSum and x._copied and _is_view(func):
+            return tree_map(lambda part: PartialSum.copy_of(part, x.mesh), out)
+        return out
 
     def tolist(self) -> Any:
         """Returns the values as nested lists."""
@@ -146,6 +152,11 @@ _PRODUCTS = {
     aten.div.Scalar,
     aten.neg.default,
 }
+
+
+def _is_view(func: Any) -> bool:
+    """Tells whether the result of an op shares memory with an operand."""
+    return any(r.alias_info is not None for r in func._schema.returns)
 
 
 def _is_linear(args: Any) -> bool:

@@ -91,6 +91,11 @@ def changed(target: DistTensor) -> None:
     note_write(target)
     target._key = target._ids = target._chosen = None
     target._topology = target._weight = None
+    carried = vars(target).get("carried")
+    if carried is not None:  # to the rows of which it is a copy
+        base, where = carried
+        base.local.index_copy_(0, where, target.local)
+        changed(base)
 
 
 rule(
@@ -138,8 +143,20 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out
 
 
+@rule(aten._to_copy.default)
+def moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Moves own rows, or changes their type; on the device "meta" a tensor is plain.
+
+    There torch derives the shape of a product whose tangent is zero.
+    """
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "meta":
+        x = args[0]
+        return func(torch.empty(x.shape, dtype=x.dtype, device="meta"), **kwargs)
+    return along(func, args, kwargs)
+
+
 rule(
-    aten._to_copy.default,
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.empty_like.default,
@@ -160,6 +177,7 @@ def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
     out._ids, out._chosen = x._ids, x._chosen
     out._topology, out._weight = x._topology, x._weight
+    out._copied = x._copied and func is not aten.clone.default
     return out
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
-from pyg_distcomm.sharded.agreement import in_backward
+from pyg_distcomm.sharded.agreement import compare_selection, in_backward
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
+    first_sharded,
     local_at,
     own_part,
     rule,
@@ -49,6 +50,9 @@ def scatter(func: Any, args: Any, kwargs: Any) -> Any:
     """Adds, or reduces, to rows by ids; along another dimension row by row."""
     x, d, v, src = args[:4]
     d %= max(x.dim(), 1)
+    sharded = first_sharded((x, v, src))
+    if sharded is not None:
+        compare_selection(sharded.rows.mesh, (v,))
     op = args[4] if len(args) > 4 else "sum"
     mutable = func._schema.is_mutable
     include = kwargs.get("include_self", True)
@@ -188,6 +192,9 @@ def index_put(func: Any, args: Any, kwargs: Any) -> Any:
     """Writes, or adds, to rows that a mask keeps or that ids name."""
     x, given, value = args[:3]
     add = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    sharded = first_sharded((x, list(given), value))
+    if sharded is not None:
+        compare_selection(sharded.rows.mesh, given)
     used = [i for i, v in enumerate(given) if v is not None]
     d, v = used[0], given[used[0]]
     mutable = func._schema.is_mutable

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.agreement import in_backward
 from pyg_distcomm.sharded.constants import version_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
 from pyg_distcomm.sharded.ids import ids_of, ids_of_part
@@ -25,7 +26,7 @@ def _view(
 ) -> DistTensor:
     """Returns a view of the same ids, if it is one."""
     out = DistTensor(local, x.rows if rows is None else rows, dim)
-    out._shared = x._shared
+    out._shared, out._copied = x._shared, x._copied
     return out
 
 
@@ -210,7 +211,29 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
     if len(where) and step == 1:  # rows ascend, so that they are a range of own rows
         return _view(x, x.local.narrow(d, int(where[0]), len(where)), d, rows)
     out = DistTensor(x.local.index_select(d, where.to(x.device)), rows, d)
-    out._copied = step != 1  # on all ranks alike
+    out._copied = step != 1 or x._copied  # on all ranks alike
+    return out
+
+
+@rule(aten.as_strided.default)
+def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """Takes a range of rows of a gradient, where a plain tensor got rows by a slice.
+
+    Autograd writes to it at once; a write to every k-th row is carried to the gradient.
+    """
+    x, size, stride = args[:3]
+    row = math.prod(x.shape[1:])
+    step, rest = divmod(stride[0], row) if row and stride else (0, 1)
+    begin, inside = divmod(args[3] if len(args) > 3 and args[3] else 0, row or 1)
+    whole_rows = list(size[1:]) == list(x.shape[1:]) and not rest and not inside
+    inner = [math.prod(x.shape[d + 1 :]) for d in range(1, x.dim())]
+    if x.dim_ or not in_backward() or not whole_rows or list(stride[1:]) != inner:
+        return whole.apply(func, args, kwargs)
+    end = begin + (size[0] - 1) * step + 1 if size[0] else begin
+    out = slice_(aten.slice.Tensor, (x, 0, begin, end, max(step, 1)), {})
+    if out._copied and not x._copied:
+        where = x.rows.derived["slice", begin, end, step][1]
+        out.carried, out._copied = (x, where.to(x.device)), False
     return out
 
 

@@ -17,6 +17,7 @@ from pyg_distcomm.sharded.dist_tensor import (
     all_rows,
     note_write,
     own_part,
+    written_by,
 )
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 from pyg_distcomm.sharded.partial import PartialSum
@@ -55,7 +56,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not func._schema.is_mutable:
         is_view = any(a.alias_info is not None for a in func._schema.arguments)
         return _as_views(out, args) if is_view else out
-    written = _written(func, args, kwargs)
+    written = written_by(func, args, kwargs)
     for value in written:
         if isinstance(value, DistTensor):
             value.local.copy_(own_part(seen[id(value)], value.rows, value.dim_))
@@ -97,20 +98,15 @@ def _check_size(name: str, args: Any, kwargs: Any) -> None:
 
 
 def _as_views(out: Any, args: Any) -> Any:
-    """Returns copies where torch has views, which no op may write to."""
-    mesh = getattr(args[0], "mesh", None) or args[0].rows.mesh
-    if isinstance(out, Tensor):
-        return PartialSum.copy_of(out, mesh)
-    return type(out)(PartialSum.copy_of(o, mesh) for o in out)
+    """Returns copies where torch has views, which no op may write to; a sparse one is plain."""
+    x = args[0]
+    if not isinstance(x, (DistTensor, PartialSum)):  # a sparse matrix
+        mesh = x.edges.mesh
+    else:
+        mesh = x.mesh if isinstance(x, PartialSum) else x.rows.mesh
 
+    def copied(part: Tensor) -> Tensor:
+        strided = part.layout == torch.strided
+        return PartialSum.copy_of(part, mesh) if strided else part
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the arguments that an op writes to."""
-    found: list[Any] = []
-    for i, argument in enumerate(func._schema.arguments):
-        info = argument.alias_info
-        if info is None or not info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        found += value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in found if isinstance(v, torch.Tensor)]
+    return copied(out) if isinstance(out, Tensor) else type(out)(map(copied, out))
