@@ -68,10 +68,11 @@ def compare_selection(mesh: Any, given: Any) -> None:
 
     Args:
         mesh: the ranks.
-        given: the masks or ids.
+        given: the masks or ids; others than flat ones are not compared.
     """
-    found = tuple((v.dtype, tuple(v.shape)) for v in given if v is not None)
-    _compare_operands(mesh, found)
+    flat = [v for v in given if v is not None and v.dim() == 1]
+    if flat:
+        _compare_operands(mesh, tuple((v.dtype, tuple(v.shape)) for v in flat))
 
 
 def _compare_operands(mesh: Any, operands: Any) -> None:
