@@ -130,7 +130,11 @@ def _check_rows(x: Any, values: list[DistTensor]) -> None:
     ends = edges.source_rows, edges.nodes
     if edges.sources is not None:
         _check_pair(x, ends)
-    for part in x if isinstance(x, (tuple, list)) else (x,):
+    parts = x if isinstance(x, (tuple, list)) else (x,)
+    others = [v for v in values if v.dim_ == 0 and not any(v is part for part in parts)]
+    if any(v.rows is end for v in others for end in ends):
+        return  # the features are another argument, of a layer of one's own
+    for part in parts:
         plain = not isinstance(part, EdgeMethods)
         if not isinstance(part, Tensor) or part.layout != torch.strided:
             continue
