@@ -39,14 +39,15 @@ class ByContent:
 
     def __init__(self, most: int) -> None:
         self._most, self._next = most, 0  # the place of what is looked for first
-        self._kept: list[tuple[Tensor, Any]] = []
+        self._kept: list[tuple[Tensor, tuple[Any]]] = []  # what was made, boxed
         self._met: dict[int, tuple[Any, int, Any]] = {}
 
     def get(self, x: Tensor) -> Any:
         """Returns what was made of a tensor of the same content, or None."""
         met = self._met.get(id(x))
         if met is not None and met[0]() is x and met[1] == version_of(x):
-            return met[2]
+            if any(made is met[2] for _, made in self._kept):  # as on all ranks
+                return met[2][0]
         count = len(self._kept)
         for k in range(self._next, self._next + count):  # mostly as in the last epoch
             other, made = self._kept[k % count]
@@ -62,17 +63,18 @@ class ByContent:
 
     def put(self, x: Tensor, made: Any) -> Any:
         """Keeps what was made of a tensor, and returns it."""
-        self._kept.append((x.detach().clone(), made))
+        box = (made,)
+        self._kept.append((x.detach().clone(), box))
         if len(self._kept) > self._most:
             del self._kept[0]
-        return self._meet(x, made)
+        return self._meet(x, box)
 
-    def _meet(self, x: Tensor, made: Any) -> Any:
+    def _meet(self, x: Tensor, box: tuple[Any]) -> Any:
         if len(self._met) >= 4 * self._most:
             self._met.clear()
         if not x.is_inference():  # whose versions are not counted
-            self._met[id(x)] = weakref.ref(x), version_of(x), made
-        return made
+            self._met[id(x)] = weakref.ref(x), version_of(x), box
+        return box[0]
 
 
 class Constants:
