@@ -193,6 +193,10 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         out._shared = first._shared and func is not aten.clone.default
         out._part = first._part
         return out
+    if kind == "in place" and type(args[0]) is Tensor:
+        return rule(
+            func, args, kwargs
+        )  # what it holds before may differ by rank: memory
     number = description(func, args, kwargs, known)
     if kind == "in place":
         return _write(func, rule, args, kwargs, number, known)
