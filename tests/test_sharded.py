@@ -339,6 +339,8 @@ def refusals():
         with pytest.raises(TypeError, match=r"sort\(\) needs all rows.*strict=True"):
             x.sort(0)
     mesh.sharded["strict"] = False
+    with pytest.raises(TypeError, match="strict must be True or False, got 'yes'"):
+        pdc.init(strict="yes")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.zeros_like(x).repeat(1, 1 << 17)[:, :1].sort(0)

@@ -430,6 +430,8 @@ def _argument_error(settings: dict[str, Any]) -> Exception | None:
     check, seed, timeout = settings["check"], settings["seed"], settings["timeout"]
     if check not in get_args(Check):
         return ValueError(f"check must be one of {get_args(Check)}, got {check!r}")
+    if not isinstance(settings["strict"], bool):
+        return TypeError(f"strict must be True or False, got {settings['strict']!r}")
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         return TypeError(f"seed must be a whole number, got {seed!r}")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):

@@ -10,6 +10,14 @@ SOON = 16  # edges whose rows are prefetched ahead of the one in use
 
 
 @reordering
+def fetch_ahead(x: Array, col: Array, e: np.int64, last: np.int64, wide: int) -> None:
+    """Prefetches the row that is read SOON edges after `e`."""
+    at = np.int64(col[min(e + SOON, last)]) * wide
+    for k in range(0, wide, LINE // x.itemsize):
+        prefetch(x, at + k)
+
+
+@reordering
 def score(
     g: Array,
     g_at: int,
@@ -46,9 +54,7 @@ def pair_scores(
     wide = heads * f
     for i in range(begin, end):
         for e in range(np.int64(rowptr[i]), np.int64(rowptr[i + 1])):
-            soon = np.int64(col[min(e + SOON, last)]) * wide
-            for k in range(0, wide, LINE // x.itemsize):
-                prefetch(x, soon + k)
+            fetch_ahead(x, col, e, last, wide)
             j = np.int64(col[e]) * wide
             for h in range(heads):
                 at = h * f
@@ -82,9 +88,7 @@ def pair_scores_grad(
         for k in range(wide if len(by_a) else 0):
             by_a[np.uint64(home + k)] = 0
         for e in range(np.int64(rowptr[i]), np.int64(rowptr[i + 1])):
-            soon = np.int64(col[min(e + SOON, last)]) * wide
-            for k in range(0, wide, LINE // x.itemsize):
-                prefetch(x, soon + k)
+            fetch_ahead(x, col, e, last, wide)
             j = np.int64(col[e]) * wide
             for h in range(heads):
                 d, at = by[(e - first) * heads + h], h * f

@@ -31,7 +31,7 @@ _KEPT_PLAIN = 32  # plain operands
 class ByContent:
     """Keeps what was made of plain tensors, which it knows by their content.
 
-    One that it has met is known without being read, which would wait for its device.
+    One on a device that it has met is known without being read, for which the host would wait.
 
     Args:
         most: how many are kept, the latest ones.
@@ -72,7 +72,7 @@ class ByContent:
     def _meet(self, x: Tensor, box: tuple[Any]) -> Any:
         if len(self._met) >= 4 * self._most:
             self._met.clear()
-        if not x.is_inference():  # whose versions are not counted
+        if not (x.is_cpu or x.is_inference()):  # whose versions are not counted
             self._met[id(x)] = weakref.ref(x), version_of(x), box
         return box[0]
 
@@ -193,10 +193,9 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         out._shared = first._shared and func is not aten.clone.default
         out._part = first._part
         return out
-    if kind == "in place" and type(args[0]) is Tensor:
-        return rule(
-            func, args, kwargs
-        )  # what it holds before may differ by rank: memory
+    if kind == "in place" and type(args[0]) is not DistTensor:
+        # a plain target may be new memory, which differs between ranks
+        return rule(func, args, kwargs)
     number = description(func, args, kwargs, known)
     if kind == "in place":
         return _write(func, rule, args, kwargs, number, known)
@@ -258,27 +257,21 @@ def _keyed_views(out: Any, number: int, known: Constants, version: int) -> Any:
 def _write(
     func: Any, rule: Any, args: Any, kwargs: Any, number: int | None, known: Constants
 ) -> Any:
-    target = args[0]
-    if type(target) is DistTensor and target._shared:
+    target: DistTensor = args[0]
+    if target._shared:
         own_copy(target)
     held = None if number is None else known.get(number)
     if held is None:
         out = rule(func, args, kwargs)
-        if number is not None and isinstance(target, Tensor) and out is target:
-            if type(target) is DistTensor:
-                how = target.local.clone(), target.rows, target.dim_, number
-                known.put(number, [(how, (None, None))])
-            else:
-                known.put(number, [target.detach().clone()])
+        if number is not None and out is target:
+            how = target.local.clone(), target.rows, target.dim_, number
+            known.put(number, [(how, (None, None))])
     else:
-        kept = held[0]
-        if type(target) is DistTensor:
-            target.local.copy_(kept[0][0])
-            note_write(target)
-            target._ids = target._chosen = target._topology = None
-        else:
-            target.copy_(kept)
-    if number is not None and type(target) is DistTensor:
+        (rows, *_), _ = held[0]
+        target.local.copy_(rows)
+        note_write(target)
+        target._ids = target._chosen = target._topology = None
+    if number is not None:
         target._key, target._key_version = number, version_of(target) + 1
     return target
 
