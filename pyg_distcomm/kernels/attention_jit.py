@@ -10,7 +10,7 @@ SOON = 16  # edges whose rows are prefetched ahead of the one in use
 
 
 @reordering
-def fetch_ahead(x: Array, col: Array, e: np.int64, last: np.int64, wide: int) -> None:
+def fetch_ahead(x: Array, col: Array, e: int, last: np.int64, wide: int) -> None:
     """Prefetches the row that is read SOON edges after `e`."""
     at = np.int64(col[min(e + SOON, last)]) * wide
     for k in range(0, wide, LINE // x.itemsize):

@@ -113,7 +113,7 @@ def pair_scores(
 ) -> Tensor:
     """Runs `core_ops.pair_scores`, rows in parallel."""
     heads, f = a.shape
-    out = x.new_empty(len(col), heads)
+    out = x.new_zeros(int(rowptr[-1]), heads)
     if out.numel():
         pointers, flats = vector(rowptr), [_whole(t) for t in (g, x, a)]
         args = (

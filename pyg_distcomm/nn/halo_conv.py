@@ -429,9 +429,6 @@ def _on_own_rows(
         lambda v: v.to_local() if type(v) is DistTensor else v, (args, kwargs)
     )
     own = table[: len(topology.nodes)] if source is target else target.to_local()
-    if any(map(is_lazy, conv.parameters())):  # they take their widths
-        with torch.no_grad():
-            run((table, own), topology.locals.ends, *args, **kwargs)
     if mesh.size > 1:
         compare_parameters(list(conv.parameters()), mesh)
     params = {f"conv.{name}": entered(p, mesh) for name, p in conv.named_parameters()}

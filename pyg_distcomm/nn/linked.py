@@ -110,7 +110,7 @@ class _Visit:
 
 
 class _ChunkVisit(_Visit):
-    """Reads source rows of a chunk of a pipeline, each once; see `chunk_rows.py`."""
+    """Reads source rows of a chunk of a pipeline, each once; see `pipeline/chunk_graph.py`."""
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__(None)

@@ -22,7 +22,7 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.halo.halo import Halo, exchange, exchange_transpose
+from pyg_distcomm.halo.halo import Halo, exchange
 from pyg_distcomm.process import PROCESS
 
 
@@ -110,17 +110,6 @@ class IdPlan:
         sums.index_add_(0, where[:first], came[:before])
         sums.index_add_(0, where[first:last], own)
         return slot, sums.index_add_(0, where[last:], came[before:])
-
-    def scatter_add(self, y: Tensor) -> Tensor:
-        """Sums rows `y` `[k, ...]` by id; returns the sums `[n, ...]` of own rows."""
-        sums = y.new_zeros((self.own + self.halo.num_ghosts, *y.shape[1:]))
-        sums = sums.index_add(0, self.slot, y)
-        if self.halo.silent:
-            return sums
-        flat = sums.flatten(1) if sums.dim() > 1 else sums.unsqueeze(1)
-        own, ghosts = flat[: self.own], flat[self.own :]
-        out = exchange_transpose(ghosts, own, self.halo)
-        return out.view(-1, *y.shape[1:])
 
     def scatter_extreme(self, y: Tensor, start: Tensor, op: str) -> Tensor:
         """Reduces rows by id to maxima or minima of own rows, without gradient.

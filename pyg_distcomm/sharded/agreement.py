@@ -20,12 +20,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import comparer_of
+from pyg_distcomm.comm.consistency import comparer_of, digest
 from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.process import PROCESS
 
-_PRIME = (1 << 61) - 1
 _CALLS = 4096  # ops that are remembered
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -240,8 +239,7 @@ def compare_lists(ids: Tensor, mesh: Any) -> Tensor:
         ValueError: on all ranks.
     """
     flat = ids.detach().reshape(-1).cpu().long()
-    weight = torch.arange(1, len(flat) + 1)
-    mark = [len(flat), int((flat * weight).sum()) % _PRIME]
+    mark = [len(flat), digest(flat)]
     marks = collectives.all_gather_counts(mark, mesh.world)
     if any(other != marks[0] for other in marks):
         raise ValueError(

@@ -6,8 +6,8 @@ op whose operands all have one is computed once, and its result has a key, too, 
 op and theirs. Plain operands of the same kind are known by their content. So the second epoch
 finds the very ids of the first one, with the exchange that was planned for them.
 
-What an op writes to loses its key, by torch's own version counter, as do its views; results
-are copied before an op writes to them. The cache is the mesh's, and keeps the latest results.
+What an op writes to loses its key, by torch's own version counter, as do its views; what is
+kept is handed out as a copy. The cache is the mesh's, and keeps the latest results.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ByContent:
                 other.shape == x.shape
                 and other.dtype == x.dtype
                 and other.device == x.device
-                and torch.equal(other, x)
+                and torch.equal(_bits(other), _bits(x))
             ):
                 self._next = (k + 1) % count
                 return self._meet(x, made)
@@ -75,6 +75,14 @@ class ByContent:
         if not (x.is_cpu or x.is_inference()):  # whose versions are not counted
             self._met[id(x)] = weakref.ref(x), version_of(x), box
         return box[0]
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Returns the bits of numbers, of which 0.0 has others than -0.0, and NaN equals itself."""
+    if x.is_complex():
+        return _bits(torch.view_as_real(x))
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    return x.view(kinds[x.element_size()]) if x.is_floating_point() else x
 
 
 class Constants:
@@ -164,6 +172,8 @@ def _described(value: Any, known: Constants) -> Any:
         return known.plain(value)
     if isinstance(value, (list, tuple)):
         return tuple(_described(v, known) for v in value)
+    if isinstance(value, (bool, int, float, complex)):
+        return type(value), repr(value)  # 1 == 1.0, and 0.0 == -0.0
     return value
 
 
@@ -190,10 +200,9 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         out = rule(func, args, kwargs)
         out._key = key_of(first)
         out._key_version = 0 if func is aten.clone.default else version_of(first)
-        out._shared = first._shared and func is not aten.clone.default
         out._part = first._part
         return out
-    if kind == "in place" and type(args[0]) is not DistTensor:
+    if kind == "in place" and (type(args[0]) is not DistTensor or "out" in kwargs):
         # a plain target may be new memory, which differs between ranks
         return rule(func, args, kwargs)
     number = description(func, args, kwargs, known)
@@ -230,18 +239,18 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
 def _held(part: Tensor, number: int) -> Any:
     if type(part) is not DistTensor:
         return part.detach().clone()
-    part._key, part._key_version, part._shared = number, version_of(part), True
+    part._key, part._key_version = number, version_of(part)
     edges = part._topology, part._weight
-    return (part.local, part.rows, part.dim_, number), edges
+    return (part.local.clone(), part.rows, part.dim_, number), edges
 
 
 def _again(held: Any) -> Tensor:
     if isinstance(held, Tensor):
         return held.clone()
-    how, edges = held
-    out = DistTensor(*how)
+    (local, *how), edges = held
+    out = DistTensor(local.clone(), *how)  # an op may write to it
     out._topology, out._weight = edges
-    out._shared, out._key_version = True, version_of(out)
+    out._key_version = version_of(out)
     return out
 
 
@@ -258,8 +267,6 @@ def _write(
     func: Any, rule: Any, args: Any, kwargs: Any, number: int | None, known: Constants
 ) -> Any:
     target: DistTensor = args[0]
-    if target._shared:
-        own_copy(target)
     held = None if number is None else known.get(number)
     if held is None:
         out = rule(func, args, kwargs)
@@ -274,20 +281,6 @@ def _write(
     if number is not None:
         target._key, target._key_version = number, version_of(target) + 1
     return target
-
-
-def own_copy(target: DistTensor) -> None:
-    """Gives a tensor rows of its own, before an op writes to what is kept.
-
-    Raises:
-        RuntimeError: for a view, whose base would not see what is written.
-    """
-    if target._is_view():
-        raise RuntimeError(
-            "got an in-place operation on a view of a constant that is kept for the graph; "
-            "clone the tensor first: x = x.clone()"
-        )
-    target.local, target._shared = target.local.clone(), False
 
 
 def version_of(x: Tensor) -> int:
@@ -326,6 +319,8 @@ def _kind(func: Any) -> str:
     if func in _NEW:
         return "new"
     if func in _UNKNOWN or torch.Tag.nondeterministic_seeded in func.tags:
+        return "random"
+    if "batch_norm" in func._schema.name:  # which writes to its statistics unsaid
         return "random"
     if func._schema.is_mutable:
         return "in place"

@@ -71,7 +71,6 @@ class DistTensor(EdgeMethods, Tensor):
         "_key",
         "_key_version",
         "_part",
-        "_shared",
         "_topology",
         "_weight",
         "dim_",
@@ -85,7 +84,6 @@ class DistTensor(EdgeMethods, Tensor):
     dim_: int
     _key: int | None  # its number among constants, at a version
     _key_version: int
-    _shared: bool  # whether its rows are those of a constant that is kept
     _part: int | None  # which row of a `[2, e]` it is
     _ids: Any  # what is planned for the ids that it holds
     _chosen: Any  # the rows that it keeps, as a mask
@@ -105,7 +103,7 @@ class DistTensor(EdgeMethods, Tensor):
             cls, shape, strides=stride, dtype=local.dtype, device=local.device
         )
         self.local, self.rows, self.dim_ = local, rows, dim
-        self._key, self._key_version, self._shared = key, 0, False
+        self._key, self._key_version = key, 0
         self._ids = self._chosen = self._topology = self._weight = None
         self._copied, self._part = False, None
         return self

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.ops.id_plan import IdPlan, plan_ids
+from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, reduction_identity
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import compare_ids
 from pyg_distcomm.sharded.constants import ByContent, constants_of, key_of, version_of
@@ -37,6 +38,7 @@ from pyg_distcomm.sharded.partial import PartialSum
 
 aten = torch.ops.aten
 _KEPT = 64  # lists of ids, and masks
+_KEPT_PLANS = 16  # of one list of ids
 _SUMMED = (torch.float32, torch.float64)
 
 
@@ -73,6 +75,8 @@ class Ids:
         known = self._plans.get(id(rows))
         if known is None:
             known = self._plans[id(rows)] = rows, _planned(self, rows)
+            if len(self._plans) > _KEPT_PLANS:
+                self._plans.pop(next(iter(self._plans)))
         return known[1]
 
 
@@ -80,9 +84,11 @@ def _planned(ids: Ids, rows: Rows) -> IdExchange:
     if rows.mesh.local_sizes:
         return PROCESS.rules["ids of a chunk"](ids, rows)  # type: ignore[no-any-return]
     flat, problem = ids.local.reshape(-1).long(), None
+    flat = torch.where(flat < 0, flat + rows.count, flat)
     low, high = flat.aminmax() if flat.numel() else (0, -1)
     if low < 0 or high >= rows.count:
         bad, flat = int(low if low < 0 else high), flat[:0]
+        bad -= rows.count if bad < 0 else 0
         problem = f"index {bad} is out of range for a tensor of {rows.count} rows"
     plan = plan_ids([flat], rows, rows.mesh.world, problem)[0]
     axis = rows.mesh.world
@@ -173,7 +179,7 @@ class IdExchange:
         """
         if op == "amin" and src.dtype.is_floating_point:
             return -self.extreme(-src, "amax")
-        empty = identity(src.dtype, op)
+        empty = reduction_identity(src.dtype, op)
         if src.dtype not in _SUMMED or not len(src):
             start = src.new_full((self.own, *src.shape[1:]), empty)
             return IdPlan(self.halo, self.slot, self.own).scatter_extreme(
@@ -330,6 +336,16 @@ def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
     return found
 
 
+def blocks_of(count: int, mesh: Mesh) -> Rows:
+    """Returns the rows of a new tensor, in equal blocks; the same for each of their number."""
+    kept = mesh.sharded.setdefault("blocks", {})
+    if count not in kept:
+        kept[count] = Rows.blocks(count, mesh)
+        if len(kept) > _KEPT:
+            kept.pop(next(iter(kept)))
+    return kept[count]  # type: ignore[no-any-return]
+
+
 def plain_ids(index: Tensor, rows: Rows, device: torch.device) -> Ids:
     """Returns plain ids, sharded in equal blocks (as `rows`, if as many); kept by content.
 
@@ -340,20 +356,11 @@ def plain_ids(index: Tensor, rows: Rows, device: torch.device) -> Ids:
         return known  # type: ignore[no-any-return]
     compare_ids(index, rows.count, rows.mesh)
     count = index.numel()
-    at = rows if count == rows.count else Rows.blocks(count, rows.mesh)
+    at = rows if count == rows.count else blocks_of(count, rows.mesh)
     flat = index.reshape(-1)
     flat = torch.where(flat < 0, flat + rows.count, flat)
     found = Ids(own_part(flat, at, 0).to(device), at)
     return kept.put(index, found)  # type: ignore[no-any-return]
-
-
-def identity(dtype: torch.dtype, op: str) -> Any:
-    if dtype.is_floating_point:
-        return -math.inf if op == "amax" else math.inf
-    if dtype == torch.bool:
-        return op == "amin"
-    info = torch.iinfo(dtype)
-    return info.min if op == "amax" else info.max
 
 
 def front(x: DistTensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.ops.id_plan import reduction_identity
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_call
 from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, local_at, rule
@@ -79,7 +80,7 @@ def _extreme(op: str) -> Callable[[Any, Any, Any], Any]:
         if not local.size(x.dim_):  # no rows here: the identity
             shape = list(local.shape)
             shape[x.dim_] = 1
-            local = local.new_full(shape, _identity(x.dtype, op))
+            local = local.new_full(shape, reduction_identity(x.dtype, f"a{op}"))
         if local.dtype == torch.bool:
             out = func(local, *args[1:], **kwargs).to(torch.uint8)
             return _over_ranks(out, x.rows.mesh, op).bool()
@@ -91,21 +92,15 @@ def _extreme(op: str) -> Callable[[Any, Any, Any], Any]:
         )  # of what is not a number, which wins everywhere
         lost = found.isnan()
         both = torch.stack(
-            [found.masked_fill(lost, _identity(x.dtype, op)), sign * lost]
+            [
+                found.masked_fill(lost, reduction_identity(x.dtype, f"a{op}")),
+                sign * lost,
+            ]
         )
         both = _over_ranks(both, x.rows.mesh, op)
         return both[0].masked_fill(both[1] != 0, math.nan)
 
     return apply
-
-
-def _identity(dtype: torch.dtype, op: str) -> Any:
-    if dtype.is_floating_point:
-        return -math.inf if op == "max" else math.inf
-    if dtype == torch.bool:
-        return op == "min"
-    info = torch.iinfo(dtype)
-    return info.min if op == "max" else info.max
 
 
 rule(aten.amax.default, aten.max.default)(_extreme("max"))

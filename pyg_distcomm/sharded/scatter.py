@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.ops.id_plan import reduction_identity
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_selection, in_backward
 from pyg_distcomm.sharded.dist_tensor import (
@@ -23,7 +24,6 @@ from pyg_distcomm.sharded.ids import (
     back,
     chosen,
     front,
-    identity,
     ids_of,
     plain,
     plain_ids,
@@ -183,7 +183,9 @@ def _reduced(
         return torch.where(hit, sums(source.to(start.dtype)), start)
     if include:
         return extremes(start, source, op)
-    best = extremes(torch.full_like(start, identity(start.dtype, op)), source, op)
+    best = extremes(
+        torch.full_like(start, reduction_identity(start.dtype, op)), source, op
+    )
     return torch.where(hit, best, start)
 
 

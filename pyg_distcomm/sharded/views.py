@@ -14,7 +14,7 @@ from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import in_backward
 from pyg_distcomm.sharded.constants import version_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
-from pyg_distcomm.sharded.ids import ids_of, ids_of_part
+from pyg_distcomm.sharded.ids import blocks_of, ids_of, ids_of_part
 from pyg_distcomm.sharded.partial import PartialSum
 from pyg_distcomm.sharded.pointwise import meeting
 
@@ -26,7 +26,7 @@ def _view(
 ) -> DistTensor:
     """Returns a view of the same ids, if it is one."""
     out = DistTensor(local, x.rows if rows is None else rows, dim)
-    out._shared, out._copied = x._shared, x._copied
+    out._copied = x._copied
     return out
 
 
@@ -208,8 +208,9 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
         where = inside.nonzero().view(-1)
         known = x.rows.derived[key] = Rows(gid, total, x.rows.mesh, None), where
     rows, where = known
-    if len(where) and step == 1:  # rows ascend, so that they are a range of own rows
-        return _view(x, x.local.narrow(d, int(where[0]), len(where)), d, rows)
+    if step == 1:  # rows ascend, so that they are a range of own rows
+        first = int(where[0]) if len(where) else 0
+        return _view(x, x.local.narrow(d, first, len(where)), d, rows)
     out = DistTensor(x.local.index_select(d, where.to(x.device)), rows, d)
     out._copied = step != 1 or x._copied  # on all ranks alike
     return out
@@ -296,7 +297,7 @@ def cat(func: Any, args: Any, kwargs: Any) -> Any:
 def _space(x: DistTensor, n: int) -> Rows:
     """Returns the rows of n new rows beside those of `x`: those of its nodes, if as many."""
     found = space_of(x.rows, n)
-    return Rows.blocks(n, x.rows.mesh) if found is None else found
+    return blocks_of(n, x.rows.mesh) if found is None else found
 
 
 def space_of(rows: Rows, n: int) -> Rows | None:

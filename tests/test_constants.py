@@ -1,0 +1,104 @@
+"""What is kept of constant structure is what torch computes, whatever is done to it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import worlds
+from torch_geometric.data import Data
+
+import pyg_distcomm as pdc
+
+N = 12
+
+
+def _scalars(y, x):
+    """Numbers that are equal, and are not the same."""
+    yield y + 1, y + 1.0, y * 2, y * 2.0, y**2, y**2.0, y.clamp(min=1), y.clamp(min=1.0)
+    yield torch.copysign(x, torch.tensor(0.0)), torch.copysign(x, torch.tensor(-0.0))
+    yield x.masked_fill(x > 0, 0.0).sign(), 1 / x.masked_fill(x > 0, -0.0)
+    yield 1 / (x * 0 * torch.tensor([0.0])), 1 / (x * 0 * torch.tensor([-0.0]))
+
+
+def _aliases(y, x):
+    """Views and other names of what an op writes to."""
+    v = y + 3
+    w = v.view(-1, 1)
+    v.add_(1)
+    d = y + 5
+    e = d.detach()
+    e.add_(1)
+    m = x - 2.0
+    k = m.unsqueeze(1)
+    torch.relu_(m)
+    p = y + 9
+    p[:2].add_(1)
+    a, b = y + 1, y + 2
+    torch.add(a, a, out=b)
+    yield v, w, d, e, m, k, p, a, b, d + 0, p + 0, b + 0
+    yield y + 1, y + 2, y + 3, y + 5, y + 9, x - 2.0
+
+
+def _norms(y, x):
+    found = []
+    for _ in range(2):
+        norm = torch.nn.BatchNorm1d(1, affine=False).double()
+        found += [norm(x), norm.running_mean, norm.running_var]
+    yield tuple(found)
+
+
+def _ids(y, x):
+    yield x[y - 1], x[torch.tensor([1, -1])]
+
+
+def _constants(cutter):
+    mesh = worlds.mesh()
+    owner = torch.zeros(N, dtype=torch.int64)
+    if cutter == "spread":
+        owner = torch.arange(N) * 5 % mesh.size
+    elif mesh.size > 1:  # a rank has none of the first rows
+        owner[5:] = mesh.size - 1
+    g = torch.Generator().manual_seed(0)
+    data = Data(
+        x=torch.randn(N, 1, generator=g, dtype=torch.float64),
+        edge_index=torch.randint(0, N, (2, 30), generator=g),
+        y=torch.arange(N),
+    )
+    share = pdc.partition(data, mesh, owner)
+    for case in (_scalars, _aliases, _norms, _ids):
+        for _ in range(2):  # computed, and kept
+            for theirs, ours in zip(
+                case(copy.copy(data.y), data.x), case(share.y, share.x), strict=True
+            ):
+                for k, (want, got) in enumerate(zip(theirs, ours, strict=True)):
+                    got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+                    assert got.dtype == want.dtype, (case.__name__, k)
+                    torch.testing.assert_close(got, want, msg=f"{case.__name__} {k}")
+    assert torch.equal(share.y.full_tensor(), data.y)
+    assert torch.equal(share.x.full_tensor(), data.x)
+
+
+@pytest.mark.parametrize("cutter", ["spread", "halves"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_constants_are_what_torch_computes(size, cutter):
+    worlds.run(_constants, size, cutter)
+
+
+def _lists():
+    mesh = worlds.mesh()
+    data = Data(x=torch.randn(N, 2), edge_index=torch.zeros(2, 3, dtype=torch.int64))
+    share = pdc.partition(data, mesh, torch.arange(N) % mesh.size)
+    share.x[torch.tensor([1, 1])]
+    with pytest.raises(ValueError, match="lists that differ"):
+        share.x[torch.tensor([2, 0] if mesh.rank else [0, 1])]
+    known = []
+    for _ in range(4):
+        torch.cat([share.x, torch.ones(7, 2)])
+        known.append((len(share.x.rows.derived), len(mesh.sharded["blocks"])))
+    assert known[1] == known[-1]
+
+
+def test_lists_of_one_sum_differ_and_new_rows_are_made_once():
+    worlds.run(_lists, 2)
