@@ -202,8 +202,7 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         out._key_version = 0 if func is aten.clone.default else version_of(first)
         out._part = first._part
         return out
-    if kind == "in place" and (type(args[0]) is not DistTensor or "out" in kwargs):
-        # a plain target may be new memory, which differs between ranks
+    if kind == "in place" and not _is_known_write(func, args, kwargs):
         return rule(func, args, kwargs)
     number = description(func, args, kwargs, known)
     if kind == "in place":
@@ -263,19 +262,36 @@ def _keyed_views(out: Any, number: int, known: Constants, version: int) -> Any:
     return out
 
 
+def _is_known_write(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tells whether an op adds to its first operand, or writes to sharded rows.
+
+    What a plain operand holds before any other write may be new memory, which differs
+    between ranks; and `out=` is no operand.
+    """
+    if "out" in kwargs:
+        return False
+    kind = type(args[0])
+    return kind is DistTensor or (kind is Tensor and func in _ADDING)
+
+
 def _write(
     func: Any, rule: Any, args: Any, kwargs: Any, number: int | None, known: Constants
 ) -> Any:
-    target: DistTensor = args[0]
+    target = args[0]
     held = None if number is None else known.get(number)
+    if type(target) is not DistTensor:
+        if held is not None:
+            return target.copy_(held)
+        out = rule(func, args, kwargs)
+        if number is not None:
+            known.put(number, out.detach().clone())
+        return out
     if held is None:
         out = rule(func, args, kwargs)
         if number is not None and out is target:
-            how = target.local.clone(), target.rows, target.dim_, number
-            known.put(number, [(how, (None, None))])
+            known.put(number, target.local.clone())
     else:
-        (rows, *_), _ = held[0]
-        target.local.copy_(rows)
+        target.local.copy_(held)
         note_write(target)
         target._ids = target._chosen = target._topology = None
     if number is not None:
@@ -292,6 +308,12 @@ def version_of(x: Tensor) -> int:
 
 
 aten = torch.ops.aten
+_ADDING = {
+    aten.scatter_add_.default,
+    aten.scatter_reduce_.two,
+    aten.index_add_.default,
+    aten.index_reduce_.default,
+}
 _SAME = {
     aten.clone.default,
     aten.detach.default,

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyg_distcomm.comm.whereabouts import place_of
 from pyg_distcomm.process import PROCESS
+from pyg_distcomm.sharded.constants import constants_of, key_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     all_rows,
@@ -41,7 +42,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return value
         if id(value) not in seen:
             if isinstance(value, DistTensor):
-                found = all_rows(value, name)
+                found = _rows_of(value, name)
             elif isinstance(value, PartialSum):
                 found = value.value()
             else:
@@ -65,6 +66,20 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # some write to an argument, and return another tensor
     aliased = [r for r in func._schema.returns if r.alias_info is not None]
     return written[0] if len(aliased) == 1 else out
+
+
+def _rows_of(x: DistTensor, name: str) -> Tensor:
+    """Returns all rows; those of a constant are gathered once."""
+    key = key_of(x)
+    if key is None:
+        return all_rows(x, name)
+    known = constants_of(x.rows.mesh)
+    number = known.number(("all rows", key))
+    held = known.get(number)
+    if held is None:
+        held = all_rows(x, name)
+        known.put(number, held)
+    return held.clone()  # type: ignore[no-any-return]
 
 
 def _check_size(name: str, args: Any, kwargs: Any) -> None:
