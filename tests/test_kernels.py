@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.kernels import core_ops, threads
+from pyg_distcomm.kernels import core_ops, memory, threads
 
 reference = definitions.of(core_ops)
 
@@ -787,11 +787,51 @@ def test_a_folder_is_judged_by_all_above_it(tmp_path, monkeypatch):
 
 
 def test_large_matrices_ask_for_huge_pages():
-    from pyg_distcomm.kernels import memory
-
     matrix = memory.empty(1 << 16, 64, torch.float32)
     assert matrix.zero_().sum() == 0
     assert matrix.shape == (1 << 16, 64)
+
+
+def test_a_heap_is_trimmed_where_it_has_outgrown_what_it_held(monkeypatch):
+    if memory.MALLINFO is None:
+        pytest.skip("no mallinfo2 in this C library")
+    held, resident, trims = [300 << 20], [500 << 20], []
+
+    def give_back():
+        trims.append(resident[0])
+        resident[0] = held[0] + (100 << 20)
+
+    monkeypatch.setattr(memory, "_bytes_held", lambda: held[0])
+    monkeypatch.setattr(memory, "_resident", lambda: resident[0])
+    monkeypatch.setattr(memory, "give_back", give_back)
+    heap = memory.Heap()
+    heap.trim(100 << 20)  # before the first product
+    assert trims == [500 << 20]
+    for resident[0] in (500 << 20, 610 << 20):  # 100 outside, 400 held, an eighth, 64
+        heap.trim(100 << 20)
+    assert len(trims) == 1
+    resident[0] = 620 << 20
+    heap.trim(100 << 20)
+    assert trims == [500 << 20, 620 << 20]
+    held[0], resident[0] = 600 << 20, 850 << 20  # which it holds
+    heap.trim(100 << 20)
+    assert len(trims) == 2
+
+
+def test_freed_memory_is_counted_and_returned():
+    if memory.MALLINFO is None:
+        pytest.skip("no mallinfo2 in this C library")
+    memory.give_back()
+    before = memory._bytes_held(), memory._resident()
+    blocks = [torch.ones(1 << 14) for _ in range(3200)]  # 200 MiB
+    assert memory._bytes_held() - before[0] >= 200 << 20
+    assert memory._resident() - before[1] >= 190 << 20
+    kept = blocks[1::2]
+    del blocks
+    assert memory._bytes_held() - before[0] < 110 << 20
+    memory.give_back()
+    assert memory._resident() - before[1] < 130 << 20
+    assert all(bool(block.all()) for block in kept)
 
 
 def test_a_lock_that_nobody_can_hold_stops_nobody(tmp_path, monkeypatch):

@@ -17,13 +17,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 HUGE_PAGES_FROM = 1 << 23  # bytes of a matrix from which huge pages pay
 GIVE_BACK_FROM = 1 << 20  # bytes of a product from which giving memory back first pays
+SLACK = 1 << 26  # bytes of free blocks that a heap keeps in any case
 SPILL_FROM = 1 << 12  # bytes of a saved tensor from which a file pays
 
 
@@ -51,6 +52,8 @@ GLIBC = _open_libc("malloc_trim", "sbrk")
 if GLIBC is not None:
     GLIBC.malloc_trim.argtypes = [ctypes.c_size_t]
     GLIBC.sbrk.argtypes, GLIBC.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
+STATM = Path("/proc/self/statm")
+MALLINFO = _open_libc("mallinfo2") if GLIBC is not None and STATM.exists() else None
 ADVISES = _open_libc("madvise") if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
@@ -90,6 +93,61 @@ def give_back() -> None:
         if HEAP_START is not None and end > HEAP_START:
             _advise(HEAP_START, end - HEAP_START)
         GLIBC.malloc_trim(0)
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc counts of its heap."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks "
+        "keepcost".split()
+    ]
+
+
+if MALLINFO is not None:
+    MALLINFO.mallinfo2.restype = _Mallinfo
+
+
+class Heap:
+    """Returns freed memory to the system where the heap has outgrown what it holds.
+
+    Blocks of many sizes fragment the heap of a rank that exchanges, which grows to about
+    twice its live memory. But pages that were returned fault when they are used again, which
+    takes a small graph as long as its products. So they are returned before the first
+    product, and then where the heap is an eighth larger than the most it has held.
+    """
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._rest: int | None = None  # resident memory that is not of the heap
+
+    def trim(self, size: int) -> None:
+        """Trims the heap before `size` bytes are allocated, if it has outgrown them."""
+        if MALLINFO is None or (self._rest is not None and self._fits()):
+            return
+        used = _bytes_held()
+        self._most = max(self._most, used + size)
+        if self._rest is None or not self._fits():
+            give_back()
+            rest = _resident() - used
+            self._rest = rest if self._rest is None else min(self._rest, rest)
+
+    def _fits(self) -> bool:
+        assert self._rest is not None
+        return _resident() - self._rest <= self._most * 1.125 + SLACK
+
+
+def _bytes_held() -> int:
+    """Returns the bytes of all blocks that this process has allocated."""
+    assert MALLINFO is not None
+    found = MALLINFO.mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
+def _resident() -> int:
+    """Returns the resident bytes of this process."""
+    return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
 
 
 def _advise(address: int, size: int) -> None:

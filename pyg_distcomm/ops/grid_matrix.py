@@ -48,6 +48,7 @@ from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.ops.csr import CSR, LocalBlocks
+from pyg_distcomm.process import PROCESS
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,11 +325,7 @@ class OverlappedSpMM:
         self._ghost = own[:0]
 
     def _release_memory(self, out: int) -> None:
-        """Returns freed memory to the system before a product that allocates a lot.
-
-        Without this, fragmentation makes the heap of a rank that exchanges grow to about twice
-        its live memory.
-        """
+        """Returns freed memory to the system before a product, where there is too much."""
         tile, own = self._tile, self._own
         if own.is_cuda:
             return
@@ -336,7 +333,8 @@ class OverlappedSpMM:
         rows += len(tile.sum_own.pattern.rowptr) - 1
         size = own.nbytes + rows * own.size(1) * own.element_size()
         if size >= memory.GIVE_BACK_FROM:
-            memory.give_back()
+            PROCESS.heap = PROCESS.heap or memory.Heap()
+            PROCESS.heap.trim(size)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the product, and the own and ghost rows it multiplied by; collective."""
