@@ -37,7 +37,9 @@ from pyg_distcomm.nn.layer_context import (
 )
 from pyg_distcomm.nn.local_products import run_gcn, run_sage
 from pyg_distcomm.nn.message_forms import AGGREGATIONS
+from pyg_distcomm.sharded.agreement import compare_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.partial import entered
 
 
 class WithLink(Explained):
@@ -62,33 +64,54 @@ def linear_product(
     kind: OperatorKind,
     weight: DistTensor | None,
     lin: Any,
-    bias: Tensor | None,
     mean: bool = False,
+    root: DistTensor | None = None,
+    own: Any = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Returns `(A X) W + b`, or `A (X W) + b`, whichever exchanges fewer words ([Kurt23])."""
+    """Returns `A X W + b + X_root R`, by `(A X) W` or `A (X W)`, whichever sends fewer words.
+
+    Computed on own rows, as [Kurt23] orders products; the gradients of W, R and b are
+    summed over the ranks.
+    """
     if is_lazy(lin.weight):
         lin(x)  # initialises a lazy layer through its own hooks
     edges = None if weight is None else weight.to_local()
     grad, topology = torch.is_grad_enabled(), context.topology
+    mesh = topology.nodes.mesh
     values = x.dtype if kind.normalize else None  # as PyG's messages are of
     values = values if weight is None else weight.dtype
+    if own is not None and is_lazy(own.weight):
+        own(root)
+    other = None if own is None else own.weight
+    parameters = [p for p in (lin.weight, bias, other) if p is not None]
+    compare_parameters(parameters, mesh)
+    w = entered(lin.weight, mesh)
+    b, r = (None if p is None else entered(p, mesh) for p in (bias, other))
+    rest = None if root is None or r is None else root.to_local().contiguous()
 
     def wide(dtype: torch.dtype) -> torch.dtype:
         return dtype if values is None else torch.promote_types(dtype, values)
 
-    def finish(out: Tensor) -> Tensor:
-        dtype = wide(out.dtype)
-        return out if out.dtype == dtype else out.to(dtype)
-
-    def multiply(rows: Any, exchange: Any = None) -> Tensor:
-        local = rows.to_local().contiguous()
+    def multiply(local: Tensor, exchange: Any = None) -> Tensor:
+        local = local.contiguous()
         shape = local.shape
         local = local.flatten(1) if local.dim() > 2 else local
         out = topology.operator(kind, edges, wide(local.dtype), exchange) @ local
         if mean:
             degree = topology.in_degree.clamp(min=1)
-            out = out / degree.to(out.dtype).unsqueeze(1)
+            out = out.div_(degree.to(out.dtype).unsqueeze(1))
         return out.view(shape)
+
+    def finish(out: Tensor, b: Tensor | None) -> Tensor:
+        out = out if b is None else out + b.to(out.dtype)
+        if rest is not None and r is not None:
+            fits = out.dtype == rest.dtype == r.dtype and out.dim() == rest.dim() == 2
+            fits = fits and not torch.is_autocast_enabled(out.device.type)
+            out = torch.addmm(out, rest, r.t()) if fits else out + F.linear(rest, r)
+        dtype = wide(out.dtype)
+        out = out if out.dtype == dtype else out.to(dtype)
+        return DistTensor.from_local(out, topology.nodes)
 
     known = held = None
     ordering = topology.ordering
@@ -96,25 +119,20 @@ def linear_product(
 
         def exact() -> Tensor:
             context.note_kept(grad)  # gradients are off in here
-            return multiply(x)
+            return multiply(x.to_local())
 
         held = kind, mean, x.dtype
         known = topology.constants.product(
             held, (x, weight), exact, cache_now=context.had_kept()
         )
     if known is not None:
-        rows = DistTensor.from_local(known, topology.nodes)
-        return finish(F.linear(rows, lin.weight, bias))
+        return finish(F.linear(known, w, b), None)
     exchange = context.exchange(None if held is None else x, held)
     backward = grad and x.requires_grad
     grads = backward, backward or (grad and lin.weight.requires_grad)
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
-        rows = DistTensor.from_local(multiply(x, exchange), topology.nodes)
-        return finish(F.linear(rows, lin.weight, bias))
-    out: Tensor = DistTensor.from_local(
-        multiply(F.linear(x.contiguous(), lin.weight), exchange), topology.nodes
-    )
-    return finish(out if bias is None else out + bias.to(out.dtype))
+        return finish(F.linear(multiply(x.to_local(), exchange), w, b), None)
+    return finish(multiply(F.linear(x.to_local().contiguous(), w), exchange), b)
 
 
 def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool, Any]:
@@ -194,7 +212,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         context = LayerContext.of(self, self.link, edge_index, None, weight)
         kind = OperatorKind("gcn", self.improved, self.add_self_loops)
         with spilling(topology):
-            return linear_product(x, context, kind, weight, self.lin, self.bias)
+            return linear_product(x, context, kind, weight, self.lin, bias=self.bias)
 
 
 class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
@@ -317,9 +335,11 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
             and self.aggr in ("mean", "sum", "add")
             and are_rows_of(source, topology)
         )
+        known = known and (root is None or are_rows_of(root, topology))
         known = known and edge_index.weight is None and self.flow == "source_to_target"
+        linears = [self.lin_r] if self.root_weight else []
         if not known or not is_product(
-            self, torch_geometric.nn.SAGEConv, biased=[self.lin_l]
+            self, torch_geometric.nn.SAGEConv, *linears, biased=[self.lin_l]
         ):
             if size is None and AGGREGATIONS.get(type(self.aggr_module)) == "max":
                 run = one_hop(self, run)
@@ -327,9 +347,8 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()
         context = LayerContext.of(self, self.link, edge_index)
-        given = context, OperatorKind(), None, self.lin_l, self.lin_l.bias
+        own = self.lin_r if self.root_weight and root is not None else None
+        given = context, OperatorKind(), None, self.lin_l, self.aggr == "mean"
         with spilling(context.topology):
-            out = linear_product(source, *given, mean=self.aggr == "mean")
-        if self.root_weight and root is not None:
-            out = out + self.lin_r(root.contiguous())
+            out = linear_product(source, *given, root, own, self.lin_l.bias)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
