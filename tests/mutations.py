@@ -162,8 +162,8 @@ MUTATIONS = (
     Mutation(
         "SAGEConv sums where it should take means",
         "reduction",
-        'out = linear_product(source, *given, mean=self.aggr == "mean")',
-        "out = linear_product(source, *given, mean=False)",
+        'OperatorKind(), None, self.lin_l, self.aggr == "mean"',
+        "OperatorKind(), None, self.lin_l, False",
         "test_parity.py",
         "test_step_equals_pyg",
     ),

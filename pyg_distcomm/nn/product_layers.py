@@ -90,14 +90,14 @@ def linear_product(
     b, r = (None if p is None else entered(p, mesh) for p in (bias, other))
     rest = None if root is None or r is None else root.to_local().contiguous()
 
-    def wide(dtype: torch.dtype) -> torch.dtype:
-        return dtype if values is None else torch.promote_types(dtype, values)
-
     def multiply(local: Tensor, exchange: Any = None) -> Tensor:
         local = local.contiguous()
         shape = local.shape
         local = local.flatten(1) if local.dim() > 2 else local
-        out = topology.operator(kind, edges, wide(local.dtype), exchange) @ local
+        out = (
+            topology.operator(kind, edges, _wider(local.dtype, values), exchange)
+            @ local
+        )
         if mean:
             degree = topology.in_degree.clamp(min=1)
             out = out.div_(degree.to(out.dtype).unsqueeze(1))
@@ -106,10 +106,8 @@ def linear_product(
     def finish(out: Tensor, b: Tensor | None) -> Tensor:
         out = out if b is None else out + b.to(out.dtype)
         if rest is not None and r is not None:
-            fits = out.dtype == rest.dtype == r.dtype and out.dim() == rest.dim() == 2
-            fits = fits and not torch.is_autocast_enabled(out.device.type)
-            out = torch.addmm(out, rest, r.t()) if fits else out + F.linear(rest, r)
-        dtype = wide(out.dtype)
+            out = _plus_linear(out, rest, r)
+        dtype = _wider(out.dtype, values)
         out = out if out.dtype == dtype else out.to(dtype)
         return DistTensor.from_local(out, topology.nodes)
 
@@ -133,6 +131,18 @@ def linear_product(
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
         return finish(F.linear(multiply(x.to_local(), exchange), w, b), None)
     return finish(multiply(F.linear(x.to_local().contiguous(), w), exchange), b)
+
+
+def _wider(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:
+    return dtype if other is None else torch.promote_types(dtype, other)
+
+
+def _plus_linear(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Returns `out + x W^T`, in one pass where types and shapes allow it."""
+    fits = out.dtype == x.dtype == weight.dtype and out.dim() == x.dim() == 2
+    if fits and not torch.is_autocast_enabled(out.device.type):
+        return torch.addmm(out, x, weight.t())
+    return out + F.linear(x, weight)
 
 
 def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool, Any]:
