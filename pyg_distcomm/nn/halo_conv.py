@@ -61,6 +61,7 @@ def run_on_share(
     if len(edges) != 1:
         return run(*args, **kwargs)
     topology = edges[0].topology
+    _check_flow(conv, topology)
     if getattr(conv, "explain", False):
         check_mask(conv, topology)
     exact = link in (None, "exact") and topology.link is None
@@ -155,6 +156,23 @@ def _check_rows(x: Any, values: list[DistTensor]) -> None:
             f"got a row-sharded tensor of {list(part.shape)} beside edges between "
             f"{counts[1]} nodes; give a layer one row for each node, and pick rows of what "
             "it returns"
+        )
+
+
+def _check_flow(conv: Any, topology: Topology) -> None:
+    """Raises for edges between two types of nodes, read against their direction.
+
+    PyG then looks for rows of one type among those of the other.
+
+    Raises:
+        ValueError: naming the layer, if the types differ in size.
+    """
+    counts = topology.source_rows.count, topology.nodes.count
+    if conv.flow != "source_to_target" and counts[0] != counts[1]:
+        raise ValueError(
+            f"{type(conv).__name__} has flow={conv.flow!r}, by which PyG takes no edges from "
+            f"{counts[0]} nodes of one type to {counts[1]} of another; flip them, "
+            "edge_index.flip(0), and leave flow out"
         )
 
 

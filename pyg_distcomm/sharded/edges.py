@@ -188,7 +188,7 @@ def attribute(x: DistTensor) -> DistTensor:
         return x
     if x.rows.nodes is None and x.dim_ == 0 and x.rows.partition is not None:
         note_space(x.rows)
-    x._key, x._key_version = constants_of(x.rows.mesh).new(), version_of(x)
+    x._key, x._key_version = constants_of(x.rows.mesh).next_number(), version_of(x)
     return x
 
 
