@@ -414,7 +414,10 @@ def _other_rate(loader):
             optimizer.step()
             steps.append(batch)
 
-    with pytest.raises(ValueError, match=r"between ranks \[1\] and rank 0\. Give optimizers the same lr"):
+    with pytest.raises(
+        ValueError,
+        match=r"between ranks \[1\] and rank 0\. Give optimizers the same lr",
+    ):
         trained()
     assert len(steps) == 1
 
