@@ -419,7 +419,7 @@ class NodeChunks:
             x = x[takes[kind]] if kind in takes else x
             x = x.detach().requires_grad_(learns)
             used.append(x)
-            part = DistTensor.from_local(x, rows[kind]) if kind in rows else x
+            part: Any = DistTensor.from_local(x, rows[kind]) if kind in rows else x
             pair = given.get(name, (None, None))
             if kind == "source":
                 part = part, pair[1]
