@@ -9,7 +9,7 @@ of their edges run on own rows and ghosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -230,11 +230,32 @@ def run_any(
 ) -> Any:
     """Runs `run`, a layer of any kind, on a share, a minibatch or a whole graph."""
     check_arguments(conv, args, kwargs)
+    _check_edges_of_link(conv, link, (*args, *kwargs.values()))
     if is_spread(*args, *kwargs.values()):
         return run_on_share(conv, link, run, *args, **kwargs)
     if torch.compiler.is_compiling():
         return run(*args, **kwargs)
     return run_layer(conv, run, *args, **kwargs)
+
+
+def _check_edges_of_link(conv: Any, link: OwnLink, values: Any) -> None:
+    """Raises for a link of a layer of several edge_index, over which rows do not travel.
+
+    Raises:
+        TypeError: naming the layer.
+    """
+    if link == "exact" or getattr(conv, "links_relations", False):
+        return
+    groups = [v.values() if isinstance(v, Mapping) else (v,) for v in values]
+    edges = [v for group in groups for v in group if isinstance(v, DistEdgeIndex)]
+    alone = any(isinstance(v, DistEdgeIndex) for v in values) and len(edges) == 1
+    linked = link is not None or any(e.topology.link is not None for e in edges)
+    if edges and linked and not alone:
+        raise TypeError(
+            f"{type(conv).__name__} reads {len(edges)} edge_index, whose rows do not travel "
+            "over a link: set link='exact' for it (or edge_index.with_link(None)), or take a "
+            "layer of one edge_index, in a HeteroConv for several types"
+        )
 
 
 class HaloExecution(Explained):
@@ -246,6 +267,7 @@ class HaloExecution(Explained):
     """
 
     link: OwnLink = None
+    links_relations = False  # whether it exchanges rows of each relation over its link
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer, with its hooks."""
