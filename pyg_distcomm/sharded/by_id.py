@@ -118,8 +118,7 @@ def _by_one_index(func: Any, x: Any, d: int, v: Any, args: Any) -> Any:
     sharded = type(x) is DistTensor
     if v.dim() == 1 and (sharded or v.rows.mesh.local_sizes):
         return index_select(aten.index_select.default, (x, d, v), {})
-    if not sharded:  # plain rows, by sharded ids
-        compare_plain(plain(x), v.rows.mesh)
+    if not sharded:  # plain rows, of which those that no id reads may be new memory
         return DistTensor(func(plain(x), [None] * d + [v.local]), v.rows, d + v.dim_)
     if type(v) is not DistTensor or d:
         return whole.apply(func, args, {})
