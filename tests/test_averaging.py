@@ -378,6 +378,9 @@ def _refused():
         share.x + torch.rand(data.num_nodes, 1).double().to(share.x.device)
     with pytest.raises(ValueError, match=r"pdc\.from_local"):
         share.x + torch.zeros_like(share.x.to_local())
+    frozen = nn.GATConv(share.x.size(1), 4).double().to(share.x.device)
+    with pytest.raises(ValueError, match=r"differ.*leave out tensor parallelism"):
+        frozen.requires_grad_(False)(share.x, share.edge_index)
     local = torch.full_like(share.x.to_local(), float(mesh.rank)).requires_grad_()
     out = (pdc.from_local(local, like=share.x) * share.x).sum()
     out.backward()
@@ -411,7 +414,10 @@ def _other_rate(loader):
             optimizer.step()
             steps.append(batch)
 
-    with pytest.raises(ValueError, match="Give optimizers the same lr"):
+    with pytest.raises(
+        ValueError,
+        match=r"between ranks \[1\] and rank 0\. Give optimizers the same lr",
+    ):
         trained()
     assert len(steps) == 1
 

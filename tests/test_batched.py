@@ -416,9 +416,8 @@ def _whole_graphs():
         pdc.partition(graphs()[2], mesh, "graphs")
     count = share.num_nodes + 1
     pool, batch = nn.EdgePooling(F_IN).double(), torch.zeros(count, dtype=torch.int64)
-    with pytest.raises(
-        IndexError, match=f"\\[{count}\\]|\\[{count - 1}\\]"
-    ):  # as PyG's
+    told = rf"mask \[{count - 1}\] .* the indexed tensor \[{count}\]"  # as PyG's
+    with pytest.raises(IndexError, match=told):
         pool(share.x, share.edge_index, batch)
     typed = HeteroData()
     typed["a"].x, typed["b"].x = torch.randn(4, 2), torch.randn(3, 2)

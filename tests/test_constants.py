@@ -102,3 +102,32 @@ def _lists():
 
 def test_lists_of_one_sum_differ_and_new_rows_are_made_once():
     worlds.run(_lists, 2)
+
+
+def _kept():
+    """What loops over sizes and new parameters leave behind is bounded."""
+    mesh = worlds.mesh(fresh=True)
+    g = torch.Generator().manual_seed(0)
+    data = Data(
+        x=torch.randn(200, 2, generator=g),
+        edge_index=torch.zeros(2, 1, dtype=torch.long),
+    )
+    share = pdc.partition(data, mesh, torch.arange(200) % mesh.size)
+    for k in range(1, 150):
+        some = torch.cat([share.x[:k], share.x])
+        moved = share.x[k:] + share.x[: 200 - k]
+        torch.testing.assert_close(some.full_tensor(), torch.cat([data.x[:k], data.x]))
+        torch.testing.assert_close(moved.full_tensor(), data.x[k:] + data.x[: 200 - k])
+        weight = torch.nn.Parameter(torch.ones(2, 2))
+        (share.x @ weight).sum().backward()
+        del weight
+    sizes = {
+        k: len(v) for k, v in share.x.rows.derived.items() if hasattr(v, "__len__")
+    }
+    assert max(sizes.values()) <= 64, sizes
+    assert len(mesh.sharded.get("parameters", ())) < 20
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_kept_of_rows_and_parameters_is_bounded(size):
+    worlds.run(_kept, size)

@@ -60,7 +60,8 @@ def misplaced(what, ranks):
 
 @pytest.mark.parametrize("ranks", [(1,), tiers.rarely((0, 1))])
 def test_what_meets_between_layers_is_named_on_all_ranks(ranks):
-    wrong = r"by \.to\(mesh.device\): in \w+\(\), .*Linear\.\w+ lies on meta"
+    named = r"Linear\.weight lies on meta, and a tensor \[\d+, \d+\] lies on cpu"
+    wrong = rf"by \.to\(mesh.device\): in addmm\(\), {named}"
     for said in worlds.run(misplaced, 2, "between layers", ranks):
         assert re.search(wrong, said), said
 

@@ -451,6 +451,20 @@ def test_scores_of_pairs_equal_their_definition_and_autograd(graph, dtype):
         kernels.pair_scores(rowptr, col, *given[:2], given[2][:1], 0.2)
 
 
+def test_values_of_edges_need_offsets_that_span_all_of_them():
+    rowptr, col, x = torch.tensor([0, 1, 2]), torch.zeros(3).int(), torch.ones(3, 2)
+    rows = torch.ones(2, 2, 1)
+    for run in (
+        lambda: kernels.segment_softmax(rowptr, x),
+        lambda: kernels.segment_softmax_grad(rowptr, x, x),
+        lambda: kernels.pair_scores(rowptr, col, rows, rows, rows[0], 0.2),
+    ):
+        with pytest.raises(
+            ValueError, match="span all 3 edges, from 0 to 3, got 0 to 2"
+        ):
+            run()
+
+
 # --- threads and processes ----------------------------------------------------
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import tiers
 import torch
+import torch_geometric.nn
 import worlds
 from links import ONE, Net, build, epoch
 from problems import GRAPHS
 from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
+from pyg_distcomm import nn
 from pyg_distcomm.halo.codecs import Cast, ColumnMask, Plain, Quantise, Residual
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Adaptive, Fixed
@@ -217,3 +219,45 @@ def by_degree():
 
 def test_bits_by_degree_are_for_nodes_of_one_type():
     worlds.run(by_degree, 3)
+
+
+class OwnHAN(torch_geometric.nn.HANConv):
+    """A layer of a script, which takes edges by type."""
+
+
+def _several_edges():
+    """Layers of several edge_index take no link, and run where there is none."""
+    mesh, data = worlds.mesh(), HeteroData()
+    g = torch.Generator().manual_seed(0)
+    for name, count in (("a", 9), ("b", 7)):
+        data[name].x = torch.randn(count, 4, generator=g)
+    for source, target in (("a", "b"), ("b", "a")):
+        ends = [
+            torch.randint(data[t].num_nodes, (20,), generator=g)
+            for t in (source, target)
+        ]
+        data[source, "to", target].edge_index = torch.stack(ends)
+    torch.manual_seed(1)
+    layer = pdc.convert(OwnHAN(4, 6, data.metadata()))
+    want = layer(data.x_dict, data.edge_index_dict)
+    share = pdc.partition(data, mesh, "random")
+    found = layer(share.x_dict, share.edge_index_dict)
+    for name, rows in want.items():
+        torch.testing.assert_close(found[name].full_tensor(), rows)
+    coded = {k: e.with_link(LinkPolicy(ONE)) for k, e in share.edge_index_dict.items()}
+    with pytest.raises(TypeError, match="OwnHAN reads 2 edge_index"):
+        layer(share.x_dict, coded)
+    edges = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    for conv in (
+        nn.SignedConv(7, 4, True),
+        pdc.convert(torch_geometric.nn.SignedConv(7, 4, True)),
+    ):
+        conv = conv.double()
+        conv(edges.x, edges.edge_index, edges.edge_index)
+        conv.link = LinkPolicy(ONE)
+        with pytest.raises(TypeError, match="SignedConv reads 2 edge_index"):
+            conv(edges.x, edges.edge_index, edges.edge_index)
+
+
+def test_layers_of_several_edge_index_refuse_links():
+    worlds.run(_several_edges, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from unittest import mock
@@ -16,12 +17,13 @@ from layers import EXACT
 from problems import GRAPHS, grids, owners
 from test_hetero import graph, model_of, train
 from test_layers import exact
+from torch_geometric.nn import aggr
 from torch_geometric.utils import softmax
 
 import pyg_distcomm as pdc
 from pyg_distcomm.halo.halo import StagedHalo
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.nn import GATConv, GCNConv, SAGEConv, node_chunks
+from pyg_distcomm.nn import GATConv, GCNConv, SAGEConv, capped
 from pyg_distcomm.partition.folder import write_folder
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -41,13 +43,13 @@ LARGE = [
 def counted(monkeypatch):
     """Counts chunks of targets, in this process."""
     count = []
-    plain = node_chunks.NodeChunks.__call__
+    plain = capped.NodeChunks.__call__
 
     def counting(self, tensors):
         count.append(len(self))
         return plain(self, tensors)
 
-    monkeypatch.setattr(node_chunks.NodeChunks, "__call__", counting)
+    monkeypatch.setattr(capped.NodeChunks, "__call__", counting)
     return count
 
 
@@ -55,6 +57,12 @@ def counted(monkeypatch):
 def test_layers_in_chunks_are_pygs(name, counted):
     exact(name, "loops_and_copies", "random", None, CAP)
     assert max(counted) > 3
+
+
+def test_aggregations_that_pad_are_known():
+    every = [getattr(aggr, name) for name in aggr.__all__]
+    pads = {k for k in every if "to_dense_batch(" in inspect.getsource(k.forward)}
+    assert pads - {aggr.Aggregation} == set(capped.PADDED)
 
 
 class Own(torch_geometric.nn.MessagePassing):

@@ -255,12 +255,14 @@ class Comparer:
             self._compared_calls.clear()
         self._compared_calls.add((name, operands))
 
-    def check(self, x: Tensor, what: str) -> None:
+    def check(self, x: Tensor, what: str, *, by_kind: bool = True) -> None:
         """Raises on all ranks if a plain tensor differs between them; collective.
 
         Args:
             x: the tensor, without gradient.
             what: the name of the operation.
+            by_kind: whether one that was compared in the same operation, of the same shape
+                and type, stands for it, where `init(check="first")`.
 
         Raises:
             ValueError: naming the operation and the ranks.
@@ -268,7 +270,7 @@ class Comparer:
         mesh = self._mesh
         kind = what, tuple(x.shape), x.dtype
         if mesh.check == "first":
-            if kind in self._compared_kinds:
+            if by_kind and kind in self._compared_kinds:
                 return
         elif mesh.check == "never" or self._seen.get(x) == _version(x):
             return

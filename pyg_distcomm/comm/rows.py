@@ -18,6 +18,37 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.partition.partition import Partition
 
+_KEPT = 64  # values of one kind
+
+
+class Latest(OrderedDict[Any, Any]):
+    """Keeps the values of the latest keys that were asked for or set.
+
+    Ranks that ask alike keep alike, so a collective may make what is not found.
+
+    Args:
+        most: how many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __getitem__(self, key: Any) -> Any:
+        self.move_to_end(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Returns the value of a key, if it is kept."""
+        if key in self:
+            self.move_to_end(key)
+        return super().get(key, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self._most:
+            del self[next(iter(self))]
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -84,10 +115,12 @@ class Rows:
         """Returns a cache of values derived from these rows, with the same lifetime."""
         return {}
 
-    @cached_property
-    def plans(self) -> OrderedDict[Any, Any]:
-        """Returns the cache of exchanges planned for lists of ids; see `ops/id_plan.py`."""
-        return OrderedDict()
+    def latest(self, kind: str, most: int = _KEPT) -> Latest:
+        """Returns the cache of values of one kind that are derived from these rows."""
+        found: Latest | None = self.derived.get(kind)
+        if found is None:
+            found = self.derived[kind] = Latest(most)
+        return found
 
     @cached_property
     def place(self) -> Tensor:
@@ -149,11 +182,11 @@ class Rows:
             return False
         if (self.whole and self.partition is not None) or self.mesh.size == 1:
             return self.same_as(other)
-        plans, key = self.plans, ("matches", id(other))
-        if key not in plans:
+        known, key = self.latest("matches"), id(other)
+        if key not in known:
             away = consistency.count_rows(int(not self.same_as(other)), self.mesh)
-            plans[key] = other, away == 0
-        return bool(plans[key][1])
+            known[key] = other, away == 0
+        return bool(known[key][1])
 
     def select(self, mask: Tensor, known: int | None = None) -> Rows:
         """Returns the rows that a local boolean mask `[n_i]` keeps.

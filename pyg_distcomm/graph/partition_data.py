@@ -144,7 +144,6 @@ def _partition_data(
     _agree_same(asked | _digests(data, kinds), mesh)
     _seed_python_random(mesh)
     assert data.edge_index is not None
-    looped = weight is not None and data.has_self_loops()
     name = method if isinstance(method, str) else "owner"
     name = "default" if method is None else name
     if planned:
@@ -158,9 +157,7 @@ def _partition_data(
     out = partition_data_types.in_given_class(out, whole)
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    return partition_data_types.with_sparse(
-        _with_link(out, link), weight, looped, whole
-    )
+    return partition_data_types.with_sparse(_with_link(out, link), weight)
 
 
 def _to_device_of(share: PartShare, edge_index: Tensor) -> PartShare:

@@ -343,13 +343,9 @@ def from_sparse(data: Any) -> tuple[Any, Tensor | None]:
     return data, value
 
 
-def with_sparse(share: Data, weight: Tensor | None, looped: bool, whole: Any) -> Data:
+def with_sparse(share: Data, weight: Tensor | None) -> Data:
     """Adds the adj_t of the whole graph to a share."""
     if weight is not None:
         edges: Any = share.edge_index
-        share.adj_t = edges.carrying(
-            weight if len(weight) else None,
-            looped=looped,
-            of_torch=isinstance(whole.get("adj_t"), Tensor),
-        )
+        share.adj_t = edges.carrying(weight if len(weight) else None, matrix=True)
     return share

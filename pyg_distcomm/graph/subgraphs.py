@@ -8,8 +8,8 @@ from typing import Any
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
-from pyg_distcomm.sharded.edges import DistEdgeIndex, shard_as
+from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows, local_at
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 
 def agree(problem: Exception | None, mesh: Mesh) -> None:
@@ -45,8 +45,7 @@ def with_planned_edges(data: Any) -> Any:
         mine = out[key] if typed else out
         for name, value in store.items():
             if is_rows(value) and store.is_edge_attr(name):
-                local = shard_as(value, made.edges)
-                assert local is not None  # of as many rows as there are edges
+                local = local_at(value, made.edges, 0)
                 mine[name] = DistTensor.wrap(local, made.edges)
         mine.edge_index = made
     return out

@@ -59,6 +59,15 @@ def _check_spmm(
         _check_out(out, rowptr.numel() - 1, x)
 
 
+def _check_span(rowptr: Tensor, nnz: int) -> None:
+    """Raises for offsets of a part of the edges, where each edge has a value."""
+    if span_of(rowptr) != (0, nnz):
+        first, last = span_of(rowptr)
+        raise ValueError(
+            f"rowptr must span all {nnz} edges, from 0 to {nnz}, got {first} to {last}"
+        )
+
+
 def _check_sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> None:
     _check_product(rowptr, col, x)
     _check_out(g, rowptr.numel() - 1, x)
@@ -185,6 +194,7 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
 def _check_pairs(
     rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor, a: Tensor, *_: object
 ) -> None:
+    _check_span(rowptr, len(col))
     if g.dim() != 3 or g.shape[1:] != x.shape[1:] or a.shape != g.shape[1:]:
         raise ValueError(
             "rows must be [m, heads, f] and [n, heads, f], and a [heads, f], got "
@@ -200,8 +210,8 @@ def pair_scores(
 
         s[e, h] = <a[h], LeakyReLU(g[row(e), h] + x[col[e], h])>
 
-    Shapes: rowptr [m + 1], from zero; col [nnz], g [m, heads, f], x [n, heads, f],
-    a [heads, f]; returns [nnz, heads].
+    Shapes: rowptr [m + 1], from zero to nnz; col [nnz], g [m, heads, f],
+    x [n, heads, f], a [heads, f]; returns [nnz, heads].
     """
     row, lo, hi = _rows(rowptr)
     both = g[row] + x[col[lo:hi].long()]
@@ -235,6 +245,7 @@ def _check_segments(rowptr: Tensor, x: Tensor, *like: Tensor) -> None:
     if x.dim() != 2 or any(t.shape != x.shape for t in like):
         shapes = [list(t.shape) for t in (x, *like)]
         raise ValueError(f"values must be matrices [nnz, h] of one shape, got {shapes}")
+    _check_span(rowptr, len(x))
 
 
 @op("rowptr x", check=_check_segments)
@@ -243,7 +254,7 @@ def segment_softmax(rowptr: Tensor, x: Tensor) -> Tensor:
 
         y[e] = exp(x[e] - max_i) / (sum_i exp(x - max_i) + 1e-16),   row i of e
 
-    Shapes: rowptr [m + 1], from zero; x and y [nnz, h]. Rows may be empty.
+    Shapes: rowptr [m + 1], from zero to nnz; x and y [nnz, h]. Rows may be empty.
     """
     row, _, _ = _rows(rowptr)
     index, m = row[:, None].expand_as(x), rowptr.numel() - 1
@@ -259,7 +270,7 @@ def segment_softmax(rowptr: Tensor, x: Tensor) -> Tensor:
 def segment_softmax_grad(rowptr: Tensor, y: Tensor, g: Tensor) -> Tensor:
     """Returns the gradient of `segment_softmax`: ``y (g - sum_i y g)``.
 
-    Shapes: rowptr [m + 1], from zero; y and g [nnz, h].
+    Shapes: rowptr [m + 1], from zero to nnz; y and g [nnz, h].
     """
     row, _, _ = _rows(rowptr)
     total = y.new_zeros(rowptr.numel() - 1, y.size(1)).index_add_(0, row, y * g)

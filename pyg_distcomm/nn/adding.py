@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.rows import Latest
 from pyg_distcomm.graph.product_cache import same_storage
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.nn.layer_context import warn_about_grid
@@ -158,7 +159,7 @@ def planned(edge_index: Any) -> Topology | None:
     nodes = rows.nodes
     if number is None or edge_index.dim() != 2 or nodes is None:
         return None
-    kept = rows.mesh.sharded.setdefault("derived", {})
+    kept = rows.mesh.sharded.setdefault("derived", Latest(_KEPT))
     if number not in kept:
         local, partition = edge_index.local, nodes.partition
         away = 1
@@ -169,6 +170,4 @@ def planned(edge_index: Any) -> Topology | None:
         total = collectives.all_reduce(torch.tensor([away]), nodes.mesh.world)
         made = None if int(total) else DistEdgeIndex.build(local, nodes, rows)._topology
         kept[number] = made
-        while len(kept) > _KEPT:
-            kept.pop(next(iter(kept)))
     return kept[number]  # type: ignore[no-any-return]

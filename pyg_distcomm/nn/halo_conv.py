@@ -9,7 +9,7 @@ of their edges run on own rows and ghosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ def run_on_share(
     if len(edges) != 1:
         return run(*args, **kwargs)
     topology = edges[0].topology
+    _check_flow(conv, topology)
     if getattr(conv, "explain", False):
         check_mask(conv, topology)
     exact = link in (None, "exact") and topology.link is None
@@ -158,6 +159,23 @@ def _check_rows(x: Any, values: list[DistTensor]) -> None:
         )
 
 
+def _check_flow(conv: Any, topology: Topology) -> None:
+    """Raises for edges between two types of nodes, read against their direction.
+
+    PyG then looks for rows of one type among those of the other.
+
+    Raises:
+        ValueError: naming the layer, if the types differ in size.
+    """
+    counts = topology.source_rows.count, topology.nodes.count
+    if conv.flow != "source_to_target" and counts[0] != counts[1]:
+        raise ValueError(
+            f"{type(conv).__name__} has flow={conv.flow!r}, by which PyG takes no edges from "
+            f"{counts[0]} nodes of one type to {counts[1]} of another; flip them, "
+            "edge_index.flip(0), and leave flow out"
+        )
+
+
 def _check_pair(x: Any, ends: tuple[Rows, Rows]) -> None:
     """Raises for features that are no pair, or are swapped, beside edges between two types.
 
@@ -212,11 +230,32 @@ def run_any(
 ) -> Any:
     """Runs `run`, a layer of any kind, on a share, a minibatch or a whole graph."""
     check_arguments(conv, args, kwargs)
+    _check_edges_of_link(conv, link, (*args, *kwargs.values()))
     if is_spread(*args, *kwargs.values()):
         return run_on_share(conv, link, run, *args, **kwargs)
     if torch.compiler.is_compiling():
         return run(*args, **kwargs)
     return run_layer(conv, run, *args, **kwargs)
+
+
+def _check_edges_of_link(conv: Any, link: OwnLink, values: Any) -> None:
+    """Raises for a link of a layer of several edge_index, over which rows do not travel.
+
+    Raises:
+        TypeError: naming the layer.
+    """
+    if link == "exact" or getattr(conv, "links_relations", False):
+        return
+    groups = [v.values() if isinstance(v, Mapping) else (v,) for v in values]
+    edges = [v for group in groups for v in group if isinstance(v, DistEdgeIndex)]
+    alone = any(isinstance(v, DistEdgeIndex) for v in values) and len(edges) == 1
+    linked = link is not None or any(e.topology.link is not None for e in edges)
+    if edges and linked and not alone:
+        raise TypeError(
+            f"{type(conv).__name__} reads {len(edges)} edge_index, whose rows do not travel "
+            "over a link: set link='exact' for it (or edge_index.with_link(None)), or take a "
+            "layer of one edge_index, in a HeteroConv for several types"
+        )
 
 
 class HaloExecution(Explained):
@@ -228,6 +267,7 @@ class HaloExecution(Explained):
     """
 
     link: OwnLink = None
+    links_relations = False  # whether it exchanges rows of each relation over its link
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer, with its hooks."""

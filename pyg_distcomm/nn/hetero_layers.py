@@ -151,6 +151,8 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
     F_t <= F_out, are fewer words than exact keys, and exact.
     """
 
+    links_relations = True
+
     def forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
         """Runs the layer."""
         if not _is_distributed(edge_index_dict):
@@ -261,6 +263,8 @@ class DistHANConv(HaloExecution, pyg.HANConv):
     link H words more, for exact attention; of each type an all-reduce of F_out words a
     relation.
     """
+
+    links_relations = True
 
     def forward(
         self,

@@ -122,7 +122,7 @@ class _ChunkVisit(_Visit):
         """Returns the rows of `src` at ids, those of other chunks from a site."""
         spread = type(src) is DistTensor and type(index) is DistTensor
         ids = ids_of(index) if spread and src.dim_ == 0 else None
-        if ids is None or ids.part != 0:
+        if ids is None or ids.end != 0:
             return plain(src, index)
         table = self._table(layer, src, None)
         return DistTensor.from_local(table.index_select(0, ids.local), ids.rows)

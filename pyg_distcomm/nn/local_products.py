@@ -3,16 +3,16 @@
 Edges are known if a sampler of this package has drawn them, or from the second use of an
 edge_index on; see [Note: what a tensor carries] in `graph.local_adjacency`. PyG's layer then
 runs unchanged except for its edges: `propagate` of a layer whose messages are rows, weighted
-rows or rows with attention is an SpMM, and the softmax of attention is taken over the rows of
-its matrix. `run_sage` and `run_gcn` also fuse the mean, the normalisation and the bias. Other
-layers, and layers with hooks or overridden methods, under autocast, torch.compile or functorch,
-run PyG's code.
+rows or rows with attention is an SpMM. `run_sage` and `run_gcn` also fuse the mean, the
+normalisation and the bias. Other layers, and layers with hooks or overridden methods, under
+autocast, torch.compile or functorch, run PyG's code.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -27,13 +27,11 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import softmax
 
 from pyg_distcomm.graph.edge_products import (
     aggregate,
     multiply,
     multiply_linear,
-    softmax_of,
 )
 from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
@@ -54,7 +52,6 @@ from pyg_distcomm.nn.layer_context import (
 )
 from pyg_distcomm.nn.leading_rows import leading, whole
 from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES
-from pyg_distcomm.nn.stand_ins import replace_in_module, scopes_of
 
 _FLOATS = (torch.float32, torch.float64)
 
@@ -84,14 +81,13 @@ def _is_plain(t: Any) -> bool:
 
 
 class _ProductRun:
-    """Runs a PyG layer once, in this thread, with its `propagate` replaced by products."""
+    """Holds one run of a PyG layer whose `propagate` is a product, where it can be one."""
 
     def __init__(
         self, conv: MessagePassing, *known: tuple[Tensor, LocalAdjacency]
     ) -> None:
         self.conv = conv
         self._known = {id(edge_index): (edge_index, kept) for edge_index, kept in known}
-        self._now: tuple[Tensor, int, int] | None = None
 
     def edges(self, edge_index: Tensor, sources: int, targets: int) -> Any:
         """Returns the CSR form of an edge_index that the layer was given or has made.
@@ -105,35 +101,7 @@ class _ProductRun:
             self._known[id(edge_index)] = edge_index, found
         return self._known[id(edge_index)][1].grouped(edge_index, sources, targets)
 
-    def propagate(
-        self, original: Callable, edge_index: Any, size: Any = None, **given: Any
-    ) -> Tensor:
-        """Replaces the `propagate` of the layer."""
-        z = self._product(edge_index, size, given)
-        if z is None:
-            self._note(edge_index, given)
-            out: Tensor = original(edge_index, size=size, **given)
-            return out
-        return z
-
-    def edge_updater(
-        self, original: Callable, edge_index: Any, size: Any = None, **given: Any
-    ) -> Any:
-        """Replaces the `edge_updater` of the layer."""
-        self._note(edge_index, given)
-        return original(edge_index, size=size, **given)
-
-    def _note(self, edge_index: Any, given: dict[str, Any]) -> None:
-        """Records the edges over which the layer may take a softmax."""
-        ends = [given.get(name) for name in ("x", "alpha", "query")]
-        parts = next((v for v in ends if v is not None), None)
-        source, target = parts if isinstance(parts, tuple) else (parts, parts)
-        self._now = None
-        if type(edge_index) is Tensor and isinstance(source, Tensor):
-            target = source if target is None else target
-            self._now = edge_index, len(source), len(target)
-
-    def _product(self, edge_index: Any, size: Any, given: dict[str, Any]) -> Any:
+    def product(self, edge_index: Any, size: Any, given: dict[str, Any]) -> Any:
         """Returns the result of propagate by a product; None if its form is not known."""
         conv = self.conv
         name = MESSAGES.get(type(conv).message, "")
@@ -162,96 +130,65 @@ class _ProductRun:
         value = None if value is None else edges.in_order(value)
         return aggregate(kind, edges, value, source)
 
-    def softmax(
-        self,
-        original: Callable,
-        src: Tensor,
-        index: Any = None,
-        ptr: Any = None,
-        num_nodes: Any = None,
-        dim: int = 0,
-    ) -> Tensor:
-        """Replaces PyG's `softmax` in the layer's module."""
-        now = self._now
-        if now is not None and usable(src) and src.dim() == 2 and dim == 0:
-            edge_index, *shape = now
-            target = edge_index[1]
-            same = isinstance(index, Tensor) and ptr is None
-            same = same and index.data_ptr() == target.data_ptr()
-            if same and index.shape == target.shape and len(src) == len(index):
-                edges = self.edges(edge_index, *shape)
-                if edges is not None and num_nodes in (None, edges.num_targets):
-                    y = softmax_of(edges, edges.in_order(src))
-                    back = edges.inverse
-                    return y if back is None else y.index_select(0, back)
-        out: Tensor = original(src, index, ptr, num_nodes, dim)
-        return out
-
 
 _visit: ContextVar[_ProductRun | None] = ContextVar(
     "the layer by products", default=None
 )
+_CHANGING = threading.Lock()
 
 
-def _make_stand_in(conv: Any, verb: str) -> Callable[[Callable], Callable]:
-    """Makes a replacement for a method, which calls the original outside of a run."""
-    alive = weakref.ref(conv) if conv is not None else None
+class _Propagate:
+    """Stands in for `propagate` of a layer while it runs by products in some thread."""
 
-    def instead_of(original: Callable) -> Callable:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            visit = _visit.get()
-            if visit is None or (alive is not None and visit.conv is not alive()):
-                return original(*args, **kwargs)
-            return getattr(visit, verb)(original, *args, **kwargs)
+    def __init__(self, conv: MessagePassing) -> None:
+        self.conv, self.original, self.running = conv, conv.propagate, 0
 
-        return run
-
-    return instead_of
+    def __call__(self, edge_index: Any, size: Any = None, **given: Any) -> Any:
+        run, found = _visit.get(), None
+        if run is not None and run.conv is self.conv:
+            found = run.product(edge_index, size, given)
+        if found is not None:
+            return found
+        return self.original(edge_index, size=size, **given)
 
 
 @contextlib.contextmanager
 def _running(
     conv: MessagePassing, *known: tuple[Tensor, LocalAdjacency]
 ) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for verb in ("propagate", "edge_updater"):
-            stand_in, own = _make_stand_in(conv, verb), getattr(conv, verb)
-            stack.enter_context(replace_in_module(vars(conv), verb, stand_in, own))
-        for scope in _softmax_scopes(conv):
-            stand_in = _make_stand_in(None, "softmax")
-            stack.enter_context(replace_in_module(scope, "softmax", stand_in))
-        before = _visit.set(_ProductRun(conv, *known))
-        stack.callback(_visit.reset, before)
+    """Has a layer run by products in this thread, in a block; others run PyG's code."""
+    own: dict[str, Any] = vars(conv)
+    with _CHANGING:
+        if "propagate" not in own:
+            own["propagate"] = _Propagate(conv)
+        own["propagate"].running += 1
+    before = _visit.set(_ProductRun(conv, *known))
+    try:
         yield
-
-
-def _softmax_scopes(conv: MessagePassing) -> list[dict[str, Any]]:
-    return [
-        s for s in scopes_of([conv]) if s.get("softmax") in _SOFTMAX or _is_replaced(s)
-    ]
-
-
-def _is_replaced(scope: dict[str, Any], name: str = "softmax") -> bool:
-    return hasattr(scope.get(name), "layers_running")
-
-
-_SOFTMAX = (softmax,)
+    finally:
+        _visit.reset(before)
+        with _CHANGING:
+            own["propagate"].running -= 1
+            if not own["propagate"].running:
+                del own["propagate"]
 
 
 def _runs_by_products(conv: MessagePassing) -> bool:
-    """Tells whether a PyG layer has messages of a known form, or attention."""
+    """Tells whether a PyG layer has messages of a known form, or attends to neighbours."""
     kind, own = type(conv), vars(conv)
     if conv.explain or conv.decomposed_layers > 1 or conv.flow != "source_to_target":
         return False
     if has_hooks(conv) or not propagates_as_pyg(conv):
         return False
-    if any(s in own and not _is_replaced(own, s) for s in (*STEPS, "edge_updater")):
+    if not isinstance(own.get("propagate", None), _Propagate | None):
+        return False
+    if not {*STEPS[1:], "edge_updater"}.isdisjoint(own):
         return False
     if kind.aggregate is not MessagePassing.aggregate:
         return False
     if kind.update is not MessagePassing.update:
         return False
-    return kind.message in MESSAGES or bool(_softmax_scopes(conv))
+    return kind.message in MESSAGES or kind.forward in _PAIRED
 
 
 # Layers on ordinary tensors ----------------------------------------------------------

@@ -3,7 +3,7 @@
 With ids v_1 .. v_k, sharded over the ranks, and x with a row for each node:
 
     gather   y_i = x[v_i]
-    scatter  x[v] += sum of y_i over i with v_i = v     (and maximum, minimum, mean)
+    scatter  x[v] += sum of y_i over i with v_i = v     (and maximum, minimum)
 
 Each distinct row of another rank travels once, as in the halo of a layer, and the exchange is
 planned once for ids that do not change.
@@ -111,25 +111,6 @@ class IdPlan:
         sums.index_add_(0, where[first:last], own)
         return slot, sums.index_add_(0, where[last:], came[before:])
 
-    def scatter_extreme(self, y: Tensor, start: Tensor, op: str) -> Tensor:
-        """Reduces rows by id to maxima or minima of own rows, without gradient.
-
-        Args:
-            y: rows at the ids.
-            start: own rows to begin with `[n, ...]`.
-            op: "amax" or "amin".
-        """
-        shape = (self.halo.num_ghosts, *y.shape[1:])
-        part = y.new_full(shape, reduction_identity(y.dtype, op))
-        best = _extremes(torch.cat([start, part]), self.slot, y, op)
-        own, ghosts = best[: self.own], best[self.own :]
-        if self.halo.silent:
-            return own
-        halo = self.halo
-        sides = halo.recv_counts, halo.send_counts, halo.axis
-        came = collectives.all_to_all(ghosts, *sides, "halo_reduce", halo.most).wait()
-        return _extremes(own, halo.send_slot, came, op)
-
 
 def plan_ids(
     lists: Sequence[Tensor], rows: Rows, axis: Axis, problem: str | None = None
@@ -230,12 +211,6 @@ def route_of(ids: Tensor, rows: Rows) -> IdPlan | None:
     if found is None or ids._version != found[0] or not found[2].same_as(rows):
         return None
     return found[1]
-
-
-def _extremes(start: Tensor, index: Tensor, rows: Tensor, op: str) -> Tensor:
-    """Returns `start` with maxima or minima updated by the rows at an index."""
-    wide = index.view(-1, *([1] * (rows.dim() - 1))).expand_as(rows)
-    return start.scatter_reduce(0, wide, rows, op)
 
 
 def reduction_identity(dtype: torch.dtype, op: str) -> float:

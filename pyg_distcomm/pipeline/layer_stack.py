@@ -24,8 +24,8 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.nn.capped import PADDED
 from pyg_distcomm.nn.convert import convert
-from pyg_distcomm.nn.node_chunks import pads
 from pyg_distcomm.pipeline.history_buffer import DTYPES
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
@@ -169,7 +169,7 @@ def _check(layer: StackLayer) -> None:
                 "torch.nn.LayerNorm or PyG's LayerNorm(mode='node'), which normalise each "
                 "node, or train with pdc.replicate"
             )
-        if pads(module):
+        if isinstance(module, PADDED):
             raise ValueError(
                 f"{layer} pads the messages of each node to the largest degree of the graph "
                 f"({type(module).__name__}), which one chunk does not know; use another "

@@ -7,7 +7,6 @@ for each nonzero. Any other op gets the whole matrix on every rank.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -396,7 +395,7 @@ def _edges_of(starts: Any, columns: DistTensor, nodes: Rows) -> DistTensor:
     if isinstance(starts, DistTensor):
         starts = starts.full_tensor()
     key = key_of(columns)
-    before, found = _kept(nodes).get(key, (None, None))
+    before, found = nodes.latest("edges of matrices", _KEPT).get(key, (None, None))
     if key is not None and before is not None and torch.equal(before, starts):
         return found  # type: ignore[no-any-return]
     target = torch.arange(nodes.total, device=starts.device)
@@ -406,13 +405,6 @@ def _edges_of(starts: Any, columns: DistTensor, nodes: Rows) -> DistTensor:
     return found
 
 
-def _kept(nodes: Rows) -> OrderedDict[Any, Any]:
-    return nodes.derived.setdefault("edges of matrices", OrderedDict())  # type: ignore[no-any-return]
-
-
 def _keep(key: int | None, starts: Tensor, edges: DistTensor) -> None:
     if key is not None:
-        kept = _kept(edges.nodes)
-        kept[key] = starts.clone(), edges
-        if len(kept) > _KEPT:
-            kept.popitem(last=False)
+        edges.nodes.latest("edges of matrices", _KEPT)[key] = starts.clone(), edges

@@ -91,17 +91,22 @@ def _compare_operands(mesh: Any, operands: Any) -> None:
 
 
 def compare_parameters(args: Any, mesh: Any) -> None:
-    """Takes rank 0's parameters where they differ, when ops first read them; collective."""
+    """Takes rank 0's parameters where they differ, when ops first read them; collective.
+
+    Raises:
+        ValueError: on all ranks, for frozen parameters that differ.
+    """
     if not isinstance(mesh, Mesh) or in_backward():
         return
     seen = mesh.sharded.get("parameters")
     if seen is None:
         seen = mesh.sharded["parameters"] = {}
     for x in args:
-        if type(x) not in _PLAIN or not x.requires_grad:
+        if type(x) not in _PLAIN:
             continue
         base = x if x._base is None else x._base
-        if type(base) not in _PLAIN:
+        frozen = type(base) is torch.nn.Parameter and not base.requires_grad
+        if type(base) not in _PLAIN or not (x.requires_grad or frozen):
             continue
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None:
@@ -113,10 +118,24 @@ def compare_parameters(args: Any, mesh: Any) -> None:
             _compare_computed(base, mesh)
         elif base.is_leaf:
             _check_whole(base)
-            seen[id(base)] = weakref.ref(base)
+            _note_seen(base, seen)
             if mesh.check == "never":
                 continue
-            comparer_of(mesh).sync_from_rank0(base)
+            if frozen:
+                _compare_frozen(base, mesh, by_kind=False)
+            else:
+                comparer_of(mesh).sync_from_rank0(base)
+
+
+def _note_seen(x: Tensor, seen: dict[int, Any]) -> None:
+    """Notes that a parameter has been compared, while it exists."""
+    number = id(x)
+
+    def forget(reference: Any) -> None:
+        if seen.get(number) is reference:
+            del seen[number]
+
+    seen[number] = weakref.ref(x, forget)
 
 
 def compare_factors(func: Any, args: Any, mesh: Any) -> None:
@@ -139,12 +158,18 @@ def compare_factors(func: Any, args: Any, mesh: Any) -> None:
         return
     for x in args:
         if type(x) in _PLAIN and x.is_floating_point() and not x.requires_grad:
-            try:
-                compare_plain(x, mesh)
-            except ValueError as error:
-                raise ValueError(
-                    f"{error}. If it is a part of a weight, leave out tensor parallelism"
-                ) from error
+            if mesh.size > 1 and mesh.check != "never":
+                _compare_frozen(x, mesh)
+
+
+def _compare_frozen(x: Tensor, mesh: Mesh, *, by_kind: bool = True) -> None:
+    """Raises on all ranks if a weight that does not learn differs between them."""
+    try:
+        comparer_of(mesh).check(x.detach(), name_of(PROCESS.op), by_kind=by_kind)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. If it is a part of a weight, leave out tensor parallelism"
+        ) from error
 
 
 aten = torch.ops.aten
@@ -200,7 +225,7 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
         if type(leaf) in _PLAIN:
             _check_whole(leaf)
             if id(leaf) not in seen or seen[id(leaf)]() is not leaf:
-                seen[id(leaf)] = weakref.ref(leaf)
+                _note_seen(leaf, seen)
                 comparer.sync_from_rank0(leaf)
         todo += [next_node for next_node, _ in node.next_functions]
     comparer.sync_from_rank0(x)

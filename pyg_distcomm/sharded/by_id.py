@@ -65,7 +65,7 @@ def _mesh_of(*operands: Any) -> Any:
 def _rows_of_chunk(x: Tensor, ids: Ids) -> Tensor:
     """Returns rows of a plain tensor by ids of a chunk: of its nodes, or of a table."""
     nodes = ids.rows.nodes
-    if ids.part is None or nodes is None or len(x) != nodes.count:
+    if ids.end is None or nodes is None or len(x) != nodes.count:
         return x.index_select(0, ids.local)
     return ids.exchange(nodes).gather(x)
 
@@ -109,33 +109,22 @@ def _masked(x: Tensor, d: int, mask: Tensor) -> Any:
     return DistTensor(local.index_select(d, where.to(local.device)), kept, d)
 
 
-def _by_one_index(func: Any, x: Tensor, d: int, v: Tensor, args: Any) -> Any:
+def _by_one_index(func: Any, x: Any, d: int, v: Any, args: Any) -> Any:
     if type(x) is DistTensor and x.dim_ != d:
         if type(v) is DistTensor:
             return whole.apply(func, args, {})
         dim = x.dim_ if x.dim_ < d else x.dim_ + v.dim() - 1
         return DistTensor(func(x.local, args[1]), x.rows, dim)
-    if type(v) is DistTensor and v.dim() == 1:
-        if type(x) is DistTensor:
-            return index_select(aten.index_select.default, (x, d, v), {})
-        if v.rows.mesh.local_sizes:
-            return index_select(aten.index_select.default, (x, d, v), {})
-        given = [None] * d + [v.local]
-        return DistTensor(func(plain(x), given), v.rows, d)
-    if type(v) is DistTensor and v.dim_ == 0 and type(x) is DistTensor:
-        ids = Ids(v.local.reshape(-1), v.rows)
-        found = ids.exchange(x.rows).gather(front(x))
-        found = found.view(*v.local.shape, *found.shape[1:])
-        return DistTensor(found, v.rows, 0) if d == 0 else whole.apply(func, args, {})
-    if type(v) is DistTensor:
-        given = [None] * d + [v.local]
-        return DistTensor(func(plain(x), given), v.rows, d + v.dim_)
-    assert type(x) is DistTensor
-    if v.dim() != 1 or d != 0:
-        if v.dim() == 1:
-            return index_select(aten.index_select.default, (x, d, v), {})
+    sharded = type(x) is DistTensor
+    if v.dim() == 1 and (sharded or v.rows.mesh.local_sizes):
+        return index_select(aten.index_select.default, (x, d, v), {})
+    if not sharded:  # plain rows, of which those that no id reads may be new memory
+        return DistTensor(func(plain(x), [None] * d + [v.local]), v.rows, d + v.dim_)
+    if type(v) is not DistTensor or d:
         return whole.apply(func, args, {})
-    return index_select(aten.index_select.default, (x, d, v), {})
+    ids = Ids(v.local.reshape(-1), v.rows)
+    found = ids.exchange(x.rows).gather(front(x))
+    return DistTensor(found.view(*v.local.shape, *found.shape[1:]), v.rows, v.dim_)
 
 
 def _by_several(x: DistTensor, given: list[Any], used: list[int]) -> Any:

@@ -13,17 +13,18 @@ kept is handed out as a copy. The cache is the mesh's, and keeps the latest resu
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.rows import Latest
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.dist_tensor import DistTensor, note_write, rule
 
 _KEPT = 96  # results
+_KEPT_IDS = 64  # lists of ids, and masks
 _NUMBERED = 1 << 14  # descriptions
 _KEPT_PLAIN = 32  # plain operands
 
@@ -91,45 +92,30 @@ class Constants:
     def __init__(self) -> None:
         self._count = 0
         self._numbers: dict[Any, int] = {}
-        self._results: OrderedDict[int, Any] = OrderedDict()
         self._plain = ByContent(_KEPT_PLAIN)
-        self.ids: OrderedDict[int, Any] = OrderedDict()
-        self.masks: OrderedDict[Any, Any] = OrderedDict()
+        self.results = Latest(_KEPT)  # by number
+        self.ids, self.masks = Latest(_KEPT_IDS), Latest(_KEPT_IDS)
 
-    def number(self, of: Any) -> int:
+    def number_of(self, what: Any) -> int:
         """Returns the number of a description, always the same one."""
-        found = self._numbers.get(of)
+        found = self._numbers.get(what)
         if found is None:
-            if (
-                len(self._numbers) >= _NUMBERED
-            ):  # on all ranks alike; numbers are not reused
+            if len(self._numbers) >= _NUMBERED:  # on all ranks alike
                 self._numbers.clear()
-            self._count += 1
-            found = self._numbers[of] = self._count
+            found = self._numbers[what] = self.next_number()
         return found
 
-    def new(self) -> int:
-        """Returns the number of a value that nothing describes."""
+    def next_number(self) -> int:
+        """Returns a number that no value has had: that of a value that nothing describes."""
         self._count += 1
         return self._count
 
-    def plain(self, x: Tensor) -> int:
+    def number_of_plain(self, x: Tensor) -> int:
         """Returns the number of a plain tensor, known by its content."""
         number: int | None = self._plain.get(x)
-        return self._plain.put(x, self.new()) if number is None else number
-
-    def get(self, number: int) -> Any:
-        """Returns a result, or None."""
-        found = self._results.get(number)
-        if found is not None:
-            self._results.move_to_end(number)
-        return found
-
-    def put(self, number: int, result: Any) -> None:
-        """Keeps a result."""
-        self._results[number] = result
-        if len(self._results) > _KEPT:
-            self._results.popitem(last=False)
+        if number is None:
+            return self._plain.put(x, self.next_number())  # type: ignore[no-any-return]
+        return number
 
 
 def constants_of(mesh: Mesh) -> Constants:
@@ -169,7 +155,7 @@ def _described(value: Any, known: Constants) -> Any:
             return key
         if type(value) is not Tensor or not is_structure(value):
             raise _NotConstant
-        return known.plain(value)
+        return known.number_of_plain(value)
     if isinstance(value, (list, tuple)):
         return tuple(_described(v, known) for v in value)
     if isinstance(value, (bool, int, float, complex)):
@@ -181,7 +167,7 @@ def description(func: Any, args: Any, kwargs: Any, known: Constants) -> int | No
     """Returns the number of an op on constants; None if an operand is none."""
     try:
         parts = _described(args, known), _described(tuple(kwargs.items()), known)
-        return known.number((func, *parts))
+        return known.number_of((func, *parts))
     except (_NotConstant, TypeError):
         return None
 
@@ -200,7 +186,7 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         out = rule(func, args, kwargs)
         out._key = key_of(first)
         out._key_version = 0 if func is aten.clone.default else version_of(first)
-        out._part = first._part
+        out._end = first._end
         return out
     if kind == "in place" and not _is_known_write(func, args, kwargs):
         return rule(func, args, kwargs)
@@ -216,18 +202,17 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         if type(out) is DistTensor:
             out._key, out._key_version = number, version_of(out)
         return out
-    held = known.get(number)
-    if held is None:
+    if number not in known.results:
         out = rule(func, args, kwargs)
         parts = list(out) if type(out) in (tuple, list) else [out]
         if all(isinstance(p, Tensor) and is_structure(p) for p in parts):
             made = [
-                _held(p, number if len(parts) == 1 else known.number((number, i)))
+                _held(p, number if len(parts) == 1 else known.number_of((number, i)))
                 for i, p in enumerate(parts)
             ]
-            known.put(number, made)
+            known.results[number] = made
         return out
-    made = [_again(each) for each in held]
+    made = [_again(each) for each in known.results[number]]
     return (
         made[0]
         if len(made) == 1 and func._schema.returns[0].type.kind() != "ListType"
@@ -257,7 +242,7 @@ def _keyed_views(out: Any, number: int, known: Constants, version: int) -> Any:
     parts = list(out) if type(out) in (tuple, list) else [out]
     for i, part in enumerate(parts):
         if type(part) is DistTensor:
-            part._key = number if len(parts) == 1 else known.number((number, i))
+            part._key = number if len(parts) == 1 else known.number_of((number, i))
             part._key_version = version
     return out
 
@@ -278,18 +263,18 @@ def _write(
     func: Any, rule: Any, args: Any, kwargs: Any, number: int | None, known: Constants
 ) -> Any:
     target = args[0]
-    held = None if number is None else known.get(number)
+    held = known.results.get(number)
     if type(target) is not DistTensor:
         if held is not None:
             return target.copy_(held)
         out = rule(func, args, kwargs)
         if number is not None:
-            known.put(number, out.detach().clone())
+            known.results[number] = out.detach().clone()
         return out
     if held is None:
         out = rule(func, args, kwargs)
         if number is not None and out is target:
-            known.put(number, target.local.clone())
+            known.results[number] = target.local.clone()
     else:
         target.local.copy_(held)
         note_write(target)

@@ -67,10 +67,10 @@ class DistTensor(EdgeMethods, Tensor):
     __slots__ = (
         "_chosen",
         "_copied",
+        "_end",
         "_ids",
         "_key",
         "_key_version",
-        "_part",
         "_topology",
         "_weight",
         "dim_",
@@ -84,7 +84,7 @@ class DistTensor(EdgeMethods, Tensor):
     dim_: int
     _key: int | None  # its number among constants, at a version
     _key_version: int
-    _part: int | None  # which row of a `[2, e]` it is
+    _end: int | None  # which row of a `[2, e]` it is
     _ids: Any  # what is planned for the ids that it holds
     _chosen: Any  # the rows that it keeps, as a mask
     _copied: bool  # whether it is a copy where torch has a view
@@ -105,7 +105,7 @@ class DistTensor(EdgeMethods, Tensor):
         self.local, self.rows, self.dim_ = local, rows, dim
         self._key, self._key_version = key, 0
         self._ids = self._chosen = self._topology = self._weight = None
-        self._copied, self._part = False, None
+        self._copied, self._end = False, None
         return self
 
     @classmethod

@@ -67,17 +67,14 @@ class EdgeMethods:
         """Whether it is a sparse matrix with self-loops."""
         return False
 
-    def carrying(
-        self, weight: Any, *, looped: bool | None = None, of_torch: bool = True
-    ) -> Any:
+    def carrying(self, weight: Any, *, matrix: bool = False) -> Any:
         """Returns the same edges as a sparse matrix with weights, or as an edge_index.
 
         Args:
-            weight: `[e]`, sharded or whole; None is an edge_index, or 1 if `looped` is given.
-            looped: whether there are self-loops, for a sparse matrix.
-            of_torch: whether it was a matrix of torch.sparse; it becomes one.
+            weight: `[e]`, sharded or whole; None is an edge_index, or 1 in a matrix.
+            matrix: whether it is a matrix in any case.
         """
-        return PROCESS.rules["carrying"](self, weight, looped is not None)
+        return PROCESS.rules["carrying"](self, weight, matrix)
 
     def with_topology(self, topology: Topology) -> Any:
         """Returns the same edges with another topology."""

@@ -176,11 +176,6 @@ def from_local(t: Tensor, like: Any) -> DistTensor:
     return DistTensor.from_local(t, like.rows, like.dim_)
 
 
-def shard_as(x: DistTensor, rows: Rows) -> Tensor | None:
-    """Returns own rows of `x` as `rows` has them; None if the number differs."""
-    return local_at(x, rows, 0) if x.rows.count == rows.count else None
-
-
 @rule("attribute")
 def attribute(x: DistTensor) -> DistTensor:
     """Gives an attribute of a graph a key; see [Note: constants] in `constants.py`."""
@@ -188,7 +183,7 @@ def attribute(x: DistTensor) -> DistTensor:
         return x
     if x.rows.nodes is None and x.dim_ == 0 and x.rows.partition is not None:
         note_space(x.rows)
-    x._key, x._key_version = constants_of(x.rows.mesh).new(), version_of(x)
+    x._key, x._key_version = constants_of(x.rows.mesh).next_number(), version_of(x)
     return x
 
 

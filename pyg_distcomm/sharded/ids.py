@@ -23,7 +23,7 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.comm.rows import Latest, Rows
 from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, reduction_identity
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import compare_ids
@@ -37,7 +37,7 @@ from pyg_distcomm.sharded.dist_tensor import (
 from pyg_distcomm.sharded.partial import PartialSum
 
 aten = torch.ops.aten
-_KEPT = 64  # lists of ids, and masks
+_KEPT = 64  # blocks of rows
 _KEPT_PLANS = 16  # of one list of ids
 _SUMMED = (torch.float32, torch.float64)
 
@@ -48,15 +48,15 @@ class Ids:
     Args:
         local: the ids.
         rows: which rows these are.
-        part: their index, if they are one of several, as `edge_index[0]` is.
+        end: 0 for the sources of edges, 1 for their targets, None for other ids.
     """
 
-    __slots__ = ("_highest", "_plans", "local", "part", "rows")
+    __slots__ = ("_highest", "_plans", "end", "local", "rows")
 
-    def __init__(self, local: Tensor, rows: Rows, part: int | None = None) -> None:
-        self.local, self.rows, self.part = local, rows, part
+    def __init__(self, local: Tensor, rows: Rows, end: int | None = None) -> None:
+        self.local, self.rows, self.end = local, rows, end
         self._highest: int | None = None
-        self._plans: dict[int, tuple[Rows, IdExchange]] = {}
+        self._plans = Latest(_KEPT_PLANS)
 
     def check_below(self, count: int) -> None:
         """Raises on all ranks if an id is not below a number of rows; collective once."""
@@ -72,12 +72,9 @@ class Ids:
 
     def exchange(self, rows: Rows) -> IdExchange:
         """Returns the exchange with rows of a tensor; collective at the first call."""
-        known = self._plans.get(id(rows))
-        if known is None:
-            known = self._plans[id(rows)] = rows, _planned(self, rows)
-            if len(self._plans) > _KEPT_PLANS:
-                self._plans.pop(next(iter(self._plans)))
-        return known[1]
+        if id(rows) not in self._plans:
+            self._plans[id(rows)] = rows, _planned(self, rows)
+        return self._plans[id(rows)][1]  # type: ignore[no-any-return]
 
 
 def _planned(ids: Ids, rows: Rows) -> IdExchange:
@@ -94,10 +91,10 @@ def _planned(ids: Ids, rows: Rows) -> IdExchange:
     axis = rows.mesh.world
     tell: Any = axis.observer
     if tell is not None:  # edges are where their targets are
-        known = ids.part == 0 and rows.partition is not None
+        known = ids.end == 0 and rows.partition is not None
         observer = functools.partial(tell, known=known)
         axis = replace(axis, observer=observer)
-        halo = replace(plan.halo, axis=axis, silent=ids.part == 1)
+        halo = replace(plan.halo, axis=axis, silent=ids.end == 1)
         plan = replace(plan, halo=halo)
     return IdExchange(plan.to(ids.local.device))
 
@@ -179,26 +176,22 @@ class IdExchange:
         """
         if op == "amin" and src.dtype.is_floating_point:
             return -self.extreme(-src, "amax")
-        empty = reduction_identity(src.dtype, op)
-        if src.dtype not in _SUMMED or not len(src):
-            start = src.new_full((self.own, *src.shape[1:]), empty)
-            return IdPlan(self.halo, self.slot, self.own).scatter_extreme(
-                src, start, op
-            )
-        rest = src.shape[1:]
+        empty, rest = reduction_identity(src.dtype, op), src.shape[1:]
         flat = src.reshape(len(src), math.prod(rest)).contiguous()
-        rowptr, perm = self._sorted()
-        table = kernels.segment_max(rowptr, perm, flat)
-        table.masked_fill_((rowptr.diff() == 0).unsqueeze(1), empty)
-        own = table[: self.own]
-        if not self.halo.silent:
-            halo = self.halo
-            halo.tell("back", src)
+        if src.dtype in _SUMMED and len(src):
+            rowptr, perm = self._sorted()
+            table = kernels.segment_max(rowptr, perm, flat)
+            table.masked_fill_((rowptr.diff() == 0).unsqueeze(1), empty)
+        else:
+            table = flat.new_full((self.count, flat.size(1)), empty)
+            _reduce_at(table, self.slot, flat, op)
+        own, halo = table[: self.own], self.halo
+        if not halo.silent:
+            halo.tell("back", flat)
             sides = halo.recv_counts, halo.send_counts, halo.axis
             sent = table[self.own :].contiguous()
             came = collectives.all_to_all(sent, *sides, "halo_reduce", halo.most).wait()
-            index = halo.send_slot.view(-1, 1).expand_as(came)
-            own = own.scatter_reduce(0, index, came, op)
+            _reduce_at(own, halo.send_slot, came, op)
         return own.view(self.own, *rest)
 
     def hit(self, dim: int) -> Tensor:
@@ -238,6 +231,11 @@ def _beside(mask: Tensor, x: Tensor) -> Tensor:
     return mask.view(-1, *[1] * (x.dim() - 1))
 
 
+def _reduce_at(x: Tensor, index: Tensor, rows: Tensor, op: str) -> None:
+    """Updates maxima or minima `[n, f]` by rows `[k, f]` at an index."""
+    x.scatter_reduce_(0, index.view(-1, 1).expand_as(rows), rows, op)
+
+
 def _wire(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.bool else x
 
@@ -258,14 +256,11 @@ def ids_of(x: DistTensor) -> Ids | None:
         return None
     key = key_of(x)
     if key is None:
-        x._key_version, found = version_of(x), Ids(x.local, x.rows, x._part)
+        x._key_version, found = version_of(x), Ids(x.local, x.rows, x._end)
     else:
         kept = constants_of(x.rows.mesh).ids
         if key not in kept:
-            kept[key] = Ids(x.local.clone(), x.rows, x._part)
-            if len(kept) > _KEPT:
-                kept.popitem(last=False)
-        kept.move_to_end(key)
+            kept[key] = Ids(x.local.clone(), x.rows, x._end)
         found = kept[key]
     x._ids = found
     return found
@@ -289,13 +284,12 @@ def reshard(x: DistTensor, rows: Rows) -> Tensor:
 
     Price: each row that moves, once; planned the first time.
     """
-    key = "reshard", id(x.rows), x.device
-    known = rows.derived.get(key)
-    if known is None:
+    known, key = rows.latest("reshard"), (id(x.rows), x.device)
+    if key not in known:
         ids = Ids(rows.place_on(x.device), rows)
-        known = rows.derived[key] = x.rows, _planned(ids, x.rows)
-    front = x.local.movedim(x.dim_, 0)
-    return known[1].gather(front).movedim(0, x.dim_)  # type: ignore[no-any-return]
+        known[key] = x.rows, _planned(ids, x.rows)
+    moved = known[key][1].gather(x.local.movedim(x.dim_, 0))
+    return moved.movedim(0, x.dim_)  # type: ignore[no-any-return]
 
 
 def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
@@ -313,7 +307,6 @@ def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
         if number is not None:
             key, table = (number, id(rows)), constants_of(rows.mesh).masks
             if key in table:
-                table.move_to_end(key)
                 return table[key][1]  # type: ignore[no-any-return]
     if type(mask) is not DistTensor:
         kept = rows.derived.setdefault("masks", ByContent(8))
@@ -327,8 +320,6 @@ def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
         found = rows, where
     if key is not None:
         table[key] = rows, found
-        if len(table) > _KEPT:
-            table.popitem(last=False)
     elif type(mask) is DistTensor:
         mask._chosen = version_of(mask), rows, found
     else:
@@ -338,11 +329,9 @@ def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
 
 def blocks_of(count: int, mesh: Mesh) -> Rows:
     """Returns the rows of a new tensor, in equal blocks; the same for each of their number."""
-    kept = mesh.sharded.setdefault("blocks", {})
+    kept = mesh.sharded.setdefault("blocks", Latest(_KEPT))
     if count not in kept:
         kept[count] = Rows.blocks(count, mesh)
-        if len(kept) > _KEPT:
-            kept.pop(next(iter(kept)))
     return kept[count]  # type: ignore[no-any-return]
 
 

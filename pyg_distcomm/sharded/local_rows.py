@@ -56,7 +56,7 @@ class LocalExchange(IdExchange):
         slot = ids.local.reshape(-1).long()
         halo: Any = _Nothing()
         self._topology: Any = rows.derived.get("topology")
-        if ids.part == 0 and self._topology is not None:
+        if ids.end == 0 and self._topology is not None:
             halo = self._topology.outside
         elif len(slot) and int(slot.max()) >= len(rows):
             raise TypeError(

@@ -78,12 +78,8 @@ def scatter(func: Any, args: Any, kwargs: Any) -> Any:
             changed(x)
             return x
         return DistTensor(out, rows, dim)
-    op = {
-        "scatter.src": "put",
-        "scatter_.src": "put",
-        "scatter.value": "put",
-        "scatter_.value": "put",
-    }.get(str(func).removeprefix("aten."), op)
+    if func._schema.name in ("aten::scatter", "aten::scatter_"):
+        op = "put"
     ids = None
     if "alpha" not in kwargs and op in ("sum", "amax", "amin", "put"):
         if type(v) is DistTensor:
@@ -115,12 +111,8 @@ def _scatter_to_owners(
         total = start + total if include else torch.where(hit, total, start)
     else:
         total = plan.extreme(source, op)
-        if include:
-            total = (
-                torch.maximum(start, total)
-                if op == "amax"
-                else torch.minimum(start, total)
-            )
+        further = torch.maximum if op == "amax" else torch.minimum
+        total = further(start, total) if include else total
         total = torch.where(hit, total, start)
     if not mutable:
         return back(total, x.rows, d)
@@ -134,7 +126,7 @@ def _scatter_to_plain(
 ) -> Any:
     mesh, local = ids.rows.mesh, ids.local
     # all edges into a chunk's nodes are in it; and a gradient is its part of one
-    if mesh.local_sizes and (ids.part == 1 or in_backward()):
+    if mesh.local_sizes and (ids.end == 1 or in_backward()):
         return _scatter_here(x, d, local, source, op, include, mutable)
     first = x.movedim(d, 0)
     ids.check_below(len(first))

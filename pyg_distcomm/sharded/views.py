@@ -146,7 +146,7 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
         return PartialSum.copy_of(_one_row(x, d, i), x.rows.mesh)
     out = _view(x, func(x.local, d, i), x.dim_ - (d < x.dim_))
     if not x.dtype.is_floating_point and x.dim() == 2:
-        out._part = i % x.size(d)
+        out._end = i % x.size(d)
         out._ids = ids_of_part(x, i, out)
         out._key_version = version_of(x)
     return out
@@ -198,22 +198,25 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
             d,
         )
         return _same_ids(x, out) if x.dim() == 1 else out
-    place = x.rows.place
-    inside = (place >= begin) & (place < end) & ((place - begin) % step == 0)
-    key = "slice", begin, end, step
-    known = x.rows.derived.get(key)
-    if known is None:
-        gid = (place[inside] - begin) // step
-        total = max(0, -(-(end - begin) // step))
-        where = inside.nonzero().view(-1)
-        known = x.rows.derived[key] = Rows(gid, total, x.rows.mesh, None), where
-    rows, where = known
+    rows, where = _sliced(x.rows, begin, end, step)
     if step == 1:  # rows ascend, so that they are a range of own rows
         first = int(where[0]) if len(where) else 0
         return _view(x, x.local.narrow(d, first, len(where)), d, rows)
     out = DistTensor(x.local.index_select(d, where.to(x.device)), rows, d)
     out._copied = step != 1 or x._copied  # on all ranks alike
     return out
+
+
+def _sliced(rows: Rows, begin: int, end: int, step: int) -> tuple[Rows, Tensor]:
+    """Returns the rows of a range, and where they are among own rows; kept."""
+    known, key = rows.latest("slices"), (begin, end, step)
+    if key not in known:
+        place = rows.place
+        inside = (place >= begin) & (place < end) & ((place - begin) % step == 0)
+        gid = (place[inside] - begin) // step
+        total = max(0, -(-(end - begin) // step))
+        known[key] = Rows(gid, total, rows.mesh, None), inside.nonzero().view(-1)
+    return known[key]  # type: ignore[no-any-return]
 
 
 @rule(aten.as_strided.default)
@@ -233,7 +236,7 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     end = begin + (size[0] - 1) * step + 1 if size[0] else begin
     out = slice_(aten.slice.Tensor, (x, 0, begin, end, max(step, 1)), {})
     if out._copied and not x._copied:
-        where = x.rows.derived["slice", begin, end, step][1]
+        where = _sliced(x.rows, begin, end, max(step, 1))[1]
         out.carried, out._copied = (x, where.to(x.device)), False
     return out
 
@@ -258,7 +261,7 @@ def split(func: Any, args: Any, kwargs: Any) -> Any:
         found = [_view(x, p, dim) for p in parts]
         if func is aten.unbind.int and x.dim() == 2:
             for i, part in enumerate(found):
-                part._part = i
+                part._end = i
         return type(parts)(found)
     if func is aten.unbind.int:
         return whole.apply(func, args, kwargs)
@@ -315,11 +318,10 @@ def joined(parts: list[Rows]) -> Rows:
     """Returns the rows of parts one after another; kept with the first."""
     if len(parts) == 1:
         return parts[0]
-    key = ("joined", *map(id, parts))
-    cache = parts[0].derived
-    if key not in cache:
-        cache[key] = parts[0].joined(parts), parts
-    return cache[key][0]  # type: ignore[no-any-return]
+    known, key = parts[0].latest("joined"), tuple(map(id, parts))
+    if key not in known:
+        known[key] = parts[0].joined(parts), parts
+    return known[key][0]  # type: ignore[no-any-return]
 
 
 @rule(aten.stack.default)

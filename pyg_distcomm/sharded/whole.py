@@ -74,12 +74,10 @@ def _rows_of(x: DistTensor, name: str) -> Tensor:
     if key is None:
         return all_rows(x, name)
     known = constants_of(x.rows.mesh)
-    number = known.number(("all rows", key))
-    held = known.get(number)
-    if held is None:
-        held = all_rows(x, name)
-        known.put(number, held)
-    return held.clone()  # type: ignore[no-any-return]
+    number = known.number_of(("all rows", key))
+    if number not in known.results:
+        known.results[number] = all_rows(x, name)
+    return known.results[number].clone()  # type: ignore[no-any-return]
 
 
 def _check_size(name: str, args: Any, kwargs: Any) -> None:
