@@ -22,7 +22,7 @@ from pyg_distcomm.halo.codecs import (
     TopK,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.halo.schedule import Exponential, Fixed, Linear, Plateau
+from pyg_distcomm.halo.schedule import Fixed, Linear
 from pyg_distcomm.nn import DistGCNConv
 
 WIDTHS = (7, 6, 5, 4)
@@ -75,7 +75,7 @@ LINKS = {
     "late": lambda: LinkPolicy(Plain(), late=1),
     "late by 2 and 1": lambda: LinkPolicy(ONE, late=2, late_gradients=1),
     "varco": lambda: pdc.VARCO(6, c_max=7, slope=2),
-    "varco late": lambda: LinkPolicy(ColumnMask(4), Exponential(6, 6), late=2),
+    "varco late": lambda: LinkPolicy(ColumnMask(4), Linear(6, 6, slope=1), late=2),
     "varco rows": lambda: LinkPolicy(RowSample(4.0), Linear(6, 5), exact_last=False),
     "chain": lambda: LinkPolicy(Chain(ColumnMask(2), ONE), Fixed(3), late=1),
     "sylvie": lambda: pdc.Sylvie(2, sync_every=2, exact_last=False),
@@ -88,7 +88,6 @@ LINKS = {
         ColumnMask(3), gradient_codec=Quantise(8), late=1
     ),
     "adaptive": lambda: pdc.Sylvie(adaptive=True),
-    "plateau": lambda: LinkPolicy(ColumnMask(8), Plateau(0, c_max=4), late=1),
 }
 UNSIZED = {
     "bitmap": lambda: LinkPolicy(Bitmap(), late=1, exact_last=False),

@@ -16,14 +16,12 @@ from torch_geometric.nn import APPNP
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import (
-    ColumnMask,
     DegreeBits,
     Quantise,
     RangeBits,
     Residual,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.halo.schedule import Budget, Exponential
 from pyg_distcomm.halo.staleness import Drift
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -42,14 +40,11 @@ OTHERS = {
         Residual(Quantise(1, "stochastic")), skip=Drift(0.5, 2), sync_every=5
     ),
 }
-NAMES = ("varco late", "sylvie", "pipegcn", "residual", "adaptive", "budget", *OTHERS)
+NAMES = ("varco late", "sylvie", "pipegcn", "residual", "adaptive", *OTHERS)
 
 
 def make(name):
-    if name != "budget":
-        return {**LINKS, **OTHERS}[name]()
-    schedule = Budget(2.0e5, Exponential(12, 6, 1))
-    return LinkPolicy(ColumnMask(6), schedule, late=1)
+    return {**LINKS, **OTHERS}[name]()
 
 
 def train(share, net, optimizer, link, epochs):

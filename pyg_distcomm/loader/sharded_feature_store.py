@@ -267,7 +267,7 @@ class RowsAttr(TensorAttr):
 def _fixed_size_codec(wire: Wire) -> Codec:
     """Returns a codec that encodes each row by itself to a fixed size; refuses others."""
     if isinstance(wire, LinkPolicy):
-        if wire.timing.is_late or wire.scheduler is not None or wire.trend is not None:
+        if wire.timing.is_late or wire.schedule is not None or wire.trend is not None:
             raise ValueError(
                 f"got {wire!r}, but rows are fetched once and ahead of training, so a link "
                 "cannot be late, nor follow a schedule; give a link without these, or a codec"

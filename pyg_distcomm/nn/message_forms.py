@@ -142,5 +142,5 @@ def _is_softmax(aggregation: Aggregation | None) -> bool:
 
 
 def _omits_numbers(link: LinkPolicy) -> bool:
-    codec = link.codec if link.scheduler is None else link.codec.with_rate(2.0)
+    codec = link.codec if link.schedule is None else link.codec.with_rate(2.0)
     return any(one.zero_fills or isinstance(one, TopK) for one in nested(codec))
