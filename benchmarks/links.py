@@ -39,7 +39,6 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.halo.codecs import (
-    Bitmap,
     Cast,
     Chain,
     ColumnMask,
@@ -47,8 +46,6 @@ from pyg_distcomm.halo.codecs import (
     Plain,
     Quantise,
     RangeBits,
-    Residual,
-    TopK,
 )
 from pyg_distcomm.halo.staleness import Drift
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
@@ -133,10 +130,6 @@ SETTINGS: dict[str, Policy] = {
     "late": lambda epochs: pdc.PipeGCN(),
     **LATE,
     "BNS, 0.1": lambda epochs: pdc.BNS(0.1),
-    "bitmap": coded(Bitmap()),
-    "top 1/10": coded(TopK(10)),
-    "residual, 1 bit": coded(Residual(ONE_BIT)),
-    "residual, 4 bits": coded(Residual(Quantise(4, "stochastic"))),
     "columns 1/4, 1 bit": coded(Chain(ColumnMask(4), ONE_BIT)),
 }
 

@@ -11,15 +11,12 @@ from problems import GRAPHS, owners
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import (
-    Bitmap,
     Cast,
     Chain,
     ColumnMask,
     Plain,
     Quantise,
-    Residual,
     RowSample,
-    TopK,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Fixed, Linear
@@ -81,15 +78,9 @@ LINKS = {
     "sylvie": lambda: pdc.Sylvie(2, sync_every=2, exact_last=False),
     "pipegcn": lambda: pdc.PipeGCN(0.9),
     "bns": lambda: pdc.BNS(0.3),
-    "residual": lambda: LinkPolicy(Residual(Quantise(4, "stochastic")), late=1),
-    "topk": lambda: LinkPolicy(TopK(3), late=1, exact_last=False),
     "cast": lambda: LinkPolicy(Cast(torch.bfloat16), gradient_codec=ONE, late=1),
     "masked gradients": lambda: LinkPolicy(
         ColumnMask(3), gradient_codec=Quantise(8), late=1
     ),
     "adaptive": lambda: pdc.Sylvie(adaptive=True),
-}
-UNSIZED = {
-    "bitmap": lambda: LinkPolicy(Bitmap(), late=1, exact_last=False),
-    "residual bitmap": lambda: LinkPolicy(Residual(Bitmap()), exact_last=False),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tiers
 import torch
 import worlds
-from links import LINKS, ONE, UNSIZED, build, moved
+from links import LINKS, ONE, build, moved
 from problems import grids
 
 import pyg_distcomm as pdc
@@ -15,7 +15,7 @@ from pyg_distcomm.nn import DistSAGEConv
 
 
 def priced(name, grid, keep=False, cutter="random", graph="undirected", sized=True):
-    link = {**LINKS, **UNSIZED}[name]()
+    link = LINKS[name]()
     mesh, share, net = build(grid, link, cutter, graph, DistSAGEConv, keep)
     for t in range(7):
         foretold = link.price().total
@@ -44,7 +44,7 @@ def priced(name, grid, keep=False, cutter="random", graph="undirected", sized=Tr
     assert not link.state.exchanges or "forward" in str(link)
 
 
-@tiers.cover(("grid", "name"), [(4, 1, 1), (2, 2, 1)], [*LINKS, *UNSIZED], step=5)
+@tiers.cover(("grid", "name"), [(4, 1, 1), (2, 2, 1)], [*LINKS], step=5)
 def test_bytes_are_those_foretold(name, grid):
     keep, graph = (False, "undirected") if grid[0] == 4 else (True, "directed")
     worlds.run(priced, 4, name, grid, keep, "random", graph, name in LINKS)

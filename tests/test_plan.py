@@ -41,7 +41,7 @@ from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.process_grid import new_axis_group
 from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
 from pyg_distcomm.graph.topology import OperatorKind
-from pyg_distcomm.halo.codecs import Quantise, Residual
+from pyg_distcomm.halo.codecs import Quantise
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut
@@ -724,7 +724,7 @@ def test_auto_refuses_on_all_ranks():
 
 def measured():
     mesh = worlds.mesh(grid=(2, 1, 1))
-    codecs = ["1 bit", "bf16 late", Residual(Quantise(4))]
+    codecs = ["1 bit", "bf16 late", Quantise(4)]
     machine = pdc.calibrate(mesh, [4, 8], rows=256, repeats=2, codecs=codecs)
     assert len(machine.codes) == 3
     assert [w for w, _ in machine.spmm.points] == [2, 4, 8]  # and half of the least

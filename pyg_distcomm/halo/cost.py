@@ -49,7 +49,7 @@ class LinkPrice:
         epoch: the epoch.
         lines: each exchange.
         agreement: bytes by which ranks agree on whether calls are exact, or skipped.
-        exact: whether bytes are exact; otherwise they depend on values, and are upper bounds.
+        exact: whether bytes are exact; where exchanges may be skipped, they are upper bounds.
     """
 
     epoch: int
@@ -124,7 +124,7 @@ class LinkCostModel:
     def price(self, epoch: int) -> LinkPrice:
         """Returns the price of an epoch on this rank."""
         lines: dict[tuple[int, int, int], Line] = {}
-        exact, decision_bytes = True, 0
+        decision_bytes = 0
         for key, exchange in self._active_exchanges(epoch):
             computed_now = self._is_computed_now(key.layer, epoch)
             forward = self._received_bytes(key, exchange, epoch, False, computed_now)
@@ -133,11 +133,9 @@ class LinkCostModel:
                 if computed_now
                 else self._received_bytes(key, exchange, epoch, True, computed_now)
             )
-            used = [self._codec(key, exchange, epoch, way) for way in (False, True)]
             decision_bytes += (
                 0 if computed_now else self._skip_decision_bytes(key, exchange, epoch)
             )
-            exact = exact and (computed_now or all(codec.fixed_size for codec in used))
             loads = [load for load in exchange.loads if load is not None]
             before = lines.get(key[:3])
             kept = 0 if computed_now else self._kept_bytes(key, exchange, epoch)
@@ -152,9 +150,7 @@ class LinkCostModel:
                 kept + (before.kept if before else 0),
             )
         agreement = self._agreement_bytes(epoch) + decision_bytes
-        return LinkPrice(
-            epoch, tuple(lines.values()), agreement, exact and not decision_bytes
-        )
+        return LinkPrice(epoch, tuple(lines.values()), agreement, not decision_bytes)
 
     def _active_exchanges(
         self, epoch: int
@@ -268,18 +264,15 @@ class LinkCostModel:
             buffer = exchange.buffers[backward]
             since = epoch if buffer is None or buffer.since is None else buffer.since
             for e in range(self.oldest(epoch, late - 1, since), epoch + 1):
-                total += load.payload(self._codec(key, exchange, e, backward))
+                total += load.bytes(self._codec(key, exchange, e, backward))
             if self.timing.momentum(backward):
                 total += load.rows_bytes
             row = load.width * load.dtype.itemsize
             if self.timing.skips(backward):
                 sent = [m.codec for m in buffer.messages] if buffer else []
                 sent = sent or [self._codec(key, exchange, epoch, backward)]
-                total += load.payload(sent[-1])
+                total += load.bytes(sent[-1])
                 total += exchange.sent_rows[backward] * row
-            codec, own = self.codecs_at(epoch)
-            if (own if backward and own is not None else codec).stateful:
-                total += load.rows_bytes + exchange.sent_rows[backward] * row
         return total
 
     def _describe(

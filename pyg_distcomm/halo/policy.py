@@ -124,28 +124,10 @@ class LinkPolicy:
         self.trend = None if rule is None else LossTrend(rule, bits_of(codec))
         if schedule is not None:
             codec.with_rate(1.0)  # raises for a codec without a rate
-        self._check_stateful()
         self.epoch = 0
         self.state = LinkState()
         self._codecs_by_epoch: dict[int, tuple[Codec, Codec | None]] = {}
         self._warned = False
-
-    def _check_stateful(self) -> None:
-        """Raises a ValueError if a stateful codec would not see each message once."""
-        switches = self.timing.switches or self.trend is not None
-        for codec in (self.codec, self.gradient_codec):
-            if codec is None or not codec.stateful:
-                continue
-            if switches:
-                raise ValueError(
-                    f"{codec!r} must read all messages in order, which synchronous epochs "
-                    "between late ones do not; leave out sync_every and adaptive"
-                )
-            if not self.exact_eval:
-                raise ValueError(
-                    f"evaluation would change what {codec!r} remembers of training; use "
-                    "exact_eval=True"
-                )
 
     @property
     def _ranked(self) -> bool:
@@ -263,7 +245,6 @@ class LinkPolicy:
     ) -> LayerExchange:
         first = self.exact_last and self.epoch == 0 and trains
         codec, own = (Plain(), None) if first else self.codecs_at(self.epoch)
-        stateful = self.codec.stateful, (self.gradient_codec or self.codec).stateful
         return LayerExchange(
             self.state,
             self.timing,
@@ -274,7 +255,6 @@ class LinkPolicy:
             own,
             synchronous=not trains or self.synchronous,
             trains=trains,
-            seeds=(first and stateful[0], first and stateful[1]),
             degrees=degrees,
         )
 
@@ -430,11 +410,11 @@ class LinkPolicy:
             buffer.drain()
 
     def reset(self) -> None:
-        """Drops late and residual rows, so that the next exchanges are synchronous."""
+        """Drops late rows, so that the next exchanges are synchronous."""
         self.state.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the progress of training, with the late and residual rows of this rank.
+        """Returns the progress of training, with the late rows of this rank.
 
         Save between epochs, after `step()`: a run that is saved within an epoch repeats it
         after a restart, and sends its rows twice; a warning is given.
@@ -450,7 +430,7 @@ class LinkPolicy:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the progress of a link made with the same arguments.
 
-        Late and residual rows are used if each rank has its own, of the same partition,
+        Late rows are used if each rank has its own, of the same partition,
         which is checked at the first use; otherwise all ranks drop them with a warning,
         and the next epoch is synchronous.
 

@@ -17,7 +17,6 @@ from pyg_distcomm.kernels.codec_ops import (
     REALS,
     Noise,
     rest_begins,
-    wrong_length,
 )
 from pyg_distcomm.kernels.core_cuda import deliver, rows_of
 from pyg_distcomm.kernels.registry import FLOATS
@@ -25,12 +24,6 @@ from pyg_distcomm.kernels.registry import FLOATS
 BLOCK = 1024  # codes of a program
 TILE = 2048  # numbers of which a program finds the least and greatest at a time
 WIDEST = 4096  # columns that one program chooses from
-_INFINITY = {  # the bits
-    torch.float64: 0x7FF << 52,
-    torch.float32: 0xFF << 23,
-    torch.float16: 0x1F << 10,
-    torch.bfloat16: 0xFF << 7,
-}
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -121,57 +114,6 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return out
 
 
-def compact(x: Tensor, index: Tensor | None = None) -> Tensor:
-    """Runs `codec_ops.compact`; the host waits for the number of nonzeros."""
-    (m, f), size = _size(x, index), x.element_size()
-    count, flags = m * f, -(-m * f // 8)
-    if not count:
-        return x.new_empty(0, dtype=torch.uint8)
-    some, words = BLOCK // 8, _words(x)
-    programs = triton.cdiv(flags, some)
-    counts = torch.empty(programs, dtype=torch.int64, device=x.device)
-    options = {"INDEXED": index is not None, "ABS": _mask(size), "BYTES": some}
-    at = counts if index is None else index.contiguous()
-    given = words, words.stride(0), at
-    codec_triton.count_kept[(programs,)](*given, counts, count, f, **options)
-    ends = counts.cumsum(0)
-    kept = int(ends[-1])
-    spare = -flags % size  # so that the numbers lie at a multiple of their size
-    room = torch.empty(spare + flags + kept * size, dtype=torch.uint8, device=x.device)
-    out = room[spare:]
-    values = room[spare + flags :].view(words.dtype)
-    codec_triton.compact[(programs,)](*given, ends, out, values, count, f, **options)
-    return out
-
-
-def expand(message: Tensor, out: Tensor) -> Tensor:
-    """Runs `codec_ops.expand`; the host waits for the number of flags that are set."""
-    count, size = out.numel(), out.element_size()
-    flags, some = -(-count // 8), BLOCK // 8
-    programs = triton.cdiv(flags, some)
-    kept = 0
-    if count and len(message) >= flags:
-        message = message.contiguous()
-        counts = torch.empty(programs, dtype=torch.int64, device=out.device)
-        codec_triton.count_flags[(programs,)](message, counts, count, BYTES=some)
-        ends = counts.cumsum(0)
-        kept = int(ends[-1])
-    if len(message) != flags + kept * size:
-        raise ValueError(wrong_length(len(message), flags + kept * size))
-    if count:
-        home, values = rows_of(out), message[flags:]
-        if values.storage_offset() % size:
-            values = values.clone()
-        words = _words(home)
-        codec_triton.expand[(programs,)](
-            *(message, values.view(words.dtype), ends, words, words.stride(0)),
-            *(count, out.size(1)),
-            BYTES=some,
-        )
-        deliver(home, out)
-    return out
-
-
 def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
     """Runs `codec_ops.keyed_columns`."""
     if width > WIDEST:
@@ -201,31 +143,6 @@ def _keyed_columns(key: int, ids: Tensor, block: int, width: int, count: int) ->
             COLS=columns,
         )
     return out
-
-
-def top_columns(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """Runs `codec_ops.top_columns`."""
-    m, f = _size(x, index)
-    if f > WIDEST or x.dtype not in REALS:
-        return codec_ops.top_columns.definition(x, index, count)
-    out = torch.empty(m, count, dtype=torch.int32, device=x.device)
-    if out.numel():
-        (rows, columns), words = _tile(f), _words(x)
-        codec_triton.top_columns[(triton.cdiv(m, rows),)](
-            *(words, words.stride(0), out if index is None else index.contiguous()),
-            *(out, m, f, count),
-            INDEXED=index is not None,
-            ABS=_mask(x.element_size()),
-            BITS=8 * x.element_size() - 1,
-            ROWS=rows,
-            COLS=columns,
-        )
-    return out
-
-
-def flagged_columns(flags: Tensor, count: int) -> Tensor:
-    """Runs `codec_ops.flagged_columns`; the host does not wait for the number of flags."""
-    return top_columns(flags.to(torch.float16), None, count)
 
 
 def take_columns(
@@ -269,27 +186,6 @@ def put_columns(
     return out
 
 
-def first_nonfinite(x: Tensor, index: Tensor | None = None) -> int | Tensor:
-    """Runs `codec_ops.first_nonfinite`; the host waits for nothing."""
-    m, f = _size(x, index)
-    if x.dtype not in REALS:
-        return codec_ops.first_nonfinite.definition(x, index)
-    if not m * f:
-        return -1
-    first = torch.full((1,), m, dtype=torch.int64, device=x.device)
-    columns, words = min(triton.next_power_of_2(f), 256), _words(x)
-    rows = TILE // columns
-    codec_triton.nonfinite[(triton.cdiv(m, rows),)](
-        *(words, words.stride(0), first if index is None else index.contiguous()),
-        *(first, m, f),
-        INDEXED=index is not None,
-        TOP=_INFINITY[x.dtype],
-        ROWS=rows,
-        COLS=columns,
-    )
-    return _first(first[0], m)
-
-
 def _first(row: Tensor, rows: int) -> Tensor:
     return row.masked_fill(row >= rows, -1)
 
@@ -307,8 +203,3 @@ def _tile(width: int) -> tuple[int, int]:
 def _words(x: Tensor) -> Tensor:
     """Returns numbers as integers with their bits."""
     return rows_of(x).view(_WORDS[x.element_size()])
-
-
-def _mask(size: int) -> int:
-    """Returns all bits but the sign."""
-    return int((1 << (8 * size - 1)) - 1)

@@ -1,8 +1,8 @@
-"""Defines what codecs compute: a few bits a number, no zeros, and columns of rows.
+"""Defines what codecs compute: a few bits a number, and columns of rows.
 
 Letters: ``m`` rows of ``f`` numbers, ``b`` bits a code, ``k`` numbers kept of a row. The
 rows are those of ``x``, or those at ``index`` if it is given. A message is a vector of
-bytes; within it codes and flags follow each other without a gap, the first in the lowest
+bytes; within it codes follow each other without a gap, the first in the lowest
 bits of the first byte, and only the last byte may have bits left over.
 
 [Note: one row as a minimum and a step] For a row with lowest and highest number lo, hi,
@@ -52,7 +52,7 @@ def wrong_length(got: int, wanted: int) -> str:
     """Returns the error for a message that was cut elsewhere than it was written."""
     return (
         f"a message of {got} bytes says itself that it has {wanted}; both ends must cut "
-        "messages by the sizes that were sent ahead"
+        "messages by `wire_bytes`"
     )
 
 
@@ -257,37 +257,6 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return codes.view(-1)[:count].to(torch.uint8)
 
 
-@op("x", REALS)
-def compact(x: Tensor, index: Tensor | None = None) -> Tensor:
-    """Writes a flag for each number, and the numbers that are not zero, in order.
-
-    Shapes: x [n, f]; the message has ceil(m f / 8) bytes of flags and those of the
-    numbers. A zero with a sign is a zero.
-    """
-    flat = _rows(x, index).reshape(-1)
-    kept = flat != 0
-    values = flat[kept].view(torch.uint8)
-    return torch.cat([pack_bits.definition(kept.to(torch.uint8), 1), values])
-
-
-@op("out", REALS)
-def expand(message: Tensor, out: Tensor) -> Tensor:
-    """Reads what `compact` wrote into `out` [m, f].
-
-    Raises:
-        ValueError: if the message is not as long as its flags say.
-    """
-    flags = -(-out.numel() // 8)
-    kept = unpack_bits.definition(message[:flags], 1, out.numel()).bool()
-    count, size = int(kept.sum()), out.element_size()
-    if len(message) != flags + count * size:
-        raise ValueError(wrong_length(len(message), flags + count * size))
-    values = message[flags:].clone().view(out.dtype)
-    flat = torch.zeros(out.numel(), dtype=out.dtype, device=out.device)
-    flat[kept] = values
-    return out.copy_(flat.view(out.shape))
-
-
 @op("ids", INDICES, check=_check_columns)
 def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
     """Chooses `count` of `width` columns for each id, all subsets equally likely.
@@ -317,26 +286,6 @@ def block_columns(
 
 
 @op("x", FLOATS)
-def top_columns(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """Finds the columns of the `count` largest magnitudes of each row, ascending.
-
-    Of equal ones the first are taken. Shapes: x [n, f]; columns [m, count], int32.
-    """
-    size = _rows(x, index).abs()
-    order = torch.argsort(size, dim=1, descending=True, stable=True)
-    return order[:, :count].sort(dim=1).values.to(torch.int32)
-
-
-@op("flags", (torch.uint8,))
-def flagged_columns(flags: Tensor, count: int) -> Tensor:
-    """Returns the columns of the `count` flags that are set in each row, ascending.
-
-    Shapes: flags [m, f]; columns [m, count], int32.
-    """
-    return flags.nonzero()[:, 1].view(len(flags), count).int()
-
-
-@op("x", FLOATS)
 def take_columns(
     x: Tensor, index: Tensor | None, columns: Tensor, which: Tensor | None = None
 ) -> Tensor:
@@ -357,13 +306,6 @@ def put_columns(
     Shapes: y [m, k], columns and which as in `take_columns`, out [m, f].
     """
     return out.zero_().scatter_(1, _lists(columns, which, len(y)), y * scale)
-
-
-@op("x", FLOATS)
-def first_nonfinite(x: Tensor, index: Tensor | None = None) -> int | Tensor:
-    """Returns the first row that has a NaN or an infinity, or -1; see `quantise`."""
-    bad = ~_rows(x, index).isfinite().all(dim=1)
-    return int(bad.nonzero()[0]) if bool(bad.any()) else -1
 
 
 def _lists(columns: Tensor, which: Tensor | None, rows: int) -> Tensor:

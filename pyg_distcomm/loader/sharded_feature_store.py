@@ -274,11 +274,10 @@ def _fixed_size_codec(wire: Wire) -> Codec:
             )
         wire = wire.codec
     codec = codec_of(wire)
-    if not codec.fixed_size or codec.stateful or not codec.by_row:
+    if not codec.by_row:
         raise ValueError(
-            f"got {codec!r}, whose sizes depend on values, or which remembers, compares or "
-            "drops rows, but a feature store encodes each row by itself; choose 'fp16', "
-            "'bf16', 'int8' or Quantise(bits)"
+            f"got {codec!r}, which compares or drops rows, but a feature store "
+            "encodes each row by itself; choose 'fp16', 'bf16', 'int8' or Quantise(bits)"
         )
     return codec
 

@@ -107,10 +107,9 @@ def kept_by_link(
     averaged, skips = timing.momentum(transposed) > 0, timing.skips(transposed)
     for move in moves:
         if move.codec is not None:
-            stateful = move.codec.stateful
             total = total + (coding.late(transposed) + skips) * move.received
-            total = total + move.read * (averaged + stateful)
-            total = total + move.written * (stateful + skips)
+            total = total + move.read * averaged
+            total = total + move.written * skips
     return total
 
 
@@ -195,10 +194,10 @@ def _move(
     axis: str, side: LinkCounts, width: Array, writing: Writing, back: bool = False
 ) -> ExchangeCost:
     """Prices an exchange over one link: rows go to ghosts, or with `back`, sums to owners."""
-    received, sent, ahead = writing.sizes(side, width)
+    received, sent = writing.sizes(side, width)
     rows = width * writing.dtype.itemsize
     ends = side.ghosts[:, :, None] * rows, side.sent[:, :, None] * rows
-    peers = (side.sources if back else side.readers)[:, :, None] * (width > 0) + ahead
+    peers = (side.sources if back else side.readers)[:, :, None] * (width > 0)
     if back:
         return ExchangeCost(axis, sent, received, peers, writing.codec, *ends[::-1])
     return ExchangeCost(axis, received, sent, peers, writing.codec, *ends)

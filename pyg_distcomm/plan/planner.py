@@ -70,8 +70,8 @@ def plan(
         algorithm, grid: only grids of this name ("1d", "1.5d", "2d", ...), or only this one.
         codecs: beside the exact link, others to plan for: names as "1 bit", "bf16" or
             "4 bits late", Codecs, or LinkPolicys (as they stand: of a schedule, the ratio
-            of its present epoch). Bytes are exact where sizes do not depend on values,
-            the most there can be elsewhere. A plan that changes numbers is never `best`.
+            of its present epoch). Bytes are exact, or of a link that skips exchanges the
+            most there can be. A plan that changes numbers is never `best`.
         dtype: of the features; that of data.x, else of the model, else float32.
 
     Returns:
