@@ -70,13 +70,12 @@ class Coding:
         whole = self.rows == self.gradients == Plain()
         return whole and not self.link.timing.is_late
 
-    def codec_of(self, product: ProductShape, last: int | None) -> Codec | None:
+    def codec_of(self, product: ProductShape, last: int) -> Codec | None:
         """Returns the codec of a product's rows; None for the exact exchange.
 
         Args:
             product: a product of the third epoch or a later one.
-            last: the number of the last layer, whose exchanges are exact; None if
-                `product.coded` says so.
+            last: the number of the last layer, whose exchanges may be exact.
         """
         if self.link.is_exact or not product.coded:
             return None

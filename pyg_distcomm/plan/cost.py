@@ -338,8 +338,6 @@ class EpochProducts:
             are needed travel.
         training: the model.
         dtype: the dtype of the features.
-        last: the number of the layer whose exchanges a link leaves exact; None if
-            `ProductShape.coded` says so.
     """
 
     def __init__(
@@ -347,15 +345,13 @@ class EpochProducts:
         flows: tuple[Flow, Flow],
         training: Training,
         dtype: torch.dtype,
-        last: int | None,
     ) -> None:
-        self.flows, self.training = flows, training
-        self._dtype, self._last = dtype, last
+        self.flows, self.training, self._dtype = flows, training, dtype
         self._known: dict[Any, ProductPath] = {}
 
     def _path(self, product: ProductShape, coding: Coding | None) -> ProductPath:
-        flow, halo = self.flows
-        codec = None if coding is None else coding.codec_of(product, self._last)
+        (flow, halo), last = self.flows, len(self.training.layers) - 1
+        codec = None if coding is None else coding.codec_of(product, last)
         key = product.width, product.transposed, product.halo, codec
         if key not in self._known:
             writing = Writing(codec, self._dtype)

@@ -142,8 +142,7 @@ class _Search:
         if training.runs_by_halo:
             ghosts = self._ghosts(source, math.prod(grid))
         adds = training.adds_rows and adds_on_grid(flow, ghosts, self.dtype)
-        last = len(training.layers) - 1
-        prices = EpochProducts((flow, ghosts), training, self.dtype, last)
+        prices = EpochProducts((flow, ghosts), training, self.dtype)
         seen: set[tuple[tuple[str, ...], bool]] = set()
         for ordering in (
             MultiplyOrder(o, keep) for o in ORDERS for keep in (True, False)
