@@ -38,7 +38,6 @@ CODECS: dict[str, Codec] = {
     "8 bits, nearest": Quantise(8),
     "columns 1/4, prefix": ColumnMask(4, "prefix"),
     "columns 1/4, epoch": ColumnMask(4),
-    "columns 1/4, blocks of 64": ColumnMask(4, "block"),
     "columns 1/4 then 1 bit": Chain(ColumnMask(4), ONE),
 }
 

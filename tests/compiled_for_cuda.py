@@ -101,8 +101,6 @@ def codecs(codec, ops):
         for which in (None, ids):
             y = codec.take_columns(x, at, columns, which)
             codec.put_columns(y, columns, which, 1.5, x)
-        codec.keyed_columns(7, ids, f, 2)
-        codec.block_columns(7, ids.int(), 64, f, 2)
 
 
 def samples(sample):

@@ -728,14 +728,6 @@ MUTATIONS = (
         "test_quantised_rows",
     ),
     Mutation(
-        "Triton takes one number too few of equal ones",
-        "triton",
-        "(tl.cumsum(same, 1) <= room[:, None])",
-        "(tl.cumsum(same, 1) < room[:, None])",
-        "test_cuda_codecs.py",
-        "test_rows_by_columns or test_columns_by_key",
-    ),
-    Mutation(
         "Triton lets numbers near the greatest become infinite",
         "triton",
         "total = tl.where(total > limit, limit, total).to(out.dtype.element_ty)",

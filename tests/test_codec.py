@@ -37,14 +37,13 @@ RANDOM = [Quantise(b, "stochastic") for b in BITS]
 MASKS = [
     ColumnMask(4, "prefix"),
     ColumnMask(4, "epoch"),
-    ColumnMask(3, "block", block=5),
     ColumnMask(2.5, "epoch", scaled=True),
-    ColumnMask(4, "block", block=2, scaled=True),
+    ColumnMask(4, "prefix", scaled=True),
     ColumnMask(10**6),
 ]
 CHAINS = [
     Chain(ColumnMask(4), Quantise(1, "stochastic")),
-    Chain(ColumnMask(2, "block", block=3, scaled=True), Quantise(2, "stochastic")),
+    Chain(ColumnMask(2, scaled=True), Quantise(2, "stochastic")),
     Chain(ColumnMask(3, "prefix"), Cast(torch.float16)),
     Chain(Quantise(4)),
     Chain(ColumnMask(2, scaled=True), ColumnMask(3, "prefix")),
@@ -167,13 +166,12 @@ def test_stochastic_variance_is_the_formula(bits, scale):
 
 
 @tiers.rare
-@pytest.mark.parametrize("pick", ["epoch", "block"])
-def test_mask_variance_and_choice_are_the_formula(pick):
+def test_mask_variance_and_choice_are_the_formula():
     m, f, draws = 12, 40, 4000
     x = torch.ones(m, f, dtype=torch.float64)
     for rate in (1.6, 4.0, 13.0):
         for scaled in (False, True):
-            codec = ColumnMask(rate, pick, block=4, scaled=scaled)
+            codec = ColumnMask(rate, scaled=scaled)
             k = codec.kept(f)
             wanted = f / k - 1 if scaled else 1 - k / f
             chosen, square = torch.zeros(m, f), 0.0
@@ -207,7 +205,7 @@ def test_linear_codecs_are_linear_and_pass_the_dot_product_test(codec):
 
 
 def test_a_chain_passes_gradients_through_its_mask_alone():
-    mask = ColumnMask(4, "block", block=3, scaled=True)
+    mask = ColumnMask(4, scaled=True)
     chain, g = Chain(mask, Quantise(1, "stochastic")), rows()
     draw = draw_of(len(g), 5)
     assert torch.equal(chain.adjoint(g, draw), mask.adjoint(g, draw))
@@ -342,7 +340,7 @@ def test_eight_bits_reach_over_the_whole_range_of_float32():
 
 def test_rate_one_is_exact_and_takes_the_bytes_of_plain():
     x = rows()
-    for pick in ("prefix", "epoch", "block"):
+    for pick in ("prefix", "epoch"):
         for codec in (ColumnMask(1, pick), ColumnMask(1.004, pick, scaled=True)):
             assert torch.equal(codec.encode(x, draw_of(60)), Plain().encode(x))
             assert torch.equal(there_and_back(codec, x), x)
@@ -368,15 +366,8 @@ def test_a_scaled_mask_multiplies_by_its_width_over_what_it_keeps(codec):
     torch.testing.assert_close(y, torch.where(y != 0, x * 33 / kept, 0.0))
 
 
-def test_rows_of_a_block_share_their_columns():
-    x = torch.ones(40, 50)
-    gid = torch.arange(40)
-    y = there_and_back(ColumnMask(5, "block", block=8), x, draw=RngKey(3, gid))
-    masks = (y != 0).view(5, 8, 50)
-    assert bool((masks == masks[:, :1]).all())
-    assert len(masks[:, 0].unique(dim=0)) == 5
-    assert bool((masks.sum(2) == 10).all())
-    y = there_and_back(ColumnMask(5, "epoch"), x, draw=RngKey(3, gid))
+def test_rows_of_a_message_share_their_columns():
+    y = there_and_back(ColumnMask(5), torch.ones(40, 50), draw=draw_of(40, 3))
     assert len((y != 0).unique(dim=0)) == 1
 
 
@@ -470,7 +461,6 @@ def test_names_and_bad_arguments():
         (lambda: ColumnMask(0.5), "rate=0.5"),
         (lambda: ColumnMask(NAN), "rate=nan"),
         (lambda: ColumnMask(2, "random"), "pick='random'"),
-        (lambda: ColumnMask(2, block=0), "block=0"),
     ):
         with pytest.raises(ValueError, match=says):
             make()
@@ -479,7 +469,7 @@ def test_names_and_bad_arguments():
 def test_flags():
     linear = [Plain(), *MASKS, CHAINS[4]]
     assert [c for c in EVERY if c.linear] == linear
-    scaled = [c for c in MASKS if c.scaled]
+    scaled = [c for c in MASKS if c.scaled and c.keyed]
     unbiased = [Plain(), *RANDOM, *scaled, CHAINS[1]]
     assert [c for c in EVERY if c.unbiased] == unbiased
     assert len(set(EVERY)) == len(EVERY)  # codecs are values

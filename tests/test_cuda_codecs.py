@@ -105,28 +105,11 @@ def test_rows_by_columns(shape, dtype, ids):
     x = (torch.randn(m, f, generator=g) * 2).round().to(dtype)
     index = torch.randperm(m, generator=g)[: m // 2 + 1].to(ids)
     for at in (None, index):
-        count = m if at is None else len(at)
         for k in {1, (f + 1) // 2, f} if f else ():
-            columns = torch.rand(count, f, generator=g).argsort(1)[:, :k].int()
-            which = torch.randint(max(len(columns), 1), (len(columns),), generator=g)
-            for lists in ((columns, which), (columns[:1], None)):
-                y = same("take_columns", x, at, *lists) if m else x[:, :k]
-                if dtype in codec_ops.FLOATS and m:
-                    same(
-                        "put_columns", y, *lists, f / k, torch.ones(len(y), f).to(dtype)
-                    )
-
-
-@tiers.cover("f, k", (33, 1, 513, 4096, 5000), (1, 20, 512), step=3)
-def test_columns_by_key(f, k):
-    k, gid = min(f, k), torch.randint(0, 2**62, (9,))
-    same("keyed_columns", KEY, gid, f, k)
-    same("keyed_columns", KEY, gid[:0], f, k)
-    gid = torch.tensor([5, 700, 6, 64, 63, 700])
-    for ids in (gid, gid.int()):
-        lists, which = reference.block_columns(KEY, ids, 64, f, k)
-        found, each = codec_cuda.block_columns(KEY, ids.to(DEVICE), 64, f, k)
-        assert torch.equal(found[each].cpu(), lists[which])
+            columns = torch.randperm(f, generator=g)[:k].int()
+            y = same("take_columns", x, at, columns) if m else x[:, :k]
+            if dtype in codec_ops.FLOATS and m:
+                same("put_columns", y, columns, f / k, torch.ones(len(y), f).to(dtype))
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -150,7 +133,6 @@ CODECS = [
     codecs.Quantise(8),
     codecs.ColumnMask(3, "prefix"),
     codecs.ColumnMask(3, "epoch", scaled=True),
-    codecs.ColumnMask(3, "block", block=4),
     codecs.RowSample(2.5),
     codecs.DegreeBits(1),
     codecs.Chain(codecs.ColumnMask(2), codecs.Quantise(2, "stochastic")),
@@ -242,7 +224,7 @@ class Waits(TorchDispatchMode):
             self.found.append("".join(traceback.format_stack()[-5:-2]))
 
 
-@tiers.parametrize("codec", [CODECS[1], CODECS[6], CODECS[7]], [CODECS[1]])
+@tiers.parametrize("codec", [CODECS[1], CODECS[5], CODECS[6]], [CODECS[1]])
 def test_a_device_tells_later_what_it_could_not_write(codec, as_on_cuda, monkeypatch):
     as_on_cuda()
     x = torch.randn(21, 33)

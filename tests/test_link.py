@@ -84,7 +84,6 @@ def test_weights_of_edges(learnt):
 LINEAR = [
     ColumnMask(3),
     ColumnMask(2, "prefix", scaled=True),
-    ColumnMask(2, "block", block=4),
     RowSample(3.0),
     RowSample(2.0, scaled=False),
     Chain(ColumnMask(2), Plain()),

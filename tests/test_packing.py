@@ -24,7 +24,7 @@ CODECS = [
     Cast(torch.bfloat16),
     ONE,
     Quantise(2),
-    ColumnMask(4, "block", block=3, scaled=True),
+    ColumnMask(4, scaled=True),
     Chain(ColumnMask(3), ONE),
 ]
 

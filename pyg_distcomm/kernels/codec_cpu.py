@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.kernels import codec_jit, memory
-from pyg_distcomm.kernels.codec_jit import draw_noise
 from pyg_distcomm.kernels.codec_ops import META, Noise, rest_begins
 from pyg_distcomm.kernels.compile import jit, ready
 from pyg_distcomm.kernels.core_cpu import (
@@ -22,8 +21,6 @@ from pyg_distcomm.kernels.core_cpu import (
     vector,
     writable,
 )
-
-COLUMN = (1 << 20) - 1  # the bits of a hash that are replaced by its column
 
 Rows = tuple[Array, int, "Array | None"]  # storage, row stride, which rows
 
@@ -76,36 +73,22 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return torch.from_numpy(codes[:count])
 
 
-def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
-    """Runs `codec_ops.keyed_columns`, ids in parallel."""
-    out = torch.empty(len(ids), count, dtype=torch.int32)
-    args = (key, vector(ids.long()), width, count, out.view(-1).numpy())
-    over_rows(choose_columns, args, len(ids), 16 * width)
-    return out
-
-
-def take_columns(
-    x: Tensor, index: Tensor | None, columns: Tensor, which: Tensor | None = None
-) -> Tensor:
+def take_columns(x: Tensor, index: Tensor | None, columns: Tensor) -> Tensor:
     """Runs `codec_ops.take_columns`, rows in parallel."""
-    (m, _), count = _size(x, index), columns.size(1)
+    (m, _), count = _size(x, index), len(columns)
     out = memory.empty(m, count, x.dtype)
-    lists = (vector(columns.view(-1)), None if which is None else vector(which))
-    args = (*_rows(x, index), *lists, count, out.view(-1).numpy())
+    args = (*_rows(x, index), vector(columns), count, out.view(-1).numpy())
     over_rows(copy_columns, args, m, count)
     return out
 
 
-def put_columns(
-    y: Tensor, columns: Tensor, which: Tensor | None, scale: float, out: Tensor
-) -> Tensor:
+def put_columns(y: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
     """Runs `codec_ops.put_columns`, rows in parallel."""
-    (m, f), count = out.shape, columns.size(1)
+    m, f = out.shape
     target = writable(out, len(out), out)
-    lists = (vector(columns.view(-1)), None if which is None else vector(which))
     storage, ld, _ = _rows(target, None)
     factor = storage.dtype.type(scale)
-    args = (vector(y.view(-1)), *lists, count, factor, storage, ld, f)
+    args = (vector(y.view(-1)), vector(columns), len(columns), factor, storage, ld, f)
     over_rows(spread_columns, args, m, f)
     return deliver(target, out)
 
@@ -140,29 +123,11 @@ def _parts(message: Tensor, rows: int, width: int, bits: int) -> tuple[Array, ..
 
 
 @jit
-def choose_columns(
-    key: int, ids: Array, width: int, count: int, columns: Array, begin: int, end: int
-) -> None:
-    words = np.empty(width, np.uint64)
-    chosen = np.empty(count, np.int32)
-    for i in range(begin, end):
-        draw_noise(key, ids[i], words, width)
-        for c in range(width):
-            h = words[np.uint64(c)] >> np.uint64(1) & ~np.uint64(COLUMN)
-            words[np.uint64(c)] = h | np.uint64(c)
-        least = np.sort(words)
-        for j in range(count):
-            chosen[j] = np.int32(least[j] & np.uint64(COLUMN))
-        columns[i * count : (i + 1) * count] = np.sort(chosen)
-
-
-@jit
 def copy_columns(
     x: Array,
     ld: int,
     index: Array | None,
     columns: Array,
-    which: Array | None,
     count: int,
     out: Array,
     begin: int,
@@ -170,9 +135,8 @@ def copy_columns(
 ) -> None:
     for r in range(begin, end):
         at = ld * (r if index is None else np.int64(index[r]))
-        first = 0 if which is None else np.int64(which[r]) * count
         for j in range(count):
-            column = np.uint64(columns[np.uint64(first + j)])
+            column = np.uint64(columns[np.uint64(j)])
             out[np.uint64(r * count + j)] = x[np.uint64(at) + column]
 
 
@@ -180,7 +144,6 @@ def copy_columns(
 def spread_columns(
     y: Array,
     columns: Array,
-    which: Array | None,
     count: int,
     scale: Any,
     out: Array,
@@ -193,7 +156,6 @@ def spread_columns(
         at = r * ld
         for c in range(f):
             out[np.uint64(at + c)] = 0
-        first = 0 if which is None else np.int64(which[r]) * count
         for j in range(count):
-            column = np.uint64(columns[np.uint64(first + j)])
+            column = np.uint64(columns[np.uint64(j)])
             out[np.uint64(at) + column] = y[np.uint64(r * count + j)] * scale

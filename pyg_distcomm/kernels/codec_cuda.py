@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pyg_distcomm.kernels import codec_ops, codec_triton
 from pyg_distcomm.kernels.codec_ops import (
-    MAX_WIDTH,
     META,
     REALS,
     Noise,
@@ -23,7 +22,6 @@ from pyg_distcomm.kernels.registry import FLOATS
 
 BLOCK = 1024  # codes of a program
 TILE = 2048  # numbers of which a program finds the least and greatest at a time
-WIDEST = 4096  # columns that one program chooses from
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -114,72 +112,33 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return out
 
 
-def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
-    """Runs `codec_ops.keyed_columns`."""
-    if width > WIDEST:
-        return codec_ops.keyed_columns.definition(key, ids, width, count)
-    return _keyed_columns(key, ids, 1, width, count)
-
-
-def block_columns(
-    key: int, gid: Tensor, block: int, width: int, count: int
-) -> tuple[Tensor, Tensor]:
-    """Runs `codec_ops.block_columns`; a list for each row, so that the host waits for none."""
-    if width > WIDEST:
-        return codec_ops.block_columns.definition(key, gid, block, width, count)
-    columns = _keyed_columns(key, gid, block, width, count)
-    return columns, torch.arange(len(gid), device=gid.device)
-
-
-def _keyed_columns(key: int, ids: Tensor, block: int, width: int, count: int) -> Tensor:
-    out = torch.empty(len(ids), count, dtype=torch.int32, device=ids.device)
-    if len(ids):
-        words = torch.full((1,), key, dtype=torch.int64, device=ids.device)
-        rows, columns = _tile(width)
-        codec_triton.keyed_columns[(triton.cdiv(len(ids), rows),)](
-            *(words, ids.contiguous(), out, len(ids), width, count, block),
-            LOW=MAX_WIDTH - 1,
-            ROWS=rows,
-            COLS=columns,
-        )
-    return out
-
-
-def take_columns(
-    x: Tensor, index: Tensor | None, columns: Tensor, which: Tensor | None = None
-) -> Tensor:
+def take_columns(x: Tensor, index: Tensor | None, columns: Tensor) -> Tensor:
     """Runs `codec_ops.take_columns`."""
     if x.dtype not in REALS:
-        return codec_ops.take_columns.definition(x, index, columns, which)
-    (m, _), count = _size(x, index), columns.size(1)
+        return codec_ops.take_columns.definition(x, index, columns)
+    (m, _), count = _size(x, index), len(columns)
     out = x.new_empty(m, count)
     if out.numel():
         words = _words(x)
         codec_triton.take_columns[(triton.cdiv(m * count, BLOCK),)](
             *(words, words.stride(0), out if index is None else index.contiguous()),
-            *(columns.contiguous(), columns if which is None else which.contiguous()),
-            *(out.view(words.dtype), m * count, count),
+            *(columns.contiguous(), out.view(words.dtype), m * count, count),
             INDEXED=index is not None,
-            LISTS=which is not None,
             BLOCK=BLOCK,
         )
     return out
 
 
-def put_columns(
-    y: Tensor, columns: Tensor, which: Tensor | None, scale: float, out: Tensor
-) -> Tensor:
+def put_columns(y: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
     """Runs `codec_ops.put_columns`."""
     if y.dtype not in FLOATS or out.dtype != y.dtype:
-        return codec_ops.put_columns.definition(y, columns, which, scale, out)
+        return codec_ops.put_columns.definition(y, columns, scale, out)
     out.zero_()
     if y.numel():
         home, count = rows_of(out), y.size(1)
         codec_triton.put_columns[(triton.cdiv(y.numel(), BLOCK),)](
-            *(y.contiguous(), columns.contiguous()),
-            columns if which is None else which.contiguous(),
-            *(y.new_full((1,), scale), home, home.stride(0), y.numel(), count),
-            LISTS=which is not None,
+            *(y.contiguous(), columns.contiguous(), y.new_full((1,), scale)),
+            *(home, home.stride(0), y.numel(), count),
             BLOCK=BLOCK,
         )
         deliver(home, out)
@@ -192,12 +151,6 @@ def _first(row: Tensor, rows: int) -> Tensor:
 
 def _size(x: Tensor, index: Tensor | None) -> tuple[int, int]:
     return len(x) if index is None else len(index), x.size(1)
-
-
-def _tile(width: int) -> tuple[int, int]:
-    """Returns the rows and columns that a program chooses from."""
-    columns = triton.next_power_of_2(width)
-    return max(TILE // columns, 1), columns
 
 
 def _words(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.kernels.core_ops import keyed_hashes
-from pyg_distcomm.kernels.registry import FLOATS, INDICES, op
+from pyg_distcomm.kernels.registry import FLOATS, op
 
 META = 4  # bytes that lead a quantised row
 FLAG = -(2**15)  # the sign of D, as int16
@@ -59,14 +59,6 @@ def wrong_length(got: int, wanted: int) -> str:
 def _check_packed(packed: Tensor, bits: int, count: int) -> None:
     if len(packed) != -(-count * bits // 8):
         raise ValueError(wrong_length(len(packed), -(-count * bits // 8)))
-
-
-def _check_columns(key: int, ids: Tensor, width: int, count: int) -> None:
-    if not 0 < count <= width <= MAX_WIDTH:
-        raise ValueError(
-            f"count and width must satisfy 0 < count <= width <= {MAX_WIDTH}, got {count} "
-            f"and {width}"
-        )
 
 
 def quantise(
@@ -257,61 +249,44 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return codes.view(-1)[:count].to(torch.uint8)
 
 
-@op("ids", INDICES, check=_check_columns)
-def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
-    """Chooses `count` of `width` columns for each id, all subsets equally likely.
+def keyed_columns(
+    key: int, width: int, count: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Chooses `count` of `width` columns, all subsets equally likely.
 
-    Column c has the hash h of (key, id, c) whose low 20 bits are replaced by c; those
-    of the `count` least hashes are chosen, and listed in ascending order.
+    Column c has the hash h of (key, c) whose low 20 bits are replaced by c; those of the
+    `count` least hashes are chosen, and listed in ascending order.
 
-    Shapes: ids [i]; columns [i, count], int32. Needs width <= 2^20.
+    Shapes: columns [count], int32. Needs width <= 2^20.
     """
-    column = torch.arange(width, device=ids.device)
-    h = (keyed_hashes(key, ids, width) >> 1) & ((1 << 63) - MAX_WIDTH) | column
-    least = h.sort(dim=1).values[:, :count] & (MAX_WIDTH - 1)
-    return least.sort(dim=1).values.to(torch.int32)
-
-
-@op("gid", INDICES)
-def block_columns(
-    key: int, gid: Tensor, block: int, width: int, count: int
-) -> tuple[Tensor, Tensor]:
-    """Chooses columns as `keyed_columns` for each `block` consecutive ids.
-
-    Shapes: gid [m]; returns lists [i, count], int32, and the list of each row [m].
-    """
-    blocks = gid.long().div(block, rounding_mode="floor")
-    ids, which = torch.unique(blocks, return_inverse=True)
-    return keyed_columns(key, ids, width, count), which
+    if not 0 < count <= width <= MAX_WIDTH:
+        raise ValueError(
+            f"count and width must satisfy 0 < count <= width <= {MAX_WIDTH}, got {count} "
+            f"and {width}"
+        )
+    column = torch.arange(width, device=device)
+    nobody = torch.zeros(1, dtype=torch.int64, device=device)
+    h = (keyed_hashes(key, nobody, width)[0] >> 1) & ((1 << 63) - MAX_WIDTH) | column
+    least = h.sort().values[:count] & (MAX_WIDTH - 1)
+    return least.sort().values.to(torch.int32)
 
 
 @op("x", FLOATS)
-def take_columns(
-    x: Tensor, index: Tensor | None, columns: Tensor, which: Tensor | None = None
-) -> Tensor:
-    """Copies chosen columns: ``out[r, j] = x[r, columns[which[r], j]]``.
+def take_columns(x: Tensor, index: Tensor | None, columns: Tensor) -> Tensor:
+    """Copies chosen columns: ``out[r, j] = x[r, columns[j]]``.
 
-    Shapes: x [n, f], columns [i, k] (one list for all rows if `which` is None), out [m, k].
+    Shapes: x [n, f], columns [k], out [m, k].
     """
-    rows = _rows(x, index)
-    return rows.gather(1, _lists(columns, which, len(rows)))
+    return _rows(x, index).index_select(1, columns)
 
 
 @op("y", FLOATS)
-def put_columns(
-    y: Tensor, columns: Tensor, which: Tensor | None, scale: float, out: Tensor
-) -> Tensor:
+def put_columns(y: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
     """Puts numbers back where they were taken, times `scale`, among zeros.
 
-    Shapes: y [m, k], columns and which as in `take_columns`, out [m, f].
+    Shapes: y [m, k], columns [k], out [m, f].
     """
-    return out.zero_().scatter_(1, _lists(columns, which, len(y)), y * scale)
-
-
-def _lists(columns: Tensor, which: Tensor | None, rows: int) -> Tensor:
-    if which is None:
-        return columns.long().expand(rows, -1)
-    return columns.long()[which]
+    return out.zero_().index_copy_(1, columns.long(), y * scale)
 
 
 def _rows(x: Tensor, index: Tensor | None) -> Tensor:

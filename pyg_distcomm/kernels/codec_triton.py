@@ -1,4 +1,4 @@
-"""Holds the loops of `codec_cuda` for Triton: rows as codes, without zeros, by columns.
+"""Holds the loops of `codec_cuda` for Triton: rows as codes, and by columns.
 
 Each program writes whole bytes, so none has to know where rows begin, and no two write one
 byte. Numbers are rounded as in `codec_ops`; no product may be fused with a sum. What tells
@@ -210,79 +210,21 @@ def unpack(packed, out, count, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_greatest(
-    size, r, c, out, count, live, BITS: tl.constexpr, ROWS: tl.constexpr
-):
-    """Writes the columns of the `count` greatest sizes of each row, the first of equal ones.
-
-    Sizes are int64 below 2^BITS, and -1 where there is no column. The least that is taken is
-    found bit by bit.
-    """
-    least = tl.zeros((ROWS,), tl.int64)
-    bit = least + 1
-    for b in range(0, BITS):
-        trial = least | (bit << (BITS - 1 - b))
-        enough = tl.sum((size >= trial[:, None]).to(tl.int32), 1) >= count
-        least = tl.where(enough, trial, least)
-    above = (size > least[:, None]).to(tl.int32)
-    same = (size == least[:, None]).to(tl.int32)
-    room = count - tl.sum(above, 1)
-    taken = above | (same & (tl.cumsum(same, 1) <= room[:, None]).to(tl.int32))
-    at = out + r[:, None] * count + tl.cumsum(taken, 1) - taken
-    number = c[None, :] + 0 * r[:, None].to(tl.int32)
-    tl.store(at, number, mask=(taken > 0) & live[:, None])
-
-
-@triton.jit
-def keyed_columns(
-    key,
-    ids,
-    out,
-    rows,
-    width,
-    count,
-    block,
-    LOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Chooses columns for ROWS ids, or blocks of ids: those of the least hashes."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c, live = tl.arange(0, COLS), r < rows
-    of = tl.load(ids + r, mask=live, other=0).to(tl.int64) // block
-    drawn = (hashes(tl.load(key), of[:, None], c[None, :]) >> 1).to(tl.int64)
-    rest = (drawn & ~LOW) | c[None, :]
-    size = tl.where((c < width)[None, :], 0x7FFFFFFFFFFFFFFF - rest, -1)
-    store_greatest(size, r, c, out, count, live, 63, ROWS)
-
-
-@triton.jit
-def chosen_columns(columns, which, k, r, count, live, LISTS: tl.constexpr):
-    """Returns the column of each number k, of the list of its row r."""
-    place = k % count
-    if LISTS:
-        place += tl.load(which + r, mask=live, other=0).to(tl.int64) * count
-    return tl.load(columns + place, mask=live, other=0).to(tl.int64)
-
-
-@triton.jit
 def take_columns(
     x,
     ld,
     index,
     columns,
-    which,
     out,
     total,
     count,
     INDEXED: tl.constexpr,
-    LISTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Copies BLOCK numbers of chosen columns."""
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r, live = k // count, k < total
-    c = chosen_columns(columns, which, k, r, count, live, LISTS)
+    c = tl.load(columns + k % count, mask=live, other=0).to(tl.int64)
     word = words_at(x, ld, index, r, c, live, INDEXED)
     tl.store(out + k, word.to(out.dtype.element_ty), mask=live)
 
@@ -291,18 +233,16 @@ def take_columns(
 def put_columns(
     y,
     columns,
-    which,
     scale,
     out,
     ld,
     total,
     count,
-    LISTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Puts BLOCK numbers back into their columns, scaled."""
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r, live = k // count, k < total
-    c = chosen_columns(columns, which, k, r, count, live, LISTS)
+    c = tl.load(columns + k % count, mask=live, other=0).to(tl.int64)
     number = tl.load(y + k, mask=live, other=0.0) * tl.load(scale)
     tl.store(out + r * ld + c, number, mask=live)

@@ -21,7 +21,7 @@ from pyg_distcomm.halo.codec import (
 from pyg_distcomm.halo.codecs.quantise import Plain, rows_at
 from pyg_distcomm.kernels import codec_ops
 
-PICKS = ("prefix", "epoch", "block")
+PICKS = ("prefix", "epoch")
 _SALT = 0x5A  # rows are chosen by another hash than columns
 
 
@@ -32,7 +32,7 @@ class ColumnMask(ColumnReducer):
         x' = s x M,   M diagonal with k ones,   k = min(max(round(f / rate), 1), f)
 
     with s = f / k if `scaled`, else 1. A hash of the key chooses the columns, so no byte
-    is spent on them. Over keys, with columns "epoch" or "block",
+    is spent on them. Over keys, with columns "epoch",
 
         s = 1      E x' = k/f x    E |x' - x|^2 = (1 - k/f) |x|^2
         s = f/k    E x' = x        E |x' - x|^2 = (f/k - 1) |x|^2
@@ -43,14 +43,12 @@ class ColumnMask(ColumnReducer):
     Price: k numbers a row.
     Differs from the compression mechanism of [Cervino24] in keeping at least one column
     and in reseeding no generator. Their text speaks of random columns, their scripts send
-    the first ones; both are here, as are blocks of rows with columns of their own, whose
-    errors average out in sums over neighbours as those of one mask do not.
+    the first ones; both are here.
 
     Args:
         rate: the compression ratio c >= 1; a schedule may set another.
         pick: "prefix": the first k; "epoch": k at random, the same for all rows of a
-            message; "block": at random for each `block` consecutive ids.
-        block: how many ids share their columns.
+            message.
         scaled: scales received numbers by f / k, which makes them unbiased.
     """
 
@@ -58,17 +56,14 @@ class ColumnMask(ColumnReducer):
 
     rate: float
     pick: str = "epoch"
-    block: int = 64
     scaled: bool = False
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
         if self.pick not in PICKS:
             raise ValueError(
-                f"pick={self.pick!r} is not known; choose 'prefix', 'epoch' or 'block'"
+                f"pick={self.pick!r} is not known; choose 'prefix' or 'epoch'"
             )
-        if self.block < 1:
-            raise ValueError(f"a block has 1 id or more, got block={self.block!r}")
 
     @property
     def unbiased(self) -> bool:
@@ -107,7 +102,7 @@ class ColumnMask(ColumnReducer):
             return rows_at(x, index)
         rows = len(x) if index is None else len(index)
         chosen = self._columns(draw, rows, x.size(1), x.device)
-        return codec_ops.take_columns(x, index, *chosen)
+        return codec_ops.take_columns(x, index, chosen)
 
     def widen(self, y: Tensor, out: Tensor, draw: RngKey | None) -> Tensor:
         """Scales the columns into their places, with zeros elsewhere."""
@@ -115,7 +110,7 @@ class ColumnMask(ColumnReducer):
         if self.kept(width) == width:
             return out.copy_(y)
         chosen = self._columns(draw, len(y), width, y.device)
-        return codec_ops.put_columns(y.to(out.dtype), *chosen, self.scale(width), out)
+        return codec_ops.put_columns(y.to(out.dtype), chosen, self.scale(width), out)
 
     def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
         """Returns s g M."""
@@ -123,17 +118,13 @@ class ColumnMask(ColumnReducer):
 
     def _columns(
         self, draw: RngKey | None, rows: int, width: int, device: torch.device
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns lists of columns, and the list of each row (None: the first)."""
+    ) -> Tensor:
+        """Returns the columns that are sent, ascending `[k]`."""
         count = self.kept(width)
         if not self.keyed:
-            columns = torch.arange(count, dtype=torch.int32, device=device)
-            return columns.unsqueeze(0), None
+            return torch.arange(count, dtype=torch.int32, device=device)
         draw = checked_key(self, draw, rows)
-        if self.pick == "epoch":
-            ids = torch.zeros(1, dtype=torch.int64, device=device)
-            return codec_ops.keyed_columns(draw.key, ids, width, count), None
-        return codec_ops.block_columns(draw.key, draw.gid, self.block, width, count)
+        return codec_ops.keyed_columns(draw.key, width, count, device)
 
 
 @dataclass(frozen=True)
