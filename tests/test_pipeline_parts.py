@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from schedules import simulated, verify
 from torch import nn
 from torch_geometric.nn import (
     BatchNorm,
@@ -34,7 +35,6 @@ from pyg_distcomm.pipeline.schedule import (
     bubble,
     fewest_chunks,
     fill_drain,
-    verify,
 )
 
 
@@ -44,6 +44,7 @@ def test_schedules_are_carried_out(stages):
         schedule = fill_drain(stages, chunks, ahead)
         verify(schedule)
         assert schedule.bubble == pytest.approx(bubble(stages, chunks))
+        assert set(schedule.spans(1.0, 2.0)) == simulated(schedule, 1.0, 2.0)
         ends = [span.end for span in schedule.spans(1.0, 2.0)]
         assert max(ends) == 3 * (chunks + stages - 1)
         drawn = str(schedule).splitlines()
@@ -99,10 +100,10 @@ def test_a_circle_of_waits_is_refused():
     first = (Action("post_grad"), Action("receive_grad"), Action("send"))
     second = (Action("post"), Action("receive"), Action("send_grad"))
     with pytest.raises(ValueError, match="while stage 0 would post_grad 0"):
-        StageSchedule((first, second), 1).spans()
+        simulated(StageSchedule((first, second), 1), 1.0, 1.0)
     alone = (Action("post"), Action("receive"))
     with pytest.raises(ValueError, match="for ever: stage 1 at receive 0"):
-        StageSchedule(((Action("forward"),), alone), 1).spans()
+        simulated(StageSchedule(((Action("forward"),), alone), 1), 1.0, 1.0)
 
 
 def test_layers_are_cut_as_well_as_can_be():

@@ -52,7 +52,7 @@ from pyg_distcomm.pipeline.schedule import (
     StageSchedule,
     bubble,
     fewest_chunks,
-    schedule_of,
+    fill_drain,
 )
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
@@ -374,8 +374,8 @@ class Pipeline(torch.nn.Module):
 
     @cached_property
     def schedule(self) -> StageSchedule:
-        """The actions of each stage in an epoch, verified."""
-        return schedule_of(self.mesh.stage.size, self._num_chunks())
+        """The actions of each stage in an epoch."""
+        return fill_drain(self.mesh.stage.size, self._num_chunks())
 
     @property
     def crossing(self) -> float:
