@@ -57,7 +57,6 @@ WAYS: dict[str, tuple[str, str, int]] = {
     "shuffled, dropped": ("shuffled", "surrogate", 1),
     "alternating, dropped": ("alternating", "surrogate", 1),
     "alternating, x2": ("alternating", "scaled", 1),
-    "alternating, damped": ("alternating", "damped", 1),
     "alternating, late": ("alternating", "stale", 1),
 }
 # rows of chunks that come later, and their gradients, as no pipeline has them

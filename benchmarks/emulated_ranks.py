@@ -23,7 +23,6 @@ from pyg_distcomm.comm import random
 from pyg_distcomm.halo.codec import (
     Codec,
     RngKey,
-    fresh_state,
     pack,
     packed_bytes,
     unpack,
@@ -68,12 +67,12 @@ class EmulatedRanks:
         return EmulatedRanks(size, gid, counts, degree, *both)
 
     def send(
-        self, codec: Codec, rows: Tensor, key: int, noise: int, state: Any, sums: bool
+        self, codec: Codec, rows: Tensor, key: int, noise: int, sums: bool
     ) -> tuple[Tensor, int]:
         """Returns rows `[h, f]` as they arrive, and the bytes; sums have noise by sender."""
         size = self.size
         told = packed_bytes(codec, self.counts, rows.size(1), rows.dtype)
-        total = sum(told) if codec.fixed_size else 8 * size * (size - 1)
+        total = sum(told)
         if codec == Plain():
             return rows, total
         parts = []
@@ -89,11 +88,9 @@ class EmulatedRanks:
             own = random.fold(noise, sender) if sums else noise
             ids = self.gid[some], own, self.degree[some]
             out = rows.new_empty(rows[some].shape)
-            held = [s and s.part(some.start, some.stop) for s in state or (None, None)]
-            sent = pack(codec, rows[some], counts, RngKey(key, *ids), state=held[0])
+            sent = pack(codec, rows[some], counts, RngKey(key, *ids))
             draw = RngKey(key, ids[0], None, ids[2])
-            parts.append(unpack(codec, *sent, counts, out, draw, state=held[1]))
-            total += 0 if codec.fixed_size else len(sent[0])
+            parts.append(unpack(codec, *sent, counts, out, draw))
         return torch.cat(parts), total
 
 
@@ -107,7 +104,6 @@ class _Way:
     mean: Tensor | None = None
     last: Tensor | None = None  # rows sent last, as they were
     sent: int = 0  # in which epoch
-    state: Any = None
 
 
 @dataclass(eq=False)
@@ -184,16 +180,7 @@ class EmulatedLink:
         if timing.skip is not None and not now and self._stays(way, rows, backward):
             self.skipped += 1
             return way.arrived[way.sent], way.used[way.sent]
-        if codec.stateful and way.state is None:
-            way.state = [fresh_state(*rows.shape, rows.dtype) for _ in range(2)]
-        exactly = codec == Plain()
-        state = way.state if codec.stateful else None
-        got, count = self.ranks.send(codec, rows, key, noise, state, backward)
-        remembers = (self.link.gradient_codec or self.link.codec) if backward else None
-        if exactly and (remembers or self.link.codec).stateful:
-            way.state = [fresh_state(*rows.shape, rows.dtype) for _ in range(2)]
-            for one in way.state:
-                one.last.copy_(rows)
+        got, count = self.ranks.send(codec, rows, key, noise, backward)
         self.bytes += count
         way.arrived[t], way.used[t], way.sent = got, (codec, key), t
         way.last, way.since = rows.clone(), t if now else way.since

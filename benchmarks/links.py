@@ -38,9 +38,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.halo import schedule as schedules
 from pyg_distcomm.halo.codecs import (
-    Bitmap,
     Cast,
     Chain,
     ColumnMask,
@@ -48,8 +46,6 @@ from pyg_distcomm.halo.codecs import (
     Plain,
     Quantise,
     RangeBits,
-    Residual,
-    TopK,
 )
 from pyg_distcomm.halo.staleness import Drift
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
@@ -62,13 +58,6 @@ Policy = Callable[[int], pdc.LinkPolicy | None]  # of the number of epochs
 def coded(codec: Any, **options: Any) -> Policy:
     """A link that always uses one codec."""
     return lambda epochs: pdc.LinkPolicy(codec, **options)
-
-
-def ramp(kind: Any, **options: Any) -> Policy:
-    """A column mask whose rate follows a ramp."""
-    return lambda epochs: pdc.LinkPolicy(
-        ColumnMask(1), schedule=kind(epochs, **options)
-    )
 
 
 def varco(slope: float, exact_last: bool = True) -> Policy:
@@ -125,9 +114,6 @@ SETTINGS: dict[str, Policy] = {
     **{f"fixed {c}": coded(ColumnMask(c)) for c in (2, 4, 8, 16, 32)},
     **{f"VARCO, slope {a:g}": varco(a) for a in (1, 1.15, 1.5, 2, 5)},
     **{f"VARCO, slope {a:g}, all": varco(a, False) for a in (1, 1.15, 1.5, 2, 5)},
-    "linear in 1/c": ramp(schedules.LinearInRate),
-    "exponential": ramp(schedules.Exponential),
-    "cosine": ramp(schedules.Cosine),
     "Sylvie, 1 bit, now": lambda epochs: pdc.Sylvie(bits=1, late=0),
     "Sylvie, 1 bit, late": lambda epochs: pdc.Sylvie(bits=1),
     "Sylvie, 1 bit, now, all": lambda epochs: pdc.Sylvie(
@@ -144,10 +130,6 @@ SETTINGS: dict[str, Policy] = {
     "late": lambda epochs: pdc.PipeGCN(),
     **LATE,
     "BNS, 0.1": lambda epochs: pdc.BNS(0.1),
-    "bitmap": coded(Bitmap()),
-    "top 1/10": coded(TopK(10)),
-    "residual, 1 bit": coded(Residual(ONE_BIT)),
-    "residual, 4 bits": coded(Residual(Quantise(4, "stochastic"))),
     "columns 1/4, 1 bit": coded(Chain(ColumnMask(4), ONE_BIT)),
 }
 

@@ -22,7 +22,7 @@ from pyg_distcomm.datasets.node_tasks import (
     node_score,
     num_outputs,
 )
-from pyg_distcomm.halo.codecs import Cast, Quantise, TopK
+from pyg_distcomm.halo.codecs import Cast, Quantise
 from pyg_distcomm.halo.schedule import Fixed
 
 LINKS = {
@@ -38,7 +38,6 @@ LINKS = {
     "VARCO, slope 5": lambda epochs: pdc.VARCO(epochs, slope=5),
     "VARCO, slope 1": lambda epochs: pdc.VARCO(epochs, slope=1),
     "rows 1/10 (BNS)": lambda epochs: pdc.BNS(0.1),
-    "largest 1/10": lambda epochs: pdc.LinkPolicy(TopK(10)),
 }
 ROWS = "halo", "halo_reduce", "all_gather", "reduce_scatter"
 

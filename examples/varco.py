@@ -19,7 +19,7 @@ from pyg_distcomm.datasets.node_tasks import (
     node_score,
     num_outputs,
 )
-from pyg_distcomm.halo.schedule import Budget, Exponential, Fixed
+from pyg_distcomm.halo.schedule import Fixed
 
 # what carries rows, and sums back; whole blocks where nearly all rows are needed
 ROWS = "halo", "halo_reduce", "all_gather", "reduce_scatter"
@@ -68,7 +68,6 @@ def main():
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--budget", type=float, default=0.25, help="a share of exact")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     args = parser.parse_args()
@@ -95,10 +94,6 @@ def main():
     varco = show("VARCO, slope 1", pdc.VARCO(args.epochs, slope=1))
     first = pdc.VARCO(args.epochs, slope=1, mask="prefix")
     show("VARCO, slope 1, first columns", first)
-    if mesh.size > 1:  # one process receives nothing: there is no budget to spend
-        total = args.budget * rows[0][1]  # bytes; the slope is solved for
-        schedule = Budget(total, Exponential(args.epochs))
-        show("VARCO, a budget", pdc.VARCO(args.epochs, schedule=schedule))
     if mesh.rank == 0:
         print(f"{name}, {mesh.size} ranks, {args.epochs} epochs")
         head = ("setting", "test accuracy", "MB of rows", "share of exact")

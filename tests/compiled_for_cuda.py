@@ -98,15 +98,9 @@ def codecs(codec, ops):
         codec.unpack_bits(packed, bits, 100)
     for dtype, at, f in itertools.product(ops.REALS, (None, ids), (2, 4096)):
         x, columns = torch.randn(7, f).to(dtype), torch.zeros(7, 2, dtype=torch.int32)
-        codec.first_nonfinite(x, at)
-        codec.compact(x, at)
-        codec.expand(torch.zeros(-(-7 * f // 8), dtype=torch.uint8), x)
-        codec.top_columns(x, at, 2)
         for which in (None, ids):
             y = codec.take_columns(x, at, columns, which)
             codec.put_columns(y, columns, which, 1.5, x)
-        codec.keyed_columns(7, ids, f, 2)
-        codec.block_columns(7, ids.int(), 64, f, 2)
 
 
 def samples(sample):

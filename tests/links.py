@@ -11,18 +11,15 @@ from problems import GRAPHS, owners
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import (
-    Bitmap,
     Cast,
     Chain,
     ColumnMask,
     Plain,
     Quantise,
-    Residual,
     RowSample,
-    TopK,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.halo.schedule import Exponential, Fixed, Linear, Plateau
+from pyg_distcomm.halo.schedule import Fixed, Linear
 from pyg_distcomm.nn import DistGCNConv
 
 WIDTHS = (7, 6, 5, 4)
@@ -75,22 +72,15 @@ LINKS = {
     "late": lambda: LinkPolicy(Plain(), late=1),
     "late by 2 and 1": lambda: LinkPolicy(ONE, late=2, late_gradients=1),
     "varco": lambda: pdc.VARCO(6, c_max=7, slope=2),
-    "varco late": lambda: LinkPolicy(ColumnMask(4), Exponential(6, 6), late=2),
+    "varco late": lambda: LinkPolicy(ColumnMask(4), Linear(6, 6, slope=1), late=2),
     "varco rows": lambda: LinkPolicy(RowSample(4.0), Linear(6, 5), exact_last=False),
     "chain": lambda: LinkPolicy(Chain(ColumnMask(2), ONE), Fixed(3), late=1),
     "sylvie": lambda: pdc.Sylvie(2, sync_every=2, exact_last=False),
     "pipegcn": lambda: pdc.PipeGCN(0.9),
     "bns": lambda: pdc.BNS(0.3),
-    "residual": lambda: LinkPolicy(Residual(Quantise(4, "stochastic")), late=1),
-    "topk": lambda: LinkPolicy(TopK(3), late=1, exact_last=False),
     "cast": lambda: LinkPolicy(Cast(torch.bfloat16), gradient_codec=ONE, late=1),
     "masked gradients": lambda: LinkPolicy(
         ColumnMask(3), gradient_codec=Quantise(8), late=1
     ),
     "adaptive": lambda: pdc.Sylvie(adaptive=True),
-    "plateau": lambda: LinkPolicy(ColumnMask(8), Plateau(0, c_max=4), late=1),
-}
-UNSIZED = {
-    "bitmap": lambda: LinkPolicy(Bitmap(), late=1, exact_last=False),
-    "residual bitmap": lambda: LinkPolicy(Residual(Bitmap()), exact_last=False),
 }

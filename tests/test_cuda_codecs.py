@@ -100,46 +100,16 @@ SHAPES = ((33, 16), (1, 2), (513, 3), (2, 130), (0, 4), (4, 0))
     (torch.int64, torch.int32),
     step=4,
 )
-def test_rows_without_zeros_and_by_columns(shape, dtype, ids):
+def test_rows_by_columns(shape, dtype, ids):
     (f, m), g = shape, torch.Generator().manual_seed(0)
-    x = rows(m, f, dtype).masked_fill(torch.rand(m, f, generator=g) < 0.4, 0.0)
-    ties = (torch.randn(m, f, generator=g) * 2).round().to(dtype)
+    x = (torch.randn(m, f, generator=g) * 2).round().to(dtype)
     index = torch.randperm(m, generator=g)[: m // 2 + 1].to(ids)
     for at in (None, index):
-        same("first_nonfinite", x, at)
-        same("first_nonfinite", ties, at)
-        message = same("compact", x, at)
-        out = torch.full((m if at is None else len(at), f), 7.0, dtype=dtype)
-        same("expand", message, out)
-        longer = torch.cat([message, message[:0].new_ones(1)]).to(DEVICE)
-        with pytest.raises(ValueError, match="says itself that it has"):
-            codec_cuda.expand(longer, out.to(DEVICE))
         for k in {1, (f + 1) // 2, f} if f else ():
-            same("top_columns", ties, at, k)
-            columns = same("top_columns", x.nan_to_num(9.0), at, k)
-            flags = torch.zeros(len(columns), f, dtype=torch.uint8)
-            same("flagged_columns", flags.scatter_(1, columns.long(), 1), k)
-            which = torch.randint(max(len(columns), 1), (len(columns),), generator=g)
-            for lists in ((columns, which), (columns[:1], None)):
-                y = same("take_columns", ties, at, *lists) if m else ties[:, :k]
-                if dtype in codec_ops.FLOATS and m:
-                    same(
-                        "put_columns", y, *lists, f / k, torch.ones(len(y), f).to(dtype)
-                    )
-    turned = torch.zeros(f, m, dtype=dtype).t()
-    same("expand", reference.compact(x), turned)
-
-
-@tiers.cover("f, k", (33, 1, 513, 4096, 5000), (1, 20, 512), step=3)
-def test_columns_by_key(f, k):
-    k, gid = min(f, k), torch.randint(0, 2**62, (9,))
-    same("keyed_columns", KEY, gid, f, k)
-    same("keyed_columns", KEY, gid[:0], f, k)
-    gid = torch.tensor([5, 700, 6, 64, 63, 700])
-    for ids in (gid, gid.int()):
-        lists, which = reference.block_columns(KEY, ids, 64, f, k)
-        found, each = codec_cuda.block_columns(KEY, ids.to(DEVICE), 64, f, k)
-        assert torch.equal(found[each].cpu(), lists[which])
+            columns = torch.randperm(f, generator=g)[:k].int()
+            y = same("take_columns", x, at, columns) if m else x[:, :k]
+            if dtype in codec_ops.FLOATS and m:
+                same("put_columns", y, columns, f / k, torch.ones(len(y), f).to(dtype))
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -163,20 +133,11 @@ CODECS = [
     codecs.Quantise(8),
     codecs.ColumnMask(3, "prefix"),
     codecs.ColumnMask(3, "epoch", scaled=True),
-    codecs.ColumnMask(3, "block", block=4),
-    codecs.TopK(2),
-    codecs.TopK(16, codecs.Quantise(4)),
     codecs.RowSample(2.5),
     codecs.DegreeBits(1),
     codecs.Chain(codecs.ColumnMask(2), codecs.Quantise(2, "stochastic")),
-    codecs.Residual(codecs.TopK(4)),
-    codecs.Residual(codecs.ColumnMask(4)),
 ]
-SIZED = [
-    codecs.Bitmap(),
-    codecs.RangeBits(4),
-    codecs.Chain(codecs.ColumnMask(2), codecs.Bitmap()),
-]
+WAITING = codecs.RangeBits(4)
 
 
 class Event:
@@ -213,17 +174,16 @@ def passed(codec, x, waits=None):
     """Sends rows twice: what was written and read, and how often the host waited."""
     ids = torch.arange(len(x)) * 3
     draw = codecs.RngKey(KEY, ids, degree=ids % 5)
-    states = [codecs.fresh_state(*x.shape, x.dtype) for _ in range(2)]
     found = []
     for k in range(2):
         with waits or contextlib.nullcontext():
-            message = codec.encode(x * (k + 1), draw, state=states[0])
+            message = codec.encode(x * (k + 1), draw)
             out = torch.full_like(x, 7.0)
-            found += [message, codec.decode(message, out, draw, state=states[1])]
+            found += [message, codec.decode(message, out, draw)]
     return found
 
 
-@tiers.parametrize("codec", CODECS + SIZED, slice(0, None, 4), ids=repr)
+@tiers.parametrize("codec", [*CODECS, WAITING], slice(0, None, 4), ids=repr)
 def test_codecs_write_the_bytes_of_the_cpu_and_wait_for_nothing(
     codec, as_on_cuda, monkeypatch
 ):
@@ -236,8 +196,8 @@ def test_codecs_write_the_bytes_of_the_cpu_and_wait_for_nothing(
     found = passed(codec, x, waits)
     for a, b in zip(found, want, strict=True):
         assert torch.equal(a, b)
-    # where sizes hang on values: once to write a message, and once to read it
-    assert len(waits.found) == 4 * (codec in SIZED), waits.found
+    # where bits hang on values: once to write a message, and once to read it
+    assert len(waits.found) == 4 * (codec == WAITING), waits.found
 
 
 class Waits(TorchDispatchMode):
@@ -264,7 +224,7 @@ class Waits(TorchDispatchMode):
             self.found.append("".join(traceback.format_stack()[-5:-2]))
 
 
-@tiers.parametrize("codec", [CODECS[1], CODECS[5], CODECS[8], CODECS[10]], [CODECS[1]])
+@tiers.parametrize("codec", [CODECS[1], CODECS[5], CODECS[6]], [CODECS[1]])
 def test_a_device_tells_later_what_it_could_not_write(codec, as_on_cuda, monkeypatch):
     as_on_cuda()
     x = torch.randn(21, 33)
@@ -273,8 +233,7 @@ def test_a_device_tells_later_what_it_could_not_write(codec, as_on_cuda, monkeyp
     draw = codecs.RngKey(KEY, torch.arange(21), degree=torch.arange(21) % 5)
 
     def send(rows):
-        state = codecs.fresh_state(21, 33)
-        codec.encode(rows, draw, state=state, where="conv1")
+        codec.encode(rows, draw, where="conv1")
 
     monkeypatch.setattr(Event, "come", False)
     send(bad)

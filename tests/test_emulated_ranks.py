@@ -20,7 +20,6 @@ from pyg_distcomm.halo.codecs import (
     Plain,
     Quantise,
     RangeBits,
-    Residual,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.staleness import Drift
@@ -37,7 +36,6 @@ LINKS = {
     "smooth gradients": lambda: LinkPolicy(Plain(), late=1, smooth_gradients=0.8),
     "smooth apart": lambda: LinkPolicy(ONE, late=2, smooth=0.5, smooth_gradients=0.9),
     "warm-up": lambda: LinkPolicy(ONE, late=1, warmup=3),
-    "warm-up with a state": lambda: LinkPolicy(Residual(ONE), late=1, warmup=3),
     "prompt gradients": lambda: pdc.PipeGCN(late_gradients=0, exact_last=False),
     "prompt rows": lambda: LinkPolicy(ONE, late=0, late_gradients=2),
     "every 3": lambda: LinkPolicy(Plain(), late=2, sync_every=3, smooth=0.5, warmup=2),
@@ -51,8 +49,8 @@ LINKS = {
     "skipped, one bit": lambda: pdc.SANCUS(0.3, 2, bits=1),
     "skipped rows": lambda: pdc.SANCUS(0.2, gradients=0.0),
     "skipped, masked": lambda: LinkPolicy(ColumnMask(3), skip=Drift(0.3, 2, 0.5)),
-    "skipped, a state": lambda: LinkPolicy(
-        Residual(Quantise(4, "stochastic")), skip=Drift(0.2), sync_every=4
+    "skipped, four bits": lambda: LinkPolicy(
+        Quantise(4, "stochastic"), skip=Drift(0.2), sync_every=4
     ),
     "varco": lambda: pdc.VARCO(9, c_max=8, slope=1),
 }

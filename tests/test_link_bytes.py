@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
 import tiers
 import torch
 import worlds
-from links import LINKS, ONE, UNSIZED, Net, build, moved
-from problems import GRAPHS, grids
+from links import LINKS, ONE, build, moved
+from problems import grids
 
 import pyg_distcomm as pdc
-from pyg_distcomm.halo.codecs import ColumnMask, Plain
+from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.halo.schedule import Budget, Exponential
 from pyg_distcomm.nn import DistSAGEConv
 
 
 def priced(name, grid, keep=False, cutter="random", graph="undirected", sized=True):
-    link = {**LINKS, **UNSIZED}[name]()
+    link = LINKS[name]()
     mesh, share, net = build(grid, link, cutter, graph, DistSAGEConv, keep)
     for t in range(7):
         foretold = link.price().total
@@ -46,7 +44,7 @@ def priced(name, grid, keep=False, cutter="random", graph="undirected", sized=Tr
     assert not link.state.exchanges or "forward" in str(link)
 
 
-@tiers.cover(("grid", "name"), [(4, 1, 1), (2, 2, 1)], [*LINKS, *UNSIZED], step=5)
+@tiers.cover(("grid", "name"), [(4, 1, 1), (2, 2, 1)], [*LINKS], step=5)
 def test_bytes_are_those_foretold(name, grid):
     keep, graph = (False, "undirected") if grid[0] == 4 else (True, "directed")
     worlds.run(priced, 4, name, grid, keep, "random", graph, name in LINKS)
@@ -99,35 +97,6 @@ def learnt(grid):
 def test_bytes_of_weights_that_are_learnt():
     worlds.run(learnt, 2, (2, 1, 1))
     worlds.run(learnt, 4, (2, 2, 1))
-
-
-def budgeted(codec, late):
-    total, epochs = 4.0e5, 40
-    schedule = Budget(total, Exponential(epochs, 64, 1))
-    link = LinkPolicy(codec, schedule, late=late)
-    mesh = worlds.mesh()
-    data = GRAPHS["undirected"]()
-    g = torch.Generator().manual_seed(0)
-    data.x = torch.randn(data.num_nodes, 64, generator=g)
-    share = pdc.partition(data, mesh, "random", link=link)
-    net = Net(DistSAGEConv, (64, 64, 64, 5))
-    spent = 0
-    for _ in range(epochs):
-        mesh.ledger.reset()
-        net(share.x, share.edge_index).square().sum().backward()
-        spent += moved(mesh)
-        link.step()
-    return spent, total, link.scheduler.schedule
-
-
-@pytest.mark.parametrize(
-    ("codec", "late"), [tiers.rarely(ColumnMask(64), 0), (ColumnMask(64), 2)]
-)
-def test_a_budget_is_met(codec, late):
-    found = worlds.run(budgeted, 3, codec, late)
-    spent = sum(one for one, _, _ in found)
-    assert 0.99 * found[0][1] <= spent <= found[0][1]
-    assert len({str(schedule) for _, _, schedule in found}) == 1
 
 
 def opened(late):

@@ -7,18 +7,14 @@ import torch
 import worlds
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo.codec import header_bytes, pack, packed_bytes, unpack
+from pyg_distcomm.halo.codec import pack, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import (
-    Bitmap,
     Cast,
     Chain,
     ColumnMask,
     Plain,
     Quantise,
-    Residual,
     RngKey,
-    TopK,
-    fresh_state,
 )
 
 F = 21
@@ -28,13 +24,8 @@ CODECS = [
     Cast(torch.bfloat16),
     ONE,
     Quantise(2),
-    ColumnMask(4, "block", block=3, scaled=True),
-    Bitmap(),
-    TopK(5),
+    ColumnMask(4, scaled=True),
     Chain(ColumnMask(3), ONE),
-    Chain(Cast(torch.bfloat16), Bitmap()),
-    Residual(Quantise(4, "stochastic")),
-    Residual(Bitmap()),
 ]
 
 
@@ -61,29 +52,22 @@ def _exchange(size):
     ghosts = torch.cat([30 * q + i for q, i in enumerate(in_ids)])
     index = torch.cat(out_ids)
     for codec in CODECS:
-        here, there = fresh_state(sum(send), F), fresh_state(sum(recv), F)
         for key in range(3):
             x = rows(rank) * (1 + key)
             draw = RngKey(key, 30 * rank + index)
-            message, sizes = pack(codec, x, send, draw, index=index, state=here)
+            message, sizes = pack(codec, x, send, draw, index=index)
             axis.ledger.reset()
-            told = packed_bytes(codec, recv, F, x.dtype)
-            cuts = (
-                told if codec.fixed_size else collectives.exchange_counts(sizes, axis)
-            )
+            cuts = packed_bytes(codec, recv, F, x.dtype)
             got = collectives.all_to_all(message, sizes, cuts, axis, "halo").wait()
-            assert all(a <= b for a, b in zip(cuts, told, strict=True))
             assert axis.ledger.bytes("halo") == sum(cuts)
-            assert axis.ledger.bytes("plan") == header_bytes(codec, size - 1)
+            assert axis.ledger.bytes() == sum(cuts)
             ghost = torch.empty(sum(recv), F)
-            unpack(codec, got, cuts, recv, ghost, RngKey(key, ghosts), state=there)
+            unpack(codec, got, cuts, recv, ghost, RngKey(key, ghosts))
             wanted = [rows(q) * (1 + key) for q in range(size)]
             wanted = torch.cat([w[i] for w, i in zip(wanted, in_ids, strict=True)])
             if codec.linear:
                 mine = codec.adjoint(wanted, RngKey(key, ghosts))
                 assert torch.equal(ghost, mine)
-            elif isinstance(codec, Residual):
-                assert torch.equal(ghost, there.last)
             else:
                 alone = codec.encode(wanted, RngKey(key, ghosts))
                 one = codec.decode(alone, torch.empty_like(wanted), RngKey(key, ghosts))

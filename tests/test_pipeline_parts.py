@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from schedules import simulated, verify
 from torch import nn
 from torch_geometric.nn import (
     BatchNorm,
@@ -20,7 +21,6 @@ from torch_geometric.nn import (
 )
 
 from pyg_distcomm.comm.mesh import ranks_per_stage
-from pyg_distcomm.pipeline.history_buffer import History
 from pyg_distcomm.pipeline.layer_stack import (
     cut_layers,
     estimated_costs,
@@ -35,7 +35,6 @@ from pyg_distcomm.pipeline.schedule import (
     bubble,
     fewest_chunks,
     fill_drain,
-    verify,
 )
 
 
@@ -45,6 +44,7 @@ def test_schedules_are_carried_out(stages):
         schedule = fill_drain(stages, chunks, ahead)
         verify(schedule)
         assert schedule.bubble == pytest.approx(bubble(stages, chunks))
+        assert set(schedule.spans(1.0, 2.0)) == simulated(schedule, 1.0, 2.0)
         ends = [span.end for span in schedule.spans(1.0, 2.0)]
         assert max(ends) == 3 * (chunks + stages - 1)
         drawn = str(schedule).splitlines()
@@ -100,10 +100,10 @@ def test_a_circle_of_waits_is_refused():
     first = (Action("post_grad"), Action("receive_grad"), Action("send"))
     second = (Action("post"), Action("receive"), Action("send_grad"))
     with pytest.raises(ValueError, match="while stage 0 would post_grad 0"):
-        StageSchedule((first, second), 1).spans()
+        simulated(StageSchedule((first, second), 1), 1.0, 1.0)
     alone = (Action("post"), Action("receive"))
     with pytest.raises(ValueError, match="for ever: stage 1 at receive 0"):
-        StageSchedule(((Action("forward"),), alone), 1).spans()
+        simulated(StageSchedule(((Action("forward"),), alone), 1), 1.0, 1.0)
 
 
 def test_layers_are_cut_as_well_as_can_be():
@@ -176,27 +176,6 @@ def test_what_cannot_run_in_chunks_is_refused(layers, kind, told):
         read_stack(layers)
     read_stack([GENConv(2, 2, norm=None), LayerNorm(2, mode="node")])
     read_stack([GCNConv(2, 2, cached=True)])
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_history_keeps_rows(dtype, kind):
-    draw = torch.Generator().manual_seed(1)
-    rows = torch.randn(10, 6, generator=draw, dtype=kind)
-    rows[3], rows[4] = 0.0, 1.0
-    bounds = (0, 4, 4, 10)
-    history = History(bounds, rows, dtype)
-    for block in range(3):
-        history.store(block, rows[bounds[block] : bounds[block + 1]])
-    out = torch.full_like(rows, float("nan"))
-    for block in range(3):
-        history.load(block, out[bounds[block] : bounds[block + 1]])
-    error = (out - rows).abs().max()
-    assert error <= {None: 0, torch.float16: 2e-3}.get(dtype, 2e-2)
-    assert torch.equal(out[3:5], rows[3:5])
-    assert history.nbytes == 60 * (dtype or kind).itemsize
-    with pytest.raises(ValueError, match="not finite as float16"):
-        History((0, 1), rows, torch.float16).store(0, 1e6 * rows[4:5])
 
 
 def test_prices_are_those_of_the_paper():

@@ -188,8 +188,6 @@ LINKS = {
     "late": lambda: pdc.PipeGCN(smooth=0.95),
     "late codes": lambda: pdc.Sylvie(bits=8),
     "columns": lambda: pdc.LinkPolicy(codecs.ColumnMask(2)),
-    "largest": lambda: pdc.LinkPolicy(codecs.TopK(2)),
-    "with errors": lambda: pdc.LinkPolicy(codecs.Residual(codecs.Quantise(2))),
     "some rows": lambda: pdc.BNS(p=0.5),
 }
 

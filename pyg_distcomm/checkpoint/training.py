@@ -62,7 +62,7 @@ def save_checkpoint(
         model: the model, wrapped by `replicate` or not.
         optimizer: its optimizer.
         link: the link of the training, or links by relation as `partition` takes them: each
-            rank writes their late and residual rows.
+            rank writes their late rows.
         keep: the number of checkpoints to keep: this one, and earlier ones at `path.1`, ...,
             which `load_checkpoint` reads as well.
         extra: further values: numbers, strings, tensors, or lists and dicts of them.
@@ -113,7 +113,7 @@ def load_checkpoint(
         model: the model to load into.
         optimizer: the optimizer to load into.
         link: the link to load into, made like the saved one, or links by relation with the
-            same names. On another number of ranks or another partition, late and residual
+            same names. On another number of ranks or another partition, late
             rows are dropped with a warning: the next epoch is synchronous, at the saved place
             in the schedule.
         extra: the further values to read, by name; tensors come to the device of those that

@@ -1,9 +1,8 @@
 """Defines Codec, which encodes rows as bytes, and packs the messages of an exchange.
 
 [Note: one message] The bytes that one rank sends to one peer in one exchange are a message.
-Both ends know its length from the number of rows; where it depends on values (`fixed_size`
-is False), the sender sends it ahead in `HEADER` bytes. `pack` puts the messages for all
-peers side by side in one tensor.
+Both ends know its length from the number of rows. `pack` puts the messages for all peers side
+by side in one tensor.
 
 [Note: gradients] Where decode(encode(.)) is a linear map C of the rows, gradients go back
 through its transpose. Every linear codec is symmetric, so the same codec with the same
@@ -28,18 +27,15 @@ from pyg_distcomm.process import PROCESS
 
 __all__ = [
     "Codec",
-    "CodecState",
     "CodingContext",
     "ColumnReducer",
     "RngKey",
-    "fresh_state",
     "pack",
     "room",
     "share_of",
     "unpack",
 ]
 
-HEADER = 8  # bytes of a length that is sent ahead
 Index: TypeAlias = Tensor | None
 
 
@@ -76,31 +72,6 @@ class RngKey:
         return self.key if self.noise is None else self.noise, self.gid
 
 
-@dataclass(eq=False)
-class CodecState:
-    """Holds the rows decoded last, `[m, f]`; both ends of a link keep a copy."""
-
-    last: Tensor
-
-    def part(self, begin: int, end: int) -> CodecState:
-        """Returns the state of rows begin .. end-1, in the same memory."""
-        return CodecState(self.last[begin:end])
-
-    def reset(self) -> None:
-        """Sets the rows to zero; both ends must do so between the same two messages."""
-        self.last.zero_()
-
-
-def fresh_state(
-    rows: int,
-    width: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> CodecState:
-    """Returns the state before the first message: zeros."""
-    return CodecState(torch.zeros(rows, width, dtype=dtype, device=device))
-
-
 @dataclass(frozen=True, eq=False)
 class CodingContext:
     """Passes the checked arguments of `encode` and `decode` to `_write` and `_read`.
@@ -109,26 +80,18 @@ class CodingContext:
         codec: the codec.
         rows: the number of rows of the message, m.
         draw: the key of its randomness, or None.
-        state: the state of this end, or None.
         where: the name of the layer in errors.
     """
 
     codec: Codec
     rows: int
     draw: RngKey | None
-    state: CodecState | None
     where: str = ""
 
     @property
     def key(self) -> RngKey:
         """The key of a codec that is `keyed`."""
         return checked_key(self.codec, self.draw, self.rows)
-
-    @property
-    def last(self) -> Tensor:
-        """The rows decoded last, of a codec that is `stateful`."""
-        assert self.state is not None
-        return self.state.last
 
     def error(self, x: Tensor, index: Index, bad: int) -> ValueError:
         """Returns the error for a row that holds a number that cannot be sent."""
@@ -163,7 +126,7 @@ class CodingContext:
             flag = bad.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(bad.device))
-            PROCESS.refused.append((event, flag, replace(self, draw=None, state=None)))
+            PROCESS.refused.append((event, flag, replace(self, draw=None)))
 
 
 def raise_deferred() -> None:
@@ -225,16 +188,6 @@ class Codec(abc.ABC):
         return False
 
     @property
-    def stateful(self) -> bool:
-        """Whether both ends keep a `CodecState`."""
-        return False
-
-    @property
-    def fixed_size(self) -> bool:
-        """Whether `wire_bytes` is exact; if not, it is a bound, and lengths are sent first."""
-        return all(one.fixed_size for one in self.inside)
-
-    @property
     def keyed(self) -> bool:
         """Whether it needs a `RngKey`."""
         return any(one.keyed for one in self.inside)
@@ -263,7 +216,7 @@ class Codec(abc.ABC):
     def wire_bytes(
         self, rows: int, width: int, dtype: torch.dtype = torch.float32
     ) -> int:
-        """Returns the bytes of a message; an upper bound if not `fixed_size`."""
+        """Returns the bytes of a message, whatever its values."""
 
     @final
     def encode(
@@ -273,7 +226,6 @@ class Codec(abc.ABC):
         *,
         index: Index = None,
         out: Tensor | None = None,
-        state: CodecState | None = None,
         where: str = "",
     ) -> Tensor:
         """Writes rows as one message.
@@ -283,14 +235,13 @@ class Codec(abc.ABC):
             draw: the key of randomness, for codecs that are `keyed`.
             index: the rows of x to send `[m]`; all of them by default.
             out: bytes to write into; the message is their beginning.
-            state: the state of this end, for codecs that are `stateful`.
             where: the name of the layer in errors.
 
         Raises:
             ValueError: for rows that cannot be written; nothing has changed then.
         """
         rows = len(x) if index is None else len(index)
-        context = self._context(rows, x.size(1), draw, state, where)
+        context = self._context(rows, draw, where)
         with label(f"encode {type(self).__name__}"):
             return self._write(x, index, out, context)
 
@@ -300,11 +251,9 @@ class Codec(abc.ABC):
         message: Tensor,
         out: Tensor,
         draw: RngKey | None = None,
-        *,
-        state: CodecState | None = None,
     ) -> Tensor:
         """Reads a message into `out` `[m, f]`, and returns it."""
-        context = self._context(len(out), out.size(1), draw, state)
+        context = self._context(len(out), draw)
         with label(f"decode {type(self).__name__}"):
             return self._read(message, out, context)
 
@@ -321,9 +270,7 @@ class Codec(abc.ABC):
     def _context(
         self,
         rows: int,
-        width: int,
         draw: RngKey | None,
-        state: CodecState | None,
         where: str = "",
     ) -> CodingContext:
         if self.keyed:
@@ -333,17 +280,7 @@ class Codec(abc.ABC):
                     f"{self!r} needs the in-degrees of {rows} rows: give them as "
                     "RngKey(key, gid, degree=degree), the same on both ends"
                 )
-        if self.stateful and state is None:
-            raise ValueError(
-                f"{self!r} needs the state of this link: keep one on each end, made by "
-                "fresh_state(rows, width, dtype)"
-            )
-        if self.stateful and state and state.last.shape != (rows, width):
-            raise ValueError(
-                f"the state has rows of {list(state.last.shape)}, the message of "
-                f"{[rows, width]}; a state belongs to one link of one width"
-            )
-        return CodingContext(self, rows, draw, state, where)
+        return CodingContext(self, rows, draw, where)
 
     def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
         """Returns C^T g `[m, f]`, the gradient of the rows; see [Note: gradients].
@@ -466,18 +403,13 @@ def matrix_of(message: Tensor, rows: int, width: int, dtype: torch.dtype) -> Ten
 def packed_bytes(
     codec: Codec, counts: Sequence[int], width: int, dtype: torch.dtype
 ) -> list[int]:
-    """Returns the bytes of the message for each peer; upper bounds if not `fixed_size`.
+    """Returns the bytes of the message for each peer.
 
         bytes[q] = codec.wire_bytes(counts[q], width, dtype)
 
     No rows make no message.
     """
     return [codec.wire_bytes(count, width, dtype) if count else 0 for count in counts]
-
-
-def header_bytes(codec: Codec, peers: int) -> int:
-    """Returns the bytes of the message lengths that are sent first to `peers` ranks."""
-    return 0 if codec.fixed_size else HEADER * peers
 
 
 @dataclass(frozen=True)
@@ -496,11 +428,7 @@ class Load:
     dtype: torch.dtype
 
     def bytes(self, codec: Codec) -> int:
-        """Returns the bytes received, with headers; an upper bound if not `fixed_size`."""
-        return self.payload(codec) + header_bytes(codec, self.peers)
-
-    def payload(self, codec: Codec) -> int:
-        """Returns the bytes of the messages alone."""
+        """Returns the bytes received."""
         return sum(packed_bytes(codec, self.counts, self.width, self.dtype))
 
     @property
@@ -516,7 +444,6 @@ def pack(
     draw: RngKey | None = None,
     *,
     index: Index = None,
-    state: CodecState | None = None,
     where: str = "",
 ) -> tuple[Tensor, list[int]]:
     """Writes the rows for each peer; returns the messages side by side, and their sizes.
@@ -527,41 +454,33 @@ def pack(
         counts: how many rows go to each peer.
         draw: the key of all the rows, in order.
         index: the rows of x to send, in order of peers `[sum(counts)]`; all by default.
-        state: the state of all the rows, for codecs that are `stateful`.
         where: names the layer in errors.
 
     Raises:
         ValueError: if rows cannot be written, or take other bytes than `wire_bytes` says.
-            Stateful codecs may have updated the state of earlier peers, so reset it on
-            both ends.
     """
     sizes = packed_bytes(codec, counts, x.size(1), x.dtype)
-    fixed = codec.fixed_size
-    total = sum(sizes) if fixed else 0
-    out = torch.empty(total, dtype=torch.uint8, device=x.device)
-    parts, filled = [], 0
-    for (begin, end), size in zip(_ranges(counts), sizes, strict=True):
-        if not size:
-            parts.append(out[:0])
+    out = torch.empty(sum(sizes), dtype=torch.uint8, device=x.device)
+    for (begin, end), (first, last) in zip(
+        _ranges(counts), _ranges(sizes), strict=True
+    ):
+        if first == last:
             continue
         rows = (x[begin:end], None) if index is None else (x, index[begin:end])
         message = codec.encode(
             rows[0],
             None if draw is None else draw.part(begin, end),
             index=rows[1],
-            out=out[filled : filled + size] if fixed else None,
-            state=None if state is None else state.part(begin, end),
+            out=out[first:last],
             where=where,
         )
-        if len(message) != size and (fixed or len(message) > size):
+        if len(message) != last - first:
             raise ValueError(
                 f"{codec!r} wrote {len(message)} bytes for {end - begin} rows of "
-                f"{x.size(1)}, but wire_bytes returned {size}: it must return the exact size, "
-                "or an upper bound if `fixed_size` is False"
+                f"{x.size(1)}, but wire_bytes returned {last - first}: it must return the "
+                "exact size"
             )
-        parts.append(message)
-        filled += len(message)
-    return (out if fixed else torch.cat(parts)), [len(part) for part in parts]
+    return out, sizes
 
 
 def unpack(
@@ -571,18 +490,16 @@ def unpack(
     counts: Sequence[int],
     out: Tensor,
     draw: RngKey | None = None,
-    *,
-    state: CodecState | None = None,
 ) -> Tensor:
     """Reads the messages of all peers into `out` `[sum(counts), f]`, and returns it.
 
     Args:
         codec: the codec they were written with.
         messages: the messages side by side.
-        sizes: their bytes: `packed_bytes`, or the received lengths if not `fixed_size`.
+        sizes: their bytes: `packed_bytes`.
         counts: how many rows come from each peer.
         out: the operator's input, or a part of it.
-        draw, state: as in `pack`, of the rows in the order they arrive.
+        draw: as in `pack`, of the rows in the order they arrive.
     """
     cuts = zip(_ranges(counts), _ranges(sizes), strict=True)
     for (begin, end), (first, last) in cuts:
@@ -591,7 +508,6 @@ def unpack(
                 messages[first:last],
                 out[begin:end],
                 None if draw is None else draw.part(begin, end),
-                state=None if state is None else state.part(begin, end),
             )
     return out
 

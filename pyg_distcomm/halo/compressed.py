@@ -26,10 +26,8 @@ from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.halo.codec import (
     Codec,
-    CodecState,
     Load,
     RngKey,
-    fresh_state,
     pack,
     packed_bytes,
 )
@@ -52,8 +50,6 @@ class LayerExchange:
         codec, gradient_codec: the codecs of rows and of gradients.
         synchronous: whether rows of this epoch are used.
         trains: whether it updates the state; evaluation does not.
-        seeds: whether the rows, and the gradients, of this exact exchange initialise the
-            state of a stateful codec.
         degrees: returns the in-degrees of own nodes `[n]`, for codecs that are `ranked`.
         exact_reason: why rows are exact and synchronous in all epochs; "" if they are not.
     """
@@ -67,14 +63,12 @@ class LayerExchange:
     gradient_codec: Codec | None
     synchronous: bool
     trains: bool
-    seeds: tuple[bool, bool]
     degrees: Callable[[], Tensor] | None = None
     exact_reason: str = ""
 
     def as_exact(self, why: str) -> LayerExchange:
         """Returns the same call with exact and synchronous rows."""
-        exact = replace(self, codec=Plain(), gradient_codec=None)
-        return replace(exact, seeds=(False, False), exact_reason=why)
+        return replace(self, codec=Plain(), gradient_codec=None, exact_reason=why)
 
     def wrap(self, link: Link, name: int) -> Link:
         """Returns a link of an operator with the codec and timing of this call.
@@ -178,7 +172,7 @@ class CompressedLink(Link):
                 fold = self.key.layer, self.key.number, self.key.name
                 key = noise = random.fold(exchange.seed, exchange.epoch, *fold)
                 codec = exchange.codec
-            buffer = self._buffer(x, direction, codec, backward)
+            buffer = self._buffer(x, direction, backward)
             if skips and self._is_skipped(
                 _rows_to_send(x, direction), buffer, direction, backward
             ):
@@ -189,10 +183,17 @@ class CompressedLink(Link):
                 noise = random.fold(noise, direction.axis.rank)
             rng = RngKey(key, direction.gid, noise, direction.degree)
             op = "halo_reduce" if sums else "halo"
-            packed, sizes, from_sizes = self._pack(
-                x, direction, codec, rng, buffer.sent, op
+            packed, sizes = pack(
+                codec,
+                x,
+                direction.counts,
+                rng,
+                index=direction.index,
+                where=exchange.layer_name,
             )
-            most = codec.wire_bytes(direction.most, x.size(1), x.dtype)
+            shape = x.size(1), x.dtype
+            from_sizes = packed_bytes(codec, direction.from_counts, *shape)
+            most = codec.wire_bytes(direction.most, *shape)
             pending = collectives.all_to_all(
                 packed, sizes, from_sizes, direction.axis, op, most
             )
@@ -204,37 +205,7 @@ class CompressedLink(Link):
                 buffer.reference = _rows_to_send(x, direction).detach().clone()
             if not backward:
                 self._forward_message = due
-            if exchange.seeds[backward]:
-                buffer.sent = CodecState(_rows_to_send(x, direction).clone())
         return lambda out: self._receive(due, buffer, out, backward)
-
-    def _pack(
-        self,
-        x: Tensor,
-        direction: Direction,
-        codec: Codec,
-        rng: RngKey,
-        sent: CodecState | None,
-        op: str,
-    ) -> tuple[Tensor, list[int], list[int]]:
-        """Returns the messages for all peers, their sizes, and the sizes to receive."""
-        axis, width, dtype = direction.axis, x.size(1), x.dtype
-        packed, sizes = pack(
-            codec,
-            x,
-            direction.counts,
-            rng,
-            index=direction.index,
-            state=sent if codec.stateful else None,
-            where=self.exchange.layer_name,
-        )
-        if codec.fixed_size:
-            from_sizes = packed_bytes(codec, direction.from_counts, width, dtype)
-        else:
-            lengths, ones = torch.tensor(sizes), [1] * axis.size
-            header = collectives.all_to_all(lengths, ones, ones, axis, op, 1)
-            from_sizes = [int(size) for size in header.wait()]
-        return packed, sizes, from_sizes
 
     def _direction(self, sums: bool) -> Direction:
         """Returns a direction, with in-degrees if a codec needs them; collective then."""
@@ -264,19 +235,13 @@ class CompressedLink(Link):
         ).tolist()
         return bool(change <= rule.bound_of(backward) ** 2 * norm)
 
-    def _buffer(
-        self, x: Tensor, direction: Direction, codec: Codec, backward: bool
-    ) -> StaleBuffer:
-        """Returns the buffer of the exchange, with codec states if the codec is stateful."""
+    def _buffer(self, x: Tensor, direction: Direction, backward: bool) -> StaleBuffer:
+        """Returns the buffer of the exchange."""
         exchange, buffer = self.exchange, StaleBuffer()
         if exchange.trains and not exchange.exact_reason:
             buffer = exchange.state.buffer(self.key, backward, direction, self.halo, x)
         if exchange.synchronous:
             buffer.drain()
-        if codec.stateful and buffer.sent is None:
-            like = x.size(1), x.dtype, x.device
-            buffer.sent = fresh_state(len(direction.gid), *like)
-            buffer.received = fresh_state(len(direction.from_gid), *like)
         return buffer
 
     def _prepare_gradient(
@@ -305,11 +270,9 @@ class CompressedLink(Link):
         """Decodes the rows that are due into `out`, and returns it."""
         exchange = self.exchange
         with exchange.state.guard():
-            due.read(out, buffer.received if due.codec.stateful else None)
+            due.read(out)
         if due not in buffer.messages:
             due.raw = None  # the backward pass needs only its codec and key
-        if exchange.seeds[backward]:
-            buffer.received = CodecState(out.clone())
         momentum = exchange.timing.momentum(backward)
         if momentum and exchange.late(backward):
             buffer.average(out, momentum, exchange.synchronous)
@@ -329,8 +292,7 @@ class CompressedLink(Link):
         received = _load_of(direction, width, kind).bytes(codec)
         sent = Load(direction.counts, peers, width, kind).bytes(codec)
         sizes = packed_bytes(codec, direction.counts, width, kind)
-        headers = 0 if codec.fixed_size else peers
-        return Price(received, sent, sum(map(bool, sizes)) + headers)
+        return Price(received, sent, sum(map(bool, sizes)))
 
     def to(self, device: torch.device) -> CompressedLink:
         return CompressedLink(self.halo.to(device), self.exchange, self.key)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
-
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Short, format_table
-from pyg_distcomm.halo.codec import Codec, Load
+from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs.quantise import Plain
 from pyg_distcomm.halo.compressed import gradient_codec
 from pyg_distcomm.halo.halo import DEGREES, NAMES
-from pyg_distcomm.halo.schedule import BytesOf
 from pyg_distcomm.halo.staleness import Timing
 from pyg_distcomm.halo.state import CallKey, ExchangeKey, ExchangeState, LayerState
 
@@ -54,7 +49,7 @@ class LinkPrice:
         epoch: the epoch.
         lines: each exchange.
         agreement: bytes by which ranks agree on whether calls are exact, or skipped.
-        exact: whether bytes are exact; otherwise they depend on values, and are upper bounds.
+        exact: whether bytes are exact; where exchanges may be skipped, they are upper bounds.
     """
 
     epoch: int
@@ -110,7 +105,6 @@ class LinkCostModel:
         timing: the epochs in which rows are used.
         exact_first: whether the first epoch is exact.
         codecs_at: returns the codecs in an epoch.
-        codecs_of: returns the codecs at a rate.
         epoch: the epoch in progress.
         synchronous: whether epochs are synchronous until further notice.
         size: the number of ranks.
@@ -123,7 +117,6 @@ class LinkCostModel:
     timing: Timing
     exact_first: bool
     codecs_at: Callable[[int], CodecPair]
-    codecs_of: Callable[[float], CodecPair]
     epoch: int
     synchronous: bool
     size: int
@@ -131,7 +124,7 @@ class LinkCostModel:
     def price(self, epoch: int) -> LinkPrice:
         """Returns the price of an epoch on this rank."""
         lines: dict[tuple[int, int, int], Line] = {}
-        exact, decision_bytes = True, 0
+        decision_bytes = 0
         for key, exchange in self._active_exchanges(epoch):
             computed_now = self._is_computed_now(key.layer, epoch)
             forward = self._received_bytes(key, exchange, epoch, False, computed_now)
@@ -140,11 +133,9 @@ class LinkCostModel:
                 if computed_now
                 else self._received_bytes(key, exchange, epoch, True, computed_now)
             )
-            used = [self._codec(key, exchange, epoch, way) for way in (False, True)]
             decision_bytes += (
                 0 if computed_now else self._skip_decision_bytes(key, exchange, epoch)
             )
-            exact = exact and (computed_now or all(codec.fixed_size for codec in used))
             loads = [load for load in exchange.loads if load is not None]
             before = lines.get(key[:3])
             kept = 0 if computed_now else self._kept_bytes(key, exchange, epoch)
@@ -159,9 +150,7 @@ class LinkCostModel:
                 kept + (before.kept if before else 0),
             )
         agreement = self._agreement_bytes(epoch) + decision_bytes
-        return LinkPrice(
-            epoch, tuple(lines.values()), agreement, exact and not decision_bytes
-        )
+        return LinkPrice(epoch, tuple(lines.values()), agreement, not decision_bytes)
 
     def _active_exchanges(
         self, epoch: int
@@ -275,18 +264,15 @@ class LinkCostModel:
             buffer = exchange.buffers[backward]
             since = epoch if buffer is None or buffer.since is None else buffer.since
             for e in range(self.oldest(epoch, late - 1, since), epoch + 1):
-                total += load.payload(self._codec(key, exchange, e, backward))
+                total += load.bytes(self._codec(key, exchange, e, backward))
             if self.timing.momentum(backward):
                 total += load.rows_bytes
             row = load.width * load.dtype.itemsize
             if self.timing.skips(backward):
                 sent = [m.codec for m in buffer.messages] if buffer else []
                 sent = sent or [self._codec(key, exchange, epoch, backward)]
-                total += load.payload(sent[-1])
+                total += load.bytes(sent[-1])
                 total += exchange.sent_rows[backward] * row
-            codec, own = self.codecs_at(epoch)
-            if (own if backward and own is not None else codec).stateful:
-                total += load.rows_bytes + exchange.sent_rows[backward] * row
         return total
 
     def _describe(
@@ -311,92 +297,6 @@ class LinkCostModel:
         if late[0] == late[1]:
             return f"{how}, late by {late[0]}"
         return f"{how}, late by {late[0]} and {late[1]}"
-
-    def bytes_of(self, axis: Axis, epochs: int) -> BytesOf:
-        """Returns the bytes of all ranks of an axis by epoch and rate; collective.
-
-        Gradients that share the mask of their rows count in the epoch of those rows.
-        """
-        own = [
-            (
-                tuple(key),
-                exchange.loads,
-                self._input_stage(key.layer),
-                exchange.exact_reason,
-            )
-            for key, exchange in self._active_exchanges(0)
-        ]
-        gathered = collectives.all_gather_object(own, axis)
-        every = [one for rows in gathered for one in rows]
-        layers = {(key[0], stage) for key, _, stage, _ in every}
-        agreement = collectives.ring_words(1, self.size) * self.size
-        epoch_bytes = _EpochBytes(self, every)
-
-        def bytes_of(epoch: int, rate: float) -> float:
-            asking_layers = {
-                number for number, stage in layers if epoch == 0 or not stage
-            }
-            # new layers ask one by one
-            times = bool(asking_layers) if epoch else len(asking_layers)
-            return epoch_bytes(epoch, rate, answers[epoch]) + agreement * times
-
-        late = self.timing.staleness(False)
-        answers = Counter(self.oldest(t, late) for t in range(epochs))
-        return bytes_of
-
-
-class _EpochBytes:
-    """Computes the bytes of an epoch on all ranks by rate, cached for budgets."""
-
-    def __init__(
-        self,
-        model: LinkCostModel,
-        every: list[tuple[tuple[int, ...], list[Load | None], int, str]],
-    ) -> None:
-        self._model = model
-        self._all: tuple[Counter[Load], Counter[Load]] = Counter(), Counter()
-        self._coded: tuple[Counter[Load], Counter[Load]] = Counter(), Counter()
-        self._exact = self._once = 0
-        for key, loads, stage, exact_reason in every:
-            for backward, load in enumerate(loads):
-                if load is None:
-                    continue
-                self._all[backward][load] += 1
-                whole = load.bytes(Plain())
-                if stage:  # computed once, in training or in evaluation
-                    self._once += 0 if backward else whole
-                elif key[:2] == model.last or exact_reason:
-                    self._exact += whole
-                else:
-                    self._coded[backward][load] += 1
-        self._cache: dict[object, int] = {}
-
-    def __call__(self, epoch: int, rate: float, answers: int) -> int:
-        """Returns the bytes of an epoch; `answers` gradients answer its rows."""
-        codec, own = self._model.codecs_of(rate)
-        masks = self._model.codecs_of(2.0)[0].zero_fills
-        if epoch == 0 and self._model.exact_first:
-            exact_bytes = sum(self._sum(loads, Plain()) for loads in self._all)
-            later = answers - 1 if masks else 0
-            return exact_bytes + later * self._sum(self._coded[1], Plain())
-        loads = self._all if epoch == 0 else self._coded
-        total = self._sum(loads[0], codec)
-        times = answers if own is None and masks else 1
-        total += times * self._sum(loads[1], own or codec)
-        total += self._exact if epoch else 0
-        return total + (self._once if epoch == 1 else 0)
-
-    def _sum(self, loads: Counter[Load], codec: Codec) -> int:
-        widest: dict[tuple[int, torch.dtype], int] = {}
-        for load in loads:
-            shape = load.width, load.dtype
-            widest[shape] = max(widest.get(shape, 1), *load.counts)
-        # codecs that agree on the widest messages agree on all others
-        sizes = tuple(codec.wire_bytes(rows, *shape) for shape, rows in widest.items())
-        key = id(loads), codec == Plain(), sizes
-        if key not in self._cache:
-            self._cache[key] = sum(n * load.bytes(codec) for load, n in loads.items())
-        return self._cache[key]
 
 
 def exchange_name(name: int) -> str:

@@ -21,10 +21,7 @@ from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.cost import LinkCostModel, LinkPrice
 from pyg_distcomm.halo.schedule import (
     Adaptive,
-    Budget,
     LossTrend,
-    Plateau,
-    RateScheduler,
     Schedule,
     bits_of,
     with_bits,
@@ -41,7 +38,7 @@ from pyg_distcomm.halo.state import (
 __all__ = ["LinkPolicy"]
 
 _STATE_KEYS = frozenset(
-    "epoch pace solved trend last active parts_of mark constant kept".split()
+    "epoch pace trend last active parts_of mark constant kept".split()
 )
 
 
@@ -77,7 +74,7 @@ class LinkPolicy:
         gradient_codec: that of gradients, if not that of the rows they answer. It
             follows the schedule if it has a rate.
         exact_last: makes the last call exact, of layers that make more than one, and the
-            first epoch, which also is exact under a `Budget`.
+            first epoch.
         exact_eval: makes evaluation exact; otherwise it is coded, never late, and exact
             where `exact_last` makes training so, in all calls of that layer.
         adaptive: sets bits and timing by the loss; True is `Adaptive()`.
@@ -122,33 +119,15 @@ class LinkPolicy:
         means = smooth, smooth_gradients
         self.timing = Timing(late, late_gradients, sync_every, *means, warmup, skip)
         self.exact_last, self.exact_eval, self.seed = exact_last, exact_eval, seed
-        self.scheduler = None if schedule is None else RateScheduler(schedule)
+        self.schedule = schedule
         rule = Adaptive() if adaptive is True else adaptive or None
         self.trend = None if rule is None else LossTrend(rule, bits_of(codec))
         if schedule is not None:
             codec.with_rate(1.0)  # raises for a codec without a rate
-        self._check_stateful()
         self.epoch = 0
         self.state = LinkState()
         self._codecs_by_epoch: dict[int, tuple[Codec, Codec | None]] = {}
         self._warned = False
-
-    def _check_stateful(self) -> None:
-        """Raises a ValueError if a stateful codec would not see each message once."""
-        switches = self.timing.switches or self.trend is not None
-        for codec in (self.codec, self.gradient_codec):
-            if codec is None or not codec.stateful:
-                continue
-            if switches:
-                raise ValueError(
-                    f"{codec!r} must read all messages in order, which synchronous epochs "
-                    "between late ones do not; leave out sync_every and adaptive"
-                )
-            if not self.exact_eval:
-                raise ValueError(
-                    f"evaluation would change what {codec!r} remembers of training; use "
-                    "exact_eval=True"
-                )
 
     @property
     def _ranked(self) -> bool:
@@ -264,9 +243,8 @@ class LinkPolicy:
         trains: bool,
         degrees: Callable[[], Tensor] | None = None,
     ) -> LayerExchange:
-        first = self._exact_first and self.epoch == 0 and trains
+        first = self.exact_last and self.epoch == 0 and trains
         codec, own = (Plain(), None) if first else self.codecs_at(self.epoch)
-        stateful = self.codec.stateful, (self.gradient_codec or self.codec).stateful
         return LayerExchange(
             self.state,
             self.timing,
@@ -277,7 +255,6 @@ class LinkPolicy:
             own,
             synchronous=not trains or self.synchronous,
             trains=trains,
-            seeds=(first and stateful[0], first and stateful[1]),
             degrees=degrees,
         )
 
@@ -298,22 +275,12 @@ class LinkPolicy:
         return self._codecs_by_epoch[epoch]
 
     def _codecs_at(self, epoch: int) -> tuple[Codec, Codec | None]:
-        scheduler = self.scheduler
-        if scheduler is None:
-            return self._codecs_at_rate(None)
-        if self._unsolved:
-            return Plain(), None
-        now = epoch == self.epoch or isinstance(scheduler.schedule, Plateau)
-        return self._codecs_at_rate(
-            scheduler.rate if now else scheduler.schedule.rate(epoch)
-        )
-
-    def _codecs_at_rate(self, rate: float | None) -> tuple[Codec, Codec | None]:
         codec, own = self.codec, self.gradient_codec
         if self.trend is not None:
             codec = with_bits(codec, self.trend.bits)
-        if rate is None:
+        if self.schedule is None:
             return codec, own
+        rate = self.schedule.rate(epoch)
         if own is not None:
             with contextlib.suppress(ValueError):  # a codec without a rate is unchanged
                 own = own.with_rate(rate)
@@ -335,7 +302,7 @@ class LinkPolicy:
         """The arguments and the epoch of the link, which must be the same on all ranks."""
         made = {
             "codec": self.codec,
-            "schedule": None if self.scheduler is None else self.scheduler.given,
+            "schedule": self.schedule,
             "timing": self.timing,
             "gradient_codec": self.gradient_codec,
             "exact_last": self.exact_last,
@@ -352,33 +319,22 @@ class LinkPolicy:
         """Ends an epoch; on all ranks, after the optimizer's step.
 
         Args:
-            metric: the loss, for `Plateau` schedules and `adaptive` links; rank 0's counts.
+            metric: the loss, for `adaptive` links; rank 0's counts.
 
         Raises:
             ValueError: if such a link gets no metric.
         """
         value = None if metric is None else float(torch.as_tensor(metric).detach())
-        state, scheduler, axis = self.state, self.scheduler, self.state.axis
-        plateau = scheduler is not None and isinstance(scheduler.schedule, Plateau)
-        if self.trend is not None or plateau:
+        state, axis = self.state, self.state.axis
+        if self.trend is not None:
             value = value if axis is None else collectives.broadcast_object(value, axis)
             if value is None or not math.isfinite(value):
                 raise ValueError(
                     f"this link needs a finite loss: call link.step(loss), got {value}"
                 )
-            if self.trend is not None:
-                self.trend.step(value)
+            self.trend.step(value)
         self._warn_unused()
         state.end_epoch(self.exact_last)
-        if scheduler is not None:
-            budget, used = scheduler.schedule, state.active or state.in_pipeline
-            if isinstance(budget, Budget) and used and axis is not None:
-                model = self.cost_model
-                scheduler.solve(model.bytes_of(axis, budget.ramp.epochs))
-            if self._unsolved:
-                scheduler.epoch += 1  # nothing travels
-            else:
-                scheduler.step(value)
         self.epoch += 1
         skip = self.timing.skip
         reach = self.timing.staleness(False) + self.timing.staleness(True) + 1
@@ -395,18 +351,6 @@ class LinkPolicy:
             warnings.warn(f"{self!r} is configured and not used: {told}", stacklevel=3)
 
     @property
-    def _unsolved(self) -> bool:
-        """Whether a budget is not solved yet; exchanges are exact until then."""
-        scheduler = self.scheduler
-        return scheduler is not None and isinstance(scheduler.schedule, Budget)
-
-    @property
-    def _exact_first(self) -> bool:
-        scheduler = self.scheduler
-        budget = scheduler is not None and isinstance(scheduler.given, Budget)
-        return self.exact_last or budget
-
-    @property
     def cost_model(self) -> LinkCostModel:
         """The cost model of the exchanges seen so far."""
         state = self.state
@@ -418,9 +362,8 @@ class LinkPolicy:
             tuple(state.calls) if first else state.active,
             state.last,
             self.timing,
-            self._exact_first,
+            self.exact_last,
             self.codecs_at,
-            self._codecs_at_rate,
             self.epoch,
             self.trend is not None and self.trend.synchronous,
             1 if parts or state.nodes is None else state.nodes.mesh.size,
@@ -430,8 +373,8 @@ class LinkPolicy:
         """Returns the price of a training epoch on this rank, from the exchanges so far.
 
         Args:
-            epoch: the epoch; by default the one in progress. Later epochs of a `Plateau`
-                schedule and an `adaptive` link are priced at the current rate and bits.
+            epoch: the epoch; by default the one in progress. Later epochs of an `adaptive`
+                link are priced at the current bits.
         """
         return self.cost_model.price(self.epoch if epoch is None else epoch)
 
@@ -467,20 +410,19 @@ class LinkPolicy:
             buffer.drain()
 
     def reset(self) -> None:
-        """Drops late and residual rows, so that the next exchanges are synchronous."""
+        """Drops late rows, so that the next exchanges are synchronous."""
         self.state.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the progress of training, with the late and residual rows of this rank.
+        """Returns the progress of training, with the late rows of this rank.
 
         Save between epochs, after `step()`: a run that is saved within an epoch repeats it
         after a restart, and sends its rows twice; a warning is given.
         """
-        scheduler, trend = self.scheduler, self.trend
+        trend = self.trend
         return {
             "epoch": self.epoch,
-            "pace": None if scheduler is None else scheduler.state_dict(),
-            "solved": None if scheduler is None else scheduler.solution,
+            "pace": None if self.schedule is None else repr(self.schedule),
             "trend": None if trend is None else trend.state_dict(),
             **self.state.state_dict(),
         }
@@ -488,7 +430,7 @@ class LinkPolicy:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the progress of a link made with the same arguments.
 
-        Late and residual rows are used if each rank has its own, of the same partition,
+        Late rows are used if each rank has its own, of the same partition,
         which is checked at the first use; otherwise all ranks drop them with a warning,
         and the next epoch is synchronous.
 
@@ -498,9 +440,6 @@ class LinkPolicy:
         self.check_state(state)
         nodes = self.state.nodes
         self.state, self._codecs_by_epoch = LinkState.read(state), {}
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["pace"])
-            self.scheduler.load_solution(state["solved"])
         if self.trend is not None:
             self.trend.load_state_dict(state["trend"])
         self.epoch = int(state["epoch"])
@@ -513,7 +452,7 @@ class LinkPolicy:
                 f"the state of a link lacks {sorted(_STATE_KEYS - state.keys())}; give what "
                 "link.state_dict() returned"
             )
-        pairs = ("schedule", self.scheduler, "pace"), ("adaptive", self.trend, "trend")
+        pairs = ("schedule", self.schedule, "pace"), ("adaptive", self.trend, "trend")
         for name, own, key in pairs:
             if (own is None) != (state[key] is None):
                 raise ValueError(
@@ -524,8 +463,9 @@ class LinkPolicy:
     def __str__(self) -> str:
         """Returns a table of the exchanges so far, with their bytes in this epoch."""
         parts = [f"{self!r}"]
-        if self.scheduler is not None:
-            parts.append(f"{self.scheduler}")
+        if self.schedule is not None:
+            rate = self.schedule.rate(self.epoch)
+            parts.append(f"{self.schedule}, epoch {self.epoch}: rate {rate:.4g}")
         if self.state.exchanges:
             parts.append(f"{self.price()}")
         return "\n".join(parts)

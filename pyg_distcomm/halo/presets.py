@@ -17,7 +17,7 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Adaptive, Linear, Schedule
 from pyg_distcomm.halo.staleness import Drift
 
-_PICKS = {"random": "epoch", "prefix": "prefix", "block": "block"}
+_PICKS = {"random": "epoch", "prefix": "prefix"}
 
 
 def VARCO(
@@ -44,8 +44,7 @@ def VARCO(
         slope: how often the ramp would fit in all epochs; the ratio reaches c_min after
             1/slope of them. 5 saves a fifth of the columns; 1 saves more than three
             quarters, and loses accuracy on some graphs.
-        mask: "random" columns as in the paper, the "prefix" of columns as in its scripts,
-            or random for each "block" of rows.
+        mask: "random" columns as in the paper, or the "prefix" of columns as in its scripts.
         scaled: scales received columns, which makes them unbiased.
         schedule: another schedule than the paper's, which is linear in c; it has bounds of
             its own, so leave out c_max, c_min and slope.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.collectives import Pending
-from pyg_distcomm.halo.codec import Codec, CodecState, RngKey, unpack
+from pyg_distcomm.halo.codec import Codec, RngKey, unpack
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,6 @@ class Timing:
         late = max(self.staleness(False), self.staleness(True)) > 0
         return late or (self.skips(False) or self.skips(True))
 
-    @property
-    def switches(self) -> bool:
-        """Whether late epochs and synchronous ones alternate."""
-        late = max(self.staleness(False), self.staleness(True)) > 0
-        return self.sync_every not in (None, 1) and late
-
     def staleness(self, backward: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late; 0 is now."""
         if self.sync_every == 1:
@@ -178,7 +172,6 @@ class Message:
         sizes: the bytes of each peer's message.
         pending: the collective, until it is waited for.
         raw: the received bytes.
-        decoded: whether they have updated a codec state.
     """
 
     codec: Codec
@@ -190,7 +183,6 @@ class Message:
     sizes: list[int]
     pending: Pending | None
     raw: Tensor | None = None
-    decoded: bool = False
 
     def wait(self) -> Tensor:
         """Waits for the collective, and returns the bytes."""
@@ -199,29 +191,22 @@ class Message:
         assert self.raw is not None
         return self.raw
 
-    def read(self, out: Tensor, state: CodecState | None) -> Tensor:
-        """Decodes the rows into `out` `[rows, f]`; a state is updated once."""
+    def read(self, out: Tensor) -> Tensor:
+        """Decodes the rows into `out` `[rows, f]`."""
         raw = self.wait()
-        if state is not None and self.decoded:
-            return out.copy_(state.last)
-        self.decoded = True
         draw = RngKey(self.key, self.gid, degree=self.degree)
-        return unpack(self.codec, raw, self.sizes, self.counts, out, draw, state=state)
+        return unpack(self.codec, raw, self.sizes, self.counts, out, draw)
 
 
 @dataclass(eq=False)
 class StaleBuffer:
     """Keeps the messages of one exchange, in one direction, from epoch to epoch.
 
-    Its bytes, for rows that are k epochs late:
-
-        stateless  k messages
-        stateful   k messages, and the rows last sent and last received
-        smooth     and the mean of the rows received
+    Its bytes, for rows that are k epochs late: k messages, and with `smooth` the mean of the
+    rows received.
 
     Args:
         messages: the last messages, the newest last.
-        sent, received: the codec states of the rows sent, and of the rows received.
         mean: the moving average.
         shape: the plan, width and type of the rows; the buffer is cleared for others.
         since: the epoch of the first message, or of the last synchronous one.
@@ -229,8 +214,6 @@ class StaleBuffer:
     """
 
     messages: list[Message] = field(default_factory=list)
-    sent: CodecState | None = None
-    received: CodecState | None = None
     mean: Tensor | None = None
     shape: tuple[Any, int, torch.dtype] | None = None
     since: int | None = None
@@ -245,7 +228,7 @@ class StaleBuffer:
         if self.shape[0] is plan and self.shape[1:] == (width, dtype):
             return
         self.drain()
-        self.messages, self.sent, self.received, self.mean = [], None, None, None
+        self.messages, self.mean = [], None
         self.since = self.reference = None
         self.shape = plan, width, dtype
 
@@ -288,6 +271,5 @@ class StaleBuffer:
     def held(self) -> int:
         """The bytes in the buffer, those of pending messages included."""
         held = sum(sum(message.sizes) for message in self.messages)
-        tensors = [s.last for s in (self.sent, self.received) if s is not None]
-        tensors += [t for t in (self.mean, self.reference) if t is not None]
+        tensors = [t for t in (self.mean, self.reference) if t is not None]
         return held + sum(t.nbytes for t in tensors)

@@ -18,7 +18,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.halo import codecs
-from pyg_distcomm.halo.codec import Codec, CodecState, Load
+from pyg_distcomm.halo.codec import Codec, Load
 from pyg_distcomm.halo.halo import Direction, Halo
 from pyg_distcomm.halo.staleness import Message, StaleBuffer
 
@@ -62,7 +62,7 @@ class ExchangeState:
         exact_reason: why its rows are always exact and synchronous; "" if they are not.
         loads: the rows it receives; None for a direction without an exchange so far.
         sent_rows: how many rows it sends.
-        buffers: its buffered messages and codec states.
+        buffers: its buffered messages.
         answered: whether it had a backward pass in this epoch.
     """
 
@@ -176,7 +176,7 @@ class LinkState:
         if wrong and self.saved:
             self.saved = {}
             warnings.warn(
-                "the late and residual rows of this link were saved by another rank, or on "
+                "the late rows of this link were saved by another rank, or on "
                 "another number of ranks or another partition, and are dropped: the next "
                 "epoch is synchronous",
                 stacklevel=2,
@@ -383,7 +383,7 @@ class LinkState:
         # a stage restores all layers
         if unused and self.calls and not self.in_pipeline:
             warnings.warn(
-                f"the late and residual rows saved of layers {sorted(unused)}, in the order "
+                f"the late rows saved of layers {sorted(unused)}, in the order "
                 "of their first use, are dropped: the first epoch did not use them; run the "
                 "layers in the order in which they ran before",
                 stacklevel=3,
@@ -395,7 +395,7 @@ class LinkState:
             exchange.answered = False
 
     def reset(self) -> None:
-        """Drops late and residual rows, also restored ones, without waiting for them."""
+        """Drops late rows, also restored ones, without waiting for them."""
         for exchange in self.exchanges.values():
             exchange.buffers = [None, None]
         self.saved = {}
@@ -515,12 +515,9 @@ def _saved_buffer(buffer: StaleBuffer) -> dict[str, Any]:
                 "key": m.key,
                 "sizes": list(m.sizes),
                 "raw": m.wait(),
-                "opened": m.decoded,
             }
             for m in buffer.messages
         ],
-        "sent": None if buffer.sent is None else buffer.sent.last,
-        "seen": None if buffer.received is None else buffer.received.last,
         "mean": buffer.mean,
         "reference": buffer.reference,
         "since": buffer.since,
@@ -541,7 +538,7 @@ def _load_buffer(
     gid, counts = direction.from_gid, direction.from_counts
     if state["rows"] != _digests((direction.gid, direction.counts), (gid, counts)):
         raise ValueError(
-            f"{where}: the late and residual rows that were saved are not those that travel "
+            f"{where}: the late rows that were saved are not those that travel "
             "now; load them with the edges and halo they were saved with, or call "
             "link.reset() after loading"
         )
@@ -560,15 +557,11 @@ def _load_buffer(
             list(m["sizes"]),
             None,
             to_device(m["raw"]),
-            m["opened"],
         )
         for m in state["messages"]
     ]
-    sent, received = (to_device(state[name]) for name in ("sent", "seen"))
     return StaleBuffer(
         messages,
-        None if sent is None else CodecState(sent),
-        None if received is None else CodecState(received),
         to_device(state["mean"]),
         (None, state["width"], state["dtype"]),
         state["since"],

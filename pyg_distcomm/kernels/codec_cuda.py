@@ -12,25 +12,16 @@ from torch import Tensor
 
 from pyg_distcomm.kernels import codec_ops, codec_triton
 from pyg_distcomm.kernels.codec_ops import (
-    MAX_WIDTH,
     META,
     REALS,
     Noise,
     rest_begins,
-    wrong_length,
 )
 from pyg_distcomm.kernels.core_cuda import deliver, rows_of
 from pyg_distcomm.kernels.registry import FLOATS
 
 BLOCK = 1024  # codes of a program
 TILE = 2048  # numbers of which a program finds the least and greatest at a time
-WIDEST = 4096  # columns that one program chooses from
-_INFINITY = {  # the bits
-    torch.float64: 0x7FF << 52,
-    torch.float32: 0xFF << 23,
-    torch.float16: 0x1F << 10,
-    torch.bfloat16: 0xFF << 7,
-}
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -121,173 +112,37 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return out
 
 
-def compact(x: Tensor, index: Tensor | None = None) -> Tensor:
-    """Runs `codec_ops.compact`; the host waits for the number of nonzeros."""
-    (m, f), size = _size(x, index), x.element_size()
-    count, flags = m * f, -(-m * f // 8)
-    if not count:
-        return x.new_empty(0, dtype=torch.uint8)
-    some, words = BLOCK // 8, _words(x)
-    programs = triton.cdiv(flags, some)
-    counts = torch.empty(programs, dtype=torch.int64, device=x.device)
-    options = {"INDEXED": index is not None, "ABS": _mask(size), "BYTES": some}
-    at = counts if index is None else index.contiguous()
-    given = words, words.stride(0), at
-    codec_triton.count_kept[(programs,)](*given, counts, count, f, **options)
-    ends = counts.cumsum(0)
-    kept = int(ends[-1])
-    spare = -flags % size  # so that the numbers lie at a multiple of their size
-    room = torch.empty(spare + flags + kept * size, dtype=torch.uint8, device=x.device)
-    out = room[spare:]
-    values = room[spare + flags :].view(words.dtype)
-    codec_triton.compact[(programs,)](*given, ends, out, values, count, f, **options)
-    return out
-
-
-def expand(message: Tensor, out: Tensor) -> Tensor:
-    """Runs `codec_ops.expand`; the host waits for the number of flags that are set."""
-    count, size = out.numel(), out.element_size()
-    flags, some = -(-count // 8), BLOCK // 8
-    programs = triton.cdiv(flags, some)
-    kept = 0
-    if count and len(message) >= flags:
-        message = message.contiguous()
-        counts = torch.empty(programs, dtype=torch.int64, device=out.device)
-        codec_triton.count_flags[(programs,)](message, counts, count, BYTES=some)
-        ends = counts.cumsum(0)
-        kept = int(ends[-1])
-    if len(message) != flags + kept * size:
-        raise ValueError(wrong_length(len(message), flags + kept * size))
-    if count:
-        home, values = rows_of(out), message[flags:]
-        if values.storage_offset() % size:
-            values = values.clone()
-        words = _words(home)
-        codec_triton.expand[(programs,)](
-            *(message, values.view(words.dtype), ends, words, words.stride(0)),
-            *(count, out.size(1)),
-            BYTES=some,
-        )
-        deliver(home, out)
-    return out
-
-
-def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
-    """Runs `codec_ops.keyed_columns`."""
-    if width > WIDEST:
-        return codec_ops.keyed_columns.definition(key, ids, width, count)
-    return _keyed_columns(key, ids, 1, width, count)
-
-
-def block_columns(
-    key: int, gid: Tensor, block: int, width: int, count: int
-) -> tuple[Tensor, Tensor]:
-    """Runs `codec_ops.block_columns`; a list for each row, so that the host waits for none."""
-    if width > WIDEST:
-        return codec_ops.block_columns.definition(key, gid, block, width, count)
-    columns = _keyed_columns(key, gid, block, width, count)
-    return columns, torch.arange(len(gid), device=gid.device)
-
-
-def _keyed_columns(key: int, ids: Tensor, block: int, width: int, count: int) -> Tensor:
-    out = torch.empty(len(ids), count, dtype=torch.int32, device=ids.device)
-    if len(ids):
-        words = torch.full((1,), key, dtype=torch.int64, device=ids.device)
-        rows, columns = _tile(width)
-        codec_triton.keyed_columns[(triton.cdiv(len(ids), rows),)](
-            *(words, ids.contiguous(), out, len(ids), width, count, block),
-            LOW=MAX_WIDTH - 1,
-            ROWS=rows,
-            COLS=columns,
-        )
-    return out
-
-
-def top_columns(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """Runs `codec_ops.top_columns`."""
-    m, f = _size(x, index)
-    if f > WIDEST or x.dtype not in REALS:
-        return codec_ops.top_columns.definition(x, index, count)
-    out = torch.empty(m, count, dtype=torch.int32, device=x.device)
-    if out.numel():
-        (rows, columns), words = _tile(f), _words(x)
-        codec_triton.top_columns[(triton.cdiv(m, rows),)](
-            *(words, words.stride(0), out if index is None else index.contiguous()),
-            *(out, m, f, count),
-            INDEXED=index is not None,
-            ABS=_mask(x.element_size()),
-            BITS=8 * x.element_size() - 1,
-            ROWS=rows,
-            COLS=columns,
-        )
-    return out
-
-
-def flagged_columns(flags: Tensor, count: int) -> Tensor:
-    """Runs `codec_ops.flagged_columns`; the host does not wait for the number of flags."""
-    return top_columns(flags.to(torch.float16), None, count)
-
-
-def take_columns(
-    x: Tensor, index: Tensor | None, columns: Tensor, which: Tensor | None = None
-) -> Tensor:
+def take_columns(x: Tensor, index: Tensor | None, columns: Tensor) -> Tensor:
     """Runs `codec_ops.take_columns`."""
     if x.dtype not in REALS:
-        return codec_ops.take_columns.definition(x, index, columns, which)
-    (m, _), count = _size(x, index), columns.size(1)
+        return codec_ops.take_columns.definition(x, index, columns)
+    (m, _), count = _size(x, index), len(columns)
     out = x.new_empty(m, count)
     if out.numel():
         words = _words(x)
         codec_triton.take_columns[(triton.cdiv(m * count, BLOCK),)](
             *(words, words.stride(0), out if index is None else index.contiguous()),
-            *(columns.contiguous(), columns if which is None else which.contiguous()),
-            *(out.view(words.dtype), m * count, count),
+            *(columns.contiguous(), out.view(words.dtype), m * count, count),
             INDEXED=index is not None,
-            LISTS=which is not None,
             BLOCK=BLOCK,
         )
     return out
 
 
-def put_columns(
-    y: Tensor, columns: Tensor, which: Tensor | None, scale: float, out: Tensor
-) -> Tensor:
+def put_columns(y: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
     """Runs `codec_ops.put_columns`."""
     if y.dtype not in FLOATS or out.dtype != y.dtype:
-        return codec_ops.put_columns.definition(y, columns, which, scale, out)
+        return codec_ops.put_columns.definition(y, columns, scale, out)
     out.zero_()
     if y.numel():
         home, count = rows_of(out), y.size(1)
         codec_triton.put_columns[(triton.cdiv(y.numel(), BLOCK),)](
-            *(y.contiguous(), columns.contiguous()),
-            columns if which is None else which.contiguous(),
-            *(y.new_full((1,), scale), home, home.stride(0), y.numel(), count),
-            LISTS=which is not None,
+            *(y.contiguous(), columns.contiguous(), y.new_full((1,), scale)),
+            *(home, home.stride(0), y.numel(), count),
             BLOCK=BLOCK,
         )
         deliver(home, out)
     return out
-
-
-def first_nonfinite(x: Tensor, index: Tensor | None = None) -> int | Tensor:
-    """Runs `codec_ops.first_nonfinite`; the host waits for nothing."""
-    m, f = _size(x, index)
-    if x.dtype not in REALS:
-        return codec_ops.first_nonfinite.definition(x, index)
-    if not m * f:
-        return -1
-    first = torch.full((1,), m, dtype=torch.int64, device=x.device)
-    columns, words = min(triton.next_power_of_2(f), 256), _words(x)
-    rows = TILE // columns
-    codec_triton.nonfinite[(triton.cdiv(m, rows),)](
-        *(words, words.stride(0), first if index is None else index.contiguous()),
-        *(first, m, f),
-        INDEXED=index is not None,
-        TOP=_INFINITY[x.dtype],
-        ROWS=rows,
-        COLS=columns,
-    )
-    return _first(first[0], m)
 
 
 def _first(row: Tensor, rows: int) -> Tensor:
@@ -298,17 +153,6 @@ def _size(x: Tensor, index: Tensor | None) -> tuple[int, int]:
     return len(x) if index is None else len(index), x.size(1)
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """Returns the rows and columns that a program chooses from."""
-    columns = triton.next_power_of_2(width)
-    return max(TILE // columns, 1), columns
-
-
 def _words(x: Tensor) -> Tensor:
     """Returns numbers as integers with their bits."""
     return rows_of(x).view(_WORDS[x.element_size()])
-
-
-def _mask(size: int) -> int:
-    """Returns all bits but the sign."""
-    return int((1 << (8 * size - 1)) - 1)

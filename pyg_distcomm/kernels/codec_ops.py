@@ -1,8 +1,8 @@
-"""Defines what codecs compute: a few bits a number, no zeros, and columns of rows.
+"""Defines what codecs compute: a few bits a number, and columns of rows.
 
 Letters: ``m`` rows of ``f`` numbers, ``b`` bits a code, ``k`` numbers kept of a row. The
 rows are those of ``x``, or those at ``index`` if it is given. A message is a vector of
-bytes; within it codes and flags follow each other without a gap, the first in the lowest
+bytes; within it codes follow each other without a gap, the first in the lowest
 bits of the first byte, and only the last byte may have bits left over.
 
 [Note: one row as a minimum and a step] For a row with lowest and highest number lo, hi,
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.kernels.core_ops import keyed_hashes
-from pyg_distcomm.kernels.registry import FLOATS, INDICES, op
+from pyg_distcomm.kernels.registry import FLOATS, op
 
 META = 4  # bytes that lead a quantised row
 FLAG = -(2**15)  # the sign of D, as int16
@@ -52,21 +52,13 @@ def wrong_length(got: int, wanted: int) -> str:
     """Returns the error for a message that was cut elsewhere than it was written."""
     return (
         f"a message of {got} bytes says itself that it has {wanted}; both ends must cut "
-        "messages by the sizes that were sent ahead"
+        "messages by `wire_bytes`"
     )
 
 
 def _check_packed(packed: Tensor, bits: int, count: int) -> None:
     if len(packed) != -(-count * bits // 8):
         raise ValueError(wrong_length(len(packed), -(-count * bits // 8)))
-
-
-def _check_columns(key: int, ids: Tensor, width: int, count: int) -> None:
-    if not 0 < count <= width <= MAX_WIDTH:
-        raise ValueError(
-            f"count and width must satisfy 0 < count <= width <= {MAX_WIDTH}, got {count} "
-            f"and {width}"
-        )
 
 
 def quantise(
@@ -257,119 +249,44 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return codes.view(-1)[:count].to(torch.uint8)
 
 
-@op("x", REALS)
-def compact(x: Tensor, index: Tensor | None = None) -> Tensor:
-    """Writes a flag for each number, and the numbers that are not zero, in order.
-
-    Shapes: x [n, f]; the message has ceil(m f / 8) bytes of flags and those of the
-    numbers. A zero with a sign is a zero.
-    """
-    flat = _rows(x, index).reshape(-1)
-    kept = flat != 0
-    values = flat[kept].view(torch.uint8)
-    return torch.cat([pack_bits.definition(kept.to(torch.uint8), 1), values])
-
-
-@op("out", REALS)
-def expand(message: Tensor, out: Tensor) -> Tensor:
-    """Reads what `compact` wrote into `out` [m, f].
-
-    Raises:
-        ValueError: if the message is not as long as its flags say.
-    """
-    flags = -(-out.numel() // 8)
-    kept = unpack_bits.definition(message[:flags], 1, out.numel()).bool()
-    count, size = int(kept.sum()), out.element_size()
-    if len(message) != flags + count * size:
-        raise ValueError(wrong_length(len(message), flags + count * size))
-    values = message[flags:].clone().view(out.dtype)
-    flat = torch.zeros(out.numel(), dtype=out.dtype, device=out.device)
-    flat[kept] = values
-    return out.copy_(flat.view(out.shape))
-
-
-@op("ids", INDICES, check=_check_columns)
-def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
-    """Chooses `count` of `width` columns for each id, all subsets equally likely.
-
-    Column c has the hash h of (key, id, c) whose low 20 bits are replaced by c; those
-    of the `count` least hashes are chosen, and listed in ascending order.
-
-    Shapes: ids [i]; columns [i, count], int32. Needs width <= 2^20.
-    """
-    column = torch.arange(width, device=ids.device)
-    h = (keyed_hashes(key, ids, width) >> 1) & ((1 << 63) - MAX_WIDTH) | column
-    least = h.sort(dim=1).values[:, :count] & (MAX_WIDTH - 1)
-    return least.sort(dim=1).values.to(torch.int32)
-
-
-@op("gid", INDICES)
-def block_columns(
-    key: int, gid: Tensor, block: int, width: int, count: int
-) -> tuple[Tensor, Tensor]:
-    """Chooses columns as `keyed_columns` for each `block` consecutive ids.
-
-    Shapes: gid [m]; returns lists [i, count], int32, and the list of each row [m].
-    """
-    blocks = gid.long().div(block, rounding_mode="floor")
-    ids, which = torch.unique(blocks, return_inverse=True)
-    return keyed_columns(key, ids, width, count), which
-
-
-@op("x", FLOATS)
-def top_columns(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """Finds the columns of the `count` largest magnitudes of each row, ascending.
-
-    Of equal ones the first are taken. Shapes: x [n, f]; columns [m, count], int32.
-    """
-    size = _rows(x, index).abs()
-    order = torch.argsort(size, dim=1, descending=True, stable=True)
-    return order[:, :count].sort(dim=1).values.to(torch.int32)
-
-
-@op("flags", (torch.uint8,))
-def flagged_columns(flags: Tensor, count: int) -> Tensor:
-    """Returns the columns of the `count` flags that are set in each row, ascending.
-
-    Shapes: flags [m, f]; columns [m, count], int32.
-    """
-    return flags.nonzero()[:, 1].view(len(flags), count).int()
-
-
-@op("x", FLOATS)
-def take_columns(
-    x: Tensor, index: Tensor | None, columns: Tensor, which: Tensor | None = None
+def keyed_columns(
+    key: int, width: int, count: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Copies chosen columns: ``out[r, j] = x[r, columns[which[r], j]]``.
+    """Chooses `count` of `width` columns, all subsets equally likely.
 
-    Shapes: x [n, f], columns [i, k] (one list for all rows if `which` is None), out [m, k].
+    Column c has the hash h of (key, c) whose low 20 bits are replaced by c; those of the
+    `count` least hashes are chosen, and listed in ascending order.
+
+    Shapes: columns [count], int32. Needs width <= 2^20.
     """
-    rows = _rows(x, index)
-    return rows.gather(1, _lists(columns, which, len(rows)))
+    if not 0 < count <= width <= MAX_WIDTH:
+        raise ValueError(
+            f"count and width must satisfy 0 < count <= width <= {MAX_WIDTH}, got {count} "
+            f"and {width}"
+        )
+    column = torch.arange(width, device=device)
+    nobody = torch.zeros(1, dtype=torch.int64, device=device)
+    h = (keyed_hashes(key, nobody, width)[0] >> 1) & ((1 << 63) - MAX_WIDTH) | column
+    least = h.sort().values[:count] & (MAX_WIDTH - 1)
+    return least.sort().values.to(torch.int32)
+
+
+@op("x", FLOATS)
+def take_columns(x: Tensor, index: Tensor | None, columns: Tensor) -> Tensor:
+    """Copies chosen columns: ``out[r, j] = x[r, columns[j]]``.
+
+    Shapes: x [n, f], columns [k], out [m, k].
+    """
+    return _rows(x, index).index_select(1, columns)
 
 
 @op("y", FLOATS)
-def put_columns(
-    y: Tensor, columns: Tensor, which: Tensor | None, scale: float, out: Tensor
-) -> Tensor:
+def put_columns(y: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
     """Puts numbers back where they were taken, times `scale`, among zeros.
 
-    Shapes: y [m, k], columns and which as in `take_columns`, out [m, f].
+    Shapes: y [m, k], columns [k], out [m, f].
     """
-    return out.zero_().scatter_(1, _lists(columns, which, len(y)), y * scale)
-
-
-@op("x", FLOATS)
-def first_nonfinite(x: Tensor, index: Tensor | None = None) -> int | Tensor:
-    """Returns the first row that has a NaN or an infinity, or -1; see `quantise`."""
-    bad = ~_rows(x, index).isfinite().all(dim=1)
-    return int(bad.nonzero()[0]) if bool(bad.any()) else -1
-
-
-def _lists(columns: Tensor, which: Tensor | None, rows: int) -> Tensor:
-    if which is None:
-        return columns.long().expand(rows, -1)
-    return columns.long()[which]
+    return out.zero_().index_copy_(1, columns.long(), y * scale)
 
 
 def _rows(x: Tensor, index: Tensor | None) -> Tensor:

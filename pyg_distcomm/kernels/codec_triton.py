@@ -1,4 +1,4 @@
-"""Holds the loops of `codec_cuda` for Triton: rows as codes, without zeros, by columns.
+"""Holds the loops of `codec_cuda` for Triton: rows as codes, and by columns.
 
 Each program writes whole bytes, so none has to know where rows begin, and no two write one
 byte. Numbers are rounded as in `codec_ops`; no product may be fused with a sum. What tells
@@ -188,36 +188,6 @@ def words_at(x, ld, index, r, c, there, INDEXED: tl.constexpr):
 
 
 @triton.jit
-def nonfinite(
-    x,
-    ld,
-    index,
-    first,
-    rows,
-    width,
-    INDEXED: tl.constexpr,
-    TOP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Finds the first row with an exponent of ones, TOP; `first` holds the number of rows."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    wrong = tl.zeros((ROWS,), tl.int32)
-    for at in range(0, width, COLS):
-        c = at + tl.arange(0, COLS)
-        there = (r < rows)[:, None] & (c < width)[None, :]
-        word = words_at(
-            x, ld, index, r[:, None] + 0 * c[None, :], c[None, :], there, INDEXED
-        )
-        wrong = tl.maximum(
-            wrong, tl.max((there & ((word & TOP) == TOP)).to(tl.int32), 1)
-        )
-    worst = tl.min(tl.where(wrong > 0, r, rows), 0)
-    if worst < rows:
-        tl.atomic_min(first, worst)
-
-
-@triton.jit
 def pack(codes, out, count, BITS: tl.constexpr, BYTES: tl.constexpr):
     """Packs codes into BYTES bytes."""
     PER: tl.constexpr = 8 // BITS
@@ -240,200 +210,21 @@ def unpack(packed, out, count, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def kept_words(
-    x,
-    ld,
-    index,
-    count,
-    width,
-    INDEXED: tl.constexpr,
-    ABS: tl.constexpr,
-    BYTES: tl.constexpr,
-):
-    """Reads 8 BYTES numbers as integers, and whether each is there and not zero."""
-    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    k = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
-    word = words_at(x, ld, index, k // width, k % width, k < count, INDEXED)
-    return word, ((word & ABS) != 0).to(tl.int32)
-
-
-@triton.jit
-def count_kept(
-    x,
-    ld,
-    index,
-    counts,
-    count,
-    width,
-    INDEXED: tl.constexpr,
-    ABS: tl.constexpr,
-    BYTES: tl.constexpr,
-):
-    """Counts the numbers that are not zero among 8 BYTES; ABS masks the sign away."""
-    _, kept = kept_words(x, ld, index, count, width, INDEXED, ABS, BYTES)
-    tl.store(counts + tl.program_id(0), tl.sum(tl.sum(kept, 1), 0).to(tl.int64))
-
-
-@triton.jit
-def places_of(kept):
-    """Returns where flags of a tile stand among those set, row by row."""
-    each = tl.sum(kept, 1)
-    return (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(kept, 1) - kept
-
-
-@triton.jit
-def compact(
-    x,
-    ld,
-    index,
-    ends,
-    flags,
-    values,
-    count,
-    width,
-    INDEXED: tl.constexpr,
-    ABS: tl.constexpr,
-    BYTES: tl.constexpr,
-):
-    """Writes the flags of 8 BYTES numbers, and those that are not zero to their places."""
-    word, kept = kept_words(x, ld, index, count, width, INDEXED, ABS, BYTES)
-    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    packed = tl.sum(kept << tl.arange(0, 8)[None, :], 1)
-    tl.store(flags + byte, packed.to(tl.uint8), mask=byte * 8 < count)
-    begin = tl.load(ends + tl.program_id(0)) - tl.sum(tl.sum(kept, 1), 0)
-    at = values + begin + places_of(kept)
-    tl.store(at, word.to(values.dtype.element_ty), mask=kept > 0)
-
-
-@triton.jit
-def flags_of(flags, count, BYTES: tl.constexpr):
-    """Reads the flags of 8 BYTES numbers."""
-    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    place = tl.arange(0, 8)
-    packed = tl.load(flags + byte, mask=byte * 8 < count, other=0).to(tl.int32)
-    there = byte[:, None] * 8 + place[None, :] < count
-    return tl.where(there, (packed[:, None] >> place[None, :]) & 1, 0)
-
-
-@triton.jit
-def count_flags(flags, counts, count, BYTES: tl.constexpr):
-    """Counts the flags that are set among 8 BYTES."""
-    kept = flags_of(flags, count, BYTES)
-    tl.store(counts + tl.program_id(0), tl.sum(tl.sum(kept, 1), 0).to(tl.int64))
-
-
-@triton.jit
-def expand(flags, values, ends, out, ld, count, width, BYTES: tl.constexpr):
-    """Puts numbers where their flags are, and zeros elsewhere."""
-    kept = flags_of(flags, count, BYTES)
-    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    k = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
-    begin = tl.load(ends + tl.program_id(0)) - tl.sum(tl.sum(kept, 1), 0)
-    at = values + begin + places_of(kept)
-    word = tl.load(at, mask=kept > 0, other=0)
-    tl.store(out + k // width * ld + k % width, word, mask=k < count)
-
-
-@triton.jit
-def store_greatest(
-    size, r, c, out, count, live, BITS: tl.constexpr, ROWS: tl.constexpr
-):
-    """Writes the columns of the `count` greatest sizes of each row, the first of equal ones.
-
-    Sizes are int64 below 2^BITS, and -1 where there is no column. The least that is taken is
-    found bit by bit.
-    """
-    least = tl.zeros((ROWS,), tl.int64)
-    bit = least + 1
-    for b in range(0, BITS):
-        trial = least | (bit << (BITS - 1 - b))
-        enough = tl.sum((size >= trial[:, None]).to(tl.int32), 1) >= count
-        least = tl.where(enough, trial, least)
-    above = (size > least[:, None]).to(tl.int32)
-    same = (size == least[:, None]).to(tl.int32)
-    room = count - tl.sum(above, 1)
-    taken = above | (same & (tl.cumsum(same, 1) <= room[:, None]).to(tl.int32))
-    at = out + r[:, None] * count + tl.cumsum(taken, 1) - taken
-    number = c[None, :] + 0 * r[:, None].to(tl.int32)
-    tl.store(at, number, mask=(taken > 0) & live[:, None])
-
-
-@triton.jit
-def top_columns(
-    x,
-    ld,
-    index,
-    out,
-    rows,
-    width,
-    count,
-    INDEXED: tl.constexpr,
-    ABS: tl.constexpr,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Finds the columns of the largest magnitudes of ROWS rows."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c, live = tl.arange(0, COLS), r < rows
-    there = live[:, None] & (c < width)[None, :]
-    word = words_at(
-        x, ld, index, r[:, None] + 0 * c[None, :], c[None, :], there, INDEXED
-    )
-    size = tl.where(there, word & ABS, -1)
-    store_greatest(size, r, c, out, count, live, BITS, ROWS)
-
-
-@triton.jit
-def keyed_columns(
-    key,
-    ids,
-    out,
-    rows,
-    width,
-    count,
-    block,
-    LOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Chooses columns for ROWS ids, or blocks of ids: those of the least hashes."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c, live = tl.arange(0, COLS), r < rows
-    of = tl.load(ids + r, mask=live, other=0).to(tl.int64) // block
-    drawn = (hashes(tl.load(key), of[:, None], c[None, :]) >> 1).to(tl.int64)
-    rest = (drawn & ~LOW) | c[None, :]
-    size = tl.where((c < width)[None, :], 0x7FFFFFFFFFFFFFFF - rest, -1)
-    store_greatest(size, r, c, out, count, live, 63, ROWS)
-
-
-@triton.jit
-def chosen_columns(columns, which, k, r, count, live, LISTS: tl.constexpr):
-    """Returns the column of each number k, of the list of its row r."""
-    place = k % count
-    if LISTS:
-        place += tl.load(which + r, mask=live, other=0).to(tl.int64) * count
-    return tl.load(columns + place, mask=live, other=0).to(tl.int64)
-
-
-@triton.jit
 def take_columns(
     x,
     ld,
     index,
     columns,
-    which,
     out,
     total,
     count,
     INDEXED: tl.constexpr,
-    LISTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Copies BLOCK numbers of chosen columns."""
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r, live = k // count, k < total
-    c = chosen_columns(columns, which, k, r, count, live, LISTS)
+    c = tl.load(columns + k % count, mask=live, other=0).to(tl.int64)
     word = words_at(x, ld, index, r, c, live, INDEXED)
     tl.store(out + k, word.to(out.dtype.element_ty), mask=live)
 
@@ -442,18 +233,16 @@ def take_columns(
 def put_columns(
     y,
     columns,
-    which,
     scale,
     out,
     ld,
     total,
     count,
-    LISTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Puts BLOCK numbers back into their columns, scaled."""
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r, live = k // count, k < total
-    c = chosen_columns(columns, which, k, r, count, live, LISTS)
+    c = tl.load(columns + k % count, mask=live, other=0).to(tl.int64)
     number = tl.load(y + k, mask=live, other=0.0) * tl.load(scale)
     tl.store(out + r * ld + c, number, mask=live)

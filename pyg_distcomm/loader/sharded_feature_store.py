@@ -267,18 +267,17 @@ class RowsAttr(TensorAttr):
 def _fixed_size_codec(wire: Wire) -> Codec:
     """Returns a codec that encodes each row by itself to a fixed size; refuses others."""
     if isinstance(wire, LinkPolicy):
-        if wire.timing.is_late or wire.scheduler is not None or wire.trend is not None:
+        if wire.timing.is_late or wire.schedule is not None or wire.trend is not None:
             raise ValueError(
                 f"got {wire!r}, but rows are fetched once and ahead of training, so a link "
                 "cannot be late, nor follow a schedule; give a link without these, or a codec"
             )
         wire = wire.codec
     codec = codec_of(wire)
-    if not codec.fixed_size or codec.stateful or not codec.by_row:
+    if not codec.by_row:
         raise ValueError(
-            f"got {codec!r}, whose sizes depend on values, or which remembers, compares or "
-            "drops rows, but a feature store encodes each row by itself; choose 'fp16', "
-            "'bf16', 'int8' or Quantise(bits)"
+            f"got {codec!r}, which compares or drops rows, but a feature store "
+            "encodes each row by itself; choose 'fp16', 'bf16', 'int8' or Quantise(bits)"
         )
     return codec
 

@@ -18,7 +18,6 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation, MultiAggregation, SoftmaxAggregation
 
 from pyg_distcomm.halo.codec import nested
-from pyg_distcomm.halo.codecs import TopK
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.layer_context import STEPS, has_hooks, propagates_as_pyg
 
@@ -142,5 +141,5 @@ def _is_softmax(aggregation: Aggregation | None) -> bool:
 
 
 def _omits_numbers(link: LinkPolicy) -> bool:
-    codec = link.codec if link.scheduler is None else link.codec.with_rate(2.0)
-    return any(one.zero_fills or isinstance(one, TopK) for one in nested(codec))
+    codec = link.codec if link.schedule is None else link.codec.with_rate(2.0)
+    return any(one.zero_fills for one in nested(codec))

@@ -164,7 +164,7 @@ def _current_history(pipe: Any) -> _SavedHistory:
 def _rows(run: ChunkPass) -> dict[tuple[int, int], Any]:
     return {
         key: {
-            "history": None if site.history is None else site.history.stored,
+            "history": site.history,
             "gradients": site.gradients if site.rule.keep else None,
         }
         for key, site in run.sites.items()
@@ -223,7 +223,7 @@ class _SavedHistory:
             return
         for key, site in run.sites.items():
             if site.history is not None:
-                site.history.stored.copy_(every[key]["history"])
+                site.history.copy_(every[key]["history"])
                 site.end_epoch(refresh=True)
             if every[key]["gradients"] is not None:
                 device = site.mix.device
@@ -241,7 +241,7 @@ def _merge_link_rows(parts: list[Any]) -> dict[str, Any]:
 def _same_layout(history: Any, kept: Any) -> bool:
     if history is None or kept is None:
         return history is None and kept is None
-    return history.stored.shape == kept.shape and history.stored.dtype == kept.dtype
+    return history.shape == kept.shape and history.dtype == kept.dtype
 
 
 def _optimizer_state(pipe: Any, optimizer: Any) -> Any:

@@ -14,7 +14,6 @@ gradients of all chunks; in a forward pass they raise, by `ChunkMesh.world`. Not
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -35,7 +34,6 @@ from pyg_distcomm.nn.message_forms import check_aggregations, compares, layers_o
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
 from pyg_distcomm.pipeline.history_buffer import (
     GradientRule,
-    History,
     HistoryBuffer,
     read_from_site,
 )
@@ -57,7 +55,6 @@ class ChunkPass:
     Args:
         plan: the chunks.
         rule: the rule for gradients that cross from chunk to chunk.
-        history: makes the history of a site, from its key, bounds and rows.
         seed: the seed of dropout.
         link: how rows travel among the ranks of a stage; None is exact and synchronous.
         mode: "fill" (the whole graph, into sites), "full" (the whole graph, exactly),
@@ -72,7 +69,6 @@ class ChunkPass:
 
     plan: ChunkPlan
     rule: GradientRule
-    history: Callable[[tuple[int, int], tuple[int, ...], Tensor], History] | None
     seed: int
     link: LinkPolicy | None = None
     mode: str = "fill"
@@ -156,7 +152,7 @@ class ChunkPass:
         self, x: Tensor, key: tuple[int, int], operator: Operator
     ) -> HistoryBuffer:
         if self.mode == "measure" and key not in self.sites:
-            self.sites[key] = HistoryBuffer(self.plan, x, operator, self.rule, None)
+            self.sites[key] = HistoryBuffer(self.plan, x, operator, self.rule, False)
         if key not in self.sites:
             raise TypeError(
                 f"layer {key[0]} reads its neighbours more often in training than in "
@@ -178,9 +174,7 @@ class ChunkPass:
         """Fetches the rows of all ghosts, sorted by chunk; in mode "fill" a site keeps them."""
         ghosts = self._fetch_ghosts(x)
         if self.mode == "fill":
-            keep = self.history
-            make = None if keep is None else (lambda *args: keep(key, *args))
-            made = self.plan, x, operator, self.rule, make
+            made = self.plan, x, operator, self.rule, True
             wrap = functools.partial(self._chunk_link, key)
             site = self.sites[key] = HistoryBuffer(*made, wrap, self._exact_reason)
             site.put(x.detach(), ghosts)

@@ -15,7 +15,6 @@ known yet. In their place g holds
 
     zeros                  "surrogate": autograd's gradients, with history constant
     last epoch's g         "stale" gradients
-    g damped each epoch    "damped", between the two
     zeros                  "scaled": g_c counts twice for all chunks but c, since an edge
                            between chunks counts in one of two epochs ([Chen23], for paths
                            with one such edge)
@@ -28,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,54 +36,7 @@ from torch.autograd.function import once_differentiable
 from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
 
-DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-class History:
-    """Stores rows in blocks; a block is written and read as a whole.
-
-    Args:
-        bounds: the bounds of the blocks, from 0 on.
-        like: a tensor of the rows' dtype and device, `[*, w]`.
-        dtype: the dtype to store; None stores rows as they are.
-
-    Price: `nbytes`.
-    """
-
-    def __init__(
-        self,
-        bounds: tuple[int, ...],
-        like: Tensor,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._bounds = bounds
-        kind = like.dtype if dtype is None or not like.is_floating_point() else dtype
-        shape = bounds[-1], like.size(1)
-        self.stored = torch.zeros(shape, dtype=kind, device=like.device)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes stored."""
-        return self.stored.nbytes
-
-    def store(self, block: int, x: Tensor) -> None:
-        """Writes the rows of a block."""
-        rows = self._rows(block).copy_(x)
-        if rows.dtype is torch.float16 and not bool(rows.isfinite().all()):
-            raise ValueError(
-                "a row of history is not finite as float16, and cannot be stored; lower the "
-                "learning rate, or use history_dtype=torch.bfloat16"
-            )
-
-    def load(self, block: int, out: Tensor) -> None:
-        """Reads the rows of a block."""
-        out.copy_(self._rows(block))
-
-    def _rows(self, block: int) -> Tensor:
-        return self.stored[self._bounds[block] : self._bounds[block + 1]]
-
-
-GRADIENTS = ("surrogate", "scaled", "stale", "damped")
+GRADIENTS = ("surrogate", "scaled", "stale")
 
 
 @dataclass(frozen=True)
@@ -93,24 +44,21 @@ class GradientRule:
     """The rule for gradients that cross from chunk to chunk; see [Note: pulled gradients].
 
     Args:
-        keep: the factor of last epoch's g: 0 drops it, 1 keeps it.
+        keep: whether last epoch's g is kept.
         cross: the factor of g_c for other chunks.
     """
 
-    keep: float = 0.0
+    keep: bool = False
     cross: float = 1.0
 
     @staticmethod
-    def of(gradient: str, damping: float) -> GradientRule:
-        """Returns the rule named by Pipeline's options `gradient` and `damping`."""
+    def of(gradient: str) -> GradientRule:
+        """Returns the rule named by Pipeline's option `gradient`."""
         if gradient not in GRADIENTS:
             raise ValueError(
                 f"gradient={gradient!r} must be one of {', '.join(GRADIENTS)}"
             )
-        if not isinstance(damping, (int, float)) or not 0 <= damping <= 1:
-            raise ValueError(f"damping={damping!r} must be a number between 0 and 1")
-        keep = {"stale": 1.0, "damped": damping}.get(gradient, 0.0)
-        return GradientRule(keep, 2.0 if gradient == "scaled" else 1.0)
+        return GradientRule(gradient == "stale", 2.0 if gradient == "scaled" else 1.0)
 
 
 class HistoryBuffer:
@@ -124,7 +72,7 @@ class HistoryBuffer:
         like: rows of the layer, for their dtype and device, `[*, w]`.
         operator: the matrix that multiplies them.
         rule: the rule for gradients that cross from chunk to chunk.
-        keep: makes a history from bounds and rows like those given; None keeps none.
+        keep: whether it keeps a history.
         wrap: returns the link of a chunk in this epoch, if rows are coded or late.
         exact_reason: why rows are exact whatever the link; empty if they may be coded.
     """
@@ -135,21 +83,20 @@ class HistoryBuffer:
         like: Tensor,
         operator: Operator,
         rule: GradientRule,
-        keep: Callable[[tuple[int, ...], Tensor], History] | None,
+        keep: bool,
         wrap: Callable[[int], Link] | None = None,
         exact_reason: str = "",
     ) -> None:
         n, h = plan.counts
         self.plan, self.operator, self.rule = plan, operator, rule
         self.mix = like.new_zeros((n + h, like.size(1)))
-        self.history = None
-        if keep is not None and plan.chunks > 1:
-            self.history = keep(plan.blocks, self.mix)
+        keep = keep and plan.chunks > 1
+        self.history = torch.zeros_like(self.mix) if keep else None
         self.gradients: Tensor | None = None
         self.needs_gradient, self.exact_reason = False, exact_reason
         self._wrap = wrap
         self._links: dict[int, Link] = {}  # of chunks that have no gradient yet
-        # blocks whose history is of this epoch; None outside the backward pass
+        # chunks whose history is of this epoch; None outside the backward pass
         self._refreshed: set[int] | None = None
 
     # the forward pass
@@ -159,9 +106,7 @@ class HistoryBuffer:
         n = self.plan.counts[0]
         self.mix[:n], self.mix[n:] = x, ghosts
         if self.history is not None:
-            for block, rows in self._blocks():
-                self.history.store(block, rows)
-            self._load()
+            self.history.copy_(self.mix)
 
     def read(self, x: Tensor, chunk: int, again: bool) -> Tensor:
         """Stores the rows of a chunk, and returns its rows of the operator's product.
@@ -193,12 +138,10 @@ class HistoryBuffer:
     # the backward pass
 
     def begin_backward(self) -> None:
-        """Drops, or damps, the gradients of the last epoch."""
+        """Drops the gradients of the last epoch, unless the rule keeps them."""
         self._refreshed = set()
-        if self.gradients is not None and self.rule.keep == 0:
+        if self.gradients is not None and not self.rule.keep:
             self.gradients.zero_()
-        elif self.gradients is not None and self.rule.keep != 1:
-            self.gradients.mul_(self.rule.keep)
 
     def pull(self, g: Tensor, chunk: int) -> Tensor:
         """Stores the gradient of a chunk's product, and returns the gradient of its rows."""
@@ -228,24 +171,20 @@ class HistoryBuffer:
         """
         if self.history is None:
             return
-        n, (own, ghost) = self.plan.counts[0], (self.plan.own, self.plan.ghost)
-        places = slice(n + ghost.bounds[chunk], n + ghost.bounds[chunk + 1])
-        for block, rows in (
-            (chunk, self.mix[own.rows(chunk)]),
-            (self.plan.chunks + chunk, self.mix[places]),
-        ):
-            fresh = rows.clone() if refresh else rows
-            self.history.load(block, rows)
-            if refresh:
-                assert self._refreshed is not None
-                self._refreshed.add(block)
-                self.history.store(block, fresh)
+        for rows in self._rows_of(chunk):
+            fresh = self.mix[rows].clone() if refresh else None
+            self.mix[rows] = self.history[rows]
+            if fresh is not None:
+                self.history[rows] = fresh
+        if refresh:
+            assert self._refreshed is not None
+            self._refreshed.add(chunk)
 
     def end_epoch(self, refresh: bool) -> None:
         """Loads the history for the next epoch, once all chunks are retired."""
         self._refreshed = None
-        if refresh:
-            self._load()
+        if refresh and self.history is not None:
+            self.mix.copy_(self.history)
 
     def undo(self) -> None:
         """Restores history after an epoch that failed.
@@ -255,20 +194,16 @@ class HistoryBuffer:
         renewed = self._refreshed
         if renewed is not None:
             self.gradients = None
-        if renewed and self.history is not None:
-            for block, rows in self._blocks():
-                if block in renewed:  # `retire` has put back its rows
-                    self.history.store(block, rows)
+        if self.history is not None:
+            for chunk in renewed or ():  # `retire` has put back its rows
+                for rows in self._rows_of(chunk):
+                    self.history[rows] = self.mix[rows]
         self.end_epoch(refresh=True)
 
-    def _load(self) -> None:
-        if self.history is not None:
-            for block, rows in self._blocks():
-                self.history.load(block, rows)
-
-    def _blocks(self) -> list[tuple[int, Tensor]]:
-        pairs = pairwise(self.plan.blocks)
-        return [(k, self.mix[a:b]) for k, (a, b) in enumerate(pairs)]
+    def _rows_of(self, chunk: int) -> tuple[slice, slice]:
+        """Returns where own rows and ghosts of a chunk are in `mix`."""
+        n, ghost = self.plan.counts[0], self.plan.ghost.rows(chunk)
+        return self.plan.own.rows(chunk), slice(n + ghost.start, n + ghost.stop)
 
     def memory(self) -> int:
         """Returns the bytes that it takes after the first epoch of training."""

@@ -26,7 +26,6 @@ from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.capped import PADDED
 from pyg_distcomm.nn.convert import convert
-from pyg_distcomm.pipeline.history_buffer import DTYPES
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 _CHUNK_NORMS = (
@@ -429,9 +428,7 @@ def check_links(stack: Sequence[StackLayer]) -> None:
             )
 
 
-def check_options(
-    mesh: Mesh, order: str, whole: dict[str, Any], seed: Any, history_dtype: Any
-) -> None:
+def check_options(mesh: Mesh, order: str, whole: dict[str, Any], seed: Any) -> None:
     """Raises for values that are no valid options of a Pipeline.
 
     Args:
@@ -439,7 +436,6 @@ def check_options(
         order: the order of chunks.
         whole: by name, options that must be whole numbers if they are numbers.
         seed: the seed of orders and dropout.
-        history_dtype: the dtype in which history is stored.
     """
     if order not in ORDERS:
         raise ValueError(f"order={order!r} must be one of {', '.join(ORDERS)}")
@@ -450,11 +446,6 @@ def check_options(
             raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
     if not isinstance(seed, int):
         raise ValueError(f"seed must be a whole number, got {seed!r}")
-    if history_dtype not in DTYPES:
-        raise ValueError(
-            f"history_dtype must be one of {', '.join(map(str, DTYPES))}, got "
-            f"{history_dtype}"
-        )
     if mesh.grid[1:] != (1, 1):
         raise ValueError(
             f"the stages of a pipeline have rows only, but the mesh is {mesh.grid}; use "

@@ -44,7 +44,7 @@ from pyg_distcomm.pipeline.epoch import (
     accumulated_gradients,
     clip_grad_norm_,
 )
-from pyg_distcomm.pipeline.history_buffer import GradientRule, History
+from pyg_distcomm.pipeline.history_buffer import GradientRule
 from pyg_distcomm.pipeline.layer_stack import StackLayer, cut_layers, read_stack
 from pyg_distcomm.pipeline.schedule import (
     BUBBLE,
@@ -52,7 +52,7 @@ from pyg_distcomm.pipeline.schedule import (
     StageSchedule,
     bubble,
     fewest_chunks,
-    schedule_of,
+    fill_drain,
 )
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
@@ -220,13 +220,11 @@ class Pipeline(torch.nn.Module):
             "shuffled" draws one every epoch, "fixed" takes them as they are numbered.
         gradient: of neighbours whose history was read: "surrogate" drops it, which gives
             exact gradients of what was computed; "scaled" counts those of other chunks that
-            are known twice; "stale" takes last epoch's; "damped" takes last epoch's times
-            `damping`, those before it times its square, and so on until a chunk is newer.
+            are known twice; "stale" takes last epoch's.
         recompute: whether a chunk is computed again in the backward pass, instead of keeping
             what autograd needs of all chunks.
         balance: how many layers each stage has; measured or counted without.
-        history_dtype: torch.bfloat16 or float16 keep history in fewer bytes.
-        damping, seed: see `gradient`; of orders and dropout, the mesh's if None.
+        seed: the seed of orders and dropout; the mesh's if None.
 
     Price: `price()`; 2 (S - 1) n d (1 + s) words an epoch between stages, with s values
     beside x that cross borders, and the hybrid's exchanges.
@@ -249,8 +247,6 @@ class Pipeline(torch.nn.Module):
         gradient: str = "surrogate",
         recompute: bool = True,
         balance: Sequence[int] | None = None,
-        history_dtype: torch.dtype | None = None,
-        damping: float = 0.5,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -263,21 +259,20 @@ class Pipeline(torch.nn.Module):
         self.order, self.refresh = order, history_refresh
         self._chunks: Any = chunks
         self._seed = mesh.seed if seed is None else seed
-        self._history = history_dtype
         self.timeline: list[ActionSpan] = []
         with layer_stack.on_all_ranks(mesh):
-            self._rule = GradientRule.of(gradient, damping)
+            self._rule = GradientRule.of(gradient)
             fewest = fewest_chunks(mesh.stage.size, bubble)
             self._chunks = fewest if chunks is None else chunks
             counts = {"chunks": self._chunks, "history_refresh": history_refresh}
-            layer_stack.check_options(mesh, order, counts, self._seed, history_dtype)
+            layer_stack.check_options(mesh, order, counts, self._seed)
             stack = read_stack(layers)
             layer_stack.check_links(stack)
             balance = layer_stack.check_balance(stack, mesh.stage.size, balance)
         options: dict[str, Any] = {"order": order, "gradient": gradient}
-        options |= {"damping": damping, "seed": self._seed, "balance": balance}
+        options |= {"seed": self._seed, "balance": balance}
         options |= {"data": None if data is None else "given"}
-        options |= {**counts, "history_dtype": history_dtype}
+        options |= counts
         with layer_stack.on_all_ranks(mesh):
             layer_stack.check_same(stack, mesh, options)
         stack = [layer.converted() for layer in stack]
@@ -336,13 +331,7 @@ class Pipeline(torch.nn.Module):
                 "order='shuffled', gradient='scaled', history_refresh=23, which cost less",
                 stacklevel=_script_stacklevel(),
             )
-        keep = self._new_history if plan.chunks > 1 else None
-        self._run = ChunkPass(plan, self._rule, keep, self._seed)
-
-    def _new_history(
-        self, key: tuple[int, int], bounds: tuple[int, ...], like: Tensor
-    ) -> History:
-        return History(bounds, like, self._history)
+        self._run = ChunkPass(plan, self._rule, self._seed)
 
     @torch.inference_mode(False)  # training uses tensors that an evaluation may plan
     def _prepare(self, data: Data) -> Stage:
@@ -385,8 +374,8 @@ class Pipeline(torch.nn.Module):
 
     @cached_property
     def schedule(self) -> StageSchedule:
-        """The actions of each stage in an epoch, verified."""
-        return schedule_of(self.mesh.stage.size, self._num_chunks())
+        """The actions of each stage in an epoch."""
+        return fill_drain(self.mesh.stage.size, self._num_chunks())
 
     @property
     def crossing(self) -> float:

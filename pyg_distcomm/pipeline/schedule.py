@@ -1,4 +1,4 @@
-"""Schedules the actions of each stage in an epoch, and checks their order.
+"""Schedules the actions of each stage in an epoch.
 
 [Note: fill and drain] All chunks go forward through the stages, then the loss is taken of
 the whole graph, then all chunks go back in the opposite order, as in [Huang19] Sec. 2.2. An
@@ -13,6 +13,7 @@ while the chunk before it is computed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,14 +102,19 @@ class StageSchedule:
         Args:
             forward, backward: the time that a chunk takes on a stage.
         """
-        cost = {"forward": forward, "backward": backward}
-        return [
-            ActionSpan(
-                stage, action.kind, action.slot, begin, begin + cost[action.kind]
+        stages, chunks = len(self.stages), self.chunks
+        turned = (chunks + stages - 1) * forward  # the last stage goes back from here
+        found = []
+        for stage, slot in itertools.product(range(stages), range(chunks)):
+            begin = (stage + slot) * forward
+            found.append(ActionSpan(stage, "forward", slot, begin, begin + forward))
+        for stage, turn in itertools.product(range(stages), range(chunks)):
+            begin, slot = (
+                turned + (stages - 1 - stage + turn) * backward,
+                chunks - 1 - turn,
             )
-            for stage, action, begin in _run(self, cost)
-            if action.kind in cost
-        ]
+            found.append(ActionSpan(stage, "backward", slot, begin, begin + backward))
+        return found
 
     def table(self) -> str:
         """Returns the actions of each stage, a line for each."""
@@ -165,137 +171,3 @@ def _pass(
         yield Action(compute, slot)
         if sends:
             yield Action(f"send{suffix}", slot)
-
-
-def schedule_of(stages: int, chunks: int) -> StageSchedule:
-    """Returns the schedule of `fill_drain`, verified."""
-    schedule = fill_drain(stages, chunks)
-    verify(schedule)
-    return schedule
-
-
-def verify(schedule: StageSchedule) -> None:
-    """Checks that a schedule can be carried out; see [Note: lanes].
-
-    Raises:
-        ValueError: if a stage computes something twice, never, or before its inputs have
-            arrived; if messages are not received in the order they are sent; or if stages
-            wait for each other in a cycle.
-    """
-    for stage, actions in enumerate(schedule.stages):
-        _check_reads(schedule, stage, actions)
-    _run(schedule, {})
-
-
-def _check_reads(
-    schedule: StageSchedule, stage: int, actions: tuple[Action, ...]
-) -> None:
-    """Checks that a stage does every action once, and after those it depends on."""
-    done: set[Action] = set()
-    for action in actions:
-        for before in _prerequisites(schedule, stage, action):
-            if before not in done:
-                raise ValueError(
-                    f"stage {stage} would {action} before it could {before}"
-                )
-        if action in done:
-            raise ValueError(f"stage {stage} would {action} twice")
-        done.add(action)
-    last = Action("backward", 0)
-    if last not in done:
-        raise ValueError(f"stage {stage} would end before it could {last}")
-
-
-def _prerequisites(schedule: StageSchedule, stage: int, action: Action) -> list[Action]:
-    """Returns the actions that must come before an action in its stage."""
-    slot, end = action.slot, schedule.chunks - 1
-    first, last = stage == 0, stage == len(schedule.stages) - 1
-    if action.kind == "forward":
-        earlier = [Action("forward", slot - 1)] if slot else []
-        return earlier + ([] if first else [Action("receive", slot)])
-    if action.kind == "backward":  # history is put back chunk by chunk, the last first
-        later = Action("backward", slot + 1) if slot < end else Action("forward", end)
-        return [later, Action("loss") if last else Action("receive_grad", slot)]
-    plain = {
-        "receive": "post",
-        "receive_grad": "post_grad",
-        "send": "forward",
-        "send_grad": "backward",
-    }
-    if action.kind == "loss":
-        return [Action("forward", end)]
-    return [Action(plain[action.kind], slot)] if action.kind in plain else []
-
-
-def _run(
-    schedule: StageSchedule, cost: dict[str, float]
-) -> list[tuple[int, Action, float]]:
-    """Simulates a schedule; returns (stage, action, start time) in order within each stage."""
-    stages = schedule.stages
-    lanes: dict[tuple[int, int], list[tuple[str, int, float]]] = {}
-    arrived: dict[tuple[int, Action], float] = {}
-    position, clock = [0] * len(stages), [0.0] * len(stages)
-    events: list[tuple[int, Action, float]] = []
-    moved = True
-    while moved:
-        moved = False
-        for stage, actions in enumerate(stages):
-            while position[stage] < len(actions):
-                action = actions[position[stage]]
-                if action.kind.startswith("receive"):
-                    if (stage, action) not in arrived:
-                        break
-                    clock[stage] = max(clock[stage], arrived[stage, action])
-                elif action.peer:
-                    lane = lanes.setdefault((stage, stage + action.peer), [])
-                    lane.append((action.kind, action.slot, clock[stage]))
-                    _deliver(lanes, stage, stage + action.peer, arrived)
-                events.append((stage, action, clock[stage]))
-                clock[stage] += cost.get(action.kind, 0.0)
-                position[stage] += 1
-                moved = True
-    waiting = [
-        f"stage {s} at {actions[position[s]]!s}"
-        for s, actions in enumerate(stages)
-        if position[s] < len(actions)
-    ]
-    if waiting:
-        raise ValueError(
-            f"stages would wait for ever: {', '.join(waiting)}; order their actions so that "
-            "each send meets its post"
-        )
-    left = [f"{kind} {slot}" for lane in lanes.values() for kind, slot, _ in lane]
-    if left:
-        raise ValueError(
-            f"no stage answers to {', '.join(left)}; plan a post for each send, and a send "
-            "for each post"
-        )
-    return events
-
-
-def _deliver(
-    lanes: dict[tuple[int, int], list[tuple[str, int, float]]],
-    here: int,
-    peer: int,
-    arrived: dict[tuple[int, Action], float],
-) -> None:
-    """Matches the first messages at both ends of a lane, as long as there are any."""
-    own_lane, peer_lane = lanes[here, peer], lanes.setdefault((peer, here), [])
-    while own_lane and peer_lane:
-        (kind, slot, time), (other_kind, other_slot, peer_time) = (
-            own_lane[0],
-            peer_lane[0],
-        )
-        pair = {kind, other_kind}
-        if slot != other_slot or pair not in (
-            {"send", "post"},
-            {"send_grad", "post_grad"},
-        ):
-            raise ValueError(
-                f"stage {here} would {kind} {slot} while stage {peer} would {other_kind} "
-                f"{other_slot}: both ends of a lane must plan the same order"
-            )
-        to = here if kind.startswith("post") else peer
-        suffix = "_grad" if kind.endswith("_grad") else ""
-        arrived[to, Action(f"receive{suffix}", slot)] = max(time, peer_time)
-        del own_lane[0], peer_lane[0]

@@ -23,7 +23,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import new_axis_group
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.halo.codec import RngKey
-from pyg_distcomm.halo.codecs import Plain, fresh_state
+from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.nn.product_layers import DistGCNConv
 from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.plan.codecs import CodecLike, codings
@@ -246,12 +246,9 @@ def _codec_works(
             name = repr(codec)
             if codec == Plain() or ("write", name) in found:
                 continue
-            state = (
-                fresh_state(rows, width, x.dtype, x.device) if codec.stateful else None
-            )
-            message, out = codec.encode(x, draw, state=state), torch.empty_like(x)
-            found["write", name] = partial(codec.encode, x, draw, state=state)
-            found["read", name] = partial(codec.decode, message, out, draw, state=state)
+            message, out = codec.encode(x, draw), torch.empty_like(x)
+            found["write", name] = partial(codec.encode, x, draw)
+            found["read", name] = partial(codec.decode, message, out, draw)
     return found
 
 

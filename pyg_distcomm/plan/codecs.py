@@ -1,7 +1,6 @@
 """Prices exchanges over a link: their bytes, staleness and buffers.
 
-Bytes are exact, for each pair of ranks and each piece of a message, for codecs whose sizes do
-not depend on values; for other codecs they are an upper bound.
+Bytes are exact, for each pair of ranks and each piece of a message.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from pyg_distcomm.halo.codec import HEADER, Codec
+from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs import codec_of, known_codecs
 from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
-from pyg_distcomm.halo.codecs.sparse import Bitmap
 from pyg_distcomm.halo.compressed import gradient_codec
 from pyg_distcomm.halo.halo import MAX_CHUNKS
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -64,22 +62,20 @@ class Coding:
 
         Exchanges that may be skipped count as sent; the votes on skipping do not count.
         """
-        fixed = self.rows.fixed_size and self.gradients.fixed_size
-        return fixed and self.link.timing.skip is None
+        return self.link.timing.skip is None
 
     @property
     def exact(self) -> bool:
         """Whether it changes no number: lossless and synchronous."""
-        whole = all(isinstance(c, (Plain, Bitmap)) for c in (self.rows, self.gradients))
+        whole = self.rows == self.gradients == Plain()
         return whole and not self.link.timing.is_late
 
-    def codec_of(self, product: ProductShape, last: int | None) -> Codec | None:
+    def codec_of(self, product: ProductShape, last: int) -> Codec | None:
         """Returns the codec of a product's rows; None for the exact exchange.
 
         Args:
             product: a product of the third epoch or a later one.
-            last: the number of the last layer, whose exchanges are exact; None if
-                `product.coded` says so.
+            last: the number of the last layer, whose exchanges may be exact.
         """
         if self.link.is_exact or not product.coded:
             return None
@@ -178,7 +174,7 @@ class Writing:
     codec: Codec | None
     dtype: torch.dtype
 
-    def sizes(self, side: LinkCounts, width: Array) -> tuple[Array, Array, Array]:
+    def sizes(self, side: LinkCounts, width: Array) -> tuple[Array, Array]:
         """Returns the traffic of one link, `[r, s, p]` or broadcast to it.
 
         Args:
@@ -186,45 +182,32 @@ class Writing:
             width: the width of rows `[1, 1, p]`.
 
         Returns:
-            Bytes of the rows that a rank receives, bytes of those it sends, and the messages
-            that announce sizes to its peers.
+            Bytes of the rows that a rank receives, and bytes of those it sends.
         """
         codec, dtype = self.codec, self.dtype
         if codec is None:
             each = width * dtype.itemsize
-            ends = side.ghosts[:, :, None] * each, side.sent[:, :, None] * each
-            return *ends, np.zeros_like(ends[0])
+            return side.ghosts[:, :, None] * each, side.sent[:, :, None] * each
         found = {}
         for w in {int(w) for w in width.ravel()}:
-            message = partial(codec.wire_bytes, width=w, dtype=dtype)
-            found[w] = _coded(side, codec.fixed_size, message)
+            found[w] = _coded(side, partial(codec.wire_bytes, width=w, dtype=dtype))
         every = [found[int(w)] for w in width.ravel()]
-        received, sent, ahead = (np.stack(part, 2) for part in zip(*every, strict=True))
-        return received, sent, ahead
+        received, sent = (np.stack(part, 2) for part in zip(*every, strict=True))
+        return received, sent
 
 
-def _coded(
-    side: LinkCounts, sized: bool, message: Callable[[int], int]
-) -> tuple[Array, Array, Array]:
-    """Returns bytes received, bytes sent, and messages that announce sizes [r, s]."""
+def _coded(side: LinkCounts, message: Callable[[int], int]) -> tuple[Array, Array]:
+    """Returns bytes received, and bytes sent [r, s]."""
     pairs = side.pairs
     if pairs is None:  # means: all messages are equal
         peers = side.sources
         mean = max(round(float(side.ghosts.max() / max(peers.max(), 1))), 1)
         each = message(mean) / mean
-        ahead = peers * (not sized) * (side.ghosts > 0)
-        size_headers = ahead * HEADER
-        return side.ghosts * each + size_headers, side.sent * each + size_headers, ahead
+        return side.ghosts * each, side.sent * each
     total = np.zeros_like(pairs.want)
-    others = pairs.want.shape[1] - 1
-    ahead = np.zeros_like(total)
     for number in range(MAX_CHUNKS):
         rows = pairs.of_piece(number)
         counts, index = np.unique(rows, return_inverse=True)
         sizes = [message(int(n)) if n else 0 for n in counts]
         total = total + np.array(sizes, np.int64)[index.reshape(rows.shape)]
-        if not sized:  # sizes go to all other ranks of a line with any rows
-            has_rows = rows.any((1, 2), keepdims=True)
-            ahead = ahead + has_rows * (1 - np.eye(others + 1, dtype=np.int64))
-    received, sent = pairs.by_rank(total + ahead * HEADER)
-    return received, sent, pairs.by_rank(ahead)[0]
+    return pairs.by_rank(total)

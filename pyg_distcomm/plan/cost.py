@@ -107,10 +107,9 @@ def kept_by_link(
     averaged, skips = timing.momentum(transposed) > 0, timing.skips(transposed)
     for move in moves:
         if move.codec is not None:
-            stateful = move.codec.stateful
             total = total + (coding.late(transposed) + skips) * move.received
-            total = total + move.read * (averaged + stateful)
-            total = total + move.written * (stateful + skips)
+            total = total + move.read * averaged
+            total = total + move.written * skips
     return total
 
 
@@ -195,10 +194,10 @@ def _move(
     axis: str, side: LinkCounts, width: Array, writing: Writing, back: bool = False
 ) -> ExchangeCost:
     """Prices an exchange over one link: rows go to ghosts, or with `back`, sums to owners."""
-    received, sent, ahead = writing.sizes(side, width)
+    received, sent = writing.sizes(side, width)
     rows = width * writing.dtype.itemsize
     ends = side.ghosts[:, :, None] * rows, side.sent[:, :, None] * rows
-    peers = (side.sources if back else side.readers)[:, :, None] * (width > 0) + ahead
+    peers = (side.sources if back else side.readers)[:, :, None] * (width > 0)
     if back:
         return ExchangeCost(axis, sent, received, peers, writing.codec, *ends[::-1])
     return ExchangeCost(axis, received, sent, peers, writing.codec, *ends)
@@ -339,8 +338,6 @@ class EpochProducts:
             are needed travel.
         training: the model.
         dtype: the dtype of the features.
-        last: the number of the layer whose exchanges a link leaves exact; None if
-            `ProductShape.coded` says so.
     """
 
     def __init__(
@@ -348,15 +345,13 @@ class EpochProducts:
         flows: tuple[Flow, Flow],
         training: Training,
         dtype: torch.dtype,
-        last: int | None,
     ) -> None:
-        self.flows, self.training = flows, training
-        self._dtype, self._last = dtype, last
+        self.flows, self.training, self._dtype = flows, training, dtype
         self._known: dict[Any, ProductPath] = {}
 
     def _path(self, product: ProductShape, coding: Coding | None) -> ProductPath:
-        flow, halo = self.flows
-        codec = None if coding is None else coding.codec_of(product, self._last)
+        (flow, halo), last = self.flows, len(self.training.layers) - 1
+        codec = None if coding is None else coding.codec_of(product, last)
         key = product.width, product.transposed, product.halo, codec
         if key not in self._known:
             writing = Writing(codec, self._dtype)

@@ -57,7 +57,6 @@ class LayerCall:
         rounds: its halo exchanges, forward and backward.
         out: the width of its output.
         multiplies: whether it multiplies rows by a matrix of its own.
-        read: whether its output receives a gradient.
     """
 
     conv: Module
@@ -67,7 +66,6 @@ class LayerCall:
     rounds: list[Round] = field(default_factory=list)
     out: int = 0
     multiplies: bool = False
-    read: bool = True
 
 
 class SequentialStack(Module):
@@ -234,7 +232,7 @@ def visited(
     Returns the calls of its layers, and the record of the last epoch.
 
     Raises:
-        ValueError: if the model does not run, with the reason.
+        ValueError: if the model does not run, or calls no layer, with the reason.
     """
     visit, grad = RunRecorder(), torch.enable_grad()
     try:
@@ -243,7 +241,16 @@ def visited(
                 copy.deepcopy(model).cpu().train(), num_features, inputs, visit
             )
     except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{type(model).__name__} does not run on a graph of two nodes, from which plans "
+            f"tell what it sends ({type(error).__name__}: {error}); have it run as "
+            "model(x, edge_index), or give widths=[...] and layers=[...] instead"
+        ) from error
+    if not calls:
+        raise ValueError(
+            f"{type(model).__name__} calls no message passing layer in model(x, edge_index); "
+            "give widths=[...] and layers=[...] instead"
+        )
     return calls, visit
 
 

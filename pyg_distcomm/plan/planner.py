@@ -70,8 +70,8 @@ def plan(
         algorithm, grid: only grids of this name ("1d", "1.5d", "2d", ...), or only this one.
         codecs: beside the exact link, others to plan for: names as "1 bit", "bf16" or
             "4 bits late", Codecs, or LinkPolicys (as they stand: of a schedule, the ratio
-            of its present epoch). Bytes are exact where sizes do not depend on values,
-            the most there can be elsewhere. A plan that changes numbers is never `best`.
+            of its present epoch). Bytes are exact, or of a link that skips exchanges the
+            most there can be. A plan that changes numbers is never `best`.
         dtype: of the features; that of data.x, else of the model, else float32.
 
     Returns:
@@ -142,8 +142,7 @@ class _Search:
         if training.runs_by_halo:
             ghosts = self._ghosts(source, math.prod(grid))
         adds = training.adds_rows and adds_on_grid(flow, ghosts, self.dtype)
-        last = len(training.layers) - 1
-        prices = EpochProducts((flow, ghosts), training, self.dtype, last)
+        prices = EpochProducts((flow, ghosts), training, self.dtype)
         seen: set[tuple[tuple[str, ...], bool]] = set()
         for ordering in (
             MultiplyOrder(o, keep) for o in ORDERS for keep in (True, False)

@@ -41,7 +41,7 @@ class Plan:
         reason: why it is refused; None for one that can be run.
         exact: whether it trains as one process does; if not, rows are rounded, left out or
             late.
-        sized: whether bytes are exact; if not, sizes depend on values, and they are
+        sized: whether bytes are exact; if not, exchanges may be skipped, and they are
             the most there can be.
         missing: what the model sends that bytes leave out, in words; else empty.
         link: what gives this codec to `pdc.partition`; None for the exact link.
@@ -324,7 +324,7 @@ def _legend(plans: Sequence[Plan], machine: Machine) -> list[str]:
     if any(not plan.exact for plan in plans):
         notes.append("* not exact (rounded, left out or late): only when asked for")
     if any(not (plan.sized or plan.missing) for plan in plans):
-        notes.append("<= sizes depend on values: the most there can be")
+        notes.append("<= exchanges may be skipped: the most there can be")
     missing = dict.fromkeys(plan.missing for plan in plans if plan.missing)
     notes += [f">= bytes and seconds leave out {words}" for words in missing]
     links = [plan.link for plan in plans if isinstance(plan.link, LinkPolicy)]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import BatchNorm1d
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN2Conv, GCNConv, SAGEConv
 
@@ -20,7 +19,6 @@ from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.plan.model_profile import (
     Round,
     SequentialStack,
-    bare,
     is_layer,
     visited,
 )
@@ -28,7 +26,6 @@ from pyg_distcomm.plan.model_profile import (
 INPUTS = ("constant", "changing", "trained")
 KINDS = ("gcn", "sage", "halo")
 LOSS_WORDS = 2  # a mean is a sum and a count
-NORM_SUMS = 1, 1, 2  # of a batch norm, forward and backward, in widths of its channels
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,6 @@ class LayerShape:
         rounds: of "halo", the rows it exchanges; if None, its input, and what gradient
             there is.
         matrix: tells the matrices of layers of one kind apart, which are kept with an input.
-        coded: whether a link codes its products.
-        read: whether a gradient comes back to its outcome.
     """
 
     kind: str
@@ -59,8 +54,6 @@ class LayerShape:
     trains: bool = True
     rounds: tuple[Round, ...] | None = None
     matrix: str = ""
-    coded: bool = True
-    read: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -197,7 +190,7 @@ class Training:
         for i, order in enumerate(self.orders(ordering)):
             layer = self.layers[i]
             width = layer.width_out if order == "last" else layer.width_in
-            how = order == "halo", layer.coded
+            how = (order == "halo",)
             if order == "halo" and layer.rounds is not None:
                 for each in layer.rounds:
                     rows = not (each.adds and adds_on_grid)
@@ -214,14 +207,14 @@ class Training:
                 if known > 1:
                     continue
                 if known == 1 or how[0]:  # for the first time as for the last
-                    exact = how[0], how[1] and how[0]  # what is kept must be
+                    exact = how[0], how[0]  # a product that is kept must be
                     found.append(ProductShape(i, layer.width_in, False, *exact))
                     continue
                 order = self._multiplied(i, ordering)
                 width = layer.width_out if order == "last" else layer.width_in
             found.append(ProductShape(i, width, False, *how))
             back = (order == "last" and layer.trains) or self.wants_gradient(i)
-            if back and layer.read:
+            if back:
                 found.append(ProductShape(i, width, True, *how))
         return found
 
@@ -296,35 +289,23 @@ def training_of_model(
 ) -> Training:
     """Reads the layers of a model, in the order in which it calls them.
 
-    A copy of it is run on two nodes, see `visited`. Where that does not work, its layers
-    are taken in the order in which it holds them, each used once, and `missing` says so.
+    A copy of it is run on two nodes, see `visited`.
 
     Args:
         model: of PyG's layers or ours.
         num_features: of x; what layers of unknown (lazy) width get.
         inputs: see `Training`.
+
+    Raises:
+        ValueError: if the model has no layer that reads neighbours, or does not run.
     """
-    distinct = list(dict.fromkeys(bare(m) for m in model.modules() if is_layer(m)))
-    if not distinct:
+    if not any(map(is_layer, model.modules())):
         raise ValueError(
             f"{type(model).__name__} has no message passing layer to plan for; give "
             "widths=[...]"
         )
-    layers: list[LayerShape] = []
-    summed = None
-    try:
-        calls, run = visited(model, num_features, inputs)
-        norms, missing, summed = run.sums, list(run.missing), run.summed
-        layers = [layer_from_call(call) for call in calls]
-        if not layers:
-            raise ValueError("no layer was called")
-    except ValueError as error:
-        missing = [f"what only a run shows, and none on two nodes worked ({error})"]
-        layers, every = [], (m for m in model.modules() if isinstance(m, BatchNorm1d))
-        norms = [n * norm.num_features for norm in every for n in NORM_SUMS]
-        for conv in distinct:
-            before = layers[-1].width_out if layers else num_features
-            layers.append(layer_of(conv, before))
+    calls, run = visited(model, num_features, inputs)
+    layers = [layer_from_call(call) for call in calls]
     trained = [p for p in model.parameters() if p.requires_grad]
     lazy = [p for p in trained if torch.nn.parameter.is_lazy(p)]
     known = () if lazy else tuple(p.numel() for p in trained)
@@ -334,9 +315,9 @@ def training_of_model(
         known or tuple(n for layer in layers for n in layer.parameters),
         inputs,
         item,
-        tuple(norms),
-        "; ".join(dict.fromkeys(missing)),
-        summed or None,
+        tuple(run.sums),
+        "; ".join(dict.fromkeys(run.missing)),
+        run.summed or None,
     )
 
 
@@ -383,33 +364,6 @@ def _matrix_of(conv: torch.nn.Module) -> str:
     return " ".join(f"{getattr(conv, name, None)}" for name in names)
 
 
-def layer_of(conv: torch.nn.Module, before: int | None) -> LayerShape:
-    """Reads the kind and widths of one layer of PyG's.
-
-    Args:
-        conv: the layer.
-        before: its width, where it does not know itself.
-    """
-    width_in, width_out = (
-        getattr(conv, f"{w}_channels", getattr(conv, "channels", None))
-        for w in ("in", "out")
-    )
-    if isinstance(width_in, (tuple, list)):
-        width_in = width_in[0]
-    width_in = before if width_in in (None, -1) else width_in
-    if width_out is None and isinstance(getattr(conv, "nn", None), torch.nn.Module):
-        width_out = _last_width(conv.nn)  # type: ignore[arg-type]
-    if width_in is None or width_out is None:
-        raise ValueError(
-            f"the widths of {type(conv).__name__} cannot be read from it; give "
-            "widths=[...] and layers=[...]"
-        )
-    if getattr(conv, "concat", False) and hasattr(conv, "heads"):
-        width_out *= conv.heads  # type: ignore[operator]
-    kind, fresh = _kind_of(conv)
-    return LayerShape(kind, width_in, width_out, fresh)
-
-
 def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:
     """Returns the kind of a layer, and whether its input is computed in any case."""
     aggr = getattr(conv, "aggr", None)
@@ -422,15 +376,6 @@ def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:
     if isinstance(conv, SAGEConv) and aggr in ("mean", "sum", "add"):
         return "sage", bool(conv.project)
     return "halo", False
-
-
-def _last_width(module: torch.nn.Module) -> int | None:
-    linear = [m for m in module.modules() if hasattr(m, "out_features")]
-    wide = [m for m in module.modules() if hasattr(m, "out_channels")]
-    if not (linear or wide):
-        return None
-    last: Any = (linear or wide)[-1]
-    return int(last.out_features if linear else last.out_channels)
 
 
 def training_from_options(

@@ -9,39 +9,29 @@ import torch
 
 from pyg_distcomm import plugins
 from pyg_distcomm.halo.codec import Codec as Codec
-from pyg_distcomm.halo.codec import CodecState as CodecState
 from pyg_distcomm.halo.codec import RngKey as RngKey
-from pyg_distcomm.halo.codec import fresh_state as fresh_state
 from pyg_distcomm.halo.codecs.composed import Chain as Chain
-from pyg_distcomm.halo.codecs.composed import Residual as Residual
 from pyg_distcomm.halo.codecs.quantise import Cast as Cast
 from pyg_distcomm.halo.codecs.quantise import DegreeBits as DegreeBits
 from pyg_distcomm.halo.codecs.quantise import Plain as Plain
 from pyg_distcomm.halo.codecs.quantise import Quantise as Quantise
 from pyg_distcomm.halo.codecs.quantise import RangeBits as RangeBits
-from pyg_distcomm.halo.codecs.sparse import Bitmap as Bitmap
 from pyg_distcomm.halo.codecs.sparse import ColumnMask as ColumnMask
 from pyg_distcomm.halo.codecs.sparse import RowSample as RowSample
-from pyg_distcomm.halo.codecs.sparse import TopK as TopK
 
 __all__ = [
     "CODECS",
-    "Bitmap",
     "Cast",
     "Chain",
     "Codec",
-    "CodecState",
     "ColumnMask",
     "DegreeBits",
     "Plain",
     "Quantise",
     "RangeBits",
-    "Residual",
     "RngKey",
     "RowSample",
-    "TopK",
     "codec_of",
-    "fresh_state",
     "known_codecs",
 ]
 

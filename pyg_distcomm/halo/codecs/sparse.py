@@ -1,4 +1,4 @@
-"""Sends some of the numbers: columns or rows that a key chooses, the largest, or no zeros."""
+"""Sends some of the numbers: columns or rows that a key chooses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from pyg_distcomm.halo.codec import (
     ColumnReducer,
     Index,
     RngKey,
-    bytes_of,
     check_rate,
     checked_key,
-    matrix_of,
-    room,
     share_of,
 )
 from pyg_distcomm.halo.codecs.quantise import Plain, rows_at
 from pyg_distcomm.kernels import codec_ops
 
-PICKS = ("prefix", "epoch", "block")
+PICKS = ("prefix", "epoch")
 _SALT = 0x5A  # rows are chosen by another hash than columns
 
 
@@ -35,7 +32,7 @@ class ColumnMask(ColumnReducer):
         x' = s x M,   M diagonal with k ones,   k = min(max(round(f / rate), 1), f)
 
     with s = f / k if `scaled`, else 1. A hash of the key chooses the columns, so no byte
-    is spent on them. Over keys, with columns "epoch" or "block",
+    is spent on them. Over keys, with columns "epoch",
 
         s = 1      E x' = k/f x    E |x' - x|^2 = (1 - k/f) |x|^2
         s = f/k    E x' = x        E |x' - x|^2 = (f/k - 1) |x|^2
@@ -46,14 +43,12 @@ class ColumnMask(ColumnReducer):
     Price: k numbers a row.
     Differs from the compression mechanism of [Cervino24] in keeping at least one column
     and in reseeding no generator. Their text speaks of random columns, their scripts send
-    the first ones; both are here, as are blocks of rows with columns of their own, whose
-    errors average out in sums over neighbours as those of one mask do not.
+    the first ones; both are here.
 
     Args:
         rate: the compression ratio c >= 1; a schedule may set another.
         pick: "prefix": the first k; "epoch": k at random, the same for all rows of a
-            message; "block": at random for each `block` consecutive ids.
-        block: how many ids share their columns.
+            message.
         scaled: scales received numbers by f / k, which makes them unbiased.
     """
 
@@ -61,17 +56,14 @@ class ColumnMask(ColumnReducer):
 
     rate: float
     pick: str = "epoch"
-    block: int = 64
     scaled: bool = False
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
         if self.pick not in PICKS:
             raise ValueError(
-                f"pick={self.pick!r} is not known; choose 'prefix', 'epoch' or 'block'"
+                f"pick={self.pick!r} is not known; choose 'prefix' or 'epoch'"
             )
-        if self.block < 1:
-            raise ValueError(f"a block has 1 id or more, got block={self.block!r}")
 
     @property
     def unbiased(self) -> bool:
@@ -110,7 +102,7 @@ class ColumnMask(ColumnReducer):
             return rows_at(x, index)
         rows = len(x) if index is None else len(index)
         chosen = self._columns(draw, rows, x.size(1), x.device)
-        return codec_ops.take_columns(x, index, *chosen)
+        return codec_ops.take_columns(x, index, chosen)
 
     def widen(self, y: Tensor, out: Tensor, draw: RngKey | None) -> Tensor:
         """Scales the columns into their places, with zeros elsewhere."""
@@ -118,7 +110,7 @@ class ColumnMask(ColumnReducer):
         if self.kept(width) == width:
             return out.copy_(y)
         chosen = self._columns(draw, len(y), width, y.device)
-        return codec_ops.put_columns(y.to(out.dtype), *chosen, self.scale(width), out)
+        return codec_ops.put_columns(y.to(out.dtype), chosen, self.scale(width), out)
 
     def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
         """Returns s g M."""
@@ -126,17 +118,13 @@ class ColumnMask(ColumnReducer):
 
     def _columns(
         self, draw: RngKey | None, rows: int, width: int, device: torch.device
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns lists of columns, and the list of each row (None: the first)."""
+    ) -> Tensor:
+        """Returns the columns that are sent, ascending `[k]`."""
         count = self.kept(width)
         if not self.keyed:
-            columns = torch.arange(count, dtype=torch.int32, device=device)
-            return columns.unsqueeze(0), None
+            return torch.arange(count, dtype=torch.int32, device=device)
         draw = checked_key(self, draw, rows)
-        if self.pick == "epoch":
-            ids = torch.zeros(1, dtype=torch.int64, device=device)
-            return codec_ops.keyed_columns(draw.key, ids, width, count), None
-        return codec_ops.block_columns(draw.key, draw.gid, self.block, width, count)
+        return codec_ops.keyed_columns(draw.key, width, count, device)
 
 
 @dataclass(frozen=True)
@@ -167,11 +155,6 @@ class RowSample(Codec):
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
-        if self.values.stateful:
-            raise ValueError(
-                f"RowSample sends other rows each time, so {self.values!r} has nothing to "
-                "remember; put it around: Residual(RowSample(rate, scaled=False))"
-            )
 
     @property
     def linear(self) -> bool:
@@ -246,149 +229,3 @@ class RowSample(Codec):
         bits = random.keyed_bits48(random.fold(draw.key, _SALT), draw.gid)
         order = torch.argsort(bits, stable=True)
         return order[: self.kept(len(order))].sort().values
-
-
-@dataclass(frozen=True)
-class Bitmap(Codec):
-    """Sends a flag for each number, and the numbers that are not zero: lossless.
-
-    After a ReLU half of the numbers are zero, after a dropout of a half three quarters,
-    and so are their gradients. A message that would not become shorter is sent unchanged.
-    A zero arrives without its sign.
-
-    Price: (m f) / 8 bytes and the nonzero numbers; at most all numbers. The size depends
-    on values, so a header of 8 bytes goes ahead of each message.
-    """
-
-    linear = unbiased = True
-    fixed_size = False
-
-    def wire_bytes(
-        self, rows: int, width: int, dtype: torch.dtype = torch.float32
-    ) -> int:
-        """Returns the bytes of the unchanged rows, which no message exceeds."""
-        return rows * width * dtype.itemsize
-
-    def _write(
-        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
-    ) -> Tensor:
-        """Writes flags and numbers, or the unchanged rows where those are no longer."""
-        whole = self.wire_bytes(context.rows, x.size(1), x.dtype)
-        message = codec_ops.compact(x, index) if whole else bytes_of(x[:0])
-        if len(message) >= whole:
-            return bytes_of(rows_at(x, index), out)
-        return message if out is None else room(len(message), x, out).copy_(message)
-
-    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
-        if len(message) == out.numel() * out.element_size():
-            return out.copy_(matrix_of(message, len(out), out.size(1), out.dtype))
-        return codec_ops.expand(message, out)
-
-
-@dataclass(frozen=True)
-class TopK(Codec):
-    """Sends the k numbers of each row that are largest in magnitude, and their columns.
-
-        k = min(max(round(f / rate), 1), f)
-
-    Of equal numbers the first are sent. Columns are flags, f / 8 bytes a row, or k numbers
-    of 1, 2 or 4 bytes, whichever is shorter, which both ends derive from f and k.
-
-    Price: that of `values` for k columns, and the columns; exact.
-
-    Args:
-        rate: the compression ratio c >= 1 in numbers; a schedule may set another.
-        values: the codec of the numbers.
-    """
-
-    rate: float
-    values: Codec = field(default_factory=Plain)
-
-    def __post_init__(self) -> None:
-        check_rate(self.rate)
-        if self.values.stateful:
-            raise ValueError(
-                f"TopK sends other columns each time, so {self.values!r} has nothing to "
-                "remember; put it around: Residual(TopK(rate))"
-            )
-
-    @property
-    def inside(self) -> tuple[Codec, ...]:
-        """The codec of its values."""
-        return (self.values,)
-
-    def with_rate(self, rate: float) -> TopK:
-        """Returns the same codec at another rate."""
-        return replace(self, rate=rate)
-
-    def kept(self, width: int) -> int:
-        """Returns how many numbers of a row are sent."""
-        return share_of(width, self.rate)
-
-    def wire_bytes(
-        self, rows: int, width: int, dtype: torch.dtype = torch.float32
-    ) -> int:
-        """Returns the bytes of columns and values."""
-        values = self.values.wire_bytes(rows, self.kept(width), dtype)
-        return self._columns_bytes(rows, width) + values
-
-    def _write(
-        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
-    ) -> Tensor:
-        """Writes columns, then values."""
-        context.refuse(x, index, codec_ops.first_nonfinite(x, index))
-        rows, width = context.rows, x.size(1)
-        chosen = codec_ops.top_columns(x, index, self.kept(width))
-        which = torch.arange(rows, device=x.device)
-        picked = codec_ops.take_columns(x, index, chosen, which)
-        head = self._columns_bytes(rows, width)
-        out = room(self.wire_bytes(rows, width, x.dtype), x, out)
-        out[:head] = self._write_columns(chosen, width)
-        tail = self.values.encode(
-            picked, context.draw, out=out[head:], where=context.where
-        )
-        return out[: head + len(tail)]
-
-    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
-        """Reads values into their columns, with zeros elsewhere."""
-        rows, width = out.shape
-        head = self._columns_bytes(rows, width)
-        chosen = self._read_columns(message[:head], rows, width)
-        picked = out.new_empty(rows, self.kept(width))
-        self.values.decode(message[head:], picked, context.draw)
-        which = torch.arange(rows, device=out.device)
-        return codec_ops.put_columns(picked, chosen, which, 1.0, out)
-
-    def _index_type(self, width: int) -> torch.dtype:
-        if width <= 1 << 8:
-            return torch.uint8
-        return torch.int16 if width <= 1 << 15 else torch.int32
-
-    def _columns_bytes(self, rows: int, width: int) -> int:
-        count = self.kept(width)
-        if count == width:
-            return 0
-        numbers = rows * count * self._index_type(width).itemsize
-        return min(numbers, -(-rows * width // 8))
-
-    def _as_flags(self, rows: int, width: int) -> bool:
-        numbers = rows * self.kept(width) * self._index_type(width).itemsize
-        return self._columns_bytes(rows, width) < numbers
-
-    def _write_columns(self, chosen: Tensor, width: int) -> Tensor:
-        rows = len(chosen)
-        if self.kept(width) == width:
-            return chosen.new_empty(0, dtype=torch.uint8)
-        if not self._as_flags(rows, width):
-            return bytes_of(chosen.to(self._index_type(width)))
-        flags = chosen.new_zeros(rows, width, dtype=torch.uint8)
-        return codec_ops.pack_bits(flags.scatter_(1, chosen.long(), 1).view(-1), 1)
-
-    def _read_columns(self, head: Tensor, rows: int, width: int) -> Tensor:
-        count = self.kept(width)
-        if count == width:
-            return torch.arange(width, device=head.device).expand(rows, -1).int()
-        if not self._as_flags(rows, width):
-            return matrix_of(head, rows, count, self._index_type(width)).int()
-        flags = codec_ops.unpack_bits(head, 1, rows * width).view(rows, width)
-        return codec_ops.flagged_columns(flags, count)
