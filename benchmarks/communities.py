@@ -40,12 +40,13 @@ def communities(
 ) -> Data:
     """Generates a graph of nested communities with hubs, whose classes can be learnt.
 
-    A degree-corrected block model (Karrer, Newman 2011, arXiv:1008.3926) of four levels: communities lie in classes,
-    classes in fields. Node v has weight theta_v ~ Pareto(1.5), so that degrees follow a
-    power law of exponent 2.5, up to sqrt(n) times the least; the sizes of communities
-    follow one too, 100 at the mean. A pair is drawn with its first end by theta and its
-    second end, by theta again, in the same community (0.45), class (0.15), field (0.15) or
-    anywhere (0.25). A tenth of the labels are wrong: another class of the same field.
+    A degree-corrected block model (Karrer, Newman 2011, arXiv:1008.3926) of four levels:
+    communities lie in classes, classes in fields. Node v has weight theta_v ~ Pareto(1.5),
+    so that degrees follow a power law of exponent 2.5, up to sqrt(n) times the least; the
+    sizes of communities follow one too, 100 at the mean. A pair is drawn with its first end
+    by theta and its second end, by theta again, in the same community (0.45), class (0.15),
+    field (0.15) or anywhere (0.25). A tenth of the labels are wrong: another
+    class of the same field.
 
         x_v = field mean + class mean + community mean + noise * N(0, I),
 

@@ -76,7 +76,7 @@ def one_of(module: str, name: str) -> Callable[[str], str]:
 
 
 METHOD = one_of("partition.cutters", "known_methods")
-METHODS = "block, random, permutation, ldg, metis, grid, stream, kahip, mtkahypar"
+METHODS = "block, random, ldg, metis, grid, stream, kahip, mtkahypar"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -175,7 +175,7 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
         type=whole_number(1),
         nargs=3,
         metavar=("R", "S", "P"),
-        help="the grid of ranks: for figures of its blocks, --method permutation or grid",
+        help="the grid of ranks: for figures of its blocks, --method grid",
     )
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--root", default="data", help="the folder of PyG's data sets")
