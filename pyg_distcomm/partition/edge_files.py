@@ -22,7 +22,7 @@ from pyg_distcomm.partition.layout import dtype_name
 from pyg_distcomm.partition.stream_cutter import CHUNK
 
 TEXT = (".txt", ".el", ".edges", ".edgelist")
-BLOCK = 1 << 23  # bytes of text in memory at once
+BLOCK = 1 << 21  # bytes of text in memory at once
 BYTES = 1 << 24  # bytes of attribute rows in memory at once
 MOST_NODES = 2**31 - 1
 TO_SPACES = bytes.maketrans(b",;\t", b"   ")
