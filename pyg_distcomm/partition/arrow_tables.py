@@ -29,7 +29,7 @@ from pyg_distcomm.partition.edge_files import (
 
 CSV = (".csv", ".tsv")  # compressed by gzip or not
 ENDINGS = (*CSV, ".parquet", ".arrow", ".feather")
-BLOCK = 1 << 22  # bytes of text in memory at once
+BLOCK = 1 << 20  # bytes of text; pyarrow reads up to 32 blocks ahead
 ROWS = 1 << 16  # rows of a table in memory at once
 MOST_ROWS = 1 << 24  # the most edges in memory while their ends are looked up
 ENDS = (("src", "dst"), ("source", "target"), ("row", "col"), ("from", "to"))
