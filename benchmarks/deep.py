@@ -11,6 +11,7 @@ from typing import Any
 import spmm as bench
 import torch
 import torch.nn.functional as F
+from communities import load
 from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch_geometric.data import Data
@@ -18,7 +19,6 @@ from torch_geometric.nn import DeepGCNLayer, GCN2Conv, GCNConv, Sequential, SGCo
 from torch_geometric.transforms import RandomNodeSplit
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.pipeline.pipeline import hybrid_words
 
 FEATURES, CLASSES = 128, 16  # of an R-MAT graph; others have at most so many
@@ -93,7 +93,7 @@ def graph(name: str, root: str, degree: int, seed: int = 0) -> Data:
             teacher = SGConv(FEATURES, CLASSES, K=2)
             data.y = teacher(data.x, data.edge_index).argmax(-1)
     else:
-        data = load_dataset(name, root)
+        data = load(name, root)
         if data.x.size(1) > FEATURES:
             torch.manual_seed(0)
             _, _, v = torch.pca_lowrank(data.x, FEATURES, center=False)

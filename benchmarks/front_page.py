@@ -4,7 +4,7 @@
         [--epochs 3] [--write docs/img/epoch.svg]
 
 A GCN of three layers, 128-128-128-40, with Adam in float32, on a generated graph of nested
-communities (`pyg_distcomm.datasets.communities`). The competitors:
+communities (`communities.py`). The competitors:
 
 - PyG as its tutorial writes it (`edge_index`), and PyG at its best (a CSR matrix of torch);
 - the same script with its imports swapped, in one process;
@@ -26,13 +26,13 @@ import warnings
 from pathlib import Path
 
 import torch
+from communities import communities
 from epoch import trainer
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import communities
 from pyg_distcomm.nn import DistGCNConv
 
 WIDTHS = (128, 128, 128, 40)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.transforms as T
+from communities import load
 from emulated_ranks import EmulatedGCN, EmulatedLink, EmulatedRanks
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv
@@ -37,7 +38,6 @@ from tqdm import tqdm
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.halo.codecs import (
     Cast,
     Chain,
@@ -161,7 +161,7 @@ class Net(torch.nn.Module):
 
 def graph(name: str, root: str, features: int, labels: float) -> Data:
     """Returns a graph with masks; wide features are projected on principal directions."""
-    data = load_dataset(name, root)
+    data = load(name, root)
     x = data.x / data.x.norm(dim=1, keepdim=True).clamp_min(1e-12)
     if x.size(1) > features:
         torch.manual_seed(0)

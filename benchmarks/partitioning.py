@@ -1,4 +1,4 @@
-"""What cutters, refinement, permutation and streaming make of real and made-up graphs.
+"""What cutters, refinement and streaming make of real and made-up graphs.
 
     python benchmarks/partitioning.py [--root data] [--scale 17] [--parts 4 8]
         [--graphs Computers CS Tolokers R-MAT] [--tables refine blocks memory]
@@ -82,7 +82,7 @@ def blocks(name: str, edges: torch.Tensor, n: int, parts: int) -> list[list[str]
     lines = []
     for grid in GRIDS.get(parts, []):
         cells = []
-        for method in ("block", "metis", "random", "permutation"):
+        for method in ("block", "metis", "random"):
             figures = report(edges, cut(edges, n, parts, method, grid=grid), grid=grid)
             cells.append(f"{figures.block_imbalance:.3f} ({figures.busiest:,})")
         lines.append([name, " x ".join(map(str, grid)), *cells])
@@ -187,7 +187,7 @@ def refine_table(arguments: argparse.Namespace) -> str:
 
 
 def block_table(arguments: argparse.Namespace) -> str:
-    heads = "graph|grid|block|metis|random|permutation".split("|")
+    heads = "graph|grid|block|metis|random".split("|")
     about = "Nonzeros of the fullest block over the mean (rows of the busiest rank)\n\n"
     return about + format_table(heads, each_graph(arguments, blocks))
 

@@ -3,7 +3,7 @@
     python benchmarks/size.py --json found.json            # 170,000 nodes; resumes
     python benchmarks/size.py --graph communities-1000000-15000000 --seeds 1
 
-Trains on graphs of `pyg_distcomm.datasets.communities`, a share of the nodes labelled, and
+Trains on graphs of `communities.py`, a share of the nodes labelled, and
 prints test accuracy in the epoch of the best validation accuracy, by exact evaluation on
 the whole graph. "MLP" sees no edges; the settings of `links.py` train a full-graph model on
 --ranks ranks; "node-wise" and "LADIES" train by minibatches on one process. With --json

@@ -146,9 +146,36 @@ def test_an_end_that_is_no_node_is_named(tmp_path):
         ValueError, match=r"edge 2 has in 'src' the node 'd'.*no row of"
     ):
         partition_files(edges, tmp_path / "out", 1, node_table=nodes)
-    (tmp_path / "edges.csv").write_text("0,1\n")
-    with pytest.raises(ValueError, match=r"not 0 .. 2.*to_parquet"):
-        partition_files(tmp_path / "edges.csv", tmp_path / "out", 1, node_table=nodes)
+    (tmp_path / "edges.txt").write_text("0 1\n")
+    with pytest.raises(ValueError, match=r"not 0 .. 2.*edges.txt one \(.csv"):
+        partition_files(tmp_path / "edges.txt", tmp_path / "out", 1, node_table=nodes)
+
+
+def test_texts_and_weights_in_a_csv(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow_tables, "BLOCK", 64)
+    given = numbers()
+    names = [f"node {k}" for k in range(N)]
+    ends = [[names[k] for k in end] for end in given["pairs"].T]
+    columns = {"from": ends[0], "edge_weight": given["edge_weight"], "to": ends[1]}
+    ids = {"id": names, "y": given["y"]}
+    for kind, folder in ((".parquet", "arrow"), (".csv.gz", "text")):
+        files = []
+        for name, table in (("edges", pa.table(columns)), ("nodes", pa.table(ids))):
+            files.append(tmp_path / (name + kind))
+            if kind == ".parquet":
+                write(files[-1], table)
+            else:
+                from pyarrow import csv
+
+                with pa.CompressedOutputStream(str(files[-1]), "gzip") as out:
+                    csv.write_csv(table, out)
+        partition_files(files[0], tmp_path / folder, 3, node_table=files[1])
+    for want, got in zip(
+        parts(tmp_path / "arrow"), parts(tmp_path / "text"), strict=True
+    ):
+        assert torch.equal(want.edge_index, got.edge_index)
+        assert torch.equal(want.node["y"], got.node["y"])
+        assert torch.equal(want.edge["edge_weight"], got.edge["edge_weight"])
 
 
 def test_nodes_of_a_table_are_each_there_once(tmp_path):

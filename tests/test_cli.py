@@ -263,7 +263,7 @@ def test_known_names_are_classes_of_pyg():
         assert hasattr(torch_geometric.datasets, kind)
     with pytest.raises(
         ValueError,
-        match=r"give one of digits, generated-NODES, communities-NODES-EDGES, Cora,",
+        match=r"give one of digits, generated-NODES, Cora,",
     ):
         load_dataset("kora")
 

@@ -1,4 +1,4 @@
-"""Refinement for the slowest rank, random double permutation, and their figures."""
+"""Refinement for the slowest rank, cuts for a grid, and their figures."""
 
 import numpy as np
 import problems
@@ -219,7 +219,7 @@ def test_blocks_are_counted(name, grid):
 @pytest.mark.parametrize("grid", GRIDS)
 def test_refinement_is_no_worse_on_the_grid(grid):
     edge_index = random_graph(300, 900, seed=9)
-    for method in ("metis", "random", "permutation", "grid"):
+    for method in ("metis", "random", "grid"):
         found = cut(edge_index, 300, 8, method, refine=True, grid=grid)
         figures = report(edge_index, found, grid=grid)
         assert figures.busiest <= figures.before.busiest
@@ -259,27 +259,10 @@ def test_a_cut_by_grid_sends_no_more_than_parts_as_they_come(grid):
         assert (sizes.amax(1) - sizes.amin(1) <= 1).all()
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_a_double_permutation_evens_out_the_blocks(grid):
-    dice = torch.rand(2, 60000, generator=rng(3))
-    edge_index = (dice**2 * 4000).long()  # hubs on both sides, others on each
-    edge_index[1] = 3999 - edge_index[1]
-    found = cut(edge_index, 4000, 8, "permutation", grid=grid)
-    figures = report(edge_index, found, grid=grid)
-    random = report(edge_index, cut(edge_index, 4000, 8, "random"), grid=grid)
-    block = report(edge_index, cut(edge_index, 4000, 8, "block"), grid=grid)
-    assert figures.block_imbalance < 1.05
-    assert figures.block_imbalance <= random.block_imbalance
-    assert figures.block_imbalance <= block.block_imbalance
-    assert max(found.sizes) - min(found.sizes) <= 3
-    other = cut(edge_index, 4000, 8, "permutation", grid=grid, seed=1)
-    assert not found.same_as(other)
-
-
 def test_wrong_grids_are_refused():
     for grid in [(2, 2, 1), (8, 1), (-8, -1, 1)]:
         with pytest.raises(ValueError, match="product is the number of parts, 8"):
-            cut(random_graph(99, 99), 99, 8, "permutation", grid=grid)
+            cut(random_graph(99, 99), 99, 8, "grid", grid=grid)
     with pytest.raises(ValueError, match=r"must be 1 or more, got 0\.5"):
         refine_partition(random_graph(99, 99), cut(NONE, 99, 2, "block"), balance=0.5)
 

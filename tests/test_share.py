@@ -194,7 +194,7 @@ def _refined(method, grid, folder):
 @tiers.parametrize(
     ("method", "grid"),
     itertools.product(
-        ["metis", "random", "permutation", "grid"],
+        ["metis", "random", "grid"],
         [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
     ),
     slice(1, 17, 5),

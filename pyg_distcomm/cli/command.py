@@ -76,7 +76,7 @@ def one_of(module: str, name: str) -> Callable[[str], str]:
 
 
 METHOD = one_of("partition.cutters", "known_methods")
-METHODS = "block, random, permutation, ldg, metis, grid, stream, kahip, mtkahypar"
+METHODS = "block, random, ldg, metis, grid, stream, kahip, mtkahypar"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -151,7 +151,7 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument(
         "dataset",
         help="a data set's name (of PyG's, ogbn-arxiv, digits, generated-N), a .pt file; or "
-        "files of any size: an edge list (.txt, .csv, .tsv; .gz), a table (.parquet, "
+        "files of any size: an edge list (.txt; .gz), a table (.csv, .tsv; .gz; .parquet, "
         ".arrow), .npy, .npz, a folder of OGB's",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
@@ -175,7 +175,7 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
         type=whole_number(1),
         nargs=3,
         metavar=("R", "S", "P"),
-        help="the grid of ranks: for figures of its blocks, --method permutation or grid",
+        help="the grid of ranks: for figures of its blocks, --method grid",
     )
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--root", default="data", help="the folder of PyG's data sets")
@@ -319,13 +319,13 @@ def _plan_search_options(parser: _Parser) -> None:
 
 
 def _report(commands: argparse._SubParsersAction[_Parser]) -> None:
-    text = "draw a run that pdc.metrics recorded, or a trace, as one HTML page"
+    text = "draw a run that pdc.metrics recorded, or a partition, as one HTML page"
     parser = _verb(commands, "report", text, "report")
     parser.add_argument(
         "run",
         type=Path,
         metavar="RUN",
-        help="the folder of pdc.metrics, a partition folder, or a trace",
+        help="the folder of pdc.metrics, or a partition folder",
     )
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("report.html"), help="the page to write"

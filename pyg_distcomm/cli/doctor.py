@@ -33,7 +33,7 @@ OPTIONAL = {  # package -> what is lost without it, and what to do; "" for nothi
     "pip install 'pyg-distcomm[metis]'",
     "scikit-learn": "the data set 'digits' cannot be made; "
     "pip install 'pyg-distcomm[demo]'",
-    "matplotlib": "the notebooks cannot draw; pip install 'pyg-distcomm[plot]'",
+    "matplotlib": "`report` and the notebooks cannot draw; pip install 'pyg-distcomm[plot]'",
     "pyg-lib": "",
     "torch-sparse": "",
 }

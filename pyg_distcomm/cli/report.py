@@ -29,8 +29,11 @@ def run_report(arguments: argparse.Namespace) -> int:
     found: dict[str, Any] = {"run": str(run), "out": str(out)}
     title = run.resolve().name
     if run.is_file():
-        page = render(title, trace=run)
-    elif is_folder(run):
+        raise ValueError(
+            f"{run}: is a file, not the folder of pdc.metrics; open a file of pdc.trace in "
+            "https://ui.perfetto.dev"
+        )
+    if is_folder(run):
         figures = PartitionReport.from_dict(folder_meta(run)["report"])
         page = render(title, partition=figures, rows=_rows(run))
     else:

@@ -1,7 +1,6 @@
 """Loads graphs by name: PyG's and OGB's data sets, files, and graphs that are generated."""
 
 from pyg_distcomm.datasets.loading import KNOWN as KNOWN
-from pyg_distcomm.datasets.loading import communities as communities
 from pyg_distcomm.datasets.loading import digits as digits
 from pyg_distcomm.datasets.loading import generated as generated
 from pyg_distcomm.datasets.loading import is_known as is_known
@@ -9,7 +8,6 @@ from pyg_distcomm.datasets.loading import load_dataset as load_dataset
 
 __all__ = [
     "KNOWN",
-    "communities",
     "digits",
     "generated",
     "is_known",

@@ -67,8 +67,7 @@ def partition(
             of their targets; rows travel between all ranks on any grid. For a
             TemporalData, events are sharded into blocks, and other arguments are ignored.
         mesh: the ranks; those of the last `pdc.init` if None.
-        method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
-            similar numbers of nonzeros), "grid" (the row and column parts that products on
+        method: "metis", "ldg", "random", "grid" (the row and column parts that products on
             the mesh's grid exchange, by METIS), "block", "graphs" (each graph of a PyG
             Batch whole on one rank), the owner of each node, or a Partition; for a
             HeteroData also a dictionary of owners by node type. METIS falls back to "ldg"

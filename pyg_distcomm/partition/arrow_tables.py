@@ -1,4 +1,4 @@
-"""Reads edges and attributes from Apache Arrow tables: .parquet, .arrow and .feather.
+"""Reads edges and attributes from tables by pyarrow: .csv, .tsv, .parquet, .arrow, .feather.
 
 Needs pyarrow (`pip install 'pyg-distcomm[arrow]'`). Tables are read a batch of rows at a time.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,20 @@ import numpy as np
 from tqdm import tqdm
 
 from pyg_distcomm.partition.edge_files import (
+    BYTE_ORDER_MARK,
     MOST_NODES,
     EdgeFile,
     PairWriter,
+    ending,
+    opened,
+    plain_opener,
     torch_name,
     with_reverses,
 )
 
-ENDINGS = (".parquet", ".arrow", ".feather")
+CSV = (".csv", ".tsv")  # compressed by gzip or not
+ENDINGS = (*CSV, ".parquet", ".arrow", ".feather")
+BLOCK = 1 << 20  # bytes of text; pyarrow reads up to 32 blocks ahead
 ROWS = 1 << 16  # rows of a table in memory at once
 MOST_ROWS = 1 << 24  # the most edges in memory while their ends are looked up
 ENDS = (("src", "dst"), ("source", "target"), ("row", "col"), ("from", "to"))
@@ -31,7 +38,7 @@ IDS = ("id", "node_id", "node", "gid")
 
 def is_table(path: Path) -> bool:
     """Returns whether a name is that of a table."""
-    return path.suffix.lower() in ENDINGS
+    return ending(path) in ENDINGS
 
 
 class ArrowTable:
@@ -44,24 +51,81 @@ class ArrowTable:
         ValueError: naming the file, if it is missing, damaged or has no columns.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, named: bool | None = None, numbers: str | None = None
+    ) -> None:
+        """Opens a table.
+
+        Of a .csv, `named` says whether its first line has names, if known, and `numbers`
+        what all columns hold, "int64" or "float32", if not as the first rows are written.
+        """
+        self.path, self._named, self._types = path, named, dict[str, Any]()
         if not path.is_file():
             raise ValueError(f"{path}: missing")
         if not is_table(path):
             raise ValueError(
-                f"{path}: a table is a .parquet, .arrow or .feather file; convert it by "
-                "pandas.read_csv(...).to_parquet(...), or give arrays as .npy"
+                f"{path}: a table is a .csv, .tsv, .parquet, .arrow or .feather file; "
+                "convert it by pandas, or give arrays as .npy"
             )
         with self._reading():
-            if path.suffix.lower() == ".parquet":
-                file: Any = _pyarrow("parquet").ParquetFile(path)
-                self.num_rows = int(file.metadata.num_rows)
-                self._schema = file.schema_arrow
-            else:
-                data = _pyarrow("dataset").dataset(path, format="feather")
-                self.num_rows = int(data.count_rows())
-                self._schema = data.schema
+            self._schema = self._batches(None, ROWS)[0]
+            if numbers is not None:
+                kind = _pyarrow("lib").type_for_alias(numbers)
+                self._types = dict.fromkeys(self.names, kind)
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Returns the number of rows; of text, it is counted."""
+        with self._reading():
+            if self._parquet:
+                file: Any = _pyarrow("parquet").ParquetFile(self.path)
+                return int(file.metadata.num_rows)
+            return sum(len(batch) for batch in self._batches(self.names[:1], ROWS)[1])
+
+    @property
+    def _parquet(self) -> bool:
+        return ending(self.path) == ".parquet"
+
+    def _batches(
+        self, columns: list[str] | None, rows: int
+    ) -> tuple[Any, Iterator[Any]]:
+        """Returns the schema, and an iterator of record batches of some columns."""
+        if self._parquet:
+            file: Any = _pyarrow("parquet").ParquetFile(self.path)
+            return file.schema_arrow, file.iter_batches(rows, columns=columns)
+        if ending(self.path) in CSV:
+            reader = self._csv(columns)
+            return reader.schema, reader
+        data = _pyarrow("dataset").dataset(self.path, format="feather")
+        return data.schema, data.to_batches(columns=columns, batch_size=rows)
+
+    def _csv(self, columns: list[str] | None) -> Any:
+        """Returns pyarrow's reader of text, a block at a time."""
+        csv, skipped, first = _pyarrow("csv"), 0, b""
+        with opened(str(self.path), plain_opener(self.path)) as file:
+            for line in file:
+                first = line.removeprefix(BYTE_ORDER_MARK).strip()
+                if first[:1] not in (b"#", b"%", b""):
+                    break
+                skipped += 1
+        named = first[:1].isalpha() or first[:1] in (b'"', b"_")
+        named = named if self._named is None else self._named
+        if first[:1] in (b"#", b"%", b""):  # there are only comments
+            return _pyarrow("lib").schema([]).empty_table().to_reader()
+        between = next((c for c in "\t;," if c.encode() in first), " ")
+        return csv.open_csv(
+            self.path,
+            csv.ReadOptions(
+                use_threads=False,
+                block_size=BLOCK,
+                skip_rows=skipped,
+                autogenerate_column_names=not named,
+            ),
+            csv.ParseOptions(delimiter=between),
+            csv.ConvertOptions(
+                include_columns=columns, null_values=[""], column_types=self._types
+            ),
+        )
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -92,13 +156,7 @@ class ArrowTable:
     def _columns(self, columns: list[str], rows: int) -> Iterator[list[Any]]:
         """Yields some columns of the next rows as pyarrow's arrays, without missing values."""
         with self._reading():
-            if self.path.suffix.lower() == ".parquet":
-                file: Any = _pyarrow("parquet").ParquetFile(self.path)
-                source = file.iter_batches(rows, columns=columns)
-            else:
-                data = _pyarrow("dataset").dataset(self.path, format="feather")
-                source = data.to_batches(columns=columns, batch_size=rows)
-            for batch in source:
+            for batch in filter(len, self._batches(columns, rows)[1]):
                 found = [batch.column(name) for name in columns]
                 for name, column in zip(columns, found, strict=True):
                     if column.null_count:
@@ -167,7 +225,7 @@ class ArrowTable:
         limit = MOST_NODES if num_nodes is None else num_nodes
         bar = tqdm(
             desc="reading edges",
-            total=self.num_rows,
+            total=None if ending(self.path) in CSV else self.num_rows,
             unit=" edges",
             disable=None,
             leave=False,
@@ -196,8 +254,8 @@ class ArrowTable:
         """Yields the ends of the next edges as indices of nodes."""
         if nodes is None:
             for name in ends:
-                kind = self._schema.field(name).type
-                if not _pyarrow("types").is_integer(kind):
+                kind, types = self._schema.field(name).type, _pyarrow("types")
+                if not (types.is_integer(kind) or types.is_null(kind)):  # null: no rows
                     raise ValueError(
                         f"{self.path}: {name!r} holds {kind}, wanted node ids, which are 0 .. "
                         "n - 1; ids of another kind are looked up in the column 'id' of a "
@@ -301,17 +359,28 @@ class NodeNames:
 
 
 class ArrowColumn:
-    """Reads an attribute from a column of a table; see `edge_files.Column`.
+    """Reads an attribute from columns of a table; see `edge_files.Column`.
 
     If the rows are in another order than the ids, a whole column is held in memory.
+
+    Args:
+        table: the table.
+        name: the column; None makes a matrix of all columns, float32 or whole numbers.
+        order: the row of each id; None if they are in order.
     """
 
     def __init__(
-        self, table: ArrowTable, name: str, order: np.ndarray | None = None
+        self,
+        table: ArrowTable,
+        name: str | None,
+        order: np.ndarray | None = None,
     ) -> None:
-        self.name = f"{table.path}: {name}"
-        self._table, self._column, self._order = table, name, order
-        first = next(table.batches([name]), [np.zeros(0, np.float32)])[0]
+        self.name = f"{table.path}: {name}" if name else str(table.path)
+        self._table, self._order = table, order
+        self._columns = [name] if name else table.names
+        self._matrix = name is None
+        nothing = np.zeros((0, len(table.names))[: 1 + self._matrix], np.float32)
+        first = next(self._arrays(), nothing)
         self.dtype = first.dtype
         self.shape: tuple[int, ...] = (table.num_rows, *first.shape[1:])
         torch_name(self.name, self.dtype)
@@ -319,12 +388,19 @@ class ArrowColumn:
     def rows(self) -> Iterator[np.ndarray]:
         """Yields arrays `[c, ...]` of rows, in order."""
         if self._order is None:
-            yield from self._batches()
+            yield from self._checked()
         else:
-            yield np.concatenate(list(self._batches()))[self._order]
+            yield np.concatenate(list(self._checked()))[self._order]
 
-    def _batches(self) -> Iterator[np.ndarray]:
-        for (rows,) in self._table.batches([self._column]):
+    def _arrays(self) -> Iterator[np.ndarray]:
+        for columns in self._table.batches(self._columns):
+            array = np.stack(columns, 1) if self._matrix else columns[0]
+            if self._matrix and array.dtype.kind == "f":
+                array = array.astype(np.float32)
+            yield array
+
+    def _checked(self) -> Iterator[np.ndarray]:
+        for rows in self._arrays():
             if rows.shape[1:] != self.shape[1:] or rows.dtype != self.dtype:
                 raise ValueError(
                     f"{self.name}: rows of {list(rows.shape[1:])} {rows.dtype} after those "
@@ -338,6 +414,6 @@ def _pyarrow(name: str) -> Any:
         return importlib.import_module(f"pyarrow.{name}")
     except ImportError:
         raise ImportError(
-            "tables (.parquet, .arrow, .feather) need pyarrow: pip install "
+            "tables (.csv, .tsv, .parquet, .arrow, .feather) need pyarrow: pip install "
             "'pyg-distcomm[arrow]'"
         ) from None

@@ -44,15 +44,11 @@ __all__ = [
     "known_methods",
     "ldg",
     "metis",
-    "permutation",
     "symmetric_csr",
     "takes_grid",
 ]
 
-METHODS = tuple(
-    "block random permutation ldg metis grid stream kahip mtkahypar".split()
-)
-ORDERS = ("degree", "bfs", "random")
+METHODS = tuple("block random ldg metis grid stream kahip mtkahypar".split())
 PASSES = 10  # streams over the nodes; the cut stops improving before that
 FEW = 16  # nodes a part; METIS prints complaints and leaves parts empty below that
 
@@ -68,7 +64,6 @@ def cut(
     seed: int = 0,
     train_mask: Tensor | None = None,
     balance: float = 1.03,
-    order: str = "degree",
     refine: bool = False,
     grid: Grid | None = None,
     kinds: Tensor | None = None,
@@ -78,7 +73,6 @@ def cut(
     edge_index [2, num_edges], integers; edges may be directed, repeated, or self-loops.
     method     "block": runs of consecutive nodes; sizes differ by one at most
                "random": "block" on a random order of the nodes
-               "permutation": `permutation`, for grid blocks with similar nonzeros
                "ldg": `ldg`, a streaming cutter that needs nothing installed
                "metis": `metis`; without pymetis it warns once and runs "ldg"; with fewer
                than 16 nodes a part it runs "ldg" without a warning
@@ -92,15 +86,14 @@ def cut(
                or the part of each node, [num_nodes]
     train_mask [num_nodes], bool; "ldg" and "metis" spread its nodes too
     balance    the most nodes ("ldg"), or most work ("metis"), of a part, over the mean
-    order      of "ldg": "degree" (highest first), "bfs" or "random"
     refine     whether `refine_partition` lowers the rows that the busiest rank exchanges
-    grid       (r, s, p) of the ranks, for "permutation", "grid" and for `refine`
+    grid       (r, s, p) of the ranks, for "grid" and for `refine`
     kinds      [num_nodes], the number of each node's type; "ldg" and "metis" spread the nodes
                of each type, too
 
     No part is empty if there are at least as many nodes as parts, except in a given vector.
     Raises ValueError or TypeError for an edge_index that `check_edge_index` refuses,
-    and ValueError for a method or order that does not exist.
+    and ValueError for a method that does not exist.
     """
     num_parts = check_num_parts(num_parts)
     check_edge_index(edge_index, num_nodes)
@@ -108,13 +101,11 @@ def cut(
     grid = check_grid(grid, num_parts)
     if not isinstance(method, str):
         result = Partition.from_owner(method, num_parts, num_nodes)
-    elif check_method(method) == "permutation":
-        result = permutation(edge_index, num_nodes, num_parts, seed=seed, grid=grid)
-    elif method == "grid" and grid[1] * grid[2] > 1:
+    elif check_method(method) == "grid" and grid[1] * grid[2] > 1:
         train = train_vector(train_mask, num_nodes)
 
         def parts(edges: Tensor, many: int, train: np.ndarray) -> Partition:
-            return _cut("metis", edges, many, train, seed, balance, order)
+            return _cut("metis", edges, many, train, seed, balance)
 
         result = grid_cut(edge_index, train, grid, parts, jit_loops().deal)
     elif method not in METHODS:
@@ -125,7 +116,7 @@ def cut(
         train = train_vector(train_mask, num_nodes)
         method = "metis" if method == "grid" else method
         loads = train if kinds is None else _with_kinds(train, kinds)
-        result = _cut(method, edge_index, num_parts, loads, seed, balance, order)
+        result = _cut(method, edge_index, num_parts, loads, seed, balance)
     if not refine:
         return result
     limit = max(balance, BALANCE)
@@ -174,7 +165,7 @@ def known_methods() -> tuple[str, ...]:
 
 def takes_grid(method: Any) -> bool:
     """Returns whether the result of a method depends on the grid of ranks."""
-    return isinstance(method, str) and method in ("permutation", "grid")
+    return isinstance(method, str) and method == "grid"
 
 
 def _cut(
@@ -184,7 +175,6 @@ def _cut(
     train: np.ndarray,
     seed: int,
     balance: float,
-    order: str,
 ) -> Partition:
     num_nodes = len(train)
     if method == "random":
@@ -204,7 +194,7 @@ def _cut(
         return Partition.from_owner(fill_empty(owner, num_parts), num_parts)
     if method == "metis" and enough and _pymetis() is not None:
         return metis(edge_index, num_parts, train, seed=seed, balance=balance)
-    return ldg(edge_index, num_parts, train, seed=seed, balance=balance, order=order)
+    return ldg(edge_index, num_parts, train, seed=seed, balance=balance)
 
 
 def ldg(
@@ -214,9 +204,8 @@ def ldg(
     *,
     seed: int = 0,
     balance: float = 1.03,
-    order: str = "degree",
 ) -> Partition:
-    """Streams the nodes, and assigns each to the part with most of its neighbours and room.
+    """Streams nodes by degree, each to the part with most of its neighbours and room.
 
         part(v) = argmax_p |N(v) in p| * free(p),   free = min_c 1 - load_c(p) / cap_c
 
@@ -235,7 +224,7 @@ def ldg(
     weight = node_weights(edge_index, train)
     capacity = capacities(weight, num_parts, balance)
     load = np.zeros((num_parts, weight.shape[1]), np.int64)
-    visit_order = _order(order, csr, seed)
+    visit_order = _by_degree(csr, seed)
     owner = np.full(num_nodes, -1, np.int64)
     best, best_cut = owner, math.inf
     for _ in tqdm(range(PASSES), "ldg", disable=None, leave=False):
@@ -282,7 +271,7 @@ def metis(
     )
     owner = np.array(parts, np.int64)
     capacity = capacities(weight, num_parts, balance)
-    _improve(owner, _order("degree", csr, seed), csr, weight, capacity, num_parts)
+    _improve(owner, _by_degree(csr, seed), csr, weight, capacity, num_parts)
     return Partition.from_owner(fill_empty(owner, num_parts), num_parts)
 
 
@@ -300,17 +289,10 @@ def _block_owner(num_nodes: int, num_parts: int) -> np.ndarray:
     return np.repeat(np.arange(num_parts), sizes)
 
 
-def _order(order: str, csr: Csr, seed: int) -> np.ndarray:
-    if order not in ORDERS:
-        raise ValueError(f"unknown order {order!r}; give one of {', '.join(ORDERS)}")
-    indptr, indices = csr
-    roots = np.random.default_rng(seed).permutation(indptr.size - 1)
-    if order == "random":
-        return roots
-    if order == "degree":
-        return roots[np.argsort(-np.diff(indptr)[roots], kind="stable")]
-    visit_order: np.ndarray = jit_loops().bfs_order(indptr, indices, roots)
-    return visit_order
+def _by_degree(csr: Csr, seed: int) -> np.ndarray:
+    """Returns the nodes by falling degree, those of equal degree in random order."""
+    shuffled = np.random.default_rng(seed).permutation(csr[0].size - 1)
+    return shuffled[np.argsort(-np.diff(csr[0])[shuffled], kind="stable")]
 
 
 def _improve(
@@ -349,57 +331,6 @@ def _improve(
     for _ in range(PASSES):
         if loops.lower_cut(visit_order, *csr, weight, capacity, owner, load) == 0:
             break
-
-
-def permutation(
-    edge_index: Tensor,
-    num_nodes: int,
-    num_parts: int,
-    *,
-    seed: int = 0,
-    grid: Grid | None = None,
-) -> Partition:
-    """Spreads rows of the matrix over process rows, and columns over process columns.
-
-    Nodes are assigned to the r process rows by descending in-degree, and those of each
-    process row to its s columns by descending out-degree; ties are in random order. Each
-    goes to the part with least degrees so far that has room for one more. So process rows
-    have similar nonzeros in their rows, process columns in their columns, and a block A_ij
-    has about m / (r s); the ranks of one block divide its nodes evenly. Each of the three
-    steps makes sizes differ by one at most. Without a grid, parts are process rows.
-
-    Permuting rows and columns at random, and each in its own way, is the double
-    permutation of [Ranjan25]; assigning by degree is ours, and separates hubs, too.
-    """
-    loops = jit_loops()
-    r, s, p = check_grid(grid, num_parts)
-    degree = [
-        np.bincount(ends, minlength=num_nodes)
-        for ends in plain_edges(edge_index).cpu().numpy()
-    ]
-    out_degree, in_degree = degree if degree[0].size else (np.zeros(0, np.int64),) * 2
-    shuffled = np.random.default_rng(seed).permutation(num_nodes)
-    row_part, col_part, fiber_part = np.zeros((3, num_nodes), np.int64)
-    loops.deal(
-        _by_descending(shuffled, in_degree), in_degree, np.zeros(r, np.int64), row_part
-    )
-    col_load = np.zeros(s, np.int64)
-    for i in range(r):
-        in_row = shuffled[row_part[shuffled] == i]
-        loops.deal(_by_descending(in_row, out_degree), out_degree, col_load, col_part)
-        for j in range(s):
-            block = in_row[col_part[in_row] == j]
-            loops.deal(
-                _by_descending(block, in_degree),
-                in_degree,
-                np.zeros(p, np.int64),
-                fiber_part,
-            )
-    return Partition.from_owner((row_part * s + col_part) * p + fiber_part, num_parts)
-
-
-def _by_descending(gid: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return gid[np.argsort(-weight[gid], kind="stable")]
 
 
 def _pymetis() -> Any:

@@ -73,30 +73,6 @@ def transfer(load: Array, weight: Array, v: int, a: int, b: int) -> None:
         load[b, c] += weight[v, c]
 
 
-@entry
-def bfs_order(indptr: Array, indices: Array, roots: Array) -> Array:
-    """Lists every node, breadth first, each component from its first node in roots."""
-    order = np.empty(roots.size, np.int64)
-    seen = np.zeros(roots.size, np.bool_)
-    head, tail = 0, 0
-    for root in roots:
-        if seen[root]:
-            continue
-        seen[root] = True
-        order[tail] = root
-        tail += 1
-        while head < tail:
-            v = order[head]
-            head += 1
-            for k in range(indptr[v], indptr[v + 1]):
-                u = indices[k]
-                if not seen[u]:
-                    seen[u] = True
-                    order[tail] = u
-                    tail += 1
-    return order
-
-
 @jit
 def _count_neighbors(
     v: int, indptr: Array, indices: Array, owner: Array, count: Array, near_parts: Array

@@ -1,17 +1,16 @@
-"""Reads edges and attributes from .npy, .npz and text files, in chunks."""
+"""Reads edges and attributes from .npy and .npz files, and edges from text, in chunks."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
-import importlib
 import math
 import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -22,26 +21,29 @@ from tqdm import tqdm
 from pyg_distcomm.partition.layout import dtype_name
 from pyg_distcomm.partition.stream_cutter import CHUNK
 
-TEXT = (".txt", ".csv", ".tsv", ".el", ".edges", ".edgelist")
-BLOCK = 1 << 23  # bytes of text in memory at once
+TEXT = (".txt", ".el", ".edges", ".edgelist")
+BLOCK = 1 << 21  # bytes of text in memory at once
 BYTES = 1 << 24  # bytes of attribute rows in memory at once
-LINES = 1 << 14  # lines of text attributes in memory at once
 MOST_NODES = 2**31 - 1
+TO_SPACES = bytes.maketrans(b",;\t", b"   ")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which spreadsheets begin a file
 BAD_FILE = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile)
 
 Opener = Callable[[], IO[bytes]]
 
 
+def ending(path: Path) -> str:
+    """Returns the suffix of a name in small letters, that before .gz if it is compressed."""
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
+
+
 def is_text(path: Path) -> bool:
-    """Returns whether a name is that of a text file of edges, compressed by gzip or not."""
-    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    if suffixes[-1:] == [".gz"]:
-        suffixes.pop()
-    return suffixes[-1:] != [] and suffixes[-1] in TEXT
+    """Returns whether a name is that of a list of edges as text, compressed by gzip or not."""
+    return ending(path) in TEXT
 
 
-@contextmanager
+@contextlib.contextmanager
 def opened(name: str, opener: Opener) -> Iterator[IO[bytes]]:
     """Opens a file for reading; turns errors inside into ValueErrors that name it."""
     try:
@@ -231,10 +233,9 @@ def spool_text(
     """Reads a list of edges once, into the .npy file `out`, `[m, 2]`.
 
     A line holds a source and a target, separated by spaces, tabs, commas or semicolons; "#"
-    and "%" begin comments, and the first line of a .csv or .tsv may name its columns. With
-    `undirected`, an edge is followed by its reverse, unless it is a self-loop. Returns the
-    edges, and the largest id. Raises ValueError with the file, the line, its content and the
-    expected content.
+    and "%" begin lines that are comments. With `undirected`, an edge is followed by its
+    reverse, unless it is a self-loop. Returns the edges, and the largest id. Raises ValueError
+    with the file, the line, its content and the expected content.
     """
     limit = MOST_NODES if num_nodes is None else num_nodes
     total = path.stat().st_size if path.is_file() else 0
@@ -246,74 +247,42 @@ def spool_text(
         disable=None,
         leave=False,
     )
-    largest = -1
+    largest, number = -1, 1
     with bar, PairWriter(out) as writer, opened(str(path), plain_opener(path)) as file:
-        for pairs in _text_pairs(path, file, limit):
-            if pairs.size:
-                largest = max(largest, int(pairs.max()))
+        while lines := file.readlines(BLOCK):
+            if number == 1:
+                lines[0] = lines[0].removeprefix(BYTE_ORDER_MARK)
+            pairs = _text_pairs(str(path), lines, number, limit)
+            number += len(lines)
+            largest = max(largest, int(pairs.max(initial=-1)))
             writer.write(with_reverses(pairs) if undirected else pairs)
-            bar.update(_position(file) - bar.n)
+            raw = getattr(file, "fileobj", None)  # gzip: where it is in the packed file
+            bar.update(int((raw or file).tell()) - bar.n)
     return EdgeFile(out, pair_rows=True), largest
 
 
-def _position(file: IO[bytes]) -> int:
-    raw = getattr(file, "fileobj", None)  # gzip: where it is in the packed file
-    return int((raw or file).tell())
-
-
-def _text_pairs(path: Path, file: IO[bytes], limit: int) -> Iterator[np.ndarray]:
-    # Numba takes a second to import
-    loops: Any = importlib.import_module("pyg_distcomm.partition.parse_jit")
-    line, rest, first = 0, b"", path.name.lower().removesuffix(".gz")
-    has_header = first.endswith((".csv", ".tsv"))
-    while block := file.read(BLOCK):
-        if line == 0 and not rest:
-            block = block.removeprefix(BYTE_ORDER_MARK)
-        text = rest + block
-        cut = text.rfind(b"\n") + 1
-        text, rest = text[:cut], text[cut:]
-        if len(rest) > BLOCK:
-            raise ValueError(f"{path}: line {line + 1}: longer than {BLOCK} bytes")
-        if has_header and text:
-            text, skipped = _without_names(text)
-            line, has_header = line + skipped, False
-        pairs, line = _parse(loops, path, text, line, limit)
-        yield pairs
-    if rest:
-        text = _without_names(rest + b"\n")[0] if has_header else rest + b"\n"
-        yield _parse(loops, path, text, line, limit)[0]
-
-
-def _without_names(text: bytes) -> tuple[bytes, int]:
-    """Drops a first line with names of columns, and comments before it."""
-    at = lines = 0
-    while at < len(text):
-        end = text.index(b"\n", at) + 1
-        row = text[at:end].strip()
-        at, lines = end, lines + 1
-        if row and row[:1] not in (b"#", b"%"):
-            named = row[:1].isalpha() or row[:1] in b"\"'_"
-            return (text[at:], lines) if named else (text, 0)
-    return text, 0
-
-
-def _parse(
-    loops: Any, path: Path, text: bytes, line: int, limit: int
-) -> tuple[np.ndarray, int]:
-    out = np.empty((text.count(b"\n"), 2), np.int64)
-    if not text:
-        return out, line
-    raw = np.frombuffer(text, np.uint8)
-    found, lines, wrong, begin, end = loops.pairs(raw, limit, out)
-    if wrong != loops.FINE:
-        got = text[begin:end].decode(errors="replace").strip()[:80]
+def _text_pairs(name: str, lines: list[bytes], line: int, limit: int) -> np.ndarray:
+    """Returns the edges `[m, 2]` of some lines, the first of which has the number `line`."""
+    text = b"".join(lines).translate(TO_SPACES).decode(errors="replace").split("\n")
+    written = [row for row in text if row.strip() and row.lstrip()[0] not in "#%"]
+    with contextlib.suppress(ValueError):
+        pairs = np.empty((0, 2), np.int64)
+        if written:
+            pairs = np.loadtxt(written, np.int64, comments=None, ndmin=2)
+        if pairs.shape[1] == 2 and ((pairs >= 0) & (pairs < limit)).all():
+            return pairs
+    for number, row in enumerate(text, line):
+        words = row.split()
+        if not words or words[0][0] in "#%":
+            continue
         wanted = "two node ids, source and target"
-        if wrong == loops.TOO_LARGE:
+        if len(words) == 2 and all(word.isdecimal() for word in words):
+            if all(int(word) < limit for word in words):
+                continue
             wanted = f"node ids of 0 .. {limit - 1}"
-        raise ValueError(
-            f"{path}: line {line + lines + 1}: got {got!r}, wanted {wanted}"
-        )
-    return out[:found], line + lines
+        got = lines[number - line].decode(errors="replace").strip()[:80]
+        raise ValueError(f"{name}: line {number}: got {got!r}, wanted {wanted}")
+    raise ValueError(f"{name}: line {line}: cannot be read")
 
 
 def with_reverses(pairs: np.ndarray) -> np.ndarray:
@@ -394,67 +363,6 @@ class NpyColumn:
                 yield flat.reshape(self.shape and (count, *self.shape[1:]))
 
 
-class TextColumn:
-    """Reads the numbers of a .csv file, compressed by gzip or not, a row a line."""
-
-    def __init__(
-        self, path: Path, count: int | None, *, is_float: bool | None = None
-    ) -> None:
-        """Infers dtype and width from the first lines.
-
-        `count` is the number of rows, None for any number; `is_float` reads float32,
-        otherwise int64, and None infers it.
-        """
-        self.name, self._path, self._count = str(path), path, count
-        with opened(self.name, plain_opener(path)) as file:
-            first = [line for _, line in islice(self._lines(file), 64)]
-        if is_float is None:
-            is_float = not _fits(first, np.int64)
-        self.dtype = np.dtype(np.float32 if is_float else np.int64)
-        width = self._parse(1, first).shape[1] if first else 1
-        self.shape: tuple[int, ...] = (count or 0, width)
-
-    def rows(self) -> Iterator[np.ndarray]:
-        """Yields arrays `[c, width]` of rows, in order."""
-        done = 0
-        with opened(self.name, plain_opener(self._path)) as file:
-            lines = self._lines(file)
-            while numbered := list(islice(lines, LINES)):
-                block = self._parse(numbered[0][0], [line for _, line in numbered])
-                if block.shape[1] != self.shape[1]:
-                    raise ValueError(
-                        f"{self.name}: line {numbered[0][0]}: got {block.shape[1]} numbers, "
-                        f"wanted {self.shape[1]}"
-                    )
-                done += len(block)
-                yield block
-        if self._count is not None and done != self._count:
-            raise ValueError(f"{self.name}: has {done} rows, wanted {self._count}")
-
-    @staticmethod
-    def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-        for at, line in enumerate(file, 1):
-            row = line.removeprefix(BYTE_ORDER_MARK) if at == 1 else line
-            if row.strip():
-                yield at, row
-
-    def _parse(self, first: int, lines: list[bytes]) -> np.ndarray:
-        try:
-            return _numbers(lines, self.dtype)
-        except ValueError:
-            pass
-        width = 1 + lines[0].count(b",")
-        for at, line in enumerate(lines, first):
-            if not _fits([line], self.dtype) or 1 + line.count(b",") != width:
-                kind = "numbers" if self.dtype.kind == "f" else "whole numbers"
-                got = line.decode(errors="replace").strip()[:80]
-                raise ValueError(
-                    f"{self.name}: line {at}: got {got!r}, wanted {width} {kind} with "
-                    "commas between"
-                )
-        raise ValueError(f"{self.name}: line {first}: cannot be read")
-
-
 class ArrayColumn:
     """Holds rows in memory."""
 
@@ -497,16 +405,3 @@ def torch_name(name: str, dtype: np.dtype) -> str:
         raise ValueError(
             f"{name}: holds {dtype}; a partition folder keeps numbers and booleans"
         ) from None
-
-
-def _numbers(lines: list[bytes], dtype: np.dtype) -> np.ndarray:
-    text = [line.decode() for line in lines]
-    return np.loadtxt(text, dtype, delimiter=",", ndmin=2, comments=None)
-
-
-def _fits(lines: list[bytes], dtype: type | np.dtype) -> bool:
-    try:
-        _numbers(lines, np.dtype(dtype))
-    except ValueError:
-        return False
-    return True

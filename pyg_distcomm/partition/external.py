@@ -74,7 +74,7 @@ def partition_files(
                 edge_files and node_table
     method      "stream", "block", "random" and given owners take memory for the nodes
                 and a chunk; the others, and `refine`, also for all edges (not features)
-    grid        (r, s, p) of the ranks, for "permutation", `refine` and the figures
+    grid        (r, s, p) of the ranks, for "grid", `refine` and the figures
     node_attrs, edge_attrs  names of attributes whose sizes do not tell their kind
     force       replaces an earlier partition folder
 

@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from pyg_distcomm.partition.arrow_tables import ArrowTable, NodeNames, is_table
+from pyg_distcomm.partition.arrow_tables import (
+    ArrowColumn,
+    ArrowTable,
+    NodeNames,
+    is_table,
+)
 from pyg_distcomm.partition.edge_files import (
     BAD_FILE,
     TEXT,
@@ -19,7 +24,6 @@ from pyg_distcomm.partition.edge_files import (
     EdgeFile,
     NpyColumn,
     PairWriter,
-    TextColumn,
     is_text,
     member_opener,
     spool_text,
@@ -95,8 +99,8 @@ def open_source(
 ) -> GraphFiles:
     """Opens a graph; text is read once, into a file of the folder `spool`.
 
-    path        an edge list (.txt, .csv, .tsv, .el, .edges; .gz), a .npy file of edges,
-                an .npz file with edge_index and attributes, a table of edges (.parquet,
+    path        an edge list (.txt, .el, .edges; .gz), a .npy file of edges, an .npz file
+                with edge_index and attributes, a table of edges (.csv, .tsv; .gz; .parquet,
                 .arrow, .feather: `ArrowTable.edges`), or a folder of OGB's:
                 raw/edge.csv.gz, num-node-list, node-feat, node-label, node_year,
                 edge-feat, split/NAME/{train,valid,test}; as .csv.gz, .csv or .npy, or
@@ -105,8 +109,8 @@ def open_source(
     undirected  each edge stands for both directions (as OGB's add_inverse_edge)
     split       which folder of split/, if there are several
     node_files, edge_files  .npy files by the name of the attribute
-    node_table  a table (.parquet, .arrow, .feather) with a row for each node, and a column
-                for each attribute; in the order of ids, or with ids in a column "id". If
+    node_table  a table (as of edges, with names of columns) with a row for each node, and a
+                column for each attribute; in the order of ids, or with ids in a column "id". If
                 these are not 0 .. n - 1 (texts, integers with gaps), node k is row k, and
                 edges must be in a table, too: their ends are looked up in this column
 
@@ -121,8 +125,7 @@ def open_source(
     if names is not None and not is_table(path):
         raise ValueError(
             f"{names.name}: these ids are not 0 .. {len(names.names) - 1}, and are looked up "
-            f"for edges in tables only; make {path} one: "
-            "pandas.read_csv(...).to_parquet('edges.parquet')"
+            f"for edges in tables only; make {path} one (.csv, .parquet, .arrow, .feather)"
         )
     if path.is_dir():
         found = _Folder(path, spool, num_nodes, undirected, split).read()
@@ -197,8 +200,8 @@ def _with_edges(
         return found
     if path.suffix != ".npy":
         raise ValueError(
-            f"{path}: edges are read from .npy, .npz, .parquet, .arrow, .feather, "
-            f"{', '.join(TEXT)} (.gz) or a folder"
+            f"{path}: edges are read from .npy, .npz, .csv, .tsv (.gz), .parquet, .arrow, "
+            f".feather, {', '.join(TEXT)} (.gz) or a folder"
         )
     edges = EdgeFile(path)
     return _with_counted_nodes(edges, spool, num_nodes, undirected)
@@ -315,7 +318,7 @@ class _Folder:
             ("node_year", "node_year", found.num_nodes, None),
             ("edge_attr", "edge_feat", num_edges, True),
         ):
-            column = self._column(key, count, is_float)
+            column = self._column(key, is_float)
             if column is not None:
                 _check_rows(column, count, "nodes" if key[:4] == "node" else "edges")
                 found.columns[name] = column
@@ -333,14 +336,14 @@ class _Folder:
                         return path
         return None
 
-    def _column(self, key: str, count: int, is_float: bool | None) -> Column | None:
+    def _column(self, key: str, is_float: bool | None) -> Column | None:
         if key in self.members:
             return self.members[key]
         path = self._file(key, ".npy", ".npz", ".csv.gz", ".csv")
         if path is None:
             return None
         if path.suffix != ".npz":
-            return _open_column(path, count, is_float)
+            return _open_column(path, is_float)
         members = _members(path)
         if key not in members:
             raise ValueError(f"{path}: has no {key}, only {', '.join(members)}")
@@ -352,7 +355,7 @@ class _Folder:
             counts = next(self.members["num_nodes_list"].rows()).reshape(-1)
         path = self._file("num_node_list", ".csv.gz", ".csv")
         if counts is None and path is not None:
-            text = TextColumn(path, 1, is_float=False)
+            text = _open_column(path, False)
             counts = np.concatenate(list(text.rows())).reshape(-1)
         if counts is not None:
             if len(counts) != 1:
@@ -400,16 +403,18 @@ class _Folder:
         return masks
 
 
-def _open_column(path: Path, count: int | None, is_float: bool | None) -> Column:
+def _open_column(path: Path, is_float: bool | None) -> Column:
+    """Opens a column; `is_float` reads text as float32, False as int64, None as it is."""
     if path.suffix == ".npy":
         return NpyColumn(path)
-    return TextColumn(path, count, is_float=is_float)
+    numbers = None if is_float is None else "float32" if is_float else "int64"
+    return ArrowColumn(ArrowTable(path, False, numbers), None)
 
 
 def _mask(path: Path, num_nodes: int) -> np.ndarray:
     """Turns a list of node ids into a mask."""
     mask = np.zeros(num_nodes, np.bool_)
-    for ids in _open_column(path, None, False).rows():
+    for ids in _open_column(path, False).rows():
         if ids.dtype.kind not in "iu":
             raise ValueError(f"{path}: holds {ids.dtype}, wanted node ids")
         bad = ids[(ids < 0) | (ids >= num_nodes)]

@@ -151,7 +151,7 @@ class Plans(Sequence[Plan]):
         graph: the graph in words.
         machine: the figures for seconds.
         partition: who owns which node, on the fastest grid where that depends on it
-            ("permutation"); None for a law of degrees.
+            ("grid"); None for a law of degrees.
     """
 
     ranked: tuple[Plan, ...]

@@ -106,6 +106,7 @@ class metrics:
         about = self._about(data)
         collectives.agree(self._open_folder(about), self._axis)
         self._phases: dict[str, float] = {}
+        self._inner = 0.0  # seconds of the phases inside the one that is open
         self._before = self.mesh.ledger.snapshot()
         self._clock = time.perf_counter()
 
@@ -181,14 +182,19 @@ class metrics:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a block of the script as a phase of this epoch, and marks it in a trace."""
-        begin = time.perf_counter()
+        """Times a block of the script as a phase of this epoch, and marks it in a trace.
+
+        Phases do not overlap: the seconds of a phase inside another count for it alone.
+        """
+        begin, outer, self._inner = time.perf_counter(), self._inner, 0.0
         try:
             with span("script", str(name)):
                 yield
         finally:
             seconds = time.perf_counter() - begin
-            self._phases[name] = self._phases.get(name, 0.0) + seconds
+            own = max(seconds - self._inner, 0.0)
+            self._phases[name] = self._phases.get(name, 0.0) + own
+            self._inner = outer + seconds
 
     def trace(self) -> trace:
         """Returns a `pdc.trace` into the folder, to be used by `with` around a few epochs.

@@ -1,64 +1,49 @@
-"""Renders the charts of a run as one self-contained HTML page."""
+"""Renders a run as one self-contained HTML page, with charts drawn by matplotlib."""
 
 from __future__ import annotations
 
+import io
 import itertools
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from pyg_distcomm.partition.partition import PartitionReport, imbalance
-from pyg_distcomm.watch import drawing
-from pyg_distcomm.watch.drawing import as_bytes, as_count, as_number, as_seconds
 from pyg_distcomm.watch.metrics import RESERVED, RecordedRun, Row, is_finite
 
-MOST_RANKS = 24  # the most ranks that get a bar each
+MOST_RANKS = 24  # the most ranks that are drawn
 SCORES = ("test_accuracy", "test_acc", "accuracy", "acc", "val_accuracy", "val_acc")
+SLOW = 1.1  # a rank that computes so many times the mean is called slow
+COLOURS = "#0072b2 #e69f00 #009e73 #d55e00 #b25a93 #56b4e9 #8a8f96 #c3b200".split()
 
-_STYLE = """
-:root{color-scheme:light dark;--bg:#f6f6f4;--card:#fff;--ink:#1b1d20;--soft:#585d63;
---line:#dcdde0;--c0:#0072b2;--c1:#e69f00;--c2:#009e73;--c3:#d55e00;--c4:#b25a93;
---c5:#56b4e9;--c6:#8a8f96;--c7:#c3b200;--on:#fff}
-@media (prefers-color-scheme:dark){:root{--bg:#141619;--card:#1d2024;--ink:#e9eaec;
---soft:#a9aeb5;--line:#393e45;--c0:#4fa3dc;--c1:#f0b13c;--c2:#33c49a;--c3:#f58a4b;
---c4:#dd9cc4;--c5:#9ed5f5;--c6:#868c94;--c7:#e6da5c;--on:#101214}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--ink);line-height:1.45;
-font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
-main{max-width:1180px;margin:0 auto;padding:28px 20px 48px}
-h1{font-size:24px;margin:0 0 2px}h2{font-size:17px;margin:0 0 2px}
-p{margin:0 0 8px}.soft,figcaption,.about{color:var(--soft)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(118px,1fr));gap:12px;
-margin:18px 0}
-.tiles div,section{background:var(--card);border:1px solid var(--line);border-radius:10px}
-.tiles div{padding:10px 14px}.tiles b{display:block;font-size:20px;overflow-wrap:anywhere}
-.grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));
-gap:14px;align-items:start}
-section{padding:16px 18px 12px;min-width:0}.wide{grid-column:1/-1}
-.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(400px,100%),1fr));
-gap:18px;align-items:center}.pair svg{margin:0 auto}
-figure{margin:8px 0 6px}figcaption{font-size:13px;margin-top:4px}
-svg{display:block;width:100%;height:auto}
-svg text{fill:var(--soft);font-size:12px}svg text.name{fill:var(--ink)}
-svg text.on{fill:var(--on);font-weight:600}svg text.off{fill:var(--ink)}
-.grid{stroke:var(--line);fill:none}.mark{stroke:var(--soft);stroke-dasharray:4 3}
-.line{fill:none;stroke-width:2.2}
-.join{stroke:var(--c1);stroke-linecap:round}.disc{fill:var(--c0)}
-.legend{font-size:13px;display:flex;flex-wrap:wrap;gap:3px 16px;margin:6px 0 0}
-.key{white-space:nowrap}.key i{display:inline-block;width:11px;height:11px;
-border-radius:2px;margin-right:6px;vertical-align:-1px}
-table{border-collapse:collapse;font-size:13px;width:100%}
-td,th{text-align:right;padding:2px 8px;border-bottom:1px solid var(--line)}
-td:first-child,th:first-child{text-align:left}details{margin-top:6px;font-size:13px}
-.scroll{overflow-x:auto}
-@media print{section{break-inside:avoid}}
-""" + "".join(
-    f".s{k}{{fill:var(--c{k})}}.l{k}{{stroke:var(--c{k})}}.b{k}{{background:var(--c{k})}}"
-    for k in range(drawing.SERIES)
-)
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<title>{title} · pyg_distcomm</title>
+<style>
+:root{{color-scheme:light dark;--bg:#f6f6f4;--card:#fff;--ink:#1b1d20;--line:#dcdde0}}
+@media (prefers-color-scheme:dark){{
+:root{{--bg:#141619;--card:#1d2024;--ink:#e9eaec;--line:#393e45}}}}
+*{{box-sizing:border-box}}
+body{{margin:0;background:var(--bg);color:var(--ink);font:15px/1.45 system-ui,sans-serif}}
+main{{max-width:1180px;margin:0 auto;padding:28px 20px;display:grid;gap:14px;
+grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));align-items:start}}
+header,.wide{{grid-column:1/-1}}h1{{font-size:24px;margin:0}}h2{{font-size:17px;margin:0}}
+section{{background:var(--card);border:1px solid var(--line);border-radius:10px;
+padding:14px 18px;min-width:0;overflow-x:auto}}
+.verdict{{font-size:18px}}svg{{display:block;max-width:100%;height:auto}}
+svg text{{fill:currentColor}}p{{margin:6px 0}}
+table{{border-collapse:collapse;font-size:13px;width:100%}}
+td,th{{text-align:right;padding:2px 8px;border-bottom:1px solid var(--line)}}
+td:first-child,th:first-child{{text-align:left}}
+@media print{{section{{break-inside:avoid}}}}
+</style></head>
+<body><main><header><h1>{title}</h1>{head}</header>
+{sections}</main></body></html>
+"""
 
 
 def render(
@@ -66,207 +51,126 @@ def render(
     run: RecordedRun | None = None,
     partition: PartitionReport | None = None,
     rows: Sequence[Sequence[int]] = (),
-    trace: Path | None = None,
 ) -> str:
-    """Returns the HTML page of a run.
+    """Returns the HTML page of a run. Its first sentence says which rank is slow, and why.
 
     Args:
         title: the name of the run.
         run: the run that `pdc.metrics` recorded.
         partition: the figures of the partition, if the run has none.
         rows: the rows that each part sends to each other, if the run has none.
-        trace: a file of `pdc.trace`, if the run has none.
+
+    Raises:
+        ImportError: without matplotlib.
     """
     about: Mapping[str, Any] = {} if run is None else run.about
     if "partition" in about:
         partition = PartitionReport.from_dict(about["partition"])
         rows = about.get("rows", ())
-    epochs = [] if run is None else run.rows
-    repeated = [] if run is None else run.repeated
-    trace = trace if run is None or run.trace is None else run.trace
-    parts = _accuracy(epochs) if epochs else []
-    parts += [] if run is None else _starts(run)
-    if epochs:
-        parts.append(_bytes(epochs, repeated))
-        for name, figure in (("Waits by rank", _waits), ("Phases", _phases)):
-            parts.append(_section(name, _figure_by_start(epochs, figure)))
-        parts += _values(epochs)
-    parts += [] if partition is None else _partition(partition, rows, about)
-    parts += [] if trace is None else _timeline(trace)
-    parts += _table(epochs) if epochs else []
-    if not parts:
-        parts = [_section("Nothing recorded yet", "<p>No epoch has ended.</p>")]
-    head = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)} · pyg_distcomm</title><style>{_STYLE}</style></head>"
+    head = sections = ""
+    if run is not None:
+        head = _about(run)
+        sections += _starts(run)
+    if run is not None and run.rows:
+        settled = _settled(run.rows, run.rows[-1].get("start"))
+        head = f'<p class="verdict">{escape(_verdict(settled, about, partition))}</p>{head}'
+        sections += _ranks(settled) + _phases(settled) + _bytes(run) + _values(run.rows)
+    sections += "" if partition is None else _partition(partition, rows)
+    sections = sections or _section(
+        "Nothing recorded yet", "<p>No epoch has ended.</p>"
     )
-    return (
-        f"{head}<body><main><h1>{escape(title)}</h1>{_about(about)}"
-        f"{_tiles(about, epochs, partition, repeated)}"
-        f'<div class="grid2">{"".join(parts)}</div></main></body></html>\n'
-    )
+    return _PAGE.format(title=escape(title), head=head, sections=sections)
 
 
-def _section(title: str, body: str, intro: str = "", wide: bool = False) -> str:
-    caption = f'<p class="soft">{escape(intro)}</p>' if intro else ""
+# What is drawn with --------------------------------------------------------------------
+
+
+def _axes(width: float = 5.6, height: float = 2.8) -> Any:
+    """Returns matplotlib's axes in a new figure of so many inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "the page of a run is drawn by matplotlib: pip install 'pyg-distcomm[plot]'"
+        ) from error
+    axes = Figure((width, height), layout="constrained").add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_prop_cycle(color=COLOURS)
+    return axes
+
+
+def _svg(axes: Any, label: str) -> str:
+    """Returns a figure as an SVG element, in the page's own colour where it is black."""
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "pyg_distcomm"}
+    ):
+        axes.figure.savefig(out, format="svg", transparent=True, dpi=150)
+    text = out.getvalue()
+    text = re.sub(
+        r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S
+    )
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    used = set(re.findall(r"#(\w+)", text))
+    text = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", text)
+    text = text.replace("#000000", "currentColor")
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Writes a value with its unit, as 12.5 ms or 1.25 MB."""
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter(unit)(float(f"{value:.3g}")).strip()
+
+
+def _scale(axis: Any, unit: str | None = None) -> None:
+    """Labels an axis with a unit, or with whole numbers."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(5, integer=unit is None))
+    if unit is not None:
+        axis.set_major_formatter(EngFormatter(unit))
+
+
+def _bars(rows: Mapping[str, Mapping[str, float]], label: str) -> str:
+    """Draws a horizontal bar of seconds for each row, divided into its parts."""
+    axes = _axes(height=1.2 + 0.26 * len(rows))
+    left = dict.fromkeys(rows, 0.0)
+    for name in dict.fromkeys(name for parts in rows.values() for name in parts):
+        own = [row for row in rows if name in rows[row]]
+        lengths = [rows[row][name] for row in own]
+        axes.barh(own, lengths, left=[left[row] for row in own], label=name)
+        left = {row: left[row] + rows[row].get(name, 0.0) for row in rows}
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    _scale(axes.xaxis, "s")
+    axes.figure.legend(loc="outside upper left", ncols=2, frameon=False)
+    return _svg(axes, label)
+
+
+def _section(title: str, body: str, wide: bool = False) -> str:
     kind = ' class="wide"' if wide else ""
-    return f"<section{kind}><h2>{escape(title)}</h2>{caption}{body}</section>"
+    return f"<section{kind}><h2>{escape(title)}</h2>{body}</section>\n"
 
 
-def _figure(key: str, svg: str, caption: str = "") -> str:
-    caption = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f"{key}<figure>{svg}{caption}</figure>"
+def _text(*sentences: str) -> str:
+    return f"<p>{escape(' '.join(filter(None, sentences)))}</p>"
 
 
-def _about(about: Mapping[str, Any]) -> str:
-    if not about:
-        return ""
-    hosts = list(dict.fromkeys(about.get("hosts", ())))
-    named = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if hosts[4:] else "")
-    started = time.strftime(
-        "%Y-%m-%d %H:%M", time.localtime(about["starts"][0]["time"])
-    )
-    grid = " x ".join(map(str, about["grid"]))
-    stages = f", {about['stages']} stages" if about["stages"] > 1 else ""
-    text = f"begun {started} on {named}; grid {grid}{stages}; torch {about['torch']}"
-    return f'<p class="about">{escape(text)}</p>'
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><tr>{top}</tr>{body}</table>"
 
 
-def _tiles(
-    about: Mapping[str, Any],
-    epochs: Sequence[Row],
-    partition: PartitionReport | None,
-    repeated: Sequence[Row] = (),
-) -> str:
-    found: list[tuple[str, str]] = []
-    starts = about.get("starts", ())
-    if about:
-        counts = [start["ranks"] for start in starts]
-        changed = [str(n) for k, n in enumerate(counts) if not k or n != counts[k - 1]]
-        found.append(("ranks", " → ".join(changed)))
-    if partition is not None:
-        found.append(("nodes", as_count(sum(partition.nodes))))
-        found.append(("edges", as_count(sum(partition.edges))))
-        share = partition.edge_cut / max(sum(partition.edges), 1)
-        found.append(("edges cut", f"{share:.1%}"))
-    if epochs:
-        found.append(("epochs", f"{len(epochs):,}"))
-        total = sum(row["bytes"]["total"] for row in [*epochs, *repeated])
-        found.append(("bytes received", as_bytes(total)))
-        settled = _without_first(epochs, epochs[-1].get("start"))
-        of = "median epoch" + (", last start" if len(starts) > 1 else "")
-        found.append((of, as_seconds(median(row["seconds"] for row in settled))))
-        if score := _score(epochs):
-            found.append((f"last {_spaced(score)}", as_number(epochs[-1][score])))
-    if len(starts) > 1:
-        found.append(("restarts", str(len(starts) - 1)))
-        repeated_bytes = as_bytes(sum(row["bytes"]["total"] for row in repeated))
-        found.append(("epochs repeated", f"{len(repeated)}, {repeated_bytes}"))
-    tiles = (
-        f'<div><span class="soft">{escape(n)}</span><b>{escape(v)}</b></div>'
-        for n, v in found
-    )
-    return f'<div class="tiles">{"".join(tiles)}</div>'
+# Figures of epochs ---------------------------------------------------------------------
 
 
-def _spaced(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _names(epochs: Sequence[Row]) -> list[str]:
-    """Returns the names of the script's own values."""
-    found = dict.fromkeys(
-        name for row in epochs for name in row if name not in RESERVED
-    )
-    return [name for name in found if any(is_finite(row.get(name)) for row in epochs)]
-
-
-def _score(epochs: Sequence[Row]) -> str | None:
-    names = [n for n in _names(epochs) if is_finite(epochs[-1].get(n))]
-    known = [name for name in SCORES if name in names]
-    others = [
-        n for n in names if any(w in n.lower() for w in ("acc", "f1", "auc", "mrr"))
-    ]
-    return next(iter([*known, *others]), None)
-
-
-def _accuracy(epochs: Sequence[Row]) -> list[str]:
-    score = _score(epochs)
-    if score is None:
-        return []
-    moved, points = 0, []
-    for row in epochs:
-        moved += row["bytes"]["total"]
-        if is_finite(row.get(score)):
-            points.append((float(moved), float(row[score])))
-    name = _spaced(score)
-    names = "bytes received by all ranks so far", name
-    svg = drawing.lines({name: points}, as_bytes, as_number, names)
-    return [
-        _section(
-            f"{name.capitalize()} against bytes", _figure("", svg, "A dot is an epoch.")
-        )
-    ]
-
-
-def _restarts(epochs: Sequence[Row]) -> list[tuple[float, str]]:
-    """Returns the epochs at which the run was restarted, with a text for the tooltip."""
-    return [
-        (
-            (last["epoch"] + row["epoch"]) / 2,
-            f"restarted after epoch {last['epoch']}, on {len(row['by_rank']['bytes'])} ranks",
-        )
-        for last, row in itertools.pairwise(epochs)
-        if last.get("start") != row.get("start")
-    ]
-
-
-def _bytes(epochs: Sequence[Row], repeated: Sequence[Row]) -> str:
-    sums: dict[str, int] = {}
-    for row in epochs:
-        for op, count in row["bytes"].items():
-            sums[op] = sums.get(op, 0) + count
-    total = sums.pop("total", 0)
-    if not total:
-        return _section("Bytes by epoch and operation", "<p>Nothing was sent.</p>")
-    order = sorted(sums, key=lambda op: -sums[op])
-    large = [op for op in order if sums[op] > total / 100]
-    kept = order if len(order) < 4 else large[: drawing.SERIES - 1]
-    rest = order[len(kept) :]
-    series = {op: [row["bytes"].get(op, 0) for row in epochs] for op in kept}
-    if rest:
-        series["others"] = [
-            sum(row["bytes"].get(op, 0) for op in rest) for row in epochs
-        ]
-    xs = [row["epoch"] for row in epochs]
-    names = "epoch", "bytes received, all ranks"
-    marks = _restarts(epochs)
-    svg, group = drawing.stacked(xs, series, as_bytes, names, marks)
-    note = f"A bar is the mean of {group} epochs. " if group > 1 else ""
-    top = f"{order[0]} is {sums[order[0]] / total:.0%} of {as_bytes(total)}."
-    top += " A broken line is a restart." if marks else ""
-    if repeated:
-        more = as_bytes(sum(row["bytes"]["total"] for row in repeated))
-        top += f" Epochs that were trained again, {more} more, are not drawn."
-    key = drawing.legend(list(series))
-    body = _figure(
-        key, svg, f"{note}{top} A name is the operation and the axis of the grid."
-    )
-    lines = [
-        [
-            op,
-            as_bytes(median(row["bytes"].get(op, 0) for row in epochs)),
-            as_bytes(sums[op]),
-        ]
-        for op in order
-    ]
-    table = _html_table(["operation", "median epoch", "all epochs"], lines)
-    body += f"<details><summary>Each operation</summary>{table}</details>"
-    return _section("Bytes by epoch and operation", body)
-
-
-def _without_first(epochs: Sequence[Row], start: Any) -> list[Row]:
+def _settled(epochs: Sequence[Row], start: Any) -> list[Row]:
     """Returns the epochs of a start, without the first, which compiles, if it has others."""
     rows = [row for row in epochs if row.get("start") == start]
     return rows[1:] or rows
@@ -278,236 +182,273 @@ def _by_rank(rows: Sequence[Row], what: str) -> list[float]:
     return [median(column) for column in columns]
 
 
-def _starts(run: RecordedRun) -> list[str]:
-    """Returns a table of the starts of a run, if there were several."""
-    starts, lines = run.about.get("starts", ()), []
-    for k, start in enumerate(starts if len(starts) > 1 else ()):
-        own_rows = [row for row in run.rows if row.get("start") == k]
-        repeated_rows = [row for row in run.repeated if row.get("start") == k]
-        span = (
-            f"{own_rows[0]['epoch']} to {own_rows[-1]['epoch']}" if own_rows else "none"
+def _computing(rows: Sequence[Row]) -> list[float]:
+    pairs = zip(_by_rank(rows, "seconds"), _by_rank(rows, "waits"), strict=True)
+    return [max(seconds - waits, 0.0) for seconds, waits in pairs]
+
+
+def _verdict(
+    settled: Sequence[Row], about: Mapping[str, Any], partition: PartitionReport | None
+) -> str:
+    """Says which rank is slow and why, which operation sends most, and the longest phase."""
+    computing, waits = _computing(settled), _by_rank(settled, "waits")
+    slow = max(range(len(computing)), key=computing.__getitem__)
+    most = imbalance(computing)
+    share = mean(waits) / max(mean(_by_rank(settled, "seconds")), 1e-12)
+    if len(computing) == 1:
+        text = "One rank computes alone."
+    elif most < SLOW:
+        text = (
+            f"No rank is slow: rank {slow}, the busiest, computes {most:.2f} times the mean, "
+            f"and ranks wait {share:.0%} of an epoch for each other and for rows."
         )
-        waited = "–"
-        if own_rows:
-            waits = _by_rank(_without_first(run.rows, k), "waits")
+    else:
+        text = (
+            f"Rank {slow} is slow: it computes {with_unit(computing[slow], 's')} of an epoch, "
+            f"{most:.2f} times the mean, {_cause(slow, about, partition, len(computing))}; "
+            f"ranks wait {share:.0%} of an epoch."
+        )
+    total = sum(row["bytes"]["total"] for row in settled)
+    ops = {op for row in settled for op in row["bytes"]} - {"total"}
+    if total and ops:
+        sums = {op: sum(row["bytes"].get(op, 0) for row in settled) for op in ops}
+        op = max(sorted(ops), key=sums.__getitem__)
+        text += f" {sums[op] / total:.0%} of bytes are those of {op}."
+    own, _ = _script_phases(settled)
+    if len(own) > 1:
+        name = max(own, key=own.__getitem__)
+        text += f" The longest phase is {name}, {with_unit(own[name], 's')}."
+    return text
+
+
+def _cause(
+    rank: int, about: Mapping[str, Any], partition: PartitionReport | None, ranks: int
+) -> str:
+    if partition is not None and partition.num_parts == ranks:
+        columns = {
+            "edges": partition.edges,
+            "nodes": partition.nodes,
+            "rows sent": partition.send_rows,
+            "rows received": partition.halo_rows,
+        }
+        ratios = {n: c[rank] / max(mean(c), 1e-12) for n, c in columns.items()}
+        name = max(ratios, key=ratios.__getitem__)
+        if ratios[name] > 1.05:
+            return f"and has {ratios[name]:.2f} times the mean of {name}"
+        why = "though it has no more nodes, edges and rows to exchange than others"
+    else:
+        why = "and no figures of the partition say why"
+    hosts = about.get("hosts", ())
+    where = f" (look at its host, {hosts[rank]})" if len(hosts) == ranks else ""
+    return why + where
+
+
+def _script_phases(settled: Sequence[Row]) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the median seconds of the script's own phases, and of a loader's."""
+    names = dict.fromkeys(name for row in settled for name in row["phases"])
+    middle = {n: median(row["phases"].get(n, 0.0) for row in settled) for n in names}
+    loader = {n: middle.pop(n) for n in names if n.startswith("loader: ")}
+    for name in ("computing", "waiting"):
+        middle.pop(name, None)
+    return middle, loader
+
+
+def _ranks(settled: Sequence[Row]) -> str:
+    bars = {}
+    figures = zip(_computing(settled), _by_rank(settled, "waits"), strict=True)
+    for rank, (computing, waits) in enumerate(figures):
+        label = f"rank {rank}, waits {with_unit(waits, 's')}"
+        bars[label] = {"computing": computing, "waiting": waits}
+    busiest = sorted(bars, key=lambda label: -bars[label]["computing"])[:MOST_RANKS]
+    svg = _bars({n: b for n, b in bars.items() if n in busiest}, "seconds by rank")
+    few = len(bars) == len(busiest)
+    note = "" if few else f"The {MOST_RANKS} busiest of {len(bars)} ranks."
+    return _section("Waits by rank", svg + _text(note, _range(settled)))
+
+
+def _phases(settled: Sequence[Row]) -> str:
+    whole = {
+        n: median(row["phases"][n] for row in settled) for n in ("computing", "waiting")
+    }
+    bars, (own, loader) = {"epoch": whole}, _script_phases(settled)
+    if own:
+        rest = sum(whole.values()) - sum(own.values())
+        bars["script"] = {**own, "outside of phases": max(rest, 0.0)}
+    if loader:
+        bars["loader"] = loader
+    bars = {
+        bar: {
+            f"{name} {with_unit(seconds, 's')}": seconds
+            for name, seconds in parts.items()
+        }
+        for bar, parts in bars.items()
+    }
+    note = "A bar is the mean of ranks; its parts do not overlap, and bars run side by side."
+    return _section(
+        "Phases", _bars(bars, "seconds by phase") + _text(note, _range(settled))
+    )
+
+
+def _range(settled: Sequence[Row]) -> str:
+    return f"Medians of epochs {settled[0]['epoch']} to {settled[-1]['epoch']}."
+
+
+def _bytes(run: RecordedRun) -> str:
+    epochs, title = run.rows, "Bytes by epoch and operation"
+    ops = {op for row in epochs for op in row["bytes"]} - {"total"}
+    series = {op: [row["bytes"].get(op, 0) for row in epochs] for op in ops}
+    order = sorted(ops, key=lambda op: (-sum(series[op]), op))
+    if not order:
+        return _section(title, _text("Nothing was sent."))
+    axes = _axes(height=3.2)
+    layers = [series[op] for op in order[: len(COLOURS)]]
+    xs = [row["epoch"] for row in epochs]
+    axes.stackplot(xs, *layers, labels=order[: len(COLOURS)], colors=COLOURS)
+    _scale(axes.yaxis, "B")
+    _scale(axes.xaxis)
+    axes.set(xlabel="epoch", ylabel="received by all ranks", ylim=(0, None))
+    axes.figure.legend(loc="outside upper left", ncols=3, frameon=False)
+    note = _mark_restarts(axes, epochs)
+    if run.repeated:
+        more = with_unit(sum(row["bytes"]["total"] for row in run.repeated), "B")
+        note += f" Epochs that were trained again, {more} more, are not drawn."
+    lines = [
+        [op, with_unit(median(series[op]), "B"), with_unit(sum(series[op]), "B")]
+        for op in order
+    ]
+    table = _table(["operation and axis", "median epoch", "all epochs"], lines)
+    return _section(title, _svg(axes, title) + _text(note) + table)
+
+
+def _mark_restarts(axes: Any, epochs: Sequence[Row]) -> str:
+    """Draws a broken line at each restart; returns the text that explains it, if any."""
+    texts = []
+    for last, row in itertools.pairwise(epochs):
+        if last.get("start") != row.get("start"):
+            axes.axvline(
+                (last["epoch"] + row["epoch"]) / 2, color="#8a8f96", linestyle="--"
+            )
+            texts.append(
+                f"after epoch {last['epoch']}, on {len(row['by_rank']['bytes'])} ranks"
+            )
+    return f"A broken line is a restart: {'; '.join(texts)}." if texts else ""
+
+
+def _values(epochs: Sequence[Row]) -> str:
+    """Returns charts of the script's own values by epoch, and of a score against bytes."""
+    found = dict.fromkeys(n for row in epochs for n in row if n not in RESERVED)
+    names = [n for n in found if any(is_finite(row.get(n)) for row in epochs)]
+    scores = [n for n in names if re.search("acc|f1|auc|mrr", n.lower())]
+    score = next((n for n in [*SCORES, *scores] if n in names), None)
+    moved = list(itertools.accumulate(row["bytes"]["total"] for row in epochs))
+    out = ""
+    for name in names[:6]:
+        rows = [k for k, row in enumerate(epochs) if is_finite(row.get(name))]
+        values, axes = [epochs[k][name] for k in rows], _axes()
+        title = name.replace("_", " ").capitalize()
+        if name == score:
+            title, note = f"{title} against bytes", f"The last is {values[-1]:.4g}."
+            axes.plot([moved[k] for k in rows], values, marker=".")
+            axes.set(xlabel="received by all ranks so far", ylabel=name)
+            _scale(axes.xaxis, "B")
+        else:
+            title, note = f"{title} by epoch", _mark_restarts(axes, epochs)
+            axes.plot([epochs[k]["epoch"] for k in rows], values, marker=".")
+            axes.set(xlabel="epoch", ylabel=name)
+            _scale(axes.xaxis)
+        out += _section(title, _svg(axes, title) + _text(note))
+    return out
+
+
+def _about(run: RecordedRun) -> str:
+    about, first = run.about, run.about["starts"][0]
+    counts = [str(n) for n, _ in itertools.groupby(s["ranks"] for s in about["starts"])]
+    hosts = list(dict.fromkeys(about.get("hosts", ())))
+    more = f" and {len(hosts) - 4} more" if hosts[4:] else ""
+    texts = [
+        f"Begun {time.strftime('%Y-%m-%d %H:%M', time.localtime(first['time']))} on "
+        f"{', '.join(hosts[:4])}{more}; {' → '.join(counts)} ranks, grid "
+        f"{' x '.join(map(str, about['grid']))}, {about['stages']} stages; torch "
+        f"{about['torch']}."
+    ]
+    if run.rows:
+        every = [*run.rows, *run.repeated]
+        moved = with_unit(sum(row["bytes"]["total"] for row in every), "B")
+        settled = _settled(run.rows, run.rows[-1].get("start"))
+        seconds = with_unit(median(row["seconds"] for row in settled), "s")
+        texts.append(
+            f"{len(run.rows):,} epochs, {seconds} in the median; {moved} received."
+        )
+    if run.trace is not None:
+        texts.append(
+            f"{run.trace.name} is a timeline, to be opened in ui.perfetto.dev."
+        )
+    return _text(*texts)
+
+
+def _starts(run: RecordedRun) -> str:
+    """Returns a table of the starts of a run, if there were several."""
+    starts, lines = run.about["starts"], []
+    for k, start in enumerate(starts if len(starts) > 1 else ()):
+        own = [row for row in run.rows if row.get("start") == k]
+        repeated = [row for row in run.repeated if row.get("start") == k]
+        moved = sum(row["bytes"]["total"] for row in [*own, *repeated])
+        span = seconds = waited = "–"
+        if own:
+            span = f"{own[0]['epoch']} to {own[-1]['epoch']}"
+            settled = _settled(own, k)
+            seconds = with_unit(median(row["seconds"] for row in settled), "s")
+            waits = _by_rank(settled, "waits")
             worst = max(range(len(waits)), key=waits.__getitem__)
-            waited = f"rank {worst}, {as_seconds(waits[worst])}"
-        seconds = [row["seconds"] for row in _without_first(run.rows, k)]
+            waited = f"rank {worst}, {with_unit(waits[worst], 's')}"
+        begun = time.strftime("%m-%d %H:%M:%S", time.localtime(start["time"]))
+        cut = f"{start['cut']:.1%}" if "cut" in start else "–"
+        again = str(len(repeated))
         lines.append(
             [
-                time.strftime("%m-%d %H:%M:%S", time.localtime(start["time"])),
+                begun,
                 str(start["ranks"]),
-                f"{start['cut']:.1%}" if "cut" in start else "–",
+                cut,
                 span,
-                str(len(repeated_rows)),
-                as_bytes(
-                    sum(row["bytes"]["total"] for row in [*own_rows, *repeated_rows])
-                ),
-                as_seconds(median(seconds)) if seconds else "–",
+                again,
+                with_unit(moved, "B"),
+                seconds,
                 waited,
             ]
         )
     if not lines:
-        return []
-    head = ["begun", "ranks", "edges cut", "epochs", "repeated later", "bytes received"]
-    table = _html_table([*head, "median epoch", "waits most, median"], lines)
-    caption = "Seconds leave out the first epoch of a start, which loads and compiles."
-    return [_section("Starts", table, caption, wide=True)]
+        return ""
+    head = "begun,ranks,edges cut,epochs,repeated later,bytes received,median epoch,waits most"
+    note = "Seconds leave out the first epoch of a start, which loads and compiles."
+    return _section("Starts", _table(head.split(","), lines) + _text(note), wide=True)
 
 
-def _largest_bars(
-    labelled: list[tuple[str, Any]], size: Any
-) -> tuple[list[tuple[str, Any]], str]:
-    """Returns the largest bars if there are too many, in order of ranks, and a note."""
-    if len(labelled) <= MOST_RANKS:
-        return labelled, ""
-    chosen = sorted(range(len(labelled)), key=lambda k: -size(labelled[k][1]))[
-        :MOST_RANKS
-    ]
-    note = f"The {MOST_RANKS} largest of {len(labelled)} ranks. "
-    return [labelled[k] for k in sorted(chosen)], note
+# The partition -------------------------------------------------------------------------
 
 
-def _waits(settled: Sequence[Row]) -> str:
-    waits, seconds = _by_rank(settled, "waits"), _by_rank(settled, "seconds")
-    rows: list[tuple[str, Any]] = [
-        (
-            f"rank {k}, waits {as_seconds(w)}",
-            {"computing": max(s - w, 0.0), "waiting": w},
-        )
-        for k, (s, w) in enumerate(zip(seconds, waits, strict=True))
-    ]
-    shown, note = _largest_bars(rows, lambda parts: parts["waiting"])
-    worst = imbalance([parts["computing"] for _, parts in rows])
-    key = drawing.legend(["computing", "waiting"])
-    caption = f"{note}{_epoch_range(settled)} The busiest rank computes "
-    caption += f"{worst:.2f} times the mean."
-    return _figure(key, drawing.bars(shown, as_seconds), caption)
-
-
-def _figure_by_start(
-    epochs: Sequence[Row], figure: Callable[[Sequence[Row]], str]
-) -> str:
-    """Returns the figure of the last start, and collapsed figures of earlier starts."""
-    starts = list(dict.fromkeys(row.get("start") for row in epochs))
-    body = figure(_without_first(epochs, starts[-1]))
-    for start in starts[:-1]:
-        settled = _without_first(epochs, start)
-        ranks = len(settled[0]["by_rank"]["bytes"])
-        body += _collapsed(f"An earlier start, on {ranks} ranks", figure(settled))
-    return body
-
-
-def _collapsed(title: str, body: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"
-
-
-def _epoch_range(settled: Sequence[Row]) -> str:
-    """Returns a text that names the epochs of medians."""
-    first, last = settled[0]["epoch"], settled[-1]["epoch"]
-    return f"Medians of epochs {first} to {last}."
-
-
-def _phases(settled: Sequence[Row]) -> str:
-    names = dict.fromkeys(name for row in settled for name in row["phases"])
-    middle = {n: median(row["phases"].get(n, 0.0) for row in settled) for n in names}
-    rows = [(name, {"seconds": value}) for name, value in middle.items()]
-    own = len(middle) > 2
-    note = f"{_epoch_range(settled)} Means of ranks. "
-    note += (
-        "Phases of the script hold both kinds; a loader's run beside training."
-        if own
-        else ""
-    )
-    return _figure("", drawing.bars(rows, as_seconds), note)
-
-
-def _values(epochs: Sequence[Row]) -> list[str]:
-    out, score = [], _score(epochs)
-    for name in _names(epochs)[:6]:
-        points = [
-            (float(r["epoch"]), float(r[name]))
-            for r in epochs
-            if is_finite(r.get(name))
-        ]
-        if len(points) > 1 or name != score:
-            names, marks = ("epoch", _spaced(name)), _restarts(epochs)
-            svg = drawing.lines(
-                {_spaced(name): points}, as_number, as_number, names, marks
-            )
-            caption = "A broken line is a restart." if marks else ""
-            title = f"{_spaced(name).capitalize()} by epoch"
-            out.append(_section(title, _figure("", svg, caption)))
-    return out
-
-
-def _partition(
-    figures: PartitionReport,
-    rows: Sequence[Sequence[int]],
-    about: Mapping[str, Any],
-) -> list[str]:
-    body, last = _partition_of(figures, rows), about.get("partition")
-    for start in reversed(about.get("starts", ())):
-        if "partition" in start and start["partition"] != last:
-            last = start["partition"]
-            earlier = PartitionReport.from_dict(last)
-            caption = f"An earlier start, on {start['ranks']} ranks"
-            body += _collapsed(caption, _partition_of(earlier, start["rows"]))
-    return [_section("Partition", body, wide=True)]
-
-
-def _partition_of(figures: PartitionReport, rows: Sequence[Sequence[int]]) -> str:
+def _partition(figures: PartitionReport, rows: Sequence[Sequence[int]]) -> str:
     edges, nodes = sum(figures.edges), sum(figures.nodes)
-    cut = figures.edge_cut / max(edges, 1)
-    intro = (
+    text = _text(
         f"{nodes:,} nodes and {edges:,} edges on {figures.num_parts} ranks; "
-        f"{figures.edge_cut:,} edges ({cut:.1%}) join nodes of two ranks, and an exchange "
-        f"sends {figures.volume:,} rows ({figures.volume / max(nodes, 1):.3f} a node)."
+        f"{figures.edge_cut:,} edges ({figures.edge_cut / max(edges, 1):.1%}) join nodes of "
+        f"two ranks, and an exchange sends {figures.volume:,} rows "
+        f"({figures.volume / max(nodes, 1):.3f} a node)."
     )
-    body = ""
-    columns = {
-        "Nodes owned": figures.nodes,
-        "Edges owned": figures.edges,
-        "Rows received in an exchange": figures.halo_rows,
-        "Rows sent in an exchange": figures.send_rows,
-    }
-    for name, counts in columns.items():
-        labelled: list[tuple[str, Any]] = [
-            (f"rank {k}", {name: n}) for k, n in enumerate(counts)
-        ]
-        shown, note = _largest_bars(labelled, lambda parts: next(iter(parts.values())))
-        caption = f"{note}Most over mean: {imbalance(counts):.3f}."
-        body += f"<div><b>{name}</b>{_figure('', drawing.bars(shown, as_count), caption)}</div>"
-    pictures = ""
-    if len(rows) > 1:
-        caption = (
-            "A disc is a rank, its area its nodes; a line is as wide as rows are many."
-        )
-        pictures += (
-            f"<div>{_figure('', drawing.network(figures.nodes, rows), caption)}</div>"
-        )
-        caption = "Rows of one exchange, from rank to rank; a stronger colour is more."
-        pictures += f"<div>{_figure('', drawing.matrix(rows, 'rows'), caption)}</div>"
-        pictures = f'<div class="pair">{pictures}</div>'
-    return (
-        f'<p class="soft">{escape(intro)}</p>{pictures}<div class="pair">{body}</div>'
-    )
-
-
-def _timeline(path: Path) -> list[str]:
-    blocks, about = drawing.read_blocks(path)
-    if not blocks:
-        return []
-    svg, key = drawing.timeline(blocks)
-    caption = (
-        "Of each rank: layers and marked blocks, what it did, exchanges in flight."
-    )
-    if about["ranks"] > drawing.TIMELINE_RANKS:
-        caption += f" The first {drawing.TIMELINE_RANKS} of {about['ranks']} ranks."
-    caption += f" All of {path.name} can be opened in ui.perfetto.dev."
-    return [_section("Timeline", _figure(key, svg, caption), wide=True)]
-
-
-def _html_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
-        for line in lines
-    )
-    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
-
-
-def _table(epochs: Sequence[Row]) -> list[str]:
-    names = _names(epochs)
-    head = [
-        "epoch",
-        *map(_spaced, names),
-        "seconds",
-        "bytes",
-        "waited, mean",
-        "computing, most over mean",
-    ]
-    sampled = (
-        epochs
-        if len(epochs) <= 100
-        else [*epochs[:: -(-len(epochs) // 100)], epochs[-1]]
-    )
+    columns = figures.nodes, figures.edges, figures.halo_rows, figures.send_rows
     lines = [
-        [
-            f"{row['epoch']}",
-            *(as_number(row[n]) if is_finite(row.get(n)) else "–" for n in names),
-            as_seconds(row["seconds"]),
-            as_bytes(row["bytes"]["total"]),
-            as_seconds(row["waits"]["mean"]),
-            f"{row['imbalance']['computing']:.2f}",
-        ]
-        for row in sampled
+        [f"rank {k}", *(f"{n:,}" for n in counts)]
+        for k, counts in enumerate(zip(*columns, strict=True))
     ]
-    table = _html_table(head, lines)
-    return [
-        _section(
-            "Figures",
-            f"<details><summary>Each epoch</summary>{table}</details>",
-            wide=True,
-        )
-    ]
+    lines.append(
+        ["most over mean", *(f"{imbalance(counts):.3f}" for counts in columns)]
+    )
+    text += _table(["", "nodes", "edges", "rows received", "rows sent"], lines)
+    if len(rows) > 1:
+        axes = _axes(4.4, 3.4)
+        image = axes.imshow(rows, cmap="Blues", vmin=0)
+        axes.set(xlabel="received by rank", ylabel="sent by rank")
+        _scale(axes.xaxis)
+        _scale(axes.yaxis)
+        axes.figure.colorbar(image, ax=axes, format="{x:,.0f}")
+        text += _svg(axes, "rows sent from each rank to each other")
+    return _section("Partition", text)
