@@ -7,6 +7,7 @@ What PyG's own classes compute on a share op by op, these compute on ordinary te
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,6 +59,57 @@ class WithLink(Explained):
         self.link = check_link(link)
 
 
+@dataclass
+class _Multiplication:
+    """Multiplies own rows by a matrix of the graph, and ends what a layer makes of them.
+
+    Args:
+        topology: the edges.
+        kind: the matrix.
+        edges: their weights on this rank, or None.
+        values: the type of its values; None where they are ones.
+        mean: whether sums are divided by the number of edges.
+        root: own rows X_root, and their weights R; None without.
+    """
+
+    topology: Topology
+    kind: OperatorKind
+    edges: Tensor | None
+    values: torch.dtype | None
+    mean: bool
+    root: tuple[Tensor, Tensor] | None
+
+    def times(self, local: Tensor, exchange: Any = None) -> Tensor:
+        """Returns `A X` of own rows `[n, ...]`."""
+        local = local.contiguous()
+        shape = local.shape
+        local = local.flatten(1) if local.dim() > 2 else local
+        dtype = self._wider(local.dtype)
+        matrix = self.topology.operator(self.kind, self.edges, dtype, exchange)
+        out = matrix @ local
+        if self.mean:
+            degree = self.topology.in_degree.clamp(min=1)
+            out = out.div_(degree.to(out.dtype).unsqueeze(1))
+        return out.view(shape)
+
+    def finish(self, out: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Adds a bias and the root's rows, and returns a sharded tensor."""
+        out = out if bias is None else out + bias.to(out.dtype)
+        if self.root is not None:
+            x, weight = self.root
+            fits = out.dtype == x.dtype == weight.dtype and out.dim() == x.dim() == 2
+            if fits and not torch.is_autocast_enabled(out.device.type):
+                out = torch.addmm(out, x, weight.t())
+            else:
+                out = out + F.linear(x, weight)
+        dtype = self._wider(out.dtype)
+        out = out if out.dtype == dtype else out.to(dtype)
+        return DistTensor.from_local(out, self.topology.nodes)
+
+    def _wider(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.values is None else torch.promote_types(dtype, self.values)
+
+
 def linear_product(
     x: DistTensor,
     context: LayerContext,
@@ -65,84 +117,54 @@ def linear_product(
     weight: DistTensor | None,
     lin: Any,
     mean: bool = False,
-    root: DistTensor | None = None,
-    own: Any = None,
+    root: tuple[DistTensor, Any] | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Returns `A X W + b + X_root R`, by `(A X) W` or `A (X W)`, whichever sends fewer words.
 
-    Computed on own rows, as [Kurt23] orders products; the gradients of W, R and b are
-    summed over the ranks.
+    Computed on own rows; the gradients of W, R and b are summed over the ranks. [Kurt23]
+    orders the products.
     """
-    if is_lazy(lin.weight):
-        lin(x)  # initialises a lazy layer through its own hooks
-    edges = None if weight is None else weight.to_local()
+    layers = [(x, lin)] if root is None else [(x, lin), root]
+    for rows, layer in layers:
+        if is_lazy(layer.weight):
+            layer(rows)  # initialises a lazy layer through its own hooks
     grad, topology = torch.is_grad_enabled(), context.topology
     mesh = topology.nodes.mesh
+    weights = [layer.weight for _, layer in layers]
+    compare_parameters(weights if bias is None else [*weights, bias], mesh)
+    w, *own = (entered(parameter, mesh) for parameter in weights)
+    b = None if bias is None else entered(bias, mesh)
     values = x.dtype if kind.normalize else None  # as PyG's messages are of
-    values = values if weight is None else weight.dtype
-    if own is not None and is_lazy(own.weight):
-        own(root)
-    other = None if own is None else own.weight
-    parameters = [p for p in (lin.weight, bias, other) if p is not None]
-    compare_parameters(parameters, mesh)
-    w = entered(lin.weight, mesh)
-    b, r = (None if p is None else entered(p, mesh) for p in (bias, other))
-    rest = None if root is None or r is None else root.to_local().contiguous()
-
-    def multiply(local: Tensor, exchange: Any = None) -> Tensor:
-        local = local.contiguous()
-        shape = local.shape
-        local = local.flatten(1) if local.dim() > 2 else local
-        out = (
-            topology.operator(kind, edges, _wider(local.dtype, values), exchange)
-            @ local
-        )
-        if mean:
-            degree = topology.in_degree.clamp(min=1)
-            out = out.div_(degree.to(out.dtype).unsqueeze(1))
-        return out.view(shape)
-
-    def finish(out: Tensor, b: Tensor | None) -> Tensor:
-        out = out if b is None else out + b.to(out.dtype)
-        if rest is not None and r is not None:
-            out = _plus_linear(out, rest, r)
-        dtype = _wider(out.dtype, values)
-        out = out if out.dtype == dtype else out.to(dtype)
-        return DistTensor.from_local(out, topology.nodes)
-
+    product = _Multiplication(
+        topology,
+        kind,
+        None if weight is None else weight.to_local(),
+        values if weight is None else weight.dtype,
+        mean,
+        None if root is None else (root[0].to_local().contiguous(), *own),
+    )
     known = held = None
     ordering = topology.ordering
     if ordering.keep_inputs and ordering.order != "last":
 
         def exact() -> Tensor:
             context.note_kept(grad)  # gradients are off in here
-            return multiply(x.to_local())
+            return product.times(x.to_local())
 
         held = kind, mean, x.dtype
         known = topology.constants.product(
             held, (x, weight), exact, cache_now=context.had_kept()
         )
     if known is not None:
-        return finish(F.linear(known, w, b), None)
+        return product.finish(F.linear(known, w, b))
     exchange = context.exchange(None if held is None else x, held)
     backward = grad and x.requires_grad
     grads = backward, backward or (grad and lin.weight.requires_grad)
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
-        return finish(F.linear(multiply(x.to_local(), exchange), w, b), None)
-    return finish(multiply(F.linear(x.to_local().contiguous(), w), exchange), b)
-
-
-def _wider(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:
-    return dtype if other is None else torch.promote_types(dtype, other)
-
-
-def _plus_linear(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Returns `out + x W^T`, in one pass where types and shapes allow it."""
-    fits = out.dtype == x.dtype == weight.dtype and out.dim() == x.dim() == 2
-    if fits and not torch.is_autocast_enabled(out.device.type):
-        return torch.addmm(out, x, weight.t())
-    return out + F.linear(x, weight)
+        return product.finish(F.linear(product.times(x.to_local(), exchange), w, b))
+    narrow = F.linear(x.to_local().contiguous(), w)
+    return product.finish(product.times(narrow, exchange), b)
 
 
 def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool, Any]:
@@ -357,8 +379,8 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()
         context = LayerContext.of(self, self.link, edge_index)
-        own = self.lin_r if self.root_weight and root is not None else None
+        own = (root, self.lin_r) if self.root_weight and root is not None else None
         given = context, OperatorKind(), None, self.lin_l, self.aggr == "mean"
         with spilling(context.topology):
-            out = linear_product(source, *given, root, own, self.lin_l.bias)
+            out = linear_product(source, *given, own, self.lin_l.bias)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
