@@ -142,7 +142,7 @@ def linear_product(
         None if weight is None else weight.to_local(),
         values if weight is None else weight.dtype,
         mean,
-        None if root is None else (root[0].to_local().contiguous(), *own),
+        None if root is None else (root[0].to_local().contiguous(), own[0]),
     )
     known = held = None
     ordering = topology.ordering
