@@ -24,7 +24,7 @@ from torch import Tensor
 
 HUGE_PAGES_FROM = 1 << 23  # bytes of a matrix from which huge pages pay
 GIVE_BACK_FROM = 1 << 20  # bytes of a product from which giving memory back first pays
-SLACK = 1 << 26  # bytes of free blocks that a heap keeps in any case
+SLACK = 1 << 27  # bytes of free blocks that a heap keeps in any case
 SPILL_FROM = 1 << 12  # bytes of a saved tensor from which a file pays
 
 
