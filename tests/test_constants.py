@@ -10,6 +10,7 @@ import worlds
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
+from pyg_distcomm import nn
 
 N = 12
 
@@ -131,3 +132,21 @@ def _kept():
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_is_kept_of_rows_and_parameters_is_bounded(size):
     worlds.run(_kept, size)
+
+
+def _relations():
+    mesh = worlds.mesh(fresh=True)
+    torch.manual_seed(0)
+    ends, kinds = torch.randint(N, (2, 60)), torch.randint(4, (60,))
+    whole = Data(x=torch.randn(N, 4), edge_index=ends, edge_type=kinds)
+    share = pdc.partition(whole, mesh)
+    conv = nn.RGCNConv(4, 4, 4)
+    for _ in range(3):
+        conv(share.x, share.edge_index, share.edge_type)
+    planned = [made is not None for made in mesh.sharded["derived"].values()]
+    assert planned == [True] * 4
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_edges_of_each_relation_are_planned_once_and_summed_by_products(size):
+    worlds.run(_relations, size)

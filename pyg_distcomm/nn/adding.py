@@ -164,7 +164,7 @@ def planned(edge_index: Any) -> Topology | None:
         local, partition = edge_index.local, nodes.partition
         away = 1
         there = not local.numel() or int(local.max()) < nodes.count
-        if partition is not None and rows.whole and there:
+        if partition is not None and there:
             owner = partition.owner_of(local[1].cpu().long())
             away = int((owner != nodes.mesh.rank).sum())
         total = collectives.all_reduce(torch.tensor([away]), nodes.mesh.world)

@@ -68,7 +68,7 @@ def adds_rows(conv: MessagePassing) -> bool:
         and AGGREGATIONS.get(type(conv.aggr_module), "max") != "max"
         and kind.aggregate is MessagePassing.aggregate
         and kind.update is MessagePassing.update
-        and conv.node_dim == -2
+        and conv.node_dim in (-2, 0)
         and propagates_as_pyg(conv)
         and not (has_hooks(conv) or conv.explain)
         and not any(step in vars(conv) for step in STEPS)

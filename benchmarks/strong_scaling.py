@@ -1,0 +1,247 @@
+"""One graph on 1, 2, 4 and 8 ranks: seconds, what the machine allows, and where they go.
+
+    python benchmarks/strong_scaling.py [--nodes 65536] [--rounds 3] [--write REPORT.md]
+
+Two layers of width 64 on a uniform graph, of random halves, and on one with locality, cut by
+METIS; the fastest epoch of each round counts, and the median of the rounds. What two cores
+allow is told by two processes that train on half of the graph each, and exchange nothing:
+they share the memory's bandwidth, and often more. Above two ranks, where ranks outnumber
+the cores, seconds are processor seconds of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tables import from_text
+from torch_geometric.data import Data
+
+import pyg_distcomm as pdc
+from pyg_distcomm import nn
+from pyg_distcomm.comm.ledger import format_table
+
+WIDTH, DEGREE, EPOCHS = 64, 24, 6
+GRAPHS = {"uniform": "random", "local": "metis"}
+PHASES = {"wait for": "waiting", "product": "products"}
+DENSE = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
+
+
+def mlp() -> torch.nn.Module:
+    """Makes the two linear layers of a GIN."""
+    first, last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+    return torch.nn.Sequential(first, torch.nn.ReLU(), last)
+
+
+LAYERS = {
+    "GCN": lambda: nn.GCNConv(WIDTH, WIDTH),
+    "SAGE": lambda: nn.SAGEConv(WIDTH, WIDTH),
+    "GIN": lambda: nn.GINConv(mlp()),
+    "GAT": lambda: nn.GATConv(WIDTH, WIDTH // 4, heads=4),
+    "GATv2": lambda: nn.GATv2Conv(WIDTH, WIDTH // 4, heads=4),
+}
+
+
+class Net(torch.nn.Module):
+    """Two layers of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last = LAYERS[kind](), LAYERS[kind]()
+
+    def forward(self, x, edge_index):
+        return self.last(self.first(x, edge_index).relu(), edge_index)
+
+
+def generate(nodes: int, graph: str) -> Data:
+    """Generates a graph; of a local one 3 % of the edges end anywhere."""
+    torch.manual_seed(0)
+    source = torch.randint(nodes, (nodes * DEGREE,))
+    target = torch.randint(nodes, source.shape)
+    if graph == "local":
+        near = (source + (torch.randn(source.shape) * 300).long()) % nodes
+        target = torch.where(torch.rand(source.shape) < 0.005, target, near)
+    x, y = torch.randn(nodes, WIDTH), torch.randint(WIDTH, (nodes,))
+    return Data(x=x, edge_index=torch.stack([source, target]), y=y)
+
+
+def stepper(kind: str, data: Any) -> Any:
+    """Returns a function that trains one epoch."""
+    torch.manual_seed(1)
+    net = Net(kind)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(net(data.x, data.edge_index), data.y).backward()
+        optimizer.step()
+
+    return step
+
+
+def epochs(step: Any) -> tuple[float, float]:
+    """Returns the least seconds and processor seconds of some epochs."""
+    found = []
+    for _ in range(EPOCHS):
+        if dist.is_initialized():
+            dist.barrier()
+        begin = time.perf_counter(), time.process_time()
+        step()
+        found.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
+    return min(f[0] for f in found), min(f[1] for f in found)
+
+
+def run(nodes: int, graph: str, shared: bool) -> dict[str, Any]:
+    """Trains each layer on this rank: its share, or a graph of its own."""
+    torch.set_num_threads(1)
+    mesh = pdc.init()
+    data = generate(nodes, graph)
+    ghosts = 0.0
+    if shared:
+        data = pdc.partition(data, mesh, GRAPHS[graph] if mesh.size > 1 else "block")
+        here = data.edge_index.topology.locals
+        ghosts = here.halo.num_ghosts / here.num_own
+    out: dict[str, Any] = {"ghosts": ghosts}
+    for kind in LAYERS:
+        step = stepper(kind, data)
+        for _ in range(4):
+            step()
+        before = mesh.ledger.bytes()
+        step()
+        received = mesh.ledger.bytes() - before
+        out[kind] = (*epochs(step), received)
+        if shared and mesh.size == 2:
+            out[kind] += (phases(step),)
+    return out
+
+
+def phases(step: Any) -> dict[str, float]:
+    """Returns the milliseconds of an epoch by phase, from a profile."""
+    begin = time.perf_counter()
+    for _ in range(EPOCHS):
+        step()
+    wall = (time.perf_counter() - begin) / EPOCHS * 1e3
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
+        for _ in range(EPOCHS):
+            step()
+    found: dict[str, float] = defaultdict(float)
+    for event in profile.key_averages():
+        name = event.key.removeprefix("pyg_distcomm: ")
+        own = name != event.key
+        phase = next((p for start, p in PHASES.items() if name.startswith(start)), None)
+        if event.key in DENSE:
+            phase = "dense products"
+        elif phase is None or not own:
+            phase = "other ops" if event.key.startswith("aten::") else "Python, packing"
+        found[phase] += event.self_cpu_time_total / 1e3 / EPOCHS
+    scale = wall / sum(found.values())
+    return {phase: spent * scale for phase, spent in found.items()} | {"epoch": wall}
+
+
+def main() -> None:
+    """Prints the tables, and writes them to a report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=65_536)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", type=Path)
+    args = parser.parse_args()
+    two, places, many = [], [], []
+    for graph in GRAPHS:
+        runs: dict[str, list[Any]] = defaultdict(list)
+        for _ in range(args.rounds):
+            for name, ranks, nodes, shared in (
+                ("whole", 1, args.nodes, False),
+                ("apart", 2, args.nodes // 2, False),
+                ("share", 2, args.nodes, True),
+            ):
+                runs[name].append(pdc.launch(run, ranks, nodes, graph, shared))
+        for kind in LAYERS:
+            one, apart, ours = (
+                statistics.median(max(rank[kind][0] for rank in r) for r in runs[name])
+                for name in ("whole", "apart", "share")
+            )
+            gains = [
+                max(w[kind][0] for w in a) / max(s[kind][0] for s in b)
+                for a, b in zip(runs["whole"], runs["share"], strict=True)
+            ]
+            two.append(
+                {
+                    "graph": graph,
+                    "layer": kind,
+                    "of what two cores allow": f"{apart / ours:.2f}",
+                    "gain": f"{one / ours:.2f}",
+                    "spread": f"{min(gains):.2f} to {max(gains):.2f}",
+                    "two cores allow": f"{one / apart:.2f}",
+                    "1 process, ms": f"{one * 1e3:.1f}",
+                    "2 apart, ms": f"{apart * 1e3:.1f}",
+                    "2 ranks, ms": f"{ours * 1e3:.1f}",
+                    "ghosts": f"{runs['share'][0][0]['ghosts']:.0%}",
+                }
+            )
+            spent = runs["share"][-1][0][kind][3]
+            names = ("epoch", "waiting", "products", "dense products", "other ops")
+            names += ("Python, packing",)
+            row = {name: f"{spent.get(name, 0):.1f}" for name in names}
+            places.append({"graph": graph, "layer": kind} | row)
+        for ranks in (1, 2, 4, 8):
+            found = pdc.launch(run, ranks, args.nodes, graph, True)
+            row = {"graph": graph, "ranks": str(ranks)}
+            for kind in LAYERS:
+                row[kind] = f"{max(rank[kind][1] for rank in found) * 1e3:.0f}"
+                most = max(rank[kind][2] for rank in found)
+                row[f"{kind}, MiB"] = f"{most / 2**20:.1f}"
+            many.append(row)
+    text = report(args, two, places, many)
+    print(text)
+    if args.write:
+        args.write.write_text(from_text(text))
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Returns a table of rows with the same keys."""
+    return format_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def report(args: Any, two: Any, places: Any, many: Any) -> str:
+    """Returns the report."""
+    least = min(float(row["of what two cores allow"]) for row in two)
+    most = max(float(row["of what two cores allow"]) for row in two)
+    return f"""# Strong scaling
+
+**Two ranks reach {least:.0%} to {most:.0%} of what two processes reach that exchange nothing.**
+
+`python benchmarks/strong_scaling.py --nodes {args.nodes} --rounds {args.rounds}`; torch
+{torch.__version__}, Python {platform.python_version()}; {args.nodes:,} nodes, {DEGREE} edges
+each, two layers of width {WIDTH}, float32, one thread per rank. Two processes that share
+nothing but the machine are slower than one with half of the work: that is what two cores allow.
+
+```
+{table(two)}
+```
+
+## Where an epoch of rank 0 of two goes, milliseconds
+
+```
+{table(places)}
+```
+
+## Processor milliseconds of the slowest rank, and MiB that it receives per epoch
+
+```
+{table(many)}
+```
+"""
+
+
+if __name__ == "__main__":
+    main()
