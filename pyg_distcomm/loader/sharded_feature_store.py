@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,7 +23,6 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.halo.codecs import Codec, Plain, codec_of
-from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.fetch import (
@@ -55,60 +54,22 @@ Fanouts: TypeAlias = Sequence[int] | Mapping[Any, Sequence[int]]
 _LOG_ZERO = -800.0  # its exponential is zero in float64
 
 
-@dataclass(frozen=True, eq=False)
-class OutEdgeSum:
-    """Sums over the out-edges of each node; edges are stored with their targets.
+def sum_over_out_edges(edge_index: DistEdgeIndex, x: Tensor) -> Tensor:
+    """Returns the sum over the out-edges of each source; collective.
 
         z_u = sum over edges (u, v) of x_v
 
-    Shapes (this rank; e edges, n own source nodes, k distinct sources of the edges):
-        target  [e]  the local target of each edge
-        source  [e]  the index of its source among the k
-        here    [k]  the position of each source among the n own ones; -1 for others
-        away         the sources among the k on other ranks, in the order of the halo
+    Shapes (this rank; n targets, m sources): x `[n]`, return `[m]`.
+    Price: a word for each distinct source on another rank.
     """
-
-    sources: Rows
-    num_targets: int
-    target: Tensor
-    source: Tensor
-    here: Tensor
-    away: Tensor
-    halo: Halo
-
-    @staticmethod
-    def build(edge_index: DistEdgeIndex) -> OutEdgeSum:
-        """Plans the halo of the sums; collective."""
-        topology, sources = edge_index.topology, edge_index.sources
-        mesh, partition = sources.mesh, sources.partition
-        assert partition is not None
-        gid, source = torch.unique(topology.source_gid, return_inverse=True)
-        owner = partition.owner_of(gid)
-        own = owner == mesh.rank
-        here = torch.searchsorted(sources.gid, gid).masked_fill_(~own, -1)
-        away = (~own).nonzero().view(-1)
-        away = away[torch.argsort(owner[away], stable=True)]
-        counts = torch.bincount(owner[away], minlength=mesh.size).tolist()
-        halo = Halo.build(gid[away], counts, sources.gid, mesh.world)
-        target = torch.searchsorted(edge_index.nodes.gid, topology.target_gid)
-        num_targets = len(edge_index.nodes)
-        return OutEdgeSum(sources, num_targets, target, source, here, away, halo)
-
-    @property
-    def in_degree(self) -> Tensor:
-        """Returns the number of edges into each target here."""
-        return torch.bincount(self.target, minlength=self.num_targets)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Returns z `[n]` of x, one number for each target of this rank; collective.
-
-        Price: a word for each distinct source on another rank.
-        """
-        part = x.new_zeros(len(self.here), 1)
-        part.index_add_(0, self.source, x[self.target].unsqueeze(1))
-        out = x.new_zeros(len(self.sources), 1)
-        out[self.here[self.here >= 0]] = part[self.here >= 0]
-        return self.halo.begin_transpose(part[self.away])(out).squeeze(1)
+    local, m = edge_index.topology.locals, len(edge_index.sources)
+    part = x.new_zeros(m + local.halo.num_ghosts, 1)
+    source, target = local.ends.cpu()
+    part.index_add_(0, source, x[target].unsqueeze(1))
+    out, ghosts = part[:m].contiguous(), part[m:]
+    device = local.ends.device
+    arrive = local.halo.begin_transpose(ghosts.to(device))
+    return arrive(out.to(device)).squeeze(1).cpu()
 
 
 def inclusion_probabilities(
@@ -133,7 +94,7 @@ def inclusion_probabilities(
         seeds: masks of the seed nodes, by node type; None is the type of a homogeneous graph.
         batch_size: the number of seeds of a minibatch.
     """
-    edges = {key: OutEdgeSum.build(e) for key, e in _edge_index_by_type(data).items()}
+    edges = _edge_index_by_type(data)
     fanouts = num_neighbors
     if not isinstance(fanouts, Mapping):
         fanouts = dict.fromkeys(edges, fanouts)
@@ -150,11 +111,12 @@ def inclusion_probabilities(
     log_missed = {group: _log_complement(one) for group, one in p.items()}
     for hop in range(max(map(len, fanouts.values()))):
         rest = {group: torch.zeros_like(one) for group, one in p.items()}
-        for key, out_edge_sum in edges.items():
-            fanout = fanouts[key][hop]
-            drawn = (fanout / out_edge_sum.in_degree.clamp(min=1)).clamp_(max=1)
+        for key, edge_index in edges.items():
+            fanout, degree = fanouts[key][hop], edge_index.topology.in_degree.cpu()
+            drawn = (fanout / degree.clamp(min=1)).clamp_(max=1)
             drawn = drawn if fanout >= 0 else torch.ones_like(drawn)
-            rest[key[0]] += out_edge_sum(_log_complement(p[key[-1]] * drawn))
+            missed = _log_complement(p[key[-1]] * drawn)
+            rest[key[0]] += sum_over_out_edges(edge_index, missed)
         p = {group: -torch.expm1(one) for group, one in rest.items()}
         for group, one in p.items():
             log_missed[group] += _log_complement(one)
@@ -191,7 +153,7 @@ def out_degrees(data: Any) -> dict[Group, DistTensor]:
     }
     for key, edge_index in _edge_index_by_type(data).items():
         one = torch.ones(len(edge_index.nodes), dtype=torch.float64)
-        sums[key[0]] += OutEdgeSum.build(edge_index)(one)
+        sums[key[0]] += sum_over_out_edges(edge_index, one)
     return {group: DistTensor.wrap(sums[group], r) for group, r in rows.items()}
 
 
