@@ -6,12 +6,15 @@ import contextlib
 import fnmatch
 import json
 import os
+import pickle
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
@@ -34,7 +37,7 @@ from pyg_distcomm.partition.atomic import (
 MARK = ".pyg_distcomm.json"
 # per kind of folder: a file that it must hold, and patterns of all that it may hold
 _CONTENTS = {
-    "checkpoint": (".metadata", (MARK, ".metadata*", "*.distcp", "link.*.pt")),
+    "checkpoint": ("state.mesh.pt", (MARK, "state.*.pt", "link.*.pt")),
     "pipeline": ("model.pt", (MARK, "model.pt", "rows*.pt")),
 }
 _SHARED_DISK_WAIT = 5.0  # seconds until a shared disk shows a folder of another host
@@ -94,6 +97,19 @@ def write_whole(path: Path, value: Any) -> None:
     with open(path, "wb") as file:
         torch_save(value, file)
     sync(path)
+
+
+def read_whole(path: Path, mmap: bool = False) -> Any:
+    """Reads a value that `write_whole` saved, as data, with its tensors on the CPU.
+
+    Raises:
+        ValueError: naming the file, if it cannot be read.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        why = [*str(error).splitlines(), type(error).__name__][0]
+        raise ValueError(f"{path} cannot be read: {why}") from error
 
 
 def damage(folder: Path, *patterns: str) -> str | None:
