@@ -26,7 +26,6 @@ import pyg_distcomm as pdc
 from pyg_distcomm.checkpoint import folder as checkpoint_folder
 from pyg_distcomm.checkpoint.folder import MARK
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.partition import atomic
 from pyg_distcomm.partition.atomic import sha256
 from pyg_distcomm.partition.cutters import cut
@@ -497,9 +496,6 @@ WRITERS = {
         [torch.nn.Linear(200, 200)], worlds.mesh(), chunks=1
     ).save(p),
     "trace": _long_trace,
-    "store": lambda p: DistFeatureStore.from_data(
-        pdc.partition(_graph(), worlds.mesh()), worlds.mesh(), folder=p
-    ),
     "parts": lambda p: write_folder(
         p, _graph(), cut(_graph().edge_index, 2000, 2, "block")
     ),
