@@ -6,15 +6,11 @@ import contextlib
 import fnmatch
 import json
 import os
-import pickle
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
@@ -29,7 +25,6 @@ from pyg_distcomm.partition.atomic import (
     sha256,
     sibling,
     sync,
-    torch_save,
     write_problem,
     writer_has_ended,
 )
@@ -90,26 +85,6 @@ def find(path: str | Path) -> Path:
     if place.exists():
         return place
     return newest(place) or place
-
-
-def write_whole(path: Path, value: Any) -> None:
-    """Saves a value in a file, and waits until it is on the disk."""
-    with open(path, "wb") as file:
-        torch_save(value, file)
-    sync(path)
-
-
-def read_whole(path: Path, mmap: bool = False) -> Any:
-    """Reads a value that `write_whole` saved, as data, with its tensors on the CPU.
-
-    Raises:
-        ValueError: naming the file, if it cannot be read.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        why = [*str(error).splitlines(), type(error).__name__][0]
-        raise ValueError(f"{path} cannot be read: {why}") from error
 
 
 def damage(folder: Path, *patterns: str) -> str | None:

@@ -17,13 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyg_distcomm.checkpoint.folder import (
-    damage,
-    find,
-    read_whole,
-    whole_folder,
-    write_whole,
-)
+from pyg_distcomm.checkpoint.folder import damage, find, whole_folder
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
@@ -31,7 +25,7 @@ from pyg_distcomm.graph.product_cache import inputs_of
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.nn.replicate import bare
-from pyg_distcomm.partition.atomic import write_problem
+from pyg_distcomm.partition.atomic import read_whole, write_problem, write_whole
 from pyg_distcomm.process import tell
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 

@@ -11,16 +11,10 @@ from typing import Any
 
 import torch
 
-from pyg_distcomm.checkpoint.folder import (
-    damage,
-    find,
-    read_whole,
-    whole_folder,
-    write_whole,
-)
+from pyg_distcomm.checkpoint.folder import damage, find, whole_folder
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.partition.atomic import write_problem
+from pyg_distcomm.partition.atomic import read_whole, write_problem, write_whole
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
 from pyg_distcomm.pipeline.layer_stack import on_all_ranks
 
