@@ -104,8 +104,6 @@ LISTED = {
         torch.ops.aten._sparse_mm_reduce_impl_backward
         torch.ops.aten._to_copy
         torch.ops.aten._unsafe_view
-        torch.utils._pytree.keystr
-        torch.utils._pytree.tree_map_with_path
     """,
     "torch_geometric 2.7.0 to 2.8.1": """
         torch_geometric.data.Batch._inc_dict
