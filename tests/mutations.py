@@ -367,8 +367,8 @@ MUTATIONS = (
     Mutation(
         "fan-outs do not bound the chance that a node is reached",
         "weights",
-        "drawn = (fanout / out_edge_sum.in_degree.clamp(min=1)).clamp_(max=1)",
-        "drawn = (fanout / out_edge_sum.in_degree.clamp(min=1)).clamp_(max=0.5)",
+        "drawn = (fanout / degree.clamp(min=1)).clamp_(max=1)",
+        "drawn = (fanout / degree.clamp(min=1)).clamp_(max=0.5)",
         "test_hot.py",
         "test_exact_on_a_tree",
     ),

@@ -55,8 +55,6 @@ LISTED = {
         torch.autograd.profiler._is_profiler_enabled
         torch.distributed.ProcessGroup._get_backend
         torch.distributed._composable_state._module_state_mapping
-        torch.distributed.checkpoint.filesystem._StorageInfo
-        torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
         torch.distributed.distributed_c10d._get_default_store
         torch.distributed.distributed_c10d._world.pg_map
         torch.nn.Module._buffers
@@ -76,7 +74,6 @@ LISTED = {
         torch.nn.parallel.DistributedDataParallel._module_parameters
         torch.nn.parallel.DistributedDataParallel._pre_forward
         torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        torch.serialization._get_layout
         torch.utils._pytree.tree_leaves
         torch.utils._pytree.tree_map
         torch.utils._pytree.tree_map_only
@@ -107,8 +104,6 @@ LISTED = {
         torch.ops.aten._sparse_mm_reduce_impl_backward
         torch.ops.aten._to_copy
         torch.ops.aten._unsafe_view
-        torch.utils._pytree.keystr
-        torch.utils._pytree.tree_map_with_path
     """,
     "torch_geometric 2.7.0 to 2.8.1": """
         torch_geometric.data.Batch._inc_dict

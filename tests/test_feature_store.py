@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiers
 import torch
 import worlds
-from batches import full_disk, hetero
+from batches import hetero
 from problems import GRAPHS, owners
 from torch_geometric.data import TensorAttr
 from torch_geometric.data.feature_store import AttrView
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.process_grid import new_process_grid
 from pyg_distcomm.halo.codecs import (
     Cast,
     Chain,
@@ -32,7 +29,7 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.feature_store import EDGES
 from pyg_distcomm.loader.fetch import Fetch
-from pyg_distcomm.loader.row_group import Index, QuiverFeature, RowGroup, on_disk
+from pyg_distcomm.loader.row_group import Index, QuiverFeature, RowGroup
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -462,57 +459,10 @@ def _mapped(c, folder):
     ids = random_ids(rank, 50, n)
     assert torch.equal(store[ids], torch.from_numpy(x)[ids])
 
-    away = DistFeatureStore(road, folder=f"{folder}/store_{c}")
-    away.add_group(None, torch.arange(begin, end), n)
-    away.add(None, "x", mine)
-    away.add(None, "b/f", torch.from_numpy(x[begin:end]).bfloat16())
-    away.learn_owners(None)
-    found = away.fetch({None: ids})[None]
-    assert torch.equal(found["x"], torch.from_numpy(x)[ids])
-    assert torch.equal(found["b/f"], torch.from_numpy(x)[ids].bfloat16())
-    files = sorted(os.listdir(f"{folder}/store_{c}/rank_{rank:05d}"))
-    assert files == ["nodes__b%2Ff.npy", "nodes__x.npy"]
-
 
 def test_rows_may_stay_on_disk(world, tmp_path):
     size, c = world
     worlds.run(_mapped, size, c, str(tmp_path))
-
-
-def _while_another_fails(folder):
-    mesh = worlds.mesh(fresh=True)
-    channel = new_process_grid(mesh, 1)
-    if mesh.rank == 1:
-        mesh.world.watch.fail(FileNotFoundError("the words of rank 1"))
-        return
-    with pytest.raises(FileNotFoundError, match=r"rank 1 failed.*the words of rank 1"):
-        on_disk(torch.ones(3, 2), Path(folder), "nodes", "x", channel)
-    assert not list(Path(folder).iterdir())
-
-
-def test_rows_on_disk_leave_the_error_of_another_rank_as_it_is(tmp_path):
-    worlds.anew(_while_another_fails, 2, str(tmp_path))
-
-
-def _on_a_full_disk(c, folder):
-    road = channel(c)
-    rank, size = road.world.rank, road.world.size
-    store = DistFeatureStore(road, folder=folder)
-    store.add_group(None, torch.arange(rank, 6000, size), 6000)
-    own = torch.ones(len(store._row_groups[None].own))
-    with (
-        full_disk(4096 if rank == size - 1 else None),
-        pytest.raises(ValueError, match=rf"{folder}/.*nodes__x.npy: .*make room"),
-    ):
-        store.add(None, "x", own)
-    assert not os.listdir(f"{folder}/rank_{rank:05d}")
-    store.add(None, "x", own)
-    assert float(store[None, "x", None].sum()) == 6000
-
-
-def test_a_full_disk_is_told_to_all_ranks(world, tmp_path):
-    size, c = world
-    worlds.run(_on_a_full_disk, size, c, str(tmp_path))
 
 
 def _beside(c):

@@ -12,7 +12,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader.sharded_feature_store import (
+from pyg_distcomm.loader.hot_rows import (
     NODES,
     inclusion_probabilities,
     out_degrees,

@@ -41,7 +41,6 @@ FLOORS = (
 )
 TALKS = {
     "checkpoint.training",
-    "checkpoint.tree_files",
     "nn.replicate",
     "cli.doctor",
     "loader.batch_sharding",

@@ -685,8 +685,13 @@ def test_cached_code_is_keyed_by_the_sources_that_it_contains(cached):
 def test_cached_code_is_read_while_others_compile(cached, monkeypatch):
     from pyg_distcomm.kernels import compile
 
-    asked = []
-    monkeypatch.setattr(compile, "_lock", asked.append)
+    asked, lock = [], compile._cache_lock
+
+    def locked(folder):
+        asked.append(folder)
+        return lock(folder)
+
+    monkeypatch.setattr(compile, "_cache_lock", locked)
     assert cached(2, "+") == (208, False)
     assert asked
     asked.clear()

@@ -20,14 +20,12 @@ import pytest
 import tiers
 import torch
 import worlds
-from torch.distributed.checkpoint import FileSystemReader
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.checkpoint import folder as checkpoint_folder
 from pyg_distcomm.checkpoint.folder import MARK
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.partition import atomic
 from pyg_distcomm.partition.atomic import sha256
 from pyg_distcomm.partition.cutters import cut
@@ -35,6 +33,7 @@ from pyg_distcomm.partition.folder import write_folder
 
 pytestmark = pytest.mark.usefixtures("place")
 
+STATES = [f"state.{part}.pt" for part in ("model", "mesh", "extra")]
 STEPS = "open os.rename os.mkdir os.remove os.rmdir shutil.rmtree os.listdir".split()
 
 
@@ -230,43 +229,27 @@ def test_a_checkpoint_is_data(tmp_path, monkeypatch):
     path, place = tmp_path / "ckpt", tmp_path / "ran"
     monkeypatch.setenv("EVIL_PLACE", str(place))
     save(path, 1)
-    good = (path / ".metadata").read_bytes()
-    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    write_sums(path)
-    with pytest.raises(ValueError, match="describes no tensor"):
-        load(path)
-    # torch's own reader looks for another rank's metadata where the first has none
-    (path / "__0.metadata").write_bytes(pickle.dumps(Evil()))
-    for other in ({}, [], 5):
-        (path / ".metadata").write_bytes(pickle.dumps(other))
-        write_sums(path)
-        with pytest.raises(ValueError, match="not that of a checkpoint"):
-            load(path)
-    (path / "__0.metadata").unlink()
-    outside = good.replace(b"__0_0.distcp", b"../../distcp")
-    assert outside != good
-    (path / ".metadata").write_bytes(outside)
-    write_sums(path)
-    with pytest.raises(ValueError, match="no file of it"):
-        load(path)
-    (path / ".metadata").write_bytes(good)
-    write_sums(path)
-    assert load(path) == 1
-    stored = FileSystemReader(str(path)).read_metadata().storage_data
-    where = next(v for k, v in stored.items() if k.fqn == "extra.epoch")
-    whole = bytearray((path / where.relative_path).read_bytes())
     file = tmp_path / "evil.pt"
-    torch.save(Evil(), file)
-    whole[where.offset : where.offset + where.length] = file.read_bytes()
-    assert len(file.read_bytes()) <= where.length + 200
-    (path / where.relative_path).write_bytes(whole)
-    write_sums(path)
-    with pytest.raises(ValueError, match="cannot load checkpoint"):
-        load(path)
+    torch.save({"epoch": Evil()}, file)
+    for name in ("state.model.pt", "state.mesh.pt", "state.extra.pt"):
+        good = (path / name).read_bytes()
+        for bad in (pickle.dumps(Evil()), file.read_bytes(), b""):
+            (path / name).write_bytes(bad)
+            write_sums(path)
+            with pytest.raises(ValueError, match=f"cannot load checkpoint.*{name}"):
+                load(path)
+        for other in ({}, [], 5):
+            torch.save(other, path / name)
+            write_sums(path)
+            with pytest.raises(ValueError, match="cannot load checkpoint"):
+                load(path)
+        (path / name).write_bytes(good)
+        write_sums(path)
+        assert load(path) == 1
     assert not place.exists()
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", MARK])
+@pytest.mark.parametrize("name", ["state.model.pt", "state.extra.pt", MARK])
 def test_a_checkpoint_holds_files_only(tmp_path, name):
     path = tmp_path / "ckpt"
     save(path, 1)
@@ -306,7 +289,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_found(tmp_path):
     path = tmp_path / "ckpt"
     save(path, 1, link=pdc.Sylvie(1))
     names = sorted(file.name for file in path.iterdir())
-    assert names == sorted([".metadata", "__0_0.distcp", "link.0.pt", MARK])
+    assert names == sorted([*STATES, "link.0.pt", MARK])
     for name in flips(path, [n for n in names if n != MARK]):
         with pytest.raises(ValueError, match=f"{name}: altered since it was saved"):
             pdc.load_checkpoint(
@@ -513,9 +496,6 @@ WRITERS = {
         [torch.nn.Linear(200, 200)], worlds.mesh(), chunks=1
     ).save(p),
     "trace": _long_trace,
-    "store": lambda p: DistFeatureStore.from_data(
-        pdc.partition(_graph(), worlds.mesh()), worlds.mesh(), folder=p
-    ),
     "parts": lambda p: write_folder(
         p, _graph(), cut(_graph().edge_index, 2000, 2, "block")
     ),

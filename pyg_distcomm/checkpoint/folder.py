@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
@@ -26,7 +25,6 @@ from pyg_distcomm.partition.atomic import (
     sha256,
     sibling,
     sync,
-    torch_save,
     write_problem,
     writer_has_ended,
 )
@@ -34,7 +32,7 @@ from pyg_distcomm.partition.atomic import (
 MARK = ".pyg_distcomm.json"
 # per kind of folder: a file that it must hold, and patterns of all that it may hold
 _CONTENTS = {
-    "checkpoint": (".metadata", (MARK, ".metadata*", "*.distcp", "link.*.pt")),
+    "checkpoint": ("state.mesh.pt", (MARK, "state.*.pt", "link.*.pt")),
     "pipeline": ("model.pt", (MARK, "model.pt", "rows*.pt")),
 }
 _SHARED_DISK_WAIT = 5.0  # seconds until a shared disk shows a folder of another host
@@ -87,13 +85,6 @@ def find(path: str | Path) -> Path:
     if place.exists():
         return place
     return newest(place) or place
-
-
-def write_whole(path: Path, value: Any) -> None:
-    """Saves a value in a file, and waits until it is on the disk."""
-    with open(path, "wb") as file:
-        torch_save(value, file)
-    sync(path)
 
 
 def damage(folder: Path, *patterns: str) -> str | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -16,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyg_distcomm.checkpoint.folder import damage, find, whole_folder, write_whole
-from pyg_distcomm.checkpoint.tree_files import check_plain, read_trees, write_trees
+from pyg_distcomm.checkpoint.folder import damage, find, whole_folder
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
@@ -25,7 +25,7 @@ from pyg_distcomm.graph.product_cache import inputs_of
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.nn.replicate import bare
-from pyg_distcomm.partition.atomic import write_problem
+from pyg_distcomm.partition.atomic import read_whole, write_problem, write_whole
 from pyg_distcomm.process import tell
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
@@ -34,6 +34,7 @@ _FIELDS: dict[str, set[str]] = {
     "model": set(),
     "mesh": {"seed", "step", "inputs", "random"},
     "optimizer": {"class", "state", "param_groups"},
+    "extra": set(),
 }
 
 Links: TypeAlias = LinkPolicy | Mapping[Any, LinkPolicy | None] | None
@@ -52,7 +53,9 @@ def save_checkpoint(
     """Writes model, optimizer, the mesh's counters and anything extra; collective.
 
     The folder appears whole or not at all: see [Note: whole folders] in `partition/atomic.py`.
-    Row-sharded parameters are gathered, so that any number of ranks can load it. Rank 0 writes.
+    Row-sharded parameters are gathered, so that any number of ranks can load it. Rank 0 writes
+    a file for each of model, optimizer, mesh and extra values, as torch.save does:
+    `state.model.pt` holds the model's state_dict.
 
     Args:
         path: the folder to write, the same on all ranks, on a disk that they share. A
@@ -81,17 +84,24 @@ def save_checkpoint(
     model, world = bare(model), mesh.world
     _on_all_ranks(lambda: _check_optimizer(model, optimizer), world)
     trees = {"model": _model_state(model), "mesh": _mesh_state(mesh, model)}
-    trees |= {f"extra.{name}": value for name, value in extra.items()}
+    if extra:
+        trees["extra"] = extra
     if optimizer is not None:
         trees["optimizer"] = _optimizer_state(model, optimizer)
     trees = tree_map(
         lambda v: v.full_tensor() if isinstance(v, DistTensor) else v, trees
     )
-    _on_all_ranks(lambda: check_plain(trees), world, TypeError)
+    _on_all_ranks(lambda: _check_plain(trees), world, TypeError)
+    late_rows: dict[str, Any] = {}
+    if link is not None:
+        _on_all_ranks(
+            lambda: late_rows.update({_link_file(mesh): _link_state(link)}), world
+        )
     with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
-        collectives.agree(write_trees(folder, trees) if mesh.rank == 0 else None, world)
-        if link is not None:
-            collectives.agree(_try_write(folder / _link_file(mesh), link), world)
+        files = {_file(name): tree for name, tree in trees.items()}
+        problem = _try_write(folder, files) if mesh.rank == 0 else None
+        collectives.agree(problem, world)
+        collectives.agree(_try_write(folder, late_rows), world)
     tell(mesh.rank, "saved a checkpoint at %s", path)
 
 
@@ -129,10 +139,9 @@ def load_checkpoint(
     mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
     folder, world = _find_folder(path, mesh), mesh.world
     _on_all_ranks(lambda: _check_optimizer(model, optimizer), world)
-    parts = ["model", "mesh", *(f"extra.{name}" for name in extra)]
-    parts += [] if optimizer is None else ["optimizer"]
+    parts = ["model", "mesh"] if optimizer is None else ["model", "mesh", "optimizer"]
     state: dict[str, Any] = {}
-    _on_all_ranks(lambda: state.update(_read(folder, parts)), world)
+    _on_all_ranks(lambda: state.update(_read(folder, parts, list(extra))), world)
     own = _model_state(model)
     _on_all_ranks(lambda: _check_model(folder, model, own, state["model"]), world)
     if optimizer is not None:
@@ -148,7 +157,7 @@ def load_checkpoint(
     inputs_of(mesh).expect(state["mesh"]["inputs"])
     _set_random(mesh, state["mesh"]["random"])
     tell(mesh.rank, "loaded the checkpoint at %s", folder)
-    return {name: _at(state[f"extra.{name}"], like) for name, like in extra.items()}
+    return {name: _at(state["extra"][name], like) for name, like in extra.items()}
 
 
 def _on_all_ranks(
@@ -163,12 +172,84 @@ def _on_all_ranks(
     collectives.agree(problem, axis, kind)
 
 
-def _read(folder: Path, parts: list[str]) -> dict[str, Any]:
-    state = read_trees(folder, parts)
-    for name, fields in _FIELDS.items():
-        tree = state.get(name, {})
-        if name in state and not (isinstance(tree, dict) and fields <= tree.keys()):
+def _file(part: str) -> str:
+    return f"state.{part}.pt"
+
+
+def _check_plain(trees: dict[str, Any]) -> None:
+    """Raises TypeError if a tree holds what is neither a tensor nor read back as data."""
+    parts = {name: tree for name, tree in trees.items() if name != "extra"}
+    leaves = [
+        (name, leaf)
+        for name, tree in {**parts, **trees.get("extra", {})}.items()
+        for leaf in tree_leaves(tree)
+    ]
+    for name, leaf in leaves:
+        if isinstance(leaf, (Tensor, np.number, np.bool_)):
+            continue
+        try:
+            box = io.BytesIO()
+            torch.save(leaf, box)
+            box.seek(0)
+            torch.load(box, weights_only=True)
+        except Exception:
+            raise TypeError(
+                "save numbers, strings, tensors, or lists and dicts of them: "
+                f"{name} holds a {type(leaf).__name__}, which can not be read back as data"
+            ) from None
+
+
+def _plain(leaf: Any) -> Any:
+    """Returns a leaf as it is saved: a number of Python, or a tensor without other memory."""
+    if isinstance(leaf, (np.number, np.bool_)):
+        return leaf.item()
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach()
+    if leaf.layout != torch.strided:
+        return leaf
+    leaf, own = leaf.as_subclass(Tensor), leaf.numel() * leaf.element_size()
+    return leaf.clone() if leaf.untyped_storage().nbytes() > own else leaf
+
+
+def _try_write(folder: Path, files: dict[str, Any]) -> str | None:
+    """Writes values to files of a folder; returns the problem if the disk cannot store them."""
+    try:
+        for name, value in files.items():
+            write_whole(folder / name, tree_map(_plain, value))
+    except (OSError, RuntimeError) as error:
+        return write_problem(error, folder)
+    return None
+
+
+def _read(folder: Path, parts: list[str], extra: list[str]) -> dict[str, Any]:
+    """Reads parts of a checkpoint, on the CPU, and its extra values if any are asked for.
+
+    Raises:
+        ValueError: naming the folder, if it is damaged, or holds no such part or value.
+    """
+    there = {
+        part: folder / _file(part) for part in (*parts, *(["extra"] if extra else []))
+    }
+    problem = damage(folder, *(path.name for path in there.values()))
+    if problem is not None:
+        raise ValueError(f"cannot load checkpoint {folder}: {problem}")
+    has = sorted(path.name.split(".")[1] for path in folder.glob(_file("*")))
+    state: dict[str, Any] = {"extra": {}}
+    try:
+        state |= {p: read_whole(path) for p, path in there.items() if p in has}
+    except ValueError as error:
+        raise ValueError(f"cannot load checkpoint {folder}: {error}") from error
+    for name, tree in state.items():
+        if not (isinstance(tree, dict) and _FIELDS[name] <= tree.keys()):
             raise ValueError(f"cannot load checkpoint {folder}: its {name} is damaged")
+    missing = [part for part in parts if part not in state]
+    missing += [f"extra.{name}" for name in extra if name not in state["extra"]]
+    if missing:
+        raise ValueError(
+            f"cannot load checkpoint {folder}: it holds no {missing[0]}, but "
+            f"{', '.join(has) or 'nothing of save_checkpoint'}; load what was saved"
+        )
     return state
 
 
@@ -305,16 +386,6 @@ def _links_of(link: Any, state: Any) -> list[tuple[LinkPolicy, dict[str, Any]]]:
     return [(each, state["relations"][n]) for n, each in _named_links(link).items()]
 
 
-def _try_write(path: Path, link: Links) -> str | None:
-    try:
-        write_whole(path, _link_state(link))
-    except (OSError, RuntimeError) as error:
-        return write_problem(error, path)
-    except ValueError as error:
-        return f"cannot write {path}: {error}"
-    return None
-
-
 def _load_link(path: Path, mesh: Mesh, link: Links) -> None:
     """Loads each rank's own file, or rank 0's without its rows if a rank lacks a file."""
     here = (path / _link_file(mesh)).exists()
@@ -325,11 +396,11 @@ def _load_link(path: Path, mesh: Mesh, link: Links) -> None:
     problem, pairs = damage(path, file.name), []
     collectives.agree(problem, mesh.world)
     try:
-        pairs = _links_of(link, torch.load(file, weights_only=True))
+        pairs = _links_of(link, read_whole(file))
         pairs = [(o, s if whole else {**s, "mark": None}) for o, s in pairs]
         for one, state in pairs:
             one.check_state(state)
-    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+    except (RuntimeError, ValueError) as error:
         problem = f"cannot load the link of checkpoint {path}: {error}"
     collectives.agree(problem, mesh.world)
     for one, state in pairs:

@@ -23,7 +23,6 @@ import itertools
 import os
 import platform
 import stat
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +34,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import llvmlite
 import numba
 import numpy as np
+from filelock import FileLock
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -150,41 +150,15 @@ def _cache_lock(folder: str | None) -> Iterator[None]:
     The first process compiles and writes the cache; the others wait and read it. Nothing is
     locked in a folder that cannot be written to, or on a system without file locks.
     """
-    file = _lock_file(folder)
-    if file is None:
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            # a lock that is held for too long is a TimeoutError
+            with contextlib.suppress(OSError, ValueError, NotImplementedError):
+                os.makedirs(folder, exist_ok=True)
+                path = os.path.join(folder, "pyg_distcomm.lock")
+                lock = FileLock(path, LOCK_TIMEOUT, 0o666)
+                stack.enter_context(lock.acquire(poll_interval=0.02))
         yield
-        return
-    try:
-        _lock(file)
-        yield
-    finally:
-        os.close(file)
-
-
-def _lock_file(folder: str | None) -> int | None:
-    if folder is None:
-        return None
-    try:
-        os.makedirs(folder, exist_ok=True)
-        path = os.path.join(folder, "pyg_distcomm.lock")
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except (OSError, ValueError):
-        return None
-
-
-def _lock(file: int) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    deadline = time.monotonic() + LOCK_TIMEOUT
-    while time.monotonic() < deadline:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.02)
-        except OSError:
-            return
 
 
 # The cache on disk --------------------------------------------------------------------

@@ -1,37 +1,74 @@
-"""Implements PyG's FeatureStore over rows that are sharded over ranks."""
+"""Stores rows sharded over ranks behind PyG's FeatureStore: fetches, caches and prices them."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import HeteroData, TensorAttr
+from torch_geometric.data import FeatureStore, TensorAttr
 
-from pyg_distcomm.comm import collectives as network
-from pyg_distcomm.comm.ledger import balanced_split
+from pyg_distcomm.comm import collectives, random
+from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
-from pyg_distcomm.loader.row_group import EDGES as EDGES
-from pyg_distcomm.loader.row_group import NODES as NODES
-from pyg_distcomm.loader.row_group import Group, QuiverFeature, lengths, own_rows
-from pyg_distcomm.loader.sharded_feature_store import (
+from pyg_distcomm.halo.codecs import Plain
+from pyg_distcomm.loader.device_placement import Placement
+from pyg_distcomm.loader.fetch import (
+    Fetch,
+    FetchedColumn,
+    Pool,
+    Wanted,
+    ids_of,
+    message_bytes,
+)
+from pyg_distcomm.loader.hot_rows import (
     Fanouts,
-    RowsAttr,
-    ShardedStore,
+    check_names,
+    row_scores,
+    top_scoring_ids,
+)
+from pyg_distcomm.loader.row_group import (
+    EDGES,
+    NODES,
+    Group,
+    Index,
+    QuiverFeature,
+    RowGroup,
     Wire,
-    inclusion_probabilities,
-    out_degrees,
+    add_rows,
+    fixed_size_codec,
+    learn_owners,
+    lengths,
+    make_row_group,
+    num_cached_rows,
+    own_rows,
 )
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
+Attrs: TypeAlias = Mapping[Group, Sequence[str]] | None
+Rates: TypeAlias = Mapping[Group, Sequence[int]]
 
-class DistFeatureStore(ShardedStore):
+
+_UNSET = TensorAttr().index
+_DRAWN = 0xFE7C  # separates the keys of fetched rows from other keys
+
+
+class RowsAttr(TensorAttr):
+    """Extends PyG's TensorAttr, which cannot compare an index that is an array."""
+
+    def is_set(self, key: str) -> bool:
+        """Returns whether a field is set."""
+        return getattr(self, key) is not _UNSET
+
+
+class DistFeatureStore(FeatureStore):
     """Stores rows of named attributes of named groups, sharded over the blocks of a channel.
 
     A group is None for the nodes of a graph of one type, `EDGES` for its edges, a node
@@ -56,9 +93,22 @@ class DistFeatureStore(ShardedStore):
             uncompressed. The draws of a codec depend on the row alone, so a row is always
             received with the same values. A codec that would not make rows smaller is not
             used.
-        folder: where each rank stores its rows as memory-mapped files, in a folder of its
-            own; None keeps them in memory.
     """
+
+    def __init__(
+        self,
+        channel: ProcessGrid | Mesh,
+        *,
+        wire: Wire | Mapping[str, Wire] = None,
+    ) -> None:
+        super().__init__(RowsAttr)
+        by_name = wire if isinstance(wire, Mapping) else {}
+        self._codecs = {name: fixed_size_codec(one) for name, one in by_name.items()}
+        self._codec = fixed_size_codec(None if isinstance(wire, Mapping) else wire)
+        self.channel = (
+            new_process_grid(channel) if isinstance(channel, Mesh) else channel
+        )
+        self._row_groups: dict[Group, RowGroup] = {}
 
     # Constructors ---------------------------------------------------------------------
 
@@ -69,7 +119,6 @@ class DistFeatureStore(ShardedStore):
         channel: ProcessGrid | Mesh,
         *,
         wire: Wire | Mapping[str, Wire] = None,
-        folder: str | Path | None = None,
         cache: float = 0,
         ranking: str | Tensor | Mapping[Group, Tensor] = "degree",
         num_neighbors: Fanouts = (),
@@ -80,7 +129,7 @@ class DistFeatureStore(ShardedStore):
 
         Args:
             data: a Data or HeteroData of `pdc.partition`.
-            channel, wire, folder: as above.
+            channel, wire: as above.
             cache: how many rows of nodes of each type every rank caches: a count (int) or a
                 fraction (float).
             ranking: which nodes: "degree", those of highest out-degree; "vip", those most
@@ -98,25 +147,25 @@ class DistFeatureStore(ShardedStore):
                 "got data that is no share; give from_data the share that pdc.partition "
                 "returned, or from_replicated a tensor that all ranks hold"
             )
-        store = cls(channel, wire=wire, folder=folder)
+        store = cls(channel, wire=wire)
         found = {
             (group, name): value
             for part in data.stores
             for group, name, value in _row_cut(part)
         }
-        names = network.all_gather_object(list(found), store.channel.world)
+        names = collectives.all_gather_object(list(found), store.channel.world)
         if any(one != names[0] for one in names):
             raise ValueError(
                 f"got different attributes on the ranks: {names}; give all ranks the same"
             )
-        _check_names("wire", wire, [name for _, name in found])
+        check_names("wire", wire, [name for _, name in found])
         for (group, name), value in found.items():
             if group not in store._row_groups:
                 rows = value.rows
                 store.add_group(group, rows.gid, rows.total, rows.partition)
             store.add(group, name, value.to_local())
         if cache:
-            scores = _scores(data, ranking, num_neighbors, seeds, batch_size)
+            scores = row_scores(data, ranking, num_neighbors, seeds, batch_size)
             for group, score in scores.items():
                 if group in store._row_groups:
                     store.keep(group, score, cache)
@@ -130,14 +179,13 @@ class DistFeatureStore(ShardedStore):
         *,
         name: str = "x",
         wire: Wire = None,
-        folder: str | Path | None = None,
     ) -> DistFeatureStore:
         """Joins the parts `[n_q, ...]` that the ranks hold, in rank order; collective.
 
         That is what quiver-feature's DistTensor does; its `tensor[ids]` and `shape` are
         there too.
         """
-        store = cls(channel, wire=wire, folder=folder)
+        store = cls(channel, wire=wire)
         store._add_ranges(NODES, lengths(tensor, store.channel.world))
         store.add(NODES, name, tensor)
         return store
@@ -150,13 +198,217 @@ class DistFeatureStore(ShardedStore):
         *,
         name: str = "x",
         wire: Wire = None,
-        folder: str | Path | None = None,
     ) -> DistFeatureStore:
         """Keeps this rank's block of a tensor `[n, ...]` that all ranks hold."""
         opened = new_process_grid(channel) if isinstance(channel, Mesh) else channel
         rank, sizes = opened.world.rank, balanced_split(len(tensor), opened.world.size)
         part = tensor[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
-        return cls.from_cpu_tensor(part, opened, name=name, wire=wire, folder=folder)
+        return cls.from_cpu_tensor(part, opened, name=name, wire=wire)
+
+    # Groups and attributes ------------------------------------------------------------
+
+    def add_group(
+        self, group: Group, gid: Tensor, total: int, owners: Partition | None = None
+    ) -> None:
+        """Adds a group, of which each rank owns some rows; collective over all ranks.
+
+        Args:
+            group: the name of the group.
+            gid: the ids of this rank's rows, ascending.
+            total: ids lie in [0, total), each on one rank.
+            owners: the owner of each id, if it is known.
+
+        Raises:
+            ValueError: on all ranks, if ids are missing, repeated or out of order.
+        """
+        self._row_groups[group] = make_row_group(
+            group, gid, total, owners, self.channel
+        )
+
+    def add(self, group: Group, name: str, values: Tensor | np.ndarray) -> None:
+        """Adds one attribute from this rank's own rows; collective over all ranks.
+
+        Args:
+            group: a group of `add_group`.
+            name: the name of the attribute.
+            values: `[len(gid), ...]`, which may be memory-mapped: with replication 1 it is
+                not copied.
+
+        Raises:
+            ValueError: on all ranks, if sizes or dtypes do not fit.
+        """
+        row_group, codec = self._row_group(group), self._codecs.get(name, self._codec)
+        add_rows(row_group, name, values, self.channel, codec)
+        row_group.external.pop(name, None)
+        if len(row_group.cached_gid):
+            self._fill_cache(row_group, [name])
+
+    def total(self, group: Group) -> int:
+        """Returns the number of rows of a group over all ranks."""
+        return self._row_group(group).total
+
+    def learn_owners(self, group: Group) -> Partition:
+        """Finds the owners of all ids of a group, so that rows can be fetched by id alone.
+
+        Collective over a column the first time; later calls return what is known.
+        """
+        return learn_owners(self._row_group(group), self.channel)
+
+    def keep(self, group: Group, score: Tensor | np.ndarray, size: float) -> None:
+        """Caches the rows of highest score on every rank; collective over all ranks.
+
+        They are sent once, uncompressed, and replace rows cached before. The choice is the
+        same on all ranks and for all partitions.
+
+        Args:
+            group: the group of the rows.
+            score: the score of each row that this rank owns, or of each row of the group.
+            size: the number of rows: a count (int), or a fraction of all (float).
+        """
+        row_group, world = self._row_group(group), self.channel.world
+        count = num_cached_rows(size, row_group.total)
+        local = score.to_local() if isinstance(score, DistTensor) else score
+        local = own_rows(row_group, torch.as_tensor(local).cpu())
+        row_group.cached_gid = top_scoring_ids(local, row_group.own, count, world)
+        row_group.cached_rows.clear()
+        self._fill_cache(row_group, list(row_group.values))
+
+    def _fill_cache(self, row_group: RowGroup, names: Sequence[str]) -> None:
+        """Fetches the cached rows of some attributes; collective over a column."""
+        _, here = row_group.index.places(row_group.cached_gid)
+        away = row_group.cached_gid[~here]
+        row_group.cached = row_group.cached.none()
+        self.learn_owners(row_group.group)
+        if len(row_group.cached_gid):
+            fetcher = self._fetcher({row_group.group: names}, exact=True)
+            row_group.cached_rows |= fetcher({row_group.group: away})[
+                row_group.group
+            ].take(away)
+        row_group.cached = Index(away, row_group.total)
+
+    def _row_group(self, group: Group) -> RowGroup:
+        if group not in self._row_groups:
+            raise KeyError(
+                f"got group {group!r}, but the store has {list(self._row_groups)}; take one of "
+                "them"
+            )
+        return self._row_groups[group]
+
+    def _group_with(self, group: Group, name: Any) -> RowGroup:
+        """Returns a group, or raises KeyError if it has no such attribute."""
+        row_group = self._row_group(group)
+        if name not in row_group.names:
+            raise KeyError(
+                f"got attribute {name!r}, but group {group!r} has {row_group.names}; take one "
+                "of them"
+            )
+        return row_group
+
+    # Fetching -------------------------------------------------------------------------
+
+    def fetch(
+        self, wanted: Wanted, attrs: Attrs = None
+    ) -> dict[Group, dict[str, Tensor]]:
+        """Returns rows by id, in the order of the ids; collective over a column.
+
+        Args:
+            wanted: ids `[k]` by group, repeats allowed; or `(ids, owners)` with the ranks
+                that own them, if the store does not know these (edges). A rank may leave
+                out groups that other ranks fetch.
+            attrs: the attributes to fetch of each group, the same on all ranks; by default
+                all of them.
+
+        Returns: rows `[k, ...]` on the CPU, by group and name.
+
+        Raises:
+            ValueError: on all ranks of the column, if one requests an invalid id.
+        """
+        pools = self.fetch_unique(wanted, attrs)
+        return {
+            group: pools[group].take(ids_of(asked).long())
+            for group, asked in wanted.items()
+        }
+
+    def fetch_unique(
+        self, wanted: Wanted, attrs: Attrs = None, placement: Placement | None = None
+    ) -> dict[Group, Pool]:
+        """Returns the distinct rows that `fetch` would, not yet in the order of the ids.
+
+        With a placement they are on its device. So are, from the first fetch on, this
+        rank's own and cached rows, unless `rows_on` says otherwise.
+        """
+        if not self._row_groups:
+            return {}
+        pools = replace(self._fetcher(attrs), placement=placement)(wanted)
+        for group, pool in pools.items():
+            for name, source in self._row_groups[group].external.items():
+                if attrs is None or name in attrs.get(group, ()):
+                    in_order = torch.empty_like(pool.ids)
+                    in_order[pool.place] = pool.ids
+                    rows = source[in_order]
+                    pool.rows[name] = rows if placement is None else placement.put(rows)
+        return pools
+
+    def _fetcher(self, attrs: Attrs, exact: bool = False) -> Fetch:
+        """Returns a `Fetch` of attributes, widest numbers first so that most are aligned."""
+        columns = []
+        for number, (group, row_group) in enumerate(self._row_groups.items()):
+            for name in row_group.values if attrs is None else attrs.get(group, ()):
+                self._group_with(group, name)
+                if name in row_group.values:
+                    codec = Plain() if exact else row_group.codecs[name]
+                    key = random.fold(
+                        _DRAWN, zlib.crc32(f"{row_group.group}.{name}".encode())
+                    )
+                    columns.append(
+                        FetchedColumn(number, name, row_group.values[name], codec, key)
+                    )
+        columns.sort(key=lambda column: -column.values.element_size())
+        return Fetch(self.channel, list(self._row_groups.values()), columns)
+
+    # Price ----------------------------------------------------------------------------
+
+    def travelling(self, wanted: Wanted, attrs: Attrs = None) -> dict[Group, list[int]]:
+        """Returns the distinct rows of each group that a fetch would receive from each block.
+
+        Nothing is sent. Raises ValueError for an invalid id.
+        """
+        asks, problem = self._fetcher(attrs).plan(wanted)
+        if problem is not None:
+            raise ValueError(problem)
+        return {
+            group: list(ask.counts)
+            for group, ask in zip(self._row_groups, asks, strict=True)
+        }
+
+    def price(self, want: Rates, asked: Rates, attrs: Attrs = None) -> dict[str, Price]:
+        """Returns the price of one fetch, by operation of the ledger.
+
+            plan        8 bytes a word:  groups + 1 words from each other rank
+            fetch_ids   4 (8 above 2^31 ids):  a word for each row asked of this rank
+            fetch_rows  1:  the bytes of each row that this rank wants
+
+        Args:
+            want: rows of each group from each rank of the column: `travelling` here.
+            asked: rows of each group that each rank wants of this one.
+            attrs: as for `fetch`.
+        """
+        fetcher, axis = self._fetcher(attrs), self.channel.row
+        none = [0] * axis.size
+        wants, asks = (
+            [[*rates.get(group, none)] for group in self._row_groups]
+            for rates in (want, asked)
+        )
+        ones = [1] * axis.size
+        ids_out, ids_in = (
+            [sum(one) for one in zip(*rates, strict=True)] for rates in (wants, asks)
+        )
+        sent, brought = (message_bytes(fetcher.columns, r) for r in (asks, wants))
+        return {
+            "plan": exchange_price(ones, ones, axis.rank, len(self._row_groups) + 1),
+            "fetch_ids": exchange_price(ids_out, ids_in, axis.rank, 1),
+            "fetch_rows": exchange_price(sent, brought, axis.rank, 1),
+        }
 
     # A tensor of rows, where there is one attribute -----------------------------------
 
@@ -343,48 +595,3 @@ def _row_cut(part: Any) -> Iterator[tuple[Group, str, DistTensor]]:
             yield (NODES if key is None else key), name, value
         elif edges is not None and value.rows.same_as(edges):
             yield EDGES, name, value
-
-
-def _check_names(what: str, given: Any, there: Sequence[Any]) -> None:
-    """Raises ValueError, on all ranks alike, for a dictionary with unknown names."""
-    unknown = (
-        [one for one in given if one not in there] if isinstance(given, Mapping) else []
-    )
-    if unknown:
-        raise ValueError(
-            f"got {what} for {unknown}, but there are only {list(there)}; check the names"
-        )
-
-
-def _scores(
-    data: Any,
-    ranking: str | Tensor | Mapping[Group, Tensor],
-    num_neighbors: Fanouts,
-    seeds: DistTensor | Mapping[Group, DistTensor] | None,
-    batch_size: int,
-) -> Mapping[Group, Tensor]:
-    types = data.node_types if isinstance(data, HeteroData) else [NODES]
-    if isinstance(ranking, Mapping):
-        edges = data.edge_types if isinstance(data, HeteroData) else [EDGES]
-        _check_names("ranking", ranking, [*types, *edges])
-        return ranking
-    if not isinstance(ranking, str):
-        if types != [NODES]:
-            raise ValueError(
-                "got one vector of scores as ranking, but nodes have the types "
-                f"{types}; give a dictionary with a vector for each"
-            )
-        return {NODES: ranking}
-    if ranking == "degree":
-        return out_degrees(data)
-    if ranking != "vip":
-        raise ValueError(
-            f"ranking={ranking!r} is not known; choose 'degree' or 'vip', or give scores"
-        )
-    if seeds is None or not num_neighbors:
-        raise ValueError(
-            "ranking='vip' needs num_neighbors, seeds (a mask such as data.train_mask) "
-            "and batch_size"
-        )
-    masks = seeds if isinstance(seeds, Mapping) else {NODES: seeds}
-    return inclusion_probabilities(data, num_neighbors, masks, batch_size)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,10 +16,9 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
-from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
+from pyg_distcomm.halo.codecs import Codec, Plain, RngKey, codec_of
+from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels.core_ops import as_bytes, words_of
-from pyg_distcomm.partition.atomic import whole_file
-from pyg_distcomm.partition.layout import dtype_name, file_name, read_array, write_array
 from pyg_distcomm.partition.partition import Partition
 
 Values = Tensor | np.ndarray
@@ -130,38 +127,6 @@ def as_rows(values: Any) -> Tensor:
     return values.detach().cpu().contiguous()
 
 
-def on_disk(
-    values: Tensor, folder: Path, kind: str, name: str, channel: ProcessGrid
-) -> Tensor:
-    """Writes rows to a .npy file, atomically, and maps it into memory; collective.
-
-    If one rank cannot write its file, all ranks raise, and no old file is replaced.
-    """
-    path = folder / file_name(kind, name)
-    problem = None
-    with contextlib.ExitStack() as stack:
-        aside = stack.enter_context(whole_file(path))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_array(aside, values)
-        except OSError as error:
-            problem = _write_error(path, error)
-        collectives.agree(problem, channel.world)
-        try:
-            stack.close()  # renames the file
-        except OSError as error:
-            problem = _write_error(path, error)
-    collectives.agree(problem, channel.world)
-    return read_array(path, dtype_name(values.dtype), list(values.shape))
-
-
-def _write_error(path: Path, error: OSError) -> str:
-    return (
-        f"the feature store cannot write its rows to {path}: {error.strerror or error}; make "
-        "room or allow writing there, give another folder, or leave folder out"
-    )
-
-
 class QuiverFeature:
     """Reads rows by id from an object with the interface of quiver-feature's DistTensor.
 
@@ -205,6 +170,7 @@ class QuiverFeature:
         return out
 
 
+Wire: TypeAlias = str | Codec | LinkPolicy | None
 Group: TypeAlias = Any  # None, a node type, an edge type, or EDGES
 
 _SAFE = 65504.0  # the largest magnitude that every codec can encode
@@ -304,15 +270,14 @@ def add_rows(
     values: Any,
     channel: ProcessGrid,
     codec: Codec,
-    folder: Path | None,
 ) -> None:
     """Adds one attribute to a group, from the rows this rank owns; collective.
 
     Price: the rows of a block that other ranks of it own, as bytes.
 
     Raises:
-        ValueError, TypeError: on all ranks, if sizes or dtypes do not fit, a codec cannot
-            encode the values, or a rank cannot write its file.
+        ValueError, TypeError: on all ranks, if sizes or dtypes do not fit, or a codec
+            cannot encode the values.
     """
     rows, problem = _checked(row_group, name, values)
     spec = None if problem else (name, rows.dtype, tuple(rows.shape[1:]))
@@ -331,10 +296,25 @@ def add_rows(
         counts = lengths(row_group.own, channel.col)
         order = torch.argsort(_all_owned(row_group.own, channel))
         rows = gather_block(rows, counts, order, channel)
-    if folder is not None:
-        kind = "nodes" if row_group.group is NODES else str(row_group.group)
-        rows = on_disk(rows, folder, kind, name, channel)
     row_group.values[name], row_group.codecs[name] = rows, codec
+
+
+def fixed_size_codec(wire: Wire) -> Codec:
+    """Returns a codec that encodes each row by itself to a fixed size; refuses others."""
+    if isinstance(wire, LinkPolicy):
+        if wire.timing.is_late or wire.schedule is not None or wire.trend is not None:
+            raise ValueError(
+                f"got {wire!r}, but rows are fetched once and ahead of training, so a link "
+                "cannot be late, nor follow a schedule; give a link without these, or a codec"
+            )
+        wire = wire.codec
+    codec = codec_of(wire)
+    if not codec.by_row:
+        raise ValueError(
+            f"got {codec!r}, which compares or drops rows, but a feature store "
+            "encodes each row by itself; choose 'fp16', 'bf16', 'int8' or Quantise(bits)"
+        )
+    return codec
 
 
 def _codec_problem(name: str, rows: Tensor, codec: Codec) -> str | None:

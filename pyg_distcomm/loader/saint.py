@@ -17,7 +17,7 @@ from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
 from pyg_distcomm.loader.batch_sharding import World
 from pyg_distcomm.loader.options import errors_on_all_ranks, ranks_of
 from pyg_distcomm.loader.subgraphs import SubgraphLoading
-from pyg_distcomm.partition.atomic import keep_file, kept_file
+from pyg_distcomm.partition.atomic import keep_file, read_whole
 
 _NORMS, _STEP = 0x6E6F726D, 0x57E9
 
@@ -201,7 +201,7 @@ class GraphSAINTSampler(SubgraphLoading):
     def _norms(self) -> tuple[Tensor, Tensor]:
         path = Path(self.save_dir or "", self._filename)
         if self.save_dir is not None and path.exists():
-            node_norm, edge_norm = kept_file(path)
+            node_norm, edge_norm = read_whole(path)
             if (len(node_norm), len(edge_norm)) != (self.N, self.E):
                 raise ValueError(
                     f"{path} holds norms of {len(node_norm)} nodes and {len(edge_norm)} "

@@ -27,7 +27,7 @@ from pyg_distcomm.loader.options import (
     errors_on_all_ranks,
     ranks_of,
 )
-from pyg_distcomm.partition.atomic import keep_file, kept_file
+from pyg_distcomm.partition.atomic import keep_file, read_whole
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.graph_block import is_share
@@ -386,7 +386,7 @@ def _counts(sizes: Sequence[int], num_parts: int) -> list[int]:
 def _read(path: Path, num_nodes: int, num_parts: int) -> Tensor:
     """Returns the cluster of each node, from a file of ours or of PyG's class."""
     with allowing([PyGPartition]):
-        found: PyGPartition = kept_file(path)
+        found: PyGPartition = read_whole(path)
     if (len(found.node_perm), len(found.partptr)) != (num_nodes, num_parts + 1):
         raise ValueError(
             f"{path} holds {len(found.partptr) - 1} clusters of {len(found.node_perm)} nodes, "

@@ -235,27 +235,38 @@ def torch_save(value: Any, file: IO[bytes]) -> None:
         raise output.write_error from None
 
 
+def write_whole(path: Path, value: Any) -> None:
+    """Saves a value in a file, and waits until it is on the disk."""
+    with open(path, "wb") as file:
+        torch_save(value, file)
+    sync(path)
+
+
+def read_whole(path: Path, mmap: bool = False) -> Any:
+    """Reads a value that `write_whole` saved, as data, with its tensors on the CPU.
+
+    Raises:
+        ValueError: naming the file, if it cannot be read.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        why = [*str(error).splitlines(), type(error).__name__][0]
+        raise ValueError(
+            f"{path}: cannot be read ({why}); remove it, or save it anew"
+        ) from error
+
+
 def keep_file(value: Any, path: Path, what: str) -> None:
     """Saves a value in a file for later runs, whole or not at all; warns if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as aside:
-            with open(aside, "wb") as file:
-                torch_save(value, file)
-            sync(aside)
+            write_whole(aside, value)
     except OSError as error:
         warnings.warn(
             f"{what} are not kept: {write_problem(error, path)}", stacklevel=2
         )
-
-
-def kept_file(path: Path) -> Any:
-    """Reads what `keep_file` wrote; raises ValueError, naming the file, if it is damaged."""
-    try:
-        return torch.load(path, weights_only=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        why = [*str(error).splitlines(), type(error).__name__][0]
-        raise ValueError(f"{path}: cannot be read ({why}); remove it") from error
 
 
 def sha256(path: Path) -> str:

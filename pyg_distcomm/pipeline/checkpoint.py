@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from typing import Any
 
 import torch
 
-from pyg_distcomm.checkpoint.folder import damage, find, whole_folder, write_whole
+from pyg_distcomm.checkpoint.folder import damage, find, whole_folder
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.partition.atomic import write_problem
+from pyg_distcomm.partition.atomic import read_whole, write_problem, write_whole
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
 from pyg_distcomm.pipeline.layer_stack import on_all_ranks
 
@@ -107,12 +106,10 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
         if problem is not None:
             raise ValueError(f"cannot load the pipeline at {path}: {problem}")
         try:
-            whole = torch.load(path / _MODEL, map_location="cpu", weights_only=True)
-            for name in rows:
-                parts[name.name] = torch.load(
-                    name, map_location="cpu", weights_only=True, mmap=True
-                )  # mapped, so that only the rows that fit are read
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            whole = read_whole(path / _MODEL)
+            for name in rows:  # mapped, so that only the rows that fit are read
+                parts[name.name] = read_whole(name, mmap=True)
+        except ValueError as error:
             raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
         problem = _field_problem(whole, _FIELDS)
         problem = problem and f"{path / _MODEL}: {problem}"
