@@ -76,7 +76,7 @@ def one_of(module: str, name: str) -> Callable[[str], str]:
 
 
 METHOD = one_of("partition.cutters", "known_methods")
-METHODS = "block, random, ldg, metis, grid, stream, kahip, mtkahypar"
+METHODS = "block, random, ldg, metis, grid, stream"
 
 
 class _Parser(argparse.ArgumentParser):
