@@ -105,9 +105,6 @@ class Pending:
     def __post_init__(self) -> None:
         if isinstance(self.work, dist.Work) and not self.out.is_cuda:
             _keep_until_completed(self.work)
-        if self.traced is not None:  # on a stream, futures complete too early
-            get = None if self.out.is_cuda else getattr(self.work, "get_future", None)
-            self.traced.mark_started(get and get())
 
     def wait(self) -> Tensor:
         """Blocks until everything has arrived, and returns it."""
