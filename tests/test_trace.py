@@ -232,7 +232,7 @@ def odd_spans(path):
         pass  # nobody records
     module = importlib.import_module("pyg_distcomm.comm.trace")
     with pytest.MonkeyPatch.context() as patch:  # rank 0 alone writes
-        patch.setattr(module, "write_trace", lambda *_: 1 / 0)
+        patch.setattr(module, "_write", lambda *_: 1 / 0)
         failed = pytest.raises(OSError, match=r"cannot be written: division by zero")
         with failed, pdc.trace(path, worlds.mesh()):
             pass

@@ -26,7 +26,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,24 +115,21 @@ class Recorder:
         self.events.append(event)
         return event
 
-    def as_text(self, rank: int, zero: int, title: str) -> str:
+    def written(self, rank: int, zero: int) -> list[Event]:
         """Returns the events as in [Note: trace file], in order of time from `zero` in ns."""
-        main = threading.get_native_id()
-        names = [("process_name", main, title)]
-        names += [
-            ("thread_name", tid, name) for tid, name in list(self.threads.items())
-        ]
+        names = {0: ("process_name", f"rank {rank}")}
+        names |= {k: ("thread_name", name) for k, name in list(self.threads.items())}
         found: list[Event] = [
-            {"ph": "M", "name": name, "tid": tid, "args": {"name": value}}
-            for name, tid, value in names
+            {"ph": "M", "tid": tid, "name": name, "args": {"name": value}}
+            for tid, (name, value) in names.items()
         ]
         for event in sorted(self.events, key=lambda e: (e["ts"], -e.get("dur", 0))):
             found.append({**event, "ts": max(event["ts"] - zero, 0) / 1000})
         for event in found:
-            event |= {"pid": rank, "tid": rank * _LANES + event["tid"]}
+            event |= {"pid": rank, "tid": (rank + 1) * _LANES + event["tid"]}
             if "id" in event:
                 event["id"] = hex(rank << 32 | event["id"])
-        return ",\n".join(json.dumps(event, separators=(",", ":")) for event in found)
+        return found
 
 
 class trace(contextlib.ContextDecorator):
@@ -205,10 +201,8 @@ class trace(contextlib.ContextDecorator):
         if error is not None:  # its cause on another rank may follow the first line
             told = [*str(error).splitlines(), ""][0]
             failed = f"{type(error).__name__}: {told}"[:300]
-        rank = self._watch.rank
-        title = f"rank {rank}" + (f": {failed}" if failed else "")
         try:
-            self._merge((failed, self._recorder.as_text(rank, self._zero, title)))
+            self._merge(failed, self._recorder.written(self._watch.rank, self._zero))
         except Exception as other:
             if failed is None:
                 raise
@@ -224,40 +218,39 @@ class trace(contextlib.ContextDecorator):
         try:
             if patience < math.inf:
                 self._box.wait(keys, lambda seconds: seconds > patience)
-                return
-            with self._watch.waiting("a note of the trace") as check:
-                self._box.wait(keys, check)
+            else:
+                with self._watch.waiting("a note of the trace") as check:
+                    self._box.wait(keys, check)
         except dist.DistError as error:  # the process that held the store has ended
             raise self._watch.connection_error("a trace", error) from None
 
-    def _merge(self, part: tuple[str | None, str]) -> None:
+    def _merge(self, failed: str | None, events: list[Event]) -> None:
         """Sends the error and the events of this rank to rank 0, which writes all."""
-        rank, failed = self._watch.rank, part[0]
-        if rank:
-            data = zlib.compress(json.dumps(part).encode(), 1)
-            self._box.post_bytes(f"part/{rank}", data)
+        box, size, part = self._box, self._watch.size, [failed, events]
+        if rank := self._watch.rank:
+            box.post_bytes(f"part/{rank}", zlib.compress(json.dumps(part).encode(), 1))
             if failed is None:
                 self._wait(["written"])
-                if problem := self._box.read("written"):
+                if problem := box.read("written"):
                     raise OSError(problem)
             return
-        keys = [f"part/{rank}" for rank in range(self._watch.size)]
-        parts, late = {0: part}, None
+        keys, late = [f"part/{rank}" for rank in range(1, size)], None
         try:
-            self._wait(keys[1:], math.inf if failed is None else _GRACE)
+            self._wait(keys, math.inf if failed is None else _GRACE)
         except Exception as error:  # write the parts of the other ranks
             late = error
-            self._wait(keys[1:], _GRACE)
-        for rank, key in enumerate(keys):
-            if self._box.check([key]):
-                parts[rank] = json.loads(zlib.decompress(self._box.take_bytes(key)))
+            self._wait(keys, _GRACE)
+        parts = {0: part}
+        for rank, key in enumerate(keys, 1):
+            if box.check([key]):
+                parts[rank] = json.loads(zlib.decompress(box.take_bytes(key)))
         problem = ""
         try:
-            write_trace(self.path, parts, self._watch.size)
+            _write(self.path, parts, size)
         except Exception as error:  # the others wait for the outcome
             why = getattr(error, "strerror", None) or error
             problem = f"{self.path}: cannot be written: {why}; trace to another place"
-        self._box.post("written", problem)
+        box.post("written", problem)
         if problem:
             raise OSError(problem)
         if late is not None and failed is None:
@@ -282,20 +275,17 @@ def _argument_error(path: Path, mesh: Any) -> str | None:
     return None
 
 
-def write_trace(
-    path: Path, parts: Mapping[int, tuple[str | None, str]], size: int
-) -> None:
-    """Writes the errors and events of ranks to a temporary file, and renames it."""
+def _write(path: Path, parts: Mapping[int, list[Any]], size: int) -> None:
     about = {
         "ranks": size,
         "missing_ranks": [rank for rank in range(size) if rank not in parts],
         "failed": {rank: failed for rank, (failed, _) in parts.items() if failed},
     }
-    opened: Any = partial(gzip.open, compresslevel=5) if path.suffix == ".gz" else open
+    events = [event for _, events in parts.values() for event in events]
+    found = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+    opened: Any = gzip.open if path.suffix == ".gz" else open
     with whole_file(path) as aside, opened(aside, "wt", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about))
-        file.write(',\n"traceEvents": [\n')
-        file.write(",\n".join(events for _, events in parts.values()) + "\n]}\n")
+        json.dump(found, file)
 
 
 def as_json(value: Any, depth: int = 3) -> Any:
