@@ -115,7 +115,7 @@ class Pending:
             spent = (time.perf_counter_ns() - start) / 1e9
             self.axis.ledger.waited(self.op, self.axis.name, spent)
             if self.traced is not None:
-                self.traced.waited(start)
+                self.traced(start)
             PROCESS.works.discard(self.work)
             self.work = self.kept = None
             if self.wanted and len(self.out) != sum(self.wanted):

@@ -23,11 +23,10 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -41,7 +40,8 @@ from pyg_distcomm.process import PROCESS
 
 _GRACE = 3.0  # seconds to wait for the records of other ranks after a failure
 _LANES = 1 << 22  # Perfetto takes a thread's name by its id alone: ids of ranks differ
-Event = dict[str, Any]
+Event: TypeAlias = dict[str, Any]
+Exchange: TypeAlias = Callable[[int], None]  # is given the time at which the wait began
 clock = time.perf_counter_ns
 
 
@@ -64,72 +64,62 @@ def span(kind: str, name: str, /, **args: Any) -> Iterator[None]:
             recorder.add(kind, name, begin, **args)
 
 
-@dataclass(slots=True, eq=False)
-class Exchange:
-    """Records one exchange, from the time the ledger counts it to the end of its wait."""
-
-    recorder: Recorder
-    event: Event
-
-    def waited(self, begin: int) -> None:
-        """Records that this thread has waited for it, from `begin` until now."""
-        name, args = self.event["name"], self.event["args"]
-        wait = self.recorder.add("wait", f"wait {name}", begin, bytes=args["bytes"])
-        args["exposed_us"] = wait["dur"]
-        self.recorder.events.append(
-            {**self.event, "ph": "e", "ts": clock(), "args": {}}
-        )
-
-
 class Recorder:
-    """Keeps the events of this process, with times of `clock`."""
+    """Keeps the events of this process, in the form of [Note: trace file].
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.threads: dict[int, str] = {}
-        self.begin = clock()
-        self._ids = itertools.count()
+    Args:
+        rank: this rank.
+        zero: the time of `clock` when rank 0 began, in ns.
+    """
+
+    def __init__(self, rank: int, zero: int) -> None:
+        self._rank, self._zero, self._begin = rank, zero, clock()
+        self._ids = itertools.count(rank << 32)
+        self._lanes: set[int] = set()
+        self._events: list[Event] = []
+        self._keep("M", "process_name", args={"name": f"rank {rank}"})
 
     def add(self, kind: str, name: str, begin: int, /, **args: Any) -> Event:
         """Records a block of this thread, from `begin` until now, and returns it."""
-        if torch._C._current_graph_task_id() != -1:
+        begin = max(begin, self._begin)  # it may have begun before the trace
+        if _in_backward():
             args["pass"] = "backward"
-        begin = max(begin, self.begin)  # it may have begun before the trace
-        when = {"ts": begin, "dur": (clock() - begin) / 1000}
-        about = {"name": name, "cat": kind, "args": args}
-        return self._keep({"ph": "X", **about, **when})
+        dur = (clock() - begin) / 1000
+        return self._keep("X", name, begin, cat=kind, dur=dur, args=args)
 
     def exchange(self, op: str, axis: str, **counts: int) -> Exchange:
-        """Records that an exchange begins."""
-        back = torch._C._current_graph_task_id() != -1
+        """Records that an exchange begins; returns what is called after the wait for it."""
         args = {"op": op, "axis": axis, **counts}
-        args["pass"] = "backward" if back else "forward"
-        ident = {"name": f"{op} {axis}", "cat": "exchange", "id": next(self._ids)}
-        event = {"ph": "b", **ident, "ts": clock(), "args": args}
-        return Exchange(self, self._keep(event))
+        args["pass"] = "backward" if _in_backward() else "forward"
+        name, about = f"{op} {axis}", {"cat": "exchange", "id": hex(next(self._ids))}
+        event = self._keep("b", name, clock(), **about, args=args)
 
-    def _keep(self, event: Event) -> Event:
+        def waited(begin: int) -> None:
+            wait = self.add("wait", f"wait {name}", begin, bytes=counts["bytes"])
+            args["exposed_us"] = wait["dur"]
+            self._keep("e", name, clock(), **about, tid=event["tid"])
+
+        return waited
+
+    def in_order(self) -> list[Event]:
+        """Returns the events in order of time; threads may go on."""
+        return sorted(self._events, key=lambda e: (e.get("ts", -1), -e.get("dur", 0)))
+
+    def _keep(self, ph: str, name: str, at: int | None = None, **more: Any) -> Event:
         thread = threading.current_thread()
-        event["tid"] = thread.native_id
-        self.threads[event["tid"]] = thread.name
-        self.events.append(event)
+        lane = (self._rank + 1) * _LANES + (thread.native_id or 0)
+        if lane not in self._lanes:
+            self._lanes.add(lane)
+            self._keep("M", "thread_name", args={"name": thread.name})
+        event = {"ph": ph, "name": name, "pid": self._rank, "tid": lane, **more}
+        if at is not None:
+            event["ts"] = max(at - self._zero, 0) / 1000
+        self._events.append(event)
         return event
 
-    def written(self, rank: int, zero: int) -> list[Event]:
-        """Returns the events as in [Note: trace file], in order of time from `zero` in ns."""
-        names = {0: ("process_name", f"rank {rank}")}
-        names |= {k: ("thread_name", name) for k, name in list(self.threads.items())}
-        found: list[Event] = [
-            {"ph": "M", "tid": tid, "name": name, "args": {"name": value}}
-            for tid, (name, value) in names.items()
-        ]
-        for event in sorted(self.events, key=lambda e: (e["ts"], -e.get("dur", 0))):
-            found.append({**event, "ts": max(event["ts"] - zero, 0) / 1000})
-        for event in found:
-            event |= {"pid": rank, "tid": (rank + 1) * _LANES + event["tid"]}
-            if "id" in event:
-                event["id"] = hex(rank << 32 | event["id"])
-        return found
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class trace(contextlib.ContextDecorator):
@@ -192,8 +182,7 @@ class trace(contextlib.ContextDecorator):
                 )
             if problem is not None:
                 raise ValueError(f"rank {rank}: {problem}")
-        self._zero = begin - ahead
-        self._recorder = PROCESS.recorder = Recorder()
+        self._recorder = PROCESS.recorder = Recorder(watch.rank, begin - ahead)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -202,7 +191,7 @@ class trace(contextlib.ContextDecorator):
             told = [*str(error).splitlines(), ""][0]
             failed = f"{type(error).__name__}: {told}"[:300]
         try:
-            self._merge(failed, self._recorder.written(self._watch.rank, self._zero))
+            self._merge(failed, self._recorder.in_order())
         except Exception as other:
             if failed is None:
                 raise
