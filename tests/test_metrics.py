@@ -82,7 +82,7 @@ def test_a_run_goes_on_in_its_folder(tmp_path):
     assert [row["epoch"] for row in run.rows] == [0, 1, 2, 3, 4, 5]
     assert [row["loss"] for row in run.rows] == [0, 1, 2, 3, 14, 15]
     assert [row["start"] for row in run.rows] == [0, 0, 0, 0, 1, 1]
-    assert [start["after"] for start in run.about["starts"]] == [None, 5]
+    assert [start["ranks"] for start in run.about["starts"]] == [1, 1]
     with open(tmp_path / "a.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     assert [float(line["loss"]) for line in lines] == [0, 1, 2, 3, 14, 15]

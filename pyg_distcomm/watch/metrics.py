@@ -155,12 +155,9 @@ class metrics:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             before = _read_json(self.folder / RUN)
-            rows = read_rows(self.folder)
             starts = [*before.get("starts", [])]
             self._start = len(starts)
-            after = rows[-1]["epoch"] if rows else None
-            start = {"time": time.time(), "ranks": about["ranks"], "after": after}
-            starts.append(start)
+            starts.append({"time": time.time(), "ranks": about["ranks"]})
             write_text(self.folder / RUN, json.dumps({**about, "starts": starts}))
             _end_line(self.folder / ROWS)
         except OSError as error:
@@ -389,10 +386,10 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
         )
     traces = [place / TRACE, place / TRACE.removesuffix(".gz")]
     found = next((one for one in traces if one.is_file()), None)
-    return RecordedRun(_read_json(place / RUN), read_rows(place), found)
+    return RecordedRun(_read_json(place / RUN), _read_rows(place), found)
 
 
-def read_rows(folder: Path) -> list[Row]:
+def _read_rows(folder: Path) -> list[Row]:
     """Returns the row of each epoch, of the last start that trained it."""
     rows: list[Row] = []
     path = folder / ROWS
