@@ -384,8 +384,7 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
             f"{place}: is no folder of pdc.metrics (it has no {RUN}); record a run by "
             f"run = pdc.metrics({str(place)!r}, mesh) and run.epoch(...)"
         )
-    traces = [place / TRACE, place / TRACE.removesuffix(".gz")]
-    found = next((one for one in traces if one.is_file()), None)
+    found = place / TRACE if (place / TRACE).is_file() else None
     return RecordedRun(_read_json(place / RUN), _read_rows(place), found)
 
 

@@ -60,7 +60,7 @@ def render(title: str, run: RecordedRun) -> str:
     if "partition" in run.about:
         partition = PartitionReport.from_dict(run.about["partition"])
     if run.rows:
-        settled = _settled(run.rows, run.rows[-1].get("start"))
+        settled = _settled(run.rows)
         verdict = escape(_verdict(settled, run.about, partition))
         head = f'<p class="verdict">{verdict}</p>{head}'
         sections += (
@@ -160,9 +160,9 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 # Figures of epochs ---------------------------------------------------------------------
 
 
-def _settled(epochs: Sequence[Row], start: Any) -> list[Row]:
-    """Returns the epochs of a start, without the first, which compiles, if it has others."""
-    rows = [row for row in epochs if row.get("start") == start]
+def _settled(epochs: Sequence[Row]) -> list[Row]:
+    """Returns the epochs of the last start, without its first, which compiles, if possible."""
+    rows = [row for row in epochs if row.get("start") == epochs[-1].get("start")]
     return rows[1:] or rows
 
 
@@ -360,8 +360,7 @@ def _about(run: RecordedRun) -> str:
     ]
     if run.rows:
         moved = with_unit(sum(row["bytes"]["total"] for row in run.rows), "B")
-        settled = _settled(run.rows, run.rows[-1].get("start"))
-        seconds = with_unit(median(row["seconds"] for row in settled), "s")
+        seconds = with_unit(median(r["seconds"] for r in _settled(run.rows)), "s")
         texts.append(
             f"{len(run.rows):,} epochs, {seconds} in the median; {moved} received."
         )
