@@ -313,7 +313,7 @@ def checkpoints():
     return train(mesh, model, data, each=each, epochs=3)
 
 
-@workload(files=("run.json", "run.rank1.json"))  # see `trace`: a failed run's parts
+@workload(files=("run.json",))
 def traced():
     import pyg_distcomm as pdc
     from pyg_distcomm import nn

@@ -295,11 +295,6 @@ def test_loading_a_file_leaves_torchs_allowed_classes_alone(saved):
     assert set(torch.serialization.get_safe_globals()) == before
 
 
-def test_a_dict_of_tensors_is_a_graph(tmp_path):
-    torch.save(graph().to_dict(), tmp_path / "graph.pt")
-    assert load_dataset(str(tmp_path / "graph.pt")).num_edges == 90
-
-
 @pytest.mark.data
 def test_a_data_set_is_prepared_by_one_at_a_time(tmp_path):
     if not (REAL / "heterophilous").is_dir():

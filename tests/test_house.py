@@ -70,7 +70,7 @@ LATE = {
     "matplotlib",
 }
 LATE |= {"torch_sparse", "pyg_lib", "fcntl", "grp", "pwd"}
-LATE |= {"kahip", "mtkahypar", "ogb", "pyarrow"}
+LATE |= {"ogb", "pyarrow"}
 COLLECTIVES = re.compile(
     r"(all_reduce|all_to_all|all_gather|reduce_scatter|broadcast|reduce|gather|scatter"
     r"|barrier|send|recv|isend|irecv|batch_isend_irecv)(_\w+)?"

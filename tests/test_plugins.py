@@ -128,23 +128,3 @@ def test_a_registered_rule_samples_as_the_function_does(installed):
     assert torch.equal(mine.n_id, named.n_id)
     with pytest.raises(ValueError, match=r"rule='root'.*ladies, fastgcn, roots"):
         DistLayerLoader(data, [8, 8], "root")
-
-
-@pytest.mark.parametrize("name", ["kahip", "mtkahypar"])
-def test_libraries_cut_evenly_and_better_than_chance(name, monkeypatch):
-    pytest.importorskip(name)
-    from pyg_distcomm.partition.partition import report
-
-    data = generated(400)
-    found = cut(data.edge_index, 400, 3, name, seed=1)
-    again = cut(data.edge_index, 400, 3, name, seed=1)
-    assert torch.equal(found.owner, again.owner)
-    assert max(found.sizes) <= 1.05 * 400 / 3
-    rows = report(data.edge_index, found).volume
-    assert (
-        rows
-        < 0.8 * report(data.edge_index, cut(data.edge_index, 400, 3, "random")).volume
-    )
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=rf"pip install 'pyg-distcomm\[{name}\]'"):
-        cut(data.edge_index, 400, 3, name)

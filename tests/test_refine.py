@@ -10,7 +10,7 @@ import torch
 from test_cutters import GRAPHS, NONE, cliques, random_graph, rng, star
 
 from pyg_distcomm.partition import cutters_jit, refine_jit
-from pyg_distcomm.partition.cutters import LIBRARIES, METHODS, cut
+from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.partition import (
     Partition,
     capacities,
@@ -97,8 +97,6 @@ def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
 @pytest.mark.parametrize("name", GRAPHS)
 @tiers.parametrize("num_parts", [1, 2, 5, 40], [5])
 def test_never_worse_and_always_the_same(method, name, num_parts):
-    if method in LIBRARIES:
-        pytest.importorskip(method)
     edge_index, n = GRAPHS[name]
     train = torch.rand(n, generator=rng()) < 0.3
     plain = cut(edge_index, n, num_parts, method, train_mask=train)

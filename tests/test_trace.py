@@ -5,9 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
-import signal
 import threading
-import time
 from collections import Counter
 
 import numpy as np
@@ -21,7 +19,7 @@ from problems import GRAPHS
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.trace import Reading, clock, span, to_rank0_clock
+from pyg_distcomm.comm.trace import span
 from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.process import PROCESS
@@ -50,7 +48,7 @@ def check_format(trace):
     """The rules of the trace event format, as viewers hold to them."""
     events = trace["traceEvents"]
     assert trace["displayTimeUnit"] in ("ms", "ns")
-    names, spans, travels, arrows = {}, {}, {}, {}
+    names, spans, travels = {}, {}, {}
     last = {}
     for event in events:
         assert isinstance(event["pid"], int)
@@ -67,22 +65,18 @@ def check_format(trace):
         if event["ph"] == "X":
             assert event["dur"] >= 0
             spans.setdefault(lane, []).append(event)
-        elif event["ph"] in "be":
-            travels.setdefault((event["cat"], event["id"]), []).append(event)
         else:
-            assert event["ph"] in "sf"
-            arrows.setdefault((event["cat"], event["id"]), []).append(event)
-            assert any(event["ts"] == span["ts"] for span in spans[lane])
+            assert event["ph"] in "be"
+            travels.setdefault((event["cat"], event["id"]), []).append(event)
     for pid in {event["pid"] for event in events}:
         assert any(k[:2] == ("process_name", pid) for k in names)
     owner = {}
     for pid, tid in spans:
         assert ("thread_name", pid, tid) in names
         assert owner.setdefault(tid, pid) == pid  # Perfetto names threads by id alone
-    for pairs, phases in ((travels, "be"), (arrows, "sf")):
-        for pair in pairs.values():
-            assert "".join(event["ph"] for event in pair) == phases
-            assert len({(event["pid"], event["name"]) for event in pair}) == 1
+    for pair in travels.values():
+        assert "".join(event["ph"] for event in pair) in ("be", "b")
+        assert len({(event["pid"], event["name"]) for event in pair}) == 1
     for lane in spans.values():
         check_nesting(lane)
 
@@ -154,16 +148,12 @@ def test_events_add_up_to_the_ledger_of_each_rank(size, tmp_path):
     about = trace["otherData"]
     assert about["ranks"] == size
     assert not about["missing_ranks"]
-    assert not about["dropped_events"]
-    assert not any(about["clock_error_us"].values())  # one host, one clock
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     for rank, ledger in enumerate(ledgers):
         assert_adds_up(trace, rank, ledger)
         names = Counter(event["name"] for event in of(trace, rank, "X"))
         assert names["epoch"] == 2
         assert names["idle"] == 1
-        layers = [n for n in names if n.endswith("convs.1 (DistGCNConv)")]
-        assert [names[n] for n in layers] == [2]
         assert of(trace, rank, "X", "product")
 
 
@@ -211,9 +201,7 @@ def test_own_columns_are_multiplied_between_begin_and_arrival(tmp_path):
         assert end_of(wait) <= halo["ts"]
         assert own["args"]["width"] == 7
         assert own["args"]["nnz"] > 0
-        hidden = travel["args"]["hidden_us"]
-        assert 0 <= hidden <= wait["ts"] - travel["ts"] + 1e-3
-        assert travel["args"]["exposed_us"] == pytest.approx(wait["dur"])
+        assert travel["args"]["exposed_us"] == wait["dur"]
         backward = [p for p in products if p["args"].get("pass") == "backward"]
         assert {p["name"] for p in backward} <= {
             "own columns, rows to send",
@@ -224,11 +212,6 @@ def test_own_columns_are_multiplied_between_begin_and_arrival(tmp_path):
         assert travel["args"]["pass"] == "forward"
 
 
-class Odd:
-    def __str__(self):
-        raise RuntimeError("no words for it")
-
-
 ABOUT = {
     "number": (np.int64(3), 3),
     "loss": (torch.tensor(0.5), 0.5),
@@ -236,7 +219,6 @@ ABOUT = {
     "rate": (np.float32("inf"), "inf"),
     "x": (torch.ones(2, 3), "Tensor [2, 3]"),
     "sizes": ((1, {"a": {2}}), [1, {"a": "{2}"}]),
-    "odd": (Odd(), "Odd"),
     "kind": ("of a span", "of a span"),
     "begin": (None, None),
 }
@@ -250,7 +232,7 @@ def odd_spans(path):
         pass  # nobody records
     module = importlib.import_module("pyg_distcomm.comm.trace")
     with pytest.MonkeyPatch.context() as patch:  # rank 0 alone writes
-        patch.setattr(module, "write_trace", lambda *_: 1 / 0)
+        patch.setattr(module, "_write", lambda *_: 1 / 0)
         failed = pytest.raises(OSError, match=r"cannot be written: division by zero")
         with failed, pdc.trace(path, worlds.mesh()):
             pass
@@ -291,12 +273,6 @@ def test_stages_of_a_loader_have_lanes_of_their_own(tmp_path):
         assert lanes["wait"] == lanes["train"]
         assert not lanes["sample"] & (lanes["fetch"] | lanes["train"])
         assert not lanes["fetch"] & lanes["train"]
-        names = {
-            e["tid"]: e["args"]["name"]
-            for e in of(trace, rank, "M")
-            if e["name"] == "thread_name"
-        }
-        assert [names[tid] for tid in lanes["sample"]] == ["loader: sample"]
         fetched = [e for e in of(trace, rank, "X", "loader") if e["name"] == "fetch"]
         assert sum(e["args"].get("bytes", 0) for e in fetched) == sum(
             e["args"]["bytes"]
@@ -337,29 +313,6 @@ def test_one_rank_that_fails_keeps_its_error_and_all_are_written(who, tmp_path):
         assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
-def stuck(folder):
-    mesh = pdc.init(timeout=120)
-    with pdc.trace(folder / "run.json", mesh) as run:
-        with run.span("the last thing"):
-            collectives.barrier(mesh.world)
-        if mesh.rank == 0:
-            signal.signal(
-                signal.SIGTERM, signal.SIG_DFL
-            )  # or it would write at its end
-            time.sleep(60)
-        raise KeyError("rank 1 alone")
-
-
-@tiers.rare
-def test_a_rank_that_fails_leaves_its_part_though_rank_0_never_writes(tmp_path):
-    with pytest.raises(KeyError):
-        pdc.launch(stuck, 2, tmp_path, timeout=300)
-    assert [p.name for p in tmp_path.iterdir()] == ["run.rank1.json"]
-    trace = read(tmp_path / "run.rank1.json")
-    assert trace["otherData"]["missing_ranks"] == [0]
-    assert "the last thing" in {e["name"] for e in of(trace, 1, "X")}
-
-
 def divided(path, mesh):
     with pdc.trace(path, mesh):
         collectives.barrier(mesh.world)
@@ -390,8 +343,6 @@ def misused(folder):
         pdc.trace(folder / "none" / "run.json", mesh).__enter__()
     with pytest.raises(ValueError, match="is a folder"):
         pdc.trace(folder, mesh).__enter__()
-    with pytest.raises(ValueError, match="limit=0"):
-        pdc.trace(folder / "run.json", mesh, limit=0)
     with pdc.trace(folder / "run.json", mesh):
         with pytest.raises(ValueError, match="under way"):
             pdc.trace(folder / "other.json", mesh).__enter__()
@@ -403,27 +354,6 @@ def misused(folder):
 def test_misuse_raises_on_all_ranks(size, tmp_path):
     assert all(worlds.run(misused, size, tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
-
-
-def many_spans(path, mesh):
-    with pdc.trace(path, mesh, limit=5) as run:
-        for k in range(20):
-            with run.span(f"step {k}"):
-                pass
-
-
-def kept_latest(path):
-    with pytest.warns(UserWarning, match="latest 5 events"):
-        many_spans(path, worlds.mesh())
-    return True
-
-
-def test_a_bounded_trace_keeps_the_latest(tmp_path):
-    assert all(worlds.run(kept_latest, 2, tmp_path / "run.json"))
-    trace = read(tmp_path / "run.json")
-    names = [e["name"] for e in of(trace, 1, "X")]
-    assert names == [f"step {k}" for k in range(15, 20)]
-    assert trace["otherData"]["dropped_events"] == {"0": 15, "1": 15}
 
 
 def test_a_decorator_and_threads_on_one_process(tmp_path):
@@ -449,67 +379,6 @@ def test_a_decorator_and_threads_on_one_process(tmp_path):
         trace = read(path)
         lanes = Counter((e["name"][0], e["tid"]) for e in of(trace, 0, "X"))
         assert sorted(lanes.values()) == [50, 50]
-
-
-def test_spans_that_overlap_get_lanes_of_their_own(tmp_path):
-    with pdc.trace(tmp_path / "run.json", worlds.mesh()):
-        found = PROCESS.recorder
-        first = clock()
-        time.sleep(1e-3)
-        second = clock()
-        time.sleep(1e-3)
-        found.add("script", "one", first)
-        time.sleep(1e-3)
-        found.add("script", "two", second)  # begins inside, ends outside
-    spans = of(read(tmp_path / "run.json"), 0, "X")
-    assert len({span["tid"] for span in spans}) == 2
-
-
-def elsewhere(path):
-    """As if the last rank were on another host, its clock ahead, and faster by 1e-4."""
-    mesh = pdc.init(timeout=120)
-    module = importlib.import_module("pyg_distcomm.comm.trace")
-    true, start = time.perf_counter_ns, time.perf_counter_ns()
-    if mesh.rank == mesh.size - 1:
-
-        def other():
-            return true() + (true() - start) // 10_000 + 10**12
-
-        module.host = lambda: "elsewhere"
-        module.clock = time.perf_counter_ns = other
-    with pdc.trace(path, mesh):
-        for _ in range(40):
-            collectives.barrier(mesh.world)
-            with span("script", "after a barrier"):
-                time.sleep(5e-3)
-    return True
-
-
-def test_clocks_of_other_hosts_are_aligned_to_within_what_is_stated(tmp_path):
-    assert all(pdc.launch(elsewhere, 3, tmp_path / "run.json", timeout=300))
-    trace = read(tmp_path / "run.json")
-    error = trace["otherData"]["clock_error_us"]
-    assert error["0"] == error["1"] == 0
-    assert error["2"] > 0
-    begins = [[e["ts"] for e in of(trace, rank, "b")] for rank in range(3)]
-    ends = [[end_of(e) for e in of(trace, rank, "X", "wait")] for rank in range(3)]
-    for k in range(40):  # no rank leaves a barrier before the last has come
-        assert ends[2][k] >= max(begins[0][k], begins[1][k]) - error["2"]
-        assert min(ends[0][k], ends[1][k]) >= begins[2][k] - error["2"]
-
-
-def test_a_reading_of_a_clock_is_interpolated():
-    readings = [Reading(1000, 500, 10), Reading(3000, 700, 20)]
-    assert [to_rank0_clock(t, readings) for t in (0, 1000, 2000, 3000, 9000)] == [
-        500,
-        1500,
-        2600,
-        3700,
-        9700,
-    ]
-    assert to_rank0_clock(7, []) == 7
-    times = [to_rank0_clock(t, readings) for t in range(0, 4000, 50)]
-    assert times == sorted(times)
 
 
 def _profiled(path):

@@ -76,7 +76,7 @@ def one_of(module: str, name: str) -> Callable[[str], str]:
 
 
 METHOD = one_of("partition.cutters", "known_methods")
-METHODS = "block, random, ldg, metis, grid, stream, kahip, mtkahypar"
+METHODS = "block, random, ldg, metis, grid, stream"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -319,13 +319,13 @@ def _plan_search_options(parser: _Parser) -> None:
 
 
 def _report(commands: argparse._SubParsersAction[_Parser]) -> None:
-    text = "draw a run that pdc.metrics recorded, or a partition, as one HTML page"
+    text = "draw a run that pdc.metrics recorded as one HTML page"
     parser = _verb(commands, "report", text, "report")
     parser.add_argument(
         "run",
         type=Path,
         metavar="RUN",
-        help="the folder of pdc.metrics, or a partition folder",
+        help="the folder of pdc.metrics",
     )
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("report.html"), help="the page to write"

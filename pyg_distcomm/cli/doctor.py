@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -79,7 +78,6 @@ def examine() -> Iterator[Finding]:
     yield cores()
     yield compiled()
     yield cuda_kernels()
-    yield cache(kernels.describe().get("cache"))
     yield host_name(socket.gethostname())
     yield interfaces()
     yield round_trip()
@@ -202,28 +200,6 @@ def cuda_kernels() -> Finding:
     if not is_correct:
         advice = "a kernel for CUDA is wrong here; please report this machine"
     return Finding("kernels, CUDA", found, advice)
-
-
-def cache(folder: object) -> Finding:
-    """Checks whether compiled kernels can be cached on disk."""
-    if not isinstance(folder, str):
-        advice = f"kernels compile at every start; {_CACHE_ADVICE}"
-        return Finding("kernel cache", "nowhere", advice)
-    place = Path(folder)
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    other = kernels.untrusted_writer(folder)
-    if other is not None:
-        return Finding("kernel cache", f"not used: {other}", _CACHE_ADVICE)
-    if os.access(place, os.W_OK):
-        return Finding("kernel cache", "writable, by you alone")
-    advice = f"kernels compile at every start; {_CACHE_ADVICE}"
-    return Finding("kernel cache", f"{folder} cannot be written", advice)
-
-
-_CACHE_ADVICE = (
-    "set NUMBA_CACHE_DIR to a folder of your own that nobody else can write to"
-)
 
 
 def host_name(name: str) -> Finding:

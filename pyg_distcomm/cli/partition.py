@@ -131,7 +131,10 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         return _as_json(problems, contents_compared=arguments.checksums, **meta)
     with contextlib.suppress(ValueError):  # then it is the first of the problems
         print("\n".join(_describe(folder_meta(folder))))
-    return _print_problems(problems) or _print_whole(arguments.checksums)
+    if not problems:
+        compared = "" if arguments.checksums else " (contents not compared)"
+        print(f"whole       yes{compared}")
+    return _print_problems(problems)
 
 
 def _describe(meta: Meta) -> list[str]:
@@ -172,8 +175,3 @@ def _print_problems(problems: list[str]) -> int:
 def _as_json(problems: list[str], **found: Any) -> int:
     print(json.dumps({"whole": not problems, "problems": problems, **found}, indent=1))
     return 1 if problems else 0
-
-
-def _print_whole(checksums: bool) -> int:
-    print("whole       yes" if checksums else "whole       yes (contents not compared)")
-    return 0

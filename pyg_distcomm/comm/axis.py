@@ -105,9 +105,6 @@ class Pending:
     def __post_init__(self) -> None:
         if isinstance(self.work, dist.Work) and not self.out.is_cuda:
             _keep_until_completed(self.work)
-        if self.traced is not None:  # on a stream, futures complete too early
-            get = None if self.out.is_cuda else getattr(self.work, "get_future", None)
-            self.traced.mark_started(get and get())
 
     def wait(self) -> Tensor:
         """Blocks until everything has arrived, and returns it."""
@@ -118,7 +115,7 @@ class Pending:
             spent = (time.perf_counter_ns() - start) / 1e9
             self.axis.ledger.waited(self.op, self.axis.name, spent)
             if self.traced is not None:
-                self.traced.waited(start)
+                self.traced(start)
             PROCESS.works.discard(self.work)
             self.work = self.kept = None
             if self.wanted and len(self.out) != sum(self.wanted):

@@ -319,28 +319,23 @@ class FailureMonitor:
         self.raise_reported()  # a rank may have failed after it arrived
 
     @contextlib.contextmanager
-    def waiting(
-        self, doing: str, over: bool = True
-    ) -> Iterator[Callable[[float], bool]]:
+    def waiting(self, doing: str) -> Iterator[Callable[[float], bool]]:
         """Yields what a wait calls now and then with the seconds waited so far.
 
         It raises another rank's failure, and past the deadline; else it returns False.
-
-        Args:
-            doing: what this rank waits for.
-            over: whether the mesh cannot be used after the deadline.
+        `doing` is what this rank waits for.
         """
         wait = Wait(self.places, doing, threading.get_ident())
         try:
-            yield lambda seconds: self.check(wait, seconds, over)
+            yield lambda seconds: self.check(wait, seconds)
         finally:
             wait.end()
 
-    def check(self, wait: Wait, seconds: float, over: bool = True) -> bool:
+    def check(self, wait: Wait, seconds: float) -> bool:
         """Does what `waiting` says for a wait that has taken so many seconds."""
         self.raise_reported()
         if seconds > self.deadline:
-            raise self.timeout_error(wait, over)
+            raise self.timeout_error(wait)
         wait.look(seconds, self.deadline)
         return False
 
@@ -367,7 +362,7 @@ class FailureMonitor:
         report: bytes | None = self._try_store("get", "error")
         return (report or b"").decode()
 
-    def timeout_error(self, wait: Wait, over: bool = True) -> RankError:
+    def timeout_error(self, wait: Wait) -> RankError:
         """Returns the error of a wait past the deadline, which says where every rank is."""
         places = "the rendezvous store does not answer"
         if not self._store_lost:
@@ -375,8 +370,8 @@ class FailureMonitor:
         error = RankError(
             f"rank {self.rank} waited {self.deadline:.0f} s for {wait.doing}, and not every "
             f"rank came: {places}. Run the same calls in the same order on all ranks (compute "
-            "on all, and print on one), or raise `timeout` in pdc.init if one is only slow."
-            + (f" {_OVER}" if over else "")
+            "on all, and print on one), or raise `timeout` in pdc.init if one is only slow. "
+            + _OVER
         )
         error.late = True
         return error

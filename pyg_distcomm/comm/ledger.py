@@ -77,7 +77,7 @@ class Ledger:
     ) -> Exchange | None:
         """Adds one operation, with its words, bytes, sent_bytes and messages.
 
-        A parent counts it too. Returns its record in the running trace, if there is one.
+        A parent counts it too. In a trace, returns what is called after the wait for it.
         """
         traced = None
         if self.parent is not None:

@@ -77,7 +77,6 @@ __all__ = [
     "segment_softmax_grad",
     "spgemm",
     "spmm",
-    "untrusted_writer",
     "warm_up",
     "weighted_sampler",
 ]
@@ -133,11 +132,6 @@ def warm_up() -> None:
 def describe() -> dict[str, object]:
     """Returns what runs the CPU kernels: version, threads, cache folder, SIMD."""
     return _load("core_cpu").describe()
-
-
-def untrusted_writer(folder: str) -> str | None:
-    """Returns who else can write to a cache folder; see `compile.untrusted_writer`."""
-    return _load("compile").untrusted_writer(folder)
 
 
 def _load(module: str) -> Any:

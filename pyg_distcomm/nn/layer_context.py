@@ -254,7 +254,7 @@ def has_hooks(conv: MessagePassing) -> bool:
 def is_changed(part: torch.nn.Module) -> bool:
     """Tells whether hooks, or a replaced `forward`, see or change what a module computes.
 
-    Hooks of this package, which trace and plan, change nothing.
+    Hooks of this package, which plan, change nothing.
     """
     own = vars(part)
     hooks = (h for name in _HOOKS for h in own.get(f"_{name}_hooks", {}).values())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,7 +33,6 @@ from pyg_distcomm.partition.stream_cutter import TensorEdges, jit_loops, stream
 from pyg_distcomm.process import PROCESS
 
 __all__ = [
-    "LIBRARIES",
     "METHODS",
     "check_edge_index",
     "check_method",
@@ -48,7 +45,7 @@ __all__ = [
     "takes_grid",
 ]
 
-METHODS = tuple("block random ldg metis grid stream kahip mtkahypar".split())
+METHODS = ("block", "random", "ldg", "metis", "grid", "stream")
 PASSES = 10  # streams over the nodes; the cut stops improving before that
 FEW = 16  # nodes a part; METIS prints complaints and leaves parts empty below that
 
@@ -80,8 +77,6 @@ def cut(
                products on `grid` exchange; "metis" where s = p = 1
                "stream": `stream`, which reads the edges in order and keeps none; for
                edges on a disk (`partition_files`), and where LDG takes too much memory
-               "kahip", "mtkahypar": by these libraries, which must be installed; the
-               second lowers the rows exchanged rather than the edges cut
                or the name of a registered cutter (`registered_cut`)
                or the part of each node, [num_nodes]
     train_mask [num_nodes], bool; "ldg" and "metis" spread its nodes too
@@ -135,7 +130,7 @@ def _with_kinds(train: np.ndarray, kinds: Tensor) -> np.ndarray:
 
 def check_nodes_fit(num_nodes: int, method: Any, refine: bool) -> None:
     """Raises for a graph with more nodes than the compiled cutters can number."""
-    compiled = ("ldg", "metis", "grid", "stream", *LIBRARIES)
+    compiled = ("ldg", "metis", "grid", "stream")
     if num_nodes > MAX_INT32 and (
         refine or (isinstance(method, str) and method in compiled)
     ):
@@ -188,10 +183,6 @@ def _cut(
         edges = TensorEdges(edge_index)
         return stream(edges, num_nodes, num_parts, seed=seed, balance=balance)
     enough = edge_index.size(1) > 0 and num_nodes >= FEW * num_parts
-    if method in LIBRARIES and enough:
-        csr = symmetric_csr(edge_index, num_nodes)
-        owner = LIBRARIES[method](csr, num_parts, seed=seed, balance=balance)
-        return Partition.from_owner(fill_empty(owner, num_parts), num_parts)
     if method == "metis" and enough and _pymetis() is not None:
         return metis(edge_index, num_parts, train, seed=seed, balance=balance)
     return ldg(edge_index, num_parts, train, seed=seed, balance=balance)
@@ -348,72 +339,6 @@ def _pymetis() -> Any:
         return None
 
 
-def kahip(csr: Csr, num_parts: int, *, seed: int, balance: float) -> np.ndarray:
-    """Cuts with KaHIP, social-network configuration "eco", which lowers the edge cut.
-
-    Takes edges in both directions (`symmetric_csr`); balances the number of nodes only.
-
-    Raises:
-        ValueError: if kahip is not installed, or the links do not fit 32 bits.
-    """
-    library = _import_library("kahip")
-    indptr, indices = csr
-    if indices.size > np.iinfo(np.int32).max:
-        raise ValueError(
-            f"{indices.size} links are too many for kahip, which counts in int32; cut with "
-            "method='ldg' or 'stream'"
-        )
-    nodes, links = [1] * (indptr.size - 1), [1] * indices.size
-    # its interface takes lists, which cost about 36 bytes a link meanwhile
-    matrix = nodes, indptr.tolist(), links, indices.tolist()
-    _, parts = library.kaffpa(
-        *matrix, num_parts, balance - 1, True, seed, library.ECOSOCIAL
-    )
-    return np.array(parts, np.int64)
-
-
-def mtkahypar(csr: Csr, num_parts: int, *, seed: int, balance: float) -> np.ndarray:
-    """Cuts with Mt-KaHyPar, as a hypergraph: lowers the rows that ranks exchange.
-
-    Net v holds v and the nodes that read its row, so that the connectivity objective
-
-        sum over nets of (parts they reach - 1)
-
-    is the number of ghosts, `PartitionReport.volume`, where an edge cut only bounds it.
-    Balances the number of nodes only. Uses the deterministic configuration, and one thread.
-
-    Raises:
-        ValueError: if mtkahypar is not installed.
-    """
-    library = _import_library("mtkahypar")
-    if PROCESS.mtkahypar is None:  # a process may initialise it only once
-        PROCESS.mtkahypar = library.initialize(1)
-    context = PROCESS.mtkahypar.context_from_preset(library.PresetType.DETERMINISTIC)
-    context.set_partitioning_parameters(num_parts, balance - 1, library.Objective.KM1)
-    context.logging = False
-    library.set_seed(seed)
-    indptr, indices = csr
-    rows = np.split(indices, indptr[1:-1])
-    nets = [[v, *row.tolist()] for v, row in enumerate(rows) if row.size]
-    graph = PROCESS.mtkahypar.create_hypergraph(
-        context, indptr.size - 1, len(nets), nets
-    )
-    partitioned = graph.partition(context)
-    return np.fromiter(
-        (partitioned.block_id(v) for v in range(indptr.size - 1)), np.int64
-    )
-
-
-def _import_library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ValueError(
-            f"method {name!r} needs {name}: pip install 'pyg-distcomm[{name}]'; or cut with "
-            "method='metis' or 'ldg'"
-        ) from None
-
-
 def registered_cut(
     name: str,
     edge_index: Tensor,
@@ -447,8 +372,3 @@ def registered_cut(
         raise ValueError(
             f"the registered cutter {name!r} failed: {type(error).__name__}: {error}"
         ) from error
-
-
-LIBRARIES: Mapping[str, Callable[..., np.ndarray]] = MappingProxyType(
-    {"kahip": kahip, "mtkahypar": mtkahypar}
-)

@@ -2,7 +2,7 @@
 
 [Note: run folder] Rank 0 writes a run to a folder, which `pyg-distcomm report` reads:
 
-    RUN/run.json        the ranks, the partition and its rows between ranks; each start
+    RUN/run.json        the ranks and the partition of the last start; when each began
     RUN/metrics.jsonl   one JSON object an epoch, as `metrics.epoch` returns it
     RUN/trace.json.gz   a timeline of some epochs, if `metrics.trace` has written one
 
@@ -52,7 +52,6 @@ RESERVED = (
     "imbalance",
     "by_rank",
 )
-_MOST = 64  # the most ranks for which the rows of each pair are recorded
 Row = dict[str, Any]
 
 
@@ -70,7 +69,7 @@ class metrics:
 
     Args:
         folder: the folder in which rank 0 writes the run: run.json has the ranks and the
-            partition of each start, metrics.jsonl a line for each epoch, and `trace` adds a
+            partition, metrics.jsonl a line for each epoch, and `trace` adds a
             timeline; None writes nothing. A run that is in the folder already is continued.
         mesh: the ranks; those of the last `pdc.init` if None.
         data: the share that `pdc.partition` returned, for the figures of the partition; on
@@ -147,10 +146,6 @@ class metrics:
         if not isinstance(edge_index, DistEdgeIndex):
             return found
         found["partition"] = asdict(partition_report(data))
-        sent = edge_index.topology.locals.halo.send_counts
-        if mesh.size <= _MOST:
-            axis = replace(mesh.world, ledger=self._axis.ledger)
-            found["rows"] = collectives.all_gather_counts(sent, axis)
         return found
 
     def _open_folder(self, about: Row) -> str | None:
@@ -160,18 +155,9 @@ class metrics:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             before = _read_json(self.folder / RUN)
-            rows = read_rows(self.folder)
             starts = [*before.get("starts", [])]
             self._start = len(starts)
-            after = rows[-1]["epoch"] if rows else None
-            start = {"time": time.time(), "ranks": about["ranks"], "after": after}
-            start["grid"] = about["grid"]
-            if "partition" in about:
-                figures = start["partition"] = about["partition"]
-                start["rows"] = about.get("rows", [])
-                edges = max(sum(figures["edges"]), 1)
-                start["cut"] = round(figures["edge_cut"] / edges, 6)
-            starts.append(start)
+            starts.append({"time": time.time(), "ranks": about["ranks"]})
             write_text(self.folder / RUN, json.dumps({**about, "starts": starts}))
             _end_line(self.folder / ROWS)
         except OSError as error:
@@ -379,13 +365,11 @@ class RecordedRun:
         about: the ranks, hosts, partition and starts.
         rows: one row an epoch; a later start drops earlier rows from its first epoch on.
         trace: the path of the timeline, if there is one.
-        repeated: the rows so dropped.
     """
 
     about: Row
     rows: list[Row] = field(default_factory=list)
     trace: Path | None = None
-    repeated: list[Row] = field(default_factory=list)
 
 
 def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
@@ -400,20 +384,13 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
             f"{place}: is no folder of pdc.metrics (it has no {RUN}); record a run by "
             f"run = pdc.metrics({str(place)!r}, mesh) and run.epoch(...)"
         )
-    traces = [place / TRACE, place / TRACE.removesuffix(".gz")]
-    found = next((one for one in traces if one.is_file()), None)
-    rows, repeated = _read_rows(place)
-    return RecordedRun(_read_json(place / RUN), rows, found, repeated)
+    found = place / TRACE if (place / TRACE).is_file() else None
+    return RecordedRun(_read_json(place / RUN), _read_rows(place), found)
 
 
-def read_rows(folder: Path) -> list[Row]:
+def _read_rows(folder: Path) -> list[Row]:
     """Returns the row of each epoch, of the last start that trained it."""
-    return _read_rows(folder)[0]
-
-
-def _read_rows(folder: Path) -> tuple[list[Row], list[Row]]:
     rows: list[Row] = []
-    repeated: list[Row] = []
     path = folder / ROWS
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
@@ -422,9 +399,9 @@ def _read_rows(folder: Path) -> tuple[list[Row], list[Row]]:
         except (ValueError, KeyError, TypeError, OverflowError):
             continue  # cut short by a kill
         while rows and rows[-1]["epoch"] >= number:
-            repeated.append(rows.pop())
+            rows.pop()
         rows.append(row)
-    return rows, repeated
+    return rows
 
 
 def _read_json(path: Path) -> Row:

@@ -31,7 +31,7 @@ _PAGE = """<!doctype html>
 body{{margin:0;background:var(--bg);color:var(--ink);font:15px/1.45 system-ui,sans-serif}}
 main{{max-width:1180px;margin:0 auto;padding:28px 20px;display:grid;gap:14px;
 grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));align-items:start}}
-header,.wide{{grid-column:1/-1}}h1{{font-size:24px;margin:0}}h2{{font-size:17px;margin:0}}
+header{{grid-column:1/-1}}h1{{font-size:24px;margin:0}}h2{{font-size:17px;margin:0}}
 section{{background:var(--card);border:1px solid var(--line);border-radius:10px;
 padding:14px 18px;min-width:0;overflow-x:auto}}
 .verdict{{font-size:18px}}svg{{display:block;max-width:100%;height:auto}}
@@ -46,36 +46,27 @@ td:first-child,th:first-child{{text-align:left}}
 """
 
 
-def render(
-    title: str,
-    run: RecordedRun | None = None,
-    partition: PartitionReport | None = None,
-    rows: Sequence[Sequence[int]] = (),
-) -> str:
+def render(title: str, run: RecordedRun) -> str:
     """Returns the HTML page of a run. Its first sentence says which rank is slow, and why.
 
     Args:
         title: the name of the run.
         run: the run that `pdc.metrics` recorded.
-        partition: the figures of the partition, if the run has none.
-        rows: the rows that each part sends to each other, if the run has none.
 
     Raises:
         ImportError: without matplotlib.
     """
-    about: Mapping[str, Any] = {} if run is None else run.about
-    if "partition" in about:
-        partition = PartitionReport.from_dict(about["partition"])
-        rows = about.get("rows", ())
-    head = sections = ""
-    if run is not None:
-        head = _about(run)
-        sections += _starts(run)
-    if run is not None and run.rows:
-        settled = _settled(run.rows, run.rows[-1].get("start"))
-        head = f'<p class="verdict">{escape(_verdict(settled, about, partition))}</p>{head}'
-        sections += _ranks(settled) + _phases(settled) + _bytes(run) + _values(run.rows)
-    sections += "" if partition is None else _partition(partition, rows)
+    partition, head, sections = None, _about(run), ""
+    if "partition" in run.about:
+        partition = PartitionReport.from_dict(run.about["partition"])
+    if run.rows:
+        settled = _settled(run.rows)
+        verdict = escape(_verdict(settled, run.about, partition))
+        head = f'<p class="verdict">{verdict}</p>{head}'
+        sections += (
+            _ranks(settled) + _phases(settled) + _bytes(run.rows) + _values(run.rows)
+        )
+    sections += "" if partition is None else _partition(partition)
     sections = sections or _section(
         "Nothing recorded yet", "<p>No epoch has ended.</p>"
     )
@@ -85,15 +76,15 @@ def render(
 # What is drawn with --------------------------------------------------------------------
 
 
-def _axes(width: float = 5.6, height: float = 2.8) -> Any:
-    """Returns matplotlib's axes in a new figure of so many inches."""
+def _axes(height: float = 2.8) -> Any:
+    """Returns matplotlib's axes in a new figure of so many inches in height."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "the page of a run is drawn by matplotlib: pip install 'pyg-distcomm[plot]'"
         ) from error
-    axes = Figure((width, height), layout="constrained").add_subplot()
+    axes = Figure((5.6, height), layout="constrained").add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_prop_cycle(color=COLOURS)
     return axes
@@ -151,9 +142,8 @@ def _bars(rows: Mapping[str, Mapping[str, float]], label: str) -> str:
     return _svg(axes, label)
 
 
-def _section(title: str, body: str, wide: bool = False) -> str:
-    kind = ' class="wide"' if wide else ""
-    return f"<section{kind}><h2>{escape(title)}</h2>{body}</section>\n"
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>\n"
 
 
 def _text(*sentences: str) -> str:
@@ -170,9 +160,9 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 # Figures of epochs ---------------------------------------------------------------------
 
 
-def _settled(epochs: Sequence[Row], start: Any) -> list[Row]:
-    """Returns the epochs of a start, without the first, which compiles, if it has others."""
-    rows = [row for row in epochs if row.get("start") == start]
+def _settled(epochs: Sequence[Row]) -> list[Row]:
+    """Returns the epochs of the last start, without its first, which compiles, if possible."""
+    rows = [row for row in epochs if row.get("start") == epochs[-1].get("start")]
     return rows[1:] or rows
 
 
@@ -293,8 +283,8 @@ def _range(settled: Sequence[Row]) -> str:
     return f"Medians of epochs {settled[0]['epoch']} to {settled[-1]['epoch']}."
 
 
-def _bytes(run: RecordedRun) -> str:
-    epochs, title = run.rows, "Bytes by epoch and operation"
+def _bytes(epochs: Sequence[Row]) -> str:
+    title = "Bytes by epoch and operation"
     ops = {op for row in epochs for op in row["bytes"]} - {"total"}
     series = {op: [row["bytes"].get(op, 0) for row in epochs] for op in ops}
     order = sorted(ops, key=lambda op: (-sum(series[op]), op))
@@ -309,9 +299,6 @@ def _bytes(run: RecordedRun) -> str:
     axes.set(xlabel="epoch", ylabel="received by all ranks", ylim=(0, None))
     axes.figure.legend(loc="outside upper left", ncols=3, frameon=False)
     note = _mark_restarts(axes, epochs)
-    if run.repeated:
-        more = with_unit(sum(row["bytes"]["total"] for row in run.repeated), "B")
-        note += f" Epochs that were trained again, {more} more, are not drawn."
     lines = [
         [op, with_unit(median(series[op]), "B"), with_unit(sum(series[op]), "B")]
         for op in order
@@ -372,10 +359,8 @@ def _about(run: RecordedRun) -> str:
         f"{about['torch']}."
     ]
     if run.rows:
-        every = [*run.rows, *run.repeated]
-        moved = with_unit(sum(row["bytes"]["total"] for row in every), "B")
-        settled = _settled(run.rows, run.rows[-1].get("start"))
-        seconds = with_unit(median(row["seconds"] for row in settled), "s")
+        moved = with_unit(sum(row["bytes"]["total"] for row in run.rows), "B")
+        seconds = with_unit(median(r["seconds"] for r in _settled(run.rows)), "s")
         texts.append(
             f"{len(run.rows):,} epochs, {seconds} in the median; {moved} received."
         )
@@ -386,47 +371,10 @@ def _about(run: RecordedRun) -> str:
     return _text(*texts)
 
 
-def _starts(run: RecordedRun) -> str:
-    """Returns a table of the starts of a run, if there were several."""
-    starts, lines = run.about["starts"], []
-    for k, start in enumerate(starts if len(starts) > 1 else ()):
-        own = [row for row in run.rows if row.get("start") == k]
-        repeated = [row for row in run.repeated if row.get("start") == k]
-        moved = sum(row["bytes"]["total"] for row in [*own, *repeated])
-        span = seconds = waited = "–"
-        if own:
-            span = f"{own[0]['epoch']} to {own[-1]['epoch']}"
-            settled = _settled(own, k)
-            seconds = with_unit(median(row["seconds"] for row in settled), "s")
-            waits = _by_rank(settled, "waits")
-            worst = max(range(len(waits)), key=waits.__getitem__)
-            waited = f"rank {worst}, {with_unit(waits[worst], 's')}"
-        begun = time.strftime("%m-%d %H:%M:%S", time.localtime(start["time"]))
-        cut = f"{start['cut']:.1%}" if "cut" in start else "–"
-        again = str(len(repeated))
-        lines.append(
-            [
-                begun,
-                str(start["ranks"]),
-                cut,
-                span,
-                again,
-                with_unit(moved, "B"),
-                seconds,
-                waited,
-            ]
-        )
-    if not lines:
-        return ""
-    head = "begun,ranks,edges cut,epochs,repeated later,bytes received,median epoch,waits most"
-    note = "Seconds leave out the first epoch of a start, which loads and compiles."
-    return _section("Starts", _table(head.split(","), lines) + _text(note), wide=True)
-
-
 # The partition -------------------------------------------------------------------------
 
 
-def _partition(figures: PartitionReport, rows: Sequence[Sequence[int]]) -> str:
+def _partition(figures: PartitionReport) -> str:
     edges, nodes = sum(figures.edges), sum(figures.nodes)
     text = _text(
         f"{nodes:,} nodes and {edges:,} edges on {figures.num_parts} ranks; "
@@ -443,12 +391,4 @@ def _partition(figures: PartitionReport, rows: Sequence[Sequence[int]]) -> str:
         ["most over mean", *(f"{imbalance(counts):.3f}" for counts in columns)]
     )
     text += _table(["", "nodes", "edges", "rows received", "rows sent"], lines)
-    if len(rows) > 1:
-        axes = _axes(4.4, 3.4)
-        image = axes.imshow(rows, cmap="Blues", vmin=0)
-        axes.set(xlabel="received by rank", ylabel="sent by rank")
-        _scale(axes.xaxis)
-        _scale(axes.yaxis)
-        axes.figure.colorbar(image, ax=axes, format="{x:,.0f}")
-        text += _svg(axes, "rows sent from each rank to each other")
     return _section("Partition", text)
