@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import pickle
 
 import pytest
@@ -99,37 +98,3 @@ def test_all_ranks_gather_what_each_has_counted(size):
 def test_sums_over_ranks():
     both = Ledgers((ledger(1), ledger(3))).sum
     assert both.entries["halo", "row"] == Entry(2, 24, 192, 0, 12, 4e-3)
-
-
-def heights(axes):
-    return {
-        bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers
-    }
-
-
-def test_plots_show_the_bytes(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib").use("agg")
-    import matplotlib.pyplot as plt
-
-    axes = plt.subplots()[1]
-    assert ledger().plot(axes) is axes
-    assert heights(axes) == {"col": [16, 0], "row": [48, 0], "data": [0, 64]}
-    drawn = Ledgers((ledger(1), ledger(3))).plot(tmp_path / "ranks.png")
-    assert heights(drawn)["sum, data"] == [64, 192]
-    assert [text.get_text() for text in drawn.get_xticklabels()] == ["rank 0", "rank 1"]
-    assert (tmp_path / "ranks.png").stat().st_size > 1000
-    Ledger().plot(str(tmp_path / "nothing.svg"))
-    plt.close("all")
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
-    true = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return true(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pyg-distcomm\[plot\]"):
-        ledger().plot()

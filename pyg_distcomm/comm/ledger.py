@@ -154,19 +154,6 @@ class Ledger:
     def __str__(self) -> str:
         return self.table()
 
-    def plot(self, where: Any = None) -> Any:
-        """Draws the bytes received, a bar for each operation and a colour for each axis.
-
-        Args:
-            where: matplotlib's axes, or the name of a picture to write; new axes if None.
-
-        Returns matplotlib's axes; needs the extra "plot".
-        """
-        bars: dict[str, dict[str, int]] = {}
-        for (op, axis), entry in sorted(self.snapshot().items()):
-            bars.setdefault(op, {})[axis] = entry.bytes
-        return _plot(bars, where, "bytes received on this rank")
-
     def snapshot(self) -> Rows:
         """Returns a copy of the present rows."""
         with self._lock:  # others may count meanwhile
@@ -207,23 +194,6 @@ class Ledgers:
     def __str__(self) -> str:
         return self.table()
 
-    def plot(self, where: Any = None) -> Any:
-        """Draws the bytes received, a bar for each rank, its operations one on the other.
-
-        Args:
-            where: matplotlib's axes, or the name of a picture to write; new axes if None.
-
-        Returns matplotlib's axes; needs the extra "plot".
-        """
-        bars = {
-            f"rank {rank}": {
-                f"{op}, {axis}": entry.bytes
-                for (op, axis), entry in sorted(ledger.entries.items())
-            }
-            for rank, ledger in enumerate(self.ranks)
-        }
-        return _plot(bars, where, "bytes received")
-
 
 def _table(ranks: Mapping[str, Rows], exact: bool) -> str:
     """Formats the rows of one rank, or the sums over several and their worst."""
@@ -262,33 +232,6 @@ def _added(entries: Iterable[Entry]) -> Entry:
     found = list(entries)
     names = [column.name for column in fields(Entry)]
     return Entry(**{name: sum(getattr(e, name) for e in found) for name in names})
-
-
-def _plot(bars: Mapping[str, Mapping[str, int]], where: Any, label: str) -> Any:
-    """Draws stacked bars, one colour for each part."""
-    try:
-        import matplotlib.pyplot as plt
-        from matplotlib.ticker import EngFormatter
-    except ImportError as error:
-        raise ImportError(
-            "to plot a ledger takes matplotlib: pip install 'pyg-distcomm[plot]'"
-        ) from error
-    drawn = where if hasattr(where, "bar") else plt.subplots(layout="constrained")[1]
-    parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
-    top = dict.fromkeys(bars, 0)
-    for part in parts:
-        heights = [bar.get(part, 0) for bar in bars.values()]
-        drawn.bar(list(bars), heights, bottom=list(top.values()), label=part)
-        top = {name: top[name] + bars[name].get(part, 0) for name in bars}
-    drawn.yaxis.set_major_formatter(EngFormatter("B"))
-    drawn.set_ylabel(label)
-    if parts:
-        drawn.legend()
-    if where is not None and drawn is not where:
-        figure: Any = drawn.figure
-        figure.savefig(where)
-        plt.close(figure)
-    return drawn
 
 
 def format_table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:

@@ -288,7 +288,7 @@ class Mesh:
     def gather_ledger(self) -> Ledgers:
         """Returns the ledgers of all ranks; collective.
 
-        `print(...)` shows the sums, and which rank received most; `.plot()` draws them.
+        `print(...)` shows the sums, and which rank received most.
         The bytes of this call itself are counted after it.
         """
         gathered = collectives.all_gather_object(self.ledger.snapshot(), self.everyone)
