@@ -232,22 +232,6 @@ def test_batches_of_a_share_are_those_of_the_whole_graph(way, size, c):
     worlds.run(load, size, size, c, make, nodes, {"draws": "labor", **options})
 
 
-def test_draws_may_be_given_by_their_former_name():
-    seeds = NodeSamplerInput(None, torch.arange(6))
-    for make in (
-        lambda **given: KeyedNeighborSampler(star(6, 40), [8], seed=1, **given),
-        lambda **given: (
-            DistNeighborLoader(star(6, 40), [8], seed=1, **given).node_sampler
-        ),
-    ):
-        with pytest.warns(DeprecationWarning, match="is draws='labor' now"):
-            old = make(rule="labor")
-        new = make(draws="labor")
-        assert old.describe() == new.describe()
-        outs = [sampler.sample_from_nodes(seeds) for sampler in (old, new)]
-        assert torch.equal(outs[0].node, outs[1].node)
-
-
 def test_a_state_knows_its_draws():
     loaders = [
         DistNeighborLoader(masked(), [3], batch_size=9, seed=1, draws=draws)

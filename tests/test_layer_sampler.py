@@ -18,6 +18,7 @@ from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.utils import trim_to_layer
 
 from pyg_distcomm.comm.random import fold
+from pyg_distcomm.kernels.minibatch import Relation
 from pyg_distcomm.loader import DistLayerLoader
 from pyg_distcomm.sampling import (
     BulkMatrix,
@@ -666,8 +667,9 @@ def blocks(data, rule, weight, parts=3, seed=1):
         rowptr = torch.zeros(len(gid) + 1, dtype=LONG)
         rowptr[1:] = torch.bincount(place, minlength=len(gid)).cumsum(0)
         one = None if weight is None else data[weight][edge]
-        args = (rowptr, data.edge_index[0, edge], edge, one, gid, data.num_nodes)
-        block = LocalLayerGraph.from_rows(*args, rule, peak=peak)
+        pair = torch.stack([data.edge_index[0, edge], edge], 1).view(-1)
+        rows = Relation(0, 0, rowptr, pair, 2, one)
+        block = LocalLayerGraph(rows, data.num_nodes, rule, gid, peak=peak)
         assert block.peak <= peak
         yield block
 

@@ -24,7 +24,6 @@ from pyg_distcomm.loader.options import (
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedOptions
 from pyg_distcomm.loader.sparse_adjacency import with_edges
-from pyg_distcomm.sampling.neighbor_sampler import draws_of
 
 
 class DistNeighborLoader(BulkLoading, NeighborLoader):
@@ -164,7 +163,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "weight_attr": weight_attr,
             "is_sorted": is_sorted,
             "directed": directed,
-            "draws": draws_of(draws, kwargs.pop("rule", None)),
+            "draws": draws,
         }
         placing = topology, replication, sample_at, features, embedding
         with errors_on_all_ranks(ranks_of(data := with_edges(data))):
@@ -281,7 +280,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             "weight_attr": weight_attr,
             "is_sorted": is_sorted,
             "directed": directed,
-            "draws": draws_of(draws, kwargs.pop("rule", None)),
+            "draws": draws,
         }
         placing = topology, replication, sample_at, features, embedding
         with errors_on_all_ranks(ranks_of(data := with_edges(data))):

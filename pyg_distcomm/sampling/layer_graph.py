@@ -216,27 +216,6 @@ class LocalLayerGraph:
         relation = graph.relations[0]
         return LocalLayerGraph(relation, graph.sizes[0], rule, most_rows=most_rows)
 
-    @staticmethod
-    def from_rows(
-        rowptr: Tensor,
-        source: Tensor,
-        edge: Tensor,
-        weight: Tensor | None,
-        gid: Tensor,
-        num_nodes: int,
-        rule: Rule,
-        most_rows: int = MOST_ROWS,
-        peak: float | None = None,
-    ) -> LocalLayerGraph:
-        """Takes a block: rows of the nodes `gid` [m], ascending.
-
-        Shapes: rowptr [m + 1]; source, edge, weight [E]: the node that each edge comes from,
-        its original id (ascending within a row) and its weight (None: ones).
-        """
-        pair = torch.stack([source, edge], 1).view(-1)
-        rows = Relation(0, 0, rowptr.long(), pair, 2, weight)
-        return LocalLayerGraph(rows, num_nodes, rule, gid.long(), most_rows, peak)
-
     @property
     def arrays(self) -> list[Tensor | None]:
         """Returns the tensors that hold the edges."""

@@ -166,7 +166,6 @@ class KeyedNeighborSampler(NeighborSampler):
         seed: int | None = None,
         device: torch.device | None = None,
         pinned: bool = False,
-        rule: str | None = None,
     ) -> None:
         # PyG's __init__ sorts the edges differently, and raises without pyg-lib if times or
         # weights are used; all attributes that it would set are set here
@@ -181,7 +180,7 @@ class KeyedNeighborSampler(NeighborSampler):
             "directed": not directed,
             "device": device,
         }
-        self.draws = check_draws(draws_of(draws, rule), options)
+        self.draws = check_draws(draws, options)
         self._device = device, pinned
         self.data_type = DataType.from_data(data)
         self.sample_direction = sample_direction
@@ -521,18 +520,6 @@ def _check_options(
             "`subgraph_type='induced'` instead.",
             stacklevel=4,
         )
-
-
-def draws_of(draws: str, rule: str | None) -> str:
-    """Returns `draws`, or with a warning the value of `rule`, its former name."""
-    if rule is None:
-        return draws
-    warnings.warn(
-        f"rule={rule!r} of neighbour sampling is draws={rule!r} now",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return rule
 
 
 def check_draws(draws: str, options: dict[str, Any]) -> str:
