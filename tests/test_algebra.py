@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import combinations, permutations
 
 import definitions
@@ -209,16 +208,9 @@ def written_out(a, dtype):
     return out.index_put_((row, p.col.long()), value.to(dtype), accumulate=True)
 
 
-def backend(name):
-    if name == "torch_sparse":
-        pytest.importorskip("torch_sparse")
-    return name
-
-
 @pytest.mark.parametrize("right", [None, LONG, torch.float32, REAL])
 @pytest.mark.parametrize("left", [None, LONG, torch.float32, REAL])
-@pytest.mark.parametrize("name", ["own", "torch", "torch_sparse"])
-def test_backends_agree(name, left, right):
+def test_products_are_those_of_dense_matrices(left, right):
     def typed(block, dtype):
         value = block.value
         return CSR(block.pattern, value if dtype is None else value.to(dtype))
@@ -226,23 +218,23 @@ def test_backends_agree(name, left, right):
     real = {torch.float32: REAL}
     q = typed(csr(9, 20, 50, real.get(left, left)), left)
     a = typed(csr(20, 30, 90, real.get(right, right), seed=1), right)
-    c = spgemm(q, a, backend(name))
+    c = spgemm(q, a)
     floats = [t for t in (left, right) if t in (torch.float32, REAL)]
     dtype = max(floats, key=lambda t: t.itemsize) if floats else LONG
     assert c.value.dtype == dtype
     assert c.pattern.shape == (9, 30)
     wanted = written_out(q, REAL) @ written_out(a, REAL)
     torch.testing.assert_close(written_out(c, dtype), wanted.to(dtype))
-    own = spgemm(q, a)
-    assert torch.equal(c.pattern.rowptr, own.pattern.rowptr)
-    assert torch.equal(c.pattern.col, own.pattern.col)
+    ones = [written_out(CSR(block.pattern), LONG) for block in (q, a)]
+    touched = ones[0] @ ones[1] > 0
+    assert c.pattern.rowptr.diff().tolist() == touched.sum(1).tolist()
+    assert c.pattern.col.tolist() == touched.nonzero()[:, 1].tolist()
 
 
-@pytest.mark.parametrize("name", ["own", "torch", "torch_sparse"])
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (4, 5, 3)])
-def test_empty_products(shape, name):
+def test_empty_products(shape):
     l, m, n = shape
-    c = spgemm(csr(l, m, 0), csr(m, n, 0), backend(name))
+    c = spgemm(csr(l, m, 0), csr(m, n, 0))
     assert c.pattern.shape == (l, n)
     assert c.pattern.nnz == 0
     assert c.value.dtype == LONG
@@ -253,35 +245,21 @@ def single(*values):
     return [CSR(one, torch.tensor([v])) for v in values]
 
 
-@pytest.mark.parametrize("name", ["torch", "torch_sparse"])
-def test_libraries_refuse_integers_they_cannot_hold(name):
-    name, most = backend(name), (1 << 53) - 1
-    assert int(spgemm(*single(most, 1), name).value) == most
-    assert int(spgemm(*single(-most, 1), name).value) == -most
-    for values in ((1 << 53, 1), (-(1 << 27), 1 << 27), (1 << 60, 4)):
-        with pytest.raises(ValueError, match="exact below 2\\^53; use backend='own'"):
-            spgemm(*single(*values), name)
+def test_integers_are_exact():
     assert int(spgemm(*single((1 << 60) + 1, 3)).value) == 3 * ((1 << 60) + 1)
-    # cancelling, but through sums that float64 cannot hold
+    # cancelling, through sums that float64 cannot hold
     wide = CSR(Pattern(torch.tensor([0, 3]), torch.arange(3), 3))
     ends = torch.arange(4)
     tall = CSR(
         Pattern(ends, torch.zeros(3, dtype=LONG), 1),
         torch.tensor([(1 << 53) - 1, 2, -(1 << 53) + 1]),
     )
-    with pytest.raises(ValueError, match="exact below"):
-        spgemm(wide, tall, name)
     assert int(spgemm(wide, tall).value) == 2
 
 
-def test_product_errors(monkeypatch):
-    with pytest.raises(ValueError, match=r"one of \['own', 'torch', 'torch_sparse'\]"):
-        spgemm(*single(1, 1), "mkl")
+def test_product_errors():
     with pytest.raises(ValueError, match="Q has 5 columns, but A has 4 rows"):
         spgemm(csr(2, 5, 3), csr(4, 5, 3))
-    monkeypatch.setitem(sys.modules, "torch_sparse", None)
-    with pytest.raises(ImportError, match="package torch-sparse, which is not"):
-        spgemm(*single(1, 1), "torch_sparse")
 
 
 @pytest.mark.parametrize("bad", [[12, 1], [-3]])

@@ -301,12 +301,12 @@ class Sample:
     complete: Tensor
 
 
-def product(q: BulkMatrix, a: BulkMatrix, backend: str = "own") -> BulkMatrix:
+def product(q: BulkMatrix, a: BulkMatrix) -> BulkMatrix:
     """Multiplies stacked rows Q [m, l] by a matrix A [l, n], `P = Q A`.
 
-    Back ends, errors and price: see `ops.csr.spgemm`.
+    Errors and price: see `ops.csr.spgemm`.
     """
-    c = spgemm(q.csr(), a.csr(), backend)
+    c = spgemm(q.csr(), a.csr())
     return BulkMatrix(c.pattern.rowptr, c.pattern.col, c.value, a.num_cols, q.batch_ptr)
 
 
