@@ -158,7 +158,7 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*(?<!__)")
 # private by name, but of Python, of files that others write, or endings of names of ours
 OTHERS = set(
     """
-    _ID _SubParsersAction _channels _core _current_frames _dict _fields _getframe _grad _i _j
+    _ID _SubParsersAction _batch _channels _current_frames _dict _fields _getframe _grad _i _j
     _local _map _replace
     """.split()
 )
