@@ -31,6 +31,7 @@ LISTED = {
     "torch 2.6.0 to 2.15.0": """
         torch._C.DisableTorchFunctionSubclass
         torch._C.PyTorchFileReader
+        torch._C._are_functorch_transforms_active
         torch._C._current_graph_task_id
         torch._C._functorch.is_functorch_wrapped_tensor
         torch._C._is_any_autocast_enabled

@@ -8,6 +8,7 @@ import pytest
 import torch
 import worlds
 from torch_geometric.data import Data
+from torch_geometric.nn import GraphConv, MessagePassing
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
@@ -150,3 +151,35 @@ def _relations():
 @pytest.mark.parametrize("size", [1, 2])
 def test_edges_of_each_relation_are_planned_once_and_summed_by_products(size):
     worlds.run(_relations, size)
+
+
+class _BothWays(MessagePassing):
+    """Sums weighted rows along edges, and twice those against them."""
+
+    message = GraphConv.message
+
+    def forward(self, x, edge_index, weight):
+        along = self.propagate(edge_index, x=x, edge_weight=weight)
+        against = edge_index.flip(0)
+        return along + 2 * self.propagate(against, x=x, edge_weight=weight)
+
+
+def _flipped():
+    mesh = worlds.mesh(fresh=True)
+    torch.manual_seed(0)
+    ends = torch.cat(
+        [torch.randint(N // 2, (2, 60)), torch.randint(N // 2, N, (2, 60))], 1
+    )
+    whole = Data(x=torch.randn(N, 4), edge_index=ends, edge_weight=torch.rand(120))
+    cut = (torch.arange(N) >= N // 2).long() % mesh.size
+    share = pdc.partition(whole, mesh, cut)
+    want = _BothWays()(whole.x, ends, whole.edge_weight)
+    conv = nn.HaloConv(_BothWays())
+    for _ in range(3):
+        out = conv(share.x, share.edge_index, share.edge_weight)
+        torch.testing.assert_close(out.full_tensor(), want)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_flipped_edges_of_one_rank_have_a_matrix_of_their_own(size):
+    worlds.run(_flipped, size)

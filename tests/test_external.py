@@ -269,6 +269,7 @@ WRONG = {
         "Row #3: Expected 2 columns, got 3: 1,2,3",
     ),
     "no number": ("e.csv", "0,1\n1,x\n", "'f1' holds string, wanted node ids"),
+    "fraction": ("e.txt", "0 1\n1.5 2\n", "line 2: got '1.5 2', wanted two node ids"),
     "negative": ("e.txt", "0 -1\n", "line 1: got '0 -1', wanted two node ids"),
     "huge": (
         "e.txt",

@@ -124,15 +124,26 @@ def _double_backward(data):
     return [p.grad for p in conv.parameters() if p.grad is not None]
 
 
+def _own(data):
+    """The layers of this package for a share, and those that they are."""
+    if isinstance(data.x, DistTensor):
+        return DistGCNConv, DistSAGEConv
+    return pyg.GCNConv, pyg.SAGEConv
+
+
 def _functional(data):
     torch.manual_seed(0)
-    conv = pyg.GraphConv(7, 4)
+    found = []
+    for make in (pyg.SAGEConv, pyg.GraphConv, *_own(data)):
+        conv = make(7, 4)
 
-    def loss(params):
-        out = torch.func.functional_call(conv, params, (data.x, data.edge_index))
-        return out.square().sum()
+        def loss(params, conv=conv):
+            out = torch.func.functional_call(conv, params, (data.x, data.edge_index))
+            return out.square().sum()
 
-    return list(torch.func.grad(loss)(dict(conv.named_parameters())).values())
+        params = dict(conv.named_parameters())
+        found += list(torch.func.grad(loss)(params).values())
+    return found
 
 
 def _sparse(data):
@@ -412,7 +423,8 @@ def _forward_mode(data):
     """Differentiates layers forwards, along their parameters and along rows."""
     torch.manual_seed(0)
     found = []
-    for conv in (pyg.GCNConv(7, 4), pyg.GATConv(7, 4), pyg.SAGEConv(7, 4, aggr="max")):
+    pygs = pyg.GCNConv(7, 4), pyg.GATConv(7, 4), pyg.SAGEConv(7, 4, aggr="max")
+    for conv in (*pygs, *(make(7, 4) for make in _own(data))):
         one = {name: p.detach().cos() for name, p in conv.named_parameters()}
         now = {name: p.detach() for name, p in conv.named_parameters()}
 
@@ -420,6 +432,8 @@ def _forward_mode(data):
             return torch.func.functional_call(conv, p, (data.x, data.edge_index))
 
         found += torch.func.jvp(out_of, (now,), (one,))
+        if conv not in pygs:
+            continue
         with forward_ad.dual_level():
             x = forward_ad.make_dual(data.x, data.x.cos())
             out = forward_ad.unpack_dual(conv(x, data.edge_index))

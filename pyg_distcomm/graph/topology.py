@@ -165,6 +165,7 @@ class Topology:
         sources: the rows of sources on this rank, if their type differs from the targets'.
         ordering: the order of products in layers.
         link: the link policy of layers; None is exact.
+        weighted: matrices of weights, the latest of each kind of exchange and type.
         compared: the link and mode of each layer that the ranks have compared.
     """
 
@@ -179,6 +180,7 @@ class Topology:
     constants: ProductCache = field(default_factory=ProductCache, repr=False)
     link: LinkPolicy | None = field(default=None, repr=False)
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+    weighted: dict[Any, Any] = field(default_factory=dict, repr=False)
     compared: Any = field(default_factory=weakref.WeakKeyDictionary, repr=False)
     # whether these are the edges of a chunk of a pipeline
     chunked: ClassVar[bool] = False

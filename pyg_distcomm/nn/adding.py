@@ -120,14 +120,13 @@ def _matrix(topology: Topology, weight: Tensor | None, dtype: torch.dtype) -> An
         return plan.matrix
     if weight.requires_grad and torch.is_grad_enabled():
         return plan.with_learnt(weight.to(dtype))
-    kept = topology.edges.derived.setdefault("matrices", {})
     key = topology.halo, dtype
-    seen, before, matrix = kept.get(key, (None, 0, None))
+    seen, before, matrix = topology.weighted.get(key, (None, 0, None))
     now = -1 if weight.is_inference() else weight._version
     same = seen is not None and same_storage(seen, weight)
     if not same or before != now:
         matrix = plan.valued(weight.detach().to(dtype))
-        kept[key] = weight, now, matrix
+        topology.weighted[key] = weight, now, matrix
     return matrix
 
 

@@ -65,7 +65,9 @@ def run_on_share(
     if getattr(conv, "explain", False):
         check_mask(conv, topology)
     exact = link in (None, "exact") and topology.link is None
-    if exact and edges[0].of_torch:
+    # products step below autograd, which a transform of torch.func would not see
+    transformed = torch._C._are_functorch_transforms_active()
+    if exact and (transformed or edges[0].of_torch):
         return run(*args, **kwargs)
     if exact and not topology.chunked:
         capped = topology.nodes.memory is not None

@@ -215,7 +215,8 @@ def is_product(
 ) -> bool:
     """Tells whether a layer computes the matrix product that PyG's class defines.
 
-    It does not if a subclass, a hook or a replaced submodule changes the computation.
+    It does not if a subclass, a hook or a replaced submodule changes the computation, nor
+    under a transform of torch.func, which does not see what is below autograd.
 
     Args:
         conv: the layer.
@@ -229,6 +230,8 @@ def is_product(
     if not vars(conv).keys().isdisjoint(STEPS) or not propagates_as_pyg(conv):
         return False
     if conv.explain or has_hooks(conv):  # explainers multiply messages by an edge mask
+        return False
+    if torch._C._are_functorch_transforms_active():
         return False
     named = {"mean": MeanAggregation, "max": MaxAggregation}
     if type(conv.aggr_module) is not named.get(str(conv.aggr), SumAggregation):

@@ -239,7 +239,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
             return run_on_share(self, self.link, run, x, edge_index, edge_weight)
         assert topology is not None
         fits, weight = _weights_of(edge_index, edge_weight, topology)
-        if not fits:
+        if not fits or (weight is not None and weight.dtype != x.dtype):
             return run_on_share(self, self.link, run, x, edge_index, edge_weight)
         context = LayerContext.of(self, self.link, edge_index, None, weight)
         kind = OperatorKind("gcn", self.improved, self.add_self_loops)

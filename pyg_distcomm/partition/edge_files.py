@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import math
 import os
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -265,7 +266,8 @@ def _text_pairs(name: str, lines: list[bytes], line: int, limit: int) -> np.ndar
     """Returns the edges `[m, 2]` of some lines, the first of which has the number `line`."""
     text = b"".join(lines).translate(TO_SPACES).decode(errors="replace").split("\n")
     written = [row for row in text if row.strip() and row.lstrip()[0] not in "#%"]
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError), warnings.catch_warnings():
+        warnings.simplefilter("error")  # NumPy below 2.4 takes 1.5 for 1, and warns
         pairs = np.empty((0, 2), np.int64)
         if written:
             pairs = np.loadtxt(written, np.int64, comments=None, ndmin=2)
