@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.rows import Latest
 from pyg_distcomm.graph.product_cache import same_storage
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.nn.layer_context import warn_about_grid
@@ -24,7 +23,7 @@ from pyg_distcomm.sharded.constants import key_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
-_KEPT = 64  # edges that layers derive, as those of each relation
+_MOST = 64  # edges that layers derive from those of a graph, as those of each relation
 
 
 @contextlib.contextmanager
@@ -148,7 +147,10 @@ def _fits(x: Any, weight: Any, topology: Topology) -> bool:
 def planned(edge_index: Any) -> Topology | None:
     """Returns the topology of edges, made once for constant ones that a layer derives.
 
-    Collective the first time.
+    None where their targets are not those of the graph's edges, or where they are fewer than
+    a quarter of the nodes: a matrix takes memory for each node. A graph has `_MOST` at once,
+    none of which makes room for others: a model that goes round more of them would plan
+    each of them anew. Collective the first time.
     """
     if type(edge_index) is not DistTensor or edge_index.dim_ != 1:
         return None
@@ -158,15 +160,17 @@ def planned(edge_index: Any) -> Topology | None:
     nodes = rows.nodes
     if number is None or edge_index.dim() != 2 or nodes is None:
         return None
-    kept = rows.mesh.sharded.setdefault("derived", Latest(_KEPT))
-    if number not in kept:
+    kept = nodes.derived.setdefault("edges", {})
+    if number not in kept and len(kept) < _MOST:
         local, partition = edge_index.local, nodes.partition
         away = 1
         there = not local.numel() or int(local.max()) < nodes.count
         if partition is not None and there:
             owner = partition.owner_of(local[1].cpu().long())
             away = int((owner != nodes.mesh.rank).sum())
-        total = collectives.all_reduce(torch.tensor([away]), nodes.mesh.world)
-        made = None if int(total) else DistEdgeIndex.build(local, nodes, rows)._topology
+        both = torch.tensor([away, local.size(1)])
+        away, count = collectives.all_reduce(both, nodes.mesh.world).tolist()
+        fits = not away and 4 * count >= nodes.count
+        made = DistEdgeIndex.build(local, nodes, rows)._topology if fits else None
         kept[number] = made
-    return kept[number]  # type: ignore[no-any-return]
+    return kept.get(number)  # type: ignore[no-any-return]
