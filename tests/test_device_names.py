@@ -116,7 +116,6 @@ KERNELS = {
     "describe": "says what runs on the CPU",
     "layer_weights": "weighs a graph on the host, before it is sent",
     "minimum_cover": "plans on the host",
-    "untrusted_writer": "looks at a folder",
     "warm_up": "compiles for the CPU",
 }
 
