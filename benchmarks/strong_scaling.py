@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tables import from_text
+from tables import markdown
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
@@ -62,7 +62,7 @@ class Net(torch.nn.Module):
 
 
 def generate(nodes: int, graph: str) -> Data:
-    """Generates a graph; of a local one 3 % of the edges end anywhere."""
+    """Generates a graph; of a local one half a percent of the edges end anywhere."""
     torch.manual_seed(0)
     source = torch.randint(nodes, (nodes * DEGREE,))
     target = torch.randint(nodes, source.shape)
@@ -204,7 +204,7 @@ def main() -> None:
     text = report(args, two, places, many)
     print(text)
     if args.write:
-        args.write.write_text(from_text(text))
+        args.write.write_text(markdown(text))
 
 
 def table(rows: list[dict[str, str]]) -> str:
