@@ -509,6 +509,29 @@ def test_strides_of_the_input_change_no_bit(kind, size):
         worlds.run(_results_of_strides, size, kind, dtype)
 
 
+def _of_integers(kind):
+    mesh = worlds.mesh()
+    whole = GRAPHS["undirected"]()
+    whole.x = torch.arange(whole.num_nodes * 4).view(-1, 4) % 5
+    share = pdc.partition(whole, mesh, "random")
+    make = {
+        "mean": lambda lib: lib.SAGEConv(4, 2),
+        "sum": lambda lib: lib.SAGEConv(4, 2, aggr="sum"),
+        "gcn": lambda lib: lib.GCNConv(4, 2),
+    }[kind]
+    with pytest.raises(RuntimeError) as theirs:
+        make(pyg)(whole.x, whole.edge_index)
+    with pytest.raises(RuntimeError) as ours:
+        make(pdc.nn)(share.x, share.edge_index)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum", "gcn"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_features_that_are_integers_raise_pygs_error(kind, size):
+    worlds.run(_of_integers, size, kind)
+
+
 def _beside_a_thread(stop, found):
     """Runs PyG itself, as a script's own thread does, until it is told to stop."""
     torch.manual_seed(0)

@@ -304,6 +304,8 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         fits, weight = _weights_of(edge_index, edge_weight, topology)
         if not (fits and are_rows_of(x, topology) and are_rows_of(x_0, topology)):
             return None
+        if not (x.is_floating_point() and x_0.is_floating_point()):
+            return None
         context = LayerContext.of(self, self.link, edge_index, None, weight)
         kind = OperatorKind("gcn", False, self.add_self_loops)
         edges = None if weight is None else weight.to_local()
@@ -368,6 +370,7 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
             and are_rows_of(source, topology)
         )
         known = known and (root is None or are_rows_of(root, topology))
+        known = known and source.is_floating_point()
         known = known and edge_index.weight is None and self.flow == "source_to_target"
         linears = [self.lin_r] if self.root_weight else []
         if not known or not is_product(
