@@ -1,10 +1,10 @@
 """Peak memory and bytes per rank against their price, for P = 1, 2, 4, 8.
 
-    python benchmarks/memory.py [--scale 18] [--ranks 1 2 4 8] [--write REPORT.md]
+    python benchmarks/memory.py [--scale 18] [--ranks 1 2 4 8] [--epochs 12] [--write REPORT.md]
     python benchmarks/memory.py --grids --ranks 4 8 [...]
 
-Each rank loads its part of a folder (never the graph), trains a three-layer GCN for two
-epochs, and reports its peak resident memory above what it held idle, with everything
+Each rank loads its part of a folder (never the graph), trains a three-layer GCN, and
+reports its peak resident memory above what it held idle, with everything
 imported and compiled: after one epoch on a graph of a few nodes. With --grids, on every
 grid of so many ranks, beside what `pdc.plan` says of it.
 """
@@ -106,14 +106,16 @@ def import_all(mesh: pdc.Mesh) -> None:
     memory.give_back()
 
 
-def rank_main(folder: str, grid: tuple[int, int, int] | None) -> dict[str, float]:
+def rank_main(
+    folder: str, grid: tuple[int, int, int] | None, epochs: int
+) -> dict[str, float]:
     """Trains on one rank and reports."""
     mesh = pdc.init(grid=grid)
     import_all(mesh)
     idle = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     share = pdc.load_partition(folder, mesh)
-    train(share, mesh, 2)
+    train(share, mesh, epochs)
     halo = share.edge_index.topology.locals.halo
     n, e = len(share.edge_index.nodes), len(share.edge_index.edges)
     parts = price(n, e, halo.num_ghosts, sum(halo.send_counts))
@@ -126,22 +128,26 @@ def rank_main(folder: str, grid: tuple[int, int, int] | None) -> dict[str, float
 
 
 def measured(
-    data: Data, owners: pdc.Partition, grid: tuple[int, int, int] | None = None
+    data: Data,
+    owners: pdc.Partition,
+    epochs: int,
+    grid: tuple[int, int, int] | None = None,
 ) -> list[dict[str, float]]:
     """Returns what each rank reports."""
     with tempfile.TemporaryDirectory() as room:
         write_folder(Path(room) / "parts", data, owners)
         folder = str(Path(room) / "parts")
-        return pdc.launch(rank_main, owners.num_parts, folder, grid, threads=1)
+        return pdc.launch(rank_main, owners.num_parts, folder, grid, epochs, threads=1)
 
 
-def by_size(data: Data, sizes: list[int]) -> str:
+def by_size(data: Data, sizes: list[int], epochs: int) -> str:
     """Returns a table by the number of ranks, with the parts of the price."""
     rows = []
     for size in sizes:
         assert data.edge_index is not None
         assert data.num_nodes is not None
-        found = measured(data, cut(data.edge_index, data.num_nodes, size, "metis"))
+        owners = cut(data.edge_index, data.num_nodes, size, "metis")
+        found = measured(data, owners, epochs)
         worst = max(found, key=lambda one: one["peak"])
         rows.append(
             (
@@ -157,7 +163,7 @@ def by_size(data: Data, sizes: list[int]) -> str:
     return format_table((*head, "max MiB/epoch", "all"), rows)
 
 
-def by_grid(data: Data, sizes: list[int]) -> str:
+def by_grid(data: Data, sizes: list[int], epochs: int) -> str:
     """Returns a table of all grids, beside the planner's memory."""
     rows = []
     for size in sizes:
@@ -169,7 +175,7 @@ def by_grid(data: Data, sizes: list[int]) -> str:
         for plan in plans:
             best.setdefault(plan.grid, plan)
         for plan in sorted(best.values(), key=lambda plan: plan.grid, reverse=True):
-            found = measured(data, owners, plan.grid)
+            found = measured(data, owners, epochs, plan.grid)
             peak = max(one["peak"] for one in found)
             moved = max(one["bytes"] for one in found)
             sizes_of = (round(b / MIB) for b in (peak, plan.memory, moved))
@@ -184,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=int, default=18)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--grids", action="store_true", help="all grids of so many")
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
@@ -193,7 +200,7 @@ def main() -> None:
     x = torch.randn(n, WIDTHS[0], generator=generator)
     y = torch.randint(0, WIDTHS[-1], (n,), generator=generator)
     data = Data(x=x, y=y, edge_index=edge_index)
-    table = (by_grid if args.grids else by_size)(data, args.ranks)
+    table = (by_grid if args.grids else by_size)(data, args.ranks, args.epochs)
     print(table)
     if args.write:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"

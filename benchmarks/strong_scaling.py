@@ -1,6 +1,7 @@
 """One graph on 1, 2, 4 and 8 ranks: seconds, what the machine allows, and where they go.
 
     python benchmarks/strong_scaling.py [--nodes 65536] [--rounds 3] [--write REPORT.md]
+    python benchmarks/strong_scaling.py --one-rank [--nodes 16384]    # beside PyG
 
 Two layers of width 64 on a uniform graph, of random halves, and on one with locality, cut by
 METIS; the fastest epoch of each round counts, and the median of the rounds. What two cores
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch_geometric.nn as pyg
 from tables import markdown
 from torch_geometric.data import Data
 
@@ -42,20 +44,20 @@ def mlp() -> torch.nn.Module:
 
 
 LAYERS = {
-    "GCN": lambda: nn.GCNConv(WIDTH, WIDTH),
-    "SAGE": lambda: nn.SAGEConv(WIDTH, WIDTH),
-    "GIN": lambda: nn.GINConv(mlp()),
-    "GAT": lambda: nn.GATConv(WIDTH, WIDTH // 4, heads=4),
-    "GATv2": lambda: nn.GATv2Conv(WIDTH, WIDTH // 4, heads=4),
+    "GCN": lambda lib: lib.GCNConv(WIDTH, WIDTH),
+    "SAGE": lambda lib: lib.SAGEConv(WIDTH, WIDTH),
+    "GIN": lambda lib: lib.GINConv(mlp()),
+    "GAT": lambda lib: lib.GATConv(WIDTH, WIDTH // 4, heads=4),
+    "GATv2": lambda lib: lib.GATv2Conv(WIDTH, WIDTH // 4, heads=4),
 }
 
 
 class Net(torch.nn.Module):
     """Two layers of one kind."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, lib: Any) -> None:
         super().__init__()
-        self.first, self.last = LAYERS[kind](), LAYERS[kind]()
+        self.first, self.last = LAYERS[kind](lib), LAYERS[kind](lib)
 
     def forward(self, x, edge_index):
         return self.last(self.first(x, edge_index).relu(), edge_index)
@@ -73,10 +75,10 @@ def generate(nodes: int, graph: str) -> Data:
     return Data(x=x, edge_index=torch.stack([source, target]), y=y)
 
 
-def stepper(kind: str, data: Any) -> Any:
+def stepper(kind: str, data: Any, lib: Any = nn) -> Any:
     """Returns a function that trains one epoch."""
     torch.manual_seed(1)
-    net = Net(kind)
+    net = Net(kind, lib)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
 
     def step() -> None:
@@ -123,6 +125,30 @@ def run(nodes: int, graph: str, shared: bool) -> dict[str, Any]:
     return out
 
 
+def one_rank(nodes: int) -> list[dict[str, str]]:
+    """Trains on one rank with PyG, with swapped imports, and on a share, in turns."""
+    torch.set_num_threads(1)
+    mesh = pdc.init()
+    whole, rows = generate(nodes, "uniform"), []
+    share = pdc.partition(whole, mesh, "block")
+    for kind in LAYERS:
+        ways = {
+            "PyG": stepper(kind, whole, pyg),
+            "swapped": stepper(kind, whole.clone()),
+            "share": stepper(kind, share),
+        }
+        spent: dict[str, list[float]] = defaultdict(list)
+        for _ in range(3):
+            for name, step in ways.items():
+                spent[name].append(epochs(step)[1])
+        least = {name: min(found) for name, found in spent.items()}
+        row = {"layer": kind, "PyG / share": f"{least['PyG'] / least['share']:.1f}"}
+        row["share / swapped"] = f"{least['share'] / least['swapped']:.2f}"
+        row |= {f"{name}, ms": f"{t * 1e3:.1f}" for name, t in least.items()}
+        rows.append(row)
+    return rows
+
+
 def phases(step: Any) -> dict[str, float]:
     """Returns the milliseconds of an epoch by phase, from a profile."""
     begin = time.perf_counter()
@@ -152,9 +178,13 @@ def main() -> None:
     """Prints the tables, and writes them to a report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, default=65_536)
+    parser.add_argument("--one-rank", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
+    if args.one_rank:
+        print(table(pdc.launch(one_rank, 1, args.nodes)[0]))
+        return
     two, places, many = [], [], []
     for graph in GRAPHS:
         runs: dict[str, list[Any]] = defaultdict(list)
