@@ -270,7 +270,7 @@ def _comes_too_late():
 
 
 def test_a_rank_that_failed_is_not_waited_for():
-    assert worlds.run(_comes_too_late, 2) == ["heard", "failed"]
+    assert worlds.anew(_comes_too_late, 2) == ["heard", "failed"]
 
 
 def test_a_rank_without_inputs_has_nothing_to_repeat():
