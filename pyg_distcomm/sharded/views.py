@@ -215,7 +215,9 @@ def _sliced(rows: Rows, begin: int, end: int, step: int) -> tuple[Rows, Tensor]:
         inside = (place >= begin) & (place < end) & ((place - begin) % step == 0)
         gid = (place[inside] - begin) // step
         total = max(0, -(-(end - begin) // step))
-        known[key] = Rows(gid, total, rows.mesh, None), inside.nonzero().view(-1)
+        part, where = Rows(gid, total, rows.mesh, None), inside.nonzero().view(-1)
+        part.derived["slice"] = rows, key, where
+        known[key] = part, where
     return known[key]  # type: ignore[no-any-return]
 
 
@@ -398,12 +400,12 @@ def part_backward(func: Any, args: Any, kwargs: Any) -> Any:
 def _slice_backward(
     g: DistTensor, size: list[int], d: int, begin: int, end: int, step: int
 ) -> Any:
-    begin, end, step = slice(begin, end, step).indices(size[d])
-    for rows in list(g.rows.mesh.sharded.get("spaces", {}).values()):
-        known = rows.derived.get(("slice", begin, end, step))
-        if known is not None and known[0] is g.rows:
-            size[d] = len(rows)
-            out = g.local.new_zeros(size)
-            out.index_copy_(d, known[1].to(out.device), g.local)
-            return DistTensor(out, rows, d)
-    return None
+    rows, key, where = g.rows.derived.get("slice", (None, None, None))
+    if rows is None or key != slice(begin, end, step).indices(size[d]):
+        return None
+    if rows.count != size[d]:
+        return None
+    size[d] = len(rows)
+    out = g.local.new_zeros(size)
+    out.index_copy_(d, where.to(out.device), g.local)
+    return DistTensor(out, rows, d)
