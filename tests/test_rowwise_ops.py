@@ -9,6 +9,7 @@ import worlds
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
+from pyg_distcomm import nn
 
 
 def _random(*shape, seed=0):
@@ -86,6 +87,7 @@ def _graph():
         c=_random(40, 3, 16),
         y=torch.randint(4, (40,), generator=gen),
         edge_index=torch.randint(40, (2, 90), generator=gen),
+        edge_attr=torch.rand(90, generator=gen),
     )
 
 
@@ -145,6 +147,64 @@ def _gradient_of_a_plain_leaf():
 def test_a_plain_leaf_of_all_rows_has_a_plain_gradient():
     one, two = (worlds.run(_gradient_of_a_plain_leaf, size)[0] for size in (1, 2))
     torch.testing.assert_close(two, one)
+
+
+def _epochs(model, inputs, mesh, epochs=4):
+    """Returns the words that products receive on all ranks, epoch by epoch."""
+    found = []
+    for _ in range(epochs):
+        mesh.ledger.reset()
+        model(*inputs).square().sum().backward()
+        moved = mesh.ledger.words("halo") + mesh.ledger.words("halo_reduce")
+        found.append(moved)
+    return found
+
+
+def _words_of_layers():
+    whole, mesh = _graph(), worlds.mesh()
+    share = pdc.partition(whole, mesh)
+    x, edges, weights = share.x.float(), share.edge_index, share.edge_attr
+    torch.manual_seed(0)
+    constant = {
+        "GCN of weights as they are": (
+            nn.GCNConv(8, 2, normalize=False),
+            (x, edges, weights),
+        ),
+        "cached GCN": (nn.GCNConv(8, 2, cached=True), (x, edges)),
+        "all hops of TAG": (nn.TAGConv(8, 2), (x, edges)),
+        "both directions": (nn.DirGNNConv(nn.SAGEConv(8, 2)), (x, edges)),
+    }
+    for name, (layer, inputs) in constant.items():
+        words = _epochs(layer, inputs, mesh)
+        assert words[0] > 0, name
+        assert words[-1] == 0, (name, words)
+
+
+def test_layers_send_the_rows_of_constant_features_once():
+    worlds.run(_words_of_layers, 2)
+
+
+def _adjoint_of_an_adjacency():
+    whole, mesh = _graph(), worlds.mesh()
+    share = pdc.partition(whole, mesh)
+    n = whole.num_nodes
+    ones = torch.ones(90, dtype=torch.float64)
+    adj = torch.sparse_coo_tensor(
+        whole.edge_index.flip(0), ones, (n, n)
+    ).to_sparse_csr()
+    x, own = whole.x.clone().requires_grad_(), share.x.clone().requires_grad_()
+    layer = nn.GCN2Conv(8, 0.1, 0.5, 1, normalize=False).double()
+    layer(x, whole.c[:, 0, :8], adj).square().sum().backward()
+    mesh.ledger.reset()
+    layer(own, share.c[:, 0, :8], adj).square().sum().backward()
+    torch.testing.assert_close(own.grad.full_tensor(), x.grad)
+    price = share.edge_index.topology.sum_plan().matrix
+    words = price.price(8).words + price.transposed.price(8).words
+    assert mesh.ledger.words("halo") + mesh.ledger.words("halo_reduce") == words
+
+
+def test_a_sparse_adjacency_sends_back_what_its_transpose_costs():
+    worlds.run(_adjoint_of_an_adjacency, 2)
 
 
 def _shape_in_place():

@@ -78,7 +78,7 @@ def _sum(layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
     edges = None if weight is None else _values(weight, topology)
     wide = x.dtype if edges is None else torch.promote_types(x.dtype, edges.dtype)
 
-    def multiply() -> Tensor:
+    def multiply() -> DistTensor:
         local = x.to_local().contiguous()
         if on_grid:
             out = topology.add_rows(local, edges, OperatorKind(), wide)
@@ -86,13 +86,19 @@ def _sum(layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
             out = _matrix(topology, edges, wide) @ local
         if mean:
             out = out / topology.in_degree.clamp(min=1).to(out.dtype).unsqueeze(1)
-        return out
+        return DistTensor.from_local(out, topology.nodes)
 
     known = None
-    if topology.ordering.keep_inputs:
-        kept = "sum", mean, x.dtype
-        known = topology.constants.product(kept, (x, weight), multiply)
-    return DistTensor.from_local(multiply() if known is None else known, topology.nodes)
+    if topology.ordering.keep_inputs:  # the same tensor each time: A (A X) is kept, too
+        number = None if weight is None else key_of(weight)
+        inputs = x, weight if number is None else None
+        kind, again = ("sum", mean, x.dtype, number), "kept" in vars(x)
+        product = topology.constants.product
+        known = product(kind, inputs, multiply, cache_now=again)
+    if known is None:
+        return multiply()
+    vars(known)["kept"] = True
+    return known
 
 
 def _is_constant(weight: DistTensor | None) -> bool:

@@ -39,6 +39,7 @@ from pyg_distcomm.nn.linked import exchanging, keeps_rows
 from pyg_distcomm.nn.local_products import run_layer
 from pyg_distcomm.nn.message_forms import adds_rows, layers_of
 from pyg_distcomm.sharded.agreement import compare_parameters
+from pyg_distcomm.sharded.constants import key_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 from pyg_distcomm.sharded.edges import DistEdgeIndex
@@ -97,6 +98,11 @@ def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
     flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,))]
     found = [x for x in flat if type(x) is DistTensor]
     _check_rows(values[0] if values else None, found)
+    flips = [x for x in found if x._flipped is not None]
+    if len(flips) == 1 and _turns(flips[0], found):
+        known = _turned(flips[0])
+        args = [known if v is flips[0] else v for v in args]
+        return args, {k: known if v is flips[0] else v for k, v in kwargs.items()}
     nodes = [x.rows for x in found if x.dim_ == 0 and x.rows.partition is not None]
     if not nodes or any(x.dim_ == 1 for x in found):
         return args, kwargs
@@ -118,6 +124,26 @@ def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
         return value
 
     return [cut(v) for v in args], {name: cut(v) for name, v in kwargs.items()}
+
+
+def _turns(flip: DistTensor, found: list[DistTensor]) -> bool:
+    """Tells whether flipped edges can be planned for: none of the others is of edges."""
+    base = flip._flipped
+    known = key_of(flip) is not None and base.sources is None and base.link is None
+    known = known and not base.chunked and base.nodes.memory is None
+    return known and not any(x.rows is flip.rows for x in found if x is not flip)
+
+
+def _turned(flip: DistTensor) -> DistTensor:
+    """Returns flipped edges, moved to the owners of their targets; collective once."""
+    base = flip._flipped
+    known = vars(base).get("turned")
+    if known is None:
+        turned = base.reversed.topology
+        ends = torch.stack([turned.source_gid, turned.target_gid])
+        known = DistEdgeIndex.of(ends.to(flip.device, flip.dtype), turned)
+        vars(base)["turned"] = known
+    return known  # type: ignore[no-any-return]
 
 
 def _check_rows(x: Any, values: list[DistTensor]) -> None:

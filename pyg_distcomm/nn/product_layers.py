@@ -217,6 +217,9 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         self, run: Callable[..., Tensor], x: Any, edge_index: Any, edge_weight: Any
     ) -> Tensor:
         check_arguments(self, (x, edge_index, edge_weight), {})
+        if self.cached:  # layers of PyG keep the edges of the first call
+            first = vars(self).get("_first_edges", (edge_index, edge_weight))
+            edge_index, edge_weight = first
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         topology = topology_of(edge_index)
         check_edges("edge_weight", edge_weight, topology)
@@ -227,8 +230,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         )
         known = (
             known
-            and self.normalize
-            and not self.cached
+            and self._cached_edge_index is None
             and not (self.add_self_loops and edge_index.looped)
             and x.dtype == self.lin.weight.dtype
         )
@@ -242,9 +244,18 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         if not fits or (weight is not None and weight.dtype != x.dtype):
             return run_on_share(self, self.link, run, x, edge_index, edge_weight)
         context = LayerContext.of(self, self.link, edge_index, None, weight)
-        kind = OperatorKind("gcn", self.improved, self.add_self_loops)
+        kind = OperatorKind()
+        if self.normalize:
+            kind = OperatorKind("gcn", self.improved, self.add_self_loops)
+        if self.cached:
+            vars(self).setdefault("_first_edges", (edge_index, edge_weight))
         with spilling(topology):
             return linear_product(x, context, kind, weight, self.lin, bias=self.bias)
+
+    def reset_parameters(self) -> None:
+        """Draws weights anew, and forgets the edges of the first call."""
+        super().reset_parameters()
+        vars(self).pop("_first_edges", None)
 
 
 class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):

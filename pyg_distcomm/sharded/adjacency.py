@@ -282,13 +282,8 @@ def _product(func: Any, adj: DistAdjacency, x: Any) -> Any:
     local = local_at(x, out_of, 0)
     flat = local.unsqueeze(1) if local.dim() == 1 else local.contiguous()
     weight = adj._weight.local
-    if not adj.flipped:
-        known = topology.operator(OperatorKind(), weight.detach(), flat.dtype)
-        out = known @ flat
-    else:
-        target = topology.locals.ends[1]
-        rows = flat.index_select(0, target) * weight.unsqueeze(1)
-        out = _exchange(adj).sum(rows)
+    matrix = topology.operator(OperatorKind(), weight.detach(), flat.dtype)
+    out = (matrix.transposed if adj.flipped else matrix) @ flat
     return DistTensor(out.squeeze(1) if local.dim() == 1 else out, into)
 
 

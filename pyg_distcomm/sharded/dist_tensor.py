@@ -68,6 +68,7 @@ class DistTensor(EdgeMethods, Tensor):
         "_chosen",
         "_copied",
         "_end",
+        "_flipped",
         "_ids",
         "_key",
         "_key_version",
@@ -89,6 +90,7 @@ class DistTensor(EdgeMethods, Tensor):
     _chosen: Any  # the rows that it keeps, as a mask
     _copied: bool  # whether it is a copy where torch has a view
     _topology: Any  # what is planned for the edges that it is
+    _flipped: Any  # what is planned for the edges of which it is the flip
     _weight: Any  # of the edges of a sparse adjacency
 
     @staticmethod
@@ -105,6 +107,7 @@ class DistTensor(EdgeMethods, Tensor):
         self.local, self.rows, self.dim_ = local, rows, dim
         self._key, self._key_version = key, 0
         self._ids = self._chosen = self._topology = self._weight = None
+        self._flipped = None
         self._copied, self._end = False, None
         return self
 

@@ -99,7 +99,7 @@ def changed(target: DistTensor) -> None:
     """Forgets what was derived from the values of a tensor that an op has written to."""
     note_write(target)
     target._key = target._ids = target._chosen = None
-    target._topology = target._weight = None
+    target._topology = target._weight = target._flipped = None
     carried = vars(target).get("carried")
     if carried is not None:  # to the rows of which it is a copy
         base, where = carried

@@ -343,7 +343,10 @@ def flip(func: Any, args: Any, kwargs: Any) -> Any:
     x, dims = args
     if x.dim_ in [d % x.dim() for d in dims]:
         return whole.apply(func, args, kwargs)
-    return DistTensor(func(x.local, dims), x.rows, x.dim_)
+    out = DistTensor(func(x.local, dims), x.rows, x.dim_)
+    if x._weight is None and list(dims) in ([0], [-2]) and x.dim_ == 1:
+        out._flipped, out._topology = x._topology, x._flipped
+    return out
 
 
 @rule(aten.repeat.default)
@@ -400,10 +403,11 @@ def part_backward(func: Any, args: Any, kwargs: Any) -> Any:
 def _slice_backward(
     g: DistTensor, size: list[int], d: int, begin: int, end: int, step: int
 ) -> Any:
+    part = slice(begin, end, step).indices(size[d])
+    if part == (0, g.rows.count, 1) and size[d] == g.rows.count:  # of all rows
+        return g
     rows, key, where = g.rows.derived.get("slice", (None, None, None))
-    if rows is None or key != slice(begin, end, step).indices(size[d]):
-        return None
-    if rows.count != size[d]:
+    if rows is None or key != part or rows.count != size[d]:
         return None
     size[d] = len(rows)
     out = g.local.new_zeros(size)

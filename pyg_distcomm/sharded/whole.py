@@ -69,6 +69,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             value.local.copy_(own_part(seen[id(value)], value.rows, value.dim_))
             note_write(value)
             value._key = value._ids = value._chosen = value._topology = None
+            value._flipped = None
     # some write to an argument, and return another tensor
     aliased = [r for r in func._schema.returns if r.alias_info is not None]
     return written[0] if len(aliased) == 1 else out
