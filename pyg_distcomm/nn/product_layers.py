@@ -248,14 +248,14 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         if self.normalize:
             kind = OperatorKind("gcn", self.improved, self.add_self_loops)
         if self.cached:
-            vars(self).setdefault("_first_edges", (edge_index, edge_weight))
+            self.__dict__.setdefault("_first_edges", (edge_index, edge_weight))
         with spilling(topology):
             return linear_product(x, context, kind, weight, self.lin, bias=self.bias)
 
     def reset_parameters(self) -> None:
         """Draws weights anew, and forgets the edges of the first call."""
         super().reset_parameters()
-        vars(self).pop("_first_edges", None)
+        self.__dict__.pop("_first_edges", None)
 
 
 class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
