@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import worlds
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
@@ -215,3 +215,64 @@ def _shape_in_place():
 
 def test_shapes_do_not_change_in_place():
     worlds.run(_shape_in_place, 2)
+
+
+def _pooled_and_embedded():
+    whole, mesh = _graph(), worlds.mesh()
+    share = pdc.partition(whole, mesh)
+    gen = torch.Generator().manual_seed(5)
+    perm = torch.randperm(40, generator=gen)[:25]
+    group, kinds = torch.randint(3, (25,), generator=gen), _random(3, 8)
+    found = []
+    for data in (whole, share):
+        x, table = data.x.clone().requires_grad_(), kinds.clone().requires_grad_()
+        mesh.ledger.reset()
+        some = x[perm] * table[group]  # the group of each row is plain
+        index = group[:, None].expand(-1, 8)
+        pooled = some.new_zeros(3, 8).scatter_add_(0, index, some)
+        most = some.new_zeros(3, 8).scatter_reduce(
+            0, index, some, "amax", include_self=False
+        )
+        (pooled.square() + most).sum().backward()
+        assert "gather" not in mesh.ledger.table()
+        found.append([_full(t) for t in (pooled, most, x.grad, table.grad)])
+    torch.testing.assert_close(*reversed(found))
+
+
+def test_plain_groups_of_sharded_rows_are_reduced_where_the_rows_are():
+    worlds.run(_pooled_and_embedded, 2)
+
+
+def _two_graphs_of_as_many_nodes():
+    mesh, gen = worlds.mesh(), torch.Generator().manual_seed(3)
+    graphs = []
+    for seed in range(2):
+        data = HeteroData()
+        data["u"].x, data["m"].x = _random(30, 4, seed=seed), _random(20, 4, seed=seed)
+        ends = torch.stack(
+            [
+                torch.randint(30, (80,), generator=gen),
+                torch.randint(20, (80,), generator=gen),
+            ]
+        )
+        data["u", "to", "m"].edge_index = ends
+        graphs.append(pdc.partition(data, mesh, "random" if seed else "block"))
+    first = graphs[0]
+    layer = nn.SAGEConv((4, 4), 4).double()
+    x = {kind: first[kind].x.clone().requires_grad_() for kind in ("u", "m")}
+    edges = first["u", "to", "m"].edge_index
+    ids = torch.arange(12)
+
+    def run():
+        out = layer((x["u"], x["m"]), edges)
+        (out[ids] * x["u"][ids]).sum().backward()
+
+    run()
+    mesh.ledger.reset()
+    run()
+    ghosts = len(edges.topology.locals.ghost_gid)
+    assert mesh.ledger.words("halo_reduce") <= 4 * (ghosts + 3 * len(ids)) * mesh.size
+
+
+def test_gradients_stay_with_the_graph_that_was_read():
+    worlds.run(_two_graphs_of_as_many_nodes, 2)

@@ -310,6 +310,11 @@ def space_of(rows: Rows, n: int) -> Rows | None:
     nodes = rows.nodes
     if nodes is not None and nodes.count == n:
         return nodes
+    for end in rows.derived.get("ends", ()):  # of edges, before other graphs' nodes
+        if end.count == n:
+            return end  # type: ignore[no-any-return]
+    if n in rows.derived.get("read", {}):
+        return rows.derived["read"][n]  # type: ignore[no-any-return]
     if rows.count == n:
         return rows
     spaces = rows.mesh.sharded.get("spaces", {})
