@@ -50,7 +50,7 @@ class Counter:
 
     def __init__(self, until_collective: bool) -> None:
         self.calls = 0
-        self.modules: set[str] = set()
+        self.modules: dict[str, list[str]] = {}  # the functions that ran, in order
         self.stack: list[str] = []
         self._until_collective = until_collective
 
@@ -60,7 +60,9 @@ class Counter:
         module = _module_of(frame)
         if module is not None:
             self.calls += 1
-            self.modules.add(module)
+            ran = self.modules.setdefault(module, [])
+            if frame.f_code.co_name not in ran:
+                ran.append(frame.f_code.co_name)
         elif self._until_collective:
             if frame.f_code.co_filename.endswith("distributed_c10d.py"):
                 self._arrive(frame)
@@ -147,7 +149,9 @@ def count() -> dict[str, Counter]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail above the bounds")
-    parser.add_argument("--verbose", action="store_true", help="print stacks, modules")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print stacks, and what ran of modules"
+    )
     options = parser.parse_args()
     found = pdc.launch(count, nprocs=2)
     found = found[0] if isinstance(found, list) else found
@@ -160,8 +164,9 @@ def main() -> int:
         ]
         print(f"{name:24}" + "".join(f"{text:>8}" for text in shown))
         if options.verbose:
-            print("  " + "\n  ".join(counter.stack))
-            print("  " + " ".join(sorted(counter.modules)))
+            print("  stack: " + "\n         ".join(counter.stack))
+            for module, ran in counter.modules.items():
+                print(f"  {module}: {' '.join(ran)}")
         over += [
             name
             for n, bound in zip(counter.counts, BOUNDS[name], strict=True)
