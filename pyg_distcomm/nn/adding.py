@@ -155,7 +155,7 @@ def planned(edge_index: Any) -> Topology | None:
     if type(edge_index) is not DistTensor or edge_index.dim_ != 1:
         return None
     if edge_index._topology is not None:
-        return edge_index._topology if edge_index._weight is None else None
+        return edge_index._topology if edge_index.weight is None else None
     number, rows = key_of(edge_index), edge_index.rows
     nodes = rows.nodes
     if number is None or edge_index.dim() != 2 or nodes is None:
