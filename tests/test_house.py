@@ -400,3 +400,35 @@ def test_importing_compiles_nothing_and_touches_no_device():
         "assert not torch.distributed.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
+# where frames name a line in a warning or an error, and bytecode is a key of compiled code
+_NAMES_LINES = {
+    "comm/whereabouts.py",
+    "kernels/compile.py",
+    "pipeline/pipeline.py",
+    "sharded/agreement.py",
+    "sharded/whole.py",
+}
+
+
+def test_nothing_is_learnt_from_frames_or_bytecode():
+    """A layer or a loader decides by what it is given, not by who called it."""
+    read = re.compile(
+        r"_getframe|currentframe|f_back|f_code|inspect\.stack|_current_frames|"
+        r"__code__|co_varnames|co_names|gc\.get_"
+    )
+    found = {
+        str(path.relative_to(HOUSE))
+        for path in HOUSE.rglob("*.py")
+        if read.search(path.read_text())
+    }
+    assert found == _NAMES_LINES
+
+
+def test_links_take_few_frames_and_modules():
+    """From a layer to the collective, as benchmarks/call_path.py counts them."""
+    script = ROOT / "benchmarks" / "call_path.py"
+    ways = "exact link", "coded link"
+    run = [sys.executable, str(script), "--check", *ways]
+    subprocess.run(run, check=True, timeout=600)

@@ -1,4 +1,4 @@
-"""Lists which torch functions work row by row, by name.
+"""Lists which torch functions work row by row, by name, and which work in place.
 
 A name covers the function in `torch`, in `torch.nn.functional` and on `Tensor`, its in-place
 form and its operator (`add`, `add_`, `__add__`).
@@ -6,6 +6,7 @@ form and its operator (`add`, `add_`, `__add__`).
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 # elementwise with broadcasting, or acting on the last dims of each row
@@ -103,3 +104,19 @@ def base_name(func: Any) -> str:
     if name.startswith("__") and name.endswith("__"):
         return str(name[2:-2])
     return str(name[:-1] if name.endswith("_") and not name.startswith("_") else name)
+
+
+def is_in_place(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tells whether a call writes to its operand: by its name, or by `inplace=True`."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"):
+        return True
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if not any(value is True for value in args):
+        return bool(kwargs.get("inplace", False))
+    try:
+        given = inspect.signature(func).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # of a function in C, which has no `inplace`
+        return False
+    return bool(given.get("inplace", False))
