@@ -2,7 +2,7 @@
 
 On a share a layer is PyG's, op by op; see [Note: below autograd] in `sharded/dist_tensor.py`.
 Here its arguments are checked, its link takes the place of the exchange of source rows (see
-`linked.py`), sums of rows become products of the grid (`adding.py`), a cap on memory cuts it
+`propagating.py`), sums of rows become products of the grid, a cap on memory cuts it
 into chunks (`capped.py`), and layers of PyG that are known to read no more than the two ends
 of their edges run on own rows and ghosts.
 """
@@ -21,7 +21,6 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.graph.local_adjacency import stays
 from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.nn.adding import adding
 from pyg_distcomm.nn.capped import within_cap
 from pyg_distcomm.nn.layer_context import (
     Explained,
@@ -39,9 +38,9 @@ from pyg_distcomm.nn.layer_context import (
     topology_of,
     warn_about_grid,
 )
-from pyg_distcomm.nn.linked import exchanging, keeps_rows
 from pyg_distcomm.nn.local_products import run_layer
 from pyg_distcomm.nn.message_forms import adds_rows, layers_of
+from pyg_distcomm.nn.propagating import adding, exchanging, keeps_rows
 from pyg_distcomm.sharded.agreement import compare_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.partial import entered
@@ -290,7 +289,7 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
         return False
     if topology.nodes.memory is not None:  # in chunks instead
         return False
-    adds = "propagate" in vars(conv) or adds_rows(conv)  # see `adding.py`
+    adds = "propagate" in vars(conv) or adds_rows(conv)  # by a product
     if adds and not topology.chunked and topology.sources is None:
         return False
     if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):

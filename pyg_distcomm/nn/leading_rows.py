@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.nn.function_names import (
+from pyg_distcomm.nn.torch_calls import (
     BY_DIM,
     FACTS,
     ROWWISE,
     SIZES,
     base_name,
     is_in_place,
+    leaves,
+    size_from_shape,
+    tree_map,
+    version_of,
 )
-from pyg_distcomm.nn.trees import leaves, size_from_shape, tree_map, version_of
 from pyg_distcomm.sharded.dist_tensor import eager
 
 
