@@ -19,8 +19,6 @@ import torch
 
 from pyg_distcomm.process import PROCESS
 
-RENAMED = {"halo_transpose": "halo_reduce"}  # still answered by their former names
-
 __all__ = [
     "Ledger",
     "Price",
@@ -111,7 +109,6 @@ class Ledger:
 
     def total(self, what: str, op: str | None = None, axis: str | None = None) -> int:
         """Sums one column over the rows that match `op` and `axis`."""
-        op = None if op is None else RENAMED.get(op, op)
         with self._lock:
             return sum(
                 getattr(entry, what)
