@@ -342,14 +342,14 @@ def test_references_and_citations_agree():
 
 # what house_metrics counts; a bound may only fall
 BOUNDS = {
-    "lines": 60_000,
-    "modules": 201,
+    "lines": 59_900,
+    "modules": 194,
     "lines of tests and their helpers": 53_000,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 14,
     "classes that intercept ops or functions of torch": 6,
-    "reads of frames, other than for a message": 2,
-    "reads of bytecode or of the garbage collector": 5,
+    "reads of frames, other than for a message": 0,
+    "reads of bytecode or of the garbage collector": 2,  # for a cache of code
     "class names of two classes": 0,
     "module docstrings that begin with no verb": 0,
 }
@@ -406,30 +406,6 @@ def test_importing_compiles_nothing_and_touches_no_device():
         "assert not torch.distributed.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
-
-
-# where frames name a line in a warning or an error, and bytecode is a key of compiled code
-_NAMES_LINES = {
-    "comm/whereabouts.py",
-    "kernels/compile.py",
-    "pipeline/pipeline.py",
-    "sharded/agreement.py",
-    "sharded/whole.py",
-}
-
-
-def test_nothing_is_learnt_from_frames_or_bytecode():
-    """A layer or a loader decides by what it is given, not by who called it."""
-    read = re.compile(
-        r"_getframe|currentframe|f_back|f_code|inspect\.stack|_current_frames|"
-        r"__code__|co_varnames|co_names|gc\.get_"
-    )
-    found = {
-        str(path.relative_to(HOUSE))
-        for path in HOUSE.rglob("*.py")
-        if read.search(path.read_text())
-    }
-    assert found == _NAMES_LINES
 
 
 def test_links_take_few_frames_and_modules():
