@@ -34,7 +34,7 @@ from torch_geometric.nn import (
 
 import pyg_distcomm as pdc
 from pyg_distcomm.cli import main
-from pyg_distcomm.comm import autograd, collectives
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import latest_mesh
@@ -352,11 +352,11 @@ def uncommon(owner):
 
 
 def test_a_dry_run_leaves_collectives_as_they_are():
-    before, seen = (collectives.all_reduce, autograd.all_to_all), []
+    before, seen = (collectives.all_reduce, collectives.all_to_all), []
 
     class Peeking(Net):
         def forward(self, x, edge_index):
-            seen.append((collectives.all_reduce, autograd.all_to_all))
+            seen.append((collectives.all_reduce, collectives.all_to_all))
             out = super().forward(x, edge_index)
             return out - out.mean(0)
 

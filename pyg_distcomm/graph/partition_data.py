@@ -21,9 +21,8 @@ from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph import partition_data_types
-from pyg_distcomm.graph.attribute_order import arranged, order_of_first_rank
-from pyg_distcomm.graph.partition_batch import TypedBatch
-from pyg_distcomm.graph.subgraphs import agree
+from pyg_distcomm.graph.partition_data_types import TypedBatch
+from pyg_distcomm.graph.share import agree, arranged, order_of_first_rank
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.kernels.memory import MemoryCap, memory_problem

@@ -73,10 +73,10 @@ class DistTensor(EdgeMethods, Tensor):
         "_key",
         "_key_version",
         "_topology",
-        "_weight",
         "dim_",
         "local",
         "rows",
+        "weight",
     )
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -91,7 +91,6 @@ class DistTensor(EdgeMethods, Tensor):
     _copied: bool  # whether it is a copy where torch has a view
     _topology: Any  # what is planned for the edges that it is
     _flipped: Any  # what is planned for the edges of which it is the flip
-    _weight: Any  # of the edges of a sparse adjacency
 
     @staticmethod
     def __new__(
@@ -106,7 +105,7 @@ class DistTensor(EdgeMethods, Tensor):
         )
         self.local, self.rows, self.dim_ = local, rows, dim
         self._key, self._key_version = key, 0
-        self._ids = self._chosen = self._topology = self._weight = None
+        self._ids = self._chosen = self._topology = self.weight = None
         self._flipped = None
         self._copied, self._end = False, None
         return self
@@ -237,7 +236,7 @@ class DistTensor(EdgeMethods, Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
         if id(self) not in memo:
             out = DistTensor(self.local.detach().clone(), self.rows, self.dim_)
-            out._topology, out._weight = self._topology, self._weight
+            out._topology, out.weight = self._topology, self.weight
             if self._key is not None and not self.requires_grad:
                 PROCESS.rules["attribute"](out)
             if self.requires_grad:

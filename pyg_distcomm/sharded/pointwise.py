@@ -99,7 +99,7 @@ def changed(target: DistTensor) -> None:
     """Forgets what was derived from the values of a tensor that an op has written to."""
     note_write(target)
     target._key = target._ids = target._chosen = None
-    target._topology = target._weight = target._flipped = None
+    target._topology = target.weight = target._flipped = None
     carried = vars(target).get("carried")
     if carried is not None:  # to the rows of which it is a copy
         base, where = carried
@@ -159,7 +159,7 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = DistTensor(local, x.rows, x.dim_)
     if x._topology is not None and local.device != x.device and local.dtype == x.dtype:
         out._topology = x._topology.to(local.device)  # edges, sent to another device
-        out._weight = None if x._weight is None else x._weight.to(local.device)
+        out.weight = None if x.weight is None else x.weight.to(local.device)
     return out
 
 
@@ -196,7 +196,7 @@ def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return all_rows(x, "gradient")
     out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
     out._ids, out._chosen = x._ids, x._chosen
-    out._topology, out._weight = x._topology, x._weight
+    out._topology, out.weight = x._topology, x.weight
     out._copied = x._copied and func is not aten.clone.default
     return out
 

@@ -349,7 +349,7 @@ def flip(func: Any, args: Any, kwargs: Any) -> Any:
     if x.dim_ in [d % x.dim() for d in dims]:
         return whole.apply(func, args, kwargs)
     out = DistTensor(func(x.local, dims), x.rows, x.dim_)
-    if x._weight is None and list(dims) in ([0], [-2]) and x.dim_ == 1:
+    if x.weight is None and list(dims) in ([0], [-2]) and x.dim_ == 1:
         out._flipped, out._topology = x._topology, x._flipped
     return out
 
