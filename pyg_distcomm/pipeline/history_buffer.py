@@ -11,13 +11,9 @@ recomputed from its input alone.
 by, the gradient of rows j is the sum over chunks c of (A_c^T)_j g_c. A site keeps g of all
 chunks in one buffer, and pulls: it multiplies rows j of A^T by g. In the backward pass g has
 the gradients of the chunks after j; those before j, which have read j's history, are not
-known yet. In their place g holds
-
-    zeros                  "surrogate": autograd's gradients, with history constant
-    last epoch's g         "stale" gradients
-    zeros                  "scaled": g_c counts twice for all chunks but c, since an edge
-                           between chunks counts in one of two epochs ([Chen23], for paths
-                           with one such edge)
+known yet, and in their place g holds zeros. That is "surrogate": autograd's gradients, with
+history constant. With "scaled", g_c counts twice for all chunks but c, since an edge between
+chunks counts in one of two epochs ([Chen23], for paths with one such edge).
 
 The sums for ghosts of chunk j travel to their owners while j is computed, over the transpose
 of the link that brought their rows.
@@ -26,7 +22,6 @@ of the link that brought their rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,29 +31,8 @@ from torch.autograd.function import once_differentiable
 from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
 
-GRADIENTS = ("surrogate", "scaled", "stale")
-
-
-@dataclass(frozen=True)
-class GradientRule:
-    """The rule for gradients that cross from chunk to chunk; see [Note: pulled gradients].
-
-    Args:
-        keep: whether last epoch's g is kept.
-        cross: the factor of g_c for other chunks.
-    """
-
-    keep: bool = False
-    cross: float = 1.0
-
-    @staticmethod
-    def of(gradient: str) -> GradientRule:
-        """Returns the rule named by Pipeline's option `gradient`."""
-        if gradient not in GRADIENTS:
-            raise ValueError(
-                f"gradient={gradient!r} must be one of {', '.join(GRADIENTS)}"
-            )
-        return GradientRule(gradient == "stale", 2.0 if gradient == "scaled" else 1.0)
+# by Pipeline's option `gradient`, the factor of g_c for other chunks
+GRADIENTS = {"surrogate": 1.0, "scaled": 2.0}
 
 
 class HistoryBuffer:
@@ -71,8 +45,7 @@ class HistoryBuffer:
         plan: the chunks.
         like: rows of the layer, for their dtype and device, `[*, w]`.
         operator: the matrix that multiplies them.
-        rule: the rule for gradients that cross from chunk to chunk.
-        keep: whether it keeps a history.
+        cross: the factor of gradients that cross from chunk to chunk, of `GRADIENTS`.
         wrap: returns the link of a chunk in this epoch, if rows are coded or late.
         exact_reason: why rows are exact whatever the link; empty if they may be coded.
     """
@@ -82,16 +55,14 @@ class HistoryBuffer:
         plan: ChunkPlan,
         like: Tensor,
         operator: Operator,
-        rule: GradientRule,
-        keep: bool,
+        cross: float,
         wrap: Callable[[int], Link] | None = None,
         exact_reason: str = "",
     ) -> None:
         n, h = plan.counts
-        self.plan, self.operator, self.rule = plan, operator, rule
+        self.plan, self.operator, self.cross = plan, operator, cross
         self.mix = like.new_zeros((n + h, like.size(1)))
-        keep = keep and plan.chunks > 1
-        self.history = torch.zeros_like(self.mix) if keep else None
+        self.history = torch.zeros_like(self.mix) if plan.chunks > 1 else None
         self.gradients: Tensor | None = None
         self.needs_gradient, self.exact_reason = False, exact_reason
         self._wrap = wrap
@@ -138,9 +109,9 @@ class HistoryBuffer:
     # the backward pass
 
     def begin_backward(self) -> None:
-        """Drops the gradients of the last epoch, unless the rule keeps them."""
+        """Drops the gradients of the last epoch."""
         self._refreshed = set()
-        if self.gradients is not None and not self.rule.keep:
+        if self.gradients is not None:
             self.gradients.zero_()
 
     def pull(self, g: Tensor, chunk: int) -> Tensor:
@@ -158,8 +129,8 @@ class HistoryBuffer:
         own = plan.own.rows(chunk)
         out = g.new_empty((own.stop - own.start, g.size(1)))
         operator.own.transposed.matmul(self.gradients, out, own.start)
-        if self.rule.cross != 1:
-            self.gradients[rows] *= self.rule.cross
+        if self.cross != 1:
+            self.gradients[rows] *= self.cross
         return out if arrive is None else arrive(out)
 
     def retire(self, chunk: int, refresh: bool) -> None:
@@ -187,15 +158,9 @@ class HistoryBuffer:
             self.mix.copy_(self.history)
 
     def undo(self) -> None:
-        """Restores history after an epoch that failed.
-
-        If it failed in the backward pass, the gradients of the last epoch are lost.
-        """
-        renewed = self._refreshed
-        if renewed is not None:
-            self.gradients = None
+        """Restores history after an epoch that failed."""
         if self.history is not None:
-            for chunk in renewed or ():  # `retire` has put back its rows
+            for chunk in self._refreshed or ():  # `retire` has put back its rows
                 for rows in self._rows_of(chunk):
                     self.history[rows] = self.mix[rows]
         self.end_epoch(refresh=True)
