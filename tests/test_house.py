@@ -54,8 +54,6 @@ KNOWS_PYG = {
     "datasets",
     "datasets.loading",
     "datasets.node_tasks",
-    "datasets.ogb",
-    "datasets.saved_graph",
     "partition.folder",
     "partition.part_share",
     "sharded.layers",

@@ -19,13 +19,13 @@ from torch_geometric.utils import to_undirected
 
 import pyg_distcomm as pdc
 from pyg_distcomm.datasets import is_known, load_dataset
+from pyg_distcomm.datasets.loading import OGB, load_ogb, ogb_score
 from pyg_distcomm.datasets.node_tasks import (
     load_node_data,
     node_loss,
     node_score,
     num_outputs,
 )
-from pyg_distcomm.datasets.ogb import OGB, load_ogb, ogb_score
 
 pytestmark = pytest.mark.usefixtures("place")
 

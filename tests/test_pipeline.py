@@ -332,9 +332,9 @@ def test_an_optimizer_that_had_not_begun_begins_anew(tmp_path):
 
 
 def test_a_mesh_is_a_mesh():
-    _, share, mesh = _share()
+    _, share, _ = _share()
     with pytest.raises(TypeError, match="order is Pipeline"):
-        pdc.Pipeline(stack_of("gcn"), share, mesh)
+        pdc.Pipeline(stack_of("gcn"), share)
 
 
 def test_data_that_would_be_learnt_are_refused():

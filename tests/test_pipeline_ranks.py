@@ -349,7 +349,6 @@ def _mistakes(stages):
         (stack_of("gcn"), {"chunks": 4 + mesh.stage.rank}),
         (stack_of("gcn"), {"history_refresh": 1 + mesh.everyone.rank}),
         (stack_of("gcn"), {"balance": [3, 4] if mesh.stage.rank else [4, 3]}),
-        (stack_of("gcn"), {"data": share if mesh.stage.rank else None}),
     ):
         tell(
             lambda layers=layers, options=options: pdc.Pipeline(layers, mesh, **options)
@@ -386,7 +385,6 @@ def test_mistakes_are_told_on_all_ranks():
         "have others than rank 0: chunks=4, and there chunks=5",
         "have others than rank 0: history_refresh=1, and there history_refresh=2",
         "have others than rank 0: balance=[4, 3], and there balance=[3, 4]",
-        "have others than rank 0: data=None, and there data=given",
         "layer 1|_Broken|moves rows|mean|numbers",
         "graph has 60",
         "edge_attr, after layer 0 (_Edges: x, edge_attr -> x, edge_attr), has a row for",

@@ -1,29 +1,59 @@
-"""Loads graphs by name or from a file, and generates them."""
+"""Loads graphs by name or from a file, and generates them.
+
+Data sets of the Open Graph Benchmark need the package ogb (`pip install 'pyg-distcomm[ogb]'`),
+which downloads what is not there; its 1.3.6 cannot read its own files under torch 2.6 and later
+by itself, and can here. A file is read as data: nothing that it names is run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import pickle
+import re
+import struct
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 import torch_geometric.datasets
+from filelock import FileLock
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+from torch_geometric.data.feature_store import TensorAttr
+from torch_geometric.data.graph_store import EdgeAttr
+from torch_geometric.data.storage import (
+    AttrType,
+    BaseStorage,
+    EdgeStorage,
+    GlobalStorage,
+    NodeStorage,
+)
 from torch_geometric.utils import to_undirected
 
-from pyg_distcomm.datasets.ogb import OGB, load_ogb, one_at_a_time
-from pyg_distcomm.datasets.saved_graph import load_saved_graph
+from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
 from pyg_distcomm.partition.layout import META
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 __all__ = [
     "KNOWN",
+    "OGB",
     "digits",
     "generated",
     "is_known",
     "load_dataset",
+    "load_ogb",
+    "load_saved_graph",
+    "node_labels",
+    "ogb_score",
 ]
 
 # name -> (folder below root, class in torch_geometric.datasets, its name argument)
@@ -214,3 +244,211 @@ def _from_npz(path: Path) -> Data:
         for name, array in arrays.items()
     }
     return Data.from_dict(values)
+
+
+# whether edges are made undirected, as OGB's own examples make them
+OGB: Mapping[str, bool] = MappingProxyType(
+    {"ogbn-arxiv": True, "ogbn-products": False, "ogbn-papers100M": True}
+)
+MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
+# what ogb saves of a graph; the sizes of binary ones are scalars of NumPy
+SAVED: list[Any] = [Data, DataEdgeAttr, DataTensorAttr, GlobalStorage]
+SAVED += [
+    np.int64(0).__reduce__()[0],
+    np.dtype,
+    *map(type, map(np.dtype, ("i4", "i8"))),
+]
+
+
+def load_ogb(name: str, root: str | Path) -> Data:
+    """Loads "ogbn-arxiv", "ogbn-products" or "ogbn-papers100M" with its own split.
+
+    y is [n] int64, -1 where there is no label; masks are train_mask, val_mask and
+    test_mask; edges of the citation graphs go both ways. Files are in `root`/NAME, as the
+    package ogb lays them out. Any number of processes may load the same at once.
+
+    ogbn-papers100M takes about 90 GB of memory this way; `pyg-distcomm partition
+    root/ogbn_papers100M OUT --parts P --undirected` reads its files a chunk at a time.
+
+    Raises:
+        ImportError: if ogb is not installed.
+        ValueError: if the data set is not there and cannot be downloaded.
+    """
+    source: Any = _ogb("PygNodePropPredDataset")
+    root = Path(root)
+    try:
+        with one_at_a_time(root, name), allowing(SAVED):
+            dataset = source(name, str(root))
+            split = dataset.get_idx_split()
+    except (OSError, EOFError, SystemExit) as error:  # it asks, and may exit
+        raise ValueError(
+            f"{name}: not below {root}, and could not be downloaded ({error!r}); run "
+            f'`python -c "from ogb.nodeproppred import PygNodePropPredDataset as D; '
+            f"D('{name}', '{root}')\"` once where there is a network"
+        ) from None
+    data: Data = dataset[0]
+    data.y = node_labels(data.y)
+    data.num_nodes = count = int(data.num_nodes or 0)
+    if OGB[name]:
+        data.edge_index = to_undirected(data.edge_index, num_nodes=count)
+    for part, mask in MASKS.items():
+        data[mask] = torch.zeros(count, dtype=torch.bool)
+        data[mask][split[part]] = True
+    return data
+
+
+@contextlib.contextmanager
+def one_at_a_time(root: Path, name: str) -> Iterator[None]:
+    """Lets one process at a time download and process; the others then read its files."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, NotImplementedError):  # read-only
+            root.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(root / f".{name}.lock"))
+        yield
+
+
+def node_labels(y: Any) -> Any:
+    """Returns labels as [n] int64, -1 for NaN, of OGB's [n, 1]; others unchanged."""
+    if y is None or y.dim() != 2 or y.size(1) != 1:
+        return y
+    flat = y[:, 0]
+    return (flat.nan_to_num(-1) if flat.is_floating_point() else flat).long()
+
+
+def ogb_score(name: str, out: Any, y: Any) -> float:
+    """Returns the metric of OGB's Evaluator for scores [k, classes] and labels [k] of a split.
+
+    Of row-sharded tensors all rows are gathered on every rank first, which is collective
+    (16 bytes a row), and every rank returns the same.
+
+    Raises:
+        ImportError: if ogb is not installed.
+        ValueError: for a name that OGB has no node data set of.
+    """
+    pair = {"y_true": node_labels(y), "y_pred": out.argmax(-1)}
+    whole = {
+        key: (rows.full_tensor() if isinstance(rows, DistTensor) else rows).view(-1, 1)
+        for key, rows in pair.items()
+    }
+    evaluator: Any = _ogb("Evaluator")(name)
+    found: Mapping[str, float] = evaluator.eval(whole)
+    return float(found[evaluator.eval_metric])
+
+
+def _ogb(name: str) -> Any:
+    try:
+        return getattr(importlib.import_module("ogb.nodeproppred"), name)
+    except ImportError:
+        raise ImportError(
+            "data sets of the Open Graph Benchmark need the package ogb: pip install "
+            "'pyg-distcomm[ogb]'"
+        ) from None
+
+
+_BAD_ARCHIVE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    OSError,
+    ValueError,
+)
+
+
+def _dict(*_: Any) -> dict[Any, Any]:
+    """Returns an empty dict in the place of a defaultdict, which torch does not fill."""
+    return {}
+
+
+def _pyg_classes(base: Any) -> list[Any]:
+    """Returns a class of PyG's, and PyG's own subclasses of it.
+
+    Those of shares have the names of their class, but are not found under them.
+    """
+    below = [c for child in base.__subclasses__() for c in _pyg_classes(child)]
+    return [
+        c
+        for c in (base, *below)
+        if c.__module__.startswith("torch_geometric.")
+        and vars(sys.modules[c.__module__]).get(c.__qualname__) is c
+    ]
+
+
+def _known() -> list[Any]:
+    """Lists what a saved graph may name, besides tensors and plain values."""
+    known: list[Any] = [*_pyg_classes(Data), *_pyg_classes(HeteroData)]
+    known += [BaseStorage, GlobalStorage, NodeStorage, EdgeStorage, AttrType]
+    known += [DataEdgeAttr, DataTensorAttr, EdgeAttr, TensorAttr]
+    return [*known, (_dict, "collections.defaultdict")]  # and a name it stands for
+
+
+def load_saved_graph(path: Path, hetero: bool) -> Data | HeteroData:
+    """Loads a Data or, with `hetero`, a HeteroData; what PyG caches in it is left out.
+
+    Raises:
+        ValueError: naming the file, if it holds anything else, or is damaged.
+    """
+    if is_archive(path):
+        check_saved(path)
+    try:
+        with allowing(_known()):
+            data = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as err:
+        raise ValueError(f"{path}: cannot be read: {_reason(str(err))}") from None
+    except Exception as err:  # what unpickling makes of other files
+        raise ValueError(
+            f"{path}: cannot be read: not saved by torch.save ({type(err).__name__})"
+        ) from None
+    if not isinstance(data, (Data, HeteroData) if hetero else Data):
+        raise ValueError(
+            f"{path}: holds a {type(data).__name__}, not a Data; save one graph with "
+            "torch.save(data, path)"
+        )
+    for store in data.stores:
+        store.__dict__.pop("_cached_attr", None)
+    return data
+
+
+def _reason(text: str) -> str:
+    """Returns why torch cannot read a file, in one line."""
+    if (found := re.search(r"GLOBAL (\S+)", text)) is not None:
+        return f"it holds {found[1]}, which is not read; save tensors in a Data"
+    if (found := re.search(r"WeightsUnpickler error:\s+(.+)", text)) is not None:
+        return found[1].strip()
+    lines = [line.strip() for line in text.splitlines() or ["empty"]]
+    return next((line for line in lines if "Unsupported" in line), lines[0])
+
+
+def check_saved(path: Path) -> None:
+    """Raises if a file of torch.save is damaged or holds TorchScript; torch checks neither.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+            names = [name.partition("/")[2] for name in archive.namelist()]
+        # torch has a reader of its own, which can be given another table of contents
+        records = torch._C.PyTorchFileReader(str(path)).get_all_records()
+    except _BAD_ARCHIVE as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    if sorted(records) != sorted(names):
+        raise ValueError(f"{path}: cannot be read: its tables of contents differ")
+    if damaged is not None:
+        raise ValueError(f"{path}: cannot be read: {damaged} was altered (CRC-32)")
+    if any(name == "constants.pkl" or name.startswith("code/") for name in names):
+        raise ValueError(
+            f"{path}: holds TorchScript, which is a program and is not run; save tensors "
+            "with torch.save"
+        )
+
+
+def is_archive(path: Path) -> bool:
+    """Returns whether a file is a zip archive, also a damaged one."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:
+        return True

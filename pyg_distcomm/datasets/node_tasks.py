@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch_geometric.data import Data
 
-from pyg_distcomm.datasets.loading import load_dataset
-from pyg_distcomm.datasets.ogb import node_labels
+from pyg_distcomm.datasets.loading import load_dataset, node_labels
 
 __all__ = [
     "load_node_data",
