@@ -151,7 +151,7 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument(
         "dataset",
         help="a data set's name (of PyG's, ogbn-arxiv, digits, generated-N), a .pt file; or "
-        "files of any size: an edge list (.txt; .gz), a table (.csv, .tsv; .gz; .parquet, "
+        "files of any size: edges as text or a table (.txt, .csv, .tsv; .gz; .parquet, "
         ".arrow), .npy, .npz, a folder of OGB's",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
