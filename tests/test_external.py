@@ -20,10 +20,10 @@ from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.partition import (
     arrow_tables,
+    cutters,
     cutters_jit,
     edge_files,
     external,
-    stream_cutter,
 )
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.external import partition_files
@@ -134,7 +134,7 @@ def test_attributes_of_an_npz_travel(tmp_path, monkeypatch, chunk):
 @tiers.cover(("method", "refine"), METHODS, [False, True])
 def test_files_are_cut_as_in_memory(tmp_path, monkeypatch, method, refine):
     monkeypatch.setattr(edge_files, "CHUNK", 33)
-    monkeypatch.setattr(stream_cutter, "CHUNK", 70)
+    monkeypatch.setattr(cutters, "CHUNK", 70)
     data = graph(3)
     arrays = {k: v.numpy() for k, v in data.to_dict().items()}
     np.savez(tmp_path / "g.npz", **arrays)
@@ -700,7 +700,7 @@ def test_votes_are_never_too_high(parts):
     edges = torch.randint(0, 30, (2, 900), generator=g).numpy()
     owner = torch.randint(0, parts, (30,), generator=g).numpy()
     own = np.zeros(30, np.int32)
-    seats = min(parts, stream_cutter.SLOTS)
+    seats = min(parts, cutters.SLOTS)
     seat, count = np.zeros((2, 30, seats), np.int32)
     found = cutters_jit.vote(*edges, owner, own, seat, count)
     votes = np.zeros((30, parts), int)
@@ -713,7 +713,7 @@ def test_votes_are_never_too_high(parts):
     for v in range(30):
         for part, number in zip(seat[v], count[v], strict=True):
             assert number <= votes[v, part] * (part != owner[v]) or number == 0
-            if parts <= stream_cutter.SLOTS and number:
+            if parts <= cutters.SLOTS and number:
                 assert number == votes[v, part]
 
 
@@ -726,9 +726,7 @@ def test_streaming_options():
         cut(edges, n, 4, "stream", balance=0.9)
     tight = cut(edges, n, 4, "stream", balance=1.0)
     assert tight.sizes == (20,) * 4
-    assert isinstance(
-        stream_cutter.stream(stream_cutter.TensorEdges(edges), 3 * n, 5), Partition
-    )
+    assert isinstance(cutters.stream(cutters.TensorEdges(edges), 3 * n, 5), Partition)
 
 
 def test_a_folder_does_not_hide_a_data_set(tmp_path, monkeypatch, capsys):

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from pyg_distcomm.partition.cutters import CHUNK
 from pyg_distcomm.partition.layout import dtype_name
-from pyg_distcomm.partition.stream_cutter import CHUNK
 
 BYTES = 1 << 24  # bytes of attribute rows in memory at once
 MOST_NODES = 2**31 - 1
