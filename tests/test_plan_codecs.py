@@ -49,7 +49,6 @@ def trained(grid, graph, owner, layer, switches):
         edges = edges.with_ordering(order, keep_inputs=keep)
         torch.manual_seed(0)
         model = pdc.replicate(stack(LAYERS[layer], WIDTHS), mesh)
-        early = []
         for _ in range(4):
             mesh.ledger.reset()
             model.zero_grad()
@@ -58,15 +57,8 @@ def trained(grid, graph, owner, layer, switches):
             link.drain()
             got = mesh.ledger.bytes()
             messages = mesh.ledger.messages() - mesh.ledger.messages("all_reduce")
-            sums = mesh.ledger.bytes("all_reduce")
-            ledger, planned = (
-                mesh.ledger,
-                sum(map(mesh.ledger.bytes, ("plan", "edges"))),
-            )
-            norms = ledger.bytes("halo", "world")  # of degrees, for the matrix
-            early.append(got - sums - planned - norms)
             link.step()
-        found.append((got, messages, link.held, [n + sums for n in early[:2]]))
+        found.append((got, messages, link.held))
     return found
 
 
@@ -91,9 +83,8 @@ def same_as_ledger(size, grid, graph, cutter, layer, switches):
         asked = {"halo": halo, "orders": orders}
         one = plans.of(grid, link=links[name], **asked)
         every = zip(*(each[k] for each in counted), strict=True)
-        bytes_, messages, held, early = every
+        bytes_, messages, held = every
         assert bytes_ == one.bytes_by_rank, (name, one)
-        assert one.early_bytes == tuple(map(sum, zip(*early, strict=True))), name
         assert max(messages) == one.messages
         assert not one.exact
         plain = plans.of(grid, codec="plain", **asked)

@@ -21,7 +21,9 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train, and what an epoch of it costs (from the third epoch on).
+    """One way to train, and what an epoch of it costs, from the third on.
+
+    Earlier epochs send more: features that do not change, until their products are kept.
 
     Args:
         grid: (r, s, p).
@@ -45,9 +47,6 @@ class Plan:
             the most there can be.
         missing: what the model sends that bytes leave out, in words; else empty.
         link: what gives this codec to `pdc.partition`; None for the exact link.
-        early_bytes: over all ranks in the first epoch, and in the second, in which features
-            that do not change still travel, and a link may not code yet, beside what
-            planning takes.
     """
 
     grid: Grid
@@ -67,7 +66,6 @@ class Plan:
     sized: bool = True
     link: LinkPolicy | None = None
     missing: str = ""
-    early_bytes: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -124,7 +122,6 @@ class Plan:
             "exact": self.exact,
             "sized": self.sized,
             "missing": self.missing,
-            "early_bytes": list(self.early_bytes),
         }
 
 
@@ -220,7 +217,6 @@ class Plans(Sequence[Plan]):
                 f"the best of each grid; {left} more are predicted to be slower"
             )
         parts += _legend(shown, self.machine) + _useless_codecs(self.ranked)
-        parts += _describe_first_epochs(self.ranked[:1])
         lines = self._refusals()
         if lines:
             parts += ["", "refused:", *(f"  {line}" for line in lines[:MOST_LINES])]
@@ -286,17 +282,6 @@ def _table(plans: Sequence[Plan]) -> str:
         for plan in plans
     ]
     return format_table(head, rows) if rows else "no plan can be run"
-
-
-def _describe_first_epochs(plans: Sequence[Plan]) -> list[str]:
-    """Describes the bytes of the first two epochs, if they exceed those of a later one."""
-    return [
-        f"the first two epochs of {plan.algorithm} {plan.sides} move "
-        f"{' and '.join(map(show_bytes, plan.early_bytes))} in all: features that do not "
-        f"change still travel{'' if plan.exact else ', and the link may not code yet'}"
-        for plan in plans
-        if plan.early_bytes and max(plan.early_bytes) > plan.total_bytes
-    ]
 
 
 def _bound_sign(plan: Plan) -> str:
