@@ -49,8 +49,7 @@ TALKS = {
 KNOWS_PYG = {
     "loader",
     "nn",
-    "cli.partition",
-    "cli.plan",
+    "cli.folders",
     "datasets",
     "datasets.loading",
     "datasets.node_tasks",

@@ -33,7 +33,6 @@ from torch_geometric.nn import (
 )
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import main
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.ledger import dense_words
@@ -788,61 +787,6 @@ def test_one_rank_measures_no_link():
     bare = pdc.Machine()
     (found,) = worlds.run(alone, 1)
     assert found == (bare.latency, bare.bandwidth, "measured on 1 rank, link assumed")
-
-
-def said(capsys, *flags):
-    code = main(["plan", *map(str, flags)])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def test_the_command_prints_a_table_or_json(tmp_path, capsys):
-    torch.save(GRAPHS["undirected"](), tmp_path / "graph.pt")
-    flags = ["--widths", 7, 5, 4, "--ranks", 6]
-    code, out, _ = said(capsys, tmp_path / "graph.pt", *flags)
-    assert code == 0
-    assert "6x1x1" in out
-    assert "3d: algorithm='3d' does not fit 6 ranks" in out
-    more = ["--bandwidth", "100mbit", "--latency", "1ms", "--memory", "24GiB", "--json"]
-    code, out, _ = said(capsys, tmp_path / "graph.pt", *flags, *more)
-    found = json.loads(out)
-    assert found["machine"]["bandwidth"] == 12.5e6
-    assert found["machine"]["latency"] == 1e-3
-    assert found["machine"]["memory"] == 24 * 2**30
-    seconds = [one["seconds"] for one in found["plans"]]
-    assert seconds == sorted(seconds)
-
-
-def test_the_command_reads_a_folder_and_a_size(tmp_path, capsys):
-    torch.save(GRAPHS["directed"](), tmp_path / "graph.pt")
-    parts = tmp_path / "parts"
-    cutting = ["--parts", "4", "--method", "random"]
-    assert main(["partition", str(tmp_path / "graph.pt"), str(parts), *cutting]) == 0
-    capsys.readouterr()
-    flags = ["--widths", 7, 5, "--json", "--algorithm", "2d"]
-    code, out, _ = said(capsys, parts, *flags)
-    assert code == 0
-    want = pdc.plan(GRAPHS["directed"](), [7, 5], 4, partition="random").of((2, 2, 1))
-    (one,) = [p for p in json.loads(out)["plans"] if p["orders"] == list(want.orders)][
-        :1
-    ]
-    assert one["grid"] == [2, 2, 1]
-    assert one["bytes"] == want.bytes
-    code, out, _ = said(capsys, "--nodes", 1e8, "--edges", 1e9, *flags, "--ranks", 4096)
-    assert code == 0
-    assert json.loads(out)["plans"][0]["grid"] == [64, 64, 1]
-    code, _, err = said(capsys, parts, *flags, "--ranks", 3)
-    assert code == 2
-    assert "does not fit" in err
-    code, _, err = said(capsys, "--widths", 7, 5)
-    assert code == 2
-    assert "--nodes N and --edges M" in err
-    code, _, err = said(capsys, parts, *flags, "--bandwidth", "1.2.3gbit")
-    assert code == 2
-    assert "'1.2.3gbit' must be a number of bytes a second" in err
-    code, _, err = said(capsys, parts, *flags, "--latency", "5 parsecs")
-    assert code == 2
-    assert "--latency='5 parsecs' must be a number of seconds" in err
 
 
 def test_a_link_carries_both_directions_at_once():

@@ -11,7 +11,6 @@ from problems import GRAPHS, grids, owners
 from test_plan import LAYERS, stack
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import main
 from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.halo.codecs import (
     Cast,
@@ -154,13 +153,6 @@ def test_what_is_asked_for_is_read_and_mistakes_are_named():
         pdc.plan(graph, [8, 8], 4, codecs=["3 bits"])
     with pytest.raises(TypeError, match="LinkPolicys"):
         pdc.plan(graph, [8, 8], 4, codecs=[3])
-
-
-def test_the_command_takes_codecs(tmp_path, capsys):
-    torch.save(GRAPHS["undirected"](), tmp_path / "graph.pt")
-    flags = ["--widths", "7", "6", "5", "4", "--ranks", "4", "--codec", "1 bit"]
-    assert main(["plan", str(tmp_path / "graph.pt"), *flags]) == 0
-    assert "1 bit *" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("widths", "idle"), [([8, 4, 3], True), ([8, 4, 4, 3], False)])
