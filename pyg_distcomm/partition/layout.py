@@ -26,6 +26,7 @@ from pyg_distcomm.partition.atomic import (
     clear,
     new_token,
     newest,
+    put_back,
     put_in_place,
     sha256,
     sibling,
@@ -191,9 +192,7 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
         ValueError: naming the file and the cause, if the disk is full or read-only, or
             something else is at `out`. An earlier folder at `out` then stays.
     """
-    left = None if out.exists() else newest(out, ended=True)
-    if left is not None and is_folder(left):  # a kill came between two renames
-        left.rename(out)
+    put_back(out, is_folder)
     clear(out, lambda left: left.is_dir() and not any(foreign_files(left)))
     check_target(out, force)
     aside = sibling(out, "writing", new_token())
