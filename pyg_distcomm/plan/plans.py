@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -101,29 +100,6 @@ class Plan:
             f"all, {self.seconds:.4g} s an epoch, {show_bytes(self.memory)} of memory"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return {
-            "algorithm": self.algorithm,
-            "grid": list(self.grid),
-            "orders": list(self.orders),
-            "order": self.ordering.order,
-            "keep_inputs": self.ordering.keep_inputs,
-            "halo": self.halo,
-            "codec": self.codec,
-            "bytes": self.bytes,
-            "total_bytes": self.total_bytes,
-            "exchange_bytes": self.exchange_bytes,
-            "sum_bytes": dict(self.sum_bytes),
-            "messages": self.messages,
-            "seconds": self.seconds,
-            "memory": self.memory,
-            "reason": self.reason,
-            "exact": self.exact,
-            "sized": self.sized,
-            "missing": self.missing,
-        }
-
 
 @dataclass(frozen=True)
 class Rejection:
@@ -131,10 +107,6 @@ class Rejection:
 
     algorithm: str
     reason: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return {"algorithm": self.algorithm, "reason": self.reason}
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,20 +163,6 @@ class Plans(Sequence[Plan]):
             if plan.grid == tuple(grid) and has:
                 return plan
         raise ValueError(f"no plan has grid {tuple(grid)} and {choice}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, for JSON."""
-        return {
-            "graph": self.graph,
-            "machine": self.machine.to_dict(),
-            "plans": [plan.to_dict() for plan in self.ranked],
-            "refused": [plan.to_dict() for plan in self.refused],
-            "rejections": [rejection.to_dict() for rejection in self.rejections],
-        }
-
-    def to_json(self) -> str:
-        """Returns the plans as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
         first = {_group_key(plan): plan for plan in reversed(self.ranked)}
