@@ -19,7 +19,7 @@ import tiers
 import torch
 from torch_geometric.data import Data
 
-from pyg_distcomm.datasets.loading import load_saved_graph
+from pyg_distcomm.datasets import load_saved_graph
 from pyg_distcomm.partition import atomic
 from pyg_distcomm.partition import folder as folder_module
 from pyg_distcomm.partition.atomic import sha256

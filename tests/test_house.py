@@ -51,8 +51,6 @@ KNOWS_PYG = {
     "nn",
     "cli.folders",
     "datasets",
-    "datasets.loading",
-    "datasets.node_tasks",
     "partition.folder",
     "partition.part_share",
     "sharded.layers",

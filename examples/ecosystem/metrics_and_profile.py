@@ -15,12 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets.loading import OGB, ogb_score
-from pyg_distcomm.datasets.node_tasks import (
+from pyg_distcomm.datasets import (
+    OGB,
     load_node_data,
     node_loss,
     node_score,
     num_outputs,
+    ogb_score,
 )
 
 
