@@ -430,10 +430,9 @@ class Idle(torch.nn.Module):
         return x
 
 
-def test_a_stack_may_read_the_weights_of_edges():
-    stack = [(GCNConv(7, 6), "x, edge_index, edge_weight -> x"), GCNConv(6, 4)]
-    plans = pdc.plan(GRAPHS["directed"](), ranks=2, model=stack, partition="random")
-    assert not plans.best.missing
+def test_a_list_of_layers_is_no_model():
+    with pytest.raises(TypeError, match="model is a torch.nn.Module, got list"):
+        pdc.plan(GRAPHS["directed"](), ranks=2, model=[GCNConv(7, 4)])
 
 
 def test_numbers_are_as_long_as_the_features():

@@ -38,7 +38,7 @@ def plan(
     ranks: int | None = None,
     *,
     mesh: Mesh | None = None,
-    model: torch.nn.Module | Sequence[Any] | None = None,
+    model: torch.nn.Module | None = None,
     layers: str | Sequence[str] = "gcn",
     inputs: str = "constant",
     machine: Machine | None = None,
@@ -60,7 +60,7 @@ def plan(
         graph: the whole graph, its edge_index, or a `RandomGraph` (size, degree law).
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
         ranks, mesh: how many ranks; of a mesh only their number is used.
-        model: instead of widths, or its layers as `Pipeline` takes them; run on two nodes.
+        model: instead of widths: of PyG's layers or ours; it is run on two nodes.
         layers: "gcn", "sage", or "halo" for any other layer of PyG's; or one for each.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
         machine: from `calibrate`, `Machine.of_device`, or by hand; default gigabit Ethernet.

@@ -18,7 +18,6 @@ from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.plan.model_profile import (
     Round,
-    SequentialStack,
     is_layer,
     visited,
 )
@@ -353,7 +352,7 @@ def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:
 def training_from_options(
     graph: Any,
     widths: Sequence[int] | None,
-    model: torch.nn.Module | Sequence[Any] | None,
+    model: torch.nn.Module | None,
     layers: str | Sequence[str],
     inputs: str,
     dtype: torch.dtype,
@@ -364,8 +363,13 @@ def training_from_options(
             "plan needs either widths=[features, hidden, ..., output] or model=..."
         )
     if model is not None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"model is a torch.nn.Module, got {type(model).__name__}; give layers as a "
+                "torch_geometric.nn.Sequential"
+            )
         features = num_features_of(graph, model)
-        read = training_of_model(_as_module(model), features, inputs)
+        read = training_of_model(model, features, inputs)
         return replace(read, itemsize=dtype.itemsize)
     assert widths is not None
     read = training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
@@ -373,28 +377,18 @@ def training_from_options(
     return read
 
 
-def _as_module(model: Any) -> torch.nn.Module:
-    """Returns a model, or a stack of layers as `Pipeline` takes it as one."""
-    return model if isinstance(model, torch.nn.Module) else SequentialStack(model)
-
-
 def num_features_of(graph: Any, model: Any) -> int:
     """Returns the width of the features, which a model tells where the graph does not."""
     given = graph.num_features if isinstance(graph, Data) else 0
-    return given or num_features_of_model(_as_module(model))
+    return given or num_features_of_model(model)
 
 
 def dtype_of(graph: Any, model: Any, dtype: torch.dtype | None) -> torch.dtype:
     """Returns the dtype that features have: as said, or the wider of theirs and the model's."""
     if dtype is not None:
         return dtype
-    items = model if isinstance(model, Sequence) else [model]
-    parts = (
-        p for item in items for p in (item if isinstance(item, tuple) else (item,))
-    )
-    modules = [p for p in parts if isinstance(p, torch.nn.Module)]
     values = [graph.x] if isinstance(graph, Data) else []
-    values += [p for one in modules for p in one.parameters()]
+    values += model.parameters() if isinstance(model, torch.nn.Module) else []
     floats = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())
     found = list(dict.fromkeys(v.dtype for v in floats))
     return functools.reduce(torch.promote_types, found) if found else torch.float32
