@@ -431,7 +431,7 @@ class Idle(torch.nn.Module):
 
 
 def test_a_list_of_layers_is_no_model():
-    with pytest.raises(TypeError, match="model is a torch.nn.Module, got list"):
+    with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module, got list"):
         pdc.plan(GRAPHS["directed"](), ranks=2, model=[GCNConv(7, 4)])
 
 
