@@ -3,8 +3,8 @@
 Only the standard library is loaded until a subcommand runs: see [Note: late imports].
 
 [Note: late imports] Torch and PyG take seconds to load, and `--help` should not wait for them.
-So this module declares the arguments of all subcommands, `one_of` looks up allowed values in
-other modules when it reads one, and `main` imports the module of the subcommand by its name.
+So this module declares the arguments of all subcommands, `method` imports the cutters when it
+reads the name of one, and `main` imports the module of the subcommand by its name.
 """
 
 from __future__ import annotations
@@ -43,26 +43,18 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 seed = whole_number(0, MOST_SEED)
 
 
-def one_of(module: str, name: str) -> Callable[[str], str]:
-    """Returns an argparse type for the values that a module lists under a name.
-
-    The module is imported when a value is read, not for `--help`. The name may also be that
-    of a function that returns the values.
-    """
-
-    def read(text: str) -> str:
-        known = getattr(import_module(f"pyg_distcomm.{module}"), name)
-        known = known() if callable(known) else known
-        if text not in known:
-            raise argparse.ArgumentTypeError(
-                f"got {text!r}, wanted one of {', '.join(known)}"
-            )
-        return text
-
-    return read
+def method(text: str) -> str:
+    """Reads the name of a cutter; the cutters are imported for this, not for `--help`."""
+    known: Sequence[str] = import_module(
+        "pyg_distcomm.partition.cutters"
+    ).known_methods()
+    if text not in known:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, wanted one of {', '.join(known)}"
+        )
+    return text
 
 
-METHOD = one_of("partition.cutters", "known_methods")
 METHODS = "block, random, ldg, metis, grid, stream"
 
 
@@ -147,7 +139,7 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     parser.add_argument(
         "--method",
-        type=METHOD,
+        type=method,
         metavar="METHOD",
         default="metis",
         help=f"{METHODS}; all but stream need the edges in memory",
