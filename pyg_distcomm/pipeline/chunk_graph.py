@@ -31,9 +31,10 @@ from pyg_distcomm.graph.topology import LocalGraph, OperatorKind, Topology
 from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.message_forms import check_aggregations, compares, layers_of
-from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
-from pyg_distcomm.pipeline.history_buffer import (
+from pyg_distcomm.pipeline.chunks import (
+    ChunkPlan,
     HistoryBuffer,
+    Operator,
     read_from_site,
 )
 from pyg_distcomm.sharded.dist_tensor import DistTensor

@@ -4,7 +4,7 @@
 into chunks, after [Chen23]. Each stage has the edges of the whole graph, and the weights of its
 own layers only. Chunk by chunk, rows go from stage to stage. A layer reads neighbour rows of
 this epoch if they are computed already, and otherwise those of an earlier epoch (see
-[Note: sites] in `history_buffer.py`). Every row crosses each border between stages once in the
+[Note: sites] in `chunks.py`). Every row crosses each border between stages once in the
 forward pass, and its gradient once in the backward pass, so bytes depend neither on the edges
 cut nor on the number of layers.
 
@@ -33,7 +33,7 @@ from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.pipeline import checkpoint, layer_stack
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
-from pyg_distcomm.pipeline.chunks import plan_chunks
+from pyg_distcomm.pipeline.chunks import GRADIENTS, plan_chunks
 from pyg_distcomm.pipeline.epoch import (
     OP,
     Epoch,
@@ -47,7 +47,6 @@ from pyg_distcomm.pipeline.epoch import (
     fill,
     forward_all_nodes,
 )
-from pyg_distcomm.pipeline.history_buffer import GRADIENTS
 from pyg_distcomm.pipeline.layer_stack import (
     StackLayer,
     cut_layers,
