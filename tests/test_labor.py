@@ -246,7 +246,6 @@ def test_a_state_knows_its_draws():
     [
         ({"draws": "ladies"}, "draws must be one of"),
         ({"draws": "labor", "replace": True}, "without replacement"),
-        ({"draws": "labor", "backend": "pyg-lib"}, "not by draws='labor'"),
         ({"draws": "labor-1", "replace": True}, "leave replace out"),
         ({"draws": "labor-*", "disjoint": True}, "leave disjoint out"),
         ({"draws": "labor-1", "subgraph_type": "induced"}, "leave subgraph_type out"),

@@ -307,7 +307,6 @@ def test_rows_on_disk_are_read_once_a_bulk(forced, tmp_path):
     ("options", "said"),
     [
         ({"num_workers": 1}, "leave num_workers out"),
-        ({"backend": "pyg-lib"}, "leave one out"),
         ({"neighbor_sampler": object()}, "leave one out"),
         ({"graph_on": "disk"}, "must be one of"),
         ({"device": "nowhere"}, "must name a device"),

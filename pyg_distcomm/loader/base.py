@@ -45,7 +45,6 @@ from pyg_distcomm.loader.partitioned_source import PartitionedSource
 from pyg_distcomm.loader.prefetch import BulkBuilder, Phases, PrefetchQueue
 from pyg_distcomm.loader.unaveraged import StepComparer, step_comparer
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
-from pyg_distcomm.sampling.pyg_backends import library_sampler
 
 
 def make_sampler(
@@ -54,26 +53,19 @@ def make_sampler(
     num_neighbors: Any,
     seed: int | None,
     dataloader: dict[str, Any],
-    backend: str | None,
     placement: Placement | None,
     **options: Any,
 ) -> Any:
-    """Returns the sampler of a loader: the one given, PyG's own for a backend, or keyed."""
+    """Returns the sampler of a loader: the one given, or a keyed one."""
     if placement is not None:
-        placement.check(data, given, backend, dataloader)
+        placement.check(data, given, dataloader)
     if given is not None:
-        if backend is not None:
-            raise ValueError(
-                f"got both backend={backend!r} and neighbor_sampler; leave one out"
-            )
         if options["draws"] != NEIGHBOR:
             raise ValueError(
                 f"got both draws={options['draws']!r} and neighbor_sampler; leave one out"
             )
         return given
     options["share_memory"] = dataloader.get("num_workers", 0) > 0
-    if backend is not None:
-        return library_sampler(backend, data, num_neighbors, **options)
     seed = fresh_seed(dataloader.get("generator")) if seed is None else seed
     options |= placement.sampling if placement else {}
     return KeyedNeighborSampler(data, num_neighbors, seed=seed, **options)

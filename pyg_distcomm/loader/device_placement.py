@@ -109,15 +109,11 @@ class Placement:
             _check_pinned(found)
         return Placement(found, graph_on == PINNED, rows_on, cache)
 
-    def check(
-        self, data: Any, sampler: Any, backend: str | None, dataloader: dict[str, Any]
-    ) -> None:
+    def check(self, data: Any, sampler: Any, dataloader: dict[str, Any]) -> None:
         """Raises ValueError for options of a loader that do not work on a device."""
         wrong = None
         if sampler is not None:
             wrong = "neighbor_sampler samples in a way of its own; leave one out"
-        elif backend is not None:
-            wrong = f"backend={backend!r} samples on the host; leave one out"
         elif not isinstance(data, (Data, HeteroData)):
             wrong = (
                 "the rows of stores are fetched on the host; give a Data or a HeteroData, "

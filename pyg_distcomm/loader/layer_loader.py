@@ -126,7 +126,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
             if is_partitioned:
                 share_options.check(None, loader_options, kwargs)
             elif self.placement is not None:
-                self.placement.check(data, None, None, kwargs)
+                self.placement.check(data, None, kwargs)
         options: dict[str, Any] = {"weights": weights, "replace": replace}
         options |= {"keep_batch": keep_batch, "method": method}
         if is_partitioned:
@@ -296,11 +296,7 @@ class HGTLoader(DistNeighborLoader):
                 f"{type(data).__name__}; for one node type, see DistLayerLoader"
             )
         with errors_on_all_ranks(ranks_of(data)):
-            given = [
-                name
-                for name in ("neighbor_sampler", "backend", "draws", "rule")
-                if kwargs.get(name)
-            ]
+            given = [name for name in ("neighbor_sampler", "draws") if kwargs.get(name)]
             if given:
                 raise ValueError(
                     f"HGTLoader draws by budgets alone; leave {', '.join(given)} out"

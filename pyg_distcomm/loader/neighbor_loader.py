@@ -90,10 +90,6 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         embedding: of a share: a `DistEmbedding` that the model looks up by `batch.n_id`, or
             a dictionary of them by node type: who has which of its rows is found out with
             the bulk, so that a step moves rows and gradients alone.
-        backend: "pyg-lib" or "torch-sparse" to sample a graph that each rank holds by PyG's
-            own compiled libraries, where they are installed; their draws are not keyed.
-            pyg-lib draws no induced subgraphs, torch-sparse no disjoint trees, nor by time
-            or weight.
         device: where minibatches are sampled, relabelled and their rows gathered, and where
             they lie: the same minibatches as on the host (None), bit for bit, in bulks made
             on a stream of their own while the last one trains. Of a Data or a HeteroData
@@ -147,7 +143,6 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         sample_at: str = "owner",
         features: DistFeatureStore | None = None,
         embedding: Any = None,
-        backend: str | None = None,
         device: Any = None,
         graph_on: str = "device",
         rows_on: str = "device",
@@ -174,7 +169,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             kwargs = unused_arguments(kwargs)
             share_options = PartitionedOptions(*placing)
             if is_partitioned := share_options.applies_to(data, self.placement):
-                share_options.check(neighbor_sampler, loader_options, kwargs, backend)
+                share_options.check(neighbor_sampler, loader_options, kwargs)
         if is_partitioned:
             source, neighbor_sampler = share_options.begin(
                 type(self).__qualname__,
@@ -190,7 +185,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             self.partitioned_source = source
         else:
             input_nodes = checked_seeds(data, input_nodes)
-            chosen = data, num_neighbors, seed, kwargs, backend, self.placement
+            chosen = data, num_neighbors, seed, kwargs, self.placement
             neighbor_sampler = make_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
             source.placeholder if is_partitioned else data,
@@ -227,7 +222,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         time_attr, weight_attr, transform, transform_sampler_output, is_sorted,
         filter_per_worker, neighbor_sampler, directed: as in PyG.
         draws, bulk_size, seed, even_batches, prefetch, split, topology, replication,
-        sample_at, features, embedding, backend, device, graph_on, rows_on, cache,
+        sample_at, features, embedding, device, graph_on, rows_on, cache,
         **kwargs: as in `DistNeighborLoader`.
     """
 
@@ -264,7 +259,6 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         sample_at: str = "owner",
         features: DistFeatureStore | None = None,
         embedding: Any = None,
-        backend: str | None = None,
         device: Any = None,
         graph_on: str = "device",
         rows_on: str = "device",
@@ -294,7 +288,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             neg_sampling = NegativeSampling.cast(neg_sampling)
             share_options = PartitionedOptions(*placing)
             if is_partitioned := share_options.applies_to(data, self.placement):
-                share_options.check(neighbor_sampler, loader_options, kwargs, backend)
+                share_options.check(neighbor_sampler, loader_options, kwargs)
         if is_partitioned:
             source, neighbor_sampler = share_options.begin(
                 f"{type(self).__qualname__}, neg_sampling={_named(neg_sampling)}",
@@ -312,7 +306,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             self.partitioned_source = source
         else:
             edge_label_index = checked_links(data, edge_label_index)
-            chosen = data, num_neighbors, seed, kwargs, backend, self.placement
+            chosen = data, num_neighbors, seed, kwargs, self.placement
             neighbor_sampler = make_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
             source.placeholder if is_partitioned else data,

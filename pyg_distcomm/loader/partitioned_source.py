@@ -383,14 +383,8 @@ class PartitionedOptions:
         sampler: Any,
         loader_options: LoaderOptions,
         dataloader: dict[str, Any],
-        backend: str | None = None,
     ) -> None:
         """Raises ValueError for arguments that do not work if all ranks sample together."""
-        if backend is not None:
-            raise ValueError(
-                f"backend={backend!r} samples a graph that each rank holds whole, but this "
-                "one is partitioned; leave it out"
-            )
         if sampler is not None:
             raise ValueError(
                 "neighbor_sampler was given, but a partitioned graph is sampled by all "

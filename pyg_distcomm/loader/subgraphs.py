@@ -40,7 +40,7 @@ _SEED_ATTRIBUTES = (
     "batch num_sampled_nodes num_sampled_edges input_id seed_time batch_size".split()
 )
 # arguments of neighbour loaders that do not apply
-_REFUSED = ("neighbor_sampler", "backend", "draws", "rule", "input_nodes", "input_time")
+_REFUSED = ("neighbor_sampler", "draws", "input_nodes", "input_time")
 
 
 class NodeSets:

@@ -140,7 +140,6 @@ class KeyedNeighborSampler(NeighborSampler):
         seed: of all draws (default: taken from torch's generator).
         device: where to sample, and what is sampled lies; None for the host.
         pinned: whether a device reads the graph from pinned host memory.
-        rule: the former name of `draws`.
 
     Raises:
         ValueError: for a fan-out below -1, bad ids, weights or times, unknown draws, and for
