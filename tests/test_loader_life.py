@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import time
-import warnings
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from batches import all_same, check, graph, hetero, ids
+from batches import all_same, check, graph, hetero
 
 from pyg_distcomm.loader import (
     DistLayerLoader,
@@ -472,14 +471,3 @@ def test_weights_of_negatives_are_checked(values):
     negatives = NegativeSampling("binary", src_weight=torch.tensor(values))
     with pytest.raises(ValueError, match="src_weight"):
         list(DistLinkNeighborLoader(graph(), [2], neg_sampling=negatives))
-
-
-def test_arguments_without_use_are_named_once():
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        loader = nodes(
-            master_addr="localhost", master_port=11111, concurrency=2, current_ctx=None
-        )
-    (text,) = [str(w.message) for w in said if "torch_geometric.distributed" in str(w)]
-    assert text.startswith("master_addr, master_port, concurrency: ")
-    assert torch.equal(ids(loader), ids(nodes()))

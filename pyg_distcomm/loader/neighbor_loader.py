@@ -20,7 +20,6 @@ from pyg_distcomm.loader.options import (
     digest,
     errors_on_all_ranks,
     ranks_of,
-    unused_arguments,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedOptions
 from pyg_distcomm.loader.sparse_adjacency import with_edges
@@ -102,9 +101,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             may also stay where they are, "host", which picks those that travel.
         cache: of pinned rows, how many nodes' (of each type, those that most edges leave) the
             device keeps: a count (int) or a fraction (float).
-        **kwargs: those of `torch.utils.data.DataLoader`. The arguments of
-            `torch_geometric.distributed.DistNeighborLoader` are taken, and named in a
-            warning if they have no use here.
+        **kwargs: those of `torch.utils.data.DataLoader`.
 
     Raises:
         ValueError: for fan-outs below -1, seeds, edges, weights or times that cannot be.
@@ -166,7 +163,6 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
                 bulk_size, seed, even_batches, prefetch, split
             )
             self.placement = Placement.of(device, graph_on, rows_on, cache)
-            kwargs = unused_arguments(kwargs)
             share_options = PartitionedOptions(*placing)
             if is_partitioned := share_options.applies_to(data, self.placement):
                 share_options.check(neighbor_sampler, loader_options, kwargs)
@@ -282,7 +278,6 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
                 bulk_size, seed, even_batches, prefetch, split
             )
             self.placement = Placement.of(device, graph_on, rows_on, cache)
-            kwargs = unused_arguments(kwargs)
             if neg_sampling_ratio:  # PyG's old name of it
                 neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
             neg_sampling = NegativeSampling.cast(neg_sampling)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import numbers
 import operator
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,18 +20,6 @@ from pyg_distcomm.kernels.core_ops import as_bytes
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
-
-# arguments of torch_geometric.distributed's loaders that have no meaning here
-RPC_ARGUMENTS = (
-    "master_addr",
-    "master_port",
-    "current_ctx",
-    "dist_sampler",
-    "concurrency",
-    "num_rpc_threads",
-    "async_sampling",
-    "device",
-)
 
 
 @dataclass(frozen=True)
@@ -112,18 +99,6 @@ def agree_on(arguments: dict[str, Any], world: Axis) -> None:
                 f"{every[0].get(name)} on rank 0, for a loader of a partitioned graph; give "
                 "all ranks the same arguments"
             )
-
-
-def unused_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Removes arguments of torch_geometric.distributed's loaders, with a warning."""
-    unused = [name for name in RPC_ARGUMENTS if kwargs.get(name) is not None]
-    if unused:
-        warnings.warn(
-            f"{', '.join(unused)}: arguments of torch_geometric.distributed that are not "
-            "used here, because ranks are those of torch.distributed; leave them out",
-            stacklevel=3,
-        )
-    return {k: v for k, v in kwargs.items() if k not in RPC_ARGUMENTS}
 
 
 def digest(inputs: list[Any]) -> str:
