@@ -24,7 +24,7 @@ from torch_geometric.nn import GraphConv
 from torch_geometric.utils import degree
 
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.loader import NeighborLoader
+from pyg_distcomm.loader import LoaderOptions, NeighborLoader
 
 WAYS: dict[str, dict[str, Any]] = {
     "neighbor": {"num_neighbors": [10, 10]},
@@ -62,7 +62,7 @@ def train(
         input_nodes=train_nodes,
         batch_size=512,
         shuffle=True,
-        seed=seed,
+        options=LoaderOptions(seed=seed),
         **WAYS[way],
     )
     model = Sage(data.num_features, int(data.y.max()) + 1)

@@ -53,7 +53,7 @@ from torch_geometric.utils import trim_to_layer
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
 FEATURES, CLASSES, BATCH = 100, 32, 1024
 PLAIN = lambda batch: batch.edge_index  # noqa: E731
@@ -183,7 +183,9 @@ def competitors(data: Data, args: argparse.Namespace, layer: str) -> dict[str, A
     plain = Model(layer, args.hidden, len(args.fan_outs), False, ends)
     trimmed = copy.deepcopy(plain)
     trimmed.trims = True
-    ours = DistNeighborLoader(data, seed=0, prefetch=0, **options)
+    ours = DistNeighborLoader(
+        data, options=LoaderOptions(seed=0, prefetch=0), **options
+    )
     found = {
         "pyg_distcomm": (ours, pdc.convert(copy.deepcopy(plain)), PLAIN),
         "pyg_distcomm, trim=False": (

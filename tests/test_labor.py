@@ -7,7 +7,7 @@ import sample_reference
 import tiers
 import torch
 import worlds
-from batches import hetero
+from batches import arguments, hetero
 from test_partitioned_loader import load, masked
 from test_partitioned_sampling import timed
 from test_sample_kernels import graph, request, same
@@ -17,7 +17,7 @@ from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
 from pyg_distcomm.kernels.sample_cpu import Sampler
-from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 DRAWS = 6000
@@ -175,16 +175,24 @@ def test_the_chances_of_a_node_have_the_variance_of_its_fan_out():
 def test_batches_have_the_weights():
     data = skewed()
     data.x = torch.randn(60, 3)
-    loader = DistNeighborLoader(data, [3, 2], batch_size=20, draws="labor-*", seed=1)
+    loader = DistNeighborLoader(
+        data, [3, 2], batch_size=20, options=LoaderOptions(draws="labor-*", seed=1)
+    )
     for batch in loader:
         assert batch.edge_weight.shape == (batch.edge_index.size(1),)
         assert bool((batch.edge_weight > 0).all())
     state = loader.state_dict()
-    other = DistNeighborLoader(data, [3, 2], batch_size=20, draws="labor-1", seed=1)
+    other = DistNeighborLoader(
+        data, [3, 2], batch_size=20, options=LoaderOptions(draws="labor-1", seed=1)
+    )
     with pytest.raises(ValueError, match="draws=labor-"):
         other.load_state_dict(state)
     typed = DistNeighborLoader(
-        hetero(), [3, 2], ("paper", torch.arange(30)), batch_size=15, draws="labor-1"
+        hetero(),
+        [3, 2],
+        ("paper", torch.arange(30)),
+        batch_size=15,
+        options=LoaderOptions(draws="labor-1"),
     )
     for batch in typed:
         for kind in batch.edge_types:
@@ -195,7 +203,7 @@ def test_batches_have_the_weights():
 def refused():
     share = pdc.partition(masked(), worlds.mesh(), "random")
     with pytest.raises(ValueError, match="sample_at='requester'"):
-        DistNeighborLoader(share, [3], draws="labor-1")
+        DistNeighborLoader(share, [3], options=LoaderOptions(draws="labor-1"))
 
 
 def test_importances_are_refused_where_a_hop_is_drawn_by_its_owners():
@@ -234,7 +242,9 @@ def test_batches_of_a_share_are_those_of_the_whole_graph(way, size, c):
 
 def test_a_state_knows_its_draws():
     loaders = [
-        DistNeighborLoader(masked(), [3], batch_size=9, seed=1, draws=draws)
+        DistNeighborLoader(
+            masked(), [3], batch_size=9, options=LoaderOptions(seed=1, draws=draws)
+        )
         for draws in ("labor", "neighbor")
     ]
     with pytest.raises(ValueError, match="draws=labor"):
@@ -253,4 +263,4 @@ def test_a_state_knows_its_draws():
 )
 def test_what_is_no_way_to_draw_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
-        DistNeighborLoader(masked(), [3], **options)
+        DistNeighborLoader(masked(), [3], **arguments(**options))

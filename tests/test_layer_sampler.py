@@ -11,6 +11,7 @@ import problems
 import pytest
 import tiers
 import torch
+from batches import arguments
 from scipy.stats import chi2_contingency, chisquare
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCNConv
@@ -19,7 +20,7 @@ from torch_geometric.utils import trim_to_layer
 
 from pyg_distcomm.comm.random import fold
 from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.loader import DistLayerLoader
+from pyg_distcomm.loader import DistLayerLoader, LoaderOptions
 from pyg_distcomm.sampling import (
     BulkMatrix,
     BulkNodes,
@@ -267,7 +268,7 @@ def test_light_edges_into_a_hub_keep_their_share():
     edges = torch.stack([source, torch.zeros_like(source)])
     data = Data(edge_index=edges, num_nodes=n, weight=weight)
     options = {"weight_attr": "weight", "seed": 1}
-    loader = DistLayerLoader(data, [20, 9], batch_size=50, **options)
+    loader = DistLayerLoader(data, [20, 9], **arguments(batch_size=50, **options))
     assert loader.node_sampler.graph.scale == 2.0**46  # of 8192 seeds and 20 nodes
     for sampler in (KeyedLayerSampler(data, [20, 9], **options), loader.node_sampler):
         found = sampler.graph.sums(BulkNodes.of([torch.tensor([0])])).value
@@ -278,7 +279,9 @@ def test_an_epoch_that_is_left_ends_its_threads():
     g = torch.Generator().manual_seed(0)
     data = Data(edge_index=torch.randint(0, 400, (2, 3000), generator=g), num_nodes=400)
     before = set(threading.enumerate())
-    loader = DistLayerLoader(data, [20, 9], batch_size=5, prefetch=1)
+    loader = DistLayerLoader(
+        data, [20, 9], batch_size=5, options=LoaderOptions(prefetch=1)
+    )
     epoch = iter(loader)
     next(epoch)
     del epoch

@@ -10,12 +10,13 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from batches import all_same, check, graph, hetero
+from batches import all_same, arguments, check, graph, hetero
 
 from pyg_distcomm.loader import (
     DistLayerLoader,
     DistLinkNeighborLoader,
     DistNeighborLoader,
+    LoaderOptions,
 )
 
 WRITES = ("author", "writes", "paper")
@@ -24,7 +25,7 @@ WRITES = ("author", "writes", "paper")
 def nodes(data=None, fan_outs=(3, 2), **kwargs):
     kwargs = {"batch_size": 7, "shuffle": True, "seed": 1, **kwargs}
     return DistNeighborLoader(
-        graph() if data is None else data, list(fan_outs), **kwargs
+        graph() if data is None else data, list(fan_outs), **arguments(**kwargs)
     )
 
 
@@ -96,7 +97,7 @@ def test_times_of_links_and_of_types():
         time_attr="clock",
         neg_sampling="binary",
         batch_size=50,
-        seed=3,
+        options=LoaderOptions(seed=3),
     )
     for batch in loader:
         pairs = batch.edge_label_index.numel()  # the seeds, negative ones too
@@ -244,7 +245,7 @@ OTHERS = {
     "edges=": lambda: nodes(graph(seed=8)),
     r"edges=\[": lambda: nodes(in_another_order(graph())),
     "loader=DistNeighborLoader": lambda: DistLayerLoader(
-        graph(), [3], batch_size=7, shuffle=True, seed=1
+        graph(), [3], batch_size=7, shuffle=True, options=LoaderOptions(seed=1)
     ),
 }
 
@@ -471,3 +472,17 @@ def test_weights_of_negatives_are_checked(values):
     negatives = NegativeSampling("binary", src_weight=torch.tensor(values))
     with pytest.raises(ValueError, match="src_weight"):
         list(DistLinkNeighborLoader(graph(), [2], neg_sampling=negatives))
+
+
+@pytest.mark.parametrize("kind", [DistNeighborLoader, DistLinkNeighborLoader])
+def test_an_argument_of_ours_among_those_of_pyg_is_told_where_it_goes(kind):
+    for name, value in (("seed", 0), ("bulk_size", 2), ("draws", "labor")):
+        said = (
+            rf"{kind.__name__}.*'{name}'; did you mean options=LoaderOptions\({name}="
+        )
+        with pytest.raises(TypeError, match=said):
+            kind(graph(), [2], **{name: value})
+    with pytest.raises(TypeError, match="'bulk'"):
+        kind(graph(), [2], bulk=2)
+    with pytest.raises(TypeError, match="must be a LoaderOptions, got dict"):
+        kind(graph(), [2], options={"seed": 0})

@@ -22,10 +22,10 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import (
-    LoaderOptions,
     digest,
     errors_on_all_ranks,
     ranks_of,
+    refuse_draws,
 )
 from pyg_distcomm.partition.atomic import keep_file, read_whole
 from pyg_distcomm.partition.cutters import cut
@@ -40,7 +40,7 @@ _SEED_ATTRIBUTES = (
     "batch num_sampled_nodes num_sampled_edges input_id seed_time batch_size".split()
 )
 # arguments of neighbour loaders that do not apply
-_REFUSED = ("neighbor_sampler", "draws", "input_nodes", "input_time")
+_REFUSED = ("neighbor_sampler", "input_nodes", "input_time")
 
 
 class NodeSets:
@@ -114,6 +114,7 @@ class SubgraphLoading(DistNeighborLoader):
         if node_sets is not None:
             given = [name for name in _REFUSED if kwargs.get(name) is not None]
             with errors_on_all_ranks(ranks_of(data)):
+                refuse_draws(kwargs.get("options"), type(self).__name__)
                 if given:
                     raise ValueError(
                         f"{type(self).__name__} chooses the nodes of a batch itself; leave "
@@ -124,12 +125,7 @@ class SubgraphLoading(DistNeighborLoader):
                 kwargs["input_nodes"] = data.node_types[0]
         super().__init__(data, num_neighbors, subgraph_type="induced", **kwargs)
 
-    def _finish_init(
-        self,
-        loader_options: LoaderOptions,
-        inputs: list[Any],
-        dataloader: dict[str, Any],
-    ) -> None:
+    def _finish_init(self, inputs: list[Any], dataloader: dict[str, Any]) -> None:
         if self.node_sets is not None:
             self.input_data, inputs = self.node_sets, [self.node_sets.digest()]
             every = range(len(self.node_sets))
@@ -145,7 +141,7 @@ class SubgraphLoading(DistNeighborLoader):
                     else SequentialSampler(every)
                 )
                 self.__dict__["sampler"] = self.batch_sampler.sampler = order
-        super()._finish_init(loader_options, inputs, dataloader)
+        super()._finish_init(inputs, dataloader)
 
     def _sample(self, inputs: Any) -> Any:
         return self._arrange(super()._sample(inputs))
@@ -180,9 +176,8 @@ class RandomNodeLoader(SubgraphLoading):
         data: a Data or HeteroData, or a share of one (see `DistNeighborLoader`, also for the
             price).
         num_parts: how many parts an epoch has.
-        **kwargs: those of `torch.utils.data.DataLoader`, and bulk_size, seed, even_batches,
-            prefetch, split, topology, replication, sample_at, features, embedding and
-            transform of `DistNeighborLoader`.
+        **kwargs: those of `torch.utils.data.DataLoader`, and transform and options of
+            `DistNeighborLoader`.
 
     Raises:
         ValueError, TypeError: for fewer than one part, or what is no number; on all ranks.
