@@ -338,7 +338,7 @@ def planned():
     from pyg_distcomm import nn
 
     data = graph()
-    mesh = pdc.init("auto", data=data, widths=[8, 16, 3], timeout=TIMEOUT)
+    mesh = pdc.init(pdc.Auto(data, widths=[8, 16, 3]), timeout=TIMEOUT)
     train(mesh, net(nn.GCNConv), pdc.partition(data, mesh))
     return []  # the plan depends on what was measured
 

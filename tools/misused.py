@@ -526,12 +526,11 @@ refused("partition", "link", link="sylvie")
 
 
 def loaded(**how):
-    from batches import arguments
-
-    from pyg_distcomm.loader import DistNeighborLoader
+    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
     _mesh, data = shared_out()
-    how = arguments(num_neighbors=[4, 4], batch_size=16, seed=0, **how)
+    options = LoaderOptions(seed=how.pop("seed", 0))
+    how = {"num_neighbors": [4, 4], "batch_size": 16, "options": options, **how}
     return sum(batch.num_nodes for batch in DistNeighborLoader(data, **how))
 
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, get_worker_info
@@ -52,12 +52,13 @@ from pyg_distcomm.loader.sparse_adjacency import with_edges
 from pyg_distcomm.loader.unaveraged import StepComparer, step_comparer
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 
+Graph = TypeVar("Graph")  # a Data or a HeteroData, of the graph and of its minibatches
 # its batches, and what records its progress, its phases, and steps of optimizers
 Epoch: TypeAlias = tuple[Iterator[Any], Progress, Phases, StepComparer | None]
 _PyGLoader: Any = object  # for the type checker: PyG's loader, the next base class
 
 
-class BulkLoading(_PyGLoader):
+class BulkLoading(_PyGLoader, Generic[Graph]):
     """Loads the minibatches of an epoch in bulks: the base of all loaders of this package.
 
     It is a mixin that comes before one of PyG's loaders in the bases of a class.
@@ -197,7 +198,7 @@ class BulkLoading(_PyGLoader):
             else super()._index_sampler
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Graph]:
         """Returns the next epoch, or the rest of that of a loaded state.
 
         It begins with its first batch, so that an iterator which is not used, as tqdm's,

@@ -38,7 +38,7 @@ RULES = {"ladies": Ladies, "fastgcn": FastGCN}
 _HOP = 0x4867
 
 
-class DistLayerLoader(BulkLoading, NodeLoader):
+class DistLayerLoader(BulkLoading[Data], NodeLoader):
     r"""Loads minibatches with a fixed number of nodes drawn for each layer.
 
     Yields ordinary PyG batches, with the rule's `edge_weight` on their edges. The nodes of
@@ -220,7 +220,7 @@ def _partitioned_graph(
     )
 
 
-class HGTLoader(DistNeighborLoader):
+class HGTLoader(DistNeighborLoader[HeteroData]):
     """Loads minibatches with a fixed number of nodes of each type per step ([Hu20] Alg. 1).
 
     As PyG's class, whose arguments it takes; torch-sparse is not needed. A node not yet

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch_geometric.data import FeatureStore, GraphStore
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
 from torch_geometric.sampler import NegativeSampling
 from torch_geometric.sampler.base import SubgraphType
 
-from pyg_distcomm.loader.base import BulkLoading
+from pyg_distcomm.loader.base import BulkLoading, Graph
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     checked_links,
@@ -21,7 +22,7 @@ from pyg_distcomm.loader.options import (
 )
 
 
-class DistNeighborLoader(BulkLoading, NeighborLoader):
+class DistNeighborLoader(BulkLoading[Graph], NeighborLoader):
     r"""Loads minibatches with sampled neighbourhoods, as PyG's `NeighborLoader` does.
 
     Takes all arguments of PyG's loader and yields the same batches in distribution, with
@@ -68,7 +69,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
 
     def __init__(
         self,
-        data: Any,
+        data: Graph | tuple[FeatureStore, GraphStore],
         num_neighbors: Any,
         input_nodes: Any = None,
         input_time: Any = None,
@@ -125,7 +126,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         self._finish_init([inputs.node, inputs.time, inputs.input_type], kwargs)
 
 
-class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
+class DistLinkNeighborLoader(BulkLoading[Graph], LinkNeighborLoader):
     r"""Loads minibatches around edges, as PyG's `LinkNeighborLoader` does.
 
     What `DistNeighborLoader` says of bulks, draws, ranks and epochs holds here for edges:
@@ -146,7 +147,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
 
     def __init__(
         self,
-        data: Any,
+        data: Graph | tuple[FeatureStore, GraphStore],
         num_neighbors: Any,
         edge_label_index: Any = None,
         edge_label: Any = None,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
 from torch_geometric.sampler import NodeSamplerInput
 from tqdm import tqdm
 
@@ -43,7 +44,7 @@ class SampledSteps:
         return repr(self._loader)
 
 
-class GraphSAINTSampler(SubgraphLoading):
+class GraphSAINTSampler(SubgraphLoading[Data]):
     """Loads the subgraphs that drawn nodes induce ([Zeng20]); base of the classes that draw.
 
     Takes the arguments of PyG's classes, and draws in distribution what they draw; neither

@@ -20,6 +20,7 @@ from torch_geometric.utils import sort_edge_index
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.serialization import allowing
+from pyg_distcomm.loader.base import Graph
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import (
     digest,
@@ -90,7 +91,7 @@ class NodeSets:
         return digest([self.ptr, self.node])
 
 
-class SubgraphLoading(DistNeighborLoader):
+class SubgraphLoading(DistNeighborLoader[Graph]):
     """Loads induced subgraphs, with the bulks, ranks and states of `DistNeighborLoader`.
 
     Args:
@@ -165,7 +166,7 @@ class SubgraphLoading(DistNeighborLoader):
         return super()._postprocess(data, padding)
 
 
-class RandomNodeLoader(SubgraphLoading):
+class RandomNodeLoader(SubgraphLoading[Graph]):
     """Loads the subgraphs that random parts of the nodes induce, as PyG's loader does.
 
     With `shuffle=True` an epoch cuts the nodes, those of all types together, into
@@ -183,19 +184,21 @@ class RandomNodeLoader(SubgraphLoading):
         ValueError, TypeError: for fewer than one part, or what is no number; on all ranks.
     """
 
-    def __init__(self, data: Any, num_parts: int, **kwargs: Any) -> None:
+    def __init__(self, data: Graph, num_parts: int, **kwargs: Any) -> None:
         with errors_on_all_ranks(ranks_of(data)):
             if not isinstance(num_parts, int):
                 raise TypeError(f"num_parts must be a whole number, got {num_parts!r}")
             if num_parts < 1:
                 raise ValueError(f"num_parts must be at least 1, got {num_parts}")
-        typed = isinstance(data, HeteroData)
-        sizes = {k: data[k].num_nodes for k in data.node_types} if typed else {}
-        self.num_parts, self.num_nodes = num_parts, int(data.num_nodes)
+        whole: Any = data
+        sizes = None
+        if isinstance(data, HeteroData):
+            sizes = {k: int(data[k].num_nodes or 0) for k in data.node_types}
+        self.num_parts, self.num_nodes = num_parts, int(whole.num_nodes)
         super().__init__(
             data,
             [],
-            NodeSets.single(sizes if typed else self.num_nodes),
+            NodeSets.single(sizes or self.num_nodes),
             batch_size=max(math.ceil(self.num_nodes / num_parts), 1),
             **kwargs,
         )
@@ -392,7 +395,7 @@ def _read(path: Path, num_nodes: int, num_parts: int) -> Tensor:
     return cluster
 
 
-class ClusterLoader(SubgraphLoading):
+class ClusterLoader(SubgraphLoading[Data]):
     """Merges clusters of nodes, with the edges between them, into batches ([Chiang19]).
 
     As PyG's loader, which takes `batch_size` clusters at a time; batch t goes to rank t mod
@@ -417,7 +420,7 @@ class ClusterLoader(SubgraphLoading):
         super().__init__(cluster_data.source, [], sets, **kwargs)
 
 
-class ShaDowKHopSampler(SubgraphLoading):
+class ShaDowKHopSampler(SubgraphLoading[Data]):
     """Loads a subgraph around each of some root nodes ([Zeng21]), as PyG's class does.
 
     The nodes are those of `depth` hops of sampled in-neighbours of the root, the edges all
