@@ -76,7 +76,6 @@ KERNELS = {
     "draw": lambda at: drawn(
         at, lambda *given: kernels.draw(*given, False), at(ROWPTR).diff()
     ),
-    "exponential_race": lambda at: drawn(at, kernels.exponential_race),
     "extract": lambda at: kernels.extract(
         matrix(at)[:2], *[(at(IDS), at(torch.tensor([0, 2])))] * 2
     ),
@@ -211,10 +210,7 @@ ALGEBRA = {
     "product": lambda at: algebra.product(
         sampling.BulkMatrix.row_per_batch(bulk(at), 3), weights(at, EDGES[:, 0])
     ),
-    "sample": lambda at: [
-        algebra.sample(weights(at), 1, at(KEYS), method)
-        for method in ("its", "exponential")
-    ],
+    "sample": lambda at: algebra.sample(weights(at), 1, at(KEYS)),
 }
 
 

@@ -395,16 +395,10 @@ def sets_drawn(outs, n, s):
 def test_all_subsets_of_a_layer(rule, weight):
     data = small()
     p = chances(rule, data, [0, 1], weight)
-    counts = []
-    for method in ("its", "exponential"):
-        sampler = KeyedLayerSampler(
-            data, [2], RULES[rule], keep_batch=False, method=method, weight_attr=weight
-        )
-        counts.append(sets_drawn(bulk_of(sampler, [0, 1], 5000), 7, 2))
-        likely(counts[-1], successive(p, 2))
-    table = torch.stack(counts)
-    table = table[:, table.sum(0) > 0]
-    assert chi2_contingency(table.numpy()).pvalue > 1e-4
+    sampler = KeyedLayerSampler(
+        data, [2], RULES[rule], keep_batch=False, weight_attr=weight
+    )
+    likely(sets_drawn(bulk_of(sampler, [0, 1], 5000), 7, 2), successive(p, 2))
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -758,8 +752,6 @@ def test_errors():
         KeyedLayerSampler(data, [1], weights="x")
     with pytest.raises(ValueError, match="'debiased' with replace=True"):
         KeyedLayerSampler(data, [1], weights="debiased", replace=True)
-    with pytest.raises(ValueError, match="method must be"):
-        KeyedLayerSampler(data, [1], method="x")
     with pytest.raises(ValueError, match="use KeyedNeighborSampler"):
         KeyedLayerSampler(data, [1], GraphSAGE())
     with pytest.raises(TypeError, match="a Rule or a function, got 3"):

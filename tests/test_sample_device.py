@@ -230,8 +230,6 @@ LAYERS = {
     "user": {"rule": lambda p: p.sqrt(), "weight_attr": "weight", "weights": None},
     "late": {"transform_sampler_output": lambda out: out, "prefetch": 1},
     "all": {"num_nodes_per_layer": [-1, 12], "bulk_size": 2},
-    "exponential": {"method": "exponential"},
-    "exponential fastgcn": {"method": "exponential", "rule": "fastgcn"},
 }
 
 

@@ -58,7 +58,7 @@ Epoch: TypeAlias = tuple[Iterator[Any], Progress, Phases, StepComparer | None]
 _PyGLoader: Any = object  # for the type checker: PyG's loader, the next base class
 
 
-class BulkLoading(_PyGLoader, Generic[Graph]):
+class BulkLoading(Generic[Graph], _PyGLoader):
     """Loads the minibatches of an epoch in bulks: the base of all loaders of this package.
 
     It is a mixin that comes before one of PyG's loaders in the bases of a class.

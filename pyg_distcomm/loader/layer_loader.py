@@ -69,7 +69,6 @@ class DistLayerLoader(BulkLoading[Data], NodeLoader):
         replace: whether a node may be drawn again in a layer.
         keep_batch: whether seeds are columns of every layer (default: as the rule says).
         weight_attr: the name of the edges' weights in data (default: all are 1).
-        method: "its" or "exponential"; see `sampling.algebra.sample`.
         options, **kwargs: as in `DistNeighborLoader`; without `draws`.
 
     Raises:
@@ -92,7 +91,6 @@ class DistLayerLoader(BulkLoading[Data], NodeLoader):
         replace: bool = False,
         keep_batch: bool | None = None,
         weight_attr: str | None = None,
-        method: str = "its",
         options: LoaderOptions | None = None,
         **kwargs: Any,
     ) -> None:
@@ -102,7 +100,7 @@ class DistLayerLoader(BulkLoading[Data], NodeLoader):
             chosen, graph, whole = _rule(rule), data, data
             numbers = layer_numbers(num_nodes_per_layer)
         drawing: dict[str, Any] = {"weights": weights, "replace": replace}
-        drawing |= {"keep_batch": keep_batch, "method": method}
+        drawing["keep_batch"] = keep_batch
         if self.is_partitioned:
             self.partitioned_source = source = PartitionedSource(
                 data,
