@@ -75,10 +75,7 @@ RULES = {
     [
         case
         for case in itertools.product(
-            [False, True],
-            RULES,
-            [(), ("node",), ("edge",)],
-            *[[False, True]] * 4,
+            [False, True], RULES, [(), ("node",), ("edge",)], *[[False, True]] * 4
         )
         if case[2] or not case[3]
     ],
@@ -340,14 +337,7 @@ def shared(place="cpu", rows=("device", "host"), some=slice(None)):
         "nodes": partial(loaded, NeighborLoader, share, [3, 2], embedding=table, **at),
         "coded": partial(loaded, NeighborLoader, share, [3, 2], features=lossy, **at),
         "types": partial(
-            loaded,
-            NeighborLoader,
-            two,
-            [3],
-            "a",
-            features=hot,
-            prefetch=0,
-            **at,
+            loaded, NeighborLoader, two, [3], "a", features=hot, prefetch=0, **at
         ),
         "links": partial(
             loaded,
@@ -367,12 +357,7 @@ def shared(place="cpu", rows=("device", "host"), some=slice(None)):
             **at,
         ),
         "whole": partial(
-            loaded,
-            NeighborLoader,
-            share,
-            [3],
-            topology="replicated",
-            **at,
+            loaded, NeighborLoader, share, [3], topology="replicated", **at
         ),
         **subgraphs(share, two),
     }
@@ -444,12 +429,7 @@ def subgraphs(graph, two):
     return {
         "random": partial(loaded, RandomNodeLoader, graph, 4, shuffle=True, seed=5),
         "cluster": partial(
-            loaded,
-            ClusterLoader,
-            parts,
-            batch_size=2,
-            shuffle=True,
-            seed=1,
+            loaded, ClusterLoader, parts, batch_size=2, shuffle=True, seed=1
         ),
         "around": partial(loaded, ShaDowKHopSampler, graph, 2, 3, batch_size=9, seed=1),
         "edges": partial(

@@ -296,16 +296,8 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         return self._postprocess(Collator(self)(out), getattr(out, "padding", None))
 
     def pyg_filter_fn(self, out: Any) -> Any:
-        """Calls PyG's own `filter_fn`, and adds the edge weights of the sampler's output."""
-        batch = super().filter_fn(out)
-        weights = getattr(out, "edge_weight", None)
-        if isinstance(weights, dict):
-            for kind, weight in weights.items():
-                if kind in batch.edge_types:
-                    batch[kind].edge_weight = weight
-        elif weights is not None:
-            batch.edge_weight = weights
-        return batch
+        """Calls PyG's own `filter_fn`."""
+        return super().filter_fn(out)
 
     def _postprocess(self, data: Any, padding: bool | None) -> Any:
         if padding is not None:

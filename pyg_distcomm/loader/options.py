@@ -52,15 +52,13 @@ class LoaderOptions:
         draws: "neighbor", each node draws its neighbours by itself; or "labor", the nodes of
             a hop draw the same ones where they can ([Balin23]): fewer distinct nodes for the
             same fan-out, and what one node draws is distributed as before. Not with
-            `replace`. "labor-1" and "labor-*" draw by importances, for fewer nodes again,
-            and give batches an `edge_weight`; see `KeyedNeighborSampler`.
+            `replace`.
         topology: of a share: "partitioned" samples it where it lies, "replicated" gathers
             the edges on every rank first, and only rows travel later. "auto" is
             "partitioned".
         replication: of a share: c, how many ranks hold each block of edges and rows
             (default: that of the mesh if its grid is (P/c, c, 1), else 1).
-        sample_at: of a share: "owner" or "requester", where in-edges are drawn; the latter
-            for importances.
+        sample_at: of a share: "owner" or "requester", where in-edges are drawn.
         features: of a share: the `DistFeatureStore` to fetch rows from, with a cache, a
             codec or files on disk (default: one of the share's own rows).
         embedding: of a share: a `DistEmbedding` that the model looks up by `batch.n_id`, or
