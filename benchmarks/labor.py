@@ -4,9 +4,9 @@
         [--out benchmarks/reports/labor.md]
 
 GraphSAGE (mean, 64 hidden), as GraphConvs that add with weights, 1 / drawn in-edges. Fan-outs
-[10, 10], 512 seeds per minibatch, features of unit length, on real graphs. "full graph" takes all
-neighbours. Test accuracy on the full graph after the last epoch, mean and deviation over seeds;
-of minibatches, means over all epochs.
+[10, 10], 512 seeds per minibatch, features of unit length, on real graphs. "full graph" takes
+all neighbours. Test accuracy on the full graph after the last epoch, mean and deviation over
+seeds; of minibatches, means over all epochs.
 """
 
 from __future__ import annotations
