@@ -48,7 +48,7 @@ from pyg_distcomm.loader.partitioned_source import (
     neighbor_sampler_of,
 )
 from pyg_distcomm.loader.prefetch import BulkBuilder, Phases, PrefetchQueue
-from pyg_distcomm.loader.sparse_adjacency import with_edges
+from pyg_distcomm.loader.sparse_adjacency import holds_matrices, with_edges
 from pyg_distcomm.loader.unaveraged import StepComparer, step_comparer
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 
@@ -93,6 +93,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
                 check_sampled_together(sampler, dataloader)
             elif self.placement is not None:
                 self.placement.check(data, sampler, dataloader)
+        self.has_matrices = holds_matrices(data)
         return data
 
     def _sampler_of(
