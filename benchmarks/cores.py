@@ -28,7 +28,7 @@ from tables import from_text
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.kernels import threads as pool
-from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
 CASES = ((1, 1), (1, 2), (2, 1), (2, 2))  # cores, threads
 FAN_OUTS = [15, 10, 5]
@@ -46,11 +46,11 @@ def alone(args: argparse.Namespace) -> dict[str, list[float]]:
         "num_neighbors": FAN_OUTS,
         "input_nodes": order[: args.batches * BATCH],
         "batch_size": BATCH,
-        "seed": 0,
     }
 
-    def loader(**more: Any) -> Any:
-        return DistNeighborLoader(data, **options, **more)
+    def loader(prefetch: int | str = "auto", **more: Any) -> Any:
+        ours = LoaderOptions(seed=0, prefetch=prefetch)
+        return DistNeighborLoader(data, **options, options=ours, **more)
 
     idle, spare = pool.spare, {}
     ways = {

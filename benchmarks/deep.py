@@ -183,7 +183,7 @@ def built(
     d, link = args.width, pdc.Sylvie() if way.one_bit else None
     if way.planned:
         widths = [d] * (case.depth + 1)
-        mesh = pdc.init("auto", seed=seed, data=data, widths=widths, inputs="trained")
+        mesh = pdc.init(pdc.Auto(data, widths, inputs="trained"), seed=seed)
         share = pdc.partition(data, mesh)
     else:
         mesh = pdc.init(stages=way.stages, seed=seed)

@@ -22,7 +22,7 @@ from one_device import OURS, Net, graph
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import NeighborLoader
+from pyg_distcomm.loader import LoaderOptions, NeighborLoader
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 WARM, MOST = (
@@ -117,7 +117,7 @@ def _there(device: Device, data: Data, given: dict[str, Any], **place: Any) -> A
     if not device.cuda and "pinned" in place.values():
         raise Missing("not measured: only CUDA reads pinned memory")
     place = {"rows_on": "device", "device": device.home} | place
-    return NeighborLoader(data, **given, **place)
+    return NeighborLoader(data, **given, options=LoaderOptions(**place))
 
 
 def _trained(

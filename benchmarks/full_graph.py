@@ -177,7 +177,7 @@ class Found:
 def way_of(case: Case, data: Data, widths: Sequence[int]) -> tuple[pdc.Mesh, Callable]:
     """Builds one way to train; returns its mesh, and what trains an epoch."""
     if case.auto:
-        mesh = pdc.init("auto", data=data, widths=list(widths), method=case.cutter)
+        mesh = pdc.init(pdc.Auto(data, list(widths), method=case.cutter))
         share = pdc.partition(data, mesh)
         edges = share.edge_index
     else:

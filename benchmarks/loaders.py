@@ -27,7 +27,7 @@ from torch_geometric.sampler import NodeSamplerInput
 from pyg_distcomm import kernels
 from pyg_distcomm.kernels import threads as pool
 from pyg_distcomm.kernels.minibatch import Request
-from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.loader.collate import Collator
 from pyg_distcomm.sampling.graph_source import read_topology
 
@@ -91,7 +91,7 @@ def backed_by(name: str) -> Iterator[None]:
 def loader(
     name: str, data: Data, fan_out: tuple[int, ...], nodes: Tensor, **options: Any
 ) -> NeighborLoader:
-    """Builds a competitor's loader."""
+    """Builds a competitor's loader, by arguments of PyG's and `LoaderOptions` for ours."""
     kind = DistNeighborLoader if name == OURS else NeighborLoader
     with backed_by(name), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -180,7 +180,9 @@ def bulks(data: Data, nodes: Tensor, fan_out: tuple[int, ...], rounds: int) -> d
     ways = {}
     with bench.using_threads(2):
         for k in BULKS:
-            made = loader(OURS, data, fan_out, nodes, bulk_size=k)
+            made = loader(
+                OURS, data, fan_out, nodes, options=LoaderOptions(bulk_size=k)
+            )
             load(OURS, made, 2)
             ways[k] = lambda m=made: load(OURS, m)
         return measure(ways, rounds)
@@ -196,7 +198,8 @@ def phases(
     rate, and the gathered bytes at the rate of a gather of random rows into memory that
     is used again.
     """
-    made = loader(OURS, data, fan_out, nodes, bulk_size=1, prefetch=0, seed=0)
+    ours = LoaderOptions(bulk_size=1, prefetch=0, seed=0)
+    made = loader(OURS, data, fan_out, nodes, options=ours)
     assembly, draw = Collator(made), kernels.neighbor_sampler(read_topology(data).graph)
     sampler, outs = made.node_sampler, []
     x = data.x.view(torch.float64)  # rows are copied as whole words

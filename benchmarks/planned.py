@@ -6,7 +6,7 @@
 In the same processes, some times over: `pdc.calibrate` measures, every grid is planned, and
 all grids train in turn, some epochs each; also what "auto" takes, if its halo is not "auto".
 Medians count, of predictions and of the rounds, a round being as long as its slowest rank.
-`auto` are the plans that `init("auto")` takes, one a calibration: it times the best few.
+`auto` are the plans that `init(Auto(...))` takes, one a calibration: it times the best few.
 Bytes of the ledger must equal the plan's.
 """
 

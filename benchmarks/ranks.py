@@ -24,7 +24,12 @@ from loaders import BATCH, OURS, resident
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.loader import DistFeatureStore, DistLayerLoader, DistNeighborLoader
+from pyg_distcomm.loader import (
+    DistFeatureStore,
+    DistLayerLoader,
+    DistNeighborLoader,
+    LoaderOptions,
+)
 
 PEER = "PyG, RPC"
 
@@ -151,11 +156,13 @@ def loader_of(case: Case, task: Task, share: Any, mesh: pdc.Mesh) -> Any:
         input_nodes=seeds_of(task, case, mesh, share),
         batch_size=BATCH,
         shuffle=True,
-        seed=0,
-        bulk_size=case.bulk,
-        replication=case.copies,
-        sample_at=case.place,
-        features=store_of(share, mesh, case) if case.rows else None,
+        options=LoaderOptions(
+            seed=0,
+            bulk_size=case.bulk,
+            replication=case.copies,
+            sample_at=case.place,
+            features=store_of(share, mesh, case) if case.rows else None,
+        ),
     )
 
 

@@ -30,7 +30,7 @@ from torch_geometric.utils import add_remaining_self_loops, scatter
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
+from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader, LoaderOptions
 
 WAYS = (
     "MLP",
@@ -80,7 +80,7 @@ def alone(name: str, data: Data, args: argparse.Namespace, seed: int) -> float:
         "input_nodes": data.train_mask,
         "batch_size": BATCH,
         "shuffle": True,
-        "seed": seed,
+        "options": LoaderOptions(seed=seed),
     }
     if name == "node-wise":
         loader = DistNeighborLoader(data, list(FAN_OUT[: args.layers]), **options)

@@ -34,24 +34,26 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import spmm as bench
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
+import torch_geometric.typing
 from loaders import MIB, resident
 from tables import from_text
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
+from torch_geometric.sampler import NeighborSampler
 from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE, SparseTensor
 from torch_geometric.utils import trim_to_layer
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.loader import DistNeighborLoader
-from pyg_distcomm.sampling.pyg_backends import TorchSparseSampler
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
 FEATURES, CLASSES, BATCH = 100, 32, 1024
 PLAIN = lambda batch: batch.edge_index  # noqa: E731
@@ -60,6 +62,14 @@ LAYERS: dict[str, Callable[[int, int], torch.nn.Module]] = {
     "gcn": pyg.GCNConv,
     "gat": lambda into, out: pyg.GATConv(into, out // 4, heads=4),
 }
+
+
+class OnTorchSparse(NeighborSampler):
+    """PyG's sampler, on torch-sparse where pyg-lib is installed as well."""
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        with patch.object(torch_geometric.typing, "WITH_PYG_LIB", False):
+            return super()._sample(*args, **kwargs)
 
 
 class Model(torch.nn.Module):
@@ -173,7 +183,9 @@ def competitors(data: Data, args: argparse.Namespace, layer: str) -> dict[str, A
     plain = Model(layer, args.hidden, len(args.fan_outs), False, ends)
     trimmed = copy.deepcopy(plain)
     trimmed.trims = True
-    ours = DistNeighborLoader(data, seed=0, prefetch=0, **options)
+    ours = DistNeighborLoader(
+        data, options=LoaderOptions(seed=0, prefetch=0), **options
+    )
     found = {
         "pyg_distcomm": (ours, pdc.convert(copy.deepcopy(plain)), PLAIN),
         "pyg_distcomm, trim=False": (
@@ -210,7 +222,7 @@ def competitors(data: Data, args: argparse.Namespace, layer: str) -> dict[str, A
     found["PyG, EdgeIndex"] = loader, copy.deepcopy(plain), as_edge_index
     if WITH_TORCH_SPARSE:
         found[f"PyG{how}, SparseTensor"] = loader, copy.deepcopy(best), as_sparse
-        sampler = TorchSparseSampler(data, args.fan_outs)
+        sampler = OnTorchSparse(data, args.fan_outs)
         theirs = NeighborLoader(data, neighbor_sampler=sampler, **options)
         found["PyG on torch-sparse"] = theirs, copy.deepcopy(plain), PLAIN
     return found

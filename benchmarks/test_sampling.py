@@ -17,6 +17,8 @@ import sampling
 import spmm as bench
 from loaders import BULKS, FAN_OUTS, GRAPHBOLT, OURS, PYG_LIB, TORCH_SPARSE
 
+from pyg_distcomm.loader import LoaderOptions
+
 LARGE = pytest.mark.skipif(
     not os.environ.get("SAMPLING_LARGE"), reason="slow: set SAMPLING_LARGE"
 )
@@ -81,7 +83,9 @@ def test_loader(benchmark, name, threads, workers, fan_out, scale):
 @pytest.mark.parametrize("k", BULKS)
 def test_bulk_size(benchmark, k, fan_out, scale):
     data, nodes = problem(scale)
-    batches = loaders.loader(OURS, data, fan_out, nodes, bulk_size=k)
+    batches = loaders.loader(
+        OURS, data, fan_out, nodes, options=LoaderOptions(bulk_size=k)
+    )
     benchmark.group = f"bulk size, scale {scale}, {fan_out}, threads 2"
     with bench.using_threads(2):
         loaders.load(OURS, batches, 2)

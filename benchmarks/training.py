@@ -39,7 +39,7 @@ from torch_geometric.utils import add_self_loops, scatter
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
+from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader, LoaderOptions
 from pyg_distcomm.partition.cutters import cut
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -154,9 +154,11 @@ def epochs(cases: list[tuple], file: str, args: argparse.Namespace) -> list[dict
     share = pdc.partition(data, mesh, owners_of(data, mesh.size))
     ways = []
     for kind, c, place, k in cases:
-        chosen = {"replication": c, "sample_at": place, "bulk_size": k, "seed": 0}
-        options = {**loader_options(kind, args, mesh.size), **chosen}
+        options = loader_options(kind, args, mesh.size)
         options["input_nodes"] = share.train_mask
+        options["options"] = LoaderOptions(
+            seed=0, bulk_size=k, replication=c, sample_at=place
+        )
         loader = loader_of(kind, share, options)
         model = pdc.replicate(model_of(kind, data, 0, args), mesh)
         opt = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -262,7 +264,8 @@ def trained(
     model = pdc.replicate(net, mesh)
     torch.manual_seed(100 * seed + mesh.rank)
     opt, steps = torch.optim.Adam(net.parameters(), lr=0.01), 0
-    options = {**loader_options(kind, args, mesh.size), "seed": seed}
+    options = loader_options(kind, args, mesh.size)
+    options["options"] = LoaderOptions(seed=seed)
     weight = None if kind == "sage" else graph.edge_weight
     loader = None
     if not full:

@@ -17,7 +17,7 @@ from pyg_distcomm.datasets import (
     num_outputs,
 )
 from pyg_distcomm.loader import DistNeighborLoader as NeighborLoader
-from pyg_distcomm.loader import shared
+from pyg_distcomm.loader import LoaderOptions, shared
 
 
 def train(model, loader, optimizer, device):
@@ -65,10 +65,12 @@ def main():
         input_nodes=data.train_mask,
         batch_size=args.batch_size,
         shuffle=True,
-        seed=0,
+        options=LoaderOptions(seed=0),
     )
     # a loader of this rank's own: all nodes, in order
-    whole = NeighborLoader(data, num_neighbors=[-1], batch_size=512, split=False)
+    whole = NeighborLoader(
+        data, num_neighbors=[-1], batch_size=512, options=LoaderOptions(split=False)
+    )
 
     model = GraphSAGE(data.num_features, 64, 2, num_outputs(data.y), dropout=0.3)
     replica = pdc.replicate(model.to(mesh.device), mesh)

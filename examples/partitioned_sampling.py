@@ -21,7 +21,7 @@ from pyg_distcomm.datasets import (
     node_score,
     num_outputs,
 )
-from pyg_distcomm.loader import DistFeatureStore, DistNeighborLoader
+from pyg_distcomm.loader import DistFeatureStore, DistNeighborLoader, LoaderOptions
 from pyg_distcomm.loader.prefetch import plot_phases
 
 
@@ -82,9 +82,7 @@ def main():
         share,
         input_nodes=share.train_mask,
         shuffle=True,
-        seed=0,
-        sample_at=args.sample_at,
-        features=features,
+        options=LoaderOptions(seed=0, sample_at=args.sample_at, features=features),
         **sampling,
     )
 

@@ -21,6 +21,7 @@ __all__ = [  # as in `api`
     "BNS",
     "SANCUS",
     "VARCO",
+    "Auto",
     "CSVWriter",
     "DistEdgeIndex",
     "DistEmbedding",

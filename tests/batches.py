@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import resource
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+
+from pyg_distcomm.loader import LoaderOptions
+
+OURS = {field.name for field in dataclasses.fields(LoaderOptions)}
+
+
+def arguments(**given):
+    """Returns the arguments of a loader, with those that PyG lacks as its options."""
+    ours = {name: value for name, value in given.items() if name in OURS}
+    theirs = {name: value for name, value in given.items() if name not in OURS}
+    return theirs | ({"options": LoaderOptions(**ours)} if ours else {})
 
 
 @contextlib.contextmanager

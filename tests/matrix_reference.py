@@ -5,8 +5,6 @@ What the compiled loops and the operations of torch of `kernels.matrix_ops` are 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -131,28 +129,6 @@ def _first(weight: list[int], goal: int) -> int:
         if goal < 0:
             return place
     raise AssertionError("the goal must be below the sum")
-
-
-def exponential_race(
-    rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
-) -> tuple[Tensor, Tensor]:
-    entries: list[int] = []
-    sums: list[int] = []
-    for i, (low, high) in enumerate(
-        zip(rowptr[:-1].tolist(), rowptr[1:].tolist(), strict=True)
-    ):
-        weight, key = value[low:high].tolist(), int(keys[i])
-        clocks = [
-            (-math.log(((_hash(key, e) >> 11) + 0.5) * 2.0**-53) / w, e)
-            for e, w in enumerate(weight)
-            if w > 0
-        ]
-        left = sum(weight)
-        for _, e in sorted(clocks)[: int(ptr[i + 1] - ptr[i])]:
-            entries.append(low + e)
-            sums.append(left)
-            left -= weight[e]
-    return _ids(entries), _ids(sums)
 
 
 def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import matrix_reference
 import pytest
 import tiers
 import torch
-from scipy.stats import chi2_contingency, chisquare
+from scipy.stats import chisquare
 
 from pyg_distcomm.comm.random import fold
 from pyg_distcomm.kernels import matrix_cpu, matrix_ops
@@ -143,12 +143,6 @@ def test_draws_equal_reference(s, most, replace):
     for twin in TWINS:
         same([twin.count_positive(rowptr, value)], [count])
         same(twin.draw(*args), matrix_reference.draw(*args))
-        if not replace:
-            clocks = (rowptr, value, keys(30), ptr)
-            same(
-                twin.exponential_race(*clocks),
-                matrix_reference.exponential_race(*clocks),
-            )
         ours = twin.weighted_sampler(value)
         for seed in (0, 1):  # the second finds the tree as it was
             many = (keys(30, seed), shared, replace)
@@ -365,9 +359,9 @@ DRAWS = 20_000
 WEIGHT = torch.tensor([0, 4, 8, 2, 16, 1])
 
 
-@tiers.cover(("method", "s"), ["its", "exponential"], [1, 2, 3, 4])
-def test_all_subsets(s, method):
-    drawn = sample(copies(WEIGHT, DRAWS), s, keys(DRAWS, s), method)
+@pytest.mark.parametrize("s", [1, 2, 3, 4])
+def test_all_subsets(s):
+    drawn = sample(copies(WEIGHT, DRAWS), s, keys(DRAWS, s))
     likely(subsets(drawn, 6, s), successive(WEIGHT, s))
 
 
@@ -380,17 +374,6 @@ def test_orders_of_draw(shared):
     chance = w[:, None] * w / (w.sum() - w)[:, None]
     chance.fill_diagonal_(0)
     likely(torch.bincount(first * 6 + second, minlength=36), chance)
-
-
-def test_inverse_transform_and_clocks_agree():
-    weight = torch.tensor([5, 1, 1, 3, 0, 9, 2])
-    counts = [
-        subsets(sample(copies(weight, DRAWS), 3, keys(DRAWS, 9), method), 7, 3)
-        for method in ("its", "exponential")
-    ]
-    table = torch.stack(counts)
-    table = table[:, table.sum(0) > 0]
-    assert chi2_contingency(table.numpy()).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -426,15 +409,12 @@ def test_floats_are_rounded_once():
 def test_rows_that_give_all_they_have():
     p = copies(torch.tensor([0, 3, 0, 5, 2]), 3)
     for s, complete in ((2, False), (3, True), (9, True)):
-        for method in ("its", "exponential"):
-            drawn = sample(p, s, keys(3), method)
-            assert drawn.complete.tolist() == [complete] * 3
-            assert drawn.matrix.rowptr.tolist() == [
-                0,
-                *torch.arange(1, 4).mul(min(s, 3)).tolist(),
-            ]
-            if complete:
-                assert drawn.matrix.col.tolist() == [1, 3, 4] * 3
+        drawn = sample(p, s, keys(3))
+        assert drawn.complete.tolist() == [complete] * 3
+        ends = torch.arange(1, 4) * min(s, 3)
+        assert drawn.matrix.rowptr.tolist() == [0, *ends.tolist()]
+        if complete:
+            assert drawn.matrix.col.tolist() == [1, 3, 4] * 3
     none = sample(copies(torch.zeros(4, dtype=LONG), 2), 3, keys(2))
     assert none.matrix.nnz == 0
     assert sample(p, 0, keys(3)).matrix.nnz == 0
@@ -448,8 +428,8 @@ def test_rows_that_give_all_they_have():
 
 def test_what_is_left_before_each_draw():
     p = stacked(50, 30, 600, LONG)
-    for method, replace in (("its", False), ("exponential", False), ("its", True)):
-        drawn = sample(p, 4, keys(50), method, replace)
+    for replace in (False, True):
+        drawn = sample(p, 4, keys(50), replace)
         total = torch.zeros(50, dtype=LONG).index_add_(0, p.row, p.value)
         for i in range(50):
             span = slice(int(drawn.ptr[i]), int(drawn.ptr[i + 1]))
@@ -472,24 +452,20 @@ def test_a_row_depends_on_its_key_alone():
         )
         for i in range(21)
     ]
-    for method, replace in (("its", False), ("exponential", False), ("its", True)):
-        drawn = sample(p, 5, keys(21), method, replace)
-        alone = [
-            sample(r, 5, keys(21)[i : i + 1], method, replace)
-            for i, r in enumerate(rows)
-        ]
+    for replace in (False, True):
+        drawn = sample(p, 5, keys(21), replace)
+        alone = [sample(r, 5, keys(21)[i : i + 1], replace) for i, r in enumerate(rows)]
         assert torch.equal(drawn.matrix.col, torch.cat([a.matrix.col for a in alone]))
         assert torch.equal(drawn.left, torch.cat([a.left for a in alone]))
         order = torch.cat([a.drawn + p.rowptr[i] for i, a in enumerate(alone)])
         assert torch.equal(drawn.drawn, order)
 
 
-@pytest.mark.parametrize("method", ["its", "exponential"])
-def test_a_shared_row_is_the_row_repeated(method):
+def test_a_shared_row_is_the_row_repeated():
     weight = torch.randint(1 << 40, (300,), generator=generator(4))
     for s in (7, 300):
-        one = sample(row_of(weight), s, keys(9), method)
-        many = sample(copies(weight, 9), s, keys(9), method)
+        one = sample(row_of(weight), s, keys(9))
+        many = sample(copies(weight, 9), s, keys(9))
         assert torch.equal(one.matrix.col, many.matrix.col)
         assert torch.equal(one.matrix.rowptr, many.matrix.rowptr)
         assert torch.equal(one.drawn, many.drawn % 300)
@@ -529,12 +505,6 @@ def test_first_and_last_entries_are_reached_and_zeros_never():
 
 def test_draw_errors():
     p = row_of(torch.tensor([1, 2]))
-    with pytest.raises(
-        ValueError, match="method must be 'its' or 'exponential', got 'x'"
-    ):
-        sample(p, 1, keys(1), "x")
-    with pytest.raises(ValueError, match="clocks draw without replacement"):
-        sample(p, 1, keys(1), "exponential", True)
     with pytest.raises(ValueError, match="must not be negative, got -1"):
         sample(p, -1, keys(1))
     with pytest.raises(ValueError, match=r"must be whole, .* got 1\.5"):

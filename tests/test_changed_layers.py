@@ -12,7 +12,7 @@ from problems import GRAPHS, grids
 from test_step import agree
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -144,7 +144,11 @@ def test_changed_layers_of_minibatches_are_what_they_were_changed_to(name):
     wanted, ours = Model(plain=True), pdc.convert(Model(plain=False))
     ours.load_state_dict(wanted.state_dict())
     loader = DistNeighborLoader(
-        data, [4, 3], input_nodes=torch.arange(9), batch_size=3, seed=2
+        data,
+        [4, 3],
+        input_nodes=torch.arange(9),
+        batch_size=3,
+        options=LoaderOptions(seed=2),
     )
     for batch in loader:
         rows = slice(batch.batch_size)

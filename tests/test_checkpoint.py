@@ -16,7 +16,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -221,7 +221,9 @@ def _minibatches(path):
         torch.manual_seed(0)
         model = pdc.replicate(Plain(), mesh)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        loader = DistNeighborLoader(data, [5, 5], batch_size=16, seed=0, shuffle=True)
+        loader = DistNeighborLoader(
+            data, [5, 5], batch_size=16, options=LoaderOptions(seed=0), shuffle=True
+        )
         if again:
             state = pdc.load_checkpoint(
                 path, mesh, model, optimizer, loader=loader.state_dict()

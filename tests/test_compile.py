@@ -10,7 +10,7 @@ import worlds
 from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import NeighborLoader
+from pyg_distcomm.loader import LoaderOptions, NeighborLoader
 
 KINDS = {
     "products": (pyg.GCNConv, pyg.SAGEConv, pyg.GCNConv),
@@ -122,7 +122,9 @@ def replicated(kinds):
         torch.manual_seed(0)
         model = pdc.replicate(pdc.convert(Net(kinds, 0.0).double()), mesh)
         model = torch.compile(model, backend="eager") if compiled else model
-        loader = NeighborLoader(data, [4, 3, 2], batch_size=6, seed=0)
+        loader = NeighborLoader(
+            data, [4, 3, 2], batch_size=6, options=LoaderOptions(seed=0)
+        )
         batches = [(b, torch.arange(b.batch_size)) for b in loader]
         found.append(train(model, [*batches[:2], *[(share, share.train_mask)] * 2]))
     for got, want in zip(*reversed(found), strict=True):

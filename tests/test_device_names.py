@@ -23,6 +23,7 @@ import torch_geometric.loader
 import torch_geometric.nn as pyg
 import torch_geometric.transforms as T
 import worlds
+from batches import arguments
 from problems import GRAPHS, two_types
 from torch_geometric import seed_everything
 from torch_geometric.data import TemporalData
@@ -75,7 +76,6 @@ KERNELS = {
     "draw": lambda at: drawn(
         at, lambda *given: kernels.draw(*given, False), at(ROWPTR).diff()
     ),
-    "exponential_race": lambda at: drawn(at, kernels.exponential_race),
     "extract": lambda at: kernels.extract(
         matrix(at)[:2], *[(at(IDS), at(torch.tensor([0, 2])))] * 2
     ),
@@ -210,10 +210,7 @@ ALGEBRA = {
     "product": lambda at: algebra.product(
         sampling.BulkMatrix.row_per_batch(bulk(at), 3), weights(at, EDGES[:, 0])
     ),
-    "sample": lambda at: [
-        algebra.sample(weights(at), 1, at(KEYS), method)
-        for method in ("its", "exponential")
-    ],
+    "sample": lambda at: algebra.sample(weights(at), 1, at(KEYS)),
 }
 
 
@@ -294,7 +291,9 @@ class ByWeight(loading.GraphSAINTSampler):
 
 def by_hgt(_, place):
     return loading.HGTLoader(
-        two_types(), [4, 4], input_nodes="a", batch_size=9, seed=1, **place
+        two_types(),
+        [4, 4],
+        **arguments(input_nodes="a", batch_size=9, seed=1, **place),
     )
 
 
@@ -302,43 +301,50 @@ LINKS = {"edge_label_index": GRAPHS["undirected"]().edge_index[:, :9]}
 LOADER = {
     "NeighborLoader": batches(
         lambda d, place: loading.NeighborLoader(
-            d, [3, 2], batch_size=9, seed=1, **place
+            d, [3, 2], **arguments(batch_size=9, seed=1, **place)
         )
     ),
     "LinkNeighborLoader": batches(
         lambda d, place: loading.LinkNeighborLoader(
-            d, [3, 2], batch_size=4, neg_sampling_ratio=1.0, seed=1, **LINKS, **place
+            d,
+            [3, 2],
+            **arguments(batch_size=4, neg_sampling_ratio=1.0, seed=1, **LINKS, **place),
         )
     ),
     "NeighborSampler": sampled,
     "DistLayerLoader": batches(
         lambda d, place: loading.DistLayerLoader(
-            d, [8, 8], batch_size=9, seed=1, **place
+            d, [8, 8], **arguments(batch_size=9, seed=1, **place)
         )
     ),
     "ClusterLoader": batches(
         lambda d, place: loading.ClusterLoader(
-            loading.ClusterData(d, 4, log=False), batch_size=2, seed=1, **place
+            loading.ClusterData(d, 4, log=False),
+            **arguments(batch_size=2, seed=1, **place),
         )
     ),
     "RandomNodeLoader": batches(
-        lambda d, place: loading.RandomNodeLoader(d, 3, seed=1, **place)
+        lambda d, place: loading.RandomNodeLoader(d, 3, **arguments(seed=1, **place))
     ),
     "ShaDowKHopSampler": batches(
         lambda d, place: loading.ShaDowKHopSampler(
-            d, 2, 3, batch_size=8, seed=1, **place
+            d, 2, 3, **arguments(batch_size=8, seed=1, **place)
         )
     ),
     "GraphSAINTSampler": batches(lambda d, place: ByWeight(d, 9, 2, seed=1, **place)),
     "GraphSAINTNodeSampler": batches(
-        lambda d, place: loading.GraphSAINTNodeSampler(d, 16, 2, seed=1, **place)
+        lambda d, place: loading.GraphSAINTNodeSampler(
+            d, 16, 2, **arguments(seed=1, **place)
+        )
     ),
     "GraphSAINTEdgeSampler": batches(
-        lambda d, place: loading.GraphSAINTEdgeSampler(d, 16, 2, seed=1, **place)
+        lambda d, place: loading.GraphSAINTEdgeSampler(
+            d, 16, 2, **arguments(seed=1, **place)
+        )
     ),
     "GraphSAINTRandomWalkSampler": batches(
         lambda d, place: loading.GraphSAINTRandomWalkSampler(
-            d, 8, 2, 2, seed=1, **place
+            d, 8, 2, 2, **arguments(seed=1, **place)
         )
     ),
     "HGTLoader": batches(by_hgt),
@@ -350,6 +356,7 @@ LOADER = {
     "DistNeighborLoader": "NeighborLoader",
     "ImbalancedSampler": "draws seeds on the host",
     "Phases": "seconds",
+    "LoaderOptions": "holds options",
     "plot_phases": "draws a picture",
     "shared": "maps memory of the host",
 }

@@ -24,7 +24,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.cli import doctor
 from pyg_distcomm.comm import axis, collectives, store
 from pyg_distcomm.comm.store import RankError
-from pyg_distcomm.loader import NeighborLoader
+from pyg_distcomm.loader import LoaderOptions, NeighborLoader
 from pyg_distcomm.nn import DistGCNConv, HaloConv
 from pyg_distcomm.plan.machine import DEVICES, Machine
 
@@ -105,7 +105,7 @@ def unlike(case):
             pdc.init(device="gpu" if alone else None)
         elif case == "loader":
             if alone:
-                NeighborLoader(data, [2], device="cuda")
+                NeighborLoader(data, [2], options=LoaderOptions(device="cuda"))
             collectives.all_reduce(torch.ones(1), mesh.world)
         elif case == "on partition":
             pdc.partition(data.to(where) if alone else data, mesh, "random")

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import worlds
+from batches import arguments
 from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
+from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader, LoaderOptions
 from pyg_distcomm.nn import DistGCNConv
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -486,7 +487,7 @@ def _of_a_loader(routed, kind):
     opt = torch.optim.SGD(emb.parameters(), lr=0.3)
     options = {"batch_size": 5, "shuffle": True, "seed": 2, "bulk_size": 3}
     options["embedding"] = emb if routed else None
-    loader = kind(share, [3, 2], **options)
+    loader = kind(share, [3, 2], **arguments(**options))
     mesh.ledger.reset()
     ids = []
     for batch in loader:
@@ -526,7 +527,9 @@ def _changed_ids():
     share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
     emb = pdc.DistEmbedding.from_pretrained(share.x, freeze=False)
     whole = share.x.full_tensor()
-    for batch in DistNeighborLoader(share, [2], batch_size=9, seed=0, embedding=emb):
+    for batch in DistNeighborLoader(
+        share, [2], batch_size=9, options=LoaderOptions(seed=0, embedding=emb)
+    ):
         assert torch.equal(emb(batch.n_id), batch.x)  # fetched rows, with gradients
         twin = copy.deepcopy(batch)
         assert torch.equal(emb(twin.n_id), batch.x)
@@ -534,15 +537,21 @@ def _changed_ids():
         batch.n_id.copy_(batch.n_id.flip(0))
         assert torch.equal(emb(batch.n_id), whole[batch.n_id])
     with torch.inference_mode():
-        for batch in DistNeighborLoader(share, [2], embedding=emb, prefetch=0):
+        for batch in DistNeighborLoader(
+            share, [2], options=LoaderOptions(embedding=emb, prefetch=0)
+        ):
             assert torch.equal(emb(batch.n_id), batch.x)
     other = pdc.DistEmbedding(N + 1, DIM, like=mesh)
     with pytest.raises(ValueError, match="with 51 rows, and a graph with 50 nodes"):
-        DistNeighborLoader(share, [2], embedding=other)
+        DistNeighborLoader(share, [2], options=LoaderOptions(embedding=other))
     with pytest.raises(TypeError, match="must be a DistEmbedding"):
-        DistNeighborLoader(share, [2], embedding=share.x.to_local())
+        DistNeighborLoader(
+            share, [2], options=LoaderOptions(embedding=share.x.to_local())
+        )
     with pytest.raises(ValueError, match="embedding is for a graph spread"):
-        DistNeighborLoader(GRAPHS["undirected"](), [2], embedding=emb)
+        DistNeighborLoader(
+            GRAPHS["undirected"](), [2], options=LoaderOptions(embedding=emb)
+        )
     share.x.requires_grad_()
     with pytest.raises(TypeError, match=r"DistEmbedding.from_pretrained\(data.x"):
         DistNeighborLoader(share, [2])

@@ -26,7 +26,7 @@ from torch_geometric.nn import GCNConv
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.store import RankError, StoreMailbox
-from pyg_distcomm.loader import DistNeighborLoader, shared
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions, shared
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -582,7 +582,9 @@ def _preempted_in_the_midst(folder):
     data = shared(graph)
     torch.manual_seed(0)
     model = pdc.replicate(Net(), mesh)
-    loader = DistNeighborLoader(data, [4, 4], batch_size=4, seed=0, shuffle=True)
+    loader = DistNeighborLoader(
+        data, [4, 4], batch_size=4, options=LoaderOptions(seed=0), shuffle=True
+    )
     preempted = pdc.on_preempt(
         lambda: pdc.save_checkpoint(
             f"{folder}/run", mesh, model, loader=loader.state_dict()
@@ -613,7 +615,9 @@ def test_sigterm_inside_a_traced_epoch_saves_and_leaves_nothing(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"run", "trace.json"}
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert not trace["otherData"]["missing_ranks"]
-    loader = DistNeighborLoader(graph(), [4, 4], batch_size=4, seed=0, shuffle=True)
+    loader = DistNeighborLoader(
+        graph(), [4, 4], batch_size=4, options=LoaderOptions(seed=0), shuffle=True
+    )
     state = pdc.load_checkpoint(
         str(tmp_path / "run"), pdc.init(), Net(), loader=loader.state_dict()
     )

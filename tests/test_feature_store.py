@@ -29,7 +29,7 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.feature_store import EDGES
 from pyg_distcomm.loader.fetch import Fetch
-from pyg_distcomm.loader.row_group import Index, QuiverFeature, RowGroup
+from pyg_distcomm.loader.row_group import Index, RowGroup
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -700,33 +700,12 @@ def test_a_graph_that_is_not_partitioned_is_refused():
         DistFeatureStore.from_data(GRAPHS["star"](), channel(1))
 
 
-# quiver-feature ------------------------------------------------------------------------
+# as one tensor -----------------------------------------------------------------------
 
 
-class StandIn:
-    """What quiver-feature's DistTensor lets its users see, faults included."""
-
-    dtype = torch.float32
-
-    def __init__(self, tensor, most):
-        self._tensor, self._most, self.asked = tensor, most, 0
-
-    @property
-    def shape(self):
-        return [len(self._tensor), self._tensor.size(1)]
-
-    def __getitem__(self, nodes):
-        assert len(nodes) <= self._most, "Collected Data Exceeds Buffer Size"
-        self.asked += len(nodes)
-        found = self._tensor[nodes]
-        nodes -= 3
-        return found
-
-
-def _quiver(c):
-    road, data, share = shared("directed", "random", c)
+def _as_one_tensor(c):
+    road, data, _ = shared("directed", "random", c)
     n, rank = data.num_nodes, road.world.rank
-    # our store stands where theirs stood
     x = data.x.float()
     ours = DistFeatureStore.from_replicated(x, road)
     ids = random_ids(rank, 30, n)
@@ -738,31 +717,11 @@ def _quiver(c):
     whole = torch.cat([x[:k] for k in sizes])
     assert list(parts.shape) == list(whole.shape)
     assert torch.equal(parts[:], whole)
-    # theirs is an attribute beside ours
-    theirs = StandIn(torch.rand(n, 4), most=8)
-    store = DistFeatureStore.from_data(share, road, cache=4)
-    store.put_tensor(QuiverFeature(theirs, most=8), None, "q", None)
-    assert store.get_tensor_size(None, "q") == (n, 4)
-    for wanted in (ids, store._row_groups[None].index.gid, ids[:0]):
-        before = theirs.asked
-        found = store.fetch({None: wanted})[None]
-        assert torch.equal(found["q"], theirs._tensor[wanted])
-        assert torch.equal(found["x"], data.x[wanted])
-        assert theirs.asked - before == len(wanted.unique())
-    only = store.fetch({None: ids}, attrs={None: ["q"]})[None]
-    assert torch.equal(only["q"], theirs._tensor[ids])
-    assert "q" not in store.fetch({None: ids}, attrs={None: ["x"]})[None]
-    alone = DistFeatureStore(road)
-    alone.put_tensor(QuiverFeature(theirs, most=8), "n", "q", None)
-    assert torch.equal(alone[ids], theirs._tensor[ids])
-    assert alone.shape == (n, 4)
-    with pytest.raises(TypeError, match="wanted an object like quiver"):
-        QuiverFeature([1, 2])
 
 
-def test_quiver_features(world):
+def test_a_store_of_one_attribute_is_a_tensor(world):
     size, c = world
-    worlds.run(_quiver, size, c)
+    worlds.run(_as_one_tensor, size, c)
 
 
 def _one_attribute(kind):

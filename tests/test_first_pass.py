@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import to_hetero
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import NeighborLoader
+from pyg_distcomm.loader import LoaderOptions, NeighborLoader
 
 
 def graph():
@@ -26,7 +26,9 @@ def graph():
 
 
 def loader_of(data):
-    return NeighborLoader(data, [3, 3, 3], batch_size=8, shuffle=True, seed=0)
+    return NeighborLoader(
+        data, [3, 3, 3], batch_size=8, shuffle=True, options=LoaderOptions(seed=0)
+    )
 
 
 class Net(torch.nn.Module):
@@ -161,7 +163,15 @@ def test_a_first_pass_of_typed_nodes_is_as_a_later_one():
     g = torch.Generator().manual_seed(0)
     data = batches_of_types(g)
     batch = next(
-        iter(NeighborLoader(data, [3, 3], input_nodes="paper", batch_size=8, seed=0))
+        iter(
+            NeighborLoader(
+                data,
+                [3, 3],
+                input_nodes="paper",
+                batch_size=8,
+                options=LoaderOptions(seed=0),
+            )
+        )
     )
     losses = []
     for passes in (0, 2):

@@ -7,7 +7,7 @@ import sample_reference
 import tiers
 import torch
 import worlds
-from batches import hetero
+from batches import arguments, hetero
 from test_partitioned_loader import load, masked
 from test_partitioned_sampling import timed
 from test_sample_kernels import graph, request, same
@@ -15,9 +15,8 @@ from test_sampling_statistics import fan, likely, sets
 from torch_geometric.data import Data
 from torch_geometric.sampler import NodeSamplerInput
 
-import pyg_distcomm as pdc
 from pyg_distcomm.kernels.sample_cpu import Sampler
-from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 DRAWS = 6000
@@ -104,104 +103,6 @@ def test_nodes_of_a_hop_share_their_draws_and_hops_do_not():
     assert found[0] != found[1]
 
 
-def skewed(nodes=60, edges=900):
-    """A graph whose nodes share many in-neighbours, with in-degrees of 0 and more."""
-    g = torch.Generator().manual_seed(2)
-    source = (torch.rand(edges, generator=g) ** 2 * nodes).long()
-    target = (torch.rand(edges, generator=g) ** 3 * (nodes - 1)).long()
-    return Data(edge_index=torch.stack([source, target]), num_nodes=nodes)
-
-
-def important(draws, k, runs):
-    """Distinct nodes and edges of a hop on average, and estimates of means `[runs, s]`."""
-    data, seeds = skewed(), torch.arange(30)
-    x = torch.randn(60, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    sampler = KeyedNeighborSampler(data, [k], draws=draws, seed=4)
-    outs = [
-        sampler.sample_from_nodes(NodeSamplerInput(None, seeds)) for _ in range(runs)
-    ]
-    nodes = sum(len(out.node) for out in outs) / runs
-    edges = sum(len(out.edge) for out in outs) / runs
-    if draws == "labor":
-        return nodes, edges, None, None
-    found = []
-    for out in outs:
-        source, target = out.node[out.row], out.node[out.col]
-        assert torch.equal(torch.stack([source, target]), data.edge_index[:, out.edge])
-        terms = out.edge_weight.double() * x[source]
-        found.append(torch.zeros(60, dtype=torch.float64).index_add_(0, target, terms))
-    source, target = data.edge_index
-    count = torch.bincount(target, minlength=60)
-    want = torch.zeros(60, dtype=torch.float64).index_add_(0, target, x[source])
-    return nodes, edges, torch.stack(found)[:, :30], (want / count.clamp(min=1))[:30]
-
-
-def test_importances_leave_means_as_they_are_and_draw_fewer_nodes():
-    runs, (base, drawn, *_) = 1500, important("labor", 3, 300)
-    before = base
-    for draws, least in (("labor-1", 0.97), ("labor-*", 0.995)):
-        nodes, edges, found, want = important(draws, 3, runs)
-        error = found.std(0, unbiased=True) / runs**0.5
-        off = (found.mean(0) - want).abs()
-        assert bool((off <= 4.5 * error + 1e-6).all()), off / error
-        assert (
-            edges >= drawn * 0.98
-        )  # of chances of one variance, the sum is k at least
-        assert nodes < least * before
-        before = nodes
-        again = important(draws, 3, 5)
-        assert torch.equal(again[2], found[:5])  # keyed
-
-
-def test_the_chances_of_a_node_have_the_variance_of_its_fan_out():
-    sampler = KeyedNeighborSampler(skewed(), [4], draws="labor-1", seed=1)
-    out = sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(60)))
-    degree = torch.bincount(skewed().edge_index[1], minlength=60)
-    drawn = torch.bincount(out.node[out.col], minlength=60)
-    few = degree <= 4
-    assert torch.equal(drawn[few], degree[few])
-    # 1 / (d p) of those drawn, of which 1 / p has the sum d^2 / k on average
-    alone = Data(edge_index=skewed().edge_index, num_nodes=60)
-    share = KeyedNeighborSampler(alone, [4], draws="labor-1", seed=7)
-    hub = int(degree.argmax())
-    total = 0.0
-    for _ in range(400):
-        one = share.sample_from_nodes(NodeSamplerInput(None, torch.tensor([hub])))
-        total += float(one.edge_weight.double().sum())
-        assert torch.allclose(one.edge_weight, torch.tensor(0.25))  # alone: 1 / k
-    assert abs(total / 400 - 1) < 0.1
-
-
-def test_batches_have_the_weights():
-    data = skewed()
-    data.x = torch.randn(60, 3)
-    loader = DistNeighborLoader(data, [3, 2], batch_size=20, draws="labor-*", seed=1)
-    for batch in loader:
-        assert batch.edge_weight.shape == (batch.edge_index.size(1),)
-        assert bool((batch.edge_weight > 0).all())
-    state = loader.state_dict()
-    other = DistNeighborLoader(data, [3, 2], batch_size=20, draws="labor-1", seed=1)
-    with pytest.raises(ValueError, match="draws=labor-"):
-        other.load_state_dict(state)
-    typed = DistNeighborLoader(
-        hetero(), [3, 2], ("paper", torch.arange(30)), batch_size=15, draws="labor-1"
-    )
-    for batch in typed:
-        for kind in batch.edge_types:
-            edges = batch[kind].edge_index.size(1)
-            assert len(batch[kind].edge_weight) == edges
-
-
-def refused():
-    share = pdc.partition(masked(), worlds.mesh(), "random")
-    with pytest.raises(ValueError, match="sample_at='requester'"):
-        DistNeighborLoader(share, [3], draws="labor-1")
-
-
-def test_importances_are_refused_where_a_hop_is_drawn_by_its_owners():
-    worlds.run(refused, 2)
-
-
 def weighted():
     data = masked()
     data.weight = torch.rand(data.num_edges, generator=torch.Generator().manual_seed(1))
@@ -215,18 +116,11 @@ WAYS = (
     (weighted, "mask", {"weight_attr": "weight"}),
     (timed, "all", {"time_attr": "time", "batch_size": 16}),
     (hetero, ("paper", torch.arange(30)), {"batch_size": 4}),
-    (masked, "mask", {"topology": "replicated", "batch_size": 64, "draws": "labor-1"}),
-    (masked, "mask", {"sample_at": "requester", "draws": "labor-1", "bulk_size": 3}),
-    (
-        hetero,
-        ("paper", torch.arange(30)),
-        {"sample_at": "requester", "draws": "labor-*"},
-    ),
 )
 
 
 @tiers.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)], [(2, 1)])
-@tiers.parametrize("way", range(len(WAYS)), [3, 7])
+@tiers.parametrize("way", range(len(WAYS)), [3])
 def test_batches_of_a_share_are_those_of_the_whole_graph(way, size, c):
     make, nodes, options = WAYS[way]
     worlds.run(load, size, size, c, make, nodes, {"draws": "labor", **options})
@@ -234,7 +128,9 @@ def test_batches_of_a_share_are_those_of_the_whole_graph(way, size, c):
 
 def test_a_state_knows_its_draws():
     loaders = [
-        DistNeighborLoader(masked(), [3], batch_size=9, seed=1, draws=draws)
+        DistNeighborLoader(
+            masked(), [3], batch_size=9, options=LoaderOptions(seed=1, draws=draws)
+        )
         for draws in ("labor", "neighbor")
     ]
     with pytest.raises(ValueError, match="draws=labor"):
@@ -246,12 +142,8 @@ def test_a_state_knows_its_draws():
     [
         ({"draws": "ladies"}, "draws must be one of"),
         ({"draws": "labor", "replace": True}, "without replacement"),
-        ({"draws": "labor", "backend": "pyg-lib"}, "not by draws='labor'"),
-        ({"draws": "labor-1", "replace": True}, "leave replace out"),
-        ({"draws": "labor-*", "disjoint": True}, "leave disjoint out"),
-        ({"draws": "labor-1", "subgraph_type": "induced"}, "leave subgraph_type out"),
     ],
 )
 def test_what_is_no_way_to_draw_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
-        DistNeighborLoader(masked(), [3], **options)
+        DistNeighborLoader(masked(), [3], **arguments(**options))

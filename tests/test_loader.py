@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import tiers
 import torch
-from batches import all_same, check, graph, hetero, ids, same
+from batches import all_same, arguments, check, graph, hetero, ids, same
 from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE
 from torch_geometric.sampler import NegativeSampling
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 from torch_geometric.utils import trim_to_layer
 
-from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader
+from pyg_distcomm.loader import (
+    DistLinkNeighborLoader,
+    DistNeighborLoader,
+    LoaderOptions,
+)
 
 WRITES = ("author", "writes", "paper")
 
@@ -21,14 +25,14 @@ WRITES = ("author", "writes", "paper")
 def nodes(data=None, fan_outs=(3, 2), **kwargs):
     kwargs = {"batch_size": 7, "shuffle": True, "seed": 1, **kwargs}
     return DistNeighborLoader(
-        graph() if data is None else data, list(fan_outs), **kwargs
+        graph() if data is None else data, list(fan_outs), **arguments(**kwargs)
     )
 
 
 def links(data=None, fan_outs=(3, 2), **kwargs):
     kwargs = {"batch_size": 60, "shuffle": True, "seed": 1, **kwargs}
     data = graph() if data is None else data
-    return DistLinkNeighborLoader(data, list(fan_outs), **kwargs)
+    return DistLinkNeighborLoader(data, list(fan_outs), **arguments(**kwargs))
 
 
 KINDS = {
@@ -212,7 +216,7 @@ def test_heterogeneous_batches():
     fan_outs = {key: [2, 3] for key in data.edge_types}
     fan_outs["paper", "cites", "paper"] = [0, -1]
     loader = DistNeighborLoader(
-        data, fan_outs, input_nodes="paper", batch_size=9, seed=2
+        data, fan_outs, input_nodes="paper", batch_size=9, options=LoaderOptions(seed=2)
     )
     for batch in loader:
         for name in data.node_types:

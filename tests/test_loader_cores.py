@@ -32,7 +32,9 @@ def machine(monkeypatch):
 
 def loader_of(**options):
     data, seeds = batches.graph(), torch.arange(24)
-    return DistNeighborLoader(data, [3, 2], seeds, batch_size=4, seed=1, **options)
+    return DistNeighborLoader(
+        data, [3, 2], seeds, **batches.arguments(batch_size=4, seed=1, **options)
+    )
 
 
 # cores, torch's threads, ranks; prefetch, and on how many threads bulks are built

@@ -7,7 +7,7 @@ import pytest
 import tiers
 import torch
 import worlds
-from batches import hetero
+from batches import arguments, hetero
 from torch.utils.data import RandomSampler
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling, NodeSamplerInput
@@ -32,7 +32,7 @@ def graph(**more):
 
 def loader(data, fan_out=(3, 2), **kwargs):
     kwargs = {"batch_size": 5, "seed": 1, **kwargs}
-    return DistNeighborLoader(data, list(fan_out), **kwargs)
+    return DistNeighborLoader(data, list(fan_out), **arguments(**kwargs))
 
 
 def test_what_pyg_says_of_a_batch_wins_over_attributes_of_the_same_name():
@@ -397,7 +397,9 @@ def test_times_and_labels_are_one_for_each_seed():
     for name in ("edge_label", "edge_label_time"):
         clock = {"time_attr": "time"} if name == "edge_label_time" else {}
         with pytest.raises(ValueError, match=f"{name} must .* of the {E} seeds"):
-            DistLinkNeighborLoader(data, [2], **{name: torch.ones(E + 1)}, **clock)
+            DistLinkNeighborLoader(
+                data, [2], **arguments(**{name: torch.ones(E + 1)}, **clock)
+            )
 
 
 @pytest.mark.parametrize("given", [3, None, "ab", {("paper", "cites", "paper"): 2}])

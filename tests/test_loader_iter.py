@@ -9,7 +9,7 @@ import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from batches import all_same, graph, hetero
+from batches import all_same, arguments, graph, hetero
 from tqdm.auto import tqdm
 
 import pyg_distcomm as pdc
@@ -24,33 +24,46 @@ from pyg_distcomm.loader import (
     HGTLoader,
     ImbalancedSampler,
     LinkNeighborLoader,
+    LoaderOptions,
     NeighborLoader,
     RandomNodeLoader,
     ShaDowKHopSampler,
 )
 
 MAKE = {
-    "nodes": lambda d, **k: NeighborLoader(d, [3, 2], batch_size=7, shuffle=True, **k),
+    "nodes": lambda d, **k: NeighborLoader(
+        d, [3, 2], **arguments(batch_size=7, shuffle=True, **k)
+    ),
     "links": lambda d, **k: LinkNeighborLoader(
-        d, [2], batch_size=50, shuffle=True, neg_sampling="binary", **k
+        d, [2], **arguments(batch_size=50, shuffle=True, neg_sampling="binary", **k)
     ),
     "layers": lambda d, **k: DistLayerLoader(
-        d, [5, 5], batch_size=9, shuffle=True, **k
+        d, [5, 5], **arguments(batch_size=9, shuffle=True, **k)
     ),
-    "parts": lambda d, **k: RandomNodeLoader(d, 5, shuffle=True, **k),
+    "parts": lambda d, **k: RandomNodeLoader(d, 5, **arguments(shuffle=True, **k)),
     "clusters": lambda d, **k: ClusterLoader(
-        ClusterData(d, 6, method="random"), batch_size=2, shuffle=True, **k
+        ClusterData(d, 6, method="random"), **arguments(batch_size=2, shuffle=True, **k)
     ),
-    "hops": lambda d, **k: ShaDowKHopSampler(d, 2, 3, batch_size=9, shuffle=True, **k),
-    "saint nodes": lambda d, **k: GraphSAINTNodeSampler(d, 9, num_steps=5, **k),
-    "saint edges": lambda d, **k: GraphSAINTEdgeSampler(d, 9, num_steps=5, **k),
+    "hops": lambda d, **k: ShaDowKHopSampler(
+        d, 2, 3, **arguments(batch_size=9, shuffle=True, **k)
+    ),
+    "saint nodes": lambda d, **k: GraphSAINTNodeSampler(
+        d, 9, **arguments(num_steps=5, **k)
+    ),
+    "saint edges": lambda d, **k: GraphSAINTEdgeSampler(
+        d, 9, **arguments(num_steps=5, **k)
+    ),
     "saint walks": lambda d, **k: GraphSAINTRandomWalkSampler(
-        d, 5, 2, num_steps=5, **k
+        d, 5, 2, **arguments(num_steps=5, **k)
     ),
     "classes": lambda d, **k: NeighborLoader(
-        d, [2], batch_size=9, sampler=ImbalancedSampler(torch.arange(60) % 3), **k
+        d,
+        [2],
+        **arguments(batch_size=9, sampler=ImbalancedSampler(torch.arange(60) % 3), **k),
     ),
-    "types": lambda d, **k: HGTLoader(hetero(), [4, 3], "paper", batch_size=9, **k),
+    "types": lambda d, **k: HGTLoader(
+        hetero(), [4, 3], "paper", **arguments(batch_size=9, **k)
+    ),
 }
 
 
@@ -111,7 +124,9 @@ def _inferred(cut, cache):
     for lib in (pyg, nn):
         for name, model in models(lib):
             model.eval()
-            loader = NeighborLoader(data, [-1], batch_size=7, split=False)
+            loader = NeighborLoader(
+                data, [-1], batch_size=7, options=LoaderOptions(split=False)
+            )
             want = getattr(pyg, name).inference(model, loader)
             loader = NeighborLoader(given, [-1], batch_size=7)
             for _ in range(2):

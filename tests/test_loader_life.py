@@ -5,18 +5,18 @@ from __future__ import annotations
 import gc
 import threading
 import time
-import warnings
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from batches import all_same, check, graph, hetero, ids
+from batches import all_same, arguments, check, graph, hetero
 
 from pyg_distcomm.loader import (
     DistLayerLoader,
     DistLinkNeighborLoader,
     DistNeighborLoader,
+    LoaderOptions,
 )
 
 WRITES = ("author", "writes", "paper")
@@ -25,7 +25,7 @@ WRITES = ("author", "writes", "paper")
 def nodes(data=None, fan_outs=(3, 2), **kwargs):
     kwargs = {"batch_size": 7, "shuffle": True, "seed": 1, **kwargs}
     return DistNeighborLoader(
-        graph() if data is None else data, list(fan_outs), **kwargs
+        graph() if data is None else data, list(fan_outs), **arguments(**kwargs)
     )
 
 
@@ -97,7 +97,7 @@ def test_times_of_links_and_of_types():
         time_attr="clock",
         neg_sampling="binary",
         batch_size=50,
-        seed=3,
+        options=LoaderOptions(seed=3),
     )
     for batch in loader:
         pairs = batch.edge_label_index.numel()  # the seeds, negative ones too
@@ -245,7 +245,7 @@ OTHERS = {
     "edges=": lambda: nodes(graph(seed=8)),
     r"edges=\[": lambda: nodes(in_another_order(graph())),
     "loader=DistNeighborLoader": lambda: DistLayerLoader(
-        graph(), [3], batch_size=7, shuffle=True, seed=1
+        graph(), [3], batch_size=7, shuffle=True, options=LoaderOptions(seed=1)
     ),
 }
 
@@ -474,12 +474,15 @@ def test_weights_of_negatives_are_checked(values):
         list(DistLinkNeighborLoader(graph(), [2], neg_sampling=negatives))
 
 
-def test_arguments_without_use_are_named_once():
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        loader = nodes(
-            master_addr="localhost", master_port=11111, concurrency=2, current_ctx=None
+@pytest.mark.parametrize("kind", [DistNeighborLoader, DistLinkNeighborLoader])
+def test_an_argument_of_ours_among_those_of_pyg_is_told_where_it_goes(kind):
+    for name, value in (("seed", 0), ("bulk_size", 2), ("draws", "labor")):
+        said = (
+            rf"{kind.__name__}.*'{name}'; did you mean options=LoaderOptions\({name}="
         )
-    (text,) = [str(w.message) for w in said if "torch_geometric.distributed" in str(w)]
-    assert text.startswith("master_addr, master_port, concurrency: ")
-    assert torch.equal(ids(loader), ids(nodes()))
+        with pytest.raises(TypeError, match=said):
+            kind(graph(), [2], **{name: value})
+    with pytest.raises(TypeError, match="'bulk'"):
+        kind(graph(), [2], bulk=2)
+    with pytest.raises(TypeError, match="must be a LoaderOptions, got dict"):
+        kind(graph(), [2], options={"seed": 0})

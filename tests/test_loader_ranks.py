@@ -13,7 +13,7 @@ import tiers
 import torch
 import torch.distributed as dist
 import worlds
-from batches import all_same, full_disk, graph, hetero, same
+from batches import all_same, arguments, full_disk, graph, hetero, same
 from torch.utils.data import DistributedSampler
 from torch_geometric.data import Data
 
@@ -32,12 +32,14 @@ SIZES = [1, 2, 3, 4]
 
 def nodes(**kwargs):
     kwargs = {"batch_size": 7, "shuffle": True, "seed": 1, **kwargs}
-    return DistNeighborLoader(graph(), [3, 2], **kwargs)
+    return DistNeighborLoader(graph(), [3, 2], **arguments(**kwargs))
 
 
 def links(**kwargs):
     return DistLinkNeighborLoader(
-        graph(), [3, 2], neg_sampling="binary", batch_size=60, seed=1, **kwargs
+        graph(),
+        [3, 2],
+        **arguments(neg_sampling="binary", batch_size=60, seed=1, **kwargs),
     )
 
 
@@ -113,8 +115,10 @@ def test_fewer_batches_than_ranks():
 def _typed():
     mesh = worlds.mesh()
     make = {"input_nodes": "paper", "batch_size": 9, "seed": 4}
-    whole = list(DistNeighborLoader(hetero(), [2, 2], split=False, **make))
-    for i, batch in enumerate(DistNeighborLoader(hetero(), [2, 2], **make)):
+    whole = list(DistNeighborLoader(hetero(), [2, 2], **arguments(split=False, **make)))
+    for i, batch in enumerate(
+        DistNeighborLoader(hetero(), [2, 2], **arguments(**make))
+    ):
         assert batch.padding == (i * mesh.size + mesh.rank >= len(whole))
         same(unmarked(batch), whole[(i * mesh.size + mesh.rank) % len(whole)])
 
@@ -411,8 +415,8 @@ def _shared(folder, typed):
     same(data, hetero() if typed else graph())
     given = {"input_nodes": "paper"} if typed else {}
     make = {"batch_size": 7, "seed": 2, "split": False, **given}
-    found = DistNeighborLoader(data, [3, 2], **make)
-    all_same(found, DistNeighborLoader(load(), [3, 2], **make))
+    found = DistNeighborLoader(data, [3, 2], **arguments(**make))
+    all_same(found, DistNeighborLoader(load(), [3, 2], **arguments(**make)))
     dist.barrier() if mesh.size > 1 else None
     left = os.listdir(folder)
     return len(calls) - 1, left

@@ -14,6 +14,7 @@ from test_saving import full_after
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.mesh import alone
 from pyg_distcomm.datasets import generated
+from pyg_distcomm.loader import LoaderOptions
 from pyg_distcomm.nn import GCNConv
 from pyg_distcomm.watch.metrics import flat, read_run
 
@@ -195,7 +196,9 @@ def test_what_is_no_figure_is_refused(tmp_path):
 def test_phases_of_a_loader_are_those_it_shows():
     from pyg_distcomm.loader import DistNeighborLoader
 
-    loader = DistNeighborLoader(generated(80), [3], batch_size=20, split=False)
+    loader = DistNeighborLoader(
+        generated(80), [3], batch_size=20, options=LoaderOptions(split=False)
+    )
     run = pdc.metrics(None, lone(), loader=loader)
     assert len(list(loader)) == 4
     row = run.epoch(0)

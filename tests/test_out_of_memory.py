@@ -18,7 +18,12 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.graph import partition_data
 from pyg_distcomm.halo import halo
-from pyg_distcomm.loader import DistLayerLoader, NeighborLoader, device_placement
+from pyg_distcomm.loader import (
+    DistLayerLoader,
+    LoaderOptions,
+    NeighborLoader,
+    device_placement,
+)
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.ops.grid_plan import GridPlan
 from pyg_distcomm.partition.folder import write_folder
@@ -148,8 +153,14 @@ def test_a_loader_names_what_does_not_fit_on_the_device(part, monkeypatch):
     placed, ids = device_placement.Placement(device), torch.tensor([1])
     runs = {
         "rows": lambda: placed.take((None, "x"), data.x, ids),
-        "graph": lambda: list(NeighborLoader(data, [2], batch_size=4, device=device)),
-        "layers": lambda: DistLayerLoader(data, [4, 4], batch_size=4, device=device),
+        "graph": lambda: list(
+            NeighborLoader(
+                data, [2], batch_size=4, options=LoaderOptions(device=device)
+            )
+        ),
+        "layers": lambda: DistLayerLoader(
+            data, [4, 4], batch_size=4, options=LoaderOptions(device=device)
+        ),
     }
     with pytest.raises(MemoryError, match=wanted):
         runs[part]()

@@ -17,7 +17,12 @@ from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.process_grid import new_process_grid
-from pyg_distcomm.loader import DistFeatureStore, DistLayerLoader, DistNeighborLoader
+from pyg_distcomm.loader import (
+    DistFeatureStore,
+    DistLayerLoader,
+    DistNeighborLoader,
+    LoaderOptions,
+)
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -26,8 +31,8 @@ def alike(data, share, kind=DistNeighborLoader, fan_outs=(2, 2), **options):
     """Asserts that a share yields what the whole graph does."""
     options = {"batch_size": 3, "seed": 5, **options}
     whole = {k: v for k, v in options.items() if k not in ("sample_at", "replication")}
-    one = list(kind(data, list(fan_outs), **whole))
-    two = list(kind(share, list(fan_outs), **options))
+    one = list(kind(data, list(fan_outs), **batches.arguments(**whole)))
+    two = list(kind(share, list(fan_outs), **batches.arguments(**options)))
     assert len(one) == len(two)
     for a, b in zip(one, two, strict=True):
         for key in ("n_id", "e_id", "edge_index", "x"):
@@ -131,7 +136,7 @@ def refused(size):
         DistNeighborLoader(share, [2], batch_sampler=Endless())
     short = DistFeatureStore.from_replicated(torch.zeros(50, 3), new_process_grid(mesh))
     with pytest.raises(ValueError, match="50 rows of 'x', and a graph with 60"):
-        DistNeighborLoader(share, [2], features=short)
+        DistNeighborLoader(share, [2], options=LoaderOptions(features=short))
 
 
 def test_what_cannot_be_is_refused_at_construction():
@@ -143,7 +148,9 @@ def part_of_the_rows(size):
     data = masked()
     share = pdc.partition(data, mesh, cut(data, size))
     store = DistFeatureStore.from_replicated(data.x + 1, new_process_grid(mesh))
-    for batch in DistNeighborLoader(share, [2], batch_size=9, features=store):
+    for batch in DistNeighborLoader(
+        share, [2], batch_size=9, options=LoaderOptions(features=store)
+    ):
         assert torch.equal(batch.x, data.x[batch.n_id] + 1)
         assert torch.equal(batch.y, data.y[batch.n_id])
         assert torch.equal(batch.edge_attr, data.edge_attr[batch.e_id])
@@ -158,8 +165,12 @@ def given_times(size):
     data = timed()
     share = pdc.partition(data, mesh, cut(data, size))
     options = {"time_attr": "time", "batch_size": 9, "seed": 3}
-    one = DistNeighborLoader(data, [2], input_time=data.time, **options)
-    two = DistNeighborLoader(share, [2], input_time=share.time, **options)
+    one = DistNeighborLoader(
+        data, [2], **batches.arguments(input_time=data.time, **options)
+    )
+    two = DistNeighborLoader(
+        share, [2], **batches.arguments(input_time=share.time, **options)
+    )
     for a, b in zip(one, two, strict=True):
         batches.same(a.n_id, b.n_id)
         batches.same(a.seed_time, b.seed_time)
@@ -207,7 +218,7 @@ def on_one_rank(size):
     list(loader)
     if mesh.rank == 0:
         share.x.to_local()[0] = 7.0
-    later = DistNeighborLoader(share, [2], batch_size=9, seed=1)
+    later = DistNeighborLoader(share, [2], batch_size=9, options=LoaderOptions(seed=1))
     first = int(share.edge_index.nodes.partition.gids(0)[0])
     for batch in later:
         assert bool((batch.x[batch.n_id == first] == 7.0).all())
@@ -240,7 +251,11 @@ def transforming(size, prefetch):
 
     share = pdc.partition(data, mesh, cut(data, size))
     loader = DistNeighborLoader(
-        share, [2], batch_size=2, bulk_size=1, transform=transform, prefetch=prefetch
+        share,
+        [2],
+        batch_size=2,
+        options=LoaderOptions(bulk_size=1, prefetch=prefetch),
+        transform=transform,
     )
     with pytest.raises((ValueError, KeyError, pdc.RankError)) as error:
         list(loader)

@@ -27,7 +27,7 @@ CASES = (
     (timed, Ladies("paper"), None, {"weights": "debiased"}),
     (timed, Ladies(), "weight", {"weights": "importance", "replace": True}),
     (batches.graph, FastGCN(), None, {"weights": "debiased"}),
-    (timed, FastGCN(), "weight", {"method": "exponential"}),
+    (timed, FastGCN(), "weight", {}),
     (timed, UserRule(root), "weight", {"keep_batch": False}),
 )
 

@@ -133,10 +133,13 @@ def _compared(size, c, case, place):
     data = make()
     share = pdc.partition(data, mesh, cut(data, size))
     given = {"num_neighbors": [3, 2], "batch_size": 7, "shuffle": True, "seed": 11}
-    whole = DistLinkNeighborLoader(data, **{**given, **options(data)})
+    whole = DistLinkNeighborLoader(
+        data, **batches.arguments(**{**given, **options(data)})
+    )
     own = options(share if case.startswith("own") else data)
     part = DistLinkNeighborLoader(
-        share, **{**given, **own}, replication=c, **place, bulk_size=3
+        share,
+        **batches.arguments(**{**given, **own}, replication=c, bulk_size=3, **place),
     )
     assert len(whole) == len(part)
     for _ in range(2):
@@ -205,7 +208,7 @@ def _refused_of_one(case):
     kinds = DistNeighborLoader, DistLinkNeighborLoader, DistLayerLoader
     for kind in kinds:
         with pytest.raises((TypeError, ValueError), match=said):
-            kind(share, [2, 2], batch_size=4, **options)
+            kind(share, [2, 2], **batches.arguments(batch_size=4, **options))
     with pytest.raises(ValueError, match="num_nodes_per_layer must hold"):
         DistLayerLoader(share, [-2 if worlds.mesh().rank else 2], batch_size=4)
     with pytest.raises(ValueError, match="'foo' is not a valid"):

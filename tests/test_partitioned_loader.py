@@ -20,6 +20,7 @@ from pyg_distcomm.loader import (
     DistFeatureStore,
     DistLayerLoader,
     DistNeighborLoader,
+    LoaderOptions,
 )
 from pyg_distcomm.partition.folder import write_folder
 from pyg_distcomm.sampling import KeyedLayerSampler, KeyedNeighborSampler, Ladies
@@ -67,8 +68,12 @@ def load(size, c, make, nodes, options):
     pick = {"mask": lambda d: d.train_mask, "all": lambda d: None}.get(
         nodes, lambda d: nodes
     )
-    whole = DistNeighborLoader(data, input_nodes=pick(data), **plain)
-    part = DistNeighborLoader(share, input_nodes=pick(share), replication=c, **given)
+    whole = DistNeighborLoader(
+        data, **batches.arguments(input_nodes=pick(data), **plain)
+    )
+    part = DistNeighborLoader(
+        share, **batches.arguments(input_nodes=pick(share), replication=c, **given)
+    )
     assert len(whole) == len(part)
     for one, two in zip(epochs(whole), epochs(part), strict=True):
         assert len(one) == len(two)
@@ -123,9 +128,15 @@ def load_layers(size, c, make, rule, options):
         for k, v in given.items()
         if k not in ("topology", "sample_at", "bulk_size")
     }
-    whole = DistLayerLoader(data, [6, 9], rule, input_nodes=data.train_mask, **plain)
+    whole = DistLayerLoader(
+        data, [6, 9], rule, **batches.arguments(input_nodes=data.train_mask, **plain)
+    )
     part = DistLayerLoader(
-        share, [6, 9], rule, share.train_mask, replication=c, **given
+        share,
+        [6, 9],
+        rule,
+        share.train_mask,
+        **batches.arguments(replication=c, **given),
     )
     for one, two in zip(epochs(whole), epochs(part), strict=True):
         for a, b in zip(one, two, strict=True):
@@ -164,7 +175,9 @@ def built(size, c=1, data=None, **options):
     data = masked() if data is None else data
     share = pdc.partition(data, mesh, cut(data, size))
     given = {"num_neighbors": [3, 2], "batch_size": 4, "seed": 7, "shuffle": True}
-    return share, DistNeighborLoader(share, replication=c, **{**given, **options})
+    return share, DistNeighborLoader(
+        share, **batches.arguments(replication=c, **{**given, **options})
+    )
 
 
 def stop_early(size, bulk_size, prefetch):
@@ -212,7 +225,9 @@ def resume(size):
     share = pdc.partition(data, worlds.mesh(), owners(data.num_nodes, size))
     for name in ({"weight_attr": "heavy"}, {"time_attr": "when"}):
         one, two = (
-            DistNeighborLoader(d, [2], seed=1, **name).state_dict()["made_from"]
+            DistNeighborLoader(
+                d, [2], **batches.arguments(seed=1, **name)
+            ).state_dict()["made_from"]
             for d in (data, share)
         )
         assert one == two
@@ -245,7 +260,10 @@ def uneven(size):
     data = masked()
     share = pdc.partition(data, mesh, owners(data.num_nodes, size))
     loader = DistNeighborLoader(
-        share, num_neighbors=[3], batch_size=1, bulk_size=1, seed=7
+        share,
+        num_neighbors=[3],
+        batch_size=1,
+        options=LoaderOptions(bulk_size=1, seed=7),
     )
     if mesh.rank == 0:
         for _ in loader:
@@ -268,7 +286,9 @@ def test_a_rank_that_stops_alone_ends_the_others():
 def interrupted():
     mesh = worlds.mesh(fresh=True)
     share = pdc.partition(masked(), mesh, owners(60, 2))
-    loader = DistNeighborLoader(share, [2], batch_size=2, bulk_size=2)
+    loader = DistNeighborLoader(
+        share, [2], batch_size=2, options=LoaderOptions(bulk_size=2)
+    )
     try:
         for k, _ in enumerate(loader):
             if mesh.rank == 1 and k == 3:
@@ -299,8 +319,7 @@ def failing(size, prefetch):
         input_nodes=torch.arange(8),
         batch_size=1,
         weight_attr="weight",
-        prefetch=prefetch,
-        bulk_size=1,
+        options=LoaderOptions(prefetch=prefetch, bulk_size=1),
     )
     with pytest.raises(ValueError, match="all edges into node 3 are zero"):
         list(loader)
@@ -324,7 +343,7 @@ def transformed(prefetch, own):
     name = "transform_sampler_output" if own else "transform"
     options = {"batch_size": 2, "bulk_size": 2, "prefetch": prefetch, name: transform}
     try:
-        for _ in DistNeighborLoader(share, [2], **options):
+        for _ in DistNeighborLoader(share, [2], **batches.arguments(**options)):
             pass
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -346,7 +365,9 @@ def refused(size):
     share = pdc.partition(data, mesh, owners(data.num_nodes, size))
 
     def load(graph=share, **options):
-        return DistNeighborLoader(graph, **{"num_neighbors": [2], **options})
+        return DistNeighborLoader(
+            graph, **batches.arguments(**{"num_neighbors": [2], **options})
+        )
 
     with pytest.raises(ValueError, match="topology must be one of"):
         load(topology="shared")
@@ -387,7 +408,9 @@ def stored(size, c):
     data = masked()
     share = pdc.partition(data, mesh, cut(data, size))
     options = {"num_neighbors": [3, 2], "batch_size": 6, "seed": 3}
-    plain = list(DistNeighborLoader(share, replication=c, **options))
+    plain = list(
+        DistNeighborLoader(share, **batches.arguments(replication=c, **options))
+    )
     store = DistFeatureStore.from_data(
         share,
         new_process_grid(mesh, c),
@@ -401,22 +424,26 @@ def stored(size, c):
     mine = share.edge_index.nodes.gid
     store.add(None, "more", more[mine])
     mesh.ledger.reset()
-    cached = list(DistNeighborLoader(share, features=store, **options))
+    cached = list(
+        DistNeighborLoader(share, **batches.arguments(features=store, **options))
+    )
     for one, two in zip(plain, cached, strict=True):
         batches.same(one.x, two.x)
         batches.same(one.edge_attr, two.edge_attr)
         batches.same(two.more, more[two.n_id])
     lossy = DistFeatureStore.from_data(share, new_process_grid(mesh, c), wire="int8")
     for one, two in zip(
-        plain, DistNeighborLoader(share, features=lossy, **options), strict=True
+        plain,
+        DistNeighborLoader(share, **batches.arguments(features=lossy, **options)),
+        strict=True,
     ):
         batches.same(one.y, two.y)
         assert (one.x - two.x).abs().max() < 0.05
     with pytest.raises(TypeError, match="must be a DistFeatureStore"):
-        DistNeighborLoader(share, features={}, **options)
+        DistNeighborLoader(share, **batches.arguments(features={}, **options))
     share.x.requires_grad_()
     with pytest.raises(TypeError, match="requires a gradient"):
-        DistNeighborLoader(share, **options)
+        DistNeighborLoader(share, **batches.arguments(**options))
 
 
 @pytest.mark.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2)])
@@ -428,8 +455,10 @@ def from_folder(size, folder):
     mesh = worlds.mesh()
     share = pdc.load_partition(folder, mesh)
     options = {"num_neighbors": [3, 2], "batch_size": 6, "seed": 3}
-    whole = DistNeighborLoader(masked(), **options)
-    for one, two in zip(whole, DistNeighborLoader(share, **options), strict=True):
+    whole = DistNeighborLoader(masked(), **batches.arguments(**options))
+    for one, two in zip(
+        whole, DistNeighborLoader(share, **batches.arguments(**options)), strict=True
+    ):
         batches.same(one.n_id, two.n_id)
         batches.same(one.x, two.x)
         batches.same(one.edge_attr, two.edge_attr)
@@ -502,14 +531,20 @@ def one_sided():
     none, some = torch.empty(0).long(), torch.arange(2)
     odd = mesh.rank == 1
     seeds = {"input_nodes": none if odd else some, "batch_size": 1, "shuffle": True}
-    assert not list(DistNeighborLoader(share, [2], even_batches="drop", **seeds))
+    assert not list(
+        DistNeighborLoader(
+            share, [2], **batches.arguments(even_batches="drop", **seeds)
+        )
+    )
     with pytest.raises(ValueError, match=r"got \[2, 0\] batches on the ranks"):
-        list(DistNeighborLoader(share, [2], **seeds))
+        list(DistNeighborLoader(share, [2], **batches.arguments(**seeds)))
     kind, text = (
         (TypeError, "'foo'") if odd else (ValueError, "rank 1: TypeError.*'foo'")
     )
     with pytest.raises(kind, match=text):
-        DistNeighborLoader(share, [2], **({"foo": 1} if odd else {}))
+        DistNeighborLoader(
+            share, [2], **batches.arguments(**({"foo": 1} if odd else {}))
+        )
     with pytest.raises(ValueError, match="vector of node ids"):
         DistNeighborLoader(share, [2], input_nodes=object() if odd else some)
     with pytest.raises(
@@ -532,8 +567,8 @@ def named():
     for given in (["paper", torch.arange(6)], ("paper", torch.arange(40) < 6), "late"):
         some = {**options, "input_nodes": given}
         for more in ({}, {"time_attr": "time"} if given != "late" else {}):
-            one = DistNeighborLoader(share, [2, 2], **some, **more)
-            two = DistNeighborLoader(data, [2, 2], **some, **more)
+            one = DistNeighborLoader(share, [2, 2], **batches.arguments(**some, **more))
+            two = DistNeighborLoader(data, [2, 2], **batches.arguments(**some, **more))
             batches.all_same(list(one), list(two))
     types = list(share.node_types)
     for given in (None, torch.ones(40).bool(), "papre", ("papre", torch.arange(3))):
@@ -542,7 +577,9 @@ def named():
     assert share.node_types == types
     plain = pdc.partition(masked(), mesh, owners(60, size))
     for given in ((1, 2), (1, 2, 3)):
-        found = DistNeighborLoader(plain, [2], input_nodes=given, split=True)
+        found = DistNeighborLoader(
+            plain, [2], input_nodes=given, options=LoaderOptions(split=True)
+        )
         assert found.input_data.node.tolist() == list(given)
     with pytest.raises(ValueError, match="names a node type"):
         DistNeighborLoader(plain, [2], input_nodes="paper")
@@ -573,7 +610,9 @@ def only_targets():
         options = {"batch_size": 8, "seed": 1, "split": True, "time_attr": "time"}
         seeds = {"input_nodes": ("paper", torch.arange(16))}
         for at in ("owner", "requester") if graph is share else ("owner",):
-            loader = DistNeighborLoader(graph, [3], sample_at=at, **options, **seeds)
+            loader = DistNeighborLoader(
+                graph, [3], **batches.arguments(sample_at=at, **options, **seeds)
+            )
             found.append([(b["author"].n_id, b["author"].batch) for b in loader])
     for one, two in zip(found[0], found[1], strict=True):
         assert all(map(torch.equal, one, two))

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
+from batches import arguments
 from layers import EDGE_ATTRS, EXACT, NODE_ATTRS, OUT, W, X, make, problem
 from layers import F as WIDTH
 from pipelines import loss_of, stack_of
@@ -406,7 +407,9 @@ def loaders():
     of_links = {"edge_label_index": data.edge_index[:, :9], "neg_sampling_ratio": 1.0}
     clusters = loading.ClusterData(data, 4, log=False)
     made = [
-        loading.LinkNeighborLoader(share, [2, 2], batch_size=8, **of_links),
+        loading.LinkNeighborLoader(
+            share, [2, 2], **arguments(batch_size=8, **of_links)
+        ),
         loading.DistLayerLoader(share, [8, 8], batch_size=8),
         loading.DistLayerLoader(data, [8, 8], batch_size=8),
         loading.ClusterLoader(clusters, batch_size=2),

@@ -521,7 +521,7 @@ def automatic(case):
     data = GRAPHS["undirected"]()
     machine = pdc.Machine(latency=0.0, bandwidth=1e4)
     mesh = pdc.init(
-        "auto", data=data, model=stack(DistGCNConv, WIDTHS), machine=machine, timeout=60
+        pdc.Auto(data, model=stack(DistGCNConv, WIDTHS), machine=machine), timeout=60
     )
     share = pdc.partition(data, mesh)
     torch.manual_seed(0)
@@ -550,8 +550,8 @@ def test_auto_takes_the_best_plan_on_all_ranks(size):
 
 def seeded():
     data = GRAPHS["undirected"]()
-    how = {"machine": pdc.Machine(), "method": "random", "timeout": 60}
-    mesh = pdc.init("auto", data=data, widths=[7, 4], **how)
+    how = {"machine": pdc.Machine(), "method": "random"}
+    mesh = pdc.init(pdc.Auto(data, widths=[7, 4], **how), timeout=60)
     with pytest.raises(ValueError, match="has cut this graph: no seed="):
         pdc.partition(data, mesh, seed=3)
     return len(pdc.partition(data, mesh, "random", seed=3).edge_index.edges)
@@ -563,21 +563,16 @@ def test_a_seed_does_not_change_a_plan():
 
 def refusals():
     data = GRAPHS["undirected"]()
-    with pytest.raises(ValueError, match="give the graph as data"):
+    with pytest.raises(ValueError, match=r"give pdc\.Auto\(data"):
         pdc.init("auto")
     some = data if torch.distributed.get_rank() == 0 else None
     with pytest.raises(ValueError, match=r"rank 1: .*give the graph as data"):
-        pdc.init("auto", data=some, widths=[7, 4], timeout=120)
-    with pytest.raises(ValueError, match="for algorithm='auto'"):
-        pdc.init("1d", data=data)
-    with pytest.raises(ValueError, match="memory, codecs, method are for"):
-        pdc.init("1d", codecs=["1 bit"], memory=1.0, method="block")
+        pdc.init(pdc.Auto(some, widths=[7, 4]), timeout=120)
     with pytest.raises(ValueError, match="leave grid"):
-        pdc.init("auto", data=data, widths=[7, 4], replication=2)
+        pdc.init(pdc.Auto(data, widths=[7, 4]), replication=2)
+    less = pdc.Auto(data, widths=[7, 4], machine=pdc.Machine(memory=1))
     with pytest.raises(ValueError, match="no plan can be run"):
-        pdc.init(
-            "auto", data=data, widths=[7, 4], machine=pdc.Machine(memory=1), timeout=60
-        )
+        pdc.init(less, timeout=60)
 
 
 def measured_for():
@@ -591,7 +586,7 @@ def measured_for():
         "pyg_distcomm.plan.init"
     )  # plan is the function, too
     with mock.patch.object(auto, "calibrate", calibrate):
-        how = {"data": data, "widths": [7, np.int64(4), 3], "timeout": 60}
+        how = {"data": data, "widths": [7, np.int64(4), 3]}
         for wrong, kind, message in (
             ({"widths": [5, 4]}, ValueError, "features"),
             ({"codecs": ["3.5 bits"]}, ValueError, "3.5 bits"),
@@ -605,10 +600,10 @@ def measured_for():
             ),
         ):
             with pytest.raises(kind, match=message):
-                pdc.init("auto", **how | wrong)
+                pdc.init(pdc.Auto(**how | wrong), timeout=60)
         assert not asked  # refused before anything is timed
         machine = None if torch.distributed.get_rank() == 0 else pdc.Machine()
-        mesh = pdc.init("auto", method="block", machine=machine, **how)
+        mesh = pdc.init(pdc.Auto(method="block", machine=machine, **how), timeout=60)
     assert mesh.plan.size == 2
     return asked, (data.num_nodes, data.num_edges)
 
@@ -717,12 +712,12 @@ def wins(fastest):
         mock.patch.object(auto, "shortlist", every),
         mock.patch.object(auto, "time_once", once),
     ):
-        how = {"widths": [7, 4], "method": "block", "timeout": 60}
+        how = {"widths": [7, 4], "method": "block"}
         with pytest.raises(
             ValueError, match=r"rank 1: .*give every rank the same data"
         ):
-            pdc.init("auto", data=data if first else Data(), **how)
-        mesh = pdc.init("auto", data=data, **how)
+            pdc.init(pdc.Auto(data if first else Data(), **how), timeout=60)
+        mesh = pdc.init(pdc.Auto(data, **how), timeout=60)
     assert (mesh.grid, mesh.plan.grid) == (fastest, fastest)
     assert latest_mesh() is mesh
     share = pdc.partition(data, mesh)

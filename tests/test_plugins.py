@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from batches import arguments
 
 import pyg_distcomm as pdc
 from pyg_distcomm import plugins
@@ -122,7 +123,7 @@ def test_a_registered_rule_samples_as_the_function_does(installed):
     data = generated(120)
     options = {"batch_size": 40, "seed": 3, "input_nodes": data.train_mask}
     mine, named = (
-        next(iter(DistLayerLoader(data, [8, 8], rule, **options)))
+        next(iter(DistLayerLoader(data, [8, 8], rule, **arguments(**options))))
         for rule in (lambda P: P.sqrt(), "roots")
     )
     assert torch.equal(mine.n_id, named.n_id)

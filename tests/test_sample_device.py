@@ -14,6 +14,7 @@ import second_device
 import tiers
 import torch
 import worlds
+from batches import arguments
 from test_sample_kernels import graph, request, same
 from torch_geometric.data import Data, HeteroData
 
@@ -32,13 +33,13 @@ from pyg_distcomm.loader import (
     GraphSAINTRandomWalkSampler,
     HGTLoader,
     LinkNeighborLoader,
+    LoaderOptions,
     NeighborLoader,
     RandomNodeLoader,
     ShaDowKHopSampler,
     device_placement,
 )
 from pyg_distcomm.loader.device_placement import HOST
-from pyg_distcomm.loader.partitioned_source import PartitionedOptions
 from pyg_distcomm.ops.id_plan import route_of
 from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
 
@@ -74,10 +75,7 @@ RULES = {
     [
         case
         for case in itertools.product(
-            [False, True],
-            RULES,
-            [(), ("node",), ("edge",)],
-            *[[False, True]] * 4,
+            [False, True], RULES, [(), ("node",), ("edge",)], *[[False, True]] * 4
         )
         if case[2] or not case[3]
     ],
@@ -208,8 +206,8 @@ def test_loaders_yield_the_batches_of_the_host(name, hetero, links, device, forc
         seeds["neg_sampling"] = "binary"
         if "time_attr" in options:
             seeds["edge_label_time"] = torch.arange(40) % 9
-    host = list(kind(graph, **options, **seeds))
-    loader = kind(graph, **options, **seeds, device=device)
+    host = list(kind(graph, **arguments(**options, **seeds)))
+    loader = kind(graph, **arguments(**options, **seeds, device=device))
     assert type(loader.neighbor_sampler_in_use) is KeyedNeighborSampler
     there = list(loader)
     assert isinstance(loader.neighbor_sampler_in_use._draw, DeviceSampler)
@@ -229,14 +227,14 @@ LAYERS = {
     "user": {"rule": lambda p: p.sqrt(), "weight_attr": "weight", "weights": None},
     "late": {"transform_sampler_output": lambda out: out, "prefetch": 1},
     "all": {"num_nodes_per_layer": [-1, 12], "bulk_size": 2},
-    "exponential": {"method": "exponential"},
-    "exponential fastgcn": {"method": "exponential", "rule": "fastgcn"},
 }
 
 
 def layered(name, graph, place=None, **more):
     options = {"num_nodes_per_layer": [12, 7], "batch_size": 9, "seed": 4}
-    return DistLayerLoader(graph, **(options | LAYERS[name] | more), device=place)
+    return DistLayerLoader(
+        graph, **arguments(**options | LAYERS[name] | more, device=place)
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -260,7 +258,11 @@ def test_layers_are_those_of_the_host(name, device, forced, monkeypatch):
 def test_states_go_from_one_device_to_another(device, forced):
     def loader(place):
         return NeighborLoader(
-            data(), [3, 2], batch_size=9, shuffle=True, seed=5, device=place
+            data(),
+            [3, 2],
+            batch_size=9,
+            shuffle=True,
+            options=LoaderOptions(seed=5, device=place),
         )
 
     wanted = list(loader(None))
@@ -280,7 +282,9 @@ def test_states_go_from_one_device_to_another(device, forced):
 
 def test_rows_that_change_are_placed_again(forced):
     graph = data()
-    loader = NeighborLoader(graph, [3], batch_size=70, seed=1, device="cpu")
+    loader = NeighborLoader(
+        graph, [3], batch_size=70, options=LoaderOptions(seed=1, device="cpu")
+    )
     next(iter(loader))
     graph.x += 1
     graph.y = graph.y + 1
@@ -296,8 +300,8 @@ def test_rows_on_disk_are_read_once_a_bulk(forced, tmp_path):
     mapped.x = np.load(file, mmap_mode="r")
     options = {"num_neighbors": [3, 2], "batch_size": 9, "seed": 1}
     for one, other in zip(
-        NeighborLoader(graph, **options),
-        NeighborLoader(mapped, **options, device="cpu"),
+        NeighborLoader(graph, **arguments(**options)),
+        NeighborLoader(mapped, **arguments(**options, device="cpu")),
         strict=True,
     ):
         assert torch.equal(one.x, other.x)
@@ -307,7 +311,6 @@ def test_rows_on_disk_are_read_once_a_bulk(forced, tmp_path):
     ("options", "said"),
     [
         ({"num_workers": 1}, "leave num_workers out"),
-        ({"backend": "pyg-lib"}, "leave one out"),
         ({"neighbor_sampler": object()}, "leave one out"),
         ({"graph_on": "disk"}, "must be one of"),
         ({"device": "nowhere"}, "must name a device"),
@@ -318,7 +321,7 @@ def test_rows_on_disk_are_read_once_a_bulk(forced, tmp_path):
 )
 def test_what_is_not_made_on_a_device_is_refused(options, said, forced):
     with pytest.raises(ValueError, match=said):
-        NeighborLoader(data(), [2], **({"device": "cpu"} | options))
+        NeighborLoader(data(), [2], **arguments(**({"device": "cpu"} | options)))
 
 
 def shared(place="cpu", rows=("device", "host"), some=slice(None)):
@@ -331,17 +334,31 @@ def shared(place="cpu", rows=("device", "host"), some=slice(None)):
     table = pdc.DistEmbedding(70, 3, like=share)
     at = {"batch_size": 6, "seed": 3}
     ways = {
-        "nodes": partial(NeighborLoader, share, [3, 2], embedding=table, **at),
-        "coded": partial(NeighborLoader, share, [3, 2], features=lossy, **at),
-        "types": partial(NeighborLoader, two, [3], "a", features=hot, prefetch=0, **at),
+        "nodes": partial(loaded, NeighborLoader, share, [3, 2], embedding=table, **at),
+        "coded": partial(loaded, NeighborLoader, share, [3, 2], features=lossy, **at),
+        "types": partial(
+            loaded, NeighborLoader, two, [3], "a", features=hot, prefetch=0, **at
+        ),
         "links": partial(
-            LinkNeighborLoader, share, [3, 2], neg_sampling="binary", batch_size=60
+            loaded,
+            LinkNeighborLoader,
+            share,
+            [3, 2],
+            neg_sampling="binary",
+            batch_size=60,
         ),
-        "layers": partial(DistLayerLoader, share, [9, 9], **at, prefetch=2),
+        "layers": partial(loaded, DistLayerLoader, share, [9, 9], **at, prefetch=2),
         "late": partial(
-            NeighborLoader, share, [3], transform_sampler_output=lambda out: out, **at
+            loaded,
+            NeighborLoader,
+            share,
+            [3],
+            transform_sampler_output=lambda out: out,
+            **at,
         ),
-        "whole": partial(NeighborLoader, share, [3], topology="replicated", **at),
+        "whole": partial(
+            loaded, NeighborLoader, share, [3], topology="replicated", **at
+        ),
         **subgraphs(share, two),
     }
     try:
@@ -358,12 +375,16 @@ def shared(place="cpu", rows=("device", "host"), some=slice(None)):
                     if name == "nodes":
                         assert route_of(other.n_id, table.rows) is not None
             device_placement.HOST = HOST
-        for name, said in (("graph_pinned", "graph_on out"), ("cache", "features=")):
-            wrong = device_placement.Placement(place, **{name: True})
+        wrong = {"graph_on": "pinned"}, {"cache": 0.5}
+        for options, said in zip(wrong, ("graph_on out", "features="), strict=True):
             with pytest.raises(ValueError, match=said):
-                PartitionedOptions().applies_to(share, wrong)
+                LoaderOptions(**options).are_for_share(share)
     finally:
         device_placement.HOST = HOST
+
+
+def loaded(kind, *args, **given):
+    return kind(*args, **arguments(**given))
 
 
 class Side:
@@ -395,9 +416,9 @@ def test_bulks_leave_a_side_stream_once(kind, late, forced, monkeypatch):
     if late:
         options["transform_sampler_output"] = lambda out: out
     make = DistLayerLoader if kind == "layers" else NeighborLoader
-    host = list(make(data(), [5, 5], **options))
+    host = list(loaded(make, data(), [5, 5], **options))
     for prefetch in (0, 1):
-        there = make(data(), [5, 5], **options, prefetch=prefetch, device="cpu")
+        there = loaded(make, data(), [5, 5], **options, prefetch=prefetch, device="cpu")
         for one, other in zip(host, there, strict=True):
             alike(one, other, "cpu")
 
@@ -406,12 +427,18 @@ def subgraphs(graph, two):
     parts = ClusterData(graph, 6)
     saint = {"batch_size": 9, "num_steps": 2, "log": False}
     return {
-        "random": partial(RandomNodeLoader, graph, 4, shuffle=True, seed=5),
-        "cluster": partial(ClusterLoader, parts, batch_size=2, shuffle=True, seed=1),
-        "around": partial(ShaDowKHopSampler, graph, 2, 3, batch_size=9, seed=1),
-        "edges": partial(GraphSAINTEdgeSampler, graph, sample_coverage=3, **saint),
-        "walks": partial(GraphSAINTRandomWalkSampler, graph, walk_length=2, **saint),
-        "budgets": partial(HGTLoader, two, [5, 4], "a", batch_size=6, seed=3),
+        "random": partial(loaded, RandomNodeLoader, graph, 4, shuffle=True, seed=5),
+        "cluster": partial(
+            loaded, ClusterLoader, parts, batch_size=2, shuffle=True, seed=1
+        ),
+        "around": partial(loaded, ShaDowKHopSampler, graph, 2, 3, batch_size=9, seed=1),
+        "edges": partial(
+            loaded, GraphSAINTEdgeSampler, graph, sample_coverage=3, **saint
+        ),
+        "walks": partial(
+            loaded, GraphSAINTRandomWalkSampler, graph, walk_length=2, **saint
+        ),
+        "budgets": partial(loaded, HGTLoader, two, [5, 4], "a", batch_size=6, seed=3),
     }
 
 
@@ -458,10 +485,10 @@ def test_subgraphs_are_those_of_the_host(rows_on):
 
 def test_pinned_memory_without_a_device_is_refused():
     with pytest.raises(ValueError, match="give device='cuda'"):
-        NeighborLoader(data(), [2], rows_on="pinned")
+        NeighborLoader(data(), [2], options=LoaderOptions(rows_on="pinned"))
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="sees 0 CUDA devices"):
-            NeighborLoader(data(), [2], device="cuda")
+            NeighborLoader(data(), [2], options=LoaderOptions(device="cuda"))
 
 
 # Triton --------------------------------------------------------------------------------
@@ -575,9 +602,11 @@ def test_hot_rows_are_read_from_the_device(hetero, forced, monkeypatch):
     options = {"num_neighbors": [4], "batch_size": 20, "seed": 2, "cache": 0.25}
     options |= {"input_nodes": "a" if hetero else None, "rows_on": "pinned"}
     options |= {"prefetch": 0, "bulk_size": 1}  # the interpreter is for one thread
-    loader = NeighborLoader(graph, **options, device="cpu")
+    loader = NeighborLoader(graph, **arguments(**options, device="cpu"))
     del options["cache"], options["rows_on"]
-    for one, other in zip(NeighborLoader(graph, **options), loader, strict=True):
+    for one, other in zip(
+        NeighborLoader(graph, **arguments(**options)), loader, strict=True
+    ):
         alike(one, other, "cpu")
     place, kind = loader.placement, "a" if hetero else None
     store = graph["a"] if hetero else graph
@@ -603,8 +632,10 @@ def test_loaders_read_pinned_memory(name, rows_on):
     place = {"device": "cuda", "graph_on": "pinned", "rows_on": rows_on}
     if rows_on == "cached":
         place |= {"rows_on": "pinned", "cache": 0.3}
-    host = NeighborLoader(graph, **options)
-    for one, other in zip(host, NeighborLoader(graph, **options, **place), strict=True):
+    host = NeighborLoader(graph, **arguments(**options))
+    for one, other in zip(
+        host, NeighborLoader(graph, **arguments(**options, **place)), strict=True
+    ):
         alike(one, other, "cuda")
 
 
@@ -636,8 +667,8 @@ def test_nothing_of_the_host_meets_the_device(hetero, links):
             seeds = {"edge_label_index": (ends, some) if hetero else some}
             if "time_attr" in options:
                 seeds["edge_label_time"] = torch.arange(40) % 9
-        host = kind(graph, **options, **seeds)
-        there = kind(graph, **options, **seeds, device=place)
+        host = kind(graph, **arguments(**options, **seeds))
+        there = kind(graph, **arguments(**options, **seeds, device=place))
         for one, other in zip(host, there, strict=True):
             alike(one, other, "spare")
 

@@ -16,7 +16,11 @@ from torch_geometric.data import Data
 from torch_geometric.sampler import NegativeSampling, NodeSamplerInput
 
 from pyg_distcomm.comm.random import keyed_permutation
-from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader
+from pyg_distcomm.loader import (
+    DistLinkNeighborLoader,
+    DistNeighborLoader,
+    LoaderOptions,
+)
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 DRAWS = 20_000
@@ -156,7 +160,7 @@ def test_epochs_batches_and_hops_are_independent():
         input_nodes=torch.zeros(600).long(),
         disjoint=True,
         batch_size=300,
-        seed=3,
+        options=LoaderOptions(seed=3),
     )
     epochs = []
     for _ in range(20):
@@ -177,7 +181,12 @@ def test_shuffles_are_uniform():
     found = [orders[tuple(keyed_permutation(key, 4).tolist())] for key in range(6000)]
     likely(torch.bincount(torch.tensor(found), minlength=24))
     loader = DistNeighborLoader(
-        fan(4), [1], input_nodes=torch.arange(4), batch_size=4, shuffle=True, seed=2
+        fan(4),
+        [1],
+        input_nodes=torch.arange(4),
+        batch_size=4,
+        shuffle=True,
+        options=LoaderOptions(seed=2),
     )
     found = [orders[tuple(b.input_id.tolist())] for _ in range(600) for b in loader]
     likely(torch.bincount(torch.tensor(found), minlength=24))
@@ -199,7 +208,7 @@ def test_negatives_are_drawn_by_weight(weighted, mode):
         edge_label_index=torch.tensor([[1], [0]]).repeat(1, 200),
         neg_sampling=sampling,
         batch_size=100,
-        seed=6,
+        options=LoaderOptions(seed=6),
     )
     for batch in loader:
         if mode == "triplet":

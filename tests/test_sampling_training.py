@@ -16,6 +16,7 @@ import tiers
 import torch
 import torch.nn.functional as F
 import worlds
+from batches import arguments
 from problems import GRAPHS, owners
 from torch_geometric import typing
 from torch_geometric.loader import NeighborLoader
@@ -66,9 +67,9 @@ def everything(kind, data, weight_attr=None, weights=None, **options):
     """A loader that takes all neighbours, or all candidates, of all layers."""
     options = {"input_nodes": data.train_mask, "shuffle": True, "seed": 3, **options}
     if kind == "sage":
-        return DistNeighborLoader(data, [-1, -1], **options)
+        return DistNeighborLoader(data, [-1, -1], **arguments(**options))
     how = {"weights": weights, "weight_attr": weight_attr}
-    return DistLayerLoader(data, [-1, -1], kind, **how, **options)
+    return DistLayerLoader(data, [-1, -1], kind, **arguments(**how, **options))
 
 
 def network(kind):
@@ -149,8 +150,8 @@ def sampled(kind, data, **options):
     some = len(options["input_nodes"]) > 0  # torch's sampler shuffles no empty list
     options = {"shuffle": some, "seed": 5, "batch_size": 3, **options}
     if kind == "sage":
-        return DistNeighborLoader(data, FANOUTS[kind], **options)
-    return DistLayerLoader(data, FANOUTS[kind], kind, **options)
+        return DistNeighborLoader(data, FANOUTS[kind], **arguments(**options))
+    return DistLayerLoader(data, FANOUTS[kind], kind, **arguments(**options))
 
 
 def alone(kind, data, seeds, size, epochs):
@@ -230,11 +231,11 @@ def minibatches(kind, data, seed, share=1):
     options = {"input_nodes": data.train_mask, "shuffle": True}
     options["batch_size"] = 256 // share
     if kind == "peer":  # draws by torch's generator, which `trained` has seeded
-        return NeighborLoader(data, [5, 5], **options)
+        return NeighborLoader(data, [5, 5], **arguments(**options))
     options["seed"] = seed
     if kind == "sage":
-        return DistNeighborLoader(data, [5, 5], **options)
-    return DistLayerLoader(data, [1024 // share] * 2, **options)
+        return DistNeighborLoader(data, [5, 5], **arguments(**options))
+    return DistLayerLoader(data, [1024 // share] * 2, **arguments(**options))
 
 
 def trained(file, kind, seed, epochs):

@@ -19,6 +19,7 @@ from pyg_distcomm.loader import (
     DistLayerLoader,
     GraphSAINTNodeSampler,
     LinkNeighborLoader,
+    LoaderOptions,
     NeighborLoader,
     RandomNodeLoader,
     ShaDowKHopSampler,
@@ -43,19 +44,27 @@ def as_layout(dense, layout):
 
 
 MAKE = {
-    "nodes": lambda d: NeighborLoader(d, [2, 2], batch_size=5, seed=1),
+    "nodes": lambda d: NeighborLoader(
+        d, [2, 2], batch_size=5, options=LoaderOptions(seed=1)
+    ),
     "links": lambda d: LinkNeighborLoader(
         d,
         [2],
         edge_label_index=torch.arange(18).view(2, 9),
         batch_size=5,
-        seed=1,
+        options=LoaderOptions(seed=1),
         neg_sampling="binary",
     ),
-    "layers": lambda d: DistLayerLoader(d, [5], batch_size=5, seed=1),
-    "hops": lambda d: ShaDowKHopSampler(d, 2, 3, batch_size=5, seed=1),
-    "parts": lambda d: RandomNodeLoader(d, 4, seed=1),
-    "saint": lambda d: GraphSAINTNodeSampler(d, 5, num_steps=3, seed=1),
+    "layers": lambda d: DistLayerLoader(
+        d, [5], batch_size=5, options=LoaderOptions(seed=1)
+    ),
+    "hops": lambda d: ShaDowKHopSampler(
+        d, 2, 3, batch_size=5, options=LoaderOptions(seed=1)
+    ),
+    "parts": lambda d: RandomNodeLoader(d, 4, options=LoaderOptions(seed=1)),
+    "saint": lambda d: GraphSAINTNodeSampler(
+        d, 5, num_steps=3, options=LoaderOptions(seed=1)
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from pyg_distcomm.loader import (
     DistLayerLoader,
     DistLinkNeighborLoader,
     DistNeighborLoader,
+    LoaderOptions,
 )
 from pyg_distcomm.nn import local_products, trimming
 from pyg_distcomm.process import PROCESS
@@ -145,7 +146,9 @@ def loader_of(data, seeds=None, **options):
     fan_outs = options.pop("num_neighbors")
     if seeds is None:  # isolated ones, and one twice
         seeds = torch.tensor([1, 59, 5, 5, 58, 0, 33, 8, 9, 10, 11, 12, 57, 3])
-    return DistNeighborLoader(data, fan_outs, input_nodes=seeds, **options)
+    return DistNeighborLoader(
+        data, fan_outs, **batches.arguments(input_nodes=seeds, **options)
+    )
 
 
 class Stack(torch.nn.Module):
@@ -693,9 +696,9 @@ def test_to_hetero(layer, kind):
     loader = DistNeighborLoader(
         data,
         [3, 2],
-        input_nodes=("paper", torch.arange(12)),
-        batch_size=4,
-        **HETERO[kind],
+        **batches.arguments(
+            input_nodes=("paper", torch.arange(12)), batch_size=4, **HETERO[kind]
+        ),
     )
     for batch in loader:
         n = batch["paper"].batch_size
@@ -740,7 +743,7 @@ def test_links_and_layers():
         [3, 2, 2],
         neg_sampling="binary",
         batch_size=4,
-        seed=1,
+        options=LoaderOptions(seed=1),
         edge_label_index=data.edge_index[:, :16],
     )
     for batch in links:
@@ -762,7 +765,12 @@ def test_links_and_layers():
     ours = pdc.convert(copy.deepcopy(weighted))
     for rule in ("ladies", "fastgcn"):
         for batch in DistLayerLoader(
-            data, [8, 8], rule=rule, batch_size=5, seed=2, input_nodes=torch.arange(15)
+            data,
+            [8, 8],
+            rule=rule,
+            batch_size=5,
+            options=LoaderOptions(seed=2),
+            input_nodes=torch.arange(15),
         ):
             weight = batch.edge_weight.double()
             agree(

@@ -14,6 +14,7 @@ import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
+from batches import arguments
 from problems import two_types
 
 import pyg_distcomm as pdc
@@ -158,7 +159,9 @@ def asked():
             device_placement.HOST = frozenset()
             options = {} if where == "moved" else {"device": place}
             loader = NeighborLoader(
-                data, [4, 3, 2], batch_size=7, prefetch=0, bulk_size=1, **options
+                data,
+                [4, 3, 2],
+                **arguments(batch_size=7, prefetch=0, bulk_size=1, **options),
             )
             for batch in loader:
                 batch = batch.to(place)
@@ -202,7 +205,7 @@ def typed():
         for options in ({}, {"device": place}):
             device_placement.HOST = frozenset()
             loader = NeighborLoader(
-                data, [3, 2], batch_size=4, input_nodes=seeds, **options
+                data, [3, 2], **arguments(batch_size=4, input_nodes=seeds, **options)
             )
             for batch in loader:
                 batch = batch.to(place)

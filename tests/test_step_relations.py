@@ -48,7 +48,9 @@ def hetero():
 
 def loader(data, fan_outs=(3, 2), **options):
     return DistNeighborLoader(
-        data, list(fan_outs), input_nodes=SEEDS, batch_size=4, seed=1, **options
+        data,
+        list(fan_outs),
+        **batches.arguments(input_nodes=SEEDS, batch_size=4, seed=1, **options),
     )
 
 

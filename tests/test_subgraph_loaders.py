@@ -8,7 +8,7 @@ import pytest
 import tiers
 import torch
 import worlds
-from batches import all_same, graph, hetero, same
+from batches import all_same, arguments, graph, hetero, same
 from scipy.stats import chisquare
 from test_partitioned_loader import cut
 from test_saving import full_after
@@ -25,6 +25,7 @@ from pyg_distcomm.loader import (
     GraphSAINTSampler,
     HGTLoader,
     ImbalancedSampler,
+    LoaderOptions,
     NeighborLoader,
     RandomNodeLoader,
     ShaDowKHopSampler,
@@ -38,16 +39,20 @@ def clusters(data):
 
 
 MAKE = {
-    "random": lambda d, **k: RandomNodeLoader(d, 7, shuffle=True, **k),
+    "random": lambda d, **k: RandomNodeLoader(d, 7, **arguments(shuffle=True, **k)),
     "clusters": lambda d, **k: ClusterLoader(
-        clusters(d), batch_size=2, shuffle=True, **k
+        clusters(d), **arguments(batch_size=2, shuffle=True, **k)
     ),
-    "shadow": lambda d, **k: ShaDowKHopSampler(d, 2, 3, batch_size=9, **k),
-    "saint_nodes": lambda d, **k: GraphSAINTNodeSampler(d, 9, 5, 20, log=False, **k),
-    "saint_edges": lambda d, **k: GraphSAINTEdgeSampler(d, 9, 5, **k),
-    "saint_walks": lambda d, **k: GraphSAINTRandomWalkSampler(d, 4, 3, 5, **k),
+    "shadow": lambda d, **k: ShaDowKHopSampler(d, 2, 3, **arguments(batch_size=9, **k)),
+    "saint_nodes": lambda d, **k: GraphSAINTNodeSampler(
+        d, 9, 5, 20, **arguments(log=False, **k)
+    ),
+    "saint_edges": lambda d, **k: GraphSAINTEdgeSampler(d, 9, 5, **arguments(**k)),
+    "saint_walks": lambda d, **k: GraphSAINTRandomWalkSampler(
+        d, 4, 3, 5, **arguments(**k)
+    ),
     "classes": lambda d, **k: NeighborLoader(
-        d, [3], batch_size=7, sampler=ImbalancedSampler(d), **k
+        d, [3], **arguments(batch_size=7, sampler=ImbalancedSampler(d), **k)
     ),
 }
 
@@ -117,7 +122,7 @@ def test_shares_in_other_ways(size):
 
 def test_random_parts_cover_the_nodes():
     data = graph()
-    loader = RandomNodeLoader(data, 7, shuffle=True, seed=1)
+    loader = RandomNodeLoader(data, 7, shuffle=True, options=LoaderOptions(seed=1))
     epochs = [list(loader) for _ in range(2)]
     for batches in epochs:
         assert [b.num_nodes for b in batches] == [9] * 6 + [6]
@@ -135,7 +140,9 @@ def _typed(cut_):
     mesh = worlds.mesh()
     data = hetero()
     given = pdc.partition(data, mesh, cut(data, mesh.size)) if cut_ else data
-    loader = RandomNodeLoader(given, 4, shuffle=True, seed=1, even_batches="drop")
+    loader = RandomNodeLoader(
+        given, 4, shuffle=True, options=LoaderOptions(seed=1, even_batches="drop")
+    )
     found = []
     for batch in loader:
         assert batch.num_nodes == 17 or batch.num_nodes == 14
@@ -189,7 +196,9 @@ def test_cluster_data_is_as_pyg_defines_it():
 def test_clusters_are_merged_with_the_edges_between_them(fmt):
     data = graph()
     made = ClusterData(data, 7, sparse_format=fmt)
-    loader = ClusterLoader(made, batch_size=3, shuffle=True, seed=2)
+    loader = ClusterLoader(
+        made, batch_size=3, shuffle=True, options=LoaderOptions(seed=2)
+    )
     batches = list(loader)
     assert len(batches) == 3
     for batch in batches:
@@ -215,7 +224,9 @@ def test_what_is_kept_is_whole_or_not_there(tmp_path):
 
     def make(folder=tmp_path / "kept"):
         ClusterData(data, 5, save_dir=str(folder), method="ldg")
-        return GraphSAINTNodeSampler(data, save_dir=str(folder), **saint).node_norm
+        return GraphSAINTNodeSampler(
+            data, **arguments(save_dir=str(folder), **saint)
+        ).node_norm
 
     make(tmp_path / "first")  # compiles loops, which a full disk does not take either
     with (
@@ -250,7 +261,7 @@ def _own_clusters():
     for k in range(5):
         node = made.node_perm[made.partptr[k] : made.partptr[k + 1]]
         assert owner[node].unique().tolist() == [k // 3]
-    for batch in ClusterLoader(made, batch_size=2, seed=1):
+    for batch in ClusterLoader(made, batch_size=2, options=LoaderOptions(seed=1)):
         check_induced(data, batch)
     with pytest.raises(ValueError, match="give each a cluster"):
         ClusterData(pdc.partition(data, mesh, owner), 1)
@@ -279,7 +290,12 @@ def _budgets(drawn, data):
 
 def test_hgt_draws_by_the_square_of_the_budget():
     data, seeds = hetero(), torch.tensor([3, 7])
-    loader = HGTLoader(data, {"paper": [1, 2], "author": [1]}, ("paper", seeds), seed=1)
+    loader = HGTLoader(
+        data,
+        {"paper": [1, 2], "author": [1]},
+        ("paper", seeds),
+        options=LoaderOptions(seed=1),
+    )
     budgets = _budgets({"paper": {3, 7}, "author": set()}, data)
     counts = {name: torch.zeros(40) for name in data.node_types}
     for key in range(500):
@@ -303,8 +319,11 @@ def _hgt(options):
     share = pdc.partition(data, mesh, cut(data, mesh.size))
     make = {"num_samples": [4, 3], "batch_size": 6, "shuffle": True, "seed": 2}
     make["input_nodes"] = "paper", torch.arange(30)
-    alone = HGTLoader(data, split=False, **make)
-    loaders = HGTLoader(data, **make), HGTLoader(share, **make, **options)
+    alone = HGTLoader(data, **arguments(split=False, **make))
+    loaders = (
+        HGTLoader(data, **arguments(**make)),
+        HGTLoader(share, **arguments(**make, **options)),
+    )
     for _epoch in range(2):
         whole = list(alone)
         for batch in whole:
@@ -358,7 +377,13 @@ def test_shadow_takes_the_neighbourhoods_of_its_roots():
         inside = torch.isin(data.edge_index, n_id).all(0)
         assert torch.equal(e_id.sort().values, inside.nonzero().view(-1))
     assert torch.equal(batch.x, data.x[batch.n_id])
-    small = next(iter(ShaDowKHopSampler(data, 1, 2, roots, batch_size=4, seed=1)))
+    small = next(
+        iter(
+            ShaDowKHopSampler(
+                data, 1, 2, roots, batch_size=4, options=LoaderOptions(seed=1)
+            )
+        )
+    )
     assert int(small.ptr.diff().max()) <= 3
 
 
@@ -409,7 +434,9 @@ def test_saint_draws_by_the_chances_of_pyg():
 def test_saint_subgraphs_and_norms():
     data = graph()
     data.edge_index, data.edge_attr = to_undirected(data.edge_index, data.edge_attr)
-    loader = GraphSAINTNodeSampler(data, 15, 4, sample_coverage=60, log=False, seed=1)
+    loader = GraphSAINTNodeSampler(
+        data, 15, 4, sample_coverage=60, log=False, options=LoaderOptions(seed=1)
+    )
     for batch in loader:
         check_induced(data, batch)
         assert torch.equal(batch.node_norm, loader.node_norm[batch.n_id])
@@ -428,7 +455,9 @@ def test_saint_subgraphs_and_norms():
     assert abs(float((loader.edge_norm / wanted).median()) - 1) < 0.15
     # sources alone are drawn, one at a time: no edge is ever met, though its source is
     star = Data(edge_index=torch.tensor([[0, 0, 0, 1], [1, 2, 3, 0]]), num_nodes=4)
-    loader = GraphSAINTNodeSampler(star, 1, 4, sample_coverage=20, log=False, seed=1)
+    loader = GraphSAINTNodeSampler(
+        star, 1, 4, sample_coverage=20, log=False, options=LoaderOptions(seed=1)
+    )
     assert loader.edge_norm.tolist() == [1e4] * 4
 
 
@@ -436,11 +465,13 @@ def test_saint_norms_are_kept(tmp_path):
     data = graph()
     make = {"batch_size": 9, "num_steps": 3, "sample_coverage": 5, "log": False}
     kept = [
-        GraphSAINTNodeSampler(data, save_dir=str(tmp_path), seed=seed, **make)
+        GraphSAINTNodeSampler(
+            data, **arguments(save_dir=str(tmp_path), seed=seed, **make)
+        )
         for seed in (1, 2)
     ]
     assert torch.equal(kept[0].node_norm, kept[1].node_norm)
-    fresh = GraphSAINTNodeSampler(data, seed=2, **make)
+    fresh = GraphSAINTNodeSampler(data, **arguments(seed=2, **make))
     assert not torch.equal(fresh.node_norm, kept[1].node_norm)
 
 
@@ -453,7 +484,12 @@ def test_classes_are_drawn_alike():
     mask = torch.arange(200) % 2 == 0
     sampler = ImbalancedSampler(data, input_nodes=mask, num_samples=500)
     loader = NeighborLoader(
-        data, [2], input_nodes=mask, batch_size=50, sampler=sampler, seed=1
+        data,
+        [2],
+        input_nodes=mask,
+        batch_size=50,
+        sampler=sampler,
+        options=LoaderOptions(seed=1),
     )
     assert len(loader) == 10
     seeds = [b.n_id[: b.batch_size] for _ in range(4) for b in loader]
@@ -475,7 +511,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="leave input_nodes out"):
         RandomNodeLoader(data, 2, input_nodes=torch.arange(3))
     with pytest.raises(ValueError, match="every rank needs them"):
-        GraphSAINTNodeSampler(share, 3, topology="partitioned")
+        GraphSAINTNodeSampler(share, 3, options=LoaderOptions(topology="partitioned"))
     with pytest.raises(ValueError, match="rename them"):
         GraphSAINTNodeSampler(Data(**{**data.to_dict(), "node_norm": data.y}), 3)
     with pytest.raises(ValueError, match="num_steps must be 0 or more, got -1"):
@@ -507,7 +543,9 @@ def _wrong_on_one():
     with pytest.raises(ValueError, match="leave input_nodes out"):
         RandomNodeLoader(share, 3, input_nodes=torch.arange(3) if bad else None)
     with pytest.raises(ValueError, match="topology='partitioned'"):
-        GraphSAINTNodeSampler(share, 5, topology="partitioned" if bad else "auto")
+        GraphSAINTNodeSampler(
+            share, 5, options=LoaderOptions(topology="partitioned" if bad else "auto")
+        )
     with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
         GraphSAINTNodeSampler(share, 0 if bad else 5, sample_coverage=2)
     with pytest.raises(ValueError, match="numbers that differ by rank"):

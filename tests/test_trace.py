@@ -20,7 +20,7 @@ from problems import GRAPHS
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.trace import span
-from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.process import PROCESS
 
@@ -251,7 +251,11 @@ def loaded(path):
     data = GRAPHS["undirected"]()
     share = pdc.partition(data, mesh, "random")
     loader = DistNeighborLoader(
-        share, [3, 2], input_nodes=None, batch_size=4, bulk_size=2, seed=0
+        share,
+        [3, 2],
+        input_nodes=None,
+        batch_size=4,
+        options=LoaderOptions(bulk_size=2, seed=0),
     )
     before = mesh.ledger.bytes()
     with pdc.trace(path, mesh):
@@ -387,7 +391,9 @@ def _profiled(path):
         GRAPHS["directed"](), mesh, "random", link=pdc.Sylvie(bits=1, late=0)
     )
     conv = DistGCNConv(7, 4).double()
-    loader = DistNeighborLoader(GRAPHS["directed"](), [3, 3], batch_size=8, seed=0)
+    loader = DistNeighborLoader(
+        GRAPHS["directed"](), [3, 3], batch_size=8, options=LoaderOptions(seed=0)
+    )
     every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=every

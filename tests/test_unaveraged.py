@@ -18,6 +18,7 @@ from pyg_distcomm.loader import (
     DataLoader,
     GraphSAINTNodeSampler,
     LinkNeighborLoader,
+    LoaderOptions,
     NeighborLoader,
     RandomNodeLoader,
 )
@@ -250,7 +251,9 @@ def _alike():
     mesh = worlds.mesh()
     return train(
         "plainly",
-        lambda d: NeighborLoader(d, [-1], batch_size=10, split=False, seed=1),
+        lambda d: NeighborLoader(
+            d, [-1], batch_size=10, options=LoaderOptions(split=False, seed=1)
+        ),
         mesh=mesh,
     )
 

@@ -19,6 +19,7 @@ from pyg_distcomm.comm import collectives, whereabouts
 from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.store import StoreMailbox
 from pyg_distcomm.comm.whereabouts import Wait, place_of
+from pyg_distcomm.loader import LoaderOptions
 
 HERE = Path(__file__).name
 SOURCE = Path(__file__).read_text().splitlines()
@@ -146,7 +147,9 @@ def loads_alone():
         return ""
     data = GRAPHS["undirected"]()
     try:
-        for _ in pdc.loader.NeighborLoader(data, [2], split=True):  # loads
+        for _ in pdc.loader.NeighborLoader(
+            data, [2], options=LoaderOptions(split=True)
+        ):  # loads
             return "loaded"
     except pdc.RankError as error:
         return str(error)

@@ -243,12 +243,16 @@ def minibatches(mesh, loader, model):
 @workload()
 def partitioned_loader():
     import pyg_distcomm as pdc
-    from pyg_distcomm.loader import DistNeighborLoader
+    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
     mesh = pdc.init(timeout=TIMEOUT)
     data = pdc.partition(graph(), mesh, "random")
     loader = DistNeighborLoader(
-        data, [4, 4], batch_size=16, shuffle=True, seed=0, bulk_size=2
+        data,
+        [4, 4],
+        batch_size=16,
+        shuffle=True,
+        options=LoaderOptions(seed=0, bulk_size=2),
     )
     return minibatches(mesh, loader, pdc.replicate(plain_net(), mesh))
 
@@ -262,22 +266,26 @@ def plain_net():
 @workload()
 def replicated_loader():
     import pyg_distcomm as pdc
-    from pyg_distcomm.loader import DistNeighborLoader
+    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
     mesh = pdc.init(timeout=TIMEOUT)
     data = graph()
-    loader = DistNeighborLoader(data, [4, 4], batch_size=16, shuffle=True, seed=0)
+    loader = DistNeighborLoader(
+        data, [4, 4], batch_size=16, shuffle=True, options=LoaderOptions(seed=0)
+    )
     return minibatches(mesh, loader, pdc.replicate(plain_net(), mesh))
 
 
 @workload()
 def layerwise_loader():
     import pyg_distcomm as pdc
-    from pyg_distcomm.loader import DistLayerLoader
+    from pyg_distcomm.loader import DistLayerLoader, LoaderOptions
 
     mesh = pdc.init(timeout=TIMEOUT)
     data = pdc.partition(graph(), mesh, "random")
-    loader = DistLayerLoader(data, [24, 24], rule="ladies", batch_size=16, seed=0)
+    loader = DistLayerLoader(
+        data, [24, 24], rule="ladies", batch_size=16, options=LoaderOptions(seed=0)
+    )
     return minibatches(mesh, loader, pdc.replicate(plain_net(), mesh))
 
 
@@ -330,7 +338,7 @@ def planned():
     from pyg_distcomm import nn
 
     data = graph()
-    mesh = pdc.init("auto", data=data, widths=[8, 16, 3], timeout=TIMEOUT)
+    mesh = pdc.init(pdc.Auto(data, widths=[8, 16, 3]), timeout=TIMEOUT)
     train(mesh, net(nn.GCNConv), pdc.partition(data, mesh))
     return []  # the plan depends on what was measured
 

@@ -75,11 +75,13 @@ def differs(name, first, second, where="init"):
         elif where == "loader":
             loaded(**{name: value})
         else:
-            from pyg_distcomm.loader import DistNeighborLoader
+            from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
             started()
             how = {"batch_size": 16, name: value}
-            for _ in DistNeighborLoader(graph(), [4, 4], seed=0, **how):
+            for _ in DistNeighborLoader(
+                graph(), [4, 4], options=LoaderOptions(seed=0), **how
+            ):
                 pass
 
     run.__name__ = f"{name} differs in {where}"
@@ -524,10 +526,11 @@ refused("partition", "link", link="sylvie")
 
 
 def loaded(**how):
-    from pyg_distcomm.loader import DistNeighborLoader
+    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
     _mesh, data = shared_out()
-    how = {"num_neighbors": [4, 4], "batch_size": 16, "seed": 0, **how}
+    options = LoaderOptions(seed=how.pop("seed", 0))
+    how = {"num_neighbors": [4, 4], "batch_size": 16, "options": options, **how}
     return sum(batch.num_nodes for batch in DistNeighborLoader(data, **how))
 
 
@@ -597,10 +600,12 @@ def training_from_two_threads():
 def one_rank_breaks_off_its_loader():
     import torch
 
-    from pyg_distcomm.loader import DistNeighborLoader
+    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
     _mesh, data = shared_out()
-    loader = DistNeighborLoader(data, [4, 4], batch_size=8, seed=0, bulk_size=1)
+    loader = DistNeighborLoader(
+        data, [4, 4], batch_size=8, options=LoaderOptions(seed=0, bulk_size=1)
+    )
     for number, batch in enumerate(loader):
         if me() == 1 and number == 1:
             break
@@ -612,11 +617,17 @@ def one_rank_breaks_off_its_loader():
 
 @case(says=rf"{LATE}|lost another rank|left")
 def one_rank_builds_a_loader():
-    from pyg_distcomm.loader import DistNeighborLoader
+    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
     _mesh, data = shared_out()
     if me() == 0:
-        next(iter(DistNeighborLoader(data, [4, 4], batch_size=8, seed=0)))
+        next(
+            iter(
+                DistNeighborLoader(
+                    data, [4, 4], batch_size=8, options=LoaderOptions(seed=0)
+                )
+            )
+        )
     else:
         time.sleep(2 * TIMEOUT)
         data.x.sum()
@@ -624,22 +635,26 @@ def one_rank_builds_a_loader():
 
 @case()
 def ranks_have_unlike_many_seeds():
-    from pyg_distcomm.loader import DistNeighborLoader
+    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
     _mesh, data = shared_out()
     seeds = list(range(40 if me() else 3))
-    loader = DistNeighborLoader(data, [4, 4], input_nodes=seeds, batch_size=4, seed=0)
+    loader = DistNeighborLoader(
+        data, [4, 4], input_nodes=seeds, batch_size=4, options=LoaderOptions(seed=0)
+    )
     return len(list(loader)) > 0
 
 
 @case()
 def everybody_breaks():
     import pyg_distcomm as pdc
-    from pyg_distcomm.loader import DistNeighborLoader
+    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
     mesh, data = shared_out()
     model = pdc.replicate(plain_net(), mesh)
-    for batch in DistNeighborLoader(data, [4, 4], batch_size=8, seed=0):
+    for batch in DistNeighborLoader(
+        data, [4, 4], batch_size=8, options=LoaderOptions(seed=0)
+    ):
         model(batch.x.float(), batch.edge_index).sum().backward()
         break
     return float(data.x.sum())
@@ -805,11 +820,17 @@ def groups_are_destroyed_before_a_call():
 def groups_are_destroyed_before_a_loader():
     import torch
 
-    from pyg_distcomm.loader import DistNeighborLoader
+    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
     _mesh, data = shared_out()
     torch.distributed.destroy_process_group()
-    next(iter(DistNeighborLoader(data, [4, 4], batch_size=8, seed=0)))
+    next(
+        iter(
+            DistNeighborLoader(
+                data, [4, 4], batch_size=8, options=LoaderOptions(seed=0)
+            )
+        )
+    )
 
 
 @case()

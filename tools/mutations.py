@@ -807,13 +807,6 @@ MUTATIONS = (
         "test_labor.py",
     ),
     Mutation(
-        "an edge drawn by its importance is weighed as if it were sure",
-        "weights",
-        "weight[total] = 1 / (size * min(1.0, chance))",
-        "weight[total] = 1 / size",
-        "test_labor.py",
-    ),
-    Mutation(
         "the owner of a node draws by the rule for each node",
         "sampler",
         "drawn_by = [hop_key(m, r, relation, hop, labor) for m in keys[peer]]",

@@ -233,11 +233,12 @@ EDITS = {
             "explainer(data.x.full_tensor(), data.edge_index.full_tensor(),",
         ),
     ),
-    "reddit": (
-        Edit(
-            "`split=False` for the loader of all nodes",
+    "reddit": changed(
+        "`LoaderOptions(split=False)` for the loader of all nodes",
+        ("loader import NeighborLoader", "loader import LoaderOptions, NeighborLoader"),
+        (
             "num_neighbors=[-1], shuffle=False",
-            "num_neighbors=[-1], shuffle=False, split=False",
+            "num_neighbors=[-1], shuffle=False, options=LoaderOptions(split=False)",
         ),
     ),
     "hetero/to_hetero_mag": changed(

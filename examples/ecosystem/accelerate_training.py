@@ -20,7 +20,7 @@ from pyg_distcomm.datasets import (
     node_score,
     num_outputs,
 )
-from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
 
 def batches_of(share, args):
@@ -33,7 +33,7 @@ def batches_of(share, args):
         input_nodes=share.train_mask,
         batch_size=args.batch_size,
         shuffle=True,
-        seed=0,
+        options=LoaderOptions(seed=0),
     )
 
 

@@ -22,7 +22,7 @@ from pyg_distcomm.datasets import (
     node_score,
     num_outputs,
 )
-from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
 
 class OnShares(DDPStrategy):
@@ -78,7 +78,7 @@ def fit(args):
             input_nodes=share.train_mask,
             batch_size=args.batch_size,
             shuffle=True,
-            seed=0,
+            options=LoaderOptions(seed=0),
         )
     strategy = "auto"
     if mesh.size > 1:

@@ -192,7 +192,7 @@ class Mesh:
             price and in no trace.
         step: the number of keyed training calls (dropout) so far.
         count_requests: how many times the ranks have summed the length of a selection.
-        plan: the `Plan` that chose the grid, with algorithm="auto".
+        plan: the `Plan` that chose the grid, if it was an `Auto` that `init` got.
         owners: the owner of each node in that plan, a Partition.
         compared: the replicated tensors that were compared; see `consistency.Comparer`.
         inputs: the inputs of cached products; see `product_cache.Inputs`.

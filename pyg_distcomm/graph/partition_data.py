@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,9 +36,11 @@ from pyg_distcomm.process import tell
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex, rows_of_edges
 
+Graph = TypeVar("Graph", bound=Data | HeteroData | TemporalData)
+
 
 def partition(
-    data: Data | HeteroData | TemporalData,
+    data: Graph,
     mesh: Mesh | None = None,
     method: Any = None,
     *,
@@ -49,7 +51,7 @@ def partition(
     memory: int | str | None = None,
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
-) -> Any:
+) -> Graph:
     """Returns this rank's share of a graph: still a PyG Data, of row-sharded tensors.
 
     Every rank passes the same `data`. Rank 0 partitions it, and broadcasts the owners. The
@@ -70,7 +72,7 @@ def partition(
             the mesh's grid exchange, by METIS), "block", "graphs" (each graph of a PyG
             Batch whole on one rank), the owner of each node, or a Partition; for a
             HeteroData also a dictionary of owners by node type. METIS falls back to "ldg"
-            if pymetis is not installed. None is "metis", or the plan of `init("auto")` for
+            if pymetis is not installed. None is "metis", or the plan of `init(Auto(...))` for
             this graph; for a Batch it is "graphs", unless that gives a rank a tenth more
             than the mean. The share of a Batch is a Batch.
         seed: the seed of the cutter.

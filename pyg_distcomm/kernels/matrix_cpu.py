@@ -114,17 +114,6 @@ class WeightedSampler:
 weighted_sampler = WeightedSampler
 
 
-def exponential_race(
-    rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Runs `matrix_ops.exponential_race`, rows in parallel."""
-    entry, left = _empty_draws(ptr)
-    row = (_long(rowptr), _long(value), _long(keys), _long(ptr))
-    args = (*row, entry.numpy(), left.numpy())
-    threads.run_split(ready(loops.exponential_race, args, 2), len(keys), 1)
-    return entry, left
-
-
 def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_ops.normalize_rows`, rows in parallel."""
     out = torch.empty_like(value)

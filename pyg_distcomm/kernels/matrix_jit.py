@@ -12,13 +12,12 @@ is left is exact, and an entry that was drawn, or weighs nothing, cannot be draw
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from pyg_distcomm.kernels.compile import Array, jit, prefetch
-from pyg_distcomm.kernels.core_jit import GOLDEN, ONE, UNIT, mix, ones_in, word
+from pyg_distcomm.kernels.core_jit import GOLDEN, ONE, mix, ones_in, word
 
 FEW = 1 << 9  # columns that a table has room for at first
 SOON = 16  # products before it is needed that a slot is asked for
@@ -510,33 +509,6 @@ def draw_shared(
         draw_from(*row, entry, lefts, at, end)
         for k in range(at, end if not replace else at):
             change(tree, size, entry[k], value[entry[k]])
-
-
-@jit
-def exponential_race(
-    rowptr: Array,
-    value: Array,
-    keys: Array,
-    ptr: Array,
-    entry: Array,
-    lefts: Array,
-    begin: int,
-    end: int,
-) -> None:
-    """Takes the entries of rows begin .. end-1 whose clocks ring first."""
-    for i in range(begin, end):
-        first, size = rowptr[i], rowptr[i + 1] - rowptr[i]
-        generator, left = mix(np.uint64(keys[i]) + GOLDEN), 0
-        clock = np.full(size, np.inf)
-        for e in range(size):
-            if value[first + e] > 0:
-                u = (np.float64(word(generator, e) >> np.uint64(11)) + 0.5) * UNIT
-                clock[e] = -math.log(u) / value[first + e]
-                left += value[first + e]
-        order = np.argsort(clock, kind="mergesort")
-        for k in range(ptr[i + 1] - ptr[i]):
-            entry[ptr[i] + k], lefts[ptr[i] + k] = first + order[k], left
-            left -= value[first + order[k]]
 
 
 @jit

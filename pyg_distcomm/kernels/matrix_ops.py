@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pyg_distcomm.kernels.registry import op
 from pyg_distcomm.kernels.sample_ops import (
-    UNIT,
     draw_urns,
     first_above,
     hashes,
@@ -162,33 +161,6 @@ def weighted_sampler(value: Tensor) -> WeightedSampler:
         return _draw_entries(running, found, low, high, count, keys, ptr, replace)
 
     return draw_all
-
-
-@op("value", dtypes=None)
-def exponential_race(
-    rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Draws without replacement as `draw` does, the same distribution from other numbers.
-
-    Row i takes its positive entries e with the least `-log(u_e) / weight_e`, least first,
-    where u_e is `h_e` at the place e in the row, as a number in (0, 1) ([Efraimidis06]).
-    Logarithms may differ between devices in the last bit: two entries can change places
-    where their clocks agree to 2^-52 of themselves.
-    """
-    entry = (value > 0).nonzero().view(-1)
-    row = _rows(rowptr, len(value))[entry]
-    bits = keyed_hash(hashes(keys)[row], entry - rowptr[row])
-    u = (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) * UNIT
-    order = torch.argsort(-torch.log(u) / value[entry], stable=True)
-    order = order[torch.argsort(row[order], stable=True)]
-    entry, row = entry[order], row[order]
-    first = torch.searchsorted(row, torch.arange(len(keys), device=row.device))
-    rank = torch.arange(len(row), device=row.device) - first[row]
-    taken = (rank < ptr.diff()[row]).nonzero().view(-1)
-    entry, row = entry[taken], row[taken]
-    before, running = _running(value[entry]), _running(value)
-    total = running[rowptr[row + 1]] - running[rowptr[row]]
-    return entry, total - (before[:-1] - before[ptr[row]])
 
 
 @op("value", dtypes=None)

@@ -71,8 +71,6 @@ class Request:
         labor: whether the nodes of a hop share one random number per source, so that they
             draw the same sources; not with `replace`.
         tree_time: for each seed, the latest time of an edge or node of its tree.
-        rounds: with `labor`, how often importances of sources are recomputed: 0 draws as
-            many in-edges as `fan_outs` say, -1 repeats until they converge.
     """
 
     seeds: tuple[tuple[int, Tensor], ...]
@@ -84,7 +82,6 @@ class Request:
     latest: bool = False
     tree_time: Tensor | None = None
     labor: bool = False
-    rounds: int = 0
 
     @property
     def hops(self) -> int:
@@ -108,7 +105,6 @@ class Frontier:
             None for stream 0.
         max_time: for each node, the latest time of an edge to draw; or None.
         labor: whether nodes with the same key share one random number per source.
-        rounds: how often importances are recomputed; see `Request`.
     """
 
     node: Tensor
@@ -121,7 +117,6 @@ class Frontier:
     stream: Tensor | None = None
     max_time: Tensor | None = None
     labor: bool = False
-    rounds: int = 0
 
 
 def all_in_edges(node: Tensor, place: Tensor) -> Frontier:
@@ -163,9 +158,6 @@ class Minibatch:
         edge: by relation, ids of the edges.
         nodes_per_hop: by type, the number of new nodes at each hop; the seeds are the first.
         edges_per_hop: by relation, the number of edges drawn at each hop.
-        weight: by relation, 1 / (in-degree of the target * probability of the edge) for each
-            edge, so that weighted sums estimate the mean over all in-edges without bias;
-            None unless edges are drawn by importances.
     """
 
     node: list[Tensor]
@@ -174,7 +166,6 @@ class Minibatch:
     edge: list[Tensor]
     nodes_per_hop: list[list[int]]
     edges_per_hop: list[list[int]]
-    weight: list[Tensor] | None = None
 
 
 class UnweightedNode(ValueError):

@@ -131,7 +131,6 @@ class MinibatchBuilder:
         self.index = [np.empty((2, 0), np.int64) for _ in graph.relations]
         self.edge = [np.empty(0, np.int64) for _ in graph.relations]
         self.edges_per_hop: list[list[int]] = [[] for _ in graph.relations]
-        self.weight: list[list[Tensor]] = [[] for _ in graph.relations]
         trees = 0
         for node_type, seed in request.seeds:
             self.nodes[node_type].add_seeds(seed.contiguous().numpy(), trees)
@@ -200,7 +199,6 @@ class MinibatchBuilder:
             stream=None if streams is None else torch.from_numpy(streams),
             max_time=max_time,
             labor=request.labor and fan_out > 0,
-            rounds=request.rounds,
         )
 
     def draw(
@@ -212,11 +210,7 @@ class MinibatchBuilder:
             partial(self._allocate, number),
         )
         try:
-            if frontier.rounds:
-                start, edge, at, weight = draw_important(relation, frontier, allocate)
-                self.weight[number].append(torch.from_numpy(weight))
-            else:
-                start, edge, at = draw_rows(relation, clock, frontier, allocate)
+            start, edge, at = draw_rows(relation, clock, frontier, allocate)
         except UnweightedNode as error:
             raise UnweightedNode(number, error.node) from None
         source, row = self.index[number][0], relation.row.numpy()
@@ -267,8 +261,6 @@ class MinibatchBuilder:
 
     def result(self) -> Minibatch:
         """Returns the minibatch."""
-        none = torch.empty(0, dtype=torch.float64)
-        weight = [torch.cat([none, *parts]) for parts in self.weight]
         trees = [
             _tensor(nodes.tree[: nodes.num_nodes])
             for nodes in self.nodes
@@ -281,63 +273,7 @@ class MinibatchBuilder:
             edge=[torch.from_numpy(e.astype(np.int64, copy=False)) for e in self.edge],
             nodes_per_hop=[np.diff(s.ends, prepend=0).tolist() for s in self.nodes],
             edges_per_hop=self.edges_per_hop,
-            weight=weight if self.request.rounds else None,
         )
-
-
-# rounds end when the expected number of distinct sources changes by less than this share
-CONVERGED, MAX_ROUNDS = 1e-4, 100
-
-
-def draw_important(
-    relation: Relation, frontier: Frontier, allocate: Allocate
-) -> tuple[Array, Array, int, Array]:
-    """Draws in-edges by importances of their sources: LABOR-1 and later ([Balin23]).
-
-    Source t has importance pi_t, initially 1. Node s with d in-edges draws those with
-    r_t < c_s pi_t, where r_t is one random number per source t, and c_s solves
-
-        sum over its in-edges of 1 / min(1, c_s pi_t)  =  d^2 / k,
-
-    so that its estimate has the variance of k draws; if d <= k it takes all in-edges. Each
-    round sets pi_t <- pi_t max_s c_s, so that fewer distinct sources are drawn.
-
-    Args:
-        relation: holds the in-edges.
-        frontier: the nodes of one minibatch that draw.
-        allocate: see `draw_rows`.
-
-    Returns:
-        what `draw_rows` returns, and the weight of each edge drawn, 1 / (d min(1, c_s pi_t)).
-    """
-    low, high = _bounds(relation, None, frontier)
-    first = np.zeros(len(low) + 1, np.int64)
-    np.cumsum(high - low, out=first[1:])
-    source = np.empty(first[-1], np.int64)
-    rows = (relation.row.numpy(), relation.stride, low, first, source)
-    ready(loops.sources_of, rows)()
-    node, place = np.unique(source, return_inverse=True)
-    place = place.reshape(-1)
-    importance, scale = np.ones(len(node)), np.empty(len(low))
-    best, expected = np.empty(len(node)), np.inf
-    rounds = MAX_ROUNDS if frontier.rounds < 0 else frontier.rounds
-    for number in range(rounds + 1):
-        solve = (first, place, importance, frontier.fan_out, scale)
-        threads.run_split(ready(loops.solve_scales, solve, 2), len(low), GRAIN)
-        best[:] = 0
-        ready(loops.most_scale, (first, place, scale, best))()
-        found = float(np.minimum(importance * best, 1).sum())
-        done = frontier.rounds < 0 and expected - found <= CONVERGED * found
-        if number == rounds or done:
-            break
-        importance, expected = importance * best, found
-    chosen = (np.int64(frontier.keys[0]), node, first, place, importance, scale)
-    start = np.empty(len(low) + 1, np.int64)
-    total = ready(loops.count_important, (*chosen, start))()
-    edge, at = allocate(int(total))
-    weight = np.empty(total)
-    ready(loops.draw_important, (*chosen, low, edge, at, weight))()
-    return start, edge, at, weight
 
 
 def draw_rows(

@@ -22,6 +22,7 @@ from pyg_distcomm.loader.neighbor_loader import (
 )
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader as DistNeighborLoader
 from pyg_distcomm.loader.neighbor_sampler import NeighborSampler as NeighborSampler
+from pyg_distcomm.loader.options import LoaderOptions as LoaderOptions
 from pyg_distcomm.loader.prefetch import Phases as Phases
 from pyg_distcomm.loader.prefetch import plot_phases as plot_phases
 from pyg_distcomm.loader.saint import GraphSAINTEdgeSampler as GraphSAINTEdgeSampler
@@ -43,8 +44,8 @@ NeighborLoader = DistNeighborLoader
 _OURS = """ClusterData ClusterLoader DataLoader DistFeatureStore DistLayerLoader
 DistLinkNeighborLoader DistNeighborLoader GraphSAINTEdgeSampler GraphSAINTNodeSampler
 GraphSAINTRandomWalkSampler GraphSAINTSampler HGTLoader ImbalancedSampler
-LinkNeighborLoader NeighborLoader NeighborSampler Phases RandomNodeLoader ShaDowKHopSampler
-TemporalDataLoader plot_phases shared""".split()
+LinkNeighborLoader LoaderOptions NeighborLoader NeighborSampler Phases RandomNodeLoader
+ShaDowKHopSampler TemporalDataLoader plot_phases shared""".split()
 __all__ = sorted({*_OURS, *_pyg.__all__})
 _mirror(__name__, _pyg.__name__)
 

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, get_worker_info
@@ -37,51 +37,25 @@ from pyg_distcomm.loader.options import (
     describe_graph,
     digest,
     errors_on_all_ranks,
+    ranks_of,
 )
-from pyg_distcomm.loader.partitioned_source import PartitionedSource
+from pyg_distcomm.loader.partitioned_source import (
+    PartitionedSource,
+    check_sampled_together,
+    neighbor_sampler_of,
+)
 from pyg_distcomm.loader.prefetch import BulkBuilder, Phases, PrefetchQueue
+from pyg_distcomm.loader.sparse_adjacency import holds_matrices, with_edges
 from pyg_distcomm.loader.unaveraged import StepComparer, step_comparer
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
-from pyg_distcomm.sampling.pyg_backends import library_sampler
 
-
-def make_sampler(
-    given: Any,
-    data: Any,
-    num_neighbors: Any,
-    seed: int | None,
-    dataloader: dict[str, Any],
-    backend: str | None,
-    placement: Placement | None,
-    **options: Any,
-) -> Any:
-    """Returns the sampler of a loader: the one given, PyG's own for a backend, or keyed."""
-    if placement is not None:
-        placement.check(data, given, backend, dataloader)
-    if given is not None:
-        if backend is not None:
-            raise ValueError(
-                f"got both backend={backend!r} and neighbor_sampler; leave one out"
-            )
-        if options["draws"] != NEIGHBOR:
-            raise ValueError(
-                f"got both draws={options['draws']!r} and neighbor_sampler; leave one out"
-            )
-        return given
-    options["share_memory"] = dataloader.get("num_workers", 0) > 0
-    if backend is not None:
-        return library_sampler(backend, data, num_neighbors, **options)
-    seed = fresh_seed(dataloader.get("generator")) if seed is None else seed
-    options |= placement.sampling if placement else {}
-    return KeyedNeighborSampler(data, num_neighbors, seed=seed, **options)
-
-
+Graph = TypeVar("Graph")  # a Data or a HeteroData, of the graph and of its minibatches
 # its batches, and what records its progress, its phases, and steps of optimizers
 Epoch: TypeAlias = tuple[Iterator[Any], Progress, Phases, StepComparer | None]
 _PyGLoader: Any = object  # for the type checker: PyG's loader, the next base class
 
 
-class BulkLoading(_PyGLoader):
+class BulkLoading(Generic[Graph], _PyGLoader):
     """Loads the minibatches of an epoch in bulks: the base of all loaders of this package.
 
     It is a mixin that comes before one of PyG's loaders in the bases of a class.
@@ -99,19 +73,67 @@ class BulkLoading(_PyGLoader):
             sampler = RandomSampler(self.dataset, generator=self.generator)
             self.__dict__["sampler"] = self.batch_sampler.sampler = sampler
 
-    def _finish_init(
+    def _begin_init(
         self,
-        loader_options: LoaderOptions,
-        inputs: list[Any],
+        data: Any,
+        options: LoaderOptions | None,
         dataloader: dict[str, Any],
-    ) -> None:
+        sampler: Any = None,
+    ) -> Any:
+        """Checks the options; returns the graph, with an edge_index in place of an adj_t."""
+        with errors_on_all_ranks(ranks_of(data := with_edges(data))):
+            name = type(self).__qualname__
+            self.options = options = LoaderOptions.checked(name, options, dataloader)
+            self.placement = Placement.of(options)
+            self.is_partitioned = options.are_for_share(data)
+            if self.is_partitioned:
+                check_sampled_together(sampler, dataloader)
+            elif self.placement is not None:
+                self.placement.check(data, sampler, dataloader)
+        self.has_matrices = holds_matrices(data)
+        return data
+
+    def _sampler_of(
+        self,
+        data: Any,  # of `_begin_init`
+        num_neighbors: Any,  # as the loader got it
+        given: Any,  # its `neighbor_sampler`
+        dataloader: dict[str, Any],  # torch's arguments
+        own: bool,  # whether it got a `transform_sampler_output`
+        drawing: dict[str, Any],  # PyG's arguments of a sampler
+        **others: Any,  # arguments that must be equal on all ranks of a share
+    ) -> tuple[Any, Any]:
+        """Returns the graph for PyG's constructor, and the sampler; collective for a share."""
+        options = self.options
+        drawing = drawing | {"draws": options.draws}
+        if self.is_partitioned:
+            about = {"loader": type(self).__qualname__, "own_transform": own}
+            about |= {"num_neighbors": num_neighbors, **drawing, **others}
+            source = PartitionedSource(data, options, dataloader, **about)
+            self.partitioned_source = source
+            return source.placeholder, neighbor_sampler_of(
+                source, num_neighbors, **drawing
+            )
+        if given is not None:
+            if options.draws != NEIGHBOR:
+                raise ValueError(
+                    f"got both draws={options.draws!r} and neighbor_sampler; leave one out"
+                )
+            return data, given
+        seed = options.seed
+        seed = fresh_seed(dataloader.get("generator")) if seed is None else seed
+        drawing |= self.placement.sampling if self.placement else {}
+        drawing["share_memory"] = dataloader.get("num_workers", 0) > 0
+        return data, KeyedNeighborSampler(data, num_neighbors, seed=seed, **drawing)
+
+    def _finish_init(self, inputs: list[Any], dataloader: dict[str, Any]) -> None:
         """Completes PyG's constructor: plans epochs, and posts a note for the other ranks."""
         if self.batch_size is None and dataloader.get("batch_sampler") is None:
             raise ValueError("got batch_size=None, wanted a number of seeds; give one")
-        self._loader_options, self._buffers = loader_options, Buffers()
+        self._buffers = Buffers()
         # the epoch before, if spread
         self._previous_epoch: tuple[Any, list[Any]] | None = None
-        self.seed, self._epoch, self._start_batch = loader_options.seed, 0, 0
+        self.seed, self._epoch, self._start_batch = self.options.seed, 0, 0
         self._progress: Progress | None = None
         # torch stores the bound method, a reference cycle that keeps the loader alive
         self.__dict__.pop("collate_fn", None)
@@ -141,7 +163,7 @@ class BulkLoading(_PyGLoader):
         kind = "{}(batch_size={}, drop_last={}, shuffle={})".format(
             type(self).__qualname__, *options
         )
-        self._loader_id = None if loader_options.split is False else LoaderId.next(kind)
+        self._loader_id = None if self.options.split is False else LoaderId.next(kind)
         self._cached_sharding: BatchSharding | None = None
         self._notes: Notes | None = None
         self._steps: StepComparer | None = None
@@ -177,7 +199,7 @@ class BulkLoading(_PyGLoader):
             else super()._index_sampler
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Graph]:
         """Returns the next epoch, or the rest of that of a loaded state.
 
         It begins with its first batch, so that an iterator which is not used, as tqdm's,
@@ -267,16 +289,8 @@ class BulkLoading(_PyGLoader):
         return self._postprocess(Collator(self)(out), getattr(out, "padding", None))
 
     def pyg_filter_fn(self, out: Any) -> Any:
-        """Calls PyG's own `filter_fn`, and adds the edge weights of the sampler's output."""
-        batch = super().filter_fn(out)
-        weights = getattr(out, "edge_weight", None)
-        if isinstance(weights, dict):
-            for kind, weight in weights.items():
-                if kind in batch.edge_types:
-                    batch[kind].edge_weight = weight
-        elif weights is not None:
-            batch.edge_weight = weights
-        return batch
+        """Calls PyG's own `filter_fn`."""
+        return super().filter_fn(out)
 
     def _postprocess(self, data: Any, padding: bool | None) -> Any:
         if padding is not None:
@@ -428,7 +442,7 @@ class BulkLoading(_PyGLoader):
                 "batches": self._epoch_plan.length(),
                 "given": self._epoch_plan.batch_sampler is not None,
                 "seed": self._agreed_seed(),
-                "asked": self._loader_options.seed,
+                "asked": self.options.seed,
             }
             self._notes.post(note)
         return world
@@ -437,7 +451,7 @@ class BulkLoading(_PyGLoader):
         """Returns how batches are sharded; the first call may wait for the other ranks."""
         if self._cached_sharding is None:
             world = self._post_note()
-            shared = self._loader_options.split is not False
+            shared = self.options.split is not False
             if world.size == 1 and launched_ranks() > 1 and shared:
                 warnings.warn(
                     f"got {launched_ranks()} launched ranks, but no process group: call "
@@ -452,10 +466,10 @@ class BulkLoading(_PyGLoader):
         return self._cached_sharding
 
     def _sharding_over(self, world: World) -> BatchSharding:
-        even = self._loader_options.even_batches
+        even = self.options.even_batches
         if self._notes is None:
             return self._unsharded(even)
-        whole = self._loader_options.split is True
+        whole = self.options.split is True
         gather = self._notes.collect if whole else self._notes.collect_if_shared
         notes = gather("share out its batches")
         if notes is None:
@@ -469,8 +483,8 @@ class BulkLoading(_PyGLoader):
         self.seed = notes[0]["seed"]
         same = len({note["inputs"] for note in notes}) == 1
         split = any(note["given"] for note in notes)
-        split = split or (not same and self._loader_options.split == "auto")
-        if self._loader_options.split is True and not same:
+        split = split or (not same and self.options.split == "auto")
+        if self.options.split is True and not same:
             raise ValueError(
                 "got different inputs on the ranks, but split=True shards one list over them; "
                 "give all ranks the same inputs, or leave split out"

@@ -189,7 +189,8 @@ class Collator:
             store[rows.name] = found
         if self._placement is not None:
             batch = batch.apply(self._placement.send)
-        batch = with_matrices(batch)
+        if self._loader.has_matrices:
+            batch = with_matrices(batch)
         _record_sampled_sizes(batch, out)
         return batch
 

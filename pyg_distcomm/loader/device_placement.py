@@ -52,13 +52,12 @@ class Placement:
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     @staticmethod
-    def of(
-        device: Any, graph_on: str, rows_on: str, cache: float = 0
-    ) -> Placement | None:
-        """Checks the arguments of a loader; returns None for the host.
+    def of(options: Any) -> Placement | None:
+        """Checks the `LoaderOptions` of a loader; returns None for the host.
 
         If one is wrong, the other ranks raise at their next wait.
         """
+        cache, rows_on = options.cache, options.rows_on
         try:
             num_cached_rows(cache, 0)
             if cache and rows_on != PINNED:
@@ -67,7 +66,7 @@ class Placement:
                     "rows_on='pinned', or for a share "
                     "features=DistFeatureStore.from_data(..., cache=...)"
                 )
-            return Placement._of(device, graph_on, rows_on, cache)
+            return Placement._of(options.device, options.graph_on, rows_on, cache)
         except ValueError as error:
             mesh = joined_mesh()
             if mesh is not None and mesh.everyone.watch is not None:
@@ -109,15 +108,11 @@ class Placement:
             _check_pinned(found)
         return Placement(found, graph_on == PINNED, rows_on, cache)
 
-    def check(
-        self, data: Any, sampler: Any, backend: str | None, dataloader: dict[str, Any]
-    ) -> None:
+    def check(self, data: Any, sampler: Any, dataloader: dict[str, Any]) -> None:
         """Raises ValueError for options of a loader that do not work on a device."""
         wrong = None
         if sampler is not None:
             wrong = "neighbor_sampler samples in a way of its own; leave one out"
-        elif backend is not None:
-            wrong = f"backend={backend!r} samples on the host; leave one out"
         elif not isinstance(data, (Data, HeteroData)):
             wrong = (
                 "the rows of stores are fetched on the host; give a Data or a HeteroData, "

@@ -37,7 +37,6 @@ from pyg_distcomm.loader.row_group import (
     NODES,
     Group,
     Index,
-    QuiverFeature,
     RowGroup,
     Wire,
     add_rows,
@@ -239,7 +238,6 @@ class DistFeatureStore(FeatureStore):
         """
         row_group, codec = self._row_group(group), self._codecs.get(name, self._codec)
         add_rows(row_group, name, values, self.channel, codec)
-        row_group.external.pop(name, None)
         if len(row_group.cached_gid):
             self._fill_cache(row_group, [name])
 
@@ -339,15 +337,7 @@ class DistFeatureStore(FeatureStore):
         """
         if not self._row_groups:
             return {}
-        pools = replace(self._fetcher(attrs), placement=placement)(wanted)
-        for group, pool in pools.items():
-            for name, source in self._row_groups[group].external.items():
-                if attrs is None or name in attrs.get(group, ()):
-                    in_order = torch.empty_like(pool.ids)
-                    in_order[pool.place] = pool.ids
-                    rows = source[in_order]
-                    pool.rows[name] = rows if placement is None else placement.put(rows)
-        return pools
+        return replace(self._fetcher(attrs), placement=placement)(wanted)
 
     def _fetcher(self, attrs: Attrs, exact: bool = False) -> Fetch:
         """Returns a `Fetch` of attributes, widest numbers first so that most are aligned."""
@@ -355,14 +345,11 @@ class DistFeatureStore(FeatureStore):
         for number, (group, row_group) in enumerate(self._row_groups.items()):
             for name in row_group.values if attrs is None else attrs.get(group, ()):
                 self._group_with(group, name)
-                if name in row_group.values:
-                    codec = Plain() if exact else row_group.codecs[name]
-                    key = random.fold(
-                        _DRAWN, zlib.crc32(f"{row_group.group}.{name}".encode())
-                    )
-                    columns.append(
-                        FetchedColumn(number, name, row_group.values[name], codec, key)
-                    )
+                codec = Plain() if exact else row_group.codecs[name]
+                key = random.fold(_DRAWN, zlib.crc32(f"{group}.{name}".encode()))
+                columns.append(
+                    FetchedColumn(number, name, row_group.values[name], codec, key)
+                )
         columns.sort(key=lambda column: -column.values.element_size())
         return Fetch(self.channel, list(self._row_groups.values()), columns)
 
@@ -426,7 +413,7 @@ class DistFeatureStore(FeatureStore):
     def dtype(self) -> torch.dtype:
         """Returns the dtype of the only attribute."""
         group, name = self._single()
-        dtype: torch.dtype = self._group_with(group, name).source(name).dtype
+        dtype: torch.dtype = self._group_with(group, name).values[name].dtype
         return dtype
 
     def size(self, dim: int) -> int:
@@ -453,10 +440,6 @@ class DistFeatureStore(FeatureStore):
         if group not in self._row_groups:
             self._add_group_like(group, tensor)
         row_group = self._row_group(group)
-        if isinstance(tensor, QuiverFeature):
-            row_group.external[name] = tensor
-            row_group.values.pop(name, None)
-            return True
         if isinstance(tensor, DistTensor):
             tensor = tensor.to_local()
         self.add(group, name, own_rows(row_group, tensor))
@@ -526,13 +509,7 @@ class DistFeatureStore(FeatureStore):
 
     def _remove_tensor(self, attr: TensorAttr) -> bool:
         row_group = self._group_with(attr.group_name, attr.attr_name)
-        held = (
-            row_group.values,
-            row_group.codecs,
-            row_group.cached_rows,
-            row_group.external,
-        )
-        for place in held:
+        for place in (row_group.values, row_group.codecs, row_group.cached_rows):
             place.pop(attr.attr_name, None)
         return True
 
@@ -544,7 +521,7 @@ class DistFeatureStore(FeatureStore):
 
     def _size(self, group: Group, name: Any) -> tuple[int, ...]:
         row_group = self._group_with(group, name)
-        return (row_group.total, *row_group.source(name).shape[1:])
+        return (row_group.total, *row_group.values[name].shape[1:])
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
         """Returns the attributes of the store."""

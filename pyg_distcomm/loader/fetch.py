@@ -448,10 +448,9 @@ class Fetch:
 
     def _reads_in_place(self, number: int, query: GroupQuery) -> bool:
         """Returns whether all rows of a query are local, and can be read in place."""
-        alone = not self.row_groups[number].external
         if self.placement is not None and self.placement.rows_on == ON_HOST:
             return False
-        return alone and 0 < len(query.here) == len(query.ids)
+        return 0 < len(query.here) == len(query.ids)
 
 
 def ids_of(asked: Tensor | tuple[Tensor, Tensor]) -> Tensor:

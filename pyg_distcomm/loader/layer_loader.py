@@ -15,17 +15,15 @@ from pyg_distcomm import plugins
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_sample
 from pyg_distcomm.loader.base import BulkLoading
-from pyg_distcomm.loader.device_placement import Placement
-from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     checked_seeds,
     errors_on_all_ranks,
     ranks_of,
+    refuse_draws,
 )
-from pyg_distcomm.loader.partitioned_source import PartitionedOptions, PartitionedSource
-from pyg_distcomm.loader.sparse_adjacency import with_edges
+from pyg_distcomm.loader.partitioned_source import PartitionedSource
 from pyg_distcomm.sampling.algebra import BulkMatrix
 from pyg_distcomm.sampling.graph_block import gathered, read_block
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, layer_numbers, rows_of_layers
@@ -40,7 +38,7 @@ RULES = {"ladies": Ladies, "fastgcn": FastGCN}
 _HOP = 0x4867
 
 
-class DistLayerLoader(BulkLoading, NodeLoader):
+class DistLayerLoader(BulkLoading[Data], NodeLoader):
     r"""Loads minibatches with a fixed number of nodes drawn for each layer.
 
     Yields ordinary PyG batches, with the rule's `edge_weight` on their edges. The nodes of
@@ -71,10 +69,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         replace: whether a node may be drawn again in a layer.
         keep_batch: whether seeds are columns of every layer (default: as the rule says).
         weight_attr: the name of the edges' weights in data (default: all are 1).
-        method: "its" or "exponential"; see `sampling.algebra.sample`.
-        bulk_size, seed, even_batches, prefetch, split, topology, replication, sample_at,
-        features, embedding, device, graph_on, rows_on, cache, **kwargs: as in
-        `DistNeighborLoader`.
+        options, **kwargs: as in `DistNeighborLoader`; without `draws`.
 
     Raises:
         ValueError, TypeError: on all ranks, for what cannot be.
@@ -96,60 +91,37 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         replace: bool = False,
         keep_batch: bool | None = None,
         weight_attr: str | None = None,
-        method: str = "its",
-        bulk_size: int | str = "auto",
-        seed: int | None = None,
-        even_batches: str = "pad",
-        prefetch: int | str = "auto",
-        split: bool | str = "auto",
-        topology: str = "auto",
-        replication: int | None = None,
-        sample_at: str = "owner",
-        features: DistFeatureStore | None = None,
-        embedding: Any = None,
-        device: Any = None,
-        graph_on: str = "device",
-        rows_on: str = "device",
-        cache: float = 0,
+        options: LoaderOptions | None = None,
         **kwargs: Any,
     ) -> None:
-        data = with_edges(data)
-        loading = bulk_size, seed, even_batches, prefetch, split
-        placing = topology, replication, sample_at, features, embedding
+        data = self._begin_init(data, options, kwargs)
         with errors_on_all_ranks(ranks_of(data)):
-            loader_options = LoaderOptions(*loading)
-            self.placement = Placement.of(device, graph_on, rows_on, cache)
-            share_options = PartitionedOptions(*placing)
+            refuse_draws(self.options, type(self).__name__)
             chosen, graph, whole = _rule(rule), data, data
             numbers = layer_numbers(num_nodes_per_layer)
-            is_partitioned = share_options.applies_to(data, self.placement)
-            if is_partitioned:
-                share_options.check(None, loader_options, kwargs)
-            elif self.placement is not None:
-                self.placement.check(data, None, None, kwargs)
-        options: dict[str, Any] = {"weights": weights, "replace": replace}
-        options |= {"keep_batch": keep_batch, "method": method}
-        if is_partitioned:
-            self.partitioned_source = source = share_options.source(
+        drawing: dict[str, Any] = {"weights": weights, "replace": replace}
+        drawing["keep_batch"] = keep_batch
+        if self.is_partitioned:
+            self.partitioned_source = source = PartitionedSource(
                 data,
-                loader_options,
+                self.options,
                 kwargs,
                 num_nodes_per_layer=numbers,
                 weight_attr=weight_attr,
                 rule=rule_name(chosen),
                 own_transform=transform_sampler_output is not None,
                 loader=type(self).__qualname__,
-                **options,
+                **drawing,
             )
             whole = source.placeholder
             input_time = source.plain(input_time, "input_time")
             most = _most_rows(numbers, whole, kwargs)
-            graph = _partitioned_graph(source, share_options, chosen, weight_attr, most)
+            graph = _partitioned_graph(source, chosen, weight_attr, most)
         else:
             input_nodes = checked_seeds(data, input_nodes)
-            options |= self.placement.sampling if self.placement else {}
+            drawing |= self.placement.sampling if self.placement else {}
             most = _most_rows(numbers, data, kwargs)
-        local = not isinstance(graph, PartitionedLayerGraph)
+        local, seed = not isinstance(graph, PartitionedLayerGraph), self.options.seed
         sampler = KeyedLayerSampler(
             graph,
             numbers,
@@ -157,9 +129,9 @@ class DistLayerLoader(BulkLoading, NodeLoader):
             weight_attr=weight_attr if local else None,
             most_rows=most if local else None,
             seed=fresh_seed(kwargs.get("generator")) if seed is None else seed,
-            **options,
+            **drawing,
         )
-        if is_partitioned:
+        if self.is_partitioned:
             input_nodes = source.seeds(input_nodes, input_time, sampler)
         super().__init__(
             whole,
@@ -172,7 +144,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         )
         self.data, inputs = data, self.input_data
         listed = [inputs.node, inputs.time, inputs.input_type]
-        self._finish_init(loader_options, listed, kwargs)
+        self._finish_init(listed, kwargs)
 
     def pyg_filter_fn(self, out: Any) -> Any:
         """Calls PyG's `filter_fn` for edges of which some are self-loops without an id."""
@@ -224,13 +196,12 @@ def _most_rows(
 
 def _partitioned_graph(
     source: PartitionedSource,
-    place: PartitionedOptions,
     rule: Rule,
     weight_attr: str | None,
     most_rows: int | None,
 ) -> Any:
     """Returns the graph that the sampler of a share multiplies; collective."""
-    if place.topology == "replicated":
+    if source.options.topology == "replicated":
         return gathered(source.data, [] if weight_attr is None else [weight_attr])
     block = read_block(source.data, source.sampling, weight_attr=weight_attr)
     if len(block.topology.graph.relations) != 1 or block.topology.node_types != [None]:
@@ -242,12 +213,12 @@ def _partitioned_graph(
         block,
         source.sampling,
         rule,
-        sample_at=place.sample_at,
+        sample_at=source.options.sample_at,
         most_rows=MOST_ROWS if most_rows is None else most_rows,
     )
 
 
-class HGTLoader(DistNeighborLoader):
+class HGTLoader(DistNeighborLoader[HeteroData]):
     """Loads minibatches with a fixed number of nodes of each type per step ([Hu20] Alg. 1).
 
     As PyG's class, whose arguments it takes; torch-sparse is not needed. A node not yet
@@ -267,9 +238,7 @@ class HGTLoader(DistNeighborLoader):
         num_samples: nodes to draw at each step, for each type or by type.
         input_nodes, is_sorted, transform, transform_sampler_output, filter_per_worker: as in
             PyG.
-        **kwargs: those of `torch.utils.data.DataLoader`, and bulk_size, seed, even_batches,
-            prefetch, split, topology, replication, sample_at, features and embedding of
-            `DistNeighborLoader`.
+        options, **kwargs: as in `DistNeighborLoader`; without `draws`.
 
     Price: of a share, all in-edges of each node drawn, once a bulk and step.
 
@@ -288,6 +257,8 @@ class HGTLoader(DistNeighborLoader):
         transform: Callable | None = None,
         transform_sampler_output: Callable | None = None,
         filter_per_worker: bool | None = None,
+        *,
+        options: LoaderOptions | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(data, HeteroData):
@@ -296,14 +267,10 @@ class HGTLoader(DistNeighborLoader):
                 f"{type(data).__name__}; for one node type, see DistLayerLoader"
             )
         with errors_on_all_ranks(ranks_of(data)):
-            given = [
-                name
-                for name in ("neighbor_sampler", "backend", "draws", "rule")
-                if kwargs.get(name)
-            ]
-            if given:
+            refuse_draws(options, "HGTLoader")
+            if kwargs.get("neighbor_sampler") is not None:
                 raise ValueError(
-                    f"HGTLoader draws by budgets alone; leave {', '.join(given)} out"
+                    "HGTLoader draws by budgets alone; leave neighbor_sampler out"
                 )
             self.num_samples = _numbers(num_samples, list(data.node_types))
         super().__init__(
@@ -315,6 +282,7 @@ class HGTLoader(DistNeighborLoader):
             transform=transform,
             transform_sampler_output=transform_sampler_output,
             filter_per_worker=filter_per_worker,
+            options=options,
             **kwargs,
         )
         source = self.partitioned_source

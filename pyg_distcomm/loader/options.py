@@ -1,14 +1,13 @@
-"""Checks the arguments of loaders on all ranks: options that PyG lacks, seeds, seed edges."""
+"""Holds the options of loaders that PyG lacks, and checks these, seeds and seed edges."""
 
 from __future__ import annotations
 
 import hashlib
 import numbers
 import operator
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,56 +17,191 @@ from torch_geometric.data import Data, HeteroData
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.kernels.core_ops import as_bytes
+from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
+from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR
+from pyg_distcomm.sampling.partitioned import SAMPLE_AT
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
-# arguments of torch_geometric.distributed's loaders that have no meaning here
-RPC_ARGUMENTS = (
-    "master_addr",
-    "master_port",
-    "current_ctx",
-    "dist_sampler",
-    "concurrency",
-    "num_rpc_threads",
-    "async_sampling",
-    "device",
-)
+TOPOLOGIES = ("auto", "partitioned", "replicated")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """Checks the arguments that PyG's loaders do not have; see `DistNeighborLoader`."""
+    """Holds what loaders of this package take beyond PyG's arguments, as `options=`.
 
-    bulk_size: int | str = "auto"
+        loader = NeighborLoader(data, [10, 5], options=LoaderOptions(seed=0, draws="labor"))
+
+    Loaders check the options when they are built, on all ranks of a share together.
+
+    Args:
+        seed: of all draws and of the order of an epoch (default: from torch's generator,
+            rank 0's).
+        bulk_size: minibatches sampled at a time; "auto" takes 4 for each thread (of a
+            share 16), or as many as fit in 1 GiB, or in an eighth of the free memory.
+        prefetch: bulks made ahead of the one in use, in the background; 0 samples when
+            asked. "auto" takes 1 if a core is idle, or if a bulk waits for other ranks or a
+            disk, else 0.
+        split: whether to share batches out over the ranks. "auto" does, unless the lists
+            differ by rank, or batches are those of layer-wise inference: all neighbours
+            in one hop, of all nodes, in order. Each rank then gets all of them, as the next
+            layer reads all rows. False is for a loader of one rank's own.
+        even_batches: what to do if batches do not come out even: "pad" repeats batches,
+            marked by `batch.padding` (set on every batch of several ranks, so that a
+            loss can be multiplied by 0), "drop" leaves out at most P - 1 (more, if the
+            script has split the lists itself).
+        draws: "neighbor", each node draws its neighbours by itself; or "labor", the nodes of
+            a hop draw the same ones where they can ([Balin23]): fewer distinct nodes for the
+            same fan-out, and what one node draws is distributed as before. Not with
+            `replace`.
+        topology: of a share: "partitioned" samples it where it lies, "replicated" gathers
+            the edges on every rank first, and only rows travel later. "auto" is
+            "partitioned".
+        replication: of a share: c, how many ranks hold each block of edges and rows
+            (default: that of the mesh if its grid is (P/c, c, 1), else 1).
+        sample_at: of a share: "owner" or "requester", where in-edges are drawn.
+        features: of a share: the `DistFeatureStore` to fetch rows from, with a cache, a
+            codec or files on disk (default: one of the share's own rows).
+        embedding: of a share: a `DistEmbedding` that the model looks up by `batch.n_id`, or
+            a dictionary of them by node type: who has which of its rows is found out with
+            the bulk, so that a step moves rows and gradients alone.
+        device: where minibatches are sampled, relabelled and their rows gathered, and where
+            they lie: the same minibatches as on the host (None), bit for bit, in bulks made
+            on a stream of their own while the last one trains. Of a Data or a HeteroData
+            that each rank holds whole, on the host; not with workers. A state of one device
+            is good on another. Memory there: the topology, 8 bytes an edge more for draws
+            by weight, and the rows. A share is sampled on the host, and the device holds
+            this rank's rows, and those that `features` keeps.
+        graph_on, rows_on: "pinned" to leave the graph, or the rows of nodes and edges, in
+            pinned host memory, where a CUDA device reads them by Triton; or "device". Rows
+            may also stay where they are, "host", which picks those that travel.
+        cache: of pinned rows, how many nodes' (of each type, those that most edges leave) the
+            device keeps: a count (int) or a fraction (float).
+    """
+
     seed: int | None = None
-    even_batches: str = "pad"
+    bulk_size: int | str = "auto"
     prefetch: int | str = "auto"
     split: bool | str = "auto"
+    even_batches: str = "pad"
+    draws: str = NEIGHBOR
+    topology: str = "auto"
+    replication: int | None = None
+    sample_at: str = "owner"
+    features: DistFeatureStore | None = None
+    embedding: Any = None
+    device: Any = None
+    graph_on: str = "device"
+    rows_on: str = "device"
+    cache: float = 0
 
-    def __post_init__(self) -> None:
-        if self.seed is not None:
-            try:
-                object.__setattr__(self, "seed", operator.index(self.seed))
-            except TypeError:
-                raise ValueError(
-                    f"seed must be a whole number, got {self.seed!r}"
-                ) from None
+    @staticmethod
+    def checked(
+        loader: str, options: LoaderOptions | None, dataloader: dict[str, Any]
+    ) -> LoaderOptions:
+        """Returns the options of a loader; raises for wrong ones, or those among PyG's."""
+        for field in fields(LoaderOptions):
+            if field.name in dataloader:
+                raise TypeError(
+                    f"{loader}.__init__() got an unexpected keyword argument "
+                    f"{field.name!r}; did you mean "
+                    f"options=LoaderOptions({field.name}={dataloader[field.name]!r})?"
+                )
+        options = LoaderOptions() if options is None else options
+        if not isinstance(options, LoaderOptions):
+            raise TypeError(
+                f"options must be a LoaderOptions, got {type(options).__name__}; give "
+                "options=LoaderOptions(...)"
+            )
+        options._check()
+        if options.seed is None:
+            return options
+        try:
+            return replace(options, seed=operator.index(options.seed))
+        except TypeError:
+            raise ValueError(
+                f"seed must be a whole number, got {options.seed!r}"
+            ) from None
+
+    def _check(self) -> None:
         if self.bulk_size != "auto" and not _whole(self.bulk_size, 1):
             raise ValueError(
                 f"bulk_size must be 'auto' or at least 1, got {self.bulk_size!r}"
-            )
-        if self.even_batches not in ("pad", "drop"):
-            raise ValueError(
-                f"even_batches must be 'pad' or 'drop', got {self.even_batches!r}"
             )
         if self.prefetch != "auto" and not _whole(self.prefetch, 0):
             raise ValueError(
                 "prefetch must be 'auto' or a number of bulks, 0 or more, got "
                 f"{self.prefetch!r}"
             )
-        if self.split not in (True, False, "auto"):
-            raise ValueError(f"split must be 'auto', True or False, got {self.split!r}")
+        choices = {
+            "even_batches": ("pad", "drop"),
+            "split": ("auto", True, False),
+            "topology": TOPOLOGIES,
+            "sample_at": SAMPLE_AT,
+        }
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        if not isinstance(self.features, (DistFeatureStore, type(None))):
+            raise TypeError(
+                "features must be a DistFeatureStore, got "
+                f"{type(self.features).__name__}"
+            )
+
+    def are_for_share(self, data: Any) -> bool:
+        """Returns whether the data is a share; raises for options that do not fit it."""
+        if is_share(data):
+            self._check_share()
+            return True
+        if isinstance(data, (Data, HeteroData)) and any(
+            isinstance(value, DistTensor) for s in data.stores for value in s.values()
+        ):
+            raise ValueError(
+                "got a share of pdc.partition without edges to sample; give the whole graph, "
+                "or load batches of its rows"
+            )
+        used = {
+            "topology='partitioned'": self.topology == "partitioned",
+            f"replication={self.replication}": self.replication is not None,
+            "sample_at='requester'": self.sample_at == "requester",
+            "features": self.features is not None,
+            "embedding": self.embedding is not None,
+        }
+        asked = [name for name, given in used.items() if given]
+        if asked:
+            raise ValueError(
+                f"{', '.join(asked)} is for a graph spread over the ranks, got a "
+                f"{type(data).__name__} that each rank holds whole; pass "
+                "data = pyg_distcomm.partition(data, mesh)"
+            )
+        return False
+
+    def _check_share(self) -> None:
+        if self.graph_on == "pinned":
+            raise ValueError(
+                "got graph_on='pinned', but a partitioned graph is sampled on the hosts of "
+                "all ranks; leave graph_on out, or give each rank the whole graph"
+            )
+        if self.cache:
+            raise ValueError(
+                f"got cache={self.cache!r}, which is for a graph that each rank holds "
+                "whole; for a share give features=DistFeatureStore.from_data(..., cache=N)"
+            )
+        if self.split is False:
+            raise ValueError(
+                "split=False is for a loader of one rank's own, but a partitioned graph "
+                "is sampled by all ranks together; leave it out"
+            )
+
+
+def refuse_draws(options: Any, loader: str) -> None:
+    """Raises ValueError for `draws` of a loader that draws in a way of its own."""
+    if isinstance(options, LoaderOptions) and options.draws != NEIGHBOR:
+        raise ValueError(
+            f"got draws={options.draws!r}, but {loader} draws in a way of its own; leave it out"
+        )
 
 
 def _whole(value: Any, least: int) -> bool:
@@ -112,18 +246,6 @@ def agree_on(arguments: dict[str, Any], world: Axis) -> None:
                 f"{every[0].get(name)} on rank 0, for a loader of a partitioned graph; give "
                 "all ranks the same arguments"
             )
-
-
-def unused_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Removes arguments of torch_geometric.distributed's loaders, with a warning."""
-    unused = [name for name in RPC_ARGUMENTS if kwargs.get(name) is not None]
-    if unused:
-        warnings.warn(
-            f"{', '.join(unused)}: arguments of torch_geometric.distributed that are not "
-            "used here, because ranks are those of torch.distributed; leave them out",
-            stacklevel=3,
-        )
-    return {k: v for k, v in kwargs.items() if k not in RPC_ARGUMENTS}
 
 
 def digest(inputs: list[Any]) -> str:

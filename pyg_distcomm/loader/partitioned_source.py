@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,9 +36,9 @@ from pyg_distcomm.loader.prefetch import FETCH, SAMPLE
 from pyg_distcomm.loader.row_group import EDGES
 from pyg_distcomm.ops.id_plan import IdPlan, attach_route, plan_ids
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sampling.graph_block import gathered, is_share, mesh_of
+from pyg_distcomm.sampling.graph_block import gathered, mesh_of
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
-from pyg_distcomm.sampling.partitioned import SAMPLE_AT, PartitionedNeighborSampler
+from pyg_distcomm.sampling.partitioned import PartitionedNeighborSampler
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
@@ -51,11 +50,9 @@ class PartitionedSource:
 
     Args:
         data: from `pdc.partition` or `pdc.load_partition`.
-        replication: c, how many ranks hold each block; see `new_process_grid`.
-        features: the store to fetch rows from (default: a store of the share's own rows).
-        arguments: the arguments that must be equal on all ranks.
-        embedding: a `DistEmbedding` of the nodes, or a dictionary of them by node type: the
-            exchange of their rows is planned for each minibatch, with its bulk.
+        options: those of the loader.
+        dataloader: arguments of torch's DataLoader.
+        **arguments: others of the loader, which must be equal on all ranks, too.
 
     Raises:
         ValueError, TypeError: on all ranks alike.
@@ -64,13 +61,12 @@ class PartitionedSource:
     def __init__(
         self,
         data: Data | HeteroData,
-        replication: int | None,
-        features: DistFeatureStore | None,
-        arguments: dict[str, Any],
-        embedding: Any = None,
+        options: LoaderOptions,
+        dataloader: dict[str, Any],
+        **arguments: Any,
     ) -> None:
-        self.data, self.mesh = data, mesh_of(data)
-        problem = None
+        self.data, self.mesh, self.options = data, mesh_of(data), options
+        replication, features, problem = options.replication, options.features, None
         try:
             c = check_replication(self.mesh, replication)
             if features is not None:
@@ -84,13 +80,14 @@ class PartitionedSource:
         except ValueError as error:
             problem = str(error)
         collectives.agree(problem, self.mesh.world)
-        agree_on(arguments, self.mesh.world)
+        loading = {k: dataloader.get(k) for k in ("batch_size", "shuffle", "drop_last")}
+        agree_on(arguments | loading | _comparable(options), self.mesh.world)
         self.sampling: ProcessGrid = new_process_grid(self.mesh, c, SAMPLE)
         self.fetching: ProcessGrid = new_process_grid(self.mesh, c, FETCH)
         self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
         self._given_store, self._edge_owners_known = features, False
         with errors_on_all_ranks(self.mesh.world):
-            self._embedding_rows = _rows_of_embeddings(data, embedding)
+            self._embedding_rows = _rows_of_embeddings(data, options.embedding)
         self._read_rows()
 
     def _read_rows(self) -> None:
@@ -295,156 +292,49 @@ class PartitionedSource:
         return every if self._edge_owners_known else (every, torch.cat(owners))
 
 
-TOPOLOGIES = ("auto", "partitioned", "replicated")
-
-
-@dataclass(frozen=True)
-class PartitionedOptions:
-    """Checks the arguments of a loader that are for a share; see `DistNeighborLoader`."""
-
-    topology: str = "auto"
-    replication: int | None = None
-    sample_at: str = "owner"
-    features: DistFeatureStore | None = None
-    embedding: Any = None
-
-    def __post_init__(self) -> None:
-        if self.topology not in TOPOLOGIES:
-            raise ValueError(
-                f"topology must be one of {TOPOLOGIES}, got {self.topology!r}"
-            )
-        if self.sample_at not in SAMPLE_AT:
-            raise ValueError(
-                f"sample_at must be one of {SAMPLE_AT}, got {self.sample_at!r}"
-            )
-        if not isinstance(self.features, (DistFeatureStore, type(None))):
-            raise TypeError(
-                "features must be a DistFeatureStore, got "
-                f"{type(self.features).__name__}"
-            )
-
-    def source(
-        self,
-        data: Any,
-        loader_options: LoaderOptions,
-        dataloader: dict[str, Any],
-        **options: Any,
-    ) -> PartitionedSource:
-        """Returns the source of a loader of a share; collective."""
-        loading = {k: dataloader.get(k) for k in ("batch_size", "shuffle", "drop_last")}
-        types = self.embedding
-        types = (
-            sorted(types, key=str) if isinstance(types, Mapping) else types is not None
+def check_sampled_together(sampler: Any, dataloader: dict[str, Any]) -> None:
+    """Raises ValueError for arguments that do not work if all ranks sample together."""
+    if sampler is not None:
+        raise ValueError(
+            "neighbor_sampler was given, but a partitioned graph is sampled by all "
+            "ranks together; leave it out"
         )
-        own = vars(self) | {"features": self.features is not None, "embedding": types}
-        arguments = {**options, **loading, **vars(loader_options), **own}
-        given = data, self.replication, self.features, arguments, self.embedding
-        return PartitionedSource(*given)
-
-    def applies_to(self, data: Any, placement: Placement | None = None) -> bool:
-        """Returns whether the data is a share; raises for options that do not fit it."""
-        if is_share(data):
-            if placement is not None and placement.graph_pinned:
-                raise ValueError(
-                    "got graph_on='pinned', but a partitioned graph is sampled on the hosts of "
-                    "all ranks; leave graph_on out, or give each rank the whole graph"
-                )
-            if placement is not None and placement.cache:
-                raise ValueError(
-                    f"got cache={placement.cache!r}, which is for a graph that each rank holds "
-                    "whole; for a share give features=DistFeatureStore.from_data(..., cache=N)"
-                )
-            return True
-        if isinstance(data, (Data, HeteroData)) and any(
-            isinstance(value, DistTensor) for s in data.stores for value in s.values()
-        ):
-            raise ValueError(
-                "got a share of pdc.partition without edges to sample; give the whole graph, "
-                "or load batches of its rows"
-            )
-        used = {
-            "topology='partitioned'": self.topology == "partitioned",
-            f"replication={self.replication}": self.replication is not None,
-            "sample_at='requester'": self.sample_at == "requester",
-            "features": self.features is not None,
-            "embedding": self.embedding is not None,
-        }
-        asked = [name for name, given in used.items() if given]
-        if asked:
-            raise ValueError(
-                f"{', '.join(asked)} is for a graph spread over the ranks, got a "
-                f"{type(data).__name__} that each rank holds whole; pass "
-                "data = pyg_distcomm.partition(data, mesh)"
-            )
-        return False
-
-    @staticmethod
-    def check(
-        sampler: Any,
-        loader_options: LoaderOptions,
-        dataloader: dict[str, Any],
-        backend: str | None = None,
-    ) -> None:
-        """Raises ValueError for arguments that do not work if all ranks sample together."""
-        if backend is not None:
-            raise ValueError(
-                f"backend={backend!r} samples a graph that each rank holds whole, but this "
-                "one is partitioned; leave it out"
-            )
-        if sampler is not None:
-            raise ValueError(
-                "neighbor_sampler was given, but a partitioned graph is sampled by all "
-                "ranks together; leave it out"
-            )
-        if dataloader.get("num_workers", 0):
-            raise ValueError(
-                f"num_workers={dataloader['num_workers']}: a partitioned graph is sampled "
-                "and its rows are fetched by threads of this process, which talk to the "
-                "other ranks; leave num_workers out"
-            )
-        if loader_options.split is False:
-            raise ValueError(
-                "split=False is for a loader of one rank's own, but a partitioned graph "
-                "is sampled by all ranks together; leave it out"
-            )
-
-    def begin(
-        self,
-        loader: str,  # what it is, the same on all ranks
-        data: Any,  # as the loader got it
-        num_neighbors: Any,  # likewise
-        loader_options: LoaderOptions,  # its own options
-        dataloader: dict[str, Any],  # torch's options
-        options: dict[str, Any],  # PyG's options
-        own_transform: bool,  # whether it got a `transform_sampler_output`
-    ) -> tuple[PartitionedSource, Any]:
-        """Returns the source of a loader of a share, and its sampler; collective."""
-        source = self.source(
-            data,
-            loader_options,
-            dataloader,
-            num_neighbors=num_neighbors,
-            own_transform=own_transform,
-            loader=loader,
-            **options,
+    if dataloader.get("num_workers", 0):
+        raise ValueError(
+            f"num_workers={dataloader['num_workers']}: a partitioned graph is sampled "
+            "and its rows are fetched by threads of this process, which talk to the "
+            "other ranks; leave num_workers out"
         )
-        seed = fresh_seed() if loader_options.seed is None else loader_options.seed
-        if options["subgraph_type"] == "bidirectional":
-            source.learn_edge_owners()  # the target of an edge turned round is its source
-        if self.topology == "replicated":
-            names = [options["time_attr"], options["weight_attr"]]
-            whole = gathered(data, [name for name in names if name is not None])
-            return source, KeyedNeighborSampler(
-                whole, num_neighbors, seed=seed, **options
-            )
-        return source, PartitionedNeighborSampler(
-            data,
-            num_neighbors,
-            channel=source.sampling,
-            sample_at=self.sample_at,
-            seed=seed,
-            **options,
-        )
+
+
+def neighbor_sampler_of(
+    source: PartitionedSource, num_neighbors: Any, **drawing: Any
+) -> Any:
+    """Returns the sampler of neighbourhoods of a share; collective."""
+    options = source.options
+    seed = fresh_seed() if options.seed is None else options.seed
+    if drawing["subgraph_type"] == "bidirectional":
+        source.learn_edge_owners()  # the target of an edge turned round is its source
+    if options.topology == "replicated":
+        names = [drawing["time_attr"], drawing["weight_attr"]]
+        whole = gathered(source.data, [name for name in names if name is not None])
+        return KeyedNeighborSampler(whole, num_neighbors, seed=seed, **drawing)
+    return PartitionedNeighborSampler(
+        source.data,
+        num_neighbors,
+        channel=source.sampling,
+        sample_at=options.sample_at,
+        seed=seed,
+        **drawing,
+    )
+
+
+def _comparable(options: LoaderOptions) -> dict[str, Any]:
+    """Returns options by name, objects by whether they are there, to compare over ranks."""
+    types = options.embedding
+    types = sorted(types, key=str) if isinstance(types, Mapping) else types is not None
+    given = {"features": options.features is not None, "embedding": types}
+    return vars(options) | given
 
 
 def _rows_of_embeddings(data: Any, embedding: Any) -> dict[Any, Rows]:

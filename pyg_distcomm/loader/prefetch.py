@@ -346,7 +346,7 @@ class BulkBuilder:
         self._samples_bulks = together and not own
         # each minibatch is collective: one at a time
         self._one_at_a_time = together and own
-        option = loader._loader_options.prefetch
+        option = loader.options.prefetch
         idle = threads.spare(World.now().size)
         waits = self._source is not None or self._collator.pooled
         place: Placement | None = loader.placement
@@ -391,7 +391,7 @@ class BulkBuilder:
 
         For a partitioned graph, all ranks agree on it; 0 ends the epoch.
         """
-        option = self._loader._loader_options.bulk_size
+        option = self._loader.options.bulk_size
         fits = int(option) if option != "auto" else self._bulk_size_for_budget()
         if self._source is None:
             return fits

@@ -127,49 +127,6 @@ def as_rows(values: Any) -> Tensor:
     return values.detach().cpu().contiguous()
 
 
-class QuiverFeature:
-    """Reads rows by id from an object with the interface of quiver-feature's DistTensor.
-
-    That object communicates by itself, which neither the ledger nor `price` counts. Put it
-    in a store with `store.put_tensor(QuiverFeature(t), group_name=None, attr_name="x",
-    index=None)`; its rows are then part of every fetch.
-
-    Args:
-        tensor: supports `tensor[ids]` `[k, f]` for int64 ids, and has a `shape` `(n, f)`. It
-            may overwrite the ids, and return rows on another device.
-        most: the most rows per read: the first size of its buffer.
-    """
-
-    def __init__(self, tensor: Any, most: int | None = None) -> None:
-        missing = [n for n in ("__getitem__", "shape") if not hasattr(tensor, n)]
-        if missing or len(tensor.shape) != 2:
-            raise TypeError(
-                f"got a {type(tensor).__name__}, wanted an object like quiver-feature's "
-                "DistTensor; give one with tensor[ids] and a shape (rows, width)"
-            )
-        self._tensor, self._most = tensor, most
-
-    @property
-    def shape(self) -> torch.Size:
-        """Returns rows and width of the whole tensor."""
-        return torch.Size(self._tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Returns the dtype."""
-        dtype: torch.dtype = getattr(self._tensor, "dtype", torch.float32)
-        return dtype
-
-    def __getitem__(self, ids: Tensor) -> Tensor:
-        """Returns rows `[len(ids), f]` on the CPU."""
-        out = torch.empty(len(ids), self.shape[1], dtype=self.dtype)
-        step = self._most or max(1, len(ids))
-        for start in range(0, len(ids), step):
-            part = slice(start, start + step)
-            out[part] = self._tensor[ids[part].clone()]
-        return out
-
-
 Wire: TypeAlias = str | Codec | LinkPolicy | None
 Group: TypeAlias = Any  # None, a node type, an edge type, or EDGES
 
@@ -195,7 +152,6 @@ class RowGroup:
         owners: the owner of each id; None if it is not known.
         values: name -> rows `[m, ...]`, in the order of the index.
         codecs: name -> the codec of its rows in messages.
-        external: name -> a store of another library, read as `rows[ids]`.
         cached_gid: the ids of the rows that every rank caches, ascending.
         cached: the index of those that are not in this block.
         cached_rows: name -> the rows of that index.
@@ -207,7 +163,6 @@ class RowGroup:
     owners: Partition | None
     values: dict[str, Tensor] = field(default_factory=dict)
     codecs: dict[str, Codec] = field(default_factory=dict)
-    external: dict[str, Any] = field(default_factory=dict)
     cached_gid: Tensor = field(default_factory=_no_ids)
     cached: Index = field(default_factory=lambda: Index(_no_ids(), 0))
     cached_rows: dict[str, Tensor] = field(default_factory=dict)
@@ -220,11 +175,7 @@ class RowGroup:
     @property
     def names(self) -> list[str]:
         """Returns the names of the attributes."""
-        return [*self.values, *self.external]
-
-    def source(self, name: str) -> Any:
-        """Returns the rows of an attribute, or the external store that has them."""
-        return (self.values if name in self.values else self.external)[name]
+        return list(self.values)
 
 
 def make_row_group(

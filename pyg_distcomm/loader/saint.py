@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
 from torch_geometric.sampler import NodeSamplerInput
 from tqdm import tqdm
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
 from pyg_distcomm.loader.batch_sharding import World
-from pyg_distcomm.loader.options import errors_on_all_ranks, ranks_of
+from pyg_distcomm.loader.options import LoaderOptions, errors_on_all_ranks, ranks_of
 from pyg_distcomm.loader.subgraphs import SubgraphLoading
 from pyg_distcomm.partition.atomic import keep_file, read_whole
 
@@ -42,7 +44,7 @@ class SampledSteps:
         return repr(self._loader)
 
 
-class GraphSAINTSampler(SubgraphLoading):
+class GraphSAINTSampler(SubgraphLoading[Data]):
     """Loads the subgraphs that drawn nodes induce ([Zeng20]); base of the classes that draw.
 
     Takes the arguments of PyG's classes, and draws in distribution what they draw; neither
@@ -104,7 +106,10 @@ class GraphSAINTSampler(SubgraphLoading):
                 raise ValueError(
                     "data has 'node_norm' or 'edge_norm', which this loader sets; rename them"
                 )
-            if kwargs.get("topology") == "partitioned":
+            options = LoaderOptions.checked(
+                type(self).__qualname__, kwargs.pop("options", None), kwargs
+            )
+            if options.topology == "partitioned":
                 raise ValueError(
                     "topology='partitioned': nodes are drawn by all edges of the graph, so "
                     "that every rank needs them; leave topology out, or use "
@@ -116,12 +121,14 @@ class GraphSAINTSampler(SubgraphLoading):
                 raise ValueError(
                     f"got numbers that differ by rank: {every}; give all ranks the same"
                 )
-            kwargs["topology"] = "replicated"
+            options = replace(options, topology="replicated")
         self.num_steps, self.sample_coverage = num_steps, sample_coverage
         self.save_dir, self.log = save_dir, log
         self._batch_size = batch_size
         self.N, self.E = int(data.num_nodes), int(data.num_edges)
-        super().__init__(data, [], SampledSteps(self), batch_size=1, **kwargs)
+        super().__init__(
+            data, [], SampledSteps(self), batch_size=1, options=options, **kwargs
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._batch_size}, {self.num_steps})"

@@ -89,9 +89,15 @@ def _holds(store: Any) -> bool:
     )
 
 
+def holds_matrices(data: Any) -> bool:
+    """Returns whether a graph of `with_edges` had an adj_t of torch.sparse."""
+    stores = data.edge_stores if isinstance(data, (Data, HeteroData)) else ()
+    return any(name.startswith(_NAME) for store in stores for name in store)
+
+
 def with_matrices(batch: Any) -> Any:
     """Puts the adj_t of torch.sparse together again in a minibatch of `with_edges`."""
-    for store in batch.edge_stores if isinstance(batch, (Data, HeteroData)) else ():
+    for store in batch.edge_stores:
         for name in [name for name in store if name.startswith(_NAME)]:
             sizes = store.size()
             source, target = store.edge_index

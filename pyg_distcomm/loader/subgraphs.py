@@ -20,12 +20,13 @@ from torch_geometric.utils import sort_edge_index
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.serialization import allowing
+from pyg_distcomm.loader.base import Graph
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import (
-    LoaderOptions,
     digest,
     errors_on_all_ranks,
     ranks_of,
+    refuse_draws,
 )
 from pyg_distcomm.partition.atomic import keep_file, read_whole
 from pyg_distcomm.partition.cutters import cut
@@ -40,7 +41,7 @@ _SEED_ATTRIBUTES = (
     "batch num_sampled_nodes num_sampled_edges input_id seed_time batch_size".split()
 )
 # arguments of neighbour loaders that do not apply
-_REFUSED = ("neighbor_sampler", "backend", "draws", "rule", "input_nodes", "input_time")
+_REFUSED = ("neighbor_sampler", "input_nodes", "input_time")
 
 
 class NodeSets:
@@ -90,7 +91,7 @@ class NodeSets:
         return digest([self.ptr, self.node])
 
 
-class SubgraphLoading(DistNeighborLoader):
+class SubgraphLoading(DistNeighborLoader[Graph]):
     """Loads induced subgraphs, with the bulks, ranks and states of `DistNeighborLoader`.
 
     Args:
@@ -114,6 +115,7 @@ class SubgraphLoading(DistNeighborLoader):
         if node_sets is not None:
             given = [name for name in _REFUSED if kwargs.get(name) is not None]
             with errors_on_all_ranks(ranks_of(data)):
+                refuse_draws(kwargs.get("options"), type(self).__name__)
                 if given:
                     raise ValueError(
                         f"{type(self).__name__} chooses the nodes of a batch itself; leave "
@@ -124,12 +126,7 @@ class SubgraphLoading(DistNeighborLoader):
                 kwargs["input_nodes"] = data.node_types[0]
         super().__init__(data, num_neighbors, subgraph_type="induced", **kwargs)
 
-    def _finish_init(
-        self,
-        loader_options: LoaderOptions,
-        inputs: list[Any],
-        dataloader: dict[str, Any],
-    ) -> None:
+    def _finish_init(self, inputs: list[Any], dataloader: dict[str, Any]) -> None:
         if self.node_sets is not None:
             self.input_data, inputs = self.node_sets, [self.node_sets.digest()]
             every = range(len(self.node_sets))
@@ -145,7 +142,7 @@ class SubgraphLoading(DistNeighborLoader):
                     else SequentialSampler(every)
                 )
                 self.__dict__["sampler"] = self.batch_sampler.sampler = order
-        super()._finish_init(loader_options, inputs, dataloader)
+        super()._finish_init(inputs, dataloader)
 
     def _sample(self, inputs: Any) -> Any:
         return self._arrange(super()._sample(inputs))
@@ -169,7 +166,7 @@ class SubgraphLoading(DistNeighborLoader):
         return super()._postprocess(data, padding)
 
 
-class RandomNodeLoader(SubgraphLoading):
+class RandomNodeLoader(SubgraphLoading[Graph]):
     """Loads the subgraphs that random parts of the nodes induce, as PyG's loader does.
 
     With `shuffle=True` an epoch cuts the nodes, those of all types together, into
@@ -180,27 +177,28 @@ class RandomNodeLoader(SubgraphLoading):
         data: a Data or HeteroData, or a share of one (see `DistNeighborLoader`, also for the
             price).
         num_parts: how many parts an epoch has.
-        **kwargs: those of `torch.utils.data.DataLoader`, and bulk_size, seed, even_batches,
-            prefetch, split, topology, replication, sample_at, features, embedding and
-            transform of `DistNeighborLoader`.
+        **kwargs: those of `torch.utils.data.DataLoader`, and transform and options of
+            `DistNeighborLoader`.
 
     Raises:
         ValueError, TypeError: for fewer than one part, or what is no number; on all ranks.
     """
 
-    def __init__(self, data: Any, num_parts: int, **kwargs: Any) -> None:
+    def __init__(self, data: Graph, num_parts: int, **kwargs: Any) -> None:
         with errors_on_all_ranks(ranks_of(data)):
             if not isinstance(num_parts, int):
                 raise TypeError(f"num_parts must be a whole number, got {num_parts!r}")
             if num_parts < 1:
                 raise ValueError(f"num_parts must be at least 1, got {num_parts}")
-        typed = isinstance(data, HeteroData)
-        sizes = {k: data[k].num_nodes for k in data.node_types} if typed else {}
-        self.num_parts, self.num_nodes = num_parts, int(data.num_nodes)
+        whole: Any = data
+        sizes = None
+        if isinstance(data, HeteroData):
+            sizes = {k: int(data[k].num_nodes or 0) for k in data.node_types}
+        self.num_parts, self.num_nodes = num_parts, int(whole.num_nodes)
         super().__init__(
             data,
             [],
-            NodeSets.single(sizes if typed else self.num_nodes),
+            NodeSets.single(sizes or self.num_nodes),
             batch_size=max(math.ceil(self.num_nodes / num_parts), 1),
             **kwargs,
         )
@@ -397,7 +395,7 @@ def _read(path: Path, num_nodes: int, num_parts: int) -> Tensor:
     return cluster
 
 
-class ClusterLoader(SubgraphLoading):
+class ClusterLoader(SubgraphLoading[Data]):
     """Merges clusters of nodes, with the edges between them, into batches ([Chiang19]).
 
     As PyG's loader, which takes `batch_size` clusters at a time; batch t goes to rank t mod
@@ -422,7 +420,7 @@ class ClusterLoader(SubgraphLoading):
         super().__init__(cluster_data.source, [], sets, **kwargs)
 
 
-class ShaDowKHopSampler(SubgraphLoading):
+class ShaDowKHopSampler(SubgraphLoading[Data]):
     """Loads a subgraph around each of some root nodes ([Zeng21]), as PyG's class does.
 
     The nodes are those of `depth` hops of sampled in-neighbours of the root, the edges all

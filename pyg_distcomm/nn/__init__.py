@@ -36,7 +36,7 @@ _OURS = (
 ).split()
 _WITH_LAYERS = ("torch_geometric.nn.models.", "torch_geometric.nn.pool.")
 _THEIRS = [name for name in dir(_pyg) if name[0] != "_"]
-__all__ = sorted({*_OURS, *_layers.__all__, *_THEIRS})
+__all__ = sorted({*_OURS, *vars(_layers)["__all__"], *_THEIRS})
 _mirror(__name__, _pyg.__name__)
 
 

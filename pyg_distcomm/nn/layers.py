@@ -8,7 +8,7 @@ so each class is named Dist..., and exported under PyG's name.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch_geometric.nn as pyg
 
@@ -257,9 +257,10 @@ TAGConv = DistTAGConv
 TransformerConv = DistTransformerConv
 WLConvContinuous = DistWLConvContinuous
 
-# the names that a class of this package bears, without its Dist
-__all__ = [
-    name
-    for name, kind in list(globals().items())
-    if getattr(kind, "__name__", "") == f"Dist{name}"
-]
+if not TYPE_CHECKING:  # type checkers read the names above instead
+    # the names that a class of this package bears, without its Dist
+    __all__ = [
+        name
+        for name, kind in list(globals().items())
+        if getattr(kind, "__name__", "") == f"Dist{name}"
+    ]

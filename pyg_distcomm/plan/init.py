@@ -1,4 +1,4 @@
-"""Makes the mesh of a run: `init`; algorithm='auto' times plans, and takes the fastest."""
+"""Makes the mesh of a run: `init`, which for an `Auto` times plans, and takes the fastest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -47,8 +47,36 @@ MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # limits of the matrix that a rank times
 MOST_WIDTH = 1024  # limit of timed widths: wider rows have nearly the same rate
 
 
+@dataclass(frozen=True, eq=False)
+class Auto:
+    """Describes a training for which `init` finds the grid: it measures, plans and times.
+
+        mesh = pdc.init(pdc.Auto(whole, widths=[602, 16, 41]))
+        data = pdc.partition(whole, mesh)      # cut as planned
+
+    Args:
+        data: the whole graph, the same on every rank.
+        widths, model: the widths of features, hidden layers and output, or the model.
+        layers, inputs, memory, dtype: see `plan`.
+        codecs: links that it may take (see `plan`), for `partition(..., link=mesh.plan.link)`.
+        method: the method of the partition, also for `partition`; with seed 0.
+        machine: the figures, instead of measuring them; nothing is timed.
+    """
+
+    data: Any
+    widths: Sequence[int] | None = None
+    model: torch.nn.Module | None = None
+    layers: str | Sequence[str] = "gcn"
+    inputs: str = INPUTS[0]
+    method: Any = "metis"
+    machine: Machine | None = None
+    memory: float | None = None
+    codecs: Sequence[CodecLike] = ()
+    dtype: torch.dtype | None = None
+
+
 def init(
-    algorithm: str = "1d",
+    algorithm: str | Auto = "1d",
     *,
     replication: int | None = None,
     grid: Grid | None = None,
@@ -59,31 +87,21 @@ def init(
     stages: int = 1,
     check: grids.Check = "first",
     strict: bool = False,
-    data: Data | None = None,
-    widths: Sequence[int] | None = None,
-    model: torch.nn.Module | None = None,
-    layers: str | Sequence[str] = "gcn",
-    inputs: str = INPUTS[0],
-    method: Any = "metis",
-    machine: Machine | None = None,
-    memory: float | None = None,
-    codecs: Sequence[CodecLike] = (),
-    dtype: torch.dtype | None = None,
 ) -> Mesh:
     """Joins the run and returns its mesh.
 
     Works under torchrun or another launcher that sets RANK and WORLD_SIZE, under `pdc.launch`,
     in a process group that the caller has made, or in a single process.
 
-        mesh = pdc.init("auto", data=dataset[0], widths=[602, 16, 41])
-        data = pdc.partition(dataset[0], mesh)      # cut as planned
+        mesh = pdc.init()
+        data = pdc.partition(dataset[0], mesh)
 
-    "auto" calibrates, plans on rank 0 (see `plan`), times epochs of the best 4 exact plans,
+    `Auto` calibrates, plans on rank 0 (see `plan`), times epochs of the best 4 exact plans,
     and takes the fastest; see `shortlist` for when the best plan is taken untimed.
     `partition` follows `mesh.plan`.
 
     Args:
-        algorithm: "1d", "1.5d", "2d", "3d", "feature" (see `resolve_grid`) or "auto".
+        algorithm: "1d", "1.5d", "2d", "3d" or "feature" (see `resolve_grid`), or an `Auto`.
         replication: c of 1.5D.
         grid: an explicit grid `(row, col, fiber)`, instead of a name.
         backend: "gloo", "nccl", or torch's mixed form; by default chosen by the devices.
@@ -96,13 +114,6 @@ def init(
             once, others once per operation and shape, and steps on minibatches until they
             are found averaged ("first"), all ("always"), or "never".
         strict: raises where an operation would gather all rows of a tensor on every rank.
-        data, widths, model: for "auto", the whole graph, the same on every rank, and either
-            the widths of features, hidden layers and output, or the model.
-        layers, inputs, memory, dtype: for "auto", see `plan`.
-        codecs: for "auto", links that it may take (see `plan`), for
-            `partition(..., link=mesh.plan.link)`.
-        method: for "auto", the method of the partition, also for `partition`; with seed 0.
-        machine: for "auto", the figures, instead of measuring them; nothing is timed.
 
     `mesh.close()` or `with pdc.init() as mesh:` closes the connections.
 
@@ -111,20 +122,22 @@ def init(
     """
     mesh_options: Any = {"backend": backend, "device": device, "seed": seed}
     mesh_options |= {"check": check, "strict": strict, "timeout": timeout}
-    given = {"data": data, "widths": widths, "model": model, "machine": machine}
-    given |= {"memory": memory, "dtype": dtype}
-    given |= {"codecs": codecs or None, "layers": None if layers == "gcn" else layers}
-    given |= {"inputs": None if inputs == INPUTS[0] else inputs}
-    given |= {"method": None if str(method) == "metis" else method}
-    problem = _option_problem(algorithm, (replication, grid, stages), given)
-    if algorithm != "auto":
+    if not isinstance(algorithm, Auto):
+        if algorithm == "auto":
+            raise ValueError(
+                "algorithm='auto' plans before it chooses, got no graph; give "
+                "pdc.Auto(data, widths=[features, hidden, ..., output]) instead, or model=..."
+            )
         mesh_options |= {"replication": replication, "grid": grid, "stages": stages}
-        return _new_mesh(algorithm, mesh_options, problem)
-    mesh = grids.init("1d", **mesh_options, also={"algorithm": algorithm})
+        return _new_mesh(algorithm, mesh_options)
+    auto, data = algorithm, algorithm.data
+    mesh = grids.init("1d", **mesh_options, also={"algorithm": "auto"})
+    problem = _option_problem((replication, grid, stages), auto)
     collectives.agree(problem, mesh.world)
-    read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
-    options = {"memory": memory, "partition": method, "dtype": dtype}
-    options |= {"codecs": codecs, "machine": machine}
+    read: Any = {"widths": auto.widths, "model": auto.model}
+    read |= {"layers": auto.layers, "inputs": auto.inputs}
+    options = {"memory": auto.memory, "partition": auto.method, "dtype": auto.dtype}
+    options |= {"codecs": auto.codecs, "machine": auto.machine}
     best, owners = _choose_plan(mesh, data, read, options, mesh_options)
     if best.grid != mesh.grid:
         mesh = grids.init(grid=best.grid, **mesh_options)
@@ -132,11 +145,8 @@ def init(
     return grids.remember(mesh)
 
 
-def _new_mesh(
-    algorithm: str, mesh_options: dict[str, Any], problem: str | None
-) -> Mesh:
+def _new_mesh(algorithm: str, mesh_options: dict[str, Any]) -> Mesh:
     """Returns a mesh; warns once if it is a second one with the same ranks and grid."""
-    _raise_if(problem)
     before = grids.latest_mesh()
     mesh = grids.init(algorithm, **mesh_options)
     if before is None or before.everyone.size == 1 or "again" in PROCESS.warned:
@@ -153,26 +163,14 @@ def _new_mesh(
     return mesh
 
 
-def _raise_if(problem: str | None) -> None:
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def _option_problem(
-    algorithm: str, shape: tuple[Any, ...], given: dict[str, Any]
-) -> str | None:
+def _option_problem(shape: tuple[Any, ...], auto: Auto) -> str | None:
     """Describes options that do not fit together; returns None if all fit."""
-    if algorithm != "auto":
-        names = [name for name, value in given.items() if value is not None]
-        verb = "is" if len(names) == 1 else "are"
-        message = f"{', '.join(names)} {verb} for algorithm='auto', got {algorithm!r}"
-        return message if names else None
     if shape != (None, None, 1):
-        return "algorithm='auto' finds the grid; leave grid, replication and stages out"
-    if given["data"] is None or (given["widths"] is None) == (given["model"] is None):
+        return "pdc.Auto finds the grid; leave grid, replication and stages out"
+    if auto.data is None or (auto.widths is None) == (auto.model is None):
         return (
-            "algorithm='auto' plans before it chooses: give the graph as data=..., and "
-            "either widths=[features, hidden, ..., output] or model=..."
+            "pdc.Auto plans before it chooses, got no graph, or not one of widths and model; "
+            "give the graph as data, and either widths=[features, hidden, ..., output] or model"
         )
     return None
 

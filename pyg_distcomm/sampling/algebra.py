@@ -363,54 +363,43 @@ def extract(a: BulkMatrix, rows: BulkNodes, cols: BulkNodes) -> BulkMatrix:
     return BulkMatrix(rowptr, col, value, len(cols.id), rows.ptr)
 
 
-def sample(
-    p: BulkMatrix, s: int, keys: Tensor, method: str = "its", replace: bool = False
-) -> Sample:
+def sample(p: BulkMatrix, s: int, keys: Tensor, replace: bool = False) -> Sample:
     r"""Draws s distinct columns of each row, in proportion to its values.
 
     One after the other, and what was drawn is out: of the weights w of a row, a draw takes
     u with chance `w_u / (sum of the w that are left)`. A row with no more than s positive
     entries gives them all, and none is ever a zero. With replacement, draws are s
-    independent ones.
+    independent ones. By inverse transform sampling ([Tripathy24]).
 
     Args:
         p: integers, below 2^62 in a row, or floats (`fixed_point` says how they are
             rounded). All keys draw from one row if P has one.
         s: how many to draw.
         keys: [m] int64 in [0, 2^63): the draws of a row depend on its key and its entries.
-        method: "its", inverse transform sampling ([Tripathy24]), or
-            "exponential", the least of independent clocks ([Efraimidis06]): the same
-            distribution from other numbers.
         replace: whether a column may be drawn again.
 
-    Price: linear in nnz, and 2 log2(nnz of the row) steps a draw; a sort for clocks.
+    Price: linear in nnz, and 2 log2(nnz of the row) steps a draw.
 
     Raises:
-        ValueError: for values that are negative, not finite or too large, keys that do not
-            fit the rows, or an unknown method.
+        ValueError: for values that are negative, not finite or too large, or keys that
+            do not fit the rows.
     """
-    check_draws(s, method, replace)
+    if not isinstance(s, Integral) or s < 0:
+        raise ValueError(
+            f"the number of draws must be whole, and must not be negative, got {s}"
+        )
     shared = p.num_rows == 1 and keys.numel() != 1
     if keys.dim() != 1 or (keys.numel() != p.num_rows and not shared):
         raise ValueError(
             f"one key for each of the {p.num_rows} rows is wanted, got {list(keys.shape)}"
         )
-    if shared and method == "its":
+    if shared:
         return SharedRow(p).sample(s, keys, replace)
-    k, rowptr, value = len(keys), p.rowptr, fixed_point(p)
-    batch_ptr = p.batch_ptr
-    if shared:
-        batch_ptr = torch.arange(k + 1, device=keys.device)
-        rowptr, value = p.nnz * batch_ptr, value.repeat(k)
-    count = _choices(rowptr, value)
+    value = fixed_point(p)
+    count = _choices(p.rowptr, value)
     ptr, complete = _draws(count, s, replace)
-    if method == "its":
-        drawn, left = kernels.draw(rowptr, value, count, keys, ptr, replace)
-    else:
-        drawn, left = kernels.exponential_race(rowptr, value, keys, ptr)
-    if shared:
-        drawn %= max(p.nnz, 1)
-    return _sampled(p, batch_ptr, drawn, left, ptr, complete, replace)
+    drawn, left = kernels.draw(p.rowptr, value, count, keys, ptr, replace)
+    return _sampled(p, p.batch_ptr, drawn, left, ptr, complete, replace)
 
 
 class SharedRow:
@@ -458,20 +447,6 @@ def fixed_point(p: BulkMatrix) -> Tensor:
     scale = (torch.ones_like(bits) << bits).double()
     whole = (value / top[row] * scale[row]).round().clamp(min=1)
     return torch.where(value > 0, whole, 0).long()
-
-
-def check_draws(s: int, method: str, replace: bool) -> None:
-    """Raises ValueError for a number of draws or a method that is not valid."""
-    if method not in ("its", "exponential"):
-        raise ValueError(f"method must be 'its' or 'exponential', got {method!r}")
-    if method == "exponential" and replace:
-        raise ValueError(
-            "exponential clocks draw without replacement; use method='its' with it"
-        )
-    if not isinstance(s, Integral) or s < 0:
-        raise ValueError(
-            f"the number of draws must be whole, and must not be negative, got {s}"
-        )
 
 
 def _choices(rowptr: Tensor, value: Tensor) -> Tensor:

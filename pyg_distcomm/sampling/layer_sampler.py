@@ -44,7 +44,6 @@ from pyg_distcomm.sampling.algebra import (
     BulkNodes,
     Sample,
     SharedRow,
-    check_draws,
     check_nodes,
     fixed_point,
     sample,
@@ -199,7 +198,6 @@ class KeyedLayerSampler(BaseSampler):
         rule: a `Rule`, or a function P -> P (see `UserRule`). Default: `Ladies()`.
         weights: None, "normalized", "importance" or "debiased"; see `estimators`.
         replace: whether a node may be drawn again in a layer.
-        method: how nodes are drawn; see `algebra.sample`.
         keep_batch: whether seeds are columns of every layer. Default: as the rule says.
         weight_attr: the name of the edges' weights in data.
         most_rows: the most seeds of a minibatch, or nodes that are drawn for them; sets how
@@ -223,7 +221,6 @@ class KeyedLayerSampler(BaseSampler):
         *,
         weights: str | None = "normalized",
         replace: bool = False,
-        method: str = "its",
         keep_batch: bool | None = None,
         weight_attr: str | None = None,
         most_rows: int | None = None,
@@ -232,7 +229,6 @@ class KeyedLayerSampler(BaseSampler):
         pinned: bool = False,
     ) -> None:
         super().__init__()
-        check_draws(0, method, replace)
         check_weights(weights, replace)
         numbers = layer_numbers(num_nodes_per_layer)
         self.graph = _graph(data, rule, weight_attr, most_rows, numbers)
@@ -250,7 +246,7 @@ class KeyedLayerSampler(BaseSampler):
             with explaining_out_of_memory(device, pinned, self.graph.arrays):
                 self.graph = self.graph.on(device, pinned)
         self.num_nodes_per_layer = numbers
-        self.weights, self.replace, self.method = weights, replace, method
+        self.weights, self.replace = weights, replace
         self.keep_batch = self.rule.keeps_batch if keep_batch is None else keep_batch
         self.seed = fresh_seed() if seed is None else seed
         self._calls = itertools.count()
@@ -263,7 +259,6 @@ class KeyedLayerSampler(BaseSampler):
             "rule": rule_name(self.rule),
             "weights": self.weights,
             "replace": self.replace,
-            "method": self.method,
             "keep_batch": self.keep_batch,
         }
 
@@ -332,12 +327,10 @@ class KeyedLayerSampler(BaseSampler):
         s = self.graph.num_nodes if s < 0 else s
         if self.rule.shared:
             shared = self._shared_row()
-            if self.method == "its":
-                return shared.p, shared.sample(s, keys, again)
-            return shared.p, sample(shared.p, s, keys, self.method, again)
+            return shared.p, shared.sample(s, keys, again)
         p = self.rule.judge(self.graph.sums(rows), self.graph.scale)
         p = p.with_value(fixed_point(p))
-        return p, sample(p, s, keys, self.method, again)
+        return p, sample(p, s, keys, again)
 
     def _shared_row(self) -> SharedRow:
         if self._shared is None:

@@ -107,8 +107,7 @@ def keyed_negatives(
     return KeyedNegatives(given, fold(key, 1))
 
 
-DRAWS = NEIGHBOR, LABOR, *_ = "neighbor", "labor", "labor-1", "labor-*"
-ROUNDS = {"labor-1": 1, "labor-*": -1}  # in which importances of sources are computed
+DRAWS = NEIGHBOR, LABOR = "neighbor", "labor"
 _CALL = 0x63616C6C  # folded into the keys of calls without a key
 
 
@@ -132,15 +131,10 @@ class KeyedNeighborSampler(NeighborSampler):
         draws: "neighbor", each node draws by itself; or "labor", the nodes of a
             hop draw the same sources where they can ([Balin23]): each draws those of
             its in-edges with the least -log(u_s) / w, u_s being one random number of
-            source s. What a node draws has one distribution by both. "labor-1"
-            and "labor-*" find importances of sources as well, once or until that changes
-            nothing, for fewer distinct nodes: a node draws `num_neighbors` in-edges at
-            the least on average, and the output's `edge_weight` says how much each counts
-            in a mean over all of its in-edges, without bias; see `check_draws`.
+            source s. What a node draws has one distribution by both.
         seed: of all draws (default: taken from torch's generator).
         device: where to sample, and what is sampled lies; None for the host.
         pinned: whether a device reads the graph from pinned host memory.
-        rule: the former name of `draws`.
 
     Raises:
         ValueError: for a fan-out below -1, bad ids, weights or times, unknown draws, and for
@@ -171,16 +165,7 @@ class KeyedNeighborSampler(NeighborSampler):
         # weights are used; all attributes that it would set are set here
         BaseSampler.__init__(self)
         _check_options(sample_direction, temporal_strategy, time_attr, directed)
-        options = {
-            "replace": replace,
-            "weight_attr": weight_attr,
-            "time_attr": time_attr,
-            "disjoint": disjoint,
-            "subgraph_type": SubgraphType(subgraph_type).value != "directional",
-            "directed": not directed,
-            "device": device,
-        }
-        self.draws = check_draws(draws, options)
+        self.draws = check_draws(draws, replace)
         self._device = device, pinned
         self.data_type = DataType.from_data(data)
         self.sample_direction = sample_direction
@@ -355,8 +340,7 @@ class KeyedNeighborSampler(NeighborSampler):
             induced=self.subgraph_type == SubgraphType.induced,
             latest=temporal and self.temporal_strategy == "last",
             tree_time=self._tree_time(seeds, times) if temporal else None,
-            labor=self.draws in (LABOR, *ROUNDS),
-            rounds=ROUNDS.get(self.draws, 0),
+            labor=self.draws == LABOR,
         )
 
     def _draw_minibatch(self, request: Request) -> Minibatch:
@@ -460,10 +444,6 @@ class KeyedNeighborSampler(NeighborSampler):
                 num_sampled_nodes=_named(nodes, steps[0]) if counted else None,
                 num_sampled_edges=_named(edges, steps[1]) if counted else None,
             )
-        if found.weight is not None:
-            kind = torch.get_default_dtype()
-            weight = [w.to(kind) for w in found.weight]
-            out.edge_weight = _named(edges, weight) if hetero else weight[0]
         return out
 
     def __getstate__(self) -> dict[str, Any]:
@@ -522,17 +502,11 @@ def _check_options(
         )
 
 
-def check_draws(draws: str, options: dict[str, Any]) -> str:
-    """Returns `draws`; raises ValueError if it is unknown or does not fit the options."""
+def check_draws(draws: str, replace: bool) -> str:
+    """Returns `draws`; raises ValueError if it is unknown or does not fit `replace`."""
     if draws not in DRAWS:
         raise ValueError(f"draws must be one of {DRAWS}, got {draws!r}")
-    wrong = [name for name, value in options.items() if value]
-    if draws in ROUNDS and wrong:
-        raise ValueError(
-            f"got draws={draws!r}, which weighs all in-edges of the nodes of a hop together, "
-            f"on the host; leave {', '.join(wrong)} out, or take draws='labor'"
-        )
-    if draws == LABOR and options["replace"]:
+    if draws == LABOR and replace:
         raise ValueError(
             "got draws='labor', which draws without replacement; leave replace out, or take "
             "draws='neighbor'"

@@ -56,7 +56,6 @@ from pyg_distcomm.sampling.graph_source import SampledTopology
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, LayerEdges, LocalLayerGraph
 from pyg_distcomm.sampling.neighbor_sampler import (
     LABOR,
-    ROUNDS,
     KeyedNeighborSampler,
     Output,
     keyed_negatives,
@@ -100,12 +99,6 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         if sample_at not in SAMPLE_AT:
             raise ValueError(
                 f"sample_at must be 'owner' or 'requester', got {sample_at!r}"
-            )
-        if options.get("draws") in ROUNDS and sample_at == "owner":
-            raise ValueError(
-                f"draws={options['draws']!r} needs the in-edges of all nodes of a hop at once, "
-                "which lie with several owners; take sample_at='requester', to which they "
-                "travel, topology='replicated', or draws='labor'"
             )
         self.channel, self.sample_at = channel, sample_at
         self._clock: dict[Any, tuple[Tensor, Tensor]] = {}
