@@ -447,10 +447,10 @@ MUTATIONS = (
         "constant_history and gcn-True",
     ),
     Mutation(
-        "gradients of other chunks are kept for the rule that drops them",
+        "gradients of an epoch are kept in the next one",
         "staleness",
-        "if self.gradients is not None and not self.rule.keep:",
-        "if self.gradients is not None and self.rule.keep:",
+        "if self.gradients is not None:",
+        "if self.gradients is None:",
         "test_pipeline.py",
         "test_gradients_between_chunks",
     ),

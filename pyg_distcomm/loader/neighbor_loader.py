@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch_geometric.data import FeatureStore, GraphStore
+from torch_geometric.data import Data, FeatureStore, GraphStore
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
 from torch_geometric.sampler import NegativeSampling
 from torch_geometric.sampler.base import SubgraphType
@@ -124,6 +125,17 @@ class DistNeighborLoader(BulkLoading[Graph], NeighborLoader):
         )
         self.data, inputs = data, self.input_data
         self._finish_init([inputs.node, inputs.time, inputs.input_type], kwargs)
+        one_hop = isinstance(num_neighbors, (list, tuple)) and [*num_neighbors] == [-1]
+        in_order = not (kwargs.keys() & {"sampler", "batch_sampler"})
+        in_order = in_order and not kwargs.get("shuffle")
+        if (
+            self.options.split == "auto"
+            and one_hop
+            and in_order
+            and isinstance(data, Data)
+        ):
+            every = torch.arange(data.num_nodes)
+            self._reads_layers = torch.equal(inputs.node.cpu(), every)
 
 
 class DistLinkNeighborLoader(BulkLoading[Graph], LinkNeighborLoader):

@@ -44,7 +44,9 @@ class LoaderOptions:
             asked. "auto" takes 1 if a core is idle, or if a bulk waits for other ranks or a
             disk, else 0.
         split: whether to share batches out over the ranks. "auto" does, unless the lists
-            differ by rank; False is for a loader of one rank's own.
+            differ by rank, or batches are those of layer-wise inference: all neighbours
+            in one hop, of all nodes, in order. Each rank then gets all of them, as the next
+            layer reads all rows. False is for a loader of one rank's own.
         even_batches: what to do if batches do not come out even: "pad" repeats batches,
             marked by `batch.padding` (set on every batch of several ranks, so that a
             loss can be multiplied by 0), "drop" leaves out at most P - 1 (more, if the
