@@ -135,7 +135,9 @@ def _inferred(cut, cache):
                 torch.testing.assert_close(got, want)
             rounds = -(-60 // 7)
             assert len(loader) == len(list(loader)) == rounds
-            apart = NeighborLoader(given, [-1], batch_size=7, split=True)
+            apart = NeighborLoader(
+                given, [-1], batch_size=7, options=LoaderOptions(split=True)
+            )
             assert len(list(apart)) == -(-rounds // mesh.size)
 
 

@@ -175,6 +175,9 @@ COLUMNS = {"explain/graphmask_explainer": 96, "rect": 256}
 
 # scripts that PyG does not run as they are under this torch: edited for both runs
 EDITED = ("jit/gat",)
+# with the default seed two nodes of equal score are at the cut of a pool, and which of them
+# is kept is decided by the last bit
+SEEDS = {"graph_unet": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -686,7 +689,7 @@ class Example:
             "text": hashlib.sha256(Path(source).read_bytes()).hexdigest(),
             "argv": ARGV.get(self.name, "").format(batch=batch).split(),
             "epochs": self.args.epochs,
-            "seed": self.args.seed,
+            "seed": SEEDS.get(self.name, self.args.seed),
             "apart": self.args.apart,
             "columns": COLUMNS.get(self.name, self.args.columns),
             "batch": batch,

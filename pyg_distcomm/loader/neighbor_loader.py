@@ -128,10 +128,14 @@ class DistNeighborLoader(BulkLoading[Graph], NeighborLoader):
         one_hop = isinstance(num_neighbors, (list, tuple)) and [*num_neighbors] == [-1]
         in_order = not (kwargs.keys() & {"sampler", "batch_sampler"})
         in_order = in_order and not kwargs.get("shuffle")
-        if self.options.split == "auto" and one_hop and in_order:
-            if inputs.input_type is None and isinstance(data, Data):
-                every = torch.arange(data.num_nodes)
-                self._reads_layers = torch.equal(inputs.node.cpu(), every)
+        if (
+            self.options.split == "auto"
+            and one_hop
+            and in_order
+            and isinstance(data, Data)
+        ):
+            every = torch.arange(data.num_nodes)
+            self._reads_layers = torch.equal(inputs.node.cpu(), every)
 
 
 class DistLinkNeighborLoader(BulkLoading[Graph], LinkNeighborLoader):
