@@ -207,12 +207,13 @@ def write(
 
 def _rate(law: Any, order: np.ndarray, place: np.ndarray, num_edges: int) -> float:
     """Returns the pairs to draw for each weight, so that num_edges are left without repeats."""
-    n = order.size
-    some = order[: max(1, min(n, 400_000))]
-    rate = num_edges / 2 / law[1][-1]
+    total = law[1]
+    some = order[:400_000]
+    share = np.diff(total)[some].sum() / total[-1]  # of all weights: hubs are few
+    rate: float = num_edges / 2 / total[-1]
     for _ in range(4):
         kept = sum(len(pairs) for pairs in _pairs(law, some, place, rate, 1))
-        rate *= num_edges * some.size / n / max(kept, 1)
+        rate *= num_edges * share / max(kept, 1)
     return rate
 
 
@@ -289,7 +290,9 @@ def _write_features(
     ]
     for start in range(0, order.size, 1 << 16):
         here = order[start : start + (1 << 16)]
-        rows = rng.standard_normal((here.size, features), np.float32) * np.float32(noise)
+        rows = rng.standard_normal((here.size, features), np.float32) * np.float32(
+            noise
+        )
         for mean, level in zip(means, levels, strict=True):
             rows += mean[level[here]]
         file.write(start * features, rows)
