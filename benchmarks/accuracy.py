@@ -1,7 +1,7 @@
 """Accuracy on graphs of the size of ogbn-arxiv and above: every way to train, in one table.
 
-    python benchmarks/size.py --json found.json            # 170,000 nodes; resumes
-    python benchmarks/size.py --graph communities-1000000-15000000 --seeds 1
+    python benchmarks/accuracy.py --json found.json            # 170,000 nodes; resumes
+    python benchmarks/accuracy.py --graph communities-1000000-15000000 --seeds 1
 
 Trains on graphs of `communities.py`, a share of the nodes labelled, and
 prints test accuracy in the epoch of the best validation accuracy, by exact evaluation on
