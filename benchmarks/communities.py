@@ -172,11 +172,11 @@ def write(
 ) -> int:
     """Writes a graph of the law of `communities` as .npy files; returns its edges.
 
-    edge_index.npy [m, 2] int64: each edge and its reverse, pairs in the order of the ids of
-    their first ends, without loops and repeats; x.npy [n, features] float32, y.npy [n] int64 and
-    train_mask.npy [n] bool. Ids are shuffled, so that order says nothing of communities. The
-    number of edges is a sum of Poisson draws, within some 0.2 % of what was asked. Memory: about 40 bytes
-    a node and a chunk; not the same draws as `communities`.
+    edge_index.npy [m, 2] int64: each edge and its reverse, pairs in the order of the ids
+    of their first ends, without loops and repeats; x.npy [n, features] float32, y.npy [n]
+    int64 and train_mask.npy [n] bool. Ids are shuffled, so that order says nothing of
+    communities. The number of edges is within some 1 % of what was asked. Memory: about
+    60 bytes a node and a chunk; not the same draws as `communities`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
