@@ -4,6 +4,7 @@
     python benchmarks/size.py cut                    # 50 million nodes, 800 million edges
     python benchmarks/size.py sample                 # minibatches of what `cut` wrote
     python benchmarks/size.py paper                  # 64 to 4,096 ranks, checked on 8 to 64
+    python benchmarks/size.py memory                 # what holds a rank's memory
     python benchmarks/size.py growth                 # exponents in nodes and ranks, a chart
 
 Graphs are those of `communities.write`, kept in --folder with their parts. Each rank's memory
@@ -20,6 +21,7 @@ import multiprocessing
 import shutil
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +36,9 @@ from scaling import GCN, MACHINE, best_by_name, mib, sides
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
+from pyg_distcomm import kernels
 from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.kernels import memory
 from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import DistSAGEConv
 from pyg_distcomm.partition.external import partition_files
@@ -42,6 +46,7 @@ from pyg_distcomm.partition.folder import read_part
 from pyg_distcomm.plan.degree_distribution import LAWS
 
 GIB = 2**30
+PARAMETER = torch.nn.Parameter
 CLASSES = communities.FIELDS * communities.CLASSES_OF_FIELD
 HIDDEN = 128
 FANOUTS = [15, 10, 5]
@@ -99,6 +104,43 @@ def in_process(function: Callable[..., Any], *args: Any) -> Any:
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         return pool.apply(function, args)
+
+
+def storages(root: Any, seen: set[int]) -> int:
+    """Returns the bytes of tensors and arrays that an object holds, each counted once.
+
+    Args:
+        root: the object; its attributes and entries are followed.
+        seen: the objects and storages that are counted already, which are added to.
+    """
+    total, left = 0, [root]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(
+            one, (str, bytes, int, float, type(None), type)
+        ):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor) and type(one) in (torch.Tensor, PARAMETER):
+            storage = one.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+            left.append(one.grad)
+        elif isinstance(one, np.ndarray):
+            if one.ctypes.data not in seen:
+                seen.add(one.ctypes.data)
+                total += one.nbytes
+        elif isinstance(one, dict):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            left += one
+        elif not isinstance(one, (types.ModuleType, types.FunctionType)):
+            slots = getattr(type(one), "__slots__", ())
+            names = (slots,) if isinstance(slots, str) else slots
+            left += [getattr(one, name, None) for name in names]
+            left += getattr(one, "__dict__", {}).values()
+    return total
 
 
 # partitions ---------------------------------------------------------------------------
@@ -292,6 +334,46 @@ def sample(args: Any) -> None:
     for ranks in args.ranks or [2]:
         out, _ = cut(graph, ranks)
         train(out, ranks, ["batches"], 0, args.batches)
+
+
+def holders(folder: str) -> dict[str, float]:
+    """Runs on a rank: trains a GCN, returns what each thing holds, and the PSS, in bytes."""
+    mesh = pdc.init()
+    kernels.warm_up()
+    before = held()
+    data = pdc.load_partition(folder, mesh, verify="checksums")
+    model = pdc.replicate(GCN((data.x.size(1), HIDDEN, HIDDEN, CLASSES)), mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(2):
+        step(model, optimizer, data)
+    out = model(data.x, data.edge_index)
+    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    top, seen = data.edge_index.topology, set()
+    found = {"interpreter": before}
+    found["model"] = storages([model, optimizer.state], seen)
+    found["features"] = storages(
+        [data[name].to_local() for name in ("x", "y", "train_mask")], seen
+    )
+    found["edges"] = storages([top.nodes, top.edges, top.locals.ends], seen)
+    found["plans"] = storages(data, seen)
+    rows = len(data.edge_index.nodes)
+    found["activations"] = 4 * rows * (2 * 2 * HIDDEN + 2 * CLASSES)
+    found["sum"] = sum(found.values())
+    memory.give_back()
+    found["PSS"] = held()
+    loss.backward()
+    return found
+
+
+def shares(args: Any) -> None:
+    """Prints what holds the memory of each rank, beside its PSS."""
+    graph = generated(args.folder, args.nodes or 2**18, args.edges or 2**22, 100)
+    for ranks in args.ranks or [2]:
+        out, _ = cut(graph, ranks)
+        found = pdc.launch(holders, ranks, str(out), threads=1)
+        rows = [(k, *(f"{one[k] / 2**20:,.0f}" for one in found)) for k in found[0]]
+        rows.append(("sum / PSS", *(f"{one['sum'] / one['PSS']:.2f}" for one in found)))
+        print(format_table(("MiB", *(f"rank {k}" for k in range(ranks))), rows))
 
 
 # on paper -----------------------------------------------------------------------------
@@ -503,6 +585,7 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "products": products,
     "cut": large,
     "sample": sample,
+    "memory": shares,
     "paper": paper,
     "growth": growth,
 }
