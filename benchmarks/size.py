@@ -235,7 +235,7 @@ def step(model: Any, optimizer: Any, data: Any) -> float:
     loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
     loss.backward()
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def trained(
@@ -291,7 +291,7 @@ def sampled(data: Any, mesh: Any, phases: Phases, batches: int) -> float:
             loss = F.cross_entropy(out, batch.y[: batch.batch_size])
             loss.backward()
             optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def train(folder: Path, ranks: int, ways: list[str], epochs: int, batches: int) -> None:
