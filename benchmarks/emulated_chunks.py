@@ -154,7 +154,7 @@ def main() -> None:
     data.x = data.x.double()
     chunk = torch.arange(data.num_nodes) * 7 % 5
     share = pdc.partition(data, mesh)
-    rules = {"surrogate": "dropped", "stale": "late", "scaled": "scaled"}
+    rules = {"surrogate": "dropped", "scaled": "scaled"}
     orders = ("fixed", "shuffled", "alternating")
     for (rule, name), order, refresh in product(rules.items(), orders, (1, 3)):
         models = []

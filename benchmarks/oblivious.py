@@ -127,7 +127,7 @@ def broadcast(x: Tensor, root: int, counts: int, axis: Axis) -> Tensor:
     """Sends the rows of `x` on one rank of an axis to the others; `counts` is how many."""
     every = [counts if k == root else 0 for k in range(axis.size)]
     own = x if axis.rank == root else x.new_empty((0, *x.shape[1:]))
-    return collectives.all_gather_begin(own, every, axis, "broadcast").wait()
+    return collectives.all_gather_rows(own, every, axis, "broadcast")
 
 
 def broadcast_block(block: Coo, root: int, axis: Axis) -> Coo:
@@ -286,12 +286,10 @@ class Summa(Oblivious):
             out += left.t() @ broadcast(s, t, high - low, self.mesh.row)
         out = collectives.all_reduce(out, self.mesh.fiber)
         wide = [self._width(widths[1], t) for t in range(q)]
-        line = collectives.all_gather_begin(
-            out.t().contiguous(), wide, self.mesh.col
-        ).wait()
+        line = collectives.all_gather_rows(out.t().contiguous(), wide, self.mesh.col)
         tall = [self._width(widths[0], t) for t in range(q)]
         across = line.t().contiguous()
-        return collectives.all_gather_begin(across, tall, self.mesh.row).wait()
+        return collectives.all_gather_rows(across, tall, self.mesh.row)
 
     def _width(self, width: int, t: int) -> int:
         return balanced_split(width, self.mesh.grid[0])[t]
@@ -313,7 +311,7 @@ class Summa(Oblivious):
     def whole_rows(self, z: Tensor, width: int) -> Tensor:
         wide = [self._width(width, t) for t in range(self.mesh.grid[0])]
         turned = z.t().contiguous()
-        return collectives.all_gather_begin(turned, wide, self.mesh.col).wait().t()
+        return collectives.all_gather_rows(turned, wide, self.mesh.col).t()
 
 
 def build(name: str, coo: Coo, n: int, size: int, c: int = 2) -> Oblivious:

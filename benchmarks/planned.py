@@ -171,9 +171,7 @@ def rows_of(
 def main() -> None:
     """Runs on every rank; rank 0 prints."""
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--graph", default="rmat-16", help="or as pyg-distcomm plan has it"
-    )
+    parser.add_argument("--graph", default="rmat-16", help="or as load_dataset has it")
     parser.add_argument("--root", default="data")
     parser.add_argument("--widths", type=int, nargs="+", default=[602, 16, 41])
     parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])

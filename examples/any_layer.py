@@ -10,7 +10,7 @@ from torch_geometric.nn import GAT, GIN, TransformerConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets.node_tasks import (
+from pyg_distcomm.datasets import (
     load_node_data,
     node_loss,
     node_score,

@@ -13,7 +13,7 @@ from torch_geometric.nn import GCN
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import dense_words, format_table
-from pyg_distcomm.datasets.node_tasks import load_node_data, node_loss, num_outputs
+from pyg_distcomm.datasets import load_node_data, node_loss, num_outputs
 
 HIDDEN = 16
 

@@ -16,7 +16,7 @@ from torch_geometric.utils import add_self_loops, degree
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets.node_tasks import (
+from pyg_distcomm.datasets import (
     load_node_data,
     node_loss,
     node_score,

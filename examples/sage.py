@@ -14,13 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets.node_tasks import (
+from pyg_distcomm.datasets import (
     load_node_data,
     node_loss,
     node_score,
     num_outputs,
 )
-from pyg_distcomm.nn import DistBatchNorm as BatchNorm
 from pyg_distcomm.nn import DistSAGEConv as SAGEConv
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder
@@ -30,7 +29,7 @@ class SAGE(torch.nn.Module):
     def __init__(self, in_channels, hidden, out_channels):
         super().__init__()
         self.conv1 = SAGEConv(in_channels, hidden)
-        self.norm = BatchNorm(hidden)
+        self.norm = torch.nn.BatchNorm1d(hidden)
         self.conv2 = SAGEConv(hidden, out_channels)
 
     def forward(self, x, edge_index):

@@ -1,8 +1,9 @@
 """Prints what can be counted of the package's shape: modules, lines, importers, names, state.
 
-    python tests/house_metrics.py [--root FOLDER]
+    python tests/house_metrics.py [--root FOLDER] [--modules]
 
-`FOLDER` is a checkout, so that two commits can be compared: this one by default.
+`FOLDER` is a checkout, so that two commits can be compared: this one by default. `--modules`
+lists the modules instead, each with the first line of its docstring.
 """
 
 from __future__ import annotations
@@ -62,15 +63,103 @@ def measure(root: Path) -> dict[str, int]:
         "lines of the longest module": max(lines.values()),
         "class names of two classes": sum(count > 1 for count in classes.values()),
         "module docstrings that begin with no verb": len(verbless),
+        "classes of more than 20 methods or 15 attributes": len(large(trees)),
+        "classes that intercept ops or functions of torch": len(worlds(trees)),
+        "reads of frames, other than for a message": len(reads(trees, FRAMES)),
+        "reads of bytecode or of the garbage collector": len(reads(trees, CODE)),
+        "lines of tests and their helpers": sum(
+            len(path.read_text().splitlines())
+            for folder in ("tests", "tools")
+            for path in (root / folder).glob("*.py")
+        ),
+        "lines of CONTRIBUTING.md": len(
+            (root / "CONTRIBUTING.md").read_text().splitlines()
+        ),
     }
+
+
+# where a frame names a line of the script in a warning or an error
+MESSAGES = (
+    "comm.whereabouts",
+    "sharded.whole",
+    "sharded.agreement",
+    "pipeline.pipeline",
+)
+FRAMES = {"_getframe", "currentframe", "stack", "f_back", "f_locals"}
+CODE = {"__code__", "co_code", "get_objects", "get_referrers", "dis"}
+
+
+def large(trees: dict[str, ast.Module]) -> list[str]:
+    """Returns the classes that have more than 20 methods, or set more than 15 attributes."""
+    found = []
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+            fields = {one.target.id for one in node.body if _is_field(one)}
+            fields |= {
+                one.attr
+                for one in ast.walk(node)
+                if isinstance(one, ast.Attribute)
+                and isinstance(one.ctx, ast.Store)
+                and isinstance(one.value, ast.Name)
+                and one.value.id == "self"
+            }
+            if len(methods) > 20 or len(fields) > 15:
+                found.append(f"{name}.{node.name}")
+    return found
+
+
+def _is_field(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+
+
+def worlds(trees: dict[str, ast.Module]) -> list[str]:
+    """Returns the functions by which classes intercept ops or functions of torch."""
+    return [
+        name
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.name in ("__torch_function__", "__torch_dispatch__")
+    ]
+
+
+def reads(trees: dict[str, ast.Module], names: set[str]) -> list[str]:
+    """Returns the places, outside of `MESSAGES`, where attributes of these names are read."""
+    return [
+        f"{name}:{node.lineno}"
+        for name, tree in trees.items()
+        if name not in MESSAGES
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in names and _is_python(node))
+        or (isinstance(node, ast.Constant) and node.value in names - {"stack", "dis"})
+    ]
+
+
+def _is_python(node: ast.Attribute) -> bool:
+    """Tells `inspect.stack` and `dis.dis` from `torch.stack`."""
+    if node.attr not in ("stack", "dis"):
+        return True
+    return isinstance(node.value, ast.Name) and node.value.id in ("inspect", "dis")
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=HERE)
-    for name, value in measure(parser.parse_args().root).items():
-        print(f"{name:46}{value:8,}")
+    parser.add_argument("--modules", action="store_true", help="list the modules")
+    given = parser.parse_args()
+    if given.modules:
+        for path in sorted((given.root / "pyg_distcomm").rglob("*.py")):
+            first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[
+                0
+            ]
+            print(f"{path.relative_to(given.root / 'pyg_distcomm')!s:34}{first}")
+        return
+    for name, value in measure(given.root).items():
+        print(f"{name:50}{value:8,}")
 
 
 if __name__ == "__main__":

@@ -194,32 +194,29 @@ class Dense:
 
 
 class _View(torch.autograd.Function):
-    """What chunk c sees: fresh rows, or old ones, whose gradients follow a rule."""
+    """What chunk c sees: fresh rows, or old ones, which are constant."""
 
     @staticmethod
-    def forward(ctx, x, old, fresh, own, rule, last, now, key):
+    def forward(ctx, x, old, fresh, own, cross):
         ctx.save_for_backward(fresh, own)
-        ctx.made = rule, last.get(key), now, key
+        ctx.cross = cross
         return torch.where(fresh, x, old)
 
     @staticmethod
     def backward(ctx, g):
         fresh, own = ctx.saved_tensors
-        (keep, cross), last, now, key = ctx.made
-        now[key] = g
-        known = torch.where(own, g, cross * g)
-        late = 0 if last is None else keep * last
-        return torch.where(fresh, known, late), *[None] * 7
+        known = torch.where(own, g, ctx.cross * g)
+        return torch.where(fresh, known, 0), *[None] * 4
 
 
 class BruteForce:
     """Training with history, as autograd of the forward with history detached.
 
-    Of history's gradients, `keep` times last epoch's; of other chunks', `cross` times.
+    Gradients of other chunks count `cross` times.
     """
 
-    def __init__(self, stack, data, chunk, refresh=1, keep=0.0, cross=1.0):
-        self.rule, self.last = (keep, cross), {}
+    def __init__(self, stack, data, chunk, refresh=1, cross=1.0):
+        self.cross = cross
         self.layers = read_stack(copy.deepcopy(stack))
         self.dense, self.chunk = Dense(data, chunk), chunk
         self.chunks, self.refresh = int(chunk.max()) + 1, refresh
@@ -251,16 +248,11 @@ class BruteForce:
         turn = torch.empty(self.chunks, dtype=torch.long)
         turn[torch.tensor(order)] = torch.arange(self.chunks)
 
-        now = {}
-
         def views(key, x):
             old = self.history[key]
             late = turn[self.chunk].unsqueeze(1)
             return [
-                _View.apply(
-                    *(x, old, late <= turn[c], late == turn[c], self.rule),
-                    *(self.last, now, (*key, c)),
-                )
+                _View.apply(x, old, late <= turn[c], late == turn[c], self.cross)
                 for c in range(self.chunks)
             ]
 
@@ -270,7 +262,6 @@ class BruteForce:
         for p in self.parameters:
             p.grad = None
         loss.backward()
-        self.last = now
         return loss.detach()
 
 

@@ -146,9 +146,9 @@ def test_an_end_that_is_no_node_is_named(tmp_path):
         ValueError, match=r"edge 2 has in 'src' the node 'd'.*no row of"
     ):
         partition_files(edges, tmp_path / "out", 1, node_table=nodes)
-    (tmp_path / "edges.txt").write_text("0 1\n")
-    with pytest.raises(ValueError, match=r"not 0 .. 2.*edges.txt one \(.csv"):
-        partition_files(tmp_path / "edges.txt", tmp_path / "out", 1, node_table=nodes)
+    np.save(tmp_path / "edges.npy", np.array([[0], [1]]))
+    with pytest.raises(ValueError, match=r"not 0 .. 2.*edges.npy one \(.csv"):
+        partition_files(tmp_path / "edges.npy", tmp_path / "out", 1, node_table=nodes)
 
 
 def test_texts_and_weights_in_a_csv(tmp_path, monkeypatch):

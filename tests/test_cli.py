@@ -156,9 +156,6 @@ def test_kinds_can_be_declared(tmp_path, capsys):
             ["partition", "digits", "o", *"--parts 4 --grid 2 0 2".split()],
             "--grid: got",
         ),
-        (["plan", "digits", *"--widths 7 0 --ranks 2".split()], "--widths: got '0'"),
-        (["plan", "--nodes", "x", *"--edges 9 --widths 7 4".split()], "--nodes: got"),
-        (["plan", "digits", *"--widths 7 4 --seed -1".split()], "--seed: got"),
         (["inspect", "nowhere"], "nowhere: is not a folder"),
     ],
 )

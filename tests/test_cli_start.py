@@ -12,7 +12,7 @@ import pyg_distcomm
 from pyg_distcomm.cli import command, doctor, main
 from pyg_distcomm.partition.cutters import METHODS
 
-VERBS = ("partition", "inspect", "plan", "report", "doctor")
+VERBS = ("partition", "inspect", "report", "doctor")
 
 
 def test_help_and_version_load_no_torch():
@@ -93,8 +93,6 @@ def test_json_of_doctor(monkeypatch, capsys):
     ("argv", "words"),
     [
         ("partition digits o --parts 2 --method x", "got 'x', wanted one of block"),
-        ("plan digits --widths 4 4 --algorithm 9d", "got '9d', wanted one of 1d"),
-        ("plan digits --widths 4 4 --layers gat", "got 'gat', wanted one of gcn"),
     ],
 )
 def test_names_that_nobody_knows_are_answered_by_those_there_are(capsys, argv, words):

@@ -18,7 +18,7 @@ from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
 from torch_geometric.nn.models import GAT, GCN, GIN, PNA, EdgeCNN, GraphSAGE
 
 import pyg_distcomm as pdc
-from pyg_distcomm.nn import DistBatchNorm, DistGCNConv, DistSAGEConv, HaloConv
+from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -220,7 +220,7 @@ def test_what_becomes_what():
             }
         )
     )
-    kinds = [DistGCNConv, DistSAGEConv, HaloConv, DistBatchNorm, Linear]
+    kinds = [DistGCNConv, DistSAGEConv, HaloConv, BatchNorm1d, Linear]
     assert [type(m) for m in model.values()] == kinds
     with pytest.raises(
         TypeError, match=r"convert takes a model, a torch\.nn\.Module, got int"

@@ -17,7 +17,7 @@ from torch_geometric.utils import degree
 
 from pyg_distcomm.cli import main
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.graph.attribute_order import listed_in_order
+from pyg_distcomm.graph.share import listed_in_order
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from communities import communities, load

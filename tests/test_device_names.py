@@ -501,7 +501,6 @@ RUN = {  # transforms that run otherwise on a share
 }
 NN = {
     **dict.fromkeys(MODELS, "a model, below"),
-    "DistBatchNorm": "norm of GCN",
     "DistEmbedding": "test_placement.stores",
     "DistGCNConv": "test_placement.layers",
     "DistGCN2Conv": "test_placement.layers",

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from deep import loss_of, stack_of
 from emulated_chunks import EmulatedChunks
 
-RULES = {"surrogate": "dropped", "stale": "late", "scaled": "scaled"}
+RULES = {"surrogate": "dropped", "scaled": "scaled"}
 
 
 @pytest.mark.filterwarnings("ignore:.*between the 5 chunks:UserWarning")

@@ -49,12 +49,6 @@ def test_large_counts_are_short_unless_asked_for():
     assert "1.28 G" in str(ledger(10_000_000))
 
 
-def test_an_operation_is_answered_by_its_former_name():
-    out = Ledger()
-    out.note("halo_reduce", "row", words=3, bytes=24, sent_bytes=8, messages=1)
-    assert out.words("halo_transpose") == out.words("halo_reduce", "row") == 3
-
-
 def test_a_table_of_nothing():
     assert cells(str(Ledger()))[-1] == ["total", "0", "0", "0", "0", "0", "-", "-"]
     empty = Ledgers((Ledger(), Ledger()))

@@ -119,7 +119,9 @@ def _inferred(cut, cache):
                 got = got.full_tensor() if hasattr(got, "full_tensor") else got
                 torch.testing.assert_close(got, want)
             rounds = -(-60 // 7)
-            assert len(list(loader)) == -(-rounds // mesh.size)  # again its own
+            assert len(loader) == len(list(loader)) == rounds
+            apart = NeighborLoader(given, [-1], batch_size=7, split=True)
+            assert len(list(apart)) == -(-rounds // mesh.size)
 
 
 @pytest.mark.parametrize("cache", [False, tiers.rarely(True)])

@@ -18,14 +18,17 @@ from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets import is_known, load_dataset
-from pyg_distcomm.datasets.node_tasks import (
+from pyg_distcomm.datasets import (
+    OGB,
+    is_known,
+    load_dataset,
     load_node_data,
+    load_ogb,
     node_loss,
     node_score,
     num_outputs,
+    ogb_score,
 )
-from pyg_distcomm.datasets.ogb import OGB, load_ogb, ogb_score
 
 pytestmark = pytest.mark.usefixtures("place")
 

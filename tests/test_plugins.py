@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import pyg_distcomm as pdc
 from pyg_distcomm import plugins
 from pyg_distcomm.cli import main
 from pyg_distcomm.datasets import generated
@@ -75,14 +76,13 @@ def test_names_are_known_only_where_they_are_installed():
         plugins.load(plugins.CUTTERS, "stripes")
 
 
-def test_a_registered_cutter_cuts_from_the_command_line(installed, tmp_path, capsys):
+def test_a_registered_cutter_cuts_from_the_command_line(installed, tmp_path):
     out = str(tmp_path / "parts")
     flags = ["--parts", "3", "--method", "stripes"]
     assert main(["partition", "generated-120", out, *flags]) == 0
     assert torch.equal(read_part(out, 1).node_gid, torch.arange(1, 120, 3))
-    plan = ["plan", "generated-120", "--widths", "32", "4", "--ranks", "2"]
-    assert main([*plan, "--method", "stripes", "--codec", "half-byte"]) == 0
-    assert "half-byte" in capsys.readouterr().out
+    asked = {"partition": "stripes", "codecs": ["half-byte"]}
+    assert "half-byte" in str(pdc.plan(generated(120), [32, 4, 4], 2, **asked))
     # a name of this package comes first
     edges = generated(120).edge_index
     assert torch.equal(

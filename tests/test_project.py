@@ -97,7 +97,7 @@ def test_the_front_door_lists_what_it_opens():
 
 
 PUBLIC = """cli comm.ledger datasets halo.codec halo.codecs halo.policy halo.schedule loader nn
-datasets.node_tasks datasets.ogb partition.cutters partition.external
+partition.cutters partition.external
 partition.folder partition.partition partition.sources plugins sampling
 sampling.algebra sampling.rules""".split()
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets.node_tasks import (
+from pyg_distcomm.datasets import (
     load_node_data,
     node_loss,
     node_score,

@@ -15,13 +15,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets.node_tasks import (
+from pyg_distcomm.datasets import (
+    OGB,
     load_node_data,
     node_loss,
     node_score,
     num_outputs,
+    ogb_score,
 )
-from pyg_distcomm.datasets.ogb import OGB, ogb_score
 
 
 def rows(x):

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from pyg_distcomm.partition.atomic import (
     new_token,
     newest,
     numbered,
+    put_back,
     put_in_place,
     sha256,
     sibling,
@@ -190,13 +190,10 @@ def _is_ours(path: Path, kind: str, half: bool = False) -> bool:
 def _clear(place: Path, kind: str, keep: int) -> None:
     """Removes the folders of killed saves, except for whole folders to keep.
 
-    If `place` does not exist, the last whole folder gets the first free number. If a save was
-    killed after it replaced a folder and before it numbered it, this folder becomes number 1.
+    If a save was killed after it replaced a folder and before it numbered it, this folder
+    becomes number 1.
     """
-    last = None if place.exists() else newest(place, ended=True)
-    if last is not None:
-        os.rename(last, place)
-        os.rename(place, _first_free_path(place))
+    put_back(place, lambda left: _is_ours(left, kind))
     replaced = [one for state in ("ready", "old") for one in leftovers(place, state)]
     for left in replaced if keep > 1 else []:
         if writer_has_ended(left) and _is_ours(left, kind) and _is_older(left, place):
@@ -210,19 +207,6 @@ def _is_older(left: Path, place: Path) -> bool:
     if not all(mark.is_file() for mark in marks) or damage(left, "*") is not None:
         return False
     return marks[0].stat().st_mtime_ns < marks[1].stat().st_mtime_ns
-
-
-def _first_free_path(place: Path) -> Path:
-    """Returns the first free numbered path, and warns that it is used."""
-    number = 1
-    while os.path.lexists(numbered(place, number)):
-        number += 1
-    free = numbered(place, number)
-    warnings.warn(
-        f"a save to {place} was killed; the last whole one is now at {free}",
-        stacklevel=2,
-    )
-    return free
 
 
 def _finish_folder(place: Path, aside: Path, keep: int) -> None:

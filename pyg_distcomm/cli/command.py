@@ -3,8 +3,8 @@
 Only the standard library is loaded until a subcommand runs: see [Note: late imports].
 
 [Note: late imports] Torch and PyG take seconds to load, and `--help` should not wait for them.
-So this module declares the arguments of all subcommands, `one_of` looks up allowed values in
-other modules when it reads one, and `main` imports the module of the subcommand by its name.
+So this module declares the arguments of all subcommands, `method` imports the cutters when it
+reads the name of one, and `main` imports the module of the subcommand by its name.
 """
 
 from __future__ import annotations
@@ -40,42 +40,21 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def count(text: str) -> int:
-    """Reads a number of nodes or edges, which may be written as 1e9."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not (0 <= value < 2**63 and value == int(value)):
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, wanted a whole number from 0 on, as 1000000 or 1e6"
-        )
-    return int(value)
-
-
 seed = whole_number(0, MOST_SEED)
 
 
-def one_of(module: str, name: str) -> Callable[[str], str]:
-    """Returns an argparse type for the values that a module lists under a name.
-
-    The module is imported when a value is read, not for `--help`. The name may also be that
-    of a function that returns the values.
-    """
-
-    def read(text: str) -> str:
-        known = getattr(import_module(f"pyg_distcomm.{module}"), name)
-        known = known() if callable(known) else known
-        if text not in known:
-            raise argparse.ArgumentTypeError(
-                f"got {text!r}, wanted one of {', '.join(known)}"
-            )
-        return text
-
-    return read
+def method(text: str) -> str:
+    """Reads the name of a cutter; the cutters are imported for this, not for `--help`."""
+    known: Sequence[str] = import_module(
+        "pyg_distcomm.partition.cutters"
+    ).known_methods()
+    if text not in known:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, wanted one of {', '.join(known)}"
+        )
+    return text
 
 
-METHOD = one_of("partition.cutters", "known_methods")
 METHODS = "block, random, ldg, metis, grid, stream"
 
 
@@ -129,7 +108,7 @@ def _parser() -> _Parser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # each function adds the parser of one subcommand
-    verbs = _partition, _inspect, _plan, _report, _doctor
+    verbs = _partition, _inspect, _report, _doctor
     for add in verbs:
         add(commands)
     return parser
@@ -147,11 +126,11 @@ def _verb(
 
 def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "cut a graph and write its parts to a folder"
-    parser = _verb(commands, "partition", text, "partition")
+    parser = _verb(commands, "partition", text, "folders")
     parser.add_argument(
         "dataset",
         help="a data set's name (of PyG's, ogbn-arxiv, digits, generated-N), a .pt file; or "
-        "files of any size: an edge list (.txt; .gz), a table (.csv, .tsv; .gz; .parquet, "
+        "files of any size: edges as text or a table (.txt, .csv, .tsv; .gz; .parquet, "
         ".arrow), .npy, .npz, a folder of OGB's",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
@@ -160,7 +139,7 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     parser.add_argument(
         "--method",
-        type=METHOD,
+        type=method,
         metavar="METHOD",
         default="metis",
         help=f"{METHODS}; all but stream need the edges in memory",
@@ -223,7 +202,7 @@ def _add_file_options(parser: _Parser) -> None:
 
 def _inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "show and check a partition folder; exit with 1 if it is damaged"
-    parser = _verb(commands, "inspect", text, "partition")
+    parser = _verb(commands, "inspect", text, "folders")
     parser.add_argument("folder", type=Path)
     parser.add_argument(
         "--checksums",
@@ -233,94 +212,9 @@ def _inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
-def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
-    text = (
-        "list every grid and ordering, with predicted bytes, seconds and memory, ranked"
-    )
-    parser = _verb(commands, "plan", text, "plan")
-    parser.add_argument(
-        "graph",
-        nargs="?",
-        help="a data set's name, digits, generated-N, a .pt or .npz file, or a partition "
-        "folder; left out with --nodes and --edges",
-    )
-    parser.add_argument(
-        "--nodes", type=count, help="the number of nodes, instead of a graph"
-    )
-    parser.add_argument(
-        "--edges",
-        type=count,
-        help="the number of edges; an undirected one counts twice",
-    )
-    parser.add_argument(
-        "--law",
-        type=one_of("plan.degree_distribution", "LAWS"),
-        metavar="LAW",
-        default="uniform",
-        help="the degree distribution: uniform, rmat, ...",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=whole_number(1),
-        help="the number of ranks, if no folder tells it",
-    )
-    parser.add_argument(
-        "--widths",
-        type=whole_number(1),
-        nargs="+",
-        required=True,
-        help="the widths of the model, as 602 16 41",
-    )
-    parser.add_argument(
-        "--layers",
-        nargs="+",
-        type=one_of("plan.training", "KINDS"),
-        metavar="KIND",
-        help="gcn (the default), sage or halo; one, or one for each layer",
-    )
-    parser.add_argument(
-        "--inputs",
-        type=one_of("plan.training", "INPUTS"),
-        metavar="KIND",
-        help="constant (the default), changing or trained",
-    )
-    parser.add_argument(
-        "--method", type=METHOD, metavar="METHOD", default="metis", help=METHODS
-    )
-    parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--root", default="data", help="the folder of PyG's data sets")
-    _plan_search_options(parser)
-
-
-def _plan_search_options(parser: _Parser) -> None:
-    parser.add_argument(
-        "--algorithm",
-        type=one_of("comm.mesh", "ALGORITHMS"),
-        metavar="NAME",
-        help="only the grids of 1d, 1.5d, 2d, 3d or feature",
-    )
-    parser.add_argument(
-        "--codec",
-        action="append",
-        default=[],
-        help="also plan for this codec: '1 bit', 'bf16', '4 bits late', ...; may be repeated",
-    )
-    parser.add_argument(
-        "--machine", type=Path, help="a file of figures, saved by Machine.save"
-    )
-    parser.add_argument(
-        "--device", help="figures of data sheets: a100, h100, h200, or as h100/ndr"
-    )
-    parser.add_argument("--memory", help="the memory of a rank, as 24GiB")
-    parser.add_argument(
-        "--bandwidth", help="the bandwidth of a rank, as 1gbit or 100MB/s"
-    )
-    parser.add_argument("--latency", help="the latency of a message, as 50us")
-
-
 def _report(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "draw a run that pdc.metrics recorded as one HTML page"
-    parser = _verb(commands, "report", text, "report")
+    parser = _verb(commands, "report", text, "folders")
     parser.add_argument(
         "run",
         type=Path,

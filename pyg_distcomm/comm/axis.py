@@ -36,12 +36,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from pyg_distcomm.comm.failure import FailureMonitor, abort_all_groups
-from pyg_distcomm.comm.ledger import Ledger
-from pyg_distcomm.comm.store import RankError
-from pyg_distcomm.comm.trace import Exchange, label
+from pyg_distcomm.comm.ledger import Exchange, Ledger, label
 from pyg_distcomm.process import PROCESS
 
 _WAIT_SLICE = timedelta(seconds=0.25)
@@ -139,7 +136,8 @@ def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> N
     try:
         with (
             watch.threads.waiting()
-            if _belongs_to_mesh(axis)
+            if axis.group
+            in watch.threads.of  # loaders' threads use groups of their own
             else contextlib.nullcontext()
         ):
             _wait_in_slices(work, op, watch)
@@ -175,47 +173,6 @@ def _wait_slice(work: dist.Work | Messages, doing: str, watch: FailureMonitor) -
         return True
     except RuntimeError as error:
         raise watch.connection_error(doing, error) from None
-
-
-class guarded:
-    """Checks the mesh before an exchange starts, and explains a failure of the transport."""
-
-    __slots__ = ("_axis", "_label", "_op")
-
-    def __init__(self, axis: Axis, op: str) -> None:
-        self._axis, self._op = axis, op
-        self._label = label(f"{op} over {axis.name}")
-
-    def __enter__(self) -> None:
-        watch = self._axis.watch
-        if watch is not None and watch.closed:
-            raise RankError(
-                f"{self._op} over a mesh that was closed; make a new one by pdc.init()"
-            )
-        if watch is not None and get_worker_info() is not None:
-            raise ValueError(
-                "leave num_workers at 0 where a DataLoader reads rows of a share, or give it "
-                f"x.full_tensor(): its workers are no ranks, and {self._op} needs all ranks"
-            )
-        if watch is not None and watch.streamed.error is not None:
-            raise watch.streamed.error
-        if watch is not None and _belongs_to_mesh(self._axis):
-            watch.threads.enter(watch)
-        self._label.__enter__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._label.__exit__(kind, error, trace)
-        watch = self._axis.watch
-        if watch is None or not isinstance(error, RuntimeError):
-            return
-        reason = watch.connection_error(self._op, error)
-        watch.fail(reason)
-        raise reason from None
-
-
-def _belongs_to_mesh(axis: Axis) -> bool:
-    """Returns whether an axis is the mesh's own; the threads of loaders use other groups."""
-    return axis.watch is not None and axis.group in axis.watch.threads.of
 
 
 def destroy_groups(

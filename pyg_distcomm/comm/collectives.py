@@ -16,18 +16,55 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from pyg_distcomm.comm.axis import Axis as Axis
-from pyg_distcomm.comm.axis import Messages, guarded
+from pyg_distcomm.comm.axis import Messages
 from pyg_distcomm.comm.axis import Pending as Pending
+from pyg_distcomm.comm.ledger import Exchange, label
 from pyg_distcomm.comm.serialization import decode, encode
 from pyg_distcomm.comm.store import ENDED, RankError
-from pyg_distcomm.comm.trace import Exchange
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.process import PROCESS
 
 _LARGE_MESSAGE = 1 << 17  # bytes to one rank from which receives are posted first
 _TAG = 0x9D0C  # of our messages, on groups that a script may use, too
+
+
+class guarded:
+    """Checks the mesh before an exchange starts, and explains a failure of the transport."""
+
+    __slots__ = ("_axis", "_label", "_op")
+
+    def __init__(self, axis: Axis, op: str) -> None:
+        self._axis, self._op = axis, op
+        self._label = label(f"{op} over {axis.name}")
+
+    def __enter__(self) -> None:
+        watch = self._axis.watch
+        if watch is not None and watch.closed:
+            raise RankError(
+                f"{self._op} over a mesh that was closed; make a new one by pdc.init()"
+            )
+        if watch is not None and get_worker_info() is not None:
+            raise ValueError(
+                "leave num_workers at 0 where a DataLoader reads rows of a share, or give it "
+                f"x.full_tensor(): its workers are no ranks, and {self._op} needs all ranks"
+            )
+        if watch is not None and watch.streamed.error is not None:
+            raise watch.streamed.error
+        if watch is not None and self._axis.group in watch.threads.of:
+            watch.threads.enter(watch)
+        self._label.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._label.__exit__(kind, error, trace)
+        watch = self._axis.watch
+        if watch is None or not isinstance(error, RuntimeError):
+            return
+        reason = watch.connection_error(self._op, error)
+        watch.fail(reason)
+        raise reason from None
 
 
 def _to_backend_device(x: Tensor, axis: Axis) -> Tensor:
@@ -50,8 +87,8 @@ def _backend_of(axis: Axis) -> str:
 
 
 def all_to_all(
-    x: Tensor,
-    send_counts: Sequence[int],
+    x: Tensor | Sequence[Tensor],
+    send_counts: Sequence[int] | None,
     recv_counts: Sequence[int],
     axis: Axis,
     op: str = "all_to_all",
@@ -59,11 +96,11 @@ def all_to_all(
     *,
     into: Tensor | None = None,
 ) -> Pending:
-    """Starts to send row blocks of `x` to the ranks of an axis.
+    """Starts to send rows to the ranks of an axis.
 
     Args:
-        x: the rows, those for rank 0 first.
-        send_counts: how many go to each rank.
+        x: the rows, those for rank 0 first; or one tensor for each rank, see `copies`.
+        send_counts: how many of one tensor go to each rank; None for a tensor each.
         recv_counts: how many come from each.
         axis: the ranks.
         op: the name of the operation in the ledger.
@@ -71,65 +108,79 @@ def all_to_all(
             small exchange is faster as one collective.
         into: the tensor to receive into, instead of a new one.
 
-    Shapes (this rank):
-        x        [sum(send_counts), ...]   rows for rank 0, then rank 1, ...
-        return   [sum(recv_counts), ...]   rows from rank 0, then rank 1, ...
-
+    Shapes (this rank): x `[sum(send_counts), ...]`, return `[sum(recv_counts), ...]`, the
+    rows from rank 0, then rank 1, ...
     Price: (sum(recv_counts) - recv_counts[self]) times the width of a row, in words.
     """
+    source, parts = _staged(x, send_counts, axis)
+    like, device = parts[0], (x if isinstance(x, Tensor) else x[0]).device
     if axis.size == 1:
-        return Pending(x if into is None else into.copy_(x), x.device, axis, op)
-    source = _to_backend_device(x.contiguous(), axis)
-    parts = source.split(list(send_counts))
-    return _start_exchange(x, parts, recv_counts, axis, op, most, into, source)
+        return Pending(like if into is None else into.copy_(like), device, axis, op)
+    equal = into is None and _is_equal_gather(parts, recv_counts, axis)
+    rows = axis.size * len(parts[axis.rank - 1]) if equal else sum(recv_counts)
+    out = into
+    if out is None or out.device != like.device:
+        out = like.new_empty((rows, *like.shape[1:]))
+    sizes = [len(part) for part in parts]
+    traced = _count_rows(like, sizes, recv_counts, axis, op)
+    small = most is not None and most * _row_bytes(like) < _LARGE_MESSAGE
+    single = small or like.is_cuda or "gloo" not in _backend_of(axis)
+    if single and source is None:
+        source = parts[axis.rank - 1] if equal else torch.cat(list(parts))
+    with guarded(axis, op):
+        if equal:
+            work: Any = dist.all_gather_into_tensor(
+                out, source, group=axis.group, async_op=True
+            )
+        elif single:
+            splits = list(recv_counts), sizes
+            work = dist.all_to_all_single(
+                out, source, *splits, group=axis.group, async_op=True
+            )
+        else:  # the work keeps the parts, and releases them before anyone waits
+            work = _start_messages(out.split(list(recv_counts)), parts, axis)
+    given = work, traced, source if single else None, into
+    return Pending(out, device, axis, op, *given, recv_counts if equal else ())
 
 
-def all_to_all_parts(
-    parts: Sequence[Tensor], recv_counts: Sequence[int], axis: Axis, op: str
-) -> Pending:
-    """Does the same as `all_to_all`, with one tensor of rows for each rank."""
-    if axis.size == 1:
-        return Pending(parts[0], parts[0].device, axis, op)
-    staged = [_to_backend_device(part.contiguous(), axis) for part in parts]
-    return _start_exchange(parts[0], staged, recv_counts, axis, op, None, None)
-
-
-def all_gather_begin(
-    x: Tensor,
-    counts: Sequence[int],
-    axis: Axis,
-    op: str = "all_gather",
-    most: int | None = None,
-    *,
-    into: Tensor | None = None,
-) -> Pending:
-    """Starts to send all rows of `x` to every rank of an axis.
+def copies(x: Tensor, counts: Sequence[int], axis: Axis) -> list[Tensor]:
+    """Returns the rows of an all-gather, for `all_to_all`: all of `x` for every rank.
 
     Args:
         x: own rows.
         counts: how many rows come from each rank; 0 for this rank leaves out its own.
-        axis, op, most, into: as in `all_to_all`.
-
-    Shapes (this rank): x [n, ...], return [sum(counts), ...].
-    Price: (sum(counts) - counts[self]) times the width of a row, in words.
+        axis: the ranks.
     """
+    own = x[: counts[axis.rank]]
+    return [own if i == axis.rank else x for i in range(axis.size)]
+
+
+def _staged(
+    x: Tensor | Sequence[Tensor], send_counts: Sequence[int] | None, axis: Axis
+) -> tuple[Tensor | None, Sequence[Tensor]]:
+    """Returns rows where the backend moves them: as one tensor, if they are, and in parts."""
+    if isinstance(x, Tensor):
+        assert send_counts is not None
+        source = x if axis.size == 1 else _to_backend_device(x.contiguous(), axis)
+        return source, source.split(list(send_counts)) if axis.size > 1 else (source,)
     if axis.size == 1:
-        own = x[: counts[0]]
-        return Pending(own if into is None else into.copy_(own), x.device, axis, op)
-    source = _to_backend_device(x.contiguous(), axis)
-    here = counts[axis.rank]
-    if into is None and _has_equal_blocks(source, counts, len(source), axis):
-        out = source.new_empty((axis.size * len(source), *source.shape[1:]))
-        sent = [len(source)] * axis.size
-        traced = _count_rows(x, sent, counts, axis, op)
-        with guarded(axis, op):
-            work = dist.all_gather_into_tensor(
-                out, source, group=axis.group, async_op=True
-            )
-        given = x.device, axis, op, work, traced, source
-        return Pending(out, *given, wanted=counts)
-    parts = [source[:here] if i == axis.rank else source for i in range(axis.size)]
-    return _start_exchange(x, parts, counts, axis, op, most, into)
+        return None, x
+    moved = {id(part): _to_backend_device(part.contiguous(), axis) for part in x}
+    return None, [moved[id(part)] for part in x]
+
+
+def _is_equal_gather(
+    parts: Sequence[Tensor], counts: Sequence[int], axis: Axis
+) -> bool:
+    """Tells whether all ranks send one tensor of the same size to all, which NCCL gathers."""
+    sent = parts[axis.rank - 1]
+    if not _has_equal_blocks(sent, counts, len(sent), axis):
+        return False
+    return all(part is sent for i, part in enumerate(parts) if i != axis.rank)
+
+
+def _row_bytes(x: Tensor) -> int:
+    return x.shape[1:].numel() * x.element_size()
 
 
 def _has_equal_blocks(x: Tensor, counts: Sequence[int], size: int, axis: Axis) -> bool:
@@ -172,40 +223,6 @@ def reduce_scatter_begin(
     with guarded(axis, "reduce_scatter"):
         work = dist.reduce_scatter_tensor(out, blocks, group=axis.group, async_op=True)
     return Pending(out, x.device, axis, "reduce_scatter", work, traced, blocks)
-
-
-def _start_exchange(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    recv_counts: Sequence[int],
-    axis: Axis,
-    op: str,
-    most: int | None,
-    into: Tensor | None,
-    whole: Tensor | None = None,
-) -> Pending:
-    """Starts an exchange of the parts of `x`; `whole` is their concatenation, if it exists."""
-    like = parts[0]
-    width = x.shape[1:].numel()
-    send_counts = [part.size(0) for part in parts]
-    out = into
-    if out is None or out.device != like.device:
-        out = like.new_empty((sum(recv_counts), *x.shape[1:]))
-    traced = _count_rows(x, send_counts, recv_counts, axis, op)
-    small = most is not None and most * width * like.element_size() < _LARGE_MESSAGE
-    if not like.is_cuda and "gloo" in _backend_of(axis) and not small:
-        places = out.split(list(recv_counts))
-        with guarded(axis, op):
-            work: Any = _start_messages(places, parts, axis)
-        # the work keeps the parts, and releases them before anyone waits
-        return Pending(out, x.device, axis, op, work, traced, into=into)
-    source = torch.cat(list(parts)) if whole is None else whole
-    splits = list(recv_counts), send_counts
-    with guarded(axis, op):
-        work = dist.all_to_all_single(
-            out, source, *splits, group=axis.group, async_op=True
-        )
-    return Pending(out, x.device, axis, op, work, traced, source, into)
 
 
 def _start_messages(
@@ -366,7 +383,8 @@ def all_gather_rows(
     Shapes (this rank): x `[counts[rank], ...]`, return `[sum(counts), ...]`.
     Price: (sum(counts) - counts[rank]) times the width of a row, in words.
     """
-    return all_gather_begin(x, counts, axis, op, max(counts)).wait()
+    parts = copies(x, counts, axis)
+    return all_to_all(parts, None, counts, axis, op, max(counts)).wait()
 
 
 def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:

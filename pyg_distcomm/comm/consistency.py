@@ -7,6 +7,7 @@ a check alone does not receive the data of another exchange.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -386,9 +387,8 @@ def _module_settings(owner: Any, modes: bool) -> dict[str, str]:
             settings[f"training{of}"] = repr(module.training)
         given = vars(module)
         for kind in type(module).__mro__[:-1]:
-            code = getattr(vars(kind).get("__init__"), "__code__", None)
-            count = 0 if code is None else code.co_argcount + code.co_kwonlyargcount
-            for name in () if code is None else code.co_varnames[1:count]:
+            made = vars(kind).get("__init__", object.__init__)
+            for name in inspect.signature(made).parameters:
                 if isinstance(given.get(name), (bool, int, float, str)):
                     settings[f"{name}{of}"] = repr(given[name])
     return settings

@@ -1,4 +1,4 @@
-"""Counts communication by operation and axis, and prints plain-text tables.
+"""Counts communication by operation and axis, labels it for profilers, and prints tables.
 
 A price is the words and messages of an operator, computed from its plan.
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
-from pyg_distcomm.comm.trace import Exchange
-from pyg_distcomm.process import PROCESS
+import torch
 
-RENAMED = {"halo_transpose": "halo_reduce"}  # still answered by their former names
+from pyg_distcomm.process import PROCESS
 
 __all__ = [
     "Ledger",
@@ -39,6 +40,15 @@ class Entry:
 
 
 Rows: TypeAlias = dict[tuple[str, str], Entry]
+Exchange: TypeAlias = Callable[[int], None]  # is given the time at which the wait began
+clock = time.perf_counter_ns
+
+
+def label(name: str) -> AbstractContextManager[Any]:
+    """Labels a block for `torch.profiler`, only while that runs: a label takes microseconds."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return contextlib.nullcontext()
+    return torch.profiler.record_function(f"pyg_distcomm: {name}")
 
 
 @dataclass
@@ -99,7 +109,6 @@ class Ledger:
 
     def total(self, what: str, op: str | None = None, axis: str | None = None) -> int:
         """Sums one column over the rows that match `op` and `axis`."""
-        op = None if op is None else RENAMED.get(op, op)
         with self._lock:
             return sum(
                 getattr(entry, what)

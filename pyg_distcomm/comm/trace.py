@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyg_distcomm.comm.failure import FailureMonitor
+from pyg_distcomm.comm.ledger import Exchange, clock, label
 from pyg_distcomm.comm.store import StoreMailbox, joined_mesh, world_size
 from pyg_distcomm.partition.atomic import disk_error, whole_file
 from pyg_distcomm.process import PROCESS
@@ -41,15 +42,6 @@ from pyg_distcomm.process import PROCESS
 _GRACE = 3.0  # seconds to wait for the records of other ranks after a failure
 _LANES = 1 << 22  # Perfetto takes a thread's name by its id alone: ids of ranks differ
 Event: TypeAlias = dict[str, Any]
-Exchange: TypeAlias = Callable[[int], None]  # is given the time at which the wait began
-clock = time.perf_counter_ns
-
-
-def label(name: str) -> AbstractContextManager[Any]:
-    """Labels a block for `torch.profiler`, only while that runs: a label takes microseconds."""
-    if not torch.autograd.profiler._is_profiler_enabled:
-        return contextlib.nullcontext()
-    return torch.profiler.record_function(f"pyg_distcomm: {name}")
 
 
 @contextlib.contextmanager

@@ -21,16 +21,15 @@ from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph import partition_data_types
-from pyg_distcomm.graph.attribute_order import arranged, order_of_first_rank
-from pyg_distcomm.graph.partition_batch import TypedBatch
-from pyg_distcomm.graph.subgraphs import agree
+from pyg_distcomm.graph.partition_data_types import TypedBatch
+from pyg_distcomm.graph.share import agree, arranged, order_of_first_rank
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
 from pyg_distcomm.partition import part_share
 from pyg_distcomm.partition.cutters import check_edge_index, cut
-from pyg_distcomm.partition.folder import PartReader, attribute_kinds, open_folder
-from pyg_distcomm.partition.layout import Verify
+from pyg_distcomm.partition.folder import attribute_kinds, read_part
+from pyg_distcomm.partition.layout import META, Verify, folder_meta
 from pyg_distcomm.partition.part_share import PartShare, merged, part_of
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
 from pyg_distcomm.process import tell
@@ -512,10 +511,9 @@ def load_partition(
     mesh = given_mesh(mesh, "pdc.load_partition")
     share, problem = None, None
     try:
-        parts = open_folder(folder, verify)
         with partition_data_types.explaining_memory(Path(folder), mesh):
-            share = _read_share(Path(folder), parts, mesh, merge)
-        meta = parts.about.read_bytes()
+            share = _read_share(Path(folder), verify, mesh, merge)
+        meta = (Path(folder) / META).read_bytes()
         kinds = None if share.types is None else share.types.edges
         if kinds is not None:
             links = partition_data_types.links_of(link, kinds)
@@ -526,7 +524,7 @@ def load_partition(
         problem = problem or ValueError(f"cannot read {folder}: {error}")
     agree(memory_problem(memory) or problem, mesh)
     assert share is not None
-    owners = {parts.about.name: hashlib.sha256(meta).hexdigest()}
+    owners = {META: hashlib.sha256(meta).hexdigest()}
     owners["owners of nodes"] = _digest(share.partition.owner)
     counts = {"number of edges": share.num_edges_global, **owners}
     levels = {"node": share.node, "edge": share.edge}
@@ -545,11 +543,12 @@ def load_partition(
     return arranged(out, order_of_first_rank(out, mesh))
 
 
-def _read_share(folder: Path, parts: PartReader, mesh: Mesh, merge: bool) -> PartShare:
-    count = parts.num_parts
+def _read_share(folder: Path, verify: Verify, mesh: Mesh, merge: bool) -> PartShare:
+    count = folder_meta(folder)["num_parts"]
     _check_parts(folder, count, mesh, merge)
     begin, end = (k * count // mesh.size for k in (mesh.rank, mesh.rank + 1))
-    return merged([parts.read(k) for k in range(begin, end)], mesh.size)
+    parts = [read_part(folder, k, verify=verify) for k in range(begin, end)]
+    return merged(parts, mesh.size)
 
 
 def _check_parts(folder: Path, parts: int, mesh: Mesh, merge: bool) -> None:

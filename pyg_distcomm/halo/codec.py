@@ -21,7 +21,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from pyg_distcomm.comm.trace import label
+from pyg_distcomm.comm.ledger import label
 from pyg_distcomm.kernels import codec_ops
 from pyg_distcomm.process import PROCESS
 

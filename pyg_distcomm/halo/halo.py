@@ -250,14 +250,14 @@ class Halo(Link):
             empty = x.new_empty((0, *x.shape[1:])) if into is None else into
             return lambda: empty
         flat = None if into is None else into.flatten(1)
+        counts, axis, most = self.recv_counts, self.axis, self.most
         if self.dense:
-            pending = collectives.all_gather_begin(
-                x.flatten(1), self.recv_counts, self.axis, most=self.most, into=flat
-            )
+            rows: Any = collectives.copies(x.flatten(1), counts, axis)
+            op, sent = "all_gather", None
         else:
             rows = kernels.gather_rows(x.flatten(1), self.send_slot)
-            plan = self.send_counts, self.recv_counts, self.axis, "halo", self.most
-            pending = collectives.all_to_all(rows, *plan, into=flat)
+            op, sent = "halo", self.send_counts
+        pending = collectives.all_to_all(rows, sent, counts, axis, op, most, into=flat)
         return lambda: (
             pending.wait().view(-1, *x.shape[1:]) if x.dim() > 2 else pending.wait()
         )

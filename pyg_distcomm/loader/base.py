@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import RandomSampler, get_worker_info
-from torch_geometric.loader import CachedLoader
 from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.mesh import latest_mesh
@@ -157,6 +154,9 @@ class BulkLoading(_PyGLoader):
 
     placement: Placement | None = None  # of minibatches on a device; None on the host
     partitioned_source: PartitionedSource | None = None  # of a share, not a whole graph
+    _reads_layers = (
+        False  # whether it is one of layer-wise inference, and is not shared out
+    )
     batch_bytes = 0  # the size of a minibatch, once one was made
     #: the time that each phase of the current or last epoch took; see `Phases`
     phases: Phases = Phases()
@@ -181,24 +181,16 @@ class BulkLoading(_PyGLoader):
         """Returns the next epoch, or the rest of that of a loaded state.
 
         It begins with its first batch, so that an iterator which is not used, as tqdm's,
-        counts as no epoch, and a rank may make one alone. PyG's `model.inference(loader)`
-        gets the batches of all ranks on each: a layer reads the rows of all of them.
+        counts as no epoch, and a rank may make one alone.
         """
-        whole = _is_inference(sys._getframe(1))
-        return Tracked(
-            partial(self._begin_epoch, whole), partial(self._rounds_left, whole)
-        )
+        return Tracked(self._begin_epoch, self._rounds_left)
 
-    def _epoch_sharding(self, whole: bool) -> BatchSharding:
+    def _rounds_left(self) -> int:
         sharding = self._sharding()
-        return self._unsharded(sharding.even) if whole else sharding
-
-    def _rounds_left(self, whole: bool) -> int:
-        sharding = self._epoch_sharding(whole)
         return sharding.rounds(self._start_batch) if sharding.batches else 0
 
-    def _begin_epoch(self, whole: bool) -> Epoch:
-        sharding = self._epoch_sharding(whole)
+    def _begin_epoch(self) -> Epoch:
+        sharding = self._sharding()
         self._progress = Progress(self._epoch, self._start_batch, sharding)
         if self._notes is not None and sharding.size > 1:
             self._notes.begin(self._epoch)
@@ -453,7 +445,10 @@ class BulkLoading(_PyGLoader):
                     "rank loads every batch",
                     stacklevel=5,
                 )
-            self._cached_sharding = self._sharding_over(world)
+            found = self._sharding_over(world)
+            self._cached_sharding = (
+                self._unsharded(found.even) if self._reads_layers else found
+            )
         return self._cached_sharding
 
     def _sharding_over(self, world: World) -> BatchSharding:
@@ -498,20 +493,6 @@ class BulkLoading(_PyGLoader):
         if self.seed is None:
             self.seed = fresh_seed(self.generator)
         return self.seed
-
-
-def _is_inference(caller: FrameType | None) -> bool:
-    """Returns whether PyG's layer-wise inference asks for batches, also for a cache of them."""
-    while (
-        caller is not None and caller.f_globals["__name__"] == CachedLoader.__module__
-    ):
-        caller = caller.f_back
-    module = "torch_geometric.nn.models.basic_gnn"
-    return (
-        caller is not None
-        and caller.f_code.co_name == "inference"
-        and caller.f_globals["__name__"] == module
-    )
 
 
 class Tracked:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
 from torch_geometric.sampler import NegativeSampling
@@ -77,7 +78,9 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             asked. "auto" takes 1 if a core is idle, or if a bulk waits for other ranks or a
             disk, else 0.
         split: whether to share batches out over the ranks. "auto" does, unless the lists
-            differ by rank; False is for a loader of one rank's own.
+            differ by rank, or batches are those of layer-wise inference: all neighbours
+            in one hop, of all nodes, in order. Each rank then gets all of them, as the next
+            layer reads all rows. False is for a loader of one rank's own.
         topology: of a share: "partitioned" samples it where it lies, "replicated" gathers
             the edges on every rank first, and only rows travel later. "auto" is
             "partitioned".
@@ -208,6 +211,12 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         self._finish_init(
             loader_options, [inputs.node, inputs.time, inputs.input_type], kwargs
         )
+        one_hop = isinstance(num_neighbors, (list, tuple)) and [*num_neighbors] == [-1]
+        in_order = not (kwargs.keys() & {"sampler", "batch_sampler"})
+        in_order = in_order and not kwargs.get("shuffle")
+        if split == "auto" and one_hop and in_order and inputs.input_type is None:
+            every = torch.arange(data.num_nodes)
+            self._reads_layers = torch.equal(inputs.node.cpu(), every)
 
 
 class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.ledger import Ledger, format_table
-from pyg_distcomm.comm.trace import label
+from pyg_distcomm.comm.ledger import Ledger, format_table, label
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.loader.batch_sharding import PlannedBatch, World
 from pyg_distcomm.loader.collate import Collator

@@ -16,7 +16,6 @@ import torch
 import torch_geometric.nn as _pyg
 
 from pyg_distcomm.nn import layers as _layers
-from pyg_distcomm.nn.batch_norm import DistBatchNorm as DistBatchNorm
 from pyg_distcomm.nn.convert import DISTRIBUTED as _DISTRIBUTED
 from pyg_distcomm.nn.convert import Converted as _Converted
 from pyg_distcomm.nn.convert import convert as convert
@@ -32,7 +31,7 @@ from pyg_distcomm.nn.trimming import trimming_of as trimming_of
 from pyg_distcomm.pyg_mirror import mirror as _mirror
 
 _OURS = (
-    "convert replicate HaloConv HaloExecution DistBatchNorm DistEmbedding DistGCNConv "
+    "convert replicate HaloConv HaloExecution DistEmbedding DistGCNConv "
     "DistGCN2Conv DistSAGEConv trimming_of"
 ).split()
 _WITH_LAYERS = ("torch_geometric.nn.models.", "torch_geometric.nn.pool.")

@@ -9,7 +9,6 @@ import torch_geometric.nn as pyg
 from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 
 from pyg_distcomm.nn import trimming
-from pyg_distcomm.nn.batch_norm import DistBatchNorm
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
 from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
 from pyg_distcomm.nn.layer_context import OwnLink, check_link
@@ -34,11 +33,11 @@ LINKED = DistGCNConv, DistGCN2Conv, DistSAGEConv, HaloConv, HaloExecution
 def convert(model: Model, link: OwnLink = None, *, trim: bool = True) -> Model:
     """Makes the layers of a model distributed, in place, sharing their parameters.
 
-    GCNConv, GCN2Conv and SAGEConv become DistGCNConv, DistGCN2Conv and DistSAGEConv, every
-    other `MessagePassing` layer is wrapped in `HaloConv`, and BatchNorm1d becomes
-    DistBatchNorm. Names in `state_dict` do not change. Works on any module: PyG's `GCN`,
-    `GraphSAGE`, `GAT`, `GIN`, `Sequential`, a custom class, or a single layer (whose converted
-    form is returned).
+    GCNConv, GCN2Conv and SAGEConv become DistGCNConv, DistGCN2Conv and DistSAGEConv, and
+    every other `MessagePassing` layer is wrapped in `HaloConv`. Norms, such as BatchNorm1d,
+    are over the nodes of all ranks as they are. Names in `state_dict` do not change. Works
+    on any module: PyG's `GCN`, `GraphSAGE`, `GAT`, `GIN`, `Sequential`, a custom class, or a
+    single layer (whose converted form is returned).
 
     Args:
         model: the model; its results on ordinary inputs do not change.
@@ -92,12 +91,10 @@ def _convert(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module:
 
 
 def _distributed_layer(module: torch.nn.Module) -> torch.nn.Module:
-    ours = *DISTRIBUTED.values(), HaloConv, HaloExecution, DistBatchNorm
+    ours = *DISTRIBUTED.values(), HaloConv, HaloExecution
     if isinstance(module, ours):
         return module
     if type(module) in DISTRIBUTED:
         module.__class__ = DISTRIBUTED[type(module)]
         return module
-    if type(module) is torch.nn.BatchNorm1d:
-        return DistBatchNorm.of(module)
     return HaloConv(module) if isinstance(module, MessagePassing) else module

@@ -2,7 +2,7 @@
 
 On a share a layer is PyG's, op by op; see [Note: below autograd] in `sharded/dist_tensor.py`.
 Here its arguments are checked, its link takes the place of the exchange of source rows (see
-`linked.py`), sums of rows become products of the grid (`adding.py`), a cap on memory cuts it
+`propagating.py`), sums of rows become products of the grid, a cap on memory cuts it
 into chunks (`capped.py`), and layers of PyG that are known to read no more than the two ends
 of their edges run on own rows and ghosts.
 """
@@ -19,35 +19,31 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
-from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.local_adjacency import stays
 from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.nn.adding import adding
 from pyg_distcomm.nn.capped import within_cap
 from pyg_distcomm.nn.layer_context import (
     Explained,
     LayerContext,
     OwnLink,
+    are_rows_of,
     check_arguments,
+    check_flow,
     check_link,
     check_mask,
     has_hooks,
     is_changed,
+    is_spread,
+    sharded_inputs,
+    topology_of,
     warn_about_grid,
 )
-from pyg_distcomm.nn.linked import exchanging, keeps_rows
 from pyg_distcomm.nn.local_products import run_layer
 from pyg_distcomm.nn.message_forms import adds_rows, layers_of
+from pyg_distcomm.nn.propagating import adding, exchanging, keeps_rows
 from pyg_distcomm.sharded.agreement import compare_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor
-from pyg_distcomm.sharded.edge_methods import EdgeMethods
-from pyg_distcomm.sharded.edges import DistEdgeIndex
 from pyg_distcomm.sharded.partial import entered
-
-
-def topology_of(edge_index: Any) -> Topology | None:
-    """Returns what is planned for the edges of a graph; None for others."""
-    return edge_index.topology if isinstance(edge_index, DistEdgeIndex) else None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -57,11 +53,11 @@ def run_on_share(
     """Runs `run`, the forward of a layer, on a share, over its link if it has one."""
     args, kwargs = sharded_inputs(args, kwargs)
     values = (*args, *kwargs.values())
-    edges: list[Any] = [v for v in values if isinstance(v, DistEdgeIndex)]
+    edges = [v for v in values if topology_of(v) is not None]
     if len(edges) != 1:
         return run(*args, **kwargs)
     topology = edges[0].topology
-    _check_flow(conv, topology)
+    check_flow(conv, topology)
     if getattr(conv, "explain", False):
         check_mask(conv, topology)
     exact = link in (None, "exact") and topology.link is None
@@ -91,142 +87,6 @@ def run_on_share(
         return run(*args, **kwargs)
 
 
-def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments of a layer, with a whole edge_index beside sharded features cut."""
-    values = [*args, *kwargs.values()]
-    flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,))]
-    found = [x for x in flat if type(x) is DistTensor]
-    _check_rows(values[0] if values else None, found)
-    nodes = [x.rows for x in found if x.dim_ == 0 and x.rows.partition is not None]
-    if not nodes or any(x.dim_ == 1 for x in found):
-        return args, kwargs
-    ends = nodes[0], nodes[0]
-    for pair in values:
-        if isinstance(pair, (tuple, list)) and len(pair) == 2:
-            if all(type(x) is DistTensor for x in pair):
-                ends = pair[1].rows, pair[0].rows
-
-    def cut(value: Any) -> Any:
-        if type(value) is not Tensor:
-            return value
-        if value.layout != torch.strided:
-            return DistEdgeIndex.of_sparse(value, ends[0])
-        pair = value.dim() == 2 and value.size(0) == 2
-        if pair and value.dtype in (torch.int64, torch.int32):
-            sources = None if ends[1].same_as(ends[0]) else ends[1]
-            return DistEdgeIndex.cut(value, ends[0], sources)
-        return value
-
-    return [cut(v) for v in args], {name: cut(v) for name, v in kwargs.items()}
-
-
-def _check_rows(x: Any, values: list[DistTensor]) -> None:
-    """Raises for features of other nodes than those of the edges beside them.
-
-    Raises:
-        TypeError: for a plain tensor that has a row for none of them.
-        ValueError: for a sharded one.
-    """
-    edges = next((v.topology for v in values if isinstance(v, DistEdgeIndex)), None)
-    if edges is None:
-        return
-    ends = edges.source_rows, edges.nodes
-    if edges.sources is not None:
-        _check_pair(x, ends)
-    parts = x if isinstance(x, (tuple, list)) else (x,)
-    others = [v for v in values if v.dim_ == 0 and not any(v is part for part in parts)]
-    if any(v.rows is end for v in others for end in ends):
-        return  # the features are another argument, of a layer of one's own
-    for part in parts:
-        plain = not isinstance(part, EdgeMethods)
-        if not isinstance(part, Tensor) or part.layout != torch.strided:
-            continue
-        if not plain and (
-            part.dim_ or any(part.rows is end for end in ends)  # type: ignore[attr-defined]
-        ):
-            continue
-        counts = [end.count for end in ends]
-        if part.dim() == 0 or any(n in counts for n in part.shape):
-            continue
-        if plain:
-            raise TypeError(
-                f"got a plain tensor of {list(part.shape)} beside edges between {counts[1]} "
-                "nodes; give a layer data.x of pdc.partition, or of this rank's rows "
-                "pdc.from_local(t, like=data.x)"
-            )
-        raise ValueError(
-            f"got a row-sharded tensor of {list(part.shape)} beside edges between "
-            f"{counts[1]} nodes; give a layer one row for each node, and pick rows of what "
-            "it returns"
-        )
-
-
-def _check_flow(conv: Any, topology: Topology) -> None:
-    """Raises for edges between two types of nodes, read against their direction.
-
-    PyG then looks for rows of one type among those of the other.
-
-    Raises:
-        ValueError: naming the layer, if the types differ in size.
-    """
-    counts = topology.source_rows.count, topology.nodes.count
-    if conv.flow != "source_to_target" and counts[0] != counts[1]:
-        raise ValueError(
-            f"{type(conv).__name__} has flow={conv.flow!r}, by which PyG takes no edges from "
-            f"{counts[0]} nodes of one type to {counts[1]} of another; flip them, "
-            "edge_index.flip(0), and leave flow out"
-        )
-
-
-def _check_pair(x: Any, ends: tuple[Rows, Rows]) -> None:
-    """Raises for features that are no pair, or are swapped, beside edges between two types.
-
-    Raises:
-        TypeError, ValueError: saying how many nodes there are of each type.
-    """
-    counts = [end.count for end in ends]
-    what = f"edges from {counts[0]} nodes of one type to {counts[1]} of another"
-    if type(x) is DistTensor:
-        raise TypeError(
-            f"got one tensor of {list(x.shape)} beside {what}; give a layer that takes one, "
-            "such as SAGEConv, GATConv or GraphConv, a pair (x_source, x_target)"
-        )
-    pair = x if isinstance(x, (tuple, list)) else ()
-    shapes = [list(part.shape) for part in pair if type(part) is DistTensor]
-    if len(shapes) == 2 and [shape[:1] for shape in shapes] != [[n] for n in counts]:
-        raise ValueError(
-            f"give a layer a pair (x_source, x_target) with one row for each node: got "
-            f"{shapes[0]} and {shapes[1]} beside {what}"
-        )
-
-
-def check_edges(name: str, value: Any, topology: Topology | None) -> None:
-    """Raises for an argument that lacks a row for each edge.
-
-    Raises:
-        TypeError: for a plain tensor.
-        ValueError: for a sharded one.
-    """
-    if topology is None or value is None or value.size(0) == topology.edges.count:
-        return
-    plain = not isinstance(value, EdgeMethods)
-    kind = TypeError if plain else ValueError
-    raise kind(
-        f"{name} has the shape {list(value.shape)}, wanted a row for each of "
-        f"{topology.edges.count} edges; set it in the data before pdc.partition, which then "
-        "shards it"
-    )
-
-
-def is_spread(*values: Any) -> bool:
-    """Tells whether any argument of a layer is sharded."""
-    return any(
-        isinstance(x, EdgeMethods)
-        for v in values
-        for x in (v if isinstance(v, (tuple, list)) else (v,))
-    )
-
-
 def run_any(
     conv: Any, link: OwnLink, run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
@@ -249,8 +109,8 @@ def _check_edges_of_link(conv: Any, link: OwnLink, values: Any) -> None:
     if link == "exact" or getattr(conv, "links_relations", False):
         return
     groups = [v.values() if isinstance(v, Mapping) else (v,) for v in values]
-    edges = [v for group in groups for v in group if isinstance(v, DistEdgeIndex)]
-    alone = any(isinstance(v, DistEdgeIndex) for v in values) and len(edges) == 1
+    edges = [v for group in groups for v in group if topology_of(v) is not None]
+    alone = any(topology_of(v) is not None for v in values) and len(edges) == 1
     linked = link is not None or any(e.topology.link is not None for e in edges)
     if edges and linked and not alone:
         raise TypeError(
@@ -391,12 +251,6 @@ class HaloConv(torch.nn.Module):
         return f"HaloConv({self.conv})"
 
 
-def are_rows_of(x: Any, topology: Topology | None) -> bool:
-    """Tells whether a tensor has the rows of the sources of some edges."""
-    nodes = None if topology is None else topology.source_rows
-    return type(x) is DistTensor and x.dim_ == 0 and x.rows is nodes
-
-
 class _OnOwnRows(torch.nn.Module):
     """Runs a layer's computation, as `functional_call` needs a module for."""
 
@@ -435,7 +289,7 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
         return False
     if topology.nodes.memory is not None:  # in chunks instead
         return False
-    adds = "propagate" in vars(conv) or adds_rows(conv)  # see `adding.py`
+    adds = "propagate" in vars(conv) or adds_rows(conv)  # by a product
     if adds and not topology.chunked and topology.sources is None:
         return False
     if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):

@@ -1,4 +1,4 @@
-"""Gathers the edges, link and weights of a layer's call, and checks that the layer is PyG's."""
+"""Gathers and checks what a call of a layer is given: edges, link, weights, and PyG's steps."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from torch_geometric.nn.dense.linear import Linear
 from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy, settings_of
 from pyg_distcomm.process import PROCESS, tell
+from pyg_distcomm.sharded.constants import key_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edge_methods import EdgeMethods
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 OwnLink: TypeAlias = LinkPolicy | Literal["exact"] | None
@@ -57,7 +60,7 @@ class LayerContext:
 
     Args:
         layer: the layer.
-        edges: the edges that it was given.
+        nodes: the rows of targets of the edges that it was given.
         topology: these edges, in the direction of its messages.
         link: the policy of its exchanges; None is exact.
         weight: the weights of the edges in that direction, `[e]` or None.
@@ -65,7 +68,7 @@ class LayerContext:
     """
 
     layer: torch.nn.Module
-    edges: DistEdgeIndex
+    nodes: Rows
     topology: Topology
     link: LinkPolicy | None
     weight: Tensor | None = None
@@ -91,7 +94,7 @@ class LayerContext:
         Raises:
             ValueError: on all ranks, if links or settings of the layer differ.
         """
-        topology = edges.topology
+        given_edges = topology = edges._topology
         if weight is not None and weight.dim() > 1:
             if weight.shape[1:].numel() != 1:  # also on a rank without edges
                 raise ValueError(
@@ -103,14 +106,14 @@ class LayerContext:
             back = topology.reversed
             topology = back.topology
             weight = None if weight is None else back.carry(weight)
-        link = _agreed_link(layer, own, edges)
-        return LayerContext(layer, edges, topology, link, weight, given)
+        link = _agreed_link(layer, own, given_edges)
+        return LayerContext(layer, given_edges.nodes, topology, link, weight, given)
 
     @property
     def is_coded(self) -> bool:
         """Whether its exchanges may be coded or late."""
         link = self.link
-        return link is not None and link.is_used_on(self.edges.nodes.mesh)
+        return link is not None and link.is_used_on(self.nodes.mesh)
 
     def exchange(self, x: Any = None, kind: Any = None) -> LayerExchange | None:
         """Returns the exchange of this call by its link policy; None if it is exact.
@@ -129,9 +132,9 @@ class LayerContext:
                 now = alive()
                 return 0 if now is None else self.topology.constants.stage(now, *key)
 
-        nodes, training = self.edges.nodes, self.layer.training
         begin, degrees = self.link.begin, self.topology.own_degrees
-        return begin(self.layer, nodes, training, stage, degrees=degrees)
+        training = self.layer.training
+        return begin(self.layer, self.nodes, training, stage, degrees=degrees)
 
     def had_kept(self) -> bool:
         """Tells whether a resumed run had seen the input of this call before it was saved."""
@@ -144,20 +147,19 @@ class LayerContext:
     def note_kept(self, graded: bool) -> None:
         """Tells the link that a product will be cached."""
         if self.link is not None:
-            nodes = self.edges.nodes
-            self.link.note_cached(self.layer, nodes, self.layer.training and graded)
+            trains = self.layer.training and graded
+            self.link.note_cached(self.layer, self.nodes, trains)
 
 
-def _agreed_link(layer: Any, own: OwnLink, edges: DistEdgeIndex) -> LinkPolicy | None:
+def _agreed_link(layer: Any, own: OwnLink, topology: Topology) -> LinkPolicy | None:
     """Returns the link of a layer on some edges, compared between ranks at first use."""
-    topology = edges.topology
     link = topology.link if own is None else own
     topology.read_by(layer, link)
     policy = link if isinstance(link, LinkPolicy) else None
     known, mode = topology.compared.get(layer, (None, None))
     check_placement(layer, topology)
     if known is not policy or mode is not layer.training:
-        mesh: Any = edges.nodes.mesh
+        mesh: Any = topology.nodes.mesh
         if isinstance(mesh, Mesh):  # a pipeline compares the links of its stages itself
             kind = {"kind of device": topology.device.type}
             comparer_of(mesh).check_settings(
@@ -309,6 +311,178 @@ class Explained:
                 return
 
 
+def topology_of(edge_index: Any) -> Topology | None:
+    """Returns what is planned for the edges of a graph; None for others."""
+    return getattr(edge_index, "_topology", None)
+
+
+def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns the arguments of a layer, with a whole edge_index beside sharded features cut."""
+    values = [*args, *kwargs.values()]
+    flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,))]
+    found = [x for x in flat if type(x) is DistTensor]
+    _check_rows(values[0] if values else None, found)
+    flips = [x for x in found if x._flipped is not None]
+    if len(flips) == 1 and _turns(flips[0], found):
+        known = _turned(flips[0])
+        args = [known if v is flips[0] else v for v in args]
+        return args, {k: known if v is flips[0] else v for k, v in kwargs.items()}
+    nodes = [x.rows for x in found if x.dim_ == 0 and x.rows.partition is not None]
+    if not nodes or any(x.dim_ == 1 for x in found):
+        return args, kwargs
+    ends = nodes[0], nodes[0]
+    for pair in values:
+        if isinstance(pair, (tuple, list)) and len(pair) == 2:
+            if all(type(x) is DistTensor for x in pair):
+                ends = pair[1].rows, pair[0].rows
+
+    def cut(value: Any) -> Any:
+        if type(value) is not Tensor:
+            return value
+        if value.layout != torch.strided:
+            return DistEdgeIndex.of_sparse(value, ends[0])
+        pair = value.dim() == 2 and value.size(0) == 2
+        if pair and value.dtype in (torch.int64, torch.int32):
+            sources = None if ends[1].same_as(ends[0]) else ends[1]
+            return DistEdgeIndex.cut(value, ends[0], sources)
+        return value
+
+    return [cut(v) for v in args], {name: cut(v) for name, v in kwargs.items()}
+
+
+def _turns(flip: DistTensor, found: list[DistTensor]) -> bool:
+    """Tells whether flipped edges can be planned for: none of the others is of edges."""
+    base = flip._flipped
+    known = key_of(flip) is not None and base.sources is None and base.link is None
+    known = known and not base.chunked and base.nodes.memory is None
+    return known and not any(x.rows is flip.rows for x in found if x is not flip)
+
+
+def _turned(flip: DistTensor) -> DistTensor:
+    """Returns flipped edges, moved to the owners of their targets; collective once."""
+    base = flip._flipped
+    known = vars(base).get("turned")
+    if known is None:
+        turned = base.reversed.topology
+        ends = torch.stack([turned.source_gid, turned.target_gid])
+        known = DistEdgeIndex.of(ends.to(flip.device, flip.dtype), turned)
+        vars(base)["turned"] = known
+    return known  # type: ignore[no-any-return]
+
+
+def _check_rows(x: Any, values: list[DistTensor]) -> None:
+    """Raises for features of other nodes than those of the edges beside them.
+
+    Raises:
+        TypeError: for a plain tensor that has a row for none of them.
+        ValueError: for a sharded one.
+    """
+    edges = next(filter(None, map(topology_of, values)), None)
+    if edges is None:
+        return
+    ends = edges.source_rows, edges.nodes
+    if edges.sources is not None:
+        _check_pair(x, ends)
+    parts = x if isinstance(x, (tuple, list)) else (x,)
+    others = [v for v in values if v.dim_ == 0 and not any(v is part for part in parts)]
+    if any(v.rows is end for v in others for end in ends):
+        return  # the features are another argument, of a layer of one's own
+    for part in parts:
+        plain = not isinstance(part, EdgeMethods)
+        if not isinstance(part, Tensor) or part.layout != torch.strided:
+            continue
+        if not plain and (
+            part.dim_ or any(part.rows is end for end in ends)  # type: ignore[attr-defined]
+        ):
+            continue
+        counts = [end.count for end in ends]
+        if part.dim() == 0 or any(n in counts for n in part.shape):
+            continue
+        if plain:
+            raise TypeError(
+                f"got a plain tensor of {list(part.shape)} beside edges between {counts[1]} "
+                "nodes; give a layer data.x of pdc.partition, or of this rank's rows "
+                "pdc.from_local(t, like=data.x)"
+            )
+        raise ValueError(
+            f"got a row-sharded tensor of {list(part.shape)} beside edges between "
+            f"{counts[1]} nodes; give a layer one row for each node, and pick rows of what "
+            "it returns"
+        )
+
+
+def check_flow(conv: Any, topology: Topology) -> None:
+    """Raises for edges between two types of nodes, read against their direction.
+
+    PyG then looks for rows of one type among those of the other.
+
+    Raises:
+        ValueError: naming the layer, if the types differ in size.
+    """
+    counts = topology.source_rows.count, topology.nodes.count
+    if conv.flow != "source_to_target" and counts[0] != counts[1]:
+        raise ValueError(
+            f"{type(conv).__name__} has flow={conv.flow!r}, by which PyG takes no edges from "
+            f"{counts[0]} nodes of one type to {counts[1]} of another; flip them, "
+            "edge_index.flip(0), and leave flow out"
+        )
+
+
+def _check_pair(x: Any, ends: tuple[Rows, Rows]) -> None:
+    """Raises for features that are no pair, or are swapped, beside edges between two types.
+
+    Raises:
+        TypeError, ValueError: saying how many nodes there are of each type.
+    """
+    counts = [end.count for end in ends]
+    what = f"edges from {counts[0]} nodes of one type to {counts[1]} of another"
+    if type(x) is DistTensor:
+        raise TypeError(
+            f"got one tensor of {list(x.shape)} beside {what}; give a layer that takes one, "
+            "such as SAGEConv, GATConv or GraphConv, a pair (x_source, x_target)"
+        )
+    pair = x if isinstance(x, (tuple, list)) else ()
+    shapes = [list(part.shape) for part in pair if type(part) is DistTensor]
+    if len(shapes) == 2 and [shape[:1] for shape in shapes] != [[n] for n in counts]:
+        raise ValueError(
+            f"give a layer a pair (x_source, x_target) with one row for each node: got "
+            f"{shapes[0]} and {shapes[1]} beside {what}"
+        )
+
+
+def check_edges(name: str, value: Any, topology: Topology | None) -> None:
+    """Raises for an argument that lacks a row for each edge.
+
+    Raises:
+        TypeError: for a plain tensor.
+        ValueError: for a sharded one.
+    """
+    if topology is None or value is None or value.size(0) == topology.edges.count:
+        return
+    plain = not isinstance(value, EdgeMethods)
+    kind = TypeError if plain else ValueError
+    raise kind(
+        f"{name} has the shape {list(value.shape)}, wanted a row for each of "
+        f"{topology.edges.count} edges; set it in the data before pdc.partition, which then "
+        "shards it"
+    )
+
+
+def is_spread(*values: Any) -> bool:
+    """Tells whether any argument of a layer is sharded."""
+    return any(
+        isinstance(x, EdgeMethods)
+        for v in values
+        for x in (v if isinstance(v, (tuple, list)) else (v,))
+    )
+
+
+def are_rows_of(x: Any, topology: Topology | None) -> bool:
+    """Tells whether a tensor has the rows of the sources of some edges."""
+    nodes = None if topology is None else topology.source_rows
+    return type(x) is DistTensor and x.dim_ == 0 and x.rows is nodes
+
+
 def check_mask(layer: Any, topology: Topology) -> None:
     """Raises for a layer that is explained by a mask of other edges, or by none.
 
@@ -334,7 +508,7 @@ def check_given(layer: Any, args: Any, kwargs: Any) -> None:
     Raises:
         TypeError: naming the layer.
     """
-    if args and isinstance(args[0], DistEdgeIndex):
+    if args and topology_of(args[0]) is not None:
         _check_order(layer)
     if any(isinstance(v, BaseData) for v in (*args, *kwargs.values())):
         raise TypeError(
@@ -361,10 +535,9 @@ def _check_places(layer: Any, args: Any, kwargs: Any) -> None:
     """
     values = (*args, *kwargs.values())
     every = [x for v in values for x in (v.values() if isinstance(v, dict) else (v,))]
-    edges = next((x for x in every if isinstance(x, DistEdgeIndex)), None)
-    if edges is None:
+    topology = next(filter(None, map(topology_of, every)), None)
+    if topology is None:
         return
-    topology = edges.topology
     check_placement(layer, topology)
     if all(not isinstance(x, Tensor) or x.device == topology.device for x in every):
         return

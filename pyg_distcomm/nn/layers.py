@@ -12,8 +12,9 @@ from typing import Any
 
 import torch_geometric.nn as pyg
 
-from pyg_distcomm.nn.halo_conv import HaloExecution, is_spread
+from pyg_distcomm.nn.halo_conv import HaloExecution
 from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
+from pyg_distcomm.nn.layer_context import is_spread
 from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
 
 

@@ -13,8 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.nn.function_names import BY_DIM, FACTS, ROWWISE, SIZES, base_name
-from pyg_distcomm.nn.trees import leaves, size_from_shape, tree_map, version_of
+from pyg_distcomm.nn.torch_calls import (
+    BY_DIM,
+    FACTS,
+    ROWWISE,
+    SIZES,
+    base_name,
+    is_in_place,
+    leaves,
+    size_from_shape,
+    tree_map,
+    version_of,
+)
 from pyg_distcomm.sharded.dist_tensor import eager
 
 
@@ -263,7 +273,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     every, every_kw = whole((args, kwargs), name)
     first = args[0] if args else None
     if isinstance(first, LeadingRows) and first.origin.every is not None:
-        if name == "setitem" or _in_place(func, args, kwargs):
+        if name == "setitem" or is_in_place(func, args, kwargs):
             # others may be computed from all rows as they were
             every = (every[0].clone(), *every[1:])
             out, local = _call_plain(func, every, every_kw), leading(first)
@@ -446,18 +456,6 @@ def _shape_of(args: Any) -> Any:
     return args[1] if listed else args[1:]
 
 
-def _in_place(func: Any, args: Any, kwargs: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"):
-        return True
-    if name.endswith("_") and not name.endswith("__"):
-        return True
-    code = getattr(func, "__code__", None)
-    names = () if code is None else code.co_varnames[: code.co_argcount]
-    given = dict(zip(names, args, strict=False)).get("inplace", False)
-    return bool(given or kwargs.get("inplace", False))
-
-
 def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Runs an operation on the computed rows; None if operands have different rows."""
     tracked = leaves((args, kwargs), LeadingRows)
@@ -473,7 +471,7 @@ def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled() and any(leading(t).requires_grad for t in tracked):
         return None  # within an autograd.Function, whose output has a gradient again
     rows = min(len(leading(t)) for t in tracked)
-    changes = _in_place(func, args, kwargs)
+    changes = is_in_place(func, args, kwargs)
     if changes:
         target = args[0]
         if not isinstance(target, LeadingRows) or len(leading(target)) > rows:
@@ -524,7 +522,7 @@ def _on_both(func: Any, name: str, args: Any, kwargs: Any, origin: Origin) -> An
     out, again = origin.first.run_both(full, trimmed)
     if out is None or again is None:
         return None
-    if _in_place(func, args, kwargs):
+    if is_in_place(func, args, kwargs):
         return args[0]
     return double(out, again, origin.first)
 

@@ -6,8 +6,9 @@ What PyG's own classes compute on a share op by op, these compute on ordinary te
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,26 +19,23 @@ from torch.nn.parameter import is_lazy
 
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.nn.capped import spilling
-from pyg_distcomm.nn.halo_conv import (
-    are_rows_of,
-    check_edges,
-    is_spread,
-    one_hop,
-    run_any,
-    run_on_share,
-    sharded_inputs,
-    topology_of,
-)
+from pyg_distcomm.nn.halo_conv import one_hop, run_any, run_on_share
 from pyg_distcomm.nn.layer_context import (
     Explained,
     LayerContext,
     OwnLink,
+    are_rows_of,
     check_arguments,
+    check_edges,
     check_link,
     is_product,
+    is_spread,
+    sharded_inputs,
+    topology_of,
 )
 from pyg_distcomm.nn.local_products import run_gcn, run_sage
 from pyg_distcomm.nn.message_forms import AGGREGATIONS
+from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.sharded.agreement import compare_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.partial import entered
@@ -60,8 +58,8 @@ class WithLink(Explained):
 
 
 @dataclass
-class _Multiplication:
-    """Multiplies own rows by a matrix of the graph, and ends what a layer makes of them.
+class PlannedProduct:
+    """Computes `A X W + b + X_root R` on own rows: what is multiplied by A, and what follows.
 
     Args:
         topology: the edges.
@@ -70,6 +68,11 @@ class _Multiplication:
         values: the type of its values; None where they are ones.
         mean: whether sums are divided by the number of edges.
         root: own rows X_root, and their weights R; None without.
+        bias: the bias b; None without.
+        weight: the weights W, where they follow the product.
+        matrix: A; None where A X is cached.
+        rows: own rows that A is multiplied by `[n, f]`, or the cached A X.
+        shape: the shape of the product.
     """
 
     topology: Topology
@@ -78,23 +81,36 @@ class _Multiplication:
     values: torch.dtype | None
     mean: bool
     root: tuple[Tensor, Tensor] | None
+    bias: Tensor | None
+    weight: Tensor | None = None
+    matrix: GridMatrix | None = field(default=None, init=False)
+    rows: Tensor = field(init=False)
+    shape: torch.Size = field(init=False)
 
-    def times(self, local: Tensor, exchange: Any = None) -> Tensor:
-        """Returns `A X` of own rows `[n, ...]`."""
+    def of(self, local: Tensor, exchange: Any = None) -> PlannedProduct:
+        """Sets the rows `[n, ...]` to multiply, and A, over the links of an exchange."""
         local = local.contiguous()
-        shape = local.shape
-        local = local.flatten(1) if local.dim() > 2 else local
+        self.shape = local.shape
+        self.rows = local.flatten(1) if local.dim() > 2 else local
         dtype = self._wider(local.dtype)
-        matrix = self.topology.operator(self.kind, self.edges, dtype, exchange)
-        out = matrix @ local
+        self.matrix = self.topology.operator(self.kind, self.edges, dtype, exchange)
+        return self
+
+    def averaged(self, out: Tensor) -> Tensor:
+        """Divides sums by the number of edges of each node, in means."""
         if self.mean:
             degree = self.topology.in_degree.clamp(min=1)
             out = out.div_(degree.to(out.dtype).unsqueeze(1))
-        return out.view(shape)
+        return out.view(self.shape)
 
-    def finish(self, out: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Adds a bias and the root's rows, and returns a sharded tensor."""
-        out = out if bias is None else out + bias.to(out.dtype)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def finish(self, out: Tensor) -> Tensor:
+        """Returns the sharded output of a layer, of sums over edges `[n, f]`."""
+        out = out if self.matrix is None else self.averaged(out)
+        if self.weight is not None:
+            out = F.linear(out, self.weight, self.bias)
+        elif self.bias is not None:
+            out = out + self.bias.to(out.dtype)
         if self.root is not None:
             x, weight = self.root
             fits = out.dtype == x.dtype == weight.dtype and out.dim() == x.dim() == 2
@@ -110,7 +126,13 @@ class _Multiplication:
         return dtype if self.values is None else torch.promote_types(dtype, self.values)
 
 
-def linear_product(
+def _saving(topology: Topology) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that keeps what autograd saves within the memory cap, if any."""
+    capped = topology.nodes.memory is not None
+    return spilling(topology) if capped else contextlib.nullcontext()
+
+
+def plan_product(
     x: DistTensor,
     context: LayerContext,
     kind: OperatorKind,
@@ -119,8 +141,8 @@ def linear_product(
     mean: bool = False,
     root: tuple[DistTensor, Any] | None = None,
     bias: Tensor | None = None,
-) -> Tensor:
-    """Returns `A X W + b + X_root R`, by `(A X) W` or `A (X W)`, whichever sends fewer words.
+) -> PlannedProduct:
+    """Plans `A X W + b + X_root R`: by `(A X) W` or `A (X W)`, whichever sends fewer words.
 
     Computed on own rows; the gradients of W, R and b are summed over the ranks. [Kurt23]
     orders the products.
@@ -134,37 +156,37 @@ def linear_product(
     weights = [layer.weight for _, layer in layers]
     compare_parameters(weights if bias is None else [*weights, bias], mesh)
     w, *own = (entered(parameter, mesh) for parameter in weights)
-    b = None if bias is None else entered(bias, mesh)
     values = x.dtype if kind.normalize else None  # as PyG's messages are of
-    product = _Multiplication(
+    product = PlannedProduct(
         topology,
         kind,
         None if weight is None else weight.to_local(),
         values if weight is None else weight.dtype,
         mean,
         None if root is None else (root[0].to_local().contiguous(), own[0]),
+        None if bias is None else entered(bias, mesh),
+        w,
     )
-    known = held = None
-    ordering = topology.ordering
+    held, ordering = None, topology.ordering
     if ordering.keep_inputs and ordering.order != "last":
 
         def exact() -> Tensor:
             context.note_kept(grad)  # gradients are off in here
-            return product.times(x.to_local())
+            matrix: Any = product.of(x.to_local()).matrix
+            return product.averaged(matrix @ product.rows)
 
-        held = kind, mean, x.dtype
-        known = topology.constants.product(
-            held, (x, weight), exact, cache_now=context.had_kept()
-        )
-    if known is not None:
-        return product.finish(F.linear(known, w, b))
+        held, reuse = (kind, mean, x.dtype), context.had_kept()
+        known = topology.constants.product(held, (x, weight), exact, cache_now=reuse)
+        if known is not None:
+            product.rows, product.matrix = known, None
+            return product
     exchange = context.exchange(None if held is None else x, held)
     backward = grad and x.requires_grad
     grads = backward, backward or (grad and lin.weight.requires_grad)
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
-        return product.finish(F.linear(product.times(x.to_local(), exchange), w, b))
-    narrow = F.linear(x.to_local().contiguous(), w)
-    return product.finish(product.times(narrow, exchange), b)
+        return product.of(x.to_local(), exchange)
+    product.weight = None
+    return product.of(F.linear(x.to_local().contiguous(), w), exchange)
 
 
 def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool, Any]:
@@ -206,17 +228,27 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
     ) -> Tensor:
         """Runs the layer."""
         if is_spread(x, edge_index):
-            return self._on_share(super().forward, x, edge_index, edge_weight)
+            product = self._planned(x, edge_index, edge_weight)
+            if product is None:
+                given = x, edge_index, edge_weight
+                return run_on_share(self, self.link, super().forward, *given)  # type: ignore[no-any-return]
+            matrix, rows = product.matrix, product.rows
+            with _saving(product.topology):
+                return product.finish(rows if matrix is None else matrix @ rows)
         check_arguments(self, (x, edge_index, edge_weight), {})
         if torch.compiler.is_compiling():
             return super().forward(x, edge_index, edge_weight)
         return run_gcn(self, super().forward, x, edge_index, edge_weight)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _on_share(
-        self, run: Callable[..., Tensor], x: Any, edge_index: Any, edge_weight: Any
-    ) -> Tensor:
+    def _planned(
+        self, x: Any, edge_index: Any, edge_weight: Any
+    ) -> PlannedProduct | None:
+        """Returns the product that the layer is on a share, or None; collective."""
         check_arguments(self, (x, edge_index, edge_weight), {})
+        if self.cached:  # layers of PyG keep the edges of the first call
+            first = vars(self).get("_first_edges", (edge_index, edge_weight))
+            edge_index, edge_weight = first
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         topology = topology_of(edge_index)
         check_edges("edge_weight", edge_weight, topology)
@@ -227,8 +259,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         )
         known = (
             known
-            and self.normalize
-            and not self.cached
+            and self._cached_edge_index is None
             and not (self.add_self_loops and edge_index.looped)
             and x.dtype == self.lin.weight.dtype
         )
@@ -236,15 +267,24 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
             known and self.aggr in ("add", "sum") and self.flow == "source_to_target"
         )
         if not known or not is_product(self, torch_geometric.nn.GCNConv, self.lin):
-            return run_on_share(self, self.link, run, x, edge_index, edge_weight)
+            return None
         assert topology is not None
         fits, weight = _weights_of(edge_index, edge_weight, topology)
         if not fits or (weight is not None and weight.dtype != x.dtype):
-            return run_on_share(self, self.link, run, x, edge_index, edge_weight)
+            return None
         context = LayerContext.of(self, self.link, edge_index, None, weight)
-        kind = OperatorKind("gcn", self.improved, self.add_self_loops)
-        with spilling(topology):
-            return linear_product(x, context, kind, weight, self.lin, bias=self.bias)
+        kind = OperatorKind()
+        if self.normalize:
+            kind = OperatorKind("gcn", self.improved, self.add_self_loops)
+        if self.cached:
+            self.__dict__.setdefault("_first_edges", (edge_index, edge_weight))
+        with _saving(topology):
+            return plan_product(x, context, kind, weight, self.lin, bias=self.bias)
+
+    def reset_parameters(self) -> None:
+        """Draws weights anew, and forgets the edges of the first call."""
+        super().reset_parameters()
+        self.__dict__.pop("_first_edges", None)
 
 
 class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
@@ -311,7 +351,7 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         edges = None if weight is None else weight.to_local()
         local = x.to_local().contiguous()
         operator = topology.operator(kind, edges, local.dtype, context.exchange())
-        with spilling(topology):
+        with _saving(topology):
             mixed = DistTensor.from_local(operator @ local, topology.nodes)
         mixed, first = mixed * (1 - self.alpha), x_0 * self.alpha
         rest = {"beta": 1 - self.beta, "alpha": self.beta}
@@ -349,16 +389,24 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
     def forward(self, x: Any, edge_index: Any = None, size: Any = None) -> Tensor:
         """Runs the layer."""
         if is_spread(x, edge_index):
-            return self._on_share(super().forward, x, edge_index, size)
+            product = self._planned(x, edge_index, size)
+            if product is None:
+                run, given = super().forward, (x, edge_index, size)
+                if size is None and AGGREGATIONS.get(type(self.aggr_module)) == "max":
+                    run = one_hop(self, run)
+                return run_on_share(self, self.link, run, *given)  # type: ignore[no-any-return]
+            matrix, rows = product.matrix, product.rows
+            with _saving(product.topology):
+                out = product.finish(rows if matrix is None else matrix @ rows)
+            return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
         check_arguments(self, (x, edge_index), {})
         if torch.compiler.is_compiling():
             return super().forward(x, edge_index, size)
         return run_sage(self, super().forward, x, edge_index, size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _on_share(
-        self, run: Callable[..., Tensor], x: Any, edge_index: Any, size: Any
-    ) -> Tensor:
+    def _planned(self, x: Any, edge_index: Any, size: Any) -> PlannedProduct | None:
+        """Returns the product that the layer is on a share, or None; collective."""
         check_arguments(self, (x, edge_index), {})
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         topology = topology_of(edge_index)
@@ -376,14 +424,11 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
         if not known or not is_product(
             self, torch_geometric.nn.SAGEConv, *linears, biased=[self.lin_l]
         ):
-            if size is None and AGGREGATIONS.get(type(self.aggr_module)) == "max":
-                run = one_hop(self, run)
-            return run_on_share(self, self.link, run, x, edge_index, size)
+            return None
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()
         context = LayerContext.of(self, self.link, edge_index)
         own = (root, self.lin_r) if self.root_weight and root is not None else None
         given = context, OperatorKind(), None, self.lin_l, self.aggr == "mean"
-        with spilling(context.topology):
-            out = linear_product(source, *given, own, self.lin_l.bias)
-        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+        with _saving(context.topology):
+            return plan_product(source, *given, own, self.lin_l.bias)

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyg_distcomm.comm import collectives, random
-from pyg_distcomm.comm.axis import guarded
-from pyg_distcomm.comm.collectives import Axis, Pending
+from pyg_distcomm.comm.collectives import Axis, Pending, guarded
 from pyg_distcomm.comm.consistency import comparer_of, digest
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.nn.embedding import sharded_parameters

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.comm.trace import clock, label
+from pyg_distcomm.comm.ledger import clock, label
 from pyg_distcomm.kernels.core_ops import span_of, transposed
 from pyg_distcomm.process import PROCESS
 

@@ -190,6 +190,7 @@ class GridMatrix:
     index: Any = None
     columns: int | None = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __matmul__(self, x: Tensor) -> Tensor:
         """Returns `A x` of own rows `[n_i, f]`, differentiable in x and in `value`."""
         widths = self._widths(x.size(1))

@@ -14,13 +14,15 @@ did: the same number of words.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.comm import autograd, collectives
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.halo.halo import Halo, Link, plan_link
@@ -28,6 +30,33 @@ from pyg_distcomm.kernels.core_ops import offset_dtype
 from pyg_distcomm.ops.csr import CSR, LocalBlocks, Pattern
 from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix, Links
 from pyg_distcomm.partition.partition import Partition
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+        axis: Axis,
+        op: str,
+    ) -> Tensor:
+        ctx.plan, ctx.transposed = (send, recv, axis, op), op.endswith("_transpose")
+        return collectives.all_to_all(x, send, recv, axis, op).wait()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
+        send, recv, axis, op = ctx.plan
+        back = op.removesuffix("_transpose") if ctx.transposed else f"{op}_transpose"
+        return _all_to_all(g, recv, send, axis, back), None, None, None, None
+
+
+def _all_to_all(
+    x: Tensor, send: Sequence[int], recv: Sequence[int], axis: Axis, op: str
+) -> Tensor:
+    """Sends row blocks to the ranks of an axis; the gradient goes back the same way."""
+    return x if axis.size == 1 else _AllToAll.apply(x, send, recv, axis, op)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +90,7 @@ class EdgeRoute:
 
     def _moved(self, value: Tensor) -> Tensor:
         rows = value.index_select(0, self.send_slot)
-        arrived = autograd.all_to_all(
+        arrived = _all_to_all(
             rows, self.send_counts, self.recv_counts, self.axis, "edges"
         )
         if self.keep_slot is None:

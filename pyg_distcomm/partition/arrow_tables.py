@@ -1,4 +1,4 @@
-"""Reads edges and attributes from tables by pyarrow: .csv, .tsv, .parquet, .arrow, .feather.
+"""Reads edges and attributes from text and tables, as .csv and .parquet, by pyarrow.
 
 Needs pyarrow (`pip install 'pyg-distcomm[arrow]'`). Tables are read a batch of rows at a time.
 """
@@ -27,7 +27,14 @@ from pyg_distcomm.partition.edge_files import (
     with_reverses,
 )
 
-CSV = (".csv", ".tsv")  # compressed by gzip or not
+CSV = (
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".el",
+    ".edges",
+    ".edgelist",
+)  # compressed by gzip or not
 ENDINGS = (*CSV, ".parquet", ".arrow", ".feather")
 BLOCK = 1 << 20  # bytes of text; pyarrow reads up to 32 blocks ahead
 ROWS = 1 << 16  # rows of a table in memory at once
@@ -64,8 +71,8 @@ class ArrowTable:
             raise ValueError(f"{path}: missing")
         if not is_table(path):
             raise ValueError(
-                f"{path}: a table is a .csv, .tsv, .parquet, .arrow or .feather file; "
-                "convert it by pandas, or give arrays as .npy"
+                f"{path}: a table is a {', '.join(ENDINGS)} file; convert it by pandas, or "
+                "give arrays as .npy"
             )
         with self._reading():
             self._schema = self._batches(None, ROWS)[0]
@@ -110,8 +117,13 @@ class ArrowTable:
                 skipped += 1
         named = first[:1].isalpha() or first[:1] in (b'"', b"_")
         named = named if self._named is None else self._named
-        if first[:1] in (b"#", b"%", b""):  # there are only comments
-            return _pyarrow("lib").schema([]).empty_table().to_reader()
+        if first[:1] in (b"#", b"%", b""):  # there are only comments: no edges
+            lib: Any = _pyarrow("lib")
+            return (
+                lib.schema([(n, lib.int64()) for n in ENDS[0]])
+                .empty_table()
+                .to_reader()
+            )
         between = next((c for c in "\t;," if c.encode() in first), " ")
         return csv.open_csv(
             self.path,
@@ -414,6 +426,6 @@ def _pyarrow(name: str) -> Any:
         return importlib.import_module(f"pyarrow.{name}")
     except ImportError:
         raise ImportError(
-            "tables (.csv, .tsv, .parquet, .arrow, .feather) need pyarrow: pip install "
+            f"tables ({', '.join(ENDINGS)}) need pyarrow: pip install "
             "'pyg-distcomm[arrow]'"
         ) from None

@@ -4,8 +4,8 @@
 process. Once all files are on the disk, the folder is renamed to `.NAME.ready-TOKEN`, and then
 exchanged with NAME in one step (`renameat2` of Linux), so that NAME always exists. If the file
 system cannot exchange, the old folder is renamed first, and a kill between the two steps leaves
-no NAME; `newest` then returns the folder that is ready, and the next write keeps it. The folder
-of an unfinished write is removed only after its process has ended.
+no NAME; `newest` then returns the folder that is ready, and the next write puts it back. The
+folder of an unfinished write is removed only after its process has ended.
 """
 
 from __future__ import annotations
@@ -77,6 +77,13 @@ def newest(place: Path, ended: bool = False) -> Path | None:
         if left:
             return max(left, key=_written_at)
     return None
+
+
+def put_back(place: Path, is_ours: Callable[[Path], bool]) -> None:
+    """Renames the last whole folder to its place, if a kill came between two renames."""
+    left = None if os.path.lexists(place) else newest(place, ended=True)
+    if left is not None and is_ours(left):
+        os.rename(left, place)
 
 
 def writer_has_ended(left: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Reads edges and attributes from .npy and .npz files, and edges from text, in chunks."""
+"""Reads edges and attributes from .npy and .npz files, in chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import math
 import os
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,14 +18,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from pyg_distcomm.partition.cutters import CHUNK
 from pyg_distcomm.partition.layout import dtype_name
-from pyg_distcomm.partition.stream_cutter import CHUNK
 
-TEXT = (".txt", ".el", ".edges", ".edgelist")
-BLOCK = 1 << 21  # bytes of text in memory at once
 BYTES = 1 << 24  # bytes of attribute rows in memory at once
 MOST_NODES = 2**31 - 1
-TO_SPACES = bytes.maketrans(b",;\t", b"   ")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which spreadsheets begin a file
 BAD_FILE = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile)
 
@@ -37,11 +33,6 @@ def ending(path: Path) -> str:
     """Returns the suffix of a name in small letters, that before .gz if it is compressed."""
     name = path.name.lower().removesuffix(".gz")
     return Path(name).suffix
-
-
-def is_text(path: Path) -> bool:
-    """Returns whether a name is that of a list of edges as text, compressed by gzip or not."""
-    return ending(path) in TEXT
 
 
 @contextlib.contextmanager
@@ -226,65 +217,6 @@ def read_rows(name: str, file: IO[bytes], dtype: np.dtype, count: int) -> np.nda
     if len(data) < want:
         raise ValueError(f"{name}: ends early: {want - len(data)} bytes are missing")
     return np.frombuffer(data, dtype)
-
-
-def spool_text(
-    path: Path, out: Path, *, num_nodes: int | None = None, undirected: bool = False
-) -> tuple[EdgeFile, int]:
-    """Reads a list of edges once, into the .npy file `out`, `[m, 2]`.
-
-    A line holds a source and a target, separated by spaces, tabs, commas or semicolons; "#"
-    and "%" begin lines that are comments. With `undirected`, an edge is followed by its
-    reverse, unless it is a self-loop. Returns the edges, and the largest id. Raises ValueError
-    with the file, the line, its content and the expected content.
-    """
-    limit = MOST_NODES if num_nodes is None else num_nodes
-    total = path.stat().st_size if path.is_file() else 0
-    bar = tqdm(
-        desc="reading edges",
-        total=total,
-        unit="B",
-        unit_scale=True,
-        disable=None,
-        leave=False,
-    )
-    largest, number = -1, 1
-    with bar, PairWriter(out) as writer, opened(str(path), plain_opener(path)) as file:
-        while lines := file.readlines(BLOCK):
-            if number == 1:
-                lines[0] = lines[0].removeprefix(BYTE_ORDER_MARK)
-            pairs = _text_pairs(str(path), lines, number, limit)
-            number += len(lines)
-            largest = max(largest, int(pairs.max(initial=-1)))
-            writer.write(with_reverses(pairs) if undirected else pairs)
-            raw = getattr(file, "fileobj", None)  # gzip: where it is in the packed file
-            bar.update(int((raw or file).tell()) - bar.n)
-    return EdgeFile(out, pair_rows=True), largest
-
-
-def _text_pairs(name: str, lines: list[bytes], line: int, limit: int) -> np.ndarray:
-    """Returns the edges `[m, 2]` of some lines, the first of which has the number `line`."""
-    text = b"".join(lines).translate(TO_SPACES).decode(errors="replace").split("\n")
-    written = [row for row in text if row.strip() and row.lstrip()[0] not in "#%"]
-    with contextlib.suppress(ValueError), warnings.catch_warnings():
-        warnings.simplefilter("error")  # NumPy below 2.4 takes 1.5 for 1, and warns
-        pairs = np.empty((0, 2), np.int64)
-        if written:
-            pairs = np.loadtxt(written, np.int64, comments=None, ndmin=2)
-        if pairs.shape[1] == 2 and ((pairs >= 0) & (pairs < limit)).all():
-            return pairs
-    for number, row in enumerate(text, line):
-        words = row.split()
-        if not words or words[0][0] in "#%":
-            continue
-        wanted = "two node ids, source and target"
-        if len(words) == 2 and all(word.isdecimal() for word in words):
-            if all(int(word) < limit for word in words):
-                continue
-            wanted = f"node ids of 0 .. {limit - 1}"
-        got = lines[number - line].decode(errors="replace").strip()[:80]
-        raise ValueError(f"{name}: line {number}: got {got!r}, wanted {wanted}")
-    raise ValueError(f"{name}: line {line}: cannot be read")
 
 
 def with_reverses(pairs: np.ndarray) -> np.ndarray:

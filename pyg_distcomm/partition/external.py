@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from pyg_distcomm.partition.atomic import sha256, sync
-from pyg_distcomm.partition.cutters import check_method, check_nodes_fit, cut
+from pyg_distcomm.partition.cutters import check_method, check_nodes_fit, cut, stream
 from pyg_distcomm.partition.edge_files import Column, EdgeFile, RowReader, torch_name
 from pyg_distcomm.partition.folder import graph_meta, shape_kinds
 from pyg_distcomm.partition.layout import (
@@ -42,7 +42,6 @@ from pyg_distcomm.partition.partition import (
     group_by_part,
 )
 from pyg_distcomm.partition.sources import GraphFiles, open_source
-from pyg_distcomm.partition.stream_cutter import stream
 
 __all__ = ["partition_files"]
 

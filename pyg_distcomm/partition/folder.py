@@ -32,7 +32,6 @@ from tqdm import tqdm
 
 from pyg_distcomm.partition.atomic import sync
 from pyg_distcomm.partition.layout import (
-    META,
     OWNER,
     Meta,
     Verify,
@@ -513,29 +512,3 @@ def _length(data: Data, name: str) -> int | None:
 def _shape_text(value: Any) -> str:
     shape = getattr(value, "shape", None)
     return f"it is {value!r}" if shape is None else f"its shape is {list(shape)}"
-
-
-@dataclass(frozen=True)
-class PartReader:
-    """Reads the parts of a folder.
-
-    Args:
-        about: the file that describes the parts.
-        num_parts: the number of parts.
-        read: reads a part, by its number.
-    """
-
-    about: Path
-    num_parts: int
-    read: Callable[[int], PartShare]
-
-
-def open_folder(folder: str | Path, verify: Verify = "checksums") -> PartReader:
-    """Opens a folder of `write_folder`; reads no part yet.
-
-    `verify` is that of `read_part`. Raises ValueError, naming the file that is missing or
-    damaged.
-    """
-    place = Path(folder)
-    own = partial(read_part, place, verify=verify)
-    return PartReader(place / META, int(folder_meta(place)["num_parts"]), own)

@@ -1,7 +1,7 @@
 """Reads and writes the files of a partition folder: arrays, their names and META.json.
 
-Arrays are .npy files, which can be memory-mapped and hold no pickles. META.json is checked
-against its schema before it is used.
+Arrays are .npy files, which can be memory-mapped and hold no pickles. META.json holds a digest
+of itself; its numbers and paths are checked before they are used.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from pyg_distcomm.partition.atomic import (
     clear,
     new_token,
     newest,
+    put_back,
     put_in_place,
     sha256,
     sibling,
@@ -47,7 +47,6 @@ _OWN = re.compile(
     r"META\.json|owner\.npy|graph__[^/]*\.npy|spool/edges\.npy"
     r"|part_\d{5,}/(node_gid|edge_gid|edge_index|(node|edge)__[^/]*)\.npy"
 )
-_STRUCTURE = ("edge_index", "num_nodes", "num_edges")
 _LEVELS = ("node", "edge", "graph")
 _MOST = 2**53  # a number that JSON keeps
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -193,9 +192,7 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
         ValueError: naming the file and the cause, if the disk is full or read-only, or
             something else is at `out`. An earlier folder at `out` then stays.
     """
-    left = None if out.exists() else newest(out, ended=True)
-    if left is not None and is_folder(left):  # a kill came between two renames
-        left.rename(out)
+    put_back(out, is_folder)
     clear(out, lambda left: left.is_dir() and not any(foreign_files(left)))
     check_target(out, force)
     aside = sibling(out, "writing", new_token())
@@ -212,11 +209,16 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
 
 
 def _first_problem(meta: Meta) -> str | None:
-    """Describes the first field that is missing, mistyped or impossible, or returns None."""
+    """Describes the first field that is missing, mistyped or impossible, or returns None.
+
+    Its digest tells whether it is as it was written; this is for whoever wrote another digest.
+    """
     try:
         return next(_problems(meta), None)
     except KeyError as error:
         return f"has no {error.args[0]!r}"
+    except (TypeError, AttributeError) as error:
+        return f"has a field of another type ({error})"
 
 
 def _problems(meta: Meta) -> Iterator[str]:
@@ -229,18 +231,28 @@ def _problems(meta: Meta) -> Iterator[str]:
         kind = str if name == "partition" else dict
         if not isinstance(meta[name], kind):
             yield f"{name} is {meta[name]!r}, wanted a {kind.__name__}"
-    yield from _report_problems(meta)
-    if "types" in meta:
-        problem = next(_type_problems(meta["types"], meta), None)
-        if problem is not None:  # the attributes are read by them
-            yield problem
-            return
-    for name, value in meta["values"].items():
-        own_name = name.rpartition(",")[2] if "types" in meta else name
-        if own_name in _STRUCTURE or name in meta["attributes"]:
-            yield f"values.{name} is {str(value)[:80]}, but {name!r} has a file"
+    report, parts = meta["report"], meta["num_parts"]
+    for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
+        if not _are_counts(report[name], parts):
+            yield f"report.{name} is {str(report[name])[:80]}, wanted {parts} counts"
+    for name in ("nodes", "edges"):
+        if sum(report[name]) != meta[f"num_{name}"]:
+            yield f"num_{name} is {meta[f'num_{name}']}, but report has {sum(report[name])}"
+    types = meta.get("types", {"nodes": {}, "edges": []})
+    for counts in (
+        *types["nodes"].values(),
+        *(each[what] for each in types["edges"] for what in ("edges", "halo_rows")),
+    ):
+        if not _are_counts(counts, parts):
+            yield f"types has {str(counts)[:80]}, wanted {parts} counts"
+    for name, several in (
+        ("nodes", types["nodes"].values()),
+        ("edges", [each["edges"] for each in types["edges"]]),
+    ):
+        if several and [*map(sum, zip(*several, strict=True))] != report[name]:
+            yield f"types have other {name} than the report, {report[name]}"
     for name, attr in meta["attributes"].items():
-        yield from _attribute_problems(name, attr, meta)
+        yield from _attribute_problems(name, attr)
     for name, file in meta["files"].items():
         yield from _file_problems(name, file)
 
@@ -254,93 +266,7 @@ def _are_counts(value: Any, length: int) -> bool:
     return fits and all(map(_is_count, value))
 
 
-def _report_problems(meta: Meta) -> Iterator[str]:
-    yield from _count_problems("report", meta["report"], meta)
-    before = meta["report"].get("before")
-    if before is not None:
-        if not isinstance(before, dict):
-            yield f"report.before is {str(before)[:80]}, wanted a dict or null"
-            return
-        yield from _count_problems("report.before", before, meta)
-        if before.get("before") is not None:
-            yield "report.before has a report before it, wanted null"
-
-
-def _count_problems(where: str, report: dict[str, Any], meta: Meta) -> Iterator[str]:
-    parts = meta["num_parts"]
-    for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
-        counts = report[name]
-        if not _are_counts(counts, parts):
-            yield f"{where}.{name} is {str(counts)[:80]}, wanted {parts} counts"
-    for name in ("nodes", "edges"):
-        total = meta[f"num_{name}"]
-        if sum(report[name]) != total:
-            yield f"num_{name} is {total}, but {where} has {sum(report[name])}"
-    known = {"nodes", "edges", "train", "edge_cut", "halo_rows", "send_rows", "before"}
-    known |= {"grid", "blocks", "block_send", "block_halo"}
-    if unknown := set(report) - known:
-        yield f"{where} has the unknown field {min(unknown)!r}"
-    cut = report["edge_cut"]
-    if not _is_count(cut) or cut > meta["num_edges"]:
-        yield f"{where}.edge_cut is {cut!r}, wanted at most {meta['num_edges']}"
-    yield from _block_problems(where, report, parts)
-
-
-def _block_problems(where: str, report: dict[str, Any], parts: int) -> Iterator[str]:
-    grid = report.get("grid", [])
-    if grid != [] and not (_are_counts(grid, 3) and math.prod(grid) == parts):
-        yield f"{where}.grid is {str(grid)[:80]}, wanted three sizes that make {parts}"
-    wanted = grid[0] * grid[1] if grid else 0
-    for name in ("blocks", "block_send", "block_halo"):
-        counts = report.get(name, [])
-        if not _are_counts(counts, wanted):
-            got = f"{where}.{name} is {str(counts)[:80]}"
-            yield f"{got}, wanted {wanted} counts for the grid {grid}"
-
-
-def _type_problems(types: Any, meta: Meta) -> Iterator[str]:
-    nodes = types.get("nodes") if isinstance(types, dict) else None
-    edges = types.get("edges") if isinstance(types, dict) else None
-    if not isinstance(nodes, dict) or not isinstance(edges, list):
-        yield f"types is {str(types)[:80]}, wanted nodes and edges by type"
-        return
-    parts, totals = meta["num_parts"], {"nodes": [0] * meta["num_parts"]}
-    totals |= {"edges": [0] * parts, "halo_rows": [0] * parts}
-    found = [("nodes", f"types.nodes.{name}", nodes[name]) for name in nodes]
-    for place, one in enumerate(edges):
-        where = f"types.edges[{place}]"
-        kind: Any = one.get("type") if isinstance(one, dict) else None
-        if not isinstance(kind, list) or [*map(type, kind)] != [str] * 3:
-            yield f"{where} is {str(one)[:80]}, wanted a type of three names"
-            return
-        if kind[0] not in nodes or kind[2] not in nodes:
-            yield f"{where} is of {kind}, but types.nodes has {list(nodes)}"
-        found += [
-            (what, f"{where}.{what}", one[what]) for what in ("edges", "halo_rows")
-        ]
-    if len({tuple(one["type"]) for one in edges}) < len(edges):
-        yield "types.edges names a type twice"
-    for what, where, counts in found:
-        if not _are_counts(counts, parts):
-            yield f"{where} is {str(counts)[:80]}, wanted {parts} counts"
-            return
-        totals[what] = [a + b for a, b in zip(totals[what], counts, strict=True)]
-    for what, counts in totals.items():
-        if counts != meta["report"][what]:
-            yield f"types have {what} {counts}, but the report has {meta['report'][what]}"
-
-
-def _rows_of_type(name: str, kind: str, meta: Meta) -> int | None:
-    """Returns the number of nodes or edges of a typed attribute's type; None if unknown."""
-    *steps, _ = map(unquote, name.split(","))
-    nodes, edges = meta["types"]["nodes"], meta["types"]["edges"]
-    known = [([name], nodes[name]) for name in nodes]
-    if kind == "edge":
-        known = [(each["type"], each["edges"]) for each in edges]
-    return next((sum(counts) for found, counts in known if found == steps), None)
-
-
-def _attribute_problems(name: str, attr: Any, meta: Meta) -> Iterator[str]:
+def _attribute_problems(name: str, attr: Any) -> Iterator[str]:
     if not isinstance(attr, dict):
         yield f"attributes.{name} is {attr!r}, wanted a dict"
     kind, dtype, shape = attr["kind"], attr["dtype"], attr["shape"]
@@ -351,13 +277,8 @@ def _attribute_problems(name: str, attr: Any, meta: Meta) -> Iterator[str]:
         yield f"attributes.{name}.dtype is {dtype!r}, wanted the name of a dtype"
     if not isinstance(shape, list) or not all(map(_is_count, shape)):
         yield f"attributes.{name}.shape is {shape!r}, wanted sizes of at least 0"
-    rows = {"node": meta["num_nodes"], "edge": meta["num_edges"]}.get(kind)
-    if "types" in meta and kind in ("node", "edge"):
-        rows = _rows_of_type(name, kind, meta)
-        if rows is None:
-            yield f"attributes has {name!r}, which is of no {kind} type of the graph"
-    if rows is not None and shape[:1] != [rows]:
-        yield f"attributes.{name}.shape is {shape}, wanted {rows} rows"
+    if kind != "graph" and not shape:
+        yield f"attributes.{name}.shape is {shape}, wanted a number of rows"
 
 
 def _file_problems(name: str, file: Any) -> Iterator[str]:

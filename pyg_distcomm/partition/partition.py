@@ -260,11 +260,6 @@ class PartitionReport:
         return imbalance(self.send_rows)
 
     @property
-    def halo_imbalance(self) -> float:
-        """Returns the largest over the mean of the rows received."""
-        return imbalance(self.halo_rows)
-
-    @property
     def block_imbalance(self) -> float:
         """Returns the largest over the mean of the nonzeros of the blocks of the grid."""
         return imbalance(self.blocks or self.edges)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pyg_distcomm.partition.arrow_tables import ENDINGS as TABLES
 from pyg_distcomm.partition.arrow_tables import (
     ArrowColumn,
     ArrowTable,
@@ -18,15 +19,12 @@ from pyg_distcomm.partition.arrow_tables import (
 )
 from pyg_distcomm.partition.edge_files import (
     BAD_FILE,
-    TEXT,
     ArrayColumn,
     Column,
     EdgeFile,
     NpyColumn,
     PairWriter,
-    is_text,
     member_opener,
-    spool_text,
     with_reverses,
 )
 
@@ -82,8 +80,7 @@ class GraphFiles:
 def is_source(name: str) -> bool:
     """Returns whether a name is that of a file of edges, or of a folder."""
     path = Path(name)
-    of_arrays = path.suffix in (".npy", ".npz")
-    return is_text(path) or of_arrays or is_table(path) or path.is_dir()
+    return path.suffix in (".npy", ".npz") or is_table(path) or path.is_dir()
 
 
 def open_source(
@@ -97,11 +94,11 @@ def open_source(
     edge_files: Mapping[str, str | Path] | None = None,
     node_table: str | Path | None = None,
 ) -> GraphFiles:
-    """Opens a graph; text is read once, into a file of the folder `spool`.
+    """Opens a graph; a table is read once, into a file of the folder `spool`.
 
-    path        an edge list (.txt, .el, .edges; .gz), a .npy file of edges, an .npz file
-                with edge_index and attributes, a table of edges (.csv, .tsv; .gz; .parquet,
-                .arrow, .feather: `ArrowTable.edges`), or a folder of OGB's:
+    path        a .npy file of edges, an .npz file with edge_index and attributes, a table
+                of edges (.csv, .tsv, .txt, .el, .edges; .gz; .parquet, .arrow, .feather:
+                `ArrowTable.edges`), or a folder of OGB's:
                 raw/edge.csv.gz, num-node-list, node-feat, node-label, node_year,
                 edge-feat, split/NAME/{train,valid,test}; as .csv.gz, .csv or .npy, or
                 in raw/data.npz
@@ -182,12 +179,6 @@ def _with_edges(
     undirected: bool,
     names: NodeNames | None = None,
 ) -> GraphFiles:
-    if is_text(path):
-        edges, largest = spool_text(
-            path, spool / "edges.npy", num_nodes=num_nodes, undirected=undirected
-        )
-        count = _infer_num_nodes(path, largest, edges, num_nodes)
-        return GraphFiles(edges, count, undirected)
     if is_table(path):
         edge_table = ArrowTable(path)
         edges, largest = edge_table.edges(
@@ -200,8 +191,8 @@ def _with_edges(
         return found
     if path.suffix != ".npy":
         raise ValueError(
-            f"{path}: edges are read from .npy, .npz, .csv, .tsv (.gz), .parquet, .arrow, "
-            f".feather, {', '.join(TEXT)} (.gz) or a folder"
+            f"{path}: edges are read from .npy, .npz, {', '.join(TABLES)} (text also as "
+            ".gz) or a folder"
         )
     edges = EdgeFile(path)
     return _with_counted_nodes(edges, spool, num_nodes, undirected)

@@ -32,10 +32,6 @@ _ROW_FIELDS: dict[str, tuple[type, ...]] = {
     "sites": (dict,),
     "link": (dict, _NONE),
 }
-_SITE_FIELDS: dict[str, tuple[type, ...]] = {
-    "history": (torch.Tensor, _NONE),
-    "gradients": (torch.Tensor, _NONE),
-}
 _NO_ROWS: dict[str, Any] = {
     "kept": [],
     "mark": None,
@@ -114,7 +110,9 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
         problem = _field_problem(whole, _FIELDS)
         problem = problem and f"{path / _MODEL}: {problem}"
         for file, part in parts.items():
-            wrong = _field_problem(part, _ROW_FIELDS) or _site_problem(part["sites"])
+            wrong = _field_problem(part, _ROW_FIELDS) or _field_problem(
+                part["sites"], dict.fromkeys(part["sites"], (torch.Tensor, _NONE))
+            )
             problem = problem or (wrong and f"{path / file}: {wrong}")
         if problem:
             raise ValueError(f"cannot load the pipeline at {path}: {problem}")
@@ -128,10 +126,10 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     pipe._boundary, pipe._saved = None, _SavedHistory(parts, whole["link"], path)
 
 
-def _field_problem(saved: Any, wanted: dict[str, tuple[type, ...]]) -> str | None:
+def _field_problem(saved: Any, wanted: dict[Any, tuple[type, ...]]) -> str | None:
     """Describes the first field of a saved file that is missing or of another type."""
     if not isinstance(saved, dict):
-        return f"got a {type(saved).__name__}, wanted a dict of {', '.join(wanted)}"
+        return f"got a {type(saved).__name__}, wanted a dict of {', '.join(map(str, wanted))}"
     for name, kinds in wanted.items():
         if name not in saved:
             return f"holds no {name}; save the pipeline anew"
@@ -141,31 +139,17 @@ def _field_problem(saved: Any, wanted: dict[str, tuple[type, ...]]) -> str | Non
     return None
 
 
-def _site_problem(sites: dict[Any, Any]) -> str | None:
-    wrong = (_field_problem(site, _SITE_FIELDS) for site in sites.values())
-    return next(filter(None, wrong), None)
-
-
 def _current_history(pipe: Any) -> _SavedHistory:
     """Returns the history and the link's state of this rank."""
     run, mesh = pipe._run, pipe.mesh
     if run is None:
         return _SavedHistory({}, None)
     state = None if run.link is None else run.link.state_dict()
-    part: dict[str, Any] = {"mark": _layout_hash(run), "sites": _rows(run)}
+    sites = {key: site.history for key, site in run.sites.items()}
+    part: dict[str, Any] = {"mark": _layout_hash(run), "sites": sites}
     part["link"] = None if state is None else {k: state[k] for k in _NO_ROWS}
     link = None if state is None else {**state, **_NO_ROWS}
     return _SavedHistory({f"rows{mesh.rank}-stage{mesh.stage.rank}.pt": part}, link)
-
-
-def _rows(run: ChunkPass) -> dict[tuple[int, int], Any]:
-    return {
-        key: {
-            "history": site.history,
-            "gradients": site.gradients if site.rule.keep else None,
-        }
-        for key, site in run.sites.items()
-    }
 
 
 def _layout_hash(run: ChunkPass) -> str:
@@ -198,7 +182,7 @@ class _SavedHistory:
         mark, saved = _layout_hash(run), self.parts.values()
         every = {k: v for part in saved for k, v in part["sites"].items()}
         fits = all(part["mark"] == mark for part in saved) and all(
-            key in every and _same_layout(site.history, every[key]["history"])
+            key in every and _same_layout(site.history, every[key])
             for key, site in run.sites.items()
         )
         replies = collectives.all_gather_object(
@@ -220,11 +204,8 @@ class _SavedHistory:
             return
         for key, site in run.sites.items():
             if site.history is not None:
-                site.history.copy_(every[key]["history"])
+                site.history.copy_(every[key])
                 site.end_epoch(refresh=True)
-            if every[key]["gradients"] is not None:
-                device = site.mix.device
-                site.gradients = every[key]["gradients"].to(device, copy=True)
 
 
 def _merge_link_rows(parts: list[Any]) -> dict[str, Any]:

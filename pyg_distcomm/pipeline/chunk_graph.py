@@ -3,8 +3,8 @@
 [Note: one chunk] To a layer, a chunk is a graph of one rank: its nodes are 0 ..
 n_c - 1, and rows of other chunks have the numbers that follow, which only sources have. A layer
 reads source rows where `propagate` looks them up, from the sites of [Note: sites]; see
-`nn/linked.py`. Where it reads numbers of nodes by `edge_index[0]` itself, as `gcn_norm` does
-degrees, they are facts of the graph, the same in all epochs.
+`nn/propagating.py`. Where it reads numbers of nodes by `edge_index[0]` itself, as `gcn_norm`
+does degrees, they are facts of the graph, the same in all epochs.
 
 Sums over rows are those of the chunk alone in a backward pass, where the pipeline adds up the
 gradients of all chunks; in a forward pass they raise, by `ChunkMesh.world`. Nothing has a key
@@ -31,10 +31,10 @@ from pyg_distcomm.graph.topology import LocalGraph, OperatorKind, Topology
 from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.message_forms import check_aggregations, compares, layers_of
-from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
-from pyg_distcomm.pipeline.history_buffer import (
-    GradientRule,
+from pyg_distcomm.pipeline.chunks import (
+    ChunkPlan,
     HistoryBuffer,
+    Operator,
     read_from_site,
 )
 from pyg_distcomm.sharded.dist_tensor import DistTensor
@@ -54,12 +54,11 @@ class ChunkPass:
 
     Args:
         plan: the chunks.
-        rule: the rule for gradients that cross from chunk to chunk.
+        cross: the factor of gradients that cross from chunk to chunk.
         seed: the seed of dropout.
         link: how rows travel among the ranks of a stage; None is exact and synchronous.
         mode: "fill" (the whole graph, into sites), "full" (the whole graph, exactly),
-            "forward", "again" (recomputes a chunk whose rows are in place), "measure" (runs a
-            chunk only to time it).
+            "forward", "again" (recomputes a chunk whose rows are in place).
         epoch, layer: the epoch and the layer that are being computed.
         sites: the buffer of each exchange, by (layer, number of the exchange).
         facts: rows that do not change from epoch to epoch (degrees), by (layer, number).
@@ -68,7 +67,7 @@ class ChunkPass:
     """
 
     plan: ChunkPlan
-    rule: GradientRule
+    cross: float
     seed: int
     link: LinkPolicy | None = None
     mode: str = "fill"
@@ -137,8 +136,8 @@ class ChunkPass:
             ghosts = self._ghost_rows(flat, key, operator)
             out = operator.ghost.add_matmul(ghosts, operator.own.matmul(flat))
         else:
-            again = self.mode in ("again", "measure")
-            out = read_from_site(flat, self._site(flat, key, operator), chunk, again)
+            again = self.mode == "again"
+            out = read_from_site(flat, self._site(flat, key), chunk, again)
         return out.reshape(len(out), *x.shape[1:])
 
     def gathered(self, x: Tensor, chunk: int | None) -> Tensor:
@@ -148,11 +147,7 @@ class ChunkPass:
         ghosts = self._ghost_rows(_flat(x), self._next_site_key(), self.plan.gather())
         return ghosts.reshape(len(ghosts), *x.shape[1:])
 
-    def _site(
-        self, x: Tensor, key: tuple[int, int], operator: Operator
-    ) -> HistoryBuffer:
-        if self.mode == "measure" and key not in self.sites:
-            self.sites[key] = HistoryBuffer(self.plan, x, operator, self.rule, False)
+    def _site(self, x: Tensor, key: tuple[int, int]) -> HistoryBuffer:
         if key not in self.sites:
             raise TypeError(
                 f"layer {key[0]} reads its neighbours more often in training than in "
@@ -174,7 +169,7 @@ class ChunkPass:
         """Fetches the rows of all ghosts, sorted by chunk; in mode "fill" a site keeps them."""
         ghosts = self._fetch_ghosts(x)
         if self.mode == "fill":
-            made = self.plan, x, operator, self.rule, True
+            made = self.plan, x, operator, self.cross
             wrap = functools.partial(self._chunk_link, key)
             site = self.sites[key] = HistoryBuffer(*made, wrap, self._exact_reason)
             site.put(x.detach(), ghosts)
@@ -205,8 +200,6 @@ class ChunkPass:
                 self.facts[key] = torch.cat([x, ghosts])
             return ghosts
         places = self.plan.local_edges(chunk)[1]
-        if self.mode == "measure":
-            return x.new_ones((len(places), x.size(1)))
         if key not in self.facts:
             raise TypeError(
                 f"layer {self.layer} normalises in another way than when the pipeline first "

@@ -1,4 +1,4 @@
-"""Trains for one epoch by the actions of a schedule, and clips gradients of all stages.
+"""Runs the layers of a stage: on all nodes, or for an epoch by the actions of a schedule.
 
 `Stage` runs the layers of this rank on a chunk, or on all nodes.
 """
@@ -16,12 +16,17 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm.comm import collectives, random
-from pyg_distcomm.comm.collectives import Pending
+from pyg_distcomm.comm.collectives import Axis, Pending
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass, view_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan
-from pyg_distcomm.pipeline.layer_stack import StackLayer, names_from_data
+from pyg_distcomm.pipeline.layer_stack import (
+    StackLayer,
+    names_crossing,
+    names_from_data,
+    on_all_ranks,
+)
 from pyg_distcomm.pipeline.schedule import Action, ActionSpan, StageSchedule
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
@@ -471,3 +476,93 @@ def clip_grad_norm_(
     for grad in mine:
         grad.mul_(float(scale))
     return total
+
+
+def broadcast_weights(stack: Sequence[StackLayer], mesh: Mesh) -> None:
+    """Broadcasts the weights of rank 0 to all ranks; collective."""
+    if mesh.everyone.size == 1:
+        return
+    modules = [la.run for la in stack if isinstance(la.run, torch.nn.Module)]
+    states = [
+        {name: value.cpu() for name, value in module.state_dict().items()}
+        for module in modules
+    ]
+    for module, state in zip(
+        modules, collectives.broadcast_object(states, mesh.everyone), strict=True
+    ):
+        module.load_state_dict(state)
+
+
+def fill(stage: Stage, mesh: Mesh) -> StageBuffers:
+    """Runs all layers on all nodes, stage after stage; collective over all stages.
+
+    This fills the sites with their first rows, and tells each stage the layout of its inputs.
+    """
+    run, axis = stage.run, mesh.stage
+    run.mode, run.sites, run.facts, run.readers = "fill", {}, {}, []
+    received: StageTensors | None = None
+    sent: StageTensors | None = None
+    inbox, outbox = None, torch.empty(0)
+    for turn in range(axis.size):
+        with on_all_ranks(mesh, exchanging=True):
+            if turn == axis.rank:
+                found = _run_all_nodes(stage, received, inbox)
+                names = names_crossing(stage.layers, stage.end)
+                where, nodes = stage.layers[stage.end - 1], stage.view(None).nodes
+                sent = StageTensors.of(found, names, str(where), nodes)
+                outbox = sent.pack(found).clone()  # it may be the data's, or the inbox
+                _mark_gradients(stage, received, inbox)
+        layouts = collectives.all_gather_object(
+            sent if turn == axis.rank else None, axis
+        )
+        if turn == axis.rank - 1:
+            received = layouts[turn]
+            shape = (run.plan.counts[0], received.width)
+            inbox = torch.empty(
+                shape, dtype=received.dtype, device=run.plan.topology.device
+            )
+            collectives.receive(inbox, turn, axis, OP).wait()
+        elif turn == axis.rank and turn < axis.size - 1:
+            collectives.send(outbox, turn + 1, axis, OP).wait()
+    assert sent is not None
+    counts = collectives.all_gather_object(len(run.sites), axis)
+    run.before, run.all_sites = sum(counts[: axis.rank]), sum(counts)
+    return StageBuffers(received, sent, layouts[-1], inbox, outbox)
+
+
+def _run_all_nodes(
+    stage: Stage, received: StageTensors | None, inbox: Tensor | None
+) -> Values:
+    values: Values = {}
+    if received is not None and inbox is not None:
+        values = received.unpack(inbox, stage.view(None).nodes)
+    with torch.no_grad():
+        return stage.forward(None, values)
+
+
+def _mark_gradients(
+    stage: Stage, received: StageTensors | None, inbox: Tensor | None
+) -> None:
+    """Runs a chunk with gradients, which marks the sites that need a gradient."""
+    stage.run.mode = "again"
+    values: Values = {}
+    if received is not None and inbox is not None:
+        leaf = inbox[stage.run.plan.own.rows(0)].detach().requires_grad_()
+        values = received.unpack(leaf, stage.view(0).nodes)
+    with torch.enable_grad():
+        stage.forward(0, values)
+    stage.run.mode = "fill"
+
+
+def forward_all_nodes(stage: Stage, boundary: StageBuffers, axis: Axis) -> Tensor:
+    """Runs this stage's layers on all nodes, exactly; sends its output on, and returns it."""
+    inbox = None
+    if boundary.inbox is not None:
+        inbox = torch.empty_like(boundary.inbox)
+        collectives.receive(inbox, axis.rank - 1, axis, OP).wait()
+    out = boundary.sent.pack(
+        _run_all_nodes(stage, boundary.received, inbox)
+    ).contiguous()
+    if axis.rank < axis.size - 1:
+        collectives.send(out, axis.rank + 1, axis, OP).wait()
+    return out

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -246,7 +245,7 @@ def cut_layers(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def estimated_costs(layers: Sequence[StackLayer]) -> list[float]:
-    """Returns the costs of layers if nothing was measured: 1 for each aggregation."""
+    """Returns the relative costs of layers: 1 for each aggregation."""
     return [_LIGHT + _aggregations(layer) for layer in layers]
 
 
@@ -254,17 +253,6 @@ def _aggregations(layer: StackLayer) -> int:
     if not isinstance(layer.run, torch.nn.Module):
         return 0
     return sum(isinstance(part, MessagePassing) for part in layer.run.modules())
-
-
-def least_seconds(run: Callable[[], object]) -> float:
-    """Returns the least time of three runs, in seconds, after one run to warm up."""
-    run()
-    taken = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
 
 
 ORDERS = ("alternating", "shuffled", "fixed")

@@ -4,7 +4,7 @@
 into chunks, after [Chen23]. Each stage has the edges of the whole graph, and the weights of its
 own layers only. Chunk by chunk, rows go from stage to stage. A layer reads neighbour rows of
 this epoch if they are computed already, and otherwise those of an earlier epoch (see
-[Note: sites] in `history_buffer.py`). Every row crosses each border between stages once in the
+[Note: sites] in `chunks.py`). Every row crosses each border between stages once in the
 forward pass, and its gradient once in the backward pass, so bytes depend neither on the edges
 cut nor on the number of layers.
 
@@ -31,9 +31,9 @@ from torch_geometric.data import Data
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.pipeline import checkpoint, layer_stack, warmup
+from pyg_distcomm.pipeline import checkpoint, layer_stack
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
-from pyg_distcomm.pipeline.chunks import plan_chunks
+from pyg_distcomm.pipeline.chunks import GRADIENTS, plan_chunks
 from pyg_distcomm.pipeline.epoch import (
     OP,
     Epoch,
@@ -42,10 +42,17 @@ from pyg_distcomm.pipeline.epoch import (
     StageBuffers,
     StageTensors,
     accumulated_gradients,
+    broadcast_weights,
     clip_grad_norm_,
+    fill,
+    forward_all_nodes,
 )
-from pyg_distcomm.pipeline.history_buffer import GradientRule
-from pyg_distcomm.pipeline.layer_stack import StackLayer, cut_layers, read_stack
+from pyg_distcomm.pipeline.layer_stack import (
+    StackLayer,
+    cut_layers,
+    estimated_costs,
+    read_stack,
+)
 from pyg_distcomm.pipeline.schedule import (
     BUBBLE,
     ActionSpan,
@@ -207,8 +214,6 @@ class Pipeline(torch.nn.Module):
             ("1d"), over which the rows of each chunk are spread (the hybrid), by the link
             of the data, exactly where a layer has link="exact" or attention depends on
             what it reads; between stages rows are exact.
-        data: the share, if layers are to be shared out by their measured seconds; else each
-            that reads neighbours counts as one.
         chunks: how many chunks, or the chunk of each node `[num_nodes]`. METIS cuts them,
             within the ranks of a stage. The fewer, the nearer to the full graph; without,
             the fewest that `bubble` allows.
@@ -220,10 +225,11 @@ class Pipeline(torch.nn.Module):
             "shuffled" draws one every epoch, "fixed" takes them as they are numbered.
         gradient: of neighbours whose history was read: "surrogate" drops it, which gives
             exact gradients of what was computed; "scaled" counts those of other chunks that
-            are known twice; "stale" takes last epoch's.
+            are known twice.
         recompute: whether a chunk is computed again in the backward pass, instead of keeping
             what autograd needs of all chunks.
-        balance: how many layers each stage has; measured or counted without.
+        balance: how many layers each stage has; without, such that each has as many that
+            read neighbours, if possible.
         seed: the seed of orders and dropout; the mesh's if None.
 
     Price: `price()`; 2 (S - 1) n d (1 + s) words an epoch between stages, with s values
@@ -238,7 +244,6 @@ class Pipeline(torch.nn.Module):
         self,
         layers: Any,
         mesh: Mesh,
-        data: Data | None = None,
         *,
         chunks: int | Tensor | None = None,
         bubble: float = BUBBLE,
@@ -253,7 +258,7 @@ class Pipeline(torch.nn.Module):
         if not isinstance(mesh, Mesh):
             raise TypeError(
                 f"mesh must be of pdc.init(stages=S), got {type(mesh).__name__}; the order "
-                "is Pipeline(layers, mesh, data)"
+                "is Pipeline(layers, mesh)"
             )
         self.mesh, self.epoch, self.recompute = mesh, 0, recompute
         self.order, self.refresh = order, history_refresh
@@ -261,28 +266,28 @@ class Pipeline(torch.nn.Module):
         self._seed = mesh.seed if seed is None else seed
         self.timeline: list[ActionSpan] = []
         with layer_stack.on_all_ranks(mesh):
-            self._rule = GradientRule.of(gradient)
             fewest = fewest_chunks(mesh.stage.size, bubble)
             self._chunks = fewest if chunks is None else chunks
             counts = {"chunks": self._chunks, "history_refresh": history_refresh}
             layer_stack.check_options(mesh, order, counts, self._seed)
+            if gradient not in GRADIENTS:
+                raise ValueError(
+                    f"gradient={gradient!r} must be one of {', '.join(GRADIENTS)}"
+                )
             stack = read_stack(layers)
             layer_stack.check_links(stack)
             balance = layer_stack.check_balance(stack, mesh.stage.size, balance)
+        self._cross = GRADIENTS[gradient]
         options: dict[str, Any] = {"order": order, "gradient": gradient}
         options |= {"seed": self._seed, "balance": balance}
-        options |= {"data": None if data is None else "given"}
         options |= counts
         with layer_stack.on_all_ranks(mesh):
             layer_stack.check_same(stack, mesh, options)
         stack = [layer.converted() for layer in stack]
-        warmup.broadcast_weights(stack, mesh)
+        broadcast_weights(stack, mesh)
         self._run: ChunkPass | None = None
-        if data is not None:
-            self._plan(data)
         if balance is None:
-            costs = warmup.layer_costs(stack, mesh, self._run, data)
-            balance = cut_layers(costs, mesh.stage.size)
+            balance = cut_layers(estimated_costs(stack), mesh.stage.size)
         self.balance = tuple(balance)
         self._keep_own_layers(stack)
         self._boundary: StageBuffers | None = None
@@ -331,7 +336,7 @@ class Pipeline(torch.nn.Module):
                 "order='shuffled', gradient='scaled', history_refresh=23, which cost less",
                 stacklevel=_script_stacklevel(),
             )
-        self._run = ChunkPass(plan, self._rule, self._seed)
+        self._run = ChunkPass(plan, self._cross, self._seed)
 
     @torch.inference_mode(False)  # training uses tensors that an evaluation may plan
     def _prepare(self, data: Data) -> Stage:
@@ -351,7 +356,7 @@ class Pipeline(torch.nn.Module):
             with layer_stack.on_all_ranks(self.mesh):  # each stage reads its own names
                 self._stage.load_data(data)
             with self._training_mode(False):
-                boundary = warmup.fill(self._stage, self.mesh)
+                boundary = fill(self._stage, self.mesh)
             if self._saved is not None:
                 self._saved.restore(self._run)
                 self._saved = None
@@ -484,7 +489,7 @@ class Pipeline(torch.nn.Module):
         assert boundary is not None
         stage.run.mode = "full"
         with self._training_mode(False), layer_stack.reporting_failure(self.mesh):
-            out = warmup.forward_all_nodes(stage, boundary, self.mesh.stage)
+            out = forward_all_nodes(stage, boundary, self.mesh.stage)
         return out, boundary.result
 
     def _unpack_output(

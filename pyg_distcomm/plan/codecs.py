@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -77,26 +77,11 @@ class Coding:
             product: a product of the third epoch or a later one.
             last: the number of the last layer, whose exchanges may be exact.
         """
-        if self.link.is_exact or not product.coded:
+        if self.link.is_exact:
             return None
         if self.link.exact_last and product.layer == last:
             return None
         return self.gradients if product.transposed else self.rows
-
-    def in_epoch(self, epoch: int) -> Coding | None:
-        """Returns the coding in epoch 0 or 1 of a run; None if all exchanges are exact.
-
-        The last call, which is exact, is known after the first epoch only. Late rows of the
-        first epoch are read in the second, and its gradients belong to them.
-        """
-        if epoch == 0 and self.link.exact_last:
-            return None
-        rows, own = self.link.codecs_at(self.link.epoch + epoch)
-        read = rows
-        if epoch and self.late(transposed=False):
-            first = self.in_epoch(0)
-            read = Plain() if first is None else first.rows
-        return replace(self, rows=rows, gradients=gradient_codec(rows, read, own))
 
     def late(self, transposed: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late."""

@@ -302,7 +302,6 @@ class Cost:
     messages   messages each rank sends in products [r, s, p]
     seconds    seconds of the epoch
     memory     bytes allocated at its peak, without the interpreter's [r, s, p]
-    early      bytes all ranks receive in products in the first epoch, and in the second
     """
 
     exchange: Array
@@ -310,7 +309,6 @@ class Cost:
     messages: Array
     seconds: float
     memory: Array
-    early: tuple[int, int]
 
     def figures(self, size: int) -> dict[str, Any]:
         """Returns the cost as fields of a `Plan`."""
@@ -326,7 +324,6 @@ class Cost:
             "messages": round(float(self.messages.max())),
             "seconds": self.seconds,
             "memory": round(float(self.memory.max())),
-            "early_bytes": tuple(n + size * sums for n in self.early),
         }
 
 
@@ -387,27 +384,6 @@ class EpochProducts:
                 kept = kept + kept_by_link(path.moves, coding, back)
             clock.add(path, late)
         return exchange, messages, kept
-
-    def early_bytes(
-        self, ordering: MultiplyOrder, coding: Coding | None, **how: bool
-    ) -> tuple[int, int]:
-        """Returns the bytes that all ranks receive in products of the first two epochs.
-
-        Args:
-            ordering, how: arguments of `Training.products`.
-            coding: the link, new in the first epoch; None is the exact one.
-        """
-        flow, uses, found = self.flows[0], dict[Any, int](), []
-        size = math.prod(flow.grid)
-        for epoch in range(2):
-            total, now = 0.0, None if coding is None else coding.in_epoch(epoch)
-            for product in self.training.products(ordering, uses=uses, **how):
-                path = self._path(product, now)
-                received = np.broadcast_arrays(path.received, flow.nodes, path.width)[0]
-                means = received.size < size
-                total += float(received.mean() * size if means else received.sum())
-            found.append(round(total))
-        return found[0], found[1]
 
     def memory(
         self, products: list[ProductShape], orders: tuple[str, ...], kept_rows: int
@@ -498,7 +474,6 @@ def epoch_cost(
         messages,
         clock.seconds(1.0 if coding is None else coding.synchronous),
         prices.memory(products, orders, rows) + kept,
-        prices.early_bytes(ordering, coding, **how),
     )
 
 

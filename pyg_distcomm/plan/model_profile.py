@@ -22,10 +22,6 @@ from pyg_distcomm.comm.mesh import Mesh, alone
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv
-from pyg_distcomm.pipeline.layer_stack import (
-    StackLayer,
-    read_stack,
-)
 from pyg_distcomm.sharded.agreement import in_backward
 
 
@@ -66,35 +62,6 @@ class LayerCall:
     rounds: list[Round] = field(default_factory=list)
     out: int = 0
     multiplies: bool = False
-
-
-class SequentialStack(Module):
-    """Runs a stack, as `Pipeline` takes it, from its first layer to its last."""
-
-    def __init__(self, layers: Sequence[Any]) -> None:
-        super().__init__()
-        self.data_inputs: dict[str, Any] = {}  # attributes of the data, beside x
-        self._set_stack(read_stack(layers))
-
-    def _set_stack(self, stack: list[StackLayer]) -> None:
-        self.stack = stack
-        self.parts = torch.nn.ModuleList(
-            layer.run for layer in stack if isinstance(layer.run, Module)
-        )
-
-    def converted(self) -> SequentialStack:
-        """Makes its layers distributed, in place."""
-        self._set_stack([layer.converted() for layer in self.stack])
-        return self
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
-        """Runs the stack."""
-        values: dict[str, Any] = {"x": x, "edge_index": edge_index, **self.data_inputs}
-        for layer in self.stack:
-            out = layer.run(*(values[name] for name in layer.reads))
-            several = out if len(layer.writes) > 1 else (out,)
-            values.update(zip(layer.writes, several, strict=True))
-        return out
 
 
 class RunRecorder:
@@ -257,19 +224,16 @@ def visited(
 def _run(
     model: Module, num_features: int, inputs: str, visit: RunRecorder
 ) -> list[LayerCall]:
-    model = model.converted() if isinstance(model, SequentialStack) else convert(model)
+    model = convert(model)
     visit.watch(model)
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     x = torch.zeros(2, num_features, dtype=dtype)
     data = Data(x=x, edge_index=torch.tensor([[0, 1, 1], [1, 0, 0]]))
-    data.edge_weight = torch.ones(3, dtype=dtype)
     mesh = observing_mesh(visit.note)
-    share = partition(data, mesh, "block", node_attrs=["x"], edge_attrs=["edge_weight"])
+    share = partition(data, mesh, "block", node_attrs=["x"])
     x = share.x.requires_grad_(inputs == "trained")
     edges = share.edge_index.topology
     vars(edges)["operator"] = telling(edges.operator, visit.note_product)
-    if isinstance(model, SequentialStack):
-        model.data_inputs = {"edge_weight": share.edge_weight}
     calls: list[list[LayerCall]] = []
     for _ in range(3):  # layers fill their caches, then what they read is kept
         visit.clear()

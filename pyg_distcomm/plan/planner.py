@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, Mesh
+from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, Mesh, resolve_grid
 from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
 from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut, takes_grid
@@ -38,7 +38,7 @@ def plan(
     ranks: int | None = None,
     *,
     mesh: Mesh | None = None,
-    model: torch.nn.Module | Sequence[Any] | None = None,
+    model: torch.nn.Module | None = None,
     layers: str | Sequence[str] = "gcn",
     inputs: str = "constant",
     machine: Machine | None = None,
@@ -60,7 +60,7 @@ def plan(
         graph: the whole graph, its edge_index, or a `RandomGraph` (size, degree law).
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
         ranks, mesh: how many ranks; of a mesh only their number is used.
-        model: instead of widths, or its layers as `Pipeline` takes them; run on two nodes.
+        model: instead of widths: of PyG's layers or ours; it is run on two nodes.
         layers: "gcn", "sage", or "halo" for any other layer of PyG's; or one for each.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
         machine: from `calibrate`, `Machine.of_device`, or by hand; default gigabit Ethernet.
@@ -303,22 +303,12 @@ def _ranks_of(ranks: Any, mesh: Mesh | None, partition: Any) -> int:
 
 def _grid_of(grid: Any, algorithm: str | None, size: int) -> Grid | None:
     """Returns the checked grid if one is given, otherwise None."""
-    if grid is None:
-        return None
-    sides = [_as_int(n) for n in grid] if isinstance(grid, (tuple, list)) else []
-    if len(sides) != 3 or any(n is None or n < 1 for n in sides):
+    if grid is not None and algorithm is not None:
         raise ValueError(
-            f"grid={grid!r} must be three whole numbers above 0: (row, col, fiber)"
+            f"grid={grid!r} and algorithm={algorithm!r} both choose the grids; give one of "
+            "them"
         )
-    if algorithm is not None:
-        raise ValueError(
-            f"grid={tuple(grid)} and algorithm={algorithm!r} both choose the grids; give "
-            "one of them"
-        )
-    r, s, p = sides
-    if r * s * p != size:  # type: ignore[operator]
-        raise ValueError(f"grid={tuple(grid)} does not have {size} ranks")
-    return r, s, p  # type: ignore[return-value]
+    return None if grid is None else resolve_grid(size, grid=grid)
 
 
 def _as_int(value: Any) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,9 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train, and what an epoch of it costs (from the third epoch on).
+    """One way to train, and what an epoch of it costs, from the third on.
+
+    Earlier epochs send more: features that do not change, until their products are kept.
 
     Args:
         grid: (r, s, p).
@@ -45,9 +46,6 @@ class Plan:
             the most there can be.
         missing: what the model sends that bytes leave out, in words; else empty.
         link: what gives this codec to `pdc.partition`; None for the exact link.
-        early_bytes: over all ranks in the first epoch, and in the second, in which features
-            that do not change still travel, and a link may not code yet, beside what
-            planning takes.
     """
 
     grid: Grid
@@ -67,7 +65,6 @@ class Plan:
     sized: bool = True
     link: LinkPolicy | None = None
     missing: str = ""
-    early_bytes: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -103,30 +100,6 @@ class Plan:
             f"all, {self.seconds:.4g} s an epoch, {show_bytes(self.memory)} of memory"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return {
-            "algorithm": self.algorithm,
-            "grid": list(self.grid),
-            "orders": list(self.orders),
-            "order": self.ordering.order,
-            "keep_inputs": self.ordering.keep_inputs,
-            "halo": self.halo,
-            "codec": self.codec,
-            "bytes": self.bytes,
-            "total_bytes": self.total_bytes,
-            "exchange_bytes": self.exchange_bytes,
-            "sum_bytes": dict(self.sum_bytes),
-            "messages": self.messages,
-            "seconds": self.seconds,
-            "memory": self.memory,
-            "reason": self.reason,
-            "exact": self.exact,
-            "sized": self.sized,
-            "missing": self.missing,
-            "early_bytes": list(self.early_bytes),
-        }
-
 
 @dataclass(frozen=True)
 class Rejection:
@@ -134,10 +107,6 @@ class Rejection:
 
     algorithm: str
     reason: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return {"algorithm": self.algorithm, "reason": self.reason}
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,20 +164,6 @@ class Plans(Sequence[Plan]):
                 return plan
         raise ValueError(f"no plan has grid {tuple(grid)} and {choice}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, for JSON."""
-        return {
-            "graph": self.graph,
-            "machine": self.machine.to_dict(),
-            "plans": [plan.to_dict() for plan in self.ranked],
-            "refused": [plan.to_dict() for plan in self.refused],
-            "rejections": [rejection.to_dict() for rejection in self.rejections],
-        }
-
-    def to_json(self) -> str:
-        """Returns the plans as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
-
     def __str__(self) -> str:
         first = {_group_key(plan): plan for plan in reversed(self.ranked)}
         best = [plan for plan in self.ranked if first[_group_key(plan)] is plan]
@@ -220,7 +175,6 @@ class Plans(Sequence[Plan]):
                 f"the best of each grid; {left} more are predicted to be slower"
             )
         parts += _legend(shown, self.machine) + _useless_codecs(self.ranked)
-        parts += _describe_first_epochs(self.ranked[:1])
         lines = self._refusals()
         if lines:
             parts += ["", "refused:", *(f"  {line}" for line in lines[:MOST_LINES])]
@@ -286,17 +240,6 @@ def _table(plans: Sequence[Plan]) -> str:
         for plan in plans
     ]
     return format_table(head, rows) if rows else "no plan can be run"
-
-
-def _describe_first_epochs(plans: Sequence[Plan]) -> list[str]:
-    """Describes the bytes of the first two epochs, if they exceed those of a later one."""
-    return [
-        f"the first two epochs of {plan.algorithm} {plan.sides} move "
-        f"{' and '.join(map(show_bytes, plan.early_bytes))} in all: features that do not "
-        f"change still travel{'' if plan.exact else ', and the link may not code yet'}"
-        for plan in plans
-        if plan.early_bytes and max(plan.early_bytes) > plan.total_bytes
-    ]
 
 
 def _bound_sign(plan: Plan) -> str:

@@ -330,7 +330,6 @@ class CutEdges:
     loops   [P]     self-loops among them
     cut     sources and targets of edges between owners, by the owner of the target
     owner   [n]     the owner of each node
-    whole   all edges, and the partition
     """
 
     nodes: Array
@@ -338,7 +337,6 @@ class CutEdges:
     loops: Array
     cut: tuple[Array, Array]
     owner: Array
-    whole: tuple[Tensor, Partition]
 
     @staticmethod
     def of(edge_index: Tensor, partition: Partition) -> CutEdges:
@@ -368,14 +366,7 @@ class CutEdges:
             loops,
             (source[remote], target[remote]),
             owner,
-            (edge_index, partition),
         )
-
-    @cached_property
-    def reversed(self) -> CutEdges:
-        """The edges with both ends exchanged, each owned by the owner of its old source."""
-        edge_index, partition = self.whole
-        return CutEdges.of(edge_index.flip(0), partition)
 
     @property
     def size(self) -> int:

@@ -18,7 +18,6 @@ from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.plan.model_profile import (
     Round,
-    SequentialStack,
     is_layer,
     visited,
 )
@@ -42,7 +41,6 @@ class LayerShape:
         trains: whether the weights that an order could put before the product do.
         rounds: of "halo", the rows it exchanges; if None, its input, and what gradient
             there is.
-        matrix: tells the matrices of layers of one kind apart, which are kept with an input.
     """
 
     kind: str
@@ -53,7 +51,6 @@ class LayerShape:
     needs_gradient: bool | None = None
     trains: bool = True
     rounds: tuple[Round, ...] | None = None
-    matrix: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -82,14 +79,12 @@ class ProductShape:
         width: features.
         transposed: whether it is one of the backward pass.
         halo: whether rows travel alone, as `HaloConv` has it.
-        coded: whether a link codes its rows.
     """
 
     layer: int
     width: int
     transposed: bool
     halo: bool = False
-    coded: bool = True
 
 
 @dataclass(frozen=True)
@@ -175,7 +170,6 @@ class Training:
         *,
         adds_on_grid: bool = False,
         keeps_rows: bool = True,
-        uses: dict[Any, int] | None = None,
     ) -> list[ProductShape]:
         """Lists the products of the third epoch or a later one (see `ProductCache`).
 
@@ -183,52 +177,44 @@ class Training:
             ordering: how layers take A X W apart.
             adds_on_grid: whether rows that `HaloConv` sums are products on the grid.
             keeps_rows: whether it keeps rows that do not change.
-            uses: how often an input that is kept was used in earlier epochs, by what is
-                kept of it, which this epoch is added to: {} in the first.
         """
         found = []
         for i, order in enumerate(self.orders(ordering)):
-            layer = self.layers[i]
-            width = layer.width_out if order == "last" else layer.width_in
-            how = (order == "halo",)
-            if order == "halo" and layer.rounds is not None:
+            layer, halo = self.layers[i], order == "halo"
+            if halo and layer.rounds is not None:
                 for each in layer.rounds:
                     rows = not (each.adds and adds_on_grid)
-                    kept = each.kept and keeps_rows and ordering.keep_inputs
-                    if kept and _count_use(uses, each[:3]) > 1:
-                        continue
-                    way = each.width, each.to_owners, rows
-                    found.append(ProductShape(i, *way))
+                    if not (each.kept and keeps_rows and ordering.keep_inputs):
+                        way = each.width, each.to_owners, rows
+                        found.append(ProductShape(i, *way))
                 continue
-            kept = how[0] and keeps_rows and self._keeps(i, ordering)
-            if order == "kept" or kept:
-                what = "rows" if how[0] else (layer.kind, layer.matrix)
-                known = _count_use(uses, what)
-                if known > 1:
-                    continue
-                if known == 1 or how[0]:  # for the first time as for the last
-                    exact = how[0], how[0]  # a product that is kept must be
-                    found.append(ProductShape(i, layer.width_in, False, *exact))
-                    continue
-                order = self._multiplied(i, ordering)
-                width = layer.width_out if order == "last" else layer.width_in
-            found.append(ProductShape(i, width, False, *how))
-            back = (order == "last" and layer.trains) or self.wants_gradient(i)
-            if back:
-                found.append(ProductShape(i, width, True, *how))
+            if order == "kept" or (halo and keeps_rows and self._keeps(i, ordering)):
+                continue
+            width = layer.width_out if order == "last" else layer.width_in
+            found.append(ProductShape(i, width, False, halo))
+            if (order == "last" and layer.trains) or self.wants_gradient(i):
+                found.append(ProductShape(i, width, True, halo))
         return found
 
-    def kept_rows(self, ordering: MultiplyOrder, **how: bool) -> int:
+    def kept_rows(
+        self,
+        ordering: MultiplyOrder,
+        *,
+        adds_on_grid: bool = False,
+        keeps_rows: bool = True,
+    ) -> int:
         """Returns the width of the ghosts that layers run by `HaloConv` keep, or 0.
 
         Arguments are those of `products`.
         """
-        first = self.products(ordering, uses={}, **how)  # type: ignore[arg-type]
-        always = [one.width for one in self.products(ordering, **how) if one.halo]  # type: ignore[arg-type]
-        left = [one.width for one in first if one.halo]
-        for width in always:
-            left.remove(width)
-        return max(left, default=0)
+        widths = [0]
+        for i, layer in enumerate(self.layers if keeps_rows else ()):
+            if layer.kind == "halo" and layer.rounds is None:
+                widths += [layer.width_in] * self._keeps(i, ordering)
+            elif layer.kind == "halo" and ordering.keep_inputs:
+                rows = (r for r in layer.rounds or () if r.kept)
+                widths += [r.width for r in rows if not (r.adds and adds_on_grid)]
+        return max(widths)
 
     def sums(self, size: int) -> dict[str, list[int]]:
         """Returns the bytes a rank receives in each all-reduce, by what is summed."""
@@ -241,15 +227,6 @@ class Training:
             "loss": [ring_words(LOSS_WORDS, size) * item],
             "norms": [ring_words(c, size) * item for c in self.norms],
         }
-
-
-def _count_use(uses: dict[Any, int] | None, key: Any) -> int:
-    """Counts a use of a cached input, and returns the number of earlier uses."""
-    if uses is None:
-        return 2  # from the third epoch on
-    before = uses.get(key, 0)
-    uses[key] = before + 1
-    return before
 
 
 def training_of(
@@ -354,14 +331,8 @@ def layer_from_call(call: Any) -> LayerShape:
     trains = bool(weights & trained)
     rounds = tuple(call.rounds) if kind == "halo" else None
     how: Any = {"is_feature": call.is_feature, "needs_gradient": needs_gradient}
-    how |= {"trains": trains, "rounds": rounds, "matrix": _matrix_of(conv)}
+    how |= {"trains": trains, "rounds": rounds}
     return replace(read, **how)
-
-
-def _matrix_of(conv: torch.nn.Module) -> str:
-    """Returns a key of the matrix that a layer multiplies by, beside its kind."""
-    names = "aggr", "improved", "add_self_loops", "normalize"
-    return " ".join(f"{getattr(conv, name, None)}" for name in names)
 
 
 def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:
@@ -381,7 +352,7 @@ def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:
 def training_from_options(
     graph: Any,
     widths: Sequence[int] | None,
-    model: torch.nn.Module | Sequence[Any] | None,
+    model: torch.nn.Module | None,
     layers: str | Sequence[str],
     inputs: str,
     dtype: torch.dtype,
@@ -392,8 +363,13 @@ def training_from_options(
             "plan needs either widths=[features, hidden, ..., output] or model=..."
         )
     if model is not None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"model is a torch.nn.Module, got {type(model).__name__}; give layers as a "
+                "torch_geometric.nn.Sequential"
+            )
         features = num_features_of(graph, model)
-        read = training_of_model(_as_module(model), features, inputs)
+        read = training_of_model(model, features, inputs)
         return replace(read, itemsize=dtype.itemsize)
     assert widths is not None
     read = training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
@@ -401,28 +377,18 @@ def training_from_options(
     return read
 
 
-def _as_module(model: Any) -> torch.nn.Module:
-    """Returns a model, or a stack of layers as `Pipeline` takes it as one."""
-    return model if isinstance(model, torch.nn.Module) else SequentialStack(model)
-
-
 def num_features_of(graph: Any, model: Any) -> int:
     """Returns the width of the features, which a model tells where the graph does not."""
     given = graph.num_features if isinstance(graph, Data) else 0
-    return given or num_features_of_model(_as_module(model))
+    return given or num_features_of_model(model)
 
 
 def dtype_of(graph: Any, model: Any, dtype: torch.dtype | None) -> torch.dtype:
     """Returns the dtype that features have: as said, or the wider of theirs and the model's."""
     if dtype is not None:
         return dtype
-    items = model if isinstance(model, Sequence) else [model]
-    parts = (
-        p for item in items for p in (item if isinstance(item, tuple) else (item,))
-    )
-    modules = [p for p in parts if isinstance(p, torch.nn.Module)]
     values = [graph.x] if isinstance(graph, Data) else []
-    values += [p for one in modules for p in one.parameters()]
+    values += model.parameters() if isinstance(model, torch.nn.Module) else []
     floats = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())
     found = list(dict.fromkeys(v.dtype for v in floats))
     return functools.reduce(torch.promote_types, found) if found else torch.float32

@@ -127,7 +127,7 @@ class RowRound:
         coming = collectives.exchange_counts([len(m) for m in messages], self.axis)
         own, coming[rank] = messages[rank], 0
         away = [own[:0] if i == rank else m for i, m in enumerate(messages)]
-        received = collectives.all_to_all_parts(away, coming, self.axis, op).wait()
+        received = collectives.all_to_all(away, None, coming, self.axis, op).wait()
         parts = list(received.split(coming))
         parts[rank] = own
         return parts, received

@@ -17,6 +17,7 @@ are one entry of their summed weight. "Rows" are those of one minibatch.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -183,20 +184,23 @@ class UserRule(Rule):
 
 
 def _fingerprint(function: Any) -> str:
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return ""
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    values = [*code.co_consts, *(function.__defaults__ or ()), *cells]
-    plain = [value for value in values if isinstance(value, (bool, int, float, str))]
-    text = ", ".join([*code.co_names, *map(repr, plain)])
-    return f" ({text})" if len(text) < 60 else f" #{sha256(text.encode()).hexdigest()}"
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):  # typed at a prompt, or no function
+        source = ""
+    cells = [
+        cell.cell_contents for cell in getattr(function, "__closure__", None) or ()
+    ]
+    values = [*(getattr(function, "__defaults__", None) or ()), *cells]
+    plain = [repr(v) for v in values if isinstance(v, (bool, int, float, str))]
+    mark = sha256(source.encode()).hexdigest()[:16]
+    return f" ({', '.join(plain)}) #{mark}"
 
 
 def rule_name(rule: Rule) -> str:
     """Returns a name of a rule, to compare between ranks.
 
-    Functions are told apart by their names, and by the names, constants, defaults and
+    Functions are told apart by their names, the lines that define them, and the defaults and
     closed-over numbers that they compute with; tensors that they read are not compared.
     """
     if isinstance(rule, UserRule):

@@ -2,6 +2,7 @@
 
 from pyg_distcomm.sharded import (
     adjacency,
+    batched,
     by_id,
     constants,
     fused,
@@ -15,6 +16,7 @@ from pyg_distcomm.sharded.dist_tensor import DistTensor
 __all__ = [
     "DistTensor",
     "adjacency",
+    "batched",
     "by_id",
     "constants",
     "fused",

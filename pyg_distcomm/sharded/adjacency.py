@@ -37,13 +37,13 @@ class DistAdjacency(EdgeMethods, Tensor):
         flipped: whether it is the transpose.
     """
 
-    __slots__ = ("_topology", "_version_made", "_weight", "edge_index", "flipped")
+    __slots__ = ("_topology", "_version_made", "edge_index", "flipped", "weight")
     __torch_function__: Any = torch._C._disabled_torch_function_impl
     matmul = Tensor.matmul  # type: ignore[assignment]
 
     edge_index: DistTensor
     _topology: Topology
-    _weight: DistTensor
+    weight: DistTensor
     _version_made: int  # of the values, which an op may write to
     flipped: bool
 
@@ -60,7 +60,7 @@ class DistAdjacency(EdgeMethods, Tensor):
             dispatch_layout=True,
         )
         self.edge_index, self.flipped = edge_index, flipped
-        self._topology, self._weight = topology, values
+        self._topology, self.weight = topology, values
         self._version_made = version_of(values.local)
         return self
 
@@ -87,7 +87,7 @@ class DistAdjacency(EdgeMethods, Tensor):
         return out
 
     @property
-    def looped(self) -> bool:
+    def looped(self) -> bool:  # type: ignore[override]
         """Whether an edge begins and ends at one node; collective at the first call."""
         topology = self.topology
         if topology.sources is not None:
@@ -102,7 +102,7 @@ class DistAdjacency(EdgeMethods, Tensor):
     def with_topology(self, topology: Topology) -> DistAdjacency:
         """Returns the same matrix, whose edges have another topology."""
         ends = self.edge_index.with_topology(topology)
-        return DistAdjacency(ends, self._weight, self.flipped)  # type: ignore[no-any-return]
+        return DistAdjacency(ends, self.weight, self.flipped)  # type: ignore[no-any-return]
 
     def to_local(self) -> Tensor:
         """Returns this rank's edges `[2, e_i]`, in global ids."""
@@ -110,7 +110,7 @@ class DistAdjacency(EdgeMethods, Tensor):
 
     def full_tensor(self) -> Tensor:
         """Returns the whole matrix, on every rank; collective."""
-        edges, values = self.edge_index.full_tensor(), self._weight.full_tensor()
+        edges, values = self.edge_index.full_tensor(), self.weight.full_tensor()
         size = self.topology.nodes.total, self.topology.source_rows.total
         out = csr_of(edges, values, size)
         return out.t() if self.flipped else out
@@ -172,12 +172,12 @@ def _layout(func: Any, adj: DistAdjacency) -> torch.layout:
 
 @matrix_rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _same(func: Any, adj: DistAdjacency) -> Any:
-    return DistAdjacency(adj.edge_index, adj._weight, adj.flipped)
+    return DistAdjacency(adj.edge_index, adj.weight, adj.flipped)
 
 
 @matrix_rule(aten.clone.default)
 def _clone(func: Any, adj: DistAdjacency, **more: Any) -> Any:
-    values = DistTensor(adj._weight.local.clone(), adj._weight.rows)
+    values = DistTensor(adj.weight.local.clone(), adj.weight.rows)
     return DistAdjacency(adj.edge_index, attribute(values), adj.flipped)
 
 
@@ -185,7 +185,7 @@ def _clone(func: Any, adj: DistAdjacency, **more: Any) -> Any:
 def _transpose(func: Any, adj: DistAdjacency, *dims: Any) -> Any:
     if adj.dim() != 2 or (dims and dims[0] % 2 == dims[1] % 2):
         return NotImplemented
-    return DistAdjacency(adj.edge_index, adj._weight, not adj.flipped)
+    return DistAdjacency(adj.edge_index, adj.weight, not adj.flipped)
 
 
 @matrix_rule(aten._to_copy.default)
@@ -193,7 +193,7 @@ def _moved(func: Any, adj: DistAdjacency, **to: Any) -> Any:
     if to.get("layout") not in (None, adj.layout):
         return NotImplemented
     to.pop("layout", None)
-    values = func(adj._weight.local, **to)
+    values = func(adj.weight.local, **to)
     topology = adj.topology.to(values.device)
     ends = DistEdgeIndex.of(adj.edge_index.local.to(values.device), topology)
     weight = attribute(DistTensor(values, topology.edges))
@@ -209,10 +209,10 @@ def _nnz(func: Any, adj: DistAdjacency) -> int:
 def _values(func: Any, adj: DistAdjacency) -> Any:
     rows, order, _ = _in_order(adj)
     if order is not None:
-        out = DistTensor(adj._weight.local[order], rows)
+        out = DistTensor(adj.weight.local[order], rows)
         out._copied = True
         return out
-    values = adj._weight
+    values = adj.weight
     written = version_of(values.local) != adj._version_made
     return DistTensor(values.local, rows, 0, None if written else values._key)
 
@@ -281,14 +281,9 @@ def _product(func: Any, adj: DistAdjacency, x: Any) -> Any:
         )
     local = local_at(x, out_of, 0)
     flat = local.unsqueeze(1) if local.dim() == 1 else local.contiguous()
-    weight = adj._weight.local
-    if not adj.flipped:
-        known = topology.operator(OperatorKind(), weight.detach(), flat.dtype)
-        out = known @ flat
-    else:
-        target = topology.locals.ends[1]
-        rows = flat.index_select(0, target) * weight.unsqueeze(1)
-        out = _exchange(adj).sum(rows)
+    weight = adj.weight.local
+    matrix = topology.operator(OperatorKind(), weight.detach(), flat.dtype)
+    out = (matrix.transposed if adj.flipped else matrix) @ flat
     return DistTensor(out.squeeze(1) if local.dim() == 1 else out, into)
 
 
@@ -329,10 +324,10 @@ def _reduced_backward(
         edge = local_at(picked, adj.nodes, 0)
         count = len(adj.edges)
         rows = local.new_zeros((count + 1, local.size(1)))  # and one for no edge
-        rows = rows.scatter_(0, edge, local)[:count] * adj._weight.local.unsqueeze(1)
+        rows = rows.scatter_(0, edge, local)[:count] * adj.weight.local.unsqueeze(1)
         return None, DistTensor(_exchange(adj).sum(rows), adj.sources)
     scaled = grad / _degree(adj, grad) if reduce == "mean" else grad
-    back = DistAdjacency(adj.edge_index, adj._weight, not adj.flipped)
+    back = DistAdjacency(adj.edge_index, adj.weight, not adj.flipped)
     return None, _product(None, back, scaled)
 
 
@@ -342,7 +337,7 @@ def _extreme(adj: DistAdjacency, x: Any, reduce: str) -> Any:
     As torch does: 0 in rows without edges, of which the edge is the number of own edges.
     """
     local = local_at(x, adj.sources, 0).contiguous()
-    rows = _exchange(adj).gather(local) * adj._weight.local.unsqueeze(1)
+    rows = _exchange(adj).gather(local) * adj.weight.local.unsqueeze(1)
     order = _in_order(adj)[1]
     target, count = adj.topology.locals.ends[1], len(adj.edges)
     shape = len(adj.nodes), rows.size(1)

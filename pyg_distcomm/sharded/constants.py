@@ -224,7 +224,7 @@ def _held(part: Tensor, number: int) -> Any:
     if type(part) is not DistTensor:
         return part.detach().clone()
     part._key, part._key_version = number, version_of(part)
-    edges = part._topology, part._weight
+    edges = part._topology, part.weight, part._flipped
     return (part.local.clone(), part.rows, part.dim_, number), edges
 
 
@@ -233,7 +233,7 @@ def _again(held: Any) -> Tensor:
         return held.clone()
     (local, *how), edges = held
     out = DistTensor(local.clone(), *how)  # an op may write to it
-    out._topology, out._weight = edges
+    out._topology, out.weight, out._flipped = edges
     out._key_version = version_of(out)
     return out
 
@@ -278,7 +278,7 @@ def _write(
     else:
         target.local.copy_(held)
         note_write(target)
-        target._ids = target._chosen = target._topology = None
+        target._ids = target._chosen = target._topology = target._flipped = None
     if number is not None:
         target._key, target._key_version = number, version_of(target) + 1
     return target

@@ -68,14 +68,15 @@ class DistTensor(EdgeMethods, Tensor):
         "_chosen",
         "_copied",
         "_end",
+        "_flipped",
         "_ids",
         "_key",
         "_key_version",
         "_topology",
-        "_weight",
         "dim_",
         "local",
         "rows",
+        "weight",
     )
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -89,7 +90,7 @@ class DistTensor(EdgeMethods, Tensor):
     _chosen: Any  # the rows that it keeps, as a mask
     _copied: bool  # whether it is a copy where torch has a view
     _topology: Any  # what is planned for the edges that it is
-    _weight: Any  # of the edges of a sparse adjacency
+    _flipped: Any  # what is planned for the edges of which it is the flip
 
     @staticmethod
     def __new__(
@@ -104,7 +105,8 @@ class DistTensor(EdgeMethods, Tensor):
         )
         self.local, self.rows, self.dim_ = local, rows, dim
         self._key, self._key_version = key, 0
-        self._ids = self._chosen = self._topology = self._weight = None
+        self._ids = self._chosen = self._topology = self.weight = None
+        self._flipped = None
         self._copied, self._end = False, None
         return self
 
@@ -234,7 +236,7 @@ class DistTensor(EdgeMethods, Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
         if id(self) not in memo:
             out = DistTensor(self.local.detach().clone(), self.rows, self.dim_)
-            out._topology, out._weight = self._topology, self._weight
+            out._topology, out.weight = self._topology, self.weight
             if self._key is not None and not self.requires_grad:
                 PROCESS.rules["attribute"](out)
             if self.requires_grad:

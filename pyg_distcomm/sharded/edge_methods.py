@@ -27,6 +27,9 @@ class EdgeMethods:
 
     __slots__ = ()
 
+    weight: Any  # the values of a sparse adjacency, or None
+    looped = False  # whether it is a sparse matrix with self-loops
+
     @property
     def topology(self) -> Topology:
         """What is planned for these edges."""
@@ -53,19 +56,9 @@ class EdgeMethods:
         return self.topology.edges
 
     @property
-    def weight(self) -> Any:
-        """The values of a sparse adjacency, or None."""
-        return self._weight  # type: ignore[attr-defined]
-
-    @property
     def of_torch(self) -> bool:
         """Whether these are the nonzeros of a sparse matrix of torch."""
-        return self._weight is not None  # type: ignore[attr-defined]
-
-    @property
-    def looped(self) -> bool:
-        """Whether it is a sparse matrix with self-loops."""
-        return False
+        return self.weight is not None
 
     def carrying(self, weight: Any, *, matrix: bool = False) -> Any:
         """Returns the same edges as a sparse matrix with weights, or as an edge_index.

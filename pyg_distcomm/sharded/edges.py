@@ -62,6 +62,7 @@ class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
         """Returns edges `[2, e_i]` with a known topology."""
         note_space(topology.nodes)
         note_space(topology.source_rows)
+        topology.edges.derived["ends"] = topology.nodes, topology.source_rows
         out = attribute(DistTensor(edge_index.contiguous(), topology.edges, 1))
         out._topology = topology
         return out

@@ -14,7 +14,7 @@ from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_call
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, own_part, rule
 from pyg_distcomm.sharded.partial import PartialSum, summed_over_ranks
-from pyg_distcomm.sharded.pointwise import changed, meeting
+from pyg_distcomm.sharded.pointwise import bound, changed, meeting
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # torch's reductions of losses
@@ -48,7 +48,7 @@ def nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     """Takes a loss of each element, and its sum or mean over all."""
-    args = _bound(func, args, kwargs)
+    args = bound(func, args, kwargs)
     at = _reduction_at(func)
     like = next(a for a in args if type(a) is DistTensor)
     right, rows = like.dim() - like.dim_, like.rows
@@ -66,7 +66,7 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Takes the gradient of a loss of each element."""
-    args = _bound(func, args, kwargs)
+    args = bound(func, args, kwargs)
     at = _reduction_at(func)
     like = next(a for a in args[1:] if type(a) is DistTensor)
     right, rows = like.dim() - like.dim_, like.rows
@@ -75,14 +75,6 @@ def _loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
         own[0], own[at] = own[0] / like.numel(), SUM
     out = func(*own)
     return DistTensor(out, rows, out.dim() - right)
-
-
-def _bound(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Returns the arguments of a call in the order of the schema."""
-    found = list(args)
-    for argument in func._schema.arguments[len(args) :]:
-        found.append(kwargs.get(argument.name, argument.default_value))
-    return found
 
 
 def _reduction_at(func: Any) -> int:
@@ -94,6 +86,7 @@ rule(
     aten.smooth_l1_loss.default,
     aten.huber_loss.default,
     aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
     aten.soft_margin_loss.default,
 )(_loss)
 rule(

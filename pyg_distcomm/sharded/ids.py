@@ -74,6 +74,8 @@ class Ids:
         """Returns the exchange with rows of a tensor; collective at the first call."""
         if id(rows) not in self._plans:
             self._plans[id(rows)] = rows, _planned(self, rows)
+        # where gradients of what was read belong
+        self.rows.derived.setdefault("read", {})[rows.count] = rows
         return self._plans[id(rows)][1]  # type: ignore[no-any-return]
 
 

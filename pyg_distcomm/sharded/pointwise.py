@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
@@ -54,6 +55,14 @@ def meeting(t: Any, rows: Rows, right: int) -> Any:
     return local_at(t, rows, dim)
 
 
+def bound(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Returns the arguments of a call in the order of the schema."""
+    found = list(args)
+    for argument in func._schema.arguments[len(args) :]:
+        found.append(kwargs.get(argument.name, argument.default_value))
+    return found
+
+
 def _like(args: tuple[Any, ...]) -> DistTensor | None:
     """Returns the operand whose rows the result has: the one with most rows, then the first."""
     best, most = None, -1
@@ -90,7 +99,7 @@ def changed(target: DistTensor) -> None:
     """Forgets what was derived from the values of a tensor that an op has written to."""
     note_write(target)
     target._key = target._ids = target._chosen = None
-    target._topology = target._weight = None
+    target._topology = target.weight = target._flipped = None
     carried = vars(target).get("carried")
     if carried is not None:  # to the rows of which it is a copy
         base, where = carried
@@ -124,6 +133,17 @@ rule(
     aten.huber_loss_backward.default,
     aten.mse_loss_backward.default,
     aten.smooth_l1_loss_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardshrink_backward.default,
+    aten.softshrink_backward.default,
+    aten._prelu_kernel.default,
+    aten._prelu_kernel_backward.default,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.complex.default,
+    aten.polar.default,
     aten.nan_to_num.default,
     aten.isfinite.default,
     aten.bucketize.Tensor,
@@ -139,7 +159,7 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = DistTensor(local, x.rows, x.dim_)
     if x._topology is not None and local.device != x.device and local.dtype == x.dtype:
         out._topology = x._topology.to(local.device)  # edges, sent to another device
-        out._weight = None if x._weight is None else x._weight.to(local.device)
+        out.weight = None if x.weight is None else x.weight.to(local.device)
     return out
 
 
@@ -172,11 +192,11 @@ rule(
 def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies a tensor, or makes an alias; what was planned for its ids stays."""
     x = args[0]
-    if x.size(x.dim_) == 1 and accumulates_plain():  # of one row, not summed over it
+    if accumulates_plain():  # an optimizer would gather it for each moment
         return all_rows(x, "gradient")
     out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
     out._ids, out._chosen = x._ids, x._chosen
-    out._topology, out._weight = x._topology, x._weight
+    out._topology, out.weight = x._topology, x.weight
     out._copied = x._copied and func is not aten.clone.default
     return out
 
@@ -206,4 +226,18 @@ def default_rule(func: Any) -> Any:
     composite = "CompositeImplicitAutograd"  # which inference mode leaves as they are
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
         return lambda func, args, kwargs: func.decompose(*args, **kwargs)
-    return apply if torch.Tag.pointwise in func.tags else whole.apply
+    return apply if _is_pointwise(func) else whole.apply
+
+
+def _is_pointwise(func: Any) -> bool:
+    """Tells whether torch tags an op as pointwise, or the op that it is in place of."""
+    if torch.Tag.pointwise in func.tags:
+        return True
+    name = func._schema.name.removeprefix("aten::")
+    packet = getattr(aten, name.removesuffix("_"), None)
+    if not name.endswith("_") or name.startswith("__") or packet is None:
+        return False
+    if func._overloadname not in packet.overloads():
+        return False
+    op = getattr(packet, func._overloadname)
+    return PROCESS.rules.get(op) is apply or torch.Tag.pointwise in op.tags

@@ -15,7 +15,6 @@ from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_call
 from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, local_at, rule
 from pyg_distcomm.sharded.partial import summed_over_ranks
-from pyg_distcomm.sharded.pointwise import meeting
 
 aten = torch.ops.aten
 
@@ -47,7 +46,7 @@ def _reduced(
     return DistTensor(out, x.rows, dim)
 
 
-@rule(aten.sum.default, aten.sum.dim_IntList)
+@rule(aten.sum.default, aten.sum.dim_IntList, aten.nansum.default)
 def sum_(func: Any, args: Any, kwargs: Any) -> Any:
     """Sums."""
     return _reduced(
@@ -151,7 +150,12 @@ def norm(func: Any, args: Any, kwargs: Any) -> Any:
     return total if order == 1 else total.sqrt()
 
 
-@rule(aten.var.correction, aten.std.correction, aten.var_mean.correction)
+@rule(
+    aten.var.correction,
+    aten.std.correction,
+    aten.var_mean.correction,
+    aten.std_mean.correction,
+)
 def var(func: Any, args: Any, kwargs: Any) -> Any:
     """Takes variances in two passes."""
     x = args[0]
@@ -159,7 +163,7 @@ def var(func: Any, args: Any, kwargs: Any) -> Any:
     dims, keep = _dims(x, given), kwargs.get("keepdim", False)
     correction = kwargs.get("correction", 1)
     correction = 1 if correction is None else correction
-    pair = func is aten.var_mean.correction
+    pair = func in (aten.var_mean.correction, aten.std_mean.correction)
     if x.dim_ not in dims:
         out = func(x.local, *args[1:], **kwargs)
         dim = x.dim_ if keep else x.dim_ - sum(d < x.dim_ for d in dims)
@@ -172,44 +176,9 @@ def var(func: Any, args: Any, kwargs: Any) -> Any:
     middle = _over_ranks(x.local.sum(dims, True), world) / n
     part = (x.local - middle).square().sum(dims, keep)
     out = _over_ranks(part, world) / max(n - correction, 0)
-    if func is aten.std.correction:
-        return out.sqrt()
+    if func in (aten.std.correction, aten.std_mean.correction):
+        out = out.sqrt()
     return (out, middle if keep else middle.view(out.shape)) if pair else out
-
-
-_DIM_AT = {
-    aten._softmax.default: 1,
-    aten._log_softmax.default: 1,
-    aten._softmax_backward_data.default: 2,
-    aten._log_softmax_backward_data.default: 2,
-    aten.cumsum.default: 1,
-    aten.cumprod.default: 1,
-    aten.sort.default: 1,
-    aten.sort.stable: None,
-    aten.topk.default: 2,
-    aten.argsort.default: 1,
-    aten.logcumsumexp.default: 1,
-    aten.glu.default: 1,
-    aten.glu_backward.default: 2,
-}
-
-
-def _along(func: Any, args: Any, kwargs: Any) -> Any:
-    """Computes along a dimension: row by row, if it is not that of the rows."""
-    like = next(a for a in args if type(a) is DistTensor)
-    at = _DIM_AT[func]
-    d = args[at] if at is not None and len(args) > at else kwargs.get("dim", -1)
-    if d % like.dim() == like.dim_:
-        return whole.apply(func, args, kwargs)
-    right = like.dim() - like.dim_
-    local = [meeting(a, like.rows, right) for a in args]
-    out = func(*local, **kwargs)
-    if isinstance(out, Tensor):
-        return DistTensor(out, like.rows, like.dim_)
-    return tuple(DistTensor(o, like.rows, like.dim_) for o in out)
-
-
-rule(*_DIM_AT)(_along)
 
 
 @rule(
@@ -222,6 +191,7 @@ rule(*_DIM_AT)(_along)
     aten.prod.dim_int,
     aten.logsumexp.default,
     aten.kthvalue.default,
+    aten.aminmax.default,
 )
 def one_dim(func: Any, args: Any, kwargs: Any) -> Any:
     """Reduces one dimension, row by row if it is not that of the rows."""
@@ -249,6 +219,21 @@ def _logsumexp(x: DistTensor, dims: list[int], keep: bool) -> Tensor:
     part = (x.local - most).exp().sum(dims, True)
     out = _over_ranks(part, x.rows.mesh).log() + most
     return out if keep else out.squeeze(dims)  # type: ignore[arg-type]
+
+
+def softmax_over_rows(x: DistTensor, log: bool) -> DistTensor:
+    """Takes the softmax over all rows, by two all-reduces of one row."""
+    away = x.local - _logsumexp(x, [x.dim_], True)
+    return DistTensor(away if log else away.exp(), x.rows, x.dim_)
+
+
+def softmax_over_rows_backward(g: Tensor, y: DistTensor, log: bool) -> DistTensor:
+    """Takes the gradient of `softmax_over_rows`: y (g - sum y g); of logs, g - e^y sum g."""
+    own = local_at(g, y.rows, y.dim_)
+    part = (own if log else own * y.local).sum(y.dim_, True)
+    total = _over_ranks(part, y.rows.mesh)
+    out = own - y.local.exp() * total if log else y.local * (own - total)
+    return DistTensor(out, y.rows, y.dim_)
 
 
 @rule(aten._local_scalar_dense.default)

@@ -84,8 +84,8 @@ def scatter(func: Any, args: Any, kwargs: Any) -> Any:
     if "alpha" not in kwargs and op in ("sum", "amax", "amin", "put"):
         if type(v) is DistTensor:
             ids = ids_of(v) if v.dim_ == (0 if v.dim() == 1 else d) else None
-        elif type(src) is DistTensor and v.dim() == 1:
-            ids = Ids(own_part(v, src.rows, 0), src.rows)
+        elif type(src) is DistTensor and src.dim_ == d:
+            ids = _plain_ids_of(v, d, src.rows)
     if ids is None or (op == "put" and type(x) is not DistTensor):
         return whole.apply(func, args, kwargs)
     source = (
@@ -94,6 +94,21 @@ def scatter(func: Any, args: Any, kwargs: Any) -> Any:
     if type(x) is DistTensor:
         return _scatter_to_owners(x, d, ids, source, op, include, mutable)
     return _scatter_to_plain(plain(x), d, ids, source, op, include, mutable)
+
+
+def _plain_ids_of(v: Tensor, d: int, rows: Rows) -> Ids | None:
+    """Returns own ids of a plain index, also of one that repeats them in each column."""
+    spread = [k for k in range(v.dim()) if k != d and v.size(k) != 1]
+    if (
+        any(v.stride(k) for k in spread)
+        or v.size(d if v.dim() > 1 else 0) != rows.count
+    ):
+        return None
+    if v.dim() > 1:
+        if not v.numel():
+            return None
+        v = v.movedim(d, 0).flatten(1)[:, 0]
+    return Ids(own_part(v, rows, 0), rows)
 
 
 def _scatter_to_owners(
@@ -193,10 +208,15 @@ def index_put(func: Any, args: Any, kwargs: Any) -> Any:
     d, v = used[0], given[used[0]]
     mutable = func._schema.is_mutable
     if type(x) is not DistTensor:
-        by_ids = len(used) == 1 and type(v) is DistTensor and v.dim() == 1
-        if not by_ids or not add or v.dtype == torch.bool:
+        if len(used) > 1 or v.dim() != 1 or not add or v.dtype == torch.bool:
             return whole.apply(func, args, kwargs)
-        ids: Any = ids_of(v)
+        ids: Any = None
+        if type(v) is DistTensor:
+            ids = ids_of(v)
+        elif type(value) is DistTensor and value.dim_ == d:
+            ids = _plain_ids_of(v, 0, value.rows)
+        if ids is None:
+            return whole.apply(func, args, kwargs)
         source = meeting_value(value, ids.rows, d, x).movedim(d, 0)
         return _scatter_to_plain(plain(x), d, ids, source, "sum", True, mutable)
     found = None

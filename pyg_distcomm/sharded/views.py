@@ -215,7 +215,9 @@ def _sliced(rows: Rows, begin: int, end: int, step: int) -> tuple[Rows, Tensor]:
         inside = (place >= begin) & (place < end) & ((place - begin) % step == 0)
         gid = (place[inside] - begin) // step
         total = max(0, -(-(end - begin) // step))
-        known[key] = Rows(gid, total, rows.mesh, None), inside.nonzero().view(-1)
+        part, where = Rows(gid, total, rows.mesh, None), inside.nonzero().view(-1)
+        part.derived["slice"] = rows, key, where
+        known[key] = part, where
     return known[key]  # type: ignore[no-any-return]
 
 
@@ -308,6 +310,11 @@ def space_of(rows: Rows, n: int) -> Rows | None:
     nodes = rows.nodes
     if nodes is not None and nodes.count == n:
         return nodes
+    for end in rows.derived.get("ends", ()):  # of edges, before other graphs' nodes
+        if end.count == n:
+            return end  # type: ignore[no-any-return]
+    if n in rows.derived.get("read", {}):
+        return rows.derived["read"][n]  # type: ignore[no-any-return]
     if rows.count == n:
         return rows
     spaces = rows.mesh.sharded.get("spaces", {})
@@ -341,7 +348,10 @@ def flip(func: Any, args: Any, kwargs: Any) -> Any:
     x, dims = args
     if x.dim_ in [d % x.dim() for d in dims]:
         return whole.apply(func, args, kwargs)
-    return DistTensor(func(x.local, dims), x.rows, x.dim_)
+    out = DistTensor(func(x.local, dims), x.rows, x.dim_)
+    if x.weight is None and list(dims) in ([0], [-2]) and x.dim_ == 1:
+        out._flipped, out._topology = x._topology, x._flipped
+    return out
 
 
 @rule(aten.repeat.default)
@@ -398,12 +408,13 @@ def part_backward(func: Any, args: Any, kwargs: Any) -> Any:
 def _slice_backward(
     g: DistTensor, size: list[int], d: int, begin: int, end: int, step: int
 ) -> Any:
-    begin, end, step = slice(begin, end, step).indices(size[d])
-    for rows in list(g.rows.mesh.sharded.get("spaces", {}).values()):
-        known = rows.derived.get(("slice", begin, end, step))
-        if known is not None and known[0] is g.rows:
-            size[d] = len(rows)
-            out = g.local.new_zeros(size)
-            out.index_copy_(d, known[1].to(out.device), g.local)
-            return DistTensor(out, rows, d)
-    return None
+    part = slice(begin, end, step).indices(size[d])
+    if part == (0, g.rows.count, 1) and size[d] == g.rows.count:  # of all rows
+        return g
+    rows, key, where = g.rows.derived.get("slice", (None, None, None))
+    if rows is None or key != part or rows.count != size[d]:
+        return None
+    size[d] = len(rows)
+    out = g.local.new_zeros(size)
+    out.index_copy_(d, where.to(out.device), g.local)
+    return DistTensor(out, rows, d)

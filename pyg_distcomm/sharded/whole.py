@@ -60,9 +60,16 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = written_by(func, args, kwargs)
     for value in written:
         if isinstance(value, DistTensor):
+            if seen[id(value)].shape != value.shape:
+                raise TypeError(
+                    f"{name}() would change the shape of a row-sharded tensor "
+                    f"{list(value.shape)} in place, which it cannot; take "
+                    f"{name.removesuffix('_')}(), or the same of .full_tensor()"
+                )
             value.local.copy_(own_part(seen[id(value)], value.rows, value.dim_))
             note_write(value)
             value._key = value._ids = value._chosen = value._topology = None
+            value._flipped = None
     # some write to an argument, and return another tensor
     aliased = [r for r in func._schema.returns if r.alias_info is not None]
     return written[0] if len(aliased) == 1 else out

@@ -1,6 +1,6 @@
 """Puts one fault at a time into a copy of the package, and tells whether tests find it.
 
-    python tests/mutations.py --report benchmarks/reports/mutations.md
+    python tools/mutations.py --report benchmarks/reports/mutations.md
 
 A fault is one changed line. The package and its tests are copied into a temporary folder,
 the working tree is left alone. There the tests named with each fault first have to pass; with
@@ -447,10 +447,10 @@ MUTATIONS = (
         "constant_history and gcn-True",
     ),
     Mutation(
-        "gradients of other chunks are kept for the rule that drops them",
+        "gradients of an epoch are kept in the next one",
         "staleness",
-        "if self.gradients is not None and not self.rule.keep:",
-        "if self.gradients is not None and self.rule.keep:",
+        "if self.gradients is not None:",
+        "if self.gradients is None:",
         "test_pipeline.py",
         "test_gradients_between_chunks",
     ),
@@ -899,7 +899,7 @@ class Workshop:
     def __init__(self, folder: Path, limit: float) -> None:
         self.root, self.limit = folder, limit
         skip = shutil.ignore_patterns("*.pyc")  # compiled loops come along
-        for name in (PACKAGE, "tests", "benchmarks", "examples"):
+        for name in (PACKAGE, "tests", "tools", "benchmarks", "examples"):
             shutil.copytree(ROOT / name, folder / name, ignore=skip)
         shutil.copy2(ROOT / "pyproject.toml", folder)
 
@@ -1101,10 +1101,10 @@ def report(table: str) -> str:
 HEAD = (
     "# Faults that the tests find",
     "",
-    "    python tests/mutations.py --report benchmarks/reports/mutations.md",
+    "    python tools/mutations.py --report benchmarks/reports/mutations.md",
     "",
     "A fault is a changed line in a copy of the package. It is caught where one of the tests "
-    "named with it in `tests/mutations.py`, which pass without it, fails. Which test caught "
+    "named with it in `tools/mutations.py`, which pass without it, fails. Which test caught "
     "which goes to `runs/mutations.md`, which is not kept under version control.",
     "",
 )

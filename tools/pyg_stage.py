@@ -1,4 +1,4 @@
-"""Runs one of PyG's example scripts offline, for tests/pyg_examples.py.
+"""Runs one of PyG's example scripts offline, for tools/pyg_examples.py.
 
 What is adjusted here is adjusted alike whether the script imports PyG or this package:
 float64, no dropout, few epochs, a seed, data sets that are at hand, numbers printed in

@@ -1,6 +1,6 @@
 """Runs PyG's own tests of layers, norms, aggregations, pools and models on ranks.
 
-    python tests/pyg_spread.py CHECKOUT [--ranks 2] [--only GATConv,GraphNorm] [--as-they-are]
+    python tools/pyg_spread.py CHECKOUT [--ranks 2] [--only GATConv,GraphNorm] [--as-they-are]
         [--write FILE]
 
 CHECKOUT holds PyG's repository, at the tag of the PyG that is installed or the nearest. Its
@@ -461,7 +461,7 @@ def table(found, ranks, most):
     bad = sum(n for word, n in every.items() if word.isupper())
     yield f"""# PyG's own tests of layers on ranks
 
-    python tests/pyg_spread.py CHECKOUT --write docs/pyg-layers.md
+    python tools/pyg_spread.py CHECKOUT --write docs/pyg-layers.md
 
 Python {platform.python_version()}, torch {torch.__version__}, torch_geometric
 {torch_geometric.__version__}, {ranks} ranks. What modules PyG's tests in `test/nn` call is

@@ -1,6 +1,6 @@
 """Runs PyG's own example scripts with the imports swapped, and compares with PyG.
 
-    python tests/pyg_examples.py CHECKOUT [--only gcn,gat] [--ranks 1 2] [--write FILE]
+    python tools/pyg_examples.py CHECKOUT [--only gcn,gat] [--ranks 1 2] [--write FILE]
 
 CHECKOUT holds PyG's repository, at the tag of the PyG that is installed or the nearest.
 Each script that trains on one graph is run as it is, on one process; then with
@@ -51,6 +51,7 @@ import torch
 import torch_geometric
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
+TESTS = Path(__file__).parents[1] / "tests"
 REAL = ("planetoid", "hetero_dblp")  # generated where they are missing
 GRACE = 15.0  # seconds that other ranks have once one has failed
 
@@ -836,7 +837,7 @@ def written(args, rows):
     alone = [r for r in good if not r["needed"]]
     head = f"""# PyG's example scripts with their imports swapped
 
-    python tests/pyg_examples.py CHECKOUT --write docs/pyg-examples.md
+    python tools/pyg_examples.py CHECKOUT --write docs/pyg-examples.md
 
 {headline(args)} Every script of PyG's `examples/` that trains on one graph, and some
 on many, with `torch_geometric.nn` and `.loader` replaced by `pyg_distcomm`'s,
@@ -948,6 +949,7 @@ def scratch_folder():
 
 def warmed():
     """Imports the package once, for all ranks to come; plain runs have been."""
+    sys.path.append(str(TESTS))
     with contextlib.suppress(Exception):  # the ranks will tell of it
         for name in ("pyg_distcomm.nn", "pyg_distcomm.loader", "warm"):
             importlib.import_module(name)

@@ -1,6 +1,6 @@
 """The campaign of faults: cases in processes of their own, under hard deadlines, in a table.
 
-    python tests/faults.py --report benchmarks/reports/faults.md [-k WORDS] [--jobs 2]
+    python tools/faults.py --report benchmarks/reports/faults.md [-k WORDS] [--jobs 2]
 
 The report counts cases by kind, and lists those that fell short; with --verbose, a line for
 each case goes to runs/faults.md, which is not kept under version control.
@@ -59,7 +59,9 @@ class Nursery:
     def __init__(self):
         environment = {
             **os.environ,
-            "PYTHONPATH": str(HERE.parent),
+            "PYTHONPATH": os.pathsep.join(
+                [str(HERE.parent), str(HERE.parent / "tests")]
+            ),
             "OMP_NUM_THREADS": "1",
         }
         self.server = subprocess.Popen(
@@ -384,7 +386,7 @@ def report(outcomes, machine):
     rows = [
         "# Killed, stopped and misused ranks",
         "",
-        "    python tests/faults.py --report benchmarks/reports/faults.md",
+        "    python tools/faults.py --report benchmarks/reports/faults.md",
         "",
         f"{machine}. Each case runs on ranks of its own, under a timeout of {TIMEOUT:g} s. It "
         "ends well if all ranks end in time, each with the right result or an error that says "

@@ -1,6 +1,6 @@
 """Runs PyG's own tests on this package's layers and loaders.
 
-    PYG_CHECKOUT=/path/to/pytorch_geometric python tests/pyg_suite.py [layers] [loaders]
+    PYG_CHECKOUT=/path/to/pytorch_geometric python tools/pyg_suite.py [layers] [loaders]
 
 The import is swapped before PyG's test files are read: a subclass of our class that
 goes by PyG's name, so that `str` matches. Tests that PyG skips without pyg-lib or

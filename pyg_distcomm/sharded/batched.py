@@ -1,0 +1,244 @@
+"""Computes ops that treat each row alone: along other dimensions, or of batches.
+
+The rows are then a batch dimension: of vectors that are sorted, of matrices that are
+inverted, of signals that are convolved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
+from pyg_distcomm.sharded.partial import PartialSum, summed_over_ranks
+from pyg_distcomm.sharded.pointwise import bound, meeting
+from pyg_distcomm.sharded.reductions import (
+    softmax_over_rows,
+    softmax_over_rows_backward,
+)
+
+aten = torch.ops.aten
+
+_DIMENSIONS = ("dim", "dims", "dim1", "dim2", "dimension")
+_SIZES = ("input_size", "input_sizes")  # of the whole
+# how many of the last dimensions an op mixes that names none
+_LAST = {
+    aten.diag_embed: 1,
+    aten.reflection_pad1d: 1,
+    aten.reflection_pad1d_backward: 1,
+    aten.replication_pad1d: 1,
+    aten.replication_pad1d_backward: 1,
+    aten.upsample_linear1d: 1,
+    aten.upsample_linear1d_backward: 1,
+    aten.upsample_nearest1d: 1,
+    aten.upsample_nearest1d_backward: 1,
+    aten.view_as_complex: 1,
+    aten.view_as_real: 0,
+    aten._adaptive_avg_pool2d: 2,
+    aten._adaptive_avg_pool2d_backward: 2,
+    aten._linalg_det: 2,
+    aten._linalg_eigh: 2,
+    aten._linalg_slogdet: 2,
+    aten._linalg_solve_ex: 2,
+    aten._linalg_svd: 2,
+    aten.adaptive_max_pool2d: 2,
+    aten.adaptive_max_pool2d_backward: 2,
+    aten.avg_pool2d: 2,
+    aten.avg_pool2d_backward: 2,
+    aten.linalg_cholesky_ex: 2,
+    aten.linalg_eig: 2,
+    aten.linalg_inv_ex: 2,
+    aten.linalg_lu: 2,
+    aten.linalg_lu_factor_ex: 2,
+    aten.linalg_lu_solve: 2,
+    aten.linalg_matrix_exp: 2,
+    aten.linalg_qr: 2,
+    aten.linalg_solve_triangular: 2,
+    aten.max_pool2d_with_indices: 2,
+    aten.max_pool2d_with_indices_backward: 2,
+    aten.reflection_pad2d: 2,
+    aten.replication_pad2d: 2,
+    aten.tril: 2,
+    aten.triu: 2,
+    aten.upsample_bilinear2d: 2,
+    aten.upsample_bilinear2d_backward: 2,
+    aten.upsample_nearest2d: 2,
+    aten.upsample_nearest2d_backward: 2,
+}
+
+
+def _mixed(func: Any, args: list[Any], n: int) -> set[int]:
+    """Returns the dimensions, of n, along which an op mixes numbers; all if it names none."""
+    packet = func.overloadpacket
+    if packet in _LAST:
+        return set(range(n - _LAST[packet], n))
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=True))
+    if packet is aten.constant_pad_nd:
+        pad = given["pad"]
+        return {n - 1 - i // 2 for i, width in enumerate(pad) if width}
+    found = [given[name] for name in _DIMENSIONS if given.get(name) is not None]
+    dims = [d for one in found for d in (one if isinstance(one, list) else [one])]
+    return {d % n for d in dims} if dims else set(range(n))
+
+
+def _alone(func: Any, args: Any, kwargs: Any) -> Any:
+    """Computes an op on own rows, if it does not mix the dimension that they have."""
+    given = bound(func, args, kwargs)
+    like = next(a for a in given if type(a) is DistTensor)
+    rows, at = like.rows, like.dim_
+    names = [a.name for a in func._schema.arguments]
+    size = next((given[names.index(s)] for s in _SIZES if s in names), like.shape)
+    mixed = _mixed(func, given, len(size))
+    if at in mixed or (func.overloadpacket in _MOVING and at > min(mixed)):
+        return whole.apply(func, args, kwargs)
+    right = like.dim() - at
+    own = [
+        a.local
+        if type(a) is DistTensor and a.rows is rows and a.dim_ == at
+        else meeting(a, rows, right)
+        for a in given
+    ]
+    for i, name in enumerate(names):
+        if name in _SIZES:
+            own[i] = [*given[i][:at], like.local.size(at), *given[i][at + 1 :]]
+    count = sum(not a.kwarg_only for a in func._schema.arguments)
+    found = func(*own[:count], **dict(zip(names[count:], own[count:], strict=True)))
+    if isinstance(found, Tensor):
+        return DistTensor(found, rows, at)
+    return tuple(DistTensor(out, rows, at) for out in found)
+
+
+# ops that remove dimensions, or add some where they are named
+_MOVING = {
+    aten.diagonal,
+    aten.diagonal_backward,
+    aten.unfold_backward,
+}
+_NAMED = (
+    aten._fft_c2c,
+    aten._fft_c2r,
+    aten._fft_r2c,
+    aten._safe_softmax,
+    aten.constant_pad_nd,
+    aten.cummax,
+    aten.cummin,
+    aten.cumprod,
+    aten.cumsum,
+    aten.diagonal,
+    aten.diagonal_backward,
+    aten.glu,
+    aten.glu_backward,
+    aten.linalg_cross,
+    aten.logcumsumexp,
+    aten.roll,
+    aten.sort,
+    aten.topk,
+    aten.unfold,
+    aten.unfold_backward,
+)
+rule(
+    *(
+        getattr(packet, name)
+        for packet in (*_LAST, *_NAMED)
+        for name in packet.overloads()
+        if not getattr(packet, name)._schema.is_mutable
+    )
+)(_alone)
+
+
+@rule(aten._softmax.default, aten._log_softmax.default)
+def softmax(func: Any, args: Any, kwargs: Any) -> Any:
+    """Takes the softmax of each row, or over all rows."""
+    x, d = args[:2]
+    if type(x) is DistTensor and d % x.dim() == x.dim_ and x.is_floating_point():
+        return softmax_over_rows(x, func is aten._log_softmax.default)
+    return _alone(func, args, kwargs)
+
+
+@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """Takes the gradient of `softmax`."""
+    g, y, d = args[:3]
+    if type(y) is DistTensor and d % y.dim() == y.dim_:
+        log = func is aten._log_softmax_backward_data.default
+        return softmax_over_rows_backward(g, y, log)
+    return _alone(func, args, kwargs)
+
+
+@rule(aten.searchsorted.Tensor)
+def searchsorted(func: Any, args: Any, kwargs: Any) -> Any:
+    """Finds the place of each number in a plain sorted vector."""
+    order, x = args[:2]
+    if type(order) is not Tensor or order.dim() != 1:
+        return whole.apply(func, args, kwargs)
+    return DistTensor(func(order, x.local, *args[2:], **kwargs), x.rows, x.dim_)
+
+
+@rule(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar)
+def isin(func: Any, args: Any, kwargs: Any) -> Any:
+    """Tells of each number whether it is among plain ones."""
+    x, among = args[:2]
+    if type(x) is not DistTensor or isinstance(among, (DistTensor, PartialSum)):
+        return whole.apply(func, args, kwargs)
+    return DistTensor(func(x.local, *args[1:], **kwargs), x.rows, x.dim_)
+
+
+@rule(aten.convolution.default)
+def convolution(func: Any, args: Any, kwargs: Any) -> Any:
+    """Convolves each row with plain weights."""
+    x, *rest = args
+    if type(x) is not DistTensor or x.dim_ or any(map(_is_sharded, rest)):
+        return whole.apply(func, args, kwargs)
+    return DistTensor(func(x.local, *rest), x.rows, 0)
+
+
+@rule(aten.convolution_backward.default)
+def convolution_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """Takes the gradient of `convolution`; those of weights are sums over rows."""
+    g, x, w, *rest = args
+    like = x if type(x) is DistTensor else g
+    if type(like) is not DistTensor or like.dim_ or _is_sharded(w):
+        return whole.apply(func, args, kwargs)
+    rows, mask = like.rows, rest[-1]
+    gx, gw, gb = func(local_at(g, rows, 0), local_at(x, rows, 0), w, *rest)
+    return (
+        DistTensor(gx, rows, 0) if mask[0] else None,
+        summed_over_ranks(gw, rows.mesh) if mask[1] else None,
+        summed_over_ranks(gb, rows.mesh) if mask[2] else None,
+    )
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, (DistTensor, PartialSum))
+
+
+@rule(aten._trilinear.default)
+def trilinear(func: Any, args: Any, kwargs: Any) -> Any:
+    """Sums products of three tensors, of which each lacks some of the dimensions."""
+    given = bound(func, args, kwargs)
+    factors = [f.value() if type(f) is PartialSum else f for f in given[:3]]
+    lacks, summed = given[3:6], given[6]
+    n = factors[0].dim() + len(lacks[0])
+    spread = [[d for d in range(n) if d not in lack] for lack in lacks]
+    sharded = [
+        (f, has)
+        for f, has in zip(factors, spread, strict=True)
+        if type(f) is DistTensor
+    ]
+    like, has = sharded[0]
+    at, rows = has[like.dim_], like.rows
+    if any(has[f.dim_] != at or f.rows is not rows for f, has in sharded):
+        return whole.apply(func, args, kwargs)
+    own = [
+        local_at(f, rows, has.index(at))
+        if at in has and f.size(has.index(at)) != 1
+        else f
+        for f, has in zip(factors, spread, strict=True)
+    ]
+    out = func(*own, *given[3:])
+    if at in summed:
+        return summed_over_ranks(out, rows.mesh)
+    return DistTensor(out, rows, at - sum(d < at for d in summed))

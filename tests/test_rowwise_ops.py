@@ -1,0 +1,278 @@
+"""Ops that treat each row alone, or reduce over rows, are exact without a gather."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import worlds
+from torch_geometric.data import Data, HeteroData
+
+import pyg_distcomm as pdc
+from pyg_distcomm import nn
+
+
+def _random(*shape, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=gen, dtype=torch.float64)
+
+
+W, P, K = _random(5, 8, 8), _random(8, 8), _random(6, 3, 3)
+w8 = _random(8).abs()
+CASES = {
+    "prelu": lambda d: F.prelu(d.x, w8),
+    "prelu1": lambda d: F.prelu(d.x, w8[:1]),
+    "hardswish": lambda d: F.hardswish(d.x),
+    "hardsigmoid": lambda d: F.hardsigmoid(d.x),
+    "mish": lambda d: F.mish(d.x),
+    "hardshrink": lambda d: F.hardshrink(d.x),
+    "softshrink": lambda d: F.softshrink(d.x),
+    "bcel": lambda d: F.binary_cross_entropy_with_logits(d.x, d.z),
+    "bcel_sum_pw": lambda d: F.binary_cross_entropy_with_logits(
+        d.x, d.z, pos_weight=w8, reduction="sum"
+    ),
+    "bilinear": lambda d: F.bilinear(d.x, d.z, W),
+    "cross": lambda d: torch.linalg.cross(d.x[:, :3], d.z[:, :3]),
+    "cummax1": lambda d: d.x.cummax(1)[0],
+    "stdmean": lambda d: torch.std_mean(d.x, 1)[0],
+    "softmax0": lambda d: d.x.softmax(0),
+    "nansum": lambda d: d.x.nansum(),
+    "aminmax": lambda d: torch.aminmax(d.x, dim=1)[0],
+    "roll1": lambda d: d.x.roll(1, 1),
+    "pad": lambda d: F.pad(d.x, (0, 2)),
+    "padc": lambda d: F.pad(d.x, (1, 2), value=1.0),
+    "tril": lambda d: d.c.tril(),
+    "diag": lambda d: d.c.diagonal(dim1=1, dim2=2),
+    "diagemb": lambda d: torch.diag_embed(d.x),
+    "unfold": lambda d: d.x.unfold(1, 3, 2),
+    "slice": lambda d: d.x[:10],
+    "complexx": lambda d: torch.complex(d.x, d.z).abs(),
+    "vac": lambda d: torch.view_as_complex(d.x.view(-1, 4, 2)).abs(),
+    "fft": lambda d: torch.fft.rfft(d.x).abs(),
+    "isin": lambda d: torch.isin(d.y, torch.tensor([1, 2])).double(),
+    "searchs": lambda d: torch.searchsorted(torch.arange(4.0).double(), d.x).double(),
+    "bucket": lambda d: torch.bucketize(d.x, torch.arange(4.0).double()).double(),
+    "floordiv": lambda d: (d.y // 2).double(),
+    "conv1d": lambda d: F.conv1d(d.c, K),
+    "maxpool": lambda d: F.max_pool1d(d.c, 2),
+    "avgpool": lambda d: F.avg_pool1d(d.c, 2),
+    "adaptive": lambda d: F.adaptive_avg_pool1d(d.c, 2),
+    "adaptivemax": lambda d: F.adaptive_max_pool1d(d.c, 2),
+    "interp": lambda d: F.interpolate(d.c, 8),
+    "det": lambda d: torch.linalg.det(d.c @ d.c.transpose(1, 2)),
+    "svdv": lambda d: torch.linalg.svdvals(d.c),
+    "eigh": lambda d: torch.linalg.eigvalsh(d.c @ d.c.transpose(1, 2)),
+    "mexp": lambda d: torch.matrix_exp(d.c @ d.c.transpose(1, 2) * 0.01),
+    "triplet": lambda d: F.triplet_margin_loss(d.x, d.z, d.z.roll(1, -1)),
+    "cumsum1": lambda d: d.x.cumsum(1),
+    "sort1": lambda d: d.x.sort(1)[0],
+    "topk1": lambda d: d.x.topk(3, 1)[0],
+    "glu": lambda d: F.glu(d.x),
+    "ce": lambda d: F.cross_entropy(d.x, d.y),
+    "ce_ls": lambda d: F.cross_entropy(d.x, d.y, label_smoothing=0.1),
+    "kl": lambda d: F.kl_div(
+        d.x.log_softmax(-1), d.z.softmax(-1), reduction="batchmean"
+    ),
+    "huber": lambda d: F.huber_loss(d.x, d.z),
+    "gelu_": lambda d: (d.x * 1).abs_(),
+    "logsoftmax0": lambda d: d.x.log_softmax(0),
+}
+
+
+def _graph():
+    gen = torch.Generator().manual_seed(1)
+    return Data(
+        x=_random(40, 8),
+        z=_random(40, 8, seed=1).sigmoid(),
+        c=_random(40, 3, 16),
+        y=torch.randint(4, (40,), generator=gen),
+        edge_index=torch.randint(40, (2, 90), generator=gen),
+        edge_attr=torch.rand(90, generator=gen),
+    )
+
+
+def _run(case, data):
+    leaves = [data[name].clone().requires_grad_() for name in "xzc"]
+    out = case(Data(x=leaves[0], z=leaves[1], c=leaves[2], y=data.y))
+    total = out.double().square().sum()
+    if total.requires_grad:
+        total.backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def _full(t):
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def _exact_and_without_a_gather():
+    whole, mesh = _graph(), worlds.mesh()
+    share = pdc.partition(whole, mesh)
+    for name, case in CASES.items():
+        wanted = _run(case, whole)
+        mesh.ledger.reset()
+        got = _run(case, share)
+        assert "gather" not in mesh.ledger.table(), (name, mesh.ledger.table())
+        assert len(got) == len(wanted), name
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(
+                _full(a),
+                b,
+                rtol=1e-9,
+                atol=1e-9,
+                msg=lambda m, name=name: f"{name}: {m}",
+            )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_exact_and_without_a_gather(size):
+    worlds.run(_exact_and_without_a_gather, size)
+
+
+def _gradient_of_a_plain_leaf():
+    whole, mesh = _graph(), worlds.mesh()
+    share = pdc.partition(whole, mesh)
+    mask = torch.zeros(40, 8, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([mask])
+    mesh.ledger.reset()
+    for _ in range(3):
+        optimizer.zero_grad()
+        (share.x * mask.sigmoid()).square().sum().backward()
+        optimizer.step()
+    assert type(mask.grad) is torch.Tensor
+    # a line of the table: once per pass, not for each moment of the optimizer
+    assert mesh.ledger.table().count("gather") == int(mesh.size > 1)
+    return mask.detach()
+
+
+def test_a_plain_leaf_of_all_rows_has_a_plain_gradient():
+    one, two = (worlds.run(_gradient_of_a_plain_leaf, size)[0] for size in (1, 2))
+    torch.testing.assert_close(two, one)
+
+
+def _epochs(model, inputs, mesh, epochs=4):
+    """Returns the words that products receive on all ranks, epoch by epoch."""
+    found = []
+    for _ in range(epochs):
+        mesh.ledger.reset()
+        model(*inputs).square().sum().backward()
+        moved = mesh.ledger.words("halo") + mesh.ledger.words("halo_reduce")
+        found.append(moved)
+    return found
+
+
+def _words_of_layers():
+    whole, mesh = _graph(), worlds.mesh()
+    share = pdc.partition(whole, mesh)
+    x, edges, weights = share.x.float(), share.edge_index, share.edge_attr
+    torch.manual_seed(0)
+    constant = {
+        "GCN of weights as they are": (
+            nn.GCNConv(8, 2, normalize=False),
+            (x, edges, weights),
+        ),
+        "cached GCN": (nn.GCNConv(8, 2, cached=True), (x, edges)),
+        "all hops of TAG": (nn.TAGConv(8, 2), (x, edges)),
+        "both directions": (nn.DirGNNConv(nn.SAGEConv(8, 2)), (x, edges)),
+    }
+    for name, (layer, inputs) in constant.items():
+        words = _epochs(layer, inputs, mesh)
+        assert words[0] > 0, name
+        assert words[-1] == 0, (name, words)
+
+
+def test_layers_send_the_rows_of_constant_features_once():
+    worlds.run(_words_of_layers, 2)
+
+
+def _adjoint_of_an_adjacency():
+    whole, mesh = _graph(), worlds.mesh()
+    share = pdc.partition(whole, mesh)
+    n = whole.num_nodes
+    ones = torch.ones(90, dtype=torch.float64)
+    adj = torch.sparse_coo_tensor(
+        whole.edge_index.flip(0), ones, (n, n)
+    ).to_sparse_csr()
+    x, own = whole.x.clone().requires_grad_(), share.x.clone().requires_grad_()
+    layer = nn.GCN2Conv(8, 0.1, 0.5, 1, normalize=False).double()
+    layer(x, whole.c[:, 0, :8], adj).square().sum().backward()
+    mesh.ledger.reset()
+    layer(own, share.c[:, 0, :8], adj).square().sum().backward()
+    torch.testing.assert_close(own.grad.full_tensor(), x.grad)
+    price = share.edge_index.topology.sum_plan().matrix
+    words = price.price(8).words + price.transposed.price(8).words
+    assert mesh.ledger.words("halo") + mesh.ledger.words("halo_reduce") == words
+
+
+def test_a_sparse_adjacency_sends_back_what_its_transpose_costs():
+    worlds.run(_adjoint_of_an_adjacency, 2)
+
+
+def _shape_in_place():
+    share = pdc.partition(_graph(), worlds.mesh())
+    with pytest.raises(TypeError, match=r"squeeze_\(\) would change the shape"):
+        (share.x[:, :1] * 1).squeeze_(1)
+
+
+def test_shapes_do_not_change_in_place():
+    worlds.run(_shape_in_place, 2)
+
+
+def _pooled_and_embedded():
+    whole, mesh = _graph(), worlds.mesh()
+    share = pdc.partition(whole, mesh)
+    gen = torch.Generator().manual_seed(5)
+    perm = torch.randperm(40, generator=gen)[:25]
+    group, kinds = torch.randint(3, (25,), generator=gen), _random(3, 8)
+    found = []
+    for data in (whole, share):
+        x, table = data.x.clone().requires_grad_(), kinds.clone().requires_grad_()
+        mesh.ledger.reset()
+        some = x[perm] * table[group]  # the group of each row is plain
+        index = group[:, None].expand(-1, 8)
+        pooled = some.new_zeros(3, 8).scatter_add_(0, index, some)
+        most = some.new_zeros(3, 8).scatter_reduce(
+            0, index, some, "amax", include_self=False
+        )
+        (pooled.square() + most).sum().backward()
+        assert "gather" not in mesh.ledger.table()
+        found.append([_full(t) for t in (pooled, most, x.grad, table.grad)])
+    torch.testing.assert_close(*reversed(found))
+
+
+def test_plain_groups_of_sharded_rows_are_reduced_where_the_rows_are():
+    worlds.run(_pooled_and_embedded, 2)
+
+
+def _two_graphs_of_as_many_nodes():
+    mesh, gen = worlds.mesh(), torch.Generator().manual_seed(3)
+    graphs = []
+    for seed in range(2):
+        data = HeteroData()
+        data["u"].x, data["m"].x = _random(30, 4, seed=seed), _random(20, 4, seed=seed)
+        ends = torch.stack(
+            [
+                torch.randint(30, (80,), generator=gen),
+                torch.randint(20, (80,), generator=gen),
+            ]
+        )
+        data["u", "to", "m"].edge_index = ends
+        graphs.append(pdc.partition(data, mesh, "random" if seed else "block"))
+    first = graphs[0]
+    layer = nn.SAGEConv((4, 4), 4).double()
+    x = {kind: first[kind].x.clone().requires_grad_() for kind in ("u", "m")}
+    edges = first["u", "to", "m"].edge_index
+    ids = torch.arange(12)
+
+    def run():
+        out = layer((x["u"], x["m"]), edges)
+        (out[ids] * x["u"][ids]).sum().backward()
+
+    run()
+    mesh.ledger.reset()
+    run()
+    ghosts = len(edges.topology.locals.ghost_gid)
+    assert mesh.ledger.words("halo_reduce") <= 4 * (ghosts + 3 * len(ids)) * mesh.size
+
+
+def test_gradients_stay_with_the_graph_that_was_read():
+    worlds.run(_two_graphs_of_as_many_nodes, 2)
