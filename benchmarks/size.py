@@ -1,217 +1,617 @@
-"""Accuracy on graphs of the size of ogbn-arxiv and above: every way to train, in one table.
+"""How large a graph two cores and 24 GiB hold: cut, load, train, sample; growth; on paper.
 
-    python benchmarks/size.py --json found.json            # 170,000 nodes; resumes
-    python benchmarks/size.py --graph communities-1000000-15000000 --seeds 1
+    python benchmarks/size.py products               # 2.4 million nodes, 124 million edges
+    python benchmarks/size.py cut                    # 50 million nodes, 800 million edges
+    python benchmarks/size.py sample                 # minibatches of what `cut` wrote
+    python benchmarks/size.py paper                  # 64 to 4,096 ranks, checked on 8 to 64
+    python benchmarks/size.py memory                 # what holds a rank's memory
+    python benchmarks/size.py growth                 # exponents in nodes and ranks, a chart
 
-Trains on graphs of `communities.py`, a share of the nodes labelled, and
-prints test accuracy in the epoch of the best validation accuracy, by exact evaluation on
-the whole graph. "MLP" sees no edges; the settings of `links.py` train a full-graph model on
---ranks ranks; "node-wise" and "LADIES" train by minibatches on one process. With --json
-each way is kept as soon as it is done, and one that is there already is not trained again.
+Graphs are those of `communities.write`, kept in --folder with their parts. Each rank's memory
+is its PSS: pages that ranks share, of files too, count once in their sum.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import json
-import statistics
-from collections.abc import Callable
+import math
+import multiprocessing
+import shutil
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import links
+import communities
+import numpy as np
+import spmm as bench
 import torch
 import torch.nn.functional as F
-from torch_geometric.data import Data
-from torch_geometric.nn import GCN, MLP, GraphSAGE
-from torch_geometric.utils import add_remaining_self_loops, scatter
+from scaling import GCN, MACHINE, best_by_name, mib, sides
+from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
+from pyg_distcomm import kernels
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader, LoaderOptions
+from pyg_distcomm.kernels import memory
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
+from pyg_distcomm.nn import DistSAGEConv
+from pyg_distcomm.partition.external import partition_files
+from pyg_distcomm.partition.folder import read_part
+from pyg_distcomm.plan.degree_distribution import LAWS
 
-WAYS = (
-    "MLP",
-    "full",
-    "none",
-    "Sylvie, 1 bit, now",
-    "Sylvie, 1 bit, late",
-    "late",
-    "VARCO, slope 1",
-    "VARCO, slope 2",
-    "VARCO, slope 5",
-    "fixed 16",
-    "node-wise",
-    "LADIES",
-)
+GIB = 2**30
+PARAMETER = torch.nn.Parameter
+CLASSES = communities.FIELDS * communities.CLASSES_OF_FIELD
+HIDDEN = 128
+FANOUTS = [15, 10, 5]
 BATCH = 1024
-FAN_OUT, DRAWN = (10, 10, 5), (2048, 4096, 8192)
+NODE_FILES = ("x", "y", "train_mask")
+PAPERS = (111_000_000, 1_600_000_000, (128, 256, 256, 172))
 
 
-def averaged(data: Data) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the edges of A + I and their weights, one over the degree of the target."""
-    edges, _ = add_remaining_self_loops(data.edge_index, num_nodes=data.num_nodes)
-    one = torch.ones(edges.size(1))
-    return edges, 1 / scatter(one, edges[1], dim_size=data.num_nodes)[edges[1]]
+# what a process holds -----------------------------------------------------------------
 
 
-def alone(name: str, data: Data, args: argparse.Namespace, seed: int) -> float:
-    """Trains one way on this process; returns its test accuracy in %."""
-    torch.manual_seed(seed)
-    sizes = (data.num_features, args.hidden, args.layers, int(data.y.max()) + 1)
-    if name == "MLP":
-        model: torch.nn.Module = MLP(
-            [sizes[0], 4 * args.hidden, 4 * args.hidden, sizes[3]]
+def held() -> int:
+    """Reads this process's PSS, in bytes."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(text.split("\nPss:")[1].split()[0])
+
+
+def anonymous() -> int:
+    """Reads the part of the PSS that no file backs, in bytes."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(text.split("\nPss_Anon:")[1].split()[0])
+
+
+class Phases:
+    """Measures each phase: seconds of the wall, of processors, and the largest PSS in it."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, float]] = {}
+        self._peak = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures a block."""
+        ended, self._peak = threading.Event(), held()
+        watch = threading.Thread(target=self._watch, args=(ended,), daemon=True)
+        watch.start()
+        wall, spent = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            wall, spent = time.perf_counter() - wall, time.process_time() - spent
+            ended.set()
+            watch.join()
+            end = held()
+            peak = max(self._peak, end)
+            self.rows[name] = {"wall": wall, "cpu": spent, "peak": peak, "end": end}
+
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(0.25):
+            self._peak = max(self._peak, held())
+
+
+def in_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in a new process, so that its memory is its own."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def storages(root: Any, seen: set[int]) -> int:
+    """Returns the bytes of tensors and arrays that an object holds, each counted once.
+
+    Args:
+        root: the object; its attributes and entries are followed.
+        seen: the objects and storages that are counted already, which are added to.
+    """
+    total, left = 0, [root]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(
+            one, (str, bytes, int, float, type(None), type)
+        ):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor) and type(one) in (torch.Tensor, PARAMETER):
+            storage = one.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+            left.append(one.grad)
+        elif isinstance(one, np.ndarray):
+            if one.ctypes.data not in seen:
+                seen.add(one.ctypes.data)
+                total += one.nbytes
+        elif isinstance(one, dict):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            left += one
+        elif not isinstance(one, (types.ModuleType, types.FunctionType)):
+            slots = getattr(type(one), "__slots__", ())
+            names = (slots,) if isinstance(slots, str) else slots
+            left += [getattr(one, name, None) for name in names]
+            left += getattr(one, "__dict__", {}).values()
+    return total
+
+
+# partitions ---------------------------------------------------------------------------
+
+
+def generated(folder: Path, nodes: int, edges: int, features: int) -> Path:
+    """Writes a graph, if it is not there; prints what that took."""
+    graph = folder / f"graph-{nodes}-{edges}"
+    if not (graph / "x.npy").exists():
+        found = in_process(_generate, graph, nodes, edges, features)
+        show(f"generate {nodes:,} nodes, {found[1]:,} edges", [found[0]])
+    return graph
+
+
+def _generate(graph: Path, nodes: int, edges: int, features: int) -> Any:
+    phases = Phases()
+    with phases.phase("generate"):
+        count = communities.write(graph, nodes, edges, features=features)
+    return phases.rows, count
+
+
+def cut(graph: Path, parts: int, method: str = "stream") -> tuple[Path, Any]:
+    """Writes the parts of a graph, if they are not there; returns their folder and figures."""
+    out, kept = graph / f"{method}-{parts}", graph / f"{method}-{parts}.json"
+    if not kept.exists():
+        rows, share, edges = in_process(_cut, graph, out, parts, method)
+        kept.write_text(json.dumps({"rows": rows, "share": share, "edges": edges}))
+    found = json.loads(kept.read_text())
+    show(
+        f"{parts} parts of {found['edges']:,} edges, {found['share']:.1%} cut",
+        [found["rows"]],
+    )
+    return out, found
+
+
+def _cut(graph: Path, out: Path, parts: int, method: str) -> Any:
+    phases = Phases()
+    nodes = np.load(graph / "y.npy", mmap_mode="r").shape[0]
+    files = {name: graph / f"{name}.npy" for name in NODE_FILES}
+    with phases.phase("partition"):
+        figures = partition_files(
+            graph / "edge_index.npy",
+            out,
+            parts,
+            method,
+            num_nodes=nodes,
+            node_files=files,
+            force=True,
         )
-        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-        train = data.train_mask
-
-        def epoch() -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(model(data.x[train]), data.y[train]).backward()
-            optimizer.step()
-
-        return best(
-            epoch, lambda: model.eval()(data.x), model, data, args.epochs, args.every
-        )
-    options: dict[str, Any] = {
-        "input_nodes": data.train_mask,
-        "batch_size": BATCH,
-        "shuffle": True,
-        "options": LoaderOptions(seed=seed),
-    }
-    if name == "node-wise":
-        loader = DistNeighborLoader(data, list(FAN_OUT[: args.layers]), **options)
-        model = pdc.convert(GraphSAGE(*sizes))
-        edges, more = data.edge_index, {}
-    elif name == "LADIES":
-        loader = DistLayerLoader(data, list(DRAWN[: args.layers]), "ladies", **options)
-        model = pdc.convert(GCN(*sizes, normalize=False, add_self_loops=False))
-        edges, weight = averaged(data)
-        more = {"edge_weight": weight}
-    else:
-        raise ValueError(f"no way to train is called {name!r}")
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    # evaluated as a share of one rank: by products, without a message for each edge
-    whole = pdc.partition(Data(x=data.x, edge_index=edges, **more), pdc.init())
-
-    def passes() -> None:
-        for batch in loader:
-            optimizer.zero_grad()
-            out = model(batch.x, batch.edge_index, batch.get("edge_weight"))
-            F.cross_entropy(
-                out[: batch.batch_size], batch.y[: batch.batch_size]
-            ).backward()
-            optimizer.step()
-
-    def output() -> torch.Tensor:
-        model.eval()
-        out = model(whole.x, whole.edge_index, whole.get("edge_weight"))
-        return out.full_tensor()
-
-    return best(passes, output, model, data, args.passes, 2)
+    edges = sum(figures.edges)
+    with phases.phase("check, load one part"):
+        part = read_part(out, 0)
+        assert part.edge_index.size(1) == figures.edges[0]
+    return phases.rows, figures.edge_cut / edges, edges
 
 
-def best(
-    epoch: Callable[[], None],
-    output: Callable[[], torch.Tensor],
-    model: torch.nn.Module,
-    data: Data,
-    epochs: int,
-    every: int,
-) -> float:
-    """Trains; returns the test accuracy where validation accuracy was best."""
-    found = (-1.0, 0.0)
-    for k in range(epochs):
-        model.train()
-        epoch()
-        if k % every == every - 1:
-            with torch.no_grad():
-                hit = output().argmax(-1) == data.y
-            masks = data.val_mask, data.test_mask
-            found = max(found, tuple(float(hit[m].float().mean()) for m in masks))
-            print(k + 1, *found, flush=True)
-    return 100 * found[1]
-
-
-def spread(
-    name: str, args: argparse.Namespace, seed: int
-) -> tuple[float, float, int, float]:
-    """Runs on a rank: trains one setting of `links.py`; returns what its `train` does."""
-    torch.set_num_threads(1)
-    mesh = pdc.init()
-    whole = links.graph(args.graph, args.root, args.features, args.labels)
-    args.classes = int(whole.y.max()) + 1
-    exact = pdc.partition(whole, mesh, args.method)
-    data, link = copy.copy(exact), links.SETTINGS[name](args.epochs)
-    if name == "none":
-        owner = exact.edge_index.nodes.partition.owner.long()
-        source, target = whole.edge_index
-        whole.edge_index = whole.edge_index[:, owner[source] == owner[target]]
-        data = pdc.partition(whole, mesh, owner)
-    return links.train(data, exact, link, mesh, args, seed, False)
-
-
-def run(name: str, args: argparse.Namespace, seed: int) -> list[float]:
-    """Trains one way from one seed; returns accuracy in % and bytes."""
-    if name in links.SETTINGS:
-        accuracy, _, moved, _ = pdc.launch(
-            spread, args.ranks, name, args, seed, threads=1
-        )[0]
-        return [accuracy, moved]
-    data = links.graph(args.graph, args.root, args.features, args.labels)
-    return [alone(name, data, args, seed), 0]
-
-
-def report(found: dict[str, Any]) -> str:
-    """Formats accuracies, their deviation over seeds, and bytes beside those of "full"."""
+def show(title: str, ranks: list[dict[str, dict[str, float]]]) -> None:
+    """Prints the phases: the slowest rank's wall, all ranks' seconds, and each one's peak."""
     rows = []
-    full = found.get("full")
-    for name in (name for name in WAYS if name in found):
-        accuracy, moved = zip(*found[name].values(), strict=True)
-        spread = statistics.stdev(accuracy) if len(accuracy) > 1 else float("nan")
-        share = ""
-        if name in links.SETTINGS and full and (whole := full["0"][1]):
-            share = f"{100 * moved[0] / whole:.1f} %"
-        mean = f"{statistics.mean(accuracy):.2f} +- {spread:.2f}"
-        rows.append((name, len(accuracy), mean, share))
-    return format_table(("way", "seeds", "test accuracy", "bytes, of full"), rows)
+    for name in ranks[0]:
+        each = [rank[name] for rank in ranks]
+        rows.append(
+            (
+                name,
+                f"{max(one['wall'] for one in each):.1f}",
+                f"{sum(one['cpu'] for one in each):.1f}",
+                " ".join(f"{one['peak'] / GIB:.2f}" for one in each),
+                f"{sum(one['peak'] for one in each) / GIB:.2f}",
+            )
+        )
+    print(f"\n{title}")
+    head = ("phase", "wall s", "processor s", "peak GiB of each", "all")
+    print(format_table(head, rows), flush=True)
+
+
+# training and sampling ----------------------------------------------------------------
+
+
+class SAGE(GCN):
+    """GraphSAGE of as many layers as there are pairs of widths."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        torch.nn.Module.__init__(self)
+        pairs = itertools.pairwise(widths)
+        self.convs = torch.nn.ModuleList(DistSAGEConv(a, b) for a, b in pairs)
+
+
+def step(model: Any, optimizer: Any, data: Any) -> float:
+    """Trains on the full graph, once; returns the loss."""
+    optimizer.zero_grad()
+    out = model(data.x, data.edge_index)
+    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def trained(
+    folder: str, ways: list[str], epochs: int, batches: int, hidden: int = HIDDEN
+) -> Any:
+    """Runs on a rank: loads its part, trains in each way; returns phases, bytes and losses."""
+    mesh, phases = pdc.init(), Phases()
+    losses, moved = {}, {}
+    with phases.phase("interpreter"):
+        pass
+    with phases.phase("load"):
+        data = pdc.load_partition(folder, mesh, verify="sizes")
+    for way in ways:
+        if way == "batches":
+            losses[way] = sampled(data, mesh, phases, batches)
+            continue
+        torch.manual_seed(0)
+        kind = GCN if way == "gcn" else SAGE
+        model = pdc.replicate(kind((data.x.size(1), hidden, hidden, CLASSES)), mesh)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for epoch in range(epochs):
+            mesh.ledger.reset()
+            with phases.phase(f"{way}, epoch {epoch + 1}"):
+                losses[way] = step(model, optimizer, data)
+            moved[way] = mesh.ledger.bytes()
+        del model, optimizer
+    return phases.rows, losses, moved
+
+
+def sampled(data: Any, mesh: Any, phases: Phases, batches: int) -> float:
+    """Trains GraphSAGE on minibatches of a share, the first one measured by itself."""
+    torch.manual_seed(0)
+    model = GraphSAGE(data.x.size(1), HIDDEN, len(FANOUTS), CLASSES)
+    model = pdc.replicate(model, mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    loss = torch.zeros(())
+    with phases.phase("minibatches, the first"):
+        loader = DistNeighborLoader(
+            data,
+            FANOUTS,
+            data.train_mask,
+            batch_size=BATCH,
+            shuffle=True,
+            options=LoaderOptions(bulk_size=4, seed=0),
+        )
+        supply = iter(loader)
+        first = next(supply)
+    with phases.phase(f"minibatches, {batches} steps"):
+        for batch in itertools.chain([first], itertools.islice(supply, batches - 1)):
+            optimizer.zero_grad()
+            out = model(batch.x, batch.edge_index)[: batch.batch_size]
+            loss = F.cross_entropy(out, batch.y[: batch.batch_size])
+            loss.backward()
+            optimizer.step()
+    return loss.item()
+
+
+def train(folder: Path, ranks: int, ways: list[str], epochs: int, batches: int) -> None:
+    """Trains on so many ranks and prints the phases."""
+    found = pdc.launch(trained, ranks, str(folder), ways, epochs, batches, threads=1)
+    show(f"{ranks} ranks", [rows for rows, _, _ in found])
+    for way, loss in found[0][1].items():
+        moved = max(each[2].get(way, 0) for each in found)
+        print(f"{way}: loss {loss:.4f}, {moved / 2**20:,.0f} MiB received by a rank")
+
+
+def products(args: Any) -> None:
+    """Cuts, loads and trains a graph of the size of ogbn-products."""
+    graph = generated(
+        args.folder, args.nodes or 2_400_000, args.edges or 124_000_000, 100
+    )
+    for ranks in args.ranks or [2, 4]:
+        out, _ = cut(graph, ranks)
+        train(out, ranks, args.ways, args.epochs, args.batches)
+        if not args.keep:
+            shutil.rmtree(out)
+            (graph / f"stream-{ranks}.json").unlink()
+
+
+def large(args: Any) -> None:
+    """Cuts a graph that is larger than memory; says what a random cut would be."""
+    graph = generated(
+        args.folder, args.nodes or 50_000_000, args.edges or 800_000_000, 16
+    )
+    for parts in args.ranks or [2]:
+        cut(graph, parts)
+        print(f"a random cut: {1 - 1 / parts:.1%} of the edges")
+
+
+def sample(args: Any) -> None:
+    """Samples minibatches of parts that stay in files."""
+    graph = generated(
+        args.folder, args.nodes or 50_000_000, args.edges or 800_000_000, 16
+    )
+    for ranks in args.ranks or [2]:
+        out, _ = cut(graph, ranks)
+        train(out, ranks, ["batches"], 0, args.batches)
+
+
+def holders(folder: str) -> dict[str, float]:
+    """Runs on a rank: trains a GCN, returns what each thing holds, and the PSS, in bytes."""
+    mesh = pdc.init()
+    kernels.warm_up()
+    before = held()
+    data = pdc.load_partition(folder, mesh, verify="checksums")
+    model = pdc.replicate(GCN((data.x.size(1), HIDDEN, HIDDEN, CLASSES)), mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(2):
+        step(model, optimizer, data)
+    out = model(data.x, data.edge_index)
+    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    seen: set[int] = set()
+    found = {"interpreter": before}
+    found["model"] = storages([model, optimizer.state], seen)
+    found["features"] = storages(
+        [data[name].to_local() for name in ("x", "y", "train_mask")], seen
+    )
+    found["edges, plans"] = storages(data, seen)
+    rows = len(data.edge_index.nodes)
+    found["activations"] = 4 * rows * (2 * 2 * HIDDEN + 2 * CLASSES)
+    found["sum"] = sum(found.values())
+    memory.give_back()
+    found["PSS"] = held()
+    loss.backward()
+    return found
+
+
+def shares(args: Any) -> None:
+    """Prints what holds the memory of each rank, beside its PSS."""
+    graph = generated(args.folder, args.nodes or 2**18, args.edges or 2**22, 100)
+    for ranks in args.ranks or [2]:
+        out, _ = cut(graph, ranks)
+        found = pdc.launch(holders, ranks, str(out), threads=1)
+        rows = [(k, *(f"{one[k] / 2**20:,.0f}" for one in found)) for k in found[0]]
+        rows.append(("sum / PSS", *(f"{one['sum'] / one['PSS']:.2f}" for one in found)))
+        print(format_table(("MiB", *(f"rank {k}" for k in range(ranks))), rows))
+
+
+# on paper -----------------------------------------------------------------------------
+
+
+def loader_rows(graph: pdc.RandomGraph, batch: int = BATCH) -> float:
+    """Returns the most distinct nodes of a minibatch in the mean, by the law of degrees.
+
+    A draw meets node v with chance d_v / m, so that D draws leave out E (1 - D/m)^d of all.
+    """
+    law = LAWS[str(graph.law)]
+    nodes, frontier = float(batch), float(batch)
+    for fanout in FANOUTS:
+        draws = min(frontier * fanout, graph.edges)
+        frontier = graph.nodes * (
+            1 - law.missing(graph.nodes, graph.edges, draws / graph.edges)
+        )
+        nodes = min(nodes + frontier, graph.nodes)
+    return nodes
+
+
+def on_paper(sizes: list[int]) -> list[dict[str, Any]]:
+    """Returns what each way of training and each link costs a rank of so many, on MACHINE."""
+    nodes, edges, widths = PAPERS
+    graph, rows = pdc.RandomGraph(nodes, edges, "rmat"), []
+    for size in sizes:
+        start = time.process_time()
+        plans = pdc.plan(
+            graph, widths, size, machine=MACHINE, memory=1e15, codecs=["bf16", "1 bit"]
+        )
+        seconds = time.process_time() - start
+        for codec in dict.fromkeys(one.codec for one in plans):
+            chosen = [one for one in plans if one.codec == codec]
+            found: dict[str, pdc.Plan] = {"best": chosen[0]}
+            for one in chosen:
+                found.setdefault(one.algorithm, one)
+            for name in ("1d", "2d", "3d", "feature", "best"):
+                if name in found:
+                    one = found[name]
+                    way = {
+                        "ranks": size,
+                        "link": codec,
+                        "way": name,
+                        "grid": sides(one),
+                    }
+                    cost = {"bytes": one.bytes, "memory": one.memory, "plans": seconds}
+                    rows.append(way | cost)
+        own = nodes / size
+        moved = loader_rows(graph) * (1 - 1 / size) * 4 * widths[0]
+        kept = own * (4 * widths[0] + 24) + 16 * edges / size
+        way = {"ranks": size, "link": "plain", "way": "loader", "grid": "a batch"}
+        rows.append(way | {"bytes": moved, "memory": kept, "plans": seconds})
+    return rows
+
+
+def against_real(scale: int, sizes: list[int]) -> list[tuple]:
+    """Compares the law with the real plans of every grid, of a graph cut at random."""
+    row, col, n = bench.rmat(scale)
+    edges, widths = torch.stack([row, col]), (128, 256, 256, 172)
+    law, rows = pdc.RandomGraph(n, edges.size(1), "rmat"), []
+    for size in sizes:
+        start = time.perf_counter()
+        real = pdc.plan(edges, widths, size, partition="random", memory=1e15)
+        seconds = time.perf_counter() - start
+        paper = pdc.plan(law, widths, size, memory=1e15)
+        ratios: dict[str, list[float]] = {"bytes": [], "memory": []}
+        for grid in sorted({one.grid for one in real}):
+            here, there = (
+                {
+                    k.orders: k
+                    for k in plans
+                    if k.grid == grid and (k.halo == "rows" or grid[:2] == (1, 1))
+                }
+                for plans in (real, paper)
+            )
+            orders = next(k for k in here if k in there)
+            one, other = here[orders], there[orders]
+            ratios["bytes"].append(other.total_bytes / max(one.total_bytes, 1))
+            ratios["memory"].append(other.memory / one.memory)
+        spread = [f"{min(r):.3f} to {max(r):.3f}" for r in ratios.values()]
+        rows.append((size, len(ratios["bytes"]), *spread, f"{seconds:.1f}"))
+    return rows
+
+
+def paper(args: Any) -> None:
+    """Prints the plans on paper, and how far they are from real ones; draws their growth."""
+    rows = on_paper([64, 512, 4096])
+    head = ("ranks", "link", "way", "grid", "MiB received", "GiB held")
+    cells = [
+        (
+            *(one[k] for k in ("ranks", "link", "way", "grid")),
+            mib(one["bytes"]),
+            f"{one['memory'] / GIB:.2f}",
+        )
+        for one in rows
+    ]
+    print(format_table(head, cells))
+    total = sum({one["ranks"]: one["plans"] for one in rows}.values())
+    print(f"{total:.1f} processor seconds for all of them")
+    head = ("ranks", "grids", "bytes, law / real", "memory, law / real", "s")
+    print(format_table(head, against_real(args.scale, args.ranks or [8, 16, 64])))
+    if args.write:
+        draw_paper(args.write / "size_paper.svg")
+
+
+# growth -------------------------------------------------------------------------------
+
+
+def point(folder: Path, nodes: int, ranks: int) -> dict[str, float]:
+    """Cuts and trains a graph of 16 edges a node; returns what it cost."""
+    graph = generated(folder, nodes, 16 * nodes, 32)
+    out, found = cut(graph, ranks)
+    ran = pdc.launch(trained, ranks, str(out), ["gcn"], 3, 0, 32, threads=1)
+    shutil.rmtree(out)
+    (graph / f"stream-{ranks}.json").unlink()
+    late = [rows["gcn, epoch 3"] for rows, _, _ in ran]
+    return {
+        "nodes": nodes,
+        "ranks": ranks,
+        "partition, processor s": found["rows"]["partition"]["cpu"],
+        "epoch, processor s": sum(one["cpu"] for one in late),
+        "MiB received by all": sum(moved["gcn"] for _, _, moved in ran) / 2**20,
+        "MiB held by all": sum(
+            max(one["peak"] for name, one in rows.items() if name != "interpreter")
+            - rows["interpreter"]["peak"]
+            for rows, _, _ in ran
+        )
+        / 2**20,
+    }
+
+
+def exponent(xs: list[float], ys: list[float]) -> float:
+    """Returns the slope of log y in log x, by least squares; nan of fewer than two points."""
+    known = [(x, y) for x, y in zip(xs, ys, strict=True) if y > 0]
+    if len(known) < 2:
+        return math.nan
+    x, y = np.log(np.array(known)).T
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def growth(args: Any) -> None:
+    """Prints costs by nodes and by ranks, with exponents, and draws them."""
+    kept = args.folder / "growth.json"
+    found = json.loads(kept.read_text()) if kept.exists() else []
+    by_nodes = [(2**k, 2) for k in range(16, args.scale + 1)]
+    by_ranks = [(2**args.middle, ranks) for ranks in args.ranks or [1, 2, 4, 8, 16]]
+    for nodes, ranks in dict.fromkeys(by_nodes + by_ranks):
+        if not any((one["nodes"], one["ranks"]) == (nodes, ranks) for one in found):
+            found.append(point(args.folder, nodes, ranks))
+            kept.write_text(json.dumps(found))
+    for axis, points in (("nodes", by_nodes), ("ranks", by_ranks)):
+        rows = [
+            next(one for one in found if (one["nodes"], one["ranks"]) == at)
+            for at in points
+        ]
+        names = [name for name in rows[0] if name not in ("nodes", "ranks")]
+        table = [(one[axis], *(f"{one[k]:,.2f}" for k in names)) for one in rows]
+        xs = [one[axis] for one in rows]
+        slopes = [f"{exponent(xs, [one[k] for one in rows]):.2f}" for k in names]
+        print(format_table((axis, *names), [*table, ("exponent", *slopes)]))
+    if args.write:
+        draw_growth(args.write / "size.svg", found, by_nodes, by_ranks)
+
+
+def draw_growth(path: Path, found: list, by_nodes: list, by_ranks: list) -> None:
+    """Plots costs against nodes and against ranks, all logarithmic."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 3.8), sharey=True)
+    for axis, name, points in zip(
+        axes, ("nodes", "ranks"), (by_nodes, by_ranks), strict=True
+    ):
+        rows = [
+            one for at in points for one in found if (one["nodes"], one["ranks"]) == at
+        ]
+        for label in (k for k in rows[0] if k not in ("nodes", "ranks")):
+            known = [(one[name], one[label]) for one in rows if one[label] > 0]
+            xs, ys = (list(column) for column in zip(*known, strict=True))
+            slope = exponent(xs, ys)
+            axis.loglog(xs, ys, marker=".", label=f"{label}: {slope:.2f}")
+        axis.set_xlabel(name)
+        axis.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def draw_paper(path: Path) -> None:
+    """Plots bytes and memory of a rank against the number of ranks, by algorithm."""
+    from matplotlib import pyplot
+
+    nodes, edges, widths = PAPERS
+    graph = pdc.RandomGraph(nodes, edges, "rmat")
+    sizes = [64, 128, 256, 512, 1024, 2048, 4096]
+    lines: dict[str, list[tuple[int, float, float]]] = {}
+    for size in sizes:
+        plans = pdc.plan(graph, widths, size, machine=MACHINE, memory=1e15)
+        for name, one in best_by_name(plans).items():
+            lines.setdefault(name, []).append((size, one.bytes, one.memory))
+    figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 3.6))
+    for k, (axis, label) in enumerate(zip(axes, ("received", "held"), strict=True)):
+        for name in ("1d", "2d", "3d", "feature", "best"):
+            known = lines.get(name, [])
+            xs, ys = [one[0] for one in known], [one[k + 1] / GIB for one in known]
+            axis.loglog(xs, ys, marker=".", label=f"{name}: P^{exponent(xs, ys):.2f}")
+        axis.set_xlabel("ranks")
+        axis.set_ylabel(f"GiB {label} by a rank")
+        axis.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+COMMANDS: dict[str, Callable[[Any], None]] = {
+    "products": products,
+    "cut": large,
+    "sample": sample,
+    "memory": shares,
+    "paper": paper,
+    "growth": growth,
+}
 
 
 def main() -> None:
-    """Trains what is missing, and prints the table."""
+    """Runs one command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--graph", default="communities-170000-1200000")
-    parser.add_argument("--root", default="data")
-    parser.add_argument("--features", type=int, default=64)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--method", default="random")
-    parser.add_argument("--model", choices=("sage", "gcn"), default="sage")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--hidden", type=int, default=32)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--labels", type=float, default=0.1, help="share of the nodes")
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--passes", type=int, default=10, help="epochs of a sampler")
-    parser.add_argument("--every", type=int, default=10, help="epochs per evaluation")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--settings", nargs="+", choices=WAYS, default=[*WAYS])
+    parser.add_argument("command", choices=COMMANDS)
     parser.add_argument(
-        "--json", type=Path, help="keep what is done, and go on from it"
+        "--folder", type=Path, default=Path("size"), help="of the files"
     )
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--edges", type=int)
+    parser.add_argument("--ranks", type=int, nargs="+")
+    parser.add_argument("--ways", nargs="+", default=["gcn", "sage", "batches"])
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--scale", type=int, default=17, help="log2 of the most nodes")
+    parser.add_argument("--middle", type=int, default=18, help="log2, by ranks")
+    parser.add_argument("--write", type=Path, help="folder of the charts")
+    parser.add_argument("--keep", action="store_true", help="parts of `products`, too")
     args = parser.parse_args()
-    kept = args.json is not None and args.json.exists()
-    found = json.loads(args.json.read_text()) if kept else {}
-    for seed, name in itertools.product(map(str, range(args.seeds)), args.settings):
-        runs = found.setdefault(name, {})
-        if seed not in runs:
-            runs[seed] = run(name, args, int(seed))
-        if args.json is not None:
-            args.json.write_text(json.dumps(found))
-    print(report(found))
+    COMMANDS[args.command](args)
 
 
 if __name__ == "__main__":

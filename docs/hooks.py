@@ -67,10 +67,10 @@ TABS = {
     "Benchmarks": {
         "": "reports/index",
         "Full graph": "reports/epoch reports/full_graph reports/hetero reports/spmm "
-        "reports/memory reports/scaling reports/strong_scaling reports/planned",
+        "reports/memory reports/size reports/scaling reports/strong_scaling reports/planned",
         "Minibatches": "reports/step reports/sampling reports/partitioned reports/labor "
         "reports/sampling_accuracy",
-        "Compressed and late halos": "reports/links reports/size reports/late "
+        "Compressed and late halos": "reports/links reports/accuracy reports/late "
         "reports/codecs reports/network",
         "Deep models": "reports/pipeline reports/training",
         "Devices": "reports/cuda",

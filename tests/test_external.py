@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -715,6 +716,27 @@ def test_votes_are_never_too_high(parts):
             assert number <= votes[v, part] * (part != owner[v]) or number == 0
             if parts <= cutters.SLOTS and number:
                 assert number == votes[v, part]
+
+
+@pytest.mark.parametrize("parts", [2, 5, 11])
+def test_wide_counts_give_the_same_parts(parts, monkeypatch):
+    edges, n = communities(30, 40, 6)
+    narrow = cut(edges, n, parts, "stream")
+    monkeypatch.setattr(cutters, "NARROW", 0)
+    assert cut(edges, n, parts, "stream").same_as(narrow)
+
+
+def test_streaming_takes_a_fixed_memory_for_each_node():
+    n, parts = 400_000, 8
+    generator = np.random.default_rng(0)
+    edges = torch.from_numpy(generator.integers(0, n, (2, 400_000), dtype=np.int32))
+    tracemalloc.start()
+    try:
+        cut(edges, n, parts, "stream")
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held < n * (50 + 6 * parts) + 2 * 16 * cutters.CHUNK + 2**21
 
 
 def test_streaming_options():
