@@ -92,6 +92,20 @@ LISTED = {
         torch._foreach_powsum
         torch.nn.Module._call_impl
         torch.nn.Module._wrapped_call_impl
+        torch.ops.aten._trilinear
+        torch.ops.aten._safe_softmax
+        torch.ops.aten._prelu_kernel_backward
+        torch.ops.aten._prelu_kernel
+        torch.ops.aten._linalg_svd
+        torch.ops.aten._linalg_solve_ex
+        torch.ops.aten._linalg_slogdet
+        torch.ops.aten._linalg_eigh
+        torch.ops.aten._linalg_det
+        torch.ops.aten._fft_r2c
+        torch.ops.aten._fft_c2r
+        torch.ops.aten._fft_c2c
+        torch.ops.aten._adaptive_avg_pool2d_backward
+        torch.ops.aten._adaptive_avg_pool2d
         torch.ops.aten._index_put_impl_
         torch.ops.aten._local_scalar_dense
         torch.ops.aten._log_softmax_backward_data
@@ -132,6 +146,7 @@ LISTED = {
         torch_geometric.nn.MessagePassing._index_select
         torch_geometric.nn.MessagePassing._propagate_forward_hooks
         torch_geometric.nn.MessagePassing._user_args
+        torch_geometric.nn.GCNConv._cached_edge_index
         torch_geometric.nn.SGConv._cached_x
         torch_geometric.nn.SSGConv._cached_h
         torch_geometric.nn.Sequential._children

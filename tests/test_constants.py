@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch_geometric.nn import GraphConv, MessagePassing
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
+from pyg_distcomm.sharded.constants import Constants
 
 N = 12
 
@@ -187,3 +190,17 @@ def _flipped():
 @pytest.mark.parametrize("size", [1, 2])
 def test_flipped_edges_of_one_rank_have_a_matrix_of_their_own(size):
     worlds.run(_flipped, size)
+
+
+def test_threads_number_values_apart():
+    known, before = Constants(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            drawn = pool.map(
+                lambda _: [known.next_number() for _ in range(5000)], range(4)
+            )
+            numbers = [number for some in drawn for number in some]
+    finally:
+        sys.setswitchinterval(before)
+    assert len(set(numbers)) == len(numbers)

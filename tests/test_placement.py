@@ -459,7 +459,7 @@ def test_checkpoints(size, tmp_path):
 
 # what has no tensors of rows, or is the host's: runs, figures, plans, traces
 PLAIN = """
-CSVWriter Ledger LinkPolicy Machine Mesh PartitionReport Plan Plans
+Auto CSVWriter Ledger LinkPolicy Machine Mesh PartitionReport Plan Plans
 RandomGraph RankError Rows TensorBoardWriter calibrate init launch metrics on_preempt plan trace
 DistEdgeIndex
 """.split()

@@ -247,7 +247,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         """Returns the product that the layer is on a share, or None; collective."""
         check_arguments(self, (x, edge_index, edge_weight), {})
         if self.cached:  # layers of PyG keep the edges of the first call
-            first = vars(self).get("_first_edges", (edge_index, edge_weight))
+            first = vars(self).get("first_edges", (edge_index, edge_weight))
             edge_index, edge_weight = first
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         topology = topology_of(edge_index)
@@ -260,6 +260,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         known = (
             known
             and self._cached_edge_index is None
+            and (self.normalize or not torch.is_autocast_enabled(x.device.type))
             and not (self.add_self_loops and edge_index.looped)
             and x.dtype == self.lin.weight.dtype
         )
@@ -277,14 +278,14 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         if self.normalize:
             kind = OperatorKind("gcn", self.improved, self.add_self_loops)
         if self.cached:
-            self.__dict__.setdefault("_first_edges", (edge_index, edge_weight))
+            self.__dict__.setdefault("first_edges", (edge_index, edge_weight))
         with _saving(topology):
             return plan_product(x, context, kind, weight, self.lin, bias=self.bias)
 
     def reset_parameters(self) -> None:
         """Draws weights anew, and forgets the edges of the first call."""
         super().reset_parameters()
-        self.__dict__.pop("_first_edges", None)
+        self.__dict__.pop("first_edges", None)
 
 
 class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):

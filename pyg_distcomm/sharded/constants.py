@@ -12,6 +12,7 @@ kept is handed out as a copy. The cache is the mesh's, and keeps the latest resu
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -90,7 +91,7 @@ class Constants:
     """Numbers constant values, and keeps what was computed from them."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._count = itertools.count(1)  # loaders number rows in threads of their own
         self._numbers: dict[Any, int] = {}
         self._plain = ByContent(_KEPT_PLAIN)
         self.results = Latest(_KEPT)  # by number
@@ -107,8 +108,7 @@ class Constants:
 
     def next_number(self) -> int:
         """Returns a number that no value has had: that of a value that nothing describes."""
-        self._count += 1
-        return self._count
+        return next(self._count)
 
     def number_of_plain(self, x: Tensor) -> int:
         """Returns the number of a plain tensor, known by its content."""

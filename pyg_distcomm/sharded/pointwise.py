@@ -237,7 +237,8 @@ def _is_pointwise(func: Any) -> bool:
     packet = getattr(aten, name.removesuffix("_"), None)
     if not name.endswith("_") or name.startswith("__") or packet is None:
         return False
-    if func._overloadname not in packet.overloads():
+    overload = func._schema.overload_name or "default"
+    if overload not in packet.overloads():
         return False
-    op = getattr(packet, func._overloadname)
+    op = getattr(packet, overload)
     return PROCESS.rules.get(op) is apply or torch.Tag.pointwise in op.tags
