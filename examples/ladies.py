@@ -22,7 +22,7 @@ from pyg_distcomm.datasets import (
     node_score,
     num_outputs,
 )
-from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
+from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader, LoaderOptions
 
 
 def with_operator(data):
@@ -97,8 +97,8 @@ def main():
     same = share.edge_index.nodes.partition
     operator = pdc.partition(with_operator(whole), mesh, same).to(mesh.device)
     data = whole if args.whole else share  # what is sampled from
-    options = {"input_nodes": data.train_mask, "shuffle": True, "seed": 0}
-    options["batch_size"] = args.batch_size
+    options = {"input_nodes": data.train_mask, "shuffle": True}
+    options |= {"batch_size": args.batch_size, "options": LoaderOptions(seed=0)}
     drawn, fanout = [args.per_layer] * 2, [10, 5]
     layers = DistLayerLoader(data, drawn, args.rule, weights=args.weights, **options)
     neighbors = DistNeighborLoader(data, fanout, **options)
