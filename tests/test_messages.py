@@ -296,3 +296,23 @@ def test_messages_may_be_longer_than_32_bits_count():
     assert second == [(count, [1, 1, 1]), gathered, summed]
     assert sent == 2 * count
     assert received == 2 * count + 5
+
+
+def _equal_blocks_of_one_tensor():
+    mesh = worlds.mesh()
+    rank, before = mesh.rank, collectives._uses_nccl
+    rows = (
+        torch.arange(4.0).view(4, 1) + 10 * rank
+    )  # two for each rank, also for itself
+    collectives._uses_nccl = lambda x, axis: True
+    try:
+        got = collectives.all_to_all(rows, [2, 2], [2, 2], mesh.world).wait()
+    finally:
+        collectives._uses_nccl = before
+    wanted = [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]][rank]
+    assert got.view(-1).tolist() == wanted
+
+
+@pytest.mark.place("cpu")
+def test_an_exchange_of_one_tensor_is_never_a_gather():
+    worlds.run(_equal_blocks_of_one_tensor, 2)

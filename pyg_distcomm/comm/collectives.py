@@ -116,7 +116,10 @@ def all_to_all(
     like, device = parts[0], (x if isinstance(x, Tensor) else x[0]).device
     if axis.size == 1:
         return Pending(like if into is None else into.copy_(like), device, axis, op)
-    equal = into is None and _is_equal_gather(parts, recv_counts, axis)
+    gathers = (
+        into is None and source is None
+    )  # of one tensor for each rank, see `copies`
+    equal = gathers and _is_equal_gather(parts, recv_counts, axis)
     rows = axis.size * len(parts[axis.rank - 1]) if equal else sum(recv_counts)
     out = into
     if out is None or out.device != like.device:
