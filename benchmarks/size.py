@@ -64,12 +64,6 @@ def held() -> int:
     return 1024 * int(text.split("\nPss:")[1].split()[0])
 
 
-def anonymous() -> int:
-    """Reads the part of the PSS that no file backs, in bytes."""
-    text = Path("/proc/self/smaps_rollup").read_text()
-    return 1024 * int(text.split("\nPss_Anon:")[1].split()[0])
-
-
 class Phases:
     """Measures each phase: seconds of the wall, of processors, and the largest PSS in it."""
 
@@ -148,9 +142,14 @@ def storages(root: Any, seen: set[int]) -> int:
 
 def generated(folder: Path, nodes: int, edges: int, features: int) -> Path:
     """Writes a graph, if it is not there; prints what that took."""
-    graph = folder / f"graph-{nodes}-{edges}"
-    if not (graph / "x.npy").exists():
-        found = in_process(_generate, graph, nodes, edges, features)
+    graph = folder / f"graph-{nodes}-{edges}-{features}"
+    if not graph.exists():
+        aside = graph.with_suffix(
+            ".part"
+        )  # a run that is killed leaves no half of a graph
+        shutil.rmtree(aside, ignore_errors=True)
+        found = in_process(_generate, aside, nodes, edges, features)
+        aside.rename(graph)
         show(f"generate {nodes:,} nodes, {found[1]:,} edges", [found[0]])
     return graph
 
@@ -165,7 +164,7 @@ def _generate(graph: Path, nodes: int, edges: int, features: int) -> Any:
 def cut(graph: Path, parts: int, method: str = "stream") -> tuple[Path, Any]:
     """Writes the parts of a graph, if they are not there; returns their folder and figures."""
     out, kept = graph / f"{method}-{parts}", graph / f"{method}-{parts}.json"
-    if not kept.exists():
+    if not (kept.exists() and out.exists()):
         rows, share, edges = in_process(_cut, graph, out, parts, method)
         kept.write_text(json.dumps({"rows": rows, "share": share, "edges": edges}))
     found = json.loads(kept.read_text())

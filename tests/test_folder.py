@@ -343,6 +343,9 @@ def fields(meta):
         yield f"report.{name}", meta | {"report": meta["report"] | {name: 7}}
         left = {k: v for k, v in meta["report"].items() if k != name}
         yield f"has no '{name}'", meta | {"report": left}
+    yield "report.edge_cut", meta | {"report": meta["report"] | {"edge_cut": "x"}}
+    yield "another type", meta | {"report": meta["report"] | {"more": 1}}
+    yield "another type", meta | {"report": meta["report"] | {"before": 3}}
     x = meta["attributes"]["x"]
     for key, value in {
         "kind": ["edges", 3, None],

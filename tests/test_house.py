@@ -339,7 +339,7 @@ def test_references_and_citations_agree():
 BOUNDS = {
     "lines": 58_800,
     "modules": 185,
-    "lines of tests and their helpers": 53_300,
+    "lines of tests and their helpers": 53_400,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 14,
     "classes that intercept ops or functions of torch": 6,
@@ -403,6 +403,7 @@ def test_importing_compiles_nothing_and_touches_no_device():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
+@pytest.mark.subprocess
 def test_links_take_few_frames_and_modules():
     """From a layer to the collective, as benchmarks/call_path.py counts them."""
     script = str(ROOT / "benchmarks" / "call_path.py")

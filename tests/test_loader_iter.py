@@ -18,6 +18,7 @@ from pyg_distcomm.loader import (
     ClusterData,
     ClusterLoader,
     DistLayerLoader,
+    DistNeighborLoader,
     GraphSAINTEdgeSampler,
     GraphSAINTNodeSampler,
     GraphSAINTRandomWalkSampler,
@@ -146,3 +147,20 @@ def _inferred(cut, cache):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_inference_gets_all_rows_on_all_ranks(size, cut, cache):
     worlds.run(_inferred, size, cut, cache)
+
+
+def _layers_on_one_rank_only(partitioned):
+    mesh = worlds.mesh()
+    data = graph()
+    seeds = torch.arange(data.num_nodes)
+    seeds = seeds if mesh.rank == 0 else seeds[: len(seeds) // 2]
+    data = pdc.partition(data, mesh) if partitioned else data
+    ours = LoaderOptions(even_batches="drop")
+    loader = DistNeighborLoader(data, [-1], seeds, batch_size=9, options=ours)
+    return sum(1 for _ in loader)
+
+
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_a_loader_is_of_inference_on_all_ranks_or_on_none(partitioned):
+    counts = worlds.anew(_layers_on_one_rank_only, 2, partitioned)
+    assert len(set(counts)) == 1

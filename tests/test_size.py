@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -58,12 +58,12 @@ def test_edges_and_features_follow_the_classes(written):
     assert means.std() > 0.5
 
 
+@pytest.mark.subprocess
 def test_a_killed_cut_leaves_nothing_and_starts_again(written, tmp_path):
     folder, _ = written
     script = f"""
         import time
         from pyg_distcomm.partition import external
-        plain = external._Writer._count_rows
         def slow(self, *args):
             print("written", flush=True)
             time.sleep(60)
@@ -88,16 +88,22 @@ def test_exponents_are_those_of_powers():
     assert np.isnan(size.exponent(xs, [0.0] * 4))
 
 
-def test_phases_hold_the_peak_of_what_they_run():
+def test_phases_hold_the_peak_of_what_they_run(monkeypatch):
+    read, now = threading.Event(), 10
+
+    def held():
+        if now == 40:
+            read.set()
+        return now
+
+    monkeypatch.setattr(size, "held", held)
     phases = size.Phases()
-    with phases.phase("idle"):
-        pass
     with phases.phase("large"):
-        kept = np.ones(30_000_000, np.int8)
-        time.sleep(0.6)
-        del kept
-    grown = phases.rows["large"]["peak"] - phases.rows["idle"]["end"]
-    assert 25e6 < grown < 60e6
+        now = 40
+        assert read.wait(60)
+        now = 20
+    assert phases.rows["large"]["peak"] == 40
+    assert phases.rows["large"]["end"] == 20
 
 
 def test_the_law_of_minibatches_bounds_what_loaders_fetch():
@@ -108,7 +114,7 @@ def test_the_law_of_minibatches_bounds_what_loaders_fetch():
     found = len(sampler.sample_from_nodes(NodeSamplerInput(None, seeds)).node)
     most = size.loader_rows(pdc.RandomGraph(n, data.num_edges, "rmat"), 32)
     assert found <= 1.1 * most
-    assert most <= n
+    assert most <= min(n, 3 * found)
 
 
 def test_parts_that_are_there_are_not_cut_again(written, tmp_path, monkeypatch):
@@ -118,5 +124,6 @@ def test_parts_that_are_there_are_not_cut_again(written, tmp_path, monkeypatch):
     shown = {"partition": {"wall": 1.0, "cpu": 1.0, "peak": 1.0, "end": 1.0}}
     kept = {"rows": shown, "share": 0.25, "edges": count}
     (folder / "stream-3.json").write_text(json.dumps(kept))
+    (folder / "stream-3").mkdir()
     monkeypatch.setattr(size, "in_process", None)
     assert size.cut(graph, 3)[1] == kept

@@ -443,6 +443,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
                 "given": self._epoch_plan.batch_sampler is not None,
                 "seed": self._agreed_seed(),
                 "asked": self.options.seed,
+                "layers": self._reads_layers,
             }
             self._notes.post(note)
         return world
@@ -459,10 +460,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
                     "rank loads every batch",
                     stacklevel=5,
                 )
-            found = self._sharding_over(world)
-            self._cached_sharding = (
-                self._unsharded(found.even) if self._reads_layers else found
-            )
+            self._cached_sharding = self._sharding_over(world)
         return self._cached_sharding
 
     def _sharding_over(self, world: World) -> BatchSharding:
@@ -481,6 +479,8 @@ class BulkLoading(Generic[Graph], _PyGLoader):
                 "ranks the same seed"
             )
         self.seed = notes[0]["seed"]
+        if all(note["layers"] for note in notes):
+            return self._unsharded(even)
         same = len({note["inputs"] for note in notes}) == 1
         split = any(note["given"] for note in notes)
         split = split or (not same and self.options.split == "auto")

@@ -124,18 +124,13 @@ class DistNeighborLoader(BulkLoading[Graph], NeighborLoader):
             **kwargs,
         )
         self.data, inputs = data, self.input_data
-        self._finish_init([inputs.node, inputs.time, inputs.input_type], kwargs)
         one_hop = isinstance(num_neighbors, (list, tuple)) and [*num_neighbors] == [-1]
-        in_order = not (kwargs.keys() & {"sampler", "batch_sampler"})
-        in_order = in_order and not kwargs.get("shuffle")
-        if (
-            self.options.split == "auto"
-            and one_hop
-            and in_order
-            and isinstance(data, Data)
-        ):
+        drawn = (kwargs.get(name) for name in ("sampler", "batch_sampler", "shuffle"))
+        if one_hop and isinstance(data, Data) and not any(d for d in drawn):
             every = torch.arange(data.num_nodes)
-            self._reads_layers = torch.equal(inputs.node.cpu(), every)
+            split = self.options.split == "auto"
+            self._reads_layers = split and torch.equal(inputs.node.cpu(), every)
+        self._finish_init([inputs.node, inputs.time, inputs.input_type], kwargs)
 
 
 class DistLinkNeighborLoader(BulkLoading[Graph], LinkNeighborLoader):

@@ -33,6 +33,7 @@ from pyg_distcomm.partition.atomic import (
     sync,
     write_problem,
 )
+from pyg_distcomm.partition.partition import PartitionReport
 
 FORMAT = "pyg-distcomm partition"
 VERSION = 1
@@ -235,6 +236,9 @@ def _problems(meta: Meta) -> Iterator[str]:
     for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
         if not _are_counts(report[name], parts):
             yield f"report.{name} is {str(report[name])[:80]}, wanted {parts} counts"
+    if not _is_count(report["edge_cut"]):
+        yield f"report.edge_cut is {report['edge_cut']!r}, wanted a number of at least 0"
+    PartitionReport.from_dict(report)  # raises for other fields, also of one before
     for name in ("nodes", "edges"):
         if sum(report[name]) != meta[f"num_{name}"]:
             yield f"num_{name} is {meta[f'num_{name}']}, but report has {sum(report[name])}"
