@@ -103,6 +103,7 @@ LISTED = {
         torch.ops.aten._linalg_det
         torch.ops.aten._fft_r2c
         torch.ops.aten._fft_c2r
+        torch.ops.aten._conj
         torch.ops.aten._fft_c2c
         torch.ops.aten._adaptive_avg_pool2d_backward
         torch.ops.aten._adaptive_avg_pool2d

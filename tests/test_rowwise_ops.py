@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_geometric
 import worlds
 from torch_geometric.data import Data, HeteroData
 
@@ -276,3 +277,83 @@ def _two_graphs_of_as_many_nodes():
 
 def test_gradients_stay_with_the_graph_that_was_read():
     worlds.run(_two_graphs_of_as_many_nodes, 2)
+
+
+def _odd_operands():
+    """Index narrower than rows, negative ids, one row, no rows, other dimensions."""
+    whole, mesh = _graph(), worlds.mesh()
+    ids, table = torch.arange(40) % 5, _random(5, 8)
+    eyes = torch.eye(3, dtype=torch.float64).expand(40, 3, 3)
+    cases = {
+        "one column": lambda x, c: torch.zeros_like(table).scatter_add(
+            0, ids[:, None], x
+        ),
+        "fewer rows": lambda x, c: torch.zeros_like(table).scatter_add(
+            0, ids[:9, None].expand(-1, 8), x
+        ),
+        "a column put": lambda x, c: x.scatter(0, torch.arange(40)[:, None], x * 2),
+        "negative ids": lambda x, c: table[ids - 5] * x,
+        "diagonals of rows": lambda x, c: torch.diag_embed(x, dim1=0, dim2=1),
+        "solve by one": lambda x, c: torch.linalg.solve(eyes[0] * 2, x[:, :3, None]),
+        "cross with one": lambda x, c: torch.linalg.cross(x[:1, :3], x[:, :3]),
+        "bilinear of one": lambda x, c: F.bilinear(x[:1], x[:1], W),
+        "softmax of none": lambda x, c: x[:0].softmax(0),
+        "softmax of large": lambda x, c: (x.half() * 100).softmax(0),
+        "pad by reflection": lambda x, c: F.pad(c, (2, 2), mode="reflect"),
+        "spectra": lambda x, c: torch.fft.irfft(torch.fft.rfft(x)),
+        "eigenvalues": lambda x, c: torch.linalg.eigvals(c[:, :, :3]).abs(),
+    }
+    for cut in ("random", torch.zeros(40, dtype=torch.int64)):
+        share = pdc.partition(whole, mesh, cut)
+        for name, case in cases.items():
+            got = []
+            for data in (whole, share):
+                x, c = (data[k].clone().requires_grad_() for k in "xc")
+                out = case(x, c)
+                if name not in ("one column", "fewer rows", "a column put"):
+                    # of which torch has no gradient
+                    out.float().square().sum().backward()
+                got.append([_full(t) for t in (out, x.grad, c.grad) if t is not None])
+            for a, b in zip(*reversed(got), strict=True):
+                loose = 1e-3 if name == "softmax of large" else 1e-9  # in half
+                torch.testing.assert_close(
+                    a,
+                    b,
+                    rtol=loose,
+                    atol=loose,
+                    msg=lambda m, name=name: f"{name}: {m}",
+                )
+
+
+def test_odd_operands_are_those_of_one_process():
+    worlds.run(_odd_operands, 2)
+
+
+def _cached():
+    whole, mesh = _graph(), worlds.mesh()
+    share = pdc.partition(whole, mesh)
+    weights = share.edge_attr, share.edge_attr * 2
+    plain = whole.edge_attr, whole.edge_attr * 2
+    for normalize in (True, False):
+        torch.manual_seed(0)
+        one = torch_geometric.nn.GCNConv(8, 2, cached=True, normalize=normalize)
+        torch.manual_seed(0)
+        ours = nn.GCNConv(8, 2, cached=True, normalize=normalize)
+        for k in (0, 1, 0):
+            if k:
+                hooks = [
+                    conv.register_message_forward_hook(_same) for conv in (one, ours)
+                ]
+            wanted = one(whole.x.float(), whole.edge_index, plain[k])
+            got = ours(share.x.float(), share.edge_index, weights[k])
+            torch.testing.assert_close(got.full_tensor(), wanted)
+            for hook in hooks if k else ():
+                hook.remove()
+
+
+def _same(layer, inputs, out):
+    return out
+
+
+def test_a_cached_layer_keeps_the_edges_that_pygs_does():
+    worlds.run(_cached, 2)

@@ -337,7 +337,7 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
 
 def as_bytes(values: Tensor) -> Tensor:
     """Returns the bytes of a dense tensor, `[bytes]`, in its memory where it is contiguous."""
-    flat = values.contiguous().flatten()
+    flat = values.resolve_conj().resolve_neg().contiguous().flatten()
     # the stride of one number or none may be anything, which `view` does not take
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 

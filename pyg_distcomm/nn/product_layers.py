@@ -228,6 +228,9 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
     ) -> Tensor:
         """Runs the layer."""
         if is_spread(x, edge_index):
+            # what a cached layer of PyG keeps of its first call
+            first = vars(self).get("first_edges", (edge_index, edge_weight))
+            edge_index, edge_weight = first
             product = self._planned(x, edge_index, edge_weight)
             if product is None:
                 given = x, edge_index, edge_weight
@@ -246,9 +249,6 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
     ) -> PlannedProduct | None:
         """Returns the product that the layer is on a share, or None; collective."""
         check_arguments(self, (x, edge_index, edge_weight), {})
-        if self.cached:  # layers of PyG keep the edges of the first call
-            first = vars(self).get("first_edges", (edge_index, edge_weight))
-            edge_index, edge_weight = first
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         topology = topology_of(edge_index)
         check_edges("edge_weight", edge_weight, topology)
@@ -277,7 +277,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         kind = OperatorKind()
         if self.normalize:
             kind = OperatorKind("gcn", self.improved, self.add_self_loops)
-        if self.cached:
+        if self.cached and self.normalize:
             self.__dict__.setdefault("first_edges", (edge_index, edge_weight))
         with _saving(topology):
             return plan_product(x, context, kind, weight, self.lin, bias=self.bias)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
 from pyg_distcomm.sharded.partial import PartialSum, summed_over_ranks
-from pyg_distcomm.sharded.pointwise import bound, meeting
+from pyg_distcomm.sharded.pointwise import bound
 from pyg_distcomm.sharded.reductions import (
     softmax_over_rows,
     softmax_over_rows_backward,
@@ -26,7 +26,6 @@ _DIMENSIONS = ("dim", "dims", "dim1", "dim2", "dimension")
 _SIZES = ("input_size", "input_sizes")  # of the whole
 # how many of the last dimensions an op mixes that names none
 _LAST = {
-    aten.diag_embed: 1,
     aten.reflection_pad1d: 1,
     aten.reflection_pad1d_backward: 1,
     aten.replication_pad1d: 1,
@@ -76,6 +75,9 @@ def _mixed(func: Any, args: list[Any], n: int) -> set[int]:
     if packet in _LAST:
         return set(range(n - _LAST[packet], n))
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=True))
+    if packet is aten.diag_embed:
+        ends = {given["dim1"] % (n + 1), given["dim2"] % (n + 1)}
+        return {n - 1} if ends == {n - 1, n} else set(range(n))
     if packet is aten.constant_pad_nd:
         pad = given["pad"]
         return {n - 1 - i // 2 for i, width in enumerate(pad) if width}
@@ -94,21 +96,36 @@ def _alone(func: Any, args: Any, kwargs: Any) -> Any:
     mixed = _mixed(func, given, len(size))
     if at in mixed or (func.overloadpacket in _MOVING and at > min(mixed)):
         return whole.apply(func, args, kwargs)
-    right = like.dim() - at
-    own = [
-        a.local
-        if type(a) is DistTensor and a.rows is rows and a.dim_ == at
-        else meeting(a, rows, right)
-        for a in given
-    ]
+    if not all(_meets(a, like) for a in given):
+        return whole.apply(func, args, kwargs)
+    own = [local_at(a, rows, at) if isinstance(a, Tensor) else a for a in given]
+    empty = not like.local.size(at)
+    if empty:  # some ops refuse no rows, which other ranks have
+        own = [_one_zero(a, at) if isinstance(a, Tensor) else a for a in own]
     for i, name in enumerate(names):
         if name in _SIZES:
-            own[i] = [*given[i][:at], like.local.size(at), *given[i][at + 1 :]]
+            count = max(like.local.size(at), 1)
+            own[i] = [*given[i][:at], count, *given[i][at + 1 :]]
     count = sum(not a.kwarg_only for a in func._schema.arguments)
     found = func(*own[:count], **dict(zip(names[count:], own[count:], strict=True)))
-    if isinstance(found, Tensor):
-        return DistTensor(found, rows, at)
-    return tuple(DistTensor(out, rows, at) for out in found)
+    parts = [found] if isinstance(found, Tensor) else list(found)
+    parts = [part.narrow(at, 0, 0) if empty else part for part in parts]
+    made = tuple(DistTensor(part, rows, at) for part in parts)
+    return made[0] if isinstance(found, Tensor) else made
+
+
+def _meets(a: Any, like: DistTensor) -> bool:
+    """Tells whether an operand has a row for each of `like`, in the same dimension."""
+    if not isinstance(a, Tensor) or a is like:
+        return True
+    if type(a) is DistTensor:
+        return a.rows is like.rows and a.dim_ == like.dim_
+    same = a.dim() == like.dim() and type(a) is Tensor
+    return same and a.size(like.dim_) == like.rows.count
+
+
+def _one_zero(x: Tensor, at: int) -> Tensor:
+    return x.new_zeros([*x.shape[:at], 1, *x.shape[at + 1 :]])
 
 
 # ops that remove dimensions, or add some where they are named
@@ -127,6 +144,7 @@ _NAMED = (
     aten.cummin,
     aten.cumprod,
     aten.cumsum,
+    aten.diag_embed,
     aten.diagonal,
     aten.diagonal_backward,
     aten.glu,
@@ -154,7 +172,8 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Any:
     """Takes the softmax of each row, or over all rows."""
     x, d = args[:2]
     if type(x) is DistTensor and d % x.dim() == x.dim_ and x.is_floating_point():
-        return softmax_over_rows(x, func is aten._log_softmax.default)
+        kind = torch.float32 if args[2] else x.dtype
+        return softmax_over_rows(x, func is aten._log_softmax.default, kind)
     return _alone(func, args, kwargs)
 
 
@@ -164,7 +183,7 @@ def softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
     g, y, d = args[:3]
     if type(y) is DistTensor and d % y.dim() == y.dim_:
         log = func is aten._log_softmax_backward_data.default
-        return softmax_over_rows_backward(g, y, log)
+        return softmax_over_rows_backward(g, y, log, args[3])
     return _alone(func, args, kwargs)
 
 
@@ -230,11 +249,12 @@ def trilinear(func: Any, args: Any, kwargs: Any) -> Any:
     ]
     like, has = sharded[0]
     at, rows = has[like.dim_], like.rows
-    if any(has[f.dim_] != at or f.rows is not rows for f, has in sharded):
+    apart = any(has[f.dim_] != at or f.rows is not rows for f, has in sharded)
+    if apart or rows.count == 1:  # which torch would repeat where a rank has none
         return whole.apply(func, args, kwargs)
     own = [
         local_at(f, rows, has.index(at))
-        if at in has and f.size(has.index(at)) != 1
+        if at in has and (type(f) is DistTensor or f.size(has.index(at)) != 1)
         else f
         for f, has in zip(factors, spread, strict=True)
     ]

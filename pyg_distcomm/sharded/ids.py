@@ -75,7 +75,7 @@ class Ids:
         if id(rows) not in self._plans:
             self._plans[id(rows)] = rows, _planned(self, rows)
         # where gradients of what was read belong
-        self.rows.derived.setdefault("read", {})[rows.count] = rows
+        self.rows.latest("read")[rows.count] = rows
         return self._plans[id(rows)][1]  # type: ignore[no-any-return]
 
 

@@ -163,6 +163,15 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out
 
 
+@rule(aten._conj.default)
+def conj(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Conjugates own rows at once: a wrapper has no mark of what is to be conjugated."""
+    x = args[0]
+    out = DistTensor(x.local.conj().resolve_conj(), x.rows, x.dim_)
+    out._copied = True
+    return out
+
+
 @rule(aten._to_copy.default)
 def moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Moves own rows, or changes their type; on the device "meta" a tensor is plain.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.ops.id_plan import reduction_identity
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_call
@@ -202,7 +203,7 @@ def one_dim(func: Any, args: Any, kwargs: Any) -> Any:
         return whole.apply(func, args, kwargs)
     dims = _dims(x, given)
     if x.dim_ in dims:
-        if func is aten.logsumexp.default:
+        if func is aten.logsumexp.default and x.numel():
             return _logsumexp(x, dims, args[2] if len(args) > 2 else False)
         return whole.apply(func, args, kwargs)
     keep = args[at + 1] if len(args) > at + 1 else kwargs.get("keepdim", False)
@@ -221,19 +222,29 @@ def _logsumexp(x: DistTensor, dims: list[int], keep: bool) -> Tensor:
     return out if keep else out.squeeze(dims)  # type: ignore[arg-type]
 
 
-def softmax_over_rows(x: DistTensor, log: bool) -> DistTensor:
-    """Takes the softmax over all rows, by two all-reduces of one row."""
-    away = x.local - _logsumexp(x, [x.dim_], True)
-    return DistTensor(away if log else away.exp(), x.rows, x.dim_)
+def softmax_over_rows(x: DistTensor, log: bool, kind: torch.dtype) -> DistTensor:
+    """Takes the softmax over all rows, by two all-reduces of one row, in float32 of halves."""
+    wide = x.local.float() if x.dtype in HALVES else x.local
+    if not x.numel():
+        return DistTensor(wide.to(kind), x.rows, x.dim_)
+    every = DistTensor(wide, x.rows, x.dim_)
+    away = wide - _extreme("max")(aten.amax.default, (every, [x.dim_], True), {})
+    total = _over_ranks(away.exp().sum(x.dim_, True), x.rows.mesh)
+    out = away - total.log() if log else away.exp() / total
+    return DistTensor(out.to(kind), x.rows, x.dim_)
 
 
-def softmax_over_rows_backward(g: Tensor, y: DistTensor, log: bool) -> DistTensor:
+def softmax_over_rows_backward(
+    g: Tensor, y: DistTensor, log: bool, kind: torch.dtype
+) -> DistTensor:
     """Takes the gradient of `softmax_over_rows`: y (g - sum y g); of logs, g - e^y sum g."""
-    own = local_at(g, y.rows, y.dim_)
-    part = (own if log else own * y.local).sum(y.dim_, True)
+    own, out = local_at(g, y.rows, y.dim_), y.local
+    if y.dtype in HALVES:
+        own, out = own.float(), out.float()
+    part = (own if log else own * out).sum(y.dim_, True)
     total = _over_ranks(part, y.rows.mesh)
-    out = own - y.local.exp() * total if log else y.local * (own - total)
-    return DistTensor(out, y.rows, y.dim_)
+    found = own - out.exp() * total if log else out * (own - total)
+    return DistTensor(found.to(kind), y.rows, y.dim_)
 
 
 @rule(aten._local_scalar_dense.default)

@@ -78,6 +78,11 @@ def scatter(func: Any, args: Any, kwargs: Any) -> Any:
             changed(x)
             return x
         return DistTensor(out, rows, dim)
+    if "index_add" not in func._schema.name:  # torch takes a corner of src, and of x
+        wanted = src.shape if isinstance(src, Tensor) else v.shape
+        rest = [k for k in range(v.dim()) if k != d]
+        if v.shape != wanted or any(x.size(k) != v.size(k) for k in rest):
+            return whole.apply(func, args, kwargs)
     if func._schema.name in ("aten::scatter", "aten::scatter_"):
         op = "put"
     ids = None
@@ -214,10 +219,13 @@ def index_put(func: Any, args: Any, kwargs: Any) -> Any:
         if type(v) is DistTensor:
             ids = ids_of(v)
         elif type(value) is DistTensor and value.dim_ == d:
-            ids = _plain_ids_of(v, 0, value.rows)
-        if ids is None:
+            ids = _plain_ids_of(torch.where(v < 0, v + x.size(d), v), 0, value.rows)
+        if ids is None or value.dim() not in (0, x.dim()):
             return whole.apply(func, args, kwargs)
-        source = meeting_value(value, ids.rows, d, x).movedim(d, 0)
+        rest = [x.size(k) for k in range(x.dim()) if k != d]
+        source = meeting_value(value, ids.rows, d, x)
+        source = source.movedim(d, 0) if source.dim() else source
+        source = source.expand(len(ids.local), *rest)
         return _scatter_to_plain(plain(x), d, ids, source, "sum", True, mutable)
     found = None
     if len(used) > 1 and used == list(range(len(used))) and x.dim_ == 0:

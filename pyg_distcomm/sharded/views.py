@@ -313,8 +313,8 @@ def space_of(rows: Rows, n: int) -> Rows | None:
     for end in rows.derived.get("ends", ()):  # of edges, before other graphs' nodes
         if end.count == n:
             return end  # type: ignore[no-any-return]
-    if n in rows.derived.get("read", {}):
-        return rows.derived["read"][n]  # type: ignore[no-any-return]
+    if n in rows.latest("read"):
+        return rows.latest("read")[n]  # type: ignore[no-any-return]
     if rows.count == n:
         return rows
     spaces = rows.mesh.sharded.get("spaces", {})
