@@ -204,3 +204,30 @@ def test_threads_number_values_apart():
     finally:
         sys.setswitchinterval(before)
     assert len(set(numbers)) == len(numbers)
+
+
+_PICKED = {
+    "index": lambda t, ids: t[ids],
+    "index of two": lambda t, ids: t[torch.stack([ids, ids])][0],
+    "index_select": lambda t, ids: t.index_select(0, ids),
+    "gather": lambda t, ids: t.gather(0, ids),
+    "where": lambda t, ids: torch.where(ids < N, ids, t[:1].expand(len(ids))),
+}
+
+
+def _tables_in_new_memory(pick):
+    """Unread rows of rank 0 happen to be those of an earlier table; the others' do not."""
+    mesh = worlds.mesh()
+    ids = 1 + torch.arange(4).repeat(5)
+    data = pdc.partition(Data(torch.ones(N, 1), torch.stack([ids, ids.roll(1)])))
+    for garbage in (0, mesh.rank, 0):
+        table = torch.full((N,), garbage)
+        table[1:5] = torch.tensor([5, 3, 9, 1])
+        found = _PICKED[pick](table, data.edge_index[1])
+        want = _PICKED[pick](table, ids.roll(1))
+        assert torch.equal(found.sort()[0], want.sort()[0])  # which gathers all rows
+
+
+@pytest.mark.parametrize("pick", _PICKED)
+def test_unread_rows_of_a_table_may_differ_between_ranks(pick):
+    worlds.run(_tables_in_new_memory, 3, pick)

@@ -255,6 +255,27 @@ def is_averaged(leaf: Tensor, mesh: Mesh) -> bool:
     return bool(getattr(wrapper, "armed", False))
 
 
+def is_same(x: Tensor, mesh: Any) -> bool:
+    """Tells whether a plain tensor is the same on all ranks; collective the first time.
+
+    And again after a write. What a rank alone found would not do: of a table in new memory,
+    of which a few rows were written, the others differ between ranks, or happen to agree.
+
+    Price: two words of each rank.
+    """
+    if mesh.size == 1:
+        return True
+    if mesh.check == "never" or x.is_inference():  # whose versions are not counted
+        return False
+    known = mesh.sharded.setdefault("same", WeakTensorKeyDictionary())
+    found = known.get(x)
+    if found is None or found[0] != x._version:
+        mark = [x.numel(), digest(x)]
+        marks = collectives.all_gather_counts(mark, mesh.world)
+        found = known[x] = x._version, all(other == mark for other in marks)
+    return found[1]  # type: ignore[no-any-return]
+
+
 def compare_lists(ids: Tensor, mesh: Any) -> Tensor:
     """Returns plain ids, flat; raises on all ranks if they differ between ranks; collective.
 

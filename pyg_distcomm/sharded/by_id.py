@@ -166,7 +166,6 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
         return DistTensor(func(x.local, d, own, *args[3:]), x.rows, x.dim_)
     x = plain(x)
     if d == v.dim_:
-        compare_plain(x, v.rows.mesh)
         return DistTensor(func(x, d, v.local, *args[3:]), v.rows, d)
     return DistTensor(
         func(own_part(x, v.rows, v.dim_), d, v.local, *args[3:]), v.rows, v.dim_

@@ -22,6 +22,7 @@ from torch import Tensor
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest
 from pyg_distcomm.process import PROCESS
+from pyg_distcomm.sharded.agreement import is_same
 from pyg_distcomm.sharded.dist_tensor import DistTensor, note_write, rule
 
 _KEPT = 96  # results
@@ -190,7 +191,9 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         return out
     if kind == "in place" and not _is_known_write(func, args, kwargs):
         return rule(func, args, kwargs)
-    number = description(func, args, kwargs, known)
+    number = None
+    if func not in _PICKING or _are_same(args, first.rows.mesh):
+        number = description(func, args, kwargs, known)
     if kind == "in place":
         return _write(func, rule, args, kwargs, number, known)
     if number is None:
@@ -218,6 +221,12 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         if len(made) == 1 and func._schema.returns[0].type.kind() != "ListType"
         else (tuple(made) if len(func._schema.returns) > 1 else made)
     )
+
+
+def _are_same(args: Any, mesh: Mesh) -> bool:
+    """Tells whether plain tables, of which an op may read a part, are the same on all ranks."""
+    tables = [t for t in args if type(t) is Tensor and t.dim() and is_structure(t)]
+    return all([is_same(t, mesh) for t in tables])  # each is compared
 
 
 def _held(part: Tensor, number: int) -> Any:
@@ -298,6 +307,15 @@ _ADDING = {
     aten.scatter_reduce_.two,
     aten.index_add_.default,
     aten.index_reduce_.default,
+}
+_PICKING = {  # which may leave rows of a plain operand unread
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.take.default,
+    aten.embedding.default,
+    aten.masked_select.default,
+    aten.where.self,
 }
 _SAME = {
     aten.clone.default,
