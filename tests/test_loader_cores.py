@@ -12,7 +12,8 @@ import torch
 
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.loader import DistNeighborLoader
-from pyg_distcomm.loader.prefetch import BulkBuilder, Phases
+from pyg_distcomm.loader.batcher import Batcher
+from pyg_distcomm.loader.epoch import Phases
 
 
 @pytest.fixture
@@ -58,8 +59,8 @@ CASES = [
 def test_bulks_are_built_on_idle_cores(case, machine):
     cores, used, ranks, prefetch, ahead, width = case
     machine(cores, used, ranks)
-    bulk = BulkBuilder(loader_of(prefetch=prefetch), Phases())
-    assert (bulk.ahead, bulk._width) == (ahead, width)
+    bulk = Batcher(loader_of(prefetch=prefetch), Phases())
+    assert (bulk.ahead, bulk.width) == (ahead, width)
     if prefetch == "auto" and used <= cores // (ranks or 1):
         assert used + ahead * width <= cores // (ranks or 1)
 
@@ -89,7 +90,7 @@ def test_what_waits_for_a_disk_is_begun_ahead(machine, tmp_path):
     rows.tofile(tmp_path / "x")
     data.x = np.memmap(tmp_path / "x", rows.dtype, "r", shape=rows.shape)
     loader = DistNeighborLoader(data, [3, 2], torch.arange(24), batch_size=4)
-    assert BulkBuilder(loader, Phases()).ahead == 1
+    assert Batcher(loader, Phases()).ahead == 1
 
 
 @pytest.mark.parametrize("prefetch", [-1, 1.5, "always", None])

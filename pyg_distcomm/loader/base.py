@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, get_worker_info
@@ -15,43 +15,48 @@ from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
-from pyg_distcomm.loader.batch_sharding import (
+from pyg_distcomm.graph.local_adjacency import known
+from pyg_distcomm.loader.batcher import Batcher, Buffers, attach_sizes, edge_index_of
+from pyg_distcomm.loader.device_placement import Placement
+from pyg_distcomm.loader.epoch import (
     BatchSharding,
+    Epoch,
     EpochPlan,
     IndexSampler,
+    PassThroughDataset,
+    Phases,
+    PlannedBatch,
+    PrefetchQueue,
+    Progress,
+    Tracked,
+)
+from pyg_distcomm.loader.notes import (
     LoaderId,
     Notes,
-    PassThroughDataset,
-    PlannedBatch,
-    Progress,
+    StepComparer,
     World,
-    check_weighted_sampler,
     launched_ranks,
-    weighted_positions,
+    step_comparer,
 )
-from pyg_distcomm.loader.collate import Buffers, Collator, WorkerBatch
-from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     check_lengths,
+    check_weighted_sampler,
     describe_graph,
     digest,
     errors_on_all_ranks,
     ranks_of,
+    weighted_positions,
 )
 from pyg_distcomm.loader.partitioned_source import (
     PartitionedSource,
     check_sampled_together,
     neighbor_sampler_of,
 )
-from pyg_distcomm.loader.prefetch import BulkBuilder, Phases, PrefetchQueue
 from pyg_distcomm.loader.sparse_adjacency import holds_matrices, with_edges
-from pyg_distcomm.loader.unaveraged import StepComparer, step_comparer
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 
 Graph = TypeVar("Graph")  # a Data or a HeteroData, of the graph and of its minibatches
-# its batches, and what records its progress, its phases, and steps of optimizers
-Epoch: TypeAlias = tuple[Iterator[Any], Progress, Phases, StepComparer | None]
 _PyGLoader: Any = object  # for the type checker: PyG's loader, the next base class
 
 
@@ -231,14 +236,15 @@ class BulkLoading(Generic[Graph], _PyGLoader):
             return super()._get_iterator()
         self._end_epoch()
         if self.partitioned_source is not None:
-            self.partitioned_source.refresh()
-        bulk = BulkBuilder(self, self.phases)
+            if not self.partitioned_source.rows.are_current():
+                self.partitioned_source.read_rows()
+        batcher = Batcher(self, self.phases)
         bulks = PrefetchQueue(
             self._plan(),
-            bulk.stages(),
-            bulk.finish,
-            bulk.size,
-            bulk.ahead,
+            batcher.stages(),
+            batcher.finish,
+            batcher.size,
+            batcher.ahead,
             drain=self.partitioned_source is not None,
         )
         if self.partitioned_source is not None:
@@ -286,7 +292,9 @@ class BulkLoading(Generic[Graph], _PyGLoader):
             out = self.transform_sampler_output(out)
             if padding is not None:
                 out.padding = padding
-        return self._postprocess(Collator(self)(out), getattr(out, "padding", None))
+        return self._postprocess(
+            Batcher(self).collate(out), getattr(out, "padding", None)
+        )
 
     def pyg_filter_fn(self, out: Any) -> Any:
         """Calls PyG's own `filter_fn`."""
@@ -509,48 +517,37 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         return self.seed
 
 
-class Tracked:
-    """Iterates over one epoch, and records its progress and its phases.
+@dataclass(frozen=True, eq=False)
+class WorkerBatch:
+    """Holds a minibatch that a worker process sends, with the sizes that the sampler knows.
 
     Args:
-        begin: begins the epoch, when its first batch is wanted; returns its batches, and
-            what to record them in.
-        length: returns how many batches the epoch has.
+        batch: the minibatch.
+        sizes, seeds: numbers of nodes by type, as `carry` takes them; None if a transform
+            has replaced the edges.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[], Epoch],
-        length: Callable[[], int],
-    ) -> None:
-        self._begin, self._length = begin, length
-        self._begun: Epoch | None = None
+    batch: Any
+    sizes: dict[Any, int] | None
+    seeds: dict[Any, int]
 
-    def __iter__(self) -> Tracked:
-        return self
+    @staticmethod
+    def pack(batch: Any) -> WorkerBatch:
+        """Packs a minibatch with the sizes attached to its edges in this process."""
+        edges = edge_index_of(batch)
+        every = edges.values() if isinstance(edges, dict) else [edges]
+        found = [None if e is None else known(e) for e in every]
+        kept = [None if k is None else k.batch for k in found]
+        if not kept or kept[0] is None or any(k is not kept[0] for k in kept):
+            return WorkerBatch(batch, None, {})
+        return WorkerBatch(batch, kept[0].sizes, kept[0].seeds)
 
-    def __len__(self) -> int:
-        return self._length()
+    def unpack(self) -> Any:
+        """Returns the minibatch, with the sizes attached to its edges again."""
+        if self.sizes is not None:
+            attach_sizes(self.batch, self.sizes, self.seeds)
+        return self.batch
 
-    def __next__(self) -> Any:
-        if self._begun is None:
-            count = self._length()
-            self._length = lambda: count
-            self._begun = self._begin()
-        batches, progress, phases, steps = self._begun
-        phases.training_ended()
-        if steps is not None:
-            steps.before_batch()
-        begin = time.perf_counter_ns()
-        try:
-            batch = next(batches)
-        except StopIteration:
-            progress.finished = True
-            if steps is not None:
-                steps.at_end()
-            raise
-        progress.rounds += 1
-        if steps is not None:
-            steps.yielded()
-        phases.waiting_ended(begin)
-        return batch.unpack() if isinstance(batch, WorkerBatch) else batch
+    def pin_memory(self) -> WorkerBatch:
+        """Returns the batch in pinned memory; torch's DataLoader calls this."""
+        return WorkerBatch(self.batch.pin_memory(), self.sizes, self.seeds)

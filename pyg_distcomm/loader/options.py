@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
+from pyg_distcomm.comm.random import keyed_choice
 from pyg_distcomm.kernels.core_ops import as_bytes
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
@@ -357,6 +359,20 @@ def checked_links(data: Any, links: Any) -> Any:
         return name
     ends = checked_ends(ends)
     return ends if name is None else (name, ends)
+
+
+def check_weighted_sampler(sampler: ByClass, count: int) -> None:
+    """Raises ValueError if a sampler draws from another number of seeds than a loader has."""
+    if len(sampler.weights) != count:
+        raise ValueError(
+            f"the ImbalancedSampler draws from {len(sampler.weights)} seeds, and the loader "
+            f"has {count}; give both the same input_nodes"
+        )
+
+
+def weighted_positions(sampler: ByClass, key: int) -> Tensor:
+    """Draws the positions of the seeds of an epoch by a key, on the CPU."""
+    return keyed_choice(key, sampler.weights.cpu(), sampler.num_samples)
 
 
 def check_lengths(inputs: Any) -> None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
-from pyg_distcomm.loader.batch_sharding import World
+from pyg_distcomm.loader.notes import World
 from pyg_distcomm.loader.options import LoaderOptions, errors_on_all_ranks, ranks_of
 from pyg_distcomm.loader.subgraphs import SubgraphLoading
 from pyg_distcomm.partition.atomic import keep_file, read_whole

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,32 +47,6 @@ class GraphBlock:
     node_gid: tuple[Tensor, ...]
     partitions: tuple[Partition, ...]
     channel: ProcessGrid
-
-    def block_of(self, node_type: int, gid: Tensor) -> Tensor:
-        """Returns the block of each node of a type, int64."""
-        owner = self.partitions[node_type].owner_of(gid)
-        c = self.channel.replication
-        return owner if c == 1 else owner // c
-
-    def fetcher_of(self, node_type: int, gid: Tensor) -> Tensor:
-        """Returns the rank of the process row that fetches the row of each node, int64.
-
-        It is the rank in the process column of the node's owner; for nodes of this block,
-        which every rank of the process row holds, it is this rank.
-        """
-        owner, c = self.partitions[node_type].owner_of(gid), self.channel.replication
-        here = owner // c == self.channel.block
-        return torch.where(here, self.channel.col.rank, owner % c)
-
-    def local_rows(self, node_type: int, gid: Tensor) -> Tensor:
-        """Returns the local row of each node, all of which are in this block."""
-        return self._index[node_type](gid)
-
-    @cached_property
-    def _index(self) -> list[Callable[[Tensor], Tensor]]:
-        sizes = self.topology.graph.sizes
-        pairs = zip(self.node_gid, sizes, strict=True)
-        return [kernels.rank_select_index(gid, size) for gid, size in pairs]
 
 
 def is_share(data: Any) -> bool:

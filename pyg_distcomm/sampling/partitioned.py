@@ -42,7 +42,6 @@ from pyg_distcomm.kernels.minibatch import (
     Relation,
     Request,
     UnweightedNode,
-    hop_key,
 )
 from pyg_distcomm.sampling.algebra import (
     BulkMatrix,
@@ -284,7 +283,8 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             for n, (r, fan_out) in enumerate(fan_outs.items()):
                 received = theirs[n * k : (n + 1) * k]
                 relation = relations[r]
-                drawn_by = [hop_key(m, r, relation, hop, labor) for m in keys[peer]]
+                about = r, relation, hop, labor
+                drawn_by = self._sampler.keys_of(keys[peer], *about)
                 segments.append((r, self._frontier_of(received, drawn_by, fan_out)))
             messages.append(self._rows.answer(segments))
         draws, first = self._rows.draws(request, messages), request.first
@@ -293,8 +293,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             for n, r in enumerate(fan_outs):
                 if frontiers[r][i] is not None:
                     s = n * k + i
-                    part = draws.part(first[s], first[s + 1])
-                    builders[i].add_draws(r, hop, part)
+                    builders[i].add_draws(r, hop, draws, first[s], first[s + 1])
 
         threads.run(add, [(i,) for i in range(k)])
 
