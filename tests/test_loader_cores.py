@@ -70,13 +70,13 @@ def test_threads_run_where_a_core_is_idle(cores, machine):
     """The minibatches are the same, whoever builds them."""
     machine(cores, 1)
     loader, started = loader_of(), []
-    inner = loader._sample_planned
+    inner = loader.sample_planned
 
     def sampled(index):
         started.append(threading.current_thread() is not threading.main_thread())
         return inner(index)
 
-    loader._sample_planned = sampled
+    loader.sample_planned = sampled
     found = [batch.n_id for batch in loader]
     assert started == [cores > 1] * 6
     wanted = [batch.n_id for batch in loader_of(prefetch=0)]

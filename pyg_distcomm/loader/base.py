@@ -135,7 +135,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         """Completes PyG's constructor: plans epochs, and posts a note for the other ranks."""
         if self.batch_size is None and dataloader.get("batch_sampler") is None:
             raise ValueError("got batch_size=None, wanted a number of seeds; give one")
-        self._buffers = Buffers()
+        self.buffers = Buffers()
         # the epoch before, if spread
         self._previous_epoch: tuple[Any, list[Any]] | None = None
         self.seed, self._epoch, self._start_batch = self.options.seed, 0, 0
@@ -199,7 +199,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
     @property
     def _index_sampler(self) -> Any:
         return (
-            IndexSampler(self)
+            IndexSampler(self._plan, self._length)
             if "_epoch_plan" in self.__dict__
             else super()._index_sampler
         )
@@ -215,6 +215,12 @@ class BulkLoading(Generic[Graph], _PyGLoader):
     def _rounds_left(self) -> int:
         sharding = self._sharding()
         return sharding.rounds(self._start_batch) if sharding.batches else 0
+
+    def _length(self) -> int:
+        sharding = self._sharding()
+        if sharding.batches:
+            return sharding.rounds(0)
+        return len(self._epoch_plan.batch_sampler)  # may raise: it has no length
 
     def _begin_epoch(self) -> Epoch:
         sharding = self._sharding()
@@ -262,7 +268,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
             thread.join()
 
     @property
-    def _overrides_collate(self) -> bool:
+    def overrides_collate(self) -> bool:
         """Returns whether a subclass overrides how minibatches are sampled or collated."""
         own = type(self)
         same = own.filter_fn is BulkLoading.filter_fn
@@ -278,11 +284,11 @@ class BulkLoading(Generic[Graph], _PyGLoader):
 
     def collate_fn(self, index: Any) -> Any:
         """Samples one minibatch: a planned one of an epoch, or one of any list of inputs."""
-        out = self._sample_planned(index)
+        out = self.sample_planned(index)
         if not self.filter_per_worker:
             return out
         batch = self.filter_fn(out)
-        apart = get_worker_info() is not None and not self._overrides_collate
+        apart = get_worker_info() is not None and not self.overrides_collate
         return WorkerBatch.pack(batch) if apart else batch
 
     def filter_fn(self, out: Any) -> Any:
@@ -292,7 +298,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
             out = self.transform_sampler_output(out)
             if padding is not None:
                 out.padding = padding
-        return self._postprocess(
+        return self.postprocess(
             Batcher(self).collate(out), getattr(out, "padding", None)
         )
 
@@ -300,17 +306,17 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         """Calls PyG's own `filter_fn`."""
         return super().filter_fn(out)
 
-    def _postprocess(self, data: Any, padding: bool | None) -> Any:
+    def postprocess(self, data: Any, padding: bool | None) -> Any:
         if padding is not None:
             data.padding = padding
         return data if self.transform is None else self.transform(data)
 
-    def _sample_planned(self, index: Any) -> Any:
+    def sample_planned(self, index: Any) -> Any:
         if not isinstance(index, PlannedBatch):
             return self._sample(self.input_data[index])
         return self._mark_padding(self._sample(self._seeds_of(index)), index)
 
-    def _sample_planned_bulk(self, plan: list[PlannedBatch]) -> list[Any]:
+    def sample_planned_bulk(self, plan: list[PlannedBatch]) -> list[Any]:
         inputs = [self._seeds_of(index) for index in plan]
         outs = self._sample_bulk(inputs)
         return [self._mark_padding(out, k) for out, k in zip(outs, plan, strict=True)]
@@ -336,7 +342,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out attributes that a worker process cannot pickle and does not need."""
         without = dict.fromkeys(
-            ("_notes", "_steps", "_buffers", "_previous_epoch", "phases")
+            ("_notes", "_steps", "buffers", "_previous_epoch", "phases")
         )
         return {**self.__dict__, **without}
 

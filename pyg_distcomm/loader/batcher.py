@@ -165,11 +165,11 @@ class Batcher:
 
     def __init__(self, loader: Any, phases: Phases | None = None) -> None:
         self._loader, self._phases = loader, phases or Phases()
-        self._buffers = None if phases is None else loader._buffers
+        self._buffers = None if phases is None else loader.buffers
         self._place: Placement | None = loader.placement
         self._source, self._attributes = loader.partitioned_source, list[Attribute]()
         sampler = loader.neighbor_sampler_in_use
-        self._own = loader._overrides_collate
+        self._own = loader.overrides_collate
         self._together = hasattr(sampler, "sample_bulk") and not self._own
         ours = isinstance(sampler, KeyedNeighborSampler) or self._together
         self._shell = copy.copy(loader)  # PyG's methods run on it
@@ -310,11 +310,11 @@ class Batcher:
             if not self._together:
                 return self._each(self._draw, plan)
             with threads.limited(self.width):
-                return list(self._loader._sample_planned_bulk(plan))
+                return list(self._loader.sample_planned_bulk(plan))
 
     def _draw(self, index: PlannedBatch) -> Any:
         loader = self._loader
-        return (loader.collate_fn if self._own else loader._sample_planned)(index)
+        return (loader.collate_fn if self._own else loader.sample_planned)(index)
 
     # Fetch ----------------------------------------------------------------------------
 
@@ -455,7 +455,7 @@ class Batcher:
         loader = self._loader
         with self._reporting():
             if not self._late:
-                data = loader._postprocess(*out)
+                data = loader.postprocess(*out)
             elif self._own and loader.filter_per_worker:
                 data = out
             else:

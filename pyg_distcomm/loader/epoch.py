@@ -203,21 +203,23 @@ class PassThroughDataset(Sequence[int]):
         return index
 
 
+@dataclass(frozen=True, eq=False)
 class IndexSampler:
-    """Yields the batches of the next epoch to torch's DataLoader."""
+    """Yields the batches of the next epoch to torch's DataLoader.
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    Args:
+        plan: lists the batches of this rank.
+        length: returns how many there are, or raises TypeError.
+    """
+
+    plan: Callable[[], Iterator[PlannedBatch]]
+    length: Callable[[], int]
 
     def __iter__(self) -> Iterator[PlannedBatch]:
-        return self._loader._plan()
+        return self.plan()
 
     def __len__(self) -> int:
-        sharding = self._loader._sharding()
-        if sharding.batches:
-            return sharding.rounds(0)
-        # may raise: it has no length
-        return len(self._loader._epoch_plan.batch_sampler)
+        return self.length()
 
 
 SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "train"
