@@ -170,19 +170,18 @@ class Batcher:
         self._source, self._attributes = loader.partitioned_source, list[Attribute]()
         sampler = loader.neighbor_sampler_in_use
         self._own = loader.overrides_collate
-        self._together = hasattr(sampler, "sample_bulk") and not self._own
-        ours = isinstance(sampler, KeyedNeighborSampler) or self._together
+        bulks = hasattr(sampler, "sample_bulk")
+        self._together = bulks and not self._own
+        ours = bulks or isinstance(sampler, KeyedNeighborSampler)
         self._shell = copy.copy(loader)  # PyG's methods run on it
         self._shell.transform = self._shell.transform_sampler_output = None
         if self._source is not None:
             ours, self._attributes = True, self._source.rows.attributes
             self._shell.data = self._source.placeholder
-        elif isinstance(loader.data, (Data, HeteroData)) and not loader.data.is_cuda:
-            ours = ours or hasattr(sampler, "sample_bulk")
-            if ours:
-                self._shell.data = self._with_placeholders(loader.data)
-        else:
+        elif not isinstance(loader.data, (Data, HeteroData)) or loader.data.is_cuda:
             ours = False
+        elif ours:
+            self._shell.data = self._with_placeholders(loader.data)
         self._late = (
             self._own or not ours or loader.transform_sampler_output is not None
         )

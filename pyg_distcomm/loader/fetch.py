@@ -509,8 +509,7 @@ class ShareRows:
 
     def are_current(self) -> bool:
         """Returns whether the rows are as they were read, on all ranks; collective."""
-        with torch._C.DisableTorchFunctionSubclass():
-            same = same_marks(self.marks, _held(self.data))
+        same = same_marks(self.marks, self.data)
         found = collectives.all_gather_counts([int(same)], self.channel.world)
         return all(one for (one,) in found)
 
@@ -578,11 +577,13 @@ def marks_of(data: Any) -> list[Any]:
         ]
 
 
-def same_marks(marks: list[Any], now: list[tuple[str, DistTensor]]) -> bool:
+def same_marks(marks: list[Any], data: Any) -> bool:
     """Returns whether attributes are those of the marks, and were not written to since."""
-    return len(marks) == len(now) and all(
-        mark[0] == name
-        and mark[1]() is value
-        and mark[3:] == (_writes(value), _writes(mark[2]))
-        for mark, (name, value) in zip(marks, now, strict=True)
-    )
+    now = _held(data)
+    with torch._C.DisableTorchFunctionSubclass():
+        return len(marks) == len(now) and all(
+            mark[0] == name
+            and mark[1]() is value
+            and mark[3:] == (_writes(value), _writes(mark[2]))
+            for mark, (name, value) in zip(marks, now, strict=True)
+        )

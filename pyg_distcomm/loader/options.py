@@ -300,19 +300,24 @@ def seed_ids(nodes: Any) -> Tensor | None:
     return ids
 
 
+def check_mask(ids: Tensor | None, nodes: int | None) -> None:
+    """Raises ValueError for a mask of seeds without an entry for each of the nodes."""
+    if ids is None or ids.dtype != torch.bool or nodes is None:
+        return
+    if ids.shape != (nodes,):
+        raise ValueError(
+            f"input_nodes is a mask of shape {list(ids.shape)}, but the graph has "
+            f"{nodes} nodes; give one entry for each (a share has row-sharded masks), or ids"
+        )
+
+
 def checked_seeds(data: Any, nodes: Any) -> Any:
     """Returns seeds as PyG takes them, ids and masks as tensors; raises for invalid ones."""
     if not isinstance(data, (Data, HeteroData)):
         return nodes  # PyG reads the sizes of stores itself
     name, given = named_seeds(data, nodes)
     ids = seed_ids(given)
-    if ids is not None and ids.dtype == torch.bool:
-        count = (data if name is None else data[name]).num_nodes
-        if count is not None and ids.shape != (count,):
-            raise ValueError(
-                f"input_nodes is a mask of shape {list(ids.shape)}, but there are {count} "
-                "nodes; give one entry for each, or ids"
-            )
+    check_mask(ids, (data if name is None else data[name]).num_nodes)
     if name is None:
         return ids
     return name if ids is None else (name, ids)

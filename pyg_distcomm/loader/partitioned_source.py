@@ -23,10 +23,11 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.loader.batcher import Attribute, placeholder_rows
 from pyg_distcomm.loader.epoch import FETCH, SAMPLE
 from pyg_distcomm.loader.feature_store import DistFeatureStore
-from pyg_distcomm.loader.fetch import EDGES, ShareRows, group_of, marks_of
+from pyg_distcomm.loader.fetch import EDGES, ShareRows, group_of, marks_of, same_marks
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     agree_on,
+    check_mask,
     checked_ends,
     errors_on_all_ranks,
     named_links,
@@ -153,7 +154,7 @@ class PartitionedSource:
         with errors_on_all_ranks(self.mesh.world):
             ids = seed_ids(ids)
             ids = ids if ids is None else ids.cpu()
-            self._check_mask(ids, name)
+            check_mask(ids, _store(self.data, name).num_nodes)
         set_times = getattr(sampler, "set_seed_times", None)
         clock = self._clock(name, sampler)
         if set_times is not None and times is None and clock is not None:
@@ -210,16 +211,6 @@ class PartitionedSource:
         kind = "rows of the share" if sharded else "a tensor, or None"
         agree_on({what: kind}, self.mesh.world)
         return values.full_tensor() if sharded else values
-
-    def _check_mask(self, mask: Tensor | None, name: Any) -> None:
-        """Raises ValueError for a mask of seeds of another length than the number of nodes."""
-        count = _store(self.data, name).num_nodes
-        if mask is None or mask.dtype != torch.bool or mask.shape == (count,):
-            return
-        raise ValueError(
-            f"input_nodes is a mask of shape {list(mask.shape)}, but the graph has "
-            f"{count} nodes; pass the mask of the share (a DistTensor), or ids"
-        )
 
     def learn_edge_owners(self) -> None:
         """Finds the owners of all edges; needed if the target of an edge is not known."""
@@ -393,9 +384,7 @@ def _kept_store(
     anchor = next(s.edge_index for s in data.edge_stores).topology
     kept = PROCESS.stores.setdefault(anchor, {})  # as long as the share is alive
     known = kept.get(channel.replication)  # loaders to train and to evaluate share it
-    same = known is not None and [(*m[:2], *m[3:]) for m in known[0]] == [
-        (*m[:2], *m[3:]) for m in marks
-    ]
+    same = known is not None and same_marks(known[0], data)
     if all(one for (one,) in collectives.all_gather_counts([int(same)], channel.world)):
         store: DistFeatureStore = known[1]
         return store
