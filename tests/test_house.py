@@ -339,7 +339,7 @@ def test_references_and_citations_agree():
 BOUNDS = {
     "lines": 58_940,
     "modules": 185,
-    "lines of tests and their helpers": 53_500,
+    "lines of tests and their helpers": 53_600,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 14,
     "classes that intercept ops or functions of torch": 6,

@@ -275,11 +275,11 @@ def _adds_relations(
     None if it is none, if an edge is of no relation of the layer, or in a minibatch, for which
     their CSR form would be made only once.
     """
-    kind, (source, target) = given.get("edge_type"), _pair(given.get("x"))
-    known = (
-        isinstance(kind, Tensor) and not kind.is_floating_point() and kind.dim() == 1
-    )
-    if not known or adjacency.batch is not None or not is_relational(conv):
+    kind: Any = given.get("edge_type")
+    source, target = _pair(given.get("x"))
+    if not isinstance(kind, Tensor) or kind.is_floating_point() or kind.dim() != 1:
+        return None
+    if adjacency.batch is not None or not is_relational(conv):
         return None
     edge_index = given["edge_index"]
     if not usable(source, target) or source.dim() != 2 or target.dim() != 2:
