@@ -197,21 +197,17 @@ def test_linear_codecs_are_linear_and_pass_the_dot_product_test(codec):
         return there_and_back(codec, rows, draw=draw)
 
     assert torch.allclose(c(x + 2 * y), c(x) + 2 * c(y), rtol=1e-12, atol=1e-12)
-    back = codec.adjoint(y, draw)
-    left, right = float((c(x) * y).sum()), float((x * back).sum())
-    assert left == pytest.approx(right, rel=1e-12)
     # what arrives of a gradient is what the transpose makes of it
-    assert torch.allclose(c(y), back, rtol=1e-15)
+    left, right = float((c(x) * y).sum()), float((x * c(y)).sum())
+    assert left == pytest.approx(right, rel=1e-12)
 
 
 def test_a_chain_passes_gradients_through_its_mask_alone():
     mask = ColumnMask(4, scaled=True)
     chain, g = Chain(mask, Quantise(1, "stochastic")), rows()
     draw = draw_of(len(g), 5)
-    assert torch.equal(chain.adjoint(g, draw), mask.adjoint(g, draw))
-    assert torch.equal(Quantise(1).adjoint(g), g)
     sent = there_and_back(chain, g, draw=RngKey(5, draw.gid, noise=8))
-    assert torch.equal(sent != 0, (mask.adjoint(g, draw) != 0))
+    assert torch.equal(sent != 0, there_and_back(mask, g, draw=draw) != 0)
 
 
 # Plain and Cast -----------------------------------------------------------------------

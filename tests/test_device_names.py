@@ -225,7 +225,7 @@ def coded(name):
             for _ in range(2):
                 message = codec.encode(x, key)
                 out = codec.decode(message, torch.empty_like(x), key)
-                found += [message, out.clone(), codec.adjoint(x, key)]
+                found += [message, out.clone()]
         assert found, f"no {name} in tests/test_codec.py"
         return found
 

@@ -282,14 +282,6 @@ class Codec(abc.ABC):
                 )
         return CodingContext(self, rows, draw, where)
 
-    def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
-        """Returns C^T g `[m, f]`, the gradient of the rows; see [Note: gradients].
-
-        C is the linear part of decode(encode(.)) for this key, the identity in codecs
-        that round. Used for gradients that travel by another codec than the rows did.
-        """
-        return g
-
     def with_rate(self, rate: float) -> Codec:
         """Returns the same codec at another compression ratio, set by a schedule.
 

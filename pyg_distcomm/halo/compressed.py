@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ class LayerExchange:
         seed: the seed of random numbers.
         call: the number of the layer, by first use, and of its call in this epoch.
         epoch: this epoch.
-        codec, gradient_codec: the codecs of rows and of gradients.
+        codec: the codec of this epoch.
         synchronous: whether rows of this epoch are used.
         trains: whether it updates the state; evaluation does not.
         degrees: returns the in-degrees of own nodes `[n]`, for codecs that are `ranked`.
@@ -60,7 +59,6 @@ class LayerExchange:
     call: CallKey
     epoch: int
     codec: Codec
-    gradient_codec: Codec | None
     synchronous: bool
     trains: bool
     degrees: Callable[[], Tensor] | None = None
@@ -68,7 +66,7 @@ class LayerExchange:
 
     def as_exact(self, why: str) -> LayerExchange:
         """Returns the same call with exact and synchronous rows."""
-        return replace(self, codec=Plain(), gradient_codec=None, exact_reason=why)
+        return replace(self, codec=Plain(), exact_reason=why)
 
     def wrap(self, link: Link, name: int) -> Link:
         """Returns a link of an operator with the codec and timing of this call.
@@ -165,9 +163,7 @@ class CompressedLink(Link):
             )
         with exchange.state.guard():
             if backward:
-                x, direction, codec, key, noise = self._prepare_gradient(
-                    x, direction, late or skips
-                )
+                codec, key, noise = self._answer(late or skips)
             else:
                 fold = self.key.layer, self.key.number, self.key.name
                 key = noise = random.fold(exchange.seed, exchange.epoch, *fold)
@@ -210,8 +206,7 @@ class CompressedLink(Link):
     def _direction(self, sums: bool) -> Direction:
         """Returns a direction, with in-degrees if a codec needs them; collective then."""
         exchange, direction = self.exchange, self.halo.direction(sums)
-        own_codec = exchange.gradient_codec
-        if not (exchange.codec.ranked or (own_codec is not None and own_codec.ranked)):
+        if not exchange.codec.ranked:
             return direction
         if self.halo not in exchange.state.degrees:
             assert exchange.degrees is not None
@@ -244,10 +239,8 @@ class CompressedLink(Link):
             buffer.drain()
         return buffer
 
-    def _prepare_gradient(
-        self, g: Tensor, direction: Direction, late: int
-    ) -> tuple[Tensor, Direction, Codec, int, int]:
-        """Returns a gradient, its direction, codec, key and noise; see [Note: answers]."""
+    def _answer(self, late: int) -> tuple[Codec, int, int]:
+        """Returns the codec, the key and the noise of a gradient; see [Note: answers]."""
         exchange, rows = self.exchange, self._forward_message
         assert rows is not None
         if self._has_answered and late:
@@ -256,13 +249,8 @@ class CompressedLink(Link):
                 "late gradients twice; run the layer again, or use late_gradients=0"
             )
         self._has_answered = True
-        codec = gradient_codec(exchange.codec, rows.codec, exchange.gradient_codec)
-        if exchange.gradient_codec is not None and rows.codec.zero_fills:
-            g, direction = (
-                _adjoint(rows, _rows_to_send(g, direction), direction),
-                replace(direction, index=None),
-            )
-        return g, direction, codec, rows.key, random.fold(rows.key, exchange.epoch, 1)
+        codec = gradient_codec(exchange.codec, rows.codec)
+        return codec, rows.key, random.fold(rows.key, exchange.epoch, 1)
 
     def _receive(
         self, due: Message, buffer: StaleBuffer, out: Tensor, backward: bool
@@ -301,16 +289,13 @@ class CompressedLink(Link):
         return f"CompressedLink({self.halo}, {self.exchange.codec})"
 
 
-def gradient_codec(now: Codec, rows: Codec, own_codec: Codec | None) -> Codec:
+def gradient_codec(now: Codec, rows: Codec) -> Codec:
     """Returns the codec of a gradient.
 
     Args:
         now: the codec of this epoch.
         rows: the codec of the message that the gradient answers.
-        own_codec: the codec of gradients, if they have one.
     """
-    if own_codec is not None:
-        return own_codec
     if rows.zero_fills:
         return rows
     return Plain() if now.zero_fills else now  # gradients of whole rows are whole
@@ -322,14 +307,3 @@ def _load_of(direction: Direction, width: int, dtype: torch.dtype) -> Load:
 
 def _rows_to_send(x: Tensor, direction: Direction) -> Tensor:
     return x if direction.index is None else kernels.gather_rows(x, direction.index)
-
-
-def _adjoint(rows: Message, g: Tensor, direction: Direction) -> Tensor:
-    """Returns C^T g, message by message; C is the codec's map for the rows that were read."""
-    whole = RngKey(rows.key, direction.gid, degree=direction.degree)
-    ends = list(accumulate(direction.counts, initial=0))
-    parts = [
-        rows.codec.adjoint(g[begin:end], whole.part(begin, end))
-        for begin, end in pairwise(ends)
-    ]
-    return torch.cat(parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import Short, format_table
@@ -14,8 +13,6 @@ from pyg_distcomm.halo.compressed import gradient_codec
 from pyg_distcomm.halo.halo import DEGREES, NAMES
 from pyg_distcomm.halo.staleness import Timing
 from pyg_distcomm.halo.state import CallKey, ExchangeKey, ExchangeState, LayerState
-
-CodecPair: TypeAlias = tuple[Codec, Codec | None]  # of rows, and of gradients
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class LinkCostModel:
         last: the call that is exact.
         timing: the epochs in which rows are used.
         exact_first: whether the first epoch is exact.
-        codecs_at: returns the codecs in an epoch.
+        codec_at: returns the codec of an epoch.
         epoch: the epoch in progress.
         synchronous: whether epochs are synchronous until further notice.
         size: the number of ranks.
@@ -116,7 +113,7 @@ class LinkCostModel:
     last: CallKey | None
     timing: Timing
     exact_first: bool
-    codecs_at: Callable[[int], CodecPair]
+    codec_at: Callable[[int], Codec]
     epoch: int
     synchronous: bool
     size: int
@@ -227,7 +224,7 @@ class LinkCostModel:
         """Returns the codec of rows, or of gradients, in an epoch."""
         if self._is_exact(key, exchange, epoch):
             return Plain()
-        codec, own = self.codecs_at(epoch)
+        codec = self.codec_at(epoch)
         if not backward:
             return codec
         buffer, read = exchange.buffers[False], epoch  # the epoch of the rows read
@@ -236,7 +233,7 @@ class LinkCostModel:
             read = buffer.messages[-1].epoch
         elif since is not None and not self._is_synchronous(epoch):
             read = self.oldest(epoch, self.timing.staleness(False), since)
-        return gradient_codec(codec, self._codec(key, exchange, read, False), own)
+        return gradient_codec(codec, self._codec(key, exchange, read, False))
 
     def _received_bytes(
         self,
@@ -286,8 +283,7 @@ class LinkCostModel:
             return f"exact: {exchange.exact_reason}"
         if self._is_exact(key, exchange, epoch):
             return "exact: the first epoch"
-        codec, own = self.codecs_at(epoch)
-        how = f"{codec}" if own is None else f"{codec}, gradients {own}"
+        how = f"{self.codec_at(epoch)}"
         late = [self.timing.staleness(backward) for backward in (False, True)]
         skip = self.timing.skip
         if skip is not None and not self._is_synchronous(epoch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import warnings
@@ -71,8 +70,6 @@ class LinkPolicy:
         sync_every, warmup: which epochs are synchronous; see `Timing`.
         smooth, smooth_gradients: moving averages of late rows and gradients; see `Timing`.
         skip: skips exchanges of what has hardly changed; see `Drift`.
-        gradient_codec: that of gradients, if not that of the rows they answer. It
-            follows the schedule if it has a rate.
         exact_last: makes the last call exact, of layers that make more than one, and the
             first epoch.
         exact_eval: makes evaluation exact; otherwise it is coded, never late, and exact
@@ -96,26 +93,22 @@ class LinkPolicy:
         smooth_gradients: float | None = None,
         warmup: int = 1,
         skip: Drift | None = None,
-        gradient_codec: Codec | str | None = None,
         exact_last: bool = True,
         exact_eval: bool = True,
         adaptive: bool | Adaptive = False,
         seed: int = 0,
     ) -> None:
         codec = codec_of(codec) if isinstance(codec, str) else codec
-        if isinstance(gradient_codec, str):
-            gradient_codec = codec_of(gradient_codec)
-        for name, given in (("codec", codec), ("gradient_codec", gradient_codec)):
-            if not isinstance(given, Codec) and (given is not None or name == "codec"):
-                raise TypeError(
-                    f"{name} must be a Codec, as Plain(), or its name, as 'bf16', got "
-                    f"{given!r}"
-                )
+        if not isinstance(codec, Codec):
+            raise TypeError(
+                "codec must be a Codec, as Plain(), or its name, as 'bf16', got "
+                f"{codec!r}"
+            )
         if schedule is not None and not isinstance(schedule, Schedule):
             raise TypeError(
                 f"schedule must be a Schedule, as Fixed(2), got {schedule!r}"
             )
-        self.codec, self.gradient_codec = codec, gradient_codec
+        self.codec = codec
         means = smooth, smooth_gradients
         self.timing = Timing(late, late_gradients, sync_every, *means, warmup, skip)
         self.exact_last, self.exact_eval, self.seed = exact_last, exact_eval, seed
@@ -126,21 +119,15 @@ class LinkPolicy:
             codec.with_rate(1.0)  # raises for a codec without a rate
         self.epoch = 0
         self.state = LinkState()
-        self._codecs_by_epoch: dict[int, tuple[Codec, Codec | None]] = {}
+        self._codecs_by_epoch: dict[int, Codec] = {}
         self._warned = False
-
-    @property
-    def _ranked(self) -> bool:
-        own = self.gradient_codec
-        return self.codec.ranked or (own is not None and own.ranked)
 
     # for layers
 
     @property
     def is_exact(self) -> bool:
         """Whether it is the exact link: unchanged rows of this epoch."""
-        plain = self.codec == Plain() and self.gradient_codec in (None, Plain())
-        return plain and not self.timing.is_late
+        return self.codec == Plain() and not self.timing.is_late
 
     def is_used_on(self, mesh: Any) -> bool:
         """Tells whether layers on a mesh use codecs or late rows."""
@@ -148,7 +135,7 @@ class LinkPolicy:
 
     def check_ranked(self, nodes: Rows, degrees: Callable[[], Tensor] | None) -> None:
         """Raises a ValueError if a codec needs in-degrees that are not available."""
-        if not self._ranked:
+        if not self.codec.ranked:
             return
         if nodes.mesh.grid[1:] != (1, 1):
             raise ValueError(
@@ -212,7 +199,7 @@ class LinkPolicy:
         Raises:
             ValueError: for a link that skips, or needs in-degrees: chunks support neither.
         """
-        if self.timing.skip or self._ranked:
+        if self.timing.skip or self.codec.ranked:
             raise ValueError(
                 f"{self!r} skips exchanges or needs in-degrees, which chunks of a pipeline do "
                 "not support; leave out skip, and use Quantise or RangeBits for DegreeBits"
@@ -244,15 +231,13 @@ class LinkPolicy:
         degrees: Callable[[], Tensor] | None = None,
     ) -> LayerExchange:
         first = self.exact_last and self.epoch == 0 and trains
-        codec, own = (Plain(), None) if first else self.codecs_at(self.epoch)
         return LayerExchange(
             self.state,
             self.timing,
             self.seed,
             call,
             self.epoch,
-            codec,
-            own,
+            Plain() if first else self.codec_at(self.epoch),
             synchronous=not trains or self.synchronous,
             trains=trains,
             degrees=degrees,
@@ -265,26 +250,18 @@ class LinkPolicy:
             return True
         return self.trend is not None and self.trend.synchronous
 
-    def codecs_at(self, epoch: int) -> tuple[Codec, Codec | None]:
-        """Returns the codecs of rows and of gradients in an epoch."""
-        if epoch not in self._codecs_by_epoch:
-            codecs = self._codecs_at(epoch)
-            if epoch != self.epoch:
-                return codecs
-            self._codecs_by_epoch[epoch] = codecs
-        return self._codecs_by_epoch[epoch]
-
-    def _codecs_at(self, epoch: int) -> tuple[Codec, Codec | None]:
-        codec, own = self.codec, self.gradient_codec
+    def codec_at(self, epoch: int) -> Codec:
+        """Returns the codec of an epoch: of rows, and of the gradients that answer them."""
+        if epoch in self._codecs_by_epoch:
+            return self._codecs_by_epoch[epoch]
+        codec = self.codec
         if self.trend is not None:
             codec = with_bits(codec, self.trend.bits)
-        if self.schedule is None:
-            return codec, own
-        rate = self.schedule.rate(epoch)
-        if own is not None:
-            with contextlib.suppress(ValueError):  # a codec without a rate is unchanged
-                own = own.with_rate(rate)
-        return codec.with_rate(rate), own
+        if self.schedule is not None:
+            codec = codec.with_rate(self.schedule.rate(epoch))
+        if epoch == self.epoch:
+            self._codecs_by_epoch[epoch] = codec
+        return codec
 
     def note_cached(self, layer: Any, nodes: Rows, trains: bool) -> None:
         """Records that a layer's product is computed exactly, in order to be cached."""
@@ -304,7 +281,6 @@ class LinkPolicy:
             "codec": self.codec,
             "schedule": self.schedule,
             "timing": self.timing,
-            "gradient_codec": self.gradient_codec,
             "exact_last": self.exact_last,
             "exact_eval": self.exact_eval,
             "adaptive": None if self.trend is None else self.trend.rule,
@@ -363,7 +339,7 @@ class LinkPolicy:
             state.last,
             self.timing,
             self.exact_last,
-            self.codecs_at,
+            self.codec_at,
             self.epoch,
             self.trend is not None and self.trend.synchronous,
             1 if parts or state.nodes is None else state.nodes.mesh.size,
@@ -472,8 +448,6 @@ class LinkPolicy:
 
     def __repr__(self) -> str:
         shown = [f"{self.codec}"]
-        if self.gradient_codec is not None:
-            shown.append(f"gradient_codec={self.gradient_codec}")
         if self.timing.is_late:
             shown.append(f"{self.timing}")
         options = ("exact_last", "exact_eval")

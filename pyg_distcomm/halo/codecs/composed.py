@@ -12,7 +12,6 @@ from pyg_distcomm.halo.codec import (
     CodingContext,
     ColumnReducer,
     Index,
-    RngKey,
 )
 from pyg_distcomm.halo.codecs.sparse import ColumnMask, RowSample
 
@@ -103,20 +102,6 @@ class Chain(Codec):
             wider = _empty(out, shapes[k]) if k else out
             y = self.stages[k].widen(y, wider, draw)
         return y
-
-    def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
-        """Returns the adjoint of the linear stages; those that round pass gradients."""
-
-        def through(h: Tensor, stages: tuple[ColumnReducer, ...]) -> Tensor:
-            if not stages:
-                return self.last.adjoint(h, draw)
-            first, *rest = stages
-            if not first.zero_fills:
-                return through(first.adjoint(h, draw), tuple(rest))
-            inner = through(first.narrow(h, draw, None), tuple(rest))
-            return first.widen(inner, torch.empty_like(h), draw)
-
-        return through(g, self.stages)
 
     def _shapes(self, width: int, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
         """Returns the width and type before the first stage and after each."""

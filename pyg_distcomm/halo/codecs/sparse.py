@@ -112,10 +112,6 @@ class ColumnMask(ColumnReducer):
         chosen = self._columns(draw, len(y), width, y.device)
         return codec_ops.put_columns(y.to(out.dtype), chosen, self.scale(width), out)
 
-    def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
-        """Returns s g M."""
-        return self.widen(self.narrow(g, draw, None), torch.empty_like(g), draw)
-
     def _columns(
         self, draw: RngKey | None, rows: int, width: int, device: torch.device
     ) -> Tensor:
@@ -212,17 +208,6 @@ class RowSample(Codec):
         if self.scaled:
             few.mul_(rows / count)
         return out.zero_().index_copy_(0, chosen, few)
-
-    def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
-        """Returns s M g, with the adjoint of its values."""
-        rows = len(g)
-        draw = checked_key(self, draw, rows)
-        if self.kept(rows) == rows:
-            return self.values.adjoint(g, draw)
-        chosen = self._chosen(draw)
-        few = self.values.adjoint(rows_at(g, chosen), draw.at(chosen))
-        scale = rows / len(chosen) if self.scaled else 1.0
-        return torch.zeros_like(g).index_copy_(0, chosen, few * scale)
 
     def _chosen(self, draw: RngKey) -> Tensor:
         """Returns the places of the rows that are sent, ascending `[k]`."""
