@@ -23,12 +23,11 @@ from pyg_distcomm.comm import random
 from pyg_distcomm.halo.codec import (
     Codec,
     RngKey,
-    pack,
     packed_bytes,
     unpack,
 )
 from pyg_distcomm.halo.codecs import ColumnMask, Plain, Quantise
-from pyg_distcomm.halo.compressed import gradient_codec
+from pyg_distcomm.halo.exchange import gradient_codec, pack
 
 
 @dataclass(eq=False)

@@ -27,8 +27,9 @@ from torch_geometric.utils import scatter
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
-from pyg_distcomm.halo.codec import RngKey, pack, packed_bytes, unpack
+from pyg_distcomm.halo.codec import RngKey, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import Cast, Plain, Quantise
+from pyg_distcomm.halo.exchange import pack
 from pyg_distcomm.kernels import core_ops
 from pyg_distcomm.sharded.adjacency import DistAdjacency
 from pyg_distcomm.sharded.dist_tensor import DistTensor

@@ -12,7 +12,6 @@ from pyg_distcomm.halo.codec import (
     Codec,
     bytes_of,
     matrix_of,
-    pack,
     packed_bytes,
     unpack,
 )
@@ -27,6 +26,7 @@ from pyg_distcomm.halo.codecs import (
     RowSample,
     codec_of,
 )
+from pyg_distcomm.halo.exchange import pack
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels.registry import Op
 

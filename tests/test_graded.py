@@ -9,10 +9,10 @@ import pytest
 import tiers
 import torch
 
-from pyg_distcomm.halo.codec import RngKey, pack, packed_bytes, unpack
+from pyg_distcomm.halo.codec import LEVELS, RngKey, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import Chain, ColumnMask, DegreeBits, Quantise, RangeBits
-from pyg_distcomm.halo.codecs.quantise import LEVELS
-from pyg_distcomm.halo.state import codec_state, read_codec
+from pyg_distcomm.halo.exchange import pack
+from pyg_distcomm.halo.saved import codec_state, read_codec
 
 pytestmark = pytest.mark.usefixtures("place")
 

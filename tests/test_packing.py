@@ -7,7 +7,7 @@ import torch
 import worlds
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo.codec import pack, packed_bytes, unpack
+from pyg_distcomm.halo.codec import packed_bytes, unpack
 from pyg_distcomm.halo.codecs import (
     Cast,
     Chain,
@@ -16,6 +16,7 @@ from pyg_distcomm.halo.codecs import (
     Quantise,
     RngKey,
 )
+from pyg_distcomm.halo.exchange import pack
 
 F = 21
 ONE = Quantise(1, "stochastic")

@@ -9,10 +9,10 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import Short, format_table
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs.quantise import Plain
-from pyg_distcomm.halo.compressed import gradient_codec
+from pyg_distcomm.halo.exchange import CallKey, ExchangeKey, gradient_codec
 from pyg_distcomm.halo.halo import DEGREES, NAMES
 from pyg_distcomm.halo.staleness import Timing
-from pyg_distcomm.halo.state import CallKey, ExchangeKey, ExchangeState, LayerState
+from pyg_distcomm.halo.state import ExchangeState, LayerState
 
 
 @dataclass(frozen=True)

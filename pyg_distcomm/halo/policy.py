@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.store import world_size
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs import Plain, codec_of
-from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.cost import LinkCostModel, LinkPrice
+from pyg_distcomm.halo.exchange import LayerExchange
 from pyg_distcomm.halo.schedule import (
     Adaptive,
     LossTrend,
@@ -26,13 +26,7 @@ from pyg_distcomm.halo.schedule import (
     with_bits,
 )
 from pyg_distcomm.halo.staleness import Drift, Timing
-from pyg_distcomm.halo.state import (
-    EVALUATES,
-    PROBLEMS,
-    CallKey,
-    LayerState,
-    LinkState,
-)
+from pyg_distcomm.halo.state import LayerState, LinkState, LinkUse
 
 __all__ = ["LinkPolicy"]
 
@@ -41,7 +35,7 @@ _STATE_KEYS = frozenset(
 )
 
 
-class LinkPolicy:
+class LinkPolicy(LinkUse):
     """Defines how rows travel between ranks, and when they are used.
 
     Given to `pdc.partition(data, mesh, link=...)`, to `data.edge_index.with_link(...)`, to
@@ -110,7 +104,12 @@ class LinkPolicy:
             )
         self.codec = codec
         means = smooth, smooth_gradients
-        self.timing = Timing(late, late_gradients, sync_every, *means, warmup, skip)
+        self.timing = timing = Timing(
+            late, late_gradients, sync_every, *means, warmup, skip
+        )
+        self.is_exact = codec == Plain() and not timing.is_late
+        self._lateness = timing.staleness(False), timing.staleness(True)
+        self._skipping = timing.skips(False), timing.skips(True)
         self.exact_last, self.exact_eval, self.seed = exact_last, exact_eval, seed
         self.schedule = schedule
         rule = Adaptive() if adaptive is True else adaptive or None
@@ -121,77 +120,7 @@ class LinkPolicy:
         self.state = LinkState()
         self._codecs_by_epoch: dict[int, Codec] = {}
         self._warned = False
-
-    # for layers
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it is the exact link: unchanged rows of this epoch."""
-        return self.codec == Plain() and not self.timing.is_late
-
-    def is_used_on(self, mesh: Any) -> bool:
-        """Tells whether layers on a mesh use codecs or late rows."""
-        return mesh.size > 1 and not self.is_exact
-
-    def check_ranked(self, nodes: Rows, degrees: Callable[[], Tensor] | None) -> None:
-        """Raises a ValueError if a codec needs in-degrees that are not available."""
-        if not self.codec.ranked:
-            return
-        if nodes.mesh.grid[1:] != (1, 1):
-            raise ValueError(
-                f"{self!r} needs in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
-                f"is {nodes.mesh.grid}; use pdc.init('1d'), or RangeBits"
-            )
-        if degrees is None:
-            raise ValueError(
-                f"{self!r} needs in-degrees, but edges between two types of nodes have none "
-                "for their sources; use RangeBits or Quantise"
-            )
-
-    def begin(
-        self,
-        layer: Any,
-        nodes: Rows,
-        training: bool,
-        stage: Callable[[], int] | None = None,
-        name: str = "",
-        degrees: Callable[[], Tensor] | None = None,
-    ) -> LayerExchange | None:
-        """Returns one call of a layer, or None if it is exact; collective.
-
-        Args:
-            layer: the layer.
-            nodes: the partition of nodes.
-            training: whether the layer trains.
-            stage: returns the caching stage of its input; see `ProductCache.stage`.
-            name: its name in error messages; by default its class.
-            degrees: returns the in-degrees of own nodes `[n]`; None if unknown.
-        """
-        state = self.state
-        if not self.is_used_on(nodes.mesh):
-            return None
-        self.check_ranked(nodes, degrees)
-        state.bind(nodes)
-        mode = state.agree_on_mode(layer, training and torch.is_grad_enabled())
-        if mode == EVALUATES:
-            number = state.number_of(layer, trains=False)
-            if self.exact_eval or (state.last or (-1,))[0] == number:
-                return None
-            return self._layer_exchange((number, 0), trains=False, degrees=degrees)
-        state.nodes = nodes  # may be those of an updated graph
-        number = state.number_of(layer, True, name)
-        if mode in PROBLEMS:
-            raise ValueError(f"{state.layer_name(number)} {PROBLEMS[mode]}")
-        used = state.layers[number]
-        used.first = self.epoch if used.first is None else used.first
-        used.last, used.stage = self.epoch, stage or used.stage
-        call = state.next_call(number)
-        exchange = self._layer_exchange(call, trains=True, degrees=degrees)
-        if call != state.last:
-            return exchange
-        # after a restart, record its exchanges once, for their price
-        known = any(key[:2] == call for key in state.exchanges)
-        return None if known else exchange.as_exact("the last one")
+        self._begin_epoch()
 
     def begin_pipeline(self, nodes: Rows) -> None:
         """Begins an epoch of a pipeline, on the ranks of all its stages; see `begin_chunk`.
@@ -223,32 +152,12 @@ class LinkPolicy:
         call = self._layer_exchange((boundary, number), trains=True)
         return call.as_exact("the last one") if last and self.exact_last else call
 
-    def _layer_exchange(
-        self,
-        call: CallKey,
-        *,
-        trains: bool,
-        degrees: Callable[[], Tensor] | None = None,
-    ) -> LayerExchange:
-        first = self.exact_last and self.epoch == 0 and trains
-        return LayerExchange(
-            self.state,
-            self.timing,
-            self.seed,
-            call,
-            self.epoch,
-            Plain() if first else self.codec_at(self.epoch),
-            synchronous=not trains or self.synchronous,
-            trains=trains,
-            degrees=degrees,
-        )
-
-    @property
-    def synchronous(self) -> bool:
-        """Whether this epoch uses its own rows."""
-        if self.epoch == 0 or self.timing.synchronous(self.epoch):
-            return True
-        return self.trend is not None and self.trend.synchronous
+    def _begin_epoch(self) -> None:
+        """Decides what layers ask for in the epoch in progress."""
+        trend, epoch = self.trend, self.epoch
+        self._codec = self.codec_at(epoch)
+        self._synchronous = epoch == 0 or self.timing.synchronous(epoch)
+        self._synchronous |= trend is not None and trend.synchronous
 
     def codec_at(self, epoch: int) -> Codec:
         """Returns the codec of an epoch: of rows, and of the gradients that answer them."""
@@ -262,17 +171,6 @@ class LinkPolicy:
         if epoch == self.epoch:
             self._codecs_by_epoch[epoch] = codec
         return codec
-
-    def note_cached(self, layer: Any, nodes: Rows, trains: bool) -> None:
-        """Records that a layer's product is computed exactly, in order to be cached."""
-        if nodes.mesh.size > 1:
-            self.state.record_cached(layer, self.epoch if trains else None)
-
-    def was_constant(self, layer: Any, trains: bool) -> bool:
-        """Tells whether a layer's input was known to be constant before a restart."""
-        return self.state.number_of(layer, trains) in self.state.constant
-
-    # for users
 
     @property
     def settings(self) -> dict[str, str]:
@@ -317,6 +215,7 @@ class LinkPolicy:
         reach += 0 if skip is None else 2 * skip.most
         for epoch in [e for e in self._codecs_by_epoch if e < self.epoch - reach]:
             del self._codecs_by_epoch[epoch]
+        self._begin_epoch()
 
     def _warn_unused(self) -> None:
         """Warns once if no exchange of this or a later epoch is coded or late."""
@@ -420,6 +319,7 @@ class LinkPolicy:
             self.trend.load_state_dict(state["trend"])
         self.epoch = int(state["epoch"])
         self.state.nodes = nodes
+        self._begin_epoch()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises a ValueError for a state that does not belong to such a link."""

@@ -88,7 +88,8 @@ class Quantiser:
             raise IndexError(f"rows of {self._height} were planned, got {len(x)}")
         args, (m, f) = self._arguments(x, key, out), self._size
         if m * f < GRAIN:  # one thread
-            quantise(*args, 0, -(-m // 8))
+            loop: Any = quantise
+            loop(*args, 0, -(-m // 8))
         else:
             _run(quantise, args, m, f)
         return _first(args[-1])

@@ -70,7 +70,7 @@ class Action:
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """The time span of one action of a stage, in seconds from the start of the epoch."""
+    """The time span of one action of a stage, from the start of the epoch."""
 
     stage: int
     kind: str

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs import codec_of, known_codecs
-from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
+from pyg_distcomm.halo.codecs import Cast, Plain, Quantise, codec_of, known_codecs
 from pyg_distcomm.halo.halo import MAX_CHUNKS
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.plan.traffic import Array, LinkCounts
