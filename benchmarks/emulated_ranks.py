@@ -27,7 +27,7 @@ from pyg_distcomm.halo.codec import (
     unpack,
 )
 from pyg_distcomm.halo.codecs import ColumnMask, Plain, Quantise
-from pyg_distcomm.halo.exchange import gradient_codec, pack
+from pyg_distcomm.halo.exchange import Packing, gradient_codec
 
 
 @dataclass(eq=False)
@@ -87,7 +87,9 @@ class EmulatedRanks:
             own = random.fold(noise, sender) if sums else noise
             ids = self.gid[some], own, self.degree[some]
             out = rows.new_empty(rows[some].shape)
-            sent = pack(codec, rows[some], counts, RngKey(key, *ids))
+            noisy = RngKey(key, *ids)
+            plan = Packing.of(codec, rows[some], counts, noisy)
+            sent = plan.write(rows[some], noisy), plan.sizes
             draw = RngKey(key, ids[0], None, ids[2])
             parts.append(unpack(codec, *sent, counts, out, draw))
         return torch.cat(parts), total

@@ -116,6 +116,7 @@ KERNELS = {
     "describe": "says what runs on the CPU",
     "layer_weights": "weighs a graph on the host, before it is sent",
     "minimum_cover": "plans on the host",
+    "quantiser": "loops of the CPU",
     "warm_up": "compiles for the CPU",
 }
 

@@ -16,7 +16,7 @@ from pyg_distcomm.halo.codecs import (
     Quantise,
     RngKey,
 )
-from pyg_distcomm.halo.exchange import pack
+from pyg_distcomm.halo.exchange import Packing
 
 F = 21
 ONE = Quantise(1, "stochastic")
@@ -56,7 +56,8 @@ def _exchange(size):
         for key in range(3):
             x = rows(rank) * (1 + key)
             draw = RngKey(key, 30 * rank + index)
-            message, sizes = pack(codec, x, send, draw, index=index)
+            plan = Packing.of(codec, x, send, draw, index, again=bool(key))
+            message, sizes = plan.write(x, draw), plan.sizes
             axis.ledger.reset()
             cuts = packed_bytes(codec, recv, F, x.dtype)
             got = collectives.all_to_all(message, sizes, cuts, axis, "halo").wait()

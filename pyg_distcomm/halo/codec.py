@@ -1,8 +1,8 @@
 """Defines Codec, which encodes rows as bytes, and Quantise, which writes few bits a number.
 
 [Note: one message] The bytes that one rank sends to one peer in one exchange are a message.
-Both ends know its length from the number of rows. `exchange.pack` puts the messages for all
-peers side by side in one tensor.
+Both ends know its length from the number of rows. `exchange.Packing` puts the messages for
+all peers side by side in one tensor.
 
 [Note: gradients] Where decode(encode(.)) is a linear map C of the rows, gradients go back
 through its transpose. Every linear codec is symmetric, so the same codec with the same
@@ -459,7 +459,7 @@ def unpack(
         sizes: their bytes: `packed_bytes`.
         counts: how many rows come from each peer.
         out: the operator's input, or a part of it.
-        draw: as in `pack`, of the rows in the order they arrive.
+        draw: the key of the rows, in the order they arrive.
     """
     cuts = zip(ranges(counts), ranges(sizes), strict=True)
     for (begin, end), (first, last) in cuts:

@@ -95,7 +95,11 @@ class Packing:
         """Plans the messages of rows like `x`.
 
         Args:
-            codec, x, counts, draw, index: as in `pack`.
+            codec: the codec.
+            x: rows `[n, f]`.
+            counts: how many rows go to each peer.
+            draw: the key of all the rows, in order.
+            index: the rows of x to send, in order of peers `[sum(counts)]`; all by default.
             again: whether such rows will be written again and again.
         """
         sizes, parts = packed_bytes(codec, counts, x.size(1), x.dtype), []
@@ -114,7 +118,12 @@ class Packing:
         return Packing(codec, sizes, parts)
 
     def write(self, x: Tensor, draw: RngKey | None = None, where: str = "") -> Tensor:
-        """Writes the messages side by side; raises as `pack` does."""
+        """Writes the messages of rows with a key, side by side.
+
+        Raises:
+            ValueError: if rows cannot be written, or take other bytes than `wire_bytes` says;
+                `where` names the layer.
+        """
         out = torch.empty(sum(self.sizes), dtype=torch.uint8, device=x.device)
         for part in self.parts:
             key = part.draw
@@ -137,32 +146,6 @@ class Packing:
                     "exact size"
                 )
         return out
-
-
-def pack(
-    codec: Codec,
-    x: Tensor,
-    counts: Sequence[int],
-    draw: RngKey | None = None,
-    *,
-    index: Index = None,
-    where: str = "",
-) -> tuple[Tensor, list[int]]:
-    """Writes the rows for each peer; returns the messages side by side, and their sizes.
-
-    Args:
-        codec: the codec.
-        x: rows `[n, f]`.
-        counts: how many rows go to each peer.
-        draw: the key of all the rows, in order.
-        index: the rows of x to send, in order of peers `[sum(counts)]`; all by default.
-        where: names the layer in errors.
-
-    Raises:
-        ValueError: if rows cannot be written, or take other bytes than `wire_bytes` says.
-    """
-    plan = Packing.of(codec, x, counts, draw, index)
-    return plan.write(x, draw, where), plan.sizes
 
 
 @dataclass(frozen=True, eq=False)

@@ -154,10 +154,14 @@ class LinkPolicy(LinkUse):
 
     def _begin_epoch(self) -> None:
         """Decides what layers ask for in the epoch in progress."""
-        trend, epoch = self.trend, self.epoch
-        self._codec = self.codec_at(epoch)
-        self._synchronous = epoch == 0 or self.timing.synchronous(epoch)
-        self._synchronous |= trend is not None and trend.synchronous
+        self._codec = self.codec_at(self.epoch)
+        self._synchronous = self.is_synchronous(self.epoch)
+
+    def is_synchronous(self, epoch: int) -> bool:
+        """Tells whether an epoch uses its own rows; with `adaptive` by the loss so far."""
+        if epoch == 0 or self.timing.synchronous(epoch):
+            return True
+        return self.trend is not None and self.trend.synchronous
 
     def codec_at(self, epoch: int) -> Codec:
         """Returns the codec of an epoch: of rows, and of the gradients that answer them."""
@@ -225,25 +229,6 @@ class LinkPolicy(LinkUse):
             self._warned = True
             warnings.warn(f"{self!r} is configured and not used: {told}", stacklevel=3)
 
-    @property
-    def cost_model(self) -> LinkCostModel:
-        """The cost model of the exchanges seen so far."""
-        state = self.state
-        parts = state.nodes is None or state.in_pipeline
-        first = self.epoch == 0 and bool(state.calls)
-        return LinkCostModel(
-            state.exchanges,
-            state.layers,
-            tuple(state.calls) if first else state.active,
-            state.last,
-            self.timing,
-            self.exact_last,
-            self.codec_at,
-            self.epoch,
-            self.trend is not None and self.trend.synchronous,
-            1 if parts or state.nodes is None else state.nodes.mesh.size,
-        )
-
     def price(self, epoch: int | None = None) -> LinkPrice:
         """Returns the price of a training epoch on this rank, from the exchanges so far.
 
@@ -251,7 +236,8 @@ class LinkPolicy(LinkUse):
             epoch: the epoch; by default the one in progress. Later epochs of an `adaptive`
                 link are priced at the current bits.
         """
-        return self.cost_model.price(self.epoch if epoch is None else epoch)
+        epoch = self.epoch if epoch is None else epoch
+        return LinkCostModel.of(self).price(epoch)
 
     def staleness(self, epoch: int | None = None) -> int:
         """Returns by how many epochs the oldest rows or gradients of an epoch are late.
@@ -270,7 +256,7 @@ class LinkPolicy(LinkUse):
         if self.timing.skip is not None:
             sent = [b.messages[-1].epoch for *_, b in self.state.buffers if b.messages]
             return max(self.epoch - 1 - min(sent, default=epoch), 0)
-        model = self.cost_model
+        model = LinkCostModel.of(self)
         ends = (model.oldest(epoch, self.timing.staleness(b)) for b in (False, True))
         return max(epoch - end for end in ends)
 
