@@ -26,6 +26,7 @@ VALUES = [
     b"\x00\xff",
     torch.Size([2, 0]),
     (torch.bfloat16, torch.device("cpu")),
+    [ValueError, KeyError],
     Linear(2.0, 8.0),
 ]
 ARRAYS = [
@@ -75,6 +76,9 @@ def crafted(tree, rest=b""):
         crafted({"data": ["os", "system", []]}),
         crafted({"data": ["pyg_distcomm.cli.doctor", "os", []]}),
         crafted({"data": ["pyg_distcomm.comm.ledger", "Entry", [["__class__", 1]]]}),
+        crafted({"record": ["pyg_distcomm.comm.ledger", "Entry", [1]]}),
+        crafted({"error": ["builtins", "exec"]}),
+        crafted({"error": ["os", "error"]}),
         crafted({"dtype": "load"}),
         crafted({"tensor": ["float32", [1 << 40]]}, b"1234"),
         crafted({"tensor": ["float32", [-1]]}, b"1234"),

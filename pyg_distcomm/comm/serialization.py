@@ -1,12 +1,13 @@
 """Serialises plans, settings and errors without pickle, and reads them back.
 
 The format is JSON text, followed by the raw bytes of arrays. Reading runs no code: the only
-classes are this package's dataclasses, looked up by name, and an object is made of its fields
-alone.
+classes are this package's dataclasses and Python's exceptions, looked up by name, and an
+object is made of its fields alone.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import json
@@ -30,7 +31,7 @@ def encode(value: Any) -> bytearray:
 
     Args:
         value: None, numbers, text, bytes, tensors, arrays, dtypes, devices, this package's
-            dataclasses, and tuples, lists, sets and dicts of these.
+            dataclasses, classes of exceptions, and tuples, lists, sets and dicts of these.
 
     Raises:
         TypeError: for other types.
@@ -138,6 +139,8 @@ def _describe(value: Any) -> tuple[str, Any]:
     if isinstance(value, torch.Size):
         return "size", list(value)
     if isinstance(value, tuple):
+        if hasattr(value, "_fields"):
+            return "record", [kind.__module__, kind.__qualname__, list(value)]
         return "tuple", list(value)
     if isinstance(value, (set, frozenset)):
         return kind.__name__, list(value)
@@ -147,6 +150,8 @@ def _describe(value: Any) -> tuple[str, Any]:
         return "dtype", str(value).removeprefix("torch.")
     if isinstance(value, torch.device):
         return "device", str(value)
+    if isinstance(value, type) and issubclass(value, Exception):
+        return "error", [value.__module__, value.__qualname__]
     if kind.__module__.startswith(_PACKAGE) and hasattr(kind, "__dataclass_fields__"):
         fields = [[f.name, getattr(value, f.name)] for f in dataclasses.fields(value)]
         return "data", [kind.__module__, kind.__qualname__, fields]
@@ -244,6 +249,22 @@ def _make_dataclass(parts: Any) -> Any:
     return made
 
 
+def _make_named_tuple(parts: Any) -> Any:
+    module, name, values = parts
+    kind = _class(module, name)
+    if not (isinstance(kind, type) and issubclass(kind, tuple)):
+        raise ValueError(f"{module}.{name} is no tuple")
+    return tuple.__new__(kind, values)
+
+
+def _make_exception(parts: Any) -> type[Exception]:
+    module, name = parts
+    found = getattr(builtins, name) if module == "builtins" else _class(module, name)
+    if not (isinstance(found, type) and issubclass(found, Exception)):
+        raise ValueError(f"{name} is no exception")
+    return found
+
+
 _CONSTRUCTORS: dict[str, Any] = {
     "tuple": tuple,
     "set": set,
@@ -253,4 +274,6 @@ _CONSTRUCTORS: dict[str, Any] = {
     "dtype": _dtype,
     "device": torch.device,
     "data": _make_dataclass,
+    "record": _make_named_tuple,
+    "error": _make_exception,
 }

@@ -44,7 +44,6 @@ from pyg_distcomm.halo.codec import (
 )
 from pyg_distcomm.halo.codecs.quantise import Plain
 from pyg_distcomm.halo.halo import DEGREES, ChunkedHalo, Direction, Halo, Link
-from pyg_distcomm.halo.staleness import Timing
 
 CallKey: TypeAlias = tuple[int, int]  # number of the layer, number of its call
 
@@ -193,9 +192,7 @@ class Message:
         codec: the codec that wrote them.
         epoch: the epoch of the rows.
         key: the key of their randomness.
-        gid: the ids of the rows.
-        counts: how many rows come from each peer.
-        degree: the in-degrees of the rows, for a codec that is `ranked`.
+        direction: which rows arrive.
         sizes: the bytes of each peer's message.
         pending: the collective, until it is waited for.
         raw: the received bytes.
@@ -204,9 +201,7 @@ class Message:
     codec: Codec
     epoch: int
     key: int
-    gid: Tensor
-    counts: tuple[int, ...]
-    degree: Tensor | None
+    direction: Direction
     sizes: list[int]
     pending: Pending | None
     raw: Tensor | None = None
@@ -220,9 +215,9 @@ class Message:
 
     def read(self, out: Tensor) -> Tensor:
         """Decodes the rows into `out` `[rows, f]`."""
-        raw = self.wait()
-        draw = RngKey(self.key, self.gid, degree=self.degree)
-        return unpack(self.codec, raw, self.sizes, self.counts, out, draw)
+        at, raw = self.direction, self.wait()
+        draw = RngKey(self.key, at.from_gid, degree=at.from_degree)
+        return unpack(self.codec, raw, self.sizes, at.from_counts, out, draw)
 
 
 @dataclass(eq=False)
@@ -307,11 +302,7 @@ class LayerExchange:
     """Describes how one call of a layer exchanges rows.
 
     Args:
-        state: the state of the link.
-        timing: the epochs in which rows are used.
-        lateness, skipping: by how many epochs rows and gradients are late, and whether
-            they may be skipped.
-        seed: the seed of random numbers.
+        link: the link, a `LinkUse`.
         call: the number of the layer, by first use, and of its call in this epoch.
         epoch: this epoch.
         codec: the codec of this epoch.
@@ -321,11 +312,7 @@ class LayerExchange:
         exact_reason: why rows are exact and synchronous in all epochs; "" if they are not.
     """
 
-    state: Any
-    timing: Timing
-    lateness: tuple[int, int]
-    skipping: tuple[bool, bool]
-    seed: int
+    link: Any
     call: CallKey
     epoch: int
     codec: Codec
@@ -358,17 +345,17 @@ class LayerExchange:
     @property
     def layer_name(self) -> str:
         """The name of the layer in error messages."""
-        name: str = self.state.layer_name(self.call[0])
+        name: str = self.link.state.layer_name(self.call[0])
         return name
 
     def late(self, backward: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late."""
         buffered = self.trains and not self.exact_reason
-        return self.lateness[backward] if buffered else 0
+        return self.link.lateness[backward] if buffered else 0
 
     def skips(self, backward: bool) -> bool:
         """Tells whether rows, or gradients, may be skipped."""
-        return self.trains and not self.exact_reason and self.skipping[backward]
+        return self.trains and not self.exact_reason and self.link.skipping[backward]
 
 
 class CompressedLink(Link):
@@ -429,15 +416,15 @@ class CompressedLink(Link):
         if exchange.trains:
             load = _load_of(direction, x.size(1), x.dtype)
             sent = len(direction.gid)
-            exchange.state.record_exchange(
+            exchange.link.state.record_exchange(
                 self.key, backward, load, sent, exchange.exact_reason
             )
-        with exchange.state.guard():
+        with exchange.link.state.guard():
             if backward:
                 codec, key, noise = self._answer(late or skips)
             else:
                 fold = self.key.layer, self.key.number, self.key.name
-                key = noise = random.fold(exchange.seed, exchange.epoch, *fold)
+                key = noise = random.fold(exchange.link.seed, exchange.epoch, *fold)
                 codec = exchange.codec
             buffer = self._buffer(x, direction, backward)
             if skips and self._is_skipped(
@@ -449,7 +436,9 @@ class CompressedLink(Link):
             if sums:
                 noise = random.fold(noise, direction.axis.rank)
             draw = RngKey(key, direction.gid, noise, direction.degree)
-            plan = exchange.state.plan(self.key, backward, codec, direction, x, draw)
+            plan = exchange.link.state.plan(
+                self.key, backward, codec, direction, x, draw
+            )
             pending = collectives.all_to_all(
                 plan.packing.write(x, draw, exchange.layer_name),
                 plan.packing.sizes,
@@ -458,8 +447,8 @@ class CompressedLink(Link):
                 "halo_reduce" if sums else "halo",
                 plan.most,
             )
-            ghosts = direction.from_gid, direction.from_counts, direction.from_degree
-            new = Message(codec, exchange.epoch, key, *ghosts, plan.from_sizes, pending)
+            told = codec, exchange.epoch, key, direction, plan.from_sizes
+            new = Message(*told, pending)
             due = buffer.push(new, late, exchange.synchronous)
             buffer.trim(max(late, int(skips)))
             if skips:
@@ -473,23 +462,23 @@ class CompressedLink(Link):
         exchange, directions = self.exchange, self.halo.directions
         if not exchange.codec.ranked:
             return directions[sums]
-        if self.halo not in exchange.state.degrees:
+        if self.halo not in exchange.link.state.degrees:
             assert exchange.degrees is not None
             ends = self.halo.degrees(exchange.degrees())
-            exchange.state.degrees[self.halo] = tuple(
+            exchange.link.state.degrees[self.halo] = tuple(
                 replace(one, degree=sent, from_degree=received)
                 for one, sent, received in zip(
                     directions, ends, ends[::-1], strict=True
                 )
             )
-        found: Direction = exchange.state.degrees[self.halo][sums]
+        found: Direction = exchange.link.state.degrees[self.halo][sums]
         return found
 
     def _is_skipped(
         self, rows: Tensor, buffer: StaleBuffer, direction: Direction, backward: bool
     ) -> bool:
         """Tells whether the exchange is skipped in this epoch; see [Note: skipped rows]."""
-        exchange, rule = self.exchange, self.exchange.timing.skip
+        exchange, rule = self.exchange, self.exchange.link.timing.skip
         assert rule is not None
         if exchange.synchronous or buffer.reference is None:
             return False
@@ -504,7 +493,9 @@ class CompressedLink(Link):
         """Returns the buffer of the exchange."""
         exchange, buffer = self.exchange, StaleBuffer()
         if exchange.trains and not exchange.exact_reason:
-            buffer = exchange.state.buffer(self.key, backward, direction, self.halo, x)
+            buffer = exchange.link.state.buffer(
+                self.key, backward, direction, self.halo, x
+            )
         if exchange.synchronous:
             buffer.drain()
         return buffer
@@ -527,11 +518,11 @@ class CompressedLink(Link):
     ) -> Tensor:
         """Decodes the rows that are due into `out`, and returns it."""
         exchange = self.exchange
-        with exchange.state.guard():
+        with exchange.link.state.guard():
             due.read(out)
         if due not in buffer.messages:
             due.raw = None  # the backward pass needs only its codec and key
-        momentum = exchange.timing.momentum(backward)
+        momentum = exchange.link.timing.momentum(backward)
         if momentum and exchange.late(backward):
             buffer.average(out, momentum, exchange.synchronous)
         return out

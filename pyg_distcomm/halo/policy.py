@@ -108,8 +108,8 @@ class LinkPolicy(LinkUse):
             late, late_gradients, sync_every, *means, warmup, skip
         )
         self.is_exact = codec == Plain() and not timing.is_late
-        self._lateness = timing.staleness(False), timing.staleness(True)
-        self._skipping = timing.skips(False), timing.skips(True)
+        self.lateness = timing.staleness(False), timing.staleness(True)
+        self.skipping = timing.skips(False), timing.skips(True)
         self.exact_last, self.exact_eval, self.seed = exact_last, exact_eval, seed
         self.schedule = schedule
         rule = Adaptive() if adaptive is True else adaptive or None

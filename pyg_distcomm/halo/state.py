@@ -483,6 +483,8 @@ class LinkUse:
     Args:
         codec, exact_last, exact_eval, seed: as of `LinkPolicy`.
         timing: the epochs in which rows are used.
+        lateness: by how many epochs rows are late, and gradients.
+        skipping: whether exchanges of rows may be skipped, and of gradients.
         is_exact: whether it is the exact link: unchanged rows of this epoch.
         epoch: the epoch in progress.
         state: what it holds from epoch to epoch.
@@ -498,8 +500,8 @@ class LinkUse:
     state: LinkState
     _codec: Codec  # of this epoch
     _synchronous: bool  # whether this epoch uses its own rows
-    _lateness: tuple[int, int]  # of rows and of gradients
-    _skipping: tuple[bool, bool]
+    lateness: tuple[int, int]
+    skipping: tuple[bool, bool]
 
     def is_used_on(self, mesh: Any) -> bool:
         """Tells whether layers on a mesh use codecs or late rows."""
@@ -574,11 +576,7 @@ class LinkUse:
     ) -> LayerExchange:
         first = self.exact_last and self.epoch == 0 and trains
         return LayerExchange(
-            self.state,
-            self.timing,
-            self._lateness,
-            self._skipping,
-            self.seed,
+            self,
             call,
             self.epoch,
             Plain() if first else self._codec,

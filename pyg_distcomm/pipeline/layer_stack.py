@@ -281,17 +281,15 @@ def on_all_ranks(mesh: Mesh, exchanging: bool = False) -> Iterator[None]:
             short_watch = replace(watch, deadline=min(_FAILURE_WAIT, watch.deadline))
             axis = replace(axis, watch=short_watch)
         problem = error
-    fits = (k for k, kind in enumerate(_ERROR_TYPES) if isinstance(problem, kind))
-    own_kind = None if problem is None else next(fits, len(_ERROR_TYPES) - 1)
+    own_kind = next((k for k in _ERROR_TYPES if isinstance(problem, k)), RuntimeError)
     try:
-        kinds = collectives.all_gather_object(own_kind, axis)
+        kinds = collectives.all_gather_object(own_kind if problem else None, axis)
     except RankError:
         if problem is None or watch is None:
             raise
         watch.report(problem)
         raise problem from None
-    first = next((k for k in kinds if k is not None), None)
-    kind = ValueError if first is None else _ERROR_TYPES[first]
+    kind = next((k for k in kinds if k is not None), ValueError)
     try:
         collectives.agree(
             None if problem is None else str(problem), mesh.everyone, kind
