@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -106,7 +106,6 @@ class Messages:
         self._kept = kept
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._callbacks: SimpleQueue[Callable[[Messages], None]] = SimpleQueue()
         if not works:
             self._done.set()
             return
@@ -129,21 +128,6 @@ class Messages:
             raise self._error
         return True
 
-    def get_future(self) -> Messages:
-        """Returns an object with `add_done_callback`: this one."""
-        return self
-
-    def add_done_callback(self, callback: Callable[[Messages], None]) -> None:
-        """Calls `callback` once all messages are done, or one has failed."""
-        self._callbacks.put(callback)
-        if self._done.is_set():
-            self._run_callbacks()
-
-    def _run_callbacks(self) -> None:
-        with contextlib.suppress(Empty):
-            while True:
-                self._callbacks.get_nowait()(self)
-
     def run(self) -> None:
         """Waits for one message after the other; runs in a waiter thread."""
         try:
@@ -154,7 +138,6 @@ class Messages:
         # release torch's objects before anyone sees completion: the process may exit next
         self._works, self._kept = (), None
         self._done.set()
-        self._run_callbacks()
 
     def _finish(self) -> None:
         for work in self._works:

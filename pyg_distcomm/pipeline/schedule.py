@@ -64,9 +64,6 @@ class Action:
             return 1
         return -1 if kind in ("send_grad", "post", "receive") else 0
 
-    def __str__(self) -> str:
-        return self.kind if self.kind == "loss" else f"{self.kind} {self.slot}"
-
 
 @dataclass(frozen=True)
 class ActionSpan:
@@ -115,13 +112,6 @@ class StageSchedule:
             )
             found.append(ActionSpan(stage, "backward", slot, begin, begin + backward))
         return found
-
-    def table(self) -> str:
-        """Returns the actions of each stage, a line for each."""
-        return "\n".join(
-            f"stage {s}: " + ", ".join(map(str, actions))
-            for s, actions in enumerate(self.stages)
-        )
 
     def __str__(self) -> str:
         spans = self.spans()
