@@ -56,8 +56,8 @@ def _exchange(size):
         for key in range(3):
             x = rows(rank) * (1 + key)
             draw = RngKey(key, 30 * rank + index)
-            plan = Packing.of(codec, x, send, draw, index, again=bool(key))
-            message, sizes = plan.write(x, draw), plan.sizes
+            packing = Packing.of(codec, x, send, draw, index, again=bool(key))
+            message, sizes = packing.write(x, draw), packing.sizes
             axis.ledger.reset()
             cuts = packed_bytes(codec, recv, F, x.dtype)
             got = collectives.all_to_all(message, sizes, cuts, axis, "halo").wait()

@@ -206,4 +206,5 @@ def test_stages_share_out_ranks():
 
 def test_actions_say_what_they_are():
     action = Action("send", 2)
+    assert str(action) == "send 2"
     assert (action.peer, replace(action, kind="post").peer) == (1, -1)

@@ -64,6 +64,9 @@ class Action:
             return 1
         return -1 if kind in ("send_grad", "post", "receive") else 0
 
+    def __str__(self) -> str:
+        return self.kind if self.kind == "loss" else f"{self.kind} {self.slot}"
+
 
 @dataclass(frozen=True)
 class ActionSpan:
