@@ -15,9 +15,7 @@ import numpy as np
 import torch
 
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs import codec_of, known_codecs
-from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
-from pyg_distcomm.halo.compressed import gradient_codec
+from pyg_distcomm.halo.codecs import Cast, Plain, Quantise, codec_of, known_codecs
 from pyg_distcomm.halo.halo import MAX_CHUNKS
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.plan.traffic import Array, LinkCounts
@@ -36,13 +34,12 @@ class Coding:
     Args:
         name: the name in tables.
         link: the link, for `pdc.partition(link=...)`.
-        rows, gradients: the codecs of rows and of gradients.
+        rows: the codec of rows, and of their gradients.
     """
 
     name: str
     link: LinkPolicy
     rows: Codec
-    gradients: Codec
 
     @staticmethod
     def of(spec: CodecLike) -> Coding:
@@ -52,9 +49,9 @@ class Coding:
             ValueError, TypeError: for anything else; the message lists the choices.
         """
         link = spec if isinstance(spec, LinkPolicy) else _parse_link(spec)
-        rows, own = link.codecs_at(link.epoch)
-        name = spec if isinstance(spec, str) else _describe_link(link, rows, own)
-        return Coding(name, link, rows, gradient_codec(rows, rows, own))
+        rows = link.codec_at(link.epoch)
+        name = spec if isinstance(spec, str) else _describe_link(link, rows)
+        return Coding(name, link, rows)
 
     @property
     def sized(self) -> bool:
@@ -67,8 +64,7 @@ class Coding:
     @property
     def exact(self) -> bool:
         """Whether it changes no number: lossless and synchronous."""
-        whole = self.rows == self.gradients == Plain()
-        return whole and not self.link.timing.is_late
+        return self.rows == Plain() and not self.link.timing.is_late
 
     def codec_of(self, product: ProductShape, last: int) -> Codec | None:
         """Returns the codec of a product's rows; None for the exact exchange.
@@ -81,7 +77,7 @@ class Coding:
             return None
         if self.link.exact_last and product.layer == last:
             return None
-        return self.gradients if product.transposed else self.rows
+        return self.rows
 
     def late(self, transposed: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late."""
@@ -128,9 +124,8 @@ def _parse_link(spec: Any) -> LinkPolicy:
     return LinkPolicy(codec, late=late)
 
 
-def _describe_link(link: LinkPolicy, rows: Codec, own: Codec | None) -> str:
+def _describe_link(link: LinkPolicy, rows: Codec) -> str:
     text = _codec_name(rows)
-    text += "" if own is None else f", gradients {_codec_name(own)}"
     skip = link.timing.skip
     text += "" if skip is None else f", skipped below {skip.bound:g}"
     late = [link.timing.staleness(backward) for backward in (False, True)]
