@@ -22,7 +22,7 @@ from pyg_distcomm.datasets import (
     num_outputs,
 )
 from pyg_distcomm.loader import DistFeatureStore, DistNeighborLoader, LoaderOptions
-from pyg_distcomm.loader.prefetch import plot_phases
+from pyg_distcomm.loader import plot_phases
 
 
 def train(model, loader, optimizer, device):

@@ -44,7 +44,7 @@ TALKS = {
     "checkpoint.training",
     "nn.replicate",
     "cli.doctor",
-    "loader.batch_sharding",
+    "loader.notes",
 }
 KNOWS_PYG = {
     "loader",

@@ -809,8 +809,8 @@ MUTATIONS = (
     Mutation(
         "the owner of a node draws by the rule for each node",
         "sampler",
-        "drawn_by = [hop_key(m, r, relation, hop, labor) for m in keys[peer]]",
-        "drawn_by = [hop_key(m, r, relation, hop, False) for m in keys[peer]]",
+        "about = r, relation, hop, labor",
+        "about = r, relation, hop, False",
         "test_labor.py",
     ),
     # attention by products
