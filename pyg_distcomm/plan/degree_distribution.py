@@ -99,16 +99,6 @@ class RMat(DegreeDistribution):
         return float((part * _power(share * chance, scaled)).sum())
 
 
-@dataclass(frozen=True)
-class Degrees(DegreeDistribution):
-    """Given degrees, one for each node (or for a sample of the nodes)."""
-
-    degrees: tuple[int, ...]
-
-    def missing(self, nodes: int, edges: int, share: float) -> float:
-        return float(_power(share, np.array(self.degrees, np.float64)).mean())
-
-
 LAWS: dict[str, DegreeDistribution] = {
     "uniform": Uniform(),
     "powerlaw": PowerLaw(),
