@@ -537,7 +537,7 @@ def test_force_keeps_an_empty_folder_of_others(written):
 
 def test_what_a_killed_writer_left_stays_with_a_file_of_others(written):
     out, data, partition = written
-    for state in ("writing", "ready", "old", "removing"):
+    for state in ("writing", "ready", "old"):
         left = out.with_name(f".out.{state}-{socket.gethostname()}-{DEAD}-01234567")
         shutil.copytree(out, left)
         (left / "part_00001" / "thesis.txt").write_text("years of work")

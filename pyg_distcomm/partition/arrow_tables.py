@@ -81,27 +81,20 @@ class ArrowTable:
     def num_rows(self) -> int:
         """Returns the number of rows; of text, it is counted."""
         with self._reading():
-            if self._parquet:
-                file: Any = _pyarrow("parquet").ParquetFile(self.path)
-                return int(file.metadata.num_rows)
             return sum(len(batch) for batch in self._batches(self.names[:1], ROWS)[1])
-
-    @property
-    def _parquet(self) -> bool:
-        return ending(self.path) == ".parquet"
 
     def _batches(
         self, columns: list[str] | None, rows: int
     ) -> tuple[Any, Iterator[Any]]:
         """Returns the schema, and an iterator of record batches of some columns."""
-        if self._parquet:
-            file: Any = _pyarrow("parquet").ParquetFile(self.path)
-            return file.schema_arrow, file.iter_batches(rows, columns=columns)
-        if ending(self.path) in CSV:
+        kind = ending(self.path)
+        if kind in CSV:
             reader = self._csv(columns)
             return reader.schema, reader
-        data = _pyarrow("dataset").dataset(self.path, format="feather")
-        return data.schema, data.to_batches(columns=columns, batch_size=rows)
+        form = "parquet" if kind == ".parquet" else "feather"
+        data = _pyarrow("dataset").dataset(self.path, format=form)
+        how = {"batch_size": rows, "batch_readahead": 1, "fragment_readahead": 1}
+        return data.schema, data.to_batches(columns=columns, **how)
 
     def _csv(self, columns: list[str] | None) -> Any:
         """Returns pyarrow's reader of text, a block at a time."""
