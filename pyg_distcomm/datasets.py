@@ -19,10 +19,7 @@ import contextlib
 import importlib
 import pickle
 import re
-import struct
 import sys
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -348,18 +345,6 @@ def _ogb(name: str) -> Any:
         ) from None
 
 
-_BAD_ARCHIVE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    EOFError,
-    NotImplementedError,
-    RuntimeError,
-    OSError,
-    ValueError,
-)
-
-
 def _dict(*_: Any) -> dict[Any, Any]:
     """Returns an empty dict in the place of a defaultdict, which torch does not fill."""
     return {}
@@ -393,8 +378,6 @@ def load_saved_graph(path: Path, hetero: bool) -> Data | HeteroData:
     Raises:
         ValueError: naming the file, if it holds anything else, or is damaged.
     """
-    if is_archive(path):
-        check_saved(path)
     try:
         with allowing(_known()):
             data = torch.load(path, map_location="cpu", weights_only=True)
@@ -422,39 +405,6 @@ def _reason(text: str) -> str:
         return found[1].strip()
     lines = [line.strip() for line in text.splitlines() or ["empty"]]
     return next((line for line in lines if "Unsupported" in line), lines[0])
-
-
-def check_saved(path: Path) -> None:
-    """Raises if a file of torch.save is damaged or holds TorchScript; torch checks neither.
-
-    Raises:
-        ValueError: naming the file.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-            names = [name.partition("/")[2] for name in archive.namelist()]
-        # torch has a reader of its own, which can be given another table of contents
-        records = torch._C.PyTorchFileReader(str(path)).get_all_records()
-    except _BAD_ARCHIVE as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    if sorted(records) != sorted(names):
-        raise ValueError(f"{path}: cannot be read: its tables of contents differ")
-    if damaged is not None:
-        raise ValueError(f"{path}: cannot be read: {damaged} was altered (CRC-32)")
-    if any(name == "constants.pkl" or name.startswith("code/") for name in names):
-        raise ValueError(
-            f"{path}: holds TorchScript, which is a program and is not run; save tensors "
-            "with torch.save"
-        )
-
-
-def is_archive(path: Path) -> bool:
-    """Returns whether a file is a zip archive, also a damaged one."""
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:
-        return True
 
 
 SHARES = {"train_mask": 0.6, "val_mask": 0.8, "test_mask": 1.0}  # where none are given

@@ -849,11 +849,11 @@ def with_two_tables(path):
     path.write_bytes(files + table + more + other + end)
 
 
-def test_an_archive_with_two_tables_of_contents_is_refused(tmp_path):
+def test_a_program_is_not_run_though_other_readers_see_data(tmp_path):
     file = tmp_path / "graph.pt"
     torch.save(graph(), file)
     with_two_tables(file)
-    with pytest.raises(ValueError, match="tables of contents differ"):
+    with pytest.raises(ValueError, match=r"graph\.pt: cannot be read"):
         load_saved_graph(file, hetero=False)
 
 
