@@ -23,7 +23,6 @@ from torch_geometric.nn import Sequential
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
 from pyg_distcomm.comm.ledger import dense_words
-from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.codecs import Quantise
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -138,15 +137,12 @@ def planned(model, grid, graph, cutter, halos=("auto",)):
     size = math.prod(grid)
     owner = owners(cutter, data, size)
     how = {"partition": owner, "dtype": torch.float64}
-    plans = pdc.plan(data, ranks=size, model=MODELS[model](), **how)
-    assert not plans.refused
-    assert {one.grid for one in plans} == set(grids(size))
-    usual = training_of_model(MODELS[model](), 7).orders(MultiplyOrder())
     ran = worlds.run(counted, size, model, grid, graph, owner, halos)
     for k, halo in enumerate(halos):
-        only = [one for one in plans if one.grid == grid]
-        wanted = halo if halo in {one.halo for one in only} else "auto"
-        one = plans.of(grid, halo=wanted, orders=usual)
+        plans = pdc.plan(data, ranks=size, model=MODELS[model](), halo=halo, **how)
+        assert not plans.refused
+        assert {one.grid for one in plans} == set(grids(size))
+        one = plans.of(grid)
         messages = []
         for rank, each in enumerate(ran):
             got, _ = each[k]

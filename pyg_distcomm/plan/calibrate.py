@@ -29,6 +29,7 @@ from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.plan.codecs import CodecLike, codings
 from pyg_distcomm.plan.cost import sum_messages
 from pyg_distcomm.plan.machine import Line, Machine, Rate, Wire, lines_of
+from pyg_distcomm.plan.training import Stack
 
 Work: TypeAlias = Callable[[], object]
 Name: TypeAlias = tuple[str, int | str]  # a timing, with its width, depth or codec
@@ -311,7 +312,7 @@ class TrainingRun:
         self, share: Data, layers: Iterable[Module], mesh: Mesh, changing: bool = False
     ) -> None:
         self.share, self.mesh, self._changing = share, mesh, changing
-        model = _Stack(layers).to(mesh.device, share.x.dtype)  # type: ignore[union-attr]
+        model = Stack(layers).to(mesh.device, share.x.dtype)  # type: ignore[union-attr]
         self._model = replicate(model, mesh)
         self._optimizer = torch.optim.Adam(self._model.parameters())
 
@@ -322,14 +323,3 @@ class TrainingRun:
         out = self._model(x, self.share.edge_index)
         torch.nn.functional.cross_entropy(out, self.share.y).backward()
         self._optimizer.step()
-
-
-class _Stack(Module):
-    def __init__(self, layers: Iterable[Module]) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(layers)
-
-    def forward(self, x: Any, edge_index: Any) -> Any:
-        for layer in self.layers[:-1]:
-            x = layer(x, edge_index).relu()
-        return self.layers[-1](x, edge_index)
