@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_products import (
     dots,
     ends_added,
@@ -35,11 +36,13 @@ from pyg_distcomm.graph.edge_products import (
 from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
     LocalAdjacency,
+    known,
     looped_edges,
     outside_inference_mode,
 )
 from pyg_distcomm.nn.layer_context import is_product
 from pyg_distcomm.nn.leading_rows import leading
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 # takes a layer, its edges, sources and targets; returns scores [e, H], and rows [n, H, C]
 Scores = Callable[[Any, GroupedEdges, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -118,8 +121,47 @@ def edges_of(
     return found
 
 
-def run(conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor) -> Tensor:
+def note_rows(conv: Any, ends: Tensor, edge_index: Any) -> None:
+    """Keeps the rows of the edges of a share, and of a layer's self-loops, with own edges.
+
+    Args:
+        conv: the layer.
+        ends: own edges, which `stays` knows.
+        edge_index: those of the share.
+    """
+    adjacency = known(ends)
+    assert adjacency is not None
+    loops = bool(getattr(conv, "add_self_loops", False))
+    if ("rows", loops) not in adjacency.derived:
+        if loops:
+            nodes = edge_index.topology.nodes.count
+            edge_index = remove_self_loops(edge_index)[0]
+            edge_index = add_self_loops(edge_index, num_nodes=nodes)[0]
+        adjacency.derived["rows", loops] = edge_index.rows
+
+
+def noted_rows(conv: Any, adjacency: LocalAdjacency) -> Rows | None:
+    """Returns what `note_rows` has kept, if it has."""
+    loops = bool(getattr(conv, "add_self_loops", False))
+    return adjacency.derived.get(("rows", loops))
+
+
+def run(
+    conv: Any,
+    edges: GroupedEdges,
+    source: Tensor,
+    target: Tensor,
+    edge_rows: Rows | None = None,
+) -> Tensor:
     """Runs the layer on its edges, for the first rows of `target`.
+
+    Args:
+        conv: the layer.
+        edges: its edges, with self-loops.
+        source: rows of sources.
+        target: rows of targets.
+        edge_rows: those of the edges, as they were before they were grouped, if they are edges
+            of a share: dropout is keyed by them.
 
     Shapes: source [n, F_s], target [>= m, F_t]; returns [m, H F_out] or [m, F_out].
     """
@@ -130,7 +172,7 @@ def run(conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor) -> Tenso
     scores, rows = _SCORES[kind](conv, edges, source, target)
     share = softmax_of(edges, scores)
     if conv.training and conv.dropout:
-        share = _dropped(edges, share, conv.dropout)
+        share = _dropped(edges, share, conv.dropout, edge_rows)
     out = multiply(edges, share, rows)
     out = out.flatten(1) if conv.concat else out.mean(1)
     if kind is pyg.TransformerConv:
@@ -193,11 +235,16 @@ def _skipped(conv: Any, out: Tensor, target: Tensor) -> Tensor:
     return beta * own + (1 - beta) * out
 
 
-def _dropped(edges: GroupedEdges, share: Tensor, p: float) -> Tensor:
+def _dropped(edges: GroupedEdges, share: Tensor, p: float, rows: Rows | None) -> Tensor:
     """Applies dropout in the original order of the edges, as PyG draws it."""
-    if edges.order is None or edges.inverse is None:
-        return F.dropout(share, p)
-    return edges.in_order(F.dropout(share.index_select(0, edges.inverse), p))
+    if edges.inverse is not None:
+        share = share.index_select(0, edges.inverse)
+    if rows is None:
+        share = F.dropout(share, p)
+    else:
+        spread: Any = F.dropout(DistTensor.from_local(share, rows), p)
+        share = spread.to_local()
+    return share if edges.order is None else edges.in_order(share)
 
 
 _SCORES: dict[type, Scores] = {

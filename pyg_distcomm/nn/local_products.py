@@ -218,7 +218,8 @@ def run_layer(
             edges = local_attention.edges_of(conv, adjacency, edge_index, *sizes)
             if edges is not None:
                 edges = edges if rows is None else edges.prefix(rows)
-                return local_attention.run(conv, edges, source, target)
+                keyed = local_attention.noted_rows(conv, adjacency)
+                return local_attention.run(conv, edges, source, target, keyed)
         own, known = dict(given), (edge_index, adjacency)
         own["x"] = source if target is source else (source, target)
         if rows is not None:
@@ -249,6 +250,13 @@ def run_layer(
             return forward(*args, **kwargs)
     others = [v for name, v in given.items() if name != "x"]
     return trimming.call(adjacency, edge_index, x, compute, _read_by(conv, *others))
+
+
+def attends_by_kernels(conv: Any, source: Tensor, target: Tensor) -> bool:
+    """Tells whether `run_layer` runs a layer of attention by the kernels, on such rows."""
+    given = {"x": (source, target)}
+    known = usable(source, target) and _runs_by_products(conv)
+    return known and local_attention.is_supported(conv, given)
 
 
 def _may_be_trimmed(
