@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_distcomm.comm.rows import Rows
@@ -40,7 +41,7 @@ from pyg_distcomm.graph.local_adjacency import (
     looped_edges,
     outside_inference_mode,
 )
-from pyg_distcomm.nn.layer_context import is_product
+from pyg_distcomm.nn.layer_context import dtype_of, is_product
 from pyg_distcomm.nn.leading_rows import leading
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
@@ -62,8 +63,8 @@ def is_supported(conv: Any, given: dict[str, Any]) -> bool:
     if any(not isinstance(t, Tensor) or t.dim() != 2 for t in parts):
         return False
     plain, biased = _linears(conv, kind)
-    weight = (*plain, *biased)[0].weight
-    return all(t.dtype == weight.dtype for t in parts) and is_product(
+    dtype = dtype_of((*plain, *biased)[0])
+    return all(t.dtype == dtype for t in parts) and is_product(
         conv, kind, *plain, biased=biased
     )
 
@@ -169,7 +170,8 @@ def run(
     assert kind is not None
     target = target[: edges.num_targets]
     edges = edges.prefix(edges.num_targets, len(source))
-    scores, rows = _SCORES[kind](conv, edges, source, target)
+    with parametrize.cached():  # PyG's code reads each weight once
+        scores, rows = _SCORES[kind](conv, edges, source, target)
     share = softmax_of(edges, scores)
     if conv.training and conv.dropout:
         share = _dropped(edges, share, conv.dropout, edge_rows)
