@@ -248,6 +248,11 @@ def is_product(
     )
 
 
+def dtype_of(lin: torch.nn.Module) -> torch.dtype:
+    """Returns the type of the weight of a linear map, also of a computed one."""
+    return next(lin.parameters()).dtype
+
+
 def has_hooks(conv: MessagePassing) -> bool:
     """Tells whether hooks see or change the steps of a layer."""
     own = vars(conv)
