@@ -173,7 +173,7 @@ class RowRequest:
         peer = torch.cat([torch.empty(0).long(), *peers])
         segments = len(queries)
         segment = torch.repeat_interleave(torch.arange(segments), sizes)
-        _, _, self._order = kernels.coo_to_csr(peer, peer, axis.size)
+        self._order = kernels.coo_to_csr(peer, peer, axis.size)[2].long()
         each = torch.bincount(peer * segments + segment, minlength=axis.size * segments)
         self.sent = each.view(axis.size, segments)
         rows = self.sent.sum(1)
