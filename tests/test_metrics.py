@@ -121,6 +121,18 @@ def test_tensorboard_reads_the_scalars(tmp_path):
     assert "bytes/total" in events.Tags()["scalars"]
 
 
+def test_wandb_takes_the_rows(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(project="gcn", mode="offline", dir=tmp_path) as run:
+        figures = pdc.metrics(None, lone(), writers=[wandb.log])
+        for epoch in range(3):
+            figures.epoch(epoch, loss=1.5 * epoch)
+        assert run.summary["loss"] == 3.0
+        assert run.summary["bytes"]["total"] == 0
+    assert [*tmp_path.glob("wandb/offline-run-*/*.wandb")]
+
+
 def alike(folder):
     """What a rank that is given other things than rank 0 sees."""
     mesh = worlds.mesh()
