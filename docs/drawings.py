@@ -119,7 +119,7 @@ def draw_how() -> Figure:
         ("layer on its own nodes", "layer on its own nodes", ""),
         ("loss of its own nodes", "loss of its own nodes", "a few numbers: sums"),
         ("backward pass", "backward pass", "each layer: gradients\nof ghosts"),
-        ("optimizer steps", "optimizer steps", "gradients of weights: mean"),
+        ("optimizer steps", "optimizer steps", "gradients of weights: sum"),
     ]
     for k, (left, right, between) in enumerate(steps):
         y = -k

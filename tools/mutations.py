@@ -203,7 +203,7 @@ MUTATIONS = (
     ),
     # prices
     Mutation(
-        "a price counts four bytes a word, whatever the type",
+        "a price counts four bytes per word, whatever the type",
         "price",
         "return self.words * itemsize",
         "return self.words * 4",
@@ -227,7 +227,7 @@ MUTATIONS = (
         "test_a_pass_costs_two_words or test_sums_over_ranks",
     ),
     Mutation(
-        "the ledger counts four bytes a word, whatever the type",
+        "the ledger counts four bytes per word, whatever the type",
         "price",
         "bytes=received * width * x.element_size(),",
         "bytes=received * width * 4,",

@@ -69,7 +69,7 @@ def quantise(
         t = (x - z) (1/D),   q = round(t)  or  floor((round(2^16 t) + u) / 2^16)
 
     and not above B, with u the 16 bits of `noise_bits`, so that the mean of z + q D is x
-    to 2^-17 D. Four bytes a row, then the codes. A row that has a NaN, an infinity, or no
+    to 2^-17 D. Four bytes per row, then the codes. A row that has a NaN, an infinity, or no
     z or D in bf16 is written to be read as NaN.
 
     Rows of float16 and bfloat16 are written as float32, some at a time.

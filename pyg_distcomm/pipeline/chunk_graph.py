@@ -216,7 +216,7 @@ class ChunkPass:
         return self.facts[key][places]
 
     def prices(self) -> list[tuple[Price, int]]:
-        """Returns, for each site, what it moves in an epoch without a link, and bytes a word.
+        """Returns, for each site, what it moves in an epoch without a link, and bytes per word.
 
         Only messages among the ranks of a stage count here.
         """
