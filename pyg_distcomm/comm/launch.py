@@ -16,7 +16,7 @@ starts as a new process, and imports by itself what the fork server else imports
 
 [Note: preemption] Signals come to ranks at different moments, or to one of them alone, and a
 checkpoint needs all ranks at the same step. So a signal is only recorded, and ranks compare
-records once per step, at a place that the script chooses: if any rank got one, all save and end.
+records once per step, where the script chooses: if any rank got one, all save and end.
 """
 
 from __future__ import annotations
