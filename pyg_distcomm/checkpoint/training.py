@@ -50,7 +50,7 @@ def save_checkpoint(
     keep: int = 1,
     **extra: Any,
 ) -> None:
-    """Writes model, optimizer, the mesh's counters and anything extra; collective.
+    """Saves a model, its optimizer, the mesh's counters and extra values; collective.
 
     The folder appears whole or not at all: see [Note: whole folders] in `partition/atomic.py`.
     Row-sharded parameters are gathered, so that any number of ranks can load it. Rank 0 writes
@@ -114,7 +114,7 @@ def load_checkpoint(
     link: Links = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Restores what `save_checkpoint` wrote, on any number of ranks; collective.
+    """Restores what `save_checkpoint` saved, on any number of ranks; collective.
 
     Args:
         path: the folder.

@@ -91,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns 0, or 1 if it found problems, or 2 for an error."""
+    """Runs `pyg-distcomm`; returns 0, or 1 if it found problems, or 2 for an error."""
     try:
         arguments = _parser().parse_args(argv)
         check: Callable[[argparse.Namespace], None] | None = getattr(

@@ -301,7 +301,7 @@ def _join(ranks: list[Any], patience: float) -> None:
 
 
 def on_preempt(save: Callable[[], Any], mesh: Mesh | None = None) -> Preemption:
-    """Has a run save itself before SIGTERM or SIGINT (Ctrl-C) ends it.
+    """Saves a run before SIGTERM or SIGINT (Ctrl-C) ends it.
 
     Call what this returns once per step, on all ranks:
 

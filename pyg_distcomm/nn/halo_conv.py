@@ -121,7 +121,7 @@ def _check_edges_of_link(conv: Any, link: OwnLink, values: Any) -> None:
 
 
 class HaloExecution(Explained):
-    """Runs a layer of PyG over a link on a share, by compiled products elsewhere.
+    """Runs a PyG layer on a share over its link, and elsewhere by compiled products.
 
     On a share the layer is PyG's, op by op; see `DistTensor`.
 
@@ -140,7 +140,7 @@ class HaloExecution(Explained):
 
 
 class HaloConv(torch.nn.Module):
-    """Runs any PyG layer, unchanged, on a graph spread over ranks.
+    """Runs any PyG layer, unchanged, on a graph that is spread over ranks.
 
     On a share the layer is PyG's, op by op, and runs without this wrapper, too. The wrapper
     adds a link, products for sums of rows, and a memory cap. A layer known to read no more

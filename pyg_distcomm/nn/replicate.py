@@ -41,7 +41,7 @@ class _Transparent:
 
 
 class Alone(_Transparent, torch.nn.Module):
-    """What `replicate` returns on one rank: the model, behind `.module` like DDP's."""
+    """Stands in for DDP on one rank: holds the model as `.module`."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 @dataclass(frozen=True)
 class Plain(ColumnReducer):
-    """Sends the bytes of the numbers, whatever they are.
+    """Sends all numbers as they are, uncompressed.
 
     Price: f numbers per row.
     """
