@@ -53,7 +53,7 @@ class Phase:
 
 @dataclass(eq=False)
 class Phases:
-    """Sums up the phases of one epoch of a loader, up to now.
+    """Sums up the seconds and bytes of each phase of a loader's epoch so far.
 
     "sample", "fetch" and "assemble" run in threads beside training, so that they add up
     to more than the epoch; "wait" is what the loop waited for the next minibatch, and

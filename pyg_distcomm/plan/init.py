@@ -49,7 +49,7 @@ MOST_WIDTH = 1024  # limit of timed widths: wider rows have nearly the same rate
 
 @dataclass(frozen=True, eq=False)
 class Auto:
-    """Describes a training for which `init` finds the grid: it measures, plans and times.
+    """Describes a training run, for which `init` measures, plans, and chooses the grid.
 
         mesh = pdc.init(pdc.Auto(whole, widths=[602, 16, 41]))
         data = pdc.partition(whole, mesh)      # cut as planned

@@ -363,7 +363,7 @@ class RecordedRun:
 
     Args:
         about: the ranks, hosts, partition and starts.
-        rows: one row an epoch; a later start drops earlier rows from its first epoch on.
+        rows: one row per epoch; a later start drops earlier rows from its first epoch on.
         trace: the path of the timeline, if there is one.
     """
 
@@ -441,7 +441,7 @@ def is_finite(value: Any) -> bool:
 
 
 class CSVWriter:
-    """Writes the rows of `pdc.metrics` to a CSV file, one line an epoch; rank 0 writes.
+    """Writes the rows of `pdc.metrics` to a CSV file, one line per epoch; rank 0 writes.
 
     A run that resumes from a checkpoint replaces the lines of epochs that it repeats. A
     figure that appears later, such as another operation, becomes one more column.
