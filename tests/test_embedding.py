@@ -347,7 +347,7 @@ def _misfit():
         pdc.DistEmbedding(7, DIM, like=share)
     for n, dim, said in (
         (N, 3 + mesh.rank, "the same num_embeddings"),
-        (N, -1, "whole numbers from 0 on, got -1"),
+        (N, -1, "whole numbers of at least 0, got -1"),
         (N + mesh.rank, DIM, "rank 1: an embedding of 51 nodes"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -201,7 +201,7 @@ def test_what_is_no_figure_is_refused(tmp_path):
     (tmp_path / "other" / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"is not what pdc.metrics has written"):
         pdc.metrics(tmp_path / "other", lone())
-    with pytest.raises(ValueError, match=r"is no folder of pdc.metrics"):
+    with pytest.raises(ValueError, match=r"is not a folder of pdc.metrics"):
         read_run(tmp_path)
 
 

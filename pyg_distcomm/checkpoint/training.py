@@ -195,7 +195,7 @@ def _check_plain(trees: dict[str, Any]) -> None:
         except Exception:
             raise TypeError(
                 "save numbers, strings, tensors, or lists and dicts of them: "
-                f"{name} holds a {type(leaf).__name__}, which can not be read back as data"
+                f"{name} holds a {type(leaf).__name__}, which cannot be read back as data"
             ) from None
 
 

@@ -30,7 +30,7 @@ MOST_SEED = 2**63 - 1
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     """Returns an argparse type for whole numbers from `least` to `most`."""
-    end = "" if most is None else f" to {most}"
+    span = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def read(text: str) -> int:
         try:
@@ -39,7 +39,7 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
             value = None
         if value is None or value < least or (most is not None and value > most):
             raise argparse.ArgumentTypeError(
-                f"got {text!r}, wanted a whole number from {least}{end or ' on'}"
+                f"got {text!r}, wanted a whole number {span}"
             )
         return value
 

@@ -92,9 +92,11 @@ def required(name: str, minimum: tuple[int, ...]) -> Finding:
         return Finding(name, found, f"pip install '{name}>={least}'", needed=True)
     tested = TESTED.get(name)
     if tested and _minor(version) not in map(_minor, tested):
-        found = f"{version}, on which the tests of this package have not run"
+        found = f"{version}, with which this package was not tested"
         return Finding(
-            name, found, f"they have on {', '.join(tested)}: if it fails, try one"
+            name,
+            found,
+            f"tested with {', '.join(tested)}: if something fails, try one of these",
         )
     return Finding(name, version)
 

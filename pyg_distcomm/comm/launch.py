@@ -245,7 +245,8 @@ def _receive_result(pipe: Connection, process: Any) -> tuple[bool, Any]:
         sent = b""
     if not sent:
         process.join(_GRACE)
-        text = f"the process ended without a word ({_describe_exit(process.exitcode)})"
+        how = _describe_exit(process.exitcode)
+        text = f"the process ended without an error message ({how})"
         return False, ("RankError", RankError(text), text)
     done, value = pickle.loads(sent)
     return done, value

@@ -137,7 +137,10 @@ def _partition_data(
         problem = problem or error
     planned = method is None and not refine and _is_planned(data, mesh)
     if planned and seed and problem is None:
-        problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
+        problem = ValueError(
+            "mesh.plan has partitioned this graph already; leave seed out, or give a "
+            "method as well"
+        )
     agree(problem, mesh)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _comparable_arguments(method, link, seed=seed, **flags)

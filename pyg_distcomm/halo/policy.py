@@ -348,7 +348,7 @@ class LinkPolicy:
             return
         if told := self.state.why_unused(self.epoch):
             self._warned = True
-            warnings.warn(f"{self!r} is configured and not used: {told}", stacklevel=3)
+            warnings.warn(f"{self!r} is configured but not used: {told}", stacklevel=3)
 
     @property
     def cost_model(self) -> LinkCostModel:

@@ -51,7 +51,7 @@ def rest_begins(rows: int, width: int, bits: int) -> int:
 def wrong_length(got: int, wanted: int) -> str:
     """Returns the error for a message that was cut elsewhere than it was written."""
     return (
-        f"a message of {got} bytes says itself that it has {wanted}; both ends must cut "
+        f"a message has {got} bytes, but its header says {wanted}; both ends must cut "
         "messages by `wire_bytes`"
     )
 

@@ -81,7 +81,7 @@ def run_on_share(
     if topology.chunked and is_one_hop(conv) and not is_changed(conv):
         run = one_hop(conv, run)
     if not exact:
-        why = "its link codes rows, which are summed where they arrive"
+        why = "its link encodes rows, which are summed on the rank that receives them"
         warn_about_grid(conv, topology, why)
     with exchanging(conv, context):
         return run(*args, **kwargs)

@@ -206,7 +206,9 @@ def replicate(
     """
     if not isinstance(model, torch.nn.Module):
         graph = hasattr(model, "edge_index") or hasattr(model, "edge_stores")
-        cut_it = "; a graph is cut by pdc.partition(data, mesh)" if graph else ""
+        cut_it = (
+            "; to partition a graph, call pdc.partition(data, mesh)" if graph else ""
+        )
         raise TypeError(
             "pdc.replicate takes a model, a torch.nn.Module, got "
             f"{type(model).__name__}{cut_it}"

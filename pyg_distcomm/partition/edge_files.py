@@ -85,7 +85,7 @@ class NpyHead:
                 version = np.lib.format.read_magic(file)
             except ValueError:
                 raise ValueError(
-                    f"{name}: is no .npy file; save the array by numpy.save"
+                    f"{name}: is not an .npy file; save the array by numpy.save"
                 ) from None
             read = {
                 (1, 0): np.lib.format.read_array_header_1_0,

@@ -340,7 +340,7 @@ def _summary(figures: PartitionReport) -> list[str]:
     return [
         f"edge cut  {figures.edge_cut:,} of {edges:,} ({share:.1%})",
         f"volume    {figures.volume:,} rows per exchange "
-        f"({figures.volume / max(nodes, 1):.3f} a node), "
+        f"({figures.volume / max(nodes, 1):.3f} per node), "
         f"{figures.bytes(1):,} bytes per float32 feature",
         f"busiest   sends {figures.max_send:,} rows, receives {figures.max_halo:,}",
     ]

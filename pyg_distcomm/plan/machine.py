@@ -92,9 +92,7 @@ class Wire:
         return self.latency * messages + np.maximum(sent, received) / self.bandwidth
 
     def __str__(self) -> str:
-        return (
-            f"{self.latency * 1e6:,.0f} us a message, {self.bandwidth / 1e6:,.1f} MB/s"
-        )
+        return f"{self.latency * 1e6:,.0f} us per message, {self.bandwidth / 1e6:,.1f} MB/s"
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,9 @@ class Plan:
             text += f", {self.codec}{'' if self.exact else ' (not exact)'}"
         most = "at least " if self.missing else "" if self.sized else "at most "
         return (
-            f"{text}: {most}{show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
-            f"all, {self.seconds:.4g} s per epoch, {show_bytes(self.memory)} of memory"
+            f"{text}: {most}{show_bytes(self.bytes)} per rank, "
+            f"{show_bytes(self.total_bytes)} in all, {self.seconds:.4g} s per epoch, "
+            f"{show_bytes(self.memory)} of memory"
         )
 
 

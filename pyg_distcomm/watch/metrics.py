@@ -381,7 +381,7 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
     place = Path(folder)
     if not (place / RUN).is_file():
         raise ValueError(
-            f"{place}: is no folder of pdc.metrics (it has no {RUN}); record a run by "
+            f"{place}: is not a folder of pdc.metrics (it has no {RUN}); record a run by "
             f"run = pdc.metrics({str(place)!r}, mesh) and run.epoch(...)"
         )
     found = place / TRACE if (place / TRACE).is_file() else None
@@ -509,7 +509,7 @@ class TensorBoardWriter:
                 board: Any = importlib.import_module("torch.utils.tensorboard")
             except ImportError as error:
                 raise ImportError(
-                    "TensorBoardWriter takes tensorboard: pip install tensorboard"
+                    "TensorBoardWriter needs tensorboard: pip install tensorboard"
                 ) from error
             # TensorBoard leaves out what an earlier start wrote of this epoch and later
             self._writer = board.SummaryWriter(

@@ -380,7 +380,7 @@ def _partition(figures: PartitionReport) -> str:
         f"{nodes:,} nodes and {edges:,} edges on {figures.num_parts} ranks; "
         f"{figures.edge_cut:,} edges ({figures.edge_cut / max(edges, 1):.1%}) join nodes of "
         f"two ranks, and an exchange sends {figures.volume:,} rows "
-        f"({figures.volume / max(nodes, 1):.3f} a node)."
+        f"({figures.volume / max(nodes, 1):.3f} per node)."
     )
     columns = figures.nodes, figures.edges, figures.halo_rows, figures.send_rows
     lines = [
