@@ -66,6 +66,10 @@ def method(text: str) -> str:
 class _Parser(argparse.ArgumentParser):
     """Reports a mistake as a ValueError, with the nearest name that there is."""
 
+    def add_argument(self, *names: Any, **options: Any) -> Any:
+        self.options = [*getattr(self, "options", ()), *map(str, names)]
+        return super().add_argument(*names, **options)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._given = list(sys.argv[1:] if args is None else args)
         found, left = super().parse_known_args(args, namespace)
@@ -82,11 +86,12 @@ class _Parser(argparse.ArgumentParser):
         if choice is not None:
             known = re.findall(r"[\w-]+", choice[2])
             return first_checks.did_you_mean(choice[1], known)
-        options = self._option_string_actions
+        options = [name for name in self.options if name.startswith("--")]
         for word in (one.partition("=")[0] for one in self._given):
-            is_option = word.startswith("--") and len(word) > 2
-            if is_option and not any(option.startswith(word) for option in options):
-                return f"; unknown: {word}{first_checks.did_you_mean(word, options)}"
+            name = word.replace("--no-", "--", 1)
+            if name[:2] == "--" and not any(one.startswith(name) for one in options):
+                near = first_checks.did_you_mean(word, options)
+                return near if word in message else f"; unknown: {word}{near}"
         return ""
 
 

@@ -271,7 +271,7 @@ class ChunkMesh:
         raise TypeError(
             "a layer of a pipeline reduces over all nodes (mean, batch norm, ...), but has "
             "those of one chunk at a time; reduce in the loss, which sees all nodes, or "
-            "train with pdc.replicate"
+            "train without a pipeline"
         )
 
     control = world
