@@ -284,7 +284,7 @@ def draw_stages() -> Figure:
 
 
 def draw_late() -> Figure:
-    """Draws two epochs of exchanges, now and late; and what a row takes on the wire."""
+    """Draws two epochs of exchanges, prompt and late, and the bytes of a row on the wire."""
     figure, (ax, sizes) = plt.subplots(1, 2, figsize=(WIDE, 3.1), width_ratios=[2, 1])
     rows = [
         ("now", 1.0, False),

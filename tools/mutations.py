@@ -1096,9 +1096,9 @@ HEAD = (
     "",
     "    python tools/mutations.py --report benchmarks/reports/mutations.md",
     "",
-    "A fault is a changed line in a copy of the package. It is caught where one of the tests "
-    "named with it in `tools/mutations.py`, which pass without it, fails. Which test caught "
-    "which goes to `runs/mutations.md`, which is not kept under version control.",
+    "A fault is a changed line in a copy of the package. It is caught if one of the tests "
+    "that `tools/mutations.py` names for it fails, although all of them pass without it. "
+    "`runs/mutations.md`, which is not under version control, says which test caught which.",
     "",
 )
 COLUMNS = ("| fault | kind | file | caught by | seconds |", "|---|---|---|---|---:|")
