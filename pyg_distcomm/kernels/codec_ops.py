@@ -1,4 +1,4 @@
-"""Defines what codecs compute: a few bits a number, and columns of rows.
+"""Defines what codecs compute: a few bits per number, and columns of rows.
 
 Letters: ``m`` rows of ``f`` numbers, ``b`` bits a code, ``k`` numbers kept of a row. The
 rows are those of ``x``, or those at ``index`` if it is given. A message is a vector of
@@ -220,7 +220,7 @@ def _codes(x: Tensor, z: Tensor, step: Tensor, top: int, noise: Noise | None) ->
 
 
 def noise_bits(key: int, gid: Tensor, width: int) -> Tensor:
-    """Draws 16 random bits for each (key, global id, column), four columns a hash.
+    """Draws 16 random bits for each (key, global id, column), four columns per hash.
 
         bits[v, c] = h[v, c // 4] >>> 16 (c mod 4)  modulo 2^16
 
