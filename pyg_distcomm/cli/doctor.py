@@ -41,7 +41,7 @@ PATIENCE = 120.0  # seconds the round trip may take, process start included
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """Describes one line of the report.
 
     what    what was checked
     found   the result

@@ -53,7 +53,7 @@ class Alone(_Transparent, torch.nn.Module):
 
 
 class Replicated(_Transparent, DistributedDataParallel):
-    """DistributedDataParallel that shows its module's attributes, and can be copied.
+    """Extends DistributedDataParallel: shows its module's attributes, and can be copied.
 
     A copy is replicated anew, which is collective; a pickled one is the module, in `Alone`.
     Where the module's own methods are called instead of this one, gradients are those
