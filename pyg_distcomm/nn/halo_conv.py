@@ -87,7 +87,7 @@ def run_on_share(
     if topology.chunked and is_one_hop(conv) and not is_changed(conv):
         run = one_hop(conv, run)
     if not exact:
-        why = "its link codes rows, which are summed where they arrive"
+        why = "its link encodes rows, which are summed on the rank that receives them"
         warn_about_grid(conv, topology, why)
     with exchanging(conv, context):
         return run(*args, **kwargs)
@@ -127,7 +127,7 @@ def _check_edges_of_link(conv: Any, link: OwnLink, values: Any) -> None:
 
 
 class HaloExecution(Explained):
-    """Runs a layer of PyG over a link on a share, by compiled products elsewhere.
+    """Runs a PyG layer on a share over its link, and elsewhere by compiled products.
 
     On a share the layer is PyG's, op by op; see `DistTensor`.
 
@@ -146,7 +146,7 @@ class HaloExecution(Explained):
 
 
 class HaloConv(torch.nn.Module):
-    """Runs any PyG layer, unchanged, on a graph spread over ranks.
+    """Runs any PyG layer, unchanged, on a graph that is spread over ranks.
 
     On a share the layer is PyG's, op by op, and runs without this wrapper, too. The wrapper
     adds a link, products for sums of rows, and a memory cap. A layer known to read no more

@@ -21,7 +21,7 @@ from pyg_distcomm.process import PROCESS
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Where the nonzeros of an m x n block are, in CSR order.
+    """Holds the places of the nonzeros of an m x n block, in CSR order.
 
     Shapes: rowptr [m + 1], col [nnz], both int32 where they fit.
     Columns ascend within a row, and equal entries keep their original order.
@@ -91,7 +91,7 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class CSR:
-    """A local block: a pattern and the values on it (None: all ones).
+    """Holds a local sparse block: a pattern, and the values on it (None: all ones).
 
     Shapes: value [nnz] or None. The name is what its products are called in a trace.
     """
