@@ -200,7 +200,10 @@ def phases(
     """
     ours = LoaderOptions(bulk_size=1, prefetch=0, seed=0)
     made = loader(OURS, data, fan_out, nodes, options=ours)
-    assembly, draw = Batcher(made).collate, kernels.neighbor_sampler(read_topology(data).graph)
+    assembly, draw = (
+        Batcher(made).collate,
+        kernels.neighbor_sampler(read_topology(data).graph),
+    )
     sampler, outs = made.node_sampler, []
     x = data.x.view(torch.float64)  # rows are copied as whole words
     seeds = nodes.split(BATCH)[:MOST]
