@@ -31,7 +31,6 @@ LINKS = {
     "mask": lambda: LinkPolicy(ColumnMask(2), exact_last=False),
     "rows": lambda: LinkPolicy(RowSample(3.0), late=2, late_gradients=1),
     "chain": lambda: LinkPolicy(Chain(ColumnMask(2), ONE), late=1, smooth=0.5),
-    "gradients": lambda: LinkPolicy(ColumnMask(3), gradient_codec=ONE),
     "switching": lambda: LinkPolicy(ONE, late=1, sync_every=2),
 }
 

@@ -13,7 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyg_distcomm.kernels import attention_jit, core_jit, core_ops, memory, threads
+from pyg_distcomm.kernels import (
+    attention_jit,
+    core_jit,
+    core_ops,
+    memory,
+    sample_jit,
+    threads,
+)
 from pyg_distcomm.kernels.compile import cache_folder, ready
 
 GRAIN = 1 << 15  # numbers read or written below which a second thread does not pay
@@ -205,7 +212,7 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     positions = vector(index)
     check_index(positions, x.size(0))
     args = (*flat(x), positions, *flat(target), f)
-    over_rows(core_jit.gather, args, k, f)
+    over_rows(sample_jit.gather, args, k, f)
     return deliver(target, out)
 
 

@@ -7,7 +7,6 @@ offsets into ``col`` and ``value`` as they stand, and need not start at zero.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -340,27 +339,6 @@ def as_bytes(values: Tensor) -> Tensor:
     flat = values.resolve_conj().resolve_neg().contiguous().flatten()
     # the stride of one number or none may be anything, which `view` does not take
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-
-
-def word_dtype(values: Tensor) -> torch.dtype:
-    """Returns the dtype of the widest words that rows `[n, ...]` consist of."""
-    width = math.prod(values.shape[1:]) * values.element_size()
-    begin = values.storage_offset() * values.element_size()
-    if width % 8 == begin % 8 == 0:
-        return torch.float64
-    return torch.float32 if width % 4 == begin % 4 == 0 else torch.uint8
-
-
-def words_of(values: Tensor) -> Tensor:
-    """Returns rows `[n, ...]` as the widest words that fit, `[n, w]`; copies if not contiguous.
-
-    They are what `gather_rows` copies fastest, whatever the dtype of the values.
-    """
-    width, dtype = (
-        math.prod(values.shape[1:]) * values.element_size(),
-        word_dtype(values),
-    )
-    return as_bytes(values).view(dtype).view(len(values), width // dtype.itemsize)
 
 
 @op("out index src", check=_check_scatter)

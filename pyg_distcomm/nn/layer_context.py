@@ -25,7 +25,7 @@ from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.halo.compressed import LayerExchange
+from pyg_distcomm.halo.exchange import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy, settings_of
 from pyg_distcomm.process import PROCESS, tell
 from pyg_distcomm.sharded.constants import key_of

@@ -243,13 +243,12 @@ def _codec_works(
     draw = RngKey(1, ids, degree=ids)
     found: dict[Name, Work] = {}
     for coding in filter(None, codings(codecs)):
-        for codec in (coding.rows, coding.gradients):
-            name = repr(codec)
-            if codec == Plain() or ("write", name) in found:
-                continue
-            message, out = codec.encode(x, draw), torch.empty_like(x)
-            found["write", name] = partial(codec.encode, x, draw)
-            found["read", name] = partial(codec.decode, message, out, draw)
+        codec, name = coding.rows, repr(coding.rows)
+        if codec == Plain() or ("write", name) in found:
+            continue
+        message, out = codec.encode(x, draw), torch.empty_like(x)
+        found["write", name] = partial(codec.encode, x, draw)
+        found["read", name] = partial(codec.decode, message, out, draw)
     return found
 
 

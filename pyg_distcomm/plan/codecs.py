@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
-from pyg_distcomm.halo.compressed import gradient_codec
+from pyg_distcomm.halo.codecs import Cast, Plain, Quantise
 from pyg_distcomm.halo.halo import MAX_CHUNKS
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.plan.traffic import Array, LinkCounts
@@ -31,13 +30,12 @@ class Coding:
     Args:
         name: the name in tables.
         link: the link, for `pdc.partition(link=...)`.
-        rows, gradients: the codecs of rows and of gradients.
+        rows: the codec of rows, and of their gradients.
     """
 
     name: str
     link: LinkPolicy
     rows: Codec
-    gradients: Codec
 
     @staticmethod
     def of(spec: CodecLike) -> Coding:
@@ -47,9 +45,8 @@ class Coding:
             ValueError, TypeError: for anything else; the message lists the choices.
         """
         link = spec if isinstance(spec, LinkPolicy) else LinkPolicy(spec)
-        rows, own = link.codecs_at(link.epoch)
-        name = _describe_link(link, rows, own)
-        return Coding(name, link, rows, gradient_codec(rows, rows, own))
+        rows = link.codec_at(link.epoch)
+        return Coding(_describe_link(link, rows), link, rows)
 
     @property
     def sized(self) -> bool:
@@ -62,8 +59,7 @@ class Coding:
     @property
     def exact(self) -> bool:
         """Whether it changes no number: lossless and synchronous."""
-        whole = self.rows == self.gradients == Plain()
-        return whole and not self.link.timing.is_late
+        return self.rows == Plain() and not self.link.timing.is_late
 
     def codec_of(self, product: ProductShape, last: int) -> Codec | None:
         """Returns the codec of a product's rows; None for the exact exchange.
@@ -76,7 +72,7 @@ class Coding:
             return None
         if self.link.exact_last and product.layer == last:
             return None
-        return self.gradients if product.transposed else self.rows
+        return self.rows
 
     def late(self, transposed: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late."""
@@ -97,9 +93,8 @@ def codings(specs: Sequence[CodecLike]) -> list[Coding | None]:
     return [None, *(one for one in found if not one.link.is_exact)]
 
 
-def _describe_link(link: LinkPolicy, rows: Codec, own: Codec | None) -> str:
+def _describe_link(link: LinkPolicy, rows: Codec) -> str:
     text = _codec_name(rows)
-    text += "" if own is None else f", gradients {_codec_name(own)}"
     skip = link.timing.skip
     text += "" if skip is None else f", skipped below {skip.bound:g}"
     late = [link.timing.staleness(backward) for backward in (False, True)]

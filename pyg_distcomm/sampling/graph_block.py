@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,8 +19,8 @@ from pyg_distcomm.ops.id_plan import IdPlan
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.graph_source import (
     SampledTopology,
+    check_names,
     check_times,
-    check_weighted,
     naming_edge_type,
     read_times,
     read_weights,
@@ -49,32 +47,6 @@ class GraphBlock:
     node_gid: tuple[Tensor, ...]
     partitions: tuple[Partition, ...]
     channel: ProcessGrid
-
-    def block_of(self, node_type: int, gid: Tensor) -> Tensor:
-        """Returns the block of each node of a type, int64."""
-        owner = self.partitions[node_type].owner_of(gid)
-        c = self.channel.replication
-        return owner if c == 1 else owner // c
-
-    def fetcher_of(self, node_type: int, gid: Tensor) -> Tensor:
-        """Returns the rank of the process row that fetches the row of each node, int64.
-
-        It is the rank in the process column of the node's owner; for nodes of this block,
-        which every rank of the process row holds, it is this rank.
-        """
-        owner, c = self.partitions[node_type].owner_of(gid), self.channel.replication
-        here = owner // c == self.channel.block
-        return torch.where(here, self.channel.col.rank, owner % c)
-
-    def local_rows(self, node_type: int, gid: Tensor) -> Tensor:
-        """Returns the local row of each node, all of which are in this block."""
-        return self._index[node_type](gid)
-
-    @cached_property
-    def _index(self) -> list[Callable[[Tensor], Tensor]]:
-        sizes = self.topology.graph.sizes
-        pairs = zip(self.node_gid, sizes, strict=True)
-        return [kernels.rank_select_index(gid, size) for gid, size in pairs]
 
 
 def is_share(data: Any) -> bool:
@@ -136,7 +108,7 @@ def read_block(
         ValueError: on all ranks, if an attribute is missing, or a weight or time wrong.
     """
     mesh = mesh_of(data)
-    _check_names(data, time_attr, weight_attr)
+    check_names(data, time_attr, weight_attr)
     stores = {store._key: store for store in data.edge_stores}
     node_types = [None] if isinstance(data, Data) else list(data.node_types)
     index = {name: k for k, name in enumerate(node_types)}
@@ -256,32 +228,6 @@ def _attribute(store: Any, name: str, count: int) -> Tensor:
             "Data before pdc.partition"
         )
     return value.to_local()
-
-
-def _check_names(
-    data: Data | HeteroData, time_attr: str | None, weight_attr: str | None
-) -> None:
-    """Raises, on all ranks alike, for names of no attribute, or of nodes and edges both."""
-    if weight_attr is not None:
-        check_weighted(data, weight_attr)
-    if time_attr is None:
-        return
-    places = [time_attr in store for store in data.stores]
-    if not any(places):
-        raise ValueError(
-            f"The time attribute '{time_attr}' is neither a node-level or edge-level "
-            f"attribute; data has {list(data.keys())}"
-        )
-    if isinstance(data, HeteroData):
-        ends = [
-            any(time_attr in s for s in stores)
-            for stores in (data.node_stores, data.edge_stores)
-        ]
-        if all(ends):
-            raise ValueError(
-                f"The time attribute '{time_attr}' holds both node-level and edge-level "
-                "information"
-            )
 
 
 def _node_time(data: Any, key: Any, name: str | None) -> DistTensor | None:
