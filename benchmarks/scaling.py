@@ -363,7 +363,7 @@ Nothing here was timed: bytes that a rank receives in an epoch, gradients includ
 from `pdc.plan` for a `RandomGraph`: R-MAT degrees, nodes dealt to ranks at random, rows that
 travel, constant features whose A X is kept; means over ranks. A partition that knows the graph
 lowers all but `feature`, and a vertex cover again; neither is assumed. `CAGNET` lines are
-closed formulas of its four algorithms, whole blocks, one word a nonzero that travels, 1.5D
+closed formulas of its four algorithms, whole blocks, one word per nonzero that travels, 1.5D
 with the best c. *As printed* are the paper's own from memory, rounded up in places, as its text
 was not at hand (1.5D is missing); baselines that run receive just what the others say
 (`tests/test_oblivious.py`). *Their order* is (A X) W and A^T G in every layer, as in the

@@ -478,7 +478,7 @@ def paper(args: Any) -> None:
 
 
 def point(folder: Path, nodes: int, ranks: int) -> dict[str, float]:
-    """Cuts and trains a graph of 16 edges a node; returns what it cost."""
+    """Cuts and trains a graph of 16 edges per node; returns what it cost."""
     graph = generated(folder, nodes, 16 * nodes, 32)
     out, found = cut(graph, ranks)
     ran = pdc.launch(trained, ranks, str(out), ["gcn"], 3, 0, 32, threads=1)

@@ -319,7 +319,7 @@ def ogb_score(name: str, out: Any, y: Any) -> float:
     """Returns the metric of OGB's Evaluator for scores [k, classes] and labels [k] of a split.
 
     Of row-sharded tensors all rows are gathered on every rank first, which is collective
-    (16 bytes a row), and every rank returns the same.
+    (16 bytes per row), and every rank returns the same.
 
     Raises:
         ImportError: if ogb is not installed.

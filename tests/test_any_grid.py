@@ -324,16 +324,16 @@ def test_a_layer_whose_rows_travel_says_so_once_with_both_prices():
     (found, rows, added), *others = worlds.run(told, 4)
     assert not any(text for each, *_ in others for text in each.values())
     (text,) = found["GAT"]
-    assert "GATConv runs by halo exchange on the grid 1 x 2 x 2" in text
+    assert "GATConv exchanges rows on the grid 1 x 2 x 2" in text
     most = 4 * dense_words(60, 1, (1, 2, 2))
-    assert f"rows bring {rows} numbers" in text
+    assert f"all ranks together receive {rows} numbers" in text
     assert f"at most {most:.0f}; " in text
     assert found["again"] == []
     assert found["GIN"] == []  # a product of the grid
-    assert "weights of its edges learn" in found["learnt"][0]
-    assert f"rows bring {rows} numbers" in found["learnt"][0]
+    assert "its edge weights are learnt" in found["learnt"][0]
+    assert f"all ranks together receive {rows} numbers" in found["learnt"][0]
     assert f"GCNConv, {added:.0f}; " in found["learnt"][0]
-    assert "its link codes rows" in found["coded"][0]
+    assert "its link encodes rows" in found["coded"][0]
 
 
 # Training ---------------------------------------------------------------------------

@@ -484,7 +484,7 @@ print(peak() - before)
 @pytest.mark.subprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_of_the_nodes_not_of_the_edges(tmp_path):
-    """Peak memory above a small run's is below 320 bytes a node; files are 4 times that."""
+    """Peak memory above a small run's is below 320 bytes per node; files are 4 times that."""
     n, m, width = 100_000, 6_000_000, 128
     rng = np.random.default_rng(0)
     big = np.lib.format.open_memmap(tmp_path / "big.npy", "w+", np.int64, (2, m))

@@ -413,7 +413,7 @@ def test_any_flipped_bit_is_found_by_default(written, seed):
     [
         ("", "cannot be read"),
         ('{"format": ', "cannot be read"),
-        ("[1, 2]", "holds no object"),
+        ("[1, 2]", "is not a JSON object"),
         ('{"num_parts": 4}', "not a pyg-distcomm partition"),
         ("\xff\xfe", "cannot be read"),
     ],

@@ -542,7 +542,9 @@ def seeded():
     data = GRAPHS["undirected"]()
     how = {"machine": pdc.Machine(), "method": "random"}
     mesh = pdc.init(pdc.Auto(data, widths=[7, 4], **how), timeout=60)
-    with pytest.raises(ValueError, match="has cut this graph: no seed="):
+    with pytest.raises(
+        ValueError, match="has partitioned this graph already; leave seed out"
+    ):
         pdc.partition(data, mesh, seed=3)
     return len(pdc.partition(data, mesh, "random", seed=3).edge_index.edges)
 

@@ -203,7 +203,7 @@ def test_what_is_no_run_is_told(tmp_path, run, capsys):
     assert main([*cut]) == 0
     for name, words in (
         (tmp_path / "nowhere", "does not exist"),
-        (tmp_path, "is no folder of pdc.metrics"),
+        (tmp_path, "is not a folder of pdc.metrics"),
         (run / "trace.json.gz", "https://ui.perfetto.dev"),
         (parts, "pyg-distcomm inspect"),
     ):

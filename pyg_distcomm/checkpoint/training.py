@@ -49,7 +49,7 @@ def save_checkpoint(
     link: Links = None,
     **extra: Any,
 ) -> None:
-    """Writes model, optimizer, the mesh's counters and anything extra; collective.
+    """Saves a model, its optimizer, the mesh's counters and extra values; collective.
 
     The folder appears whole or not at all: see [Note: whole folders] in `partition/atomic.py`.
     Row-sharded parameters are gathered, so that any number of ranks can load it. Rank 0 writes
@@ -111,7 +111,7 @@ def load_checkpoint(
     link: Links = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Restores what `save_checkpoint` wrote, on any number of ranks; collective.
+    """Restores what `save_checkpoint` saved, on any number of ranks; collective.
 
     Args:
         path: the folder.
@@ -192,7 +192,7 @@ def _check_plain(trees: dict[str, Any]) -> None:
         except Exception:
             raise TypeError(
                 "save numbers, strings, tensors, or lists and dicts of them: "
-                f"{name} holds a {type(leaf).__name__}, which can not be read back as data"
+                f"{name} holds a {type(leaf).__name__}, which cannot be read back as data"
             ) from None
 
 

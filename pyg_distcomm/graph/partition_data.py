@@ -52,7 +52,7 @@ def partition(
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
 ) -> Graph:
-    """Returns this rank's share of a graph: still a PyG Data, of row-sharded tensors.
+    """Partitions a graph over the ranks; returns this rank's share, still a PyG `Data`.
 
     Every rank passes the same `data`. Rank 0 partitions it, and broadcasts the owners. The
     owner of the target owns an edge and its attributes. Local rows ascend by global id, and
@@ -137,7 +137,10 @@ def _partition_data(
         problem = problem or error
     planned = method is None and not refine and _is_planned(data, mesh)
     if planned and seed and problem is None:
-        problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
+        problem = ValueError(
+            "mesh.plan has partitioned this graph already; leave seed out, or give a "
+            "method as well"
+        )
     agree(problem, mesh)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _comparable_arguments(method, link, seed=seed, **flags)
@@ -412,7 +415,7 @@ def _assemble(
 
 
 def partition_report(data: Data | HeteroData) -> PartitionReport:
-    """Returns the figures of the partition of a share; collective.
+    """Reports the sizes of all parts and the rows that they exchange; collective.
 
     Edge cut, halo rows, the busiest sender, imbalance, `bytes(width)` of one exchange,
     the nonzeros, sent and received rows of the blocks of the mesh's grid, and the figures
@@ -475,7 +478,7 @@ def load_partition(
     memory: int | str | None = None,
     merge: bool = False,
 ) -> Any:
-    """Loads this rank's share of a partitioned folder, and no other part of it.
+    """Loads this rank's share of a graph from a partition folder, and no other part.
 
     It is a Data, or a HeteroData where the folder holds nodes and edges of several types.
 

@@ -149,7 +149,7 @@ class Placement:
     def keep(self, data: Data | HeteroData) -> None:
         """Chooses the nodes of each type whose rows are cached: those of highest out-degree.
 
-        Ties go to the lower id. It takes 4 bytes a node on the device.
+        Ties go to the lower id. It takes 4 bytes per node on the device.
         """
         degrees = {
             store._key: torch.zeros(store.num_nodes or 0).long()

@@ -67,7 +67,7 @@ class RowsAttr(TensorAttr):
 
 
 class DistFeatureStore(FeatureStore):
-    """Stores rows of named attributes of named groups, sharded over the blocks of a channel.
+    """Stores rows of features, sharded over the ranks, and returns any of them by id.
 
     A group is None for the nodes of a graph of one type, `EDGES` for its edges, a node
     type, or an edge type. With P ranks and replication c, block i holds what ranks
@@ -377,7 +377,7 @@ class DistFeatureStore(FeatureStore):
     def price(self, want: Rates, asked: Rates, attrs: Attrs = None) -> dict[str, Price]:
         """Returns the price of one fetch, by operation of the ledger.
 
-            plan        8 bytes a word:  groups + 1 words from each other rank
+            plan        8 bytes per word:  groups + 1 words from each other rank
             fetch_ids   4 (8 above 2^31 ids):  a word for each row asked of this rank
             fetch_rows  1:  the bytes of each row that this rank wants
 

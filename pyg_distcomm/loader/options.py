@@ -31,7 +31,7 @@ TOPOLOGIES = ("auto", "partitioned", "replicated")
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """Holds what loaders of this package take beyond PyG's arguments, as `options=`.
+    """Holds the options of loaders beyond PyG's arguments; pass it as `options=`.
 
         loader = NeighborLoader(data, [10, 5], options=LoaderOptions(seed=0, draws="labor"))
 
@@ -72,7 +72,7 @@ class LoaderOptions:
             they lie: the same minibatches as on the host (None), bit for bit, in bulks made
             on a stream of their own while the last one trains. Of a Data or a HeteroData
             that each rank holds whole, on the host; not with workers. A state of one device
-            is good on another. Memory there: the topology, 8 bytes an edge more for draws
+            is good on another. Memory there: the topology, 8 bytes per edge more for draws
             by weight, and the rows. A share is sampled on the host, and the device holds
             this rank's rows, and those that `features` keeps.
         graph_on, rows_on: "pinned" to leave the graph, or the rows of nodes and edges, in

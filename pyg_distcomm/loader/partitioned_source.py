@@ -171,8 +171,8 @@ class PartitionedSource:
         """Returns seed edges by global ids, and the negative sampling; collective.
 
         Without a list, all edges (of a type) are seeds, in the order of the whole graph: 16
-        bytes an edge on every rank. If nodes have times and negative ends are drawn, the
-        sampler is given all times, 8 bytes a node.
+        bytes per edge on every rank. If nodes have times and negative ends are drawn, the
+        sampler is given all times, 8 bytes per node.
         """
         with errors_on_all_ranks(self.mesh.world):
             name, ends = named_links(self.data, given)

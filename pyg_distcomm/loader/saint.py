@@ -72,7 +72,7 @@ class GraphSAINTSampler(SubgraphLoading[Data]):
         log: whether to show how far the norms are, on rank 0.
         **kwargs: as in `RandomNodeLoader`.
 
-    Price: of a share, 16 bytes an edge once on every rank; see `DistFeatureStore` for rows.
+    Price: of a share, 16 bytes per edge once on every rank; see `DistFeatureStore` for rows.
 
     Raises:
         ValueError: for a topology other than "replicated", data that has norms already,

@@ -214,7 +214,7 @@ class ClusterData(PyGClusterData):
     Of a share, from `pdc.partition`, each rank cuts the nodes that it owns into its part of
     the clusters, so that no edge travels, and a cluster lies with one rank; all ranks build
     it together. For the clusters of a whole graph on any number of ranks, give them as
-    `method`. Price: 4 bytes a node, on every rank.
+    `method`. Price: 4 bytes per node, on every rank.
 
     Args:
         data: a Data, or a share of one.

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
@@ -222,7 +223,8 @@ def run_layer(
             edges = local_attention.edges_of(conv, adjacency, edge_index, *sizes)
             if edges is not None:
                 edges = edges if rows is None else edges.prefix(rows)
-                return local_attention.run(conv, edges, source, target)
+                keyed = local_attention.noted_rows(conv, adjacency)
+                return local_attention.run(conv, edges, source, target, keyed)
         own, known = dict(given), (edge_index, adjacency)
         own["x"] = source if target is source else (source, target)
         if rows is not None:
@@ -316,6 +318,13 @@ def _add_relations(
     out = sums.view(len(target), -1) @ weight
     out = out if conv.root is None else out + target @ conv.root
     return out if conv.bias is None else out + conv.bias
+
+
+def attends_by_kernels(conv: Any, source: Tensor, target: Tensor) -> bool:
+    """Tells whether `run_layer` runs a layer of attention by the kernels, on such rows."""
+    given = {"x": (source, target)}
+    known = usable(source, target) and _runs_by_products(conv)
+    return known and local_attention.is_supported(conv, given)
 
 
 def _may_be_trimmed(
@@ -436,7 +445,8 @@ def run_sage(
             edges = None if edges is None else edges.prefix(rows)
         if edges is None:
             return forward(pair, given, size)
-        return _sage(conv, edges, source, target)
+        with parametrize.cached():  # PyG's code reads each weight once
+            return _sage(conv, edges, source, target)
 
     reads = _read_by(conv, edge_index)
     return trimming.call(adjacency, edge_index, x, compute, reads)
@@ -455,7 +465,7 @@ def _sage(
         if root is not None and own is not None:
             out = torch.addmm(out, root[:rows], own.t())
     else:
-        first = _sums_first(edges, source, conv.lin_l)
+        first = _sums_first(edges, source, conv.lin_l.weight)
         weights = conv.lin_l.weight, conv.lin_l.bias, own
         out = multiply_linear(kind, edges, source, root, *weights, sums_first=first)
     return F.normalize(out, p=2.0, dim=-1) if conv.normalize else out
@@ -498,9 +508,10 @@ def run_gcn(
         if rows is not None:
             edges = edges.prefix(rows)
             value = None if value is None else value[: edges.pattern.nnz]
-        if _sums_first(edges, source, conv.lin):
-            return F.linear(multiply(edges, value, source), conv.lin.weight, conv.bias)
-        out = multiply(edges, value, F.linear(source, conv.lin.weight))
+        weight = conv.lin.weight
+        if _sums_first(edges, source, weight):
+            return F.linear(multiply(edges, value, source), weight, conv.bias)
+        out = multiply(edges, value, F.linear(source, weight))
         return out if conv.bias is None else out.add_(conv.bias)
 
     reads = _read_by(conv, edge_index, edge_weight)
@@ -576,9 +587,9 @@ def _fits(
 _SPARSE = 8
 
 
-def _sums_first(edges: GroupedEdges, x: Tensor, lin: Any) -> bool:
+def _sums_first(edges: GroupedEdges, x: Tensor, weight: Tensor) -> bool:
     """Tells whether `(A X) W` is cheaper than `A (X W)`, forward and backward."""
-    into, out = lin.weight.size(1), lin.weight.size(0)
+    out, into = weight.shape
     rows, nnz = edges.pattern.shape[0], edges.pattern.nnz
     passes = 2 + x.requires_grad
     first = _SPARSE * nnz * into * (passes - 1) + rows * into * out * passes

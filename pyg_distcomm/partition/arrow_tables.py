@@ -260,7 +260,7 @@ class ArrowTable:
                     )
             yield from self.batches(ends)
             return
-        # a lookup reads all names once a batch, so batches are as large as their number
+        # a lookup reads all names once per batch, so batches are as large as their number
         done, rows = 0, min(max(ROWS, len(nodes.names)), MOST_ROWS)
         for columns in self._columns(ends, rows):
             places = []

@@ -319,9 +319,9 @@ def _summary(figures: PartitionReport) -> list[str]:
     share = figures.edge_cut / max(edges, 1)
     return [
         f"edge cut  {figures.edge_cut:,} of {edges:,} ({share:.1%})",
-        f"volume    {figures.volume:,} rows an exchange "
-        f"({figures.volume / max(nodes, 1):.3f} a node), "
-        f"{figures.bytes(1):,} bytes a float32 feature",
+        f"volume    {figures.volume:,} rows per exchange "
+        f"({figures.volume / max(nodes, 1):.3f} per node), "
+        f"{figures.bytes(1):,} bytes per float32 feature",
         f"busiest   sends {figures.max_send:,} rows, receives {figures.max_halo:,}",
     ]
 
@@ -383,7 +383,7 @@ def group_by_part(owner: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 class RowCount:
     """Counts the rows that parts exchange from their edges, one part after another.
 
-    Memory: 25 bytes a node, and a chunk of edges; on grids with s > 1, s bytes more for
+    Memory: 25 bytes per node, and a chunk of edges; on grids with s > 1, s bytes more for
     each node of one part.
     """
 

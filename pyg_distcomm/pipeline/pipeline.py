@@ -231,7 +231,7 @@ class Pipeline(torch.nn.Module):
             read neighbours, if possible.
         seed: the seed of orders and dropout; the mesh's if None.
 
-    Price: `price()`; 2 (S - 1) n d (1 + s) words an epoch between stages, with s values
+    Price: `price()`; 2 (S - 1) n d (1 + s) words per epoch between stages, with s values
     beside x that cross borders, and the hybrid's exchanges.
 
     Raises:

@@ -50,7 +50,7 @@ def calibrate(
     repeats: int = 7,
     codecs: Sequence[CodecLike] = (),
 ) -> Machine:
-    """Measures latency, bandwidth and rates, all ranks at the same time.
+    """Measures the latency, bandwidth and rates of this machine, on all ranks at once.
 
     Collective over all ranks, of all stages. Each figure is the slowest rank's median, equal
     on all ranks. Bandwidths are measured while all ranks of an axis send to all others.
@@ -255,7 +255,7 @@ def _codec_works(
 def _codec_rates(
     seconds: dict[Name, float], nbytes: int
 ) -> dict[str, tuple[float, float]]:
-    """Returns the bytes of rows a second that codecs encode and decode."""
+    """Returns the bytes of rows per second that codecs encode and decode."""
     return {
         name: (nbytes / seconds["write", name], nbytes / seconds["read", name])
         for kind, name in seconds
@@ -272,7 +272,7 @@ def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
 def _epochs(mesh: Mesh) -> dict[int, Work]:
     """Returns epochs to be timed, by number of layers; collective.
 
-    The graph has four nodes a rank, and each rank reads one row of every other rank.
+    The graph has four nodes per rank, and each rank reads one row of every other rank.
     """
     nodes = torch.arange(4 * mesh.size)
     pairs = torch.combinations(nodes[::4]).t()

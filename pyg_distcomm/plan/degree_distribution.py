@@ -88,7 +88,7 @@ class RMat(DegreeDistribution):
 
     def missing(self, nodes: int, edges: int, share: float) -> float:
         bits = max(1, round(math.log2(max(nodes, 2))))
-        scaled = edges * 2.0**bits / nodes  # as many edges a node
+        scaled = edges * 2.0**bits / nodes  # as many edges per node
         ones = np.arange(bits + 1)
         log_nodes = [
             math.lgamma(bits + 1) - math.lgamma(t + 1) - math.lgamma(bits - t + 1)
@@ -115,7 +115,7 @@ def _power(part: Array | float, times: Array | float) -> Array:
 
 @dataclass(frozen=True)
 class RandomGraph:
-    """A graph given by its size and degree distribution; nodes are assigned at random.
+    """Describes a graph by its size and degrees; nodes are assigned to ranks at random.
 
     Args:
         nodes, edges: the number of nodes and edges; an undirected edge counts twice.

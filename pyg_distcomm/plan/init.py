@@ -48,7 +48,7 @@ MOST_WIDTH = 1024  # limit of timed widths: wider rows have nearly the same rate
 
 @dataclass(frozen=True, eq=False)
 class Auto:
-    """Describes a training for which `init` finds the grid: it measures, plans and times.
+    """Describes a training run, for which `init` measures, plans, and chooses the grid.
 
         mesh = pdc.init(pdc.Auto(whole, widths=[602, 16, 41]))
         data = pdc.partition(whole, mesh)      # cut as planned
@@ -124,7 +124,7 @@ def init(
     if not isinstance(algorithm, Auto):
         if algorithm == "auto":
             raise ValueError(
-                "algorithm='auto' plans before it chooses, got no graph; give "
+                "algorithm='auto' needs a graph to plan for; give "
                 "pdc.Auto(data, widths=[features, hidden, ..., output]) instead, or model=..."
             )
         mesh_options |= {"replication": replication, "grid": grid, "stages": stages}
@@ -168,8 +168,8 @@ def _option_problem(shape: tuple[Any, ...], auto: Auto) -> str | None:
         return "pdc.Auto finds the grid; leave grid, replication and stages out"
     if auto.data is None or (auto.widths is None) == (auto.model is None):
         return (
-            "pdc.Auto plans before it chooses, got no graph, or not one of widths and model; "
-            "give the graph as data, and either widths=[features, hidden, ..., output] or model"
+            "pdc.Auto needs a graph to plan for; give it as data, and either "
+            "widths=[features, hidden, ..., output] or model"
         )
     return None
 

@@ -38,7 +38,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train, and what an epoch of it costs, from the third on.
+    """Describes one way to train, and the costs of an epoch, from the third on.
 
     Earlier epochs send more: features that do not change, until their products are kept.
 
@@ -108,14 +108,15 @@ class Plan:
             text += f", {self.codec}{'' if self.exact else ' (not exact)'}"
         most = "at least " if self.missing else "" if self.sized else "at most "
         return (
-            f"{text}: {most}{show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
-            f"all, {self.seconds:.4g} s an epoch, {show_bytes(self.memory)} of memory"
+            f"{text}: {most}{show_bytes(self.bytes)} per rank, "
+            f"{show_bytes(self.total_bytes)} in all, {self.seconds:.4g} s per epoch, "
+            f"{show_bytes(self.memory)} of memory"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Plans(Sequence[Plan]):
-    """All plans that can be run, the fastest first; `print` shows them as a table.
+    """Lists all plans that can be run, the fastest first; `print` shows them as a table.
 
     Args:
         ranked: what can be run.
@@ -222,7 +223,7 @@ def _legend(plans: Sequence[Plan], machine: Machine) -> list[str]:
     links = [plan.link for plan in plans if isinstance(plan.link, LinkPolicy)]
     if any(repr(link.codec) not in machine.codes for link in links):
         notes.append(
-            f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows a second, "
+            f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows per second, "
             "where calibrate has not measured it"
         )
     return notes

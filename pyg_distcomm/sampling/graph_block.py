@@ -15,6 +15,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
+from pyg_distcomm.ops.grid_plan import CHUNK, numbered
 from pyg_distcomm.ops.id_plan import IdPlan
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.graph_source import (
@@ -170,7 +171,9 @@ class _Edges:
     sort_by_time: bool
 
     def ordered(self) -> _Edges:
-        """Returns the edges in ascending id."""
+        """Returns the edges in ascending id; a share has them so."""
+        if bool((self.gid[1:] > self.gid[:-1]).all()):
+            return self
         order = torch.argsort(self.gid)
         arrays: Any = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **{name: t[order] for name, t in arrays.items()})
@@ -255,9 +258,9 @@ def _relation(
     """Sorts the edges of a block by target, and by id, or time and id, within one."""
     edges = _shared_by_members(own, channel).ordered()
     nodes = node_gid[kinds[1]]
-    place = torch.searchsorted(nodes, edges.target)
-    totals = [r.total for r in rows.values()]
-    narrow = max(*totals, edges.total, 1) < 2**31
+    most = max(1, *(r.total for r in rows.values()))
+    place = numbered(edges.target, nodes, most)
+    narrow = max(most, edges.total) < 2**31
     colptr = torch.zeros(len(nodes) + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(place, minlength=len(nodes)), 0, out=colptr[1:])
     order = None
@@ -266,16 +269,14 @@ def _relation(
     kind = torch.int32 if narrow else torch.int64
     pair = torch.empty(2 * len(place), dtype=kind)
     kernels.place_pairs(place, edges.source, order, colptr, pair)
-    slot = pair[1::2].to(torch.int64, copy=True)
-    pair[1::2] = edges.gid[slot].to(kind)
-    return Relation(
-        *kinds,
-        colptr,
-        pair,
-        2,
-        None if edges.weight is None else edges.weight[slot].clone(),
-        None if edges.time is None else edges.time[slot].clone(),
+    slot = pair[1::2]
+    weight, time = (
+        None if t is None else t.index_select(0, slot)
+        for t in (edges.weight, edges.time)
     )
+    for part in slot.split(CHUNK):  # becomes the id of the edge
+        part.copy_(edges.gid.index_select(0, part))
+    return Relation(*kinds, colptr, pair, 2, weight, time)
 
 
 def _shared_by_members(own: _Edges, channel: ProcessGrid) -> _Edges:

@@ -71,7 +71,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     Price of a hop: that of a `RowRequest`. At the owner, for k minibatches
     of b nodes and fan-out s on this rank, at most k b (1 + s) pairs of words are asked and
     answered, of which those of this rank's own block do not travel, and k keys of 8 bytes
-    come from each rank of the column, once a bulk; at the requester, the whole rows, and
+    come from each rank of the column, once per bulk; at the requester, the whole rows, and
     with c > 1 most of them once more inside the process row (`RemoteRows.fetch`).
 
     Args:
