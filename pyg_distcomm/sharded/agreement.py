@@ -52,12 +52,19 @@ def compare_plain(x: Tensor, mesh: Any) -> None:
             ) from error
 
 
-def compare_call(mesh: Any, shape: Any, dtype: torch.dtype) -> None:
+def compare_call(
+    mesh: Any, shape: Any, dtype: torch.dtype, name: str | None = None
+) -> None:
     """Raises on all ranks if they are at different ops over all rows; collective at first use.
 
     Nothing is compared in a backward pass.
+
+    Args:
+        mesh: the ranks.
+        shape, dtype: those of the operand.
+        name: what this rank calls; None is the op that it computes.
     """
-    _compare_operands(mesh, ((dtype, tuple(shape)),))
+    _compare_operands(mesh, ((dtype, tuple(shape)),), name)
 
 
 def compare_selection(mesh: Any, given: Any) -> None:
@@ -74,19 +81,20 @@ def compare_selection(mesh: Any, given: Any) -> None:
         _compare_operands(mesh, tuple((v.dtype, tuple(v.shape)) for v in flat))
 
 
-def _compare_operands(mesh: Any, operands: Any) -> None:
+def _compare_operands(mesh: Any, operands: Any, name: str | None = None) -> None:
     if mesh.size == 1 or mesh.check == "never" or not isinstance(mesh, Mesh):
         return
     known = mesh.sharded.get("calls")
     if known is None:
         known = mesh.sharded["calls"] = set()
-    call = PROCESS.op, operands
+    call = PROCESS.op if name is None else name, operands
     if call in known or in_backward():
         return
     if len(known) >= _CALLS:  # loops over sizes; on all ranks alike
         known.clear()
     told = (f"{str(d).removeprefix('torch.')}{list(shape)}" for d, shape in operands)
-    comparer_of(mesh).check_call(name_of(PROCESS.op), tuple(told))
+    name = name_of(PROCESS.op) if name is None else name
+    comparer_of(mesh).check_call(name, tuple(told))
     known.add(call)
 
 
@@ -256,10 +264,11 @@ def is_averaged(leaf: Tensor, mesh: Mesh) -> bool:
 
 
 def is_same(x: Tensor, mesh: Any) -> bool:
-    """Tells whether a plain tensor is the same on all ranks; collective the first time.
+    """Tells whether a plain tensor is known to be the same on all ranks; collective when new.
 
-    And again after a write. What a rank alone found would not do: of a table in new memory,
-    of which a few rows were written, the others differ between ranks, or happen to agree.
+    What a rank alone finds would not do: of a table in new memory, of which a few rows were
+    written, the others differ between ranks, or happen to agree. Of the tables of a shape
+    that an op reads two are compared; of later ones, made anew in each pass, nothing is known.
 
     Price: two words of each rank.
     """
@@ -268,8 +277,15 @@ def is_same(x: Tensor, mesh: Any) -> bool:
     if mesh.check == "never" or x.is_inference():  # whose versions are not counted
         return False
     known = mesh.sharded.setdefault("same", WeakTensorKeyDictionary())
+    met = mesh.sharded.setdefault("tables", {})
     found = known.get(x)
     if found is None or found[0] != x._version:
+        kind = PROCESS.op, x.shape, x.dtype
+        if len(met) >= _CALLS:  # on all ranks alike
+            met.clear()
+        met[kind] = met.get(kind, 0) + 1
+        if met[kind] > 2:
+            return False
         mark = [x.numel(), digest(x)]
         marks = collectives.all_gather_counts(mark, mesh.world)
         found = known[x] = x._version, all(other == mark for other in marks)

@@ -427,7 +427,7 @@ def all_rows(x: DistTensor, op: str) -> Tensor:
         if axis.observer is not None:
             axis.observer("gather", local, axis)
         return local.clone()
-    compare_call(rows.mesh, x.shape, x.dtype)
+    compare_call(rows.mesh, x.shape, x.dtype, op)
     flat = local.movedim(dim, 0).contiguous()
     sizes, order = _gathered_order(rows)
     sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
