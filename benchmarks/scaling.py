@@ -265,16 +265,16 @@ def counted(grids: list[tuple[int, int, int]]) -> list[int]:
 def check(size: int = 8) -> str:
     """Compares ledger, plan and closed form on every grid."""
     data, widths = small_graph(), SMALL[2]
-    plans = pdc.plan(data, widths, size, partition="random")
-    law = pdc.plan(pdc.RandomGraph(data.num_nodes, data.num_edges, LAW), widths, size)
+    plans = pdc.plan(data, widths, size, partition="random", halo="rows")
+    graph = pdc.RandomGraph(data.num_nodes, data.num_edges, LAW)
+    law = pdc.plan(graph, widths, size, halo="rows")
     grids = sorted({one.grid for one in plans}, reverse=True)
     every = pdc.launch(counted, size, grids, threads=1)
     rows = []
     for k, grid in enumerate(grids):
-        # over a fiber alone nothing but it travels
-        one = plans.of(grid, halo="auto" if grid[:2] == (1, 1) else "rows")
+        one = plans.of(grid)
         ledger = tuple(found[k] for found in every)
-        mean = law.of(grid, halo="rows").total_bytes
+        mean = law.of(grid).total_bytes
         equal = "yes" if ledger == one.bytes_by_rank else "NO"
         name = "x".join(map(str, grid))
         off = f"{mean / max(sum(ledger), 1) - 1:+.2%}"

@@ -346,14 +346,15 @@ def draw_late() -> Figure:
 
 def draw_prices() -> Figure:
     """Draws bytes of an epoch for every grid of eight ranks, before anything is sent."""
-    plans = pdc.plan(load_dataset("digits"), widths=[64, 64, 10], ranks=8)
-    best: dict[tuple[int, int, int], int] = {}
-    whole: dict[tuple[int, int, int], int] = {}
-    for plan in plans:
-        if plan.halo == "blocks":
-            whole[plan.grid] = min(plan.bytes, whole.get(plan.grid, plan.bytes))
-        else:
-            best[plan.grid] = min(plan.bytes, best.get(plan.grid, plan.bytes))
+    best, whole = (
+        {
+            plan.grid: plan.bytes
+            for plan in pdc.plan(
+                load_dataset("digits"), widths=[64, 64, 10], ranks=8, halo=halo
+            )
+        }
+        for halo in ("auto", "blocks")
+    )
     grids = sorted(best, key=lambda grid: best[grid])
     figure, ax = plt.subplots(figsize=(WIDE, 3.3))
     at = np.arange(len(grids))

@@ -9,6 +9,7 @@ import pytest
 import tiers
 import torch
 
+from pyg_distcomm import kernels
 from pyg_distcomm.kernels import codec_cpu, codec_ops
 
 codec_reference = definitions.of(codec_ops)
@@ -74,6 +75,28 @@ def test_quantise(bits, dtype, random):
                 for op in (codec_reference.dequantise_wide, codec_cpu.dequantise_wide)
             ]
             assert same_bits(*rows), (m, f)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_from_the_same_places_are_written_as_others(dtype):
+    for m, f in ((41, 7), (3000, 40)):
+        for index, gid in itertools.product((None, torch.randperm(m)[:9]), (0, 1)):
+            count = m if index is None else len(index)
+            ids = gids(count) if gid else None
+            write = kernels.quantiser(odd_rows(m, f, dtype), index, 2, ids)
+            for seed in range(3):
+                x = odd_rows(f, m, dtype, seed).t() if seed else odd_rows(m, f, dtype)
+                noise = None if ids is None else (KEY + seed, ids)
+                size = codec_ops.message_bytes(count, f, 2, dtype.itemsize)
+                outs = torch.full((2, size), 9, dtype=torch.uint8)
+                bad = codec_ops.quantise(x, index, 2, noise, outs[0])
+                assert write(x, KEY + seed, outs[1]) == bad
+                assert torch.equal(*outs)
+            with pytest.raises(IndexError, match=f"rows of {m} were planned, got 2"):
+                write(x[:2], KEY, outs[1])
+    assert kernels.quantiser(torch.ones(2, 2).half(), None, 2, None) is None
+    with pytest.raises(IndexError, match=r"index spans 5 \.\. 5"):
+        kernels.quantiser(torch.ones(2, 2), torch.tensor([5]), 2, None)
 
 
 def test_quantise_on_threads_at_an_odd_place_in_memory(two_threads):

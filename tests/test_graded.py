@@ -9,10 +9,10 @@ import pytest
 import tiers
 import torch
 
-from pyg_distcomm.halo.codec import RngKey, pack, packed_bytes, unpack
+from pyg_distcomm.halo.codec import LEVELS, RngKey, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import Chain, ColumnMask, DegreeBits, Quantise, RangeBits
-from pyg_distcomm.halo.codecs.quantise import LEVELS
-from pyg_distcomm.halo.state import codec_state, read_codec
+from pyg_distcomm.halo.exchange import Packing
+from pyg_distcomm.halo.saved import codec_state, read_codec
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -142,7 +142,8 @@ def test_rows_of_a_range_are_written_as_if_alone_in_their_bits(mean):
 def test_messages_to_several_peers_are_read_one_by_one(codec):
     counts, x = [4, 0, 9, 1], rows(14, 6)
     draw, out = key(14), torch.empty(14, 6, dtype=x.dtype)
-    packed, sizes = pack(codec, x, counts, draw)
+    plan = Packing.of(codec, x, counts, draw)
+    packed, sizes = plan.write(x, draw), plan.sizes
     assert unpack(codec, packed, sizes, counts, out, draw) is out
     end = 0
     for count in counts:

@@ -112,12 +112,12 @@ MUTATIONS = (
         "test_learnt_weights",
     ),
     Mutation(
-        "gradients of kept rows are scaled by the inverse",
+        "gradients of kept rows are masked by another key",
         "adjoint",
-        "scale = rows / len(chosen) if self.scaled else 1.0",
-        "scale = len(chosen) / rows if self.scaled else 1.0",
-        "test_codec.py",
-        "dot_product and RowSample",
+        "return codec, rows.key, random.fold",
+        "return codec, rows.key + 1, random.fold",
+        "test_link.py",
+        "adjoint or transpose",
     ),
     # gradients, losses and reductions
     Mutation(
@@ -809,8 +809,8 @@ MUTATIONS = (
     Mutation(
         "the owner of a node draws by the rule for each node",
         "sampler",
-        "drawn_by = [hop_key(m, r, relation, hop, labor) for m in keys[peer]]",
-        "drawn_by = [hop_key(m, r, relation, hop, False) for m in keys[peer]]",
+        "about = r, relation, hop, labor",
+        "about = r, relation, hop, False",
         "test_labor.py",
     ),
     # attention by products

@@ -47,7 +47,6 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     link: Links = None,
-    keep: int = 1,
     **extra: Any,
 ) -> None:
     """Saves a model, its optimizer, the mesh's counters and extra values; collective.
@@ -66,12 +65,10 @@ def save_checkpoint(
         optimizer: its optimizer.
         link: the link of the training, or links by relation as `partition` takes them: each
             rank writes their late rows.
-        keep: the number of checkpoints to keep: this one, and earlier ones at `path.1`, ...,
-            which `load_checkpoint` reads as well.
         extra: further values: numbers, strings, tensors, or lists and dicts of them.
 
     Raises:
-        ValueError: on all ranks, if ranks differ in `path` or `keep`, or the disk is full,
+        ValueError: on all ranks, if ranks differ in `path`, or the disk is full,
             cannot be written or is not shared.
         TypeError: if an extra value is of another type.
     """
@@ -97,7 +94,7 @@ def save_checkpoint(
         _on_all_ranks(
             lambda: late_rows.update({_link_file(mesh): _link_state(link)}), world
         )
-    with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
+    with whole_folder(path, "checkpoint", mesh.world) as folder:
         files = {_file(name): tree for name, tree in trees.items()}
         problem = _try_write(folder, files) if mesh.rank == 0 else None
         collectives.agree(problem, world)

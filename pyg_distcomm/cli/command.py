@@ -197,9 +197,9 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = _verb(commands, "partition", text, "folders")
     parser.add_argument(
         "dataset",
-        help="a data set's name (of PyG's, ogbn-arxiv, digits, generated-N), a .pt file; or "
-        "files of any size: edges as text or a table (.txt, .csv, .tsv; .gz; .parquet, "
-        ".arrow), .npy, .npz, a folder of OGB's",
+        help="a data set's name (of PyG's, ogbn-arxiv, digits, generated-N), a .pt or .npz "
+        "file; or edges of any number: as text or a table (.txt, .csv, .tsv; .gz; .parquet, "
+        ".arrow), or .npy",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument(
@@ -265,7 +265,6 @@ def _add_file_options(parser: _Parser) -> None:
         action="store_true",
         help="add the reverse of each edge in files",
     )
-    parser.add_argument("--split", help="the folder in split/ of an OGB-style folder")
 
 
 def _inspect(commands: argparse._SubParsersAction[_Parser]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch_geometric.data import HeteroData
 
 from pyg_distcomm.cli.command import showing_time
-from pyg_distcomm.datasets import is_known, load_dataset
+from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import (
@@ -37,9 +37,11 @@ from pyg_distcomm.watch.page import render
 def run_partition(arguments: argparse.Namespace) -> int:
     """Runs the command `pyg-distcomm partition`."""
     out, parts = arguments.out, arguments.parts
-    in_files = is_source(arguments.dataset) and not is_known(arguments.dataset)
+    if out.exists() and not arguments.force:
+        raise ValueError(f"{out}: exists already; give --force to replace it")
+    read = _from_files if is_source(arguments.dataset) else _from_memory
     with showing_time(f"cutting {arguments.dataset} into {parts} parts"):
-        figures = _from_files(arguments) if in_files else _from_memory(arguments)
+        figures = read(arguments)
     problems = verify_folder(out) if arguments.checksums else []
     if arguments.json:
         return _as_json(problems, out=str(out), report=asdict(figures))
@@ -64,7 +66,6 @@ def _from_files(arguments: argparse.Namespace) -> PartitionReport:
         grid=arguments.grid,
         num_nodes=arguments.num_nodes,
         undirected=arguments.undirected,
-        split=arguments.split,
         node_files=_named_files("--node-file", arguments.node_file),
         edge_files=_named_files("--edge-file", arguments.edge_file),
         node_table=arguments.node_table,
@@ -75,7 +76,7 @@ def _from_files(arguments: argparse.Namespace) -> PartitionReport:
 
 
 def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
-    only = ("num_nodes", "undirected", "split", "node_file", "edge_file", "node_table")
+    only = ("num_nodes", "undirected", "node_file", "edge_file", "node_table")
     given = [f"--{name.replace('_', '-')}" for name in only if getattr(arguments, name)]
     if given:
         raise ValueError(

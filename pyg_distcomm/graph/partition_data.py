@@ -156,7 +156,6 @@ def _partition_data(
     with partition_data_types.explaining_memory(data, mesh):
         share = _to_device_of(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
-    out = _as_planned(out, oblivious) if planned else out
     out = partition_data_types.in_given_class(out, whole)
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
@@ -189,18 +188,6 @@ def _with_link(share: Any, link: Any) -> Any:
 
 def _is_planned(data: Data, mesh: Mesh) -> bool:
     return getattr(mesh.owners, "num_nodes", -1) == getattr(data, "num_nodes", None)
-
-
-def _as_planned(share: Data, oblivious: bool) -> Data:
-    """Sets the halo and the order of products of the plan that chose the mesh."""
-    edge_index: Any = share.edge_index
-    plan = edge_index.nodes.mesh.plan
-    if not oblivious:
-        edge_index = edge_index.with_halo(plan.halo)
-    share.edge_index = edge_index.with_ordering(
-        plan.ordering.order, keep_inputs=plan.ordering.keep_inputs
-    )
-    return share
 
 
 def _partition_hetero(

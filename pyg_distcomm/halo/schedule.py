@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs.composed import Chain
-from pyg_distcomm.halo.codecs.quantise import LEVELS, DegreeBits, Quantise
+from pyg_distcomm.halo.codec import LEVELS, Codec, Quantise
+from pyg_distcomm.halo.codecs.quantise import DegreeBits
+from pyg_distcomm.halo.codecs.sparse import Chain
 
 __all__ = ["Adaptive", "Fixed", "Linear", "Schedule"]
 

@@ -28,8 +28,8 @@ from pyg_distcomm.kernels.minibatch import (
     Request,
     SampleGraph,
     UnweightedNode,
-    hop_key,
 )
+from pyg_distcomm.kernels.sample_cpu import hop_key
 from pyg_distcomm.kernels.sample_ops import (
     UNIT,
     read_rows,

@@ -20,7 +20,7 @@ from torch_geometric.utils import scatter, softmax
 
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import LocalGraph
-from pyg_distcomm.halo.compressed import LayerExchange
+from pyg_distcomm.halo.exchange import LayerExchange
 from pyg_distcomm.halo.halo import NAMES
 from pyg_distcomm.nn.halo_conv import HaloExecution
 from pyg_distcomm.nn.layer_context import LayerContext, check_placement, warn_about_grid

@@ -25,7 +25,7 @@ from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.halo.compressed import LayerExchange
+from pyg_distcomm.halo.exchange import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy, settings_of
 from pyg_distcomm.process import PROCESS, tell
 from pyg_distcomm.sharded.constants import key_of
@@ -246,6 +246,11 @@ def is_product(
         for lin in (*linears, *biased)
         if not is_lazy(lin._parameters.get("weight"))
     )
+
+
+def dtype_of(lin: torch.nn.Module) -> torch.dtype:
+    """Returns the type of the weight of a linear map, also of a computed one."""
+    return next(lin.parameters()).dtype
 
 
 def has_hooks(conv: MessagePassing) -> bool:

@@ -131,10 +131,11 @@ def _values(weight: DistTensor, topology: Topology) -> Tensor:
 
 def _matrix(topology: Topology, weight: Tensor | None, dtype: torch.dtype) -> Any:
     """Returns the matrix of edges whose product exchanges rows; collective once."""
-    plan = topology.sum_plan(trainable=True)
+    learns = weight is not None and weight.requires_grad and torch.is_grad_enabled()
+    plan = topology.sum_plan(trainable=learns)
     if weight is None:
         return plan.matrix
-    if weight.requires_grad and torch.is_grad_enabled():
+    if learns:
         return plan.with_learnt(weight.to(dtype))
     key = topology.halo, dtype
     seen, before, matrix = topology.weighted.get(key, (None, 0, None))

@@ -42,7 +42,6 @@ class Pattern:
         _, row_sorted, by_col = kernels.coo_to_csr(col, row, shape[1])
         rowptr, index, _ = kernels.coo_to_csr(row_sorted, by_col, shape[0])
         del row_sorted, by_col
-        index = index.to(rowptr.dtype)
         col = col.index_select(0, index).to(rowptr.dtype)
         return Pattern(rowptr, col, shape[1]), index
 
@@ -79,11 +78,11 @@ class Pattern:
         if self.checked and not self.rowptr.is_cpu:
             rowptr, col, perm = transposed(self.rowptr, self.col, self.num_cols)
             back = Pattern(rowptr, col.to(rowptr.dtype), self.shape[0], checked=True)
-            return back, perm.to(rowptr.dtype)
+            return back, perm
         rowptr, col, perm = kernels.csr_transpose(self.rowptr, self.col, self.num_cols)
         if torch.equal(rowptr, self.rowptr) and torch.equal(col, self.col):
             rowptr, col = self.rowptr, self.col
-        return Pattern(rowptr, col, self.shape[0]), perm.to(rowptr.dtype)
+        return Pattern(rowptr, col, self.shape[0]), perm
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Pattern:
         """Returns the same pattern with `move` applied to its arrays."""

@@ -244,26 +244,6 @@ class PartitionReport:
         """Returns the largest over the mean of the nodes owned."""
         return imbalance(self.nodes)
 
-    @property
-    def edge_imbalance(self) -> float:
-        """Returns the largest over the mean of the edges owned."""
-        return imbalance(self.edges)
-
-    @property
-    def train_imbalance(self) -> float:
-        """Returns the largest over the mean of the train nodes owned."""
-        return imbalance(self.train)
-
-    @property
-    def send_imbalance(self) -> float:
-        """Returns the largest over the mean of the rows sent."""
-        return imbalance(self.send_rows)
-
-    @property
-    def block_imbalance(self) -> float:
-        """Returns the largest over the mean of the nonzeros of the blocks of the grid."""
-        return imbalance(self.blocks or self.edges)
-
     def on_grid(
         self, grid: Counts, blocks: Counts, send: Counts, halo: Counts
     ) -> PartitionReport:

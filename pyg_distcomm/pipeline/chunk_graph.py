@@ -354,7 +354,7 @@ class ChunkTopology(Topology):
             ends, places = plan.local_edges(chunk)
             ghost = plan.gid[places.cpu()]
         closed: Any = RefusedLink()
-        return ChunkLocals(ends, ghost, closed, own, self.run, chunk)
+        return ChunkLocals(lambda: ends, ghost, closed, own, self.run, chunk)
 
     @property
     def reversed(self) -> Any:  # type: ignore[override]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -224,37 +224,22 @@ class Machine:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("spmm", "gemm"):
             plain[name] = [list(point) for point in plain[name].points]
-        plain["lines"] = [
-            {"size": size, "stride": stride, **asdict(wire)}
-            for (size, stride), wire in self.lines.items()
-        ]
+        plain["lines"] = [[*line, *astuple(wire)] for line, wire in self.lines.items()]
         plain["codes"] = {name: list(both) for name, both in self.codes.items()}
-        plain["sums"] = None if self.sums is None else asdict(self.sums)
+        plain["sums"] = None if self.sums is None else astuple(self.sums)
         return plain
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Machine:
         """Builds a machine from the result of `to_dict`."""
-        if not isinstance(plain, Mapping):
-            raise ValueError(f"a machine is a mapping, got {type(plain).__name__}")
-        known = {f.name for f in fields(Machine)}
-        strange = sorted(set(plain) - known)
-        if strange:
-            raise ValueError(
-                f"a machine has no {', '.join(strange)}; its figures are "
-                f"{', '.join(sorted(known))}"
-            )
-        values = dict(plain)
+        values: dict[str, Any] = dict(plain)
         for name in ("spmm", "gemm"):
-            if isinstance(values.get(name), Sequence):
-                values[name] = Rate(tuple((int(w), float(r)) for w, r in values[name]))
+            values[name] = Rate(tuple((w, r) for w, r in values[name]))
         values["lines"] = {
-            (int(w["size"]), int(w["stride"])): _wire_of(w, "a line")
-            for w in values.get("lines", ())
-            if _has(w, ("size", "stride"), "a line")
+            (size, stride): Wire(*wire) for size, stride, *wire in values["lines"]
         }
-        if values.get("sums") is not None:
-            values["sums"] = _wire_of(values["sums"], "sums")
+        if values["sums"] is not None:
+            values["sums"] = Wire(*values["sums"])
         return Machine(**values)
 
     def save(self, path: str | Path) -> None:
@@ -280,8 +265,8 @@ class Machine:
         """
         try:
             return Machine.from_dict(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: holds no machine: {error}") from None
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{path}: holds no machine: {error!r}") from None
 
     def __str__(self) -> str:
         lines = [
@@ -312,22 +297,6 @@ def lines_of(size: int) -> list[Line]:
     return [
         (d, k) for d in sides for k in range(1, size // d + 1) if size // d % k == 0
     ]
-
-
-def _has(plain: Any, names: Sequence[str], what: str) -> bool:
-    """Returns True, or raises a ValueError that names what is missing."""
-    if not isinstance(plain, Mapping):
-        raise ValueError(f"{what} is a mapping, got {plain!r}")
-    absent = [name for name in names if name not in plain]
-    if absent:
-        raise ValueError(f"{what} of a machine has no {', '.join(absent)}: {plain!r}")
-    return True
-
-
-def _wire_of(plain: Mapping[str, Any], what: str) -> Wire:
-    _has(plain, ("latency", "bandwidth"), what)
-    # files of earlier versions also hold a "curve" of exchanges by size, which is not used
-    return Wire(plain["latency"], plain["bandwidth"])
 
 
 def _check_seconds(name: str, value: Any) -> None:
