@@ -494,7 +494,10 @@ def test_force_does_not_remove_what_is_no_partition(tmp_path):
             inside.parents[1], data, cut(data.edge_index, N, 2, "block"), force=True
         )
     assert inside.read_text() == "years of work"
-    for name, words in (("home", "is not a partition"), ("out", "not a file of the part")):
+    for name, words in (
+        ("home", "is not a partition"),
+        ("out", "not a file of the part"),
+    ):
         with pytest.raises(ValueError, match=words):
             write_folder(
                 tmp_path / name, data, cut(data.edge_index, N, 2, "block"), force=True
