@@ -108,6 +108,7 @@ def test_json_of_doctor(monkeypatch, capsys):
         ),
         ("parttion digits o --parts 2", "did you mean 'partition'?"),
         ("partition edges.csv.gz o --parts 2", "edges.csv.gz: missing"),
+        ("partition empty o --parts 2", "empty: is a folder; give a file of edges"),
         ("partition digits full --parts 2", "full: exists already; give --force"),
         ("inspect full", "full: is not a partition folder (no META.json; it holds a.t"),
         ("inspect full/a.txt", "a.txt: is a file, not a partition folder"),

@@ -63,7 +63,7 @@ def test_releases_on_which_no_tests_ran_are_noted(monkeypatch, name):
         monkeypatch.setattr(doctor, "_version", lambda _, v=version: v)
         found = doctor.required(name, doctor.REQUIRED[name])
         assert str(found).startswith("note")
-        assert f"{version}, on which the tests" in found.found
+        assert f"{version}, with which this package was not" in found.found
         assert all(one in found.advice for one in tested)
     monkeypatch.setattr(doctor, "_version", lambda _: "2.6.0")
     found = doctor.required(name, doctor.REQUIRED[name])

@@ -488,13 +488,16 @@ def test_force_does_not_remove_what_is_no_partition(tmp_path):
     inside = tmp_path / "deep" / "out" / "part_00000" / "thesis.txt"
     inside.write_text("years of work")
     with pytest.raises(
-        ValueError, match=r"part_00000/thesis\.txt: no file of the part"
+        ValueError, match=r"part_00000/thesis\.txt: not a file of the part"
     ):
         write_folder(
             inside.parents[1], data, cut(data.edge_index, N, 2, "block"), force=True
         )
     assert inside.read_text() == "years of work"
-    for name, words in (("home", "is not a partition"), ("out", "no file of the part")):
+    for name, words in (
+        ("home", "is not a partition"),
+        ("out", "not a file of the part"),
+    ):
         with pytest.raises(ValueError, match=words):
             write_folder(
                 tmp_path / name, data, cut(data.edge_index, N, 2, "block"), force=True
@@ -520,7 +523,7 @@ def test_force_does_not_remove_a_file_below_a_part(written, name, listed):
     file.parent.mkdir(exist_ok=True)
     file.write_text("years of work")
     with pytest.raises(
-        ValueError, match=re.escape(f"{out / name}: no file of the part")
+        ValueError, match=re.escape(f"{out / name}: not a file of the part")
     ):
         write_folder(out, data, partition, force=True)
     assert file.read_text() == "years of work"
@@ -529,7 +532,7 @@ def test_force_does_not_remove_a_file_below_a_part(written, name, listed):
 def test_force_keeps_an_empty_folder_of_others(written):
     out, data, partition = written
     (out / "part_00000" / "notes").mkdir()
-    with pytest.raises(ValueError, match="notes: no file of the part"):
+    with pytest.raises(ValueError, match="notes: not a file of the part"):
         write_folder(out, data, partition, force=True)
     (out / "part_00000" / "notes").rmdir()
     write_folder(out, data, partition, force=True)

@@ -50,7 +50,7 @@ def check_partition(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{arguments.out}: exists already; give --force to replace it")
     name = arguments.dataset
     path = Path(name)
-    if path.exists():
+    if path.is_file():
         return
     if path.suffix.lower() in FILES:
         raise ValueError(f"{name}: missing; give the path of a file of edges or a .pt")
@@ -58,6 +58,8 @@ def check_partition(arguments: argparse.Namespace) -> None:
     made = last.startswith("generated-") and last[10:].isdecimal()
     if made or last in map(str.lower, DATASETS):
         return
+    if path.is_dir():
+        raise ValueError(f"{name}: is a folder; give a file of edges, or a .pt")
     raise ValueError(
         f"unknown data set {name!r}{did_you_mean(path.name, known)}; give one of "
         f"{', '.join(known)}, or the path of a file of edges (.txt, .csv, .npy, .npz, "

@@ -497,7 +497,7 @@ class Quantise(Codec):
     rounded pair, so every number lies between levels. Zeros and other constant rows
     arrive exactly.
 
-    Price: b f / 8 + 4 bytes a row, and 4 more in float64 below 33 bits of codes; only a
+    Price: b f / 8 + 4 bytes per row, and 4 more in float64 below 33 bits of codes; only a
     message as a whole is padded to bytes.
     Differs from the Low-bit Module of [Zhang23], its authors' code, in the row header: they
     send the reciprocal of D, which overflows for small rows, and round it after codes

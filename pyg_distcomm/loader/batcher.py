@@ -185,7 +185,7 @@ class Batcher:
         self._late = (
             self._own or not ours or loader.transform_sampler_output is not None
         )
-        #: whether rows are fetched once a bulk: from disk, or from other ranks
+        #: whether rows are fetched once per bulk: from disk, or from other ranks
         self.pooled = any(not isinstance(a.values, Tensor) for a in self._attributes)
         self._side: SideStream | None = None
         on_cuda = self._place is not None and self._place.cuda

@@ -221,7 +221,7 @@ class RowSample(Codec):
 class Chain(Codec):
     """Applies codecs one after another, such as a column mask and then one bit.
 
-        Chain(ColumnMask(4), Quantise(1, "stochastic"))    k/8 + 4 bytes a row
+        Chain(ColumnMask(4), Quantise(1, "stochastic"))    k/8 + 4 bytes per row
 
     Random numbers of its codecs are independent, so a chain of unbiased ones is unbiased;
     a scaled mask multiplies the variance of the codecs after it by the square of its scale.
