@@ -1,5 +1,6 @@
 """What the benchmark of size rests on: its graphs, its exponents, its law of minibatches."""
 
+import itertools
 import json
 import os
 import signal
@@ -8,14 +9,18 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import worlds
 from torch_geometric.data import Data
 from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
+from pyg_distcomm.graph.topology import OperatorKind
+from pyg_distcomm.ops import grid_plan
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import verify_folder
 from pyg_distcomm.sampling import KeyedNeighborSampler
@@ -127,3 +132,28 @@ def test_parts_that_are_there_are_not_cut_again(written, tmp_path, monkeypatch):
     (folder / "stream-3").mkdir()
     monkeypatch.setattr(size, "in_process", None)
     assert size.cut(graph, 3)[1] == kept
+
+
+def peak_of_plans(edge_index, nodes):
+    """Returns the most bytes of tensors for each own edge while a GCN's matrix is made."""
+    data = Data(edge_index=edge_index, num_nodes=nodes)
+    topology = pdc.partition(data, worlds.mesh(), "random").edge_index.topology
+    kind = OperatorKind("gcn", False, True)
+    with (
+        mock.patch.object(grid_plan, "CHUNK", 1 << 12),
+        torch.profiler.profile(profile_memory=True) as seen,
+    ):
+        topology.operator(kind, None, torch.float32)
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in seen.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    held = itertools.accumulate(size for _, size in sorted(changes))
+    return max(held) / len(topology.source_gid)
+
+
+def test_planning_takes_less_than_45_bytes_for_each_edge():
+    edge_index = torch.randint(0, 2000, (2, 300_000))
+    for peak in worlds.run(peak_of_plans, 2, edge_index, 2000):
+        assert 16 < peak < 45

@@ -442,11 +442,10 @@ class Topology:
 
         With gradients switched off ends are of the narrowest index type, and are not kept.
         """
-        here = self.locals
-        rows, how = self.edges, (improved, add_self_loops, dtype, link)
-        if torch.is_grad_enabled():
-            return gcn_norm(here, here.ends, rows, weight, *how)
-        return gcn_norm(here, here.make_ends(), rows, weight, *how)
+        here, rows, loops = self.locals, self.edges, add_self_loops
+        kept = torch.is_grad_enabled()
+        ends = [here.ends if kept else here.make_ends()]  # popped: freed when looped
+        return gcn_norm(here, ends.pop(), rows, weight, improved, loops, dtype, link)
 
     def _cached_operator(
         self, kind: OperatorKind, weight: Tensor | None, dtype: torch.dtype

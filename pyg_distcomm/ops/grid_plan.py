@@ -287,7 +287,7 @@ class BlockPlan:
     are forwarded. Rows that take sums from the row axis are paid for already.
 
     [Note: planning in little memory] Beside its nonzeros, at 8 bytes each, a plan holds a mark
-    of each, and builds one block at a time: at its peak some 30 bytes for each nonzero, while
+    of each, and builds one block at a time: at its peak some 35 bytes for each nonzero, while
     the blocks keep 8. What is asked of a node, such as its owner, is asked once for each
     distinct one, not for each nonzero.
 
