@@ -23,7 +23,6 @@ from torch_geometric.nn import Sequential
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
 from pyg_distcomm.comm.ledger import dense_words
-from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.codecs import Quantise
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -138,15 +137,12 @@ def planned(model, grid, graph, cutter, halos=("auto",)):
     size = math.prod(grid)
     owner = owners(cutter, data, size)
     how = {"partition": owner, "dtype": torch.float64}
-    plans = pdc.plan(data, ranks=size, model=MODELS[model](), **how)
-    assert not plans.refused
-    assert {one.grid for one in plans} == set(grids(size))
-    usual = training_of_model(MODELS[model](), 7).orders(MultiplyOrder())
     ran = worlds.run(counted, size, model, grid, graph, owner, halos)
     for k, halo in enumerate(halos):
-        only = [one for one in plans if one.grid == grid]
-        wanted = halo if halo in {one.halo for one in only} else "auto"
-        one = plans.of(grid, halo=wanted, orders=usual)
+        plans = pdc.plan(data, ranks=size, model=MODELS[model](), halo=halo, **how)
+        assert not plans.refused
+        assert {one.grid for one in plans} == set(grids(size))
+        one = plans.of(grid)
         messages = []
         for rank, each in enumerate(ran):
             got, _ = each[k]
@@ -328,16 +324,16 @@ def test_a_layer_whose_rows_travel_says_so_once_with_both_prices():
     (found, rows, added), *others = worlds.run(told, 4)
     assert not any(text for each, *_ in others for text in each.values())
     (text,) = found["GAT"]
-    assert "GATConv runs by halo exchange on the grid 1 x 2 x 2" in text
+    assert "GATConv exchanges rows on the grid 1 x 2 x 2" in text
     most = 4 * dense_words(60, 1, (1, 2, 2))
-    assert f"rows bring {rows} numbers" in text
+    assert f"all ranks together receive {rows} numbers" in text
     assert f"at most {most:.0f}; " in text
     assert found["again"] == []
     assert found["GIN"] == []  # a product of the grid
-    assert "weights of its edges learn" in found["learnt"][0]
-    assert f"rows bring {rows} numbers" in found["learnt"][0]
+    assert "its edge weights are learnt" in found["learnt"][0]
+    assert f"all ranks together receive {rows} numbers" in found["learnt"][0]
     assert f"GCNConv, {added:.0f}; " in found["learnt"][0]
-    assert "its link codes rows" in found["coded"][0]
+    assert "its link encodes rows" in found["coded"][0]
 
 
 # Training ---------------------------------------------------------------------------

@@ -391,14 +391,14 @@ def test_what_differs_between_ranks_is_refused():
     worlds.run(_refused, 2)
 
 
-def _other_rate(loader):
-    """Trains a replicated model with another learning rate on rank 1."""
+def _other_rate(loader, wrapper):
+    """Trains a model with another learning rate on rank 1."""
     mesh = worlds.mesh()
     data = GRAPHS["undirected"]()
     share = pdc.partition(data, mesh, "random")
-    model = pdc.replicate(
-        net_of(nn).to(share.x.device), mesh, find_unused_parameters=True
-    )
+    model = net_of(nn).to(share.x.device)
+    if wrapper:
+        model = pdc.replicate(model, mesh, find_unused_parameters=True)
     rates = [0.01, 0.02] + [0.01] * mesh.size
     optimizer = torch.optim.Adam(model.parameters(), lr=rates[mesh.rank])
     made = NeighborLoader(data, [2, 2, 2], batch_size=2) if loader else [share] * 5
@@ -422,9 +422,13 @@ def _other_rate(loader):
     assert len(steps) == 1
 
 
-@tiers.parametrize(("size", "loader"), [(2, False), (3, True), (2, True)], slice(0, 2))
-def test_another_learning_rate_is_refused_with_the_wrapper_too(size, loader):
-    worlds.run(_other_rate, size, loader)
+@tiers.parametrize(
+    ("size", "loader", "wrapper"),
+    [(2, False, False), (2, False, True), (3, True, True), (2, True, True)],
+    slice(0, 3),
+)
+def test_another_learning_rate_is_refused(size, loader, wrapper):
+    worlds.run(_other_rate, size, loader, wrapper)
 
 
 def _messages():
@@ -446,7 +450,7 @@ def test_a_pass_sums_all_gradients_of_parameters_at_once():
     assert (calls, words) == (2, used)  # those of the batch norm are needed on the way
 
 
-def _watched_on_one_rank(method):
+def _watched_on_one_rank(method, passes):
     """A hook that looks at a gradient, on rank 0 alone, changes nothing."""
     mesh = worlds.mesh()
     (_, share), seen = share_of("undirected"), []
@@ -455,9 +459,10 @@ def _watched_on_one_rank(method):
         net = net_of(nn).to(share.x.device)
         if watch and mesh.rank == 0:
             getattr(net.conv2.lin_l.weight, method)(lambda x: seen.append(1))
-        loss_of(net(share.x, share.edge_index), share).backward()
+        for _ in range(passes):
+            loss_of(net(share.x, share.edge_index), share).backward()
         found.append([p.grad for p in net.parameters() if p.grad is not None])
-    assert len(seen) == (mesh.rank == 0)
+    assert len(seen) == passes * (mesh.rank == 0)
     assert len(found[0]) == len(found[1])
     for plain, watched in zip(*found, strict=True):
         torch.testing.assert_close(watched, plain, rtol=1e-12, atol=1e-12)
@@ -466,8 +471,35 @@ def _watched_on_one_rank(method):
 @pytest.mark.parametrize(
     "method", ["register_hook", "register_post_accumulate_grad_hook"]
 )
-def test_one_rank_may_watch_a_gradient(method):
-    worlds.run(_watched_on_one_rank, 2, method)
+@pytest.mark.parametrize("passes", [1, 3])
+def test_one_rank_may_watch_a_gradient(method, passes):
+    worlds.run(_watched_on_one_rank, 2, method, passes)
+
+
+def _accumulated(share):
+    """What hooks see of gradients that three passes add up, by parameter."""
+    torch.manual_seed(0)
+    net, seen = net_of(nn).to(share.x.device), {}
+    for name, p in net.named_parameters():
+        seen[name] = []
+        p.register_post_accumulate_grad_hook(
+            lambda q, n=name: seen[n].append(q.grad + 0)
+        )
+    for _ in range(3):
+        loss_of(net(share.x, share.edge_index), share).backward()
+    return seen
+
+
+def _hooked():
+    want, got = map(_accumulated, share_of("undirected"))
+    for name, grads in want.items():
+        for a, b in zip(got[name], grads, strict=True):
+            torch.testing.assert_close(full(a).cpu(), b.cpu(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_hooks_see_gradients_that_add_up(size):
+    worlds.run(_hooked, size)
 
 
 UNREAD = {

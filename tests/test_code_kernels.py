@@ -186,7 +186,7 @@ def test_pack_bits(bits):
         assert torch.equal(packed, codec_ops.pack_bits(x, bits))
         for op in (codec_reference.unpack_bits, codec_ops.unpack_bits):
             assert torch.equal(op(packed, bits, n), x)
-    with pytest.raises(ValueError, match="says itself"):
+    with pytest.raises(ValueError, match="its header says"):
         codec_ops.unpack_bits(packed, bits, 5)
 
 
@@ -236,5 +236,5 @@ def test_bad_arguments():
         codec_ops.quantise(x, None, 1, (0, torch.arange(3)), out)
     with pytest.raises(IndexError, match="there are 4 rows"):
         codec_ops.take_columns(x, torch.tensor([4]), torch.zeros(1).int())
-    with pytest.raises(ValueError, match="21 bytes says itself that it has 20"):
+    with pytest.raises(ValueError, match="has 21 bytes, but its header says 20"):
         codec_ops.dequantise(torch.empty(21, dtype=torch.uint8), 1, x)

@@ -125,6 +125,36 @@ def test_ranks_and_cutters_do_not_change_the_masks(name, graph, ranks):
         _same(got, want)
 
 
+def in_both_forms(name):
+    """Output, gradients and bytes of PyG's layer and of ours, from the same draws."""
+    make, names = LAYERS[name]
+    mesh, found = worlds.mesh(), []
+    share = shared(problem("loops_and_copies"), mesh, "random")
+    for form in (lambda layer: layer, pdc.convert):
+        torch.manual_seed(4)
+        layer = form(make().double())
+        x = share.x.detach().clone().requires_grad_()
+        mesh.step = 7
+        mesh.ledger.reset()
+        out = layer(x, *(share[name] for name in names[1:]))
+        out.square().sum().backward()
+        values = out, x.grad, *(p.grad for p in layer.parameters())
+        values = [
+            v.full_tensor() if isinstance(v, pdc.DistTensor) else v for v in values
+        ]
+        found.append(([v.detach().cpu() for v in values], mesh.ledger.bytes()))
+    return found
+
+
+@pytest.mark.parametrize("name", [n for n in LAYERS if n.endswith("Conv")])
+@pytest.mark.parametrize("size", [1, 3])
+def test_our_layers_draw_the_masks_of_pygs_and_send_no_more(name, size):
+    for (want, most), (got, sent) in worlds.run(in_both_forms, size, name):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        assert sent <= most
+
+
 def undropped(make, names):
     torch.manual_seed(4)
     found = step(make().double().eval(), problem("directed"), names)

@@ -52,7 +52,7 @@ def test_messages_have_the_bytes_of_the_formula_and_arrive(codec, dtype):
 
 
 def test_bytes_of_groups_and_of_budgets():
-    # quarters of 40 rows of 16 numbers in 1, 2, 4 and 8 bits, four bytes a row
+    # quarters of 40 rows of 16 numbers in 1, 2, 4 and 8 bits, four bytes per row
     assert DegreeBits(1).wire_bytes(40, 16) == 10 * 16 * 15 // 8 + 160
     assert DegreeBits(4).wire_bytes(40, 16) == 20 * 16 * 12 // 8 + 160
     assert DegreeBits(8).wire_bytes(40, 16) == Quantise(8).wire_bytes(40, 16)

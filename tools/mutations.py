@@ -203,7 +203,7 @@ MUTATIONS = (
     ),
     # prices
     Mutation(
-        "a price counts four bytes a word, whatever the type",
+        "a price counts four bytes per word, whatever the type",
         "price",
         "return self.words * itemsize",
         "return self.words * 4",
@@ -227,7 +227,7 @@ MUTATIONS = (
         "test_a_pass_costs_two_words or test_sums_over_ranks",
     ),
     Mutation(
-        "the ledger counts four bytes a word, whatever the type",
+        "the ledger counts four bytes per word, whatever the type",
         "price",
         "bytes=received * width * x.element_size(),",
         "bytes=received * width * 4,",
@@ -809,8 +809,8 @@ MUTATIONS = (
     Mutation(
         "the owner of a node draws by the rule for each node",
         "sampler",
-        "drawn_by = [hop_key(m, r, relation, hop, labor) for m in keys[peer]]",
-        "drawn_by = [hop_key(m, r, relation, hop, False) for m in keys[peer]]",
+        "about = r, relation, hop, labor",
+        "about = r, relation, hop, False",
         "test_labor.py",
     ),
     # attention by products
@@ -1096,9 +1096,9 @@ HEAD = (
     "",
     "    python tools/mutations.py --report benchmarks/reports/mutations.md",
     "",
-    "A fault is a changed line in a copy of the package. It is caught where one of the tests "
-    "named with it in `tools/mutations.py`, which pass without it, fails. Which test caught "
-    "which goes to `runs/mutations.md`, which is not kept under version control.",
+    "A fault is a changed line in a copy of the package. It is caught if one of the tests "
+    "that `tools/mutations.py` names for it fails, although all of them pass without it. "
+    "`runs/mutations.md`, which is not under version control, says which test caught which.",
     "",
 )
 COLUMNS = ("| fault | kind | file | caught by | seconds |", "|---|---|---|---|---:|")

@@ -154,7 +154,7 @@ class guarded:
         if watch is not None and get_worker_info() is not None:
             raise ValueError(
                 "leave num_workers at 0 where a DataLoader reads rows of a share, or give it "
-                f"x.full_tensor(): its workers are no ranks, and {self._op} needs all ranks"
+                f"x.full_tensor(): its workers are not ranks, and {self._op} needs all ranks"
             )
         if watch is not None and watch.streamed.error is not None:
             raise watch.streamed.error
@@ -511,7 +511,7 @@ def all_gather_object(value: Any, axis: Axis) -> list[Any]:
     """Returns every rank's value, for plans and error messages; see `serialization.encode`.
 
     Raises:
-        TypeError: on all ranks, if a value can not be sent as data.
+        TypeError: on all ranks, if a value cannot be sent as data.
     """
     if axis.size == 1:
         return [value]
@@ -525,7 +525,7 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     """Returns rank 0's value on every rank, for plans; see `serialization.encode`.
 
     Raises:
-        TypeError: on all ranks, if the value can not be sent as data.
+        TypeError: on all ranks, if the value cannot be sent as data.
     """
     if axis.size == 1:
         return value

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.kernels.core_ops import as_bytes
@@ -35,7 +35,7 @@ def count_rows(here: int, mesh: Mesh) -> int:
     Requests are numbered, so that a rank that makes one alone raises an error instead of
     taking the answer to another rank's next request.
 
-    Price: one all-gather of two words a rank.
+    Price: one all-gather of two words per rank.
 
     Raises:
         ValueError: if the ranks are not at the same request.
@@ -205,7 +205,7 @@ class Comparer:
         layer is compared again when it is first used in the other mode (training or
         evaluation); without a link, the modes themselves are compared, too.
 
-        Price: one all-gather of two words a rank, once for each owner, value and mode.
+        Price: one all-gather of two words per rank, once for each owner, value and mode.
 
         Args:
             owner: the layer.
@@ -235,7 +235,7 @@ class Comparer:
         Compares an operation when this rank first calls it with such operands. A rank that
         has called it before does not compare; one that has not then waits until its deadline.
 
-        Price: one all-gather of two words a rank, once for each call.
+        Price: one all-gather of two words per rank, once for each call.
 
         Args:
             name: the operation.
@@ -291,8 +291,12 @@ class Comparer:
                 "pdc.from_local(t, like=x)"
             )
 
-    def resync_rounded(self, leaves: dict[int, Tensor]) -> None:
-        """Copies rank 0's values to parameters that differ by rounding errors; collective.
+    def compare_trained(self, leaves: dict[int, Tensor]) -> None:
+        """Compares parameters after steps of an optimizer; collective.
+
+        Those that differ by rounding errors get rank 0's values.
+
+        Price: one all-reduce of two words.
 
         Args:
             leaves: parameters, by their number in the order of first use.
@@ -300,6 +304,12 @@ class Comparer:
         Raises:
             ValueError: on all ranks, if they differ by more.
         """
+        mark = random.fold(*map(digest, leaves.values()))
+        axis = replace(self._mesh.control, ledger=self._mesh.checks)
+        if collectives.differ(mark, axis):
+            self._resync_rounded(leaves)
+
+    def _resync_rounded(self, leaves: dict[int, Tensor]) -> None:
         mesh = self._mesh
         told = [
             len(leaves),

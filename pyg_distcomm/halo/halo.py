@@ -148,7 +148,7 @@ class Direction:
 
 @dataclass(frozen=True, eq=False)
 class Halo(Link):
-    """Exchanges rows over one axis exactly.
+    """Exchanges rows between the ranks of one axis, exactly.
 
     Shapes (this rank; n own rows, h ghosts, t rows to send):
         send_slot    [t]   own rows to send, in order of their destination

@@ -41,7 +41,7 @@ class LinkPolicy(LinkUse):
     Given to `pdc.partition(data, mesh, link=...)`, to `data.edge_index.with_link(...)`, to
     one layer or to `convert`, it applies to all products and exchanges of layers. Own rows
     never travel, fiber steps are exact and synchronous, and one rank ignores it. Call
-    `link.step()` once an epoch; `print(link)` shows the exchanges and their bytes.
+    `link.step()` once per epoch; `print(link)` shows the exchanges and their bytes.
 
     Some exchanges are exact: those of an evaluation, unless `exact_eval=False`; of the
     first epoch, which is synchronous, and from then on its last exchange, unless
@@ -227,7 +227,7 @@ class LinkPolicy(LinkUse):
             return
         if told := self.state.why_unused(self.epoch):
             self._warned = True
-            warnings.warn(f"{self!r} is configured and not used: {told}", stacklevel=3)
+            warnings.warn(f"{self!r} is configured but not used: {told}", stacklevel=3)
 
     def price(self, epoch: int | None = None) -> LinkPrice:
         """Returns the price of a training epoch on this rank, from the exchanges so far.

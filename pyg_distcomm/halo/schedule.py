@@ -48,7 +48,7 @@ class Fixed(Schedule):
 
 @dataclass(frozen=True)
 class Linear(Schedule):
-    """Lowers c linearly, as VARCO does.
+    """Lowers the compression ratio c linearly over the epochs, as VARCO does.
 
         c(t) = max(c_max - slope t (c_max - c_min) / (T - 2), c_min)
 
@@ -90,7 +90,7 @@ class Linear(Schedule):
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Sets when a link uses more bits, or fewer, by its loss.
+    """Chooses the number of bits of a link by how the loss develops.
 
         mean = momentum mean + (1 - momentum) loss,   v = |change of mean|
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Drift:
-    """Sets when an exchange is skipped, and the rows sent last used again.
+    """Decides when an exchange is skipped, so that the rows sent last are used again.
 
     See [Note: skipped rows]. Epochs that are synchronous skip nothing.
 

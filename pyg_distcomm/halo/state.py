@@ -45,7 +45,7 @@ PROBLEMS = {
     ),
     REPEATS: (
         "runs again after its backward pass, in the same epoch of its link; call "
-        "link.step() once an epoch, after the optimizer's step"
+        "link.step() once per epoch, after the optimizer's step"
     ),
 }
 

@@ -116,7 +116,7 @@ def neighbor_sampler(
 ) -> Callable[[Request], Minibatch]:
     """Returns a function that draws minibatches of a graph; see `Request`.
 
-    It may be called by several threads at once, and holds 8 bytes a node for each. On a
+    It may be called by several threads at once, and holds 8 bytes per node for each. On a
     device it draws the same minibatches; see `sample_device.DeviceSampler`.
     """
     if device is None:

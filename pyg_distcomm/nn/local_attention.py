@@ -23,8 +23,10 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_products import (
     dots,
     ends_added,
@@ -35,11 +37,13 @@ from pyg_distcomm.graph.edge_products import (
 from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
     LocalAdjacency,
+    known,
     looped_edges,
     outside_inference_mode,
 )
-from pyg_distcomm.nn.layer_context import is_product
+from pyg_distcomm.nn.layer_context import dtype_of, is_product
 from pyg_distcomm.nn.leading_rows import leading
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 # takes a layer, its edges, sources and targets; returns scores [e, H], and rows [n, H, C]
 Scores = Callable[[Any, GroupedEdges, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -59,8 +63,8 @@ def is_supported(conv: Any, given: dict[str, Any]) -> bool:
     if any(not isinstance(t, Tensor) or t.dim() != 2 for t in parts):
         return False
     plain, biased = _linears(conv, kind)
-    weight = (*plain, *biased)[0].weight
-    return all(t.dtype == weight.dtype for t in parts) and is_product(
+    dtype = dtype_of((*plain, *biased)[0])
+    return all(t.dtype == dtype for t in parts) and is_product(
         conv, kind, *plain, biased=biased
     )
 
@@ -118,8 +122,47 @@ def edges_of(
     return found
 
 
-def run(conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor) -> Tensor:
+def note_rows(conv: Any, ends: Tensor, edge_index: Any) -> None:
+    """Keeps the rows of the edges of a share, and of a layer's self-loops, with own edges.
+
+    Args:
+        conv: the layer.
+        ends: own edges, which `stays` knows.
+        edge_index: those of the share.
+    """
+    adjacency = known(ends)
+    assert adjacency is not None
+    loops = bool(getattr(conv, "add_self_loops", False))
+    if ("rows", loops) not in adjacency.derived:
+        if loops:
+            nodes = edge_index.topology.nodes.count
+            edge_index = remove_self_loops(edge_index)[0]
+            edge_index = add_self_loops(edge_index, num_nodes=nodes)[0]
+        adjacency.derived["rows", loops] = edge_index.rows
+
+
+def noted_rows(conv: Any, adjacency: LocalAdjacency) -> Rows | None:
+    """Returns what `note_rows` has kept, if it has."""
+    loops = bool(getattr(conv, "add_self_loops", False))
+    return adjacency.derived.get(("rows", loops))
+
+
+def run(
+    conv: Any,
+    edges: GroupedEdges,
+    source: Tensor,
+    target: Tensor,
+    edge_rows: Rows | None = None,
+) -> Tensor:
     """Runs the layer on its edges, for the first rows of `target`.
+
+    Args:
+        conv: the layer.
+        edges: its edges, with self-loops.
+        source: rows of sources.
+        target: rows of targets.
+        edge_rows: those of the edges, as they were before they were grouped, if they are edges
+            of a share: dropout is keyed by them.
 
     Shapes: source [n, F_s], target [>= m, F_t]; returns [m, H F_out] or [m, F_out].
     """
@@ -127,10 +170,11 @@ def run(conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor) -> Tenso
     assert kind is not None
     target = target[: edges.num_targets]
     edges = edges.prefix(edges.num_targets, len(source))
-    scores, rows = _SCORES[kind](conv, edges, source, target)
+    with parametrize.cached():  # PyG's code reads each weight once
+        scores, rows = _SCORES[kind](conv, edges, source, target)
     share = softmax_of(edges, scores)
     if conv.training and conv.dropout:
-        share = _dropped(edges, share, conv.dropout)
+        share = _dropped(edges, share, conv.dropout, edge_rows)
     out = multiply(edges, share, rows)
     out = out.flatten(1) if conv.concat else out.mean(1)
     if kind is pyg.TransformerConv:
@@ -193,11 +237,16 @@ def _skipped(conv: Any, out: Tensor, target: Tensor) -> Tensor:
     return beta * own + (1 - beta) * out
 
 
-def _dropped(edges: GroupedEdges, share: Tensor, p: float) -> Tensor:
+def _dropped(edges: GroupedEdges, share: Tensor, p: float, rows: Rows | None) -> Tensor:
     """Applies dropout in the original order of the edges, as PyG draws it."""
-    if edges.order is None or edges.inverse is None:
-        return F.dropout(share, p)
-    return edges.in_order(F.dropout(share.index_select(0, edges.inverse), p))
+    if edges.inverse is not None:
+        share = share.index_select(0, edges.inverse)
+    if rows is None:
+        share = F.dropout(share, p)
+    else:
+        spread: Any = F.dropout(DistTensor.from_local(share, rows), p)
+        share = spread.to_local()
+    return share if edges.order is None else edges.in_order(share)
 
 
 _SCORES: dict[type, Scores] = {

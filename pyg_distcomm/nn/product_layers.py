@@ -28,6 +28,7 @@ from pyg_distcomm.nn.layer_context import (
     check_arguments,
     check_edges,
     check_link,
+    dtype_of,
     is_product,
     is_spread,
     sharded_inputs,
@@ -149,11 +150,11 @@ def plan_product(
     """
     layers = [(x, lin)] if root is None else [(x, lin), root]
     for rows, layer in layers:
-        if is_lazy(layer.weight):
+        if is_lazy(layer._parameters.get("weight")):
             layer(rows)  # initialises a lazy layer through its own hooks
     grad, topology = torch.is_grad_enabled(), context.topology
     mesh = topology.nodes.mesh
-    weights = [layer.weight for _, layer in layers]
+    weights = [layer.weight for _, layer in layers]  # once: it may be computed
     compare_parameters(weights if bias is None else [*weights, bias], mesh)
     w, *own = (entered(parameter, mesh) for parameter in weights)
     values = x.dtype if kind.normalize else None  # as PyG's messages are of
@@ -182,7 +183,7 @@ def plan_product(
             return product
     exchange = context.exchange(None if held is None else x, held)
     backward = grad and x.requires_grad
-    grads = backward, backward or (grad and lin.weight.requires_grad)
+    grads = backward, backward or (grad and weights[0].requires_grad)
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
         return product.of(x.to_local(), exchange)
     product.weight = None
@@ -199,7 +200,7 @@ def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool,
 
 
 class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
-    r"""The graph convolution of [Kipf17], on a graph spread over ranks.
+    r"""Applies the graph convolution of [Kipf17] on a graph that is spread over ranks.
 
         X' = D^-1/2 (A + I) D^-1/2 X W + b
 
@@ -262,7 +263,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
             and self._cached_edge_index is None
             and (self.normalize or not torch.is_autocast_enabled(x.device.type))
             and not (self.add_self_loops and edge_index.looped)
-            and x.dtype == self.lin.weight.dtype
+            and x.dtype == dtype_of(self.lin)
         )
         known = (
             known and self.aggr in ("add", "sum") and self.flow == "source_to_target"
@@ -289,7 +290,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
 
 
 class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
-    r"""The layer of GCNII [Chen20], on a graph spread over ranks.
+    r"""Applies the layer of GCNII [Chen20] on a graph that is spread over ranks.
 
         X' = ((1 - a) P X + a X_0) ((1 - b) I + b W_1),   P = D^-1/2 (A + I) D^-1/2
 
@@ -364,7 +365,7 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
 
 
 class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
-    r"""The GraphSAGE layer of [Hamilton17], on a graph spread over ranks.
+    r"""Applies the GraphSAGE layer of [Hamilton17] on a graph that is spread over ranks.
 
         x'_i = W_1 x_i + W_2 mean_{j in N(i)} x_j
 

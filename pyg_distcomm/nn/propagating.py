@@ -42,7 +42,7 @@ def adding(conv: Any, topology: Topology) -> Iterator[None]:
     """Has the layers of a module sum rows by products in a block; collective once."""
     layers = [layer for layer in layers_of(conv) if adds_rows(layer)]
     if not layers:
-        warn_about_grid(conv, topology, "what it makes of messages is no sum of rows")
+        warn_about_grid(conv, topology, "it does not sum the rows of its neighbours")
     for layer in layers:
         vars(layer)["propagate"] = _propagate(layer, layer.propagate)
     try:
@@ -78,11 +78,11 @@ def _sum(layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
     mesh = topology.nodes.mesh
     on_grid = mesh.grid[1:] != (1, 1)
     if topology.is_gridded and not _is_constant(weight):
-        why = "weights of its edges learn, or are computed in each run"
+        why = "its edge weights are learnt, or computed in each run"
         warn_about_grid(layer, topology, why)
         return None
     if on_grid and not topology.adds_on_grid:
-        why = "a product on the grid takes no fewer numbers"
+        why = "a product on the grid would not send fewer numbers"
         warn_about_grid(layer, topology, why)
         return None
     mean = AGGREGATIONS[type(layer.aggr_module)] == "mean"

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pyg_distcomm.comm import collectives, random
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis, Pending, guarded
-from pyg_distcomm.comm.consistency import comparer_of, digest
+from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor
@@ -41,7 +41,7 @@ class _Transparent:
 
 
 class Alone(_Transparent, torch.nn.Module):
-    """What `replicate` returns on one rank: the model, behind `.module` like DDP's."""
+    """Stands in for DDP on one rank: holds the model as `.module`."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Alone(_Transparent, torch.nn.Module):
 
 
 class Replicated(_Transparent, DistributedDataParallel):
-    """DistributedDataParallel that shows its module's attributes, and can be copied.
+    """Extends DistributedDataParallel: shows its module's attributes, and can be copied.
 
     A copy is replicated anew, which is collective; a pickled one is the module, in `Alone`.
     Where the module's own methods are called instead of this one, gradients are those
@@ -112,7 +112,7 @@ class Replicated(_Transparent, DistributedDataParallel):
     def compare_parameters(self) -> None:
         """Raises on all ranks if parameters differ, in passes 2, 4, 8, ...; collective.
 
-        As parameters without a wrapper are compared: see `Comparer.resync_rounded`.
+        As parameters without a wrapper are compared, see `Comparer.compare_trained`.
         """
         mesh, _ = self._made
         if self._num_passes < 2 or not mesh.is_due(self._num_passes):
@@ -124,10 +124,7 @@ class Replicated(_Transparent, DistributedDataParallel):
             and not hasattr(p, "is_shard")
             and not isinstance(p, DistTensor)  # of which each rank has its own rows
         }
-        mark = random.fold(*map(digest, copies.values()))
-        axis = replace(mesh.control, ledger=mesh.checks)
-        if collectives.differ(mark, axis):
-            comparer_of(mesh).resync_rounded(copies)
+        comparer_of(mesh).compare_trained(copies)
 
     def next_buckets(self, parameters: list[Tensor]) -> list[list[int]]:
         """Returns the buckets that DDP will make after the first pass; collective.
@@ -206,7 +203,9 @@ def replicate(
     """
     if not isinstance(model, torch.nn.Module):
         graph = hasattr(model, "edge_index") or hasattr(model, "edge_stores")
-        cut_it = "; a graph is cut by pdc.partition(data, mesh)" if graph else ""
+        cut_it = (
+            "; to partition a graph, call pdc.partition(data, mesh)" if graph else ""
+        )
         raise TypeError(
             "pdc.replicate takes a model, a torch.nn.Module, got "
             f"{type(model).__name__}{cut_it}"

@@ -450,7 +450,7 @@ def clip_grad_norm_(
         ValueError: if `max_norm` is negative, NaN or no number.
     """
     if isinstance(max_norm, str) or not float(max_norm) >= 0:
-        raise ValueError(f"max_norm must be a number from 0 on, got {max_norm!r}")
+        raise ValueError(f"max_norm must be a number of at least 0, got {max_norm!r}")
     mine = [p.grad for p in layers.parameters() if p.grad is not None]
     norms = [float(torch.linalg.vector_norm(g.detach(), norm_type)) for g in mine]
     every = [

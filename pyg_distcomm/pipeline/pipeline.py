@@ -231,7 +231,7 @@ class Pipeline(torch.nn.Module):
             read neighbours, if possible.
         seed: the seed of orders and dropout; the mesh's if None.
 
-    Price: `price()`; 2 (S - 1) n d (1 + s) words an epoch between stages, with s values
+    Price: `price()`; 2 (S - 1) n d (1 + s) words per epoch between stages, with s values
     beside x that cross borders, and the hybrid's exchanges.
 
     Raises:
@@ -549,16 +549,13 @@ class Pipeline(torch.nn.Module):
         self,
         path: str | Path,
         optimizer: torch.optim.Optimizer | None = None,
-        *,
-        keep: int = 1,
     ) -> None:
         """Writes weights, optimizer, epoch and history to a folder; collective.
 
         Where the data have a link, it is written too: between epochs, after `link.step()`.
-        The folder appears whole or not at all, and replaces one that was written so;
-        `keep` of them are kept, as by `save_checkpoint`.
+        The folder appears whole or not at all, and replaces one that was written so.
         """
-        checkpoint.save(self, Path(path), optimizer, keep)
+        checkpoint.save(self, Path(path), optimizer)
 
     def load(
         self, path: str | Path, optimizer: torch.optim.Optimizer | None = None

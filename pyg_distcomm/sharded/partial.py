@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.sharded.agreement import in_backward, is_averaged, is_wrapped
 from pyg_distcomm.sharded.dist_tensor import DistTensor, check_writes
@@ -36,12 +38,13 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 class PartialSum(Tensor):
     """A tensor whose value is the sum of `part` over the ranks."""
 
-    __slots__ = ("_copied", "_value", "mesh", "part")
+    __slots__ = ("_before", "_copied", "_value", "mesh", "part")
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     part: Tensor
     mesh: Mesh
     _value: Tensor | None
+    _before: Tensor | None  # what the sum is added to, in place
     _copied: bool  # whether it is a copy where torch has a view
 
     @staticmethod
@@ -51,7 +54,7 @@ class PartialSum(Tensor):
             cls, part.shape, strides=part.stride(), dtype=part.dtype, device=part.device
         )
         self.part, self.mesh, self._value = part, mesh, None
-        self._copied = False
+        self._copied, self._before = False, None
         return self
 
     @staticmethod
@@ -64,8 +67,13 @@ class PartialSum(Tensor):
     def value(self) -> Tensor:
         """Returns the sum; collective at the first call."""
         if self._value is None:
-            self._value = collectives.all_reduce(self.part, self.mesh.world)
+            self._know(collectives.all_reduce(self.part, self.mesh.world))
+        assert self._value is not None
         return self._value
+
+    def _know(self, total: Tensor) -> None:
+        before = self._before
+        self._value = total if before is None else before.add_(total)
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -76,6 +84,9 @@ class PartialSum(Tensor):
         kwargs = kwargs or {}
         x = args[0]
         check_writes(func, args, kwargs)
+        for a in args:
+            if type(a) is PartialSum and a._before is not None:
+                a.value()  # which is no linear function of the part
         if type(x) is PartialSum and x._copied and torch.is_inference_mode_enabled():
             if not x.is_inference():  # as of sharded ones: see DistTensor
                 with torch.inference_mode(False):
@@ -98,8 +109,8 @@ class PartialSum(Tensor):
             if into_leaf and _accumulates():
                 if is_averaged(_leaf(), b.mesh):
                     return a.add_(b.part, alpha=b.mesh.size)
-                if not _is_read(b.mesh):
-                    _pass_of(b.mesh).added.append((a, b.part))
+                if not is_wrapped(_leaf(), b.mesh):
+                    _add_later(a, b)
                     return a
 
         def summed(value: Any) -> Any:
@@ -197,52 +208,47 @@ def _leaf() -> Any:
     return node.variable
 
 
-def _is_read(mesh: Mesh) -> bool:
-    """Tells whether what is added to the gradient of the leaf is read before the pass ends."""
-    leaf = _leaf()
-    return bool(leaf._post_accumulate_grad_hooks) or is_wrapped(leaf, mesh)
-
-
 @dataclass
 class _Pass:
-    """Holds what is summed at the end of one backward pass."""
+    """Holds what is summed at the end of one backward pass: sums, and their leaves."""
 
-    task: int
-    written: list[Tensor] = field(default_factory=list)  # in place
-    watched: list[tuple[Tensor, PartialSum]] = field(default_factory=list)  # by hooks
-    added: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    sums: list[tuple[PartialSum, Tensor]] = field(default_factory=list)
 
     def finish(self, mesh: Mesh) -> None:
-        """Sums all parts, in one all-reduce for each type."""
-        written = [
-            part.part if isinstance(part, PartialSum) else part
-            for part in self.written
-            if not isinstance(part, PartialSum) or part._value is None
-        ]
-        parts = [*written, *(part for _, part in self.added)]
-        for dtype in dict.fromkeys(part.dtype for part in parts):
-            these = [part for part in parts if part.dtype == dtype]
-            flat = torch.cat([part.reshape(-1) for part in these])
+        """Sums all parts, in one all-reduce for each type; compares parameters at times."""
+        unknown = [total for total, _ in self.sums if total._value is None]
+        for dtype in dict.fromkeys(total.dtype for total in unknown):
+            these = [total for total in unknown if total.dtype == dtype]
+            flat = torch.cat([total.part.reshape(-1) for total in these])
             if mesh.world.observer is not None:
                 mesh.world.observer("parameters", flat, mesh.world)
                 continue
-            total = collectives.all_reduce(flat, mesh.world)
-            sums = total.split([part.numel() for part in these])
-            for part, s in zip(these, sums, strict=True):
-                part.copy_(s.view(part.shape))
-        for target, part in self.added:
-            target.add_(part)
-        for leaf, total in self.watched:
-            total._value = total.part if total._value is None else total._value
+            found = collectives.all_reduce(flat, mesh.world)
+            parts = found.split([total.numel() for total in these])
+            for total, part in zip(these, parts, strict=True):
+                total.part.copy_(part.view(total.shape))
+        for total in unknown:
+            total._know(total.part)
+        for total, leaf in self.sums:
             if leaf.grad is total:
                 leaf.grad = total._value
+        if isinstance(mesh, Mesh) and mesh.size > 1:
+            self._compare_leaves(mesh)
+
+    def _compare_leaves(self, mesh: Mesh) -> None:
+        """Compares parameters in their passes 2, 4, 8, ..., after steps of optimizers."""
+        counts = mesh.sharded.setdefault("passes made", WeakTensorKeyDictionary())
+        leaves = [leaf for _, leaf in reversed(self.sums)]
+        made = counts[leaves[0]] = counts.get(leaves[0], 0) + 1
+        if made > 1 and mesh.is_due(made):
+            comparer_of(mesh).compare_trained(dict(enumerate(leaves)))
 
 
 def _pass_of(mesh: Mesh) -> _Pass:
     task = torch._C._current_graph_task_id()
     passes = mesh.sharded.setdefault("passes", {})
     if task not in passes:
-        passes[task] = _Pass(task)
+        passes[task] = _Pass()
 
         def finish() -> None:
             with torch.no_grad():
@@ -254,14 +260,19 @@ def _pass_of(mesh: Mesh) -> _Pass:
 
 def _later(x: PartialSum) -> Tensor:
     """Returns a tensor that holds the sum once the pass has ended."""
-    out, now, leaf = x.part.clone(), _pass_of(x.mesh), _leaf()  # parts may share memory
+    part, leaf = x.part.clone(), _leaf()  # parts may share memory
+    total: Any = PartialSum(part, x.mesh)
+    _pass_of(x.mesh).sums.append((total, leaf))
+    return total if leaf._post_accumulate_grad_hooks else part.view(part.shape)
+
+
+def _add_later(before: Tensor, x: PartialSum) -> None:
+    """Adds a sum to the gradient that a leaf has, once the pass has ended."""
+    total, leaf = PartialSum(x.part.clone(), x.mesh), _leaf()
+    total._before = before
+    _pass_of(x.mesh).sums.append((total, leaf))
     if leaf._post_accumulate_grad_hooks:
-        total: Any = PartialSum(out, x.mesh)
-        now.watched.append((leaf, total))
-        now.written.append(total)
-        return total  # type: ignore[no-any-return]
-    now.written.append(out)
-    return out.view(out.shape)
+        leaf.grad = total
 
 
 class _Enter(torch.autograd.Function):

@@ -26,9 +26,9 @@ from pyg_distcomm.kernels.registry import HALVES
 
 @dataclass(frozen=True)
 class Plain(ColumnReducer):
-    """Sends the bytes of the numbers, whatever they are.
+    """Sends all numbers as they are, uncompressed.
 
-    Price: f numbers a row.
+    Price: f numbers per row.
     """
 
     linear = unbiased = True
@@ -53,7 +53,7 @@ class Cast(ColumnReducer):
     The relative error is at most 2^-8 for bfloat16, and 2^-11 for float16 from 6e-5 to
     65504; greater magnitudes arrive as infinities, smaller ones are off by up to 3e-8.
 
-    Price: 2 f bytes a row.
+    Price: 2 f bytes per row.
 
     Args:
         dtype: torch.float16 or torch.bfloat16.
@@ -143,7 +143,7 @@ class DegreeBits(_MixedBits):
     Both ends know the degrees: they travel once, when a halo is first used, as planning
     does (8 bytes a ghost).
 
-    Price: that of `Quantise` for each group: with `bits=1` 3.75 f / 8 + 4 bytes a row.
+    Price: that of `Quantise` for each group: with `bits=1` 3.75 f / 8 + 4 bytes per row.
     Differs from [Zhang23], whose authors' code this follows, in that ties of the degree do
     not change the sizes of groups, so that bytes are known from the number of rows.
 
@@ -215,7 +215,7 @@ class RangeBits(_MixedBits):
     each message, and two bits a row tell the receiver.
 
     Price: ceil(m / 4) + 4 m + floor((f floor(mean m) + 28) / 8) bytes a message of m rows,
-    and 4 m more in float64 below 33 numbers a row.
+    and 4 m more in float64 below 33 numbers per row.
     Differs from [Wan23] in solving for the bits of each message, exactly and by sorting,
     and not of all messages every few epochs by an integer program; in 1 bit beside 2, 4
     and 8; and in a sum of errors for given bytes instead of a weighted sum of errors and

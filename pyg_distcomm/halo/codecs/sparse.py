@@ -41,7 +41,7 @@ class ColumnMask(ColumnReducer):
     so that beyond rate 2 the scaled mask has a greater error than sending nothing. Rate 1
     sends rows unchanged, bit for bit.
 
-    Price: k numbers a row.
+    Price: k numbers per row.
     Differs from the compression mechanism of [Cervino24] in keeping at least one column
     and in reseeding no generator. Their text speaks of random columns, their scripts send
     the first ones; both are here.
