@@ -25,7 +25,7 @@ from torch_geometric.data import Data
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
-from pyg_distcomm.plan.plans import show_bytes
+from pyg_distcomm.plan.planner import show_bytes
 
 # nodes, directed edges, widths
 SHAPES = {

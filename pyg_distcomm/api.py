@@ -33,9 +33,9 @@ from pyg_distcomm.plan.degree_distribution import RandomGraph as RandomGraph
 from pyg_distcomm.plan.init import Auto as Auto
 from pyg_distcomm.plan.init import init as init
 from pyg_distcomm.plan.machine import Machine as Machine
+from pyg_distcomm.plan.planner import Plan as Plan
+from pyg_distcomm.plan.planner import Plans as Plans
 from pyg_distcomm.plan.planner import plan as plan
-from pyg_distcomm.plan.plans import Plan as Plan
-from pyg_distcomm.plan.plans import Plans as Plans
 from pyg_distcomm.sharded.dist_tensor import DistTensor as DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex as DistEdgeIndex
 from pyg_distcomm.sharded.edges import from_local as from_local

@@ -337,8 +337,8 @@ def test_references_and_citations_agree():
 
 # what house_metrics counts; a bound may only fall
 BOUNDS = {
-    "lines": 58_940,
-    "modules": 185,
+    "lines": 58_600,
+    "modules": 182,
     "lines of tests and their helpers": 53_600,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 14,

@@ -17,6 +17,7 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
+from pyg_distcomm.kernels import core_cpu
 from pyg_distcomm.loader.batcher import Attribute, Pools, take_rows
 from pyg_distcomm.loader.device_placement import ON_HOST, Placement
 from pyg_distcomm.sampling.row_service import RowRound
@@ -115,7 +116,7 @@ def _parts(
 
 Wanted: TypeAlias = Mapping[Group, Tensor | tuple[Tensor, Tensor]]
 
-SPARSE = 64  # range of ids per id in a pool, above which a binary search is cheaper
+SPARSE = 256  # range of ids per id in a pool, above which a binary search is cheaper
 _FAILED = -1  # instead of a checksum: the request of this rank is invalid
 
 
@@ -135,17 +136,15 @@ class Pool:
         """Returns the positions of the rows of ids, all of which must be in the pool."""
         if ids is self.ids:
             return self.place
-        return self.place[self._look_up(ids).long()]
+        return self.place[self._look_up(ids)]
 
     @cached_property
     def _look_up(self) -> Callable[[Tensor], Tensor]:
-        """Returns a table of places by id, or a binary search where ids are sparse."""
+        """Returns a rank-select index, or a binary search where ids are sparse."""
         total = int(self.ids[-1]) + 1 if len(self.ids) else 0
-        if total > SPARSE * len(self.ids):
+        if len(self.ids) == 0 or total > SPARSE * len(self.ids):
             return partial(torch.searchsorted, self.ids)
-        table = torch.empty(total, dtype=torch.int32)  # only ids of the pool are read
-        table[self.ids] = torch.arange(len(self.ids), dtype=torch.int32)
-        return table.__getitem__
+        return core_cpu.RankSelect(self.ids, total)
 
     def take(self, ids: Tensor) -> dict[str, Tensor]:
         """Returns the rows of ids, in their order: name -> `[len(ids), ...]`."""

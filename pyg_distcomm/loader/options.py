@@ -306,7 +306,7 @@ def check_mask(ids: Tensor | None, nodes: int | None) -> None:
         return
     if ids.shape != (nodes,):
         raise ValueError(
-            f"input_nodes is a mask of shape {list(ids.shape)}, but the graph has "
+            f"input_nodes is a mask of shape {list(ids.shape)}, but there are "
             f"{nodes} nodes; give one entry for each (a share has row-sharded masks), or ids"
         )
 

@@ -65,24 +65,6 @@ class RowGroup:
         return list(self.values)
 
 
-def gather_block(
-    values: Tensor, counts: list[int], order: Tensor | None, channel: ProcessGrid
-) -> Tensor:
-    """Gathers the rows of a block that its c ranks own; collective over them.
-
-    Shapes: values `[counts[rank], ...]`, order `[m]` sorts the ranks' rows by id
-    (None keeps their order), return `[m, ...]`.
-    Price: (m - counts[rank]) rows, as bytes.
-    """
-    if len(counts) == 1:
-        return values if order is None else take_rows(values, order)
-    size = width_of(values) * values.element_size()
-    flat = as_bytes(values).view(len(values), size)
-    every = collectives.all_gather_rows(flat, counts, channel.col, "build")
-    every = every.view(-1).view(values.dtype).view(sum(counts), *values.shape[1:])
-    return every if order is None else take_rows(every, order)
-
-
 def as_rows(values: Any) -> Tensor:
     """Returns rows as a contiguous CPU tensor, without copying memory-mapped files.
 
@@ -176,7 +158,10 @@ def add_rows(
     if channel.col.size > 1:
         counts = lengths(row_group.own, channel.col)
         order = torch.argsort(_all_owned(row_group.own, channel))
-        rows = gather_block(rows, counts, order, channel)
+        whole, dtype = [sum(counts), *rows.shape[1:]], rows.dtype
+        flat = as_bytes(rows).view(len(rows), width_of(rows) * rows.element_size())
+        every = collectives.all_gather_rows(flat, counts, channel.col, "build")
+        rows = take_rows(every.view(-1).view(dtype).view(whole), order)
     row_group.values[name], row_group.codecs[name] = rows, codec
 
 

@@ -293,40 +293,6 @@ class EpochClock:
 PASSES = 12  # reads and writes of a layer's output in an epoch, beside its products
 
 
-@dataclass(frozen=True, eq=False)
-class Cost:
-    """The cost of an epoch on one grid.
-
-    exchange   bytes each rank receives in products [r, s, p], or their mean
-    sums       bytes each rank receives in all-reduces, by what is summed
-    messages   messages each rank sends in products [r, s, p]
-    seconds    seconds of the epoch
-    memory     bytes allocated at its peak, without the interpreter's [r, s, p]
-    """
-
-    exchange: Array
-    sums: dict[str, int]
-    messages: Array
-    seconds: float
-    memory: Array
-
-    def figures(self, size: int) -> dict[str, Any]:
-        """Returns the cost as fields of a `Plan`."""
-        sums = sum(self.sums.values())
-        by_rank = tuple(round(float(n)) + sums for n in self.exchange.ravel())
-        every = len(by_rank) == size
-        mean = float(self.exchange.mean()) + sums
-        return {
-            "bytes_by_rank": by_rank if every else (max(by_rank),),
-            "exchange_bytes": round(float(self.exchange.max())),
-            "sum_bytes": self.sums,
-            "total_bytes": sum(by_rank) if every else round(mean * size),
-            "messages": round(float(self.messages.max())),
-            "seconds": self.seconds,
-            "memory": round(float(self.memory.max())),
-        }
-
-
 class EpochProducts:
     """Prices the products of a training on one grid; each kind of product is priced once.
 
@@ -419,7 +385,7 @@ class EpochProducts:
             + 24 * block
             + n * (16 + 8 + features + active)
             + self._halo_bytes(products)
-            + 4 * item * sum(self.training.parameters)
+            + 4 * item * self.training.parameters
             + kept
         )
         return out
@@ -446,8 +412,8 @@ def epoch_cost(
     coding: Coding | None,
     machine: Machine,
     adds_on_grid: bool,
-) -> Cost:
-    """Returns the cost of an epoch.
+) -> dict[str, Any]:
+    """Returns the cost of an epoch, as fields of a `Plan`.
 
     Args:
         prices: the prices of its products.
@@ -468,13 +434,21 @@ def epoch_cost(
         sums["agreement"] = [ring_words(1, size)] * any(o != "kept" for o in orders)
     clock.add_sums(sums, size)
     rows = training.kept_rows(ordering, **how)
-    return Cost(
-        exchange,
-        {name: sum(group) for name, group in sums.items()},
-        messages,
-        clock.seconds(1.0 if coding is None else coding.synchronous),
-        prices.memory(products, orders, rows) + kept,
-    )
+    memory = prices.memory(products, orders, rows) + kept
+    sum_bytes = {name: sum(group) for name, group in sums.items()}
+    every = sum(sum_bytes.values())
+    by_rank = tuple(round(float(n)) + every for n in exchange.ravel())
+    known = len(by_rank) == size  # of a law of degrees only means
+    total = sum(by_rank) if known else round((float(exchange.mean()) + every) * size)
+    return {
+        "bytes_by_rank": by_rank if known else (max(by_rank),),
+        "exchange_bytes": round(float(exchange.max())),
+        "sum_bytes": sum_bytes,
+        "total_bytes": total,
+        "messages": round(float(messages.max())),
+        "seconds": clock.seconds(1.0 if coding is None else coding.synchronous),
+        "memory": round(float(memory.max())),
+    }
 
 
 def sum_messages(size: int) -> int:

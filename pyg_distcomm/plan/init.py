@@ -33,8 +33,7 @@ from pyg_distcomm.plan.calibrate import TrainingRun, calibrate, time_once
 from pyg_distcomm.plan.codecs import CodecLike, codings
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.planner import check_options, edges_of, plan
-from pyg_distcomm.plan.plans import Plan, Plans
+from pyg_distcomm.plan.planner import Plan, Plans, check_options, edges_of, plan
 from pyg_distcomm.plan.training import (
     INPUTS,
     Training,
@@ -207,17 +206,13 @@ def _choose_plan(
     check = partial(_check_request, data, mesh.size, read, options)
     given, codecs, shape = _on_rank_0(mesh, check)
     collectives.agree(_codec_difference(options["codecs"], codecs), mesh.world)
-    every = codings(options["codecs"])
-    machine = options["machine"]
+    # links themselves are not sent to ranks, but their places in this list
+    links = [one and one.link for one in codings(options["codecs"])]
+    options["codecs"], machine = tuple(links[1:]), options["machine"]
     if not given:
         machine = Machine()
         if mesh.size > 1:
             machine = calibrate(mesh, codecs=options["codecs"], **shape)
-
-    def coding_index(one: Plan) -> int:
-        """Returns the index of a plan's coding; links themselves are not sent to ranks."""
-        links = [coding and coding.link for coding in every]
-        return links.index(one.link) if one.link in links else codecs.index(one.codec)
 
     def choose() -> tuple[list[tuple[Plan, int]], np.ndarray | None, Training | None]:
         plans = plan(data, ranks=mesh.size, **options | {"machine": machine})
@@ -230,14 +225,13 @@ def _choose_plan(
         else:
             training = _training(data, read, options)
             candidates = shortlist(plans, training, options["memory"])
-        placed = [(replace(one, link=None), coding_index(one)) for one in candidates]
+        placed = [
+            (replace(one, link=None), links.index(one.link)) for one in candidates
+        ]
         return placed, owner, training
 
     placed, owner, training = _on_rank_0(mesh, choose)
-    candidates = [
-        replace(one, link=coding and coding.link)
-        for one, coding in ((one, every[at]) for one, at in placed)
-    ]
+    candidates = [replace(one, link=links[at]) for one, at in placed]
     if owner is None:
         return candidates[0], None
     owners = Partition.from_owner(owner, mesh.size)

@@ -78,6 +78,7 @@ class RunRecorder:
             int
         ] = []  # of batch norms, and of gradients that are read at once
         self.summed = 0  # gradients of parameters, in numbers
+        self.trained: list[Tensor] = []  # all parameters that train
         self.calls: list[LayerCall] = []
         self.now: Any = None  # the record of the layer that runs
         self.norm: Any = None  # the batch norm that runs
@@ -243,6 +244,7 @@ def _run(
             if isinstance(out, Tensor) and out.requires_grad:
                 out.square().sum().backward(retain_graph=True)
         calls.append(visit.calls)
+    visit.trained = [p for p in model.parameters() if p.requires_grad]
     mark_kept(calls[1], calls[2])
     return calls[1]
 

@@ -19,7 +19,7 @@ from pyg_distcomm.comm.mesh import Grid
 from pyg_distcomm.halo.halo import CHUNK_ROWS, MAX_CHUNKS
 from pyg_distcomm.ops.grid_plan import PACKING, offloaded_nonzeros
 from pyg_distcomm.partition.cutters import check_edge_index
-from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.partition import Partition, group_by_part
 
 Array = NDArray[Any]
 
@@ -404,29 +404,9 @@ class CutEdges:
         grid = (self.size, 1, 1)
         flow = self.flow(grid, "rows", False)
         source, target = self.cut
-        rank, gid = distinct_pairs(
-            self.owner[target], source, self.size, len(self.owner)
-        )
-        want = np.bincount(rank * self.size + self.owner[gid], minlength=self.size**2)
-        side = LinkCounts.of(want.reshape(1, self.size, self.size), False).transposed()
+        want = np.zeros((self.size, self.size), np.int64)
+        for rank, here in group_by_part(self.owner[target]):
+            ghosts = np.unique(source[here])
+            want[rank] = np.bincount(self.owner[ghosts], minlength=self.size)
+        side = LinkCounts.of(want[None], False).transposed()
         return replace(flow, sides=replace(flow.sides, ghost=side))
-
-
-def distinct_pairs(
-    group: Array, gid: Array, groups: int, num_nodes: int
-) -> tuple[Array, Array]:
-    """Returns the distinct pairs of a group and a node, in order of the group.
-
-    Sorting by group is a radix sort for few groups, so the time is linear.
-    """
-    narrow = np.min_scalar_type(max(groups - 1, 0))
-    order = np.argsort(group.astype(narrow), kind="stable")
-    gid, sizes = gid[order], np.bincount(group, minlength=groups)
-    ends = np.cumsum(sizes)
-    last = np.empty(num_nodes, np.int64)  # never cleared: a group reads what it wrote
-    keep = np.zeros(len(gid), np.bool_)
-    for start, end in zip(ends - sizes, ends, strict=True):
-        wanted, place = gid[start:end], np.arange(end - start)
-        last[wanted] = place
-        keep[start:end] = last[wanted] == place
-    return np.repeat(np.arange(groups), sizes)[keep], gid[keep]

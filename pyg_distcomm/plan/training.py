@@ -50,12 +50,6 @@ class LayerShape:
     trains: bool
     rounds: tuple[Round, ...] = ()
 
-    @property
-    def parameters(self) -> tuple[int, ...]:
-        """Sizes of weights and bias, in the order of PyG's layers."""
-        weight, bias = self.width_in * self.width_out, self.width_out
-        return (weight, bias, weight) if self.kind == "sage" else (bias, weight)
-
 
 @dataclass(frozen=True)
 class ProductShape:
@@ -80,23 +74,23 @@ class Training:
 
     Args:
         layers: in order.
-        parameters: sizes of all that train, in the order of the model.
+        parameters: how many numbers train.
         inputs: "constant" features, "changing" ones (made by dropout, say), or ones that
             are "trained".
         itemsize: bytes of a number.
         norms: how wide each sum of a batch norm is, forward and backward, and each sum of
             a gradient that is read before the pass ends.
         missing: what the model sends beside all this, or may, in words; or nothing.
-        summed: how many numbers are summed at the end of a pass; None: all `parameters`.
+        summed: how many of `parameters` are summed at the end of a pass.
     """
 
     layers: tuple[LayerShape, ...]
-    parameters: tuple[int, ...]
+    parameters: int
     inputs: str = "constant"
     itemsize: int = 4
     norms: tuple[int, ...] = ()
     missing: str = ""
-    summed: int | None = None
+    summed: int = 0
 
     def __post_init__(self) -> None:
         if self.inputs not in INPUTS:
@@ -198,9 +192,8 @@ class Training:
         if size == 1:
             return {"parameters": [], "loss": [], "norms": []}
         item = self.itemsize
-        summed = sum(self.parameters) if self.summed is None else self.summed
         return {
-            "parameters": [ring_words(summed, size) * item],
+            "parameters": [ring_words(self.summed, size) * item],
             "loss": [ring_words(LOSS_WORDS, size) * item],
             "norms": [ring_words(c, size) * item for c in self.norms],
         }
@@ -284,19 +277,15 @@ def training_of_model(
             "widths=[...]"
         )
     calls, run = visited(model, num_features, inputs)
-    layers = [layer_from_call(call) for call in calls]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    lazy = [p for p in trained if torch.nn.parameter.is_lazy(p)]
-    known = () if lazy else tuple(p.numel() for p in trained)
-    item = 4 if lazy or not trained else trained[0].element_size()
+    trained = sum(p.numel() for p in run.trained)
     return Training(
-        tuple(layers),
-        known or tuple(n for layer in layers for n in layer.parameters),
+        tuple(map(layer_from_call, calls)),
+        trained,
         inputs,
-        item,
+        run.trained[0].element_size() if run.trained else 4,
         tuple(run.sums),
         "; ".join(dict.fromkeys(run.missing)),
-        run.summed or None,
+        run.summed or trained,
     )
 
 
