@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.axis import Pending
+from pyg_distcomm.comm.collectives import Pending
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.halo import halo as halos
 from pyg_distcomm.nn import DistGCNConv

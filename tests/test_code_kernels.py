@@ -153,7 +153,7 @@ def test_columns_beside_each_other_are_not_copied_for_a_few_rows(monkeypatch):
         2, codec_ops.message_bytes(5, 33, 4, 4), dtype=torch.uint8
     )
     codec_ops.quantise(x, index, 4, None, out)
-    assert max(copied) < x.numel()
+    assert max(copied, default=0) < x.numel()
     codec_reference.quantise_wide(x, index, 4, None, wanted)
     assert torch.equal(out, wanted)
 

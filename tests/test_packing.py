@@ -56,7 +56,7 @@ def _exchange(size):
         for key in range(3):
             x = rows(rank) * (1 + key)
             draw = RngKey(key, 30 * rank + index)
-            packing = Packing.of(codec, x, send, draw, index, again=bool(key))
+            packing = Packing.of(codec, x, send, draw, index)
             message, sizes = packing.write(x, draw), packing.sizes
             axis.ledger.reset()
             cuts = packed_bytes(codec, recv, F, x.dtype)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -74,13 +75,17 @@ class Packing:
 
     Args:
         codec: the codec.
+        shape: the width, dtype and device of rows.
         sizes: the bytes of the message for each peer.
         parts: the messages that are not empty.
+        direction: the rows of a halo; None for others, which are written once.
     """
 
     codec: Codec
+    shape: tuple[int, torch.dtype, torch.device]
     sizes: list[int]
     parts: list[Part]
+    direction: Direction | None = None
 
     @staticmethod
     def of(
@@ -89,7 +94,7 @@ class Packing:
         counts: Sequence[int],
         draw: RngKey | None = None,
         index: Index = None,
-        again: bool = False,
+        direction: Direction | None = None,
     ) -> Packing:
         """Plans the messages of rows like `x`.
 
@@ -99,7 +104,7 @@ class Packing:
             counts: how many rows go to each peer.
             draw: the key of all the rows, in order.
             index: the rows of x to send, in order of peers `[sum(counts)]`; all by default.
-            again: whether such rows will be written again and again.
+            direction: the rows of a halo, if such rows will be written again and again.
         """
         sizes, parts = packed_bytes(codec, counts, x.size(1), x.dtype), []
         for (begin, end), (first, last) in zip(
@@ -111,10 +116,28 @@ class Packing:
             key = None if draw is None else draw.part(begin, end)
             at = None if index is None else index[rows]
             writer = None
-            if again and key is not None:
+            if direction is not None and key is not None:
                 writer = codec.writer(x[rows] if at is None else x, at, key.gid)
             parts.append(Part(rows, slice(first, last), at, key, writer))
-        return Packing(codec, sizes, parts)
+        shape = x.size(1), x.dtype, x.device
+        return Packing(codec, shape, sizes, parts, direction)
+
+    def fits(self, codec: Codec, direction: Direction, x: Tensor) -> bool:
+        """Tells whether it is the plan of these rows."""
+        same = self.codec is codec and self.direction is direction
+        return same and self.shape == (x.size(1), x.dtype, x.device)
+
+    @cached_property
+    def from_sizes(self) -> list[int]:
+        """The bytes that arrive from each peer."""
+        assert self.direction is not None
+        return packed_bytes(self.codec, self.direction.from_counts, *self.shape[:2])
+
+    @cached_property
+    def most(self) -> int:
+        """The most bytes that any rank sends to any other."""
+        assert self.direction is not None
+        return self.codec.wire_bytes(self.direction.most, *self.shape[:2])
 
     def write(self, x: Tensor, draw: RngKey | None = None, where: str = "") -> Tensor:
         """Writes the messages of rows with a key, side by side.
@@ -145,43 +168,6 @@ class Packing:
                     "exact size"
                 )
         return out
-
-
-@dataclass(frozen=True, eq=False)
-class ExchangePlan:
-    """Plans the messages of an exchange in one direction, while its codec and rows stay alike.
-
-    Args:
-        packing: what is sent.
-        direction: the rows.
-        shape: their width, dtype and device.
-        from_sizes: the bytes that arrive from each peer.
-        most: the most bytes that any rank sends to any other.
-    """
-
-    packing: Packing
-    direction: Direction
-    shape: tuple[int, torch.dtype, torch.device]
-    from_sizes: list[int]
-    most: int
-
-    @staticmethod
-    def of(codec: Codec, direction: Direction, x: Tensor, draw: RngKey) -> ExchangePlan:
-        """Plans an exchange of rows like `x`."""
-        width, dtype = x.size(1), x.dtype
-        index, counts = direction.index, direction.counts
-        return ExchangePlan(
-            Packing.of(codec, x, counts, draw, index, again=True),
-            direction,
-            (width, dtype, x.device),
-            packed_bytes(codec, direction.from_counts, width, dtype),
-            codec.wire_bytes(direction.most, width, dtype),
-        )
-
-    def fits(self, codec: Codec, direction: Direction, x: Tensor) -> bool:
-        """Tells whether it is the plan of these rows."""
-        same = self.packing.codec is codec and self.direction is direction
-        return same and self.shape == (x.size(1), x.dtype, x.device)
 
 
 @dataclass(eq=False)
@@ -440,8 +426,8 @@ class CompressedLink(Link):
                 self.key, backward, codec, direction, x, draw
             )
             pending = collectives.all_to_all(
-                plan.packing.write(x, draw, exchange.layer_name),
-                plan.packing.sizes,
+                plan.write(x, draw, exchange.layer_name),
+                plan.sizes,
                 plan.from_sizes,
                 direction.axis,
                 "halo_reduce" if sums else "halo",

@@ -22,8 +22,8 @@ from pyg_distcomm.halo.codecs.quantise import Plain
 from pyg_distcomm.halo.exchange import (
     CallKey,
     ExchangeKey,
-    ExchangePlan,
     LayerExchange,
+    Packing,
     StaleBuffer,
 )
 from pyg_distcomm.halo.halo import Direction, Halo
@@ -69,7 +69,7 @@ class ExchangeState:
     loads: list[Load | None] = field(default_factory=lambda: [None, None])
     sent_rows: list[int] = field(default_factory=lambda: [0, 0])
     buffers: list[StaleBuffer | None] = field(default_factory=lambda: [None, None])
-    plans: list[ExchangePlan | None] = field(default_factory=lambda: [None, None])
+    plans: list[Packing | None] = field(default_factory=lambda: [None, None])
     answered: bool = False
 
     def drop(self, backward: bool) -> None:
@@ -328,12 +328,13 @@ class LinkState:
         direction: Direction,
         x: Tensor,
         draw: RngKey,
-    ) -> ExchangePlan:
+    ) -> Packing:
         """Returns the plan of the messages of rows like `x`, the known one if it fits."""
         exchange = self.exchanges.get(key)
         known = None if exchange is None else exchange.plans[backward]
         if known is None or not known.fits(codec, direction, x):
-            known = ExchangePlan.of(codec, direction, x, draw)
+            of = direction.counts, draw, direction.index, direction
+            known = Packing.of(codec, x, *of)
             if exchange is not None:
                 exchange.plans[backward] = known
         return known

@@ -41,13 +41,10 @@ def quantise_wide(
     if not m * f:
         out.zero_()
         return -1
-    bad = np.empty(-(-m // 8), np.int64)
-    parts = _parts(out, m, f, bits)
-    storage, ld, at = _rows(x, index)
-    key, gid = (0, None) if noise is None else (noise[0], vector(noise[1]))
-    numbers = (storage, storage.view(f"int{8 * x.itemsize}"), ld, at, f, m, bits)
-    _run(quantise, (*numbers, key, gid, *parts, bad), m, f)
-    return _first(bad)
+    if index is not None and not row_strided(x):  # not all rows of x are copied
+        x, index = x.detach().index_select(0, index), None
+    key, gid = (0, None) if noise is None else noise
+    return Quantiser(x, index, bits, gid)(x, key, out)
 
 
 class Quantiser:
@@ -76,9 +73,12 @@ class Quantiser:
 
     def _arguments(self, x: Tensor, key: int, out: Tensor) -> tuple[Any, ...]:
         (m, f), codes, end = self._size, self._codes, self._end
-        flat, message = x.detach().contiguous().view(-1).numpy(), out.numpy()
+        x = x.detach()
+        x = x if x.stride(1) == 1 and x.stride(0) >= f else x.contiguous()
+        ld, span = x.stride(0), (len(x) - 1) * x.stride(0) + f
+        flat, message = x.as_strided((span,), (1,)).numpy(), out.numpy()
         parts = message[:codes], message[codes:end], message[end:]
-        numbers = flat, flat.view(f"int{8 * flat.itemsize}"), f, self._at, f, m
+        numbers = flat, flat.view(f"int{8 * flat.itemsize}"), ld, self._at, f, m
         bad = np.empty(-(-m // 8), np.int64)
         return (*numbers, self._bits, key, self._gid, *parts, bad)
 
