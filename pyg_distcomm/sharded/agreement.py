@@ -267,29 +267,31 @@ def is_same(x: Tensor, mesh: Any) -> bool:
     """Tells whether a plain tensor is known to be the same on all ranks; collective when new.
 
     What a rank alone finds would not do: of a table in new memory, of which a few rows were
-    written, the others differ between ranks, or happen to agree. Of the tables of a shape
-    that an op reads two are compared; of later ones, made anew in each pass, nothing is known.
+    written, the others differ between ranks, or happen to agree. A tensor that was the same
+    remains so, as all ranks write alike.
 
     Price: two words of each rank.
     """
     if mesh.size == 1:
         return True
-    if mesh.check == "never" or x.is_inference():  # whose versions are not counted
-        return False
-    known = mesh.sharded.setdefault("same", WeakTensorKeyDictionary())
-    met = mesh.sharded.setdefault("tables", {})
-    found = known.get(x)
-    if found is None or found[0] != x._version:
-        kind = PROCESS.op, x.shape, x.dtype
-        if len(met) >= _CALLS:  # on all ranks alike
-            met.clear()
-        met[kind] = met.get(kind, 0) + 1
-        if met[kind] > 2:
+    known = _known_same(mesh)
+    if x not in known:
+        if mesh.check == "never":
             return False
         mark = [x.numel(), digest(x)]
         marks = collectives.all_gather_counts(mark, mesh.world)
-        found = known[x] = x._version, all(other == mark for other in marks)
-    return found[1]  # type: ignore[no-any-return]
+        known[x] = all(other == mark for other in marks)
+    return known[x]  # type: ignore[no-any-return]
+
+
+def note_same(x: Any, mesh: Any) -> None:
+    """Notes that an op on sharded tensors has given all ranks the same plain tensor."""
+    if type(x) is Tensor and mesh.size > 1:
+        _known_same(mesh)[x] = True
+
+
+def _known_same(mesh: Any) -> Any:
+    return mesh.sharded.setdefault("same", WeakTensorKeyDictionary())
 
 
 def compare_lists(ids: Tensor, mesh: Any) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sharded.agreement import is_same
+from pyg_distcomm.sharded.agreement import is_same, note_same
 from pyg_distcomm.sharded.dist_tensor import DistTensor, note_write, rule
 
 _KEPT = 96  # results
@@ -195,7 +195,9 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
     if func not in _PICKING or _are_same(args, first.rows.mesh):
         number = description(func, args, kwargs, known)
     if kind == "in place":
-        return _write(func, rule, args, kwargs, number, known)
+        out = _write(func, rule, args, kwargs, number, known)
+        note_same(out, first.rows.mesh)
+        return out
     if number is None:
         return rule(func, args, kwargs)
     if kind == "view":
