@@ -679,6 +679,30 @@ def _indexing(cutter):
             share.x[torch.tensor([share.x.rows.mesh.rank])]
 
 
+def _selected():
+    """Rows of distinct ids stay where they are, forward and backward."""
+    data, share = _share()
+    idx = torch.tensor([7, 3, -1, 21, 4], device=data.x.device)
+    x, w = share.x.detach().requires_grad_(), data.x.clone().requires_grad_()
+    first, want = x[idx], w[idx]
+    assert len(first.to_local()) == int(torch.isin(idx % 50, x.rows.gid).sum())
+    x.rows.mesh.ledger.reset()
+    again = x[idx.int()] if x.rows.mesh.size == 1 else x[idx]
+    (first * again * data.x[idx]).sum().backward()
+    sent = {op for op, _ in x.rows.mesh.ledger.entries}
+    assert sent <= {"all_reduce", "plan"}, sent  # of the sum, and a comparison
+    torch.testing.assert_close(first.full_tensor(), want)
+    (want * want * data.x[idx]).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), w.grad)
+    y = share.x[idx] + share.x[idx.flip(0)]  # of other owners
+    torch.testing.assert_close(y.full_tensor(), data.x[idx] + data.x[idx.flip(0)])
+
+
+@ranks
+def test_a_selection_stays_where_it_is(size):
+    worlds.run(_selected, size)
+
+
 @ranks
 def test_ids_travel_and_gradients_return(size):
     for cutter in CUTS:

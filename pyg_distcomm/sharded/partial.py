@@ -89,7 +89,7 @@ class PartialSum(Tensor):
                 a.value()  # which is no linear function of the part
         if type(x) is PartialSum and x._copied and torch.is_inference_mode_enabled():
             if not x.is_inference():  # as of sharded ones: see DistTensor
-                with torch.inference_mode(False):
+                with torch.inference_mode(False), torch.no_grad():
                     return cls.__torch_dispatch__(func, types, args, kwargs)
         if func in _VIEWS and x._value is None:
             if func in _COPIES and _accumulates():
