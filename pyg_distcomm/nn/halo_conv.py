@@ -135,10 +135,11 @@ class HaloExecution(Explained):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer, with its hooks."""
         run: Any = super().__call__  # type: ignore[misc]
+        conv: Any = self
         spread = is_spread(*args, *kwargs.values())
-        if spread and is_one_hop(self) and not is_changed(self):  # hooks see the whole
-            run = one_hop(self, run)
-        return run_any(self, self.link, run, *args, **kwargs)
+        if spread and is_one_hop(conv) and not is_changed(conv):  # hooks see the whole
+            run = one_hop(conv, run)
+        return run_any(conv, self.link, run, *args, **kwargs)
 
 
 class HaloConv(torch.nn.Module):

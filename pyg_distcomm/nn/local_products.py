@@ -48,6 +48,7 @@ from pyg_distcomm.nn import local_attention, trimming
 from pyg_distcomm.nn.layer_context import (
     STEPS,
     has_hooks,
+    is_changed,
     is_product,
     propagates_as_pyg,
 )
@@ -240,6 +241,7 @@ def run_layer(
     ends = x if isinstance(x, tuple) else (x, x)
     attends = (
         trims
+        and not is_changed(conv)  # which `forward` calls
         and local_attention.is_supported(conv, given)
         and usable(*map(leading, ends))
     )
