@@ -223,10 +223,10 @@ class _Pass:
             if mesh.world.observer is not None:
                 mesh.world.observer("parameters", flat, mesh.world)
                 continue
-            found = collectives.all_reduce(flat, mesh.world)
-            parts = found.split([total.numel() for total in these])
-            for total, part in zip(these, parts, strict=True):
-                total.part.copy_(part.view(total.shape))
+            total = collectives.all_reduce(flat, mesh.world)
+            parts = total.split([each.numel() for each in these])
+            for each, part in zip(these, parts, strict=True):
+                each.part.copy_(part.view(each.shape))
         for total in unknown:
             total._know(total.part)
         for total, leaf in self.sums:
