@@ -68,7 +68,7 @@ def communities(
         train: share of the nodes in train_mask; half as many are in val_mask, the others
             in test_mask.
 
-    Time and memory: a few sorts of the pairs, about 70 bytes an edge.
+    Time and memory: a few sorts of the pairs, about 70 bytes per edge.
 
     Raises:
         ValueError: if there is no graph of so many nodes and edges, or an odd number.
@@ -176,7 +176,7 @@ def write(
     of their first ends, without loops and repeats; x.npy [n, features] float32, y.npy [n]
     int64 and train_mask.npy [n] bool. Ids are shuffled, so that order says nothing of
     communities. The number of edges is within some 1 % of what was asked. Memory: about
-    60 bytes a node and a chunk; not the same draws as `communities`.
+    60 bytes per node, and one chunk; not the same draws as `communities`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ class Device:
         self.sheet = next((DEVICES[k][1] for k in DEVICES if k in name), None)
 
     def copy_rate(self) -> float:
-        """Measures the bytes a second, read and written, of a copy on the device."""
+        """Measures the bytes per second, read and written, of a copy on the device."""
         x = torch.ones(1 << (10 if self.smoke else 28), device=self.home)
         seconds = self.measure(lambda: x.clone()).seconds
         return 2 * x.nbytes / (seconds or 1.0)

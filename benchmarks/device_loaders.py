@@ -69,12 +69,12 @@ def minibatches(device: Device, report: Report) -> None:
     add = report.table(
         f"an epoch of minibatches of {size}, fan-outs {fan_out}, {data.num_edges:,} edges, "
         "and the ms of one",
-        *("by", "minibatches", "s an epoch", "waits for one", "copies it", "trains"),
+        *("by", "minibatches", "s per epoch", "waits for one", "copies it", "trains"),
         *(
             "spread",
             "draws one, alone",
             "MiB at peak",
-            "these a second / PyG's",
+            "per second, beside PyG's",
             "aim: 5",
         ),
     )
@@ -125,7 +125,7 @@ def _trained(
 ) -> tuple[float, list[Any]] | str:
     """Draws minibatches of a loader alone, and then trains on them.
 
-    Returns minibatches a second, and cells: how many an epoch has, the seconds of one, and of
+    Returns minibatches per second, and cells: how many an epoch has, the seconds of one, and of
     one minibatch the ms of its phases; or what stopped it.
     """
     if report.over:

@@ -66,7 +66,7 @@ def ranks(device: Device, report: Report) -> None:
     nccl = "nccl" if device.cuda and dist.is_nccl_available() else "gloo"
     add = report.table(
         f"{STEPS} steps of a GCN",
-        *("by", "ms a step", "spread", "last loss", "off by", "aim: agrees"),
+        *("by", "ms per step", "spread", "last loss", "off by", "aim: agrees"),
         "GB/s of collectives",
     )
     wanted: list[float] = []

@@ -23,12 +23,11 @@ from pyg_distcomm.comm import random
 from pyg_distcomm.halo.codec import (
     Codec,
     RngKey,
-    pack,
     packed_bytes,
     unpack,
 )
 from pyg_distcomm.halo.codecs import ColumnMask, Plain, Quantise
-from pyg_distcomm.halo.compressed import gradient_codec
+from pyg_distcomm.halo.exchange import Packing, gradient_codec
 
 
 @dataclass(eq=False)
@@ -88,7 +87,9 @@ class EmulatedRanks:
             own = random.fold(noise, sender) if sums else noise
             ids = self.gid[some], own, self.degree[some]
             out = rows.new_empty(rows[some].shape)
-            sent = pack(codec, rows[some], counts, RngKey(key, *ids))
+            noisy = RngKey(key, *ids)
+            plan = Packing.of(codec, rows[some], counts, noisy)
+            sent = plan.write(rows[some], noisy), plan.sizes
             draw = RngKey(key, ids[0], None, ids[2])
             parts.append(unpack(codec, *sent, counts, out, draw))
         return torch.cat(parts), total
@@ -131,10 +132,10 @@ class EmulatedLink:
         """Returns the ghosts `[h, f]` of rows `[n, f]`, differentiably."""
         return _Exchange.apply(x, self, layer)
 
-    def codecs(self) -> tuple[Codec, Codec | None]:
-        """Returns the codecs of this epoch, exact ones in an exact first epoch."""
+    def codec(self) -> Codec:
+        """Returns the codec of this epoch, the exact one in an exact first epoch."""
         exact = self.link.epoch == 0 and self.link.exact_last
-        return (Plain(), None) if exact else self.link.codecs_at(self.link.epoch)
+        return Plain() if exact else self.link.codec_at(self.link.epoch)
 
     def forward(self, layer: int, rows: Tensor) -> tuple[Tensor, tuple[Codec, int]]:
         """Returns the ghosts to use, and the codec and key of their message."""
@@ -143,8 +144,7 @@ class EmulatedLink:
             self.bytes += rows.numel() * rows.element_size()
             return rows, (Plain(), 0)
         key = random.fold(link.seed, t, layer, 0, 0)
-        codec, _ = self.codecs()
-        return self._through(layer, False, rows, codec, key, key)
+        return self._through(layer, False, rows, self.codec(), key, key)
 
     def backward(
         self, layer: int, sums: Tensor, read: tuple[Codec, int]
@@ -155,11 +155,8 @@ class EmulatedLink:
             self.bytes += sums.numel() * sums.element_size()
             return sums, read
         codec, key = read
-        now, own = self.codecs()
-        if own is not None and codec.zero_fills:
-            sums = codec.adjoint(sums, RngKey(key, self.ranks.gid))
         noise = random.fold(key, t, 1)
-        chosen = gradient_codec(now, codec, own)
+        chosen = gradient_codec(self.codec(), codec)
         return self._through(layer, True, sums, chosen, key, noise)
 
     def _through(

@@ -28,7 +28,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.kernels import threads as pool
 from pyg_distcomm.kernels.minibatch import Request
 from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
-from pyg_distcomm.loader.collate import Collator
+from pyg_distcomm.loader.batcher import Batcher
 from pyg_distcomm.sampling.graph_source import read_topology
 
 OURS, PYG_LIB, TORCH_SPARSE = "pyg_distcomm", "PyG, pyg-lib", "PyG, torch-sparse"
@@ -200,7 +200,10 @@ def phases(
     """
     ours = LoaderOptions(bulk_size=1, prefetch=0, seed=0)
     made = loader(OURS, data, fan_out, nodes, options=ours)
-    assembly, draw = Collator(made), kernels.neighbor_sampler(read_topology(data).graph)
+    assembly, draw = (
+        Batcher(made).collate,
+        kernels.neighbor_sampler(read_topology(data).graph),
+    )
     sampler, outs = made.node_sampler, []
     x = data.x.view(torch.float64)  # rows are copied as whole words
     seeds = nodes.split(BATCH)[:MOST]

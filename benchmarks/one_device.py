@@ -27,8 +27,9 @@ from torch_geometric.utils import scatter
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
-from pyg_distcomm.halo.codec import RngKey, pack, packed_bytes, unpack
+from pyg_distcomm.halo.codec import RngKey, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import Cast, Plain, Quantise
+from pyg_distcomm.halo.exchange import Packing
 from pyg_distcomm.kernels import core_ops
 from pyg_distcomm.sharded.adjacency import DistAdjacency
 from pyg_distcomm.sharded.dist_tensor import DistTensor
@@ -492,7 +493,7 @@ def _coded(device: Device, line: Callable[..., None], codec: Any, x: Tensor) -> 
     sizes, kept = packed_bytes(codec, [n], width, x.dtype), []
 
     def write() -> Tensor:
-        kept[:] = [pack(codec, x, [n], key)[0]]
+        kept[:] = [Packing.of(codec, x, [n], key).write(x, key)]
         return kept[0]
 
     def read() -> Tensor:

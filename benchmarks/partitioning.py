@@ -31,7 +31,7 @@ from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.external import partition_files
-from pyg_distcomm.partition.partition import report
+from pyg_distcomm.partition.partition import imbalance, report
 from pyg_distcomm.partition.refine import refine_partition
 
 METHODS = ("metis", "ldg", "stream", "random")
@@ -68,9 +68,9 @@ def refined(name: str, edges: torch.Tensor, n: int, parts: int) -> list[list[str
                 method,
                 *(f"{a:,} -> {b:,} ({b / max(a, 1) - 1:+.0%})" for a, b in pairs),
                 f"{old.volume:,} -> {new.volume:,} ({new.volume / old.volume - 1:+.0%})",
-                f"{old.send_imbalance:.2f} -> {new.send_imbalance:.2f}",
+                f"{imbalance(old.send_rows):.2f} -> {imbalance(new.send_rows):.2f}",
                 f"{old.node_imbalance:.2f} -> {new.node_imbalance:.2f}",
-                f"{old.edge_imbalance:.2f} -> {new.edge_imbalance:.2f}",
+                f"{imbalance(old.edges):.2f} -> {imbalance(new.edges):.2f}",
                 f"{middle - start:.1f} + {end - middle:.1f}",
             ]
         )
@@ -84,7 +84,8 @@ def blocks(name: str, edges: torch.Tensor, n: int, parts: int) -> list[list[str]
         cells = []
         for method in ("block", "metis", "random"):
             figures = report(edges, cut(edges, n, parts, method, grid=grid), grid=grid)
-            cells.append(f"{figures.block_imbalance:.3f} ({figures.busiest:,})")
+            most = imbalance(figures.blocks or figures.edges)
+            cells.append(f"{most:.3f} ({figures.busiest:,})")
         lines.append([name, " x ".join(map(str, grid)), *cells])
     return lines
 

@@ -4,7 +4,7 @@
         python benchmarks/planned.py [--graph rmat-16] [--widths 602 16 41] [--rates ...]
 
 In the same processes, some times over: `pdc.calibrate` measures, every grid is planned, and
-all grids train in turn, some epochs each; also what "auto" takes, if its halo is not "auto".
+all grids train in turn, some epochs each.
 Medians count, of predictions and of the rounds, a round being as long as its slowest rank.
 `auto` are the plans that `init(Auto(...))` takes, one a calibration: it times the best few.
 Bytes of the ledger must equal the plan's.
@@ -42,7 +42,6 @@ HEAD = (
 )
 EPOCHS = 3  # of a round, one after the other
 Grid = tuple[int, int, int]
-Direction = tuple[Grid, str]  # a grid, and what travels
 
 
 class GCN(torch.nn.Module):
@@ -75,12 +74,11 @@ def graph(name: str, root: str, widths: list[int]) -> Data:
 
 
 def trainer(
-    data: Data, way: Direction, args: argparse.Namespace
+    data: Data, way: Grid, args: argparse.Namespace
 ) -> tuple[pdc.Mesh, Callable[[], None]]:
     """Returns a mesh and a function that trains an epoch on it; collective."""
-    mesh = pdc.init(grid=way[0])
+    mesh = pdc.init(grid=way)
     share = pdc.partition(data, mesh, args.method)
-    share.edge_index = share.edge_index.with_halo(way[1])
     torch.manual_seed(0)
     model = pdc.replicate(GCN(args.widths), mesh)
     optimizer = torch.optim.Adam(model.parameters())
@@ -95,12 +93,12 @@ def trainer(
 
 
 def measure(
-    jobs: dict[Direction, tuple[pdc.Mesh, Callable[[], None]]],
+    jobs: dict[Grid, tuple[pdc.Mesh, Callable[[], None]]],
     rounds: int,
     world: collectives.Axis,
-) -> dict[Direction, list[float]]:
+) -> dict[Grid, list[float]]:
     """Returns the seconds per epoch of each round on its slowest rank, ways in turn."""
-    took: dict[Direction, list[float]] = {way: [] for way in jobs}
+    took: dict[Grid, list[float]] = {way: [] for way in jobs}
     for _ in range(rounds):
         for way, (_, epoch) in jobs.items():
             collectives.barrier(world)
@@ -115,7 +113,7 @@ def measure(
 
 def planned(
     data: Data, mesh: pdc.Mesh, partition: Any, args: argparse.Namespace
-) -> tuple[pdc.Plans, Direction]:
+) -> tuple[pdc.Plans, Grid]:
     """Returns the plans by what a new calibration finds, and what is taken; collective."""
     degree = max(1, data.num_edges // data.num_nodes)
     rows = data.num_nodes // mesh.size
@@ -127,13 +125,13 @@ def planned(
         best = fastest(edges, partition, near, training, {})
     else:
         best = plans.best
-    return plans, (best.grid, best.halo)
+    return plans, best.grid
 
 
 def rows_of(
     rate: str,
-    every: list[tuple[pdc.Plans, Direction]],
-    took: dict[Direction, list[float]],
+    every: list[tuple[pdc.Plans, Grid]],
+    took: dict[Grid, list[float]],
     counted: dict,
 ) -> list[tuple]:
     """Returns one row a way: predicted, measured, their ratio, spreads, bytes."""
@@ -142,14 +140,12 @@ def rows_of(
     rows = []
     picks = Counter(taken)
     for way, laps in took.items():
-        found = [one.of(way[0], halo=way[1]) for one in plans]
+        found = [one.of(way) for one in plans]
         seconds = [plan.seconds for plan in found]
         middle, measured = statistics.median(seconds), medians[way]
         low, _, high = statistics.quantiles(laps, n=4)
-        name = "x".join(map(str, way[0])) + f" {way[1]}".removesuffix(" auto")
-        # one that "auto" took joins late: what counts are rounds that all have been in
-        same = [each[-len(laps) :] for each in took.values() if len(each) >= len(laps)]
-        fastest = min(map(statistics.median, same))
+        name = "x".join(map(str, way))
+        fastest = min(medians.values())
         auto = f" (auto {picks[way]} of {len(plans)})" if picks[way] else ""
         rows.append(
             (
@@ -188,8 +184,7 @@ def main() -> None:
     world, size = mesh.world, mesh.size
     bare = pdc.plan(data, args.widths, size, partition=args.method)
     grids = sorted({plan.grid for plan in bare}, reverse=True)
-    always: list[Direction] = [(grid, "auto") for grid in grids]
-    made = {way: trainer(data, way, args) for way in always}
+    made = {way: trainer(data, way, args) for way in grids}
     rows = []
     for rate in args.rates:
         collectives.barrier(world)
@@ -199,12 +194,7 @@ def main() -> None:
         every, took = [], {}
         for _ in range(args.times):
             every.append(planned(data, mesh, bare.partition, args))
-            best = every[-1][1]
-            if best not in made:
-                made[best] = trainer(data, best, args)
-                measure({best: made[best]}, 3, world)
-            jobs = {way: made[way] for way in dict.fromkeys([*always, *took, best])}
-            for way, seconds in measure(jobs, args.rounds, world).items():
+            for way, seconds in measure(made, args.rounds, world).items():
                 took.setdefault(way, []).extend(seconds)
         counted = {way: made[way][0].ledger.bytes() for way in took}
         rows += rows_of(rate, every, took, counted)

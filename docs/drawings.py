@@ -119,7 +119,7 @@ def draw_how() -> Figure:
         ("layer on its own nodes", "layer on its own nodes", ""),
         ("loss of its own nodes", "loss of its own nodes", "a few numbers: sums"),
         ("backward pass", "backward pass", "each layer: gradients\nof ghosts"),
-        ("optimizer steps", "optimizer steps", "gradients of weights: mean"),
+        ("optimizer steps", "optimizer steps", "gradients of weights: sum"),
     ]
     for k, (left, right, between) in enumerate(steps):
         y = -k
@@ -284,7 +284,7 @@ def draw_stages() -> Figure:
 
 
 def draw_late() -> Figure:
-    """Draws two epochs of exchanges, now and late; and what a row takes on the wire."""
+    """Draws two epochs of exchanges, prompt and late, and the bytes of a row on the wire."""
     figure, (ax, sizes) = plt.subplots(1, 2, figsize=(WIDE, 3.1), width_ratios=[2, 1])
     rows = [
         ("now", 1.0, False),
@@ -346,14 +346,15 @@ def draw_late() -> Figure:
 
 def draw_prices() -> Figure:
     """Draws bytes of an epoch for every grid of eight ranks, before anything is sent."""
-    plans = pdc.plan(load_dataset("digits"), widths=[64, 64, 10], ranks=8)
-    best: dict[tuple[int, int, int], int] = {}
-    whole: dict[tuple[int, int, int], int] = {}
-    for plan in plans:
-        if plan.halo == "blocks":
-            whole[plan.grid] = min(plan.bytes, whole.get(plan.grid, plan.bytes))
-        else:
-            best[plan.grid] = min(plan.bytes, best.get(plan.grid, plan.bytes))
+    best, whole = (
+        {
+            plan.grid: plan.bytes
+            for plan in pdc.plan(
+                load_dataset("digits"), widths=[64, 64, 10], ranks=8, halo=halo
+            )
+        }
+        for halo in ("auto", "blocks")
+    )
     grids = sorted(best, key=lambda grid: best[grid])
     figure, ax = plt.subplots(figsize=(WIDE, 3.3))
     at = np.arange(len(grids))

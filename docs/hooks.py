@@ -189,6 +189,10 @@ def on_page_markdown(
     made = added()
     if place.startswith(WIDE):
         page.meta.setdefault("hide", ["toc"])
+    if place.startswith(
+        ("get-started", "how-to/")
+    ):  # before pages that only name a word
+        page.meta.setdefault("search", {"boost": 3})
     home = made[place].parent if place in made else (ROOT / "docs" / place).parent
     return with_links(markdown, place, home)
 

@@ -86,7 +86,7 @@ def main():
     parser.add_argument("--nodes", type=int, help="a generated graph of this size")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--stages", type=int, help="one a rank; fewer: the hybrid")
+    parser.add_argument("--stages", type=int, help="one per rank; fewer: the hybrid")
     parser.add_argument("--chunks", type=int, help="else as few as the bubble allows")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")

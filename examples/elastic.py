@@ -91,7 +91,7 @@ def main():
             begin = state["epoch"]
 
         def save():
-            pdc.save_checkpoint(last, mesh, model, optimizer, keep=2, epoch=epoch)
+            pdc.save_checkpoint(last, mesh, model, optimizer, epoch=epoch)
 
         epoch = begin
         preempted = pdc.on_preempt(save, mesh)

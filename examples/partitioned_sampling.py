@@ -21,8 +21,12 @@ from pyg_distcomm.datasets import (
     node_score,
     num_outputs,
 )
-from pyg_distcomm.loader import DistFeatureStore, DistNeighborLoader, LoaderOptions
-from pyg_distcomm.loader.prefetch import plot_phases
+from pyg_distcomm.loader import (
+    DistFeatureStore,
+    DistNeighborLoader,
+    LoaderOptions,
+    plot_phases,
+)
 
 
 def train(model, loader, optimizer, device):

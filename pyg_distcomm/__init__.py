@@ -77,6 +77,10 @@ class _Package(ModuleType):
         if name not in __all__ or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> Any:
+        # or cloudpickle, which pickles functions of __main__, would copy the module
+        return import_module, (self.__name__,)
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})
 

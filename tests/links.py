@@ -78,9 +78,7 @@ LINKS = {
     "sylvie": lambda: pdc.Sylvie(2, sync_every=2, exact_last=False),
     "pipegcn": lambda: pdc.PipeGCN(0.9),
     "bns": lambda: pdc.BNS(0.3),
-    "cast": lambda: LinkPolicy(Cast(torch.bfloat16), gradient_codec=ONE, late=1),
-    "masked gradients": lambda: LinkPolicy(
-        ColumnMask(3), gradient_codec=Quantise(8), late=1
-    ),
+    "cast": lambda: LinkPolicy(Cast(torch.bfloat16), late=1),
+    "masked": lambda: LinkPolicy(ColumnMask(3), late=1),
     "adaptive": lambda: pdc.Sylvie(adaptive=True),
 }

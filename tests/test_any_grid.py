@@ -17,11 +17,12 @@ from layers import EXACT
 from problems import CUTTERS, GRAPHS, grids, owners, some_grids
 from test_layers import exact
 from test_plan import late_epoch
+from torch_geometric.data import Data
 from torch_geometric.nn import Sequential
 
 import pyg_distcomm as pdc
+from pyg_distcomm import nn
 from pyg_distcomm.comm.ledger import dense_words
-from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.codecs import Quantise
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -136,15 +137,12 @@ def planned(model, grid, graph, cutter, halos=("auto",)):
     size = math.prod(grid)
     owner = owners(cutter, data, size)
     how = {"partition": owner, "dtype": torch.float64}
-    plans = pdc.plan(data, ranks=size, model=MODELS[model](), **how)
-    assert not plans.refused
-    assert {one.grid for one in plans} == set(grids(size))
-    usual = training_of_model(MODELS[model](), 7).orders(MultiplyOrder())
     ran = worlds.run(counted, size, model, grid, graph, owner, halos)
     for k, halo in enumerate(halos):
-        only = [one for one in plans if one.grid == grid]
-        wanted = halo if halo in {one.halo for one in only} else "auto"
-        one = plans.of(grid, halo=wanted, orders=usual)
+        plans = pdc.plan(data, ranks=size, model=MODELS[model](), halo=halo, **how)
+        assert not plans.refused
+        assert {one.grid for one in plans} == set(grids(size))
+        one = plans.of(grid)
         messages = []
         for rank, each in enumerate(ran):
             got, _ = each[k]
@@ -326,16 +324,16 @@ def test_a_layer_whose_rows_travel_says_so_once_with_both_prices():
     (found, rows, added), *others = worlds.run(told, 4)
     assert not any(text for each, *_ in others for text in each.values())
     (text,) = found["GAT"]
-    assert "GATConv runs by halo exchange on the grid 1 x 2 x 2" in text
+    assert "GATConv exchanges rows on the grid 1 x 2 x 2" in text
     most = 4 * dense_words(60, 1, (1, 2, 2))
-    assert f"rows bring {rows} numbers" in text
+    assert f"all ranks together receive {rows} numbers" in text
     assert f"at most {most:.0f}; " in text
     assert found["again"] == []
     assert found["GIN"] == []  # a product of the grid
-    assert "weights of its edges learn" in found["learnt"][0]
-    assert f"rows bring {rows} numbers" in found["learnt"][0]
+    assert "its edge weights are learnt" in found["learnt"][0]
+    assert f"all ranks together receive {rows} numbers" in found["learnt"][0]
     assert f"GCNConv, {added:.0f}; " in found["learnt"][0]
-    assert "its link codes rows" in found["coded"][0]
+    assert "its link encodes rows" in found["coded"][0]
 
 
 # Training ---------------------------------------------------------------------------
@@ -430,3 +428,24 @@ def test_rounds_that_are_sums_are_read_from_the_model():
     assert all(adds[1])
     assert adds[2].count(True) == 2 * 2
     assert not training_of_model(attending(), 7).adds_rows
+
+
+def _a_sum_for_many_rows(name):
+    """All nodes of rank 1 point to node 0 of rank 0: their sum travels, not their rows."""
+    mesh = worlds.mesh()
+    layer = nn.GINConv(torch.nn.Identity()) if name == "GIN" else nn.SimpleConv("mean")
+    source = torch.arange(8, 16)
+    data = Data(torch.rand(16, 4), torch.stack([source, torch.zeros_like(source)]))
+    share = pdc.partition(data, method=torch.arange(16) // 8)
+    for _ in range(2):
+        mesh.ledger.reset()
+        out = layer(share.x + 1, share.edge_index)
+    want = layer(data.x + 1, data.edge_index)
+    assert mesh.ledger.words("halo_reduce") == 4 * (mesh.rank == 0)
+    assert mesh.ledger.words("halo") == 0
+    torch.testing.assert_close(out.full_tensor(), want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["GIN", "mean"])
+def test_layers_that_add_rows_exchange_sums_where_these_are_fewer(name):
+    worlds.run(_a_sum_for_many_rows, 2, name)

@@ -54,8 +54,10 @@ def test_partition_writes_and_inspect_reads(saved, tmp_path, capsys, method):
     out = str(tmp_path / "out")
     flags = ["--parts", "3", "--method", method, "--seed", "5", "--checksums"]
     assert main(["partition", str(saved), out, *flags]) == 0
-    table, err = capsys.readouterr()
+    shown, err = capsys.readouterr()
     assert err == ""
+    table, _, wrote = shown.partition("wrote ")
+    assert wrote.startswith(f"{out}/ (3 parts, ")
     assert "halo rows" in table
     data = graph()
     for part in range(3):
@@ -156,7 +158,7 @@ def test_kinds_can_be_declared(tmp_path, capsys):
             ["partition", "digits", "o", *"--parts 4 --grid 2 0 2".split()],
             "--grid: got",
         ),
-        (["inspect", "nowhere"], "nowhere: is not a folder"),
+        (["inspect", "nowhere"], "nowhere: does not exist, but should be a partition"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exits_with_2(
@@ -280,7 +282,7 @@ def test_files_that_hold_no_graph_are_refused(tmp_path):
         ("bad.pt", "cannot be read"),
         ("text.pt", "cannot be read: not saved by torch.save"),
         ("bad.npz", "cannot be read"),
-        ("pickle.npz", "edge_index.npy: holds Python objects"),
+        ("pickle.npz", "cannot be read: Object arrays"),
     ):
         with pytest.raises(ValueError, match=f"{name}: {words}"):
             load_dataset(str(tmp_path / name))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import os
+import struct
 import subprocess
 import sys
 
 import pytest
 
 import pyg_distcomm
-from pyg_distcomm.cli import command, doctor, main
+from pyg_distcomm import datasets
+from pyg_distcomm.cli import command, doctor, first_checks, main
+from pyg_distcomm.partition.arrow_tables import ENDINGS
 from pyg_distcomm.partition.cutters import METHODS
 
 VERBS = ("partition", "inspect", "report", "doctor")
@@ -93,8 +99,94 @@ def test_json_of_doctor(monkeypatch, capsys):
     ("argv", "words"),
     [
         ("partition digits o --parts 2 --method x", "got 'x', wanted one of block"),
+        ("partition digits o --parts 2 --method metsi", "did you mean 'metis'?"),
+        ("partition digits o --prts 2", "--prts (did you mean '--parts'?)"),
+        ("partition digits o --parts 2 --mthod ldg", "(did you mean '--method'?)"),
+        (
+            "partition kora o --parts 2",
+            "unknown data set 'kora' (did you mean 'Cora'?)",
+        ),
+        ("parttion digits o --parts 2", "did you mean 'partition'?"),
+        ("partition edges.csv.gz o --parts 2", "edges.csv.gz: missing"),
+        ("partition digits full --parts 2", "full: exists already; give --force"),
+        ("inspect full", "full: is not a partition folder (no META.json; it holds a.t"),
+        ("inspect full/a.txt", "a.txt: is a file, not a partition folder"),
+        ("inspect empty", "empty: is an empty folder; write one"),
+        ("inspect run", "run: is a run of pdc.metrics; draw it by"),
+        ("inspect saved", "saved: is a checkpoint of pyg_distcomm"),
+        (
+            "inspect outer",
+            "outer: is not a partition folder, but holds one; give outer",
+        ),
+        ("report nowhere", "nowhere: does not exist"),
     ],
 )
-def test_names_that_nobody_knows_are_answered_by_those_there_are(capsys, argv, words):
+def test_mistakes_are_answered_before_torch_is_loaded(
+    capsys, monkeypatch, tmp_path, argv, words
+):
+    monkeypatch.chdir(tmp_path)
+    for place in ("full", "empty", "run", "saved", "outer/parts"):
+        (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "full/a.txt").touch()
+    (tmp_path / "run/run.json").write_text("{}")
+    (tmp_path / "saved/.pyg_distcomm.json").write_text('{"kind": "checkpoint"}')
+    (tmp_path / "outer/parts/META.json").touch()
+
+    def light(name):
+        assert name == "pyg_distcomm", f"{name} is imported before the check"
+        return pyg_distcomm
+
+    monkeypatch.setattr(command, "import_module", light)
     assert main(argv.split()) == 2
-    assert words in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_first_checks_know_the_names_and_files_there_are():
+    assert {*first_checks.DATASETS} == {"digits", *datasets.KNOWN, *datasets.OGB}
+    assert {*first_checks.FILES} == {".pt", ".npy", ".npz", ".gz", *ENDINGS}
+
+
+def test_partition_says_what_it_wrote_and_what_comes_next(tmp_path, capsys):
+    out = tmp_path / "parts"
+    assert main(["partition", "generated-60", str(out), "--parts", "2"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"wrote {out}/ (2 parts, ")
+    assert "% of edges cut). Next: pdc.load_partition(" in last
+    assert last.endswith("torchrun --nproc-per-node 2 train.py")
+
+
+@pytest.mark.subprocess
+def test_json_into_a_closed_pipe_ends_quietly(tmp_path):
+    words = [sys.executable, "-m", "pyg_distcomm.cli", "partition", "generated-3000"]
+    words += [str(tmp_path / "parts"), "--parts", "900", "--method", "block", "--json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, **pipes) as running:
+        running.stdout.close()  # as head does after its lines
+        err = running.stderr.read().decode()
+        assert running.wait(timeout=600) == 0
+    assert "Broken pipe" not in err
+    assert "error" not in err.lower()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="opens a pseudo-terminal")
+@pytest.mark.subprocess
+def test_a_terminal_shows_at_once_what_the_command_does(tmp_path):
+    terminal, end = os.openpty()
+    size = struct.pack("HHHH", 24, 80, 0, 0)
+    fcntl, termios = map(importlib.import_module, ("fcntl", "termios"))
+    fcntl.ioctl(end, termios.TIOCSWINSZ, size)
+    words = [sys.executable, "-m", "pyg_distcomm.cli", "partition", "generated-60"]
+    words += [str(tmp_path / "parts"), "--parts", "2"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=end) as running:
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal ends with the command
+            while part := os.read(terminal, 4096):
+                shown += part
+        assert running.wait(timeout=600) == 0
+    os.close(terminal)
+    assert shown.lstrip(b"\r").startswith(b"loading torch 00:00")
+    assert b"cutting generated-60 into 2 parts" in shown

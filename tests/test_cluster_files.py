@@ -99,6 +99,45 @@ def test_the_manifest_is_a_pytorchjob():
     check_elastic(launch.training_script_args)
 
 
+@pytest.mark.exhaustive
+def test_the_manifest_is_a_trainjob():
+    yaml = pytest.importorskip("yaml")
+    claim, cut, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    (partition,) = cut["spec"]["template"]["spec"]["containers"]
+    read = _parser().parse_args(partition["command"][1:])
+    assert job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    assert job["kind"] == "TrainJob"
+    assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+    trainer = job["spec"]["trainer"]
+    assert trainer["image"] == partition["image"]
+    assert read.parts == trainer["numNodes"] * trainer["numProcPerNode"]
+    launch = get_args_parser().parse_args(trainer["command"][1:])
+    assert f"--parts={read.out}" in launch.training_script_args
+    check_elastic(launch.training_script_args)
+    (patch,) = job["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (node["name"], container["name"]) == ("node", "node")  # as the runtime's
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    assert {one["name"] for one in container["volumeMounts"]} == {*volumes}
+    claimed = volumes["runs"]["persistentVolumeClaim"]["claimName"]
+    assert claimed == claim["metadata"]["name"]
+
+
+def test_the_image_installs_this_checkout_with_extras_that_there_are():
+    text = (FOLDER / "Dockerfile").read_text()
+    (home, extras) = re.search(r'"(/opt/\w+)\[([\w,]+)\]"', text).groups()
+    assert f"COPY . {home}\n" in text
+    project = (ROOT / "pyproject.toml").read_text()
+    for extra in extras.split(","):
+        assert re.search(rf"^{extra} = \[", project, re.M)
+    for name in ("trainjob.yaml", "pytorchjob.yaml"):
+        assert f"{home}/examples/elastic.py" in (FOLDER / name).read_text()
+        assert "registry.example/pyg-distcomm:latest" in text
+
+
 def test_the_example_trains_alone(tmp_path, monkeypatch, capsys):
     where = ROOT / "examples" / "elastic.py"
     spec = importlib.util.spec_from_file_location("elastic", where)

@@ -9,6 +9,7 @@ import pytest
 import tiers
 import torch
 
+from pyg_distcomm import kernels
 from pyg_distcomm.kernels import codec_cpu, codec_ops
 
 codec_reference = definitions.of(codec_ops)
@@ -74,6 +75,28 @@ def test_quantise(bits, dtype, random):
                 for op in (codec_reference.dequantise_wide, codec_cpu.dequantise_wide)
             ]
             assert same_bits(*rows), (m, f)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_from_the_same_places_are_written_as_others(dtype):
+    for m, f in ((41, 7), (3000, 40)):
+        for index, gid in itertools.product((None, torch.randperm(m)[:9]), (0, 1)):
+            count = m if index is None else len(index)
+            ids = gids(count) if gid else None
+            write = kernels.quantiser(odd_rows(m, f, dtype), index, 2, ids)
+            for seed in range(3):
+                x = odd_rows(f, m, dtype, seed).t() if seed else odd_rows(m, f, dtype)
+                noise = None if ids is None else (KEY + seed, ids)
+                size = codec_ops.message_bytes(count, f, 2, dtype.itemsize)
+                outs = torch.full((2, size), 9, dtype=torch.uint8)
+                bad = codec_ops.quantise(x, index, 2, noise, outs[0])
+                assert write(x, KEY + seed, outs[1]) == bad
+                assert torch.equal(*outs)
+            with pytest.raises(IndexError, match=f"rows of {m} were planned, got 2"):
+                write(x[:2], KEY, outs[1])
+    assert kernels.quantiser(torch.ones(2, 2).half(), None, 2, None) is None
+    with pytest.raises(IndexError, match=r"index spans 5 \.\. 5"):
+        kernels.quantiser(torch.ones(2, 2), torch.tensor([5]), 2, None)
 
 
 def test_quantise_on_threads_at_an_odd_place_in_memory(two_threads):
@@ -163,7 +186,7 @@ def test_pack_bits(bits):
         assert torch.equal(packed, codec_ops.pack_bits(x, bits))
         for op in (codec_reference.unpack_bits, codec_ops.unpack_bits):
             assert torch.equal(op(packed, bits, n), x)
-    with pytest.raises(ValueError, match="says itself"):
+    with pytest.raises(ValueError, match="its header says"):
         codec_ops.unpack_bits(packed, bits, 5)
 
 
@@ -213,5 +236,5 @@ def test_bad_arguments():
         codec_ops.quantise(x, None, 1, (0, torch.arange(3)), out)
     with pytest.raises(IndexError, match="there are 4 rows"):
         codec_ops.take_columns(x, torch.tensor([4]), torch.zeros(1).int())
-    with pytest.raises(ValueError, match="21 bytes says itself that it has 20"):
+    with pytest.raises(ValueError, match="has 21 bytes, but its header says 20"):
         codec_ops.dequantise(torch.empty(21, dtype=torch.uint8), 1, x)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch_geometric.nn as pyg
 import worlds
 from torch_geometric.data import Data
 from torch_geometric.nn import GraphConv, MessagePassing
@@ -147,12 +148,47 @@ def _relations():
     whole = Data(x=x, edge_index=ends, edge_type=kinds)
     share = pdc.partition(whole, mesh)
     torch.manual_seed(1)
-    conv = nn.RGCNConv(4, 4, 5)
+    conv = nn.RGCNConv(4, 4, 5, num_blocks=2)
     for _ in range(3):
         out = conv(share.x, share.edge_index, share.edge_type)
         torch.testing.assert_close(out.full_tensor(), conv(x, ends, kinds))
     found = share.x.rows.derived["edges"].values()
     assert [made is not None for made in found] == [True] * 4 + [False]
+
+
+def _relations_at_once(options):
+    mesh = worlds.mesh()
+    torch.manual_seed(0)
+    ends, kinds = torch.randint(N, (2, 60)), torch.arange(60) % 3
+    x = torch.randn(N, 4, dtype=torch.float64, requires_grad=True)
+    share = pdc.partition(Data(x=x, edge_index=ends, edge_type=kinds), mesh)
+    torch.manual_seed(1)
+    conv = nn.RGCNConv(4, 3, 3, **options).double()
+    plain = pyg.RGCNConv(4, 3, 3, **options).double()
+    plain.load_state_dict(conv.state_dict())
+    want = plain(x, ends, kinds)
+    wanted = torch.autograd.grad(want.sin().sum(), [x, *plain.parameters()])
+    rows = share.x.detach().requires_grad_()
+    for given in ((x, ends, kinds), (rows, share.edge_index, share.edge_type)):
+        for _ in range(3):
+            mesh.ledger.reset()
+            out = conv(*given)
+            moved = mesh.ledger.words("halo") + mesh.ledger.words("all_gather")
+            whole = out.full_tensor() if given[0] is rows else out
+            torch.testing.assert_close(whole, want)
+            leaves = [given[0], *conv.parameters()]
+            found = torch.autograd.grad(out.sin().sum(), leaves)
+            for f, w in zip(found, wanted, strict=True):
+                f = f.full_tensor() if hasattr(f, "full_tensor") else f
+                torch.testing.assert_close(f, w)
+    here = share.edge_index.topology.locals
+    assert moved == here.halo.price(4).words  # of all relations together
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("option", [{}, {"num_bases": 2}, {"aggr": "max"}], ids=str)
+def test_relations_are_summed_by_one_product_after_one_exchange(option, size):
+    worlds.run(_relations_at_once, size, option)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -116,6 +116,7 @@ KERNELS = {
     "describe": "says what runs on the CPU",
     "layer_weights": "weighs a graph on the host, before it is sent",
     "minimum_cover": "plans on the host",
+    "quantiser": "loops of the CPU",
     "warm_up": "compiles for the CPU",
 }
 
@@ -225,7 +226,7 @@ def coded(name):
             for _ in range(2):
                 message = codec.encode(x, key)
                 out = codec.decode(message, torch.empty_like(x), key)
-                found += [message, out.clone(), codec.adjoint(x, key)]
+                found += [message, out.clone()]
         assert found, f"no {name} in tests/test_codec.py"
         return found
 

@@ -22,7 +22,7 @@ from torch_geometric.nn import GATConv
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
 from pyg_distcomm.cli import doctor
-from pyg_distcomm.comm import axis, collectives, store
+from pyg_distcomm.comm import collectives, store
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.loader import LoaderOptions, NeighborLoader
 from pyg_distcomm.nn import DistGCNConv, HaloConv
@@ -229,7 +229,7 @@ def streams():
     share = pdc.partition(data, mesh, owners("random", data, mesh.size))
     conv, x = DistGCNConv(7, 4).double(), share.x.clone().requires_grad_()
     conv(x, share.edge_index).sum().backward()
-    group, sends, waits = mesh.row.group, dist.all_to_all_single, axis._wait
+    group, sends, waits = mesh.row.group, dist.all_to_all_single, collectives._wait
     multiplies, ends = kernels.spmm, collectives._backend_of
 
     def begin(*args, **kwargs):
@@ -249,7 +249,11 @@ def streams():
             "_backend_of",
             lambda at: "nccl" if at.group is group else ends(at),
         ),
-        (axis, "_wait", lambda work, at, op, _: waits(work, at, op, at.group is group)),
+        (
+            collectives,
+            "_wait",
+            lambda work, at, op, _: waits(work, at, op, at.group is group),
+        ),
         (dist, "all_to_all_single", begin),
         (kernels, "spmm", multiply),
     ]

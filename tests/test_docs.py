@@ -244,7 +244,7 @@ def test_a_picture_that_is_missing_or_elsewhere_is_noticed():
 
 def test_the_strict_build_counts_warnings():
     """MkDocs drops those of a quiet build before it counts them."""
-    (line,) = re.findall(r"^mkdocs build .*", (ROOT / ".ci/run").read_text(), re.M)
+    (line,) = re.findall(r"^ *mkdocs build .*", (ROOT / ".ci/run").read_text(), re.M)
     command = line.partition(" #")[0]
     assert "--strict" in command
     assert "--quiet" not in command

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import pickle
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("place")
 
 ECOSYSTEM = Path(__file__).parents[1] / "examples" / "ecosystem"
 ARGS = {"dataset": "generated-300", "epochs": 3, "batch_size": 32}
+FLAGS = ("--dataset", "generated-300", "--epochs", "3")
 
 
 def plainly(epochs):
@@ -48,14 +54,110 @@ def plainly(epochs):
 
 def _lightning(minibatches):
     run = runpy.run_path(str(ECOSYSTEM / "lightning_training.py"))
-    model, score = run["fit"](argparse.Namespace(minibatches=minibatches, **ARGS))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    flags = {"minibatches": minibatches, "devices": ranks}
+    model, score = run["fit"](argparse.Namespace(**flags, **ARGS))
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     return model.losses, score, model.seeds, weights
 
 
 def _accelerate(minibatches):
     run = runpy.run_path(str(ECOSYSTEM / "accelerate_training.py"))
-    return run["fit"](argparse.Namespace(minibatches=minibatches, **ARGS))
+    flags = {"minibatches": minibatches, "accelerator_first": False}
+    return run["fit"](argparse.Namespace(**flags, **ARGS))
+
+
+def shown_by(*words, **environment):
+    """Runs a command as a user does, and returns what it prints."""
+    done = subprocess.run(
+        words,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def torchrun(name, *flags):
+    start = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    flags = (*FLAGS, *map(str, flags))  # the last of two wins
+    return shown_by(*start, "--nproc-per-node=2", str(ECOSYSTEM / name), *flags)
+
+
+def first_and_last_loss(text):
+    found = re.search(r"loss ([\d.]+) to ([\d.]+)", text)
+    return [float(value) for value in found.groups()]
+
+
+@tiers.rare
+@pytest.mark.subprocess
+def test_plain_python_lets_lightning_start_the_ranks():
+    pytest.importorskip("lightning", reason="pip install 'pyg-distcomm[lightning]'")
+    path = ECOSYSTEM / "lightning_training.py"
+    shown = shown_by(sys.executable, str(path), "--devices", "2", *FLAGS)
+    losses, _ = plainly(3)
+    assert first_and_last_loss(shown) == pytest.approx(losses[::2], abs=1e-4)
+
+
+@tiers.rare
+@pytest.mark.subprocess
+@pytest.mark.parametrize("order", [(), ("--accelerator-first",)])
+def test_accelerate_and_init_come_in_either_order(order):
+    pytest.importorskip("accelerate", reason="pip install accelerate")
+    losses, _ = plainly(3)
+    shown = torchrun("accelerate_training.py", *order)
+    assert first_and_last_loss(shown) == pytest.approx(losses[::2], abs=1e-4)
+
+
+@tiers.rare
+@pytest.mark.subprocess
+def test_ray_train_makes_the_group_that_init_adopts():
+    pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
+    path = ECOSYSTEM / "ray_training.py"
+    place = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    shown = shown_by(sys.executable, str(path), *FLAGS, **place)
+    losses, _ = plainly(3)
+    (loss,) = re.findall(r"generated-300: loss ([\d.]+), test [\d.]+", shown)
+    assert float(loss) == pytest.approx(losses[-1], abs=1e-4)
+
+
+def test_the_package_is_pickled_by_its_name():
+    """Ray, submitit and others pickle the modules that a user's function uses."""
+    assert pickle.loads(pickle.dumps(pdc)) is pdc
+
+
+@tiers.rare
+@pytest.mark.subprocess
+@pytest.mark.parametrize("scheme", ["file", "s3", "gs"])
+def test_parts_and_checkpoints_lie_in_an_object_store(tmp_path, scheme, monkeypatch):
+    pytest.importorskip("fsspec")
+    url = f"file://{tmp_path}/run"
+    if scheme == "s3":
+        pytest.importorskip("s3fs", reason="pip install s3fs")
+        server = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
+        moto = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+        moto.start()
+        host, port = moto.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        importlib.import_module("s3fs").S3FileSystem().mkdir("bucket")
+        url = "s3://bucket/run"
+    elif scheme == "gs":
+        pytest.importorskip("gcsfs", reason="pip install gcsfs")
+        if not os.environ.get("STORAGE_EMULATOR_HOST"):
+            pytest.skip("gs:// needs an emulator: set STORAGE_EMULATOR_HOST, GS_BUCKET")
+        url = f"gs://{os.environ['GS_BUCKET']}/run"
+    losses, _ = plainly(3)
+    for epochs in (2, 3):  # the second run goes on where the first one ended
+        shown = torchrun("object_store.py", "--url", url, "--epochs", epochs)
+        (loss,) = re.findall(r": loss ([\d.]+)", shown)
+        assert float(loss) == pytest.approx(losses[epochs - 1], abs=1e-4)
+    if scheme == "s3":
+        moto.stop()
 
 
 def on_ranks(function, ranks, minibatches):
@@ -177,5 +279,6 @@ def test_the_profile_names_our_operations(tmp_path, ranks):
 )
 def test_a_script_says_how_it_is_started(path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= 120
-    assert lines[0] == f"# torchrun --nproc-per-node 2 examples/ecosystem/{path.name}"
+    assert len(lines) <= 140
+    starts = ("torchrun --nproc-per-node 2", "python")
+    assert lines[0] in [f"# {one} examples/ecosystem/{path.name}" for one in starts]

@@ -347,7 +347,7 @@ def _misfit():
         pdc.DistEmbedding(7, DIM, like=share)
     for n, dim, said in (
         (N, 3 + mesh.rank, "the same num_embeddings"),
-        (N, -1, "whole numbers from 0 on, got -1"),
+        (N, -1, "whole numbers of at least 0, got -1"),
         (N + mesh.rank, DIM, "rank 1: an embedding of 51 nodes"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -515,7 +515,7 @@ def test_routes_that_come_with_a_bulk_change_no_bit_and_leave_rows_alone(kind):
         for op in ("halo", "halo_reduce"):
             assert after[op, "world"] == before[op, "world"]
         assert after["halo", "world"] == 8 * DIM * sum(away)
-        # the same ids, and two counts a minibatch and one a bulk, in the background
+        # the same ids, and two counts per minibatch and one per bulk, in the background
         steps, bulks = len(away), -(-len(away) // 3)
         ids = before["plan", "control"] - 3 * counts * steps
         more = after["plan", "fetch:world"] - before["plan", "fetch:world"]

@@ -411,7 +411,7 @@ def _killed():
 
 
 def test_launch_names_the_signal():
-    with pytest.raises(RankError, match=r"without a word \(signal 9"):
+    with pytest.raises(RankError, match=r"without an error message \(signal 9"):
         pdc.launch(_killed, 1, timeout=60)
 
 
@@ -428,7 +428,7 @@ def _killed_beside_a_worker(over):
 def test_launch_sees_the_end_of_a_rank_that_its_workers_outlive(tmp_path):
     over = tmp_path / "over"
     try:
-        with pytest.raises(RankError, match=r"without a word \(signal 9"):
+        with pytest.raises(RankError, match=r"without an error message \(signal 9"):
             pdc.launch(_killed_beside_a_worker, 1, str(over), timeout=60)
     finally:
         over.touch()

@@ -19,7 +19,7 @@ from problems import GRAPHS
 from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm import axis, collectives
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.comm.whereabouts import Wait
@@ -320,9 +320,9 @@ def test_a_wait_raises_what_another_rank_reported():
     here, there = (FailureMonitor(store, rank, 2, deadline=0.0) for rank in range(2))
     there.report(LookupError("no such row"))
     with pytest.raises(LookupError, match="rank 1 failed with LookupError: no such"):
-        axis._wait_in_slices(_Stuck(), "halo", here)
+        collectives._wait_in_slices(_Stuck(), "halo", here)
     with pytest.raises(RankError, match="rank 1 waited 0 s for halo"):  # its own error
-        axis._wait_in_slices(_Stuck(), "halo", there)
+        collectives._wait_in_slices(_Stuck(), "halo", there)
 
 
 def fails_alike():

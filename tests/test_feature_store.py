@@ -27,8 +27,7 @@ from pyg_distcomm.halo.codecs import (
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
-from pyg_distcomm.loader.feature_store import EDGES
-from pyg_distcomm.loader.fetch import Fetch
+from pyg_distcomm.loader.fetch import EDGES, Fetch
 from pyg_distcomm.loader.row_group import Index, RowGroup
 
 pytestmark = pytest.mark.usefixtures("place")

@@ -77,7 +77,7 @@ def test_the_last_mesh_is_taken(monkeypatch):
 def test_a_graph_for_a_model_is_told(call):
     data = pdc.partition(generated(20), lone(), "block")
     with pytest.raises(
-        TypeError, match=r"torch.nn.Module, got Data; a graph is cut by pdc"
+        TypeError, match=r"torch.nn.Module, got Data; to partition a graph, call pdc"
     ):
         call(data, lone())
 
@@ -306,7 +306,7 @@ def links():
 def test_a_link_that_is_not_used_is_told():
     for found in worlds.run(links, 2):
         (nobody,) = found.pop("given to nobody")
-        assert "configured and not used: no layer has trained with it" in nobody
+        assert "configured but not used: no layer has trained with it" in nobody
         assert "pdc.partition(data, mesh, link=link)" in nobody
         (exact,) = found.pop("two layers")
         assert "all exchanges are exact" in exact

@@ -413,7 +413,7 @@ def test_any_flipped_bit_is_found_by_default(written, seed):
     [
         ("", "cannot be read"),
         ('{"format": ', "cannot be read"),
-        ("[1, 2]", "holds no object"),
+        ("[1, 2]", "is not a JSON object"),
         ('{"num_parts": 4}', "not a pyg-distcomm partition"),
         ("\xff\xfe", "cannot be read"),
     ],
@@ -537,7 +537,7 @@ def test_force_keeps_an_empty_folder_of_others(written):
 
 def test_what_a_killed_writer_left_stays_with_a_file_of_others(written):
     out, data, partition = written
-    for state in ("writing", "ready", "old", "removing"):
+    for state in ("writing", "ready", "old"):
         left = out.with_name(f".out.{state}-{socket.gethostname()}-{DEAD}-01234567")
         shutil.copytree(out, left)
         (left / "part_00001" / "thesis.txt").write_text("years of work")
@@ -849,11 +849,11 @@ def with_two_tables(path):
     path.write_bytes(files + table + more + other + end)
 
 
-def test_an_archive_with_two_tables_of_contents_is_refused(tmp_path):
+def test_a_program_is_not_run_though_other_readers_see_data(tmp_path):
     file = tmp_path / "graph.pt"
     torch.save(graph(), file)
     with_two_tables(file)
-    with pytest.raises(ValueError, match="tables of contents differ"):
+    with pytest.raises(ValueError, match=r"graph\.pt: cannot be read"):
         load_saved_graph(file, hetero=False)
 
 

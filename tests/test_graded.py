@@ -9,10 +9,10 @@ import pytest
 import tiers
 import torch
 
-from pyg_distcomm.halo.codec import RngKey, pack, packed_bytes, unpack
+from pyg_distcomm.halo.codec import LEVELS, RngKey, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import Chain, ColumnMask, DegreeBits, Quantise, RangeBits
-from pyg_distcomm.halo.codecs.quantise import LEVELS
-from pyg_distcomm.halo.state import codec_state, read_codec
+from pyg_distcomm.halo.exchange import Packing
+from pyg_distcomm.halo.saved import codec_state, read_codec
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -52,7 +52,7 @@ def test_messages_have_the_bytes_of_the_formula_and_arrive(codec, dtype):
 
 
 def test_bytes_of_groups_and_of_budgets():
-    # quarters of 40 rows of 16 numbers in 1, 2, 4 and 8 bits, four bytes a row
+    # quarters of 40 rows of 16 numbers in 1, 2, 4 and 8 bits, four bytes per row
     assert DegreeBits(1).wire_bytes(40, 16) == 10 * 16 * 15 // 8 + 160
     assert DegreeBits(4).wire_bytes(40, 16) == 20 * 16 * 12 // 8 + 160
     assert DegreeBits(8).wire_bytes(40, 16) == Quantise(8).wire_bytes(40, 16)
@@ -142,7 +142,8 @@ def test_rows_of_a_range_are_written_as_if_alone_in_their_bits(mean):
 def test_messages_to_several_peers_are_read_one_by_one(codec):
     counts, x = [4, 0, 9, 1], rows(14, 6)
     draw, out = key(14), torch.empty(14, 6, dtype=x.dtype)
-    packed, sizes = pack(codec, x, counts, draw)
+    plan = Packing.of(codec, x, counts, draw)
+    packed, sizes = plan.write(x, draw), plan.sizes
     assert unpack(codec, packed, sizes, counts, out, draw) is out
     end = 0
     for count in counts:

@@ -29,9 +29,6 @@ EXACT = {
     "mask": lambda: LinkPolicy(ColumnMask(1), exact_last=False),
     "rows": lambda: LinkPolicy(RowSample(1.0), exact_last=False),
     "plain": lambda: LinkPolicy(Plain(), exact_last=False),
-    "gradients apart": lambda: LinkPolicy(
-        Plain(), gradient_codec=ColumnMask(1), exact_last=False
-    ),
     "schedule": lambda: pdc.VARCO(9, c_max=1, exact_last=False),
     "synchronous": lambda: LinkPolicy(
         Plain(), late=2, sync_every=1, smooth=None, exact_last=False

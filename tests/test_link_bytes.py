@@ -9,7 +9,6 @@ from links import LINKS, ONE, build, moved
 from problems import grids
 
 import pyg_distcomm as pdc
-from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn import DistSAGEConv
 
@@ -100,7 +99,7 @@ def test_bytes_of_weights_that_are_learnt():
 
 
 def opened(late):
-    link = LinkPolicy(Plain(), late=late, smooth=None, gradient_codec=ONE)
+    link = LinkPolicy(ONE, late=late)
     _, share, net = build((2, 1, 1), link)
     topology = share.edge_index.topology
     call = link.begin(net, topology.nodes, True)

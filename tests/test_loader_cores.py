@@ -12,7 +12,8 @@ import torch
 
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.loader import DistNeighborLoader
-from pyg_distcomm.loader.prefetch import BulkBuilder, Phases
+from pyg_distcomm.loader.batcher import Batcher
+from pyg_distcomm.loader.epoch import Phases
 
 
 @pytest.fixture
@@ -58,8 +59,8 @@ CASES = [
 def test_bulks_are_built_on_idle_cores(case, machine):
     cores, used, ranks, prefetch, ahead, width = case
     machine(cores, used, ranks)
-    bulk = BulkBuilder(loader_of(prefetch=prefetch), Phases())
-    assert (bulk.ahead, bulk._width) == (ahead, width)
+    bulk = Batcher(loader_of(prefetch=prefetch), Phases())
+    assert (bulk.ahead, bulk.width) == (ahead, width)
     if prefetch == "auto" and used <= cores // (ranks or 1):
         assert used + ahead * width <= cores // (ranks or 1)
 
@@ -69,13 +70,13 @@ def test_threads_run_where_a_core_is_idle(cores, machine):
     """The minibatches are the same, whoever builds them."""
     machine(cores, 1)
     loader, started = loader_of(), []
-    inner = loader._sample_planned
+    inner = loader.sample_planned
 
     def sampled(index):
         started.append(threading.current_thread() is not threading.main_thread())
         return inner(index)
 
-    loader._sample_planned = sampled
+    loader.sample_planned = sampled
     found = [batch.n_id for batch in loader]
     assert started == [cores > 1] * 6
     wanted = [batch.n_id for batch in loader_of(prefetch=0)]
@@ -89,7 +90,7 @@ def test_what_waits_for_a_disk_is_begun_ahead(machine, tmp_path):
     rows.tofile(tmp_path / "x")
     data.x = np.memmap(tmp_path / "x", rows.dtype, "r", shape=rows.shape)
     loader = DistNeighborLoader(data, [3, 2], torch.arange(24), batch_size=4)
-    assert BulkBuilder(loader, Phases()).ahead == 1
+    assert Batcher(loader, Phases()).ahead == 1
 
 
 @pytest.mark.parametrize("prefetch", [-1, 1.5, "always", None])

@@ -18,7 +18,7 @@ from pyg_distcomm.loader import (
     DistLinkNeighborLoader,
     DistNeighborLoader,
 )
-from pyg_distcomm.loader.collate import Buffers
+from pyg_distcomm.loader.batcher import Buffers
 from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
 
 N, E = 60, 400

@@ -22,7 +22,7 @@ from pyg_distcomm.loader import (
     DistLayerLoader,
     DistLinkNeighborLoader,
     DistNeighborLoader,
-    batch_sharding,
+    notes,
     shared,
 )
 from pyg_distcomm.sampling.rules import UserRule, rule_name
@@ -216,7 +216,7 @@ def _evaluates_in_front(where):
     found = []
     if mesh.rank == 0:
         patch = pytest.MonkeyPatch()
-        patch.setattr(batch_sharding, "GRACE", 2.0 if where == "barrier" else 99.0)
+        patch.setattr(notes, "GRACE", 2.0 if where == "barrier" else 99.0)
         with pytest.warns(UserWarning, match="not all ranks have built the loader"):
             found = [b.input_id for b in nodes(batch_size=8, shuffle=False)]
         patch.undo()

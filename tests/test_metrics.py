@@ -121,6 +121,18 @@ def test_tensorboard_reads_the_scalars(tmp_path):
     assert "bytes/total" in events.Tags()["scalars"]
 
 
+def test_wandb_takes_the_rows(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(project="gcn", mode="offline", dir=tmp_path) as run:
+        figures = pdc.metrics(None, lone(), writers=[wandb.log])
+        for epoch in range(3):
+            figures.epoch(epoch, loss=1.5 * epoch)
+        assert run.summary["loss"] == 3.0
+        assert run.summary["bytes"]["total"] == 0
+    assert [*tmp_path.glob("wandb/offline-run-*/*.wandb")]
+
+
 def alike(folder):
     """What a rank that is given other things than rank 0 sees."""
     mesh = worlds.mesh()
@@ -189,7 +201,7 @@ def test_what_is_no_figure_is_refused(tmp_path):
     (tmp_path / "other" / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"is not what pdc.metrics has written"):
         pdc.metrics(tmp_path / "other", lone())
-    with pytest.raises(ValueError, match=r"is no folder of pdc.metrics"):
+    with pytest.raises(ValueError, match=r"is not a folder of pdc.metrics"):
         read_run(tmp_path)
 
 

@@ -20,7 +20,6 @@ from torch_geometric.utils import to_undirected
 import pyg_distcomm as pdc
 from pyg_distcomm.datasets import (
     OGB,
-    is_known,
     load_dataset,
     load_node_data,
     load_ogb,
@@ -105,7 +104,6 @@ KINDS = {
 def test_ogbs_own_class_reads_its_files(tmp_path, name):
     pytest.importorskip("ogb")
     given = write_ogb(tmp_path / "ogb", name, KINDS[name])
-    assert is_known(name.upper())
     data = load_dataset(name, tmp_path)
     again = load_node_data(str(tmp_path / name.lower()))  # its root before its name
     want = torch.from_numpy(given["edges"])
@@ -210,7 +208,6 @@ def write_pyg(root, name):
 def test_pygs_own_classes_read_their_files(tmp_path, name):
     given = write_pyg(tmp_path, name)
     path = tmp_path / name.lower() / name  # by the folder of its files
-    assert is_known(str(path))
     data = load_node_data(str(path) if name == "Flickr" else name, tmp_path)
     labels = torch.from_numpy(given["y"])
     assert num_outputs(data.y) == 4
@@ -219,13 +216,6 @@ def test_pygs_own_classes_read_their_files(tmp_path, name):
     assert data.test_mask.nonzero().view(-1).tolist() == sorted(split(given)["test"])
     src, dst = given["edges"]
     assert data.num_edges == len(set(zip(src.tolist(), dst.tolist(), strict=True)))
-
-
-def test_a_folder_of_parts_is_no_data_set(tmp_path):
-    (tmp_path / "Cora").mkdir()
-    assert is_known(str(tmp_path / "Cora"))
-    (tmp_path / "Cora" / "META.json").touch()
-    assert not is_known(str(tmp_path / "Cora"))
 
 
 def test_graphs_without_masks_get_them_and_one_of_several_is_taken(tmp_path):

@@ -213,16 +213,6 @@ def test_dropout_repeats_itself_and_changes_from_epoch_to_epoch():
     )
 
 
-def test_the_timeline_has_the_chunks_in_their_order():
-    _, share, mesh = _share()
-    pipe = pdc.Pipeline(stack_of("gcnii"), mesh, chunks=3)
-    assert pipe.balance == (8,)
-    pipe.train_step(share, loss_of)
-    kinds = [(span.kind, span.slot) for span in pipe.timeline]
-    want = [("forward", k) for k in range(3)] + [("backward", k) for k in (2, 1, 0)]
-    assert kinds == want
-
-
 def test_chunks_do_not_keep_their_edges_twice():
     _, share, mesh = _share()
     pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)

@@ -283,7 +283,7 @@ def test_what_was_kept_of_other_chunks_is_dropped(tmp_path):
 def _unstepped(stages):
     pipe, share, opt = _coded(stages, "one bit", [7, 1] if stages == 2 else None)
     pipe.train_step(share, loss_of)
-    with pytest.raises(ValueError, match=r"link\.step\(\) once an epoch"):
+    with pytest.raises(ValueError, match=r"link\.step\(\) once per epoch"):
         pipe.train_step(share, loss_of)
     share.edge_index.topology.link.step()
     return _go_on(pipe, share, opt, 2)

@@ -208,4 +208,3 @@ def test_actions_say_what_they_are():
     action = Action("send", 2)
     assert str(action) == "send 2"
     assert (action.peer, replace(action, kind="post").peer) == (1, -1)
-    assert "stage 1: post 0" in fill_drain(2, 2).table()

@@ -199,7 +199,7 @@ def _no_needless_gradient():
     narrow(share.x, edges)
     mesh.ledger.reset()
     narrow(share.x, edges)
-    assert _exchanged(mesh) * 7 == forward * 2  # A (X W): two words a row
+    assert _exchanged(mesh) * 7 == forward * 2  # A (X W): two words per row
 
 
 def _exchanged(mesh):

@@ -411,7 +411,7 @@ def test_bulks_leave_a_side_stream_once(kind, late, forced, monkeypatch):
         "free_memory": lambda self: 1 << 30,
     }.items():
         monkeypatch.setattr(device_placement.Placement, name, value)
-    monkeypatch.setattr("pyg_distcomm.loader.prefetch.SideStream", Side)
+    monkeypatch.setattr("pyg_distcomm.loader.batcher.SideStream", Side)
     options = {"batch_size": 9, "seed": 4}
     if late:
         options["transform_sampler_output"] = lambda out: out

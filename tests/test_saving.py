@@ -56,7 +56,7 @@ def load(path):
     return epoch
 
 
-def killed_at(step, path, epoch, options, write):
+def killed_at(step, path, epoch, write):
     """Saves in a process that ends at a step of its own on the disk; whether it did."""
     child = os.fork()
     if child:
@@ -71,16 +71,16 @@ def killed_at(step, path, epoch, options, write):
 
     sys.addaudithook(count)
     try:
-        write(path, epoch, **options)
+        write(path, epoch)
     finally:
         os._exit(0)
 
 
-def save_pipeline(path, epoch, **options):
+def save_pipeline(path, epoch):
     mesh = pdc.init()
     pipe = pdc.Pipeline([model_of(epoch)], mesh, chunks=1)
     pipe.epoch = epoch
-    pipe.save(path, **options)
+    pipe.save(path)
 
 
 def load_pipeline(path):
@@ -91,7 +91,7 @@ def load_pipeline(path):
     return pipe.epoch
 
 
-def campaign(folder, exchanged, kind, keep):
+def campaign(folder, exchanged, kind):
     """Kills a save at each of its steps; what was there before, or it, is there after."""
     path, steps = Path(folder) / "run", 0
     write, read = {
@@ -100,58 +100,40 @@ def campaign(folder, exchanged, kind, keep):
     }[kind]
     if not exchanged:
         atomic._EXCHANGE = -1  # as on a file system that can not
-    places = [path, *(path.with_name(f"run.{k}") for k in range(1, keep))]
     while True:
         for other in path.parent.iterdir():
             shutil.rmtree(other)
-        for epoch in range(1, keep + 1):
-            write(path, epoch, keep=keep)
-        if not killed_at(steps, path, keep + 1, {"keep": keep}, write):
+        write(path, 1)
+        if not killed_at(steps, path, 2, write):
             break
-        last = read(path)
-        assert last in (keep, keep + 1)
+        assert read(path) in (1, 2)
         assert path.exists() or not exchanged
-        write(path, keep + 2, keep=keep)
-        assert read(path) == keep + 2
-        names = {p.name for p in path.parent.iterdir()}
-        assert names <= {p.name for p in places}, (steps, names)
-        kept = [read(p) for p in places if p.exists()]
-        assert kept == [keep + 2, *range(last, 0, -1)][:keep], (steps, kept)
+        write(path, 3)
+        assert read(path) == 3
+        assert [p.name for p in path.parent.iterdir()] == ["run"], steps
         steps += 1
-    assert read(path) == keep + 1
+    assert read(path) == 2
     print("steps", steps)
 
 
 @pytest.mark.parametrize(
-    ("exchanged", "kind", "keep"),
+    ("exchanged", "kind"),
     [
-        tiers.rarely(True, "checkpoint", 1),
-        (False, "checkpoint", 1),
-        tiers.rarely(True, "checkpoint", 3),
-        tiers.rarely(True, "pipeline", 1),
-        tiers.rarely(False, "checkpoint", 3),
-        tiers.rarely(False, "pipeline", 1),
-        tiers.rarely(True, "pipeline", 2),
+        tiers.rarely(True, "checkpoint"),
+        (False, "checkpoint"),
+        tiers.rarely(True, "pipeline"),
+        tiers.rarely(False, "pipeline"),
     ],
 )
 def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_one(
-    tmp_path, exchanged, kind, keep
+    tmp_path, exchanged, kind
 ):
-    how = [str(tmp_path), str(int(exchanged)), kind, str(keep)]
+    how = [str(tmp_path), str(int(exchanged)), kind]
     run = [sys.executable, "-W", "ignore", __file__, *how]
     alone = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # it forks, which CUDA cannot
     out = subprocess.run(run, capture_output=True, text=True, timeout=300, env=alone)
     assert out.returncode == 0, out.stderr
     assert int(out.stdout.split()[-1]) > 15
-
-
-def test_earlier_ones_are_kept_on_request(tmp_path):
-    path = tmp_path / "ckpt"
-    for epoch in range(5):
-        save(path, epoch, keep=3)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt", "ckpt.1", "ckpt.2"]
-    places = path, tmp_path / "ckpt.1", tmp_path / "ckpt.2"
-    assert [load(place) for place in places] == [4, 3, 2]
 
 
 @pytest.fixture
@@ -203,8 +185,6 @@ def test_what_can_not_be_read_back_as_data_is_refused(tmp_path):
         pdc.save_checkpoint(
             tmp_path / "ckpt", pdc.init(), model_of(1), extra={"a": [Path()]}
         )
-    with pytest.raises(ValueError, match="keep must be"):
-        save(tmp_path / "ckpt", 1, keep=0)
     assert not list(tmp_path.iterdir())
 
 
@@ -365,10 +345,6 @@ def _differing(folder):
     path = Path(folder) / f"ckpt{mesh.rank}"
     with pytest.raises(ValueError, match="same path on all ranks"):
         pdc.save_checkpoint(path, mesh, model_of(1))
-    with pytest.raises(ValueError, match="same keep on all ranks"):
-        pdc.save_checkpoint(
-            Path(folder) / "ckpt", mesh, model_of(1), keep=1 + mesh.rank
-        )
     return sorted(p.name for p in Path(folder).iterdir())
 
 
@@ -532,4 +508,4 @@ def test_a_disk_that_takes_nothing_is_named_in_one_line(size, disk, where):
 
 
 if __name__ == "__main__":
-    campaign(sys.argv[1], bool(int(sys.argv[2])), sys.argv[3], int(sys.argv[4]))
+    campaign(sys.argv[1], bool(int(sys.argv[2])), sys.argv[3])

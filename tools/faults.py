@@ -393,7 +393,7 @@ def report(outcomes, machine):
         "what happened, none by a signal that is not the fault's own, and nothing is left "
         "behind. Workloads are struck at 10, 50 and 95 % of their exchanges.",
         "",
-        "| what is done | cases | end well | median s | slowest s |",
+        "| fault | cases | end well | median s | slowest s |",
         "|---|---:|---:|---:|---:|",
     ]
     for kind in [kind for kind in KINDS.values() if kind in by_kind]:

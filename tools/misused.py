@@ -679,11 +679,6 @@ def paths_differ():
     saved(f"run{me()}")
 
 
-@case(says="keep", files=())
-def keep_differs():
-    saved("run", keep=1 + me())
-
-
 @case(says="holds what is not a checkpoint", files=("run",))
 def a_folder_of_someone_else():
     os.makedirs("run", exist_ok=True)

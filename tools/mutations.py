@@ -112,12 +112,12 @@ MUTATIONS = (
         "test_learnt_weights",
     ),
     Mutation(
-        "gradients of kept rows are scaled by the inverse",
+        "gradients of kept rows are masked by another key",
         "adjoint",
-        "scale = rows / len(chosen) if self.scaled else 1.0",
-        "scale = len(chosen) / rows if self.scaled else 1.0",
-        "test_codec.py",
-        "dot_product and RowSample",
+        "return codec, rows.key, random.fold",
+        "return codec, rows.key + 1, random.fold",
+        "test_link.py",
+        "adjoint or transpose",
     ),
     # gradients, losses and reductions
     Mutation(
@@ -129,12 +129,12 @@ MUTATIONS = (
         "test_gradients_are_those_of_one_process",
     ),
     Mutation(
-        "what a hook watches is not summed with the rest",
+        "what torch accumulates is not what is summed at the end of a pass",
         "gradient",
-        "now.written.append(total)",
-        "now.written.append(out.clone())",
+        "total: Any = PartialSum(part, x.mesh)",
+        "total: Any = PartialSum(part.clone(), x.mesh)",
         "test_averaging.py",
-        "test_one_rank_may_watch",
+        "test_gradients_are_those_of_one_process",
     ),
     Mutation(
         "the running variance of batch norm is biased",
@@ -203,7 +203,7 @@ MUTATIONS = (
     ),
     # prices
     Mutation(
-        "a price counts four bytes a word, whatever the type",
+        "a price counts four bytes per word, whatever the type",
         "price",
         "return self.words * itemsize",
         "return self.words * 4",
@@ -227,7 +227,7 @@ MUTATIONS = (
         "test_a_pass_costs_two_words or test_sums_over_ranks",
     ),
     Mutation(
-        "the ledger counts four bytes a word, whatever the type",
+        "the ledger counts four bytes per word, whatever the type",
         "price",
         "bytes=received * width * x.element_size(),",
         "bytes=received * width * 4,",
@@ -809,8 +809,8 @@ MUTATIONS = (
     Mutation(
         "the owner of a node draws by the rule for each node",
         "sampler",
-        "drawn_by = [hop_key(m, r, relation, hop, labor) for m in keys[peer]]",
-        "drawn_by = [hop_key(m, r, relation, hop, False) for m in keys[peer]]",
+        "about = r, relation, hop, labor",
+        "about = r, relation, hop, False",
         "test_labor.py",
     ),
     # attention by products
@@ -1096,9 +1096,9 @@ HEAD = (
     "",
     "    python tools/mutations.py --report benchmarks/reports/mutations.md",
     "",
-    "A fault is a changed line in a copy of the package. It is caught where one of the tests "
-    "named with it in `tools/mutations.py`, which pass without it, fails. Which test caught "
-    "which goes to `runs/mutations.md`, which is not kept under version control.",
+    "A fault is a changed line in a copy of the package. It is caught if one of the tests "
+    "that `tools/mutations.py` names for it fails, although all of them pass without it. "
+    "`runs/mutations.md`, which is not under version control, says which test caught which.",
     "",
 )
 COLUMNS = ("| fault | kind | file | caught by | seconds |", "|---|---|---|---|---:|")

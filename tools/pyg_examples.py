@@ -418,8 +418,8 @@ class Run:
 
     hung: bool
     seconds: float
-    results: list  # one a rank: what pyg_stage.py saved, or None
-    printed: list  # one a rank
+    results: list  # one per rank: what pyg_stage.py saved, or None
+    printed: list  # one per rank
     complaint: str  # the last line on stderr
 
     @property

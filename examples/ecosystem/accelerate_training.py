@@ -49,8 +49,11 @@ def step(model, batch):
 
 def fit(args):
     """Trains; returns the losses and the score on the test nodes."""
-    mesh = pdc.init()
-    accelerator = Accelerator(cpu=True)  # joins the ranks that are there
+    # whichever comes first makes the process group, and the other one adopts it
+    if args.accelerator_first:
+        accelerator, mesh = Accelerator(cpu=True), pdc.init()
+    else:
+        mesh, accelerator = pdc.init(), Accelerator(cpu=True)
     share = pdc.partition(load_node_data(args.dataset), mesh)
     torch.manual_seed(0)
     plain = pdc.convert(GraphSAGE(share.num_features, 32, 2, num_outputs(share.y)))
@@ -75,6 +78,7 @@ def main():
     parser.add_argument("--minibatches", action="store_true")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--accelerator-first", action="store_true")
     args = parser.parse_args()
     losses, score = fit(args)
     if not dist.is_initialized() or dist.get_rank() == 0:

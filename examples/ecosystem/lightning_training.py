@@ -4,9 +4,13 @@
 The same LightningModule does both. Lightning's DDP would average gradients of the whole graph
 a second time, so `OnShares` leaves the model as it is there. Minibatches are ordinary, and
 use Lightning's own "ddp". `use_distributed_sampler=False`: loaders already divide the seeds.
+
+The graph is partitioned in `setup`, where Lightning's ranks have met. So plain `python` works
+as well as torchrun: with `--devices 2` Lightning starts the second rank itself.
 """
 
 import argparse
+import os
 
 import lightning
 import torch
@@ -64,28 +68,42 @@ class NodeClassifier(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def fit(args):
-    mesh = pdc.init()
-    share = pdc.partition(load_node_data(args.dataset), mesh)
-    torch.manual_seed(0)
-    model = NodeClassifier(share.num_features, 32, num_outputs(share.y))
-    whole = DataLoader([share], batch_size=None)
-    batches = whole  # an epoch is one step on the whole graph
-    if args.minibatches:
-        batches = DistNeighborLoader(
-            share,
+class Shares(lightning.LightningDataModule):
+    """Gives each rank its share, whole or in minibatches."""
+
+    def __init__(self, data, args):
+        super().__init__()
+        self.data, self.args = data, args
+
+    def setup(self, stage):
+        self.share = pdc.partition(self.data, pdc.init())  # adopts Lightning's ranks
+
+    def train_dataloader(self):
+        if not self.args.minibatches:
+            return self.val_dataloader()  # an epoch is one step on the whole graph
+        return DistNeighborLoader(
+            self.share,
             num_neighbors=[10, 5],
-            input_nodes=share.train_mask,
-            batch_size=args.batch_size,
+            input_nodes=self.share.train_mask,
+            batch_size=self.args.batch_size,
             shuffle=True,
             options=LoaderOptions(seed=0),
         )
+
+    def val_dataloader(self):
+        return DataLoader([self.share], batch_size=None)
+
+
+def fit(args):
+    data = load_node_data(args.dataset)
+    torch.manual_seed(0)
+    model = NodeClassifier(data.num_features, 32, num_outputs(data.y))
     strategy = "auto"
-    if mesh.size > 1:
+    if args.devices > 1:
         strategy = "ddp" if args.minibatches else OnShares()
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=mesh.size,
+        devices=args.devices,
         strategy=strategy,
         use_distributed_sampler=False,
         max_epochs=args.epochs,
@@ -95,7 +113,7 @@ def fit(args):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, batches, whole)
+    trainer.fit(model, Shares(data, args))
     return model, float(trainer.callback_metrics.get("val_score", float("nan")))
 
 
@@ -105,6 +123,10 @@ def main():
     parser.add_argument("--minibatches", action="store_true")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=10)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
+    parser.add_argument(
+        "--devices", type=int, default=ranks, help="the number of ranks"
+    )
     args = parser.parse_args()
     model, score = fit(args)
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -80,7 +80,7 @@ def main():
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         epoch(model, share, optimizer)
     if args.trace:
-        prof.export_chrome_trace(f"{args.trace}.{mesh.rank}.json")  # one a rank
+        prof.export_chrome_trace(f"{args.trace}.{mesh.rank}.json")  # one per rank
     if mesh.rank == 0:
         for name, value in found.items():
             print(f"{name:<16} {value:.4f}")

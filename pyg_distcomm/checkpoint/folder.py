@@ -15,18 +15,14 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.partition.atomic import (
     clear,
-    leftovers,
-    move,
     new_token,
     newest,
-    numbered,
     put_back,
     put_in_place,
     sha256,
     sibling,
     sync,
     write_problem,
-    writer_has_ended,
 )
 
 MARK = ".pyg_distcomm.json"
@@ -39,9 +35,7 @@ _SHARED_DISK_WAIT = 5.0  # seconds until a shared disk shows a folder of another
 
 
 @contextlib.contextmanager
-def whole_folder(
-    path: str | Path, kind: str, axis: Axis, keep: int = 1
-) -> Iterator[Path]:
+def whole_folder(path: str | Path, kind: str, axis: Axis) -> Iterator[Path]:
     """Yields a folder to write in, and renames it to `path` at the end; collective.
 
     Errors inside must be raised on all ranks. See [Note: whole folders] in
@@ -51,19 +45,18 @@ def whole_folder(
         path: the path of the folder, the same on all ranks, on a disk that they share.
         kind: "checkpoint" or "pipeline"; only a folder of this kind is replaced.
         axis: the ranks.
-        keep: the number of folders to keep: the new one at `path`, older ones at `path.1`, ...
 
     Raises:
-        ValueError: on all ranks, if ranks give different arguments, something else is at
+        ValueError: on all ranks, if ranks give different paths, something else is at
             `path`, or the disk cannot be written.
     """
     place = Path(os.path.realpath(path))
-    _agree_on(os.path.abspath(path), keep, axis)
+    _agree_on(os.path.abspath(path), axis)
     token = str(collectives.broadcast_object(new_token(), axis))
     aside = sibling(place, "writing", token)
     first = axis.rank == 0
     problem = _run_on_first_rank(
-        lambda: _prepare_folder(place, aside, kind, keep), aside, first
+        lambda: _prepare_folder(place, aside, kind), aside, first
     )
     collectives.agree(problem, axis)
     try:
@@ -73,9 +66,7 @@ def whole_folder(
         if first:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    problem = _run_on_first_rank(
-        lambda: _finish_folder(place, aside, keep), aside, first
-    )
+    problem = _run_on_first_rank(lambda: _finish_folder(place, aside), aside, first)
     collectives.agree(problem, axis)
 
 
@@ -121,17 +112,14 @@ def _no_file(path: Path) -> str:
     return f"{path}: {'not a file' if os.path.lexists(path) else 'missing'}"
 
 
-def _agree_on(path: str, keep: int, axis: Axis) -> None:
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-        raise ValueError(f"keep must be a whole number of at least 1, got {keep!r}")
-    every = collectives.all_gather_object([path, keep], axis)
+def _agree_on(path: str, axis: Axis) -> None:
+    every = collectives.all_gather_object(path, axis)
     for rank, given in enumerate(every):
-        for name, want, got in zip(("path", "keep"), every[0], given, strict=True):
-            if want != got:
-                raise ValueError(
-                    f"save with the same {name} on all ranks: rank 0 got {want!r}, rank "
-                    f"{rank} got {got!r}"
-                )
+        if given != every[0]:
+            raise ValueError(
+                f"save with the same path on all ranks: rank 0 got {every[0]!r}, rank {rank} "
+                f"got {given!r}"
+            )
 
 
 def _run_on_first_rank(act: Callable[[], None], aside: Path, here: bool) -> str | None:
@@ -147,15 +135,15 @@ def _run_on_first_rank(act: Callable[[], None], aside: Path, here: bool) -> str 
     return None
 
 
-def _prepare_folder(place: Path, aside: Path, kind: str, keep: int) -> None:
-    for path in (place, *(numbered(place, k) for k in range(1, keep))):
-        if not _is_ours(path, kind):
-            raise ValueError(
-                f"save to another path: {path} holds something other than a {kind} of "
-                "pyg_distcomm, and would be replaced; or move it away"
-            )
+def _prepare_folder(place: Path, aside: Path, kind: str) -> None:
+    if not _is_ours(place, kind):
+        raise ValueError(
+            f"save to another path: {place} holds something other than a {kind} of "
+            "pyg_distcomm, and would be replaced; or move it away"
+        )
     place.parent.mkdir(parents=True, exist_ok=True)
-    _clear(place, kind, keep)
+    put_back(place, lambda left: _is_ours(left, kind))
+    clear(place, lambda left: _is_ours(left, kind, half=True))
     aside.mkdir()
     (aside / MARK).write_text(json.dumps({"kind": kind}))
 
@@ -187,33 +175,11 @@ def _is_ours(path: Path, kind: str, half: bool = False) -> bool:
     return not names or (known and (half or needed in names or MARK in names))
 
 
-def _clear(place: Path, kind: str, keep: int) -> None:
-    """Removes the folders of killed saves, except for whole folders to keep.
-
-    If a save was killed after it replaced a folder and before it numbered it, this folder
-    becomes number 1.
-    """
-    put_back(place, lambda left: _is_ours(left, kind))
-    replaced = [one for state in ("ready", "old") for one in leftovers(place, state)]
-    for left in replaced if keep > 1 else []:
-        if writer_has_ended(left) and _is_ours(left, kind) and _is_older(left, place):
-            move(left, numbered(place, 1), left)
-    clear(place, lambda left: _is_ours(left, kind, half=True))
-
-
-def _is_older(left: Path, place: Path) -> bool:
-    """Returns whether a whole folder was written before the one in its place."""
-    marks = [folder / MARK for folder in (left, place)]
-    if not all(mark.is_file() for mark in marks) or damage(left, "*") is not None:
-        return False
-    return marks[0].stat().st_mtime_ns < marks[1].stat().st_mtime_ns
-
-
-def _finish_folder(place: Path, aside: Path, keep: int) -> None:
+def _finish_folder(place: Path, aside: Path) -> None:
     mark = json.loads((aside / MARK).read_text())
     files = sorted(file for file in aside.iterdir() if file.name != MARK)
     mark["files"] = {file.name: sha256(file) for file in files}
     (aside / MARK).write_text(json.dumps(mark))
     for path in (*aside.iterdir(), aside):
         sync(path)
-    put_in_place(aside, place, keep)
+    put_in_place(aside, place)

@@ -47,10 +47,9 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     link: Links = None,
-    keep: int = 1,
     **extra: Any,
 ) -> None:
-    """Writes model, optimizer, the mesh's counters and anything extra; collective.
+    """Saves a model, its optimizer, the mesh's counters and extra values; collective.
 
     The folder appears whole or not at all: see [Note: whole folders] in `partition/atomic.py`.
     Row-sharded parameters are gathered, so that any number of ranks can load it. Rank 0 writes
@@ -66,12 +65,10 @@ def save_checkpoint(
         optimizer: its optimizer.
         link: the link of the training, or links by relation as `partition` takes them: each
             rank writes their late rows.
-        keep: the number of checkpoints to keep: this one, and earlier ones at `path.1`, ...,
-            which `load_checkpoint` reads as well.
         extra: further values: numbers, strings, tensors, or lists and dicts of them.
 
     Raises:
-        ValueError: on all ranks, if ranks differ in `path` or `keep`, or the disk is full,
+        ValueError: on all ranks, if ranks differ in `path`, or the disk is full,
             cannot be written or is not shared.
         TypeError: if an extra value is of another type.
     """
@@ -97,7 +94,7 @@ def save_checkpoint(
         _on_all_ranks(
             lambda: late_rows.update({_link_file(mesh): _link_state(link)}), world
         )
-    with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
+    with whole_folder(path, "checkpoint", mesh.world) as folder:
         files = {_file(name): tree for name, tree in trees.items()}
         problem = _try_write(folder, files) if mesh.rank == 0 else None
         collectives.agree(problem, world)
@@ -114,7 +111,7 @@ def load_checkpoint(
     link: Links = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Restores what `save_checkpoint` wrote, on any number of ranks; collective.
+    """Restores what `save_checkpoint` saved, on any number of ranks; collective.
 
     Args:
         path: the folder.
@@ -195,7 +192,7 @@ def _check_plain(trees: dict[str, Any]) -> None:
         except Exception:
             raise TypeError(
                 "save numbers, strings, tensors, or lists and dicts of them: "
-                f"{name} holds a {type(leaf).__name__}, which can not be read back as data"
+                f"{name} holds a {type(leaf).__name__}, which cannot be read back as data"
             ) from None
 
 

@@ -2,29 +2,35 @@
 
 Only the standard library is loaded until a subcommand runs: see [Note: late imports].
 
-[Note: late imports] Torch and PyG take seconds to load, and `--help` should not wait for them.
-So this module declares the arguments of all subcommands, `method` imports the cutters when it
-reads the name of one, and `main` imports the module of the subcommand by its name.
+[Note: late imports] Torch and PyG take seconds to load, and neither `--help` nor a mistyped
+name should wait for them. So this module declares the arguments of all subcommands,
+`first_checks` looks at names and paths, and only then `main` imports the module of the
+subcommand by its name.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from pyg_distcomm import plugins
+from pyg_distcomm.cli import first_checks
 
 MOST_SEED = 2**63 - 1
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     """Returns an argparse type for whole numbers from `least` to `most`."""
-    end = "" if most is None else f" to {most}"
+    span = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def read(text: str) -> int:
         try:
@@ -33,7 +39,7 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
             value = None
         if value is None or value < least or (most is not None and value > most):
             raise argparse.ArgumentTypeError(
-                f"got {text!r}, wanted a whole number from {least}{end or ' on'}"
+                f"got {text!r}, wanted a whole number {span}"
             )
         return value
 
@@ -43,33 +49,70 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 seed = whole_number(0, MOST_SEED)
 
 
+METHODS = "block, random, ldg, metis, grid, stream"
+
+
 def method(text: str) -> str:
-    """Reads the name of a cutter; the cutters are imported for this, not for `--help`."""
-    known: Sequence[str] = import_module(
-        "pyg_distcomm.partition.cutters"
-    ).known_methods()
+    """Reads the name of a cutter, of this package or of a plugin."""
+    known = [*METHODS.split(", "), *plugins.registered(plugins.CUTTERS)]
     if text not in known:
+        near = first_checks.did_you_mean(text, known)
         raise argparse.ArgumentTypeError(
-            f"got {text!r}, wanted one of {', '.join(known)}"
+            f"got {text!r}{near}, wanted one of {', '.join(known)}"
         )
     return text
 
 
-METHODS = "block, random, ldg, metis, grid, stream"
-
-
 class _Parser(argparse.ArgumentParser):
+    """Reports a mistake as a ValueError, with the nearest name that there is."""
+
+    def add_argument(self, *names: Any, **options: Any) -> Any:
+        self.options = [*getattr(self, "options", ()), *map(str, names)]
+        return super().add_argument(*names, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(sys.argv[1:] if args is None else args)
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}")
+        return found, left
+
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (see {self.prog} --help)")
+        near = self._suggestion(message)
+        raise ValueError(f"{message}{near}; see {self.prog} --help")
+
+    def _suggestion(self, message: str) -> str:
+        choice = re.match(r".*invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice is not None:
+            known = re.findall(r"[\w-]+", choice[2])
+            return first_checks.did_you_mean(choice[1], known)
+        options = [name for name in self.options if name.startswith("--")]
+        for word in (one.partition("=")[0] for one in self._given):
+            name = word.replace("--no-", "--", 1)
+            if name[:2] == "--" and not any(one.startswith(name) for one in options):
+                near = first_checks.did_you_mean(word, options)
+                return near if word in message else f"; unknown: {word}{near}"
+        return ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns 0, or 1 if it found problems, or 2 for an error."""
+    """Runs `pyg-distcomm`; returns 0, or 1 if it found problems, or 2 for an error."""
     try:
         arguments = _parser().parse_args(argv)
+        check: Callable[[argparse.Namespace], None] | None = getattr(
+            first_checks, f"check_{arguments.verb}", None
+        )
+        if check is not None:
+            check(arguments)
         with _exit_on_sigterm():
-            verb = import_module(f"pyg_distcomm.cli.{arguments.module}")
-            code: int = getattr(verb, arguments.function)(arguments)
+            with showing_time("loading torch"):
+                verb = import_module(f"pyg_distcomm.cli.{arguments.module}")
+            code: int = getattr(verb, f"run_{arguments.verb}")(arguments)
+            sys.stdout.flush()
+    except BrokenPipeError:  # as in `--json | head`: the reader has what it wanted
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"pyg-distcomm: error: {error}", file=sys.stderr)
         return 2
@@ -77,6 +120,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pyg-distcomm: error: not enough memory: {error}", file=sys.stderr)
         return 2
     return code
+
+
+@contextlib.contextmanager
+def showing_time(what: str) -> Iterator[None]:
+    """Shows on a terminal what the command is doing and for how long; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    bar = import_module("tqdm").tqdm(
+        desc=what, bar_format="{desc} {elapsed}", leave=False
+    )
+    ended = threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(0.5):
+            bar.refresh()
+
+    ticking = threading.Thread(target=tick, daemon=True)
+    ticking.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        ticking.join()
+        bar.close()
 
 
 @contextlib.contextmanager
@@ -120,7 +188,7 @@ def _verb(
     """Adds a subcommand, which the function `run_NAME` of a module of this package runs."""
     parser = commands.add_parser(name, help=text, description=text)
     parser.add_argument("--json", action="store_true", help="print JSON, not text")
-    parser.set_defaults(module=module, function=f"run_{name}")
+    parser.set_defaults(module=module, verb=name)
     return parser
 
 
@@ -129,9 +197,9 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = _verb(commands, "partition", text, "folders")
     parser.add_argument(
         "dataset",
-        help="a data set's name (of PyG's, ogbn-arxiv, digits, generated-N), a .pt file; or "
-        "files of any size: edges as text or a table (.txt, .csv, .tsv; .gz; .parquet, "
-        ".arrow), .npy, .npz, a folder of OGB's",
+        help="a data set's name (of PyG's, ogbn-arxiv, digits, generated-N), a .pt or .npz "
+        "file; or edges of any number: as text or a table (.txt, .csv, .tsv; .gz; .parquet, "
+        ".arrow), or .npy",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument(
@@ -197,7 +265,6 @@ def _add_file_options(parser: _Parser) -> None:
         action="store_true",
         help="add the reverse of each edge in files",
     )
-    parser.add_argument("--split", help="the folder in split/ of an OGB-style folder")
 
 
 def _inspect(commands: argparse._SubParsersAction[_Parser]) -> None:

@@ -41,7 +41,7 @@ PATIENCE = 120.0  # seconds the round trip may take, process start included
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """Describes one line of the report.
 
     what    what was checked
     found   the result
@@ -92,9 +92,11 @@ def required(name: str, minimum: tuple[int, ...]) -> Finding:
         return Finding(name, found, f"pip install '{name}>={least}'", needed=True)
     tested = TESTED.get(name)
     if tested and _minor(version) not in map(_minor, tested):
-        found = f"{version}, on which the tests of this package have not run"
+        found = f"{version}, with which this package was not tested"
         return Finding(
-            name, found, f"they have on {', '.join(tested)}: if it fails, try one"
+            name,
+            found,
+            f"tested with {', '.join(tested)}: if something fails, try one of these",
         )
     return Finding(name, version)
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch_geometric.data import HeteroData
 
-from pyg_distcomm.datasets import is_known, load_dataset
+from pyg_distcomm.cli.command import showing_time
+from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import (
@@ -35,14 +36,22 @@ from pyg_distcomm.watch.page import render
 
 def run_partition(arguments: argparse.Namespace) -> int:
     """Runs the command `pyg-distcomm partition`."""
-    if arguments.out.exists() and not arguments.force:
-        raise ValueError(f"{arguments.out}: exists already; give --force to replace it")
-    in_files = is_source(arguments.dataset) and not is_known(arguments.dataset)
-    figures = _from_files(arguments) if in_files else _from_memory(arguments)
-    problems = verify_folder(arguments.out) if arguments.checksums else []
+    out, parts = arguments.out, arguments.parts
+    if out.exists() and not arguments.force:
+        raise ValueError(f"{out}: exists already; give --force to replace it")
+    read = _from_files if is_source(arguments.dataset) else _from_memory
+    with showing_time(f"cutting {arguments.dataset} into {parts} parts"):
+        figures = read(arguments)
+    problems = verify_folder(out) if arguments.checksums else []
     if arguments.json:
-        return _as_json(problems, out=str(arguments.out), report=asdict(figures))
+        return _as_json(problems, out=str(out), report=asdict(figures))
     print(figures)
+    cut = figures.edge_cut / max(sum(figures.edges), 1)
+    print(
+        f"wrote {out}/ ({parts} part{'s' * (parts > 1)}, {cut:.0%} of edges cut). Next: "
+        f"pdc.load_partition({str(out)!r}) in train.py, then torchrun --nproc-per-node "
+        f"{parts} train.py"
+    )
     return _print_problems(problems)
 
 
@@ -57,7 +66,6 @@ def _from_files(arguments: argparse.Namespace) -> PartitionReport:
         grid=arguments.grid,
         num_nodes=arguments.num_nodes,
         undirected=arguments.undirected,
-        split=arguments.split,
         node_files=_named_files("--node-file", arguments.node_file),
         edge_files=_named_files("--edge-file", arguments.edge_file),
         node_table=arguments.node_table,
@@ -68,7 +76,7 @@ def _from_files(arguments: argparse.Namespace) -> PartitionReport:
 
 
 def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
-    only = ("num_nodes", "undirected", "split", "node_file", "edge_file", "node_table")
+    only = ("num_nodes", "undirected", "node_file", "edge_file", "node_table")
     given = [f"--{name.replace('_', '-')}" for name in only if getattr(arguments, name)]
     if given:
         raise ValueError(
@@ -123,8 +131,6 @@ def _named_files(option: str, given: list[str]) -> dict[str, Path]:
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Runs the command `pyg-distcomm inspect`."""
     folder = arguments.folder
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: is not a folder; give a partition folder")
     problems = verify_folder(folder, checksums=arguments.checksums)
     if arguments.json:
         meta: Meta = {}
@@ -171,10 +177,6 @@ def _describe_types(types: GraphTypes) -> Iterator[str]:
 def run_report(arguments: argparse.Namespace) -> int:
     """Writes the page; returns 0."""
     run, out = arguments.run, arguments.out
-    if not run.exists():
-        raise ValueError(f"{run}: does not exist; give the folder of pdc.metrics")
-    if out.is_dir():
-        raise ValueError(f"{out}: is a folder; give a file, as -o report.html")
     found: dict[str, Any] = {"run": str(run), "out": str(out)}
     if run.is_file():
         raise ValueError(

@@ -1,7 +1,4 @@
-"""Waits for exchanges over an axis of the mesh, and shuts them down at exit.
-
-A rank waits in short slices, and checks between them whether another rank has failed: see
-[Note: failure].
+"""Describes an axis of the mesh, waits for its messages, and shuts exchanges down at exit.
 
 [Note: receive first] A gloo rank sends only once the other has said that it is ready to
 receive, and says so itself over the connection that it also sends over. Gloo's collectives
@@ -30,18 +27,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pyg_distcomm.comm.failure import FailureMonitor, abort_all_groups
-from pyg_distcomm.comm.ledger import Exchange, Ledger, label
+from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.process import PROCESS
 
-_WAIT_SLICE = timedelta(seconds=0.25)
 _NO_TIMEOUT = timedelta(days=30)  # the waiting rank aborts messages at its deadline
 _THREAD_TIMEOUT = 5.0  # seconds for a waiting thread to return on a busy machine
 # seconds at exit for exchanges to complete, and for threads to sleep
@@ -49,7 +44,6 @@ _EXIT_TIMEOUT = 2.0
 _POLL_INTERVAL = 0.005  # seconds, enough for a thread that waits for the GIL to get it
 _EXIT_SLEEP = 0.05  # seconds to sleep where the system does not list threads
 _THREADS_FOLDER, _GLOO_THREAD = "/proc/self/task", "pt_gloo_runloop"
-_MAX_TRACKED_WORKS = 8  # works tracked before completed ones are removed
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,96 +79,6 @@ class Axis:
         return f"Axis({self.name} {self.rank}/{self.size})"
 
 
-@dataclass(eq=False)
-class Pending:
-    """Represents an exchange under way; `wait()` returns what arrived."""
-
-    out: Tensor
-    device: torch.device
-    axis: Axis
-    op: str
-    work: dist.Work | Messages | None = None
-    traced: Exchange | None = None
-    kept: Any = None  # buffers that are being sent
-    into: Tensor | None = None
-    wanted: Sequence[int] = ()  # rows of each block of `out` to return, if not all
-
-    def __post_init__(self) -> None:
-        if isinstance(self.work, dist.Work) and not self.out.is_cuda:
-            _keep_until_completed(self.work)
-
-    def wait(self) -> Tensor:
-        """Blocks until everything has arrived, and returns it."""
-        if self.work is not None:
-            start = time.perf_counter_ns()
-            with label(f"wait for {self.op} over {self.axis.name}"):
-                _wait(self.work, self.axis, self.op, self.out.is_cuda)
-            spent = (time.perf_counter_ns() - start) / 1e9
-            self.axis.ledger.waited(self.op, self.axis.name, spent)
-            if self.traced is not None:
-                self.traced(start)
-            PROCESS.works.discard(self.work)
-            self.work = self.kept = None
-            if self.wanted and len(self.out) != sum(self.wanted):
-                blocks = self.out.chunk(len(self.wanted))
-                pairs = zip(blocks, self.wanted, strict=True)
-                self.out = torch.cat([block[:count] for block, count in pairs])
-        if self.into is not None and self.into is not self.out:
-            self.out = self.into.copy_(self.out)
-        return self.out.to(self.device)
-
-
-def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> None:
-    watch = axis.watch
-    if watch is None:
-        work.wait()
-        return
-    if on_stream:  # the stream waits, not this thread
-        watch.streamed.add(work, op)
-        work.wait()
-        return
-    try:
-        with (
-            watch.threads.waiting()
-            if axis.group
-            in watch.threads.of  # loaders' threads use groups of their own
-            else contextlib.nullcontext()
-        ):
-            _wait_in_slices(work, op, watch)
-    except (
-        BaseException
-    ) as error:  # messages are lost: other ranks must not wait for them
-        watch.fail(error)
-        raise
-
-
-def _wait_in_slices(
-    work: dist.Work | Messages, doing: str, watch: FailureMonitor
-) -> None:
-    start = time.monotonic()
-    if _wait_slice(work, doing, watch):
-        return
-    with watch.waiting(doing) as check:
-        check(time.monotonic() - start)
-        while not _wait_slice(work, doing, watch):
-            check(time.monotonic() - start)
-
-
-def _wait_slice(work: dist.Work | Messages, doing: str, watch: FailureMonitor) -> bool:
-    """Waits one slice; returns whether the work is done, and raises if the transport broke."""
-    try:
-        work.wait(_WAIT_SLICE)
-        return True
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-    try:  # it completed, or failed, between the two lines above
-        work.wait()
-        return True
-    except RuntimeError as error:
-        raise watch.connection_error(doing, error) from None
-
-
 def destroy_groups(
     axes: Iterable[Axis], more: Iterable[dist.ProcessGroup] = ()
 ) -> None:
@@ -202,7 +106,6 @@ class Messages:
         self._kept = kept
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._callbacks: SimpleQueue[Callable[[Messages], None]] = SimpleQueue()
         if not works:
             self._done.set()
             return
@@ -225,21 +128,6 @@ class Messages:
             raise self._error
         return True
 
-    def get_future(self) -> Messages:
-        """Returns an object with `add_done_callback`: this one."""
-        return self
-
-    def add_done_callback(self, callback: Callable[[Messages], None]) -> None:
-        """Calls `callback` once all messages are done, or one has failed."""
-        self._callbacks.put(callback)
-        if self._done.is_set():
-            self._run_callbacks()
-
-    def _run_callbacks(self) -> None:
-        with contextlib.suppress(Empty):
-            while True:
-                self._callbacks.get_nowait()(self)
-
     def run(self) -> None:
         """Waits for one message after the other; runs in a waiter thread."""
         try:
@@ -250,7 +138,6 @@ class Messages:
         # release torch's objects before anyone sees completion: the process may exit next
         self._works, self._kept = (), None
         self._done.set()
-        self._run_callbacks()
 
     def _finish(self) -> None:
         for work in self._works:
@@ -280,14 +167,6 @@ def _run_waiter(inbox: SimpleQueue[Messages]) -> None:
     while True:
         inbox.get().run()
         PROCESS.inboxes.append(inbox)
-
-
-def _keep_until_completed(work: dist.Work) -> None:
-    """Keeps a reference to a work, which perhaps nobody waits for, until it is completed."""
-    if len(PROCESS.works) >= _MAX_TRACKED_WORKS:
-        ended = [one for one in list(PROCESS.works) if one.is_completed()]
-        PROCESS.works.difference_update(ended)
-    PROCESS.works.add(work)
 
 
 @atexit.register

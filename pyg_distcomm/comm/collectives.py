@@ -5,12 +5,17 @@ No other module calls collectives.
 Each function takes the `Axis` it communicates over, skips the network when the axis has
 one rank, and counts what *this rank receives from others* (a row a rank keeps is not
 counted). Exchanges come as `begin -> Pending`, `Pending.wait() -> Tensor`, so that a
-caller can compute between the two.
+caller can compute between the two. A rank waits in short slices, and checks between them
+whether another rank has failed: see [Note: failure].
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +25,7 @@ from torch.utils.data import get_worker_info
 
 from pyg_distcomm.comm.axis import Axis as Axis
 from pyg_distcomm.comm.axis import Messages
-from pyg_distcomm.comm.axis import Pending as Pending
+from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.ledger import Exchange, label
 from pyg_distcomm.comm.serialization import decode, encode
 from pyg_distcomm.comm.store import ENDED, RankError
@@ -29,6 +34,106 @@ from pyg_distcomm.process import PROCESS
 
 _LARGE_MESSAGE = 1 << 17  # bytes to one rank from which receives are posted first
 _TAG = 0x9D0C  # of our messages, on groups that a script may use, too
+_WAIT_SLICE = timedelta(seconds=0.25)
+_MAX_TRACKED_WORKS = 8  # works tracked before completed ones are removed
+
+
+@dataclass(eq=False)
+class Pending:
+    """Represents an exchange under way; `wait()` returns what arrived."""
+
+    out: Tensor
+    device: torch.device
+    axis: Axis
+    op: str
+    work: dist.Work | Messages | None = None
+    traced: Exchange | None = None
+    kept: Any = None  # buffers that are being sent
+    into: Tensor | None = None
+    wanted: Sequence[int] = ()  # rows of each block of `out` to return, if not all
+
+    def __post_init__(self) -> None:
+        if isinstance(self.work, dist.Work) and not self.out.is_cuda:
+            _keep_until_completed(self.work)
+
+    def wait(self) -> Tensor:
+        """Blocks until everything has arrived, and returns it."""
+        if self.work is not None:
+            start = time.perf_counter_ns()
+            with label(f"wait for {self.op} over {self.axis.name}"):
+                _wait(self.work, self.axis, self.op, self.out.is_cuda)
+            spent = (time.perf_counter_ns() - start) / 1e9
+            self.axis.ledger.waited(self.op, self.axis.name, spent)
+            if self.traced is not None:
+                self.traced(start)
+            PROCESS.works.discard(self.work)
+            self.work = self.kept = None
+            if self.wanted and len(self.out) != sum(self.wanted):
+                blocks = self.out.chunk(len(self.wanted))
+                pairs = zip(blocks, self.wanted, strict=True)
+                self.out = torch.cat([block[:count] for block, count in pairs])
+        if self.into is not None and self.into is not self.out:
+            self.out = self.into.copy_(self.out)
+        return self.out.to(self.device)
+
+
+def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> None:
+    watch = axis.watch
+    if watch is None:
+        work.wait()
+        return
+    if on_stream:  # the stream waits, not this thread
+        watch.streamed.add(work, op)
+        work.wait()
+        return
+    try:
+        with (
+            watch.threads.waiting()
+            if axis.group
+            in watch.threads.of  # loaders' threads use groups of their own
+            else contextlib.nullcontext()
+        ):
+            _wait_in_slices(work, op, watch)
+    except (
+        BaseException
+    ) as error:  # messages are lost: other ranks must not wait for them
+        watch.fail(error)
+        raise
+
+
+def _wait_in_slices(
+    work: dist.Work | Messages, doing: str, watch: FailureMonitor
+) -> None:
+    start = time.monotonic()
+    if _wait_slice(work, doing, watch):
+        return
+    with watch.waiting(doing) as check:
+        check(time.monotonic() - start)
+        while not _wait_slice(work, doing, watch):
+            check(time.monotonic() - start)
+
+
+def _wait_slice(work: dist.Work | Messages, doing: str, watch: FailureMonitor) -> bool:
+    """Waits one slice; returns whether the work is done, and raises if the transport broke."""
+    try:
+        work.wait(_WAIT_SLICE)
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    try:  # it completed, or failed, between the two lines above
+        work.wait()
+        return True
+    except RuntimeError as error:
+        raise watch.connection_error(doing, error) from None
+
+
+def _keep_until_completed(work: dist.Work) -> None:
+    """Keeps a reference to a work, which perhaps nobody waits for, until it is completed."""
+    if len(PROCESS.works) >= _MAX_TRACKED_WORKS:
+        ended = [one for one in list(PROCESS.works) if one.is_completed()]
+        PROCESS.works.difference_update(ended)
+    PROCESS.works.add(work)
 
 
 class guarded:
@@ -49,7 +154,7 @@ class guarded:
         if watch is not None and get_worker_info() is not None:
             raise ValueError(
                 "leave num_workers at 0 where a DataLoader reads rows of a share, or give it "
-                f"x.full_tensor(): its workers are no ranks, and {self._op} needs all ranks"
+                f"x.full_tensor(): its workers are not ranks, and {self._op} needs all ranks"
             )
         if watch is not None and watch.streamed.error is not None:
             raise watch.streamed.error
@@ -406,7 +511,7 @@ def all_gather_object(value: Any, axis: Axis) -> list[Any]:
     """Returns every rank's value, for plans and error messages; see `serialization.encode`.
 
     Raises:
-        TypeError: on all ranks, if a value can not be sent as data.
+        TypeError: on all ranks, if a value cannot be sent as data.
     """
     if axis.size == 1:
         return [value]
@@ -420,7 +525,7 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     """Returns rank 0's value on every rank, for plans; see `serialization.encode`.
 
     Raises:
-        TypeError: on all ranks, if the value can not be sent as data.
+        TypeError: on all ranks, if the value cannot be sent as data.
     """
     if axis.size == 1:
         return value

@@ -35,7 +35,7 @@ def count_rows(here: int, mesh: Mesh) -> int:
     Requests are numbered, so that a rank that makes one alone raises an error instead of
     taking the answer to another rank's next request.
 
-    Price: one all-gather of two words a rank.
+    Price: one all-gather of two words per rank.
 
     Raises:
         ValueError: if the ranks are not at the same request.
@@ -205,7 +205,7 @@ class Comparer:
         layer is compared again when it is first used in the other mode (training or
         evaluation); without a link, the modes themselves are compared, too.
 
-        Price: one all-gather of two words a rank, once for each owner, value and mode.
+        Price: one all-gather of two words per rank, once for each owner, value and mode.
 
         Args:
             owner: the layer.
@@ -235,7 +235,7 @@ class Comparer:
         Compares an operation when this rank first calls it with such operands. A rank that
         has called it before does not compare; one that has not then waits until its deadline.
 
-        Price: one all-gather of two words a rank, once for each call.
+        Price: one all-gather of two words per rank, once for each call.
 
         Args:
             name: the operation.

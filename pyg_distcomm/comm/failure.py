@@ -529,7 +529,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _cheaper_choices(size: int, free: int, ranks: int) -> list[str]:
-    """Returns options that need less than `size` bytes a rank, and fit in `free`."""
+    """Returns options that need less than `size` bytes per rank, and fit in `free`."""
     parts = max(2, -(-size // max(free, size // 1024, 1)))
     more = f"{parts * ranks} ranks, about {size // parts:,} bytes on each"
     cap = min(free or size, size) // 2

@@ -16,7 +16,7 @@ starts as a new process, and imports by itself what the fork server else imports
 
 [Note: preemption] Signals come to ranks at different moments, or to one of them alone, and a
 checkpoint needs all ranks at the same step. So a signal is only recorded, and ranks compare
-records once a step, at a place that the script chooses: if any rank got one, all save and end.
+records once per step, where the script chooses: if any rank got one, all save and end.
 """
 
 from __future__ import annotations
@@ -245,7 +245,8 @@ def _receive_result(pipe: Connection, process: Any) -> tuple[bool, Any]:
         sent = b""
     if not sent:
         process.join(_GRACE)
-        text = f"the process ended without a word ({_describe_exit(process.exitcode)})"
+        how = _describe_exit(process.exitcode)
+        text = f"the process ended without an error message ({how})"
         return False, ("RankError", RankError(text), text)
     done, value = pickle.loads(sent)
     return done, value
@@ -301,9 +302,9 @@ def _join(ranks: list[Any], patience: float) -> None:
 
 
 def on_preempt(save: Callable[[], Any], mesh: Mesh | None = None) -> Preemption:
-    """Has a run save itself before SIGTERM or SIGINT (Ctrl-C) ends it.
+    """Saves a run before SIGTERM or SIGINT (Ctrl-C) ends it.
 
-    Call what this returns once a step, on all ranks:
+    Call what this returns once per step, on all ranks:
 
         preempted = pdc.on_preempt(lambda: pdc.save_checkpoint("last", mesh, model, opt))
         for epoch in range(200):

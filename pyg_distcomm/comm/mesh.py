@@ -164,7 +164,7 @@ def _grid_error(size: int, algorithm: str, replication: int | None) -> str:
 
 @dataclass(eq=False)
 class Mesh:
-    """Arranges the ranks of a run as a grid of row x col x fiber.
+    """Arranges the ranks of a run in a grid of row x col x fiber.
 
     Rank `(i s + j) p + k` stands at row `i`, column `j`, fiber `k` of a grid
     `(r, s, p)`. Made by `pdc.init`; passed to `partition` and `replicate`.

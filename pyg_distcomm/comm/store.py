@@ -153,7 +153,7 @@ class StoreMailbox:
                 raise value
         raise RankError(
             f"the rendezvous store does not answer ({verb} took {self._patience:.0f} s): "
-            "the network to the host of rank 0 may be cut, or that host be stopped"
+            "the network to the host of rank 0 may be cut, or that host may have stopped"
         )
 
 
@@ -462,9 +462,9 @@ def _advice() -> str:
     )
     if _INTERFACE_VARIABLE in os.environ:
         chosen = os.environ[_INTERFACE_VARIABLE]
-        now = f"{_INTERFACE_VARIABLE}={chosen} says over which interface"
+        now = f"{_INTERFACE_VARIABLE}={chosen} makes gloo listen on that interface"
     else:
         with contextlib.suppress(OSError):
             name = socket.gethostname()
-            now = f"{name} resolves to {socket.gethostbyname(name)}, where"
-    return f"Of this host, {now} gloo listens; if other hosts cannot reach that, set {listed}."
+            now = f"{name} resolves to {socket.gethostbyname(name)}, where gloo listens"
+    return f"Here {now}; if other hosts cannot reach it, set {listed}."

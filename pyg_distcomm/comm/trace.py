@@ -115,7 +115,7 @@ def _in_backward() -> bool:
 
 
 class trace(contextlib.ContextDecorator):
-    """Records all ranks in a `with` block, or decorated function, and writes one timeline.
+    """Records what all ranks do in a `with` block or decorated function, as one timeline.
 
     Every exchange is there with operation, axis, words, bytes and messages, as in the
     ledger, from its begin to the end of the wait for it; so are the local products, what

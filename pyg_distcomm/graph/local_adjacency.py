@@ -93,7 +93,7 @@ class GroupedEdges:
         grouped = bool((target[1:] >= target[:-1]).all())
         rowptr, col, order = kernels.coo_to_csr(target, source, num_targets)
         pattern = Pattern(rowptr, col.to(rowptr.dtype), num_sources)
-        return GroupedEdges(pattern, None if grouped else order)
+        return GroupedEdges(pattern, None if grouped else order.long())
 
     @property
     def num_targets(self) -> int:

@@ -52,7 +52,7 @@ def partition(
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
 ) -> Graph:
-    """Returns this rank's share of a graph: still a PyG Data, of row-sharded tensors.
+    """Partitions a graph over the ranks; returns this rank's share, still a PyG `Data`.
 
     Every rank passes the same `data`. Rank 0 partitions it, and broadcasts the owners. The
     owner of the target owns an edge and its attributes. Local rows ascend by global id, and
@@ -137,7 +137,10 @@ def _partition_data(
         problem = problem or error
     planned = method is None and not refine and _is_planned(data, mesh)
     if planned and seed and problem is None:
-        problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
+        problem = ValueError(
+            "mesh.plan has partitioned this graph already; leave seed out, or give a "
+            "method as well"
+        )
     agree(problem, mesh)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _comparable_arguments(method, link, seed=seed, **flags)
@@ -153,7 +156,6 @@ def _partition_data(
     with partition_data_types.explaining_memory(data, mesh):
         share = _to_device_of(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
-    out = _as_planned(out, oblivious) if planned else out
     out = partition_data_types.in_given_class(out, whole)
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
@@ -186,18 +188,6 @@ def _with_link(share: Any, link: Any) -> Any:
 
 def _is_planned(data: Data, mesh: Mesh) -> bool:
     return getattr(mesh.owners, "num_nodes", -1) == getattr(data, "num_nodes", None)
-
-
-def _as_planned(share: Data, oblivious: bool) -> Data:
-    """Sets the halo and the order of products of the plan that chose the mesh."""
-    edge_index: Any = share.edge_index
-    plan = edge_index.nodes.mesh.plan
-    if not oblivious:
-        edge_index = edge_index.with_halo(plan.halo)
-    share.edge_index = edge_index.with_ordering(
-        plan.ordering.order, keep_inputs=plan.ordering.keep_inputs
-    )
-    return share
 
 
 def _partition_hetero(
@@ -425,7 +415,7 @@ def _assemble(
 
 
 def partition_report(data: Data | HeteroData) -> PartitionReport:
-    """Returns the figures of the partition of a share; collective.
+    """Reports the sizes of all parts and the rows that they exchange; collective.
 
     Edge cut, halo rows, the busiest sender, imbalance, `bytes(width)` of one exchange,
     the nonzeros, sent and received rows of the blocks of the mesh's grid, and the figures
@@ -488,7 +478,7 @@ def load_partition(
     memory: int | str | None = None,
     merge: bool = False,
 ) -> Any:
-    """Loads this rank's share of a partitioned folder, and no other part of it.
+    """Loads this rank's share of a graph from a partition folder, and no other part.
 
     It is a Data, or a HeteroData where the folder holds nodes and edges of several types.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -26,7 +26,13 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.ops.grid_matrix import GridMatrix, LinkWrapper
-from pyg_distcomm.ops.grid_plan import EdgeRoute, GridPlan, build_plan
+from pyg_distcomm.ops.grid_plan import (
+    EdgeRoute,
+    Edges,
+    GridPlan,
+    build_plan,
+    listed,
+)
 
 Kind = TypeVar("Kind", bound=Tensor)
 
@@ -37,19 +43,28 @@ class LocalGraph:
 
     Shapes (this rank; n own nodes, m own sources, which are the nodes where edges have
     one node type; h ghosts, e own edges):
-        ends        [2, e]  sources, 0 .. m-1 own, m .. m+h-1 ghosts; targets, 0 .. n-1
+        make_ends   returns `ends` in the narrowest index type, made anew at each call
         ghost_gid   [h]  grouped by owner, ascending within
         halo        brings the ghosts' rows, over all ranks
         memory      what layers may take; None is without a cap
         most        n + e of the rank where that is most, known with a cap
     """
 
-    ends: Tensor
+    make_ends: Callable[[], Tensor]
     ghost_gid: Tensor
     halo: Halo
     num_own: int
     memory: MemoryCap | None = field(default=None, kw_only=True)
     most: int = field(default=0, kw_only=True)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Sources, 0 .. m-1 own, m .. m+h-1 ghosts, and targets, 0 .. n-1: `[2, e]` int64.
+
+        Kept from the first use on, for layers that compute messages; products need none.
+        """
+        ends = self.make_ends().long()
+        return ends if self.memory is None else self.memory.moved(ends)
 
     @property
     def source_lid(self) -> Tensor:
@@ -217,48 +232,37 @@ class Topology:
     def locals(self) -> LocalGraph:
         """Own edges in local numbering, and the halo of their sources; collective."""
         nodes, sources, mesh = self.nodes, self.source_rows, self.nodes.mesh
-        partition = sources.partition
+        ghost, partition = self.all_gid[len(sources) :], sources.partition
         assert partition is not None
-        owner = partition.owner_of(self.source_gid)
-        away = owner != mesh.rank
-        source = torch.empty_like(self.source_gid)
-        source[~away] = torch.searchsorted(sources.gid, self.source_gid[~away])
-        ghost, where = torch.unique(self.source_gid[away], return_inverse=True)
-        ghost_owner = partition.owner_of(ghost)
-        order = torch.argsort(ghost_owner, stable=True)
-        rank_of = torch.empty_like(order)
-        rank_of[order] = torch.arange(len(order))
-        source[away] = rank_of[where] + len(sources)
-        counts = torch.bincount(ghost_owner, minlength=mesh.size).tolist()
-        halo = Halo.build(ghost[order], counts, sources.gid, mesh.world)
-        target = torch.searchsorted(nodes.gid, self.target_gid)
-        most = torch.tensor([len(nodes) + len(target)])
+        owner = partition.owner_of(ghost)
+        counts = torch.bincount(owner, minlength=mesh.size).tolist()
+        halo = Halo.build(ghost, counts, sources.gid, mesh.world)
+        most = torch.tensor([len(nodes) + len(self.target_gid)])
         if nodes.memory is not None:
             most = collectives.all_reduce(most, mesh.world, "max")
         return LocalGraph(
-            self._within_cap(torch.stack([source, target]).to(self.device)),
-            ghost[order],
+            partial(_ends_on, self.device, *self._numbering),
+            ghost,
             halo.to(self.device),
             len(nodes),
             memory=nodes.memory,
             most=int(most),
         )
 
-    def _within_cap(self, x: Tensor) -> Tensor:
-        """Returns a tensor with the lifetime of the graph, in a file under a memory cap."""
-        cap = self.nodes.memory
-        return x if cap is None else cap.moved(x)
-
     @cached_property
     def all_gid(self) -> Tensor:
-        """Ids of own and ghost sources, in local numbering."""
-        return torch.cat([self.source_rows.gid, self.locals.ghost_gid])
+        """Ids of own sources, and of ghosts, grouped by owner: in local numbering."""
+        partition = self.source_rows.partition
+        assert partition is not None
+        gid = listed(self.source_gid, self.source_rows.total)
+        gid = gid[partition.owner_of(gid) != self.nodes.mesh.rank]
+        order = partition.owner_of(gid).argsort(stable=True)
+        return torch.cat([self.source_rows.gid, gid[order]])
 
     @cached_property
     def in_degree(self) -> Tensor:
         """The number of edges into each own node `[n]`, int64."""
-        target = self.locals.target_lid
-        return torch.bincount(target, minlength=len(self.nodes))
+        return torch.bincount(self.locals.make_ends()[1], minlength=len(self.nodes))
 
     @property
     def own_degrees(self) -> Callable[[], Tensor] | None:
@@ -295,9 +299,14 @@ class Topology:
 
     def sum_plan(self, trainable: bool = False) -> GridPlan:
         """The plan of `sum over in-edges`; collective the first time."""
-        return self._planned(
-            "sum", trainable, lambda: (self.source_gid, self.target_gid)
-        )
+        return self._planned("sum", trainable, lambda: Edges.among(*self._numbering))
+
+    @property
+    def _numbering(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int]:
+        """What `Edges.among` numbers own edges by."""
+        size = max(self.source_rows.total, self.nodes.total)
+        gids = self.source_gid, self.target_gid
+        return gids, (self.all_gid, self.nodes.gid), size
 
     @cached_property
     def row_words(self) -> int:
@@ -343,7 +352,7 @@ class Topology:
         return self.operator(kind, weight, dtype) @ x
 
     def _planned(
-        self, kind: str, trainable: bool, edges: Callable[[], tuple[Tensor, Tensor]]
+        self, kind: str, trainable: bool, edges: Callable[[], Edges]
     ) -> GridPlan:
         halo = "rows" if trainable and self.halo != "blocks" else self.halo
         key = kind, halo
@@ -351,7 +360,7 @@ class Topology:
             self.check_one_node_type()
             nodes = self.nodes
             assert nodes.partition is not None
-            plan = build_plan(*edges(), nodes.partition, nodes.mesh, halo)
+            plan = build_plan(edges(), nodes.partition, nodes.mesh, halo)
             plan = plan.to(self.device)
             if nodes.memory is not None:
                 how = nodes.memory, nodes.mesh.world, kind == "sum"
@@ -394,8 +403,8 @@ class Topology:
             return self.sum_plan(trainable=True).with_learnt(weight.to(dtype))
         link = None if exchange is None else exchange.wrap(self.locals.halo, DEGREES)
         loops = kind.improved, kind.add_self_loops
-        edge_index, value = self.gcn_norm(weight, *loops, dtype, link)
-        plan = self._looped_plan(kind.add_self_loops, edge_index, trainable=True)
+        value = self.gcn_norm(weight, *loops, dtype, link)[1]
+        plan = self._looped_plan(kind.add_self_loops, trainable=True)
         return plan.with_learnt(value)
 
     def _fixed_matrix(
@@ -406,18 +415,18 @@ class Topology:
             assert weight is not None
             return self.sum_plan().valued(weight.detach().to(dtype))
         loops = kind.improved, kind.add_self_loops
-        edge_index, value = self.gcn_norm(weight, *loops, dtype)
-        return self._looped_plan(kind.add_self_loops, edge_index).valued(value)
+        plan = self._looped_plan(kind.add_self_loops)  # first, while no values exist
+        return plan.valued(self.gcn_norm(weight, *loops, dtype)[1])
 
-    def _looped_plan(
-        self, add_self_loops: bool, edge_index: Tensor, trainable: bool = False
-    ) -> GridPlan:
+    def _looped_plan(self, add_self_loops: bool, trainable: bool = False) -> GridPlan:
         if not add_self_loops:
             return self.sum_plan(trainable)
 
-        def edges() -> tuple[Tensor, Tensor]:
-            gid = self.all_gid[edge_index.cpu()]
-            return gid[0], gid[1]
+        def edges() -> Edges:
+            found, n = Edges.among(*self._numbering), len(self.nodes)
+            places = loop_places(self, found.ends, self.edges)
+            looped, _ = _with_loops(found.ends, places, n, None, 1.0)
+            return replace(found, ends=looped)
 
         return self._planned("loops", trainable, edges)
 
@@ -429,10 +438,15 @@ class Topology:
         dtype: torch.dtype,
         link: Link | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns own edges with loops, local, and their symmetric normalisation."""
+        """Returns own edges with loops, local, and their symmetric normalisation.
+
+        With gradients switched off ends are of the narrowest index type, and are not kept.
+        """
         here = self.locals
         rows, how = self.edges, (improved, add_self_loops, dtype, link)
-        return gcn_norm(here, here.ends, rows, weight, *how)
+        if torch.is_grad_enabled():
+            return gcn_norm(here, here.ends, rows, weight, *how)
+        return gcn_norm(here, here.make_ends(), rows, weight, *how)
 
     def _cached_operator(
         self, kind: OperatorKind, weight: Tensor | None, dtype: torch.dtype
@@ -507,37 +521,49 @@ class Topology:
         )
 
 
-def loop_places(here: LocalGraph, ends: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Returns the positions of edges that are not self-loops, and of those that are.
+def _ends_on(device: torch.device, *numbering: Any) -> Tensor:
+    """Returns own edges in local numbering `[2, e]` on a device; see `Edges.among`."""
+    return Edges.among(*numbering).ends.to(device)
 
-    On a device they are kept with `rows`, since the host waits for them.
+
+def loop_places(graph: Any, ends: Tensor, rows: Rows) -> tuple[Tensor | None, Tensor]:
+    """Returns the positions of edges that are not self-loops, None of all, and of loops.
+
+    On a device they are kept with `rows`, since the host waits for them, for one `graph`.
     """
     seen, found = rows.derived.get("loops", (None, None))
-    if seen is not here:
+    if seen is not graph:
         looped = ends[0] == ends[1]
-        found = (~looped).nonzero().flatten(), looped.nonzero().flatten()
+        loops = looped.nonzero().flatten()
+        found = ((~looped).nonzero().flatten() if len(loops) else None), loops
         if not ends.is_cpu:
-            rows.derived["loops"] = here, found
+            rows.derived["loops"] = graph, found
     return found  # type: ignore[no-any-return]
 
 
 def _with_loops(
-    here: LocalGraph, ends: Tensor, rows: Rows, weight: Tensor | None, fill: float
+    ends: Tensor,
+    places: tuple[Tensor | None, Tensor],
+    num_own: int,
+    weight: Tensor | None,
+    fill: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Implements PyG's `add_remaining_self_loops`."""
-    others, loops = loop_places(here, ends, rows)
-    added = torch.arange(here.num_own, device=ends.device).expand(2, -1)
+    """Implements PyG's `add_remaining_self_loops`, of edges with these `loop_places`."""
+    others, loops = places
+    added = torch.arange(num_own, device=ends.device, dtype=ends.dtype).expand(2, -1)
     if weight is not None:
-        own = weight.new_full((here.num_own,), fill)
+        own = weight.new_full((num_own,), fill)
         node, looped = ends[0].index_select(0, loops), weight.index_select(0, loops)
         if not weight.is_cpu:  # of a node's loops the last one counts, as on the CPU
             place = torch.arange(len(node), device=node.device)
             last = place.new_zeros(len(own)).scatter_reduce_(0, node, place, "amax")
             # each has its gradient
             looped = looped.detach()[last[node]] + (looped - looped.detach())
-        own[node] = looped
-        weight = torch.cat([weight.index_select(0, others), own])
-    return torch.cat([ends.index_select(1, others), added], 1), weight
+        own[node.long()] = looped
+        kept = weight if others is None else weight.index_select(0, others)
+        weight = torch.cat([kept, own])
+    ends = ends if others is None else ends.index_select(1, others)
+    return torch.cat([ends, added], 1), weight
 
 
 def gcn_norm(
@@ -560,11 +586,15 @@ def gcn_norm(
     """
     fill = 2.0 if improved else 1.0
     if add_self_loops:
-        edge_index, weight = _with_loops(here, edge_index, rows, weight, fill)
+        places = loop_places(here, edge_index, rows)
+        edge_index, weight = _with_loops(edge_index, places, here.num_own, weight, fill)
     if weight is None:
         weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
     degree = weight.new_zeros(here.num_own).index_add(0, edge_index[1], weight)
     scale = degree.pow(-0.5)
     scale = scale.masked_fill(scale == float("inf"), 0)
     every = here.with_ghost_facts(scale.unsqueeze(1), link).squeeze(1)
-    return edge_index, every[edge_index[0]] * weight * scale[edge_index[1]]
+    if torch.is_grad_enabled():
+        return edge_index, every[edge_index[0]] * weight * scale[edge_index[1]]
+    value = every.index_select(0, edge_index[0]).mul_(weight)
+    return edge_index, value.mul_(scale.index_select(0, edge_index[1]))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import Short, format_table
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs.quantise import Plain
-from pyg_distcomm.halo.compressed import gradient_codec
+from pyg_distcomm.halo.exchange import CallKey, ExchangeKey, gradient_codec
 from pyg_distcomm.halo.halo import DEGREES, NAMES
-from pyg_distcomm.halo.staleness import Timing
-from pyg_distcomm.halo.state import CallKey, ExchangeKey, ExchangeState, LayerState
-
-CodecPair: TypeAlias = tuple[Codec, Codec | None]  # of rows, and of gradients
+from pyg_distcomm.halo.state import ExchangeState
 
 
 @dataclass(frozen=True)
@@ -99,27 +96,23 @@ class LinkCostModel:
     """Predicts the bytes of a link's exchanges from its state at one moment.
 
     Args:
-        exchanges, layers: the state of each.
+        link: the link.
         active: calls of the last whole epoch, or of this one if it is the first.
-        last: the call that is exact.
-        timing: the epochs in which rows are used.
-        exact_first: whether the first epoch is exact.
-        codecs_at: returns the codecs in an epoch.
-        epoch: the epoch in progress.
-        synchronous: whether epochs are synchronous until further notice.
         size: the number of ranks.
     """
 
-    exchanges: Mapping[ExchangeKey, ExchangeState]
-    layers: Mapping[int, LayerState]
+    link: Any
     active: tuple[CallKey, ...]
-    last: CallKey | None
-    timing: Timing
-    exact_first: bool
-    codecs_at: Callable[[int], CodecPair]
-    epoch: int
-    synchronous: bool
     size: int
+
+    @staticmethod
+    def of(link: Any) -> LinkCostModel:
+        """Returns the cost model of the exchanges seen so far."""
+        state = link.state
+        first = link.epoch == 0 and bool(state.calls)
+        parts = state.nodes is None or state.in_pipeline
+        size = 1 if parts or state.nodes is None else state.nodes.mesh.size
+        return LinkCostModel(link, tuple(state.calls) if first else state.active, size)
 
     def price(self, epoch: int) -> LinkPrice:
         """Returns the price of an epoch on this rank."""
@@ -155,7 +148,9 @@ class LinkCostModel:
     def _active_exchanges(
         self, epoch: int
     ) -> Iterator[tuple[ExchangeKey, ExchangeState]]:
-        for key, exchange in sorted(self.exchanges.items(), key=lambda one: one[0]):
+        for key, exchange in sorted(
+            self.link.state.exchanges.items(), key=lambda one: one[0]
+        ):
             if key[:2] in self.active and not self._is_cached(key.layer, epoch):
                 yield key, exchange
 
@@ -178,47 +173,44 @@ class LinkCostModel:
         self, key: ExchangeKey, exchange: ExchangeState, epoch: int
     ) -> int:
         """Returns at most how many bytes ranks use to decide whether to skip an exchange."""
-        if self._is_synchronous(epoch) or self._is_exact(key, exchange, epoch):
+        if self.link.is_synchronous(epoch) or self._is_exact(key, exchange, epoch):
             return 0
         return sum(
             8 * collectives.ring_words(2, load.peers + 1)
             for backward, load in enumerate(exchange.loads)
-            if load is not None and self.timing.skips(bool(backward))
+            if load is not None and self.link.timing.skips(bool(backward))
         )
 
     def _first_epoch(self, number: int) -> int:
         """Returns the epoch in which a layer trains first."""
-        layer = self.layers.get(number)
-        return self.epoch if layer is None or layer.first is None else layer.first
+        layer = self.link.state.layers.get(number)
+        return self.link.epoch if layer is None or layer.first is None else layer.first
 
     def _input_stage(self, number: int) -> int:
-        layer = self.layers.get(number)
+        layer = self.link.state.layers.get(number)
         return 0 if layer is None else layer.input_stage
 
     def _is_computed_now(self, number: int, epoch: int) -> bool:
         """Tells whether a layer's product is computed in this epoch and then cached."""
-        layer = self.layers.get(number)
+        layer = self.link.state.layers.get(number)
         if layer is not None and layer.cached_at == epoch:
             return True
-        return self._input_stage(number) == 1 and epoch == max(self.epoch, 1)
+        return self._input_stage(number) == 1 and epoch == max(self.link.epoch, 1)
 
     def _is_cached(self, number: int, epoch: int) -> bool:
         """Tells whether a layer's product is cached, so that it exchanges nothing."""
         if not self._input_stage(number) or self._is_computed_now(number, epoch):
             return False
-        return epoch >= max(self.epoch, 1)
+        return epoch >= max(self.link.epoch, 1)
 
     def _is_exact(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> bool:
-        first = self.exact_first and epoch == 0
-        return first or key[:2] == self.last or bool(exchange.exact_reason)
-
-    def _is_synchronous(self, epoch: int) -> bool:
-        return epoch == 0 or self.synchronous or self.timing.synchronous(epoch)
+        first = self.link.exact_last and epoch == 0
+        return first or key[:2] == self.link.state.last or bool(exchange.exact_reason)
 
     def oldest(self, epoch: int, late: int, since: int = 0) -> int:
         """Returns the oldest epoch whose rows are used in `epoch`, at least `since`."""
         window = range(epoch, max(epoch - late, -1), -1)
-        synchronous = (e for e in window if self._is_synchronous(e))
+        synchronous = (e for e in window if self.link.is_synchronous(e))
         return next(synchronous, max(since, epoch - late))
 
     def _codec(
@@ -227,16 +219,16 @@ class LinkCostModel:
         """Returns the codec of rows, or of gradients, in an epoch."""
         if self._is_exact(key, exchange, epoch):
             return Plain()
-        codec, own = self.codecs_at(epoch)
+        codec = self.link.codec_at(epoch)
         if not backward:
             return codec
         buffer, read = exchange.buffers[False], epoch  # the epoch of the rows read
         since = None if buffer is None else buffer.since
-        if self.timing.skips(False) and buffer is not None and buffer.messages:
+        if self.link.timing.skips(False) and buffer is not None and buffer.messages:
             read = buffer.messages[-1].epoch
-        elif since is not None and not self._is_synchronous(epoch):
-            read = self.oldest(epoch, self.timing.staleness(False), since)
-        return gradient_codec(codec, self._codec(key, exchange, read, False), own)
+        elif since is not None and not self.link.is_synchronous(epoch):
+            read = self.oldest(epoch, self.link.timing.staleness(False), since)
+        return gradient_codec(codec, self._codec(key, exchange, read, False))
 
     def _received_bytes(
         self,
@@ -254,21 +246,21 @@ class LinkCostModel:
 
     def _kept_bytes(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> int:
         """Returns the bytes of both buffers after an epoch; see `StaleBuffer`."""
-        if key[:2] == self.last or exchange.exact_reason:
+        if key[:2] == self.link.state.last or exchange.exact_reason:
             return 0
         total = 0
         for backward in (False, True):
-            load, late = exchange.loads[backward], self.timing.staleness(backward)
+            load, late = exchange.loads[backward], self.link.timing.staleness(backward)
             if load is None:
                 continue
             buffer = exchange.buffers[backward]
             since = epoch if buffer is None or buffer.since is None else buffer.since
             for e in range(self.oldest(epoch, late - 1, since), epoch + 1):
                 total += load.bytes(self._codec(key, exchange, e, backward))
-            if self.timing.momentum(backward):
+            if self.link.timing.momentum(backward):
                 total += load.rows_bytes
             row = load.width * load.dtype.itemsize
-            if self.timing.skips(backward):
+            if self.link.timing.skips(backward):
                 sent = [m.codec for m in buffer.messages] if buffer else []
                 sent = sent or [self._codec(key, exchange, epoch, backward)]
                 total += load.bytes(sent[-1])
@@ -280,19 +272,18 @@ class LinkCostModel:
     ) -> str:
         if computed_now:
             return "exact: its product is kept"
-        if key[:2] == self.last:
+        if key[:2] == self.link.state.last:
             return "exact: the last one"
         if exchange.exact_reason:
             return f"exact: {exchange.exact_reason}"
         if self._is_exact(key, exchange, epoch):
             return "exact: the first epoch"
-        codec, own = self.codecs_at(epoch)
-        how = f"{codec}" if own is None else f"{codec}, gradients {own}"
-        late = [self.timing.staleness(backward) for backward in (False, True)]
-        skip = self.timing.skip
-        if skip is not None and not self._is_synchronous(epoch):
+        how = f"{self.link.codec_at(epoch)}"
+        late = [self.link.timing.staleness(backward) for backward in (False, True)]
+        skip = self.link.timing.skip
+        if skip is not None and not self.link.is_synchronous(epoch):
             return f"{how}, once it drifts by {skip.bound:g}"
-        if self._is_synchronous(epoch) or not any(late):
+        if self.link.is_synchronous(epoch) or not any(late):
             return how
         if late[0] == late[1]:
             return f"{how}, late by {late[0]}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ class Direction:
 
 @dataclass(frozen=True, eq=False)
 class Halo(Link):
-    """Exchanges rows over one axis exactly.
+    """Exchanges rows between the ranks of one axis, exactly.
 
     Shapes (this rank; n own rows, h ghosts, t rows to send):
         send_slot    [t]   own rows to send, in order of their destination
@@ -300,16 +301,18 @@ class Halo(Link):
         counts = self.send_counts, self.recv_counts, self.axis
         return sent, collectives.all_to_all(sent, *counts, "plan").wait()
 
-    def direction(self, sums: bool) -> Direction:
-        """Returns the direction of rows to the ranks that need them, or of sums back."""
+    @cached_property
+    def directions(self) -> tuple[Direction, Direction]:
+        """The direction of rows to the ranks that need them, and that of sums back."""
         assert self.send_gid is not None
         assert self.ghost_gid is not None
         rows = self.send_gid, self.send_counts
         ghosts = self.ghost_gid, self.recv_counts
         most = self.most or 0
-        if sums:
-            return Direction(self.axis, None, *ghosts, *rows, most)
-        return Direction(self.axis, self.send_slot, *rows, *ghosts, most)
+        return (
+            Direction(self.axis, self.send_slot, *rows, *ghosts, most),
+            Direction(self.axis, None, *ghosts, *rows, most),
+        )
 
     def price(self, width: int) -> Price:
         counts = self.send_counts, self.recv_counts, self.axis.rank

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.store import world_size
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs import Plain, codec_of
-from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.cost import LinkCostModel, LinkPrice
+from pyg_distcomm.halo.exchange import LayerExchange
 from pyg_distcomm.halo.schedule import (
     Adaptive,
     LossTrend,
@@ -27,13 +26,7 @@ from pyg_distcomm.halo.schedule import (
     with_bits,
 )
 from pyg_distcomm.halo.staleness import Drift, Timing
-from pyg_distcomm.halo.state import (
-    EVALUATES,
-    PROBLEMS,
-    CallKey,
-    LayerState,
-    LinkState,
-)
+from pyg_distcomm.halo.state import LayerState, LinkState, LinkUse
 
 __all__ = ["LinkPolicy"]
 
@@ -42,13 +35,13 @@ _STATE_KEYS = frozenset(
 )
 
 
-class LinkPolicy:
+class LinkPolicy(LinkUse):
     """Defines how rows travel between ranks, and when they are used.
 
     Given to `pdc.partition(data, mesh, link=...)`, to `data.edge_index.with_link(...)`, to
     one layer or to `convert`, it applies to all products and exchanges of layers. Own rows
     never travel, fiber steps are exact and synchronous, and one rank ignores it. Call
-    `link.step()` once an epoch; `print(link)` shows the exchanges and their bytes.
+    `link.step()` once per epoch; `print(link)` shows the exchanges and their bytes.
 
     Some exchanges are exact: those of an evaluation, unless `exact_eval=False`; of the
     first epoch, which is synchronous, and from then on its last exchange, unless
@@ -71,8 +64,6 @@ class LinkPolicy:
         sync_every, warmup: which epochs are synchronous; see `Timing`.
         smooth, smooth_gradients: moving averages of late rows and gradients; see `Timing`.
         skip: skips exchanges of what has hardly changed; see `Drift`.
-        gradient_codec: that of gradients, if not that of the rows they answer. It
-            follows the schedule if it has a rate.
         exact_last: makes the last call exact, of layers that make more than one, and the
             first epoch.
         exact_eval: makes evaluation exact; otherwise it is coded, never late, and exact
@@ -96,28 +87,29 @@ class LinkPolicy:
         smooth_gradients: float | None = None,
         warmup: int = 1,
         skip: Drift | None = None,
-        gradient_codec: Codec | str | None = None,
         exact_last: bool = True,
         exact_eval: bool = True,
         adaptive: bool | Adaptive = False,
         seed: int = 0,
     ) -> None:
         codec = codec_of(codec) if isinstance(codec, str) else codec
-        if isinstance(gradient_codec, str):
-            gradient_codec = codec_of(gradient_codec)
-        for name, given in (("codec", codec), ("gradient_codec", gradient_codec)):
-            if not isinstance(given, Codec) and (given is not None or name == "codec"):
-                raise TypeError(
-                    f"{name} must be a Codec, as Plain(), or its name, as 'bf16', got "
-                    f"{given!r}"
-                )
+        if not isinstance(codec, Codec):
+            raise TypeError(
+                "codec must be a Codec, as Plain(), or its name, as 'bf16', got "
+                f"{codec!r}"
+            )
         if schedule is not None and not isinstance(schedule, Schedule):
             raise TypeError(
                 f"schedule must be a Schedule, as Fixed(2), got {schedule!r}"
             )
-        self.codec, self.gradient_codec = codec, gradient_codec
+        self.codec = codec
         means = smooth, smooth_gradients
-        self.timing = Timing(late, late_gradients, sync_every, *means, warmup, skip)
+        self.timing = timing = Timing(
+            late, late_gradients, sync_every, *means, warmup, skip
+        )
+        self.is_exact = codec == Plain() and not timing.is_late
+        self.lateness = timing.staleness(False), timing.staleness(True)
+        self.skipping = timing.skips(False), timing.skips(True)
         self.exact_last, self.exact_eval, self.seed = exact_last, exact_eval, seed
         self.schedule = schedule
         rule = Adaptive() if adaptive is True else adaptive or None
@@ -126,85 +118,9 @@ class LinkPolicy:
             codec.with_rate(1.0)  # raises for a codec without a rate
         self.epoch = 0
         self.state = LinkState()
-        self._codecs_by_epoch: dict[int, tuple[Codec, Codec | None]] = {}
+        self._codecs_by_epoch: dict[int, Codec] = {}
         self._warned = False
-
-    @property
-    def _ranked(self) -> bool:
-        own = self.gradient_codec
-        return self.codec.ranked or (own is not None and own.ranked)
-
-    # for layers
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it is the exact link: unchanged rows of this epoch."""
-        plain = self.codec == Plain() and self.gradient_codec in (None, Plain())
-        return plain and not self.timing.is_late
-
-    def is_used_on(self, mesh: Any) -> bool:
-        """Tells whether layers on a mesh use codecs or late rows."""
-        return mesh.size > 1 and not self.is_exact
-
-    def check_ranked(self, nodes: Rows, degrees: Callable[[], Tensor] | None) -> None:
-        """Raises a ValueError if a codec needs in-degrees that are not available."""
-        if not self._ranked:
-            return
-        if nodes.mesh.grid[1:] != (1, 1):
-            raise ValueError(
-                f"{self!r} needs in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
-                f"is {nodes.mesh.grid}; use pdc.init('1d'), or RangeBits"
-            )
-        if degrees is None:
-            raise ValueError(
-                f"{self!r} needs in-degrees, but edges between two types of nodes have none "
-                "for their sources; use RangeBits or Quantise"
-            )
-
-    def begin(
-        self,
-        layer: Any,
-        nodes: Rows,
-        training: bool,
-        stage: Callable[[], int] | None = None,
-        name: str = "",
-        degrees: Callable[[], Tensor] | None = None,
-    ) -> LayerExchange | None:
-        """Returns one call of a layer, or None if it is exact; collective.
-
-        Args:
-            layer: the layer.
-            nodes: the partition of nodes.
-            training: whether the layer trains.
-            stage: returns the caching stage of its input; see `ProductCache.stage`.
-            name: its name in error messages; by default its class.
-            degrees: returns the in-degrees of own nodes `[n]`; None if unknown.
-        """
-        state = self.state
-        if not self.is_used_on(nodes.mesh):
-            return None
-        self.check_ranked(nodes, degrees)
-        state.bind(nodes)
-        mode = state.agree_on_mode(layer, training and torch.is_grad_enabled())
-        if mode == EVALUATES:
-            number = state.number_of(layer, trains=False)
-            if self.exact_eval or (state.last or (-1,))[0] == number:
-                return None
-            return self._layer_exchange((number, 0), trains=False, degrees=degrees)
-        state.nodes = nodes  # may be those of an updated graph
-        number = state.number_of(layer, True, name)
-        if mode in PROBLEMS:
-            raise ValueError(f"{state.layer_name(number)} {PROBLEMS[mode]}")
-        used = state.layers[number]
-        used.first = self.epoch if used.first is None else used.first
-        used.last, used.stage = self.epoch, stage or used.stage
-        call = state.next_call(number)
-        exchange = self._layer_exchange(call, trains=True, degrees=degrees)
-        if call != state.last:
-            return exchange
-        # after a restart, record its exchanges once, for their price
-        known = any(key[:2] == call for key in state.exchanges)
-        return None if known else exchange.as_exact("the last one")
+        self._begin_epoch()
 
     def begin_pipeline(self, nodes: Rows) -> None:
         """Begins an epoch of a pipeline, on the ranks of all its stages; see `begin_chunk`.
@@ -212,7 +128,7 @@ class LinkPolicy:
         Raises:
             ValueError: for a link that skips, or needs in-degrees: chunks support neither.
         """
-        if self.timing.skip or self._ranked:
+        if self.timing.skip or self.codec.ranked:
             raise ValueError(
                 f"{self!r} skips exchanges or needs in-degrees, which chunks of a pipeline do "
                 "not support; leave out skip, and use Quantise or RangeBits for DegreeBits"
@@ -236,66 +152,29 @@ class LinkPolicy:
         call = self._layer_exchange((boundary, number), trains=True)
         return call.as_exact("the last one") if last and self.exact_last else call
 
-    def _layer_exchange(
-        self,
-        call: CallKey,
-        *,
-        trains: bool,
-        degrees: Callable[[], Tensor] | None = None,
-    ) -> LayerExchange:
-        first = self.exact_last and self.epoch == 0 and trains
-        codec, own = (Plain(), None) if first else self.codecs_at(self.epoch)
-        return LayerExchange(
-            self.state,
-            self.timing,
-            self.seed,
-            call,
-            self.epoch,
-            codec,
-            own,
-            synchronous=not trains or self.synchronous,
-            trains=trains,
-            degrees=degrees,
-        )
+    def _begin_epoch(self) -> None:
+        """Decides what layers ask for in the epoch in progress."""
+        self._codec = self.codec_at(self.epoch)
+        self._synchronous = self.is_synchronous(self.epoch)
 
-    @property
-    def synchronous(self) -> bool:
-        """Whether this epoch uses its own rows."""
-        if self.epoch == 0 or self.timing.synchronous(self.epoch):
+    def is_synchronous(self, epoch: int) -> bool:
+        """Tells whether an epoch uses its own rows; with `adaptive` by the loss so far."""
+        if epoch == 0 or self.timing.synchronous(epoch):
             return True
         return self.trend is not None and self.trend.synchronous
 
-    def codecs_at(self, epoch: int) -> tuple[Codec, Codec | None]:
-        """Returns the codecs of rows and of gradients in an epoch."""
-        if epoch not in self._codecs_by_epoch:
-            codecs = self._codecs_at(epoch)
-            if epoch != self.epoch:
-                return codecs
-            self._codecs_by_epoch[epoch] = codecs
-        return self._codecs_by_epoch[epoch]
-
-    def _codecs_at(self, epoch: int) -> tuple[Codec, Codec | None]:
-        codec, own = self.codec, self.gradient_codec
+    def codec_at(self, epoch: int) -> Codec:
+        """Returns the codec of an epoch: of rows, and of the gradients that answer them."""
+        if epoch in self._codecs_by_epoch:
+            return self._codecs_by_epoch[epoch]
+        codec = self.codec
         if self.trend is not None:
             codec = with_bits(codec, self.trend.bits)
-        if self.schedule is None:
-            return codec, own
-        rate = self.schedule.rate(epoch)
-        if own is not None:
-            with contextlib.suppress(ValueError):  # a codec without a rate is unchanged
-                own = own.with_rate(rate)
-        return codec.with_rate(rate), own
-
-    def note_cached(self, layer: Any, nodes: Rows, trains: bool) -> None:
-        """Records that a layer's product is computed exactly, in order to be cached."""
-        if nodes.mesh.size > 1:
-            self.state.record_cached(layer, self.epoch if trains else None)
-
-    def was_constant(self, layer: Any, trains: bool) -> bool:
-        """Tells whether a layer's input was known to be constant before a restart."""
-        return self.state.number_of(layer, trains) in self.state.constant
-
-    # for users
+        if self.schedule is not None:
+            codec = codec.with_rate(self.schedule.rate(epoch))
+        if epoch == self.epoch:
+            self._codecs_by_epoch[epoch] = codec
+        return codec
 
     @property
     def settings(self) -> dict[str, str]:
@@ -304,7 +183,6 @@ class LinkPolicy:
             "codec": self.codec,
             "schedule": self.schedule,
             "timing": self.timing,
-            "gradient_codec": self.gradient_codec,
             "exact_last": self.exact_last,
             "exact_eval": self.exact_eval,
             "adaptive": None if self.trend is None else self.trend.rule,
@@ -341,6 +219,7 @@ class LinkPolicy:
         reach += 0 if skip is None else 2 * skip.most
         for epoch in [e for e in self._codecs_by_epoch if e < self.epoch - reach]:
             del self._codecs_by_epoch[epoch]
+        self._begin_epoch()
 
     def _warn_unused(self) -> None:
         """Warns once if no exchange of this or a later epoch is coded or late."""
@@ -348,26 +227,7 @@ class LinkPolicy:
             return
         if told := self.state.why_unused(self.epoch):
             self._warned = True
-            warnings.warn(f"{self!r} is configured and not used: {told}", stacklevel=3)
-
-    @property
-    def cost_model(self) -> LinkCostModel:
-        """The cost model of the exchanges seen so far."""
-        state = self.state
-        parts = state.nodes is None or state.in_pipeline
-        first = self.epoch == 0 and bool(state.calls)
-        return LinkCostModel(
-            state.exchanges,
-            state.layers,
-            tuple(state.calls) if first else state.active,
-            state.last,
-            self.timing,
-            self.exact_last,
-            self.codecs_at,
-            self.epoch,
-            self.trend is not None and self.trend.synchronous,
-            1 if parts or state.nodes is None else state.nodes.mesh.size,
-        )
+            warnings.warn(f"{self!r} is configured but not used: {told}", stacklevel=3)
 
     def price(self, epoch: int | None = None) -> LinkPrice:
         """Returns the price of a training epoch on this rank, from the exchanges so far.
@@ -376,7 +236,8 @@ class LinkPolicy:
             epoch: the epoch; by default the one in progress. Later epochs of an `adaptive`
                 link are priced at the current bits.
         """
-        return self.cost_model.price(self.epoch if epoch is None else epoch)
+        epoch = self.epoch if epoch is None else epoch
+        return LinkCostModel.of(self).price(epoch)
 
     def staleness(self, epoch: int | None = None) -> int:
         """Returns by how many epochs the oldest rows or gradients of an epoch are late.
@@ -395,7 +256,7 @@ class LinkPolicy:
         if self.timing.skip is not None:
             sent = [b.messages[-1].epoch for *_, b in self.state.buffers if b.messages]
             return max(self.epoch - 1 - min(sent, default=epoch), 0)
-        model = self.cost_model
+        model = LinkCostModel.of(self)
         ends = (model.oldest(epoch, self.timing.staleness(b)) for b in (False, True))
         return max(epoch - end for end in ends)
 
@@ -444,6 +305,7 @@ class LinkPolicy:
             self.trend.load_state_dict(state["trend"])
         self.epoch = int(state["epoch"])
         self.state.nodes = nodes
+        self._begin_epoch()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises a ValueError for a state that does not belong to such a link."""
@@ -472,8 +334,6 @@ class LinkPolicy:
 
     def __repr__(self) -> str:
         shown = [f"{self.codec}"]
-        if self.gradient_codec is not None:
-            shown.append(f"gradient_codec={self.gradient_codec}")
         if self.timing.is_late:
             shown.append(f"{self.timing}")
         options = ("exact_last", "exact_eval")

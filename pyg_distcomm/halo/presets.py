@@ -81,7 +81,7 @@ def Sylvie(
     exact_eval: bool = True,
     seed: int = 0,
 ) -> LinkPolicy:
-    """Returns a link that sends a few bits a number, one epoch late ([Zhang23]).
+    """Returns a link that sends a few bits per number, one epoch late ([Zhang23]).
 
     Args:
         bits: 1, 2, 4 or 8; 16 is bf16, and 32 sends numbers unchanged.

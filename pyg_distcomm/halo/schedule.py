@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs.composed import Chain
-from pyg_distcomm.halo.codecs.quantise import LEVELS, DegreeBits, Quantise
+from pyg_distcomm.halo.codec import LEVELS, Codec, Quantise
+from pyg_distcomm.halo.codecs.quantise import DegreeBits
+from pyg_distcomm.halo.codecs.sparse import Chain
 
 __all__ = ["Adaptive", "Fixed", "Linear", "Schedule"]
 
@@ -48,7 +48,7 @@ class Fixed(Schedule):
 
 @dataclass(frozen=True)
 class Linear(Schedule):
-    """Lowers c linearly, as VARCO does.
+    """Lowers the compression ratio c linearly over the epochs, as VARCO does.
 
         c(t) = max(c_max - slope t (c_max - c_min) / (T - 2), c_min)
 
@@ -90,7 +90,7 @@ class Linear(Schedule):
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Sets when a link uses more bits, or fewer, by its loss.
+    """Chooses the number of bits of a link by how the loss develops.
 
         mean = momentum mean + (1 - momentum) loss,   v = |change of mean|
 

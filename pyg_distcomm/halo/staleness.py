@@ -1,11 +1,6 @@
-"""Defines the epoch in which the rows of an exchange are used, and buffers them until then.
+"""Defines the epochs in which the rows of an exchange are used, and when it is skipped.
 
-[Note: late rows] At epoch t an exchange with a staleness of k sends this epoch's rows and uses
-those of epoch t - k, which have had k epochs to travel. They are decoded with the codec, rate
-and key that encoded them. An exchange is synchronous in its first epoch, and after an epoch
-without it (as for gradients of frozen layers); while there are fewer than k earlier messages,
-the oldest is used. A synchronous epoch waits for pending messages and uses its own rows, which
-are the oldest from then on.
+How late rows are kept: [Note: late rows] of `exchange.py`.
 
 [Note: skipped rows] An exchange with a `Drift` is skipped while its rows hardly change. Before
 it sends, the ranks of its axis sum over all rows x that they would send, and the rows s that
@@ -21,19 +16,12 @@ codec.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from pyg_distcomm.comm.collectives import Pending
-from pyg_distcomm.halo.codec import Codec, RngKey, unpack
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Sets when an exchange is skipped, and the rows sent last used again.
+    """Decides when an exchange is skipped, so that the rows sent last are used again.
 
     See [Note: skipped rows]. Epochs that are synchronous skip nothing.
 
@@ -156,120 +144,3 @@ class Timing:
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
         shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in changed)
         return f"Timing({shown})"
-
-
-@dataclass(eq=False)
-class Message:
-    """Holds the messages that all peers send in one exchange, pending or received.
-
-    Args:
-        codec: the codec that wrote them.
-        epoch: the epoch of the rows.
-        key: the key of their randomness.
-        gid: the ids of the rows.
-        counts: how many rows come from each peer.
-        degree: the in-degrees of the rows, for a codec that is `ranked`.
-        sizes: the bytes of each peer's message.
-        pending: the collective, until it is waited for.
-        raw: the received bytes.
-    """
-
-    codec: Codec
-    epoch: int
-    key: int
-    gid: Tensor
-    counts: tuple[int, ...]
-    degree: Tensor | None
-    sizes: list[int]
-    pending: Pending | None
-    raw: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """Waits for the collective, and returns the bytes."""
-        if self.pending is not None:
-            self.raw, self.pending = self.pending.wait(), None
-        assert self.raw is not None
-        return self.raw
-
-    def read(self, out: Tensor) -> Tensor:
-        """Decodes the rows into `out` `[rows, f]`."""
-        raw = self.wait()
-        draw = RngKey(self.key, self.gid, degree=self.degree)
-        return unpack(self.codec, raw, self.sizes, self.counts, out, draw)
-
-
-@dataclass(eq=False)
-class StaleBuffer:
-    """Keeps the messages of one exchange, in one direction, from epoch to epoch.
-
-    Its bytes, for rows that are k epochs late: k messages, and with `smooth` the mean of the
-    rows received.
-
-    Args:
-        messages: the last messages, the newest last.
-        mean: the moving average.
-        shape: the plan, width and type of the rows; the buffer is cleared for others.
-        since: the epoch of the first message, or of the last synchronous one.
-        reference: a copy of the rows sent last, if exchanges may be skipped.
-    """
-
-    messages: list[Message] = field(default_factory=list)
-    mean: Tensor | None = None
-    shape: tuple[Any, int, torch.dtype] | None = None
-    since: int | None = None
-    reference: Tensor | None = None
-
-    def bind(self, plan: Any, width: int, dtype: torch.dtype) -> None:
-        """Clears the buffer if it holds rows of another plan, width or type."""
-        if self.shape is None:
-            self.shape = plan, width, dtype
-        if self.shape[0] is None:  # restored
-            self.shape = plan, *self.shape[1:]
-        if self.shape[0] is plan and self.shape[1:] == (width, dtype):
-            return
-        self.drain()
-        self.messages, self.mean = [], None
-        self.since = self.reference = None
-        self.shape = plan, width, dtype
-
-    def push(self, new: Message, late: int, synchronous: bool) -> Message:
-        """Adds a message, and returns the one to read: `late` before it, or the oldest.
-
-        A synchronous message is read at once, and earlier ones are dropped.
-        """
-        if synchronous:
-            self.messages, self.since = [], None
-        self.messages.append(new)
-        self.since = new.epoch if self.since is None else self.since
-        return self.messages[max(len(self.messages) - 1 - late, 0)]
-
-    def trim(self, late: int) -> None:
-        """Drops all messages except the last `late`."""
-        del self.messages[: max(len(self.messages) - late, 0)]
-
-    def average(self, rows: Tensor, smooth: float, synchronous: bool) -> Tensor:
-        """Updates the moving average with rows, and writes it to them in place."""
-        if self.mean is None or synchronous:
-            self.mean = rows.clone()
-        else:
-            self.mean.mul_(smooth).add_(rows, alpha=1 - smooth)
-        return rows.copy_(self.mean)
-
-    def drift(self, rows: Tensor) -> Tensor:
-        """Returns sum |x - s|^2 and sum |s|^2, of these rows and those sent last `[2]`."""
-        assert self.reference is not None
-        last = self.reference.double()
-        change = (rows.double() - last).square().sum()
-        return torch.stack([change, last.square().sum()])
-
-    def drain(self) -> None:
-        """Waits for pending messages."""
-        for message in self.messages:
-            message.wait()
-
-    @property
-    def held(self) -> int:
-        """The bytes in the buffer, those of pending messages included."""
-        held = sum(sum(message.sizes) for message in self.messages)
-        tensors = [t for t in (self.mean, self.reference) if t is not None]
-        return held + sum(t.nbytes for t in tensors)

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.halo import codecs
-from pyg_distcomm.halo.codec import Codec, Load
+from pyg_distcomm.halo.codec import Codec, Load, RngKey
+from pyg_distcomm.halo.codecs.quantise import Plain
+from pyg_distcomm.halo.exchange import (
+    CallKey,
+    ExchangeKey,
+    ExchangePlan,
+    LayerExchange,
+    StaleBuffer,
+)
 from pyg_distcomm.halo.halo import Direction, Halo
-from pyg_distcomm.halo.staleness import Message, StaleBuffer
-
-CallKey: TypeAlias = tuple[int, int]  # number of the layer, number of its call
+from pyg_distcomm.halo.saved import partition_fingerprint, read_buffer, saved_buffer
+from pyg_distcomm.halo.staleness import Timing
 
 # modes of a call of a layer; the greatest of any rank holds on all ranks
 TRAINS, EVALUATES, RECOMPUTES, REPEATS = range(4)
@@ -39,18 +45,9 @@ PROBLEMS = {
     ),
     REPEATS: (
         "runs again after its backward pass, in the same epoch of its link; call "
-        "link.step() once an epoch, after the optimizer's step"
+        "link.step() once per epoch, after the optimizer's step"
     ),
 }
-
-
-class ExchangeKey(NamedTuple):
-    """Identifies an exchange, alike on all ranks and in all epochs."""
-
-    layer: int  # by first use in training
-    number: int  # of the layer's call in an epoch
-    name: int  # of the exchange in the call; see `cost.exchange_name`
-    chunk: int
 
 
 @dataclass(eq=False)
@@ -63,6 +60,7 @@ class ExchangeState:
         loads: the rows it receives; None for a direction without an exchange so far.
         sent_rows: how many rows it sends.
         buffers: its buffered messages.
+        plans: the plans of its messages.
         answered: whether it had a backward pass in this epoch.
     """
 
@@ -71,6 +69,7 @@ class ExchangeState:
     loads: list[Load | None] = field(default_factory=lambda: [None, None])
     sent_rows: list[int] = field(default_factory=lambda: [0, 0])
     buffers: list[StaleBuffer | None] = field(default_factory=lambda: [None, None])
+    plans: list[ExchangePlan | None] = field(default_factory=lambda: [None, None])
     answered: bool = False
 
     def drop(self, backward: bool) -> None:
@@ -129,7 +128,7 @@ class LinkState:
         evaluates: whether ranks agreed at the last call that one of them evaluates.
         pipeline_epoch: the latest epoch of a pipeline that uses the link by chunks.
         constant: layers whose inputs had been seen before the run was restored.
-        degrees: in-degrees of rows sent and received, by halo; for codecs that are `ranked`.
+        degrees: directions with in-degrees, by halo; for codecs that are `ranked`.
         saved: restored buffers that have not been used yet.
         mark: the rank and partition of restored buffers; see `partition_fingerprint`.
         restored: whether it was restored, and nothing has run since.
@@ -307,19 +306,37 @@ class LinkState:
         backward: bool,
         direction: Direction,
         halo: Halo,
-        rows: torch.Tensor,
+        rows: Tensor,
     ) -> StaleBuffer:
         """Returns the buffer of an exchange in one direction, restored if it was saved."""
         buffers = self.exchanges[key].buffers
         if (key, backward) in self.saved:
             saved = self.saved.pop((key, backward))
-            buffers[backward] = _load_buffer(
+            buffers[backward] = read_buffer(
                 saved, direction, self.layer_name(key.layer)
             )
         buffer = buffers[backward] or StaleBuffer()
         buffers[backward] = buffer
         buffer.bind(halo, rows.size(1), rows.dtype)
         return buffer
+
+    def plan(
+        self,
+        key: ExchangeKey,
+        backward: bool,
+        codec: Codec,
+        direction: Direction,
+        x: Tensor,
+        draw: RngKey,
+    ) -> ExchangePlan:
+        """Returns the plan of the messages of rows like `x`, the known one if it fits."""
+        exchange = self.exchanges.get(key)
+        known = None if exchange is None else exchange.plans[backward]
+        if known is None or not known.fits(codec, direction, x):
+            known = ExchangePlan.of(codec, direction, x, draw)
+            if exchange is not None:
+                exchange.plans[backward] = known
+        return known
 
     def record_cached(self, layer: Any, epoch: int | None) -> None:
         """Records that a layer's product is cached; `epoch` is None outside training."""
@@ -432,7 +449,7 @@ class LinkState:
         for _, _, buffer in self.buffers:
             buffer.drain()
         saved = [
-            {"of": [*key, backward], **_saved_buffer(buffer)}
+            {"of": [*key, backward], **saved_buffer(buffer)}
             for key, backward, buffer in self.buffers
         ]
         return {
@@ -460,118 +477,119 @@ class LinkState:
         return read
 
 
-def partition_fingerprint(nodes: Rows) -> dict[str, Any]:
-    """Returns the rank, the grid and a digest of the partition, of nodes of all types."""
-    owners = nodes.partition
-    owners = owners if owners is None or owners.union is None else owners.union
-    digest = None if owners is None else owners.digest()
-    return {
-        "rank": nodes.mesh.rank,
-        "grid": list(nodes.mesh.grid),
-        "owners": digest,
-    }
+class LinkUse:
+    """Answers the layers that exchange rows by a link; `LinkPolicy` adds what scripts call.
 
-
-def codec_state(codec: Codec) -> dict[str, Any]:
-    """Returns a codec as plain values.
-
-    Raises:
-        ValueError: for a codec that is not of this package.
+    Args:
+        codec, exact_last, exact_eval, seed: as of `LinkPolicy`.
+        timing: the epochs in which rows are used.
+        lateness: by how many epochs rows are late, and gradients.
+        skipping: whether exchanges of rows may be skipped, and of gradients.
+        is_exact: whether it is the exact link: unchanged rows of this epoch.
+        epoch: the epoch in progress.
+        state: what it holds from epoch to epoch.
     """
-    kind = type(codec).__name__
-    if isinstance(codec, codecs.Chain):
-        return {"kind": kind, "codecs": [codec_state(one) for one in codec.inside]}
-    if getattr(codecs, kind, None) is not type(codec):
-        raise ValueError(f"{codec!r} is not one of the codecs that can be saved")
-    fields = {}
-    for one in dataclasses.fields(codec):  # type: ignore[arg-type]
-        value = getattr(codec, one.name)
-        fields[one.name] = codec_state(value) if isinstance(value, Codec) else value
-    return {"kind": kind, **fields}
 
+    codec: Codec
+    timing: Timing
+    exact_last: bool
+    exact_eval: bool
+    seed: int
+    epoch: int
+    is_exact: bool
+    state: LinkState
+    _codec: Codec  # of this epoch
+    _synchronous: bool  # whether this epoch uses its own rows
+    lateness: tuple[int, int]
+    skipping: tuple[bool, bool]
 
-def read_codec(state: Mapping[str, Any]) -> Codec:
-    """Returns the codec that `codec_state` saved."""
-    if state["kind"] == "Chain":
-        return codecs.Chain(*map(read_codec, state["codecs"]))
-    fields = {
-        name: read_codec(value) if isinstance(value, Mapping) else value
-        for name, value in state.items()
-        if name != "kind"
-    }
-    return getattr(codecs, state["kind"])(**fields)
+    def is_used_on(self, mesh: Any) -> bool:
+        """Tells whether layers on a mesh use codecs or late rows."""
+        return mesh.size > 1 and not self.is_exact
 
+    def check_ranked(self, nodes: Rows, degrees: Callable[[], Tensor] | None) -> None:
+        """Raises a ValueError if a codec needs in-degrees that are not available."""
+        if not self.codec.ranked:
+            return
+        if nodes.mesh.grid[1:] != (1, 1):
+            raise ValueError(
+                f"{self!r} needs in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
+                f"is {nodes.mesh.grid}; use pdc.init('1d'), or RangeBits"
+            )
+        if degrees is None:
+            raise ValueError(
+                f"{self!r} needs in-degrees, but edges between two types of nodes have none "
+                "for their sources; use RangeBits or Quantise"
+            )
 
-def _saved_buffer(buffer: StaleBuffer) -> dict[str, Any]:
-    """Returns a buffer without pending messages as plain values and tensors."""
-    assert buffer.shape is not None
-    halo, width, dtype = buffer.shape
-    ends = (halo.send_gid, halo.send_counts), (halo.ghost_gid, halo.recv_counts)
-    return {
-        "messages": [
-            {
-                "codec": codec_state(m.codec),
-                "epoch": m.epoch,
-                "key": m.key,
-                "sizes": list(m.sizes),
-                "raw": m.wait(),
-            }
-            for m in buffer.messages
-        ],
-        "mean": buffer.mean,
-        "reference": buffer.reference,
-        "since": buffer.since,
-        "rows": _digests(*ends),
-        "width": width,
-        "dtype": dtype,
-    }
+    def begin(
+        self,
+        layer: Any,
+        nodes: Rows,
+        training: bool,
+        stage: Callable[[], int] | None = None,
+        name: str = "",
+        degrees: Callable[[], Tensor] | None = None,
+    ) -> LayerExchange | None:
+        """Returns one call of a layer, or None if it is exact; collective.
 
+        Args:
+            layer: the layer.
+            nodes: the partition of nodes.
+            training: whether the layer trains.
+            stage: returns the caching stage of its input; see `ProductCache.stage`.
+            name: its name in error messages; by default its class.
+            degrees: returns the in-degrees of own nodes `[n]`; None if unknown.
+        """
+        state = self.state
+        if not self.is_used_on(nodes.mesh):
+            return None
+        self.check_ranked(nodes, degrees)
+        state.bind(nodes)
+        mode = state.agree_on_mode(layer, training and torch.is_grad_enabled())
+        if mode == EVALUATES:
+            number = state.number_of(layer, trains=False)
+            if self.exact_eval or (state.last or (-1,))[0] == number:
+                return None
+            return self._layer_exchange((number, 0), trains=False, degrees=degrees)
+        state.nodes = nodes  # may be those of an updated graph
+        number = state.number_of(layer, True, name)
+        if mode in PROBLEMS:
+            raise ValueError(f"{state.layer_name(number)} {PROBLEMS[mode]}")
+        used = state.layers[number]
+        used.first = self.epoch if used.first is None else used.first
+        used.last, used.stage = self.epoch, stage or used.stage
+        call = state.next_call(number)
+        exchange = self._layer_exchange(call, trains=True, degrees=degrees)
+        if call != state.last:
+            return exchange
+        # after a restart, record its exchanges once, for their price
+        known = any(key[:2] == call for key in state.exchanges)
+        return None if known else exchange.as_exact("the last one")
 
-def _load_buffer(
-    state: Mapping[str, Any], direction: Direction, where: str
-) -> StaleBuffer:
-    """Returns the buffer that was saved of an exchange.
-
-    Raises:
-        ValueError: if it holds other rows than those of this direction.
-    """
-    gid, counts = direction.from_gid, direction.from_counts
-    if state["rows"] != _digests((direction.gid, direction.counts), (gid, counts)):
-        raise ValueError(
-            f"{where}: the late rows that were saved are not those that travel "
-            "now; load them with the edges and halo they were saved with, or call "
-            "link.reset() after loading"
+    def _layer_exchange(
+        self,
+        call: CallKey,
+        *,
+        trains: bool,
+        degrees: Callable[[], Tensor] | None = None,
+    ) -> LayerExchange:
+        first = self.exact_last and self.epoch == 0 and trains
+        return LayerExchange(
+            self,
+            call,
+            self.epoch,
+            Plain() if first else self._codec,
+            synchronous=not trains or self._synchronous,
+            trains=trains,
+            degrees=degrees,
         )
 
-    def to_device(value: Any) -> Any:
-        return None if value is None else value.to(gid.device)
+    def note_cached(self, layer: Any, nodes: Rows, trains: bool) -> None:
+        """Records that a layer's product is computed exactly, in order to be cached."""
+        if nodes.mesh.size > 1:
+            self.state.record_cached(layer, self.epoch if trains else None)
 
-    messages = [
-        Message(
-            read_codec(m["codec"]),
-            m["epoch"],
-            m["key"],
-            gid,
-            counts,
-            direction.from_degree,
-            list(m["sizes"]),
-            None,
-            to_device(m["raw"]),
-        )
-        for m in state["messages"]
-    ]
-    return StaleBuffer(
-        messages,
-        to_device(state["mean"]),
-        (None, state["width"], state["dtype"]),
-        state["since"],
-        to_device(state.get("reference")),  # older checkpoints have none
-    )
-
-
-def _digests(*ends: tuple[Any, tuple[int, ...]]) -> list[int]:
-    """Returns digests of the rows of an exchange, the same for both directions."""
-    return sorted(
-        zlib.crc32(gid.cpu().numpy().tobytes(), zlib.crc32(str(tuple(counts)).encode()))
-        for gid, counts in ends
-    )
+    def was_constant(self, layer: Any, trains: bool) -> bool:
+        """Tells whether a layer's input was known to be constant before a restart."""
+        return self.state.number_of(layer, trains) in self.state.constant

@@ -45,6 +45,7 @@ from pyg_distcomm.kernels.matrix_ops import (
     weighted_sampler,
 )
 from pyg_distcomm.kernels.minibatch import Minibatch, Request, SampleGraph
+from pyg_distcomm.kernels.registry import FLOATS
 from pyg_distcomm.kernels.sample_ops import read_rows
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "pair_scores",
     "pair_scores_grad",
     "place_pairs",
+    "quantiser",
     "rank_select_index",
     "read_rows",
     "scatter_add_rows",
@@ -114,12 +116,24 @@ def neighbor_sampler(
 ) -> Callable[[Request], Minibatch]:
     """Returns a function that draws minibatches of a graph; see `Request`.
 
-    It may be called by several threads at once, and holds 8 bytes a node for each. On a
+    It may be called by several threads at once, and holds 8 bytes per node for each. On a
     device it draws the same minibatches; see `sample_device.DeviceSampler`.
     """
     if device is None:
         return _load("sample_cpu").Sampler(graph)
     return _load("sample_device").DeviceSampler(graph, device, pinned)
+
+
+def quantiser(
+    x: Tensor, index: Tensor | None, bits: int, gid: Tensor | None
+) -> Callable[[Tensor, int, Tensor], int] | None:
+    """Returns what writes rows like `codec_ops.quantise`, from the same places each time.
+
+    It is called with rows of the shape of `x`, the key of noise for the ids `gid`, and bytes
+    to write to. None where there is no such thing: on devices, and for other types.
+    """
+    fits = type(x) is Tensor and x.is_cpu and x.dtype in FLOATS
+    return _load("codec_cpu").Quantiser(x, index, bits, gid) if fits else None
 
 
 def warm_up() -> None:

@@ -1,4 +1,9 @@
-"""Runs the ops of `codec_ops` on the CPU: loops over groups of eight rows, the same bytes."""
+"""Runs the ops of `codec_ops` on the CPU: loops over groups of eight rows, the same bytes.
+
+Groups of eight rows fill whole bytes. Codes of a group are written side by side, a byte each,
+and then packed: so no row needs to know at which bit it starts. Bytes are little-endian, as on
+every processor that PyTorch is built for.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_distcomm.kernels import codec_jit, memory
-from pyg_distcomm.kernels.codec_ops import META, Noise, rest_begins
-from pyg_distcomm.kernels.compile import jit, ready
+from pyg_distcomm.kernels import memory
+from pyg_distcomm.kernels.codec_ops import LEAST, META, WIDEST, Noise, rest_begins
+from pyg_distcomm.kernels.compile import Array, jit, ready
 from pyg_distcomm.kernels.core_cpu import (
-    Array,
+    GRAIN,
     check_index,
     deliver,
     flat,
@@ -21,7 +26,10 @@ from pyg_distcomm.kernels.core_cpu import (
     vector,
     writable,
 )
+from pyg_distcomm.kernels.core_jit import hash_row, word
 
+MOST = float(np.finfo(np.float32).max)
+UNIT = 2.0**16  # parts of a step, the grain of random rounding
 Rows = tuple[Array, int, "Array | None"]  # storage, row stride, which rows
 
 
@@ -38,7 +46,56 @@ def quantise_wide(
     storage, ld, at = _rows(x, index)
     key, gid = (0, None) if noise is None else (noise[0], vector(noise[1]))
     numbers = (storage, storage.view(f"int{8 * x.itemsize}"), ld, at, f, m, bits)
-    _run(codec_jit.quantise, (*numbers, key, gid, *parts, bad), m, f)
+    _run(quantise, (*numbers, key, gid, *parts, bad), m, f)
+    return _first(bad)
+
+
+class Quantiser:
+    """Writes rows from the same places again and again, with the bytes of `quantise_wide`.
+
+    What depends on the places alone is checked and converted once.
+
+    Args:
+        x, index, bits: as in `codec_ops.quantise`; later rows are of the same shape.
+        gid: the ids of rows, for random rounding; None rounds to nearest.
+    """
+
+    def __init__(
+        self, x: Tensor, index: Tensor | None, bits: int, gid: Tensor | None
+    ) -> None:
+        self._height, self._bits, self._size = len(x), bits, _size(x, index)
+        self._at = None if index is None else vector(index)
+        self._gid = None if gid is None else vector(gid)
+        if self._at is not None:
+            check_index(self._at, len(x))
+        m, f = self._size
+        self._codes = META * m
+        self._end = rest_begins(m, f, bits)
+        out = torch.empty(self._end + META, dtype=torch.uint8)
+        ready(quantise, self._arguments(x, 0, out), 2)
+
+    def _arguments(self, x: Tensor, key: int, out: Tensor) -> tuple[Any, ...]:
+        (m, f), codes, end = self._size, self._codes, self._end
+        flat, message = x.detach().contiguous().view(-1).numpy(), out.numpy()
+        parts = message[:codes], message[codes:end], message[end:]
+        numbers = flat, flat.view(f"int{8 * flat.itemsize}"), f, self._at, f, m
+        bad = np.empty(-(-m // 8), np.int64)
+        return (*numbers, self._bits, key, self._gid, *parts, bad)
+
+    def __call__(self, x: Tensor, key: int, out: Tensor) -> int:
+        """Writes rows of `x` to `out`; returns the first that cannot be written, or -1."""
+        if len(x) != self._height:
+            raise IndexError(f"rows of {self._height} were planned, got {len(x)}")
+        args, (m, f) = self._arguments(x, key, out), self._size
+        if m * f < GRAIN:  # one thread
+            loop: Any = quantise
+            loop(*args, 0, -(-m // 8))
+        else:
+            _run(quantise, args, m, f)
+        return _first(args[-1])
+
+
+def _first(bad: Array) -> int:
     worst = bad[bad >= 0]
     return int(worst[0]) if len(worst) else -1
 
@@ -50,7 +107,7 @@ def dequantise_wide(message: Tensor, bits: int, out: Tensor) -> Tensor:
     if m * f:
         storage, ld, _ = _rows(target, None)
         args = (*_parts(message, m, f, bits), f, m, bits, storage, ld)
-        _run(codec_jit.dequantise, args, m, f)
+        _run(dequantise, args, m, f)
     return deliver(target, out)
 
 
@@ -60,7 +117,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     words = np.zeros(-(-len(codes) // 8), np.uint64)
     padded = words.view(np.uint8)
     padded[: len(codes)] = codes.numpy()
-    ready(codec_jit.pack_group, (padded, words, bits, out.numpy(), 0))()
+    ready(pack_group, (padded, words, bits, out.numpy(), 0))()
     return out
 
 
@@ -69,7 +126,7 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     words = np.zeros(-(-count // 8), np.uint64)
     codes = words.view(np.uint8)
     args = (packed.contiguous().numpy(), 0, bits, codes, words)
-    ready(codec_jit.unpack_group, args)()
+    ready(unpack_group, args)()
     return torch.from_numpy(codes[:count])
 
 
@@ -159,3 +216,358 @@ def spread_columns(
         for j in range(count):
             column = np.uint64(columns[np.uint64(j)])
             out[np.uint64(at) + column] = y[np.uint64(r * count + j)] * scale
+
+
+# Loops over numbers ------------------------------------------------------------------
+
+
+@jit
+def pack_group(codes: Array, words: Array, bits: int, out: Array, at: int) -> None:
+    """Packs the bytes `codes`, which are also the 64-bit `words`, from out[at] on.
+
+    No more bytes are written than `out` has.
+    """
+    end = min(len(codes) * bits // 8, len(out) - at)
+    if bits == 8:
+        for i in range(end):
+            out[np.uint64(at + i)] = codes[np.uint64(i)]
+    elif bits == 4:
+        for i in range(end):
+            low, high = codes[np.uint64(2 * i)], codes[np.uint64(2 * i + 1)]
+            out[np.uint64(at + i)] = low | high << np.uint8(4)
+    elif bits == 2:
+        for i in range(end):
+            j = np.uint64(4 * i)
+            low = codes[j] | codes[j + np.uint64(1)] << np.uint8(2)
+            high = codes[j + np.uint64(2)] | codes[j + np.uint64(3)] << np.uint8(2)
+            out[np.uint64(at + i)] = low | high << np.uint8(4)
+    else:
+        # the lowest bit of byte i ends as bit 56 + i, and no two products meet there
+        spread = np.uint64(0x0102040810204080)
+        for i in range(end):
+            out[np.uint64(at + i)] = (words[np.uint64(i)] * spread) >> np.uint64(56)
+
+
+@jit
+def unpack_group(packed: Array, at: int, bits: int, codes: Array, words: Array) -> None:
+    """Fills `codes` from the bytes at packed[at] on: the reverse of `pack_group`."""
+    end = min(len(codes) * bits // 8, len(packed) - at)
+    if bits == 8:
+        for i in range(end):
+            codes[np.uint64(i)] = packed[np.uint64(at + i)]
+    elif bits == 4:
+        for i in range(end):
+            byte, j = packed[np.uint64(at + i)], np.uint64(2 * i)
+            codes[j] = byte & np.uint8(15)
+            codes[j + np.uint64(1)] = byte >> np.uint8(4)
+    elif bits == 2:
+        for i in range(end):
+            byte, j = packed[np.uint64(at + i)], np.uint64(4 * i)
+            codes[j] = byte & np.uint8(3)
+            codes[j + np.uint64(1)] = byte >> np.uint8(2) & np.uint8(3)
+            codes[j + np.uint64(2)] = byte >> np.uint8(4) & np.uint8(3)
+            codes[j + np.uint64(3)] = byte >> np.uint8(6)
+    else:
+        copies, own = np.uint64(0x0101010101010101), np.uint64(0x8040201008040201)
+        carry, seven = np.uint64(0x7F7F7F7F7F7F7F7F), np.uint64(7)
+        for i in range(end):
+            # byte k keeps bit k alone, and overflows into its highest bit if it is set
+            word = (np.uint64(packed[np.uint64(at + i)]) * copies) & own
+            words[np.uint64(i)] = ((word + carry) >> seven) & copies
+
+
+@jit
+def bf16_down(value: float, one: Array, whole: Array) -> Any:
+    """Returns the bits of the greatest bf16 that is not above a float64."""
+    one[0] = np.float32(value)
+    bits = np.int64(whole[0])
+    if np.float64(one[0]) > value:  # to the next float32 below
+        bits += 1 if bits < 0 else (-1 if bits > 0 else -(2**31) + 1)
+    if bits < 0:
+        bits += 0xFFFF  # a negative number falls as its bits grow
+    return (bits >> 16) & 0xFFFF
+
+
+@jit
+def bf16_up(value: float, one: Array, whole: Array) -> Any:
+    """Returns the bits of the least bf16 that is not below a float64 >= 0."""
+    one[0] = np.float32(value)
+    bits = np.int64(whole[0])
+    if np.float64(one[0]) < value:
+        bits += 1
+    return ((bits + 0xFFFF) >> 16) & 0xFFFF
+
+
+@jit
+def bounds(x: Array, at: Any, f: Any, rest: Any) -> tuple[Any, Any]:
+    """Finds the least and greatest of ``f`` floats, by the integers of their bits.
+
+    `rest` is the largest of these integers. Once those of negative numbers are turned
+    round, they are in the order of the floats, infinities and NaN beyond all numbers.
+    """
+    kind = x.dtype.type
+    sign = kind(8 * x.itemsize - 1)
+    least, most = rest, kind(-rest - 1)
+    for c in range(f):
+        bits = x[np.uint64(at + c)]
+        value = kind(bits ^ kind(kind(bits >> sign) & rest))
+        least = kind(min(least, value))
+        most = kind(max(most, value))
+    low = kind(least ^ kind(kind(least >> sign) & rest))
+    return low, kind(most ^ kind(kind(most >> sign) & rest))
+
+
+@jit
+def draw_noise(key: int, gid: int, words: Array, count: int) -> None:
+    """Fills ``count`` words with hashes of (key, gid, 0 .. count-1)."""
+    row = hash_row(key, gid)
+    for j in range(count):
+        words[np.uint64(j)] = word(row, j)
+
+
+@jit
+def nearest(
+    x: Array, at: Any, f: Any, z: Any, inverse: Any, top: Any, q: Array, to: Any
+) -> None:
+    for c in range(f):
+        t = np.rint((x[np.uint64(at + c)] - z) * inverse)
+        q[np.uint64(to + c)] = np.uint8(min(np.int32(t), np.int32(top)))
+
+
+@jit
+def either(
+    x: Array,
+    at: Any,
+    f: Any,
+    z: Any,
+    inverse: Any,
+    top: Any,
+    noise: Array,
+    scale: Any,
+    q: Array,
+    to: Any,
+) -> None:
+    """Rounds up with the chance of the fraction, else down; `noise` has 16 bits each."""
+    for c in range(f):
+        t = (x[np.uint64(at + c)] - z) * inverse
+        whole = np.int32(np.rint(t * scale)) + np.int32(noise[np.uint64(c)])
+        code = np.int32(whole) >> np.int32(16)
+        q[np.uint64(to + c)] = np.uint8(min(np.int32(code), np.int32(top)))
+
+
+@jit
+def find_levels(
+    x: Array,
+    xi: Array,
+    start: Array,
+    f: Any,
+    top: Any,
+    low: Array,
+    step: Array,
+    meta: Array,
+    first: Any,
+) -> int:
+    """Finds minimum and step of the rows that begin at `start`, and writes them.
+
+    Fills `low` and `step` in float64. A step of 0 means a row of the number `low`, and
+    one below 0 a row that cannot be written. Returns the first such row, or -1.
+    """
+    pair, number = np.empty(16, x.dtype), np.empty(1, np.float32)
+    bits, number_bits = pair.view(xi.dtype), number.view(np.int32)
+    rest = xi.dtype.type((np.uint64(1) << np.uint64(8 * x.itemsize - 1)) - np.uint64(1))
+    for k in range(len(start)):
+        bits[2 * k], bits[2 * k + 1] = bounds(xi, start[k], f, rest)
+    bad = -1
+    for k in range(len(start)):
+        least = np.float64(pair[2 * k]) + 0.0
+        most = np.float64(pair[2 * k + 1]) + 0.0
+        if least == most and np.isfinite(most):
+            low[k], step[k] = least, 0.0
+            continue
+        z = bf16_down(least, number, number_bits)
+        number_bits[0] = np.int32(np.uint32(z) << np.uint32(16))
+        low[k] = np.float64(number[0])
+        d = bf16_up((most - low[k]) / top, number, number_bits)
+        number_bits[0] = np.int32(np.uint32(d) << np.uint32(16))
+        step[k] = np.float64(number[0])
+        if np.isfinite(low[k]) and np.isfinite(step[k]) and np.isfinite(most):
+            write_meta(meta, first + k, d, z)
+        else:
+            step[k] = -1.0
+            write_meta(meta, first + k, 0, 0x7FC0)
+            bad = first + k if bad < 0 else bad
+    return bad
+
+
+@jit
+def quantise(
+    x: Array,
+    xi: Array,
+    ld: int,
+    index: Array | None,
+    f: int,
+    rows: int,
+    bits: int,
+    key: int,
+    gid: Array | None,
+    meta: Array,
+    out: Array,
+    tail: Array,
+    bad: Array,
+    begin: int,
+    end: int,
+) -> None:
+    """Writes groups begin .. end-1 of eight rows; `xi` are the bits of `x`."""
+    words = np.zeros(f, np.uint64)
+    codes = words.view(np.uint8)
+    noise = np.empty((f + 3) // 4, np.uint64)
+    quarters = noise.view(np.uint16)
+    start, low, step = np.empty(8, np.int64), np.empty(8), np.empty(8)
+    kind, top = x.dtype.type, 2**bits - 1
+    for g in range(begin, end):
+        count = min(8, rows - 8 * g)
+        for k in range(count):
+            r = 8 * g + k
+            start[k] = ld * (r if index is None else np.int64(index[r]))
+        bad[g] = find_levels(x, xi, start[:count], f, top, low, step, meta, 8 * g)
+        if len(tail):
+            tail[32 * g : 32 * g + 4 * count] = 0
+        for k in range(count):
+            at, to, z, d = start[k], k * f, low[k], step[k]
+            if d <= 0.0:
+                codes[to : to + f] = 0
+                if d == 0.0:
+                    same(z, x.itemsize, bits, f, codes, to, meta, tail, 8 * g + k)
+                continue
+            inverse = 1.0 / d  # for this row alone: it is not sent
+            wide = d * top > WIDEST or d < LEAST
+            if gid is None:
+                if wide:
+                    nearest(x, at, f, z, inverse, top, codes, to)
+                else:
+                    nearest(x, at, f, kind(z), kind(inverse), top, codes, to)
+            else:
+                draw_noise(key, gid[8 * g + k], noise, len(noise))
+                if wide:
+                    either(x, at, f, z, inverse, top, quarters, UNIT, codes, to)
+                else:
+                    near, unit = kind(inverse), kind(UNIT)
+                    either(x, at, f, kind(z), near, top, quarters, unit, codes, to)
+        codes[count * f :] = 0
+        pack_group(codes, words, bits, out, g * f * bits)
+
+
+@jit
+def write_meta(meta: Array, r: Any, first: Any, second: Any) -> None:
+    meta[4 * r] = first & 255
+    meta[4 * r + 1] = first >> 8 & 255
+    meta[4 * r + 2] = second & 255
+    meta[4 * r + 3] = second >> 8 & 255
+
+
+@jit
+def same(
+    value: float,
+    size: Any,
+    bits: Any,
+    f: Any,
+    codes: Array,
+    to: Any,
+    meta: Array,
+    tail: Array,
+    r: Any,
+) -> None:
+    """Writes a row of one and the same number."""
+    if size == 8:
+        wide = np.empty(1, np.float64)
+        wide[0] = value
+        word = wide.view(np.uint64)[0]
+    else:
+        narrow = np.empty(1, np.float32)
+        narrow[0] = value
+        word = np.uint64(narrow.view(np.uint32)[0]) << np.uint64(32)
+    first = np.int64(word >> np.uint64(49)) | 0x8000
+    write_meta(meta, r, first, np.int64(word >> np.uint64(33)) & 0xFFFF)
+    left = (word & np.uint64((1 << 33) - 1)) << np.uint64(7)
+    for c in range(min(f, (32 + bits) // bits)):
+        place = np.uint64(40 - (c + 1) * bits)
+        codes[to + c] = (left >> place) & np.uint64(2**bits - 1)
+    if len(tail):
+        for i in range(4):
+            tail[4 * r + i] = word >> np.uint64(8 * i) & np.uint64(255)
+
+
+@jit
+def dequantise(
+    meta: Array,
+    packed: Array,
+    tail: Array,
+    f: int,
+    rows: int,
+    bits: int,
+    out: Array,
+    ld: int,
+    begin: int,
+    end: int,
+) -> None:
+    """Reads groups begin .. end-1 of eight rows."""
+    words = np.zeros(f, np.uint64)
+    codes = words.view(np.uint8)
+    number = np.empty(1, np.float32)
+    number_bits = number.view(np.int32)
+    kind, top = out.dtype.type, 2**bits - 1
+    for g in range(begin, end):
+        unpack_group(packed, g * f * bits, bits, codes, words)
+        for k in range(min(8, rows - 8 * g)):
+            r, to = 8 * g + k, k * f
+            at = r * ld
+            first = np.int64(meta[4 * r]) | np.int64(meta[4 * r + 1]) << 8
+            second = np.int64(meta[4 * r + 2]) | np.int64(meta[4 * r + 3]) << 8
+            if first >= 0x8000:
+                head = np.uint64(first & 0x7FFF) << np.uint64(49)
+                head |= np.uint64(second) << np.uint64(33)
+                if len(tail):
+                    for i in range(4):
+                        head |= np.uint64(tail[4 * r + i]) << np.uint64(8 * i)
+                value = constant(head, codes, to, f, bits, out.itemsize)
+                for c in range(f):
+                    out[np.uint64(at + c)] = kind(value)
+                continue
+            number_bits[0] = np.int32(np.uint32(second) << np.uint32(16))
+            z = np.float64(number[0])
+            number_bits[0] = np.int32(np.uint32(first) << np.uint32(16))
+            d = np.float64(number[0])
+            if top * d > WIDEST or z + top * d > MOST:
+                most = MOST if out.itemsize == 4 else np.inf
+                fill_below(codes, to, f, z, d, most, out, at)
+            else:
+                # q D is exact: the sum is rounded once, as it is in float64
+                fill(codes, to, f, kind(z), kind(d), out, at)
+
+
+@jit
+def fill(codes: Array, to: Any, f: Any, z: Any, d: Any, out: Array, at: Any) -> None:
+    for c in range(f):
+        out[np.uint64(at + c)] = z + np.float32(codes[np.uint64(to + c)]) * d
+
+
+@jit
+def fill_below(
+    codes: Array, to: Any, f: Any, z: Any, d: Any, most: Any, out: Array, at: Any
+) -> None:
+    for c in range(f):
+        out[np.uint64(at + c)] = min(z + np.float64(codes[np.uint64(to + c)]) * d, most)
+
+
+@jit
+def constant(head: Any, codes: Array, to: Any, f: Any, bits: Any, size: Any) -> float:
+    """Reads the number of a row that `same` wrote; `head` is all of it but its codes."""
+    tail = np.uint64(0)
+    for c in range(min(f, (32 + bits) // bits)):
+        tail |= np.uint64(codes[to + c]) << np.uint64(40 - (c + 1) * bits)
+    one = np.empty(1, np.uint64)
+    if size == 8:
+        one[0] = head | tail >> np.uint64(7)
+        return one.view(np.float64)[0]
+    one[0] = (head | tail >> np.uint64(7)) >> np.uint64(32)
+    return np.float64(one.view(np.float32)[0])

@@ -1,4 +1,4 @@
-"""Defines what codecs compute: a few bits a number, and columns of rows.
+"""Defines what codecs compute: a few bits per number, and columns of rows.
 
 Letters: ``m`` rows of ``f`` numbers, ``b`` bits a code, ``k`` numbers kept of a row. The
 rows are those of ``x``, or those at ``index`` if it is given. A message is a vector of
@@ -51,7 +51,7 @@ def rest_begins(rows: int, width: int, bits: int) -> int:
 def wrong_length(got: int, wanted: int) -> str:
     """Returns the error for a message that was cut elsewhere than it was written."""
     return (
-        f"a message of {got} bytes says itself that it has {wanted}; both ends must cut "
+        f"a message has {got} bytes, but its header says {wanted}; both ends must cut "
         "messages by `wire_bytes`"
     )
 
@@ -69,7 +69,7 @@ def quantise(
         t = (x - z) (1/D),   q = round(t)  or  floor((round(2^16 t) + u) / 2^16)
 
     and not above B, with u the 16 bits of `noise_bits`, so that the mean of z + q D is x
-    to 2^-17 D. Four bytes a row, then the codes. A row that has a NaN, an infinity, or no
+    to 2^-17 D. Four bytes per row, then the codes. A row that has a NaN, an infinity, or no
     z or D in bf16 is written to be read as NaN.
 
     Rows of float16 and bfloat16 are written as float32, some at a time.
@@ -220,7 +220,7 @@ def _codes(x: Tensor, z: Tensor, step: Tensor, top: int, noise: Noise | None) ->
 
 
 def noise_bits(key: int, gid: Tensor, width: int) -> Tensor:
-    """Draws 16 random bits for each (key, global id, column), four columns a hash.
+    """Draws 16 random bits for each (key, global id, column), four columns per hash.
 
         bits[v, c] = h[v, c // 4] >>> 16 (c mod 4)  modulo 2^16
 

@@ -13,7 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyg_distcomm.kernels import attention_jit, core_jit, core_ops, memory, threads
+from pyg_distcomm.kernels import (
+    attention_jit,
+    core_jit,
+    core_ops,
+    memory,
+    sample_jit,
+    threads,
+)
 from pyg_distcomm.kernels.compile import cache_folder, ready
 
 GRAIN = 1 << 15  # numbers read or written below which a second thread does not pay
@@ -205,7 +212,7 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     positions = vector(index)
     check_index(positions, x.size(0))
     args = (*flat(x), positions, *flat(target), f)
-    over_rows(core_jit.gather, args, k, f)
+    over_rows(sample_jit.gather, args, k, f)
     return deliver(target, out)
 
 
@@ -234,7 +241,7 @@ def coo_to_csr(
     rowptr = torch.zeros(num_rows + 1, dtype=core_ops.offset_dtype(len(rows)))
     ready(core_jit.count, (rows, rowptr.numpy()))()
     col_sorted = torch.empty(len(rows), dtype=core_ops.column_dtype(col))
-    perm = torch.empty(len(rows), dtype=torch.int64)
+    perm = torch.empty(len(rows), dtype=rowptr.dtype)
     cursor = rowptr.clone().numpy()
     args = (rows, vector(col), cursor, col_sorted.numpy(), perm.numpy())
     ready(core_jit.place, args)()
@@ -251,7 +258,7 @@ def csr_transpose(
     rowptr_t = torch.zeros(num_cols + 1, dtype=core_ops.offset_dtype(len(part)))
     ready(core_jit.count, (part, rowptr_t.numpy()))()
     row_t = torch.empty(len(part), dtype=core_ops.offset_dtype(len(pointers) - 1))
-    perm = torch.empty(len(part), dtype=torch.int64)
+    perm = torch.empty(len(part), dtype=core_ops.offset_dtype(len(col)))
     cursor = rowptr_t.clone().numpy()
     args = (pointers, vector(col), cursor, row_t.numpy(), perm.numpy())
     ready(core_jit.place_transposed, args)()

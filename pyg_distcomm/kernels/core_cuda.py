@@ -262,7 +262,7 @@ def spmm(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """Runs `core_ops.spmm`, a tile of rows and columns a program.
+    """Runs `core_ops.spmm`, a tile of rows and columns per program.
 
     Holds no more than `[nnz / 1024, f]` beside the result, for the parts of long rows. The
     bits are the same at each run; in deterministic mode rows are not cut, and they are those
@@ -327,7 +327,7 @@ def library_wins(rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor) -
 
 
 def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
-    """Runs `core_ops.sddmm`, a few edges a program.
+    """Runs `core_ops.sddmm`, a few edges per program.
 
     The number of edges is read from the device when offsets are first seen.
     """

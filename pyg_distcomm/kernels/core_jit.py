@@ -246,26 +246,6 @@ def segment_max_grad(
 
 
 @jit
-def gather(
-    x: Array,
-    x_ld: int,
-    index: Array,
-    out: Array,
-    out_ld: int,
-    f: int,
-    begin: int,
-    end: int,
-) -> None:
-    for k in range(begin, end):
-        soon = np.int64(index[min(k + SOON, end - 1)]) * x_ld
-        for c in range(0, f, LINE // x.itemsize):
-            prefetch(x, soon + c)
-        source, base = np.int64(index[k]) * x_ld, k * out_ld
-        for c in range(f):
-            out[np.uint64(base + c)] = x[np.uint64(source + c)]
-
-
-@jit
 def scatter_add(
     out: Array,
     out_ld: int,

@@ -7,7 +7,6 @@ offsets into ``col`` and ``value`` as they stand, and need not start at zero.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -342,27 +341,6 @@ def as_bytes(values: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
-def word_dtype(values: Tensor) -> torch.dtype:
-    """Returns the dtype of the widest words that rows `[n, ...]` consist of."""
-    width = math.prod(values.shape[1:]) * values.element_size()
-    begin = values.storage_offset() * values.element_size()
-    if width % 8 == begin % 8 == 0:
-        return torch.float64
-    return torch.float32 if width % 4 == begin % 4 == 0 else torch.uint8
-
-
-def words_of(values: Tensor) -> Tensor:
-    """Returns rows `[n, ...]` as the widest words that fit, `[n, w]`; copies if not contiguous.
-
-    They are what `gather_rows` copies fastest, whatever the dtype of the values.
-    """
-    width, dtype = (
-        math.prod(values.shape[1:]) * values.element_size(),
-        word_dtype(values),
-    )
-    return as_bytes(values).view(dtype).view(len(values), width // dtype.itemsize)
-
-
 @op("out index src", check=_check_scatter)
 def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
     """Adds rows in place, in order of k: ``out[index[k]] += src[k]``.
@@ -383,13 +361,13 @@ def coo_to_csr(
         rowptr[i] = number of edges with row < i,   col_sorted = col[perm]
 
     Shapes: row and col [nnz]; rowptr [num_rows + 1], col_sorted and perm [nnz].
-    ``rowptr`` is int32 below 2**31 edges and ``col_sorted`` below 2**31 columns,
-    otherwise int64; ``perm`` is int64. Raises IndexError outside 0 .. num_rows-1.
+    ``rowptr`` and ``perm`` are int32 below 2**31 edges and ``col_sorted`` below 2**31
+    columns, otherwise int64. Raises IndexError outside 0 .. num_rows-1.
     """
     _check_index(row, num_rows)
     perm = torch.argsort(row, stable=True)
     rowptr = _offsets(row.long(), num_rows, offset_dtype(row.numel()))
-    return rowptr, col[perm].to(column_dtype(col)), perm
+    return rowptr, col[perm].to(column_dtype(col)), perm.to(rowptr.dtype)
 
 
 @op("rowptr col")
@@ -401,7 +379,8 @@ def csr_transpose(
         value_t = value[perm]
 
     Shapes: rowptr [m + 1], col [nnz]; rowptr_t [num_cols + 1], row_t and perm
-    [rowptr[m] - rowptr[0]]. Raises IndexError outside 0 .. num_cols-1.
+    [rowptr[m] - rowptr[0]], ``perm`` of the narrowest index type for nnz. Raises
+    IndexError outside 0 .. num_cols-1.
     """
     low, high = span_of(rowptr)
     _check_index(col[low:high], num_cols)
@@ -417,7 +396,8 @@ def transposed(
     ends = torch.arange(num_cols + 1, dtype=col.dtype, device=col.device)
     rowptr_t = torch.searchsorted(by_col, ends).to(offset_dtype(hi - lo))
     note_span(rowptr_t, 0, hi - lo)
-    return rowptr_t, row[perm].to(offset_dtype(rowptr.numel() - 1)), perm + lo
+    row_t = row[perm].to(offset_dtype(rowptr.numel() - 1))
+    return rowptr_t, row_t, (perm + lo).to(offset_dtype(len(col)))
 
 
 @op("target source pair")

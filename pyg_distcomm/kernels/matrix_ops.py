@@ -39,7 +39,7 @@ WeightedSampler = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 def spgemm(
     q: Csr, a: Csr, num_cols: int, diagonal: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiplies sparse matrices, `C = Q (A + D)`; D has one entry a row, or is zero.
+    """Multiplies sparse matrices, `C = Q (A + D)`; D has one entry per row, or is zero.
 
     Row j of D holds `diagonal[1][j]` in column `diagonal[0][j]`. Returns the CSR of C in
     int64, columns ascending, equal ones added up in the order of Q's and then of A's

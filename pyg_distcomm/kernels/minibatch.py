@@ -140,11 +140,6 @@ class RemoteDraws:
     local: Tensor
     remote: Tensor
 
-    def part(self, first: int, end: int) -> RemoteDraws:
-        """Returns the draws of frontier nodes `first .. end - 1`."""
-        begin, count = self.begin[first:end], self.count[first:end]
-        return RemoteDraws(begin, count, self.local, self.remote)
-
 
 @dataclass(eq=False)
 class Minibatch:
@@ -177,13 +172,3 @@ class UnweightedNode(ValueError):
             "give them positive weights, remove them, or take all edges (fan-out -1)"
         )
         self.relation, self.node = relation, node
-
-
-def hop_key(key: int, number: int, relation: Relation, hop: int, labor: bool) -> int:
-    """Returns the key of a minibatch's draws from one relation at one hop.
-
-    A node draws at one hop only, so the key does not contain the hop. With "labor" the
-    key belongs to the sources: all relations from one source type share it, hop by hop.
-    """
-    place = (hop + 1 << 20) + relation.source if labor else number
-    return (key + place * 0x9E3779B97F4A7C15) % (1 << 63)

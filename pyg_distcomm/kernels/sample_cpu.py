@@ -1,4 +1,9 @@
-"""Samples neighbours on the CPU: compiled loops, one minibatch on one thread."""
+"""Samples neighbours on the CPU: compiled loops, one minibatch on one thread.
+
+`NodeRelabeler` replaces global ids by local ids, in the order of arrival. It looks them up in
+a table, which has a slot with a stamp and a local id for each node of a type, or in a hash
+table of node names with local ids beside them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyg_distcomm.kernels import memory, threads
+from pyg_distcomm.kernels import core_jit, memory, threads
 from pyg_distcomm.kernels import sample_jit as loops
 from pyg_distcomm.kernels.compile import ready
 from pyg_distcomm.kernels.minibatch import (
@@ -24,14 +29,14 @@ from pyg_distcomm.kernels.minibatch import (
     Request,
     SampleGraph,
     UnweightedNode,
-    hop_key,
 )
-from pyg_distcomm.kernels.node_relabeler import NodeRelabeler, Table, grow
 
 CHECKED_EDGES = 1 << 24  # edges of one hop from which the free memory is checked first
 # bytes of an edge: both ends and its id, twice while a minibatch is put together
 EDGE_BYTES = 32
 GRAIN = 1 << 14  # nodes or entries that are worth a thread
+ROWS = 1 << 15  # numbers of rows copied that are
+MIN_SLOTS = 1 << 10  # slots of a hash table at first
 TABLES = 1 << 28  # bytes of tables (one slot per node) above which nodes are hashed
 
 _INDEX = torch.int64
@@ -41,6 +46,131 @@ Array = NDArray[Any]
 Allocate = Callable[[int], tuple[Array, int]]
 
 
+class Table:
+    """Holds a slot for each node of a type; taking the next stamp empties it."""
+
+    def __init__(self, size: int) -> None:
+        self.slot = memory.empty(size, 1, torch.int64).zero_().view(-1).numpy()
+        self.stamp = 0
+
+    def clear(self) -> None:
+        self.stamp += 1
+        if self.stamp == 1 << 31:
+            self.slot[:], self.stamp = 0, 1
+
+
+class NodeRelabeler:
+    """Relabels the nodes of one type in a minibatch, in the order of arrival.
+
+    Args:
+        size: the number of nodes of the type.
+        table: the lookup table; None to use a hash table.
+        disjoint: whether each seed has a tree of its own, with local ids of its own.
+    """
+
+    def __init__(self, size: int, table: Table | None, disjoint: bool) -> None:
+        self.size, self.table, self.disjoint = size, table, disjoint
+        self.node = np.empty(0, np.int64)
+        self.tree: Array | None = np.empty(0, np.int64) if disjoint else None
+        self.copy: Array | None = None  # for each seed, how many equal ones came before
+        self.num_nodes = 0
+        self.ends: list[
+            int
+        ] = []  # the number of nodes after the seeds, and after each hop
+        if table is None:
+            self.keys = np.full(MIN_SLOTS, -1, np.int64)
+            self.local_ids = np.empty(MIN_SLOTS, np.int64)
+        else:
+            table.clear()
+
+    def add_seeds(self, seed: Array, first_tree: int) -> None:
+        """Adds seeds, the first of them in tree ``first_tree``."""
+        self._reserve(len(seed))
+        copy = np.empty(len(seed), np.int64)
+        if self.table is not None:
+            slot, stamp = self.table.slot, self.table.stamp
+            args = (slot, stamp, seed, self.node, copy)
+            repeats = ready(loops.seed_table, args)()
+        else:
+            self.node[: len(seed)] = seed
+            if self.tree is not None:
+                self.tree[: len(seed)] = np.arange(first_tree, first_tree + len(seed))
+            repeats = self._add_to_hash_table(
+                self.keys, self.local_ids, 0, len(seed), copy
+            )
+        self.num_nodes = len(seed)
+        if repeats and not self.disjoint:
+            self.copy = copy
+
+    def relabel(
+        self, source: Array, at: int, target: Array, other: NodeRelabeler
+    ) -> None:
+        """Replaces ``source[at:]`` by local ids; their targets are nodes of ``other``."""
+        self._reserve(len(source) - at)
+        if self.table is not None:
+            slot, stamp = self.table.slot, self.table.stamp
+            args = (slot, stamp, source, at, self.node, self.num_nodes)
+            self.num_nodes = ready(loops.label_by_table, args)()
+        else:
+            hashed = (
+                self.keys,
+                self.local_ids,
+                self.size,
+                source,
+                at,
+                target,
+                other.tree,
+            )
+            more = (*hashed, self.node, self.tree, self.num_nodes)
+            self.num_nodes = ready(loops.label_by_hash, more)()
+
+    def induced_edges(
+        self, relation: Relation, low: Array, high: Array, other: NodeRelabeler
+    ) -> Array:
+        """Finds the in-edges of nodes of ``other`` from nodes here; see `known_by_table`."""
+        edges = (relation.row.numpy(), relation.stride, low, high)
+        if self.table is not None:
+            args = (self.table.slot, self.table.stamp, *edges)
+            return ready(loops.known_by_table, args)()
+        more = (self.keys, self.local_ids, self.size, other.tree, *edges)
+        return ready(loops.known_by_hash, more)()
+
+    def streams(self, hop: int) -> Array | None:
+        """Returns the random streams of the nodes at a hop; None if all are stream 0."""
+        return self.tree if self.disjoint else self.copy if hop == 0 else None
+
+    def frontier_range(self, hop: int) -> tuple[int, int]:
+        """Returns the range of the nodes that the previous hop found."""
+        return (self.ends[hop - 1] if hop else 0), self.ends[hop]
+
+    def _reserve(self, more: int) -> None:
+        """Grows the arrays, and the hash table, for ``more`` nodes."""
+        need = self.num_nodes + more
+        self.node = grow(self.node, self.num_nodes, need)
+        if self.tree is not None:
+            self.tree = grow(self.tree, self.num_nodes, need)
+        if self.table is None and 2 * need > len(self.keys):
+            slots = 1 << (2 * need).bit_length()
+            keys, label_of = np.full(slots, -1, np.int64), np.empty(slots, np.int64)
+            self._add_to_hash_table(keys, label_of, 0, self.num_nodes, None)
+            self.keys, self.local_ids = keys, label_of
+
+    def _add_to_hash_table(
+        self, keys: Array, label_of: Array, begin: int, end: int, copy: Array | None
+    ) -> int:
+        args = (keys, label_of, self.node, self.tree, self.size, begin, end, copy)
+        return ready(loops.enter, args)()
+
+
+def grow(old: Array, used: int, size: int, exact: bool = False) -> Array:
+    """Returns an array of ``size`` or more columns that begins like ``old``."""
+    if old.shape[-1] >= size and not exact:
+        return old
+    new = np.empty((*old.shape[:-1], size), old.dtype)
+    new[..., :used] = old[..., :used]
+    return new
+
+
 class Sampler:
     """Draws minibatches from one graph. Thread-safe."""
 
@@ -48,6 +178,21 @@ class Sampler:
         self.graph = graph
         # one list for each minibatch in flight; reused, so bounded by the number of threads
         self._tables: deque[list[Table]] = deque()
+
+    @staticmethod
+    def keys_of(keys: Sequence[int], *hop: Any) -> list[int]:
+        """Returns the keys of the draws of minibatches with other keys; see `hop_key`."""
+        return [hop_key(key, *hop) for key in keys]
+
+    @staticmethod
+    def by_rank(rank: Tensor, ranks: int) -> Tensor:
+        """Returns the positions of numbers in 0 .. ranks - 1, in the order of the numbers."""
+        first, order = np.zeros(ranks + 1, np.int64), torch.empty_like(rank)
+        ready(core_jit.count, (rank.numpy(), first))()
+        unused = np.empty(len(rank), np.int64)
+        args = (rank.numpy(), rank.numpy(), first, unused, order.numpy())
+        ready(core_jit.place, args)()
+        return order
 
     @staticmethod
     def draw_rows(*args: Any) -> tuple[Array, Array, int]:
@@ -139,7 +284,7 @@ class MinibatchBuilder:
 
     def run(self) -> Minibatch:
         """Draws everything from the relations of the graph."""
-        for hop in range(self.request.hops):
+        for hop in range(max(map(len, self.request.fan_outs), default=0)):
             for number, relation in enumerate(self.graph.relations):
                 frontier = self.frontier(number, hop)
                 if frontier is not None:
@@ -220,15 +365,17 @@ class MinibatchBuilder:
         ready(loops.point_to, (start, begin, self.index[number][1], at))()
         self._label(number, at)
 
-    def add_draws(self, number: int, hop: int, draws: RemoteDraws) -> None:
-        """Adds the draws that the owners, this rank too, made for each node of the frontier."""
-        count = draws.count.numpy()
+    def add_draws(
+        self, number: int, hop: int, draws: RemoteDraws, first: int, end: int
+    ) -> None:
+        """Adds what the owners, this rank too, drew for nodes `first .. end - 1` asked."""
+        begin, count = draws.begin[first:end].numpy(), draws.count[first:end].numpy()
         edge, at = self._allocate(number, int(count.sum()))
         words = draws.local.numpy(), draws.remote.numpy()
         target = self.nodes[self.graph.relations[number].target]
-        first, _ = target.frontier_range(hop)
+        place, _ = target.frontier_range(hop)
         index = self.index[number]
-        args = (draws.begin.numpy(), count, *words, first, *index, edge, at)
+        args = (begin, count, *words, place, *index, edge, at)
         ready(loops.take_rows, args)()
         self._label(number, at)
 
@@ -274,6 +421,16 @@ class MinibatchBuilder:
             nodes_per_hop=[np.diff(s.ends, prepend=0).tolist() for s in self.nodes],
             edges_per_hop=self.edges_per_hop,
         )
+
+
+def hop_key(key: int, number: int, relation: Relation, hop: int, labor: bool) -> int:
+    """Returns the key of a minibatch's draws from one relation at one hop.
+
+    A node draws at one hop only, so the key does not contain the hop. With "labor" the
+    key belongs to the sources: all relations from one source type share it, hop by hop.
+    """
+    place = (hop + 1 << 20) + relation.source if labor else number
+    return (key + place * 0x9E3779B97F4A7C15) % (1 << 63)
 
 
 def draw_rows(
@@ -360,6 +517,36 @@ def _check_memory(edges: int, nodes: int, fan_out: int) -> None:
             f"{size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; give a smaller "
             "fan-out, or a smaller batch_size"
         )
+
+
+def take_rows(values: Tensor, index: Tensor, out: Tensor) -> None:
+    """Copies rows of any dtype, `out[k] = values[index[k]]`, as the widest words that fit.
+
+    Shapes: values `[n, ...]` and out `[k, ...]`, contiguous; index `[k]`. Raises IndexError
+    outside 0 .. n-1.
+    """
+    if not len(index):
+        return
+    place, size = index.detach().long().contiguous().numpy(), len(values)
+    if place.min() < 0 or place.max() >= size:
+        raise IndexError(f"index spans {place.min()} .. {place.max()}, of {size} rows")
+    width = out.nbytes // len(index)
+    for word in (torch.float64, torch.float32, torch.uint8):
+        places = (
+            width,
+            *(t.storage_offset() * t.element_size() for t in (values, out)),
+        )
+        if not any(at % word.itemsize for at in places):
+            break
+    # the stride of one number or none may be anything, which `view` does not take
+    flat = [
+        t.detach().as_strided((t.numel(),), (1,)).view(torch.uint8).view(word).numpy()
+        for t in (values, out)
+    ]
+    step = width // word.itemsize
+    if step:
+        copy = ready(loops.gather, (flat[0], step, place, flat[1], step, step), 2)
+        threads.run_split(copy, len(place), ROWS // step)
 
 
 def _tensor(part: Array) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyg_distcomm.kernels import sample_ops
 from pyg_distcomm.kernels.core_cuda import mix
 
-BLOCK = 128  # one thread a node: what it has written it reads again
+BLOCK = 128  # one thread per node: what it has written it reads again
 WORDS = 1024
 MOST = 8192  # draws of an urn whose entries one program remembers
 
@@ -123,7 +123,7 @@ def sum_rows(ptr, value, out, rows, BLOCK: tl.constexpr):
 
 
 def uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> Tensor:
-    """Runs `sample_ops.uniform_picks`, one thread a node."""
+    """Runs `sample_ops.uniform_picks`, one thread per node."""
     out = torch.empty((len(size), draws), dtype=torch.int64, device=size.device)
     if out.numel():
         draw_rows[(triton.cdiv(len(size), BLOCK),)](
@@ -138,7 +138,7 @@ def uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> 
 def draw_urns(
     running: Tensor, low: Tensor, high: Tensor, keys: Tensor, draws: int
 ) -> tuple[Tensor, Tensor]:
-    """Runs `sample_ops.draw_urns`, one program an urn; up to MOST draws."""
+    """Runs `sample_ops.draw_urns`, one program per urn; up to MOST draws."""
     if draws > MOST:
         return sample_ops.draw_urns.definition(running, low, high, keys, draws)
     shape = (2, len(low), draws)
@@ -155,7 +155,7 @@ def draw_urns(
 
 
 def row_sums(ptr: Tensor, value: Tensor) -> Tensor:
-    """Runs `sample_ops.row_sums`, one thread a row."""
+    """Runs `sample_ops.row_sums`, one thread per row."""
     out = torch.empty(len(ptr) - 1, dtype=torch.float64, device=value.device)
     if len(out):
         sum_rows[(triton.cdiv(len(out), BLOCK),)](

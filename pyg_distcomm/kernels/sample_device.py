@@ -28,8 +28,8 @@ from pyg_distcomm.kernels.minibatch import (
     Request,
     SampleGraph,
     UnweightedNode,
-    hop_key,
 )
+from pyg_distcomm.kernels.sample_cpu import hop_key
 from pyg_distcomm.kernels.sample_ops import (
     UNIT,
     read_rows,
@@ -52,7 +52,7 @@ class DeviceSampler:
         pinned: whether the graph stays in pinned host memory, where the device reads it;
             needs CUDA and Triton.
 
-    Memory: the graph on the device, or in pinned memory; 8 bytes an edge more for draws by
+    Memory: the graph on the device, or in pinned memory; 8 bytes per edge more for draws by
     weight, and 8 a node for each minibatch in flight.
     """
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch_geometric.loader as _pyg
 
-from pyg_distcomm.loader.batch_sharding import ImbalancedSampler as ImbalancedSampler
 from pyg_distcomm.loader.data_loader import DataLoader as DataLoader
+from pyg_distcomm.loader.data_loader import ImbalancedSampler as ImbalancedSampler
 from pyg_distcomm.loader.data_loader import TemporalDataLoader as TemporalDataLoader
+from pyg_distcomm.loader.epoch import Phases as Phases
+from pyg_distcomm.loader.epoch import plot_phases as plot_phases
 from pyg_distcomm.loader.feature_store import DistFeatureStore as DistFeatureStore
 from pyg_distcomm.loader.layer_loader import DistLayerLoader as DistLayerLoader
 from pyg_distcomm.loader.layer_loader import HGTLoader as HGTLoader
@@ -23,8 +25,6 @@ from pyg_distcomm.loader.neighbor_loader import (
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader as DistNeighborLoader
 from pyg_distcomm.loader.neighbor_sampler import NeighborSampler as NeighborSampler
 from pyg_distcomm.loader.options import LoaderOptions as LoaderOptions
-from pyg_distcomm.loader.prefetch import Phases as Phases
-from pyg_distcomm.loader.prefetch import plot_phases as plot_phases
 from pyg_distcomm.loader.saint import GraphSAINTEdgeSampler as GraphSAINTEdgeSampler
 from pyg_distcomm.loader.saint import GraphSAINTNodeSampler as GraphSAINTNodeSampler
 from pyg_distcomm.loader.saint import (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, get_worker_info
@@ -15,43 +15,48 @@ from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
-from pyg_distcomm.loader.batch_sharding import (
+from pyg_distcomm.graph.local_adjacency import known
+from pyg_distcomm.loader.batcher import Batcher, Buffers, attach_sizes, edge_index_of
+from pyg_distcomm.loader.device_placement import Placement
+from pyg_distcomm.loader.epoch import (
     BatchSharding,
+    Epoch,
     EpochPlan,
     IndexSampler,
+    PassThroughDataset,
+    Phases,
+    PlannedBatch,
+    PrefetchQueue,
+    Progress,
+    Tracked,
+)
+from pyg_distcomm.loader.notes import (
     LoaderId,
     Notes,
-    PassThroughDataset,
-    PlannedBatch,
-    Progress,
+    StepComparer,
     World,
-    check_weighted_sampler,
     launched_ranks,
-    weighted_positions,
+    step_comparer,
 )
-from pyg_distcomm.loader.collate import Buffers, Collator, WorkerBatch
-from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     check_lengths,
+    check_weighted_sampler,
     describe_graph,
     digest,
     errors_on_all_ranks,
     ranks_of,
+    weighted_positions,
 )
 from pyg_distcomm.loader.partitioned_source import (
     PartitionedSource,
     check_sampled_together,
     neighbor_sampler_of,
 )
-from pyg_distcomm.loader.prefetch import BulkBuilder, Phases, PrefetchQueue
 from pyg_distcomm.loader.sparse_adjacency import holds_matrices, with_edges
-from pyg_distcomm.loader.unaveraged import StepComparer, step_comparer
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 
 Graph = TypeVar("Graph")  # a Data or a HeteroData, of the graph and of its minibatches
-# its batches, and what records its progress, its phases, and steps of optimizers
-Epoch: TypeAlias = tuple[Iterator[Any], Progress, Phases, StepComparer | None]
 _PyGLoader: Any = object  # for the type checker: PyG's loader, the next base class
 
 
@@ -130,7 +135,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         """Completes PyG's constructor: plans epochs, and posts a note for the other ranks."""
         if self.batch_size is None and dataloader.get("batch_sampler") is None:
             raise ValueError("got batch_size=None, wanted a number of seeds; give one")
-        self._buffers = Buffers()
+        self.buffers = Buffers()
         # the epoch before, if spread
         self._previous_epoch: tuple[Any, list[Any]] | None = None
         self.seed, self._epoch, self._start_batch = self.options.seed, 0, 0
@@ -194,7 +199,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
     @property
     def _index_sampler(self) -> Any:
         return (
-            IndexSampler(self)
+            IndexSampler(self._plan, self._length)
             if "_epoch_plan" in self.__dict__
             else super()._index_sampler
         )
@@ -210,6 +215,12 @@ class BulkLoading(Generic[Graph], _PyGLoader):
     def _rounds_left(self) -> int:
         sharding = self._sharding()
         return sharding.rounds(self._start_batch) if sharding.batches else 0
+
+    def _length(self) -> int:
+        sharding = self._sharding()
+        if sharding.batches:
+            return sharding.rounds(0)
+        return len(self._epoch_plan.batch_sampler)  # may raise: it has no length
 
     def _begin_epoch(self) -> Epoch:
         sharding = self._sharding()
@@ -231,14 +242,15 @@ class BulkLoading(Generic[Graph], _PyGLoader):
             return super()._get_iterator()
         self._end_epoch()
         if self.partitioned_source is not None:
-            self.partitioned_source.refresh()
-        bulk = BulkBuilder(self, self.phases)
+            if not self.partitioned_source.rows.are_current():
+                self.partitioned_source.read_rows()
+        batcher = Batcher(self, self.phases)
         bulks = PrefetchQueue(
             self._plan(),
-            bulk.stages(),
-            bulk.finish,
-            bulk.size,
-            bulk.ahead,
+            batcher.stages(),
+            batcher.finish,
+            batcher.size,
+            batcher.ahead,
             drain=self.partitioned_source is not None,
         )
         if self.partitioned_source is not None:
@@ -256,7 +268,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
             thread.join()
 
     @property
-    def _overrides_collate(self) -> bool:
+    def overrides_collate(self) -> bool:
         """Returns whether a subclass overrides how minibatches are sampled or collated."""
         own = type(self)
         same = own.filter_fn is BulkLoading.filter_fn
@@ -272,11 +284,11 @@ class BulkLoading(Generic[Graph], _PyGLoader):
 
     def collate_fn(self, index: Any) -> Any:
         """Samples one minibatch: a planned one of an epoch, or one of any list of inputs."""
-        out = self._sample_planned(index)
+        out = self.sample_planned(index)
         if not self.filter_per_worker:
             return out
         batch = self.filter_fn(out)
-        apart = get_worker_info() is not None and not self._overrides_collate
+        apart = get_worker_info() is not None and not self.overrides_collate
         return WorkerBatch.pack(batch) if apart else batch
 
     def filter_fn(self, out: Any) -> Any:
@@ -286,23 +298,25 @@ class BulkLoading(Generic[Graph], _PyGLoader):
             out = self.transform_sampler_output(out)
             if padding is not None:
                 out.padding = padding
-        return self._postprocess(Collator(self)(out), getattr(out, "padding", None))
+        return self.postprocess(
+            Batcher(self).collate(out), getattr(out, "padding", None)
+        )
 
     def pyg_filter_fn(self, out: Any) -> Any:
         """Calls PyG's own `filter_fn`."""
         return super().filter_fn(out)
 
-    def _postprocess(self, data: Any, padding: bool | None) -> Any:
+    def postprocess(self, data: Any, padding: bool | None) -> Any:
         if padding is not None:
             data.padding = padding
         return data if self.transform is None else self.transform(data)
 
-    def _sample_planned(self, index: Any) -> Any:
+    def sample_planned(self, index: Any) -> Any:
         if not isinstance(index, PlannedBatch):
             return self._sample(self.input_data[index])
         return self._mark_padding(self._sample(self._seeds_of(index)), index)
 
-    def _sample_planned_bulk(self, plan: list[PlannedBatch]) -> list[Any]:
+    def sample_planned_bulk(self, plan: list[PlannedBatch]) -> list[Any]:
         inputs = [self._seeds_of(index) for index in plan]
         outs = self._sample_bulk(inputs)
         return [self._mark_padding(out, k) for out, k in zip(outs, plan, strict=True)]
@@ -328,7 +342,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out attributes that a worker process cannot pickle and does not need."""
         without = dict.fromkeys(
-            ("_notes", "_steps", "_buffers", "_previous_epoch", "phases")
+            ("_notes", "_steps", "buffers", "_previous_epoch", "phases")
         )
         return {**self.__dict__, **without}
 
@@ -509,48 +523,37 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         return self.seed
 
 
-class Tracked:
-    """Iterates over one epoch, and records its progress and its phases.
+@dataclass(frozen=True, eq=False)
+class WorkerBatch:
+    """Holds a minibatch that a worker process sends, with the sizes that the sampler knows.
 
     Args:
-        begin: begins the epoch, when its first batch is wanted; returns its batches, and
-            what to record them in.
-        length: returns how many batches the epoch has.
+        batch: the minibatch.
+        sizes, seeds: numbers of nodes by type, as `carry` takes them; None if a transform
+            has replaced the edges.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[], Epoch],
-        length: Callable[[], int],
-    ) -> None:
-        self._begin, self._length = begin, length
-        self._begun: Epoch | None = None
+    batch: Any
+    sizes: dict[Any, int] | None
+    seeds: dict[Any, int]
 
-    def __iter__(self) -> Tracked:
-        return self
+    @staticmethod
+    def pack(batch: Any) -> WorkerBatch:
+        """Packs a minibatch with the sizes attached to its edges in this process."""
+        edges = edge_index_of(batch)
+        every = edges.values() if isinstance(edges, dict) else [edges]
+        found = [None if e is None else known(e) for e in every]
+        kept = [None if k is None else k.batch for k in found]
+        if not kept or kept[0] is None or any(k is not kept[0] for k in kept):
+            return WorkerBatch(batch, None, {})
+        return WorkerBatch(batch, kept[0].sizes, kept[0].seeds)
 
-    def __len__(self) -> int:
-        return self._length()
+    def unpack(self) -> Any:
+        """Returns the minibatch, with the sizes attached to its edges again."""
+        if self.sizes is not None:
+            attach_sizes(self.batch, self.sizes, self.seeds)
+        return self.batch
 
-    def __next__(self) -> Any:
-        if self._begun is None:
-            count = self._length()
-            self._length = lambda: count
-            self._begun = self._begin()
-        batches, progress, phases, steps = self._begun
-        phases.training_ended()
-        if steps is not None:
-            steps.before_batch()
-        begin = time.perf_counter_ns()
-        try:
-            batch = next(batches)
-        except StopIteration:
-            progress.finished = True
-            if steps is not None:
-                steps.at_end()
-            raise
-        progress.rounds += 1
-        if steps is not None:
-            steps.yielded()
-        phases.waiting_ended(begin)
-        return batch.unpack() if isinstance(batch, WorkerBatch) else batch
+    def pin_memory(self) -> WorkerBatch:
+        """Returns the batch in pinned memory; torch's DataLoader calls this."""
+        return WorkerBatch(self.batch.pin_memory(), self.sizes, self.seeds)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
-from torch_geometric.data import Batch, TemporalData
+from torch_geometric.data import Batch, Data, TemporalData
 from torch_geometric.loader import DataLoader as PygDataLoader
+from torch_geometric.loader import ImbalancedSampler as ByClass
 from torch_geometric.loader import TemporalDataLoader as PygTemporalDataLoader
 
 from pyg_distcomm.comm import collectives
@@ -240,3 +241,32 @@ def _cut_events(batch: TemporalData, mesh: Mesh) -> TemporalData:
         local = batch[key][rows[size].gid.to(batch[key].device)]
         batch[key] = DistTensor.wrap(local, rows[size])
     return listed_in_order(batch)
+
+
+class ImbalancedSampler(ByClass):
+    """Draws seeds with a chance of 1 / (size of their class), as PyG's sampler does.
+
+    Given as `sampler` to a loader of this package, it draws the list of an epoch as a
+    function of (seed, epoch): the same on all ranks, which share out its batches, and
+    again where a state resumes. To any other loader it is PyG's own, with torch's generator.
+
+    Args:
+        dataset: a Data, a share of one from `pdc.partition` (collective), a list or data set
+            of graphs, or classes [n], int64.
+        input_nodes: ids or a mask of the seeds of the loader; of a share, also its masks.
+        num_samples: draws of an epoch (default: as many as there are seeds).
+
+    Price: of a share, the classes of all nodes once, on every rank.
+    """
+
+    def __init__(
+        self, dataset: Any, input_nodes: Any = None, num_samples: int | None = None
+    ) -> None:
+        spread = isinstance(dataset, Data) and isinstance(dataset.get("y"), DistTensor)
+        classes = dataset.y if spread else dataset
+        super().__init__(_whole(classes), _whole(input_nodes), num_samples)
+
+
+def _whole(values: Any) -> Any:
+    """Returns the rows of all ranks; collective if they are row-sharded."""
+    return values.full_tensor() if isinstance(values, DistTensor) else values

@@ -18,7 +18,6 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.store import joined_mesh
 from pyg_distcomm.graph.local_adjacency import hand_over
-from pyg_distcomm.loader.row_group import num_cached_rows
 
 DEVICE, PINNED, ON_HOST = "device", "pinned", "host"
 PLACES = {"graph_on": (DEVICE, PINNED), "rows_on": (DEVICE, PINNED, ON_HOST)}
@@ -150,7 +149,7 @@ class Placement:
     def keep(self, data: Data | HeteroData) -> None:
         """Chooses the nodes of each type whose rows are cached: those of highest out-degree.
 
-        Ties go to the lower id. It takes 4 bytes a node on the device.
+        Ties go to the lower id. It takes 4 bytes per node on the device.
         """
         degrees = {
             store._key: torch.zeros(store.num_nodes or 0).long()
@@ -241,6 +240,19 @@ class Placement:
     def free_memory(self) -> int | None:
         """Returns the free bytes of the device; None if they are not known."""
         return int(torch.cuda.mem_get_info(self.device)[0]) if self.cuda else None
+
+
+def num_cached_rows(size: float, total: int) -> int:
+    """Returns the number of rows of a cache whose size is a count, or a fraction of all."""
+    whole = isinstance(size, int) and not isinstance(size, bool)
+    if whole and size >= 0:
+        return min(int(size), total)
+    if isinstance(size, float) and 0 <= size <= 1:
+        return round(size * total)
+    raise ValueError(
+        f"cache={size!r} must be a number of rows (an int), or a fraction of all rows "
+        "(a float from 0.0 to 1.0); give one of these"
+    )
 
 
 def _check_pinned(device: torch.device) -> None:

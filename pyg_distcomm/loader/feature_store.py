@@ -16,14 +16,15 @@ from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
-from pyg_distcomm.halo.codecs import Plain
-from pyg_distcomm.loader.device_placement import Placement
+from pyg_distcomm.loader.device_placement import Placement, num_cached_rows
 from pyg_distcomm.loader.fetch import (
+    EDGES,
+    NODES,
     Fetch,
     FetchedColumn,
+    Group,
     Pool,
     Wanted,
-    ids_of,
     message_bytes,
 )
 from pyg_distcomm.loader.hot_rows import (
@@ -33,21 +34,19 @@ from pyg_distcomm.loader.hot_rows import (
     top_scoring_ids,
 )
 from pyg_distcomm.loader.row_group import (
-    EDGES,
-    NODES,
-    Group,
-    Index,
     RowGroup,
     Wire,
     add_rows,
     fixed_size_codec,
+    ids_of,
     learn_owners,
     lengths,
     make_row_group,
-    num_cached_rows,
     own_rows,
+    problem_of,
 )
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.sampling.row_service import Index
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
@@ -68,7 +67,7 @@ class RowsAttr(TensorAttr):
 
 
 class DistFeatureStore(FeatureStore):
-    """Stores rows of named attributes of named groups, sharded over the blocks of a channel.
+    """Stores rows of features, sharded over the ranks, and returns any of them by id.
 
     A group is None for the nodes of a graph of one type, `EDGES` for its edges, a node
     type, or an edge type. With P ranks and replication c, block i holds what ranks
@@ -241,6 +240,11 @@ class DistFeatureStore(FeatureStore):
         if len(row_group.cached_gid):
             self._fill_cache(row_group, [name])
 
+    @property
+    def groups(self) -> list[Group]:
+        """Returns the groups of the store."""
+        return list(self._row_groups)
+
     def total(self, group: Group) -> int:
         """Returns the number of rows of a group over all ranks."""
         return self._row_group(group).total
@@ -278,7 +282,7 @@ class DistFeatureStore(FeatureStore):
         row_group.cached = row_group.cached.none()
         self.learn_owners(row_group.group)
         if len(row_group.cached_gid):
-            fetcher = self._fetcher({row_group.group: names}, exact=True)
+            fetcher = self.fetcher({row_group.group: names}, exact=True)
             row_group.cached_rows |= fetcher({row_group.group: away})[
                 row_group.group
             ].take(away)
@@ -337,19 +341,21 @@ class DistFeatureStore(FeatureStore):
         """
         if not self._row_groups:
             return {}
-        return replace(self._fetcher(attrs), placement=placement)(wanted)
+        wanted, problem = self._checked(wanted)
+        return replace(self.fetcher(attrs), placement=placement)(wanted, problem)
 
-    def _fetcher(self, attrs: Attrs, exact: bool = False) -> Fetch:
+    def _checked(self, wanted: Wanted) -> tuple[Wanted, str | None]:
+        groups, ranks = list(self._row_groups.values()), self.channel.world.size
+        return problem_of(groups, wanted, ranks)
+
+    def fetcher(self, attrs: Attrs = None, exact: bool = False) -> Fetch:
         """Returns a `Fetch` of attributes, widest numbers first so that most are aligned."""
         columns = []
         for number, (group, row_group) in enumerate(self._row_groups.items()):
             for name in row_group.values if attrs is None else attrs.get(group, ()):
                 self._group_with(group, name)
-                codec = Plain() if exact else row_group.codecs[name]
                 key = random.fold(_DRAWN, zlib.crc32(f"{group}.{name}".encode()))
-                columns.append(
-                    FetchedColumn(number, name, row_group.values[name], codec, key)
-                )
+                columns.append(FetchedColumn(number, row_group, name, exact, key))
         columns.sort(key=lambda column: -column.values.element_size())
         return Fetch(self.channel, list(self._row_groups.values()), columns)
 
@@ -360,7 +366,7 @@ class DistFeatureStore(FeatureStore):
 
         Nothing is sent. Raises ValueError for an invalid id.
         """
-        asks, problem = self._fetcher(attrs).plan(wanted)
+        asks, problem = self.fetcher(attrs).plan(*self._checked(wanted))
         if problem is not None:
             raise ValueError(problem)
         return {
@@ -371,7 +377,7 @@ class DistFeatureStore(FeatureStore):
     def price(self, want: Rates, asked: Rates, attrs: Attrs = None) -> dict[str, Price]:
         """Returns the price of one fetch, by operation of the ledger.
 
-            plan        8 bytes a word:  groups + 1 words from each other rank
+            plan        8 bytes per word:  groups + 1 words from each other rank
             fetch_ids   4 (8 above 2^31 ids):  a word for each row asked of this rank
             fetch_rows  1:  the bytes of each row that this rank wants
 
@@ -380,7 +386,7 @@ class DistFeatureStore(FeatureStore):
             asked: rows of each group that each rank wants of this one.
             attrs: as for `fetch`.
         """
-        fetcher, axis = self._fetcher(attrs), self.channel.row
+        fetcher, axis = self.fetcher(attrs), self.channel.row
         none = [0] * axis.size
         wants, asks = (
             [[*rates.get(group, none)] for group in self._row_groups]

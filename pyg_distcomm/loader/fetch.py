@@ -1,10 +1,12 @@
-"""Fetches rows of a sharded feature store by id, in one round of the row service."""
+"""Fetches rows of sharded feature stores by id, in one round of the row service."""
 
 from __future__ import annotations
 
+import math
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -12,16 +14,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
-from pyg_distcomm.kernels.core_ops import words_of
+from pyg_distcomm.loader.batcher import Attribute, Pools, take_rows
 from pyg_distcomm.loader.device_placement import ON_HOST, Placement
-from pyg_distcomm.loader.row_group import Group, RowGroup, take_rows, width_of
 from pyg_distcomm.sampling.row_service import RowRound
+from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
+Group: TypeAlias = Any  # None, a node type, an edge type, or EDGES
 Counts = Sequence[Sequence[int]]  # rows of each group, for each rank
+NODES = None  # the group of the nodes of a homogeneous graph, as PyG names it
+EDGES = (None, None)  # the group of its edges
+
+
+def width_of(values: Tensor) -> int:
+    """Returns how many numbers a row has."""
+    return math.prod(values.shape[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,31 +39,46 @@ class FetchedColumn:
     """Encodes and decodes the rows of one attribute that is fetched.
 
     Args:
-        group: the number of its group.
+        number: the number of its group.
+        group: the RowGroup, which has its local rows, `[m, ...]`.
         name: the name of the attribute.
-        values: the local rows, `[m, ...]`.
-        codec: encodes the rows in messages.
+        exact: whether rows travel uncompressed, whatever the codec of the attribute.
         key: keys the codec's draws, together with row ids: a row is always encoded alike.
     """
 
-    group: int
+    number: int
+    group: Any
     name: str
-    values: Tensor
-    codec: Codec
+    exact: bool = False
     key: int = 0
+
+    @property
+    def values(self) -> Tensor:
+        """Returns the local rows."""
+        return self.group.values[self.name]
+
+    @property
+    def codec(self) -> Codec:
+        """Returns what encodes the rows in messages."""
+        return Plain() if self.exact else self.group.codecs[self.name]
 
     def bytes_of(self, count: int) -> int:
         """Returns the bytes of `count` rows in a message."""
-        return self.codec.wire_bytes(count, width_of(self.values), self.values.dtype)
+        values, codec = self.values, self.codec
+        width = width_of(values)
+        if isinstance(codec, Plain):
+            return count * width * values.element_size()
+        return codec.wire_bytes(count, width, values.dtype)
 
     def write(self, part: Tensor, place: Tensor, gid: Tensor) -> None:
         """Writes the rows `gid`, at `place` `[k]`, into a part of a message `[bytes_of(k)]`."""
-        words, count = words_of(self.values), len(place)
-        plain = isinstance(self.codec, Plain)
-        if plain and part.storage_offset() % words.element_size() == 0:
-            kernels.gather_rows(words, place, part.view(words.dtype).view(count, -1))
+        values, count = self.values, len(place)
+        fits = part.storage_offset() % values.element_size() == 0
+        if isinstance(self.codec, Plain) and fits:
+            into = part.view(values.dtype).view(count, *values.shape[1:])
+            take_rows(values, place, into)
         else:
-            rows = take_rows(self.values, place).view(count, width_of(self.values))
+            rows = take_rows(values, place).view(count, width_of(values))
             self.codec.encode(rows, self._draw(gid), out=part, where=self.name)
 
     def read(self, part: Tensor, out: Tensor, gid: Tensor) -> None:
@@ -68,7 +93,7 @@ class FetchedColumn:
 def message_bytes(columns: Sequence[FetchedColumn], counts: Counts) -> list[int]:
     """Returns the bytes of the message for each rank."""
     return [
-        sum(c.bytes_of(counts[c.group][rank]) for c in columns)
+        sum(c.bytes_of(counts[c.number][rank]) for c in columns)
         for rank in range(len(counts[0]))
     ]
 
@@ -81,7 +106,7 @@ def _parts(
     at = 0
     for rank in range(len(counts[0])):
         for column in columns:
-            begin, end = first[column.group][rank : rank + 2]
+            begin, end = first[column.number][rank : rank + 2]
             size = column.bytes_of(end - begin)
             if size:
                 yield column, slice(begin, end), slice(at, at + size)
@@ -90,7 +115,7 @@ def _parts(
 
 Wanted: TypeAlias = Mapping[Group, Tensor | tuple[Tensor, Tensor]]
 
-SPARSE = 256  # range of ids per id in a pool, above which a binary search is cheaper
+SPARSE = 64  # range of ids per id in a pool, above which a binary search is cheaper
 _FAILED = -1  # instead of a checksum: the request of this rank is invalid
 
 
@@ -110,15 +135,17 @@ class Pool:
         """Returns the positions of the rows of ids, all of which must be in the pool."""
         if ids is self.ids:
             return self.place
-        return self.place[self._look_up(ids)]
+        return self.place[self._look_up(ids).long()]
 
     @cached_property
     def _look_up(self) -> Callable[[Tensor], Tensor]:
-        """Returns a rank-select index, or a binary search where ids are sparse."""
+        """Returns a table of places by id, or a binary search where ids are sparse."""
         total = int(self.ids[-1]) + 1 if len(self.ids) else 0
-        if len(self.ids) == 0 or total > SPARSE * len(self.ids):
+        if total > SPARSE * len(self.ids):
             return partial(torch.searchsorted, self.ids)
-        return kernels.rank_select_index(self.ids, total)
+        table = torch.empty(total, dtype=torch.int32)  # only ids of the pool are read
+        table[self.ids] = torch.arange(len(self.ids), dtype=torch.int32)
+        return table.__getitem__
 
     def take(self, ids: Tensor) -> dict[str, Tensor]:
         """Returns the rows of ids, in their order: name -> `[len(ids), ...]`."""
@@ -163,23 +190,24 @@ class Fetch:
 
     Args:
         channel: the ranks of its row axis hold all blocks between them.
-        row_groups: the groups of the store, in the same order on all ranks.
+        row_groups: each RowGroup of the store, in the same order on all ranks.
         columns: the attributes to fetch, in the same order on all ranks.
         placement: the device to put rows on; None for the host.
     """
 
     channel: ProcessGrid
-    row_groups: Sequence[RowGroup]
+    row_groups: Sequence[Any]
     columns: Sequence[FetchedColumn]
     placement: Placement | None = None
 
-    def __call__(self, wanted: Wanted) -> dict[Group, Pool]:
+    def __call__(self, wanted: Wanted, problem: str | None = None) -> dict[Group, Pool]:
         """Returns the distinct rows wanted, by group; collective.
 
         Raises:
-            ValueError: on all ranks of the axis, if one requests an invalid id.
+            ValueError: on all ranks of the axis, if one has a problem (ids that cannot be,
+                see `row_group.problem_of`), or requests a row of a rank that has it not.
         """
-        queries, problem = self.plan(wanted)
+        queries, problem = self.plan(wanted, problem)
         axis, pending = self.channel.row, None
         outputs = [self._output_of(column, queries) for column in self.columns]
         if axis.size > 1:
@@ -199,13 +227,10 @@ class Fetch:
 
     # Before anything travels ----------------------------------------------------------
 
-    def plan(self, wanted: Wanted) -> tuple[list[GroupQuery], str | None]:
+    def plan(
+        self, wanted: Wanted, problem: str | None = None
+    ) -> tuple[list[GroupQuery], str | None]:
         """Returns the query of each group, and an error message if one is invalid."""
-        groups = [row_group.group for row_group in self.row_groups]
-        unknown = [group for group in wanted if group not in groups]
-        problem = None
-        if unknown:
-            problem = f"got group {unknown[0]!r}, but the store has {groups}; take one of them"
         queries = []
         for number, row_group in enumerate(self.row_groups):
             query = self._empty_query
@@ -223,31 +248,29 @@ class Fetch:
         return GroupQuery(none, none, (0,) * self.channel.row.size, none, none)
 
     def _plan_group(
-        self, number: int, row_group: RowGroup, asked: Tensor | tuple[Tensor, Tensor]
+        self, number: int, row_group: Any, asked: Tensor | tuple[Tensor, Tensor]
     ) -> GroupQuery:
-        group = row_group.group
-        ids = _checked_ids(asked, f"ids of group {group!r}", row_group.total)
-        _check_range(ids, row_group.total, f"ids of group {group!r}")
-        unique = distinct(ids, row_group.total)
-        if not any(column.group == number for column in self.columns):
+        ids, owners = asked if isinstance(asked, tuple) else (asked, None)
+        unique = distinct(ids, row_group.index.total)
+        if not any(column.number == number for column in self.columns):
             order = torch.arange(len(unique))  # no attribute of them is fetched here
             return replace(self._empty_query, ids=unique, order=order)
-        if isinstance(asked, tuple):
-            owner = _owners_of(unique, ids, asked[1])
-            _check_range(owner, self.channel.world.size, f"owners of group {group!r}")
+        if owners is not None:
+            owner = torch.empty_like(unique)
+            owner[torch.searchsorted(unique, ids)] = owners
         elif row_group.owners is not None:
-            owner = row_group.owners.owner_of(unique)
+            owner = row_group.owners.owner[unique].long()
         else:
             raise ValueError(
-                f"got ids of group {group!r}, whose owners are not known; give (ids, owners), "
-                "or call learn_owners(group) first"
+                f"got ids of group {row_group.group!r}, whose owners are not known; give "
+                "(ids, owners), or call learn_owners(group) first"
             )
         return self._sort_by_location(
             row_group, unique, owner // self.channel.replication
         )
 
     def _sort_by_location(
-        self, row_group: RowGroup, ids: Tensor, block: Tensor
+        self, row_group: Any, ids: Tensor, block: Tensor
     ) -> GroupQuery:
         """Sorts distinct ids `[u]` of the blocks `[u]` by the location of their rows."""
         own = block == self.channel.row.rank
@@ -274,7 +297,7 @@ class Fetch:
     ) -> RowRound:
         """Starts a round: sends each rank the number of rows that are requested of it."""
         axis = self.channel.row
-        checksum = zlib.crc32(repr([(c.group, c.name) for c in self.columns]).encode())
+        checksum = zlib.crc32(repr([(c.number, c.name) for c in self.columns]).encode())
         head = torch.full((axis.size,), checksum if problem is None else _FAILED)
         table = torch.stack(
             [head, *(torch.tensor(query.counts) for query in queries)], 1
@@ -323,14 +346,14 @@ class Fetch:
         out = torch.empty(sum(message_bytes(self.columns, asked)), dtype=torch.uint8)
         try:
             for column, rows, part in _parts(self.columns, asked):
-                group = column.group
+                group = column.number
                 column.write(out[part], places[group][rows], gids[group][rows])
         except ValueError as error:
             self._report(error)
             raise
         return out
 
-    def _wrong_owner(self, row_group: RowGroup, gid: int) -> ValueError:
+    def _wrong_owner(self, row_group: Any, gid: int) -> ValueError:
         error = ValueError(
             f"got rank {self.channel.world.rank} as the owner of id {gid} of group "
             f"{row_group.group!r}, but its row is not there; give the rank that owns it"
@@ -346,7 +369,7 @@ class Fetch:
     @property
     def id_type(self) -> torch.dtype:
         """Returns the dtype of ids in messages."""
-        big = any(row_group.total >= 2**31 for row_group in self.row_groups)
+        big = any(row_group.index.total >= 2**31 for row_group in self.row_groups)
         return torch.int64 if big else torch.int32
 
     # After ----------------------------------------------------------------------------
@@ -359,8 +382,8 @@ class Fetch:
         For a device it holds received rows only. If all rows are local and can be read in
         place, it is the values of the column.
         """
-        query = queries[column.group]
-        if self._reads_in_place(column.group, query):
+        query = queries[column.number]
+        if self._reads_in_place(query):
             return column.values
         if self.placement is not None:
             return self.placement.receive_buffer(sum(query.counts), column.values)
@@ -373,7 +396,7 @@ class Fetch:
         """Returns the rows that the message is received into, if it needs no decoding."""
         if len(self.columns) != 1 or not isinstance(self.columns[0].codec, Plain):
             return None
-        query = queries[self.columns[0].group]
+        query = queries[self.columns[0].number]
         rows = outputs[0][len(outputs[0]) - sum(query.counts) :]
         if not sum(query.counts) or not rows.numel():  # nothing is received
             return None
@@ -387,11 +410,11 @@ class Fetch:
         pending: collectives.Pending | None,
     ) -> dict[Group, Pool]:
         """Copies local and cached rows, decodes received ones, and returns the pools."""
-        direct = [self._reads_in_place(n, query) for n, query in enumerate(queries)]
+        direct = [self._reads_in_place(query) for query in queries]
         for column, rows in zip(self.columns, outputs, strict=True):
-            query, row_group = queries[column.group], self.row_groups[column.group]
+            query, row_group = queries[column.number], column.group
             here, kept = len(query.here), len(query.here) + len(query.kept)
-            if not direct[column.group] and self.placement is None:
+            if not direct[column.number] and self.placement is None:
                 take_rows(column.values, query.here, rows[:here])
                 if kept > here:
                     take_rows(
@@ -405,11 +428,11 @@ class Fetch:
                     [query.away for query in queries],
                 )
                 into = {
-                    column: rows[len(rows) - sum(counts[column.group]) :]
+                    column: rows[len(rows) - sum(counts[column.number]) :]
                     for column, rows in zip(self.columns, outputs, strict=True)
                 }
                 for column, some, part in _parts(self.columns, counts):
-                    gid = away[column.group][some]
+                    gid = away[column.number][some]
                     column.read(message[part], into[column][some], gid)
         if self.placement is not None:
             outputs = [
@@ -422,7 +445,7 @@ class Fetch:
         ):
             if row_group.group in wanted:
                 pairs = zip(self.columns, outputs, strict=True)
-                rows_of = {c.name: rows for c, rows in pairs if c.group == number}
+                rows_of = {c.name: rows for c, rows in pairs if c.number == number}
                 place = query.here if direct[number] else query.place
                 pools[row_group.group] = Pool(query.ids, place, rows_of)
         return pools
@@ -431,11 +454,11 @@ class Fetch:
         self, column: FetchedColumn, rows: Tensor, queries: Sequence[GroupQuery]
     ) -> Tensor:
         """Returns the rows of a column on the device: local, cached, and received ones."""
-        place, query = self.placement, queries[column.group]
+        place, query = self.placement, queries[column.number]
         assert place is not None
-        row_group = self.row_groups[column.group]
+        row_group = column.group
         key = row_group.group, column.name
-        if self._reads_in_place(column.group, query):
+        if self._reads_in_place(query):
             return place.rows(key, column.values)
         parts = [place.take(key, column.values, query.here)]
         if len(query.kept):
@@ -446,17 +469,11 @@ class Fetch:
             )
         return torch.cat([*parts, place.send(rows)])
 
-    def _reads_in_place(self, number: int, query: GroupQuery) -> bool:
+    def _reads_in_place(self, query: GroupQuery) -> bool:
         """Returns whether all rows of a query are local, and can be read in place."""
         if self.placement is not None and self.placement.rows_on == ON_HOST:
             return False
         return 0 < len(query.here) == len(query.ids)
-
-
-def ids_of(asked: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """Returns the ids of a request, without their owners, on the CPU."""
-    ids = asked[0] if isinstance(asked, tuple) else asked
-    return torch.as_tensor(ids).cpu()
 
 
 def distinct(ids: Tensor, total: int) -> Tensor:
@@ -470,38 +487,103 @@ def distinct(ids: Tensor, total: int) -> Tensor:
     return torch.unique(ids)
 
 
-def _owners_of(unique: Tensor, ids: Tensor, owner: Tensor) -> Tensor:
-    owner = torch.as_tensor(owner).cpu().long()
-    if owner.shape != ids.shape:
-        raise ValueError(
-            f"owners must be given for each of {len(ids)} ids, got {list(owner.shape)}"
+@dataclass(eq=False)
+class ShareRows:
+    """Fetches the rows of a share that minibatches need, from feature stores.
+
+    Args:
+        data: the share.
+        channel: the ranks that fetch together.
+        attributes: what is fetched.
+        fetches: for each store, what fetches from it, and names of attributes by group.
+        marks: what the rows were when they were read, by `marks_of`.
+        learned: whether the owner of each edge is known, not just that of its target.
+    """
+
+    data: Any
+    channel: ProcessGrid
+    attributes: list[Attribute] = field(default_factory=list)
+    fetches: list[tuple[Fetch, dict[Group, list[str]]]] = field(default_factory=list)
+    marks: list[Any] = field(default_factory=list)
+    learned: bool = False
+
+    def are_current(self) -> bool:
+        """Returns whether the rows are as they were read, on all ranks; collective."""
+        same = same_marks(self.marks, self.data)
+        found = collectives.all_gather_counts([int(same)], self.channel.world)
+        return all(one for (one,) in found)
+
+    def fetch(self, outs: Sequence[Any], placement: Placement | None = None) -> Pools:
+        """Fetches the distinct rows that a bulk needs, to a device if any; collective.
+
+        One exchange of ids and one of rows for each store.
+        """
+        groups = {group_of(a): a for a in self.attributes}
+        wanted = {group: self._wanted(a, outs) for group, a in groups.items()}
+        found: dict[Any, tuple[Any, Any]] = {}
+        for fetch, attrs in self.fetches:
+            some = {group: wanted[group] for group in attrs}
+            pools = replace(fetch, placement=placement)(some)
+            for group, pool in pools.items():
+                for name in attrs[group]:
+                    found[group, name] = pool.find, pool.rows[name]
+        return {k: found[group_of(a), a.name] for k, a in enumerate(self.attributes)}
+
+    def _wanted(self, attribute: Attribute, outs: Sequence[Any]) -> Any:
+        none = torch.empty(0, dtype=torch.int64)
+        found = [attribute.ids(out) for out in outs]
+        if not attribute.of_edges:
+            return torch.cat([none, *(ids for ids in found if ids is not None)])
+        key, ids, owners = attribute.store, [none], [none]
+        edges: DistEdgeIndex = (self.data if key is None else self.data[key]).edge_index
+        assert edges.nodes.partition is not None
+        for out, e_id in zip(outs, found, strict=True):
+            if e_id is not None:
+                real = e_id >= 0  # self-loops that a rule adds have no rows
+                target, col = (
+                    (out.node, out.col)
+                    if key is None
+                    else (out.node[key[2]], out.col[key])
+                )
+                ids.append(e_id[real])
+                owners.append(edges.nodes.partition.owner_of(target[col[real]]))
+        every = torch.cat(ids)
+        return every if self.learned else (every, torch.cat(owners))
+
+
+def group_of(attribute: Attribute) -> Group:
+    """Returns the group of an attribute in a feature store."""
+    if attribute.store is None:
+        return EDGES if attribute.of_edges else NODES
+    return attribute.store
+
+
+def _held(data: Any) -> list[tuple[str, DistTensor]]:
+    stored = (item for part in data.stores for item in part.items())
+    return [(name, value) for name, value in stored if isinstance(value, DistTensor)]
+
+
+def _writes(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version
+
+
+def marks_of(data: Any) -> list[Any]:
+    """Returns the identity and version of each attribute, to find out what has changed."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [(name, value, value.to_local()) for name, value in _held(data)]
+        return [
+            (name, weakref.ref(value), local, _writes(value), _writes(local))
+            for name, value, local in found
+        ]
+
+
+def same_marks(marks: list[Any], data: Any) -> bool:
+    """Returns whether attributes are those of the marks, and were not written to since."""
+    now = _held(data)
+    with torch._C.DisableTorchFunctionSubclass():
+        return len(marks) == len(now) and all(
+            mark[0] == name
+            and mark[1]() is value
+            and mark[3:] == (_writes(value), _writes(mark[2]))
+            for mark, (name, value) in zip(marks, now, strict=True)
         )
-    if len(unique) == len(ids) and unique.data_ptr() == ids.data_ptr():
-        return owner
-    out = torch.empty_like(unique)
-    out[torch.searchsorted(unique, ids.long())] = owner
-    return out
-
-
-def _checked_ids(asked: Any, what: str, total: int) -> Tensor:
-    """Returns ids as a vector of integers, or raises ValueError."""
-    wanted = f"{what} must be a vector of integers (or in an index, a mask of {total})"
-    try:
-        ids = ids_of(asked)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{wanted}, got {asked!r}") from None
-    none = ids.shape == (0,)  # an empty list is one of floats
-    if not none and (
-        ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool
-    ):
-        raise ValueError(f"{wanted}, got {ids.dtype} {list(ids.shape)}")
-    return ids.long()
-
-
-def _check_range(values: Tensor, end: int, what: str) -> None:
-    if not len(values):
-        return
-    low, high = (int(v) for v in torch.aminmax(values))
-    if low < 0 or high >= end:
-        bad = low if low < 0 else high
-        raise ValueError(f"{what} must be in 0 .. {end - 1}, got {bad}")

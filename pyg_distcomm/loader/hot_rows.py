@@ -12,12 +12,8 @@ from torch_geometric.data import HeteroData
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.loader.row_group import (
-    EDGES,
-    NODES,
-    Group,
-    lengths,
-)
+from pyg_distcomm.loader.fetch import EDGES, NODES, Group
+from pyg_distcomm.loader.row_group import lengths
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 

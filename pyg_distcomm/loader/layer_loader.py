@@ -240,7 +240,7 @@ class HGTLoader(DistNeighborLoader[HeteroData]):
             PyG.
         options, **kwargs: as in `DistNeighborLoader`; without `draws`.
 
-    Price: of a share, all in-edges of each node drawn, once a bulk and step.
+    Price: of a share, all in-edges of each node drawn, once per bulk and step.
 
     Raises:
         TypeError: for a graph without node types.

@@ -44,7 +44,7 @@ class DistNeighborLoader(BulkLoading[Graph], NeighborLoader):
     are read once for each distinct node of a bulk. With workers, they sample as in PyG.
 
     Price: no communication but one note of each rank, when first used. Memory: the
-    topology once, 8 bytes an edge and 8 a node, 8 bytes a node and thread, and the bulks
+    topology once, 8 bytes per edge and 8 per node, 8 bytes per node and thread, and the bulks
     in flight.
 
     Of a share, from `pdc.partition`, the minibatches are the same, bit for bit, and all
@@ -142,7 +142,7 @@ class DistLinkNeighborLoader(BulkLoading[Graph], LinkNeighborLoader):
 
     Of a share, from `pdc.partition`, the minibatches are the same, bit for bit; seed edges
     are pairs of ids of the whole graph, wherever these nodes are, or the share's own
-    `edge_index`. Without a list all edges are seeds, 16 bytes an edge on every rank.
+    `edge_index`. Without a list all edges are seeds, 16 bytes per edge on every rank.
 
     Args:
         data, num_neighbors, edge_label_index, edge_label, edge_label_time, replace,

@@ -37,7 +37,7 @@ class NeighborSampler(PyGNeighborSampler):
         edge_index: `[2, E]`, plain or of a share, or an adj_t of torch.sparse or torch-sparse.
         sizes, node_idx, num_nodes, return_e_id, transform, **kwargs: as in PyG.
 
-    Price: of a share, 16 bytes an edge once on every rank.
+    Price: of a share, 16 bytes per edge once on every rank.
     """
 
     def __init__(

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
+from pyg_distcomm.comm.random import keyed_choice
 from pyg_distcomm.kernels.core_ops import as_bytes
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
@@ -29,7 +31,7 @@ TOPOLOGIES = ("auto", "partitioned", "replicated")
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """Holds what loaders of this package take beyond PyG's arguments, as `options=`.
+    """Holds the options of loaders beyond PyG's arguments; pass it as `options=`.
 
         loader = NeighborLoader(data, [10, 5], options=LoaderOptions(seed=0, draws="labor"))
 
@@ -70,7 +72,7 @@ class LoaderOptions:
             they lie: the same minibatches as on the host (None), bit for bit, in bulks made
             on a stream of their own while the last one trains. Of a Data or a HeteroData
             that each rank holds whole, on the host; not with workers. A state of one device
-            is good on another. Memory there: the topology, 8 bytes an edge more for draws
+            is good on another. Memory there: the topology, 8 bytes per edge more for draws
             by weight, and the rows. A share is sampled on the host, and the device holds
             this rank's rows, and those that `features` keeps.
         graph_on, rows_on: "pinned" to leave the graph, or the rows of nodes and edges, in
@@ -298,19 +300,24 @@ def seed_ids(nodes: Any) -> Tensor | None:
     return ids
 
 
+def check_mask(ids: Tensor | None, nodes: int | None) -> None:
+    """Raises ValueError for a mask of seeds without an entry for each of the nodes."""
+    if ids is None or ids.dtype != torch.bool or nodes is None:
+        return
+    if ids.shape != (nodes,):
+        raise ValueError(
+            f"input_nodes is a mask of shape {list(ids.shape)}, but the graph has "
+            f"{nodes} nodes; give one entry for each (a share has row-sharded masks), or ids"
+        )
+
+
 def checked_seeds(data: Any, nodes: Any) -> Any:
     """Returns seeds as PyG takes them, ids and masks as tensors; raises for invalid ones."""
     if not isinstance(data, (Data, HeteroData)):
         return nodes  # PyG reads the sizes of stores itself
     name, given = named_seeds(data, nodes)
     ids = seed_ids(given)
-    if ids is not None and ids.dtype == torch.bool:
-        count = (data if name is None else data[name]).num_nodes
-        if count is not None and ids.shape != (count,):
-            raise ValueError(
-                f"input_nodes is a mask of shape {list(ids.shape)}, but there are {count} "
-                "nodes; give one entry for each, or ids"
-            )
+    check_mask(ids, (data if name is None else data[name]).num_nodes)
     if name is None:
         return ids
     return name if ids is None else (name, ids)
@@ -357,6 +364,20 @@ def checked_links(data: Any, links: Any) -> Any:
         return name
     ends = checked_ends(ends)
     return ends if name is None else (name, ends)
+
+
+def check_weighted_sampler(sampler: ByClass, count: int) -> None:
+    """Raises ValueError if a sampler draws from another number of seeds than a loader has."""
+    if len(sampler.weights) != count:
+        raise ValueError(
+            f"the ImbalancedSampler draws from {len(sampler.weights)} seeds, and the loader "
+            f"has {count}; give both the same input_nodes"
+        )
+
+
+def weighted_positions(sampler: ByClass, key: int) -> Tensor:
+    """Draws the positions of the seeds of an epoch by a key, on the CPU."""
+    return keyed_choice(key, sampler.weights.cpu(), sampler.num_samples)
 
 
 def check_lengths(inputs: Any) -> None:

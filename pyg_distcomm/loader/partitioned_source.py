@@ -20,20 +20,20 @@ from pyg_distcomm.comm.process_grid import (
 )
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.loader.collate import Attribute, Pools, placeholder_rows
-from pyg_distcomm.loader.device_placement import Placement
+from pyg_distcomm.loader.batcher import Attribute, placeholder_rows
+from pyg_distcomm.loader.epoch import FETCH, SAMPLE
 from pyg_distcomm.loader.feature_store import DistFeatureStore
+from pyg_distcomm.loader.fetch import EDGES, ShareRows, group_of, marks_of, same_marks
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     agree_on,
+    check_mask,
     checked_ends,
     errors_on_all_ranks,
     named_links,
     named_seeds,
     seed_ids,
 )
-from pyg_distcomm.loader.prefetch import FETCH, SAMPLE
-from pyg_distcomm.loader.row_group import EDGES
 from pyg_distcomm.ops.id_plan import IdPlan, attach_route, plan_ids
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sampling.graph_block import gathered, mesh_of
@@ -85,31 +85,34 @@ class PartitionedSource:
         self.sampling: ProcessGrid = new_process_grid(self.mesh, c, SAMPLE)
         self.fetching: ProcessGrid = new_process_grid(self.mesh, c, FETCH)
         self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
-        self._given_store, self._edge_owners_known = features, False
+        self._given_store = features
+        self.rows = ShareRows(data, self.fetching)
         with errors_on_all_ranks(self.mesh.world):
-            self._embedding_rows = _rows_of_embeddings(data, options.embedding)
-        self._read_rows()
+            self.embeddings = _rows_of_embeddings(data, options.embedding)
+        self.read_rows()
 
-    def _read_rows(self) -> None:
+    def read_rows(self) -> None:
         """Reads the rows of the share, and of the store that was given; collective."""
-        self._versions = _versions(self.data)
+        rows = self.rows
+        rows.marks = marks_of(self.data)
         if self._given_store is None:
-            found = [_kept_store(self.data, self._versions, self.fetching)]
+            found = [_kept_store(self.data, rows.marks, self.fetching)]
         else:  # attributes that it lacks come from the share
             rest = _without(self.data, self._given_store)
             found = [self._given_store, DistFeatureStore.from_data(rest, self.fetching)]
         self.stores = [copy.copy(store) for store in found]
+        self.placeholder = _with_placeholders(self.data)
+        rows.attributes, rows.fetches = [], []
         for store in self.stores:
             store.channel = self.fetching
-        self.placeholder = _with_placeholders(self.data)
-        self.attributes: list[Attribute] = []
-        self._attrs = [self._attributes_of(store) for store in self.stores]
-        if self._edge_owners_known:
+            if attrs := self._attributes_of(store):
+                rows.fetches.append((store.fetcher(attrs), attrs))
+        if rows.learned:
             self.learn_edge_owners()
 
     def _attributes_of(self, store: DistFeatureStore) -> dict[Any, list[str]]:
         """Returns the attributes to fetch from a store, without those of earlier stores."""
-        known = {(_group(a), a.name) for a in self.attributes}
+        known = {(group_of(a), a.name) for a in self.rows.attributes}
         found: dict[Any, list[str]] = {}
         for held in store.get_all_tensor_attrs():
             group, name = held.group_name, held.attr_name
@@ -130,19 +133,12 @@ class PartitionedSource:
                     f"{count} {'edges' if of_edges else 'nodes'} there; build both from the "
                     "same graph"
                 )
-            self.attributes.append(Attribute(key, name, None, of_edges))
+            self.rows.attributes.append(Attribute(key, name, None, of_edges))
             out[name] = placeholder_rows(rows)
             if name == "x" and not of_edges:
                 out.pop("num_nodes", None)
             found.setdefault(group, []).append(name)
         return found
-
-    def refresh(self) -> None:
-        """Reads the rows again if they have changed on any rank; collective, once per epoch."""
-        same = _unchanged(self._versions, _versions(self.data))
-        found = collectives.all_gather_counts([int(same)], self.fetching.world)
-        if not all(one for (one,) in found):
-            self._read_rows()
 
     def seeds(self, given: Any, times: Any, sampler: Any) -> Any:
         """Returns seeds as global ids; masks may be row-sharded like the graph; collective.
@@ -158,7 +154,7 @@ class PartitionedSource:
         with errors_on_all_ranks(self.mesh.world):
             ids = seed_ids(ids)
             ids = ids if ids is None else ids.cpu()
-            self._check_mask(ids, name)
+            check_mask(ids, _store(self.data, name).num_nodes)
         set_times = getattr(sampler, "set_seed_times", None)
         clock = self._clock(name, sampler)
         if set_times is not None and times is None and clock is not None:
@@ -175,8 +171,8 @@ class PartitionedSource:
         """Returns seed edges by global ids, and the negative sampling; collective.
 
         Without a list, all edges (of a type) are seeds, in the order of the whole graph: 16
-        bytes an edge on every rank. If nodes have times and negative ends are drawn, the
-        sampler is given all times, 8 bytes a node.
+        bytes per edge on every rank. If nodes have times and negative ends are drawn, the
+        sampler is given all times, 8 bytes per node.
         """
         with errors_on_all_ranks(self.mesh.world):
             name, ends = named_links(self.data, given)
@@ -216,39 +212,14 @@ class PartitionedSource:
         agree_on({what: kind}, self.mesh.world)
         return values.full_tensor() if sharded else values
 
-    def _check_mask(self, mask: Tensor | None, name: Any) -> None:
-        """Raises ValueError for a mask of seeds of another length than the number of nodes."""
-        count = _store(self.data, name).num_nodes
-        if mask is None or mask.dtype != torch.bool or mask.shape == (count,):
-            return
-        raise ValueError(
-            f"input_nodes is a mask of shape {list(mask.shape)}, but the graph has "
-            f"{count} nodes; pass the mask of the share (a DistTensor), or ids"
-        )
-
     def learn_edge_owners(self) -> None:
         """Finds the owners of all edges; needed if the target of an edge is not known."""
-        for store, attrs in zip(self.stores, self._attrs, strict=True):
-            for group in attrs:
-                if group == EDGES or isinstance(group, tuple):
+        for store in self.stores:
+            for attribute in self.rows.attributes:
+                group = group_of(attribute)
+                if attribute.of_edges and group in store.groups:
                     store.learn_owners(group)
-        self._edge_owners_known = True
-
-    def fetch(self, outs: Sequence[Any], placement: Placement | None = None) -> Pools:
-        """Fetches the distinct rows that a bulk needs, to a device if any; collective.
-
-        One exchange of ids and one of rows for each store.
-        """
-        groups = {_group(a): a for a in self.attributes}
-        wanted = {group: self._wanted(a, outs) for group, a in groups.items()}
-        found: dict[Any, tuple[Any, Any]] = {}
-        for store, attrs in zip(self.stores, self._attrs, strict=True):
-            if attrs:
-                some = {group: wanted[group] for group in attrs}
-                for group, pool in store.fetch_unique(some, attrs, placement).items():
-                    for name in attrs[group]:
-                        found[group, name] = pool.find, pool.rows[name]
-        return {k: found[_group(a), a.name] for k, a in enumerate(self.attributes)}
+        self.rows.learned = True
 
     def routes(self, outs: Sequence[Any]) -> list[dict[Any, IdPlan]]:
         """Plans the exchange of embedding rows of each minibatch, by node type; collective.
@@ -256,7 +227,7 @@ class PartitionedSource:
         One exchange of counts and one of ids, for all minibatches and types of a bulk.
         """
         found: list[dict[Any, IdPlan]] = [{} for _ in outs]
-        for key, rows in self._embedding_rows.items():
+        for key, rows in self.embeddings.items():
             lists = [_part(out.node, key).long() for out in outs]
             plans = plan_ids(lists, rows, self.fetching.world)
             for routes, plan in zip(found, plans, strict=True):
@@ -269,27 +240,7 @@ class PartitionedSource:
         for key, plan in routes.items():
             ids = _store(batch, key).get("n_id")
             if isinstance(ids, Tensor) and len(ids) == len(plan.slot):
-                attach_route(ids, plan, self._embedding_rows[key])
-
-    def _wanted(self, attribute: Attribute, outs: Sequence[Any]) -> Any:
-        none = torch.empty(0, dtype=torch.int64)
-        key = attribute.store
-        if not attribute.of_edges:
-            return torch.cat([none, *(_part(out.node, key).long() for out in outs)])
-        edges: DistEdgeIndex = _store(self.data, key).edge_index
-        ids, owners = [none], [none]
-        for out in outs:
-            e_id = _part(out.edge, key)
-            if e_id is None:
-                continue
-            target = _part(out.node, None if key is None else key[2])
-            real = e_id >= 0  # self-loops that a rule adds have no rows
-            ids.append(e_id.long()[real])
-            gid = target[_part(out.col, key)[real]]
-            assert edges.nodes.partition is not None
-            owners.append(edges.nodes.partition.owner_of(gid))
-        every = torch.cat(ids)
-        return every if self._edge_owners_known else (every, torch.cat(owners))
+                attach_route(ids, plan, self.embeddings[key])
 
 
 def check_sampled_together(sampler: Any, dataloader: dict[str, Any]) -> None:
@@ -377,15 +328,11 @@ def _store(data: Any, key: Any) -> Any:
     return data if key is None else data[key]
 
 
-def _group(attribute: Attribute) -> Any:
-    if attribute.store is None:
-        return EDGES if attribute.of_edges else None
-    return attribute.store
-
-
 def _with_placeholders(data: Data | HeteroData) -> Any:
     """Returns a Data or HeteroData of the whole graph's sizes, with placeholders for edges."""
-    placeholder: Any = type(data)()
+    placeholder: Any = (
+        data.__class__()
+    )  # not of the class of a share: batches are plain
     for part in data.stores:
         out = _store(placeholder, part._key)
         for name, value in part.items():
@@ -418,7 +365,7 @@ def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
             if not is_rows(value):
                 continue
             of_edges = isinstance(key, tuple) or value.rows.partition is None
-            if (_group(Attribute(key, name, None, of_edges)), name) in held:
+            if (group_of(Attribute(key, name, None, of_edges)), name) in held:
                 del part[name]
     return rest
 
@@ -430,28 +377,6 @@ def _num_nodes(part: Any, edges: Any) -> int | None:
     return None if typed or not isinstance(edges, DistEdgeIndex) else edges.nodes.total
 
 
-def _versions(data: Data | HeteroData) -> list[Any]:
-    """Returns the identity and version of each attribute, to find out what has changed."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return [
-            (name, weakref.ref(value), _writes(value), _writes(value.to_local()))
-            for part in data.stores
-            for name, value in part.items()
-            if isinstance(value, DistTensor)
-        ]
-
-
-def _writes(value: Tensor) -> int:
-    return 0 if value.is_inference() else value._version
-
-
-def _unchanged(before: list[Any], now: list[Any]) -> bool:
-    return len(before) == len(now) and all(
-        a[0] == b[0] and a[1]() is b[1]() and a[2:] == b[2:]
-        for a, b in zip(before, now, strict=True)
-    )
-
-
 def _kept_store(
     data: Data | HeteroData, marks: list[Any], channel: ProcessGrid
 ) -> DistFeatureStore:
@@ -459,7 +384,7 @@ def _kept_store(
     anchor = next(s.edge_index for s in data.edge_stores).topology
     kept = PROCESS.stores.setdefault(anchor, {})  # as long as the share is alive
     known = kept.get(channel.replication)  # loaders to train and to evaluate share it
-    same = known is not None and _unchanged(known[0], marks)
+    same = known is not None and same_marks(known[0], data)
     if all(one for (one,) in collectives.all_gather_counts([int(same)], channel.world)):
         store: DistFeatureStore = known[1]
         return store

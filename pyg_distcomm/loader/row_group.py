@@ -2,139 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey, codec_of
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.kernels.core_ops import as_bytes, words_of
+from pyg_distcomm.kernels.core_ops import as_bytes
+from pyg_distcomm.loader.batcher import take_rows
+from pyg_distcomm.loader.fetch import Group, Wanted, width_of
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.sampling.row_service import Index
 
 Values = Tensor | np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Index:
-    """Looks ids up among the ids of a block.
-
-    Args:
-        gid: the ids of the block, `[m]`, ascending.
-        total: ids lie in [0, total).
-    """
-
-    gid: Tensor
-    total: int
-
-    def __len__(self) -> int:
-        return len(self.gid)
-
-    def none(self) -> Index:
-        """Returns the index of no ids."""
-        return Index(self.gid[:0], self.total)
-
-    @cached_property
-    def _find(self) -> Callable[[Tensor], Tensor]:
-        return kernels.rank_select_index(self.gid, self.total)
-
-    def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the position of each id `[k]`, and whether it is there; else position 0."""
-        if not len(self.gid):
-            return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-        first, last = int(self.gid[0]), int(self.gid[-1])
-        if last - first + 1 == len(self.gid):
-            place = ids - first
-            here = (place >= 0) & (place < len(self.gid))
-        else:
-            place = self._find(ids)
-            here = place >= 0
-        return place.masked_fill_(~here, 0), here
-
-
-def num_cached_rows(size: float, total: int) -> int:
-    """Returns the number of rows of a cache whose size is a count, or a fraction of all."""
-    whole = isinstance(size, int) and not isinstance(size, bool)
-    if whole and size >= 0:
-        return min(int(size), total)
-    if isinstance(size, float) and 0 <= size <= 1:
-        return round(size * total)
-    raise ValueError(
-        f"cache={size!r} must be a number of rows (an int), or a fraction of all rows "
-        "(a float from 0.0 to 1.0); give one of these"
-    )
-
-
-def width_of(values: Tensor) -> int:
-    """Returns how many numbers a row has."""
-    return math.prod(values.shape[1:])
-
-
-def take_rows(values: Tensor, place: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns `values[place]` `[k, ...]`, in contiguous `out` if given."""
-    if out is None:
-        out = values.new_empty((len(place), *values.shape[1:]))
-    if out.numel():
-        words = words_of(values)
-        target = as_bytes(out).view(words.dtype).view(len(out), words.size(1))
-        kernels.gather_rows(words, place, target)
-    return out
-
-
-def gather_block(
-    values: Tensor, counts: list[int], order: Tensor | None, channel: ProcessGrid
-) -> Tensor:
-    """Gathers the rows of a block that its c ranks own; collective over them.
-
-    Shapes: values `[counts[rank], ...]`, order `[m]` sorts the ranks' rows by id
-    (None keeps their order), return `[m, ...]`.
-    Price: (m - counts[rank]) rows, as bytes.
-    """
-    if len(counts) == 1:
-        return values if order is None else take_rows(values, order)
-    size = width_of(values) * values.element_size()
-    flat = as_bytes(values).view(len(values), size)
-    every = collectives.all_gather_rows(flat, counts, channel.col, "build")
-    every = every.view(-1).view(values.dtype).view(sum(counts), *values.shape[1:])
-    return every if order is None else take_rows(every, order)
-
-
-def as_rows(values: Any) -> Tensor:
-    """Returns rows as a contiguous CPU tensor, without copying memory-mapped files.
-
-    Raises TypeError for anything but a dense tensor or array with rows.
-    """
-    if isinstance(values, np.ndarray):
-        # torch warns of read-only memory, which is only read here
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            values = torch.from_numpy(values)
-    if not isinstance(values, Tensor) or values.layout != torch.strided:
-        raise TypeError(
-            f"got a {type(values).__name__}, wanted a dense tensor or array; convert it"
-        )
-    if values.dim() == 0:
-        raise TypeError("got a single number, wanted rows; give one value for each id")
-    return values.detach().cpu().contiguous()
-
-
-Wire: TypeAlias = str | Codec | LinkPolicy | None
-Group: TypeAlias = Any  # None, a node type, an edge type, or EDGES
-
-_SAFE = 65504.0  # the largest magnitude that every codec can encode
-_CHUNK = 1 << 20  # numbers checked at a time
-
-NODES = None  # the group of the nodes of a homogeneous graph, as PyG names it
-EDGES = (None, None)  # the group of its edges
 
 
 def _no_ids() -> Tensor:
@@ -176,6 +63,49 @@ class RowGroup:
     def names(self) -> list[str]:
         """Returns the names of the attributes."""
         return list(self.values)
+
+
+def gather_block(
+    values: Tensor, counts: list[int], order: Tensor | None, channel: ProcessGrid
+) -> Tensor:
+    """Gathers the rows of a block that its c ranks own; collective over them.
+
+    Shapes: values `[counts[rank], ...]`, order `[m]` sorts the ranks' rows by id
+    (None keeps their order), return `[m, ...]`.
+    Price: (m - counts[rank]) rows, as bytes.
+    """
+    if len(counts) == 1:
+        return values if order is None else take_rows(values, order)
+    size = width_of(values) * values.element_size()
+    flat = as_bytes(values).view(len(values), size)
+    every = collectives.all_gather_rows(flat, counts, channel.col, "build")
+    every = every.view(-1).view(values.dtype).view(sum(counts), *values.shape[1:])
+    return every if order is None else take_rows(every, order)
+
+
+def as_rows(values: Any) -> Tensor:
+    """Returns rows as a contiguous CPU tensor, without copying memory-mapped files.
+
+    Raises TypeError for anything but a dense tensor or array with rows.
+    """
+    if isinstance(values, np.ndarray):
+        # torch warns of read-only memory, which is only read here
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            values = torch.from_numpy(values)
+    if not isinstance(values, Tensor) or values.layout != torch.strided:
+        raise TypeError(
+            f"got a {type(values).__name__}, wanted a dense tensor or array; convert it"
+        )
+    if values.dim() == 0:
+        raise TypeError("got a single number, wanted rows; give one value for each id")
+    return values.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+Wire: TypeAlias = str | Codec | LinkPolicy | None
+
+_SAFE = 65504.0  # the largest magnitude that every codec can encode
+_CHUNK = 1 << 20  # numbers checked at a time
 
 
 def make_row_group(
@@ -337,3 +267,62 @@ def learn_owners(row_group: RowGroup, channel: ProcessGrid) -> Partition:
         owner[every] = block * channel.replication
         row_group.owners = Partition.from_owner(owner, channel.world.size)
     return row_group.owners
+
+
+def problem_of(
+    row_groups: Sequence[RowGroup], wanted: Wanted, ranks: int
+) -> tuple[Wanted, str | None]:
+    """Returns what is wanted as vectors of int64, and an error message for what cannot be."""
+    groups = {row_group.group: row_group for row_group in row_groups}
+    found: dict[Group, Any] = {}
+    try:
+        for group, asked in wanted.items():
+            if group not in groups:
+                raise ValueError(
+                    f"got group {group!r}, but the store has {list(groups)}; take one of them"
+                )
+            total, what = groups[group].total, f"ids of group {group!r}"
+            ids = found[group] = checked_ids(asked, what, total)
+            check_range(ids, total, what)
+            if isinstance(asked, tuple):
+                owner = torch.as_tensor(asked[1]).cpu().long()
+                if owner.shape != ids.shape:
+                    raise ValueError(
+                        f"owners must be given for each of {len(ids)} ids, got "
+                        f"{list(owner.shape)}"
+                    )
+                check_range(owner, ranks, f"owners of group {group!r}")
+                found[group] = ids, owner
+    except ValueError as error:
+        return {}, str(error)
+    return found, None
+
+
+def ids_of(asked: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """Returns the ids of a request, without their owners, on the CPU."""
+    ids = asked[0] if isinstance(asked, tuple) else asked
+    return torch.as_tensor(ids).cpu()
+
+
+def checked_ids(asked: Any, what: str, total: int) -> Tensor:
+    """Returns ids as a vector of integers, or raises ValueError."""
+    wanted = f"{what} must be a vector of integers (or in an index, a mask of {total})"
+    try:
+        ids = ids_of(asked)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{wanted}, got {asked!r}") from None
+    none = ids.shape == (0,)  # an empty list is one of floats
+    if not none and (
+        ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool
+    ):
+        raise ValueError(f"{wanted}, got {ids.dtype} {list(ids.shape)}")
+    return ids.long()
+
+
+def check_range(values: Tensor, end: int, what: str) -> None:
+    if not len(values):
+        return
+    low, high = (int(v) for v in torch.aminmax(values))
+    if low < 0 or high >= end:
+        bad = low if low < 0 else high
+        raise ValueError(f"{what} must be in 0 .. {end - 1}, got {bad}")

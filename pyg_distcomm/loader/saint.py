@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
-from pyg_distcomm.loader.batch_sharding import World
+from pyg_distcomm.loader.notes import World
 from pyg_distcomm.loader.options import LoaderOptions, errors_on_all_ranks, ranks_of
 from pyg_distcomm.loader.subgraphs import SubgraphLoading
 from pyg_distcomm.partition.atomic import keep_file, read_whole
@@ -72,7 +72,7 @@ class GraphSAINTSampler(SubgraphLoading[Data]):
         log: whether to show how far the norms are, on rank 0.
         **kwargs: as in `RandomNodeLoader`.
 
-    Price: of a share, 16 bytes an edge once on every rank; see `DistFeatureStore` for rows.
+    Price: of a share, 16 bytes per edge once on every rank; see `DistFeatureStore` for rows.
 
     Raises:
         ValueError: for a topology other than "replicated", data that has norms already,
@@ -155,11 +155,11 @@ class GraphSAINTSampler(SubgraphLoading[Data]):
     def _seeds_of(self, index: Any) -> Any:
         return self.drawn(index.key)
 
-    def _postprocess(self, data: Any, padding: bool | None) -> Any:
+    def postprocess(self, data: Any, padding: bool | None) -> Any:
         if self.sample_coverage > 0:
             data.node_norm = self._rows("node_norm", data.n_id)
             data.edge_norm = self._rows("edge_norm", data.e_id)
-        return super()._postprocess(data, padding)
+        return super().postprocess(data, padding)
 
     def _rows(self, name: str, ids: Tensor) -> Tensor:
         values: Tensor = getattr(self, name)

@@ -159,11 +159,11 @@ class SubgraphLoading(DistNeighborLoader[Graph]):
         )
         return out
 
-    def _postprocess(self, data: Any, padding: bool | None) -> Any:
+    def postprocess(self, data: Any, padding: bool | None) -> Any:
         for store in data.stores:
             for name in _SEED_ATTRIBUTES:
                 store.pop(name, None)
-        return super()._postprocess(data, padding)
+        return super().postprocess(data, padding)
 
 
 class RandomNodeLoader(SubgraphLoading[Graph]):
@@ -214,7 +214,7 @@ class ClusterData(PyGClusterData):
     Of a share, from `pdc.partition`, each rank cuts the nodes that it owns into its part of
     the clusters, so that no edge travels, and a cluster lies with one rank; all ranks build
     it together. For the clusters of a whole graph on any number of ranks, give them as
-    `method`. Price: 4 bytes a node, on every rank.
+    `method`. Price: 4 bytes per node, on every rank.
 
     Args:
         data: a Data, or a share of one.
@@ -473,7 +473,7 @@ class ShaDowKHopSampler(SubgraphLoading[Data]):
         out.node, out.batch = out.node[order], out.batch[order]
         return super()._arrange(out)
 
-    def _postprocess(self, data: Any, padding: bool | None) -> Any:
+    def postprocess(self, data: Any, padding: bool | None) -> Any:
         tree, roots = data.batch, int(data.batch_size)
         ptr = torch.zeros(roots + 1, dtype=torch.int64, device=tree.device)
         ptr[1:] = torch.bincount(tree, minlength=roots).cumsum(0)
@@ -486,4 +486,4 @@ class ShaDowKHopSampler(SubgraphLoading[Data]):
         for name, value in data.to_dict().items():
             batch[name] = value
         batch.root_n_id = ptr[:-1].clone()
-        return DistNeighborLoader._postprocess(self, batch, padding)
+        return DistNeighborLoader.postprocess(self, batch, padding)

@@ -48,7 +48,7 @@ PADDED = (
 
 
 class NotInChunksError(TypeError):
-    """A layer cannot run chunk by chunk."""
+    """Reports that a layer cannot run chunk by chunk."""
 
 
 # Which layers run in chunks -----------------------------------------------------------

@@ -51,7 +51,7 @@ def convert(model: Model, link: OwnLink = None, *, trim: bool = True) -> Model:
         raise TypeError(
             f"convert takes a model, a torch.nn.Module, got {type(model).__name__}"
             + (
-                "; a graph is cut by pdc.partition(data, mesh)"
+                "; to partition a graph, call pdc.partition(data, mesh)"
                 * hasattr(model, "stores")
             )
         )

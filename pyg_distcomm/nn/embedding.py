@@ -176,7 +176,7 @@ class DistEmbedding(torch.nn.Module):
             if len(shard) != len(self.rows):
                 problem = (
                     f"the rows of a DistEmbedding were replaced by a parameter "
-                    f"{[*shard.shape]}; a rank holds its own rows alone; write values into "
+                    f"{[*shard.shape]}; a rank holds only its own rows; write values into "
                     "the table instead, by emb.weight.data.copy_(values), or make it by "
                     "DistEmbedding.from_pretrained"
                 )
@@ -287,7 +287,9 @@ def _agreed_rows(like: Any, facts: tuple[Any, ...]) -> Rows:
     try:
         for size in facts[:2]:
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                raise ValueError(f"sizes are whole numbers from 0 on, got {size!r}")
+                raise ValueError(
+                    f"sizes must be whole numbers of at least 0, got {size!r}"
+                )
         rows = _rows_of(like, facts[0])
         mesh = rows.mesh
     except (TypeError, ValueError) as error:

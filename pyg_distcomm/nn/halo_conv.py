@@ -9,6 +9,7 @@ of their edges run on own rows and ghosts.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ from pyg_distcomm.nn.layer_context import (
     warn_about_grid,
 )
 from pyg_distcomm.nn.local_attention import note_rows
-from pyg_distcomm.nn.local_products import attends_by_kernels, run_layer
+from pyg_distcomm.nn.local_products import attends_by_kernels, is_relational, run_layer
 from pyg_distcomm.nn.message_forms import adds_rows, layers_of
 from pyg_distcomm.nn.propagating import adding, exchanging, keeps_rows
 from pyg_distcomm.sharded.agreement import compare_parameters
@@ -68,8 +69,12 @@ def run_on_share(
         return run(*args, **kwargs)
     if exact and not topology.chunked:
         capped = topology.nodes.memory is not None
-        how = within_cap(conv, topology, args, kwargs)
-        with how if capped else adding(conv, topology):
+        how: Any = adding(conv, topology)
+        if capped:
+            how = within_cap(conv, topology, args, kwargs)
+        elif _adds_relations(conv, topology, (*args, *kwargs.values())):
+            how = contextlib.nullcontext()
+        with how:
             return run(*args, **kwargs)
     if edges[0].of_torch:
         raise TypeError(
@@ -82,7 +87,7 @@ def run_on_share(
     if topology.chunked and is_one_hop(conv) and not is_changed(conv):
         run = one_hop(conv, run)
     if not exact:
-        why = "its link codes rows, which are summed where they arrive"
+        why = "its link encodes rows, which are summed on the rank that receives them"
         warn_about_grid(conv, topology, why)
     with exchanging(conv, context):
         return run(*args, **kwargs)
@@ -122,7 +127,7 @@ def _check_edges_of_link(conv: Any, link: OwnLink, values: Any) -> None:
 
 
 class HaloExecution(Explained):
-    """Runs a layer of PyG over a link on a share, by compiled products elsewhere.
+    """Runs a PyG layer on a share over its link, and elsewhere by compiled products.
 
     On a share the layer is PyG's, op by op; see `DistTensor`.
 
@@ -143,7 +148,7 @@ class HaloExecution(Explained):
 
 
 class HaloConv(torch.nn.Module):
-    """Runs any PyG layer, unchanged, on a graph spread over ranks.
+    """Runs any PyG layer, unchanged, on a graph that is spread over ranks.
 
     On a share the layer is PyG's, op by op, and runs without this wrapper, too. The wrapper
     adds a link, products for sums of rows, and a memory cap. A layer known to read no more
@@ -296,6 +301,7 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     if topology.nodes.memory is not None:  # in chunks instead
         return False
     adds = "propagate" in vars(conv) or adds_rows(conv)  # by a product
+    adds = adds and not _adds_relations(conv, topology, (x,))
     if adds and not topology.chunked and topology.sources is None:
         return False
     if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):
@@ -315,6 +321,16 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
         fits = all(v is None for v in values)
         fits = fits and attends_by_kernels(conv, source.local, target.local)
     return fits and all(v is None or _of_edges(v, topology) for v in values)
+
+
+def _adds_relations(conv: Any, topology: Topology, values: Any) -> bool:
+    """Tells whether a layer sums the rows of all relations at once, from one exchange."""
+    rows = [v[0] if isinstance(v, (tuple, list)) else v for v in values]
+    return (
+        topology.nodes.mesh.grid[1:] == (1, 1)
+        and is_relational(conv)
+        and any(type(x) is DistTensor and x.is_floating_point() for x in rows)
+    )
 
 
 def _on_own_rows(
@@ -357,7 +373,7 @@ _ONE_HOP = frozenset(
     getattr(torch_geometric.nn, name)
     for name in (
         *("FiLMConv", "GATConv", "GATv2Conv", "GMMConv", "GraphConv"),
-        *("ResGatedGraphConv", "TransformerConv"),
+        *("RGCNConv", "ResGatedGraphConv", "TransformerConv"),
     )
 )
 

@@ -20,7 +20,7 @@ from torch_geometric.utils import scatter, softmax
 
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import LocalGraph
-from pyg_distcomm.halo.compressed import LayerExchange
+from pyg_distcomm.halo.exchange import LayerExchange
 from pyg_distcomm.halo.halo import NAMES
 from pyg_distcomm.nn.halo_conv import HaloExecution
 from pyg_distcomm.nn.layer_context import LayerContext, check_placement, warn_about_grid
@@ -135,7 +135,7 @@ class _Relation:
 
 
 class DistHGTConv(HaloExecution, pyg.HGTConv):
-    r"""PyG's HGTConv [Hu20], on a HeteroData spread over ranks.
+    r"""Applies PyG's HGTConv [Hu20] to a HeteroData that is spread over ranks.
 
         alpha_e = softmax over the in-edges of i, of all relations r:
                   (q_i . K_r k_j) p_r / sqrt(D),     z_i = sum_e alpha_e V_r v_j
@@ -250,7 +250,7 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
 
 
 class DistHANConv(HaloExecution, pyg.HANConv):
-    r"""PyG's HANConv [Wang19], on a HeteroData spread over ranks.
+    r"""Applies PyG's HANConv [Wang19] to a HeteroData that is spread over ranks.
 
     Attention over the in-edges of each relation, and over relations by their mean scores
     of all nodes, which the ranks sum. Takes the arguments of `torch_geometric.nn.HANConv`,

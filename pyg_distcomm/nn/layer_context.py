@@ -25,7 +25,7 @@ from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.halo.compressed import LayerExchange
+from pyg_distcomm.halo.exchange import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy, settings_of
 from pyg_distcomm.process import PROCESS, tell
 from pyg_distcomm.sharded.constants import key_of
@@ -197,16 +197,16 @@ def warn_about_grid(layer: Any, topology: Topology, why: str) -> None:
     mesh.grid_warned.add(name)
     sides = " x ".join(map(str, mesh.grid))
     text = (
-        f"{name} runs by halo exchange on the grid {sides}, as on ({mesh.size}, 1, 1): "
-        f"{why}. For each feature, rows bring {topology.row_words:,} numbers to all ranks "
-        "together"
+        f"{name} exchanges rows on the grid {sides}, as it would on ({mesh.size}, 1, 1): "
+        f"{why}. For each feature, all ranks together receive {topology.row_words:,} numbers "
+        "so"
     )
     known = vars(topology).get("product_words")  # known if a product has been planned
     if known is not None:
-        text += f", and a product on the grid, as of GCNConv, {known:,.0f}"
+        text += f", and in a product on the grid, as of GCNConv, {known:,.0f}"
     elif topology.sources is None:
         most = mesh.size * dense_words(topology.nodes.total, 1, mesh.grid)
-        text += f", and a product on the grid, as of GCNConv, at most {most:,.0f}"
+        text += f", and in a product on the grid, as of GCNConv, at most {most:,.0f}"
     tell(mesh.rank, "%s", text)
     if mesh.rank == 0:
         warnings.warn(f"{text}; pdc.plan prices a model on every grid", stacklevel=2)
@@ -590,7 +590,7 @@ def warn_whole_graph(layer: Any, values: list[Any]) -> None:
         PROCESS.warned.add("whole")
         warnings.warn(
             f"each of {mesh.size} ranks gives {type(layer).__name__} a plain edge_index of "
-            f"{pairs[0].size(1):,} edges again and again: if that is the whole graph, every "
+            f"{pairs[0].size(1):,} edges repeatedly: if that is the whole graph, every "
             "rank computes all of it, and nothing is shared out. Take the tensors of "
             "pdc.partition(data, mesh), or minibatches of pyg_distcomm.loader",
             stacklevel=5,

@@ -94,7 +94,7 @@ class DistGravNetConv(HaloExecution, pyg.GravNetConv): ...
 
 
 class DistGroupAddRev(pyg.GroupAddRev):
-    """PyG's GroupAddRev, which keeps row-sharded activations instead of inverting them.
+    """Runs PyG's GroupAddRev, but keeps row-sharded activations instead of inverting them.
 
     PyG's frees the storage of its inputs, and computes them again in the backward pass.
     Those of row-sharded tensors may be in use by an exchange.

@@ -214,6 +214,10 @@ def run_layer(
     assert edge_index is not None
     given["edge_index"] = edge_index
 
+    related = _adds_relations(conv, given, adjacency)
+    if related is not None:
+        return _add_relations(conv, related, *_pair(x))
+
     def compute(source: Any, target: Any, rows: int | None) -> Any:
         assert adjacency is not None
         if attends:
@@ -238,7 +242,7 @@ def run_layer(
             return forward(*call.args, **call.kwargs)
 
     trims = _may_be_trimmed(conv, given, adjacency)
-    ends = x if isinstance(x, tuple) else (x, x)
+    ends = _pair(x)
     attends = (
         trims
         and not is_changed(conv)  # which `forward` calls
@@ -253,6 +257,69 @@ def run_layer(
             return forward(*args, **kwargs)
     others = [v for name, v in given.items() if name != "x"]
     return trimming.call(adjacency, edge_index, x, compute, _read_by(conv, *others))
+
+
+def _pair(x: Any) -> Any:
+    """Returns the rows of sources and of targets."""
+    return x if isinstance(x, (tuple, list)) else (x, x)
+
+
+def is_relational(conv: Any) -> bool:
+    """Tells whether a layer is PyG's RGCNConv, with a whole weight for each relation."""
+    kind = pyg.RGCNConv
+    same = type(conv).forward is kind.forward and is_product(conv, kind)
+    return same and conv.num_blocks is None and conv.node_dim == 0
+
+
+def _adds_relations(
+    conv: Any, given: dict[str, Any], adjacency: LocalAdjacency
+) -> GroupedEdges | None:
+    """Returns the edges of an RGCNConv, with a row for each target and relation; kept.
+
+    None if it is none, if an edge is of no relation of the layer, or in a minibatch, for which
+    their CSR form would be made only once.
+    """
+    kind: Any = given.get("edge_type")
+    source, target = _pair(given.get("x"))
+    if not isinstance(kind, Tensor) or kind.is_floating_point() or kind.dim() != 1:
+        return None
+    if adjacency.batch is not None or not is_relational(conv):
+        return None
+    edge_index = given["edge_index"]
+    if not usable(source, target) or source.dim() != 2 or target.dim() != 2:
+        return None
+    if source.dtype != conv.weight.dtype or len(kind) != edge_index.size(1):
+        return None
+    count, shape = conv.num_relations, (len(source), len(target))
+    key = "relations", count, *shape
+    stamp = kind.data_ptr(), kind._version, kind.stride()
+    kept, of, _ = adjacency.derived.get(key, (None, None, None))
+    if of != stamp:
+        with outside_inference_mode():
+            kept = None
+            if not len(kind) or (int(kind.min()) >= 0 and int(kind.max()) < count):
+                rows = edge_index[1].long() * count + kind
+                ends = torch.stack([edge_index[0].long(), rows])
+                kept = GroupedEdges.build(ends, shape[0], shape[1] * count)
+        adjacency.derived[key] = kept, stamp, kind.untyped_storage()
+    return kept  # type: ignore[no-any-return]
+
+
+def _add_relations(
+    conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor
+) -> Tensor:
+    """Runs an RGCNConv: the sums of all relations are one product, which one matrix weighs.
+
+    Shapes: source [n_s, F], target [n, F]; returns [n, F_out].
+    """
+    weight = conv.weight
+    if conv.num_bases is not None:
+        weight = conv.comp @ weight.flatten(1)
+    sums = aggregate(AGGREGATIONS[type(conv.aggr_module)], edges, None, source)
+    weight = weight.reshape(-1, conv.out_channels)
+    out = sums.view(len(target), -1) @ weight
+    out = out if conv.root is None else out + target @ conv.root
+    return out if conv.bias is None else out + conv.bias
 
 
 def attends_by_kernels(conv: Any, source: Tensor, target: Tensor) -> bool:
@@ -285,7 +352,7 @@ def _edges_of(
 
     An EdgeIndex stays one where the layer returns it, or where it is of other sizes.
     """
-    ends = x if isinstance(x, (tuple, list)) else (x, x)
+    ends = _pair(x)
     sizes = [len(t) if isinstance(t, Tensor) and t.dim() else None for t in ends]
     plain = plain_edges(edge_index, *sizes)
     returned = given.get("return_attention_weights") is not None
@@ -356,7 +423,7 @@ def run_sage(
     Shapes: x [n, F_in] or a pair [n_s, F_s], [n_t, F_t]; edge_index [2, e]; returns
     [n, F_out] or [n_t, F_out].
     """
-    source, target = x if isinstance(x, (tuple, list)) else (x, x)
+    source, target = _pair(x)
     linears = [conv.lin_r] if conv.root_weight else []
     biased = [conv.lin_l, *([conv.lin] if conv.project else [])]
     fits = _fits(conv, pyg.SAGEConv, linears, biased, source, target)

@@ -122,9 +122,9 @@ def check_aggregations(layers: list[MessagePassing], link: LinkPolicy) -> None:
         if custom or not _is_linear(layer.aggr_module):
             what = "its own aggregate" if custom else f"aggr={layer.aggr!r}"
             raise ValueError(
-                f"{type(layer).__name__} has {what}, where what {link.codec} leaves out, "
-                "which is zero or of before, could win; use Quantise, or link='exact' for this "
-                "layer"
+                f"{type(layer).__name__} has {what}, which could pick a number that "
+                f"{link.codec} leaves out (it arrives as zero, or as an old value); use "
+                "Quantise, or link='exact' for this layer"
             )
 
 

@@ -200,7 +200,7 @@ def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool,
 
 
 class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
-    r"""The graph convolution of [Kipf17], on a graph spread over ranks.
+    r"""Applies the graph convolution of [Kipf17] on a graph that is spread over ranks.
 
         X' = D^-1/2 (A + I) D^-1/2 X W + b
 
@@ -290,7 +290,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
 
 
 class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
-    r"""The layer of GCNII [Chen20], on a graph spread over ranks.
+    r"""Applies the layer of GCNII [Chen20] on a graph that is spread over ranks.
 
         X' = ((1 - a) P X + a X_0) ((1 - b) I + b W_1),   P = D^-1/2 (A + I) D^-1/2
 
@@ -365,7 +365,7 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
 
 
 class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
-    r"""The GraphSAGE layer of [Hamilton17], on a graph spread over ranks.
+    r"""Applies the GraphSAGE layer of [Hamilton17] on a graph that is spread over ranks.
 
         x'_i = W_1 x_i + W_2 mean_{j in N(i)} x_j
 

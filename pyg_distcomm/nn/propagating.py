@@ -42,7 +42,7 @@ def adding(conv: Any, topology: Topology) -> Iterator[None]:
     """Has the layers of a module sum rows by products in a block; collective once."""
     layers = [layer for layer in layers_of(conv) if adds_rows(layer)]
     if not layers:
-        warn_about_grid(conv, topology, "what it makes of messages is no sum of rows")
+        warn_about_grid(conv, topology, "it does not sum the rows of its neighbours")
     for layer in layers:
         vars(layer)["propagate"] = _propagate(layer, layer.propagate)
     try:
@@ -78,11 +78,11 @@ def _sum(layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
     mesh = topology.nodes.mesh
     on_grid = mesh.grid[1:] != (1, 1)
     if topology.is_gridded and not _is_constant(weight):
-        why = "weights of its edges learn, or are computed in each run"
+        why = "its edge weights are learnt, or computed in each run"
         warn_about_grid(layer, topology, why)
         return None
     if on_grid and not topology.adds_on_grid:
-        why = "a product on the grid takes no fewer numbers"
+        why = "a product on the grid would not send fewer numbers"
         warn_about_grid(layer, topology, why)
         return None
     mean = AGGREGATIONS[type(layer.aggr_module)] == "mean"
@@ -131,10 +131,11 @@ def _values(weight: DistTensor, topology: Topology) -> Tensor:
 
 def _matrix(topology: Topology, weight: Tensor | None, dtype: torch.dtype) -> Any:
     """Returns the matrix of edges whose product exchanges rows; collective once."""
-    plan = topology.sum_plan(trainable=True)
+    learns = weight is not None and weight.requires_grad and torch.is_grad_enabled()
+    plan = topology.sum_plan(trainable=learns)
     if weight is None:
         return plan.matrix
-    if weight.requires_grad and torch.is_grad_enabled():
+    if learns:
         return plan.with_learnt(weight.to(dtype))
     key = topology.halo, dtype
     seen, before, matrix = topology.weighted.get(key, (None, 0, None))

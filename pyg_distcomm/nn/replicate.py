@@ -41,7 +41,7 @@ class _Transparent:
 
 
 class Alone(_Transparent, torch.nn.Module):
-    """What `replicate` returns on one rank: the model, behind `.module` like DDP's."""
+    """Stands in for DDP on one rank: holds the model as `.module`."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Alone(_Transparent, torch.nn.Module):
 
 
 class Replicated(_Transparent, DistributedDataParallel):
-    """DistributedDataParallel that shows its module's attributes, and can be copied.
+    """Extends DistributedDataParallel: shows its module's attributes, and can be copied.
 
     A copy is replicated anew, which is collective; a pickled one is the module, in `Alone`.
     Where the module's own methods are called instead of this one, gradients are those
@@ -203,7 +203,9 @@ def replicate(
     """
     if not isinstance(model, torch.nn.Module):
         graph = hasattr(model, "edge_index") or hasattr(model, "edge_stores")
-        cut_it = "; a graph is cut by pdc.partition(data, mesh)" if graph else ""
+        cut_it = (
+            "; to partition a graph, call pdc.partition(data, mesh)" if graph else ""
+        )
         raise TypeError(
             "pdc.replicate takes a model, a torch.nn.Module, got "
             f"{type(model).__name__}{cut_it}"

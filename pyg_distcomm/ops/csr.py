@@ -21,7 +21,7 @@ from pyg_distcomm.process import PROCESS
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Where the nonzeros of an m x n block are, in CSR order.
+    """Holds the places of the nonzeros of an m x n block, in CSR order.
 
     Shapes: rowptr [m + 1], col [nnz], both int32 where they fit.
     Columns ascend within a row, and equal entries keep their original order.
@@ -42,7 +42,6 @@ class Pattern:
         _, row_sorted, by_col = kernels.coo_to_csr(col, row, shape[1])
         rowptr, index, _ = kernels.coo_to_csr(row_sorted, by_col, shape[0])
         del row_sorted, by_col
-        index = index.to(rowptr.dtype)
         col = col.index_select(0, index).to(rowptr.dtype)
         return Pattern(rowptr, col, shape[1]), index
 
@@ -79,11 +78,11 @@ class Pattern:
         if self.checked and not self.rowptr.is_cpu:
             rowptr, col, perm = transposed(self.rowptr, self.col, self.num_cols)
             back = Pattern(rowptr, col.to(rowptr.dtype), self.shape[0], checked=True)
-            return back, perm.to(rowptr.dtype)
+            return back, perm
         rowptr, col, perm = kernels.csr_transpose(self.rowptr, self.col, self.num_cols)
         if torch.equal(rowptr, self.rowptr) and torch.equal(col, self.col):
             rowptr, col = self.rowptr, self.col
-        return Pattern(rowptr, col, self.shape[0]), perm.to(rowptr.dtype)
+        return Pattern(rowptr, col, self.shape[0]), perm
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Pattern:
         """Returns the same pattern with `move` applied to its arrays."""
@@ -92,7 +91,7 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class CSR:
-    """A local block: a pattern and the values on it (None: all ones).
+    """Holds a local sparse block: a pattern, and the values on it (None: all ones).
 
     Shapes: value [nnz] or None. The name is what its products are called in a trace.
     """

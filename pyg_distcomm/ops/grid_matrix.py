@@ -167,7 +167,7 @@ class Links(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GridMatrix:
-    """A row-sharded sparse matrix times row-sharded features, on any grid of ranks.
+    """Multiplies a row-sharded sparse matrix by row-sharded features, on any grid of ranks.
 
     Shapes (this rank, n_i own rows): x [n_i, f] -> [n_i, f].
 

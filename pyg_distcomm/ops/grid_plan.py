@@ -26,7 +26,8 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.halo.halo import Halo, Link, plan_link
-from pyg_distcomm.kernels.core_ops import offset_dtype
+from pyg_distcomm.kernels import memory
+from pyg_distcomm.kernels.core_ops import MAX_INT32, offset_dtype
 from pyg_distcomm.ops.csr import CSR, LocalBlocks, Pattern
 from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix, Links
 from pyg_distcomm.partition.partition import Partition
@@ -63,15 +64,14 @@ def _all_to_all(
 class EdgeRoute:
     """Moves edge values from the owners of their targets to the blocks that use them.
 
-    Shapes (this rank; e own edges, b edges of its block): send_slot [sum(send_counts)],
-    keep_slot [k]; values that stay precede those that arrive.
+    Shapes (this rank; e own edges, b edges of its block): send_slot [sum(send_counts)].
     On (P, 1, 1) owner and block are the same rank, and nothing moves.
 
     Args:
         axis: the axis over which values travel.
         send_slot, send_counts, recv_counts: the values to send, and the counts per rank.
         local: whether nothing moves.
-        keep_slot: the values that stay, if any.
+        keeps: whether all values stay as well, before those that arrive.
         then: the route that values take afterwards.
     """
 
@@ -80,7 +80,7 @@ class EdgeRoute:
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     local: bool = False
-    keep_slot: Tensor | None = None
+    keeps: bool = False
     then: EdgeRoute | None = None
 
     def carry(self, value: Tensor) -> Tensor:
@@ -93,16 +93,13 @@ class EdgeRoute:
         arrived = _all_to_all(
             rows, self.send_counts, self.recv_counts, self.axis, "edges"
         )
-        if self.keep_slot is None:
-            return arrived
-        return torch.cat([value.index_select(0, self.keep_slot), arrived])
+        return torch.cat([value, arrived]) if self.keeps else arrived
 
     def to(self, device: torch.device) -> EdgeRoute:
         """Returns the same route with its indices on another device."""
         return replace(
             self,
             send_slot=self.send_slot.to(device),
-            keep_slot=None if self.keep_slot is None else self.keep_slot.to(device),
             then=None if self.then is None else self.then.to(device),
         )
 
@@ -144,12 +141,14 @@ def offloaded_nonzeros(
     """
     if not len(sent_if_kept):
         return torch.zeros(0, dtype=torch.bool), 0
-    left, near_slot = torch.unique(sent_if_kept, return_inverse=True)
+    size = int(sent_if_handed.max()) + 1
+    left, near_slot = distinct(sent_if_kept, int(sent_if_kept.max()) + 1)
     if halo in ("rows", "blocks"):
         return torch.zeros(len(sent_if_kept), dtype=torch.bool), len(left)
-    pair, far_slot = torch.unique(
-        peer * (sent_if_handed.max() + 1) + sent_if_handed, return_inverse=True
-    )
+    sizes = (int(peer.max()) + 1) * size
+    if sizes > MAX_INT32:
+        peer = peer.long()
+    pair, far_slot = distinct(peer * size + sent_if_handed, sizes)
     if halo == "sums":
         return torch.ones(len(sent_if_kept), dtype=torch.bool), len(pair)
     ptr, to, _ = kernels.coo_to_csr(near_slot, far_slot, len(left))
@@ -178,23 +177,102 @@ def coordinate(owner: Tensor, axis: int, mesh: Mesh) -> Tensor:
     return owner // (s * p) if axis == 0 else owner // p % s
 
 
+CHUNK = 1 << 20  # the ids that are looked up at a time
+
+
+def distinct(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Returns the distinct ids, ascending, and the position of each id among them.
+
+    As `torch.unique(ids, return_inverse=True)`, without a sort where ids are dense.
+
+    Shapes: ids [e] in 0 .. size-1 -> int64 [k], and [e] in the narrowest index type.
+    """
+    if size > 8 * len(ids):
+        found, slot = torch.unique(ids, return_inverse=True)
+        return found.long(), slot.to(offset_dtype(len(found)))
+    found = listed(ids, size)
+    return found, numbered(ids, found, size)
+
+
+def listed(ids: Tensor, size: int) -> Tensor:
+    """Returns the distinct ids, all of them below `size`, ascending, int64."""
+    if size > 8 * len(ids):
+        return ids.unique().long()
+    seen = torch.zeros(size, dtype=torch.bool)
+    for part in ids.split(CHUNK):
+        seen[part.long()] = True
+    return seen.nonzero().flatten()
+
+
+def numbered(
+    ids: Tensor, among: Tensor, size: int, out: Tensor | None = None
+) -> Tensor:
+    """Returns the positions of ids `[e]` in a list of distinct ids, all of them below `size`.
+
+    In the narrowest index type; written to `out`, if it is given.
+    """
+    if out is None:
+        out = torch.empty(len(ids), dtype=offset_dtype(len(among)))
+    ascends = bool((among.diff() > 0).all())
+    place = None if ascends else torch.argsort(among)
+    find = kernels.rank_select_index(among if place is None else among[place], size)
+    for part, to in zip(ids.split(CHUNK), out.split(CHUNK), strict=True):
+        found = find(part)
+        to.copy_(found if place is None else place[found])
+    return out
+
+
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """Nonzeros, by their column and row. Shapes: source, target [e]."""
+    """Nonzeros, by the positions of their column and row in lists of nodes.
 
-    source: Tensor
-    target: Tensor
+    Shapes: ends [2, e], columns and rows, in the narrowest index type; columns and rows hold
+    the ids of nodes, own ones first.
+    """
+
+    ends: Tensor
+    columns: Tensor
+    rows: Tensor
 
     def __len__(self) -> int:
-        return len(self.source)
+        return self.ends.size(1)
 
-    def of(self, which: Tensor) -> Edges:
-        """Returns the nonzeros at `which`."""
-        return Edges(self.source[which], self.target[which])
+    @property
+    def source(self) -> Tensor:
+        """The column of each nonzero `[e]`."""
+        return self.ends[0]
 
-    def but(self, handed_over: Tensor) -> Edges:
-        """Returns the other nonzeros; without a copy if none is handed over."""
-        return self.of(~handed_over) if bool(handed_over.any()) else self
+    @property
+    def target(self) -> Tensor:
+        """The row of each nonzero `[e]`."""
+        return self.ends[1]
+
+    @staticmethod
+    def among(gids: Sequence[Tensor], nodes: Sequence[Tensor], size: int) -> Edges:
+        """Returns the nonzeros of columns and rows with these ids, in lists of nodes.
+
+        Args:
+            gids: the ids of the columns and rows of nonzeros, below `size`.
+            nodes: ids of nodes, of columns and of rows; those of all nonzeros are there.
+            size: the number of nodes of the graph.
+        """
+        dtype = offset_dtype(max(map(len, nodes)))
+        ends = torch.empty(2, len(gids[0]), dtype=dtype)
+        for gid, among, out in zip(gids, nodes, ends, strict=True):
+            numbered(gid, among, size, out)
+        return Edges(ends, *nodes)
+
+    @staticmethod
+    def of_block(gids: Sequence[Tensor], own_gid: Tensor, size: int) -> Edges:
+        """Returns the nonzeros of columns and rows with these ids, below `size`."""
+        nodes = []
+        for gid in gids:
+            found = listed(gid, size)
+            nodes.append(torch.cat([own_gid, found[~torch.isin(found, own_gid)]]))
+        return Edges.among(gids, nodes, size)
+
+
+HANDED_OVER = 4  # the mark of a nonzero that another rank multiplies; blocks are 0 .. 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +285,11 @@ class BlockPlan:
     out rows are shared out with the process columns that own those: either they stay,
     and their sums travel there, or they are handed over, and their columns, own or ghost,
     are forwarded. Rows that take sums from the row axis are paid for already.
+
+    [Note: planning in little memory] Beside its nonzeros, at 8 bytes each, a plan holds a mark
+    of each, and builds one block at a time: at its peak some 30 bytes for each nonzero, while
+    the blocks keep 8. What is asked of a node, such as its owner, is asked once for each
+    distinct one, not for each nonzero.
 
     Args:
         partition: the owner of each node.
@@ -224,47 +307,39 @@ class BlockPlan:
         self, edges: Edges
     ) -> tuple[LocalBlocks, tuple[Tensor, ...], Links, list[EdgeRoute]]:
         """Returns the blocks, the index of values, the exchanges, and the routes of values."""
-        row, col = self.mesh.row, self.mesh.col
-        nothing = edges.target[:0]
-        handed_over, whole_in = self._choose_handed_over(
-            edges.source, edges.target, 0, nothing
-        )
-        hop, received = self._hand_over(edges, handed_over, edges.source, 0, 0)
-        summed = edges.target[handed_over]
-        edges = edges.but(handed_over)
-        handed_over, whole_out = self._choose_handed_over(
-            edges.target, edges.source, 1, summed
-        )
-        hop_out, received_far = self._hand_over(
-            edges, handed_over, edges.target, 1, len(received)
-        )
-        forwarded = edges.source[handed_over]
-        edges = edges.but(handed_over)
-        columns = _concatenated(edges.source, forwarded)
-        ghost, ghost_gid = self._link(columns, 0, self.own_gid, whole_in)
-        rows = _concatenated(edges.target, summed)
-        out, out_gid = self._link(rows, 1, self.own_gid, whole_out)
-        del columns, forwarded, rows, summed, handed_over
-        sums, sum_gid = _silent_link(row, len(self.own_gid) + len(out_gid))
+        row, col, n = self.mesh.row, self.mesh.col, len(self.own_gid)
+        handed, whole_in = self._choose_handed_over(edges, 0)
+        hop, received = self._hand_over(edges, handed, 0)
+        handed_out, whole_out = self._choose_handed_over(edges, 1, handed)
+        hop_out, received_far = self._hand_over(edges, handed_out, 1)
+        wanted = _away(edges.source, handed, n, len(edges.columns))
+        ghost, ghost_gid = self._link(edges.columns[wanted], 0, self.own_gid, whole_in)
+        column = _places(edges.columns, wanted, ghost_gid)
+        wanted = _away(edges.target, handed_out, n, len(edges.rows))
+        out, out_gid = self._link(edges.rows[wanted], 1, self.own_gid, whole_out)
+        place = _places(edges.rows, wanted, out_gid)
+        sums, sum_gid = _silent_link(row, n + len(out_gid))
         if hop is not None:
             land = torch.cat([self.own_gid, out_gid])
-            sums, sum_gid = self._link(received.target, 0, land)
-        forward, far_gid = _silent_link(col, len(self.own_gid) + len(ghost_gid))
+            sums, sum_gid = self._link(received[1], 0, land)
+        forward, far_gid = _silent_link(col, n + len(ghost_gid))
         if hop_out is not None:
             held = torch.cat([self.own_gid, ghost_gid])
-            forward, far_gid = self._link(received_far.source, 1, held)
-        away = [
-            self._place(edges.target, 1) != col.rank,
-            self._place(edges.source, 0) != row.rank,
-        ]
+            forward, far_gid = self._link(received_far[0], 1, held)
+        mark = (edges.target >= n).to(torch.uint8).mul_(2).add_(edges.source >= n)
+        mark.masked_fill_(handed.logical_or_(handed_out), HANDED_OVER)
+        del handed, handed_out
+        memory.give_back()  # what the choice has freed
+        sides = ((self.own_gid, None), (out_gid, place))
+        others = ((self.own_gid, None), (ghost_gid, column))
         built = [
-            _block(edges, rows, cols, (away[0] == i) & (away[1] == j))
-            for i, rows in enumerate((self.own_gid, out_gid))
-            for j, cols in enumerate((self.own_gid, ghost_gid))
+            _block(edges, mark == 2 * i + j, (at, to), (len(rows), len(columns)))
+            for i, (rows, at) in enumerate(sides)
+            for j, (columns, to) in enumerate(others)
         ]
-        built.append(_block(received, sum_gid, self.own_gid, None, len(edges)))
-        behind = len(edges) + len(received)
-        built.append(_block(received_far, self.own_gid, far_gid, None, behind))
+        built.append(_block_of(received, sum_gid, self.own_gid, len(edges)))
+        behind = len(edges) + len(received[0])
+        built.append(_block_of(received_far, self.own_gid, far_gid, behind))
         tile, index = (
             LocalBlocks(*(csr for csr, _ in built)),
             tuple(i for _, i in built),
@@ -276,62 +351,64 @@ class BlockPlan:
         return coordinate(self.partition.owner_of(gid), axis, self.mesh)
 
     def _choose_handed_over(
-        self, sent_if_kept: Tensor, sent_if_handed: Tensor, axis: int, paid_gid: Tensor
+        self, edges: Edges, axis: int, taken: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         """Returns which nonzeros are handed over, and whether whole blocks are exchanged.
 
         Args:
-            sent_if_kept: for each nonzero the column (axis 0) or row (axis 1); it can be
-                handed to the owner of that.
-            sent_if_handed: for each nonzero the row (axis 0) or column (axis 1).
+            edges: the nonzeros. One can be handed to the owner of its column (axis 0) or row
+                (axis 1), which travels if it stays; its row or column if it is handed over.
             axis: 0 or 1.
-            paid_gid: rows that travel over the axis in any case.
+            taken: the nonzeros that have been handed over before, whose rows travel over the
+                axis in any case.
         """
-        line = (self.mesh.row, self.mesh.col)[axis]
-        place = self._place(sent_if_kept, axis)
-        away = place != line.rank
-        open_ = away & ~torch.isin(sent_if_kept, paid_gid)
-        paid_gid = torch.unique(paid_gid)
-        paid = int((self._place(paid_gid, axis) != line.rank).sum())
-        chosen, words = offloaded_nonzeros(
-            sent_if_kept[open_], sent_if_handed[open_], place[open_], self.halo
-        )
-        handed_over = torch.zeros(len(sent_if_kept), dtype=torch.bool)
-        whole = blocks_are_cheaper(words + paid, len(self.own_gid), line, self.halo)
-        if not whole:
-            handed_over[open_] = chosen
+        line, n = (self.mesh.row, self.mesh.col)[axis], len(self.own_gid)
+        ends = (edges.source, edges.target)
+        kept, far = ends[axis], ends[1 - axis]
+        nodes = (edges.columns, edges.rows)[axis]
+        open_, paid = kept >= n, torch.zeros(len(nodes), dtype=torch.bool)
+        if taken is not None and bool(taken.any()):
+            paid[kept[taken].long()] = True
+            open_ &= ~(taken | paid.index_select(0, kept))
+        handed_over = torch.zeros(len(kept), dtype=torch.bool)
+        chosen, words = handed_over[:0], 0
+        if bool(open_.any()):
+            place, mine = self._place(nodes, axis).to(torch.int32), kept[open_]
+            place = place.index_select(0, mine)
+            chosen, words = offloaded_nonzeros(mine, far[open_], place, self.halo)
+        words += int(paid[n:].sum())
+        whole = blocks_are_cheaper(words, n, line, self.halo)
+        if not whole and len(chosen):
+            handed_over.masked_scatter_(open_, chosen)
         return handed_over, whole
 
     def _hand_over(
-        self, edges: Edges, handed_over: Tensor, shared: Tensor, axis: int, after: int
-    ) -> tuple[EdgeRoute | None, Edges]:
-        """Sends nonzeros to other ranks; returns the route of their values and those received.
+        self, edges: Edges, handed_over: Tensor, axis: int
+    ) -> tuple[EdgeRoute | None, tuple[Tensor, Tensor]]:
+        """Sends nonzeros to the owners of their columns (axis 0) or rows (axis 1).
 
-        The route is None if no rank of the axis hands any over.
-
-        Args:
-            edges: nonzeros of this rank.
-            handed_over: which of them are sent.
-            shared: for each nonzero the column or row whose owner receives it.
-            axis: 0 or 1.
-            after: the number of values that follow those of `edges`, and stay.
+        Returns:
+            The route of their values, None if no rank of the axis hands any over; the ids of
+            the columns and rows of those received.
         """
         line = (self.mesh.row, self.mesh.col)[axis]
         counts_handed = collectives.all_gather_counts([int(handed_over.sum())], line)
         if not any(row[0] for row in counts_handed):
-            return None, edges.of(handed_over)
-        slot = torch.nonzero(handed_over).flatten()
-        place = self._place(shared[slot], axis)
+            none = self.own_gid[:0]
+            return None, (none, none)
+        slot = _where(handed_over)
+        source = edges.columns.index_select(0, edges.source.index_select(0, slot))
+        target = edges.rows.index_select(0, edges.target.index_select(0, slot))
+        place = self._place((source, target)[axis], axis)
         counts = torch.bincount(place, minlength=line.size).tolist()
-        slot = slot[torch.argsort(place, stable=True)]
+        order = torch.argsort(place, stable=True)
         back = collectives.exchange_counts(counts, line)
-        stay = torch.nonzero(~handed_over).flatten()
-        stay = torch.cat([stay, torch.arange(len(edges), len(edges) + after)])
-        hop = EdgeRoute(line, slot, tuple(counts), tuple(back), keep_slot=stay)
-        moving_only = replace(hop, keep_slot=None)
-        return hop, Edges(
-            moving_only.carry(edges.source), moving_only.carry(edges.target)
-        )
+        came = [
+            _all_to_all(ids[order], counts, back, line, "edges")
+            for ids in (source, target)
+        ]
+        hop = EdgeRoute(line, slot[order], tuple(counts), tuple(back), keeps=True)
+        return hop, (came[0], came[1])
 
     def _link(
         self, gid: Tensor, axis: int, have_gid: Tensor, dense: bool = False
@@ -347,28 +424,68 @@ class BlockPlan:
         return plan_link(want, counts, have_gid, line, dense)
 
 
+def _away(ids: Tensor, but: Tensor, own: int, size: int) -> Tensor:
+    """Returns the distinct ids from `own` on, below `size`, of nonzeros other than `but`."""
+    seen = torch.zeros(size, dtype=torch.bool)
+    for part, left_out in zip(ids.split(CHUNK), but.split(CHUNK), strict=True):
+        seen[part[~left_out].long()] = True
+    seen[:own] = False
+    return seen.nonzero().flatten()
+
+
+def _places(nodes: Tensor, wanted: Tensor, among: Tensor) -> Tensor:
+    """Returns a table of the positions of wanted nodes in a list, by positions in `nodes`."""
+    table = torch.zeros(len(nodes), dtype=offset_dtype(len(among)))
+    table[wanted] = _positions(nodes[wanted], among)
+    return table
+
+
+def _where(which: Tensor) -> Tensor:
+    """Returns the positions that are set, in the narrowest index type."""
+    out = torch.empty(int(which.sum()), dtype=offset_dtype(len(which)))
+    at = 0
+    for k, part in enumerate(which.split(CHUNK)):
+        found = part.nonzero().flatten().add_(k * CHUNK)
+        out[at : at + len(found)] = found
+        at += len(found)
+    return out
+
+
 def _block(
     edges: Edges,
-    row_gid: Tensor,
-    col_gid: Tensor,
-    which: Tensor | None,
-    first: int = 0,
+    which: Tensor,
+    places: tuple[Tensor | None, Tensor | None],
+    shape: tuple[int, int],
 ) -> tuple[CSR, Tensor]:
-    """Builds a block of some nonzeros, and the index of each value."""
-    edge = (
-        None if which is None or bool(which.all()) else torch.nonzero(which).flatten()
-    )
-    if edge is not None:
-        edges = edges.of(edge)
-    row, col = _positions(edges.target, row_gid), _positions(edges.source, col_gid)
+    """Builds a block of some nonzeros, and the index of each value.
+
+    Args:
+        edges: all nonzeros of this rank.
+        which: those of the block.
+        places: tables of the positions of rows, and of columns; None of own ones.
+        shape: the numbers of its rows and columns.
+    """
+    whole = bool(which.all())
+    edge = None if whole else _where(which)
+    ends = []
+    for ids, table in zip((edges.target, edges.source), places, strict=True):
+        some = ids if edge is None else ids.index_select(0, edge)
+        ends.append(some if table is None else table.index_select(0, some))
+    pattern, order = Pattern.build(ends[0], ends[1], shape)
+    del ends
+    slot = order if edge is None else edge.index_select(0, order)
+    del edge, order
+    memory.give_back()
+    return CSR(pattern), slot
+
+
+def _block_of(
+    gids: tuple[Tensor, Tensor], row_gid: Tensor, col_gid: Tensor, first: int
+) -> tuple[CSR, Tensor]:
+    """Builds the block of nonzeros of other ranks, whose values begin at `first`."""
+    col, row = _positions(gids[0], col_gid), _positions(gids[1], row_gid)
     pattern, order = Pattern.build(row, col, (len(row_gid), len(col_gid)))
-    del row, col, edges
-    slot = order if edge is None else edge.index_select(0, order).to(order.dtype)
-    return CSR(pattern), slot.add_(first)
-
-
-def _concatenated(some: Tensor, more: Tensor) -> Tensor:
-    return torch.cat([some, more]) if len(more) else some
+    return CSR(pattern), order.add_(first)
 
 
 def _positions(gid: Tensor, among: Tensor) -> Tensor:
@@ -427,38 +544,44 @@ class GridPlan:
 
 
 def build_plan(
-    source_gid: Tensor,
-    target_gid: Tensor,
-    partition: Partition,
-    mesh: Mesh,
-    halo: str = "auto",
+    edges: Edges, partition: Partition, mesh: Mesh, halo: str = "auto"
 ) -> GridPlan:
     """Plans the products of a matrix with a nonzero (target, source) per edge.
 
     Args:
-        source_gid: sources of the edges owned here `[e]`.
-        target_gid: their targets `[e]`, nodes of this rank.
+        edges: the edges owned here; own columns and rows are the nodes of this rank.
         partition: the owner of each node.
         mesh: the grid.
         halo: the kind of exchange; see `check_halo`.
     """
-    route = _plan_route(source_gid, partition, mesh)
-    edges = Edges(*(route.carry(ids) for ids in (source_gid, target_gid)))
     own_gid, rows = _fiber_rows(partition, mesh)
+    route = EdgeRoute(mesh.world, own_gid[:0], (), (), local=True)
+    if mesh.grid[1:] != (1, 1):
+        route = _plan_route(edges, partition, mesh)
+        moved = [
+            route.carry(nodes.index_select(0, ids))
+            for nodes, ids in (
+                (edges.columns, edges.source),
+                (edges.rows, edges.target),
+            )
+        ]
+        edges = Edges.of_block(moved, own_gid, partition.num_nodes)
+        del moved
     block = BlockPlan(partition, mesh, own_gid, check_halo(halo))
     tile, index, links, hops = block.plan(edges)
+    del edges
+    memory.give_back()
     matrix = GridMatrix(tile, links, FiberSplit(mesh.fiber, rows))
     for hop in hops:
         route = route.followed_by(hop)
     return GridPlan(matrix, route, index)
 
 
-def _plan_route(source_gid: Tensor, partition: Partition, mesh: Mesh) -> EdgeRoute:
+def _plan_route(edges: Edges, partition: Partition, mesh: Mesh) -> EdgeRoute:
     _, s, p = mesh.grid
-    if s * p == 1:
-        return EdgeRoute(mesh.world, source_gid[:0], (), (), local=True)
-    j = coordinate(partition.owner_of(source_gid), 1, mesh)
-    order = torch.argsort(j, stable=True)
+    j = coordinate(partition.owner_of(edges.columns), 1, mesh).to(torch.int32)
+    j = j.index_select(0, edges.source)
+    order = torch.argsort(j, stable=True).to(offset_dtype(len(j)))
     sizes = torch.bincount(j, minlength=s).tolist()
     slot = torch.cat([part for b in order.split(sizes) for part in [b] * p])
     counts = [0] * mesh.size

@@ -5,7 +5,9 @@ Needs pyarrow (`pip install 'pyg-distcomm[arrow]'`). Tables are read a batch of 
 
 from __future__ import annotations
 
+import gzip
 import importlib
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -16,13 +18,9 @@ import numpy as np
 from tqdm import tqdm
 
 from pyg_distcomm.partition.edge_files import (
-    BYTE_ORDER_MARK,
     MOST_NODES,
     EdgeFile,
     PairWriter,
-    ending,
-    opened,
-    plain_opener,
     torch_name,
     with_reverses,
 )
@@ -37,10 +35,19 @@ CSV = (
 )  # compressed by gzip or not
 ENDINGS = (*CSV, ".parquet", ".arrow", ".feather")
 BLOCK = 1 << 20  # bytes of text; pyarrow reads up to 32 blocks ahead
+BAD_FILE = (OSError, EOFError, ValueError, TypeError, KeyError, zlib.error)
 ROWS = 1 << 16  # rows of a table in memory at once
 MOST_ROWS = 1 << 24  # the most edges in memory while their ends are looked up
 ENDS = (("src", "dst"), ("source", "target"), ("row", "col"), ("from", "to"))
 IDS = ("id", "node_id", "node", "gid")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which spreadsheets begin a file
+COMMENT = (b"#", b"%", b"")  # how lines begin that are skipped at the top
+
+
+def ending(path: Path) -> str:
+    """Returns the suffix of a name in small letters, that before .gz if it is compressed."""
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
 
 
 def is_table(path: Path) -> bool:
@@ -58,15 +65,8 @@ class ArrowTable:
         ValueError: naming the file, if it is missing, damaged or has no columns.
     """
 
-    def __init__(
-        self, path: Path, named: bool | None = None, numbers: str | None = None
-    ) -> None:
-        """Opens a table.
-
-        Of a .csv, `named` says whether its first line has names, if known, and `numbers`
-        what all columns hold, "int64" or "float32", if not as the first rows are written.
-        """
-        self.path, self._named, self._types = path, named, dict[str, Any]()
+    def __init__(self, path: Path) -> None:
+        self.path = path
         if not path.is_file():
             raise ValueError(f"{path}: missing")
         if not is_table(path):
@@ -76,54 +76,41 @@ class ArrowTable:
             )
         with self._reading():
             self._schema = self._batches(None, ROWS)[0]
-            if numbers is not None:
-                kind = _pyarrow("lib").type_for_alias(numbers)
-                self._types = dict.fromkeys(self.names, kind)
 
     @cached_property
     def num_rows(self) -> int:
         """Returns the number of rows; of text, it is counted."""
         with self._reading():
-            if self._parquet:
-                file: Any = _pyarrow("parquet").ParquetFile(self.path)
-                return int(file.metadata.num_rows)
             return sum(len(batch) for batch in self._batches(self.names[:1], ROWS)[1])
-
-    @property
-    def _parquet(self) -> bool:
-        return ending(self.path) == ".parquet"
 
     def _batches(
         self, columns: list[str] | None, rows: int
     ) -> tuple[Any, Iterator[Any]]:
         """Returns the schema, and an iterator of record batches of some columns."""
-        if self._parquet:
-            file: Any = _pyarrow("parquet").ParquetFile(self.path)
-            return file.schema_arrow, file.iter_batches(rows, columns=columns)
-        if ending(self.path) in CSV:
+        kind = ending(self.path)
+        if kind in CSV:
             reader = self._csv(columns)
             return reader.schema, reader
-        data = _pyarrow("dataset").dataset(self.path, format="feather")
-        return data.schema, data.to_batches(columns=columns, batch_size=rows)
+        form = "parquet" if kind == ".parquet" else "feather"
+        data = _pyarrow("dataset").dataset(self.path, format=form)
+        how = {"batch_size": rows, "batch_readahead": 1, "fragment_readahead": 1}
+        return data.schema, data.to_batches(columns=columns, **how)
 
     def _csv(self, columns: list[str] | None) -> Any:
         """Returns pyarrow's reader of text, a block at a time."""
         csv, skipped, first = _pyarrow("csv"), 0, b""
-        with opened(str(self.path), plain_opener(self.path)) as file:
+        packed = self.path.suffix.lower() == ".gz"
+        with (gzip.open if packed else open)(self.path, "rb") as file:
             for line in file:
                 first = line.removeprefix(BYTE_ORDER_MARK).strip()
-                if first[:1] not in (b"#", b"%", b""):
+                if first[:1] not in COMMENT:
                     break
                 skipped += 1
-        named = first[:1].isalpha() or first[:1] in (b'"', b"_")
-        named = named if self._named is None else self._named
-        if first[:1] in (b"#", b"%", b""):  # there are only comments: no edges
+        if first[:1] in COMMENT:  # there are only comments: no edges
             lib: Any = _pyarrow("lib")
-            return (
-                lib.schema([(n, lib.int64()) for n in ENDS[0]])
-                .empty_table()
-                .to_reader()
-            )
+            schema = lib.schema([(name, lib.int64()) for name in ENDS[0]])
+            return schema.empty_table().to_reader()
+        named = first[:1].isalpha() or first[:1] in (b'"', b"_")
         between = next((c for c in "\t;," if c.encode() in first), " ")
         return csv.open_csv(
             self.path,
@@ -134,9 +121,7 @@ class ArrowTable:
                 autogenerate_column_names=not named,
             ),
             csv.ParseOptions(delimiter=between),
-            csv.ConvertOptions(
-                include_columns=columns, null_values=[""], column_types=self._types
-            ),
+            csv.ConvertOptions(include_columns=columns, null_values=[""]),
         )
 
     @contextmanager
@@ -145,7 +130,7 @@ class ArrowTable:
         wrong: Any = _pyarrow("lib").ArrowException
         try:
             yield
-        except (wrong, OSError, ValueError, TypeError, KeyError) as error:
+        except (wrong, *BAD_FILE) as error:
             if str(error).startswith(str(self.path)):
                 raise
             raise ValueError(f"{self.path}: cannot be read: {error}") from None
@@ -275,7 +260,7 @@ class ArrowTable:
                     )
             yield from self.batches(ends)
             return
-        # a lookup reads all names once a batch, so batches are as large as their number
+        # a lookup reads all names once per batch, so batches are as large as their number
         done, rows = 0, min(max(ROWS, len(nodes.names)), MOST_ROWS)
         for columns in self._columns(ends, rows):
             places = []
@@ -377,22 +362,16 @@ class ArrowColumn:
 
     Args:
         table: the table.
-        name: the column; None makes a matrix of all columns, float32 or whole numbers.
+        name: the column.
         order: the row of each id; None if they are in order.
     """
 
     def __init__(
-        self,
-        table: ArrowTable,
-        name: str | None,
-        order: np.ndarray | None = None,
+        self, table: ArrowTable, name: str, order: np.ndarray | None = None
     ) -> None:
-        self.name = f"{table.path}: {name}" if name else str(table.path)
-        self._table, self._order = table, order
-        self._columns = [name] if name else table.names
-        self._matrix = name is None
-        nothing = np.zeros((0, len(table.names))[: 1 + self._matrix], np.float32)
-        first = next(self._arrays(), nothing)
+        self.name = f"{table.path}: {name}"
+        self._table, self._column, self._order = table, name, order
+        first = next(self._arrays(), np.zeros(0, np.float32))
         self.dtype = first.dtype
         self.shape: tuple[int, ...] = (table.num_rows, *first.shape[1:])
         torch_name(self.name, self.dtype)
@@ -405,11 +384,8 @@ class ArrowColumn:
             yield np.concatenate(list(self._checked()))[self._order]
 
     def _arrays(self) -> Iterator[np.ndarray]:
-        for columns in self._table.batches(self._columns):
-            array = np.stack(columns, 1) if self._matrix else columns[0]
-            if self._matrix and array.dtype.kind == "f":
-                array = array.astype(np.float32)
-            yield array
+        for (rows,) in self._table.batches([self._column]):
+            yield rows
 
     def _checked(self) -> Iterator[np.ndarray]:
         for rows in self._arrays():

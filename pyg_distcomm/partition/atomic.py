@@ -31,7 +31,7 @@ from typing import IO, Any, cast
 import torch
 
 _FORGOTTEN = 86400.0  # seconds after which another host's unfinished folder is removed
-_NAME = re.compile(r"(\..*)\.(writing|ready|old|removing)-((.+)-(\d+)-[0-9a-f]{8})")
+_NAME = re.compile(r"(\..*)\.(writing|ready|old)-((.+)-(\d+)-[0-9a-f]{8})")
 _AT_CWD, _EXCHANGE = -100, 2  # arguments of renameat2
 
 
@@ -41,7 +41,7 @@ def new_token() -> str:
 
 
 def sibling(place: Path, state: str, token: str) -> Path:
-    """Returns the path of a writer's folder in a state: writing, ready, old or removing."""
+    """Returns the path of a writer's folder in a state: writing, ready or old."""
     return place.with_name(f".{place.name}.{state}-{token}")
 
 
@@ -50,11 +50,6 @@ def in_state(path: Path, state: str) -> Path:
     parts = _NAME.fullmatch(path.name)
     assert parts is not None
     return path.with_name(f"{parts[1]}.{state}-{parts[3]}")
-
-
-def numbered(place: Path, number: int) -> Path:
-    """Returns the path of an earlier folder by number; 1 is the last one before `place`."""
-    return place.with_name(f"{place.name}.{number}")
 
 
 def leftovers(place: Path, state: str) -> list[Path]:
@@ -105,34 +100,29 @@ def writer_has_ended(left: Path) -> bool:
 
 def clear(place: Path, is_ours: Callable[[Path], bool]) -> None:
     """Removes the folders beside a place whose writers have ended, if they are ours."""
-    for state in ("writing", "ready", "old", "removing"):
+    for state in ("writing", "ready", "old"):
         for left in leftovers(place, state):
             if writer_has_ended(left) and is_ours(left):
                 _remove(left)
 
 
-def put_in_place(aside: Path, place: Path, keep: int = 1) -> None:
+def put_in_place(aside: Path, place: Path) -> None:
     """Renames a finished folder to `place`; the folder that is there stays until then.
 
-    `aside` is in the state "writing"; `keep` folders remain: the new one, and earlier ones at
-    `place.1`, ...
+    `aside` is in the state "writing".
     """
     ready = in_state(aside, "ready")
     os.rename(aside, ready)
     replaces = os.path.lexists(place)
     try:
         if replaces:
-            for number in range(keep - 1, 1, -1):
-                move(numbered(place, number - 1), numbered(place, number), ready)
             exchange(ready, place)
         else:
             os.rename(ready, place)
     except BaseException:
         _remove(ready)
         raise
-    if replaces and keep > 1:
-        move(ready, numbered(place, 1), ready)
-    elif replaces:
+    if replaces:
         _remove(ready)
     sync(place.parent)
 
@@ -154,17 +144,6 @@ def exchange(ready: Path, place: Path) -> None:
         os.rename(old, place)
         raise
     os.rename(old, ready)
-
-
-def move(source: Path, target: Path, ready: Path) -> None:
-    """Renames a folder if it exists; a folder at `target` is renamed and then removed."""
-    if not source.exists():
-        return
-    removed = in_state(ready, "removing")
-    if target.exists():
-        os.rename(target, removed)
-    os.rename(source, target)
-    _remove(removed)
 
 
 def _remove(path: Path) -> None:

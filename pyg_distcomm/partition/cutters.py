@@ -5,7 +5,7 @@ node must fit a fixed number of words. There are three kinds of pass:
 
 1. count degrees;
 2. join the ends of edges into clusters: the end in the smaller cluster moves to the larger,
-   as in [Hollocou17] with three words a node, and with a limit on the size of clusters as in
+   as in [Hollocou17] with three words per node, and with a limit on the size of clusters as in
    the first phase of [Mayer22]; then pack clusters into parts, the largest first;
 3. let clusters, and then single nodes, vote: each counts its neighbours in its own part, and
    those in other parts in SLOTS slots by the rule of [Misra82], whose counts are never too
@@ -64,7 +64,7 @@ __all__ = [
 
 METHODS = ("block", "random", "ldg", "metis", "grid", "stream")
 PASSES = 10  # streams over the nodes; the cut stops improving before that
-FEW = 16  # nodes a part; METIS prints complaints and leaves parts empty below that
+FEW = 16  # nodes per part; METIS prints complaints and leaves parts empty below that
 CHUNK = 1 << 18  # edges in memory at once
 SLOTS = 8  # the most parts whose votes a node counts
 SHARE = 1 / 32  # the largest size of a cluster, as a fraction of a part
@@ -97,7 +97,7 @@ def cut(
                "random": "block" on a random order of the nodes
                "ldg": `ldg`, a streaming cutter that needs nothing installed
                "metis": `metis`; without pymetis it warns once and runs "ldg"; with fewer
-               than 16 nodes a part it runs "ldg" without a warning
+               than 16 nodes per part it runs "ldg" without a warning
                "grid": `grid_cut`, METIS (or "ldg") into the row and column parts that
                products on `grid` exchange; "metis" where s = p = 1
                "stream": `stream`, which reads the edges in order and keeps none; for
@@ -439,7 +439,7 @@ def stream(
 
     No part owns more than max(ceil(n/P), balance n/P) nodes, nor, where there is room
     for all, more in-edges than its share times 1 + 2 (balance - 1). Deterministic for a
-    given order of edges. Memory: about (50 + 6 min(P, SLOTS)) bytes a node below 2**30
+    given order of edges. Memory: about (50 + 6 min(P, SLOTS)) bytes per node below 2**30
     edges, and a chunk of edges; reads the edges up to 4 + CLUSTER_PASSES + NODE_PASSES times.
     See [Note: cutting a stream].
     """

@@ -59,7 +59,6 @@ def partition_files(
     grid: Grid | None = None,
     num_nodes: int | None = None,
     undirected: bool = False,
-    split: str | None = None,
     node_files: Mapping[str, str | Path] | None = None,
     edge_files: Mapping[str, str | Path] | None = None,
     node_table: str | Path | None = None,
@@ -69,8 +68,8 @@ def partition_files(
 ) -> PartitionReport:
     """Writes every part of a graph in files into the new folder `out`, or nothing.
 
-    source      see `open_source`, also for num_nodes, undirected, split, node_files,
-                edge_files and node_table
+    source      see `open_source`, also for num_nodes, undirected, node_files, edge_files
+                and node_table
     method      "stream", "block", "random" and given owners take memory for the nodes
                 and a chunk; the others, and `refine`, also for all edges (not features)
     grid        (r, s, p) of the ranks, for "grid", `refine` and the figures
@@ -93,7 +92,6 @@ def partition_files(
             spool,
             num_nodes=num_nodes,
             undirected=undirected,
-            split=split,
             node_files=node_files,
             edge_files=edge_files,
             node_table=node_table,
@@ -171,13 +169,9 @@ class _Writer:
             if kind == "node":
                 pieces = self._node_rows(name, column)
                 self._scatter(file_name(kind, name), column, partition.sizes, pieces)
-            elif kind == "edge":
+            else:
                 pieces = self._edge_rows(name, column)
                 self._scatter(file_name(kind, name), column, edges.tolist(), pieces)
-            else:
-                native = column.dtype.newbyteorder("=")
-                whole = np.concatenate(list(column.rows())).astype(native, copy=False)
-                write_array(out / file_name(kind, name), torch.from_numpy(whole))
         of_nodes = self.kinds.get("train_mask") == "node"
         train = _train_mask(self.graph) if of_nodes else None
         figures = self._count_rows(edges, grid, train)
@@ -288,8 +282,8 @@ class _Writer:
                 shape[0] = num_edges
             dtype = torch_name(column.name, column.dtype)
             attributes[name] = {"kind": kind, "dtype": dtype, "shape": shape}
-        values, files = self.graph.values, flush_files(self.out)
-        return graph_meta(self.partition, num_edges, attributes, values, figures, files)
+        files = flush_files(self.out)
+        return graph_meta(self.partition, num_edges, attributes, {}, figures, files)
 
 
 class ArrayFile:

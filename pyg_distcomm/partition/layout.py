@@ -145,7 +145,7 @@ def load_json(path: Path) -> Meta:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     if not isinstance(meta, dict):
-        raise ValueError(f"{path}: holds no object, so it is no partition's")
+        raise ValueError(f"{path}: is not a JSON object, so it belongs to no partition")
     return meta
 
 
@@ -161,7 +161,7 @@ def check_target(out: Path, force: bool) -> None:
         )
     for path in foreign_files(out):
         raise ValueError(
-            f"{path}: no file of the partition, so {out} is not replaced; move it away"
+            f"{path}: not a file of the partition, so {out} is not replaced; move it away"
         )
 
 

@@ -292,11 +292,11 @@ def id_problems(
         yield f"{nodes}: not the nodes that owner.npy gives to {part}"
     if out_of_range(share.edge_gid, share.num_edges_global) is not None:
         yield f"{edges}: an edge id is out of range"
-    elif bool((share.edge_gid.diff() <= 0).any()):
+    elif bool((share.edge_gid[1:] <= share.edge_gid[:-1]).any()):
         yield f"{edges}: edge ids do not ascend"
     if out_of_range(share.edge_index, partition.num_nodes) is not None:
         yield f"{ends}: a node id is out of range"
-    elif bool((partition.owner_of(share.edge_index[1]) != part).any()):
+    elif bool((partition.owner[share.edge_index[1]] != part).any()):
         yield f"{ends}: a target is owned by another part"
     elif share.types is not None:
         yield from _type_problems(share, share.types, edges, ends)

@@ -244,26 +244,6 @@ class PartitionReport:
         """Returns the largest over the mean of the nodes owned."""
         return imbalance(self.nodes)
 
-    @property
-    def edge_imbalance(self) -> float:
-        """Returns the largest over the mean of the edges owned."""
-        return imbalance(self.edges)
-
-    @property
-    def train_imbalance(self) -> float:
-        """Returns the largest over the mean of the train nodes owned."""
-        return imbalance(self.train)
-
-    @property
-    def send_imbalance(self) -> float:
-        """Returns the largest over the mean of the rows sent."""
-        return imbalance(self.send_rows)
-
-    @property
-    def block_imbalance(self) -> float:
-        """Returns the largest over the mean of the nonzeros of the blocks of the grid."""
-        return imbalance(self.blocks or self.edges)
-
     def on_grid(
         self, grid: Counts, blocks: Counts, send: Counts, halo: Counts
     ) -> PartitionReport:
@@ -339,9 +319,9 @@ def _summary(figures: PartitionReport) -> list[str]:
     share = figures.edge_cut / max(edges, 1)
     return [
         f"edge cut  {figures.edge_cut:,} of {edges:,} ({share:.1%})",
-        f"volume    {figures.volume:,} rows an exchange "
-        f"({figures.volume / max(nodes, 1):.3f} a node), "
-        f"{figures.bytes(1):,} bytes a float32 feature",
+        f"volume    {figures.volume:,} rows per exchange "
+        f"({figures.volume / max(nodes, 1):.3f} per node), "
+        f"{figures.bytes(1):,} bytes per float32 feature",
         f"busiest   sends {figures.max_send:,} rows, receives {figures.max_halo:,}",
     ]
 
@@ -403,7 +383,7 @@ def group_by_part(owner: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 class RowCount:
     """Counts the rows that parts exchange from their edges, one part after another.
 
-    Memory: 25 bytes a node, and a chunk of edges; on grids with s > 1, s bytes more for
+    Memory: 25 bytes per node, and a chunk of edges; on grids with s > 1, s bytes more for
     each node of one part.
     """
 

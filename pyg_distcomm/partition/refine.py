@@ -87,7 +87,7 @@ def refine_partition(
 
     `before` of the result holds the figures of `partition`. Deterministic. Time: linear in
     the edges, times the parts that a node has neighbours in;
-    memory: about 24 bytes an edge. See [Note: what refinement lowers].
+    memory: about 24 bytes per edge. See [Note: what refinement lowers].
     """
     check_edge_index(edge_index, partition.num_nodes)
     before = report(edge_index, partition.refined_from(None), train_mask, grid)

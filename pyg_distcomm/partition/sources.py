@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pyg_distcomm.partition.arrow_tables import ENDINGS as TABLES
 from pyg_distcomm.partition.arrow_tables import (
-    ArrowColumn,
     ArrowTable,
     NodeNames,
     is_table,
 )
 from pyg_distcomm.partition.edge_files import (
-    BAD_FILE,
-    ArrayColumn,
     Column,
     EdgeFile,
     NpyColumn,
     PairWriter,
-    member_opener,
     with_reverses,
 )
 
@@ -32,8 +26,6 @@ __all__ = ["GraphFiles", "is_source", "open_source"]
 
 # ids from here on, if they are 100 times the edges, too, are taken for a mistake
 MANY = 10**8
-ENDINGS = (".csv.gz", ".csv", ".npy")
-MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
 
 @dataclass
@@ -44,7 +36,6 @@ class GraphFiles:
     num_nodes the number of nodes
     doubled   whether each edge is followed by its reverse
     columns   attributes by name; those of edges have a row per edge in the file, not doubled
-    values    plain values
     kinds     "node" or "edge", for the columns whose file tells it
     """
 
@@ -52,7 +43,6 @@ class GraphFiles:
     num_nodes: int
     doubled: bool = False
     columns: dict[str, Column] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, column: Column, kind: str) -> None:
@@ -78,9 +68,9 @@ class GraphFiles:
 
 
 def is_source(name: str) -> bool:
-    """Returns whether a name is that of a file of edges, or of a folder."""
+    """Returns whether a name is that of a file of edges."""
     path = Path(name)
-    return path.suffix in (".npy", ".npz") or is_table(path) or path.is_dir()
+    return path.suffix == ".npy" or is_table(path)
 
 
 def open_source(
@@ -89,22 +79,16 @@ def open_source(
     *,
     num_nodes: int | None = None,
     undirected: bool = False,
-    split: str | None = None,
     node_files: Mapping[str, str | Path] | None = None,
     edge_files: Mapping[str, str | Path] | None = None,
     node_table: str | Path | None = None,
 ) -> GraphFiles:
     """Opens a graph; a table is read once, into a file of the folder `spool`.
 
-    path        a .npy file of edges, an .npz file with edge_index and attributes, a table
-                of edges (.csv, .tsv, .txt, .el, .edges; .gz; .parquet, .arrow, .feather:
-                `ArrowTable.edges`), or a folder of OGB's:
-                raw/edge.csv.gz, num-node-list, node-feat, node-label, node_year,
-                edge-feat, split/NAME/{train,valid,test}; as .csv.gz, .csv or .npy, or
-                in raw/data.npz
+    path        a .npy file of edges, or a table of edges (.csv, .tsv, .txt, .el, .edges;
+                .gz; .parquet, .arrow, .feather: `ArrowTable.edges`)
     num_nodes   needed if the files do not tell it and the last nodes have no edges
     undirected  each edge stands for both directions (as OGB's add_inverse_edge)
-    split       which folder of split/, if there are several
     node_files, edge_files  .npy files by the name of the attribute
     node_table  a table (as of edges, with names of columns) with a row for each node, and a
                 column for each attribute; in the order of ids, or with ids in a column "id". If
@@ -124,14 +108,9 @@ def open_source(
             f"{names.name}: these ids are not 0 .. {len(names.names) - 1}, and are looked up "
             f"for edges in tables only; make {path} one (.csv, .parquet, .arrow, .feather)"
         )
-    if path.is_dir():
-        found = _Folder(path, spool, num_nodes, undirected, split).read()
-    elif not path.is_file():
-        raise ValueError(f"{path}: missing")
-    elif path.suffix == ".npz":
-        found = _from_npz(path, spool, num_nodes, undirected)
-    else:
-        found = _with_edges(path, spool, num_nodes, undirected, names)
+    if not path.is_file():
+        raise ValueError(f"{path}: {'is a folder' if path.is_dir() else 'missing'}")
+    found = _with_edges(path, spool, num_nodes, undirected, names)
     for name, file in {**(node_files or {}), **(edge_files or {})}.items():
         found.columns[name] = NpyColumn(file)
     for name in node_files or {}:
@@ -177,7 +156,7 @@ def _with_edges(
     spool: Path,
     num_nodes: int | None,
     undirected: bool,
-    names: NodeNames | None = None,
+    names: NodeNames | None,
 ) -> GraphFiles:
     if is_table(path):
         edge_table = ArrowTable(path)
@@ -191,8 +170,8 @@ def _with_edges(
         return found
     if path.suffix != ".npy":
         raise ValueError(
-            f"{path}: edges are read from .npy, .npz, {', '.join(TABLES)} (text also as "
-            ".gz) or a folder"
+            f"{path}: edges are read from .npy, {', '.join(TABLES)} (text also as .gz); of an "
+            ".npz file, unpack the arrays (unzip), and give each by its name"
         )
     edges = EdgeFile(path)
     return _with_counted_nodes(edges, spool, num_nodes, undirected)
@@ -235,184 +214,3 @@ def _infer_num_nodes(
             "(--num-nodes)"
         )
     return largest + 1
-
-
-def _names_in(path: Path) -> list[str]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.namelist()
-    except BAD_FILE as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-
-
-def _members(path: Path) -> dict[str, NpyColumn]:
-    """Opens the arrays of an .npz file except edge_index; plain values have no shape."""
-    return {
-        name.removesuffix(".npy"): NpyColumn(
-            f"{path}:{name}", member_opener(path, name)
-        )
-        for name in _names_in(path)
-        if name.endswith(".npy") and name != "edge_index.npy"
-    }
-
-
-def _edges_of_npz(path: Path) -> EdgeFile:
-    if "edge_index.npy" not in _names_in(path):
-        raise ValueError(f"{path}: has no edge_index [2, num_edges]")
-    return EdgeFile(f"{path}:edge_index", member_opener(path, "edge_index.npy"))
-
-
-def _from_npz(
-    path: Path, spool: Path, num_nodes: int | None, undirected: bool
-) -> GraphFiles:
-    edges, columns = _edges_of_npz(path), _members(path)
-    count = columns.pop("num_nodes", None)
-    if num_nodes is None and count is not None:
-        num_nodes = int(next(count.rows()).reshape(-1)[0])
-    for name in ("x", "y", "pos"):
-        if num_nodes is None and name in columns and columns[name].shape:
-            num_nodes = columns[name].shape[0]
-    found = _with_counted_nodes(edges, spool, num_nodes, undirected)
-    for name, column in columns.items():
-        if column.shape:
-            found.columns[name] = column
-        else:
-            found.values[name] = next(column.rows()).item()
-    return found
-
-
-@dataclass(eq=False)
-class _Folder:
-    """Reads a folder in OGB's layout, text or binary; raises for heterogeneous graphs."""
-
-    root: Path
-    spool: Path
-    num_nodes: int | None
-    undirected: bool
-    split: str | None
-
-    def __post_init__(self) -> None:
-        raw = self.root / "raw"
-        self.raw = raw if raw.is_dir() else self.root
-        archive = self.raw / "data.npz"
-        self.archive = archive if archive.is_file() else None
-        self.members = {} if self.archive is None else _members(self.archive)
-
-    def read(self) -> GraphFiles:
-        if self.num_nodes is None:
-            self.num_nodes = self._num_nodes()
-        found = self._edges()
-        num_edges = found.edges_in_file()
-        for name, key, count, is_float in (
-            ("x", "node_feat", found.num_nodes, True),
-            ("y", "node_label", found.num_nodes, None),
-            ("node_year", "node_year", found.num_nodes, None),
-            ("edge_attr", "edge_feat", num_edges, True),
-        ):
-            column = self._column(key, is_float)
-            if column is not None:
-                _check_rows(column, count, "nodes" if key[:4] == "node" else "edges")
-                found.columns[name] = column
-        for mask, array in self._masks(found.num_nodes).items():
-            found.columns[mask] = ArrayColumn(f"{self.root}: {mask}", array)
-        return found
-
-    def _file(self, key: str, *endings: str) -> Path | None:
-        """Finds raw/KEY or ROOT/KEY, spelt with "_" or "-"."""
-        for folder in (self.raw, self.root):
-            for stem in (key, key.replace("_", "-")):
-                for ending in endings:
-                    path = folder / (stem + ending)
-                    if path.is_file():
-                        return path
-        return None
-
-    def _column(self, key: str, is_float: bool | None) -> Column | None:
-        if key in self.members:
-            return self.members[key]
-        path = self._file(key, ".npy", ".npz", ".csv.gz", ".csv")
-        if path is None:
-            return None
-        if path.suffix != ".npz":
-            return _open_column(path, is_float)
-        members = _members(path)
-        if key not in members:
-            raise ValueError(f"{path}: has no {key}, only {', '.join(members)}")
-        return members[key]
-
-    def _num_nodes(self) -> int | None:
-        counts = None
-        if "num_nodes_list" in self.members:
-            counts = next(self.members["num_nodes_list"].rows()).reshape(-1)
-        path = self._file("num_node_list", ".csv.gz", ".csv")
-        if counts is None and path is not None:
-            text = _open_column(path, False)
-            counts = np.concatenate(list(text.rows())).reshape(-1)
-        if counts is not None:
-            if len(counts) != 1:
-                raise ValueError(
-                    f"{path or self.archive}: holds {len(counts)} graphs, wanted one; keep "
-                    "each graph in a folder of its own"
-                )
-            return int(counts[0])
-        path = self._file("node_feat", ".npy") or self._file("node_label", ".npy")
-        return None if path is None else NpyColumn(path).shape[0]
-
-    def _edges(self) -> GraphFiles:
-        if self.archive is not None:
-            edges = _edges_of_npz(self.archive)
-            return _with_counted_nodes(
-                edges, self.spool, self.num_nodes, self.undirected
-            )
-        path = self._file("edge", ".csv.gz", ".csv", ".npy")
-        path = path or self._file("edge_index", ".npy")
-        if path is None:
-            raise ValueError(
-                f"{self.root}: has no edges; wanted raw/edge.csv.gz, raw/edge_index.npy or "
-                "raw/data.npz (heterogeneous graphs are not read)"
-            )
-        return _with_edges(path, self.spool, self.num_nodes, self.undirected)
-
-    def _masks(self, num_nodes: int) -> dict[str, np.ndarray]:
-        splits = self.root / "split"
-        inner = splits.iterdir() if splits.is_dir() else ()
-        names = sorted(path.name for path in inner if path.is_dir())
-        if not names and self.split is None:
-            return {}
-        split = self.split if self.split is not None else names[0]
-        if split not in names or (self.split is None and len(names) > 1):
-            raise ValueError(
-                f"{splits}: holds the splits {', '.join(names) or 'none'}; name one of them "
-                f"with split, got {self.split!r}"
-            )
-        masks = {}
-        for part, mask in MASKS.items():
-            files = (splits / split / (part + ending) for ending in ENDINGS)
-            path = next((file for file in files if file.is_file()), None)
-            if path is not None:
-                masks[mask] = _mask(path, num_nodes)
-        return masks
-
-
-def _open_column(path: Path, is_float: bool | None) -> Column:
-    """Opens a column; `is_float` reads text as float32, False as int64, None as it is."""
-    if path.suffix == ".npy":
-        return NpyColumn(path)
-    numbers = None if is_float is None else "float32" if is_float else "int64"
-    return ArrowColumn(ArrowTable(path, False, numbers), None)
-
-
-def _mask(path: Path, num_nodes: int) -> np.ndarray:
-    """Turns a list of node ids into a mask."""
-    mask = np.zeros(num_nodes, np.bool_)
-    for ids in _open_column(path, False).rows():
-        if ids.dtype.kind not in "iu":
-            raise ValueError(f"{path}: holds {ids.dtype}, wanted node ids")
-        bad = ids[(ids < 0) | (ids >= num_nodes)]
-        if bad.size:
-            raise ValueError(
-                f"{path}: names node {int(bad.reshape(-1)[0])}, but ids are "
-                f"0 .. {num_nodes - 1}"
-            )
-        mask[ids.reshape(-1)] = True
-    return mask

@@ -59,18 +59,13 @@ def merged(own: dict[str, Any], mesh: Mesh, names: Sequence[str]) -> dict[str, A
     return dict(sorted(every.items(), key=lambda item: place[item[0].split(".")[0]]))
 
 
-def save(
-    pipe: Any,
-    path: Path,
-    optimizer: torch.optim.Optimizer | None = None,
-    keep: int = 1,
-) -> None:
+def save(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Writes a folder, whole or not at all; collective (see `whole_folder`)."""
     mesh = pipe.mesh
     whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe._seed}
     whole["optimizer"] = _optimizer_state(pipe, optimizer)
     with (
-        whole_folder(path, "pipeline", mesh.everyone, keep) as folder,
+        whole_folder(path, "pipeline", mesh.everyone) as folder,
         on_all_ranks(mesh),
     ):
         kept = _current_history(pipe) if pipe._saved is None else pipe._saved

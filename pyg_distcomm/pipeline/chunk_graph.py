@@ -216,7 +216,7 @@ class ChunkPass:
         return self.facts[key][places]
 
     def prices(self) -> list[tuple[Price, int]]:
-        """Returns, for each site, what it moves in an epoch without a link, and bytes a word.
+        """Returns, for each site, what it moves in an epoch without a link, and bytes per word.
 
         Only messages among the ranks of a stage count here.
         """
@@ -271,7 +271,7 @@ class ChunkMesh:
         raise TypeError(
             "a layer of a pipeline reduces over all nodes (mean, batch norm, ...), but has "
             "those of one chunk at a time; reduce in the loss, which sees all nodes, or "
-            "train with pdc.replicate"
+            "train without a pipeline"
         )
 
     control = world
@@ -354,7 +354,7 @@ class ChunkTopology(Topology):
             ends, places = plan.local_edges(chunk)
             ghost = plan.gid[places.cpu()]
         closed: Any = RefusedLink()
-        return ChunkLocals(ends, ghost, closed, own, self.run, chunk)
+        return ChunkLocals(lambda: ends, ghost, closed, own, self.run, chunk)
 
     @property
     def reversed(self) -> Any:  # type: ignore[override]

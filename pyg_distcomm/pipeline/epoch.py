@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,7 @@ from pyg_distcomm.pipeline.layer_stack import (
     names_from_data,
     on_all_ranks,
 )
-from pyg_distcomm.pipeline.schedule import Action, ActionSpan, StageSchedule
+from pyg_distcomm.pipeline.schedule import Action, StageSchedule
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 Values = dict[str, Any]
@@ -262,7 +261,6 @@ class Epoch:
         order: the chunk of each slot.
         recompute: whether chunks are recomputed in the backward pass.
         refresh: whether the rows of this epoch become history.
-        spans: takes the time span of each computation.
     """
 
     mesh: Mesh
@@ -271,10 +269,8 @@ class Epoch:
     order: list[int]
     recompute: bool
     refresh: bool
-    spans: list[ActionSpan] = field(default_factory=list)
     _pending: dict[tuple[str, int], Pending] = field(default_factory=dict)
     _outputs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    _start: float = 0.0
 
     def run(self, schedule: StageSchedule, data: Data, loss_fn: Loss) -> Tensor:
         """Carries out this stage's actions, and returns the loss, on all ranks.
@@ -282,7 +278,6 @@ class Epoch:
         If that fails, history is restored in place of the rows of this epoch; see
         `HistoryBuffer.undo`.
         """
-        self._start = time.perf_counter()
         try:
             return self._run_actions(schedule, data, loss_fn)
         except BaseException:
@@ -329,7 +324,6 @@ class Epoch:
         self._pending[kind, slot] = move(rows, peer, axis, OP)
 
     def _forward(self, slot: int) -> None:
-        begin = time.perf_counter()
         self.stage.run.mode = "forward"
         before = self._buffers() if slot == 0 and self.recompute else []
         with torch.set_grad_enabled(not self.recompute):
@@ -343,7 +337,6 @@ class Epoch:
         self.boundary.outbox[self._rows(slot)] = out.detach()
         if not self.recompute:
             self._outputs[slot] = leaf, out
-        self._record_span("forward", slot, begin)
 
     def _buffers(self) -> list[int]:
         """Returns how many times each buffer of this stage's layers was written to."""
@@ -352,7 +345,7 @@ class Epoch:
         return [b._version for module in modules for b in module.buffers()]
 
     def _backward(self, slot: int) -> None:
-        begin, chunk = time.perf_counter(), self.order[slot]
+        chunk = self.order[slot]
         if slot == len(self.order) - 1:
             for site in self._sites():
                 site.begin_backward()
@@ -370,7 +363,6 @@ class Epoch:
             self.boundary.inbox[self._rows(slot)] = grad
         for site in self._sites():
             site.retire(chunk, self.refresh)
-        self._record_span("backward", slot, begin)
 
     def _compute(self, slot: int) -> tuple[Tensor | None, Tensor]:
         """Runs the layers on a chunk; returns their inputs, as a leaf, and their outputs."""
@@ -402,11 +394,6 @@ class Epoch:
         # the gradients of weights, which is the whole's on each rank
         box.copy_(grad[own.order] * self.mesh.size)
         return torch.as_tensor(loss.detach().reshape(()), dtype=torch.float64).cpu()
-
-    def _record_span(self, kind: str, slot: int, begin: float) -> None:
-        end, rank = time.perf_counter(), self.mesh.stage.rank
-        span = ActionSpan(rank, kind, slot, begin - self._start, end - self._start)
-        self.spans.append(span)
 
 
 @contextlib.contextmanager
@@ -463,7 +450,7 @@ def clip_grad_norm_(
         ValueError: if `max_norm` is negative, NaN or no number.
     """
     if isinstance(max_norm, str) or not float(max_norm) >= 0:
-        raise ValueError(f"max_norm must be a number from 0 on, got {max_norm!r}")
+        raise ValueError(f"max_norm must be a number of at least 0, got {max_norm!r}")
     mine = [p.grad for p in layers.parameters() if p.grad is not None]
     norms = [float(torch.linalg.vector_norm(g.detach(), norm_type)) for g in mine]
     every = [

@@ -165,13 +165,13 @@ def _check(layer: StackLayer) -> None:
                 f"{layer} normalises over all nodes ({type(module).__name__}), but a "
                 "pipeline has the nodes of one chunk at a time, with other statistics; use "
                 "torch.nn.LayerNorm or PyG's LayerNorm(mode='node'), which normalise each "
-                "node, or train with pdc.replicate"
+                "node, or train without a pipeline"
             )
         if isinstance(module, PADDED):
             raise ValueError(
                 f"{layer} pads the messages of each node to the largest degree of the graph "
                 f"({type(module).__name__}), which one chunk does not know; use another "
-                "aggregation, or train with pdc.replicate"
+                "aggregation, or train without a pipeline"
             )
         if getattr(module, "cached", False) and type(module) not in _CACHED_LAYERS:
             raise ValueError(

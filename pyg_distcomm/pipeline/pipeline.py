@@ -55,7 +55,6 @@ from pyg_distcomm.pipeline.layer_stack import (
 )
 from pyg_distcomm.pipeline.schedule import (
     BUBBLE,
-    ActionSpan,
     StageSchedule,
     bubble,
     fewest_chunks,
@@ -232,7 +231,7 @@ class Pipeline(torch.nn.Module):
             read neighbours, if possible.
         seed: the seed of orders and dropout; the mesh's if None.
 
-    Price: `price()`; 2 (S - 1) n d (1 + s) words an epoch between stages, with s values
+    Price: `price()`; 2 (S - 1) n d (1 + s) words per epoch between stages, with s values
     beside x that cross borders, and the hybrid's exchanges.
 
     Raises:
@@ -264,7 +263,6 @@ class Pipeline(torch.nn.Module):
         self.order, self.refresh = order, history_refresh
         self._chunks: Any = chunks
         self._seed = mesh.seed if seed is None else seed
-        self.timeline: list[ActionSpan] = []
         with layer_stack.on_all_ranks(mesh):
             fewest = fewest_chunks(mesh.stage.size, bubble)
             self._chunks = fewest if chunks is None else chunks
@@ -443,7 +441,6 @@ class Pipeline(torch.nn.Module):
             layer_stack.reporting_failure(self.mesh),
         ):
             loss = epoch.run(self.schedule, data, loss_fn)
-        self.timeline = epoch.spans
         self.epoch += 1
         return loss
 
@@ -552,16 +549,13 @@ class Pipeline(torch.nn.Module):
         self,
         path: str | Path,
         optimizer: torch.optim.Optimizer | None = None,
-        *,
-        keep: int = 1,
     ) -> None:
         """Writes weights, optimizer, epoch and history to a folder; collective.
 
         Where the data have a link, it is written too: between epochs, after `link.step()`.
-        The folder appears whole or not at all, and replaces one that was written so;
-        `keep` of them are kept, as by `save_checkpoint`.
+        The folder appears whole or not at all, and replaces one that was written so.
         """
-        checkpoint.save(self, Path(path), optimizer, keep)
+        checkpoint.save(self, Path(path), optimizer)
 
     def load(
         self, path: str | Path, optimizer: torch.optim.Optimizer | None = None

@@ -70,7 +70,7 @@ class Action:
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """The time span of one action of a stage, in seconds from the start of the epoch."""
+    """The time span of one action of a stage, from the start of the epoch."""
 
     stage: int
     kind: str
@@ -115,13 +115,6 @@ class StageSchedule:
             )
             found.append(ActionSpan(stage, "backward", slot, begin, begin + backward))
         return found
-
-    def table(self) -> str:
-        """Returns the actions of each stage, a line for each."""
-        return "\n".join(
-            f"stage {s}: " + ", ".join(map(str, actions))
-            for s, actions in enumerate(self.stages)
-        )
 
     def __str__(self) -> str:
         spans = self.spans()

@@ -29,6 +29,7 @@ from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.plan.codecs import CodecLike, codings
 from pyg_distcomm.plan.cost import sum_messages
 from pyg_distcomm.plan.machine import Line, Machine, Rate, Wire, lines_of
+from pyg_distcomm.plan.training import Stack
 
 Work: TypeAlias = Callable[[], object]
 Name: TypeAlias = tuple[str, int | str]  # a timing, with its width, depth or codec
@@ -49,7 +50,7 @@ def calibrate(
     repeats: int = 7,
     codecs: Sequence[CodecLike] = (),
 ) -> Machine:
-    """Measures latency, bandwidth and rates, all ranks at the same time.
+    """Measures the latency, bandwidth and rates of this machine, on all ranks at once.
 
     Collective over all ranks, of all stages. Each figure is the slowest rank's median, equal
     on all ranks. Bandwidths are measured while all ranks of an axis send to all others.
@@ -242,20 +243,19 @@ def _codec_works(
     draw = RngKey(1, ids, degree=ids)
     found: dict[Name, Work] = {}
     for coding in filter(None, codings(codecs)):
-        for codec in (coding.rows, coding.gradients):
-            name = repr(codec)
-            if codec == Plain() or ("write", name) in found:
-                continue
-            message, out = codec.encode(x, draw), torch.empty_like(x)
-            found["write", name] = partial(codec.encode, x, draw)
-            found["read", name] = partial(codec.decode, message, out, draw)
+        codec, name = coding.rows, repr(coding.rows)
+        if codec == Plain() or ("write", name) in found:
+            continue
+        message, out = codec.encode(x, draw), torch.empty_like(x)
+        found["write", name] = partial(codec.encode, x, draw)
+        found["read", name] = partial(codec.decode, message, out, draw)
     return found
 
 
 def _codec_rates(
     seconds: dict[Name, float], nbytes: int
 ) -> dict[str, tuple[float, float]]:
-    """Returns the bytes of rows a second that codecs encode and decode."""
+    """Returns the bytes of rows per second that codecs encode and decode."""
     return {
         name: (nbytes / seconds["write", name], nbytes / seconds["read", name])
         for kind, name in seconds
@@ -272,7 +272,7 @@ def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
 def _epochs(mesh: Mesh) -> dict[int, Work]:
     """Returns epochs to be timed, by number of layers; collective.
 
-    The graph has four nodes a rank, and each rank reads one row of every other rank.
+    The graph has four nodes per rank, and each rank reads one row of every other rank.
     """
     nodes = torch.arange(4 * mesh.size)
     pairs = torch.combinations(nodes[::4]).t()
@@ -312,7 +312,7 @@ class TrainingRun:
         self, share: Data, layers: Iterable[Module], mesh: Mesh, changing: bool = False
     ) -> None:
         self.share, self.mesh, self._changing = share, mesh, changing
-        model = _Stack(layers).to(mesh.device, share.x.dtype)  # type: ignore[union-attr]
+        model = Stack(layers).to(mesh.device, share.x.dtype)  # type: ignore[union-attr]
         self._model = replicate(model, mesh)
         self._optimizer = torch.optim.Adam(self._model.parameters())
 
@@ -323,14 +323,3 @@ class TrainingRun:
         out = self._model(x, self.share.edge_index)
         torch.nn.functional.cross_entropy(out, self.share.y).backward()
         self._optimizer.step()
-
-
-class _Stack(Module):
-    def __init__(self, layers: Iterable[Module]) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(layers)
-
-    def forward(self, x: Any, edge_index: Any) -> Any:
-        for layer in self.layers[:-1]:
-            x = layer(x, edge_index).relu()
-        return self.layers[-1](x, edge_index)

@@ -5,28 +5,22 @@ Bytes are exact, for each pair of ranks and each piece of a message.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs import codec_of, known_codecs
-from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
-from pyg_distcomm.halo.compressed import gradient_codec
+from pyg_distcomm.halo.codecs import Cast, Plain, Quantise
 from pyg_distcomm.halo.halo import MAX_CHUNKS
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.plan.traffic import Array, LinkCounts
 from pyg_distcomm.plan.training import ProductShape
 
 CodecLike: TypeAlias = str | Codec | LinkPolicy
-
-_NAME = re.compile(r"(?P<codec>.*?)(,? +late(?: +by)?(?: +(?P<late>\d+))?)?")
-_BITS = re.compile(r"([1248])[ -]?bits?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,25 +30,23 @@ class Coding:
     Args:
         name: the name in tables.
         link: the link, for `pdc.partition(link=...)`.
-        rows, gradients: the codecs of rows and of gradients.
+        rows: the codec of rows, and of their gradients.
     """
 
     name: str
     link: LinkPolicy
     rows: Codec
-    gradients: Codec
 
     @staticmethod
     def of(spec: CodecLike) -> Coding:
-        """Builds the coding of a name such as "1 bit" or "bf16 late", a codec, or a link.
+        """Builds the coding of a link, or of a codec or its name, as `LinkPolicy` takes it.
 
         Raises:
             ValueError, TypeError: for anything else; the message lists the choices.
         """
-        link = spec if isinstance(spec, LinkPolicy) else _parse_link(spec)
-        rows, own = link.codecs_at(link.epoch)
-        name = spec if isinstance(spec, str) else _describe_link(link, rows, own)
-        return Coding(name, link, rows, gradient_codec(rows, rows, own))
+        link = spec if isinstance(spec, LinkPolicy) else LinkPolicy(spec)
+        rows = link.codec_at(link.epoch)
+        return Coding(_describe_link(link, rows), link, rows)
 
     @property
     def sized(self) -> bool:
@@ -67,8 +59,7 @@ class Coding:
     @property
     def exact(self) -> bool:
         """Whether it changes no number: lossless and synchronous."""
-        whole = self.rows == self.gradients == Plain()
-        return whole and not self.link.timing.is_late
+        return self.rows == Plain() and not self.link.timing.is_late
 
     def codec_of(self, product: ProductShape, last: int) -> Codec | None:
         """Returns the codec of a product's rows; None for the exact exchange.
@@ -81,7 +72,7 @@ class Coding:
             return None
         if self.link.exact_last and product.layer == last:
             return None
-        return self.gradients if product.transposed else self.rows
+        return self.rows
 
     def late(self, transposed: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late."""
@@ -102,35 +93,8 @@ def codings(specs: Sequence[CodecLike]) -> list[Coding | None]:
     return [None, *(one for one in found if not one.link.is_exact)]
 
 
-def _parse_link(spec: Any) -> LinkPolicy:
-    if isinstance(spec, Codec):
-        return LinkPolicy(spec)
-    if not isinstance(spec, str):
-        raise TypeError(
-            "codecs are names as '1 bit' or 'bf16 late', Codecs or LinkPolicys, got "
-            f"{spec!r}"
-        )
-    match = _NAME.fullmatch(spec.strip())
-    assert match is not None
-    name = match["codec"].strip()
-    late = 0 if match[2] is None else int(match["late"] or 1)
-    bits = _BITS.fullmatch(name)
-    if bits is not None:
-        return LinkPolicy(Quantise(int(bits[1]), "stochastic"), late=late)
-    known = ("plain", *known_codecs())
-    if name not in known:
-        raise ValueError(
-            f"codec {spec!r} is not known; choose '1 bit', '2 bits', '4 bits', '8 bits', "
-            f"{', '.join(map(repr, known))}, each with ' late' behind it or not, or give a "
-            "Codec or a LinkPolicy"
-        )
-    codec = Plain() if name == "plain" else codec_of(name)
-    return LinkPolicy(codec, late=late)
-
-
-def _describe_link(link: LinkPolicy, rows: Codec, own: Codec | None) -> str:
+def _describe_link(link: LinkPolicy, rows: Codec) -> str:
     text = _codec_name(rows)
-    text += "" if own is None else f", gradients {_codec_name(own)}"
     skip = link.timing.skip
     text += "" if skip is None else f", skipped below {skip.bound:g}"
     late = [link.timing.staleness(backward) for backward in (False, True)]

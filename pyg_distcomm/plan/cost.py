@@ -488,8 +488,8 @@ def sum_messages(size: int) -> int:
 def _dense_seconds(flow: Flow, training: Training, machine: Machine) -> float:
     """Returns the seconds of local computation, on the rank with most nodes."""
     rows, total = float(flow.nodes.max()), 0.0
-    for i, layer in enumerate(training.layers):
-        times = 2 + training.wants_gradient(i)  # X W, its dW, its dX
+    for layer in training.layers:
+        times = 2 + layer.needs_gradient  # X W, its dW, its dX
         one = machine.linear_seconds(rows, layer.width_in, layer.width_out)
         dense = 2 if layer.kind == "sage" else 1
         passes = PASSES * rows * layer.width_out * training.itemsize / machine.stream

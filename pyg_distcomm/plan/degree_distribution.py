@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyg_distcomm.comm.mesh import Grid
+from pyg_distcomm.ops.grid_plan import PACKING
 from pyg_distcomm.plan.traffic import Array, Flow, LinkCounts, ProductLinks
 
 POINTS = 4096  # quantiles of a power law
@@ -87,7 +88,7 @@ class RMat(DegreeDistribution):
 
     def missing(self, nodes: int, edges: int, share: float) -> float:
         bits = max(1, round(math.log2(max(nodes, 2))))
-        scaled = edges * 2.0**bits / nodes  # as many edges a node
+        scaled = edges * 2.0**bits / nodes  # as many edges per node
         ones = np.arange(bits + 1)
         log_nodes = [
             math.lgamma(bits + 1) - math.lgamma(t + 1) - math.lgamma(bits - t + 1)
@@ -96,16 +97,6 @@ class RMat(DegreeDistribution):
         part = np.exp(np.array(log_nodes) - bits * math.log(2))
         chance = self.heavy ** (bits - ones) * (1 - self.heavy) ** ones
         return float((part * _power(share * chance, scaled)).sum())
-
-
-@dataclass(frozen=True)
-class Degrees(DegreeDistribution):
-    """Given degrees, one for each node (or for a sample of the nodes)."""
-
-    degrees: tuple[int, ...]
-
-    def missing(self, nodes: int, edges: int, share: float) -> float:
-        return float(_power(share, np.array(self.degrees, np.float64)).mean())
 
 
 LAWS: dict[str, DegreeDistribution] = {
@@ -124,7 +115,7 @@ def _power(part: Array | float, times: Array | float) -> Array:
 
 @dataclass(frozen=True)
 class RandomGraph:
-    """A graph given by its size and degree distribution; nodes are assigned at random.
+    """Describes a graph by its size and degrees; nodes are assigned to ranks at random.
 
     Args:
         nodes, edges: the number of nodes and edges; an undirected edge counts twice.
@@ -156,18 +147,23 @@ class RandomGraph:
         law = LAWS[self.law] if isinstance(self.law, str) else self.law
         return 1 - law.missing(self.nodes, self.edges, 1 / parts)
 
+    def _sent(self, parts: int, halo: str) -> float:
+        """Returns the fraction of the rows of a block that travel to one of its parts."""
+        part = 1.0 if parts == 1 or halo == "blocks" else self.fill(parts)
+        return 1.0 if halo == "auto" and part * (1 + PACKING) >= 1 else part
+
     def flow(self, grid: Grid, halo: str, add_loops: bool) -> Flow:
         """Returns the mean rows of one product on a grid, the same for every rank.
 
             ghosts = n/s (1 - 1/r) (1 - E (1 - 1/r)^d)     over the row axis
 
-        and with r and s exchanged over the col axis; whole blocks have no last factor.
+        and with r and s exchanged over the col axis; whole blocks have no last factor,
+        and are sent if "auto" finds them cheaper (see `ops.grid_plan.blocks_are_cheaper`).
         """
         r, s, p = grid
         n, m = self.nodes, self.edges
-        full = halo == "blocks"
-        rows = n / s * (1 - 1 / r) * (1 if full or r == 1 else self.fill(r))
-        sums = n / r * (1 - 1 / s) * (1 if full or s == 1 else self.fill(s))
+        rows = n / s * (1 - 1 / r) * self._sent(r, halo)
+        sums = n / r * (1 - 1 / s) * self._sent(s, halo)
         ghost, out, none = (
             LinkCounts(_each(count), _each(count), _each(peers), _each(peers))
             for count, peers in ((rows, r - 1), (sums, s - 1), (0, 0))

@@ -49,7 +49,7 @@ MOST_WIDTH = 1024  # limit of timed widths: wider rows have nearly the same rate
 
 @dataclass(frozen=True, eq=False)
 class Auto:
-    """Describes a training for which `init` finds the grid: it measures, plans and times.
+    """Describes a training run, for which `init` measures, plans, and chooses the grid.
 
         mesh = pdc.init(pdc.Auto(whole, widths=[602, 16, 41]))
         data = pdc.partition(whole, mesh)      # cut as planned
@@ -125,7 +125,7 @@ def init(
     if not isinstance(algorithm, Auto):
         if algorithm == "auto":
             raise ValueError(
-                "algorithm='auto' plans before it chooses, got no graph; give "
+                "algorithm='auto' needs a graph to plan for; give "
                 "pdc.Auto(data, widths=[features, hidden, ..., output]) instead, or model=..."
             )
         mesh_options |= {"replication": replication, "grid": grid, "stages": stages}
@@ -169,8 +169,8 @@ def _option_problem(shape: tuple[Any, ...], auto: Auto) -> str | None:
         return "pdc.Auto finds the grid; leave grid, replication and stages out"
     if auto.data is None or (auto.widths is None) == (auto.model is None):
         return (
-            "pdc.Auto plans before it chooses, got no graph, or not one of widths and model; "
-            "give the graph as data, and either widths=[features, hidden, ..., output] or model"
+            "pdc.Auto needs a graph to plan for; give it as data, and either "
+            "widths=[features, hidden, ..., output] or model"
         )
     return None
 
@@ -338,16 +338,14 @@ def shortlist(
     """
     best = plans.best
     limit = memory or plans.machine.memory or DEFAULT_MEMORY
-    chosen: dict[tuple[Grid, int, float], Plan] = {}  # halos that send the same are one
+    chosen: list[Plan] = []
     if best.seconds > LONGEST or not _is_plain_stack(training):
         return [best]
     for one in plans:
-        total = one.memory + sum(other.memory for other in chosen.values())
-        key = one.grid, one.bytes, one.seconds
-        usable = one.exact and one.seconds <= LONGEST
-        if usable and key not in chosen and total <= limit:
-            chosen[key] = one
-    return list(chosen.values())[:MOST] if best in chosen.values() else [best]
+        total = one.memory + sum(other.memory for other in chosen)
+        if one.exact and one.seconds <= LONGEST and total <= limit:
+            chosen.append(one)
+    return chosen[:MOST] if best in chosen else [best]
 
 
 def _is_plain_stack(training: Training) -> bool:
@@ -359,8 +357,8 @@ def _is_plain_stack(training: Training) -> bool:
         layer.kind in LAYERS
         and layer.trains
         and not layer.fresh
-        and layer.is_feature in (None, i == 0)
-        and layer.needs_gradient in (None, i > 0 or training.inputs == "trained")
+        and layer.is_feature == (i == 0)
+        and layer.needs_gradient == (i > 0 or training.inputs == "trained")
         for i, layer in enumerate(layers)
     )
     known = not training.missing and training.itemsize in DTYPES
@@ -420,7 +418,7 @@ def _start_run(
     mesh = grids.init(grid=plan.grid, **mesh_options)
     mesh.plan, mesh.owners = plan, owners
     share = partition(data, mesh).to(mesh.device)
-    share.x.requires_grad_(training.wants_gradient(0))
+    share.x.requires_grad_(training.layers[0].needs_gradient)
     layers = (
         LAYERS[one.kind](int(one.width_in), int(one.width_out))
         for one in training.layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.partition.atomic import sync, whole_file, write_problem
 
 # What data sheets say of devices: bytes, bytes a second of memory, single-precision operations
-# a second without tensor cores, and bytes a second each way of NVLink to other devices of a
+# a second without tensor cores, and bytes per second each way of NVLink to other devices of a
 # host. Sources: NVIDIA's data sheets "A100 80GB Tensor Core GPU" (SXM), "H100 Tensor Core GPU"
 # (SXM) and "H200 Tensor Core GPU" (SXM); NVLink's figure there is of both ways together.
 DEVICES: Mapping[str, tuple[float, float, float, float]] = MappingProxyType(
@@ -27,7 +27,7 @@ DEVICES: Mapping[str, tuple[float, float, float, float]] = MappingProxyType(
         "h200": (141e9, 4.8e12, 67e12, 450e9),
     }
 )
-# bytes a second each way of a port: NVIDIA's data sheets of ConnectX-6 (HDR, 200 Gbit/s),
+# bytes per second each way of a port: NVIDIA's data sheets of ConnectX-6 (HDR, 200 Gbit/s),
 # ConnectX-7 (NDR, 400 Gbit/s) and ConnectX-8 (XDR, 800 Gbit/s)
 INFINIBAND: Mapping[str, float] = MappingProxyType(
     {"hdr": 25e9, "ndr": 50e9, "xdr": 100e9}
@@ -41,7 +41,7 @@ Line = tuple[int, int]
 class Rate:
     """Interpolates a rate of work by width, linearly between measured points.
 
-    Interpolates the seconds a row by width, which memory and arithmetic make nearly linear;
+    Interpolates the seconds per row by width, which memory and arithmetic make nearly linear;
     beyond the last point the rate is constant.
 
     Args:
@@ -73,7 +73,7 @@ class Wire:
 
     Args:
         latency: seconds of a message in addition to its bytes.
-        bandwidth: bytes a second in each direction, both at once.
+        bandwidth: bytes per second in each direction, both at once.
     """
 
     latency: float
@@ -92,14 +92,12 @@ class Wire:
         return self.latency * messages + np.maximum(sent, received) / self.bandwidth
 
     def __str__(self) -> str:
-        return (
-            f"{self.latency * 1e6:,.0f} us a message, {self.bandwidth / 1e6:,.1f} MB/s"
-        )
+        return f"{self.latency * 1e6:,.0f} us per message, {self.bandwidth / 1e6:,.1f} MB/s"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Holds the figures from which `plan` estimates seconds; measured, or given by hand.
+    """Holds the rates of a machine, measured or stated, from which `plan` estimates seconds.
 
     Args:
         latency: seconds a message takes beside its bytes.
@@ -114,7 +112,7 @@ class Machine:
         lines: the `Wire` of each axis that was measured, by (size, stride): the number of
             its ranks, and how far apart they are; other axes have `latency`, `bandwidth`.
         sums: the `Wire` of all-reduces, if it differs.
-        code: bytes of rows a second that a codec encodes, and that it decodes.
+        code: bytes of rows per second that a codec encodes, and that it decodes.
         codes: the same of codecs that were measured, (encodes, decodes) by `repr`.
         source: where the figures come from.
 
@@ -175,7 +173,7 @@ class Machine:
         if device not in DEVICES or (link not in INFINIBAND and "/" in name):
             raise ValueError(
                 f"device must be one of {', '.join(DEVICES)}, alone (linked by NVLink) or "
-                f"followed by one of {', '.join('/' + k for k in INFINIBAND)} (one a host, "
+                f"followed by one of {', '.join('/' + k for k in INFINIBAND)} (one per host, "
                 f"linked by InfiniBand), got {name!r}"
             )
         memory, stream, operations, nvlink = DEVICES[device]
@@ -226,37 +224,22 @@ class Machine:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("spmm", "gemm"):
             plain[name] = [list(point) for point in plain[name].points]
-        plain["lines"] = [
-            {"size": size, "stride": stride, **asdict(wire)}
-            for (size, stride), wire in self.lines.items()
-        ]
+        plain["lines"] = [[*line, *astuple(wire)] for line, wire in self.lines.items()]
         plain["codes"] = {name: list(both) for name, both in self.codes.items()}
-        plain["sums"] = None if self.sums is None else asdict(self.sums)
+        plain["sums"] = None if self.sums is None else astuple(self.sums)
         return plain
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Machine:
         """Builds a machine from the result of `to_dict`."""
-        if not isinstance(plain, Mapping):
-            raise ValueError(f"a machine is a mapping, got {type(plain).__name__}")
-        known = {f.name for f in fields(Machine)}
-        strange = sorted(set(plain) - known)
-        if strange:
-            raise ValueError(
-                f"a machine has no {', '.join(strange)}; its figures are "
-                f"{', '.join(sorted(known))}"
-            )
-        values = dict(plain)
+        values: dict[str, Any] = dict(plain)
         for name in ("spmm", "gemm"):
-            if isinstance(values.get(name), Sequence):
-                values[name] = Rate(tuple((int(w), float(r)) for w, r in values[name]))
+            values[name] = Rate(tuple((w, r) for w, r in values[name]))
         values["lines"] = {
-            (int(w["size"]), int(w["stride"])): _wire_of(w, "a line")
-            for w in values.get("lines", ())
-            if _has(w, ("size", "stride"), "a line")
+            (size, stride): Wire(*wire) for size, stride, *wire in values["lines"]
         }
-        if values.get("sums") is not None:
-            values["sums"] = _wire_of(values["sums"], "sums")
+        if values["sums"] is not None:
+            values["sums"] = Wire(*values["sums"])
         return Machine(**values)
 
     def save(self, path: str | Path) -> None:
@@ -282,8 +265,8 @@ class Machine:
         """
         try:
             return Machine.from_dict(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: holds no machine: {error}") from None
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{path}: holds no machine: {error!r}") from None
 
     def __str__(self) -> str:
         lines = [
@@ -299,8 +282,8 @@ class Machine:
             each = ", ".join(f"{r / 1e9:.3g} at width {w}" for w, r in rate.points)
             lines.append(f"{name:<9} 1e9/s: {each}")
         lines.append(
-            f"rows      {self.stream / 1e9:.3g} GB/s; {self.overhead * 1e3:.3g} ms a layer, "
-            f"{self.epoch * 1e3:.3g} ms an epoch"
+            f"rows      {self.stream / 1e9:.3g} GB/s; {self.overhead * 1e3:.3g} ms per layer, "
+            f"{self.epoch * 1e3:.3g} ms per epoch"
         )
         for name, (writes, reads) in self.codes.items():
             both = f"writes {writes / 1e9:.3g} GB/s, reads {reads / 1e9:.3g}"
@@ -314,22 +297,6 @@ def lines_of(size: int) -> list[Line]:
     return [
         (d, k) for d in sides for k in range(1, size // d + 1) if size // d % k == 0
     ]
-
-
-def _has(plain: Any, names: Sequence[str], what: str) -> bool:
-    """Returns True, or raises a ValueError that names what is missing."""
-    if not isinstance(plain, Mapping):
-        raise ValueError(f"{what} is a mapping, got {plain!r}")
-    absent = [name for name in names if name not in plain]
-    if absent:
-        raise ValueError(f"{what} of a machine has no {', '.join(absent)}: {plain!r}")
-    return True
-
-
-def _wire_of(plain: Mapping[str, Any], what: str) -> Wire:
-    _has(plain, ("latency", "bandwidth"), what)
-    # files of earlier versions also hold a "curve" of exchanges by size, which is not used
-    return Wire(plain["latency"], plain["bandwidth"])
 
 
 def _check_seconds(name: str, value: Any) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, Mesh, resolve_grid
-from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
-from pyg_distcomm.ops.grid_plan import HALOS
+from pyg_distcomm.graph.product_cache import MultiplyOrder
+from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.codecs import CodecLike, Coding, codings
@@ -30,6 +30,8 @@ from pyg_distcomm.plan.training import (
     training_from_options,
 )
 from pyg_distcomm.sharded.edges import DistEdgeIndex
+
+AUTO_ORDER = MultiplyOrder()
 
 
 def plan(
@@ -49,8 +51,10 @@ def plan(
     grid: Grid | None = None,
     codecs: Sequence[CodecLike] = (),
     dtype: torch.dtype | None = None,
+    halo: str = "auto",
+    ordering: MultiplyOrder = AUTO_ORDER,
 ) -> Plans:
-    """Lists every grid, ordering, halo and codec for training a graph, with its costs, ranked.
+    """Lists every grid and link for training a graph, with its costs, ranked.
 
     Nothing is sent, and every rank that calls it gets the same: bytes are those that the
     ledger will count in an epoch of the full graph (a mean loss, `replicate`; from the
@@ -61,18 +65,20 @@ def plan(
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
         ranks, mesh: how many ranks; of a mesh only their number is used.
         model: instead of widths: of PyG's layers or ours; it is run on two nodes.
-        layers: "gcn", "sage", or "halo" for any other layer of PyG's; or one for each.
+        layers: "gcn" or "sage", or one for each layer.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
         machine: from `calibrate`, `Machine.of_device`, or by hand; default gigabit Ethernet.
         memory: bytes a rank may use in an epoch, beside its interpreter; those it takes to
             cut the graph, and to plan exchanges, come before. Default `machine.memory`.
         partition, seed: as `pdc.partition` takes them: a method, owners, or a Partition.
         algorithm, grid: only grids of this name ("1d", "1.5d", "2d", ...), or only this one.
-        codecs: beside the exact link, others to plan for: names as "1 bit", "bf16" or
-            "4 bits late", Codecs, or LinkPolicys (as they stand: of a schedule, the ratio
-            of its present epoch). Bytes are exact, or of a link that skips exchanges the
-            most there can be. A plan that changes numbers is never `best`.
+        codecs: beside the exact link, others to plan for: LinkPolicys (as they stand: of a
+            schedule, the ratio of its present epoch), or Codecs and names, as LinkPolicy
+            takes them. Bytes are exact, or of a link that skips exchanges the most there
+            can be. A plan that changes numbers is never `best`.
         dtype: of the features; that of data.x, else of the model, else float32.
+        halo, ordering: what travels, and the order of products, as
+            `DistEdgeIndex.with_halo` and `with_ordering` set them.
 
     Returns:
         `Plans`: a sequence, the fastest first, with `best` and `refused`.
@@ -86,7 +92,8 @@ def plan(
     dtype = dtype_of(graph, model, dtype)
     training = training_from_options(graph, widths, model, layers, inputs, dtype)
     source, description, owners = _source(*cutting, grid)
-    search = _Search(cutting, source, training, dtype, machine, codings(codecs))
+    how = check_halo(halo), ordering
+    search = _Search(cutting, source, training, dtype, machine, codings(codecs), *how)
     found = search.on_grids(_grids(size, algorithm, grid))
     limit = machine.memory if memory is None else memory
     known = (replace(each, missing=training.missing) for each in found)
@@ -114,6 +121,7 @@ class _Search:
         training, dtype: the training, and the dtype of features.
         machine: the figures for seconds.
         links: None for the exact link, and others.
+        halo, ordering: see `plan`.
     """
 
     cutting: tuple[Any, int, Any, int]
@@ -122,6 +130,8 @@ class _Search:
     dtype: torch.dtype
     machine: Machine
     links: list[Coding | None]
+    halo: str
+    ordering: MultiplyOrder
 
     def on_grids(self, grids: Iterable[Grid]) -> list[Plan]:
         """Returns the plans of grids; partitions the graph for each if the method needs it."""
@@ -129,43 +139,23 @@ class _Search:
         for grid in grids:
             if takes_grid(self.cutting[2]):
                 source = _source(*self.cutting, grid)[0]
-            for halo in self._halos(grid):
-                found += self._plans_of(grid, halo, source)
+            found += self._plans_of(grid, source)
         return found
 
-    def _plans_of(
-        self, grid: Grid, halo: str, source: CutEdges | RandomGraph
-    ) -> list[Plan]:
-        """Returns one plan for each different way to train on a grid."""
-        training, found = self.training, []
-        flow = ghosts = source.flow(grid, halo, training.adds_loops)
+    def _plans_of(self, grid: Grid, source: CutEdges | RandomGraph) -> list[Plan]:
+        """Returns one plan of a grid for each link."""
+        training = self.training
+        flow = ghosts = source.flow(grid, self.halo, training.adds_loops)
         if training.runs_by_halo:
             ghosts = self._ghosts(source, math.prod(grid))
         adds = training.adds_rows and adds_on_grid(flow, ghosts, self.dtype)
         prices = EpochProducts((flow, ghosts), training, self.dtype)
-        seen: set[tuple[tuple[str, ...], bool]] = set()
-        for ordering in (
-            MultiplyOrder(o, keep) for o in ORDERS for keep in (True, False)
-        ):
-            orders = training.orders(ordering)
-            kind = orders, training.kept_rows(ordering) > 0
-            if kind in seen:
-                continue
-            coded = [] if orders in {order for order, _ in seen} else self.links[1:]
-            seen.add(kind)
-            for link in (None, *coded):
-                cost = epoch_cost(prices, ordering, link, self.machine, adds)
-                figures = cost.figures(math.prod(grid)) | _link_fields(link)
-                found.append(Plan(grid, orders, ordering, halo, **figures))
+        orders, found = training.orders(self.ordering), []
+        for link in self.links:
+            cost = epoch_cost(prices, self.ordering, link, self.machine, adds)
+            figures = cost.figures(math.prod(grid)) | _link_fields(link)
+            found.append(Plan(grid, orders, **figures))
         return found
-
-    def _halos(self, grid: Grid) -> tuple[str, ...]:
-        """Lists the kinds of halos that can differ on a grid."""
-        if isinstance(self.source, RandomGraph):
-            return ("rows", "blocks") if grid[:2] != (1, 1) else ("rows",)
-        products = any(each.kind != "halo" for each in self.training.layers)
-        products = products or (self.training.adds_rows and grid[1:] != (1, 1))
-        return HALOS if grid[:2] != (1, 1) and products else HALOS[:1]
 
     @staticmethod
     def _ghosts(source: CutEdges | RandomGraph, ranks: int) -> Flow:
@@ -270,8 +260,7 @@ def _check_memory(found: Plan, limit: float | None) -> Plan:
 def _sort_key(found: Plan) -> tuple[Any, ...]:
     """Sorts the fastest first; of equal ones, fewer bytes, then the simplest."""
     r, s, p = found.grid
-    halo = HALOS.index(found.halo)
-    return found.seconds, found.bytes, not found.exact, halo, found.memory, s * p, p, -r
+    return found.seconds, found.bytes, not found.exact, found.memory, s * p, p, -r
 
 
 def _describe_training(training: Training) -> str:

@@ -9,7 +9,6 @@ from typing import Any, overload
 
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, named_grid, resolve_grid
-from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.machine import Machine
@@ -20,7 +19,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train, and what an epoch of it costs, from the third on.
+    """Describes one way to train, and the costs of an epoch, from the third on.
 
     Earlier epochs send more: features that do not change, until their products are kept.
 
@@ -28,8 +27,6 @@ class Plan:
         grid: (r, s, p).
         orders: of each layer "kept" (A X is kept), "first" ((A X) W), "last" (A (X W)),
             or "halo" (rows are brought to their edges).
-        ordering: the switches that give these orders.
-        halo: what travels, as `DistEdgeIndex.with_halo` has it.
         codec: how rows are written on the wire, and by how many epochs they are late.
         bytes_by_rank: received in an epoch, all told; one mean for a law of degrees.
         exchange_bytes: of them in products, on the busiest rank.
@@ -50,8 +47,6 @@ class Plan:
 
     grid: Grid
     orders: tuple[str, ...] = ()
-    ordering: MultiplyOrder = MultiplyOrder()
-    halo: str = "auto"
     codec: str = "plain"
     bytes_by_rank: tuple[int, ...] = (0,)
     exchange_bytes: int = 0
@@ -90,14 +85,13 @@ class Plan:
     def __str__(self) -> str:
         sides = self.sides.replace("x", " x ")
         text = f"{self.algorithm} ({sides}), {', '.join(self.orders)}"
-        if self.halo != "auto":
-            text += f", halo {self.halo}"
         if self.codec != "plain":
             text += f", {self.codec}{'' if self.exact else ' (not exact)'}"
         most = "at least " if self.missing else "" if self.sized else "at most "
         return (
-            f"{text}: {most}{show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
-            f"all, {self.seconds:.4g} s an epoch, {show_bytes(self.memory)} of memory"
+            f"{text}: {most}{show_bytes(self.bytes)} per rank, "
+            f"{show_bytes(self.total_bytes)} in all, {self.seconds:.4g} s per epoch, "
+            f"{show_bytes(self.memory)} of memory"
         )
 
 
@@ -111,7 +105,7 @@ class Rejection:
 
 @dataclass(frozen=True, eq=False)
 class Plans(Sequence[Plan]):
-    """All plans that can be run, the fastest first; `print` shows them as a table.
+    """Lists all plans that can be run, the fastest first; `print` shows them as a table.
 
     Args:
         ranked: what can be run.
@@ -165,69 +159,33 @@ class Plans(Sequence[Plan]):
         raise ValueError(f"no plan has grid {tuple(grid)} and {choice}")
 
     def __str__(self) -> str:
-        first = {_group_key(plan): plan for plan in reversed(self.ranked)}
-        best = [plan for plan in self.ranked if first[_group_key(plan)] is plan]
-        shown = best[:MOST_LINES]
+        shown = self.ranked[:MOST_LINES]
         parts = [f"graph     {self.graph}", str(self.machine), "", _table(shown)]
         if len(self.ranked) > len(shown):
             left = len(self.ranked) - len(shown)
-            parts.append(
-                f"the best of each grid; {left} more are predicted to be slower"
-            )
+            parts.append(f"{left} more are predicted to be slower")
         parts += _legend(shown, self.machine) + _useless_codecs(self.ranked)
-        lines = self._refusals()
+        lines = [f"{p.algorithm} {p.grid}, {p.codec}: {p.reason}" for p in self.refused]
+        lines += [f"{m.algorithm}: {m.reason}" for m in self.rejections]
         if lines:
             parts += ["", "refused:", *(f"  {line}" for line in lines[:MOST_LINES])]
         if len(lines) > MOST_LINES:
             parts.append(f"  ... {len(lines) - MOST_LINES} more")
         return "\n".join(parts)
 
-    def _refusals(self) -> list[str]:
-        """Returns the reasons: for each unusable grid, that of its plan with least memory."""
-        usable = {plan.grid for plan in self.ranked}
-        leanest: dict[Grid, Plan] = {}
-        for plan in sorted(self.refused, key=lambda plan: plan.memory):
-            if plan.grid not in usable:
-                leanest.setdefault(plan.grid, plan)
-        lines = [
-            f"{p.algorithm} {p.grid}{_describe_choices(p)}: {p.reason}"
-            for p in leanest.values()
-        ]
-        unusable = [
-            f"{plan.codec}: {plan.reason}"
-            for plan in self.refused
-            if plan.grid in usable and "needs" not in str(plan.reason)
-        ]
-        lines, left = lines + unusable, len(self.refused) - len(leanest) - len(unusable)
-        if left:
-            lines.append(f"{left} orderings, halos and codecs that take more memory")
-        return lines + [f"{m.algorithm}: {m.reason}" for m in self.rejections]
-
     def __repr__(self) -> str:
         best = next((p for p in self.ranked if p.exact), "none can be run")
         return f"Plans({len(self.ranked)} for {self.graph}; best: {best})"
 
 
-def _group_key(plan: Plan) -> tuple[Grid, str]:
-    return plan.grid, plan.codec
-
-
-def _describe_choices(plan: Plan) -> str:
-    words = [] if plan.ordering.order == "auto" else [plan.ordering.order]
-    words += [] if plan.ordering.keep_inputs else ["nothing kept"]
-    words += [] if plan.halo == "auto" else [f"halo {plan.halo}"]
-    return f", {', '.join(words)}" if words else ""
-
-
 def _table(plans: Sequence[Plan]) -> str:
-    head = ("algorithm", "grid", "orders", "halo", "codec", "bytes, most", "bytes, all")
+    head = ("algorithm", "grid", "orders", "codec", "bytes, most", "bytes, all")
     head += ("of products", "messages", "seconds", "memory")  # type: ignore[assignment]
     rows = [
         (
             plan.algorithm,
             plan.sides,
             " ".join(plan.orders),
-            plan.halo,
             f"{plan.codec}{'' if plan.exact else ' *'}",
             *(
                 f"{_bound_sign(plan)}{show_bytes(count)}"
@@ -273,7 +231,7 @@ def _legend(plans: Sequence[Plan], machine: Machine) -> list[str]:
     links = [plan.link for plan in plans if isinstance(plan.link, LinkPolicy)]
     if any(repr(link.codec) not in machine.codes for link in links):
         notes.append(
-            f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows a second, "
+            f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows per second, "
             "where calibrate has not measured it"
         )
     return notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from pyg_distcomm.plan.model_profile import (
 )
 
 INPUTS = ("constant", "changing", "trained")
-KINDS = ("gcn", "sage", "halo")
+KINDS: dict[str, Any] = {"gcn": GCNConv, "sage": SAGEConv}
 LOSS_WORDS = 2  # a mean is a sum and a count
 
 
@@ -34,34 +34,21 @@ class LayerShape:
     Args:
         kind: "gcn", "sage" (mean and sum), or "halo": any other, run by `HaloConv`.
         width_in, width_out: features that go in and come out.
-        fresh: whether its input is computed, so a gradient goes on to it, also where
-            the layer is the first.
-        is_feature: whether its input is the features themselves; if None, its place tells.
-        needs_gradient: whether a gradient goes on to its input; if None, its place tells.
+        fresh: whether it multiplies by what it computes of its input.
+        is_feature: whether its input is the features themselves.
+        needs_gradient: whether a gradient goes on to its input.
         trains: whether the weights that an order could put before the product do.
-        rounds: of "halo", the rows it exchanges; if None, its input, and what gradient
-            there is.
+        rounds: of "halo", the rows it exchanges.
     """
 
     kind: str
     width_in: int
     width_out: int
-    fresh: bool = False
-    is_feature: bool | None = None
-    needs_gradient: bool | None = None
-    trains: bool = True
-    rounds: tuple[Round, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"layers are {', '.join(KINDS)}; got {self.kind!r}")
-        widths = self.width_in, self.width_out
-        if not all(isinstance(n, numbers.Integral) and n >= 1 for n in widths):
-            raise ValueError(
-                "widths must be whole numbers, at least 1, got {!r} and {!r}".format(
-                    *widths
-                )
-            )
+    fresh: bool
+    is_feature: bool
+    needs_gradient: bool
+    trains: bool
+    rounds: tuple[Round, ...] = ()
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -125,19 +112,12 @@ class Training:
     @property
     def adds_rows(self) -> bool:
         """Whether some layer run by `HaloConv` sums rows, which grids may do."""
-        return any(each.adds for one in self.layers for each in one.rounds or ())
+        return any(each.adds for one in self.layers for each in one.rounds)
 
     @property
     def adds_loops(self) -> bool:
         """Whether self-loops join the edges."""
         return any(layer.kind == "gcn" for layer in self.layers)
-
-    def wants_gradient(self, number: int) -> bool:
-        """Whether the backward pass goes on to the input of a layer."""
-        layer = self.layers[number]
-        if layer.needs_gradient is not None:
-            return layer.needs_gradient
-        return number > 0 or self.inputs == "trained" or layer.fresh
 
     def orders(self, ordering: MultiplyOrder) -> tuple[str, ...]:
         """Returns for each layer "kept", "first", "last" or "halo"."""
@@ -153,16 +133,16 @@ class Training:
 
     def _multiplied(self, number: int, ordering: MultiplyOrder) -> str:
         """Returns the order of a product that is not kept."""
-        layer, grad = self.layers[number], self.wants_gradient(number)
+        layer = self.layers[number]
+        grad = layer.needs_gradient
         widths, grads = (layer.width_in, layer.width_out), (grad, grad or layer.trains)
         return "first" if ordering.takes_first(*widths, grads) else "last"
 
     def _keeps(self, number: int, ordering: MultiplyOrder) -> bool:
         """Whether what a layer reads of its input is kept, which does not change."""
-        layer = self.layers[number]
-        is_feature = number == 0 if layer.is_feature is None else layer.is_feature
-        is_feature = is_feature and self.inputs == "constant" and ordering.keep_inputs
-        return is_feature and not (self.wants_gradient(number) or layer.fresh)
+        layer, constant = self.layers[number], self.inputs == "constant"
+        kept = layer.is_feature and constant and ordering.keep_inputs
+        return kept and not (layer.needs_gradient or layer.fresh)
 
     def products(
         self,
@@ -181,19 +161,19 @@ class Training:
         found = []
         for i, order in enumerate(self.orders(ordering)):
             layer, halo = self.layers[i], order == "halo"
-            if halo and layer.rounds is not None:
+            if halo:
                 for each in layer.rounds:
                     rows = not (each.adds and adds_on_grid)
                     if not (each.kept and keeps_rows and ordering.keep_inputs):
                         way = each.width, each.to_owners, rows
                         found.append(ProductShape(i, *way))
                 continue
-            if order == "kept" or (halo and keeps_rows and self._keeps(i, ordering)):
+            if order == "kept":
                 continue
             width = layer.width_out if order == "last" else layer.width_in
-            found.append(ProductShape(i, width, False, halo))
-            if (order == "last" and layer.trains) or self.wants_gradient(i):
-                found.append(ProductShape(i, width, True, halo))
+            found.append(ProductShape(i, width, False))
+            if (order == "last" and layer.trains) or layer.needs_gradient:
+                found.append(ProductShape(i, width, True))
         return found
 
     def kept_rows(
@@ -208,12 +188,9 @@ class Training:
         Arguments are those of `products`.
         """
         widths = [0]
-        for i, layer in enumerate(self.layers if keeps_rows else ()):
-            if layer.kind == "halo" and layer.rounds is None:
-                widths += [layer.width_in] * self._keeps(i, ordering)
-            elif layer.kind == "halo" and ordering.keep_inputs:
-                rows = (r for r in layer.rounds or () if r.kept)
-                widths += [r.width for r in rows if not (r.adds and adds_on_grid)]
+        for layer in self.layers if keeps_rows and ordering.keep_inputs else ():
+            rows = (r for r in layer.rounds if r.kept)
+            widths += [r.width for r in rows if not (r.adds and adds_on_grid)]
         return max(widths)
 
     def sums(self, size: int) -> dict[str, list[int]]:
@@ -229,6 +206,20 @@ class Training:
         }
 
 
+class Stack(torch.nn.Module):
+    """Runs layers in order, with ReLU between them."""
+
+    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x: Any, edge_index: Any) -> Any:
+        """Returns the output of the last layer."""
+        for layer in self.layers[:-1]:
+            x = layer(x, edge_index).relu()
+        return self.layers[-1](x, edge_index)
+
+
 def training_of(
     widths: Sequence[int],
     layers: str | Sequence[str] = "gcn",
@@ -240,8 +231,7 @@ def training_of(
 
     Args:
         widths: of the features, the hidden layers, and the output.
-        layers: the kind of all layers ("gcn", "sage", "halo"), or of each; another
-            layer of PyG's is "halo".
+        layers: the kind of all layers ("gcn" or "sage"), or of each.
         inputs, itemsize: see `Training`.
     """
     pairs = list(itertools.pairwise(widths))
@@ -254,11 +244,23 @@ def training_of(
         raise ValueError(
             f"{len(kinds)} kinds of layers do not fit {len(pairs)} pairs of widths"
         )
-    stack = tuple(
-        LayerShape(kind, a, b) for kind, (a, b) in zip(kinds, pairs, strict=True)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(
+                f"layers are {' or '.join(KINDS)}, got {kind!r}; give model=... for others"
+            )
+    for pair in pairs:
+        if not all(isinstance(n, numbers.Integral) and n >= 1 for n in pair):
+            raise ValueError(
+                "widths must be whole numbers, at least 1, got {!r} and {!r}".format(
+                    *pair
+                )
+            )
+    stack = Stack(
+        KINDS[kind](int(a), int(b)) for kind, (a, b) in zip(kinds, pairs, strict=True)
     )
-    sizes = tuple(n for layer in stack for n in layer.parameters)
-    return Training(stack, sizes, inputs, itemsize)
+    read = training_of_model(stack, int(widths[0]), inputs)
+    return replace(read, itemsize=itemsize)
 
 
 def training_of_model(
@@ -321,18 +323,21 @@ def layer_from_call(call: Any) -> LayerShape:
     conv, (kind, fresh) = call.conv, _kind_of(call.conv)
     if not call.multiplies:  # op by op
         kind, fresh = "halo", False
-    read = LayerShape(kind, call.width, call.out, fresh)
-    weights = {"lin.weight"} if read.kind == "gcn" else {"lin_l.weight"}
     trained = {name for name, p in conv.named_parameters() if p.requires_grad}
-    projects = read.kind == "sage" and read.fresh
+    projects = kind == "sage" and fresh
     needs_gradient = call.needs_gradient or (
         projects and any(n.startswith("lin.") for n in trained)
     )
-    trains = bool(weights & trained)
-    rounds = tuple(call.rounds) if kind == "halo" else None
-    how: Any = {"is_feature": call.is_feature, "needs_gradient": needs_gradient}
-    how |= {"trains": trains, "rounds": rounds}
-    return replace(read, **how)
+    return LayerShape(
+        kind,
+        call.width,
+        call.out,
+        fresh,
+        call.is_feature,
+        needs_gradient,
+        trains=("lin.weight" if kind == "gcn" else "lin_l.weight") in trained,
+        rounds=tuple(call.rounds) if kind == "halo" else (),
+    )
 
 
 def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,12 +15,13 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
+from pyg_distcomm.ops.grid_plan import CHUNK, numbered
 from pyg_distcomm.ops.id_plan import IdPlan
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.graph_source import (
     SampledTopology,
+    check_names,
     check_times,
-    check_weighted,
     naming_edge_type,
     read_times,
     read_weights,
@@ -49,32 +48,6 @@ class GraphBlock:
     node_gid: tuple[Tensor, ...]
     partitions: tuple[Partition, ...]
     channel: ProcessGrid
-
-    def block_of(self, node_type: int, gid: Tensor) -> Tensor:
-        """Returns the block of each node of a type, int64."""
-        owner = self.partitions[node_type].owner_of(gid)
-        c = self.channel.replication
-        return owner if c == 1 else owner // c
-
-    def fetcher_of(self, node_type: int, gid: Tensor) -> Tensor:
-        """Returns the rank of the process row that fetches the row of each node, int64.
-
-        It is the rank in the process column of the node's owner; for nodes of this block,
-        which every rank of the process row holds, it is this rank.
-        """
-        owner, c = self.partitions[node_type].owner_of(gid), self.channel.replication
-        here = owner // c == self.channel.block
-        return torch.where(here, self.channel.col.rank, owner % c)
-
-    def local_rows(self, node_type: int, gid: Tensor) -> Tensor:
-        """Returns the local row of each node, all of which are in this block."""
-        return self._index[node_type](gid)
-
-    @cached_property
-    def _index(self) -> list[Callable[[Tensor], Tensor]]:
-        sizes = self.topology.graph.sizes
-        pairs = zip(self.node_gid, sizes, strict=True)
-        return [kernels.rank_select_index(gid, size) for gid, size in pairs]
 
 
 def is_share(data: Any) -> bool:
@@ -136,7 +109,7 @@ def read_block(
         ValueError: on all ranks, if an attribute is missing, or a weight or time wrong.
     """
     mesh = mesh_of(data)
-    _check_names(data, time_attr, weight_attr)
+    check_names(data, time_attr, weight_attr)
     stores = {store._key: store for store in data.edge_stores}
     node_types = [None] if isinstance(data, Data) else list(data.node_types)
     index = {name: k for k, name in enumerate(node_types)}
@@ -198,7 +171,9 @@ class _Edges:
     sort_by_time: bool
 
     def ordered(self) -> _Edges:
-        """Returns the edges in ascending id."""
+        """Returns the edges in ascending id; a share has them so."""
+        if bool((self.gid[1:] > self.gid[:-1]).all()):
+            return self
         order = torch.argsort(self.gid)
         arrays: Any = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **{name: t[order] for name, t in arrays.items()})
@@ -258,32 +233,6 @@ def _attribute(store: Any, name: str, count: int) -> Tensor:
     return value.to_local()
 
 
-def _check_names(
-    data: Data | HeteroData, time_attr: str | None, weight_attr: str | None
-) -> None:
-    """Raises, on all ranks alike, for names of no attribute, or of nodes and edges both."""
-    if weight_attr is not None:
-        check_weighted(data, weight_attr)
-    if time_attr is None:
-        return
-    places = [time_attr in store for store in data.stores]
-    if not any(places):
-        raise ValueError(
-            f"The time attribute '{time_attr}' is neither a node-level or edge-level "
-            f"attribute; data has {list(data.keys())}"
-        )
-    if isinstance(data, HeteroData):
-        ends = [
-            any(time_attr in s for s in stores)
-            for stores in (data.node_stores, data.edge_stores)
-        ]
-        if all(ends):
-            raise ValueError(
-                f"The time attribute '{time_attr}' holds both node-level and edge-level "
-                "information"
-            )
-
-
 def _node_time(data: Any, key: Any, name: str | None) -> DistTensor | None:
     if name is None:
         return None
@@ -309,9 +258,9 @@ def _relation(
     """Sorts the edges of a block by target, and by id, or time and id, within one."""
     edges = _shared_by_members(own, channel).ordered()
     nodes = node_gid[kinds[1]]
-    place = torch.searchsorted(nodes, edges.target)
-    totals = [r.total for r in rows.values()]
-    narrow = max(*totals, edges.total, 1) < 2**31
+    most = max(1, *(r.total for r in rows.values()))
+    place = numbered(edges.target, nodes, most)
+    narrow = max(most, edges.total) < 2**31
     colptr = torch.zeros(len(nodes) + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(place, minlength=len(nodes)), 0, out=colptr[1:])
     order = None
@@ -320,16 +269,14 @@ def _relation(
     kind = torch.int32 if narrow else torch.int64
     pair = torch.empty(2 * len(place), dtype=kind)
     kernels.place_pairs(place, edges.source, order, colptr, pair)
-    slot = pair[1::2].to(torch.int64, copy=True)
-    pair[1::2] = edges.gid[slot].to(kind)
-    return Relation(
-        *kinds,
-        colptr,
-        pair,
-        2,
-        None if edges.weight is None else edges.weight[slot].clone(),
-        None if edges.time is None else edges.time[slot].clone(),
+    slot = pair[1::2]
+    weight, time = (
+        None if t is None else t.index_select(0, slot)
+        for t in (edges.weight, edges.time)
     )
+    for part in slot.split(CHUNK):  # becomes the id of the edge
+        part.copy_(edges.gid.index_select(0, part))
+    return Relation(*kinds, colptr, pair, 2, weight, time)
 
 
 def _shared_by_members(own: _Edges, channel: ProcessGrid) -> _Edges:

@@ -99,11 +99,34 @@ def read_times(time: Tensor, name: str) -> Tensor:
     return time.long().contiguous()
 
 
-def check_weighted(data: Data | HeteroData, name: str) -> None:
-    """Raises ValueError for a name of weights that no edges have."""
-    if not any(name in store for store in data.edge_stores):
-        there = list(data.keys())
-        raise ValueError(f"no edges have an attribute '{name}'; data has {there}")
+def check_names(
+    data: Data | HeteroData, time_attr: str | None, weight_attr: str | None
+) -> None:
+    """Raises, on all ranks alike, for names of no attribute, or of nodes and edges both."""
+    if weight_attr is not None:
+        if not any(weight_attr in store for store in data.edge_stores):
+            there = list(data.keys())
+            raise ValueError(
+                f"no edges have an attribute '{weight_attr}'; data has {there}"
+            )
+    if time_attr is None:
+        return
+    places = [time_attr in store for store in data.stores]
+    if not any(places):
+        raise ValueError(
+            f"The time attribute '{time_attr}' is neither a node-level or edge-level "
+            f"attribute; data has {list(data.keys())}"
+        )
+    if isinstance(data, HeteroData):
+        ends = [
+            any(time_attr in s for s in stores)
+            for stores in (data.node_stores, data.edge_stores)
+        ]
+        if all(ends):
+            raise ValueError(
+                f"The time attribute '{time_attr}' holds both node-level and edge-level "
+                "information"
+            )
 
 
 def read_weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
@@ -215,6 +238,7 @@ def read_topology(
     """
     if isinstance(data, (Data, HeteroData)):
         _check_whole(data)
+        check_names(data, time_attr, weight_attr)
     if isinstance(data, Data):
         return _homogeneous(data, time_attr, weight_attr, is_sorted, backward)
     if isinstance(data, HeteroData):
@@ -267,19 +291,13 @@ def _homogeneous(
 ) -> SampledTopology:
     node_time = edge_time = None
     if time_attr is not None:
-        known = time_attr in data
-        if known and data.is_node_attr(time_attr):
-            node_time = read_times(data[time_attr], time_attr)
-        elif known and data.is_edge_attr(time_attr):
-            edge_time = read_times(data[time_attr], time_attr)
+        times = read_times(data[time_attr], time_attr)
+        if data.is_node_attr(time_attr):
+            node_time = times
         else:
-            raise ValueError(
-                f"The time attribute '{time_attr}' is neither a node-level or edge-level "
-                f"attribute; data has {list(data.keys())}"
-            )
+            edge_time = times
     weight = None
     if weight_attr is not None:
-        check_weighted(data, weight_attr)
         weight = read_weights(data[weight_attr], weight_attr)
     n = _size(data.num_nodes)
     with naming_edge_type(None):
@@ -301,7 +319,6 @@ def _heterogeneous(
     node_time, edge_time = _hetero_times(data, time_attr)
     weights = {}
     if weight_attr is not None:
-        check_weighted(data, weight_attr)
         weights = data.collect(weight_attr)
     index = {name: k for k, name in enumerate(node_types)}
     sizes = tuple(_size(data[name].num_nodes) for name in node_types)
@@ -334,14 +351,6 @@ def _hetero_times(
         return {}, {}
     nodes = {s._key: s[name] for s in data.node_stores if name in s}
     edges = {s._key: s[name] for s in data.edge_stores if name in s}
-    if nodes and edges:
-        raise ValueError(
-            f"The time attribute '{name}' holds both node-level and edge-level information"
-        )
-    if not nodes and not edges:
-        raise ValueError(
-            f"The time attribute '{name}' is neither a node-level or edge-level attribute"
-        )
     return (
         {key: read_times(time, name) for key, time in nodes.items()},
         {key: read_times(time, name) for key, time in edges.items()},

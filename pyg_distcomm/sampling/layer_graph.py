@@ -65,7 +65,7 @@ def layer_numbers(num_nodes_per_layer: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class LayerEdges:
-    """Edges between the rows and the columns of one layer of a bulk.
+    """Holds the edges between the rows and the columns of one layer of a bulk.
 
     Ordered by row, then by edge id, the loop of `A + I` last.
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -89,13 +89,6 @@ class TypedSeeds:
     input_type: Any
     time: dict[Any, Tensor] | None = None
     key: int | None = None
-
-
-def typed_sample(inputs: Any, sample: Callable[..., Output]) -> Output:
-    """Samples around seeds of several types, like PyG's `node_sample` for one type."""
-    out = sample(inputs.node, inputs.time)
-    out.metadata = inputs.input_id, inputs.time
-    return out
 
 
 def keyed_negatives(
@@ -271,25 +264,77 @@ class KeyedNeighborSampler(NeighborSampler):
 
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
         """Samples around nodes; see `torch_geometric.sampler.BaseSampler`."""
-        sample = partial(self._sample, key=self.key_of(inputs))
-        if isinstance(inputs.node, dict):
-            return self._to_bidirectional(typed_sample(inputs, sample))
-        return self._to_bidirectional(node_sample(inputs, sample))
+        return self._sample_all([inputs])[0]
 
     def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None
     ) -> Output:
         """Samples around edges, and around negative ones, which are keyed as well."""
+        return self._sample_all([inputs], neg_sampling)[0]
+
+    def _sample_all(
+        self, bulk: Sequence[Any], neg_sampling: NegativeSampling | None = None
+    ) -> list[Output]:
+        """Samples some minibatches: plans their requests, draws them, and completes outputs."""
+        plans = [self._plan(inputs, neg_sampling) for inputs in bulk]
+        drawn = self._draw_all([request for request, _ in plans])
+        return [
+            self._to_bidirectional(
+                finish(self._output(found, inputs.input_type is not None))
+            )
+            for inputs, found, (_, finish) in zip(bulk, drawn, plans, strict=True)
+        ]
+
+    def _plan(
+        self, inputs: Any, neg_sampling: NegativeSampling | None
+    ) -> tuple[Request, Callable[[Output], Output]]:
+        """Returns the request for a minibatch, and a function that completes its output."""
         key = self.key_of(inputs)
-        out = edge_sample(
-            inputs,
-            partial(self._sample, key=key),
-            self.num_nodes,
-            self.disjoint,
-            self.node_time,
-            keyed_negatives(neg_sampling, key),
+        if isinstance(inputs, EdgeSamplerInput):
+            seed, time, finish = self._edge_seeds(inputs, key, neg_sampling)
+            return self._request(seed, time, key), finish
+        seed, time, kind = inputs.node, inputs.time, inputs.input_type
+
+        def complete(out: Output) -> Output:
+            if isinstance(seed, dict):
+                out.metadata = inputs.input_id, inputs.time
+                return out
+            return node_sample(inputs, lambda *_: out)
+
+        if kind is not None and not isinstance(seed, dict):
+            given = {kind: seed}, None if time is None else {kind: time}
+            return self._request(*given, key), complete
+        return self._request(seed, time, key), complete
+
+    def _edge_seeds(
+        self, inputs: EdgeSamplerInput, key: int, neg_sampling: NegativeSampling | None
+    ) -> tuple[Any, Any, Callable[[Output], Output]]:
+        """Returns the ends of seed edges, their times, and what adds labels to the output."""
+        seeds: list[tuple[Any, Any]] = []
+        blank = SimpleNamespace(
+            batch=torch.empty(0).long() if inputs.input_type is None else {}
         )
-        return self._to_bidirectional(out)
+
+        def record(seed: Any, time: Any) -> Any:
+            seeds.append((seed, time))
+            return blank
+
+        negatives = keyed_negatives(neg_sampling, key)
+        edge_sample(
+            inputs, record, self.num_nodes, self.disjoint, self.node_time, negatives
+        )
+
+        def finish(out: Output) -> Output:
+            out.metadata = blank.metadata
+            if self.disjoint:
+                trees, count = out.batch, len(inputs.row)
+                named = isinstance(trees, dict)
+                out.batch = (
+                    {k: t % count for k, t in trees.items()} if named else trees % count
+                )
+            return out
+
+        return *seeds[0], finish
 
     def _to_bidirectional(self, out: Output) -> Output:
         """Adds reverse edges on the host: of parallel edges, a device keeps any."""
@@ -308,15 +353,6 @@ class KeyedNeighborSampler(NeighborSampler):
     def _next_key(self) -> int:
         worker = torch.utils.data.get_worker_info()
         return fold(self.seed, _CALL, worker.seed if worker else 0, next(self._calls))
-
-    def _sample(
-        self, seed: Any, seed_time: Any = None, key: int | None = None, **kwargs: Any
-    ) -> Output:
-        """Draws one minibatch; in this method PyG calls its compiled library."""
-        request = self._request(
-            seed, seed_time, self._next_key() if key is None else key
-        )
-        return self._output(self._draw_minibatch(request), isinstance(seed, dict))
 
     def _request(self, seed: Any, seed_time: Any, key: int) -> Request:
         hetero, temporal = isinstance(seed, dict), self.is_temporal
@@ -343,19 +379,19 @@ class KeyedNeighborSampler(NeighborSampler):
             labor=self.draws == LABOR,
         )
 
-    def _draw_minibatch(self, request: Request) -> Minibatch:
+    def _draw_all(self, requests: Sequence[Request]) -> list[Minibatch]:
+        """Draws minibatches from the graph."""
         if self._draw is None:
             graph = self._topology.graph
             held = [t for r in graph.relations for t in (r.colptr, r.row, r.weight)]
             with explaining_out_of_memory(*self._device, held):
                 self._draw = kernels.neighbor_sampler(graph, *self._device)
         try:
-            minibatch: Minibatch = self._draw(request)
+            return [self._draw(request) for request in requests]
         except UnweightedNode as error:
             edge_type = self._topology.edge_types[error.relation]
             where = "" if edge_type is None else f"edge type {edge_type}: "
             raise ValueError(f"{where}{error}") from None
-        return minibatch
 
     def _fan_outs(self) -> tuple[tuple[int, ...], ...]:
         names = self.edge_types if self.is_hetero else None

@@ -19,18 +19,16 @@ draws are made from equal rows by equal keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
 from torch_geometric.sampler.base import SubgraphType
-from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
@@ -42,7 +40,6 @@ from pyg_distcomm.kernels.minibatch import (
     Relation,
     Request,
     UnweightedNode,
-    hop_key,
 )
 from pyg_distcomm.sampling.algebra import (
     BulkMatrix,
@@ -58,8 +55,6 @@ from pyg_distcomm.sampling.neighbor_sampler import (
     LABOR,
     KeyedNeighborSampler,
     Output,
-    keyed_negatives,
-    typed_sample,
 )
 from pyg_distcomm.sampling.row_service import RemoteRows, RowQuery, RowRequest, RowRound
 from pyg_distcomm.sampling.rules import Rule
@@ -76,7 +71,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     Price of a hop: that of a `RowRequest`. At the owner, for k minibatches
     of b nodes and fan-out s on this rank, at most k b (1 + s) pairs of words are asked and
     answered, of which those of this rank's own block do not travel, and k keys of 8 bytes
-    come from each rank of the column, once a bulk; at the requester, the whole rows, and
+    come from each rank of the column, once per bulk; at the requester, the whole rows, and
     with c > 1 most of them once more inside the process row (`RemoteRows.fetch`).
 
     Args:
@@ -142,16 +137,6 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         """Fetches all in-edges of nodes; collective, see `RemoteRows.fetch`."""
         return self._rows.fetch(number, nodes)
 
-    def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
-        """Samples around nodes; collective, see `sample_bulk`."""
-        return self.sample_bulk([inputs])[0]
-
-    def sample_from_edges(
-        self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None
-    ) -> Output:
-        """Samples around edges; collective, see `sample_bulk`."""
-        return self.sample_bulk([inputs], neg_sampling)[0]
-
     def sample_bulk(
         self,
         bulk: Sequence[NodeSamplerInput | EdgeSamplerInput],
@@ -163,67 +148,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             bulk: seed nodes, or seed edges, of each minibatch.
             neg_sampling: how many negative edges to draw for each seed edge, and how.
         """
-        plans = [self._request_of(inputs, neg_sampling) for inputs in bulk]
-        drawn = self._draw_bulk([request for request, _ in plans])
-        return [
-            self._to_bidirectional(
-                finish(self._output(found, inputs.input_type is not None))
-            )
-            for inputs, found, (_, finish) in zip(bulk, drawn, plans, strict=True)
-        ]
-
-    def _request_of(
-        self, inputs: Any, neg_sampling: NegativeSampling | None
-    ) -> tuple[Request, Callable[[Output], Output]]:
-        """Returns the request for a minibatch, and a function that completes its output."""
-        key = self.key_of(inputs)
-        if isinstance(inputs, EdgeSamplerInput):
-            seed, time, finish = self._edge_seeds(inputs, key, neg_sampling)
-            return self._request(seed, time, key), finish
-        if isinstance(inputs.node, dict):
-            return (
-                self._request(inputs.node, inputs.time, key),
-                lambda out: typed_sample(inputs, lambda *_: out),
-            )
-        hetero = inputs.input_type is not None
-        seed = {inputs.input_type: inputs.node} if hetero else inputs.node
-        time = inputs.time
-        if hetero and time is not None:
-            time = {inputs.input_type: time}
-        return (
-            self._request(seed, time, key),
-            lambda out: node_sample(inputs, lambda *_: out),
-        )
-
-    def _edge_seeds(
-        self, inputs: EdgeSamplerInput, key: int, neg_sampling: NegativeSampling | None
-    ) -> tuple[Any, Any, Callable[[Output], Output]]:
-        """Returns the ends of seed edges, their times, and what adds labels to the output."""
-        seeds: list[tuple[Any, Any]] = []
-        blank = SimpleNamespace(
-            batch=torch.empty(0).long() if inputs.input_type is None else {}
-        )
-
-        def record(seed: Any, time: Any) -> Any:
-            seeds.append((seed, time))
-            return blank
-
-        negatives = keyed_negatives(neg_sampling, key)
-        edge_sample(
-            inputs, record, self.num_nodes, self.disjoint, self.node_time, negatives
-        )
-
-        def finish(out: Output) -> Output:
-            out.metadata = blank.metadata
-            if self.disjoint:
-                trees, count = out.batch, len(inputs.row)
-                named = isinstance(trees, dict)
-                out.batch = (
-                    {k: t % count for k, t in trees.items()} if named else trees % count
-                )
-            return out
-
-        return *seeds[0], finish
+        return self._sample_all(bulk, neg_sampling)
 
     def _tree_time(self, seeds: dict[Any, Tensor], times: Any) -> Tensor:
         found = dict(times or {})
@@ -233,7 +158,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
                 found[name] = time[torch.searchsorted(node, ids.long())]
         return super()._tree_time(seeds, found)
 
-    def _draw_bulk(self, requests: Sequence[Request]) -> list[Minibatch]:
+    def _draw_all(self, requests: Sequence[Request]) -> list[Minibatch]:
         """Draws the minibatches of a bulk."""
         with ExitStack() as stack:
             builders = [
@@ -284,7 +209,8 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             for n, (r, fan_out) in enumerate(fan_outs.items()):
                 received = theirs[n * k : (n + 1) * k]
                 relation = relations[r]
-                drawn_by = [hop_key(m, r, relation, hop, labor) for m in keys[peer]]
+                about = r, relation, hop, labor
+                drawn_by = self._sampler.keys_of(keys[peer], *about)
                 segments.append((r, self._frontier_of(received, drawn_by, fan_out)))
             messages.append(self._rows.answer(segments))
         draws, first = self._rows.draws(request, messages), request.first
@@ -293,8 +219,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             for n, r in enumerate(fan_outs):
                 if frontiers[r][i] is not None:
                     s = n * k + i
-                    part = draws.part(first[s], first[s + 1])
-                    builders[i].add_draws(r, hop, part)
+                    builders[i].add_draws(r, hop, draws, first[s], first[s + 1])
 
         threads.run(add, [(i,) for i in range(k)])
 

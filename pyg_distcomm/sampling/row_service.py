@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -51,6 +52,43 @@ from pyg_distcomm.kernels.minibatch import (
 from pyg_distcomm.sampling.graph_block import GraphBlock
 
 _STREAM, _TIMED, _FLOAT = 1, 2, 4  # flags: the columns beside the ids of a message
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Looks ids up among the ids of a block.
+
+    Args:
+        gid: the ids of the block, `[m]`, ascending.
+        total: ids lie in [0, total).
+    """
+
+    gid: Tensor
+    total: int
+
+    def __len__(self) -> int:
+        return len(self.gid)
+
+    def none(self) -> Index:
+        """Returns the index of no ids."""
+        return Index(self.gid[:0], self.total)
+
+    @cached_property
+    def _find(self) -> Callable[[Tensor], Tensor]:
+        return kernels.rank_select_index(self.gid, self.total)
+
+    def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the position of each id `[k]`, and whether it is there; else position 0."""
+        if not len(self.gid):
+            return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        first, last = int(self.gid[0]), int(self.gid[-1])
+        if last - first + 1 == len(self.gid):
+            place = ids - first
+            here = (place >= 0) & (place < len(self.gid))
+        else:
+            place = self._find(ids)
+            here = place >= 0
+        return place.masked_fill_(~here, 0), here
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +189,7 @@ class RowRequest:
         axis: the ranks that exchange rows.
         queries: the requests of this rank; a segment may be empty.
         peers: for each query, the rank of the axis that has each node's row.
+        sampler: sorts the nodes by peer (`kernels.neighbor_sampler`).
         word: the dtype of messages: int32, or int64 where ids need it.
 
     Attributes:
@@ -165,6 +204,7 @@ class RowRequest:
         axis: Axis,
         queries: Sequence[RowQuery],
         peers: Sequence[Tensor],
+        sampler: Any,
         word: torch.dtype,
     ) -> None:
         self._word = word
@@ -173,7 +213,7 @@ class RowRequest:
         peer = torch.cat([torch.empty(0).long(), *peers])
         segments = len(queries)
         segment = torch.repeat_interleave(torch.arange(segments), sizes)
-        _, _, self._order = kernels.coo_to_csr(peer, peer, axis.size)
+        self._order = sampler.by_rank(peer, axis.size)
         each = torch.bincount(peer * segments + segment, minlength=axis.size * segments)
         self.sent = each.view(axis.size, segments)
         rows = self.sent.sum(1)
@@ -370,10 +410,31 @@ class RemoteRows:
         wide = any(r.row.dtype == torch.int64 for r in self.relations)
         self.word = torch.int64 if wide else torch.int32
         self._sampler: Any = kernels.neighbor_sampler(block.topology.graph)
+        sizes = block.topology.graph.sizes
+        self._index = [
+            Index(gid, size) for gid, size in zip(block.node_gid, sizes, strict=True)
+        ]
 
     def request(self, queries: Sequence[RowQuery]) -> RowRequest:
         """Sends ids to the ranks of the process column that have their rows."""
-        return self._request(self.channel.row, queries, self.block.block_of)
+        return self._request(self.channel.row, queries, self._block_of)
+
+    def _block_of(self, node_type: int, gid: Tensor) -> Tensor:
+        """Returns the block of each node of a type, int64."""
+        owner = self.block.partitions[node_type].owner[gid].long()
+        c = self.channel.replication
+        return owner if c == 1 else owner // c
+
+    def _fetcher_of(self, node_type: int, gid: Tensor) -> Tensor:
+        """Returns the rank of the process row that fetches the row of each node, int64.
+
+        It is the rank in the process column of the node's owner; for nodes of this block,
+        which every rank of the process row holds, it is this rank.
+        """
+        owner = self.block.partitions[node_type].owner[gid].long()
+        c = self.channel.replication
+        here = owner // c == self.channel.block
+        return torch.where(here, self.channel.col.rank, owner % c)
 
     def _request(
         self,
@@ -387,11 +448,11 @@ class RemoteRows:
                 queries, lambda w: self.relations[w.relation].target
             )
         ]
-        return RowRequest(axis, queries, peers, self.word)
+        return RowRequest(axis, queries, peers, self._sampler, self.word)
 
     def local_rows(self, r: int, node: Tensor) -> Tensor:
         """Returns the local row of each node that was requested of this rank."""
-        return self.block.local_rows(self.relations[r].target, node)
+        return self._index[self.relations[r].target].places(node)[0]
 
     def answer(
         self, frontiers: list[tuple[int, Frontier]], whole: bool = False
@@ -458,9 +519,9 @@ class RemoteRows:
     def request_from_row(self, queries: Sequence[RowQuery]) -> RowRequest:
         """Requests of each rank of the process row the rows that it fetches for all of it.
 
-        See `GraphBlock.fetcher_of`.
+        See `_fetcher_of`.
         """
-        return self._request(self.channel.col, queries, self.block.fetcher_of)
+        return self._request(self.channel.col, queries, self._fetcher_of)
 
     def sorted_rows(self, r: int, nodes: Tensor) -> Relation:
         """Fetches the rows of distinct ids from this column, in the order of the ids."""

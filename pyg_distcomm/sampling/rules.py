@@ -136,7 +136,7 @@ class FastGCN(Rule):
 
 @dataclass(frozen=True)
 class UserRule(Rule):
-    """Applies a function of P, as `lambda P: P.sqrt()`.
+    """Applies a function of your own to P, such as `lambda P: P.sqrt()`.
 
     Args:
         function: takes P [k, n], a `BulkMatrix` of float64, and returns it with other

@@ -53,7 +53,7 @@ def eager(kind: Kind) -> Kind:
 
 @eager
 class DistTensor(EdgeMethods, Tensor):
-    """A tensor sharded over the ranks by rows, of the whole's shape.
+    """Represents a tensor whose rows are sharded over the ranks, in the shape of the whole.
 
     Args:
         local: the rows of this rank.

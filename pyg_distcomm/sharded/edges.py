@@ -24,7 +24,7 @@ class _OfGraph(type(Tensor)):  # type: ignore[misc]
 
 
 class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
-    """The edges of a graph: a DistTensor `[2, e]`, sharded by the owners of their targets.
+    """Represents the edges of a graph `[2, e]`, each on the rank that owns its target.
 
     Values are node ids of the whole graph, in the order of the original edge_index. What an
     op makes of it is an ordinary DistTensor. `isinstance` tells whether a tensor is one.
@@ -161,7 +161,7 @@ def same_edges(edge_index: DistTensor, topology: Topology) -> DistTensor:
 
 @rule("from_local")
 def from_local(t: Tensor, like: Any) -> DistTensor:
-    """Wraps this rank's rows as those of `like`, differentiably."""
+    """Makes a tensor of this rank's rows that is sharded as `like` is; differentiable."""
     if type(like) is not DistTensor or not isinstance(t, Tensor):
         raise TypeError(
             "from_local(t, like=x) takes this rank's rows and a row-sharded tensor, such as "

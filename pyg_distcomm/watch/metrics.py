@@ -363,7 +363,7 @@ class RecordedRun:
 
     Args:
         about: the ranks, hosts, partition and starts.
-        rows: one row an epoch; a later start drops earlier rows from its first epoch on.
+        rows: one row per epoch; a later start drops earlier rows from its first epoch on.
         trace: the path of the timeline, if there is one.
     """
 
@@ -381,7 +381,7 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
     place = Path(folder)
     if not (place / RUN).is_file():
         raise ValueError(
-            f"{place}: is no folder of pdc.metrics (it has no {RUN}); record a run by "
+            f"{place}: is not a folder of pdc.metrics (it has no {RUN}); record a run by "
             f"run = pdc.metrics({str(place)!r}, mesh) and run.epoch(...)"
         )
     found = place / TRACE if (place / TRACE).is_file() else None
@@ -441,7 +441,7 @@ def is_finite(value: Any) -> bool:
 
 
 class CSVWriter:
-    """Writes the rows of `pdc.metrics` to a CSV file, one line an epoch; rank 0 writes.
+    """Writes the rows of `pdc.metrics` to a CSV file, one line per epoch; rank 0 writes.
 
     A run that resumes from a checkpoint replaces the lines of epochs that it repeats. A
     figure that appears later, such as another operation, becomes one more column.
@@ -509,7 +509,7 @@ class TensorBoardWriter:
                 board: Any = importlib.import_module("torch.utils.tensorboard")
             except ImportError as error:
                 raise ImportError(
-                    "TensorBoardWriter takes tensorboard: pip install tensorboard"
+                    "TensorBoardWriter needs tensorboard: pip install tensorboard"
                 ) from error
             # TensorBoard leaves out what an earlier start wrote of this epoch and later
             self._writer = board.SummaryWriter(

@@ -11,11 +11,10 @@ from html import escape
 from statistics import mean, median
 from typing import Any
 
-from pyg_distcomm.partition.partition import PartitionReport, imbalance
+from pyg_distcomm.partition.partition import imbalance
 from pyg_distcomm.watch.metrics import RESERVED, RecordedRun, Row, is_finite
 
 MOST_RANKS = 24  # the most ranks that are drawn
-SCORES = ("test_accuracy", "test_acc", "accuracy", "acc", "val_accuracy", "val_acc")
 SLOW = 1.1  # a rank that computes so many times the mean is called slow
 COLOURS = "#0072b2 #e69f00 #009e73 #d55e00 #b25a93 #56b4e9 #8a8f96 #c3b200".split()
 
@@ -56,20 +55,15 @@ def render(title: str, run: RecordedRun) -> str:
     Raises:
         ImportError: without matplotlib.
     """
-    partition, head, sections = None, _about(run), ""
-    if "partition" in run.about:
-        partition = PartitionReport.from_dict(run.about["partition"])
+    head = _about(run)
     if run.rows:
         settled = _settled(run.rows)
-        verdict = escape(_verdict(settled, run.about, partition))
-        head = f'<p class="verdict">{verdict}</p>{head}'
-        sections += (
+        head = f'<p class="verdict">{escape(_verdict(settled, run.about))}</p>{head}'
+        sections = (
             _ranks(settled) + _phases(settled) + _bytes(run.rows) + _values(run.rows)
         )
-    sections += "" if partition is None else _partition(partition)
-    sections = sections or _section(
-        "Nothing recorded yet", "<p>No epoch has ended.</p>"
-    )
+    else:
+        sections = _section("Nothing recorded yet", _text("No epoch has ended."))
     return _PAGE.format(title=escape(title), head=head, sections=sections)
 
 
@@ -177,9 +171,7 @@ def _computing(rows: Sequence[Row]) -> list[float]:
     return [max(seconds - waits, 0.0) for seconds, waits in pairs]
 
 
-def _verdict(
-    settled: Sequence[Row], about: Mapping[str, Any], partition: PartitionReport | None
-) -> str:
+def _verdict(settled: Sequence[Row], about: Mapping[str, Any]) -> str:
     """Says which rank is slow and why, which operation sends most, and the longest phase."""
     computing, waits = _computing(settled), _by_rank(settled, "waits")
     slow = max(range(len(computing)), key=computing.__getitem__)
@@ -195,7 +187,7 @@ def _verdict(
     else:
         text = (
             f"Rank {slow} is slow: it computes {with_unit(computing[slow], 's')} of an epoch, "
-            f"{most:.2f} times the mean, {_cause(slow, about, partition, len(computing))}; "
+            f"{most:.2f} times the mean, {_cause(slow, about, len(computing))}; "
             f"ranks wait {share:.0%} of an epoch."
         )
     total = sum(row["bytes"]["total"] for row in settled)
@@ -211,15 +203,14 @@ def _verdict(
     return text
 
 
-def _cause(
-    rank: int, about: Mapping[str, Any], partition: PartitionReport | None, ranks: int
-) -> str:
-    if partition is not None and partition.num_parts == ranks:
+def _cause(rank: int, about: Mapping[str, Any], ranks: int) -> str:
+    figures = about.get("partition", {})
+    if len(figures.get("nodes", ())) == ranks:
         columns = {
-            "edges": partition.edges,
-            "nodes": partition.nodes,
-            "rows sent": partition.send_rows,
-            "rows received": partition.halo_rows,
+            "edges": figures["edges"],
+            "nodes": figures["nodes"],
+            "rows sent": figures["send_rows"],
+            "rows received": figures["halo_rows"],
         }
         ratios = {n: c[rank] / max(mean(c), 1e-12) for n, c in columns.items()}
         name = max(ratios, key=ratios.__getitem__)
@@ -322,28 +313,20 @@ def _mark_restarts(axes: Any, epochs: Sequence[Row]) -> str:
 
 
 def _values(epochs: Sequence[Row]) -> str:
-    """Returns charts of the script's own values by epoch, and of a score against bytes."""
+    """Returns charts of the script's own values by epoch."""
     found = dict.fromkeys(n for row in epochs for n in row if n not in RESERVED)
-    names = [n for n in found if any(is_finite(row.get(n)) for row in epochs)]
-    scores = [n for n in names if re.search("acc|f1|auc|mrr", n.lower())]
-    score = next((n for n in [*SCORES, *scores] if n in names), None)
-    moved = list(itertools.accumulate(row["bytes"]["total"] for row in epochs))
     out = ""
-    for name in names[:6]:
-        rows = [k for k, row in enumerate(epochs) if is_finite(row.get(name))]
-        values, axes = [epochs[k][name] for k in rows], _axes()
-        title = name.replace("_", " ").capitalize()
-        if name == score:
-            title, note = f"{title} against bytes", f"The last is {values[-1]:.4g}."
-            axes.plot([moved[k] for k in rows], values, marker=".")
-            axes.set(xlabel="received by all ranks so far", ylabel=name)
-            _scale(axes.xaxis, "B")
-        else:
-            title, note = f"{title} by epoch", _mark_restarts(axes, epochs)
-            axes.plot([epochs[k]["epoch"] for k in rows], values, marker=".")
-            axes.set(xlabel="epoch", ylabel=name)
-            _scale(axes.xaxis)
-        out += _section(title, _svg(axes, title) + _text(note))
+    for name in list(found)[:6]:
+        rows = [row for row in epochs if is_finite(row.get(name))]
+        if not rows:
+            continue
+        title, axes = f"{name.replace('_', ' ').capitalize()} by epoch", _axes()
+        axes.plot([r["epoch"] for r in rows], [r[name] for r in rows], marker=".")
+        axes.set(xlabel="epoch", ylabel=name)
+        _scale(axes.xaxis)
+        note = f"The last is {rows[-1][name]:.4g}."
+        note = _text(note, _mark_restarts(axes, epochs))
+        out += _section(title, _svg(axes, title) + note)
     return out
 
 
@@ -369,26 +352,3 @@ def _about(run: RecordedRun) -> str:
             f"{run.trace.name} is a timeline, to be opened in ui.perfetto.dev."
         )
     return _text(*texts)
-
-
-# The partition -------------------------------------------------------------------------
-
-
-def _partition(figures: PartitionReport) -> str:
-    edges, nodes = sum(figures.edges), sum(figures.nodes)
-    text = _text(
-        f"{nodes:,} nodes and {edges:,} edges on {figures.num_parts} ranks; "
-        f"{figures.edge_cut:,} edges ({figures.edge_cut / max(edges, 1):.1%}) join nodes of "
-        f"two ranks, and an exchange sends {figures.volume:,} rows "
-        f"({figures.volume / max(nodes, 1):.3f} a node)."
-    )
-    columns = figures.nodes, figures.edges, figures.halo_rows, figures.send_rows
-    lines = [
-        [f"rank {k}", *(f"{n:,}" for n in counts)]
-        for k, counts in enumerate(zip(*columns, strict=True))
-    ]
-    lines.append(
-        ["most over mean", *(f"{imbalance(counts):.3f}" for counts in columns)]
-    )
-    text += _table(["", "nodes", "edges", "rows received", "rows sent"], lines)
-    return _section("Partition", text)

@@ -9,13 +9,13 @@ import torch
 
 from pyg_distcomm import plugins
 from pyg_distcomm.halo.codec import Codec as Codec
+from pyg_distcomm.halo.codec import Quantise as Quantise
 from pyg_distcomm.halo.codec import RngKey as RngKey
-from pyg_distcomm.halo.codecs.composed import Chain as Chain
 from pyg_distcomm.halo.codecs.quantise import Cast as Cast
 from pyg_distcomm.halo.codecs.quantise import DegreeBits as DegreeBits
 from pyg_distcomm.halo.codecs.quantise import Plain as Plain
-from pyg_distcomm.halo.codecs.quantise import Quantise as Quantise
 from pyg_distcomm.halo.codecs.quantise import RangeBits as RangeBits
+from pyg_distcomm.halo.codecs.sparse import Chain as Chain
 from pyg_distcomm.halo.codecs.sparse import ColumnMask as ColumnMask
 from pyg_distcomm.halo.codecs.sparse import RowSample as RowSample
 

@@ -1,4 +1,4 @@
-"""Writes numbers unchanged, in a narrower type, or in few bits, which may differ by row."""
+"""Writes numbers unchanged, in a narrower type, or in few bits that differ by row."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pyg_distcomm import kernels
 from pyg_distcomm.halo.codec import (
+    LEVELS,
     Codec,
     CodingContext,
     ColumnReducer,
     Index,
     RngKey,
     room,
+    rows_at,
 )
 from pyg_distcomm.kernels import codec_ops
 from pyg_distcomm.kernels.codec_ops import META, TAIL
 from pyg_distcomm.kernels.registry import HALVES
 
-LEVELS = (1, 2, 4, 8)  # bits a number
-ROUNDINGS = ("nearest", "stochastic")
-
 
 @dataclass(frozen=True)
 class Plain(ColumnReducer):
-    """Sends the bytes of the numbers, whatever they are.
+    """Sends all numbers as they are, uncompressed.
 
-    Price: f numbers a row.
+    Price: f numbers per row.
     """
 
     linear = unbiased = True
@@ -55,7 +53,7 @@ class Cast(ColumnReducer):
     The relative error is at most 2^-8 for bfloat16, and 2^-11 for float16 from 6e-5 to
     65504; greater magnitudes arrive as infinities, smaller ones are off by up to 3e-8.
 
-    Price: 2 f bytes a row.
+    Price: 2 f bytes per row.
 
     Args:
         dtype: torch.float16 or torch.bfloat16.
@@ -80,83 +78,6 @@ class Cast(ColumnReducer):
     def widen(self, y: Tensor, out: Tensor, draw: RngKey | None) -> Tensor:
         """Copies the rounded numbers into the type of `out`."""
         return out.copy_(y)
-
-
-@dataclass(frozen=True)
-class Quantise(Codec):
-    """Sends each number as one of 2^b levels between the bounds of its row.
-
-        z = min x rounded down,  D = (max x - z) / B rounded up,   B = 2^b - 1
-        t = (x - z) / D,         x' = z + q D   (1/D is taken, and kept, by the sender)
-
-        nearest     q = round(t)                            |x' - x| <= D/2
-        stochastic  q = floor(t) + (u < t mod 1)            E x' = x, to 2^-17 D
-                    Var x' = D^2 f (1 - f),  f = t mod 1    <= D^2/4
-
-    plus half a unit of the type of x. z and D are bf16; codes are taken against the
-    rounded pair, so every number lies between levels. Zeros and other constant rows
-    arrive exactly.
-
-    Price: b f / 8 + 4 bytes a row, and 4 more in float64 below 33 bits of codes; only a
-    message as a whole is padded to bytes.
-    Differs from the Low-bit Module of [Zhang23], its authors' code, in the row header: they
-    send the reciprocal of D, which overflows for small rows, and round it after codes
-    were taken. Their one bit is b = 1, stochastic; so is QSGD's rounding ([Alistarh17]
-    Sec. 3.1), which has levels between 0 and the norm instead.
-
-    Args:
-        bits: 1, 2, 4 or 8.
-        rounding: "nearest", or "stochastic", keyed by (key, row id, column).
-        strict: refuses rows with a NaN, an infinity, or bounds beyond bf16's 3.3e38;
-            otherwise these arrive as NaN throughout.
-    """
-
-    bits: int = 8
-    rounding: str = "nearest"
-    strict: bool = True
-
-    def __post_init__(self) -> None:
-        if self.bits not in LEVELS:
-            raise ValueError(
-                f"Quantise knows 1, 2, 4 and 8 bits, got bits={self.bits!r}"
-            )
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(
-                f"rounding={self.rounding!r} is not known; choose 'nearest' or 'stochastic'"
-            )
-
-    @property
-    def unbiased(self) -> bool:
-        """Whether rounding is stochastic."""
-        return self.keyed
-
-    @property
-    def keyed(self) -> bool:
-        """Whether rounding is stochastic."""
-        return self.rounding == "stochastic"
-
-    def wire_bytes(
-        self, rows: int, width: int, dtype: torch.dtype = torch.float32
-    ) -> int:
-        """Returns the bytes of a message, exactly."""
-        size = dtype.itemsize
-        return codec_ops.message_bytes(rows, width, self.bits, size) if width else 0
-
-    def _write(
-        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
-    ) -> Tensor:
-        """Writes minimum and step of all rows, then their codes."""
-        noise = context.key.rounding if self.keyed else None
-        out = room(self.wire_bytes(context.rows, x.size(1), x.dtype), x, out)
-        if not len(out):
-            return out
-        bad = codec_ops.quantise(x, index, self.bits, noise, out)
-        if self.strict:
-            context.refuse(x, index, bad)
-        return out
-
-    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
-        return codec_ops.dequantise(message, self.bits, out) if out.size(1) else out
 
 
 @dataclass(frozen=True)
@@ -222,7 +143,7 @@ class DegreeBits(_MixedBits):
     Both ends know the degrees: they travel once, when a halo is first used, as planning
     does (8 bytes a ghost).
 
-    Price: that of `Quantise` for each group: with `bits=1` 3.75 f / 8 + 4 bytes a row.
+    Price: that of `Quantise` for each group: with `bits=1` 3.75 f / 8 + 4 bytes per row.
     Differs from [Zhang23], whose authors' code this follows, in that ties of the degree do
     not change the sizes of groups, so that bytes are known from the number of rows.
 
@@ -294,7 +215,7 @@ class RangeBits(_MixedBits):
     each message, and two bits a row tell the receiver.
 
     Price: ceil(m / 4) + 4 m + floor((f floor(mean m) + 28) / 8) bytes a message of m rows,
-    and 4 m more in float64 below 33 numbers a row.
+    and 4 m more in float64 below 33 numbers per row.
     Differs from [Wan23] in solving for the bits of each message, exactly and by sorting,
     and not of all messages every few epochs by an integer program; in 1 bit beside 2, 4
     and 8; and in a sum of errors for given bytes instead of a weighted sum of errors and
@@ -373,8 +294,3 @@ def _rows_by_level(level: Tensor) -> list[tuple[int, Tensor]]:
     counts = (level.unsqueeze(1) == each).sum(0).tolist()
     order = torch.argsort(level, stable=True)
     return list(zip(LEVELS, order.split(counts), strict=True))
-
-
-def rows_at(x: Tensor, index: Index) -> Tensor:
-    """Returns the rows `x[index]`, of any type; all of them for None."""
-    return x if index is None else kernels.gather_rows(x, index)

@@ -1,4 +1,4 @@
-"""Sends some of the numbers: columns or rows that a key chooses."""
+"""Sends some of the numbers, columns or rows that a key chooses, and chains codecs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from pyg_distcomm.halo.codec import (
     RngKey,
     check_rate,
     checked_key,
+    rows_at,
     share_of,
 )
-from pyg_distcomm.halo.codecs.quantise import Plain, rows_at
+from pyg_distcomm.halo.codecs.quantise import Plain
 from pyg_distcomm.kernels import codec_ops
 
 PICKS = ("prefix", "epoch")
@@ -40,7 +41,7 @@ class ColumnMask(ColumnReducer):
     so that beyond rate 2 the scaled mask has a greater error than sending nothing. Rate 1
     sends rows unchanged, bit for bit.
 
-    Price: k numbers a row.
+    Price: k numbers per row.
     Differs from the compression mechanism of [Cervino24] in keeping at least one column
     and in reseeding no generator. Their text speaks of random columns, their scripts send
     the first ones; both are here.
@@ -111,10 +112,6 @@ class ColumnMask(ColumnReducer):
             return out.copy_(y)
         chosen = self._columns(draw, len(y), width, y.device)
         return codec_ops.put_columns(y.to(out.dtype), chosen, self.scale(width), out)
-
-    def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
-        """Returns s g M."""
-        return self.widen(self.narrow(g, draw, None), torch.empty_like(g), draw)
 
     def _columns(
         self, draw: RngKey | None, rows: int, width: int, device: torch.device
@@ -213,19 +210,111 @@ class RowSample(Codec):
             few.mul_(rows / count)
         return out.zero_().index_copy_(0, chosen, few)
 
-    def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
-        """Returns s M g, with the adjoint of its values."""
-        rows = len(g)
-        draw = checked_key(self, draw, rows)
-        if self.kept(rows) == rows:
-            return self.values.adjoint(g, draw)
-        chosen = self._chosen(draw)
-        few = self.values.adjoint(rows_at(g, chosen), draw.at(chosen))
-        scale = rows / len(chosen) if self.scaled else 1.0
-        return torch.zeros_like(g).index_copy_(0, chosen, few * scale)
-
     def _chosen(self, draw: RngKey) -> Tensor:
         """Returns the places of the rows that are sent, ascending `[k]`."""
         bits = random.keyed_bits48(random.fold(draw.key, _SALT), draw.gid)
         order = torch.argsort(bits, stable=True)
         return order[: self.kept(len(order))].sort().values
+
+
+@dataclass(frozen=True, init=False)
+class Chain(Codec):
+    """Applies codecs one after another, such as a column mask and then one bit.
+
+        Chain(ColumnMask(4), Quantise(1, "stochastic"))    k/8 + 4 bytes a row
+
+    Random numbers of its codecs are independent, so a chain of unbiased ones is unbiased;
+    a scaled mask multiplies the variance of the codecs after it by the square of its scale.
+
+    Price: that of the last codec, at the width and type the others leave.
+
+    Args:
+        codecs: all but the last are `Plain`, `Cast` or `ColumnMask`; the last is any.
+    """
+
+    stages: tuple[ColumnReducer, ...]
+    last: Codec
+
+    def __init__(self, *codecs: Codec) -> None:
+        if not codecs:
+            raise ValueError("Chain needs a codec")
+        *stages, last = codecs
+        for one in stages:
+            if not isinstance(one, ColumnReducer):
+                raise ValueError(
+                    f"{one!r} leaves no numbers for another codec to write, so it comes "
+                    "last in a Chain; before it come ColumnMask and Cast"
+                )
+        object.__setattr__(self, "stages", tuple(stages))
+        object.__setattr__(self, "last", last)
+
+    @property
+    def linear(self) -> bool:
+        """Whether all of its codecs are."""
+        return all(one.linear for one in self.inside)
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether all of its codecs are."""
+        return all(one.unbiased for one in self.inside)
+
+    @property
+    def zero_fills(self) -> bool:
+        """Whether one of its codecs does."""
+        return any(one.zero_fills for one in self.inside)
+
+    @property
+    def inside(self) -> tuple[Codec, ...]:
+        """Its codecs, in order."""
+        return (*self.stages, self.last)
+
+    def with_rate(self, rate: float) -> Chain:
+        """Returns the chain with its only codec that has a rate at another one."""
+        kinds = ColumnMask, RowSample
+        rated = [k for k, one in enumerate(self.inside) if isinstance(one, kinds)]
+        if len(rated) != 1:
+            raise ValueError(
+                f"a schedule sets the rate of one codec, but {self!r} has {len(rated)}"
+            )
+        new = list(self.inside)
+        new[rated[0]] = new[rated[0]].with_rate(rate)
+        return Chain(*new)
+
+    def wire_bytes(
+        self, rows: int, width: int, dtype: torch.dtype = torch.float32
+    ) -> int:
+        """Returns the bytes of the last codec's message."""
+        return self.last.wire_bytes(rows, *self._shapes(width, dtype)[-1])
+
+    def _write(
+        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
+    ) -> Tensor:
+        draw = context.draw
+        for stage in self.stages:
+            x, index = stage.narrow(x, draw, index), None
+        return self.last.encode(x, draw, index=index, out=out, where=context.where)
+
+    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
+        """Reads the last codec's message, and widens it stage by stage."""
+        draw, shapes = context.draw, self._shapes(out.size(1), out.dtype)
+        y = out if not self.stages else _empty(out, shapes[-1])
+        self.last.decode(message, y, draw)
+        for k in range(len(self.stages) - 1, -1, -1):
+            wider = _empty(out, shapes[k]) if k else out
+            y = self.stages[k].widen(y, wider, draw)
+        return y
+
+    def _shapes(self, width: int, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
+        """Returns the width and type before the first stage and after each."""
+        shapes = [(width, dtype)]
+        for stage in self.stages:
+            shapes.append(stage.narrowed(*shapes[-1]))
+        return shapes
+
+    def __repr__(self) -> str:
+        return f"Chain({', '.join(map(repr, self.inside))})"
+
+
+def _empty(like: Tensor, shape: tuple[int, torch.dtype]) -> Tensor:
+    width, dtype = shape
+    return torch.empty(len(like), width, dtype=dtype, device=like.device)

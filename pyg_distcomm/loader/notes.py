@@ -1,9 +1,4 @@
-"""Shards the minibatches of an epoch over the ranks, and matches the loaders of all ranks.
-
-[Note: batch sharding] An epoch is a list of batches, numbered 0 .. T-1, the same on all ranks.
-Rank t mod P loads batch t, so an epoch can be resumed on another number of ranks after any
-round. If the script splits the inputs itself, batch i of rank r has number i P + r. A
-batch's number, not its rank, keys its draws.
+"""Exchanges notes about a loader between the ranks: of what it is, and of what it taught.
 
 [Note: notes instead of collectives] PyG scripts build loaders on rank 0 alone, to
 evaluate; a collective in a constructor would hang there. So ranks post notes to the
@@ -16,263 +11,47 @@ loader is not used again: ranks that build a loader of that kind later take the 
 So it is if ranks wait for each other at different loaders, of the one that fewer have built (at
 split=True, which waits for all, they raise), and if a rank shows no sign of the loader for
 GRACE seconds: it may be in a barrier until this rank has evaluated.
+
+[Note: unaveraged training] Ordinary tensors do not tell which rank's batch they came from, so
+a missing average shows where optimizers step. While a loader deals out an epoch, each step
+leaves a summary of its gradients. As a rank requests a batch after 1, 2, 4, ... others of the
+loader, and at the end of an epoch, it posts a note: for each optimizer that has stepped since,
+that summary, and a hash of the parameters. A rank whose optimizers have not been found to
+average waits for the notes of the others; the rest only post, so that a rank which trains
+something alone waits for nobody's step. Then, of each optimizer that has stepped on all ranks,
+
+    equal gradients                   were averaged, by whatever means: no further comparison
+    equal parameters, that changed    were averaged after the step: no further comparison
+    equal parameters, as before       say nothing, as a learning rate of 0: compared later
+    neither                           each rank trains another model: a ValueError on all
+
+Gradients may differ by rounding, as of a sum in another order on each rank; parameters may
+not. Rows of a `DistEmbedding`, and parts of parameters (DTensor, FSDP), are left out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
+import hashlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch import Tensor
-from torch_geometric.data import Data
-from torch_geometric.loader import ImbalancedSampler as ByClass
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pyg_distcomm.comm.consistency import differing, digest, projection
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
-from pyg_distcomm.comm.random import fold, keyed_choice, keyed_permutation
+from pyg_distcomm.comm.random import fold
 from pyg_distcomm.comm.store import RankError, StoreMailbox
 from pyg_distcomm.comm.whereabouts import Wait
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sharded.dist_tensor import DistTensor
-
-_ORDER, _DRAWS = 0x0D, 0xD4
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedBatch:
-    """Describes one minibatch to sample, for the thread or worker that samples it.
-
-    Args:
-        positions: the positions of its inputs in the loader's list.
-        key: the key of its draws.
-        padding: whether it repeats another batch, so that all ranks have equally many.
-    """
-
-    positions: NDArray[np.int64]
-    key: int
-    padding: bool = False
-
-
-@dataclass(frozen=True)
-class BatchSharding:
-    """Assigns the batches of an epoch to ranks.
-
-    Args:
-        rank: this rank.
-        size: the number of ranks.
-        split: whether each rank has a list of its own.
-        batches: the number of batches of the epoch; if split, of each rank's own list;
-            empty if not known.
-        even: how ranks get equally many batches, "pad" or "drop".
-    """
-
-    rank: int
-    size: int
-    split: bool
-    batches: tuple[int, ...]
-    even: str
-
-    def rounds(self, start: int) -> int:
-        """Returns how many batches each rank gets, from global batch `start` on."""
-        if self.split:
-            most = max(self.batches) if self.even == "pad" else min(self.batches)
-            return max(most - start // self.size, 0)
-        left = max(self.batches[0] - start, 0)
-        return -(-left // self.size) if self.even == "pad" else left // self.size
-
-    def of_rank(self, start: int) -> Iterator[tuple[int, int, bool]]:
-        """Yields this rank's batches: (position in its list, global number, is it padding)."""
-        for i in range(self.rounds(start)):
-            if self.split:
-                own, t = self.batches[self.rank], start // self.size + i
-                padding = t >= own
-                t = t % own if padding and own else t
-                yield t, t * self.size + self.rank, padding
-                continue
-            first = start + i * self.size
-            t = first + (self.rank - first) % self.size
-            padding = t >= self.batches[0]
-            t = t % self.batches[0] if padding else t
-            yield t, t, padding
-
-
-class EpochPlan:
-    """Lists the batches of any epoch of a loader, as a function of its seed.
-
-    Args:
-        count: the number of inputs.
-        batch_size: the number of inputs of a batch.
-        shuffle: whether to shuffle each epoch.
-        drop_last: whether to drop a last batch that is not full.
-        batch_sampler: the script's own batches, an iterable of lists of positions, or None.
-        draw: returns the positions [count] of an epoch, given a key; or None.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        batch_size: int,
-        shuffle: bool,
-        drop_last: bool,
-        batch_sampler: Any = None,
-        draw: Callable[[int], Tensor] | None = None,
-    ) -> None:
-        self.count, self.batch_size, self.shuffle = count, batch_size, shuffle
-        self.drop_last, self.batch_sampler, self.draw = drop_last, batch_sampler, draw
-
-    def length(self) -> int | None:
-        """Returns the number of batches of an epoch; None if a batch_sampler has no length."""
-        if self.batch_sampler is not None:
-            try:
-                return len(self.batch_sampler)
-            except (TypeError, ValueError, NotImplementedError):
-                return None
-        full = self.count / self.batch_size
-        return math.floor(full) if self.drop_last else math.ceil(full)
-
-    def batches(
-        self, seed: int, epoch: int, sharding: BatchSharding, start: int
-    ) -> Iterator[PlannedBatch]:
-        """Yields this rank's batches of an epoch, from global batch `start` on."""
-        if self.batch_sampler is not None:
-            yield from self._from_batch_sampler(seed, epoch, sharding, start)
-            return
-        order = torch.arange(self.count)
-        key = fold(seed, epoch, _ORDER, sharding.rank if sharding.split else 0)
-        if self.draw is not None:
-            order = self.draw(key)
-        elif self.shuffle:
-            order = keyed_permutation(key, self.count)
-        positions = order.numpy()
-        for place, number, padding in sharding.of_rank(start):
-            inputs = positions[place * self.batch_size : (place + 1) * self.batch_size]
-            yield PlannedBatch(inputs, fold(seed, epoch, _DRAWS, number), padding)
-
-    def _from_batch_sampler(
-        self, seed: int, epoch: int, sharding: BatchSharding, start: int
-    ) -> Iterator[PlannedBatch]:
-        """Yields the script's own batches with their keys, without those before `start`."""
-        rounds = (
-            sharding.rounds(start) if sharding.size > 1 and sharding.batches else None
-        )
-        skipped = start // sharding.size
-        first = np.empty(0, np.int64)
-        i = skipped
-        for place, index in enumerate(self.batch_sampler):
-            if place == 0:
-                first = np.asarray(index, dtype=np.int64)
-            if place < skipped:
-                continue
-            if rounds is not None and i - skipped >= rounds:
-                return
-            key = fold(seed, epoch, _DRAWS, i * sharding.size + sharding.rank)
-            yield PlannedBatch(np.asarray(index, dtype=np.int64), key)
-            i += 1
-        key = fold(seed, epoch, _DRAWS, sharding.rank)
-        while rounds is not None and i - skipped < rounds:
-            yield PlannedBatch(first, key, padding=True)
-            i += 1
-
-
-@dataclass
-class Progress:
-    """Records how many batches of the current epoch were yielded."""
-
-    epoch: int
-    start: int
-    sharding: BatchSharding
-    rounds: int = 0
-    finished: bool = False
-
-
-class PassThroughDataset(Sequence[int]):
-    """Replaces the dataset of torch's DataLoader: it returns the indices it is given.
-
-    So a `PlannedBatch` reaches the worker that samples it.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: Any) -> Any:
-        return range(self._size)[index]
-
-    def __getitems__(self, index: Any) -> Any:
-        return index
-
-
-class IndexSampler:
-    """Yields the batches of the next epoch to torch's DataLoader."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[PlannedBatch]:
-        return self._loader._plan()
-
-    def __len__(self) -> int:
-        sharding = self._loader._sharding()
-        if sharding.batches:
-            return sharding.rounds(0)
-        # may raise: it has no length
-        return len(self._loader._epoch_plan.batch_sampler)
-
-
-class ImbalancedSampler(ByClass):
-    """Draws seeds with a chance of 1 / (size of their class), as PyG's sampler does.
-
-    Given as `sampler` to a loader of this package, it draws the list of an epoch as a
-    function of (seed, epoch): the same on all ranks, which share out its batches, and
-    again where a state resumes. To any other loader it is PyG's own, with torch's generator.
-
-    Args:
-        dataset: a Data, a share of one from `pdc.partition` (collective), a list or data set
-            of graphs, or classes [n], int64.
-        input_nodes: ids or a mask of the seeds of the loader; of a share, also its masks.
-        num_samples: draws of an epoch (default: as many as there are seeds).
-
-    Price: of a share, the classes of all nodes once, on every rank.
-    """
-
-    def __init__(
-        self, dataset: Any, input_nodes: Any = None, num_samples: int | None = None
-    ) -> None:
-        spread = isinstance(dataset, Data) and isinstance(dataset.get("y"), DistTensor)
-        classes = dataset.y if spread else dataset
-        super().__init__(_whole(classes), _whole(input_nodes), num_samples)
-
-
-def _whole(values: Any) -> Any:
-    """Returns the rows of all ranks; collective if they are row-sharded."""
-    return values.full_tensor() if isinstance(values, DistTensor) else values
-
-
-def check_weighted_sampler(sampler: ByClass, count: int) -> None:
-    """Raises ValueError if a sampler draws from another number of seeds than a loader has."""
-    if len(sampler.weights) != count:
-        raise ValueError(
-            f"the ImbalancedSampler draws from {len(sampler.weights)} seeds, and the loader "
-            f"has {count}; give both the same input_nodes"
-        )
-
-
-def weighted_positions(sampler: ByClass, key: int) -> Tensor:
-    """Draws the positions of the seeds of an epoch by a key, on the CPU."""
-    return keyed_choice(key, sampler.weights.cpu(), sampler.num_samples)
-
 
 TIMEOUT = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
 GRACE = 15.0  # seconds to wait, unless split=True, for ranks that may never come
@@ -543,3 +322,157 @@ class Notes:
         keys = [f"alive/{rank}" for rank in ranks]
         late = self._store.missing(keys)
         return " ".join(k + self._store.get(k).decode() for k in keys if k not in late)
+
+
+# Steps of optimizers ------------------------------------------------------------------
+
+STEPS = (
+    "All ranks take the batches of a loader that shares them out; a rank that stops early "
+    "leaves the others waiting"
+)
+
+
+@dataclass(eq=False)
+class OptimizerRecord:
+    """Holds what is known of one optimizer.
+
+    Args:
+        gradients: the summary of those of its last step since a comparison; None if none.
+        parameters: their hash at the last comparison.
+        averaged: whether its steps were found to be averaged.
+    """
+
+    gradients: tuple[float, float] | None = None
+    parameters: int | None = None
+    averaged: bool = False
+
+
+class StepComparer:
+    """Compares, at some requests of one loader, what the ranks' optimizers have stepped by.
+
+    Args:
+        notes: the notes of the loader.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._count = self._compared = 0
+        if not PROCESS.watches_steps:
+            register_optimizer_step_post_hook(_record)
+            PROCESS.watches_steps = True
+
+    def before_batch(self) -> None:
+        """Compares the steps so far, if 1, 2, 4, ... batches were yielded."""
+        if self._count & (self._count - 1) == 0:
+            self._compare()
+
+    def yielded(self) -> None:
+        """Counts a batch, on which optimizers may step."""
+        self._count += 1
+        PROCESS.dealing.add(self)
+
+    def at_end(self) -> None:
+        """Compares the steps of an epoch that has ended."""
+        self._compare()
+        PROCESS.dealing.discard(self)
+
+    def _compare(self) -> None:
+        if self._count == self._compared:
+            return
+        self._compared = self._count
+        stepped = _stepped()
+        mine = {
+            key: (*record.gradients, fold(*map(digest, copies)))
+            for key, (record, copies) in stepped.items()
+            if record.gradients is not None
+        }
+        notes = self._notes.at(f"steps/{self._count}")
+        notes.post(mine)
+        if not mine:
+            return
+        every = notes.collect("compare its steps", STEPS)
+        for key, (record, copies) in stepped.items():
+            record.gradients = None
+            rows = [note[key] for note in every if key in note]
+            if len(rows) == len(every):
+                self._conclude(key, record, copies, rows)
+
+    def _conclude(
+        self, key: str, record: OptimizerRecord, copies: list[Any], rows: list[Any]
+    ) -> None:
+        """Concludes from the notes of all ranks whether an optimizer's steps are averaged."""
+        kinds = {p.dtype for p in copies}
+        gradients = [(along, size) for along, size, _ in rows]
+        differ = differing(gradients, kinds)
+        before, record.parameters = record.parameters, rows[0][2]
+        if not differ:
+            record.averaged = any(size for _, size in gradients)
+        elif all(row[2] == rows[0][2] for row in rows):
+            record.averaged = before not in (None, record.parameters)
+        else:
+            raise ValueError(
+                "average the gradients by model = pdc.replicate(model, mesh), after the model "
+                f"is made: ranks {differ} and rank 0 have stepped by other gradients "
+                f"({key.split()[0]}, {len(copies)} parameters) on their batches of "
+                f"{self._notes.name}, and have other parameters since, so that each rank "
+                "trains another model. torch's DistributedDataParallel, accelerate, Lightning "
+                "or an all_reduce of the script's own do as well; where parameters are to "
+                'differ for a while, pdc.init(check="never") leaves this comparison out'
+            )
+
+
+def _record(optimizer: Any, *_: Any) -> None:
+    """Records the gradients of a step, while a loader deals out an epoch to ranks."""
+    if not PROCESS.dealing or torch.compiler.is_compiling():
+        return
+    record = PROCESS.steps.setdefault(optimizer, OptimizerRecord())
+    if record.averaged:
+        return
+    copies = _copies(optimizer)
+    if any(p.is_cuda for p in copies) and torch.cuda.is_current_stream_capturing():
+        return
+    record.gradients = projection([p.grad for p in copies if p.grad is not None])
+
+
+def _copies(optimizer: Any) -> list[Any]:
+    """Returns the parameters of an optimizer of which every rank should hold a copy."""
+    return [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if type(p) is torch.nn.Parameter
+        and not hasattr(p, "is_shard")
+        and not hasattr(p, "_fsdp_flattened")
+    ]
+
+
+def _stepped() -> dict[str, tuple[OptimizerRecord, list[Any]]]:
+    """Returns optimizers that have stepped since a comparison, by names equal on all ranks.
+
+    Without those whose parameters are among another's, as of ZeroRedundancyOptimizer.
+    """
+    found = [
+        (optimizer, record, _copies(optimizer))
+        for optimizer, record in list(PROCESS.steps.items())
+        if record.gradients is not None
+    ]
+    held = [set(map(id, copies)) for _, _, copies in found]
+    names: Counter[str] = Counter()
+    stepped = {}
+    for own, (optimizer, record, copies) in zip(held, found, strict=True):
+        if not own or any(own < other for other in held):
+            record.gradients = None
+            continue
+        shapes = repr([(tuple(p.shape), p.dtype) for p in copies]).encode()
+        shape = hashlib.blake2b(shapes, digest_size=8).hexdigest()
+        name = f"{type(optimizer).__name__} {shape}"
+        names[name] += 1
+        stepped[f"{name} {names[name]}"] = record, copies
+    return stepped
+
+
+def step_comparer(notes: Notes, mesh: Mesh | None) -> StepComparer | None:
+    """Returns the StepComparer of a loader; None where ranks are not to be compared."""
+    if mesh is not None and (mesh.check == "never" or mesh.stage.size > 1):
+        return None
+    return StepComparer(notes)

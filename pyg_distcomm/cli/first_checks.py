@@ -1,0 +1,113 @@
+"""Checks names and paths of a command before torch is loaded, and suggests what was meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+# as in `datasets`, which loads torch
+DATASETS = (
+    "digits",
+    "Cora",
+    "CiteSeer",
+    "PubMed",
+    "Computers",
+    "Photo",
+    "CS",
+    "Physics",
+    "DBLP",
+    "Reddit",
+    "Reddit2",
+    "Flickr",
+    "Yelp",
+    "Roman-empire",
+    "Amazon-ratings",
+    "Minesweeper",
+    "Tolokers",
+    "Questions",
+    "ogbn-arxiv",
+    "ogbn-products",
+    "ogbn-papers100M",
+)
+TEXT = (".txt", ".csv", ".tsv", ".el", ".edges", ".edgelist", ".gz")
+FILES = (*TEXT, ".pt", ".npy", ".npz", ".parquet", ".arrow", ".feather")
+SHOWN = 4  # names of a folder in a message
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Returns " (did you mean X?)" for the nearest known name, or "" if none is near."""
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(given.lower(), names, n=1)
+    return f" (did you mean {names[near[0]]!r}?)" if near else ""
+
+
+def check_partition(arguments: argparse.Namespace) -> None:
+    """Raises ValueError if the data set is unknown, a file is missing, or `out` exists."""
+    if arguments.out.exists() and not arguments.force:
+        raise ValueError(f"{arguments.out}: exists already; give --force to replace it")
+    name = arguments.dataset
+    path = Path(name)
+    if path.exists():
+        return
+    if path.suffix.lower() in FILES:
+        raise ValueError(f"{name}: missing; give the path of a file of edges or a .pt")
+    known, last = [*DATASETS, "generated-NODES"], path.name.lower()
+    made = last.startswith("generated-") and last[10:].isdecimal()
+    if made or last in map(str.lower, DATASETS):
+        return
+    raise ValueError(
+        f"unknown data set {name!r}{did_you_mean(path.name, known)}; give one of "
+        f"{', '.join(known)}, or the path of a file of edges (.txt, .csv, .npy, .npz, "
+        ".parquet) or of a Data (.pt)"
+    )
+
+
+def check_inspect(arguments: argparse.Namespace) -> None:
+    """Raises ValueError, saying what the path is, if it is no partition folder."""
+    folder = arguments.folder
+    if (folder / "META.json").exists() or any(folder.glob("part_*")):
+        return
+    raise ValueError(f"{folder}: {describe(folder)}")
+
+
+def check_report(arguments: argparse.Namespace) -> None:
+    """Raises ValueError if there is no run at the path, or the page would be a folder."""
+    run, out = arguments.run, arguments.out
+    if not run.exists():
+        raise ValueError(f"{run}: does not exist; give the folder of pdc.metrics")
+    if out.is_dir():
+        raise ValueError(f"{out}: is a folder; give a file, as -o report.html")
+
+
+def describe(path: Path) -> str:
+    """Says what is at a path where a partition folder was wanted, and what to do."""
+    cut = "; write one by `pyg-distcomm partition GRAPH parts --parts 2`"
+    if not path.exists():
+        return f"does not exist, but should be a partition folder{cut}"
+    if not path.is_dir():
+        return f"is a file, not a partition folder{cut}"
+    if (path / "run.json").is_file():
+        return f"is a run of pdc.metrics; draw it by `pyg-distcomm report {path}`"
+    mark = path / ".pyg_distcomm.json"
+    if mark.is_file():
+        return f"is a {_kind(mark)} of pyg_distcomm, not a partition folder{cut}"
+    names = sorted(one.name for one in path.iterdir())
+    if not names:
+        return f"is an empty folder{cut}"
+    inner = [name for name in names if (path / name / "META.json").is_file()]
+    if inner:
+        return f"is not a partition folder, but holds one; give {path / inner[0]}"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    held = ", ".join(names[:SHOWN]) + more
+    return f"is not a partition folder (no META.json; it holds {held}){cut}"
+
+
+def _kind(mark: Path) -> str:
+    try:
+        kind = json.loads(mark.read_text()).get("kind")
+    except (ValueError, AttributeError, OSError):
+        kind = None
+    return "saved pipeline" if kind == "pipeline" else "checkpoint"

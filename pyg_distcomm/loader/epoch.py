@@ -1,0 +1,552 @@
+"""Iterates over one epoch of a loader: its batches, shared out, made ahead, and timed.
+
+[Note: batch sharding] An epoch is a list of batches, numbered 0 .. T-1, the same on all ranks.
+Rank t mod P loads batch t, so an epoch can be resumed on another number of ranks after any
+round. If the script splits the inputs itself, batch i of rank r has number i P + r. A
+batch's number, not its rank, keys its draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pyg_distcomm.comm.ledger import Ledger, format_table
+from pyg_distcomm.comm.random import fold, keyed_permutation
+from pyg_distcomm.loader.notes import StepComparer
+from pyg_distcomm.process import PROCESS
+
+_ORDER, _DRAWS = 0x0D, 0xD4
+# its batches, and what records its progress, its phases, and steps of optimizers
+Epoch: TypeAlias = tuple[Iterator[Any], "Progress", "Phases", StepComparer | None]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """Describes one minibatch to sample, for the thread or worker that samples it.
+
+    Args:
+        positions: the positions of its inputs in the loader's list.
+        key: the key of its draws.
+        padding: whether it repeats another batch, so that all ranks have equally many.
+    """
+
+    positions: NDArray[np.int64]
+    key: int
+    padding: bool = False
+
+
+@dataclass(frozen=True)
+class BatchSharding:
+    """Assigns the batches of an epoch to ranks.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        split: whether each rank has a list of its own.
+        batches: the number of batches of the epoch; if split, of each rank's own list;
+            empty if not known.
+        even: how ranks get equally many batches, "pad" or "drop".
+    """
+
+    rank: int
+    size: int
+    split: bool
+    batches: tuple[int, ...]
+    even: str
+
+    def rounds(self, start: int) -> int:
+        """Returns how many batches each rank gets, from global batch `start` on."""
+        if self.split:
+            most = max(self.batches) if self.even == "pad" else min(self.batches)
+            return max(most - start // self.size, 0)
+        left = max(self.batches[0] - start, 0)
+        return -(-left // self.size) if self.even == "pad" else left // self.size
+
+    def of_rank(self, start: int) -> Iterator[tuple[int, int, bool]]:
+        """Yields this rank's batches: (position in its list, global number, is it padding)."""
+        for i in range(self.rounds(start)):
+            if self.split:
+                own, t = self.batches[self.rank], start // self.size + i
+                padding = t >= own
+                t = t % own if padding and own else t
+                yield t, t * self.size + self.rank, padding
+                continue
+            first = start + i * self.size
+            t = first + (self.rank - first) % self.size
+            padding = t >= self.batches[0]
+            t = t % self.batches[0] if padding else t
+            yield t, t, padding
+
+
+class EpochPlan:
+    """Lists the batches of any epoch of a loader, as a function of its seed.
+
+    Args:
+        count: the number of inputs.
+        batch_size: the number of inputs of a batch.
+        shuffle: whether to shuffle each epoch.
+        drop_last: whether to drop a last batch that is not full.
+        batch_sampler: the script's own batches, an iterable of lists of positions, or None.
+        draw: returns the positions [count] of an epoch, given a key; or None.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        batch_size: int,
+        shuffle: bool,
+        drop_last: bool,
+        batch_sampler: Any = None,
+        draw: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self.count, self.batch_size, self.shuffle = count, batch_size, shuffle
+        self.drop_last, self.batch_sampler, self.draw = drop_last, batch_sampler, draw
+
+    def length(self) -> int | None:
+        """Returns the number of batches of an epoch; None if a batch_sampler has no length."""
+        if self.batch_sampler is not None:
+            try:
+                return len(self.batch_sampler)
+            except (TypeError, ValueError, NotImplementedError):
+                return None
+        full = self.count / self.batch_size
+        return math.floor(full) if self.drop_last else math.ceil(full)
+
+    def batches(
+        self, seed: int, epoch: int, sharding: BatchSharding, start: int
+    ) -> Iterator[PlannedBatch]:
+        """Yields this rank's batches of an epoch, from global batch `start` on."""
+        if self.batch_sampler is not None:
+            yield from self._from_batch_sampler(seed, epoch, sharding, start)
+            return
+        order = torch.arange(self.count)
+        key = fold(seed, epoch, _ORDER, sharding.rank if sharding.split else 0)
+        if self.draw is not None:
+            order = self.draw(key)
+        elif self.shuffle:
+            order = keyed_permutation(key, self.count)
+        positions = order.numpy()
+        for place, number, padding in sharding.of_rank(start):
+            inputs = positions[place * self.batch_size : (place + 1) * self.batch_size]
+            yield PlannedBatch(inputs, fold(seed, epoch, _DRAWS, number), padding)
+
+    def _from_batch_sampler(
+        self, seed: int, epoch: int, sharding: BatchSharding, start: int
+    ) -> Iterator[PlannedBatch]:
+        """Yields the script's own batches with their keys, without those before `start`."""
+        rounds = (
+            sharding.rounds(start) if sharding.size > 1 and sharding.batches else None
+        )
+        skipped = start // sharding.size
+        first = np.empty(0, np.int64)
+        i = skipped
+        for place, index in enumerate(self.batch_sampler):
+            if place == 0:
+                first = np.asarray(index, dtype=np.int64)
+            if place < skipped:
+                continue
+            if rounds is not None and i - skipped >= rounds:
+                return
+            key = fold(seed, epoch, _DRAWS, i * sharding.size + sharding.rank)
+            yield PlannedBatch(np.asarray(index, dtype=np.int64), key)
+            i += 1
+        key = fold(seed, epoch, _DRAWS, sharding.rank)
+        while rounds is not None and i - skipped < rounds:
+            yield PlannedBatch(first, key, padding=True)
+            i += 1
+
+
+@dataclass
+class Progress:
+    """Records how many batches of the current epoch were yielded."""
+
+    epoch: int
+    start: int
+    sharding: BatchSharding
+    rounds: int = 0
+    finished: bool = False
+
+
+class PassThroughDataset(Sequence[int]):
+    """Replaces the dataset of torch's DataLoader: it returns the indices it is given.
+
+    So a `PlannedBatch` reaches the worker that samples it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        return range(self._size)[index]
+
+    def __getitems__(self, index: Any) -> Any:
+        return index
+
+
+@dataclass(frozen=True, eq=False)
+class IndexSampler:
+    """Yields the batches of the next epoch to torch's DataLoader.
+
+    Args:
+        plan: lists the batches of this rank.
+        length: returns how many there are, or raises TypeError.
+    """
+
+    plan: Callable[[], Iterator[PlannedBatch]]
+    length: Callable[[], int]
+
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        return self.plan()
+
+    def __len__(self) -> int:
+        return self.length()
+
+
+SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "train"
+
+
+@dataclass
+class Phase:
+    """Sums up one phase of an epoch on this rank.
+
+    Args:
+        seconds: the time spent in the phase.
+        waiting: the part of it that was spent waiting for other ranks and the network.
+        bytes: the bytes received in the phase.
+    """
+
+    seconds: float = 0.0
+    waiting: float = 0.0
+    bytes: int = 0
+
+    @property
+    def computing(self) -> float:
+        """Seconds that were not spent waiting for other ranks."""
+        return max(self.seconds - self.waiting, 0.0)
+
+
+@dataclass(eq=False)
+class Phases:
+    """Sums up the phases of one epoch of a loader, up to now.
+
+    "sample", "fetch" and "assemble" run in threads beside training, so that they add up
+    to more than the epoch; "wait" is what the loop waited for the next minibatch, and
+    "train" all that it did between two of them. `print(phases)` shows a table.
+    """
+
+    by_name: dict[str, Phase] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _train_begin: int | None = None
+
+    @contextmanager
+    def timed(self, name: str, ledger: Ledger | None = None) -> Iterator[None]:
+        """Adds the time of a block to a phase, and what `ledger` counts meanwhile."""
+        begin, before = time.perf_counter_ns(), _ledger_totals(ledger)
+        try:
+            with torch.profiler.record_function(f"pyg_distcomm: {name}"):
+                yield
+        finally:
+            after = _ledger_totals(ledger)
+            self._add(name, begin, after[0] - before[0], after[1] - before[1])
+
+    def training_ended(self) -> None:
+        """Adds the time since the last minibatch to "train": the loop requests the next."""
+        if self._train_begin is not None:
+            self._add(TRAIN, self._train_begin)
+
+    def waiting_ended(self, begin: int) -> None:
+        """Adds the time since `begin`, in ns, to "wait": the loop receives a minibatch."""
+        self._add(WAIT, begin)
+        self._train_begin = time.perf_counter_ns()
+
+    def _add(self, name: str, begin: int, waiting: float = 0.0, bytes: int = 0) -> None:
+        with self._lock:
+            phase = self.by_name.setdefault(name, Phase())
+            phase.seconds += (time.perf_counter_ns() - begin) / 1e9
+            phase.waiting += waiting
+            phase.bytes += bytes
+        if (recorder := PROCESS.recorder) is not None:
+            about = {"bytes": bytes} if bytes else {}
+            recorder.add("loader", name, begin, **about)
+
+    def __getitem__(self, name: str) -> Phase:
+        return self.by_name.get(name, Phase())
+
+    def __str__(self) -> str:
+        head = ("phase", "seconds", "computing", "waiting for ranks", "bytes received")
+        order = [n for n in (SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN) if n in self.by_name]
+        rows = [
+            (name, p.seconds, p.computing, p.waiting, p.bytes)
+            for name, p in ((n, self.by_name[n]) for n in order)
+        ]
+        return format_table(head, rows)
+
+
+def _ledger_totals(ledger: Ledger | None) -> tuple[float, int]:
+    """Returns the seconds waited and the bytes received that a ledger has counted."""
+    if ledger is None:
+        return 0.0, 0
+    return ledger.total("seconds"), ledger.bytes()
+
+
+_POLL_SECONDS = 0.2  # seconds between looks at whether to stop
+
+Stage = Callable[[list[Any], Callable[[], bool]], list[Any]]
+
+
+class PrefetchQueue:
+    """Yields minibatches in order, built a bulk at a time, each stage in its own thread.
+
+    Its threads stop when it is exhausted, dropped or interrupted.
+
+    Args:
+        plan: the minibatches to build, in order; read by one thread.
+        stages: functions that turn the bulk of the previous stage (the first: a list from
+            the plan) into a bulk. They are also given a function that returns whether to stop.
+        finish: applied to each minibatch in the thread that requests it.
+        size: returns the size of the next bulk; 0 ends the plan.
+        ahead: how many bulks may wait after a stage; 0 builds on demand, without threads.
+        drain: whether a bulk that was started goes through all stages in any case, because
+            other ranks take part in them. Then only `size` may end the plan early.
+    """
+
+    def __init__(
+        self,
+        plan: Iterator[Any],
+        stages: Sequence[Stage],
+        finish: Callable[[Any], Any],
+        size: Callable[[Callable[[], bool]], int],
+        ahead: int,
+        drain: bool = False,
+    ) -> None:
+        self._finish = finish
+        self._ready: deque[Any] = deque()
+        stop = threading.Event()
+        bulks: Iterator[list[Any]] = _cut(plan, lambda: size(stop.is_set))
+        upstream: _StageQueue | None = None
+        self.threads: list[threading.Thread] = []
+        self._close: Any = None
+        if ahead == 0:
+            for stage in stages:
+                bulks = map(partial(_staged, stage, stop), bulks)
+            self._bulks = bulks
+            return
+        for k, stage in enumerate(stages):
+            output = _StageQueue(ahead, stop, drain, last=k == len(stages) - 1)
+            thread = threading.Thread(
+                target=_run,
+                args=(bulks, partial(_staged, stage, stop), upstream, output),
+                name="pyg_distcomm bulks",
+                daemon=True,
+            )
+            self.threads.append(thread)
+            bulks, upstream = iter(output), output
+        self._bulks = bulks
+        # the threads refer to the queues, not to this object: dropping it ends them
+        timeout = 5.0 if drain else 30.0  # other ranks may have gone
+        self._close = weakref.finalize(self, _stop, output, self.threads, timeout)
+        for thread in self.threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stops the threads, after bulks that other ranks take part in."""
+        if self._close is not None:
+            self._close()
+
+    def __iter__(self) -> PrefetchQueue:
+        return self
+
+    def __next__(self) -> Any:
+        """Returns the next minibatch, or raises the error of building it."""
+        while not self._ready:
+            self._ready.extend(next(self._bulks))
+        return self._finish(self._ready.popleft())
+
+
+class _StageQueue:
+    """Passes bulks from the thread of one stage to the next."""
+
+    def __init__(
+        self, capacity: int, stop: threading.Event, drain: bool, last: bool
+    ) -> None:
+        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(capacity)
+        self._stop, self._drain, self._last = stop, drain, last
+        self._closed = threading.Event()
+
+    def put(self, kind: str, value: Any) -> bool:
+        """Waits for a free slot, or until nobody reads on; returns whether to go on."""
+        while not self._abandoned():
+            try:
+                self._queue.put((kind, value), timeout=_POLL_SECONDS)
+                break
+            except queue.Full:
+                continue
+        return self._drain or not self._abandoned()
+
+    def _abandoned(self) -> bool:
+        # bulks that are drained go on to the next stage, even after a stop
+        through = self._drain and not self._last
+        return self._closed.is_set() or (self._stop.is_set() and not through)
+
+    def close(self) -> None:
+        """Ends reading, frees a slot for a waiting writer, and raises in a waiting reader."""
+        self._closed.set()
+        self._stop.set()
+        ended = RuntimeError(
+            "got a request for a minibatch of an epoch that has ended, because another epoch "
+            "of the loader has begun; iterate over one epoch at a time"
+        )
+        while True:  # a writer may still fill the slot first
+            try:
+                self._queue.put_nowait(("error", ended))
+                return
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._queue.get_nowait()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        while True:
+            try:
+                kind, value = self._queue.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                # the previous stage may have stopped without an end mark
+                if self._stop.is_set() and not self._drain:
+                    return
+                continue
+            if kind == "error":
+                raise value
+            if kind == "end":
+                return
+            yield value
+
+
+def _cut(plan: Iterator[Any], size: Callable[[], int]) -> Iterator[list[Any]]:
+    while wanted := list(islice(plan, size())):
+        yield wanted
+
+
+def _staged(stage: Stage, stop: threading.Event, bulk: list[Any]) -> list[Any]:
+    return stage(bulk, stop.is_set)
+
+
+def _run(
+    bulks: Iterator[list[Any]],
+    work: Callable[[list[Any]], list[Any]],
+    upstream: _StageQueue | None,
+    output: _StageQueue,
+) -> None:
+    """Fills an output queue from the plan or the previous stage; errors go into it, too."""
+    try:
+        for bulk in bulks:
+            if not output.put("bulk", work(bulk)):
+                return
+        output.put("end", None)
+    except BaseException as error:
+        output.put("error", error)
+        if upstream is not None:
+            upstream.close()
+
+
+def _stop(output: _StageQueue, threads: list[threading.Thread], timeout: float) -> None:
+    output.close()
+    # the garbage collector may run this in a thread that one of these threads waits for
+    if threading.current_thread() is threading.main_thread():
+        for thread in threads:
+            thread.join(timeout=timeout)
+
+
+class Tracked:
+    """Iterates over one epoch, and records its progress and its phases.
+
+    Args:
+        begin: begins the epoch, when its first batch is wanted; returns its batches, and
+            what to record them in.
+        length: returns how many batches the epoch has.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Epoch],
+        length: Callable[[], int],
+    ) -> None:
+        self._begin, self._length = begin, length
+        self._begun: Epoch | None = None
+
+    def __iter__(self) -> Tracked:
+        return self
+
+    def __len__(self) -> int:
+        return self._length()
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            count = self._length()
+            self._length = lambda: count
+            self._begun = self._begin()
+        batches, progress, phases, steps = self._begun
+        phases.training_ended()
+        if steps is not None:
+            steps.before_batch()
+        begin = time.perf_counter_ns()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            progress.finished = True
+            if steps is not None:
+                steps.at_end()
+            raise
+        progress.rounds += 1
+        if steps is not None:
+            steps.yielded()
+        phases.waiting_ended(begin)
+        return batch.unpack() if hasattr(batch, "unpack") else batch
+
+
+def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:
+    """Plots a stacked bar of phases for each run, with waiting hatched.
+
+    As the breakdown of epochs in [Tripathy24]. Phases overlap in time, so a bar shows work,
+    not the length of an epoch. Returns matplotlib's axes; needs the extra "plot".
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    ax = plt.subplots()[1] if ax is None else ax
+    names = [SAMPLE, FETCH, ASSEMBLE, TRAIN]
+    colours = dict(
+        zip(names, ("#0072B2", "#D55E00", "#009E73", "#999999"), strict=True)
+    )
+    for place, phases in enumerate(runs.values()):
+        top = 0.0
+        for name in names:
+            phase = phases[name]
+            for seconds, hatch in ((phase.computing, ""), (phase.waiting, "//")):
+                if seconds:
+                    ax.bar(place, seconds, bottom=top, color=colours[name], hatch=hatch)
+                    top += seconds
+    ax.set_xticks(range(len(runs)), list(runs))
+    ax.set_ylabel("seconds in an epoch, summed over threads")
+    marks = [Patch(color=colours[name], label=name) for name in names]
+    marks.append(Patch(fill=False, hatch="//", label="waiting for ranks"))
+    ax.legend(handles=marks, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    return ax
