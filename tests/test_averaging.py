@@ -88,6 +88,7 @@ def _spectral_norm(net, data):
     """Each read of a weight is a step of the power iteration."""
     net.conv1.lin = parametrizations.spectral_norm(net.conv1.lin)
     net.conv2.lin_l = parametrizations.spectral_norm(net.conv2.lin_l)
+    return step(net, data)
 
 
 def _weight_norm(net, data):

@@ -823,10 +823,10 @@ MUTATIONS = (
         "gat",
     ),
     Mutation(
-        "dropout of attention is drawn in the order of targets",
+        "dropout of attention is left in the order of the given edges",
         "attention",
-        "return edges.in_order(F.dropout(share.index_select(0, edges.inverse), p))",
-        "return F.dropout(share, p)",
+        "return share if edges.order is None else edges.in_order(share)",
+        "return share",
         "test_step.py",
         "test_dropout_of_attention",
     ),
