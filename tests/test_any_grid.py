@@ -17,11 +17,9 @@ from layers import EXACT
 from problems import CUTTERS, GRAPHS, grids, owners, some_grids
 from test_layers import exact
 from test_plan import late_epoch
-from torch_geometric.data import Data
 from torch_geometric.nn import Sequential
 
 import pyg_distcomm as pdc
-from pyg_distcomm import nn
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.codecs import Quantise
@@ -428,24 +426,3 @@ def test_rounds_that_are_sums_are_read_from_the_model():
     assert all(adds[1])
     assert adds[2].count(True) == 2 * 2
     assert not training_of_model(attending(), 7).adds_rows
-
-
-def _a_sum_for_many_rows(name):
-    """All nodes of rank 1 point to node 0 of rank 0: their sum travels, not their rows."""
-    mesh = worlds.mesh()
-    layer = nn.GINConv(torch.nn.Identity()) if name == "GIN" else nn.SimpleConv("mean")
-    source = torch.arange(8, 16)
-    data = Data(torch.rand(16, 4), torch.stack([source, torch.zeros_like(source)]))
-    share = pdc.partition(data, method=torch.arange(16) // 8)
-    for _ in range(2):
-        mesh.ledger.reset()
-        out = layer(share.x + 1, share.edge_index)
-    want = layer(data.x + 1, data.edge_index)
-    assert mesh.ledger.words("halo_reduce") == 4 * (mesh.rank == 0)
-    assert mesh.ledger.words("halo") == 0
-    torch.testing.assert_close(out.full_tensor(), want, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["GIN", "mean"])
-def test_layers_that_add_rows_exchange_sums_where_these_are_fewer(name):
-    worlds.run(_a_sum_for_many_rows, 2, name)

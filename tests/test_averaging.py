@@ -84,6 +84,13 @@ def _frozen(net, data):
     return step(net, data)
 
 
+def _spectral_norm(net, data):
+    """Each read of a weight is a step of the power iteration."""
+    net.conv1.lin = parametrizations.spectral_norm(net.conv1.lin)
+    net.conv2.lin_l = parametrizations.spectral_norm(net.conv2.lin_l)
+    return step(net, data)
+
+
 def _weight_norm(net, data):
     net.conv1.lin = parametrizations.weight_norm(net.conv1.lin)
     net.extra = parametrizations.weight_norm(torch.nn.Linear(4, 4).double())
@@ -269,6 +276,7 @@ CASES = {
     "penalty": _penalty,
     "accumulated": _accumulated,
     "frozen": _frozen,
+    "spectral norm": _spectral_norm,
     "weight norm": _weight_norm,
     "normalised": _normalised,
     "global results": _global_scale,

@@ -13,6 +13,7 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
+import torch_geometric
 import worlds
 from problems import GRAPHS, owners
 from torch.utils._pytree import tree_leaves
@@ -20,6 +21,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import HeteroLinear
 
 import pyg_distcomm as pdc
+from pyg_distcomm import nn
 from pyg_distcomm.comm import random
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -677,6 +679,77 @@ def _indexing(cutter):
     if share.x.rows.mesh.size > 1:
         with pytest.raises(ValueError, match="same ids on all ranks"):
             share.x[torch.tensor([share.x.rows.mesh.rank])]
+
+
+def _selected():
+    """Rows of distinct ids stay where they are, forward and backward."""
+    data, share = _share()
+    idx = torch.tensor([7, 3, -1, 21, 4], device=data.x.device)
+    x, w = share.x.detach().requires_grad_(), data.x.clone().requires_grad_()
+    first, want = x[idx], w[idx]
+    assert len(first.to_local()) == int(torch.isin(idx % 50, x.rows.gid).sum())
+    x.rows.mesh.ledger.reset()
+    again = x[idx.int()] if x.rows.mesh.size == 1 else x[idx]
+    (first * again * data.x[idx]).sum().backward()
+    sent = {op for op, _ in x.rows.mesh.ledger.entries}
+    assert sent <= {"all_reduce", "plan"}, sent  # of the sum, and a comparison
+    torch.testing.assert_close(first.full_tensor(), want)
+    (want * want * data.x[idx]).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), w.grad)
+    y = share.x[idx] + share.x[idx.flip(0)]  # of other owners
+    torch.testing.assert_close(y.full_tensor(), data.x[idx] + data.x[idx.flip(0)])
+
+
+def _hooks_of_attention():
+    """Hooks of a layer see rows and gradients of the whole, and change the output."""
+    data, share = _share()
+    for name in ("GATConv", "TransformerConv", "ResGatedGraphConv"):
+        found = []
+        for home, graph in ((torch_geometric.nn, data), (nn, data), (nn, share)):
+            torch.manual_seed(0)
+            conv = getattr(home, name)(graph.x.size(1), 4).to(graph.x)
+            seen = []
+            conv.register_forward_pre_hook(lambda _, x: (x[0] + 1, *x[1:]))
+            conv.register_forward_hook(lambda _, x, out: 2 * out)
+            conv.register_full_backward_hook(lambda _, g, out, s=seen: s.append(out[0]))
+            for _ in range(2):  # edges are known from the second use on
+                seen.clear()
+                out = conv(graph.x, graph.edge_index)
+                out.square().sum().backward()
+            grads = [p.grad for p in conv.parameters()]
+            found.append([out.detach(), *seen, *grads])
+        for want, *every in zip(*found, strict=True):
+            for got in every:
+                got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+                torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_hooks_of_attention_see_the_whole(size):
+    worlds.run(_hooks_of_attention, size)
+
+
+def _evaluated():
+    """A recurrent module is evaluated in inference mode, and trains after it."""
+    data, share = _share()
+    torch.manual_seed(0)
+    lstm = torch.nn.LSTM(data.x.size(1), 3, batch_first=True).to(data.x)
+    with torch.inference_mode():
+        want, got = (lstm(d.x.unsqueeze(1))[0] for d in (data, share))
+        torch.testing.assert_close(got.full_tensor(), want)
+    want, got = (lstm(d.x.unsqueeze(1))[0].square().sum() for d in (data, share))
+    grads = [torch.autograd.grad(t, [*lstm.parameters()]) for t in (want, got)]
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_recurrent_modules_run_in_inference_mode(size):
+    worlds.run(_evaluated, size)
+
+
+@ranks
+def test_a_selection_stays_where_it_is(size):
+    worlds.run(_selected, size)
 
 
 @ranks

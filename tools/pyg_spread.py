@@ -455,17 +455,18 @@ def summed(counts):
     return out
 
 
-def table(found, ranks, most):
+def table(found, ranks, most, as_is):
     """The page: a section for each folder, a row for each class, and then the reasons."""
     every = sum((summed(c) for kinds in found.values() for c in kinds.values()), ADD)
     bad = sum(n for word, n in every.items() if word.isupper())
+    how, flag = ("as it is", " --as-they-are") if as_is else ("converted", "")
     yield f"""# PyG's own tests of layers on ranks
 
-    python tools/pyg_spread.py CHECKOUT --write docs/pyg-layers.md
+    python tools/pyg_spread.py CHECKOUT{flag} --write docs/pyg-layers.md
 
 Python {platform.python_version()}, torch {torch.__version__}, torch_geometric
 {torch_geometric.__version__}, {ranks} ranks. What modules PyG's tests in `test/nn` call is
-called once more, converted, with the same inputs spread over ranks: features, edges and their
+called once more, {how}, with the same inputs spread over ranks: features, edges and their
 attributes by `pdc.partition`, pairs of features and dictionaries as a `HeteroData`; of a class
 {most} calls in a run at most. *Works*: all outputs, and all gradients of parameters and inputs,
 are those of one process to 1e-9 in float64, or to 1e-4 where PyG takes float32 alone.
@@ -523,7 +524,7 @@ def main():
         found[folder] = collections.defaultdict(collections.Counter)
         for kind, counts in run(str(root), options, files, args.ranks):
             found[folder][kind].update(counts)
-        lines = list(table(found, args.ranks, args.most))
+        lines = list(table(found, args.ranks, args.most, args.as_they_are))
         if args.write:
             Path(args.write).write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

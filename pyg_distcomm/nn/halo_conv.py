@@ -140,9 +140,11 @@ class HaloExecution(Explained):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer, with its hooks."""
         run: Any = super().__call__  # type: ignore[misc]
-        if is_one_hop(self) and is_spread(*args, *kwargs.values()):
-            run = one_hop(self, run)
-        return run_any(self, self.link, run, *args, **kwargs)
+        conv: Any = self
+        spread = is_spread(*args, *kwargs.values())
+        if spread and is_one_hop(conv) and not is_changed(conv):  # hooks see the whole
+            run = one_hop(conv, run)
+        return run_any(conv, self.link, run, *args, **kwargs)
 
 
 class HaloConv(torch.nn.Module):
@@ -369,7 +371,10 @@ def _of_edges(value: Any, topology: Topology) -> bool:
 # which read no more of these in their `forward` than a pair of sources and targets gives
 _ONE_HOP = frozenset(
     getattr(torch_geometric.nn, name)
-    for name in "GATConv GATv2Conv GraphConv RGCNConv TransformerConv".split()
+    for name in (
+        *("FiLMConv", "GATConv", "GATv2Conv", "GMMConv", "GraphConv"),
+        *("RGCNConv", "ResGatedGraphConv", "TransformerConv"),
+    )
 )
 
 

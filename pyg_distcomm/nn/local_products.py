@@ -48,6 +48,7 @@ from pyg_distcomm.nn import local_attention, trimming
 from pyg_distcomm.nn.layer_context import (
     STEPS,
     has_hooks,
+    is_changed,
     is_product,
     propagates_as_pyg,
 )
@@ -244,6 +245,7 @@ def run_layer(
     ends = _pair(x)
     attends = (
         trims
+        and not is_changed(conv)  # which `forward` calls
         and local_attention.is_supported(conv, given)
         and usable(*map(leading, ends))
     )

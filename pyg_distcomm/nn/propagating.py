@@ -131,8 +131,7 @@ def _values(weight: DistTensor, topology: Topology) -> Tensor:
 
 def _matrix(topology: Topology, weight: Tensor | None, dtype: torch.dtype) -> Any:
     """Returns the matrix of edges whose product exchanges rows; collective once."""
-    # weights may be new each time: those of nonzeros of other ranks would travel
-    plan = topology.sum_plan(trainable=weight is not None)
+    plan = topology.sum_plan(trainable=True)
     if weight is None:
         return plan.matrix
     if weight.requires_grad and torch.is_grad_enabled():

@@ -130,7 +130,7 @@ class DistTensor(EdgeMethods, Tensor):
             first = first_sharded(args)
             if first is not None and not first.is_inference():
                 # views of ordinary tensors are ordinary ones, whose versions are counted
-                with torch.inference_mode(False):
+                with torch.inference_mode(False), torch.no_grad():
                     return cls._computed(func, types, args, kwargs)
         rules = PROCESS.rules
         if len(types) > 1 and rules["matrix"] in types:

@@ -25,6 +25,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest, Rows
 from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, reduction_identity
+from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import compare_ids
 from pyg_distcomm.sharded.constants import ByContent, constants_of, key_of, version_of
@@ -338,20 +339,36 @@ def blocks_of(count: int, mesh: Mesh) -> Rows:
 
 
 def plain_ids(index: Tensor, rows: Rows, device: torch.device) -> Ids:
-    """Returns plain ids, sharded in equal blocks (as `rows`, if as many); kept by content.
+    """Returns plain ids, sharded (as `rows`, if as many); kept by content.
 
-    They lie where the rows do that are read by them.
+    Distinct ones are a selection: each is with the owner of its row, which stays there. Lists
+    that repeat ids, as the ends of edges, are cut into equal blocks: two of them meet, and
+    each distinct row of another rank travels once.
     """
     kept = rows.derived.setdefault(("plain ids", device), ByContent(8))
     if (known := kept.get(index)) is not None:
         return known  # type: ignore[no-any-return]
     compare_ids(index, rows.count, rows.mesh)
-    count = index.numel()
-    at = rows if count == rows.count else blocks_of(count, rows.mesh)
     flat = index.reshape(-1)
     flat = torch.where(flat < 0, flat + rows.count, flat)
+    at = rows
+    if len(flat) != rows.count:
+        named = torch.zeros(rows.count, dtype=torch.bool, device=flat.device)
+        distinct = int(named.index_fill_(0, flat.long(), True).sum()) == len(flat)
+        selects = distinct and not rows.mesh.local_sizes
+        at = _with_owners(flat, rows) if selects else blocks_of(len(flat), rows.mesh)
     found = Ids(own_part(flat, at, 0).to(device), at)
     return kept.put(index, found)  # type: ignore[no-any-return]
+
+
+def _with_owners(ids: Tensor, rows: Rows) -> Rows:
+    """Returns the rows of a list of ids, which are with the owners of the rows they name."""
+    owner = rows.owners.owner_of(ids.cpu().long())
+    partition = Partition.from_owner(owner, rows.mesh.size, len(ids))
+    gid = (owner == rows.mesh.rank).nonzero().view(-1)
+    found = Rows(gid, len(ids), rows.mesh, None)  # no nodes of a graph
+    vars(found)["owners"] = partition  # known without an exchange
+    return found
 
 
 def front(x: DistTensor) -> Tensor:

@@ -89,7 +89,7 @@ class PartialSum(Tensor):
                 a.value()  # which is no linear function of the part
         if type(x) is PartialSum and x._copied and torch.is_inference_mode_enabled():
             if not x.is_inference():  # as of sharded ones: see DistTensor
-                with torch.inference_mode(False):
+                with torch.inference_mode(False), torch.no_grad():
                     return cls.__torch_dispatch__(func, types, args, kwargs)
         if func in _VIEWS and x._value is None:
             if func in _COPIES and _accumulates():
@@ -223,10 +223,10 @@ class _Pass:
             if mesh.world.observer is not None:
                 mesh.world.observer("parameters", flat, mesh.world)
                 continue
-            found = collectives.all_reduce(flat, mesh.world)
-            parts = found.split([total.numel() for total in these])
-            for total, part in zip(these, parts, strict=True):
-                total.part.copy_(part.view(total.shape))
+            total = collectives.all_reduce(flat, mesh.world)
+            parts = total.split([each.numel() for each in these])
+            for each, part in zip(these, parts, strict=True):
+                each.part.copy_(part.view(each.shape))
         for total in unknown:
             total._know(total.part)
         for total, leaf in self.sums:
