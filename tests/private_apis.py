@@ -30,7 +30,6 @@ import pyg_distcomm
 LISTED = {
     "torch 2.6.0 to 2.15.0": """
         torch._C.DisableTorchFunctionSubclass
-        torch._C.PyTorchFileReader
         torch._C._are_functorch_transforms_active
         torch._C._current_graph_task_id
         torch._C._functorch.is_functorch_wrapped_tensor
@@ -152,7 +151,6 @@ LISTED = {
         torch_geometric.nn.SSGConv._cached_h
         torch_geometric.nn.Sequential._children
         torch_geometric.nn.models.rev_gnn.InvertibleModule._fn_apply
-        torch_geometric.sampler.NeighborSampler._sample
         torch_geometric.sampler.NeighborSampler._num_neighbors
     """,
     "numba 0.57.1 to 0.68.1": """
@@ -176,7 +174,7 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*(?<!__)")
 OTHERS = set(
     """
     _ID _SubParsersAction _batch _channels _current_frames _dict _fields _getframe _grad _i _j
-    _local _map _replace
+    _local _map _mask _replace
     """.split()
 )
 

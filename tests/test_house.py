@@ -339,9 +339,9 @@ def test_references_and_citations_agree():
 BOUNDS = {
     "lines": 58_600,
     "modules": 182,
-    "lines of tests and their helpers": 53_600,
+    "lines of tests and their helpers": 53_700,
     "lines of CONTRIBUTING.md": 250,
-    "classes of more than 20 methods or 15 attributes": 14,
+    "classes of more than 20 methods or 15 attributes": 13,
     "classes that intercept ops or functions of torch": 6,
     "reads of frames, other than for a message": 0,
     "reads of bytecode or of the garbage collector": 2,  # for a cache of code

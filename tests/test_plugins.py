@@ -83,7 +83,7 @@ def test_a_registered_cutter_cuts_from_the_command_line(installed, tmp_path):
     assert main(["partition", "generated-120", out, *flags]) == 0
     assert torch.equal(read_part(out, 1).node_gid, torch.arange(1, 120, 3))
     asked = {"partition": "stripes", "codecs": ["half-byte"]}
-    assert "half-byte" in str(pdc.plan(generated(120), [32, 4, 4], 2, **asked))
+    assert "4 bits" in str(pdc.plan(generated(120), [32, 4, 4], 2, **asked))
     # a name of this package comes first
     edges = generated(120).edge_index
     assert torch.equal(
@@ -111,7 +111,7 @@ def test_a_registered_codec_is_known_by_its_name(installed):
     assert "half-byte" in known_codecs()
     assert codec_of("half-byte").bits == 4
     assert LinkPolicy("half-byte").codec.bits == 4
-    assert codings("half-byte late")[1].name == "half-byte late"
+    assert codings("half-byte")[1].name == "4 bits"
     with pytest.raises(ValueError, match="the registered codec 'no-codec' failed"):
         codec_of("no-codec")
     with pytest.raises(ValueError, match=r"codec 'none' is not known.*half-byte"):

@@ -123,8 +123,8 @@ MUTATIONS = (
     Mutation(
         "the gradient of a parameter is that of this rank's rows",
         "gradient",
-        "found = collectives.all_reduce(flat, mesh.world)",
-        "found = flat",
+        "total = collectives.all_reduce(flat, mesh.world)",
+        "total = flat",
         "test_averaging.py",
         "test_gradients_are_those_of_one_process",
     ),

@@ -330,9 +330,9 @@ def _store(data: Any, key: Any) -> Any:
 
 def _with_placeholders(data: Data | HeteroData) -> Any:
     """Returns a Data or HeteroData of the whole graph's sizes, with placeholders for edges."""
-    placeholder: Any = (
-        data.__class__()
-    )  # not of the class of a share: batches are plain
+    placeholder: Any = type(
+        data
+    )()  # whose lists are in the order of rank 0, as a share's
     for part in data.stores:
         out = _store(placeholder, part._key)
         for name, value in part.items():

@@ -248,9 +248,10 @@ def is_product(
     )
 
 
-def dtype_of(lin: torch.nn.Module) -> torch.dtype:
+def dtype_of(lin: torch.nn.Module) -> torch.dtype | None:
     """Returns the type of the weight of a linear map, also of a computed one."""
-    return next(lin.parameters()).dtype
+    first = next(lin.parameters(), None)
+    return None if first is None else first.dtype  # None of one that FSDP holds
 
 
 def has_hooks(conv: MessagePassing) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.sharded import whole
-from pyg_distcomm.sharded.agreement import compare_plain, compare_selection
+from pyg_distcomm.sharded.agreement import compare_plain, compare_selection, in_backward
 from pyg_distcomm.sharded.constants import key_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
@@ -166,6 +166,8 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
         return DistTensor(func(x.local, d, own, *args[3:]), x.rows, x.dim_)
     x = plain(x)
     if d == v.dim_:
+        if in_backward():  # the gradient of pooled rows, of which all are read
+            compare_plain(x, v.rows.mesh)
         return DistTensor(func(x, d, v.local, *args[3:]), v.rows, d)
     return DistTensor(
         func(own_part(x, v.rows, v.dim_), d, v.local, *args[3:]), v.rows, v.dim_
