@@ -191,6 +191,28 @@ def test_relations_are_summed_by_one_product_after_one_exchange(option, size):
     worlds.run(_relations_at_once, size, option)
 
 
+def _other_relations(relations):
+    mesh = worlds.mesh()
+    torch.manual_seed(0)
+    ends, kinds = torch.randint(N, (2, 60)), torch.randint(relations, (60,))
+    x = torch.randn(N, 4)
+    share = pdc.partition(Data(x=x, edge_index=ends, edge_type=kinds), mesh)
+    torch.manual_seed(1)
+    conv, plain = nn.RGCNConv(4, 3, relations), pyg.RGCNConv(4, 3, relations)
+    plain.load_state_dict(conv.state_dict())
+    for k in range(7):  # of which four are kept
+        want = plain(x, ends, (kinds + k) % relations)
+        found = conv(share.x, share.edge_index, (share.edge_type + k) % relations)
+        torch.testing.assert_close(found.full_tensor(), want)
+        again = conv(x, ends, (kinds + k) % relations)
+        torch.testing.assert_close(again, want)
+
+
+@pytest.mark.parametrize("relations", [3, 40])  # of 40 most rows are empty
+def test_types_of_edges_may_be_made_anew_and_be_many(relations):
+    worlds.run(_other_relations, 2, relations)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_edges_of_each_relation_are_planned_once_and_summed_by_products(size):
     worlds.run(_relations, size)

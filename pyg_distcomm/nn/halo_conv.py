@@ -40,7 +40,12 @@ from pyg_distcomm.nn.layer_context import (
     warn_about_grid,
 )
 from pyg_distcomm.nn.local_attention import note_rows
-from pyg_distcomm.nn.local_products import attends_by_kernels, is_relational, run_layer
+from pyg_distcomm.nn.local_products import (
+    attends_by_kernels,
+    is_relational,
+    run_layer,
+    usable,
+)
 from pyg_distcomm.nn.message_forms import adds_rows, layers_of
 from pyg_distcomm.nn.propagating import adding, exchanging, keeps_rows
 from pyg_distcomm.sharded.agreement import compare_parameters
@@ -329,7 +334,10 @@ def _adds_relations(conv: Any, topology: Topology, values: Any) -> bool:
     return (
         topology.nodes.mesh.grid[1:] == (1, 1)
         and is_relational(conv)
-        and any(type(x) is DistTensor and x.is_floating_point() for x in rows)
+        and not is_changed(conv)
+        and usable()
+        and conv.num_relations * topology.nodes.count <= 2 * topology.edges.count
+        and any(type(x) is DistTensor and x.dtype == conv.weight.dtype for x in rows)
     )
 
 

@@ -29,11 +29,7 @@ from torch.nn.utils import parametrize
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from pyg_distcomm.graph.edge_products import (
-    aggregate,
-    multiply,
-    multiply_linear,
-)
+from pyg_distcomm.graph.edge_products import aggregate, multiply, multiply_linear
 from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
     LocalAdjacency,
@@ -56,6 +52,7 @@ from pyg_distcomm.nn.leading_rows import leading, whole
 from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES
 
 _FLOATS = (torch.float32, torch.float64)
+_TYPES = 4  # types of the same edges, of which an RGCNConv keeps the CSR form
 
 # When it applies ---------------------------------------------------------------------
 
@@ -276,8 +273,9 @@ def _adds_relations(
 ) -> GroupedEdges | None:
     """Returns the edges of an RGCNConv, with a row for each target and relation; kept.
 
-    None if it is none, if an edge is of no relation of the layer, or in a minibatch, for which
-    their CSR form would be made only once.
+    None if it is none, if an edge is of no relation of the layer, if most of these rows would
+    be empty, or if their CSR form would be made only once: in a minibatch, and for more types
+    of the same edges than `_TYPES`.
     """
     kind: Any = given.get("edge_type")
     source, target = _pair(given.get("x"))
@@ -286,23 +284,23 @@ def _adds_relations(
     if adjacency.batch is not None or not is_relational(conv):
         return None
     edge_index = given["edge_index"]
-    if not usable(source, target) or source.dim() != 2 or target.dim() != 2:
-        return None
-    if source.dtype != conv.weight.dtype or len(kind) != edge_index.size(1):
-        return None
+    fits = usable(source, target) and source.dim() == target.dim() == 2
+    fits = fits and source.dtype == conv.weight.dtype
     count, shape = conv.num_relations, (len(source), len(target))
+    if not fits or not count * shape[1] / 4 <= len(kind) == edge_index.size(1):
+        return None
     key = "relations", count, *shape
     stamp = kind.data_ptr(), kind._version, kind.stride()
-    kept, of, _ = adjacency.derived.get(key, (None, None, None))
-    if of != stamp:
+    known = adjacency.derived.setdefault(key, {})
+    if stamp not in known and len(known) < _TYPES:
         with outside_inference_mode():
             kept = None
             if not len(kind) or (int(kind.min()) >= 0 and int(kind.max()) < count):
                 rows = edge_index[1].long() * count + kind
                 ends = torch.stack([edge_index[0].long(), rows])
                 kept = GroupedEdges.build(ends, shape[0], shape[1] * count)
-        adjacency.derived[key] = kept, stamp, kind.untyped_storage()
-    return kept  # type: ignore[no-any-return]
+        known[stamp] = kept, kind.untyped_storage()
+    return known.get(stamp, (None,))[0]  # type: ignore[no-any-return]
 
 
 def _add_relations(

@@ -192,7 +192,7 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
     if kind == "in place" and not _is_known_write(func, args, kwargs):
         return rule(func, args, kwargs)
     number = None
-    if func not in _PICKING or _are_same(args, first.rows.mesh):
+    if func not in _PICKING or _are_same(func, args, first.rows.mesh):
         number = description(func, args, kwargs, known)
     if kind == "in place":
         out = _write(func, rule, args, kwargs, number, known)
@@ -225,8 +225,11 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
     )
 
 
-def _are_same(args: Any, mesh: Mesh) -> bool:
+def _are_same(func: Any, args: Any, mesh: Mesh) -> bool:
     """Tells whether plain tables, of which an op may read a part, are the same on all ranks."""
+    args = (
+        args[1:] if func is aten.where.self else args[:1]
+    )  # ids and masks are read whole
     tables = [t for t in args if type(t) is Tensor and t.dim() and is_structure(t)]
     return all([is_same(t, mesh) for t in tables])  # each is compared
 
