@@ -108,7 +108,7 @@ def load_dataset(
 
     Raises ValueError for an unknown name, and for a file that holds no graph.
     """
-    if Path(name).suffix in (".pt", ".npz"):
+    if Path(name).suffix.lower() in (".pt", ".npz"):
         return _from_file(Path(name), hetero)
     lower = name.lower()
     if lower == "digits":
@@ -226,7 +226,11 @@ def _from_pyg(name: str, root: Path, kind: str, argument: str | None) -> Data:
 def _from_file(path: Path, hetero: bool) -> Data | HeteroData:
     if not path.is_file():
         raise ValueError(f"{path}: missing")
-    data = _from_npz(path) if path.suffix == ".npz" else load_saved_graph(path, hetero)
+    data = (
+        _from_npz(path)
+        if path.suffix.lower() == ".npz"
+        else load_saved_graph(path, hetero)
+    )
     if isinstance(data, Data) and data.edge_index is None:
         instead = "; convert its adj_t to one first" if "adj_t" in data else ""
         raise ValueError(f"{path}: has no edge_index [2, num_edges]{instead}")

@@ -184,7 +184,8 @@ def test_no_file_of_an_attribute_is_dropped(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ring.txt").write_text("0 1\n1 2\n2 0\n")
-    np.save("x.npy", np.ones((3, 2)))
+    for name in "xy":
+        np.save(f"{name}.npy", np.ones((3, 2)))
     assert main(["partition", "ring.txt", "o", "--parts", "2", *flags]) == 2
     assert words in one_error(capsys)
     assert not (tmp_path / "o").exists()

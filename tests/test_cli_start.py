@@ -120,6 +120,13 @@ def test_json_of_doctor(monkeypatch, capsys):
             "outer: is not a partition folder, but holds one; give outer",
         ),
         ("report nowhere", "nowhere: does not exist"),
+        ("report full/a.txt", "full/a.txt: is a file, not the folder of pdc.metrics"),
+        ("partition sub/digits o --parts 2", "unknown data set 'sub/digits'"),
+        (
+            "partition digits o --parts 2 --node-file x=gone.npy",
+            "gone.npy: missing",
+        ),
+        ("partition digits o --parts 2 --node-table t.parquet", "t.parquet: missing"),
     ],
 )
 def test_mistakes_are_answered_before_torch_is_loaded(

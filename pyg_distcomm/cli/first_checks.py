@@ -46,16 +46,23 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 def check_partition(arguments: argparse.Namespace) -> None:
     """Raises ValueError if the data set is unknown, a file is missing, or `out` exists."""
+    given = [one.partition("=")[2] for one in arguments.node_file + arguments.edge_file]
+    for file in (*given, arguments.node_table):
+        if file and not Path(file).is_file():
+            raise ValueError(f"{file}: missing")
     if arguments.out.exists() and not arguments.force:
         raise ValueError(f"{arguments.out}: exists already; give --force to replace it")
     name = arguments.dataset
     path = Path(name)
     if path.is_file():
         return
+    if path.is_dir() and path.suffix.lower() in FILES:
+        raise ValueError(f"{name}: is a folder; give a file of edges, or a .pt")
     if path.suffix.lower() in FILES:
         raise ValueError(f"{name}: missing; give the path of a file of edges or a .pt")
-    known, last = [*DATASETS, "generated-NODES"], path.name.lower()
-    made = last.startswith("generated-") and last[10:].isdecimal()
+    known, whole = [*DATASETS, "generated-NODES"], name.lower()
+    made = whole.startswith("generated-") and whole[10:].isdecimal()
+    last = whole if path.name.lower() == "digits" else path.name.lower()
     if made or last in map(str.lower, DATASETS):
         return
     if path.is_dir():
@@ -80,6 +87,11 @@ def check_report(arguments: argparse.Namespace) -> None:
     run, out = arguments.run, arguments.out
     if not run.exists():
         raise ValueError(f"{run}: does not exist; give the folder of pdc.metrics")
+    if run.is_file():
+        raise ValueError(
+            f"{run}: is a file, not the folder of pdc.metrics; open a file of pdc.trace in "
+            "https://ui.perfetto.dev"
+        )
     if out.is_dir():
         raise ValueError(f"{out}: is a folder; give a file, as -o report.html")
 

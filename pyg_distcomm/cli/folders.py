@@ -37,8 +37,6 @@ from pyg_distcomm.watch.page import render
 def run_partition(arguments: argparse.Namespace) -> int:
     """Runs the command `pyg-distcomm partition`."""
     out, parts = arguments.out, arguments.parts
-    if out.exists() and not arguments.force:
-        raise ValueError(f"{out}: exists already; give --force to replace it")
     read = _from_files if is_source(arguments.dataset) else _from_memory
     with showing_time(f"cutting {arguments.dataset} into {parts} parts"):
         figures = read(arguments)
@@ -178,11 +176,6 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Writes the page; returns 0."""
     run, out = arguments.run, arguments.out
     found: dict[str, Any] = {"run": str(run), "out": str(out)}
-    if run.is_file():
-        raise ValueError(
-            f"{run}: is a file, not the folder of pdc.metrics; open a file of pdc.trace in "
-            "https://ui.perfetto.dev"
-        )
     if is_folder(run):
         raise ValueError(
             f"{run}: holds parts, not a run; `pyg-distcomm inspect {run}` shows their figures"
