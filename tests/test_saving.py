@@ -185,6 +185,8 @@ def test_what_can_not_be_read_back_as_data_is_refused(tmp_path):
         pdc.save_checkpoint(
             tmp_path / "ckpt", pdc.init(), model_of(1), extra={"a": [Path()]}
         )
+    with pytest.raises(TypeError, match="give each checkpoint to keep its own path"):
+        pdc.save_checkpoint(tmp_path / "ckpt", pdc.init(), model_of(1), keep=3)
     assert not list(tmp_path.iterdir())
 
 

@@ -70,8 +70,12 @@ def save_checkpoint(
     Raises:
         ValueError: on all ranks, if ranks differ in `path`, or the disk is full,
             cannot be written or is not shared.
-        TypeError: if an extra value is of another type.
+        TypeError: if an extra value is of another type, or named `keep`.
     """
+    if "keep" in extra:  # which would be saved as a value, and the folder replaced
+        raise TypeError(
+            "leave out keep=, and give each checkpoint to keep its own path"
+        )
     mesh = given_mesh(mesh, "pdc.save_checkpoint")
     if mesh.stage.size > 1:
         raise ValueError(
@@ -80,7 +84,7 @@ def save_checkpoint(
         )
     model, world = bare(model), mesh.world
     _on_all_ranks(lambda: _check_optimizer(model, optimizer), world)
-    trees = {"model": _model_state(model), "mesh": _mesh_state(mesh, model)}
+    trees = {"model": _model_state(model), "mesh": _mesh_state(mesh)}
     if extra:
         trees["extra"] = extra
     if optimizer is not None:
@@ -426,7 +430,7 @@ def _find_folder(path: str | Path, mesh: Mesh) -> Path:
     return Path(os.path.realpath(path)).with_name(str(name))
 
 
-def _mesh_state(mesh: Mesh, model: torch.nn.Module) -> dict[str, Any]:
+def _mesh_state(mesh: Mesh) -> dict[str, Any]:
     return {
         **mesh.state_dict(),
         "inputs": inputs_of(mesh).as_text(mesh),

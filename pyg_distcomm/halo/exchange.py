@@ -124,7 +124,7 @@ class Packing:
 
     def fits(self, codec: Codec, direction: Direction, x: Tensor) -> bool:
         """Tells whether it is the plan of these rows."""
-        same = self.codec is codec and self.direction is direction
+        same = self.codec == codec and self.direction is direction
         return same and self.shape == (x.size(1), x.dtype, x.device)
 
     @cached_property
@@ -167,6 +167,8 @@ class Packing:
                     f"{x.size(1)}, but wire_bytes returned {wanted}: it must return the "
                     "exact size"
                 )
+            if message.data_ptr() != out[part.bytes].data_ptr():
+                out[part.bytes].copy_(message)  # of a codec with a tensor of its own
         return out
 
 

@@ -391,9 +391,11 @@ class Batcher:
 
     def _rows(self, k: int, ids: Tensor, pools: Pools | None) -> Tensor:
         """Returns the rows of an attribute; zeros for an id of -1, a loop that a rule adds."""
-        attribute, place, real = self._attributes[k], self._place, ids >= 0
-        values, every = attribute.values, ids
-        ids = ids if bool(real.all()) else ids[real]
+        attribute, place = self._attributes[k], self._place
+        values, every, real = attribute.values, ids, None
+        if attribute.of_edges and bool((ids < 0).any()):
+            real = ids >= 0
+            ids = ids[real]
         if not isinstance(values, Tensor):
             assert pools is not None
             find, values = pools[k]
@@ -407,7 +409,7 @@ class Batcher:
             found = place.take(key, values, ids, not attribute.of_edges)
         else:
             found = take_rows(values, ids, buffers=self._buffers)
-        if len(found) < len(every):
+        if real is not None:
             zeros = found.new_zeros(len(every), *found.shape[1:])
             found = zeros.index_put_((real.to(found.device),), found)
         return found
