@@ -179,14 +179,14 @@ def test_bytes_are_the_planners_on_all_grids(model, size):
     assert False in chosen
 
 
-def multiplied():
+def multiplied(grid):
     """A GIN layer on a grid where its sums are fewer words, and its exact price."""
-    mesh = worlds.mesh(grid=(2, 2, 1))
+    mesh = worlds.mesh(grid=grid)
     share = pdc.partition(GRAPHS["directed"](), mesh, "random")
     topology = share.edge_index.topology
     conv = HaloConv(pyg.GINConv(torch.nn.Identity()))
     conv(share.x, share.edge_index)
-    assert topology.adds_on_grid
+    assert topology.adds_on_grid == (grid[1] > 1)
     rows, added = topology.row_words, topology.product_words
     mesh.ledger.reset()
     conv(share.x, share.edge_index)
@@ -196,8 +196,9 @@ def multiplied():
     assert int(words) == 7 * added < 7 * rows
 
 
-def test_sums_are_products_where_these_are_fewer_words():
-    worlds.run(multiplied, 4)
+@pytest.mark.parametrize("grid", [(2, 2, 1), (3, 1, 1)])
+def test_sums_are_products_where_these_are_fewer_words(grid):
+    worlds.run(multiplied, math.prod(grid), grid)
 
 
 ADDING = {

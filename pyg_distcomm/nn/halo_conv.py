@@ -169,14 +169,14 @@ class HaloConv(torch.nn.Module):
             [Note: attention]. So are all tensors of a layer that caches propagated rows
             (`SGConv(cached=True)`).
 
-    On grids other than (P, 1, 1) rows travel between all ranks as on that grid. Layers that
-    sum or average rows with weights that are not trained (GINConv, GraphConv, APPNP) are
-    computed as products on the grid where `GridMatrix.price`, summed over ranks, is less;
-    other layers, and all layers over a coded link, warn once that they are not.
+    Layers that sum or average rows with weights that do not change (GINConv, GraphConv,
+    APPNP) are computed as products. On grids other than (P, 1, 1) they are where
+    `GridMatrix.price`, summed over ranks, is less; the rows of other layers, and of all
+    layers over a coded link, travel between all ranks as on (P, 1, 1), with a warning.
 
     Shapes (this rank): x `[n_i, F_in]` DistTensor -> `[n_i, F_out]` DistTensor.
-    Price: `halo.price(F)` per exchanged tensor of width F, and its transpose backward; or
-    `GridMatrix.price(F)`, see above. The ghosts of an argument that does not change travel
+    Price: `halo.price(F)` per exchanged tensor of width F, and its transpose backward; of a
+    product `GridMatrix.price(F)`. The ghosts of an argument that does not change travel
     twice over exact links: they are cached from the second use on, unless
     `DistEdgeIndex.with_ordering` says otherwise.
 

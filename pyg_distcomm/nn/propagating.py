@@ -94,7 +94,7 @@ def _sum(layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
         if on_grid:
             out = topology.add_rows(local, edges, OperatorKind(), wide)
         else:
-            out = _matrix(topology, edges, wide) @ local
+            out = _matrix(topology, edges, wide, _is_constant(weight)) @ local
         if mean:
             out = out / topology.in_degree.clamp(min=1).to(out.dtype).unsqueeze(1)
         return DistTensor.from_local(out, topology.nodes)
@@ -129,13 +129,15 @@ def _values(weight: DistTensor, topology: Topology) -> Tensor:
     return kept[1]  # type: ignore[no-any-return]
 
 
-def _matrix(topology: Topology, weight: Tensor | None, dtype: torch.dtype) -> Any:
-    """Returns the matrix of edges whose product exchanges rows; collective once."""
-    plan = topology.sum_plan(trainable=True)
+def _matrix(
+    topology: Topology, weight: Tensor | None, dtype: torch.dtype, constant: bool
+) -> Any:
+    """Returns the matrix of edges with constant values, or others; collective once."""
     if weight is None:
-        return plan.matrix
+        return topology.sum_plan().matrix
     if weight.requires_grad and torch.is_grad_enabled():
-        return plan.with_learnt(weight.to(dtype))
+        return topology.sum_plan(trainable=True).with_learnt(weight.to(dtype))
+    plan = topology.sum_plan(trainable=not constant)
     key = topology.halo, dtype
     seen, before, matrix = topology.weighted.get(key, (None, 0, None))
     now = -1 if weight.is_inference() else weight._version
