@@ -101,12 +101,13 @@ def in_process(function: Callable[..., Any], *args: Any) -> Any:
         return pool.apply(function, args)
 
 
-def storages(root: Any, seen: set[int]) -> int:
+def storages(root: Any, seen: dict[int, Any]) -> int:
     """Returns the bytes of tensors and arrays that an object holds, each counted once.
 
     Args:
         root: the object; its attributes and entries are followed.
-        seen: the objects and storages that are counted already, which are added to.
+        seen: the objects and storages that are counted already, which are added to; it
+            holds them, so that no other object gets their place.
     """
     total, left = 0, [root]
     while left:
@@ -115,16 +116,16 @@ def storages(root: Any, seen: set[int]) -> int:
             one, (str, bytes, int, float, type(None), type)
         ):
             continue
-        seen.add(id(one))
+        seen[id(one)] = one
         if isinstance(one, torch.Tensor) and type(one) in (torch.Tensor, PARAMETER):
             storage = one.untyped_storage()
             if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
+                seen[storage.data_ptr()] = storage
                 total += storage.nbytes()
-            left.append(one.grad)
+            left += [one.grad] if one.is_leaf else []
         elif isinstance(one, np.ndarray):
             if one.ctypes.data not in seen:
-                seen.add(one.ctypes.data)
+                seen[one.ctypes.data] = one
                 total += one.nbytes
         elif isinstance(one, dict):
             left += [*one.keys(), *one.values()]
@@ -335,28 +336,50 @@ def sample(args: Any) -> None:
         train(out, ranks, ["batches"], 0, args.batches)
 
 
-def holders(folder: str) -> dict[str, float]:
-    """Runs on a rank: trains a GCN, returns what each thing holds, and the PSS, in bytes."""
+def holders(folder: str, way: str) -> dict[str, float]:
+    """Runs on a rank: trains, returns what each thing holds in a step, and the PSS, in bytes.
+
+    The step is at the end of its forward pass, when most is held: all that autograd saved.
+    """
     mesh = pdc.init()
     kernels.warm_up()
     before = held()
     data = pdc.load_partition(folder, mesh, verify="checksums")
-    model = pdc.replicate(GCN((data.x.size(1), HIDDEN, HIDDEN, CLASSES)), mesh)
+    widths = data.x.size(1), HIDDEN, HIDDEN, CLASSES
+    if way == "batches":
+        model = GraphSAGE(widths[0], HIDDEN, len(FANOUTS), CLASSES)
+        options = LoaderOptions(bulk_size=1, seed=0)
+        given = data, FANOUTS, data.train_mask
+        loader: Any = DistNeighborLoader(*given, batch_size=BATCH, options=options)
+        supply = iter(loader)
+    else:
+        model, loader = GCN(widths) if way == "gcn" else SAGE(widths), None
+        supply = itertools.repeat(data)
+    model = pdc.replicate(model, mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(2):
-        step(model, optimizer, data)
-    out = model(data.x, data.edge_index)
-    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-    seen: set[int] = set()
+    for _ in range(3):
+        loss = forward(model, next(supply))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    del loss
+    batch, saved = next(supply), []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        loss = forward(model, batch)
+    seen: dict[int, Any] = {}
     found = {"interpreter": before}
     found["model"] = storages([model, optimizer.state], seen)
     found["features"] = storages(
         [data[name].to_local() for name in ("x", "y", "train_mask")], seen
     )
     found["edges, plans"] = storages(data, seen)
-    rows = len(data.edge_index.nodes)
-    # what two ReLUs return, the aggregated rows of the second layer, and logits
-    found["activations"] = 4 * rows * (3 * HIDDEN + CLASSES)
+    found["sampler, rows in flight"] = storages([loader, supply, batch], seen)
+    found["activations"] = storages(saved, seen)
     found["sum"] = sum(found.values())
     memory.give_back()
     found["PSS"] = held()
@@ -364,15 +387,30 @@ def holders(folder: str) -> dict[str, float]:
     return found
 
 
+def forward(model: Any, batch: Any) -> torch.Tensor:
+    """Returns the loss of a minibatch, or of a share."""
+    out = model(batch.x, batch.edge_index)
+    if "batch_size" in batch:
+        return F.cross_entropy(out[: batch.batch_size], batch.y[: batch.batch_size])
+    return F.cross_entropy(out[batch.train_mask], batch.y[batch.train_mask])
+
+
 def shares(args: Any) -> None:
     """Prints what holds the memory of each rank, beside its PSS."""
     graph = generated(args.folder, args.nodes or 2**18, args.edges or 2**22, 100)
     for ranks in args.ranks or [2]:
         out, _ = cut(graph, ranks)
-        found = pdc.launch(holders, ranks, str(out), threads=1)
-        rows = [(k, *(f"{one[k] / 2**20:,.0f}" for one in found)) for k in found[0]]
-        rows.append(("sum / PSS", *(f"{one['sum'] / one['PSS']:.2f}" for one in found)))
-        print(format_table(("MiB", *(f"rank {k}" for k in range(ranks))), rows))
+        for way in args.ways:
+            found = pdc.launch(holders, ranks, str(out), way, threads=1)
+            rows = [(k, *(f"{one[k] / 2**20:,.0f}" for one in found)) for k in found[0]]
+            rows.append(
+                ("sum / PSS", *(f"{one['sum'] / one['PSS']:.2f}" for one in found))
+            )
+            print(
+                format_table(
+                    (f"{way}, MiB", *(f"rank {k}" for k in range(ranks))), rows
+                )
+            )
 
 
 # on paper -----------------------------------------------------------------------------

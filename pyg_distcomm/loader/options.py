@@ -20,6 +20,7 @@ from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.comm.random import keyed_choice
 from pyg_distcomm.kernels.core_ops import as_bytes
 from pyg_distcomm.loader.feature_store import DistFeatureStore
+from pyg_distcomm.ops.grid_plan import CHUNK
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR
 from pyg_distcomm.sampling.partitioned import SAMPLE_AT
@@ -447,17 +448,22 @@ def _edge_sum(store: Any) -> int:
         source, target = edge_index.topology.source_gid, edge_index.topology.target_gid
         place = edge_index.edges.place
     elif isinstance(edge_index, Tensor):
-        source, target = edge_index.as_subclass(Tensor).long()
+        source, target = edge_index.as_subclass(Tensor)
     elif isinstance(adj, Tensor):
         target, source = adj.to_sparse_coo().coalesce().indices()
     elif adj is not None:
         target, source, _ = adj.coo()
     else:
         return 0
-    place = torch.arange(len(source)) if place is None else place
     # samplers draw positions among a node's edges, so the order of edges matters
-    ends = source.cpu() * _ODD[0] + target.cpu() * _ODD[1]
-    return _mixed_sum((ends ^ (ends >> 29)) * _ODD[2] + place * _ODD[0])
+    total, begin = 0, 0
+    for part, end in zip(source.split(CHUNK), target.split(CHUNK), strict=True):
+        ends = part.cpu().long() * _ODD[0] + end.cpu().long() * _ODD[1]
+        after = begin + len(ends)
+        at = torch.arange(begin, after) if place is None else place[begin:after]
+        total += _mixed_sum((ends ^ (ends >> 29)) * _ODD[2] + at * _ODD[0])
+        begin = after
+    return _wrapped(total)
 
 
 def _mixed_sum(mixed: Tensor) -> int:

@@ -35,6 +35,7 @@ from pyg_distcomm.partition.partition import (
 EdgeType = tuple[str, str, str]
 NodeOrEdgeType = str | EdgeType
 Level = Literal["node", "edge"]
+PIECE = 1 << 20  # the ids that are looked at in one go
 NODE_NAMES = ("x", "y", "pos", "batch")
 EDGE_NAMES = ("edge_attr", "edge_weight", "edge_type")
 # an attribute has a row per node, per edge, or none
@@ -292,14 +293,21 @@ def id_problems(
         yield f"{nodes}: not the nodes that owner.npy gives to {part}"
     if out_of_range(share.edge_gid, share.num_edges_global) is not None:
         yield f"{edges}: an edge id is out of range"
-    elif bool((share.edge_gid[1:] <= share.edge_gid[:-1]).any()):
+    elif not _ascends(share.edge_gid):
         yield f"{edges}: edge ids do not ascend"
+    targets = share.edge_index[1].split(PIECE)
     if out_of_range(share.edge_index, partition.num_nodes) is not None:
         yield f"{ends}: a node id is out of range"
-    elif bool((partition.owner[share.edge_index[1]] != part).any()):
+    elif any(bool((partition.owner[ids] != part).any()) for ids in targets):
         yield f"{ends}: a target is owned by another part"
     elif share.types is not None:
         yield from _type_problems(share, share.types, edges, ends)
+
+
+def _ascends(ids: Tensor) -> bool:
+    """Tells whether ids ascend, a piece at a time: a part may be larger than memory."""
+    pieces = zip(ids[:-1].split(PIECE), ids[1:].split(PIECE), strict=True)
+    return all(bool((one < other).all()) for one, other in pieces)
 
 
 def _type_problems(
