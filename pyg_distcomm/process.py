@@ -42,6 +42,7 @@ class ProcessState:
         ordered: the classes of shares, by the class that each lists in order.
         warned: what has been warned of, and is not again.
         heap: when freed memory is returned to the system.
+        in_files: where arrays of ids begin that are mapped from files.
         rules: how tensors that are sharded below autograd compute each op of torch.
         op: the op that they compute now.
     """
@@ -72,6 +73,7 @@ class ProcessState:
     steps: Any = field(default_factory=weakref.WeakKeyDictionary)
     ordered: dict[Any, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
+    in_files: set[int] = field(default_factory=set)
     rules: dict[Any, Any] = field(default_factory=dict)
     op: Any = None
 

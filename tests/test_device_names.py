@@ -91,7 +91,7 @@ KERNELS = {
         *pairs(at), 0.2, at(EDGES), True
     ),
     "place_pairs": lambda at: kernels.place_pairs(
-        at(ROW), at(COL), None, at(ROWPTR), at(torch.zeros(10).long())
+        at(ROW), at(COL), at(COL), at(ROWPTR[:-1]), at(torch.zeros(10).long())
     ),
     "read_rows": lambda at: kernels.read_rows(at(X), at(IDS)),
     "scatter_add_rows": lambda at: kernels.scatter_add_rows(at(X), at(IDS), at(X)[:2]),

@@ -266,13 +266,12 @@ def csr_transpose(
 
 
 def place_pairs(
-    target: Tensor, source: Tensor, order: Tensor | None, colptr: Tensor, pair: Tensor
+    target: Tensor, source: Tensor, edge: Tensor, cursor: Tensor, pair: Tensor
 ) -> Tensor:
     """Runs `core_ops.place_pairs`, on one thread."""
     memory.advise(pair)
-    sorted_by = None if order is None else vector(order)
-    cursor = colptr[:-1].numpy().copy()
-    args = (vector(target), vector(source), sorted_by, cursor, pair.numpy())
+    ids = vector(target), vector(source), vector(edge)
+    args = (*ids, cursor.numpy(), pair.numpy())
     ready(core_jit.place_pairs, args)()
     return pair
 

@@ -307,15 +307,14 @@ def place_transposed(
 
 @jit
 def place_pairs(
-    col: Array, source: Array, order: Array | None, cursor: Array, pair: Array
+    col: Array, source: Array, edge: Array, cursor: Array, pair: Array
 ) -> None:
-    """Places (source, edge id) by target, edges in the order given, or as they are."""
-    for k in range(len(col)):
-        e = k if order is None else order[k]
+    """Places (source, edge id) by target, edges as they come."""
+    for e in range(len(col)):
         slot = cursor[col[e]]
         cursor[col[e]] = slot + 1
         pair[2 * slot] = source[e]
-        pair[2 * slot + 1] = e
+        pair[2 * slot + 1] = edge[e]
 
 
 # Keyed randomness ---------------------------------------------------------------------

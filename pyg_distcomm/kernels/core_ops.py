@@ -402,19 +402,22 @@ def transposed(
 
 @op("target source pair")
 def place_pairs(
-    target: Tensor, source: Tensor, order: Tensor | None, colptr: Tensor, pair: Tensor
+    target: Tensor, source: Tensor, edge: Tensor, cursor: Tensor, pair: Tensor
 ) -> Tensor:
-    """Sorts edges by target, and among equal ones as they come in ``order``.
+    """Places some edges by target, in their order, behind those that are there.
 
-        pair[2 s], pair[2 s + 1] = source[e], e    for the s-th edge e so sorted
+        s = cursor[target[e]]++,  pair[2 s], pair[2 s + 1] = source[e], edge[e]
 
-    Shapes: target, source and order [nnz]; colptr [m + 1], the offsets of the targets;
-    pair [2 nnz], overwritten.
+    Shapes: target, source and edge [k]; cursor [m], int64, where the next edge of each
+    target goes, and pair [2 nnz]; both are changed.
     """
-    each = torch.arange(target.numel(), device=target.device)
-    first = each if order is None else order
-    edge = first[torch.argsort(target[first], stable=True)]
-    return pair.copy_(torch.stack([source[edge], edge], 1).view(-1))
+    order = torch.argsort(target, stable=True)
+    by, counts = target[order].long(), torch.bincount(target, minlength=len(cursor))
+    first = counts.cumsum(0) - counts
+    slot = cursor[by] + torch.arange(len(by), device=by.device) - first[by]
+    pair.view(-1, 2)[slot] = torch.stack([source[order], edge[order]], 1).to(pair.dtype)
+    cursor.add_(counts)
+    return pair
 
 
 @op("gid", dtypes=None)

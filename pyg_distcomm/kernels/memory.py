@@ -150,14 +150,19 @@ def _resident() -> int:
     return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
 
 
-def _advise(address: int, size: int) -> None:
-    """Requests huge pages for a range of memory, if the system has them."""
+def drop_pages(x: Tensor) -> None:
+    """Drops what memory holds of a tensor that is mapped from a file, and not written to."""
+    _advise(x.data_ptr(), x.nbytes, getattr(mmap, "MADV_DONTNEED", None))
+
+
+def _advise(address: int, size: int, advice: int | None = None) -> None:
+    """Gives the system advice on a range of memory; None requests huge pages."""
     if ADVISES is not None:
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         pages = (address + size - first) // mmap.PAGESIZE
         arguments = ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE)
         # a failure costs speed only, so the result is not read
-        ADVISES.madvise(*arguments, mmap.MADV_HUGEPAGE)
+        ADVISES.madvise(*arguments, mmap.MADV_HUGEPAGE if advice is None else advice)
 
 
 def has_saved_tensors_hooks() -> bool:

@@ -20,7 +20,7 @@ from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.comm.random import keyed_choice
 from pyg_distcomm.kernels.core_ops import as_bytes
 from pyg_distcomm.loader.feature_store import DistFeatureStore
-from pyg_distcomm.ops.grid_plan import CHUNK
+from pyg_distcomm.partition.partition import leave_in_file, pieces
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR
 from pyg_distcomm.sampling.partitioned import SAMPLE_AT
@@ -457,11 +457,12 @@ def _edge_sum(store: Any) -> int:
         return 0
     # samplers draw positions among a node's edges, so the order of edges matters
     total, begin = 0, 0
-    for part, end in zip(source.split(CHUNK), target.split(CHUNK), strict=True):
+    for part, end in zip(pieces(source), pieces(target), strict=True):
         ends = part.cpu().long() * _ODD[0] + end.cpu().long() * _ODD[1]
         after = begin + len(ends)
         at = torch.arange(begin, after) if place is None else place[begin:after]
         total += _mixed_sum((ends ^ (ends >> 29)) * _ODD[2] + at * _ODD[0])
+        leave_in_file(at)
         begin = after
     return _wrapped(total)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.ledger import clock, label
 from pyg_distcomm.kernels.core_ops import span_of, transposed
+from pyg_distcomm.partition.partition import PIECE, leave_in_file
 from pyg_distcomm.process import PROCESS
 
 
@@ -274,3 +275,35 @@ def _common_dtype(*values: Tensor | None) -> torch.dtype:
     if not found:
         return torch.int64
     return found[0] if len(found) == 1 else torch.promote_types(*found)
+
+
+def sorted_pairs(
+    source: Tensor,
+    target: Tensor,
+    gid: Tensor | None,
+    order: Tensor | None,
+    colptr: Tensor,
+    kind: torch.dtype,
+    find: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Returns the source and the id of each edge, by target, `[2 e]`; see [Note: pairs].
+
+    Args:
+        source, target: the ends.
+        gid: the ids; None are positions.
+        order: the order of edges with the same target; None is as they are.
+        colptr: the offsets of targets.
+        kind: the type of what is returned.
+        find: returns the positions of targets in `colptr`; None if that is what they are.
+    """
+    pair, cursor = torch.empty(2 * len(target), dtype=kind), colptr[:-1].clone()
+    for begin in range(0, len(target), PIECE):
+        part: Any = slice(begin, min(begin + PIECE, len(target)))
+        edge = torch.arange(part.start, part.stop)
+        if order is not None:
+            part = edge = order[part]
+        ends, edge = (source[part], target[part]), edge if gid is None else gid[part]
+        place = ends[1] if find is None else find(ends[1])
+        kernels.place_pairs(place, ends[0], edge, cursor, pair)
+        leave_in_file(ends[0], ends[1], edge)
+    return pair

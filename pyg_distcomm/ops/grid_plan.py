@@ -30,7 +30,7 @@ from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.core_ops import MAX_INT32, offset_dtype
 from pyg_distcomm.ops.csr import CSR, LocalBlocks, Pattern
 from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix, Links
-from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.partition import PIECE, Partition, pieces
 
 
 class _AllToAll(torch.autograd.Function):
@@ -177,9 +177,6 @@ def coordinate(owner: Tensor, axis: int, mesh: Mesh) -> Tensor:
     return owner // (s * p) if axis == 0 else owner // p % s
 
 
-CHUNK = 1 << 20  # the ids that are looked up at a time
-
-
 def distinct(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Returns the distinct ids, ascending, and the position of each id among them.
 
@@ -199,7 +196,7 @@ def listed(ids: Tensor, size: int) -> Tensor:
     if size > 8 * len(ids):
         return ids.unique().long()
     seen = torch.zeros(size, dtype=torch.bool)
-    for part in ids.split(CHUNK):
+    for part in pieces(ids):
         seen[part.long()] = True
     return seen.nonzero().flatten()
 
@@ -216,7 +213,7 @@ def numbered(
     ascends = bool((among.diff() > 0).all())
     place = None if ascends else torch.argsort(among)
     find = kernels.rank_select_index(among if place is None else among[place], size)
-    for part, to in zip(ids.split(CHUNK), out.split(CHUNK), strict=True):
+    for part, to in zip(pieces(ids), out.split(PIECE), strict=True):
         found = find(part)
         to.copy_(found if place is None else place[found])
     return out
@@ -427,7 +424,7 @@ class BlockPlan:
 def _away(ids: Tensor, but: Tensor, own: int, size: int) -> Tensor:
     """Returns the distinct ids from `own` on, below `size`, of nonzeros other than `but`."""
     seen = torch.zeros(size, dtype=torch.bool)
-    for part, left_out in zip(ids.split(CHUNK), but.split(CHUNK), strict=True):
+    for part, left_out in zip(ids.split(PIECE), but.split(PIECE), strict=True):
         seen[part[~left_out].long()] = True
     seen[:own] = False
     return seen.nonzero().flatten()
@@ -444,8 +441,8 @@ def _where(which: Tensor) -> Tensor:
     """Returns the positions that are set, in the narrowest index type."""
     out = torch.empty(int(which.sum()), dtype=offset_dtype(len(which)))
     at = 0
-    for k, part in enumerate(which.split(CHUNK)):
-        found = part.nonzero().flatten().add_(k * CHUNK)
+    for k, part in enumerate(which.split(PIECE)):
+        found = part.nonzero().flatten().add_(k * PIECE)
         out[at : at + len(found)] = found
         at += len(found)
     return out

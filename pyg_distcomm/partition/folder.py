@@ -173,8 +173,10 @@ def _read(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
         partition=_read_partition(folder, meta, mmap),
         num_edges_global=meta["num_edges"],
         node_gid=read_array(here / "node_gid.npy", "int64", [nodes], mmap),
-        edge_gid=read_array(here / "edge_gid.npy", "int64", [edges], mmap),
-        edge_index=read_array(here / "edge_index.npy", "int64", [2, edges], mmap),
+        edge_gid=read_array(here / "edge_gid.npy", "int64", [edges], mmap, ids=True),
+        edge_index=read_array(
+            here / "edge_index.npy", "int64", [2, edges], mmap, ids=True
+        ),
         node=rows["node"],
         edge=rows["edge"],
         graph={**rows["graph"], **meta["values"]},

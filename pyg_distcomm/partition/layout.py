@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from pyg_distcomm.partition.atomic import (
     write_problem,
 )
 from pyg_distcomm.partition.partition import PartitionReport
+from pyg_distcomm.process import PROCESS
 
 FORMAT = "pyg-distcomm partition"
 VERSION = 1
@@ -307,12 +309,17 @@ def write_array(path: Path, tensor: Tensor) -> dict[str, str | int]:
 
 
 def read_array(
-    path: Path, dtype: str, shape: list[int] | tuple[int, ...], mmap: bool = True
+    path: Path,
+    dtype: str,
+    shape: list[int] | tuple[int, ...],
+    mmap: bool = True,
+    ids: bool = False,
 ) -> Tensor:
     """Reads a tensor; with `mmap`, it is mapped from the file, which is read on access.
 
-    Writing to a mapped tensor does not change the file. Raises ValueError, naming the file,
-    if it is missing, damaged, or not of this dtype and shape.
+    Writing to a mapped tensor does not change the file; `ids` are not written to, since
+    passes over them drop their pages (`leave_in_file`). Raises ValueError, naming
+    the file, if it is missing, damaged, or not of this dtype and shape.
     """
     try:
         array = np.load(path, mmap_mode="c" if mmap else None, allow_pickle=False)
@@ -327,7 +334,12 @@ def read_array(
             f"{path}: holds {array.dtype} {list(array.shape)}, but META.json says "
             f"{dtype} {list(shape)}"
         )
-    return torch.from_numpy(np.asarray(array)).view(want)
+    found = torch.from_numpy(np.asarray(array)).view(want)
+    if ids and mmap:
+        begin = found.untyped_storage().data_ptr()
+        PROCESS.in_files.add(begin)
+        weakref.finalize(array, PROCESS.in_files.discard, begin)
+    return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:

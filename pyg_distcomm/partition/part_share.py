@@ -28,6 +28,7 @@ from pyg_distcomm.partition.partition import (
     PartitionReport,
     check_edge_index,
     out_of_range,
+    pieces,
     plain_edges,
     report,
 )
@@ -35,7 +36,6 @@ from pyg_distcomm.partition.partition import (
 EdgeType = tuple[str, str, str]
 NodeOrEdgeType = str | EdgeType
 Level = Literal["node", "edge"]
-PIECE = 1 << 20  # the ids that are looked at in one go
 NODE_NAMES = ("x", "y", "pos", "batch")
 EDGE_NAMES = ("edge_attr", "edge_weight", "edge_type")
 # an attribute has a row per node, per edge, or none
@@ -295,7 +295,7 @@ def id_problems(
         yield f"{edges}: an edge id is out of range"
     elif not _ascends(share.edge_gid):
         yield f"{edges}: edge ids do not ascend"
-    targets = share.edge_index[1].split(PIECE)
+    targets = pieces(share.edge_index[1])
     if out_of_range(share.edge_index, partition.num_nodes) is not None:
         yield f"{ends}: a node id is out of range"
     elif any(bool((partition.owner[ids] != part).any()) for ids in targets):
@@ -306,8 +306,8 @@ def id_problems(
 
 def _ascends(ids: Tensor) -> bool:
     """Tells whether ids ascend, a piece at a time: a part may be larger than memory."""
-    pieces = zip(ids[:-1].split(PIECE), ids[1:].split(PIECE), strict=True)
-    return all(bool((one < other).all()) for one, other in pieces)
+    pairs = zip(pieces(ids[:-1]), pieces(ids[1:]), strict=True)
+    return all(bool((one < other).all()) for one, other in pairs)
 
 
 def _type_problems(

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_distcomm.kernels import memory
+from pyg_distcomm.process import PROCESS
+
 __all__ = ["Partition", "PartitionReport"]
 
 Grid = tuple[int, int, int]
@@ -165,11 +168,29 @@ def _as_vector(owner: Owner) -> Tensor:
     return vector
 
 
+PIECE = 1 << 20  # the ids that are looked at in one go
+
+
+def pieces(ids: Tensor, size: int = 0) -> Iterator[Tensor]:
+    """Yields ids a piece at a time; of a file each is dropped from memory after it."""
+    for part in ids.split(max(size, PIECE)):
+        yield part
+        leave_in_file(part)
+
+
+def leave_in_file(*arrays: Tensor) -> None:
+    """Drops the pages of ids that `read_array` mapped, which are read again on access."""
+    for x in arrays if PROCESS.in_files else ():
+        if x.is_cpu and x.untyped_storage().data_ptr() in PROCESS.in_files:
+            memory.drop_pages(x)
+
+
 def out_of_range(ids: Tensor, count: int) -> int | None:
     """Returns an entry that is not in 0 .. count - 1, or None."""
     if ids.numel() == 0:
         return None
-    low, high = (int(value) for value in torch.aminmax(ids))
+    found = [torch.aminmax(part) for part in pieces(ids.flatten())]
+    low, high = min(int(f.min) for f in found), max(int(f.max) for f in found)
     if low < 0:
         return low
     return high if high >= count else None

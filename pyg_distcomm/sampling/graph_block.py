@@ -15,9 +15,9 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
-from pyg_distcomm.ops.grid_plan import CHUNK, numbered
+from pyg_distcomm.ops.csr import sorted_pairs
 from pyg_distcomm.ops.id_plan import IdPlan
-from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.partition import PIECE, Partition, pieces
 from pyg_distcomm.sampling.graph_source import (
     SampledTopology,
     check_names,
@@ -172,7 +172,8 @@ class _Edges:
 
     def ordered(self) -> _Edges:
         """Returns the edges in ascending id; a share has them so."""
-        if bool((self.gid[1:] > self.gid[:-1]).all()):
+        pairs = zip(pieces(self.gid[:-1]), pieces(self.gid[1:]), strict=True)
+        if all(bool((one < other).all()) for one, other in pairs):
             return self
         order = torch.argsort(self.gid)
         arrays: Any = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -259,22 +260,27 @@ def _relation(
     edges = _shared_by_members(own, channel).ordered()
     nodes = node_gid[kinds[1]]
     most = max(1, *(r.total for r in rows.values()))
-    place = numbered(edges.target, nodes, most)
-    narrow = max(most, edges.total) < 2**31
-    colptr = torch.zeros(len(nodes) + 1, dtype=torch.int64)
-    torch.cumsum(torch.bincount(place, minlength=len(nodes)), 0, out=colptr[1:])
+    find = kernels.rank_select_index(nodes, most)
+    degree = torch.zeros(len(nodes), dtype=torch.int64)
+    for part in pieces(edges.target, len(nodes)):
+        degree += torch.bincount(find(part), minlength=len(nodes))
+    colptr = torch.nn.functional.pad(degree.cumsum(0), (1, 0))
     order = None
     if edges.sort_by_time and edges.time is not None:
         order = torch.argsort(edges.time, stable=True)
-    kind = torch.int32 if narrow else torch.int64
-    pair = torch.empty(2 * len(place), dtype=kind)
-    kernels.place_pairs(place, edges.source, order, colptr, pair)
+    kind = torch.int32 if max(most, edges.total) < 2**31 else torch.int64
+    valued = edges.weight is not None or edges.time is not None
+    gid = None if valued else edges.gid  # positions, by which values are sorted
+    ends = edges.source, edges.target
+    pair = sorted_pairs(*ends, gid, order, colptr, kind, find)
+    if not valued:
+        return Relation(*kinds, colptr, pair, 2, None, None)
     slot = pair[1::2]
     weight, time = (
         None if t is None else t.index_select(0, slot)
         for t in (edges.weight, edges.time)
     )
-    for part in slot.split(CHUNK):  # becomes the id of the edge
+    for part in slot.split(PIECE):  # becomes the id of the edge
         part.copy_(edges.gid.index_select(0, part))
     return Relation(*kinds, colptr, pair, 2, weight, time)
 

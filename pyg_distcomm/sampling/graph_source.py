@@ -1,9 +1,4 @@
-"""Reads the edges of PyG's data objects into the CSC form that sampling kernels take.
-
-[Note: pairs] PyG's samplers keep the source and the id of each edge, 16 bytes, in two
-arrays, and look up both for each edge drawn. Here the two are adjacent, as int32 if the
-graph is small enough: 8 bytes, and one cache miss.
-"""
+"""Reads the edges of PyG's data objects into the CSC form that sampling kernels take."""
 
 from __future__ import annotations
 
@@ -26,8 +21,8 @@ from torch_geometric.data import (
 from torch_geometric.data.graph_store import EdgeLayout
 from torch_geometric.sampler.utils import to_csc
 
-from pyg_distcomm import kernels
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
+from pyg_distcomm.ops.csr import sorted_pairs
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
@@ -514,8 +509,7 @@ def _from_edges(
         order = None if when is None else torch.argsort(when, stable=True)
         narrow = max(*sizes, target.numel()) < 2**31
         kind = torch.int32 if narrow else torch.int64
-        pair = torch.empty(2 * target.numel(), dtype=kind)
-        kernels.place_pairs(target, source, order, colptr, pair)
+        pair = sorted_pairs(source, target, None, order, colptr, kind)
         relation = Relation(0, 0, colptr, pair, 2)
     if kept:
         known = PROCESS.topologies.get(edge_index, ())

@@ -26,6 +26,7 @@ from torch._dynamo import config
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.kernels.core_ops import offset_dtype
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import (
     check_devices,
@@ -438,11 +439,14 @@ def all_rows(x: DistTensor, op: str) -> Tensor:
 
 
 def _gathered_order(rows: Rows) -> tuple[list[int], Tensor]:
-    """Returns how many rows each rank holds, and the order that sorts them; kept."""
+    """Returns how many rows each rank holds, and where each one lies among these; kept."""
     known = rows.derived.get("gathered")
     if known is None:
         axis = rows.mesh.world
         sizes = [row[0] for row in collectives.all_gather_counts([len(rows)], axis)]
         every = collectives.all_gather_rows(rows.place, sizes, axis, op="plan")
-        known = rows.derived["gathered"] = sizes, torch.argsort(every)
+        place = torch.arange(len(every), dtype=offset_dtype(len(every)))
+        order = torch.empty_like(place, device=every.device)
+        order[every] = place.to(every.device)
+        known = rows.derived["gathered"] = sizes, order
     return known  # type: ignore[no-any-return]
