@@ -15,6 +15,7 @@ from torch_geometric.nn import GraphConv, MessagePassing
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
+from pyg_distcomm.nn.propagating import adding
 from pyg_distcomm.sharded.constants import Constants
 
 N = 12
@@ -148,9 +149,10 @@ def _relations():
     whole = Data(x=x, edge_index=ends, edge_type=kinds)
     share = pdc.partition(whole, mesh)
     torch.manual_seed(1)
-    conv = nn.RGCNConv(4, 4, 5, num_blocks=2)
+    conv = pyg.RGCNConv(4, 4, 5, num_blocks=2)
     for _ in range(3):
-        out = conv(share.x, share.edge_index, share.edge_type)
+        with adding(conv, share.edge_index.topology):
+            out = conv(share.x, share.edge_index, share.edge_type)
         torch.testing.assert_close(out.full_tensor(), conv(x, ends, kinds))
     found = share.x.rows.derived["edges"].values()
     assert [made is not None for made in found] == [True] * 4 + [False]
@@ -163,8 +165,8 @@ def _relations_at_once(options):
     x = torch.randn(N, 4, dtype=torch.float64, requires_grad=True)
     share = pdc.partition(Data(x=x, edge_index=ends, edge_type=kinds), mesh)
     torch.manual_seed(1)
-    conv = nn.RGCNConv(4, 3, 3, **options).double()
-    plain = pyg.RGCNConv(4, 3, 3, **options).double()
+    conv = nn.RGCNConv(4, 4, 3, **options).double()
+    plain = pyg.RGCNConv(4, 4, 3, **options).double()
     plain.load_state_dict(conv.state_dict())
     want = plain(x, ends, kinds)
     wanted = torch.autograd.grad(want.sin().sum(), [x, *plain.parameters()])
@@ -186,7 +188,9 @@ def _relations_at_once(options):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("option", [{}, {"num_bases": 2}, {"aggr": "max"}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{}, {"num_bases": 2}, {"aggr": "max"}, {"num_blocks": 2}], ids=str
+)
 def test_relations_are_summed_by_one_product_after_one_exchange(option, size):
     worlds.run(_relations_at_once, size, option)
 

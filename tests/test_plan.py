@@ -381,7 +381,6 @@ def test_a_graph_is_cut_as_for_the_ranks_of_each_grid():
     [
         (lambda: chained(GCNConv(7, 6), PairNorm()), "sums over nodes of PairNorm"),
         (lambda: chained(MFConv(7, 6)), "rows that MFConv reads by ids"),
-        (lambda: chained(MFConv(7, 6)), "all rows, read by MFConv"),
         (lambda: chained(GCNConv(7, 6), LayerNorm(6)), "sums over nodes of LayerNorm"),
     ],
 )

@@ -535,8 +535,8 @@ MUTATIONS = (
     Mutation(
         "ranks may change weights in place on some of them alone",
         "error",
-        "if self._last_changed < place <= self._places:",
-        "if self._last_changed < place < self._places:",
+        "if self._last_changed < int(number) <= self._places:",
+        "if self._last_changed < int(number) < self._places:",
         "test_ordering.py",
         "test_a_change_is_noticed",
     ),

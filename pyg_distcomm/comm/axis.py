@@ -22,6 +22,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm.failure import FailureMonitor, abort_all_groups
 from pyg_distcomm.comm.ledger import Ledger
+from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.process import PROCESS
 
 _NO_TIMEOUT = timedelta(days=30)  # the waiting rank aborts messages at its deadline
@@ -218,3 +220,24 @@ def _gloo_threads() -> dict[str, str]:
                     fields = ("State", "voluntary", "nonvoluntary")
                     found[thread] = " ".join(s for s in lines if s.startswith(fields))
     return found
+
+
+def exit_on_sigterm() -> None:
+    """Makes SIGTERM end this process as sys.exit does, so that a script's cleanup runs.
+
+    Does nothing if a script has its own handler, or outside of the main thread.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    process = os.getpid()
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != process:  # a forked process, which is not a rank
+            signal.raise_signal(number)
+        for watch in [watch for watch in PROCESS.monitors if watch.size > 1]:
+            watch.report(RankError("it was ended by SIGTERM"))
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)

@@ -22,7 +22,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -218,6 +217,8 @@ class FailureMonitor:
     _places: int = field(default=0, init=False)
     # the last of these places where it changed on this rank
     _last_changed: int = field(default=0, init=False)
+    # what this rank compares, and where: a key and a value of the store
+    _compares: tuple[str, str] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.streamed = StreamedWorks(self)
@@ -302,6 +303,26 @@ class FailureMonitor:
                 min(0.1, 2 * pause),
             )
 
+    def pass_by(self, stage: int) -> None:
+        """Notes a place where ranks may compare something, and this one does not."""
+        self._stage = stage
+        self._places += 1
+
+    @contextlib.contextmanager
+    def comparing(self, what: str, stage: int) -> Iterator[None]:
+        """Notes such a place where this rank compares, in a block; see `pass_by`.
+
+        If others passed by, this rank waits for them, and says so in the store. They find
+        that when they next wait for a message, and all raise `what`.
+        """
+        place, self._stage = self._places + 1, stage
+        self._last_changed, self._places = place, place
+        self._compares = f"changed/{stage}", f"{place} {what}"
+        try:
+            yield
+        finally:
+            self._compares = None
+
     def barrier(self, doing: str, stage: int, ranks: int) -> None:
         """Waits until all ranks of a stage call this, through the store alone."""
         self._barriers += 1
@@ -336,15 +357,18 @@ class FailureMonitor:
         self.raise_reported()
         if seconds > self.deadline:
             raise self.timeout_error(wait)
+        if self._compares is not None:
+            self._try_store("set", *self._compares)
         wait.look(seconds, self.deadline)
         return False
 
     def _raise_if_changed_elsewhere(self) -> None:
         name = f"changed/{self._stage}"
         if self._places and self._try_store("check", [name]):
-            place = int(self._try_store("get", name) or 0)
-            if self._last_changed < place <= self._places:
-                error = ValueError(f"{CHANGED} (not on rank {self.rank})")
+            found = (self._try_store("get", name) or b"0").decode()
+            number, _, what = found.partition(" ")
+            if self._last_changed < int(number) <= self._places:
+                error = ValueError(f"{what or CHANGED} (not on rank {self.rank})")
                 self.report(error)
                 raise error
 
@@ -569,24 +593,3 @@ def install_excepthook() -> None:
 
     hook.tells_ranks = True  # type: ignore[attr-defined]
     sys.excepthook = hook
-
-
-def exit_on_sigterm() -> None:
-    """Makes SIGTERM end this process as sys.exit does, so that a script's cleanup runs.
-
-    Does nothing if a script has its own handler, or outside of the main thread.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-    process = os.getpid()
-
-    def end(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != process:  # a forked process, which is not a rank
-            signal.raise_signal(number)
-        for watch in [watch for watch in PROCESS.monitors if watch.size > 1]:
-            watch.report(RankError("it was ended by SIGTERM"))
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)

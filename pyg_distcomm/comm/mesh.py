@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyg_distcomm.comm import collectives, random
-from pyg_distcomm.comm.axis import destroy_groups
+from pyg_distcomm.comm.axis import destroy_groups, exit_on_sigterm
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.failure import (
     FailureMonitor,
-    exit_on_sigterm,
     install_excepthook,
 )
 from pyg_distcomm.comm.ledger import Ledger, Ledgers

@@ -21,6 +21,11 @@ from pyg_distcomm.partition.partition import Partition
 _KEPT = 64  # values of one kind
 
 
+def narrowed(ids: Tensor, total: int) -> Tensor:
+    """Returns ids below `total` in the type in which they travel: int32 where it holds them."""
+    return ids.int() if total <= 1 << 31 else ids
+
+
 class Latest(OrderedDict[Any, Any]):
     """Keeps the values of the latest keys that were asked for or set.
 
@@ -134,10 +139,9 @@ class Rows:
             row[0]
             for row in collectives.all_gather_counts([len(self)], self.mesh.world)
         ]
-        gathered = collectives.all_gather_rows(
-            self.gid, sizes, self.mesh.world, op="plan"
-        )
-        return torch.searchsorted(gathered.sort().values, self.gid)
+        sent = narrowed(self.gid, self.total)
+        gathered = collectives.all_gather_rows(sent, sizes, self.mesh.world, op="plan")
+        return torch.searchsorted(gathered.long().sort().values, self.gid)
 
     @cached_property
     def owners(self) -> Partition:
@@ -146,9 +150,10 @@ class Rows:
             return self.partition
         world = self.mesh.world
         sizes = [row[0] for row in collectives.all_gather_counts([len(self)], world)]
-        gathered = collectives.all_gather_rows(self.place, sizes, world, op="plan")
+        sent = narrowed(self.place, self.total)
+        gathered = collectives.all_gather_rows(sent, sizes, world, op="plan")
         owner = torch.empty(len(gathered), dtype=torch.int64)
-        owner[gathered] = torch.arange(len(sizes)).repeat_interleave(
+        owner[gathered.long()] = torch.arange(len(sizes)).repeat_interleave(
             torch.tensor(sizes)
         )
         return Partition.from_owner(owner, self.mesh.size, len(gathered))

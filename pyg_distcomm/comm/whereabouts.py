@@ -179,6 +179,16 @@ def place_of(frame: FrameType | None) -> str:
     return installed
 
 
+def script_stacklevel() -> int:
+    """Returns the `stacklevel` with which a warning shows the script's own line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _INNER:
+            break
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def _name_of(frame: FrameType) -> str:
     """Returns the name of what was called: of what a wrapper wraps, or of a module's class."""
     name, values = frame.f_code.co_name, frame.f_locals

@@ -424,9 +424,7 @@ class CompressedLink(Link):
             if sums:
                 noise = random.fold(noise, direction.axis.rank)
             draw = RngKey(key, direction.gid, noise, direction.degree)
-            plan = exchange.link.state.plan(
-                self.key, backward, codec, direction, x, draw
-            )
+            plan = exchange.link.state.plan(self.key, codec, direction, x, draw)
             pending = collectives.all_to_all(
                 plan.write(x, draw, exchange.layer_name),
                 plan.sizes,

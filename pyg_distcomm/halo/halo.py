@@ -6,6 +6,7 @@ A `Link` is an exchange with its transpose; `exchange` applies it under autograd
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
+from pyg_distcomm.comm.rows import narrowed
 from pyg_distcomm.kernels.memory import MemoryCap
 
 # The exchanges of a product. "ghost": rows over the row axis; "out": partial sums over the col
@@ -145,6 +147,11 @@ class Direction:
     degree: Tensor | None = None
     from_degree: Tensor | None = None
 
+    @cached_property
+    def plans(self) -> Any:
+        """Returns what is planned for the messages of an exchange, while it exists."""
+        return weakref.WeakKeyDictionary()
+
 
 @dataclass(frozen=True, eq=False)
 class Halo(Link):
@@ -196,10 +203,12 @@ class Halo(Link):
             ValueError: if another rank requests a row that this rank does not own.
         """
         send_counts = collectives.exchange_counts(want_counts, axis)
-        asked = collectives.all_to_all(
-            want_gid, want_counts, send_counts, axis, "plan"
-        ).wait()
-        gathered = collectives.all_gather_counts([max(want_counts, default=0)], axis)
+        last = int(want_gid.max()) if len(want_gid) else 0
+        told = [max(want_counts, default=0), last]
+        gathered = collectives.all_gather_counts(told, axis)
+        sent = narrowed(want_gid, max(row[1] for row in gathered) + 1)
+        counts = want_counts, send_counts
+        asked = collectives.all_to_all(sent, *counts, axis, "plan").wait().long()
         most = max(row[0] for row in gathered)
         planned = want_gid, want_counts, asked, send_counts, have_gid, axis, most
         return Halo.of_requests(*planned, dense=dense)

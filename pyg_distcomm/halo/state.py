@@ -60,7 +60,6 @@ class ExchangeState:
         loads: the rows it receives; None for a direction without an exchange so far.
         sent_rows: how many rows it sends.
         buffers: its buffered messages.
-        plans: the plans of its messages.
         answered: whether it had a backward pass in this epoch.
     """
 
@@ -69,7 +68,6 @@ class ExchangeState:
     loads: list[Load | None] = field(default_factory=lambda: [None, None])
     sent_rows: list[int] = field(default_factory=lambda: [0, 0])
     buffers: list[StaleBuffer | None] = field(default_factory=lambda: [None, None])
-    plans: list[Packing | None] = field(default_factory=lambda: [None, None])
     answered: bool = False
 
     def drop(self, backward: bool) -> None:
@@ -323,20 +321,23 @@ class LinkState:
     def plan(
         self,
         key: ExchangeKey,
-        backward: bool,
         codec: Codec,
         direction: Direction,
         x: Tensor,
         draw: RngKey,
     ) -> Packing:
-        """Returns the plan of the messages of rows like `x`, the known one if it fits."""
+        """Returns the plan of the messages of rows like `x`, the known one if it fits.
+
+        It is kept with the direction, so that it ends with its halo.
+        """
         exchange = self.exchanges.get(key)
-        known = None if exchange is None else exchange.plans[backward]
+        kept = direction.plans
+        known = None if exchange is None else kept.get(exchange)
         if known is None or not known.fits(codec, direction, x):
             of = direction.counts, draw, direction.index, direction
             known = Packing.of(codec, x, *of)
             if exchange is not None:
-                exchange.plans[backward] = known
+                kept[exchange] = known
         return known
 
     def record_cached(self, layer: Any, epoch: int | None) -> None:

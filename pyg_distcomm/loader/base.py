@@ -15,6 +15,7 @@ from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
+from pyg_distcomm.comm.whereabouts import script_stacklevel
 from pyg_distcomm.graph.local_adjacency import known
 from pyg_distcomm.loader.batcher import Batcher, Buffers, attach_sizes, edge_index_of
 from pyg_distcomm.loader.device_placement import Placement
@@ -472,7 +473,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
                     f"got {launched_ranks()} launched ranks, but no process group: call "
                     "pyg_distcomm.init() or init_process_group() before loading, or each "
                     "rank loads every batch",
-                    stacklevel=5,
+                    stacklevel=script_stacklevel(),
                 )
             self._cached_sharding = self._sharding_over(world)
         return self._cached_sharding

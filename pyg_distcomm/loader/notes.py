@@ -50,7 +50,7 @@ from pyg_distcomm.comm.consistency import differing, digest, projection
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 from pyg_distcomm.comm.random import fold
 from pyg_distcomm.comm.store import RankError, StoreMailbox
-from pyg_distcomm.comm.whereabouts import Wait
+from pyg_distcomm.comm.whereabouts import Wait, script_stacklevel
 from pyg_distcomm.process import PROCESS
 
 TIMEOUT = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
@@ -216,7 +216,7 @@ class Notes:
                 f"not all ranks have built the loader {self.name}, so the ranks that have "
                 "each yield all of its batches; pass split=False if that is meant, or "
                 "build it on all ranks, if they come late with split=True",
-                stacklevel=7,
+                stacklevel=script_stacklevel(),
             )
             return None
         return self.collect(doing)

@@ -336,7 +336,6 @@ def _adds_relations(conv: Any, topology: Topology, values: Any) -> bool:
         and is_relational(conv)
         and not is_changed(conv)
         and usable()
-        and conv.num_relations * topology.nodes.count <= 2 * topology.edges.count
         and any(type(x) is DistTensor and x.dtype == conv.weight.dtype for x in rows)
     )
 

@@ -262,10 +262,10 @@ def _pair(x: Any) -> Any:
 
 
 def is_relational(conv: Any) -> bool:
-    """Tells whether a layer is PyG's RGCNConv, with a whole weight for each relation."""
+    """Tells whether a layer is PyG's RGCNConv, which sums rows by relation."""
     kind = pyg.RGCNConv
     same = type(conv).forward is kind.forward and is_product(conv, kind)
-    return same and conv.num_blocks is None and conv.node_dim == 0
+    return same and conv.node_dim == 0
 
 
 def _adds_relations(
@@ -282,6 +282,8 @@ def _adds_relations(
     if not isinstance(kind, Tensor) or kind.is_floating_point() or kind.dim() != 1:
         return None
     if adjacency.batch is not None or not is_relational(conv):
+        return None
+    if conv.num_blocks is not None:  # one of several weights for parts of a row
         return None
     edge_index = given["edge_index"]
     fits = usable(source, target) and source.dim() == target.dim() == 2

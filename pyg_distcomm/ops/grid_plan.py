@@ -25,6 +25,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.rows import narrowed
 from pyg_distcomm.halo.halo import Halo, Link, plan_link
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.core_ops import MAX_INT32, offset_dtype
@@ -400,10 +401,9 @@ class BlockPlan:
         counts = torch.bincount(place, minlength=line.size).tolist()
         order = torch.argsort(place, stable=True)
         back = collectives.exchange_counts(counts, line)
-        came = [
-            _all_to_all(ids[order], counts, back, line, "edges")
-            for ids in (source, target)
-        ]
+        n, how = self.partition.num_nodes, (counts, back, line, "edges")
+        ids = [narrowed(end[order], n) for end in (source, target)]
+        came = [_all_to_all(end, *how).long() for end in ids]
         hop = EdgeRoute(line, slot[order], tuple(counts), tuple(back), keeps=True)
         return hop, (came[0], came[1])
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
-from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.comm.rows import Rows, narrowed
 from pyg_distcomm.halo.halo import Halo, exchange
 from pyg_distcomm.process import PROCESS
 
@@ -148,7 +148,8 @@ def plan_ids(
     sent, coming = counts.sum(1).tolist(), theirs.sum(1).tolist()
     split = [ask.ghost.split(ask.counts.tolist()) for ask in asks]
     ids = torch.cat([part for peer in zip(*split, strict=True) for part in peer])
-    asked = collectives.all_to_all(ids, sent, coming, axis, "plan").wait()
+    ids = narrowed(ids, rows.count)
+    asked = collectives.all_to_all(ids, sent, coming, axis, "plan").wait().long()
     parts = asked.split(theirs.reshape(-1).tolist())
     widest = came[:, m : 2 * m].max(0).values.tolist()
     return [

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from torch_geometric.data import Data
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.whereabouts import script_stacklevel
 from pyg_distcomm.pipeline import checkpoint, layer_stack
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
 from pyg_distcomm.pipeline.chunks import GRADIENTS, plan_chunks
@@ -172,16 +172,6 @@ def _all_reduce_price(numel: int, size: int) -> Price:
 
 _ORDER = 0x0DE2  # folded into the random keys of chunk orders: no others are equal
 CROSSING = 0.5  # the share of edges between chunks from which on a pipeline warns
-
-
-def _script_stacklevel() -> int:
-    """Returns the `stacklevel` with which a warning shows the script's own line."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
-        ("pyg_distcomm.", "torch.")
-    ):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 class Pipeline(torch.nn.Module):
@@ -332,7 +322,7 @@ class Pipeline(torch.nn.Module):
                 f"above {CROSSING:.0%} chunks were measured to cost accuracy "
                 "(docs/papers/gnnpipe.md). Give fewer chunks, or a larger bubble, or "
                 "order='shuffled', gradient='scaled', history_refresh=23, which cost less",
-                stacklevel=_script_stacklevel(),
+                stacklevel=script_stacklevel(),
             )
         self._run = ChunkPass(plan, self._cross, self._seed)
 

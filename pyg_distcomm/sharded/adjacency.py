@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.comm.rows import Rows, narrowed
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.ops.csr import csr_of
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.constants import key_of, version_of
-from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
+from pyg_distcomm.sharded.dist_tensor import DistTensor, gathered, local_at, rule
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 from pyg_distcomm.sharded.edges import DistEdgeIndex, attribute, rows_of_edges
 from pyg_distcomm.sharded.ids import IdExchange, ids_of
@@ -250,8 +250,8 @@ def _in_order(adj: DistAdjacency) -> tuple[Rows, Tensor | None, Tensor]:
     if "csr" in known:
         return known["csr"]  # type: ignore[no-any-return]
     source, target = topology.source_gid, topology.target_gid
-    counts = torch.bincount(target, minlength=n)
-    counts = collectives.all_reduce(counts, edges.mesh.world)
+    own = torch.bincount(target, minlength=n)[topology.nodes.gid]
+    counts = gathered(narrowed(own, edges.count), topology.nodes, "all_gather").long()
     start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     order = torch.argsort(source, stable=True)
     order = order[torch.argsort(target[order], stable=True)]

@@ -7,6 +7,7 @@ taken are compared by name, shape and type of their first use. See `init(check=.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
@@ -26,6 +27,11 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.process import PROCESS
 
 _CALLS = 4096  # ops that are remembered
+_PLAIN_IDS = (
+    "build plain ids, or edges, from a shared seed (torch_geometric.seed_everything, as PyG "
+    "draws negative edges by Python's random, too), or use a mask, which costs nothing: they "
+    "mean the same ids on all ranks"
+)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -294,6 +300,49 @@ def _known_same(mesh: Any) -> Any:
     return mesh.sharded.setdefault("same", WeakTensorKeyDictionary())
 
 
+def check_written(args: Any, mesh: Any) -> None:
+    """Raises on all ranks if a plain tensor that an op reads was written on some ranks only.
+
+    What is kept for its content would be found on the others alone. Nothing is sent where
+    nobody has written, or where all ranks have met what it holds.
+
+    Args:
+        args: plain operands, with whether what each holds is new to this rank.
+        mesh: the ranks.
+
+    Raises:
+        ValueError: naming the tensor.
+    """
+    known = mesh.sharded.setdefault("written", WeakTensorKeyDictionary())
+    for x, is_new in args:
+        before, known[x] = known.get(x), x._version
+        if before in (None, x._version) or mesh.check == "never" or not is_new(x):
+            pass_by(mesh)
+            continue
+        name, where = name_of(PROCESS.op), _described(x)
+        told = (
+            f"write to {where} ({str(x.dtype).removeprefix('torch.')}), which {name}() reads "
+            "beside row-sharded tensors, on all ranks alike or on none: some ranks alone have "
+            "written to it"
+        )
+        with _comparing(told, mesh):
+            comparer_of(mesh).check(x.detach(), name, by_kind=False)
+
+
+def pass_by(mesh: Any) -> None:
+    """Notes that this rank found what it would have compared otherwise."""
+    watch = watch_of(mesh)
+    if watch is not None:
+        watch.pass_by(mesh.stage.rank)
+
+
+def _comparing(what: str, mesh: Any) -> Any:
+    watch = watch_of(mesh)
+    if watch is None:
+        return contextlib.nullcontext()
+    return watch.comparing(what, mesh.stage.rank)
+
+
 def compare_lists(ids: Tensor, mesh: Any) -> Tensor:
     """Returns plain ids, flat; raises on all ranks if they differ between ranks; collective.
 
@@ -304,13 +353,16 @@ def compare_lists(ids: Tensor, mesh: Any) -> Tensor:
     """
     flat = ids.detach().reshape(-1).cpu().long()
     mark = [len(flat), digest(flat)]
-    marks = collectives.all_gather_counts(mark, mesh.world)
+    told = (
+        f"{_PLAIN_IDS}; those of shape {list(ids.shape)} that {name_of(PROCESS.op)}() got are "
+        "others than before on some ranks only"
+    )
+    with _comparing(told, mesh):
+        marks = collectives.all_gather_counts(mark, mesh.control)
     if any(other != marks[0] for other in marks):
         raise ValueError(
-            "plain ids, or edges, mean the same ids on all ranks, but the ranks gave lists "
-            f"that differ (lengths {[m[0] for m in marks]}); build them from a "
-            "shared seed (torch_geometric.seed_everything, as PyG draws negative edges by "
-            "Python's random, too), or use a mask, which costs nothing"
+            f"{_PLAIN_IDS}, but the ranks gave lists that differ (lengths "
+            f"{[m[0] for m in marks]})"
         )
     return flat
 

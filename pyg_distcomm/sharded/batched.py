@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
 from pyg_distcomm.sharded.partial import PartialSum, summed_over_ranks
@@ -107,11 +109,36 @@ def _alone(func: Any, args: Any, kwargs: Any) -> Any:
             count = max(like.local.size(at), 1)
             own[i] = [*given[i][:at], count, *given[i][at + 1 :]]
     count = sum(not a.kwarg_only for a in func._schema.arguments)
-    found = func(*own[:count], **dict(zip(names[count:], own[count:], strict=True)))
+    options = dict(zip(names[count:], own[count:], strict=True))
+    if func.overloadpacket in _FAILING and rows.mesh.size > 1:
+        found = _on_all_or_none(func, own[:count], options, rows)
+    else:
+        found = func(*own[:count], **options)
     parts = [found] if isinstance(found, Tensor) else list(found)
     parts = [part.narrow(at, 0, 0) if empty else part for part in parts]
     made = tuple(DistTensor(part, rows, at) for part in parts)
     return made[0] if isinstance(found, Tensor) else made
+
+
+def _on_all_or_none(func: Any, args: Any, kwargs: Any, rows: Rows) -> Any:
+    """Computes an op on own rows; raises on all ranks if it fails on one, as for NaN.
+
+    Price: a word of each rank.
+
+    Raises:
+        LinAlgError: with torch's message, which numbers a rank's own matrices.
+    """
+    found, problem = None, None
+    try:
+        found = func(*args, **kwargs)
+    except RuntimeError as error:
+        problem = f"{error} (of the rows of this rank)"
+    world = rows.mesh.world
+    if any(
+        row[0] for row in collectives.all_gather_counts([problem is not None], world)
+    ):
+        collectives.agree(problem, world, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+    return found
 
 
 def _meets(a: Any, like: DistTensor) -> bool:
@@ -134,6 +161,8 @@ _MOVING = {
     aten.diagonal_backward,
     aten.unfold_backward,
 }
+# ops that raise for what a matrix holds
+_FAILING = {aten._linalg_eigh, aten._linalg_svd, aten.linalg_eig}
 _NAMED = (
     aten._fft_c2c,
     aten._fft_c2r,

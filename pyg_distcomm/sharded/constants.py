@@ -22,7 +22,7 @@ from torch import Tensor
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sharded.agreement import is_same, note_same
+from pyg_distcomm.sharded.agreement import check_written, is_same, note_same
 from pyg_distcomm.sharded.dist_tensor import DistTensor, note_write, rule
 
 _KEPT = 96  # results
@@ -111,6 +111,10 @@ class Constants:
         """Returns a number that no value has had: that of a value that nothing describes."""
         return next(self._count)
 
+    def is_new(self, x: Tensor) -> bool:
+        """Tells whether no plain tensor of this content is known."""
+        return self._plain.get(x) is None
+
     def number_of_plain(self, x: Tensor) -> int:
         """Returns the number of a plain tensor, known by its content."""
         number: int | None = self._plain.get(x)
@@ -191,6 +195,8 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         return out
     if kind == "in place" and not _is_known_write(func, args, kwargs):
         return rule(func, args, kwargs)
+    if len(args) > 1 and first.rows.mesh.size > 1:
+        _check_written(func, args, known, first.rows.mesh)
     number = None
     if func not in _PICKING or _are_same(func, args, first.rows.mesh):
         number = description(func, args, kwargs, known)
@@ -223,6 +229,15 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         if len(made) == 1 and func._schema.returns[0].type.kind() != "ListType"
         else (tuple(made) if len(func._schema.returns) > 1 else made)
     )
+
+
+def _check_written(func: Any, args: Any, known: Constants, mesh: Any) -> None:
+    """Raises on all ranks if one alone has written to a plain operand that is read."""
+    read = args[1:] if func._schema.is_mutable else args
+    flat = [t for a in read for t in (a if type(a) is list else (a,))]
+    plain = [t for t in flat if type(t) is Tensor and t.dim() and is_structure(t)]
+    if plain and isinstance(mesh, Mesh):
+        check_written([(t, known.is_new) for t in plain if not t.is_inference()], mesh)
 
 
 def _are_same(func: Any, args: Any, mesh: Mesh) -> bool:

@@ -25,7 +25,7 @@ from torch._dynamo import config
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import needing, watch_of
-from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.comm.rows import Rows, narrowed
 from pyg_distcomm.kernels.core_ops import offset_dtype
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import (
@@ -42,6 +42,7 @@ from pyg_distcomm.sharded.edge_methods import EdgeMethods
 Kind = TypeVar("Kind", bound=type)
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _GRAD: Any = Tensor.grad  # torch's own attribute
+_MANY = 1 << 10  # whole numbers whose type is worth an agreement
 
 
 def eager(kind: Kind) -> Kind:
@@ -430,23 +431,51 @@ def all_rows(x: DistTensor, op: str) -> Tensor:
         return local.clone()
     compare_call(rows.mesh, x.shape, x.dtype, op)
     flat = local.movedim(dim, 0).contiguous()
+    found = gathered(flat, rows, f"gather {op}")
+    return found.movedim(0, dim).contiguous()
+
+
+def gathered(own: Tensor, rows: Rows, op: str) -> Tensor:
+    """Returns all rows of own rows `[n_i, ...]`, in order; collective.
+
+    Many whole numbers travel in the least type that holds them on all ranks.
+    """
     sizes, order = _gathered_order(rows)
-    sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
-    found = collectives.all_gather_rows(sent, sizes, axis, op=f"gather {op}")
-    if flat.dtype == torch.bool:
-        found = found.view(torch.bool)
-    return found.index_select(0, order.to(found.device)).movedim(0, dim).contiguous()
+    axis, kind, sent = rows.mesh.world, own.dtype, own
+    if kind == torch.int64 and rows.count * own.shape[1:].numel() > _MANY:
+        sent = in_least_type(own, axis)
+    sent = sent.view(torch.uint8) if kind == torch.bool else sent
+    found = collectives.all_gather_rows(sent, sizes, axis, op=op)
+    found = found.view(torch.bool) if kind == torch.bool else found.to(kind)
+    return found.index_select(0, order.to(found.device))
+
+
+def in_least_type(x: Tensor, axis: Any) -> Tensor:
+    """Returns numbers in the least type that holds those of all ranks; collective.
+
+    That of numbers that are no counts on some rank is their own.
+    """
+    counts = (x >= 0) & (x < 1 << 31) & (x == x.round())
+    most = int(x.max()) if x.numel() and bool(counts.all()) else -x.numel()
+    marks = [row[0] for row in collectives.all_gather_counts([most], axis)]
+    if min(marks) < 0:
+        return x
+    return x.to(torch.uint8 if max(marks) < 1 << 8 else torch.int32)
 
 
 def _gathered_order(rows: Rows) -> tuple[list[int], Tensor]:
     """Returns how many rows each rank holds, and where each one lies among these; kept."""
     known = rows.derived.get("gathered")
     if known is None:
-        axis = rows.mesh.world
-        sizes = [row[0] for row in collectives.all_gather_counts([len(rows)], axis)]
-        every = collectives.all_gather_rows(rows.place, sizes, axis, op="plan")
+        axis, owners = rows.mesh.world, vars(rows).get("owners", rows.partition)
+        if owners is not None:  # all ranks know whose each row is
+            sizes, every = list(owners.sizes), owners.owner.argsort(stable=True)
+        else:
+            sizes = [row[0] for row in collectives.all_gather_counts([len(rows)], axis)]
+            sent = narrowed(rows.place, rows.total)
+            every = collectives.all_gather_rows(sent, sizes, axis, op="plan")
         place = torch.arange(len(every), dtype=offset_dtype(len(every)))
-        order = torch.empty_like(place, device=every.device)
-        order[every] = place.to(every.device)
+        order = torch.empty_like(place)
+        order[every.cpu().long()] = place
         known = rows.derived["gathered"] = sizes, order
     return known  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ from pyg_distcomm.comm.rows import Latest, Rows
 from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, reduction_identity
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sharded.agreement import compare_ids
+from pyg_distcomm.sharded.agreement import compare_ids, pass_by
 from pyg_distcomm.sharded.constants import ByContent, constants_of, key_of, version_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
@@ -321,6 +321,8 @@ def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
     found = rows.select(local, known), where
     if found[0].count == rows.count:
         found = rows, where
+    else:  # where gradients of what was kept belong
+        found[0].latest("read")[rows.count] = rows
     if key is not None:
         table[key] = rows, found
     elif type(mask) is DistTensor:
@@ -347,6 +349,7 @@ def plain_ids(index: Tensor, rows: Rows, device: torch.device) -> Ids:
     """
     kept = rows.derived.setdefault(("plain ids", device), ByContent(8))
     if (known := kept.get(index)) is not None:
+        pass_by(rows.mesh)
         return known  # type: ignore[no-any-return]
     compare_ids(index, rows.count, rows.mesh)
     flat = index.reshape(-1)

@@ -105,6 +105,9 @@ class PartialSum(Tensor):
             both = isinstance(a, PartialSum) and isinstance(b, PartialSum)
             if both and a._value is None and b._value is None:
                 return PartialSum(a.part + b.part, a.mesh)
+            found = with_rows(func, args)
+            if found is not None:
+                return found
             into_leaf = func is aten.add_.Tensor and not isinstance(a, PartialSum)
             if into_leaf and _accumulates():
                 if is_averaged(_leaf(), b.mesh):
@@ -175,6 +178,25 @@ def _is_linear(args: Any) -> bool:
     a, *by = args
     unknown = type(a) is PartialSum and a._value is None
     return unknown and all(not isinstance(b, Tensor) or type(b) is Tensor for b in by)
+
+
+def with_rows(func: Any, args: Any) -> PartialSum | None:
+    """Returns the sum of a partial sum and of a sharded tensor, a partial sum.
+
+    A plain leaf of which rows are read by ids and by place has such a gradient. None if the
+    sum is known, or is none of all rows.
+    """
+    if func is not aten.add.Tensor or len(args) != 2:
+        return None
+    x, y = args if isinstance(args[0], PartialSum) else args[::-1]
+    if type(x) is not PartialSum or type(y) is not DistTensor or x.dtype != y.dtype:
+        return None
+    if x._value is not None or x._before is not None or x.shape != y.shape:
+        return None
+    if not y.rows.whole or y.rows.mesh is not x.mesh:
+        return None
+    at = y.rows.place_on(x.part.device)
+    return PartialSum(x.part.index_add(y.dim_, at, y.local), x.mesh)
 
 
 def summed_over_ranks(part: Tensor, mesh: Mesh) -> Tensor:

@@ -21,7 +21,11 @@ from pyg_distcomm.sharded.dist_tensor import (
     note_write,
     rule,
 )
-from pyg_distcomm.sharded.partial import PartialSum, accumulates_plain
+from pyg_distcomm.sharded.partial import (
+    PartialSum,
+    accumulates_plain,
+    with_rows,
+)
 
 aten = torch.ops.aten
 
@@ -77,6 +81,10 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = _like(args)
     if like is None:
         return whole.apply(func, args, kwargs)
+    if func is aten.add.Tensor and not kwargs:
+        found = with_rows(func, args)
+        if found is not None:
+            return found
     rows, right = like.rows, like.dim() - like.dim_
     mutable = func._schema.is_mutable
     if mutable:

@@ -15,6 +15,8 @@ from pyg_distcomm.sharded.agreement import compare_selection, in_backward
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     first_sharded,
+    gathered,
+    in_least_type,
     local_at,
     own_part,
     rule,
@@ -30,6 +32,7 @@ from pyg_distcomm.sharded.ids import (
 )
 from pyg_distcomm.sharded.partial import summed_over_ranks
 from pyg_distcomm.sharded.pointwise import changed, meeting
+from pyg_distcomm.sharded.views import space_of
 
 aten = torch.ops.aten
 
@@ -151,7 +154,11 @@ def _scatter_to_plain(
     first = x.movedim(d, 0)
     ids.check_below(len(first))
 
+    owners = None if in_backward() else _owners(ids, len(first))
+
     def summed(y: Tensor) -> Tensor:
+        if owners is not None:
+            return _sums_of_owners(y, ids, owners)
         part = y.new_zeros((len(first), *y.shape[1:])).index_add_(0, local, y)
         return collectives.all_reduce(part, mesh.world)
 
@@ -162,6 +169,8 @@ def _scatter_to_plain(
 
     if op == "sum" and include:
         if not mutable:
+            if owners is not None:
+                return (first + summed(source)).movedim(0, d)
             part = source.new_zeros(first.shape).index_add_(0, local, source)
             total = summed_over_ranks(part, mesh)
             return (first + total).movedim(0, d)
@@ -172,6 +181,27 @@ def _scatter_to_plain(
         return total.movedim(0, d)
     first.copy_(total)
     return x
+
+
+def _owners(ids: Ids, count: int) -> Rows | None:
+    """Returns the rows whose owners have all that is added to them; else None; collective once.
+
+    So have the owners of nodes the edges into them. Such sums are gathered, which takes half
+    of what an all-reduce does.
+    """
+    mesh, rows = ids.rows.mesh, space_of(ids.rows, count)
+    known = rows is not None and rows.whole and rows.partition is not None
+    if mesh.size == 1 or rows is None or not known or ids.rows.nodes is not rows:
+        return None
+    return rows if ids.exchange(rows).halo.silent else None
+
+
+def _sums_of_owners(y: Tensor, ids: Ids, rows: Rows) -> Tensor:
+    """Returns sums by id, gathered: degrees as whole numbers; collective."""
+    own = ids.exchange(rows).sum(y)
+    if own.dim() == 1 and own.dtype.is_floating_point:
+        own = in_least_type(own, rows.mesh.world)
+    return gathered(own, rows, "all_gather").to(y.dtype)
 
 
 def _scatter_here(
@@ -244,6 +274,32 @@ def _written(x: DistTensor, local: Tensor, mutable: bool) -> DistTensor:
         return DistTensor(local, x.rows, x.dim_)
     changed(x)
     return x
+
+
+@rule(
+    aten.index_copy.default,
+    aten.index_copy_.default,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.index_fill_.int_Scalar,
+    aten.index_fill_.int_Tensor,
+)
+def index_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes rows, or one value, to the rows that ids name."""
+    x, d, v, value = args
+    found, mutable = None, func._schema.is_mutable
+    if type(x) is DistTensor:
+        compare_selection(x.rows.mesh, (v,))
+        d %= max(x.dim(), 1)
+        fills = "index_fill" in func._schema.name
+        if d == x.dim_:
+            if not isinstance(value, Tensor):
+                value = torch.tensor(value, dtype=x.dtype, device=x.device)
+            found = _put_rows(x, d, v, value, False, mutable)
+        elif type(v) is not DistTensor:
+            own = plain(value) if fills else local_at(value, x.rows, x.dim_)
+            found = _written(x, func(x.local, d, v, own), mutable)
+    return whole.apply(func, args, kwargs) if found is None else found
 
 
 def _put_rows(

@@ -19,6 +19,7 @@ from pyg_distcomm.sharded.partial import PartialSum
 from pyg_distcomm.sharded.pointwise import meeting
 
 aten = torch.ops.aten
+_KEPT = 8  # tensors of which given rows are a slice
 
 
 def _view(
@@ -210,13 +211,21 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
 def _sliced(rows: Rows, begin: int, end: int, step: int) -> tuple[Rows, Tensor]:
     """Returns the rows of a range, and where they are among own rows; kept."""
     known, key = rows.latest("slices"), (begin, end, step)
+    if key not in known and step == 1 and "parts" in rows.derived:
+        at = here = 0
+        for one in rows.derived["parts"]:  # what `cat` has joined
+            if (begin, end) == (at, at + one.count) and begin < end:
+                where = torch.arange(here, here + len(one))
+                one.latest("slice of", _KEPT)[key, rows.count] = rows, where
+                known[key] = one, where
+            at, here = at + one.count, here + len(one)
     if key not in known:
         place = rows.place
         inside = (place >= begin) & (place < end) & ((place - begin) % step == 0)
         gid = (place[inside] - begin) // step
         total = max(0, -(-(end - begin) // step))
         part, where = Rows(gid, total, rows.mesh, None), inside.nonzero().view(-1)
-        part.derived["slice"] = rows, key, where
+        part.latest("slice of", _KEPT)[key, rows.count] = rows, where
         known[key] = part, where
     return known[key]  # type: ignore[no-any-return]
 
@@ -327,7 +336,9 @@ def joined(parts: list[Rows]) -> Rows:
         return parts[0]
     known, key = parts[0].latest("joined"), tuple(map(id, parts))
     if key not in known:
-        known[key] = parts[0].joined(parts), parts
+        found = parts[0].joined(parts)
+        found.derived["parts"] = parts
+        known[key] = found, parts
     return known[key][0]  # type: ignore[no-any-return]
 
 
@@ -372,12 +383,16 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Any:
     aten.new_empty_strided.default,
 )
 def new(func: Any, args: Any, kwargs: Any) -> Any:
-    """Makes a tensor, sharded where `x` is, or by its first size if that is one of rows."""
+    """Makes a tensor, sharded where `x` is, or by its first size if that is one of rows.
+
+    Where there are as many edges as nodes, ones stand for edges, and zeros for sums at nodes.
+    """
     x, size, *rest = args
     size = list(size)
     d = x.dim_ if len(size) == x.dim() else 0
     rows = space_of(x.rows, size[d]) if size else None
-    if size and d and size[d] == x.size(d):
+    ones = func in (aten.new_ones.default, aten.new_full.default)
+    if size and (d or (ones and not x.dim_)) and size[d] == x.size(d):
         rows = x.rows
     if func is aten.new_empty_strided.default:
         func, rest = aten.new_empty.default, []
@@ -411,9 +426,10 @@ def _slice_backward(
     part = slice(begin, end, step).indices(size[d])
     if part == (0, g.rows.count, 1) and size[d] == g.rows.count:  # of all rows
         return g
-    rows, key, where = g.rows.derived.get("slice", (None, None, None))
-    if rows is None or key != part or rows.count != size[d]:
+    found = g.rows.latest("slice of", _KEPT).get((part, size[d]))
+    if found is None:
         return None
+    rows, where = found
     size[d] = len(rows)
     out = g.local.new_zeros(size)
     out.index_copy_(d, where.to(out.device), g.local)
