@@ -76,11 +76,8 @@ def main():
     features = DistFeatureStore.from_data(
         share,
         new_process_grid(mesh, args.replication),
-        cache=args.cache,
-        ranking="vip",  # hot are the nodes that these minibatches hold most often
-        seeds=share.train_mask,
+        cache=args.cache,  # of the nodes that most others read
         wire=args.wire,
-        **sampling,
     )
     loader = DistNeighborLoader(
         share,
