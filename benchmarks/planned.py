@@ -26,12 +26,12 @@ import network
 import spmm as bench
 import torch
 import torch.nn.functional as F
+from communities import load
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.plan.init import fastest, shortlist
 from pyg_distcomm.plan.training import training_of
@@ -64,7 +64,7 @@ def graph(name: str, root: str, widths: list[int]) -> Data:
         row, col, n = bench.rmat(int(name[5:]))
         edge_index = torch.stack([row, col])
     else:
-        data = load_dataset(name, root)
+        data = load(name, root)
         assert data.edge_index is not None
         n, edge_index = int(data.num_nodes or 0), data.edge_index
     generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,7 @@ import worlds
 import pyg_distcomm
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {ROOT / "examples/graphs.py"})
 
 # .ci/run has most of them run on one process
 ALONE = tiers.rarely(1)
