@@ -486,7 +486,7 @@ MUTATIONS = (
         "error",
         "if seconds > self.deadline:",
         "if seconds > 10 * self.deadline:",
-        "test_ends.py",
+        "test_shutdown.py",
         "test_a_backward_pass_stands_under_the_deadline",
     ),
     Mutation(
