@@ -20,7 +20,6 @@ from pyg_distcomm.loader import (
     DistFeatureStore,
     DistNeighborLoader,
     LoaderOptions,
-    plot_phases,
 )
 
 
@@ -56,7 +55,6 @@ def main():
     parser.add_argument("--sample-at", default="owner", help="owner requester")
     parser.add_argument("--cache", type=float, default=0.1, help="share of hot nodes")
     parser.add_argument("--wire", help="how rows travel: fp16 bf16 int8")
-    parser.add_argument("--plot", help="a file for a plot of the phases")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
@@ -104,9 +102,6 @@ def main():
     print(f"{len(loader)} batches a rank, loss and accuracies on the whole graph\n")
     print(format_table(("epoch", "loss", "train", "test", "seconds"), rows))
     print(f"\nThe last epoch, as rank 0 sees it:\n{loader.phases}\n\n{sent}")
-    if args.plot:
-        figure = plot_phases({f"{mesh.size} ranks": loader.phases}).figure
-        figure.savefig(args.plot)
 
 
 if __name__ == "__main__":
