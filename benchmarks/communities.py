@@ -1,12 +1,13 @@
 """Generates graphs of nested communities with hubs, on which edges matter.
 
-load("communities-170000-1200000", root)     # nodes and edges; other names as load_dataset
+load("communities-170000-1200000", root)     # nodes and edges; or a name of examples/graphs.py
 write("folder", 50_000_000, 800_000_000)     # the same law, in files, edge by edge
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.edge_files import PairWriter
 from pyg_distcomm.partition.external import ArrayFile
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from graphs import load_dataset
 
 COMMUNITY = 100  # nodes in the mean
 HUB = 2.5  # the exponent of the law of degrees
@@ -28,7 +31,7 @@ WRONG = 0.1  # nodes whose label is that of another class of their field
 
 
 def load(name: str, root: str | Path = "data", seed: int = 0) -> Any:
-    """Loads a graph by its name: "communities-NODES-EDGES", or as `load_dataset` does."""
+    """Loads a graph by its name: "communities-NODES-EDGES", or as examples/graphs.py does."""
     if (sizes := re.fullmatch(r"communities-(\d+)-(\d+)", name)) is not None:
         return communities(int(sizes[1]), int(sizes[2]), seed)
     return load_dataset(name, root, seed)

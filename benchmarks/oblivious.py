@@ -24,6 +24,7 @@ from typing import Any
 import spmm as bench
 import torch
 import torch.nn.functional as F
+from communities import load
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import add_remaining_self_loops, degree
@@ -32,7 +33,6 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import balanced_split, format_table
-from pyg_distcomm.datasets import load_dataset
 
 NAMES = ("1d", "1.5d", "2d", "3d")
 Coo = tuple[Tensor, Tensor, Tensor]  # rows, columns, values
@@ -374,7 +374,7 @@ def graph(name: str, root: str, width: int, classes: int) -> Data:
         row, col, n = bench.rmat(14, 16)
         edge_index = torch.unique(torch.stack([row, col]), dim=1)
     else:
-        found = load_dataset(name, root)
+        found = load(name, root)
         edge_index, n = found.edge_index, found.num_nodes
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, width, generator=generator)

@@ -25,10 +25,10 @@ from pathlib import Path
 import numpy as np
 import spmm as bench
 import torch
+from communities import load as load_graph
 from tables import from_text
 
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.partition import imbalance, report
@@ -44,7 +44,7 @@ def load(name: str, root: str, scale: int) -> tuple[torch.Tensor, int]:
     if name == "R-MAT":
         row, col, n = bench.rmat(scale)
         return torch.stack([row, col]), n
-    data = load_dataset(name, root)
+    data = load_graph(name, root)
     return data.edge_index, data.num_nodes
 
 

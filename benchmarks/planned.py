@@ -3,10 +3,10 @@
     sudo python benchmarks/network.py --ranks 4 --burst 128kb -- \
         python benchmarks/planned.py [--graph rmat-16] [--widths 602 16 41] [--rates ...]
 
-In the same processes, some times over: `pdc.calibrate` measures, every grid is planned, and
-all grids train in turn, some epochs each.
-Medians count, of predictions and of the rounds, a round being as long as its slowest rank.
-`auto` are the plans that `init(Auto(...))` takes, one a calibration: it times the best few.
+In the same processes: every grid is planned for a `pdc.Machine` with the bandwidth of the
+links, and all grids train in turn, some epochs each.
+Medians count, of rounds, a round being as long as its slowest rank.
+`auto` is the plan that `init(Auto(...))` takes, some times over: it times the best few.
 Bytes of the ledger must equal the plan's.
 """
 
@@ -26,18 +26,18 @@ import network
 import spmm as bench
 import torch
 import torch.nn.functional as F
+from communities import load
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.plan.init import fastest, shortlist
 from pyg_distcomm.plan.training import training_of
 
 HEAD = (
-    *("rate", "grid", "planned s", "measured s", "planned/measured", "of calibrations"),
+    *("rate", "grid", "planned s", "measured s", "planned/measured"),
     *("spread", "over the fastest", "bytes, most", "as the ledger's"),
 )
 EPOCHS = 3  # of a round, one after the other
@@ -64,7 +64,7 @@ def graph(name: str, root: str, widths: list[int]) -> Data:
         row, col, n = bench.rmat(int(name[5:]))
         edge_index = torch.stack([row, col])
     else:
-        data = load_dataset(name, root)
+        data = load(name, root)
         assert data.edge_index is not None
         n, edge_index = int(data.num_nodes or 0), data.edge_index
     generator = torch.Generator().manual_seed(0)
@@ -112,12 +112,10 @@ def measure(
 
 
 def planned(
-    data: Data, mesh: pdc.Mesh, partition: Any, args: argparse.Namespace
+    data: Data, mesh: pdc.Mesh, partition: Any, args: argparse.Namespace, rate: str
 ) -> tuple[pdc.Plans, Grid]:
-    """Returns the plans by what a new calibration finds, and what is taken; collective."""
-    degree = max(1, data.num_edges // data.num_nodes)
-    rows = data.num_nodes // mesh.size
-    machine = pdc.calibrate(mesh, sorted(set(args.widths)), rows=rows, degree=degree)
+    """Returns the plans for links of a rate, and what is taken; collective."""
+    machine = pdc.Machine(bandwidth=bytes_per_second(rate), source=f"links of {rate}")
     plans = pdc.plan(data, args.widths, mesh.size, partition=partition, machine=machine)
     training = training_of(args.widths, "gcn")
     near, edges = shortlist(plans, training), data.edge_index
@@ -126,6 +124,11 @@ def planned(
     else:
         best = plans.best
     return plans, best.grid
+
+
+def bytes_per_second(rate: str) -> float:
+    """Returns the bytes per second of a rate as tc takes it: "1gbit", "100mbit"."""
+    return float(rate[:-4]) * {"gbit": 125e6, "mbit": 125e3}[rate[-4:]]
 
 
 def rows_of(
@@ -140,9 +143,7 @@ def rows_of(
     rows = []
     picks = Counter(taken)
     for way, laps in took.items():
-        found = [one.of(way) for one in plans]
-        seconds = [plan.seconds for plan in found]
-        middle, measured = statistics.median(seconds), medians[way]
+        found, measured = plans[0].of(way), medians[way]
         low, _, high = statistics.quantiles(laps, n=4)
         name = "x".join(map(str, way))
         fastest = min(medians.values())
@@ -151,14 +152,13 @@ def rows_of(
             (
                 rate,
                 name + auto,
-                middle,
+                found.seconds,
                 measured,
-                f"{middle / measured:.2f}",
-                f"{min(seconds) / measured:.2f} to {max(seconds) / measured:.2f}",
+                f"{found.seconds / measured:.2f}",
                 f"{(high - low) / measured:.0%}",
                 f"{measured / fastest:.2f}",
-                found[0].bytes,
-                "yes" if found[0].bytes_by_rank[0] == counted[way] else "NO",
+                found.bytes,
+                "yes" if found.bytes_by_rank[0] == counted[way] else "NO",
             )
         )
     return rows
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[602, 16, 41])
     parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
     parser.add_argument("--method", default="random")
-    parser.add_argument("--times", type=int, default=3, help="calibrations")
+    parser.add_argument("--times", type=int, default=3, help="choices of auto")
     parser.add_argument("--rounds", type=int, default=5, help="after each of them")
     parser.add_argument("--json", type=Path, help="keep the figures")
     args = parser.parse_args()
@@ -193,7 +193,7 @@ def main() -> None:
         measure(made, 3, world)  # plans, and products that are kept
         every, took = [], {}
         for _ in range(args.times):
-            every.append(planned(data, mesh, bare.partition, args))
+            every.append(planned(data, mesh, bare.partition, args, rate))
             for way, seconds in measure(made, args.rounds, world).items():
                 took.setdefault(way, []).extend(seconds)
         counted = {way: made[way][0].ledger.bytes() for way in took}

@@ -9,15 +9,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch_geometric.nn
+from graphs import load_node_data, node_loss, node_score, num_outputs
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import (
-    load_node_data,
-    node_loss,
-    node_score,
-    num_outputs,
-)
 from pyg_distcomm.nn import DistGCNConv
 
 

@@ -9,11 +9,11 @@ import argparse
 
 import torch
 import torch.distributed as dist
+from graphs import load_node_data, node_loss, num_outputs
 from torch_geometric.nn import GCN
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import dense_words, format_table
-from pyg_distcomm.datasets import load_node_data, node_loss, num_outputs
 
 HIDDEN = 16
 

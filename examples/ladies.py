@@ -11,17 +11,12 @@ from statistics import mean, median
 
 import torch
 import torch.distributed as dist
+from graphs import load_node_data, node_loss, node_score, num_outputs
 from torch_geometric.nn import GCN, GraphSAGE
 from torch_geometric.utils import add_self_loops, degree
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import (
-    load_node_data,
-    node_loss,
-    node_score,
-    num_outputs,
-)
 from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader, LoaderOptions
 
 

@@ -12,16 +12,11 @@ from statistics import mean, stdev
 
 import torch
 import torch.distributed as dist
+from graphs import load_node_data, node_loss, node_score, num_outputs
 from torch_geometric.nn import GCN, GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import (
-    load_node_data,
-    node_loss,
-    node_score,
-    num_outputs,
-)
 from pyg_distcomm.halo.codecs import Cast, Quantise
 from pyg_distcomm.halo.schedule import Fixed
 

@@ -10,22 +10,16 @@ import time
 
 import torch
 import torch.distributed as dist
+from graphs import load_node_data, node_loss, node_score, num_outputs
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.comm.process_grid import new_process_grid
-from pyg_distcomm.datasets import (
-    load_node_data,
-    node_loss,
-    node_score,
-    num_outputs,
-)
 from pyg_distcomm.loader import (
     DistFeatureStore,
     DistNeighborLoader,
     LoaderOptions,
-    plot_phases,
 )
 
 
@@ -61,7 +55,6 @@ def main():
     parser.add_argument("--sample-at", default="owner", help="owner requester")
     parser.add_argument("--cache", type=float, default=0.1, help="share of hot nodes")
     parser.add_argument("--wire", help="how rows travel: fp16 bf16 int8")
-    parser.add_argument("--plot", help="a file for a plot of the phases")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
@@ -76,11 +69,8 @@ def main():
     features = DistFeatureStore.from_data(
         share,
         new_process_grid(mesh, args.replication),
-        cache=args.cache,
-        ranking="vip",  # hot are the nodes that these minibatches hold most often
-        seeds=share.train_mask,
+        cache=args.cache,  # of the nodes that most others read
         wire=args.wire,
-        **sampling,
     )
     loader = DistNeighborLoader(
         share,
@@ -112,9 +102,6 @@ def main():
     print(f"{len(loader)} batches a rank, loss and accuracies on the whole graph\n")
     print(format_table(("epoch", "loss", "train", "test", "seconds"), rows))
     print(f"\nThe last epoch, as rank 0 sees it:\n{loader.phases}\n\n{sent}")
-    if args.plot:
-        figure = plot_phases({f"{mesh.size} ranks": loader.phases}).figure
-        figure.savefig(args.plot)
 
 
 if __name__ == "__main__":

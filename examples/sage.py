@@ -12,14 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from graphs import load_node_data, node_loss, node_score, num_outputs
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets import (
-    load_node_data,
-    node_loss,
-    node_score,
-    num_outputs,
-)
 from pyg_distcomm.nn import DistSAGEConv as SAGEConv
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder

@@ -11,16 +11,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from graphs import load_node_data, node_loss, node_score, num_outputs
 from torch_geometric.nn import GCN
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import (
-    load_node_data,
-    node_loss,
-    node_score,
-    num_outputs,
-)
 
 SETTINGS = {
     "exact": lambda: None,

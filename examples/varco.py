@@ -9,16 +9,11 @@ import argparse
 
 import torch
 import torch.distributed as dist
+from graphs import load_node_data, node_loss, node_score, num_outputs
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import (
-    load_node_data,
-    node_loss,
-    node_score,
-    num_outputs,
-)
 from pyg_distcomm.halo.schedule import Fixed
 
 # what carries rows, and sums back; whole blocks where nearly all rows are needed

@@ -41,7 +41,6 @@ __all__ = [  # as in `api`
     "Rows",
     "Sylvie",
     "TensorBoardWriter",
-    "calibrate",
     "clip_grad_norm_",
     "convert",
     "from_local",

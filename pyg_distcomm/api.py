@@ -28,7 +28,6 @@ from pyg_distcomm.nn.replicate import replicate as replicate
 from pyg_distcomm.partition.partition import Partition as Partition
 from pyg_distcomm.partition.partition import PartitionReport as PartitionReport
 from pyg_distcomm.pipeline.pipeline import Pipeline as Pipeline
-from pyg_distcomm.plan.calibrate import calibrate as calibrate
 from pyg_distcomm.plan.degree_distribution import RandomGraph as RandomGraph
 from pyg_distcomm.plan.init import Auto as Auto
 from pyg_distcomm.plan.init import init as init

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
 from problems import GRAPHS, owners
-from test_whole import assert_none, failures_of, full, share_of
+from test_whole_tensors import assert_none, failures_of, full, share_of
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 

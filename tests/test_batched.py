@@ -13,7 +13,7 @@ import torch_geometric.loader
 import torch_geometric.nn as pyg
 import torch_geometric.utils as U
 import worlds
-from test_whole import assert_none, failures_of
+from test_whole_tensors import assert_none, failures_of
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.nn import aggr
 

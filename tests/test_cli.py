@@ -1,20 +1,16 @@
 import os
-import shutil
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch_geometric.datasets
-from filelock import FileLock
 from torch_geometric.data import Data
 
 from pyg_distcomm.cli import main
-from pyg_distcomm.datasets import KNOWN, digits, generated, load_dataset
+from pyg_distcomm.datasets import digits, generated, load_dataset
 from pyg_distcomm.partition import layout
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import read_part
@@ -146,7 +142,7 @@ def test_kinds_can_be_declared(tmp_path, capsys):
         (["partition"], "required: dataset, out, --parts"),
         (["partition", "digits", "o", "--parts", "two"], "--parts: got 'two', wanted"),
         (["partition", "digits", "o", "--parts", "2", "--method", "x"], "'x'"),
-        (["partition", "kora", "o", "--parts", "2"], "unknown data set 'kora'"),
+        (["partition", "kora", "o", "--parts", "2"], "unknown graph 'kora'"),
         (["partition", "g.pt", "o", "--parts", "2"], "g.pt: missing"),
         (
             ["partition", "generated-50", "o", "--parts", "0"],
@@ -258,14 +254,9 @@ def test_a_generated_graph_can_be_cut_and_learnt():
     assert ldg.edge_cut < 0.6 * random.edge_cut
 
 
-def test_known_names_are_classes_of_pyg():
-    for _, kind, _ in KNOWN.values():
-        assert hasattr(torch_geometric.datasets, kind)
-    with pytest.raises(
-        ValueError,
-        match=r"give one of digits, generated-NODES, Cora,",
-    ):
-        load_dataset("kora")
+def test_other_names_are_refused():
+    with pytest.raises(ValueError, match=r"unknown graph 'Cora'.*torch\.save\(dataset"):
+        load_dataset("Cora")
 
 
 def test_files_that_hold_no_graph_are_refused(tmp_path):
@@ -293,37 +284,3 @@ def test_loading_a_file_leaves_torchs_allowed_classes_alone(saved):
     before = set(torch.serialization.get_safe_globals())
     load_dataset(str(saved))
     assert set(torch.serialization.get_safe_globals()) == before
-
-
-@pytest.mark.data
-def test_a_data_set_is_prepared_by_one_at_a_time(tmp_path):
-    if not (REAL / "heterophilous").is_dir():
-        pytest.skip(f"no real graphs in {REAL}")
-    folder = tmp_path / "heterophilous"
-    raw = shutil.ignore_patterns("processed", ".*.lock")
-    shutil.copytree(REAL / "heterophilous", folder, ignore=raw)
-    other = threading.Thread(target=load_dataset, args=("tolokers", tmp_path))
-    with FileLock(folder / ".Tolokers.lock"):  # as a rank that came first has it
-        other.start()
-        other.join(1)
-        assert other.is_alive()
-        assert not list(folder.glob("**/processed"))
-    other.join(60)
-    assert load_dataset("tolokers", tmp_path).num_edges == 1038000
-
-
-@pytest.mark.data
-@pytest.mark.parametrize("name", ["Cora", "tolokers"])
-def test_real_graphs_by_name(tmp_path, capsys, name):
-    folder = KNOWN[name.capitalize()][0]
-    if not (REAL / folder).is_dir():
-        pytest.skip(f"no real graphs in {REAL}")
-    shutil.copytree(REAL / folder, tmp_path / folder)
-    out = str(tmp_path / "out")
-    flags = ["--parts", "4", "--root", str(tmp_path)]
-    assert main(["partition", name, out, *flags]) == 0
-    data = load_dataset(name, tmp_path)
-    share = read_part(out, 3)
-    assert torch.equal(share.node["x"], data.x[share.node_gid])
-    assert torch.equal(share.edge_index, data.edge_index[:, share.edge_gid])
-    capsys.readouterr()

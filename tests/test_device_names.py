@@ -358,7 +358,6 @@ LOADER = {
     "ImbalancedSampler": "draws seeds on the host",
     "Phases": "seconds",
     "LoaderOptions": "holds options",
-    "plot_phases": "draws a picture",
     "shared": "maps memory of the host",
 }
 

@@ -316,7 +316,6 @@ def test_plans_by_the_figures_of_data_sheets(name):
     machine = Machine.of_device(name)
     assert machine.source.endswith(name.lower())
     assert machine.memory == DEVICES[name.lower().split("/")[0]][0]
-    assert Machine.from_dict(machine.to_dict()) == machine
 
 
 @pytest.mark.parametrize("name", ["tpu", "h100/", "h100/x", ""])

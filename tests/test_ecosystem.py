@@ -19,7 +19,9 @@ import worlds
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets import (
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from graphs import (
     load_node_data,
     node_loss,
     node_score,

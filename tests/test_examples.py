@@ -20,7 +20,7 @@ import worlds
 import pyg_distcomm
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {ROOT / "examples/graphs.py"})
 
 # .ci/run has most of them run on one process
 ALONE = tiers.rarely(1)
@@ -187,7 +187,7 @@ def figures(shown, pattern):
 @pytest.mark.subprocess
 @pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_partitioned_sampling_says_what_it_costs(tmp_path, ranks):
-    flags = ["--epochs", "3", "--plot", "phases.png"]
+    flags = ["--epochs", "3"]
     if ranks == 2:
         flags += ["--sample-at", "requester", "--cache", "0.2", "--wire", "fp16"]
     shown = run(example("partitioned_sampling"), tmp_path, *flags, ranks=ranks)
@@ -202,7 +202,6 @@ def test_partitioned_sampling_says_what_it_costs(tmp_path, ranks):
     assert received["train"] == "0"
     assert all((received[k] == "0") == (ranks == 1) for k in ("sample", "fetch"))
     assert bool(figures(shown, "^fetch_rows +fetch:row")) == (ranks == 2)
-    assert (tmp_path / "phases.png").stat().st_size > 1000
 
 
 @tiers.rare

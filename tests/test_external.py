@@ -418,9 +418,9 @@ def test_the_command_takes_files(tmp_path, capsys):
     assert table.partition("\nwrote ")[0] in capsys.readouterr().out
     assert main(["partition", path, out, "--parts", "2", "--method", "stream"]) == 2
     assert "exists already" in capsys.readouterr().err
-    assert main(["partition", "Cora", out + "2", "--parts", "2", "--undirected"]) == 2
+    assert main(["partition", "digits", out + "2", "--parts", "2", "--undirected"]) == 2
     assert (
-        "--undirected: got the data set 'Cora', wanted edges in files"
+        "--undirected: got the graph 'digits', wanted edges in files"
         in capsys.readouterr().err
     )
     assert main(["partition", path, out + "2", "--parts", "2", "--node-file", "x"]) == 2

@@ -28,6 +28,7 @@ from pyg_distcomm.halo.codecs import (
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.fetch import EDGES, Fetch
+from pyg_distcomm.loader.hot_rows import out_degrees, top_scoring_ids
 from pyg_distcomm.loader.row_group import Index, RowGroup
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -263,10 +264,9 @@ def test_traffic_falls_with_replication_and_the_cache(world):
 def _cached(c, ranking):
     road, data, share = shared("star", "random", c)
     n, rank = data.num_nodes, road.world.rank
-    options = {"num_neighbors": [3, 2], "seeds": share.train_mask, "batch_size": 4}
     given = torch.arange(n).float() if ranking == "given" else ranking
     store = DistFeatureStore.from_data(
-        share, road, cache=0.2, ranking=given, wire="int8", **options
+        share, road, cache=0.2, ranking=given, wire="int8"
     )
     row_group = store._row_groups[None]
     assert len(row_group.cached_gid) == round(0.2 * n)
@@ -287,10 +287,39 @@ def _cached(c, ranking):
 
 def test_the_cache_is_the_same_on_all_ranks(world):
     size, c = world
-    for ranking in ("degree", "vip", "given"):
+    for ranking in ("degree", "given"):
         found = worlds.run(_cached, size, c, ranking)
         assert all(one == found[0] for one in found)
     assert found[0] == list(range(32, 40))
+
+
+def _degrees(graph, cutter, grid):
+    data, mesh = GRAPHS[graph](), worlds.mesh(grid=grid)
+    share = pdc.partition(data, mesh, owners(cutter, data, mesh.size))
+    degree = out_degrees(share)[None].full_tensor()
+    n = data.num_nodes
+    assert torch.equal(degree.long(), torch.bincount(data.edge_index[0], minlength=n))
+    rows = share.edge_index.nodes
+    best = top_scoring_ids(out_degrees(share)[None].to_local(), rows.gid, 5, mesh.world)
+    want = torch.sort(degree, descending=True, stable=True).indices[:5]
+    assert torch.equal(best, want.sort().values)
+
+
+@tiers.parametrize(
+    "graph", ["directed", "star", "isolated", "tiny", "edgeless"], slice(0, None, 3)
+)
+def test_hot_rows_are_those_of_highest_out_degree(graph):
+    for size, cutter, grid in (
+        (1, "block", (1, 1, 1)),
+        (3, "empty_rank", (3, 1, 1)),
+        (4, "random", (2, 2, 1)),
+    ):
+        worlds.run(_degrees, size, graph, cutter, grid)
+
+
+def test_a_graph_that_is_not_partitioned_has_no_hot_rows():
+    with pytest.raises(TypeError, match=r"give a share from pdc\.partition"):
+        out_degrees(GRAPHS["star"]())
 
 
 def _bad_caches():
@@ -301,10 +330,8 @@ def _bad_caches():
             store.keep(None, torch.zeros(60), size)
     with pytest.raises(ValueError, match="got NaN"):
         store.keep(None, torch.full((60,), float("nan")), 3)
-    with pytest.raises(ValueError, match="'degree' or 'vip'"):
+    with pytest.raises(ValueError, match="choose 'degree', or give scores"):
         DistFeatureStore.from_data(share, road, cache=3, ranking="hubs")
-    with pytest.raises(ValueError, match="needs num_neighbors"):
-        DistFeatureStore.from_data(share, road, cache=3, ranking="vip")
     with pytest.raises(ValueError, match=r"got scores \[5\]"):
         DistFeatureStore.from_data(share, road, cache=3, ranking=torch.zeros(5))
     with pytest.raises(ValueError, match=r"got wire for \['X'\]"):

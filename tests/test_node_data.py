@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,17 @@ import scipy.sparse
 import tiers
 import torch
 import torch.nn.functional as F
+import torch_geometric.datasets
 import worlds
+from filelock import FileLock
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets import (
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from graphs import (
+    KNOWN,
     OGB,
     load_dataset,
     load_node_data,
@@ -32,6 +39,7 @@ from pyg_distcomm.datasets import (
 pytestmark = pytest.mark.usefixtures("place")
 
 ROOT = Path(__file__).parents[1]
+REAL = ROOT.parent / "shared" / "data"
 N, E, F_IN = 60, 200, 8
 
 
@@ -281,3 +289,41 @@ def test_every_example_takes_every_data_set(tmp_path, example, name, monkeypatch
     flags += ["--budget", "2"] if example == "varco" else []
     path = ROOT / "examples" / f"{example}.py"
     assert worlds.script(path, 2 if name == "Yelp" else 1, tmp_path, *flags)
+
+
+def test_known_names_are_classes_of_pyg():
+    for _, kind, _ in KNOWN.values():
+        assert hasattr(torch_geometric.datasets, kind)
+    with pytest.raises(
+        ValueError,
+        match=r"unknown graph 'kora'; give digits, .*; or one of Cora,",
+    ):
+        load_dataset("kora")
+
+
+@pytest.mark.data
+def test_a_data_set_is_prepared_by_one_at_a_time(tmp_path):
+    if not (REAL / "heterophilous").is_dir():
+        pytest.skip(f"no real graphs in {REAL}")
+    folder = tmp_path / "heterophilous"
+    raw = shutil.ignore_patterns("processed", ".*.lock")
+    shutil.copytree(REAL / "heterophilous", folder, ignore=raw)
+    other = threading.Thread(target=load_dataset, args=("tolokers", tmp_path))
+    with FileLock(folder / ".Tolokers.lock"):  # as a rank that came first has it
+        other.start()
+        other.join(1)
+        assert other.is_alive()
+        assert not list(folder.glob("**/processed"))
+    other.join(60)
+    assert load_dataset("tolokers", tmp_path).num_edges == 1038000
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["Cora", "tolokers"])
+def test_real_graphs_by_name(tmp_path, name):
+    folder = KNOWN[name.capitalize()][0]
+    if not (REAL / folder).is_dir():
+        pytest.skip(f"no real graphs in {REAL}")
+    shutil.copytree(REAL / folder, tmp_path / folder)
+    data = load_dataset(name, tmp_path)
+    assert data.num_edges == {"Cora": 10556, "tolokers": 1038000}[name]

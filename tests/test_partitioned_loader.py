@@ -415,10 +415,6 @@ def stored(size, c):
         share,
         new_process_grid(mesh, c),
         cache=0.3,
-        ranking="vip",
-        num_neighbors=[3, 2],
-        seeds=share.train_mask,
-        batch_size=6,
     )
     more = torch.arange(data.num_nodes * 3.0).view(-1, 3)
     mine = share.edge_index.nodes.gid

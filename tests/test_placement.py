@@ -460,7 +460,7 @@ def test_checkpoints(size, tmp_path):
 # what has no tensors of rows, or is the host's: runs, figures, plans, traces
 PLAIN = """
 Auto CSVWriter Ledger LinkPolicy Machine Mesh PartitionReport Plan Plans
-RandomGraph RankError Rows TensorBoardWriter calibrate init launch metrics on_preempt plan trace
+RandomGraph RankError Rows TensorBoardWriter init launch metrics on_preempt plan trace
 DistEdgeIndex
 """.split()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 from dataclasses import replace
 from unittest import mock
 
@@ -34,18 +33,15 @@ from torch_geometric.nn import (
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import latest_mesh
-from pyg_distcomm.comm.process_grid import new_axis_group
 from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
 from pyg_distcomm.graph.topology import OperatorKind
-from pyg_distcomm.halo.codecs import Quantise
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.plan.degree_distribution import PowerLaw
-from pyg_distcomm.plan.machine import Rate, Wire, lines_of
+from pyg_distcomm.plan.machine import Wire
 from pyg_distcomm.plan.planner import plan
 from pyg_distcomm.plan.traffic import CutEdges
 from pyg_distcomm.plan.training import training_of, training_of_model
@@ -497,7 +493,7 @@ def test_mistakes_are_named(arguments, message):
 
 def test_wrong_kinds_are_named():
     data, how = GRAPHS["undirected"](), {"partition": "random", "ranks": 2}
-    with pytest.raises(TypeError, match=r"as pdc\.Machine\.load"):
+    with pytest.raises(TypeError, match=r"as pdc\.Machine\.of_device"):
         pdc.plan(data, [7, 4], machine="m.json", **how)
     with pytest.raises(TypeError, match="number of bytes"):
         pdc.plan(data, [7, 4], memory="24GiB", **how)
@@ -566,18 +562,10 @@ def refusals():
         pdc.init(less, timeout=60)
 
 
-def measured_for():
-    data, asked = GRAPHS["undirected"](), {}
-
-    def calibrate(mesh, **how):
-        asked.update(how)
-        return pdc.Machine()
-
-    auto = importlib.import_module(
-        "pyg_distcomm.plan.init"
-    )  # plan is the function, too
-    with mock.patch.object(auto, "calibrate", calibrate):
-        how = {"data": data, "widths": [7, np.int64(4), 3]}
+def refused_before_timing():
+    data, how = GRAPHS["undirected"](), {"widths": [7, np.int64(4), 3]}
+    auto = importlib.import_module("pyg_distcomm.plan.init")
+    with mock.patch.object(auto, "fastest") as timed:
         for wrong, kind, message in (
             ({"widths": [5, 4]}, ValueError, "features"),
             ({"codecs": ["3.5 bits"]}, ValueError, "3.5 bits"),
@@ -591,22 +579,17 @@ def measured_for():
             ),
         ):
             with pytest.raises(kind, match=message):
-                pdc.init(pdc.Auto(**how | wrong), timeout=60)
-        assert not asked  # refused before anything is timed
-        machine = None if torch.distributed.get_rank() == 0 else pdc.Machine()
-        mesh = pdc.init(pdc.Auto(method="block", machine=machine, **how), timeout=60)
-    assert mesh.plan.size == 2
-    return asked, (data.num_nodes, data.num_edges)
+                pdc.init(pdc.Auto(**{"data": data} | how | wrong), timeout=60)
+    assert not timed.called
+    # whether to time is for rank 0 to say
+    machine = None if torch.distributed.get_rank() == 0 else pdc.Machine()
+    mesh = pdc.init(pdc.Auto(data, method="block", machine=machine, **how), timeout=60)
+    return mesh.plan.grid
 
 
-def test_auto_measures_at_the_widths_of_the_model():
-    for asked, (nodes, edges) in worlds.run(measured_for, 2):
-        assert asked.pop("codecs") == ()
-        assert asked == {
-            "widths": [3, 4, 7],
-            "rows": nodes // 2,
-            "degree": edges // nodes,
-        }
+def test_auto_refuses_before_it_times():
+    one, other = worlds.run(refused_before_timing, 2)
+    assert one == other
 
 
 SECONDS = {(2, 1, 1): 3.0, (1, 2, 1): 2.0, (1, 1, 2): 1.0}
@@ -696,7 +679,6 @@ def wins(fastest):
         return [plans.of(grid) for grid in SECONDS]
 
     with (
-        mock.patch.object(auto, "calibrate", return_value=pdc.Machine()),
         mock.patch.object(auto, "shortlist", every),
         mock.patch.object(auto, "time_once", once),
     ):
@@ -723,65 +705,8 @@ def test_auto_refuses_on_all_ranks():
     worlds.run(refusals, 2)
 
 
-def measured():
-    mesh = worlds.mesh(grid=(2, 1, 1))
-    codecs = [Quantise(1), "bf16", Quantise(4)]
-    machine = pdc.calibrate(mesh, [4, 8], rows=256, repeats=2, codecs=codecs)
-    assert len(machine.codes) == 3
-    assert [w for w, _ in machine.spmm.points] == [2, 4, 8]  # and half of the least
-    assert [w for w, _ in machine.gemm.points] == [4, 8]
-    assert not mesh.ledger.entries
-    return machine.to_dict()
-
-
-def test_calibration_is_the_same_on_all_ranks_and_survives_a_file(tmp_path):
-    one, other = worlds.run(measured, 2)
-    assert one == other
-    machine = pdc.Machine.from_dict(one)
-    assert machine.bandwidth > 0
-    assert machine.latency > 0
-    machine.save(tmp_path / "machine.json")
-    again = pdc.Machine.load(tmp_path / "machine.json")
-    assert again == machine
-    for text, words in (
-        ("[]", ": "),
-        ("{}", ": KeyError"),
-        (json.dumps(one | {"lines": [[2]]}), ": "),
-        (json.dumps(one | {"speed": 1}), ": .*unexpected keyword argument 'speed'"),
-        (json.dumps(one | {"codes": {"x": 1}}), r".*\(writes, reads\), got 1"),
-    ):
-        (tmp_path / "machine.json").write_text(text)
-        with pytest.raises(
-            ValueError, match=r"machine\.json: holds no machine" + words
-        ):
-            pdc.Machine.load(tmp_path / "machine.json")
-
-
-def alone():
-    mesh = worlds.mesh()
-    for wrong in ({"widths": []}, {"repeats": 0}, {"rows": 2.5}):
-        with pytest.raises(ValueError, match="whole numbers above 0"):
-            pdc.calibrate(mesh, **{"widths": [4], **wrong})
-    machine = pdc.calibrate(mesh, [4], rows=64, repeats=1)
-    return machine.latency, machine.bandwidth, machine.source
-
-
-def test_one_rank_measures_no_link():
-    bare = pdc.Machine()
-    (found,) = worlds.run(alone, 1)
-    assert found == (bare.latency, bare.bandwidth, "measured on 1 rank, link assumed")
-
-
 def test_a_link_carries_both_directions_at_once():
     assert Wire(1e-3, 1e6).seconds(2, 3e6, 1e6) == pytest.approx(2e-3 + 3.0)
-
-
-def test_a_rate_is_straight_in_seconds_between_its_widths():
-    rate = Rate(((10, 100.0), (20, 400.0)))
-    found = [float(rate.seconds(3, width)) for width in (0, 10, 15, 20, 40)]
-    assert found == pytest.approx([0, 0.3, 3 * 0.075, 0.15, 0.3])
-    with pytest.raises(ValueError, match="ascending"):
-        Rate(((20, 1.0), (10, 1.0)))
 
 
 @pytest.mark.parametrize(
@@ -789,57 +714,13 @@ def test_a_rate_is_straight_in_seconds_between_its_widths():
     [
         ({"latency": -1.0}, "latency must be"),
         ({"bandwidth": 0.0}, "bandwidth must be"),
-        ({"spmm": float("inf")}, "a rate must be"),
+        ({"spmm": float("inf")}, "spmm must be"),
         ({"memory": -1}, "memory must be"),
     ],
 )
 def test_a_machine_makes_sense(arguments, message):
     with pytest.raises(ValueError, match=message):
         pdc.Machine(**arguments)
-
-
-def in_line(stages):
-    mesh = worlds.mesh(stages=stages)
-    everyone = mesh.stage.rank * mesh.size + mesh.rank
-    found = {}
-    for size, stride in lines_of(mesh.size):
-        line = new_axis_group(mesh, size, stride)
-        found[size, stride] = [
-            row[0] for row in collectives.all_gather_counts([everyone], line)
-        ]
-        assert found[size, stride][line.rank] == everyone
-        if line is not mesh.world:
-            destroy_groups([line])
-    return found
-
-
-@tiers.parametrize(
-    ("size", "stages"), [(2, 1), (4, 1), (6, 1), (8, 2)], [(2, 1), (4, 1)]
-)
-def test_lines_are_the_axes_of_grids(size, stages):
-    ways = size // stages
-    for rank, found in enumerate(worlds.run(in_line, size, stages)):
-        assert list(found) == lines_of(ways)
-        for (n, stride), line in found.items():
-            first = rank // (n * stride) * (n * stride) + rank % stride
-            assert line == list(range(first, first + n * stride, stride))
-
-
-def test_lines_are_the_axes_of_all_grids():
-    for size in (1, 2, 4, 6, 8, 12):
-        want = set()
-        for r, s, p in grids(size):
-            want |= {(n, k) for n, k in ((r, s * p), (s, p), (p, 1)) if n > 1}
-        assert set(lines_of(size)) == want
-
-
-def test_figures_of_a_line_count_for_its_axis_only():
-    slow = pdc.Machine(latency=0.0, lines={(2, 2): Wire(0.0, 1.0)})
-    graph = pdc.RandomGraph(1000, 8000)
-    plans = pdc.plan(graph, [8, 4], 4, machine=slow, inputs="changing")
-    seconds = {p.grid: p.seconds for p in plans}
-    assert max(seconds, key=seconds.__getitem__) in {(2, 2, 1), (2, 1, 2), (1, 2, 2)}
-    assert seconds[4, 1, 1] < 1 < seconds[2, 2, 1]
 
 
 def test_an_epoch_takes_as_long_as_its_exchanges_where_they_dominate():

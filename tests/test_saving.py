@@ -298,27 +298,6 @@ def test_a_flipped_bit_of_a_saved_pipeline_is_found(tmp_path):
     pipe.load(tmp_path / "pipe")
 
 
-def test_a_machine_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path, first = tmp_path / "m.json", pdc.Machine(latency=1.0)
-    first.save(path)
-    asked = []
-    monkeypatch.setattr(os, "fsync", asked.append)
-    first.save(path)
-    assert asked
-    monkeypatch.undo()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(ValueError, match=r"make room .*m\.json: File too large"):
-            pdc.Machine(latency=2.0).save(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
-    assert pdc.Machine.load(path) == first
-    assert [p.name for p in tmp_path.iterdir()] == ["m.json"]
-
-
 def test_a_saved_pipeline_misses_nothing(tmp_path):
     folder, pipe = tmp_path / "pipe", _trained_pipe()
     pipe.save(folder)

@@ -365,12 +365,12 @@ MUTATIONS = (
         "test_rows_that_give_all_they_have",
     ),
     Mutation(
-        "fan-outs do not bound the chance that a node is reached",
+        "the rows of the lowest scores are cached",
         "weights",
-        "drawn = (fanout / degree.clamp(min=1)).clamp_(max=1)",
-        "drawn = (fanout / degree.clamp(min=1)).clamp_(max=0.5)",
-        "test_hot.py",
-        "test_exact_on_a_tree",
+        "best = torch.sort(score.double(), descending=True, stable=True)",
+        "best = torch.sort(score.double(), descending=False, stable=True)",
+        "test_feature_store.py",
+        "hot_rows",
     ),
     # indices
     Mutation(
@@ -486,7 +486,7 @@ MUTATIONS = (
         "error",
         "if seconds > self.deadline:",
         "if seconds > 10 * self.deadline:",
-        "test_ends.py",
+        "test_shutdown.py",
         "test_a_backward_pass_stands_under_the_deadline",
     ),
     Mutation(

@@ -7,6 +7,8 @@ already divide the seeds among the ranks.
 """
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,13 +16,10 @@ from accelerate import Accelerator
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets import (
-    load_node_data,
-    node_loss,
-    node_score,
-    num_outputs,
-)
 from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
+
+sys.path.append(str(Path(__file__).parents[1]))  # examples/
+from graphs import load_node_data, node_loss, node_score, num_outputs
 
 
 def batches_of(share, args):

@@ -11,6 +11,8 @@ as well as torchrun: with `--devices 2` Lightning starts the second rank itself.
 
 import argparse
 import os
+import sys
+from pathlib import Path
 
 import lightning
 import torch
@@ -20,13 +22,10 @@ from torch.utils.data import DataLoader
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets import (
-    load_node_data,
-    node_loss,
-    node_score,
-    num_outputs,
-)
 from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
+
+sys.path.append(str(Path(__file__).parents[1]))  # examples/
+from graphs import load_node_data, node_loss, node_score, num_outputs
 
 
 class OnShares(DDPStrategy):

@@ -7,6 +7,8 @@ ranks. Given row-sharded tensors, a metric would add up values that are already 
 """
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,14 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
-from pyg_distcomm.datasets import (
-    OGB,
-    load_node_data,
-    node_loss,
-    node_score,
-    num_outputs,
-    ogb_score,
-)
+
+sys.path.append(str(Path(__file__).parents[1]))  # examples/
+from graphs import OGB, load_node_data, node_loss, node_score, num_outputs, ogb_score
 
 
 def rows(x):

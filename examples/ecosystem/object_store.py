@@ -8,6 +8,7 @@ s3:// needs `pip install s3fs`, and gs:// needs gcsfs.
 
 import argparse
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.cli import main as pyg_distcomm
-from pyg_distcomm.datasets import node_loss, num_outputs
+
+sys.path.append(str(Path(__file__).parents[1]))  # examples/
+from graphs import node_loss, num_outputs
 
 
 def upload(folder, url):

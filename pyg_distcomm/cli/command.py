@@ -197,9 +197,8 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = _verb(commands, "partition", text, "folders")
     parser.add_argument(
         "dataset",
-        help="a data set's name (of PyG's, ogbn-arxiv, digits, generated-N), a .pt or .npz "
-        "file; or edges of any number: as text or a table (.txt, .csv, .tsv; .gz; .parquet, "
-        ".arrow), or .npy",
+        help="a .pt or .npz file of a graph; edges of any number: as text or a table (.txt, "
+        ".csv, .tsv; .gz; .parquet, .arrow), or .npy; or, to try it, digits or generated-N",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument(
@@ -225,7 +224,6 @@ def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="the grid of ranks: for figures of its blocks, --method grid",
     )
     parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--root", default="data", help="the folder of PyG's data sets")
     _add_file_options(parser)
     parser.add_argument(
         "--force", action="store_true", help="replace an existing partition folder"

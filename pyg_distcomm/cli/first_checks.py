@@ -8,30 +8,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-# as in `datasets`, which loads torch
-DATASETS = (
-    "digits",
-    "Cora",
-    "CiteSeer",
-    "PubMed",
-    "Computers",
-    "Photo",
-    "CS",
-    "Physics",
-    "DBLP",
-    "Reddit",
-    "Reddit2",
-    "Flickr",
-    "Yelp",
-    "Roman-empire",
-    "Amazon-ratings",
-    "Minesweeper",
-    "Tolokers",
-    "Questions",
-    "ogbn-arxiv",
-    "ogbn-products",
-    "ogbn-papers100M",
-)
+GRAPHS = ("digits", "generated-NODES")  # what `datasets` makes
 TEXT = (".txt", ".csv", ".tsv", ".el", ".edges", ".edgelist", ".gz")
 FILES = (*TEXT, ".pt", ".npy", ".npz", ".parquet", ".arrow", ".feather")
 SHOWN = 4  # names of a folder in a message
@@ -45,7 +22,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 def check_partition(arguments: argparse.Namespace) -> None:
-    """Raises ValueError if the data set is unknown, a file is missing, or `out` exists."""
+    """Raises ValueError if the graph is unknown, a file is missing, or `out` exists."""
     given = [one.partition("=")[2] for one in arguments.node_file + arguments.edge_file]
     for file in (*given, arguments.node_table):
         if file and not Path(file).is_file():
@@ -60,17 +37,15 @@ def check_partition(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{name}: is a folder; give a file of edges, or a .pt")
     if path.suffix.lower() in FILES:
         raise ValueError(f"{name}: missing; give the path of a file of edges or a .pt")
-    known, whole = [*DATASETS, "generated-NODES"], name.lower()
-    made = whole.startswith("generated-") and whole[10:].isdecimal()
-    last = whole if path.name.lower() == "digits" else path.name.lower()
-    if made or last in map(str.lower, DATASETS):
+    made = name.lower()
+    if made == "digits" or (made.startswith("generated-") and made[10:].isdecimal()):
         return
     if path.is_dir():
         raise ValueError(f"{name}: is a folder; give a file of edges, or a .pt")
     raise ValueError(
-        f"unknown data set {name!r}{did_you_mean(path.name, known)}; give one of "
-        f"{', '.join(known)}, or the path of a file of edges (.txt, .csv, .npy, .npz, "
-        ".parquet) or of a Data (.pt)"
+        f"unknown graph {name!r}{did_you_mean(name, GRAPHS)}; give the path of a file of edges "
+        f"(.txt, .csv, .npy, .npz, .parquet) or of a Data (.pt: torch.save(dataset[0], "
+        f"'graph.pt')), or one of {', '.join(GRAPHS)}"
     )
 
 

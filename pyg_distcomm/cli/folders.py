@@ -78,10 +78,10 @@ def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
     given = [f"--{name.replace('_', '-')}" for name in only if getattr(arguments, name)]
     if given:
         raise ValueError(
-            f"{', '.join(given)}: got the data set {arguments.dataset!r}, wanted edges in "
+            f"{', '.join(given)}: got the graph {arguments.dataset!r}, wanted edges in "
             "files; leave these options out"
         )
-    data = load_dataset(arguments.dataset, arguments.root, hetero=True)
+    data = load_dataset(arguments.dataset, hetero=True)
     return write_folder(
         arguments.out,
         data,

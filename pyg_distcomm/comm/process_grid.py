@@ -1,4 +1,4 @@
-"""Opens process groups for sampling and fetching beside training, and for timing links.
+"""Opens process groups for sampling and fetching beside training.
 
 [Note: channels] Collectives of one process group have to start in the same order on all
 ranks. Sampling and fetching run in their own threads, so each has its own process groups,
@@ -7,13 +7,11 @@ independent of the order of training's collectives.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Ledger
@@ -101,31 +99,6 @@ def new_process_grid(
     )
 
 
-def new_axis_group(mesh: Mesh, size: int, stride: int) -> Axis:
-    """Opens a process group for each line of `size` ranks that are `stride` apart.
-
-    The lines are axes of other grids than that of the mesh. Collective over all ranks, of
-    all stages.
-
-    Returns:
-        the line of this rank; `mesh.world` if that is all ranks.
-    """
-    if size == mesh.size:
-        return mesh.world
-    # torch's own barrier would not say which rank is missing
-    collectives.barrier(replace(mesh.everyone, ledger=Ledger()))
-    mine, stages = mesh.world, range(0, mesh.everyone.size, mesh.size)
-    for stage, first in itertools.product(stages, range(mesh.size)):
-        if first // stride % size:
-            continue  # not the first of a line
-        line = range(first, first + size * stride, stride)
-        group = _group(mesh, [stage + rank for rank in line], backend=None)
-        if mesh.rank in line and stage == mesh.stage.rank * mesh.size:
-            place = line.index(mesh.rank)
-            mine = replace(mesh.world, name="line", rank=place, size=size, group=group)
-    return mine
-
-
 def check_replication(mesh: Mesh, replication: int | None) -> int:
     """Returns c, or raises an error that lists the values that fit."""
     if replication is None:
@@ -140,12 +113,10 @@ def check_replication(mesh: Mesh, replication: int | None) -> int:
     return int(replication)
 
 
-def _group(
-    mesh: Mesh, ranks: Sequence[int], backend: str | None = "gloo"
-) -> dist.ProcessGroup | None:
+def _group(mesh: Mesh, ranks: Sequence[int]) -> dist.ProcessGroup | None:
     if len(ranks) == 1 or mesh.world.group is None:
         return None
     watch = mesh.world.watch
     assert watch is not None
     # ids and features lie in host memory: gloo moves them whatever training uses
-    return open_group(list(ranks), backend, watch.deadline)
+    return open_group(list(ranks), "gloo", watch.deadline)

@@ -15,7 +15,6 @@ from pyg_distcomm.loader.data_loader import DataLoader as DataLoader
 from pyg_distcomm.loader.data_loader import ImbalancedSampler as ImbalancedSampler
 from pyg_distcomm.loader.data_loader import TemporalDataLoader as TemporalDataLoader
 from pyg_distcomm.loader.epoch import Phases as Phases
-from pyg_distcomm.loader.epoch import plot_phases as plot_phases
 from pyg_distcomm.loader.feature_store import DistFeatureStore as DistFeatureStore
 from pyg_distcomm.loader.layer_loader import DistLayerLoader as DistLayerLoader
 from pyg_distcomm.loader.layer_loader import HGTLoader as HGTLoader
@@ -45,7 +44,7 @@ _OURS = """ClusterData ClusterLoader DataLoader DistFeatureStore DistLayerLoader
 DistLinkNeighborLoader DistNeighborLoader GraphSAINTEdgeSampler GraphSAINTNodeSampler
 GraphSAINTRandomWalkSampler GraphSAINTSampler HGTLoader ImbalancedSampler
 LinkNeighborLoader LoaderOptions NeighborLoader NeighborSampler Phases RandomNodeLoader
-ShaDowKHopSampler TemporalDataLoader plot_phases shared""".split()
+ShaDowKHopSampler TemporalDataLoader shared""".split()
 __all__ = sorted({*_OURS, *_pyg.__all__})
 _mirror(__name__, _pyg.__name__)
 

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -520,33 +520,3 @@ class Tracked:
             steps.yielded()
         phases.waiting_ended(begin)
         return batch.unpack() if hasattr(batch, "unpack") else batch
-
-
-def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:
-    """Plots a stacked bar of phases for each run, with waiting hatched.
-
-    As the breakdown of epochs in [Tripathy24]. Phases overlap in time, so a bar shows work,
-    not the length of an epoch. Returns matplotlib's axes; needs the extra "plot".
-    """
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
-
-    ax = plt.subplots()[1] if ax is None else ax
-    names = [SAMPLE, FETCH, ASSEMBLE, TRAIN]
-    colours = dict(
-        zip(names, ("#0072B2", "#D55E00", "#009E73", "#999999"), strict=True)
-    )
-    for place, phases in enumerate(runs.values()):
-        top = 0.0
-        for name in names:
-            phase = phases[name]
-            for seconds, hatch in ((phase.computing, ""), (phase.waiting, "//")):
-                if seconds:
-                    ax.bar(place, seconds, bottom=top, color=colours[name], hatch=hatch)
-                    top += seconds
-    ax.set_xticks(range(len(runs)), list(runs))
-    ax.set_ylabel("seconds in an epoch, summed over threads")
-    marks = [Patch(color=colours[name], label=name) for name in names]
-    marks.append(Patch(fill=False, hatch="//", label="waiting for ranks"))
-    ax.legend(handles=marks, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    return ax

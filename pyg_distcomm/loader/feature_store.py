@@ -28,7 +28,6 @@ from pyg_distcomm.loader.fetch import (
     message_bytes,
 )
 from pyg_distcomm.loader.hot_rows import (
-    Fanouts,
     check_names,
     row_scores,
     top_scoring_ids,
@@ -119,9 +118,6 @@ class DistFeatureStore(FeatureStore):
         wire: Wire | Mapping[str, Wire] = None,
         cache: float = 0,
         ranking: str | Tensor | Mapping[Group, Tensor] = "degree",
-        num_neighbors: Fanouts = (),
-        seeds: DistTensor | Mapping[Group, DistTensor] | None = None,
-        batch_size: int = 1,
     ) -> DistFeatureStore:
         """Takes every attribute with a row per node or per edge of a partitioned graph.
 
@@ -130,11 +126,8 @@ class DistFeatureStore(FeatureStore):
             channel, wire: as above.
             cache: how many rows of nodes of each type every rank caches: a count (int) or a
                 fraction (float).
-            ranking: which nodes: "degree", those of highest out-degree; "vip", those most
-                probable in a minibatch (`inclusion_probabilities`); or a score for each
-                node, in a dictionary if there are node types.
-            num_neighbors, seeds, batch_size: of the minibatches, for "vip"; seeds are a
-                mask such as `data.train_mask`, or masks by node type.
+            ranking: which nodes: "degree", those of highest out-degree, which minibatches
+                draw most; or a score for each node, in a dictionary if there are node types.
 
         Raises:
             ValueError: on all ranks, if their attributes differ.
@@ -163,7 +156,7 @@ class DistFeatureStore(FeatureStore):
                 store.add_group(group, rows.gid, rows.total, rows.partition)
             store.add(group, name, value.to_local())
         if cache:
-            scores = row_scores(data, ranking, num_neighbors, seeds, batch_size)
+            scores = row_scores(data, ranking)
             for group, score in scores.items():
                 if group in store._row_groups:
                     store.keep(group, score, cache)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,6 @@ from pyg_distcomm.loader.fetch import EDGES, NODES, Group
 from pyg_distcomm.loader.row_group import lengths
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
-
-Fanouts: TypeAlias = Sequence[int] | Mapping[Any, Sequence[int]]
-
-_LOG_ZERO = -800.0  # its exponential is zero in float64
 
 
 def sum_over_out_edges(edge_index: DistEdgeIndex, x: Tensor) -> Tensor:
@@ -38,79 +34,6 @@ def sum_over_out_edges(edge_index: DistEdgeIndex, x: Tensor) -> Tensor:
     device = local.ends.device
     arrive = local.halo.begin_transpose(ghosts.to(device))
     return arrive(out.to(device)).squeeze(1).cpu()
-
-
-def inclusion_probabilities(
-    data: Any,
-    num_neighbors: Fanouts,
-    seeds: Mapping[Group, DistTensor],
-    batch_size: int,
-) -> dict[Group, DistTensor]:
-    """Returns the probability that a minibatch holds a node, by node type; collective.
-
-        p0_v = batch_size / number of seeds, for seeds
-        p_u  = 1 - prod over edges (u, v) of (1 - p'_v min(1, s / degree v)), hop by hop
-        P_u  = 1 - prod over hops of (1 - p_u)
-
-    the vertex inclusion probability of [Kaler23], where p' is p of the hop before and s
-    its fan-out. Draws are taken as independent, which is exact on a tree; otherwise it is an
-    estimate, too high for nodes that are reached at two hops and expanded once.
-
-    Args:
-        data: a Data or HeteroData of `pdc.partition`.
-        num_neighbors: the fan-out of each hop, -1 for all; or these by edge type.
-        seeds: masks of the seed nodes, by node type; None is the type of a homogeneous graph.
-        batch_size: the number of seeds of a minibatch.
-    """
-    edges = _edge_index_by_type(data)
-    fanouts = num_neighbors
-    if not isinstance(fanouts, Mapping):
-        fanouts = dict.fromkeys(edges, fanouts)
-    if missing := set(edges) - set(fanouts):
-        raise ValueError(
-            f"got num_neighbors without the edge types {sorted(missing)}; give a list for each "
-            "type, of zeros where no edges are drawn"
-        )
-    rows = _nodes_by_type(data)
-    seed_probability = _seed_probability(seeds, rows, batch_size)
-    p = {group: torch.zeros(len(r), dtype=torch.float64) for group, r in rows.items()}
-    for group, mask in seeds.items():
-        p[group] = mask.to_local().cpu().double() * seed_probability
-    log_missed = {group: _log_complement(one) for group, one in p.items()}
-    for hop in range(max(map(len, fanouts.values()))):
-        rest = {group: torch.zeros_like(one) for group, one in p.items()}
-        for key, edge_index in edges.items():
-            fanout, degree = fanouts[key][hop], edge_index.topology.in_degree.cpu()
-            drawn = (fanout / degree.clamp(min=1)).clamp_(max=1)
-            drawn = drawn if fanout >= 0 else torch.ones_like(drawn)
-            missed = _log_complement(p[key[-1]] * drawn)
-            rest[key[0]] += sum_over_out_edges(edge_index, missed)
-        p = {group: -torch.expm1(one) for group, one in rest.items()}
-        for group, one in p.items():
-            log_missed[group] += _log_complement(one)
-    return {
-        group: DistTensor.wrap(-torch.expm1(one), rows[group])
-        for group, one in log_missed.items()
-    }
-
-
-def _seed_probability(
-    seeds: Mapping[Group, DistTensor], rows: Mapping[Group, Rows], batch_size: int
-) -> float:
-    count = torch.zeros(1, dtype=torch.int64)
-    for group, mask in seeds.items():
-        if group not in rows or not isinstance(mask, DistTensor):
-            raise TypeError(
-                f"got a {type(mask).__name__} for node type {group!r}; give masks of the share "
-                f"from pdc.partition, by node type: {list(rows)}"
-            )
-        count += mask.to_local().cpu().bool().sum()
-    mesh = next(iter(rows.values())).mesh
-    return min(1.0, batch_size / max(int(collectives.all_reduce(count, mesh.world)), 1))
-
-
-def _log_complement(p: Tensor) -> Tensor:
-    return torch.log1p(-p).clamp_(min=_LOG_ZERO)
 
 
 def out_degrees(data: Any) -> dict[Group, DistTensor]:
@@ -189,11 +112,7 @@ def check_names(what: str, given: Any, there: Sequence[Any]) -> None:
 
 
 def row_scores(
-    data: Any,
-    ranking: str | Tensor | Mapping[Group, Tensor],
-    num_neighbors: Fanouts,
-    seeds: DistTensor | Mapping[Group, DistTensor] | None,
-    batch_size: int,
+    data: Any, ranking: str | Tensor | Mapping[Group, Tensor]
 ) -> Mapping[Group, Tensor]:
     """Returns the score of each row, by group, by the ranking of `from_data`; collective."""
     types = data.node_types if isinstance(data, HeteroData) else [NODES]
@@ -208,16 +127,8 @@ def row_scores(
                 f"{types}; give a dictionary with a vector for each"
             )
         return {NODES: ranking}
-    if ranking == "degree":
-        return out_degrees(data)
-    if ranking != "vip":
+    if ranking != "degree":
         raise ValueError(
-            f"ranking={ranking!r} is not known; choose 'degree' or 'vip', or give scores"
+            f"ranking={ranking!r} is not known; choose 'degree', or give scores"
         )
-    if seeds is None or not num_neighbors:
-        raise ValueError(
-            "ranking='vip' needs num_neighbors, seeds (a mask such as data.train_mask) "
-            "and batch_size"
-        )
-    masks = seeds if isinstance(seeds, Mapping) else {NODES: seeds}
-    return inclusion_probabilities(data, num_neighbors, masks, batch_size)
+    return out_degrees(data)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborSampler as PyGNeighborSampler
+from torch_geometric.loader.neighbor_sampler import EdgeIndex
 from torch_geometric.sampler import NodeSamplerInput
 
 from pyg_distcomm.comm.random import fresh_seed
@@ -78,60 +77,29 @@ class NeighborSampler(PyGNeighborSampler):
         self.edge_index, self.node_idx, self.num_nodes = edge_index, node_idx, num_nodes
         self.sizes, self.return_e_id, self.transform = list(sizes), *options[1:]
         self.is_sparse_tensor, self.__val__ = False, None
-        self.adj_t: Any = _Adjacency(edges, num_nodes, return_e_id)
+        by_source = edges[0].argsort(stable=True)
+        self._order = by_source[edges[1][by_source].argsort(stable=True)]
+        data = Data(edge_index=edges[:, self._order], num_nodes=num_nodes)
+        self._samplers = {
+            size: KeyedNeighborSampler(data, [size]) for size in {*self.sizes}
+        }
         ids: Any = (nodes.nonzero().view(-1) if mask else nodes).tolist()
         DataLoader.__init__(self, ids, collate_fn=self.sample, **kwargs)
 
-
-class _Adjacency:
-    """Holds edges by target and source, and samples as a SparseTensor does."""
-
-    def __init__(self, edges: Tensor, num_nodes: int, return_e_id: bool) -> None:
-        by_source = edges[0].argsort(stable=True)
-        order = by_source[edges[1][by_source].argsort(stable=True)]
-        self._order = order if return_e_id else None
-        self._data = Data(edge_index=edges[:, order], num_nodes=num_nodes)
-        self._samplers: dict[int, KeyedNeighborSampler] = {}
-
-    def sample_adj(
-        self, node: Tensor, size: int, replace: bool
-    ) -> tuple[_SampledAdjacency, Tensor]:
-        """Samples neighbours of nodes; returns their edges, and all nodes."""
-        if size not in self._samplers:
-            self._samplers[size] = KeyedNeighborSampler(
-                self._data, [size], replace=replace
-            )
-        inputs: Any = NodeSamplerInput(input_id=None, node=node)
-        inputs.key = fresh_seed()
-        out: Any = self._samplers[size].sample_from_nodes(inputs)
-        place = torch.argsort(out.col * len(out.node) + out.row, stable=True)
-        edge = None if self._order is None else self._order[out.edge[place]]
-        shape = len(node), len(out.node)
-        return _SampledAdjacency(out.col[place], out.row[place], edge, shape), out.node
-
-
-@dataclass(frozen=True, eq=False)
-class _SampledAdjacency:
-    """Has of a SparseTensor what PyG's `sample` reads."""
-
-    row: Tensor
-    col: Tensor
-    edge: Tensor | None
-    shape: tuple[int, int]
-
-    @cached_property
-    def storage(self) -> _SampledAdjacency:
-        """Returns what has the values."""
-        return self
-
-    def value(self) -> Tensor | None:
-        """Returns the ids of the edges."""
-        return self.edge
-
-    def sparse_sizes(self) -> tuple[int, int]:
-        """Returns the number of targets, and of sources."""
-        return self.shape
-
-    def coo(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns targets, sources and ids of the edges."""
-        return self.row, self.col, self.edge
+    def sample(self, batch: Any) -> Any:
+        """Returns (batch_size, n_id, adjs) of seeds, the last layer's edges first."""
+        if self.is_sparse_tensor:
+            return super().sample(batch)
+        node, adjs = torch.as_tensor(batch), list[EdgeIndex]()
+        count = len(node)
+        for size in self.sizes:
+            inputs: Any = NodeSamplerInput(input_id=None, node=node)
+            inputs.key = fresh_seed()
+            out: Any = self._samplers[size].sample_from_nodes(inputs)
+            place = torch.argsort(out.col * len(out.node) + out.row, stable=True)
+            ends = torch.stack([out.row[place], out.col[place]])
+            edge = self._order[out.edge[place]] if self.return_e_id else None
+            adjs.append(EdgeIndex(ends, edge, (len(out.node), len(node))))
+            node = out.node
+        found = count, node, adjs[0] if len(adjs) == 1 else adjs[::-1]
+        return found if self.transform is None else self.transform(*found)

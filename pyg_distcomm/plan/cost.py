@@ -57,7 +57,7 @@ class ExchangeCost:
         out: Array = (self.sent + self.received) / machine.stream
         if self.codec is None:
             return out
-        return out + machine.coding_seconds(self.codec, self.written, self.read)
+        return out + machine.coding_seconds(self.written, self.read)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +269,7 @@ class EpochClock:
 
     def add_sums(self, sums: Mapping[str, Sequence[int]], size: int) -> None:
         """Adds all-reduces over `size` ranks, given the bytes that each rank receives."""
-        wire = self.machine.sum_wire()
+        wire = self.machine.sum_wire
         for each in (n for group in sums.values() for n in group):
             self.waited += float(wire.seconds(sum_messages(size), each, each))
 
@@ -277,7 +277,7 @@ class EpochClock:
         """Returns the seconds of exchanges that run at once over one axis."""
         if not any(np.any(move.messages) for move in moves):
             return np.zeros(())
-        wire = self.machine.wire(moves[0].axis, self.grid)
+        wire = self.machine.wire
         messages = functools.reduce(np.maximum, (move.messages for move in moves))
         sent: Any = sum(move.sent for move in moves)
         received: Any = sum(move.received for move in moves)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
@@ -22,33 +21,25 @@ from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.mesh import Grid, Mesh
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.nn.product_layers import DistGCNConv, DistSAGEConv
-from pyg_distcomm.partition.cutters import (
-    check_edge_index,
-    check_method,
-    cut,
-    takes_grid,
-)
+from pyg_distcomm.nn.replicate import replicate
+from pyg_distcomm.partition.cutters import check_edge_index, cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.calibrate import TrainingRun, calibrate, time_once
 from pyg_distcomm.plan.codecs import CodecLike, codings
-from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.planner import Plan, Plans, check_options, edges_of, plan
+from pyg_distcomm.plan.planner import Plan, Plans, edges_of, plan
 from pyg_distcomm.plan.training import (
     INPUTS,
+    Stack,
     Training,
     dtype_of,
     training_from_options,
 )
 from pyg_distcomm.process import PROCESS
 
-MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # limits of the matrix that a rank times
-MOST_WIDTH = 1024  # limit of timed widths: wider rows have nearly the same rate
-
 
 @dataclass(frozen=True, eq=False)
 class Auto:
-    """Describes a training run, for which `init` measures, plans, and chooses the grid.
+    """Describes a training run, for which `init` plans, times, and chooses the grid.
 
         mesh = pdc.init(pdc.Auto(whole, widths=[602, 16, 41]))
         data = pdc.partition(whole, mesh)      # cut as planned
@@ -59,7 +50,7 @@ class Auto:
         layers, inputs, memory, dtype: see `plan`.
         codecs: links that it may take (see `plan`), for `partition(..., link=mesh.plan.link)`.
         method: the method of the partition, also for `partition`; with seed 0.
-        machine: the figures, instead of measuring them; nothing is timed.
+        machine: the figures to plan with; nothing is timed then.
     """
 
     data: Any
@@ -95,8 +86,8 @@ def init(
         mesh = pdc.init()
         data = pdc.partition(dataset[0], mesh)
 
-    `Auto` calibrates, plans on rank 0 (see `plan`), times epochs of the best 4 exact plans,
-    and takes the fastest; see `shortlist` for when the best plan is taken untimed.
+    `Auto` plans on rank 0 (see `plan`), times epochs of the best 4 exact plans, and takes
+    the fastest; see `shortlist` for when the best plan is taken untimed.
     `partition` follows `mesh.plan`.
 
     Args:
@@ -202,35 +193,30 @@ def _choose_plan(
 ) -> tuple[Plan, Partition | None]:
     """Returns the plan to train by, and the owners of nodes if it has them; collective."""
     options = options | read
-    # the arguments of rank 0 count: the other ranks calibrate and time what it chooses
-    check = partial(_check_request, data, mesh.size, read, options)
-    given, codecs, shape = _on_rank_0(mesh, check)
-    collectives.agree(_codec_difference(options["codecs"], codecs), mesh.world)
-    # links themselves are not sent to ranks, but their places in this list
-    links = [one and one.link for one in codings(options["codecs"])]
-    options["codecs"], machine = tuple(links[1:]), options["machine"]
-    if not given:
-        machine = Machine()
-        if mesh.size > 1:
-            machine = calibrate(mesh, codecs=options["codecs"], **shape)
 
-    def choose() -> tuple[list[tuple[Plan, int]], np.ndarray | None, Training | None]:
-        plans = plan(data, ranks=mesh.size, **options | {"machine": machine})
+    def choose() -> tuple[Any, ...]:
+        plans = plan(data, ranks=mesh.size, **options)
         inexact = bool(options["codecs"])
         best = plans[0] if inexact and len(plans) else plans.best
         owners = _owners(plans, best, data, options["partition"])
         owner = None if owners is None else owners.owner.numpy()
-        if given or inexact or owner is None or takes_grid(options["partition"]):
+        given = inexact or options["machine"] is not None
+        if given or owner is None or takes_grid(options["partition"]):
             candidates, training = [best], None
         else:
             training = _training(data, read, options)
             candidates = shortlist(plans, training, options["memory"])
+        # links themselves are not sent to ranks, but their places in the list of codecs
+        links = [one and one.link for one in codings(options["codecs"])]
         placed = [
             (replace(one, link=None), links.index(one.link)) for one in candidates
         ]
-        return placed, owner, training
+        return placed, owner, training, _codec_names(options["codecs"])
 
-    placed, owner, training = _on_rank_0(mesh, choose)
+    # the arguments of rank 0 count: the other ranks time what it chooses
+    placed, owner, training, names = _on_rank_0(mesh, choose)
+    collectives.agree(_codec_difference(options["codecs"], names), mesh.world)
+    links = [one and one.link for one in codings(options["codecs"])]
     candidates = [replace(one, link=links[at]) for one, at in placed]
     if owner is None:
         return candidates[0], None
@@ -271,34 +257,6 @@ def _codec_difference(codecs: Sequence[CodecLike], there: list[str]) -> str | No
 
 def _codec_names(codecs: Sequence[CodecLike]) -> list[str]:
     return ["plain" if one is None else one.name for one in codings(codecs)]
-
-
-def _check_request(
-    data: Any, size: int, read: dict[str, Any], options: dict[str, Any]
-) -> tuple[bool, list[str], dict[str, Any]]:
-    """Returns whether a machine is given, the names of codings, and options of `calibrate`.
-
-    Raises for options that `plan` would refuse, before anything is timed.
-    """
-    machine, method = options["machine"], options["partition"]
-    check_options(machine, options["memory"])
-    codecs = _codec_names(options["codecs"])
-    if isinstance(method, str):
-        check_method(method)
-    if isinstance(data, RandomGraph):
-        nodes, edges = data.nodes, data.edges
-    else:
-        edge_index, nodes, _ = edges_of(data, method)
-        check_edge_index(edge_index, nodes)
-        edges = edge_index.size(1)
-    training = _training(data, read, options)
-    widths = {int(n) for one in training.layers for n in (one.width_in, one.width_out)}
-    shape = {
-        "widths": sorted({min(n, MOST_WIDTH) for n in widths}),
-        "rows": min(max(1, nodes // size), MOST_ROWS),
-        "degree": min(max(1, edges // max(1, nodes)), MOST_DEGREE),
-    }
-    return machine is not None, codecs, shape
 
 
 def _owners(plans: Plans, best: Plan, data: Any, method: Any) -> Partition | None:
@@ -420,3 +378,49 @@ def _start_run(
     # the script's random state must not change
     with torch.random.fork_rng(devices=[]):
         return TrainingRun(share, layers, mesh, training.inputs == "changing")
+
+
+def time_once(work: Callable[[], object], mesh: Mesh) -> float:
+    """Returns the seconds of one call of `work`, which all ranks begin together."""
+    collectives.barrier(mesh.world)
+    _finish(mesh)
+    start = time.perf_counter()
+    work()
+    _finish(mesh)
+    return time.perf_counter() - start
+
+
+def _finish(mesh: Mesh) -> None:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+
+
+class TrainingRun:
+    """Trains layers, with ReLU between them, on a share.
+
+    Args:
+        share: the share of the graph, with x and y.
+        layers: the layers, in order.
+        mesh: the ranks.
+        changing: whether x is a new tensor in each epoch.
+    """
+
+    def __init__(
+        self,
+        share: Data,
+        layers: Iterable[torch.nn.Module],
+        mesh: Mesh,
+        changing: bool = False,
+    ) -> None:
+        self.share, self.mesh, self._changing = share, mesh, changing
+        model = Stack(layers).to(mesh.device, share.x.dtype)  # type: ignore[union-attr]
+        self._model = replicate(model, mesh)
+        self._optimizer = torch.optim.Adam(self._model.parameters())
+
+    def epoch(self) -> None:
+        """Trains once on all nodes."""
+        self._optimizer.zero_grad()
+        x: Any = self.share.x.clone() if self._changing else self.share.x  # type: ignore[union-attr]
+        out = self._model(x, self.share.edge_index)
+        torch.nn.functional.cross_entropy(out, self.share.y).backward()
+        self._optimizer.step()

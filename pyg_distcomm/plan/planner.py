@@ -220,11 +220,9 @@ def _legend(plans: Sequence[Plan], machine: Machine) -> list[str]:
         notes.append("<= exchanges may be skipped: the most there can be")
     missing = dict.fromkeys(plan.missing for plan in plans if plan.missing)
     notes += [f">= bytes and seconds leave out {words}" for words in missing]
-    links = [plan.link for plan in plans if isinstance(plan.link, LinkPolicy)]
-    if any(repr(link.codec) not in machine.codes for link in links):
+    if any(plan.link is not None for plan in plans):
         notes.append(
-            f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows per second, "
-            "where calibrate has not measured it"
+            f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows per second"
         )
     return notes
 
@@ -286,7 +284,7 @@ def plan(
         model: instead of widths: of PyG's layers or ours; it is run on two nodes.
         layers: "gcn" or "sage", or one for each layer.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
-        machine: from `calibrate`, `Machine.of_device`, or by hand; default gigabit Ethernet.
+        machine: from `Machine.of_device`, or by hand; default gigabit Ethernet.
         memory: bytes a rank may use in an epoch, beside its interpreter; those it takes to
             cut the graph, and to plan exchanges, come before. Default `machine.memory`.
         partition, seed: as `pdc.partition` takes them: a method, owners, or a Partition.
@@ -534,7 +532,7 @@ def check_options(
     """Raises for options of wrong types, and for options that would be ignored."""
     if not isinstance(machine, (Machine, type(None))):
         raise TypeError(
-            "machine must be a pdc.Machine, as pdc.Machine.load(path) returns, got "
+            "machine must be a pdc.Machine, as pdc.Machine.of_device('h100') returns, got "
             f"{machine!r}"
         )
     number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)

@@ -1,4 +1,4 @@
-"""What a reader of the code tried, and found wrong: scripts beside plain PyG."""
+"""Short scripts with layers of their own compute on a share what plain PyG computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
-from test_whole import assert_none, failures_of, full, share_of
+from test_whole_tensors import assert_none, failures_of, full, share_of
 from torch.utils.data._utils import worker
 from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops, degree, scatter
@@ -318,7 +318,7 @@ def _compared(cutter):
     ("size", "cutter"),
     [tiers.rarely(1, "block"), (2, "random"), tiers.rarely(3, "random")],
 )
-def test_they_compute_what_one_process_does(size, cutter):
+def test_scripts_compute_what_one_process_does(size, cutter):
     assert_none(worlds.run(_compared, size, cutter))
 
 
