@@ -308,6 +308,9 @@ def draw(path: Path) -> None:
             axis.loglog(sizes, [v * 2**-20 for v in values], label=name, **look)
         axis.set_title(shape)
         axis.set_xlabel("ranks")
+        axis.set_xticks([100, 1_000, 10_000])
+        for each in (axis.xaxis, axis.yaxis):  # powers of ten are too small to read
+            each.set_major_formatter("{x:,g}")
     axes[0].set_ylabel("MiB that a rank receives in an epoch")
     names = axes[0].get_legend_handles_labels()
     figure.legend(*names, loc="lower center", ncols=4, frameon=False, fontsize=10)
