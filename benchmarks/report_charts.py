@@ -16,7 +16,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.ticker import NullLocator
 
 REPORTS = Path(__file__).parent / "reports"
@@ -133,8 +132,8 @@ def codecs(ax: Axes) -> None:
         ax.annotate(
             name, (602, values[-1]), (9, -4), textcoords="offset points", color=colour
         )
-    _logarithmic(ax.xaxis, (16, 100, 602))
-    _logarithmic(ax.yaxis, (1, 2, 5, 10))
+    _logarithmic(ax, "x", (16, 100, 602))
+    _logarithmic(ax, "y", (1, 2, 5, 10))
     ax.set_xlabel("numbers in a row")
     ax.set_ylabel("times faster at 1 Gbit/s")
 
@@ -149,7 +148,7 @@ def full_graph(ax: Axes) -> None:
         ax.barh([y + 0.6 - 0.4 * k for y in at], values, 0.4, color=colour, label=name)
     ax.set_yticks([*at], names)
     ax.set_xscale("log")
-    _logarithmic(ax.xaxis, (0.3, 1, 3, 10, 30))
+    _logarithmic(ax, "x", (0.3, 1, 3, 10, 30))
     ax.set_xlabel("MiB that a rank receives per epoch")
     ax.legend(frameon=False, loc="lower right")
 
@@ -166,8 +165,8 @@ def strong_scaling(*axes: Axes) -> None:
             ax.loglog(ranks, values, "o-", color=colour, label=layers[k - 1])
         ax.set_title(f"{graph} graph", fontsize=11)
         ax.set_xlabel("ranks")
-        _logarithmic(ax.xaxis, ranks)
-        _logarithmic(ax.yaxis, (20, 50, 100, 200, 500))
+        _logarithmic(ax, "x", ranks)
+        _logarithmic(ax, "y", (20, 50, 100, 200, 500))
     axes[0].set_ylabel("processor ms per epoch, slowest rank")
     axes[1].legend(frameon=False, loc="upper right", ncols=2)
 
@@ -187,15 +186,16 @@ def size(*axes: Axes) -> None:
             slope = f"{names[k - 1]}: {number(exponents[k]):.2f}"
             ax.loglog(xs, ys, "o-", color=colour, label=slope)
         ax.set_xlabel(axis)
-        _logarithmic(ax.xaxis, marks)
-        _logarithmic(ax.yaxis, (0.1, 1, 10, 100, 1000))
+        _logarithmic(ax, "x", marks)
+        _logarithmic(ax, "y", (0.1, 1, 10, 100, 1000))
         ax.set_ylim(0.08, 4e5)
         ax.legend(frameon=False, loc="upper left", title="exponents")
 
 
-def _logarithmic(axis: Axis, ticks: Sequence[float]) -> None:
-    """Marks these places of a logarithmic axis, by numbers without powers."""
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+def _logarithmic(ax: Axes, which: str, ticks: Sequence[float]) -> None:
+    """Marks these places of a logarithmic axis, "x" or "y", by numbers without powers."""
+    ax.set(**{f"{which}scale": "log"})
+    axis = ax.xaxis if which == "x" else ax.yaxis
     axis.set_ticks(ticks, [f"{tick:,g}" for tick in ticks])
     axis.set_minor_locator(NullLocator())
 
