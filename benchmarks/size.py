@@ -5,7 +5,7 @@
     python benchmarks/size.py sample                 # minibatches of what `cut` wrote
     python benchmarks/size.py paper                  # 64 to 4,096 ranks, checked on 8 to 64
     python benchmarks/size.py memory                 # what holds a rank's memory
-    python benchmarks/size.py growth                 # exponents in nodes and ranks, a chart
+    python benchmarks/size.py growth                 # exponents in nodes and ranks
 
 Graphs are those of `communities.write`, kept in --folder with their parts. Each rank's memory
 is its PSS: pages that ranks share, of files too, count once in their sum.
