@@ -35,6 +35,9 @@ DATASETS = (
 TEXT = (".txt", ".csv", ".tsv", ".el", ".edges", ".edgelist", ".gz")
 FILES = (*TEXT, ".pt", ".npy", ".npz", ".parquet", ".arrow", ".feather")
 SHOWN = 4  # names of a folder in a message
+# what a partition, a run of pdc.metrics, and a checkpoint hold
+META, PART, RUN, MARK = "META.json", "part_*", "run.json", ".pyg_distcomm.json"
+KINDS = {"checkpoint": "checkpoint", "pipeline": "saved pipeline"}
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -77,7 +80,7 @@ def check_partition(arguments: argparse.Namespace) -> None:
 def check_inspect(arguments: argparse.Namespace) -> None:
     """Raises ValueError, saying what the path is, if it is no partition folder."""
     folder = arguments.folder
-    if (folder / "META.json").exists() or any(folder.glob("part_*")):
+    if (folder / META).exists() or any(folder.glob(PART)):
         return
     raise ValueError(f"{folder}: {describe(folder)}")
 
@@ -103,20 +106,20 @@ def describe(path: Path) -> str:
         return f"does not exist, but should be a partition folder{cut}"
     if not path.is_dir():
         return f"is a file, not a partition folder{cut}"
-    if (path / "run.json").is_file():
+    if (path / RUN).is_file():
         return f"is a run of pdc.metrics; draw it by `pyg-distcomm report {path}`"
-    mark = path / ".pyg_distcomm.json"
+    mark = path / MARK
     if mark.is_file():
         return f"is a {_kind(mark)} of pyg_distcomm, not a partition folder{cut}"
     names = sorted(one.name for one in path.iterdir())
     if not names:
         return f"is an empty folder{cut}"
-    inner = [name for name in names if (path / name / "META.json").is_file()]
+    inner = [name for name in names if (path / name / META).is_file()]
     if inner:
         return f"is not a partition folder, but holds one; give {path / inner[0]}"
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     held = ", ".join(names[:SHOWN]) + more
-    return f"is not a partition folder (no META.json; it holds {held}){cut}"
+    return f"is not a partition folder (no {META}; it holds {held}){cut}"
 
 
 def _kind(mark: Path) -> str:
@@ -124,4 +127,4 @@ def _kind(mark: Path) -> str:
         kind = json.loads(mark.read_text()).get("kind")
     except (ValueError, AttributeError, OSError):
         kind = None
-    return "saved pipeline" if kind == "pipeline" else "checkpoint"
+    return KINDS.get(kind, "checkpoint")
