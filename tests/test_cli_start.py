@@ -125,6 +125,8 @@ def test_json_of_doctor(monkeypatch, capsys):
         ),
         ("report nowhere", "nowhere: does not exist"),
         ("report full/a.txt", "full/a.txt: is a file, not the folder of pdc.metrics"),
+        ("report full", "full: is not a folder of pdc.metrics (it has no run.json)"),
+        ("report outer/parts", "outer/parts: holds parts, not a run; `pyg-distcomm in"),
         ("partition sub/digits o --parts 2", "unknown data set 'sub/digits'"),
         (
             "partition digits o --parts 2 --node-file x=gone.npy",

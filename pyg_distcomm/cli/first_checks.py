@@ -79,14 +79,12 @@ def check_partition(arguments: argparse.Namespace) -> None:
 
 def check_inspect(arguments: argparse.Namespace) -> None:
     """Raises ValueError, saying what the path is, if it is no partition folder."""
-    folder = arguments.folder
-    if (folder / META).exists() or any(folder.glob(PART)):
-        return
-    raise ValueError(f"{folder}: {describe(folder)}")
+    if not _holds_parts(arguments.folder):
+        raise ValueError(f"{arguments.folder}: {describe(arguments.folder)}")
 
 
 def check_report(arguments: argparse.Namespace) -> None:
-    """Raises ValueError if there is no run at the path, or the page would be a folder."""
+    """Raises ValueError, saying what the path is, if it is no run, or `out` is a folder."""
     run, out = arguments.run, arguments.out
     if not run.exists():
         raise ValueError(f"{run}: does not exist; give the folder of pdc.metrics")
@@ -94,6 +92,15 @@ def check_report(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"{run}: is a file, not the folder of pdc.metrics; open a file of pdc.trace in "
             "https://ui.perfetto.dev"
+        )
+    if _holds_parts(run):
+        raise ValueError(
+            f"{run}: holds parts, not a run; `pyg-distcomm inspect {run}` shows their figures"
+        )
+    if not (run / RUN).is_file():
+        raise ValueError(
+            f"{run}: is not a folder of pdc.metrics (it has no {RUN}); record a run by "
+            f"run = pdc.metrics({str(run)!r}, mesh) and run.epoch(...)"
         )
     if out.is_dir():
         raise ValueError(f"{out}: is a folder; give a file, as -o report.html")
@@ -120,6 +127,10 @@ def describe(path: Path) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     held = ", ".join(names[:SHOWN]) + more
     return f"is not a partition folder (no {META}; it holds {held}){cut}"
+
+
+def _holds_parts(folder: Path) -> bool:
+    return (folder / META).exists() or any(folder.glob(PART))
 
 
 def _kind(mark: Path) -> str:
