@@ -23,6 +23,7 @@ FIRST = (
     # one process, against PyG on the CPU
     ("test_cuda.py::test_one_process", 1),
     ("test_cuda.py::test_layers_on_ordinary_tensors_wait_for_nothing", 1),
+    ("test_cuda.py::test_a_step_is_captured_as_a_cuda_graph", 1),
     ("test_cuda.py::test_minibatches_on_the_device_are_trimmed", 1),
     # kernels in Triton, and cuSPARSE, against their definitions in plain torch
     ("test_kernels.py::test_cuda_follows_the_definition", 1),
@@ -34,7 +35,7 @@ FIRST = (
     # minibatches drawn on the device, and from pinned memory, against those of the host
     ("test_sample_device.py::test_device_equals_cpu", 5),
     ("test_sample_device.py::test_loaders_yield_the_batches_of_the_host", 2),
-    ("test_sample_device.py::test_loaders_read_pinned_memory", 4),
+    ("test_sample_device.py::test_loaders_read_pinned_memory", 3),
     ("test_sample_device.py::test_layers_read_pinned_memory", 2),
     ("test_sample_device.py::test_rows_are_read_from_pinned_memory", 1),
     ("test_sample_device.py::test_triton_draws_what_is_defined", 1),

@@ -94,10 +94,10 @@ def rows_of(name: str, root: Path, epochs: int, seeds: int) -> list[list[str]]:
         before = before or mean
         rows.append(
             [
+                f"{mean / before:.2f}",
                 name,
                 way,
                 f"{mean:,.0f}",
-                f"{mean / before:.2f}",
                 f"{statistics.mean(edges):,.0f}",
                 f"{statistics.mean(accuracy):.2f} +- {statistics.stdev(accuracy):.2f}",
             ]
@@ -115,7 +115,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    head = ["graph", "draws", "nodes", "of neighbor's", "edges", "test accuracy, %"]
+    head = ["nodes, of neighbor's", "graph", "sampling", "nodes", "edges"]
+    head.append("test accuracy, %")
     rows = [
         row
         for name in given.graphs

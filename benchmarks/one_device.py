@@ -1,8 +1,8 @@
 """What is to be known of products, epochs, layers and messages on one CUDA device.
 
 The parts `products`, `epochs`, `synchronisations` and `packing` of `python benchmarks/cuda.py`,
-which see: none of them has run on a CUDA device yet. Each adds lines to tables as it measures,
-with what others take beside what this package takes, and whether its aim is met.
+which see. Each adds lines to tables as it measures, with what others take beside what this
+package takes, and whether its aim is met.
 """
 
 from __future__ import annotations
@@ -324,7 +324,6 @@ def _forget(share: Data) -> None:
     of_values = [t.rows for _, t in share if isinstance(t, pdc.DistTensor)]
     for rows in (edges.nodes, edges.edges, *of_values):
         rows.derived.clear()
-        rows.plans.clear()
 
 
 def _judged(device: Device, found: Found, plain: Found, sparse: Found) -> list[Any]:

@@ -8,7 +8,7 @@ A chart has no figures of its own: it reads the table of a report that shows a t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -16,6 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
 
 REPORTS = Path(__file__).parent / "reports"
 BLUE, ORANGE, GREEN, PINK = "#0072B2 #D55E00 #009E73 #CC79A7".split()
@@ -72,9 +73,9 @@ def late(ax: Axes) -> None:
     ax.legend(frameon=False, loc="upper left")
 
 
-def size(ax: Axes) -> None:
+def accuracy(ax: Axes) -> None:
     """Accuracy against the bytes that halos bring."""
-    rows = [row for row in table("size", "way", "test accuracy", "bytes") if row[2]]
+    rows = [row for row in table("accuracy", "way", "test accuracy", "bytes") if row[2]]
     beside = {"full": (8, 4, "left"), "late": (8, -10, "left")}
     beside |= {"1 bit, now": (8, 6, "left"), "1 bit, late": (8, -12, "left")}
     beside |= {"VARCO, slope 1": (8, 2, "left"), "fixed 16": (8, -10, "left")}
@@ -121,12 +122,94 @@ def partitioned(ax: Axes) -> None:
     ax.legend(frameon=False)
 
 
-CHARTS: dict[str, Callable[[Axes], None]] = {
-    "memory": memory,
-    "late": late,
-    "size": size,
-    "pipeline": pipeline,
-    "partitioned": partitioned,
+def codecs(ax: Axes) -> None:
+    """How many times faster a coded message is, against the width of its rows."""
+    rows = table("codecs", "plain/all, 16 / 100 / 602", "codec")
+    colours = ("#999999", PINK, ORANGE, BLUE, GREEN)
+    for (times, name), colour in zip(rows, colours, strict=True):
+        values = [float(part) for part in times.split("/")]
+        ax.plot((16, 100, 602), values, "o-", color=colour)
+        ax.annotate(
+            name, (602, values[-1]), (9, -4), textcoords="offset points", color=colour
+        )
+    _logarithmic(ax, "x", (16, 100, 602))
+    _logarithmic(ax, "y", (1, 2, 5, 10))
+    ax.set_xlabel("numbers in a row")
+    ax.set_ylabel("times faster at 1 Gbit/s")
+
+
+def full_graph(ax: Axes) -> None:
+    """Bytes of each way, from CAGNET's to this package's, on two graphs."""
+    rows = table("full_graph", "way", "MiB, Computers", "MiB, R-MAT")[::-1]
+    names = [way.split(" (formula")[0].split(" (")[0] for way, _, _ in rows]
+    at = range(len(rows))
+    for k, name, colour in ((1, "Computers", BLUE), (2, "R-MAT", ORANGE)):
+        values = [number(row[k]) for row in rows]
+        ax.barh([y + 0.6 - 0.4 * k for y in at], values, 0.4, color=colour, label=name)
+    ax.set_yticks([*at], names)
+    ax.set_xscale("log")
+    _logarithmic(ax, "x", (0.3, 1, 3, 10, 30))
+    ax.set_xlabel("MiB that a rank receives per epoch")
+    ax.legend(frameon=False, loc="lower right")
+
+
+def strong_scaling(*axes: Axes) -> None:
+    """Processor time of the slowest rank against ranks, by layer, on two graphs."""
+    layers = "GCN SAGE GIN GAT GATv2".split()
+    rows = table("strong_scaling", "graph", "ranks", *layers)
+    for ax, graph in zip(axes, ("uniform", "local"), strict=True):
+        mine = [row[1:] for row in rows if row[0] == graph]
+        ranks = [int(row[0]) for row in mine]
+        for k, colour in enumerate((BLUE, ORANGE, GREEN, PINK, "#999999"), 1):
+            values = [number(row[k]) for row in mine]
+            ax.loglog(ranks, values, "o-", color=colour, label=layers[k - 1])
+        ax.set_title(f"{graph} graph", fontsize=11)
+        ax.set_xlabel("ranks")
+        _logarithmic(ax, "x", ranks)
+        _logarithmic(ax, "y", (20, 50, 100, 200, 500))
+    axes[0].set_ylabel("processor ms per epoch, slowest rank")
+    axes[1].legend(frameon=False, loc="upper right", ncols=2)
+
+
+def size(*axes: Axes) -> None:
+    """What a graph costs against its nodes, and against ranks, with the exponents."""
+    names = ("partition, processor s", "epoch, processor s", "MiB received", "MiB held")
+    colours = (BLUE, ORANGE, GREEN, PINK)
+    ticks = ((65536, 131072, 262144, 524288), (1, 2, 4, 8))
+    for ax, axis, marks in zip(
+        axes, ("nodes", "ranks, 131,072 nodes"), ticks, strict=True
+    ):
+        *rows, exponents = table("size", axis, *names)
+        for k, colour in enumerate(colours, 1):
+            at = [(number(row[0]), number(row[k])) for row in rows]
+            xs, ys = zip(*[(x, y) for x, y in at if y > 0], strict=True)
+            slope = f"{names[k - 1]}: {number(exponents[k]):.2f}"
+            ax.loglog(xs, ys, "o-", color=colour, label=slope)
+        ax.set_xlabel(axis)
+        _logarithmic(ax, "x", marks)
+        _logarithmic(ax, "y", (0.1, 1, 10, 100, 1000))
+        ax.set_ylim(0.08, 4e5)
+        ax.legend(frameon=False, loc="upper left", title="exponents")
+
+
+def _logarithmic(ax: Axes, which: str, ticks: Sequence[float]) -> None:
+    """Marks these places of a logarithmic axis, "x" or "y", by numbers without powers."""
+    ax.set(**{f"{which}scale": "log"})
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    axis.set_ticks(ticks, [f"{tick:,g}" for tick in ticks])
+    axis.set_minor_locator(NullLocator())
+
+
+CHARTS: dict[str, tuple[Callable[..., None], int, float]] = {
+    "accuracy": (accuracy, 1, 3.2),
+    "codecs": (codecs, 1, 3.4),
+    "full_graph": (full_graph, 1, 4.4),
+    "late": (late, 1, 3.2),
+    "memory": (memory, 1, 3.2),
+    "partitioned": (partitioned, 1, 3.2),
+    "pipeline": (pipeline, 1, 3.2),
+    "size": (size, 2, 4.4),
+    "strong_scaling": (strong_scaling, 2, 3.8),
 }
 
 
@@ -134,11 +217,12 @@ def main() -> None:
     """Writes all charts."""
     plt.rcParams |= {"svg.hashsalt": "pyg_distcomm", "svg.fonttype": "path"}
     plt.rcParams |= {"font.family": "DejaVu Sans", "font.size": 10.5}
-    for name, draw in CHARTS.items():
-        figure, ax = plt.subplots(figsize=(7.5, 3.2))
-        draw(ax)
-        for side in ("top", "right"):
-            ax.spines[side].set_visible(False)
+    for name, (draw, panels, height) in CHARTS.items():
+        wide = 7.5 if panels == 1 else 8.6
+        figure, axes = plt.subplots(1, panels, figsize=(wide, height), squeeze=False)
+        draw(*axes.flat)
+        for ax in axes.flat:
+            ax.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
         figure.savefig(REPORTS / f"{name}.svg", metadata={"Date": None})
         plt.close(figure)

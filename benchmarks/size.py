@@ -5,7 +5,7 @@
     python benchmarks/size.py sample                 # minibatches of what `cut` wrote
     python benchmarks/size.py paper                  # 64 to 4,096 ranks, checked on 8 to 64
     python benchmarks/size.py memory                 # what holds a rank's memory
-    python benchmarks/size.py growth                 # exponents in nodes and ranks, a chart
+    python benchmarks/size.py growth                 # exponents in nodes and ranks
 
 Graphs are those of `communities.write`, kept in --folder with their parts. Each rank's memory
 is its PSS: pages that ranks share, of files too, count once in their sum.
@@ -549,7 +549,7 @@ def exponent(xs: list[float], ys: list[float]) -> float:
 
 
 def growth(args: Any) -> None:
-    """Prints costs by nodes and by ranks, with exponents, and draws them."""
+    """Prints costs by nodes and by ranks, with exponents (`report_charts.py` draws them)."""
     kept = args.folder / "growth.json"
     found = json.loads(kept.read_text()) if kept.exists() else []
     by_nodes = [(2**k, 2) for k in range(16, args.scale + 1)]
@@ -568,30 +568,6 @@ def growth(args: Any) -> None:
         xs = [one[axis] for one in rows]
         slopes = [f"{exponent(xs, [one[k] for one in rows]):.2f}" for k in names]
         print(format_table((axis, *names), [*table, ("exponent", *slopes)]))
-    if args.write:
-        draw_growth(args.write / "size.svg", found, by_nodes, by_ranks)
-
-
-def draw_growth(path: Path, found: list, by_nodes: list, by_ranks: list) -> None:
-    """Plots costs against nodes and against ranks, all logarithmic."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 3.8), sharey=True)
-    for axis, name, points in zip(
-        axes, ("nodes", "ranks"), (by_nodes, by_ranks), strict=True
-    ):
-        rows = [
-            one for at in points for one in found if (one["nodes"], one["ranks"]) == at
-        ]
-        for label in (k for k in rows[0] if k not in ("nodes", "ranks")):
-            known = [(one[name], one[label]) for one in rows if one[label] > 0]
-            xs, ys = (list(column) for column in zip(*known, strict=True))
-            slope = exponent(xs, ys)
-            axis.loglog(xs, ys, marker=".", label=f"{label}: {slope:.2f}")
-        axis.set_xlabel(name)
-        axis.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
 
 
 def draw_paper(path: Path) -> None:
@@ -606,7 +582,8 @@ def draw_paper(path: Path) -> None:
         plans = pdc.plan(graph, widths, size, machine=MACHINE, memory=1e15)
         for name, one in best_by_name(plans).items():
             lines.setdefault(name, []).append((size, one.bytes, one.memory))
-    figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 3.6))
+    pyplot.rcParams |= {"svg.hashsalt": "pyg_distcomm", "font.size": 10}
+    figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 4.2))
     for k, (axis, label) in enumerate(zip(axes, ("received", "held"), strict=True)):
         for name in ("1d", "2d", "3d", "feature", "best"):
             known = lines.get(name, [])
@@ -614,9 +591,14 @@ def draw_paper(path: Path) -> None:
             axis.loglog(xs, ys, marker=".", label=f"{name}: P^{exponent(xs, ys):.2f}")
         axis.set_xlabel("ranks")
         axis.set_ylabel(f"GiB {label} by a rank")
-        axis.legend(frameon=False, fontsize=8)
+        axis.set_xticks([64, 256, 1024, 4096], ["64", "256", "1,024", "4,096"])
+        axis.set_yticks([1, 10], ["1", "10"])
+        axis.minorticks_off()
+        axis.set_ylim(top=200)
+        axis.legend(frameon=False, ncols=2, loc="upper right")
+        axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 COMMANDS: dict[str, Callable[[Any], None]] = {

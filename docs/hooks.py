@@ -84,6 +84,11 @@ TABS = {
 }
 # pages of wide tables, which have the whole width
 WIDE = ("reports/", "limits", "pyg-", "how-to/reproduce")
+# pages that a search finds by their titles first, and those that it finds after all others
+SOONER = ("get-started", "how-to/")
+LATER = tuple(
+    "index reports/ tutorials/ project/ explanation/ reference/ papers/ pyg-".split()
+)
 LINK = re.compile(
     r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\]|!\[[^\]]*\]\([^)]*\))*)\]\(([^)\s#:]+)(#[^)\s]*)?\)"
 )
@@ -189,10 +194,6 @@ def on_page_markdown(
     made = added()
     if place.startswith(WIDE):
         page.meta.setdefault("hide", ["toc"])
-    if place.startswith(
-        ("get-started", "how-to/")
-    ):  # before pages that only name a word
-        page.meta.setdefault("search", {"boost": 3})
     home = made[place].parent if place in made else (ROOT / "docs" / place).parent
     return with_links(markdown, place, home)
 
@@ -231,7 +232,7 @@ def with_links(markdown: str, place: str, home: Path) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Adds what draws formulas, and warns of pictures that the site does not have.
+    """Adds what draws formulas, and ranks for a search; warns of pictures that are missing.
 
     A strict build then fails. The first paragraph of a docstring is left out of a page of
     the reference that begins with it.
@@ -241,6 +242,13 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         html += f'\n<script async src="{script}"></script>'
     if page.file.src_uri in api_pages() and page.file.src_uri.count("/") > 1:
         html = FIRST_PARAGRAPH.sub(r"\1", html, count=1)
+    if page.file.src_uri.startswith(LATER):
+        html = re.sub(
+            r"<(p|td|th|li|dd|pre)(?=[ >])", r'<\1 data-pagefind-weight="0.1"', html
+        )
+        html = f'<div data-pagefind-weight="0.1">{html}</div>'
+    elif page.file.src_uri.startswith(SOONER):
+        html = re.sub(r"<(h[1-3])(?=[ >])", r'<\1 data-pagefind-weight="10"', html)
     there = {file.dest_uri for file in files}
     for problem in picture_problems(html, page.file.dest_uri, there):
         log.warning("%s: %s", page.file.src_uri, problem)

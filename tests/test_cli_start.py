@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import importlib
 import json
 import os
@@ -14,9 +15,12 @@ import pytest
 
 import pyg_distcomm
 from pyg_distcomm import datasets
+from pyg_distcomm.checkpoint import folder
 from pyg_distcomm.cli import command, doctor, first_checks, main
+from pyg_distcomm.partition import layout
 from pyg_distcomm.partition.arrow_tables import ENDINGS
 from pyg_distcomm.partition.cutters import METHODS
+from pyg_distcomm.watch import metrics
 
 VERBS = ("partition", "inspect", "report", "doctor")
 
@@ -121,6 +125,8 @@ def test_json_of_doctor(monkeypatch, capsys):
         ),
         ("report nowhere", "nowhere: does not exist"),
         ("report full/a.txt", "full/a.txt: is a file, not the folder of pdc.metrics"),
+        ("report full", "full: is not a folder of pdc.metrics (it has no run.json)"),
+        ("report outer/parts", "outer/parts: holds parts, not a run; `pyg-distcomm in"),
         ("partition sub/digits o --parts 2", "unknown graph 'sub/digits'"),
         (
             "partition digits o --parts 2 --node-file x=gone.npy",
@@ -155,6 +161,15 @@ def test_mistakes_are_answered_before_torch_is_loaded(
 def test_first_checks_know_the_names_and_files_there_are():
     assert all(f'"{name}"' in datasets.__doc__ for name in ("digits", "generated-1000"))
     assert {*first_checks.FILES} == {".pt", ".npy", ".npz", ".gz", *ENDINGS}
+
+
+def test_first_checks_know_what_folders_hold():
+    """They spell out the names that partitions, runs and checkpoints are written with."""
+    assert first_checks.META == layout.META
+    assert fnmatch.fnmatch(layout.part_name(7), first_checks.PART)
+    assert first_checks.RUN == metrics.RUN
+    assert first_checks.MARK == folder.MARK
+    assert {*first_checks.KINDS} == {*folder._CONTENTS}
 
 
 def test_partition_says_what_it_wrote_and_what_comes_next(tmp_path, capsys):

@@ -84,6 +84,39 @@ def test_layers_on_ordinary_tensors_wait_for_nothing():
         torch.testing.assert_close(out.cpu(), plain(data.x, data.edge_index))
 
 
+@pytest.mark.parametrize("layer", [GCNConv, SAGEConv, GATConv])
+def test_a_step_is_captured_as_a_cuda_graph(layer):
+    data = GRAPHS["undirected"]()
+    plain = layer(7, 4).double()
+    conv = pdc.convert(copy.deepcopy(plain)).to("cuda")
+    x, edges = data.x.double().cuda(), data.edge_index.cuda()
+
+    def step():
+        out = conv(x, edges)
+        out.square().sum().backward()
+        return out
+
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):  # as torch asks for: warm up on a stream of its own
+        for _ in range(3):
+            conv.zero_grad(set_to_none=True)
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    conv.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    other = torch.rand(x.shape, dtype=x.dtype)
+    x.copy_(other)
+    graph.replay()
+    want = plain(other, data.edge_index)
+    want.square().sum().backward()
+    torch.testing.assert_close(out.cpu(), want)
+    for p, q in zip(conv.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad)
+
+
 def test_minibatches_on_the_device_are_trimmed():
     data = GRAPHS["undirected"]()
     torch.manual_seed(0)

@@ -104,6 +104,30 @@ def test_layers_equal_pygs_and_wait_for_nothing(names):
     worlds.anew(layers, 1, names)
 
 
+def captured(names):
+    """A third step as a CUDA graph would capture it: on a stream that has made nothing."""
+    data = test_step.graph()
+    with device() as place:
+        for name in names:
+            wanted = test_step.LAYERS[name]().double()
+            ours = pdc.convert(copy.deepcopy(wanted)).to(place)
+            edges, x = data.edge_index.to(place), data.x.to(place)
+            for _ in range(2):
+                step(ours, x, edges)
+            with pytest.MonkeyPatch.context() as patch, counted() as (products, waits):
+                patch.setattr(local_adjacency, "_stream", lambda t: 8)
+                patch.setattr(local_adjacency, "_is_captured", lambda t: True)
+                found = step(ours, x, edges)
+            same(found, step(wanted, data.x, data.edge_index), place)
+            assert products, name
+            assert not waits, (name, waits)
+
+
+@builds
+def test_a_step_after_two_can_be_captured_as_a_graph():
+    worlds.anew(captured, 1, ("sage mean", "gcn", "gat", "graph max"))
+
+
 def moved(kind, name, place):
     """Minibatches that `.to(device)` moves: all seeds, and what the host waits for."""
     wanted = test_step.Stack(test_step.LAYERS[name])

@@ -383,25 +383,28 @@ def report(outcomes, machine):
     for one in outcomes:
         kind = next(kind for words, kind in KINDS.items() if re.search(words, one.name))
         by_kind.setdefault(kind, []).append(one)
+    well = sum(not one.wrong for one in outcomes)
     rows = [
         "# Killed, stopped and misused ranks",
         "",
+        f"**{well} of {len(outcomes)} cases end well.**",
+        "",
         "    python tools/faults.py --report benchmarks/reports/faults.md",
         "",
-        f"{machine}. Each case runs on ranks of its own, under a timeout of {TIMEOUT:g} s. It "
-        "ends well if all ranks end in time, each with the right result or an error that says "
-        "what happened, none by a signal that is not the fault's own, and nothing is left "
-        "behind. Workloads are struck at 10, 50 and 95 % of their exchanges.",
+        f"{machine}. Each case starts its own ranks, with a timeout of {TIMEOUT:g} s. It ends "
+        "well if every rank ends in time with the right result or an error that says what "
+        "happened, no rank dies of a signal other than the one sent to it, and nothing is left "
+        "behind. Faults strike a workload at 10, 50 and 95 % of its exchanges.",
         "",
-        "| fault | cases | end well | median s | slowest s |",
-        "|---|---:|---:|---:|---:|",
+        "| end well | cases | fault | median s | slowest s |",
+        "|---:|---:|---|---:|---:|",
     ]
     for kind in [kind for kind in KINDS.values() if kind in by_kind]:
         some = by_kind[kind]
         took = [one.seconds for one in some]
         well = sum(not one.wrong for one in some)
         rows.append(
-            f"| {kind} | {len(some)} | {well} | {median(took):.1f} | {max(took):.1f} |"
+            f"| {well} | {len(some)} | {kind} | {median(took):.1f} | {max(took):.1f} |"
         )
     bad = [one for one in outcomes if one.wrong]
     workloads = len(

@@ -1082,13 +1082,17 @@ def report(table: str) -> str:
         )
     kinds = Counter(row[1] for row in cells)
     found = Counter(row[1] for row in caught)
-    counts = [
-        f"{kind} {found[kind]}" + (f" of {count}" if found[kind] < count else "")
-        for kind, count in kinds.items()
-    ]
-    told += f" By kind: {', '.join(counts)}."
+    counts = [f"| {found[kind]} of {kinds[kind]} | {kind} |" for kind in sorted(kinds)]
     missed = [f"- Missed: {row[0][2:]}" for row in cells if row not in caught]
-    return "\n".join([*HEAD, told, "", *missed]).rstrip() + "\n"
+    head = [
+        HEAD[0],
+        "",
+        f"**{told}**",
+        *HEAD[1:],
+        "| caught | kind of fault |",
+        "|---|---|",
+    ]
+    return "\n".join([*head, *counts, "", *missed]).rstrip() + "\n"
 
 
 HEAD = (
@@ -1096,8 +1100,8 @@ HEAD = (
     "",
     "    python tools/mutations.py --report benchmarks/reports/mutations.md",
     "",
-    "A fault is a changed line in a copy of the package. It is caught if one of the tests "
-    "that `tools/mutations.py` names for it fails, although all of them pass without it. "
+    "A fault is a line that was changed in a copy of the package. It is caught if one of the "
+    "tests that `tools/mutations.py` names for it fails, while all of them pass without it. "
     "`runs/mutations.md`, which is not under version control, says which test caught which.",
     "",
 )

@@ -8,7 +8,9 @@
 # It needs the sources with tools/wheels, and a Python with torch and Triton (PYTHON=python3.12
 # names one that is not `python3`; torch may come with the wheels, too). The wheels are unpacked
 # into a folder of /tmp that is deleted at the end, so that neither pip nor venv is needed and
-# nothing is installed. Without wheels, that Python's own packages are used. Options go to benchmarks/cuda.py; the report is on_gpu.md by default.
+# nothing is installed. Without wheels, that Python's own packages are used. Ranks of one machine
+# talk over 127.0.0.1: where the loopback is down, as in a fresh network namespace, it is brought
+# up. Options go to benchmarks/cuda.py; the report is on_gpu.md by default.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -57,6 +59,25 @@ for wheel in wheels:
             if entry.external_attr >> 16 & 0o100:
                 (place / entry.filename).chmod(0o755)
 print(f"{len(wheels)} wheels unpacked")
+END
+
+"$python" - <<'END' || stop "nothing can connect to 127.0.0.1: bring the loopback up by 'ip link set lo up'."
+import fcntl, socket, struct, sys
+
+def reached():
+    with socket.socket() as here, socket.socket() as there:
+        here.bind(("127.0.0.1", 0))
+        here.listen()
+        return there.connect_ex(here.getsockname()) == 0
+
+if not reached():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_one:
+        up = struct.pack("16sh14x", b"lo", 0x1 | 0x40)  # IFF_UP, IFF_RUNNING
+        try:
+            fcntl.ioctl(any_one, 0x8914, up)  # SIOCSIFFLAGS
+        except OSError:
+            sys.exit(1)
+    sys.exit(not reached())
 END
 export PYTHONPATH=$place:$root
 export PYTHONUNBUFFERED=1

@@ -12,6 +12,9 @@ GRAPHS = ("digits", "generated-NODES")  # what `datasets` makes
 TEXT = (".txt", ".csv", ".tsv", ".el", ".edges", ".edgelist", ".gz")
 FILES = (*TEXT, ".pt", ".npy", ".npz", ".parquet", ".arrow", ".feather")
 SHOWN = 4  # names of a folder in a message
+# what a partition, a run of pdc.metrics, and a checkpoint hold
+META, PART, RUN, MARK = "META.json", "part_*", "run.json", ".pyg_distcomm.json"
+KINDS = {"checkpoint": "checkpoint", "pipeline": "saved pipeline"}
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -51,14 +54,12 @@ def check_partition(arguments: argparse.Namespace) -> None:
 
 def check_inspect(arguments: argparse.Namespace) -> None:
     """Raises ValueError, saying what the path is, if it is no partition folder."""
-    folder = arguments.folder
-    if (folder / "META.json").exists() or any(folder.glob("part_*")):
-        return
-    raise ValueError(f"{folder}: {describe(folder)}")
+    if not _holds_parts(arguments.folder):
+        raise ValueError(f"{arguments.folder}: {describe(arguments.folder)}")
 
 
 def check_report(arguments: argparse.Namespace) -> None:
-    """Raises ValueError if there is no run at the path, or the page would be a folder."""
+    """Raises ValueError, saying what the path is, if it is no run, or `out` is a folder."""
     run, out = arguments.run, arguments.out
     if not run.exists():
         raise ValueError(f"{run}: does not exist; give the folder of pdc.metrics")
@@ -66,6 +67,15 @@ def check_report(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"{run}: is a file, not the folder of pdc.metrics; open a file of pdc.trace in "
             "https://ui.perfetto.dev"
+        )
+    if _holds_parts(run):
+        raise ValueError(
+            f"{run}: holds parts, not a run; `pyg-distcomm inspect {run}` shows their figures"
+        )
+    if not (run / RUN).is_file():
+        raise ValueError(
+            f"{run}: is not a folder of pdc.metrics (it has no {RUN}); record a run by "
+            f"run = pdc.metrics({str(run)!r}, mesh) and run.epoch(...)"
         )
     if out.is_dir():
         raise ValueError(f"{out}: is a folder; give a file, as -o report.html")
@@ -78,20 +88,24 @@ def describe(path: Path) -> str:
         return f"does not exist, but should be a partition folder{cut}"
     if not path.is_dir():
         return f"is a file, not a partition folder{cut}"
-    if (path / "run.json").is_file():
+    if (path / RUN).is_file():
         return f"is a run of pdc.metrics; draw it by `pyg-distcomm report {path}`"
-    mark = path / ".pyg_distcomm.json"
+    mark = path / MARK
     if mark.is_file():
         return f"is a {_kind(mark)} of pyg_distcomm, not a partition folder{cut}"
     names = sorted(one.name for one in path.iterdir())
     if not names:
         return f"is an empty folder{cut}"
-    inner = [name for name in names if (path / name / "META.json").is_file()]
+    inner = [name for name in names if (path / name / META).is_file()]
     if inner:
         return f"is not a partition folder, but holds one; give {path / inner[0]}"
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     held = ", ".join(names[:SHOWN]) + more
-    return f"is not a partition folder (no META.json; it holds {held}){cut}"
+    return f"is not a partition folder (no {META}; it holds {held}){cut}"
+
+
+def _holds_parts(folder: Path) -> bool:
+    return (folder / META).exists() or any(folder.glob(PART))
 
 
 def _kind(mark: Path) -> str:
@@ -99,4 +113,4 @@ def _kind(mark: Path) -> str:
         kind = json.loads(mark.read_text()).get("kind")
     except (ValueError, AttributeError, OSError):
         kind = None
-    return "saved pipeline" if kind == "pipeline" else "checkpoint"
+    return KINDS.get(kind, "checkpoint")

@@ -21,7 +21,7 @@ from pyg_distcomm.partition.folder import (
     verify_folder,
     write_folder,
 )
-from pyg_distcomm.partition.layout import Meta, folder_meta, is_folder
+from pyg_distcomm.partition.layout import Meta, folder_meta
 from pyg_distcomm.partition.part_share import (
     GraphTypes,
     check_hetero,
@@ -176,10 +176,6 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Writes the page; returns 0."""
     run, out = arguments.run, arguments.out
     found: dict[str, Any] = {"run": str(run), "out": str(out)}
-    if is_folder(run):
-        raise ValueError(
-            f"{run}: holds parts, not a run; `pyg-distcomm inspect {run}` shows their figures"
-        )
     recorded = read_run(run)
     page = render(run.resolve().name, recorded)
     found |= {"epochs": len(recorded.rows), "starts": len(recorded.about["starts"])}
