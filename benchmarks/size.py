@@ -33,7 +33,6 @@ import spmm as bench
 import torch
 import torch.nn.functional as F
 from scaling import GCN, MACHINE, best_by_name, mib, sides
-from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
@@ -41,7 +40,7 @@ from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.halo.codecs import Quantise
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
-from pyg_distcomm.nn import DistSAGEConv
+from pyg_distcomm.nn import DistSAGEConv, GraphSAGE
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import read_part
 from pyg_distcomm.plan.degree_distribution import LAWS
@@ -280,7 +279,7 @@ def sampled(data: Any, mesh: Any, phases: Phases, batches: int) -> float:
             data.train_mask,
             batch_size=BATCH,
             shuffle=True,
-            options=LoaderOptions(bulk_size=4, seed=0),
+            options=LoaderOptions(bulk_size=2, seed=0),
         )
         supply = iter(loader)
         first = next(supply)
