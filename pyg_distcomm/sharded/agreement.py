@@ -331,13 +331,13 @@ def check_written(args: Any, mesh: Any) -> None:
 
 def pass_by(mesh: Any) -> None:
     """Notes that this rank found what it would have compared otherwise."""
-    watch = watch_of(mesh)
+    watch = watch_of(mesh) if isinstance(mesh, Mesh) else None  # not of a chunk
     if watch is not None:
         watch.pass_by(mesh.stage.rank)
 
 
 def _comparing(what: str, mesh: Any) -> Any:
-    watch = watch_of(mesh)
+    watch = watch_of(mesh) if isinstance(mesh, Mesh) else None
     if watch is None:
         return contextlib.nullcontext()
     return watch.comparing(what, mesh.stage.rank)
