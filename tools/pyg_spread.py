@@ -464,7 +464,8 @@ def table(found, ranks, most, as_is):
     yield f"""# PyG's own tests of layers on ranks
 
 **{every["works"] + slack:,} of PyG's own calls of its layers work on {ranks} ranks
-({slack:,} of them to 1e-6), {refused:,} are refused, {bad:,} are wrong; {left:,} are left out.**
+({slack:,} of them to 1e-6), {refused:,} are refused, {bad:,} are wrong; {left:,} are left
+out.**
 
     python tools/pyg_spread.py CHECKOUT{flag} --write docs/pyg-layers.md
 
@@ -472,7 +473,8 @@ Python {platform.python_version()}, torch {torch.__version__}, torch_geometric
 {torch_geometric.__version__}, {ranks} ranks. Each module that PyG's tests in `test/nn` call is
 called again, {how}, with the same inputs spread over the ranks: features, edges and their
 attributes by `pdc.partition`, and pairs of features and dictionaries as a `HeteroData`. At most
-{most} calls of a class are taken in a run. Tests of `torch.compile` and TorchScript are not run.
+{most} calls of a class are taken in a run. Tests of `torch.compile` and TorchScript are not
+run.
 
 - *Works*: all outputs, and all gradients of parameters and inputs, equal those of one process
   to 1e-9 in float64, or to 1e-4 where PyG accepts only float32.
