@@ -177,6 +177,10 @@ def test_the_first_sentence_says_which_rank_is_slow_and_why():
     text = first_words(slow, partition=figures, hosts=["a", "b"])
     assert "no more nodes, edges and rows to exchange" in text
     assert "(look at its host, b)" in text
+    for row in slow:
+        row["by_rank"]["phases"] = {"train": [2.0, 1.8], "read": [0.0, 1.2]}
+    text = first_words(slow, partition=figures)
+    assert "times the mean, and spends 600 ms more than the mean in read; ranks" in text
     assert first_words(epochs([2.0, 2.1], [0.1, 0.0])).startswith("No rank is slow")
 
 

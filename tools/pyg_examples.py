@@ -841,19 +841,23 @@ def written(args, rows):
     alone = [r for r in good if not r["needed"]]
     head = f"""# PyG's example scripts with their imports swapped
 
+**{len(good)} of {len(rows)} scripts give PyG's numbers, {len(alone)} of them by these lines
+alone.**
+
     python tools/pyg_examples.py CHECKOUT --write docs/pyg-examples.md
 
-{headline(args)} Every script of PyG's `examples/` that trains on one graph, and some
-on many, with `torch_geometric.nn` and `.loader` replaced by `pyg_distcomm`'s,
-`mesh = pdc.init()`, and `pdc.partition` of its graphs (batches of many are cut by
-`DataLoader`). float64, {args.epochs} epochs, no dropout, data sets at hand or generated.
-*Exact*: all parameters, buffers, gradients and printed numbers are those of PyG's own run on
-one process, to {args.tolerance:g} of the largest. Minibatches: with all neighbours, in order;
-P ranks with B seeds each are compared with one process with P B, in parameters and gradients.
-*needed*: what a user writes beside these lines. *bytes*: what all ranks of the last column
-sent.
+{headline(args)} Every script of PyG's `examples/` that trains on one graph, and some that
+train on many, were run with `torch_geometric.nn` and `.loader` replaced by those of
+`pyg_distcomm`, with `mesh = pdc.init()`, and with `pdc.partition` of their graphs (`DataLoader`
+cuts batches of many graphs). float64, {args.epochs} epochs, no dropout, data sets at hand or
+generated.
 
-{len(good)} of {len(rows)} exact, {len(alone)} of them by these lines alone.
+- *Exact*: all parameters, buffers, gradients and printed numbers are those of PyG's own run on
+  one process, to {args.tolerance:g} of the largest.
+- Minibatches take all neighbours, in order. P ranks with B seed nodes each are compared with
+  one process with P B, in parameters and gradients.
+- *Needed* is what a user writes besides these lines.
+- *Bytes* are those that all ranks of the last column sent.
 """
     others = ["", "Not run:", "", "| why | number | scripts |", "|---|---|---|"]
     lines = [head, *table(rows, args.ranks), *others, *listed(args.checkout)]

@@ -460,22 +460,27 @@ def table(found, ranks, most, as_is):
     every = sum((summed(c) for kinds in found.values() for c in kinds.values()), ADD)
     bad = sum(n for word, n in every.items() if word.isupper())
     how, flag = ("as it is", " --as-they-are") if as_is else ("converted", "")
+    slack, refused, left = (every[k] for k in ("works to 1e-6", "refused", "left out"))
     yield f"""# PyG's own tests of layers on ranks
+
+**{every["works"] + slack:,} of PyG's own calls of its layers work on {ranks} ranks
+({slack:,} of them to 1e-6), {refused:,} are refused, {bad:,} are wrong; {left:,} are left
+out.**
 
     python tools/pyg_spread.py CHECKOUT{flag} --write docs/pyg-layers.md
 
 Python {platform.python_version()}, torch {torch.__version__}, torch_geometric
-{torch_geometric.__version__}, {ranks} ranks. What modules PyG's tests in `test/nn` call is
-called once more, {how}, with the same inputs spread over ranks: features, edges and their
-attributes by `pdc.partition`, pairs of features and dictionaries as a `HeteroData`; of a class
-{most} calls in a run at most. *Works*: all outputs, and all gradients of parameters and inputs,
-are those of one process to 1e-9 in float64, or to 1e-4 where PyG takes float32 alone.
-*To 1e-6*: the same in float64, where PyG computes in float32 in between. *Refused*: an error on
-all ranks. *Left out*: the inputs are not those of one graph. Tests of `torch.compile` and
-TorchScript are not run.
+{torch_geometric.__version__}, {ranks} ranks. Each module that PyG's tests in `test/nn` call is
+called again, {how}, with the same inputs spread over the ranks: features, edges and their
+attributes by `pdc.partition`, and pairs of features and dictionaries as a `HeteroData`. At most
+{most} calls of a class are taken in a run. Tests of `torch.compile` and TorchScript are not
+run.
 
-{every["works"]:,} calls work, {every["works to 1e-6"]:,} to 1e-6, {every["refused"]:,} are
-refused, {every["left out"]:,} are left out, {bad:,} are wrong."""
+- *Works*: all outputs, and all gradients of parameters and inputs, equal those of one process
+  to 1e-9 in float64, or to 1e-4 where PyG accepts only float32.
+- *To 1e-6*: the same in float64, where PyG computes in float32 in between.
+- *Refused*: an error on all ranks.
+- *Left out*: the inputs are not those of one graph."""
     for folder, kinds in found.items():
         yield f"""
 ## {folder}

@@ -41,6 +41,7 @@ from pyg_distcomm.partition.partition import imbalance
 from pyg_distcomm.process import tell
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
+LOADER = "loader: "  # begins the names of a loader's phases
 RUN, ROWS, TRACE = "run.json", "metrics.jsonl", "trace.json.gz"
 RESERVED = (
     "epoch",
@@ -211,7 +212,8 @@ class metrics:
             phases: mean seconds of "computing" (all but waiting), "waiting", the script's
                 own phases, and a loader's;
             imbalance: the most over the mean of a rank, of "bytes", "waits", "computing";
-            by_rank: lists of "bytes", "waits", "seconds".
+            by_rank: lists of "bytes", "waits", "seconds", and "phases", a list for each of
+                the script's own.
 
         Raises:
             ValueError, TypeError: on all ranks, for a value of rank 0 that is no number, or
@@ -289,7 +291,7 @@ def _loader_phases(loader: Any) -> dict[str, float]:
     if phases is None:
         return {}
     known = dict(phases.by_name)  # threads may add to it meanwhile
-    return {f"loader: {name}": phase.seconds for name, phase in known.items()}
+    return {f"{LOADER}{name}": phase.seconds for name, phase in known.items()}
 
 
 def _row(ranks: list[Row]) -> Row:
@@ -302,9 +304,8 @@ def _row(ranks: list[Row]) -> Row:
     ops = sorted({op for r in ranks for op in r["moved"]})
     moved = {op: sum(r["moved"].get(op, [0])[0] for r in ranks) for op in ops}
     names = dict.fromkeys(name for r in ranks for name in r["phases"])
-    phases = {
-        n: sum(r["phases"].get(n, 0.0) for r in ranks) / len(ranks) for n in names
-    }
+    phases = {n: [r["phases"].get(n, 0.0) for r in ranks] for n in names}
+    own = {n: each for n, each in phases.items() if not n.startswith(LOADER)}
     mean = sum(waits) / len(ranks)
     epoch, start = ranks[0]["place"]
     return {
@@ -316,14 +317,19 @@ def _row(ranks: list[Row]) -> Row:
         "phases": {
             "computing": sum(computing) / len(ranks),
             "waiting": mean,
-            **phases,
+            **{n: sum(each) / len(ranks) for n, each in phases.items()},
         },
         "imbalance": {
             "bytes": imbalance(bytes_of),
             "waits": imbalance(waits),
             "computing": imbalance(computing),
         },
-        "by_rank": {"bytes": bytes_of, "waits": waits, "seconds": seconds},
+        "by_rank": {
+            "bytes": bytes_of,
+            "waits": waits,
+            "seconds": seconds,
+            "phases": own,
+        },
         "start": start,
     }
 

@@ -12,7 +12,7 @@ from statistics import mean, median
 from typing import Any
 
 from pyg_distcomm.partition.partition import imbalance
-from pyg_distcomm.watch.metrics import RESERVED, RecordedRun, Row, is_finite
+from pyg_distcomm.watch.metrics import LOADER, RESERVED, RecordedRun, Row, is_finite
 
 MOST_RANKS = 24  # the most ranks that are drawn
 SLOW = 1.1  # a rank that computes so many times the mean is called slow
@@ -187,7 +187,7 @@ def _verdict(settled: Sequence[Row], about: Mapping[str, Any]) -> str:
     else:
         text = (
             f"Rank {slow} is slow: it computes {with_unit(computing[slow], 's')} of an epoch, "
-            f"{most:.2f} times the mean, {_cause(slow, about, len(computing))}; "
+            f"{most:.2f} times the mean, {_cause(slow, about, settled)}; "
             f"ranks wait {share:.0%} of an epoch."
         )
     total = sum(row["bytes"]["total"] for row in settled)
@@ -203,8 +203,9 @@ def _verdict(settled: Sequence[Row], about: Mapping[str, Any]) -> str:
     return text
 
 
-def _cause(rank: int, about: Mapping[str, Any], ranks: int) -> str:
-    figures = about.get("partition", {})
+def _cause(rank: int, about: Mapping[str, Any], settled: Sequence[Row]) -> str:
+    computing, figures = _computing(settled), about.get("partition", {})
+    ranks = len(computing)
     if len(figures.get("nodes", ())) == ranks:
         columns = {
             "edges": figures["edges"],
@@ -219,6 +220,13 @@ def _cause(rank: int, about: Mapping[str, Any], ranks: int) -> str:
         why = "though it has no more nodes, edges and rows to exchange than others"
     else:
         why = "and no figures of the partition say why"
+    longer = {}  # seconds of the script's phases on this rank, beyond the mean
+    for name in settled[-1]["by_rank"].get("phases", {}):
+        each = [row["by_rank"]["phases"].get(name, [0.0] * ranks) for row in settled]
+        longer[name] = median(one[rank] - mean(one) for one in each)
+    name = max(longer, key=longer.__getitem__, default="")
+    if longer.get(name, 0.0) > (computing[rank] - mean(computing)) / 2:
+        return f"and spends {with_unit(longer[name], 's')} more than the mean in {name}"
     hosts = about.get("hosts", ())
     where = f" (look at its host, {hosts[rank]})" if len(hosts) == ranks else ""
     return why + where
@@ -228,7 +236,7 @@ def _script_phases(settled: Sequence[Row]) -> tuple[dict[str, float], dict[str, 
     """Returns the median seconds of the script's own phases, and of a loader's."""
     names = dict.fromkeys(name for row in settled for name in row["phases"])
     middle = {n: median(row["phases"].get(n, 0.0) for row in settled) for n in names}
-    loader = {n: middle.pop(n) for n in names if n.startswith("loader: ")}
+    loader = {n: middle.pop(n) for n in names if n.startswith(LOADER)}
     for name in ("computing", "waiting"):
         middle.pop(name, None)
     return middle, loader
