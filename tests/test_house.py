@@ -337,7 +337,7 @@ def test_references_and_citations_agree():
 
 # what house_metrics counts; a bound may only fall
 BOUNDS = {
-    "lines": 57_720,
+    "lines": 57_710,
     "modules": 181,
     "lines of tests and their helpers": 53_380,
     "lines of CONTRIBUTING.md": 250,

@@ -321,7 +321,7 @@ def checkpoints():
     return train(mesh, model, data, each=each, epochs=3)
 
 
-@workload(files=("run.json",))
+@workload(files=("run.json", *(f"rank{rank}.run.json" for rank in range(4))))
 def traced():
     import pyg_distcomm as pdc
     from pyg_distcomm import nn

@@ -729,7 +729,10 @@ def one_rank_saves():
     data.x.sum()
 
 
-@case(says=rf"{LATE}|lost another rank", files=("run.json",))
+OWN_TRACES = tuple(f"rank{rank}.run.json" for rank in range(4))
+
+
+@case(says=rf"{LATE}|lost another rank", files=OWN_TRACES)
 def one_rank_traces():
     import pyg_distcomm as pdc
 
@@ -743,7 +746,7 @@ def one_rank_traces():
         data.x.sum()
 
 
-@case(says="in the block", files=("run.json",))
+@case(says="in the block", files=OWN_TRACES)
 def an_error_in_a_trace_on_all_ranks():
     import pyg_distcomm as pdc
 
@@ -753,7 +756,7 @@ def an_error_in_a_trace_on_all_ranks():
         raise KeyError("in the block")
 
 
-@case(says="in the block", files=("run.json",), ranks=4)
+@case(says="in the block", files=OWN_TRACES, ranks=4)
 def an_error_in_a_trace_on_one_rank():
     import pyg_distcomm as pdc
     from pyg_distcomm import nn

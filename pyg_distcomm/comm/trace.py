@@ -39,7 +39,6 @@ from pyg_distcomm.comm.store import StoreMailbox, joined_mesh, world_size
 from pyg_distcomm.partition.atomic import disk_error, whole_file
 from pyg_distcomm.process import PROCESS
 
-_GRACE = 3.0  # seconds to wait for the records of other ranks after a failure
 _LANES = 1 << 22  # Perfetto takes a thread's name by its id alone: ids of ranks differ
 Event: TypeAlias = dict[str, Any]
 
@@ -125,7 +124,8 @@ class trace(contextlib.ContextDecorator):
     Events are kept in memory, about 1 KB each, so trace a few epochs at a time.
 
     Entering and leaving are collective; in between, nothing is sent. Rank 0 writes the file.
-    If a rank raises an exception, that propagates, and the events so far are written.
+    If a rank raises an exception, that propagates, and each rank that is left writes its own
+    events so far beside the file, as "rank1.run.json".
 
     Args:
         path: a JSON file; compressed if its name ends in .gz.
@@ -178,64 +178,60 @@ class trace(contextlib.ContextDecorator):
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        PROCESS.recorder = failed = None
-        if error is not None:  # its cause on another rank may follow the first line
-            told = [*str(error).splitlines(), ""][0]
-            failed = f"{type(error).__name__}: {told}"[:300]
+        PROCESS.recorder = problem = None
+        events = self._recorder.in_order()
         try:
-            self._merge(failed, self._recorder.in_order())
-        except Exception as other:
-            if failed is None:
-                raise
-            # nothing that goes wrong here may hide the error
-            warnings.warn(f"{self.path}: not written: {other}", stacklevel=2)
+            if error is None:
+                problem = self._merge(events)
+        except Exception as other:  # of another rank
+            error = other
+            raise
+        finally:
+            if error is not None:
+                self._write_own(error, events)
+        if problem:
+            raise OSError(problem)
 
-    def _wait(self, keys: Sequence[str], patience: float = math.inf) -> None:
-        """Waits for notes, or for `patience` seconds.
-
-        Raises:
-            Exception: without `patience`, another rank's failure, or past the deadline.
-        """
+    def _wait(self, keys: Sequence[str]) -> None:
+        """Waits for notes; raises another rank's failure, or past the deadline."""
         try:
-            if patience < math.inf:
-                self._box.wait(keys, lambda seconds: seconds > patience)
-            else:
-                with self._watch.waiting("a note of the trace") as check:
-                    self._box.wait(keys, check)
+            with self._watch.waiting("a note of the trace") as check:
+                self._box.wait(keys, check)
         except dist.DistError as error:  # the process that held the store has ended
             raise self._watch.connection_error("a trace", error) from None
 
-    def _merge(self, failed: str | None, events: list[Event]) -> None:
-        """Sends the error and the events of this rank to rank 0, which writes all."""
-        box, size, part = self._box, self._watch.size, [failed, events]
+    def _merge(self, events: list[Event]) -> str:
+        """Sends events to rank 0, which writes all; returns the problem with writing, or ""."""
+        box, size = self._box, self._watch.size
         if rank := self._watch.rank:
-            box.post_bytes(f"part/{rank}", zlib.compress(json.dumps(part).encode(), 1))
-            if failed is None:
-                self._wait(["written"])
-                if problem := box.read("written"):
-                    raise OSError(problem)
-            return
-        keys, late = [f"part/{rank}" for rank in range(1, size)], None
+            box.post_bytes(
+                f"part/{rank}", zlib.compress(json.dumps(events).encode(), 1)
+            )
+            self._wait(["written"])
+            return str(box.read("written"))
+        keys, problem = [f"part/{rank}" for rank in range(1, size)], ""
+        self._wait(keys)
+        parts = [json.loads(zlib.decompress(box.take_bytes(key))) for key in keys]
         try:
-            self._wait(keys, math.inf if failed is None else _GRACE)
-        except Exception as error:  # write the parts of the other ranks
-            late = error
-            self._wait(keys, _GRACE)
-        parts = {0: part}
-        for rank, key in enumerate(keys, 1):
-            if box.check([key]):
-                parts[rank] = json.loads(zlib.decompress(box.take_bytes(key)))
-        problem = ""
-        try:
-            _write(self.path, parts, size)
+            _write(self.path, [events, *parts], {"ranks": size})
         except Exception as error:  # the others wait for the outcome
             why = getattr(error, "strerror", None) or error
             problem = f"{self.path}: cannot be written: {why}; trace to another place"
         box.post("written", problem)
-        if problem:
-            raise OSError(problem)
-        if late is not None and failed is None:
-            raise late
+        return problem
+
+    def _write_own(self, error: BaseException, events: list[Event]) -> None:
+        """Writes the events of this rank alone; a problem with that does not hide the error."""
+        rank, size = self._watch.rank, self._watch.size
+        path = self.path
+        if size > 1:
+            path = path.with_name(f"rank{rank}.{path.name}")
+        told = [*str(error).splitlines(), ""][0]  # its cause may follow
+        about = {"ranks": size, "failed": f"{type(error).__name__}: {told}"[:300]}
+        try:
+            _write(path, [events], about)
+        except Exception as other:
+            warnings.warn(f"{path}: not written: {other}", stacklevel=3)
 
 
 def _argument_error(path: Path, mesh: Any) -> str | None:
@@ -256,13 +252,8 @@ def _argument_error(path: Path, mesh: Any) -> str | None:
     return None
 
 
-def _write(path: Path, parts: Mapping[int, list[Any]], size: int) -> None:
-    about = {
-        "ranks": size,
-        "missing_ranks": [rank for rank in range(size) if rank not in parts],
-        "failed": {rank: failed for rank, (failed, _) in parts.items() if failed},
-    }
-    events = [event for _, events in parts.values() for event in events]
+def _write(path: Path, parts: list[list[Event]], about: Mapping[str, Any]) -> None:
+    events = [event for part in parts for event in part]
     found = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with whole_file(path) as aside, opened(aside, "wt", encoding="utf-8") as file:
