@@ -296,7 +296,7 @@ def sampled(data: Any, mesh: Any, phases: Phases, batches: int) -> float:
 def train(folder: Path, ranks: int, ways: list[str], epochs: int, batches: int) -> None:
     """Trains on so many ranks and prints the phases."""
     found = pdc.launch(trained, ranks, str(folder), ways, epochs, batches, threads=1)
-    show(f"{ranks} ranks", [rows for rows, _, _ in found])
+    show(f"{ranks} ranks, {' and '.join(ways)}", [rows for rows, _, _ in found])
     for way, loss in found[0][1].items():
         moved = max(each[2].get(way, 0) for each in found)
         print(f"{way}: loss {loss:.4f}, {moved / 2**20:,.0f} MiB received by a rank")
@@ -309,7 +309,8 @@ def products(args: Any) -> None:
     )
     for ranks in args.ranks or [2, 4]:
         out, _ = cut(graph, ranks)
-        train(out, ranks, args.ways, args.epochs, args.batches)
+        for way in args.ways:  # in processes of its own, so that its memory is
+            train(out, ranks, [way], args.epochs, args.batches)
         if not args.keep:
             shutil.rmtree(out)
             (graph / f"stream-{ranks}.json").unlink()
