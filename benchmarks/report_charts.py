@@ -175,7 +175,7 @@ def size(*axes: Axes) -> None:
     """What a graph costs against its nodes, and against ranks, with the exponents."""
     names = ("partition, processor s", "epoch, processor s", "MiB received", "MiB held")
     colours = (BLUE, ORANGE, GREEN, PINK)
-    ticks = ((65536, 131072, 262144, 524288), (1, 2, 4, 8))
+    ticks = ((65536, 262144, 1048576, 4194304), (1, 2, 4, 8, 16))
     for ax, axis, marks in zip(
         axes, ("nodes", "ranks, 131,072 nodes"), ticks, strict=True
     ):
@@ -188,7 +188,7 @@ def size(*axes: Axes) -> None:
         ax.set_xlabel(axis)
         _logarithmic(ax, "x", marks)
         _logarithmic(ax, "y", (0.1, 1, 10, 100, 1000))
-        ax.set_ylim(0.08, 4e5)
+        ax.set_ylim(0.08, 2e6)
         ax.legend(frameon=False, loc="upper left", title="exponents")
 
 
@@ -196,7 +196,7 @@ def _logarithmic(ax: Axes, which: str, ticks: Sequence[float]) -> None:
     """Marks these places of a logarithmic axis, "x" or "y", by numbers without powers."""
     ax.set(**{f"{which}scale": "log"})
     axis = ax.xaxis if which == "x" else ax.yaxis
-    axis.set_ticks(ticks, [f"{tick:,g}" for tick in ticks])
+    axis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
     axis.set_minor_locator(NullLocator())
 
 
