@@ -1,6 +1,7 @@
 """How large a graph two cores and 24 GiB hold: cut, load, train, sample; growth; on paper.
 
     python benchmarks/size.py products               # 2.4 million nodes, 124 million edges
+    python benchmarks/size.py pyg                    # PyG on one process beside it
     python benchmarks/size.py cut                    # 50 million nodes, 800 million edges
     python benchmarks/size.py sample                 # minibatches of what `cut` wrote
     python benchmarks/size.py paper                  # 64 to 4,096 ranks, checked on 8 to 64
@@ -33,6 +34,7 @@ import spmm as bench
 import torch
 import torch.nn.functional as F
 from scaling import GCN, MACHINE, best_by_name, mib, sides
+from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
@@ -314,6 +316,34 @@ def products(args: Any) -> None:
         if not args.keep:
             shutil.rmtree(out)
             (graph / f"stream-{ranks}.json").unlink()
+
+
+def pyg_alone(args: Any) -> None:
+    """Trains PyG's GCN on the whole graph by one process, on a matrix of torch.sparse."""
+    nodes, edges = args.nodes or 2_400_000, args.edges or 124_000_000
+    graph, phases = generated(args.folder, nodes, edges, 100), Phases()
+    with phases.phase("load, CSR"):
+        x, y, mask = (
+            torch.from_numpy(np.load(graph / f"{name}.npy")) for name in NODE_FILES
+        )
+        ends = torch.from_numpy(np.load(graph / "edge_index.npy").astype(np.int32)).t()
+        order = torch.argsort(ends[1].long(), stable=True)
+        degree = torch.bincount(ends[1].long(), minlength=len(x))
+        ptr = F.pad(degree.cumsum(0), (1, 0))
+        col, ones = ends[0][order].long(), torch.ones(len(order))
+        del ends, order
+        adj = torch.sparse_csr_tensor(ptr, col, ones, (len(x), len(x)))
+    model = GCN((x.size(1), HIDDEN, HIDDEN, CLASSES))
+    for k, conv in enumerate(model.convs):
+        model.convs[k] = GCNConv(conv.in_channels, conv.out_channels, cached=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch in range(args.epochs):
+        with phases.phase(f"epoch {epoch + 1}"):
+            optimizer.zero_grad()
+            out = model(x, adj)
+            F.cross_entropy(out[mask], y[mask].long()).backward()
+            optimizer.step()
+    show("PyG on one process, torch.sparse", [phases.rows])
 
 
 def large(args: Any) -> None:
@@ -603,6 +633,7 @@ def draw_paper(path: Path) -> None:
 
 COMMANDS: dict[str, Callable[[Any], None]] = {
     "products": products,
+    "pyg": pyg_alone,
     "cut": large,
     "sample": sample,
     "memory": shares,
