@@ -374,7 +374,7 @@ def gathered():
     data = pdc.partition(graph(), mesh, "random")
     found = []
     for _ in range(3):
-        found += [data.x.sort(0).values.full_tensor(), data.x.mean(0), data.x.std()]
+        found += [data.x.sort(0).values, data.x.mean(0), data.x.std()]
         found += [data.x[torch.randperm(240)].full_tensor().sum(), data.y.bincount()]
         found += [torch.tensor(data.x[data.x.sum(1) > 4].shape)]
     return found
