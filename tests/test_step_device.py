@@ -75,13 +75,18 @@ def step(model, x, *args):
     return test_step.graded(model.eval(), None, *args, x=x)
 
 
+def there(name, data, place):
+    """PyG's layer, and ours with its inputs on a device."""
+    wanted = test_step.LAYERS[name]().double()
+    ours = pdc.convert(copy.deepcopy(wanted)).to(place)
+    return wanted, ours, data.x.to(place), data.edge_index.to(place)
+
+
 def layers(names):
     data = test_step.graph()
     with device() as place:
         for name in names:
-            wanted = test_step.LAYERS[name]().double()
-            ours = pdc.convert(copy.deepcopy(wanted)).to(place)
-            edges, x = data.edge_index.to(place), data.x.to(place)
+            wanted, ours, x, edges = there(name, data, place)
             want = step(wanted, data.x, data.edge_index)
             for _ in range(2):  # by PyG's path, then by products
                 same(step(ours, x, edges), want, place)
@@ -109,9 +114,7 @@ def captured(names):
     data = test_step.graph()
     with device() as place:
         for name in names:
-            wanted = test_step.LAYERS[name]().double()
-            ours = pdc.convert(copy.deepcopy(wanted)).to(place)
-            edges, x = data.edge_index.to(place), data.x.to(place)
+            wanted, ours, x, edges = there(name, data, place)
             for _ in range(2):
                 step(ours, x, edges)
             with pytest.MonkeyPatch.context() as patch, counted() as (products, waits):

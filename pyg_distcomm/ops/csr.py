@@ -295,6 +295,8 @@ def sorted_pairs(
         colptr: the offsets of targets.
         kind: the type of what is returned.
         find: returns the positions of targets in `colptr`; None if that is what they are.
+
+    Shapes: source, target, gid and order [e]; colptr [m + 1].
     """
     pair, cursor = torch.empty(2 * len(target), dtype=kind), colptr[:-1].clone()
     for begin in range(0, len(target), PIECE):

@@ -26,6 +26,7 @@ from pyg_distcomm.partition.partition import (
     Owner,
     Partition,
     PartitionReport,
+    ascends,
     check_edge_index,
     out_of_range,
     pieces,
@@ -293,7 +294,7 @@ def id_problems(
         yield f"{nodes}: not the nodes that owner.npy gives to {part}"
     if out_of_range(share.edge_gid, share.num_edges_global) is not None:
         yield f"{edges}: an edge id is out of range"
-    elif not _ascends(share.edge_gid):
+    elif not ascends(share.edge_gid):
         yield f"{edges}: edge ids do not ascend"
     targets = pieces(share.edge_index[1])
     if out_of_range(share.edge_index, partition.num_nodes) is not None:
@@ -302,12 +303,6 @@ def id_problems(
         yield f"{ends}: a target is owned by another part"
     elif share.types is not None:
         yield from _type_problems(share, share.types, edges, ends)
-
-
-def _ascends(ids: Tensor) -> bool:
-    """Tells whether ids ascend, a piece at a time: a part may be larger than memory."""
-    pairs = zip(pieces(ids[:-1]), pieces(ids[1:]), strict=True)
-    return all(bool((one < other).all()) for one, other in pairs)
 
 
 def _type_problems(

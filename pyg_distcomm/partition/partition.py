@@ -185,6 +185,12 @@ def leave_in_file(*arrays: Tensor) -> None:
             memory.drop_pages(x)
 
 
+def ascends(ids: Tensor) -> bool:
+    """Tells whether ids ascend, a piece at a time: a part may be larger than memory."""
+    pairs = zip(pieces(ids[:-1]), pieces(ids[1:]), strict=True)
+    return all(bool((one < other).all()) for one, other in pairs)
+
+
 def out_of_range(ids: Tensor, count: int) -> int | None:
     """Returns an entry that is not in 0 .. count - 1, or None."""
     if ids.numel() == 0:

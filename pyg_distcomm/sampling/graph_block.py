@@ -17,7 +17,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
 from pyg_distcomm.ops.csr import sorted_pairs
 from pyg_distcomm.ops.id_plan import IdPlan
-from pyg_distcomm.partition.partition import PIECE, Partition, pieces
+from pyg_distcomm.partition.partition import PIECE, Partition, ascends, pieces
 from pyg_distcomm.sampling.graph_source import (
     SampledTopology,
     check_names,
@@ -172,8 +172,7 @@ class _Edges:
 
     def ordered(self) -> _Edges:
         """Returns the edges in ascending id; a share has them so."""
-        pairs = zip(pieces(self.gid[:-1]), pieces(self.gid[1:]), strict=True)
-        if all(bool((one < other).all()) for one, other in pairs):
+        if ascends(self.gid):
             return self
         order = torch.argsort(self.gid)
         arrays: Any = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
