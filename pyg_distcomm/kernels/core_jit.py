@@ -311,6 +311,7 @@ def place_pairs(
 ) -> None:
     """Places (source, edge id) by target, edges as they come."""
     for e in range(len(col)):
+        prefetch(cursor, np.int64(col[min(e + LOOKUP_SOON, len(col) - 1)]))
         slot = cursor[col[e]]
         cursor[col[e]] = slot + 1
         pair[2 * slot] = source[e]

@@ -433,7 +433,7 @@ def _value_sum(values: Any, world: Axis | None) -> int:
         width = exact.numel() // max(len(local), 1)
         place = values.rows.place.unsqueeze(1) * width + torch.arange(width)
         place = place.reshape(-1)
-    found = _mixed_sum((exact ^ (exact >> 29)) * _ODD[2] + place * _ODD[1])
+    found = _mixed_sum(exact, place, _ODD[1])
     if local is values or world is None:
         return found
     return _wrapped(
@@ -458,17 +458,19 @@ def _edge_sum(store: Any) -> int:
     # samplers draw positions among a node's edges, so the order of edges matters
     total, begin = 0, 0
     for part, end in zip(pieces(source), pieces(target), strict=True):
-        ends = part.cpu().long() * _ODD[0] + end.cpu().long() * _ODD[1]
+        ends = (part.cpu().long() * _ODD[0]).add_(end.cpu(), alpha=_ODD[1])
         after = begin + len(ends)
         at = torch.arange(begin, after) if place is None else place[begin:after]
-        total += _mixed_sum((ends ^ (ends >> 29)) * _ODD[2] + at * _ODD[0])
+        total += _mixed_sum(ends, at, _ODD[0])
         leave_in_file(at)
         begin = after
     return _wrapped(total)
 
 
-def _mixed_sum(mixed: Tensor) -> int:
-    return int(((mixed ^ (mixed >> 29)) * _ODD[2]).sum())
+def _mixed_sum(values: Tensor, place: Tensor, odd: int) -> int:
+    """Sums a hash of each value, which is overwritten, and its position."""
+    mixed = values.bitwise_xor_(values >> 29).mul_(_ODD[2]).add_(place, alpha=odd)
+    return int(mixed.bitwise_xor_(mixed >> 29).mul_(_ODD[2]).sum())
 
 
 def _wrapped(value: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.ledger import clock, label
+from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.core_ops import span_of, transposed
 from pyg_distcomm.partition.partition import PIECE, leave_in_file
 from pyg_distcomm.process import PROCESS
@@ -298,7 +299,8 @@ def sorted_pairs(
 
     Shapes: source, target, gid and order [e]; colptr [m + 1].
     """
-    pair, cursor = torch.empty(2 * len(target), dtype=kind), colptr[:-1].clone()
+    pair = torch.empty(2 * len(target), dtype=kind)
+    cursor = memory.advise(torch.empty_like(colptr[:-1])).copy_(colptr[:-1])
     for begin in range(0, len(target), PIECE):
         part: Any = slice(begin, min(begin + PIECE, len(target)))
         edge = torch.arange(part.start, part.stop)

@@ -168,7 +168,7 @@ def _as_vector(owner: Owner) -> Tensor:
     return vector
 
 
-PIECE = 1 << 20  # the ids that are looked at in one go
+PIECE = 1 << 17  # the ids that are looked at in one go, which stay in a cache
 
 
 def pieces(ids: Tensor, size: int = 0) -> Iterator[Tensor]:
@@ -187,8 +187,14 @@ def leave_in_file(*arrays: Tensor) -> None:
 
 def ascends(ids: Tensor) -> bool:
     """Tells whether ids ascend, a piece at a time: a part may be larger than memory."""
-    pairs = zip(pieces(ids[:-1]), pieces(ids[1:]), strict=True)
-    return all(bool((one < other).all()) for one, other in pairs)
+    last = ids[:0]
+    for part in pieces(ids):
+        if bool((last >= part[: len(last)]).any()) or bool(
+            (part[1:] <= part[:-1]).any()
+        ):
+            return False
+        last = part[-1:].clone()
+    return True
 
 
 def out_of_range(ids: Tensor, count: int) -> int | None:
