@@ -169,22 +169,6 @@ def test_layer_weights_equal_reference(power, scale, weighted, own):
         same(matrix_cpu.layer_weights(*args), matrix_reference.layer_weights(*args))
 
 
-def test_threads_do_not_change_a_bit():
-    q, a = entries(70, 200, 400, REAL), entries(200, 300, 3000, REAL, seed=1)
-    p = stacked(70, 50, 900, LONG)
-    found = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        try:
-            drawn = sample(p, 4, keys(70))
-            found.append(
-                [*matrix_cpu.spgemm(q, a, 300), drawn.drawn, drawn.left, norm(p).value]
-            )
-        finally:
-            torch.set_num_threads(1)
-    same(*found)
-
-
 # ------------------------------------------------------------------ products
 
 
@@ -223,15 +207,6 @@ def test_products_are_those_of_dense_matrices(left, right):
     touched = ones[0] @ ones[1] > 0
     assert c.pattern.rowptr.diff().tolist() == touched.sum(1).tolist()
     assert c.pattern.col.tolist() == touched.nonzero()[:, 1].tolist()
-
-
-@pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (4, 5, 3)])
-def test_empty_products(shape):
-    l, m, n = shape
-    c = spgemm(csr(l, m, 0), csr(m, n, 0))
-    assert c.pattern.shape == (l, n)
-    assert c.pattern.nnz == 0
-    assert c.value.dtype == LONG
 
 
 def single(*values):
@@ -474,33 +449,6 @@ def test_a_shared_row_is_the_row_repeated():
         assert torch.equal(one.complete, many.complete)
     row = SharedRow(row_of(weight))
     assert torch.equal(row.sample(7, keys(9)).drawn, row.sample(7, keys(9)).drawn)
-
-
-def test_a_million_rows_keep_to_themselves():
-    # rows of one entry beside rows of three: what a running sum over all would mix up
-    m = 1_000_000
-    size = torch.where(torch.arange(m) % 2 == 0, 1, 3)
-    rowptr = torch.cat([torch.zeros(1, dtype=LONG), size.cumsum(0)])
-    value = torch.tensor([1 << 61, 1, 1, 1]).repeat(m // 2)
-    col = torch.tensor([0, 0, 1, 2]).repeat(m // 2)
-    p = BulkMatrix(rowptr, col, value, 3, torch.tensor([0, m]))
-    drawn = sample(p, 1, torch.arange(m) * 0x5DEECE66D)
-    assert torch.equal(drawn.matrix.rowptr, torch.arange(m + 1))
-    assert torch.equal(p.row[drawn.place], torch.arange(m))
-    assert not bool(drawn.matrix.col[::2].any())
-    likely(torch.bincount(drawn.matrix.col[1::2], minlength=3), torch.ones(3))
-
-
-def test_first_and_last_entries_are_reached_and_zeros_never():
-    weight = torch.tensor([0, 1, 0, 0, (1 << 62) - 3, 0, 1, 0])
-    p = copies(torch.tensor([0, 1, 0, 1, 0]), 4000)
-    likely(
-        torch.bincount(sample(p, 1, keys(4000)).matrix.col, minlength=5), p.value[:5]
-    )
-    drawn = sample(copies(weight, 200), 2, keys(200))
-    big = drawn.matrix.col.view(-1, 2)
-    assert bool((drawn.drawn.view(-1, 2)[:, 0] % 8 == 4).all())
-    assert set(big.flatten().tolist()) == {1, 4, 6}
 
 
 def test_draw_errors():

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import tiers
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
 from layers import EXACT
@@ -20,12 +19,8 @@ from test_plan import late_epoch
 from torch_geometric.nn import Sequential
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.halo.codecs import Quantise
-from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn import HaloConv
-from pyg_distcomm.plan.training import training_of_model
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -319,111 +314,4 @@ def told():
     return found, topology.row_words, topology.product_words
 
 
-def test_a_layer_whose_rows_travel_says_so_once_with_both_prices():
-    (found, rows, added), *others = worlds.run(told, 4)
-    assert not any(text for each, *_ in others for text in each.values())
-    (text,) = found["GAT"]
-    assert "GATConv exchanges rows on the grid 1 x 2 x 2" in text
-    most = 4 * dense_words(60, 1, (1, 2, 2))
-    assert f"all ranks together receive {rows} numbers" in text
-    assert f"at most {most:.0f}; " in text
-    assert found["again"] == []
-    assert found["GIN"] == []  # a product of the grid
-    assert "its edge weights are learnt" in found["learnt"][0]
-    assert f"all ranks together receive {rows} numbers" in found["learnt"][0]
-    assert f"GCNConv, {added:.0f}; " in found["learnt"][0]
-    assert "its link encodes rows" in found["coded"][0]
-
-
 # Training ---------------------------------------------------------------------------
-
-
-class Dropping(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = pyg.GATConv(7, 4, heads=2, dropout=0.4, edge_dim=3)
-        self.second = pyg.PNAConv(8, 8, ["mean", "max", "std"], ["identity"], DEGREE)
-        self.norm = torch.nn.BatchNorm1d(8)
-        self.third = pyg.GINConv(torch.nn.Linear(8, 4))
-
-    def forward(self, x, edge_index, edge_attr):
-        x = self.first(x, edge_index, edge_attr).relu()
-        x = self.norm(self.second(x, edge_index)).relu()
-        return self.third(F.dropout(x, 0.3, self.training), edge_index)
-
-
-DEGREE = torch.tensor([3, 5, 9, 4, 2, 1])
-
-
-LINKS = {
-    "sylvie": lambda: pdc.Sylvie(2),
-    "quantised": lambda: LinkPolicy(Quantise(4, "stochastic")),
-}
-
-
-def run_of(grid, dtype, cutter, link=None):
-    """Three epochs: the loss of each, gradients, and an evaluation."""
-    mesh = worlds.mesh(grid=grid)
-    data = GRAPHS["loops_and_copies"]()
-    data.x, data.edge_attr = data.x.to(dtype), data.edge_attr.to(dtype)
-    owner = owners(cutter, data, mesh.size)
-    share = pdc.partition(data, mesh, owner, link=link and LINKS[link]())
-    torch.manual_seed(1)
-    model = pdc.replicate(pdc.convert(Dropping().to(dtype)), mesh)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    found = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        out = model(share.x, share.edge_index, share.edge_attr)
-        loss = F.cross_entropy(out[share.train_mask], share.y[share.train_mask])
-        loss.backward()
-        optimizer.step()
-        found.append(loss.detach())
-        if link is not None:
-            share.edge_index.topology.link.step()
-    found += [p.grad.clone() for p in model.parameters()]
-    model.eval()
-    with torch.no_grad():
-        out = model(share.x, share.edge_index, share.edge_attr)
-    return [*found, out.full_tensor()]
-
-
-@tiers.parametrize(
-    ("grid", "dtype", "cutter"),
-    [
-        ((2, 2, 1), torch.float64, "empty_rank"),
-        ((1, 1, 2), torch.float32, "random"),
-        ((1, 3, 1), torch.float64, "no_train"),
-        ((1, 2, 2), torch.float32, "lopsided"),
-        ((2, 1, 3), torch.float64, "random"),
-        ((2, 2, 2), torch.float64, "empty_rank"),
-    ],
-    slice(0, 1),
-)
-def test_training_with_dropout_is_that_of_one_rank(grid, dtype, cutter):
-    close = 1e-9 if dtype == torch.float64 else 1e-4
-    (want,) = worlds.run(run_of, 1, (1, 1, 1), dtype, "block")
-    for got in worlds.run(run_of, math.prod(grid), grid, dtype, cutter):
-        for one, other in zip(got, want, strict=True):
-            torch.testing.assert_close(one, other, rtol=close, atol=close)
-
-
-@tiers.parametrize(
-    ("grid", "link"), [((2, 2, 1), "sylvie"), ((1, 2, 2), "quantised")], []
-)
-def test_a_link_codes_the_same_rows_on_every_grid(grid, link):
-    """Rows travel as on (P, 1, 1), so each number is the same."""
-    size = math.prod(grid)
-    args = torch.float64, "random", link
-    want = worlds.run(run_of, size, (size, 1, 1), *args)
-    for got, one in zip(worlds.run(run_of, size, grid, *args), want, strict=True):
-        assert all(map(torch.equal, got, one))
-
-
-def test_rounds_that_are_sums_are_read_from_the_model():
-    read = training_of_model(sums(), 7)
-    adds = [[one[2] for one in layer.rounds] for layer in read.layers]
-    assert all(adds[0])
-    assert all(adds[1])
-    assert adds[2].count(True) == 2 * 2
-    assert not training_of_model(attending(), 7).adds_rows

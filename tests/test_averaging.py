@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
 
 import pytest
@@ -333,27 +332,6 @@ def test_gradients_are_those_of_one_process(size, cutter):
     assert_none(worlds.run(_gradients, size, cutter, False))
 
 
-def _forgetful(net):
-    mesh = worlds.mesh(fresh=True)
-    data = GRAPHS["directed"]()
-    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
-    return loss_of(net(share.x, share.edge_index), share)
-
-
-def _without_mesh():
-    net = net_of(nn)
-    loss = _forgetful(net)
-    gc.collect()
-    loss.backward()
-    want = step(net_of(pyg), GRAPHS["directed"]())
-    for p, q in zip(want.parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-8, atol=1e-9)
-
-
-def test_a_loss_that_outlives_its_mesh_still_has_averaged_gradients():
-    worlds.run(_without_mesh, 2)
-
-
 def _differing():
     data, share = share_of()
     mesh = share.x.rows.mesh
@@ -456,32 +434,6 @@ def _messages():
 def test_a_pass_sums_all_gradients_of_parameters_at_once():
     calls, words, used = worlds.run(_messages, 2)[0]
     assert (calls, words) == (2, used)  # those of the batch norm are needed on the way
-
-
-def _watched_on_one_rank(method, passes):
-    """A hook that looks at a gradient, on rank 0 alone, changes nothing."""
-    mesh = worlds.mesh()
-    (_, share), seen = share_of("undirected"), []
-    found = []
-    for watch in (False, True):
-        net = net_of(nn).to(share.x.device)
-        if watch and mesh.rank == 0:
-            getattr(net.conv2.lin_l.weight, method)(lambda x: seen.append(1))
-        for _ in range(passes):
-            loss_of(net(share.x, share.edge_index), share).backward()
-        found.append([p.grad for p in net.parameters() if p.grad is not None])
-    assert len(seen) == passes * (mesh.rank == 0)
-    assert len(found[0]) == len(found[1])
-    for plain, watched in zip(*found, strict=True):
-        torch.testing.assert_close(watched, plain, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "method", ["register_hook", "register_post_accumulate_grad_hook"]
-)
-@pytest.mark.parametrize("passes", [1, 3])
-def test_one_rank_may_watch_a_gradient(method, passes):
-    worlds.run(_watched_on_one_rank, 2, method, passes)
 
 
 def _accumulated(share):

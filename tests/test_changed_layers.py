@@ -153,15 +153,3 @@ def test_changed_layers_of_minibatches_are_what_they_were_changed_to(name):
     for batch in loader:
         rows = slice(batch.batch_size)
         agree(ours, wanted, rows, batch.edge_index, x=batch.x)
-
-
-@pytest.mark.parametrize("name", ["lin_l", "lin_r"])
-def test_hooks_of_gradients_fire(name):
-    """On a linear layer of a SAGEConv that products would stand in for."""
-    layer, seen = pdc.convert(pyg.SAGEConv(5, 4)), []
-    getattr(layer, name).register_full_backward_hook(lambda *_: seen.append(1))
-    data = batches.graph()
-    for k in (1, 2, 3):
-        x = data.x.clone().requires_grad_()
-        layer(x, data.edge_index).sum().backward()
-        assert len(seen) == k

@@ -12,11 +12,8 @@ import torch
 import torch.nn.functional as F
 import worlds
 from problems import GRAPHS
-from torch_geometric.data import Data
-from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -183,70 +180,6 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(
         assert torch.equal(want, got)
 
 
-def _goes_on(path, at):
-    run = _begun(None, "GCNConv", None)
-    pdc.load_checkpoint(path, *run[:1], *run[2:4])
-    return _trained(run, 6 - at)
-
-
-def test_on_another_number_of_ranks_only_rounding_differs(tmp_path):
-    path = str(tmp_path / "ckpt")
-    args = path, (2, 1, 1), "GCNConv", None, 4
-    want = worlds.run(_straight_and_resumed, 2, *args)[0][0]
-    for size in (1, 3):
-        got = worlds.run(_goes_on, size, path, 4)[0]
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-class Plain(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = GCNConv(16, 96), GCNConv(96, 3)
-        self.inner = GCNConv(96, 96)  # several buckets
-
-    def forward(self, x, edge_index):
-        x = self.inner(self.conv1(x, edge_index).relu(), edge_index).relu()
-        return self.conv2(x, edge_index)
-
-
-def _minibatches(path):
-    """Saves inside an epoch of minibatches, goes on, and goes on again from the file."""
-    draw = torch.Generator().manual_seed(0)
-    edges = torch.randint(0, 300, (2, 2000), generator=draw)
-    data = Data(x=torch.rand(300, 16, generator=draw), edge_index=edges)
-    data.y = torch.arange(300) % 3
-    ends = []
-    for again in (False, True):
-        mesh = worlds.mesh()
-        torch.manual_seed(0)
-        model = pdc.replicate(Plain(), mesh)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        loader = DistNeighborLoader(
-            data, [5, 5], batch_size=16, options=LoaderOptions(seed=0), shuffle=True
-        )
-        if again:
-            state = pdc.load_checkpoint(
-                path, mesh, model, optimizer, loader=loader.state_dict()
-            )
-            loader.load_state_dict(state["loader"])
-        for number, batch in enumerate(loader):
-            batch = batch.to(next(model.parameters()).device)
-            optimizer.zero_grad()
-            out = model(batch.x, batch.edge_index)[: batch.batch_size]
-            F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
-            optimizer.step()
-            if number == 1 and not again:
-                state = loader.state_dict()
-                pdc.save_checkpoint(path, mesh, model, optimizer, loader=state)
-        ends.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-@pytest.mark.parametrize("size", [3, tiers.rarely(2), tiers.rarely(4)])
-def test_minibatches_go_on_bit_for_bit(tmp_path, size):
-    worlds.run(_minibatches, size, str(tmp_path / "run"))
-
-
 def test_an_optimizer_of_another_model_is_refused(tmp_path):
     mesh, net = pdc.init(), torch.nn.Linear(2, 2)
     own = torch.optim.Adam(net.parameters())
@@ -257,42 +190,6 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path):
     pdc.save_checkpoint(tmp_path / "run", mesh, net, own)
     with pytest.raises(ValueError, match="give the optimizer of this model"):
         pdc.load_checkpoint(tmp_path / "run", mesh, net, other)
-
-
-class _Partly(torch.nn.Module):
-    """Has a layer that a loss never reads, as the last layers of typed graphs do."""
-
-    def __init__(self):
-        super().__init__()
-        self.read, self.unread = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.read(x)
-
-
-def test_parameters_without_gradients_are_resumed_without_state(tmp_path):
-    mesh, x = worlds.mesh(), torch.rand(4, 3)
-
-    def trained(model, optimizer, steps):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-
-    def made():
-        torch.manual_seed(0)
-        model = _Partly()
-        return model, torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.1)
-
-    whole, first, again = made(), made(), made()
-    trained(*whole, 5)
-    trained(*first, 2)
-    pdc.save_checkpoint(tmp_path / "one", mesh, *first)
-    pdc.load_checkpoint(tmp_path / "one", mesh, *again)
-    assert len(again[1].state) == 2  # weight and bias of the layer that is read
-    trained(*again, 3)
-    for one, two in zip(again[0].parameters(), whole[0].parameters(), strict=True):
-        assert torch.equal(one, two)
 
 
 # Optimizers, and models that do not fit -------------------------------------------------

@@ -2,7 +2,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,14 +9,10 @@ import torch
 from torch_geometric.data import Data
 
 from pyg_distcomm.cli import main
-from pyg_distcomm.datasets import digits, generated, load_dataset
+from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition import layout
-from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import read_part
 from pyg_distcomm.partition.layout import folder_meta
-from pyg_distcomm.partition.partition import report
-
-REAL = Path(__file__).parents[2] / "shared" / "data"
 
 
 def graph():
@@ -121,19 +116,6 @@ def test_a_command_that_is_terminated_leaves_nothing(tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_kinds_can_be_declared(tmp_path, capsys):
-    path, out = str(tmp_path / "ring.npz"), str(tmp_path / "out")
-    ring = np.stack([np.arange(6), (np.arange(6) + 1) % 6])
-    np.savez(path, edge_index=ring, x=np.ones((6, 2)), time=np.arange(6), num_nodes=6)
-    assert main(["partition", path, out, "--parts", "2"]) == 2
-    assert "'time' could be of the nodes or of the edges" in one_error(capsys)
-    flags = ["--parts", "2", "--edge-attr", "time"]
-    assert main(["partition", path, out, *flags]) == 0
-    share = read_part(out, 0)
-    assert share.edge["time"].tolist() == share.edge_gid.tolist()
-    assert share.partition.num_nodes == 6
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -187,71 +169,13 @@ def test_no_file_of_an_attribute_is_dropped(
     assert not (tmp_path / "o").exists()
 
 
-def test_help_names_the_commands(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    assert end.value.code == 0
-    assert {"partition", "inspect"} <= set(capsys.readouterr().out.split())
-
-
 # --- data sets ------------------------------------------------------------------------
-
-
-def test_digits_links_like_to_like():
-    pytest.importorskip("sklearn")
-    data = digits()
-    assert data.num_nodes == 1797
-    assert data.is_undirected()
-    assert not data.has_self_loops()
-    assert data.x.shape == (1797, 64)
-    assert float(data.x.max()) == 1.0
-    row, col = data.edge_index
-    assert (data.y[row] == data.y[col]).float().mean() > 0.9
-    assert torch.bincount(data.y[data.train_mask]).tolist() == [20] * 10
-    assert int(data.val_mask.sum()) == 500
-    total = data.train_mask.int() + data.val_mask.int() + data.test_mask.int()
-    assert (total == 1).all()
-    assert torch.equal(digits().train_mask, data.train_mask)
-    assert not torch.equal(digits(1).train_mask, data.train_mask)
 
 
 def test_digits_without_sklearn_says_what_to_install(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert main(["partition", "digits", str(tmp_path / "o"), "--parts", "2"]) == 2
     assert "pip install 'pyg-distcomm[demo]'" in one_error(capsys)
-
-
-@pytest.mark.parametrize("num_nodes", [0, 1, 2, 99, 1234])
-def test_generated_graphs_are_sound(num_nodes):
-    data = generated(num_nodes, seed=4)
-    assert data.validate()
-    assert data.num_nodes == num_nodes
-    assert data.is_coalesced()
-    assert data.is_undirected()
-    assert not data.has_self_loops()
-    again, other = generated(num_nodes, seed=4), generated(num_nodes, seed=5)
-    assert torch.equal(again.edge_index, data.edge_index)
-    assert torch.equal(again.x, data.x)
-    assert num_nodes < 2 or not torch.equal(other.x, data.x)
-
-
-def test_a_generated_graph_can_be_cut_and_learnt():
-    data = generated(4000)
-    parts = [load_dataset("generated-4000"), data]
-    assert torch.equal(parts[0].edge_index, parts[1].edge_index)
-    row, col = data.edge_index
-    assert 0.75 < (data.y[row] == data.y[col]).float().mean() < 0.95
-    mean = torch.stack(
-        [data.x[data.train_mask & (data.y == c)].mean(0) for c in range(8)]
-    )
-    guess = torch.cdist(data.x[data.test_mask], mean.nan_to_num(1e3)).argmin(1)
-    assert (guess == data.y[data.test_mask]).float().mean() > 0.8
-    assert int((data.train_mask & data.test_mask).sum()) == 0
-    random, ldg = (
-        report(data.edge_index, cut(data.edge_index, 4000, 4, method))
-        for method in ("random", "ldg")
-    )
-    assert ldg.edge_cut < 0.6 * random.edge_cut
 
 
 def test_other_names_are_refused():
@@ -278,9 +202,3 @@ def test_files_that_hold_no_graph_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"{name}: {words}"):
             load_dataset(str(tmp_path / name))
-
-
-def test_loading_a_file_leaves_torchs_allowed_classes_alone(saved):
-    before = set(torch.serialization.get_safe_globals())
-    load_dataset(str(saved))
-    assert set(torch.serialization.get_safe_globals()) == before

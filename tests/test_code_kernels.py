@@ -122,61 +122,6 @@ def test_quantise_on_threads_at_an_odd_place_in_memory(two_threads):
         assert same_bits(codec_ops.dequantise(part, bits, turned), rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_narrow_rows_are_written_as_float32_some_at_a_time(dtype, monkeypatch):
-    monkeypatch.setattr(codec_ops, "BLOCK", 8 * 33)
-    x, index = odd_rows(41, 33, dtype), torch.randperm(41)[:27]
-    for bits in (1, 2, 4, 8):
-        size, noise = codec_ops.message_bytes(27, 33, bits, 4), (KEY, gids(27))
-        wanted, got = torch.empty(2, size, dtype=torch.uint8)
-        first = codec_reference.quantise_wide(
-            x[index].float(), None, bits, noise, wanted
-        )
-        assert codec_ops.quantise(x, index, bits, noise, got) == first
-        assert torch.equal(got, wanted)
-        most = torch.finfo(dtype).max
-        rows = codec_reference.dequantise_wide(wanted, bits, torch.empty(27, 33))
-        read = codec_ops.dequantise(got, bits, torch.empty(27, 33, dtype=dtype))
-        assert same_bits(read, rows.clamp(-most, most).to(dtype))
-
-
-def test_columns_beside_each_other_are_not_copied_for_a_few_rows(monkeypatch):
-    x, index = torch.randn(33, 400).t(), torch.arange(5)
-    copied, gather = [], torch.Tensor.contiguous
-
-    def contiguous(t, **options):
-        copied.append(t.numel())
-        return gather(t, **options)
-
-    monkeypatch.setattr(torch.Tensor, "contiguous", contiguous)
-    out, wanted = torch.empty(
-        2, codec_ops.message_bytes(5, 33, 4, 4), dtype=torch.uint8
-    )
-    codec_ops.quantise(x, index, 4, None, out)
-    assert max(copied, default=0) < x.numel()
-    codec_reference.quantise_wide(x, index, 4, None, wanted)
-    assert torch.equal(out, wanted)
-
-
-def test_numbers_near_the_greatest_stay_numbers():
-    """Where D was rounded up, the last level may lie beyond."""
-    low = torch.linspace(-3.2, 3.2, 200) * 1e38
-    x, cut = torch.stack([low, torch.full((200,), 3.401e38)], 1), []
-    for bits in (2, 4, 8):
-        message = torch.empty(
-            codec_ops.message_bytes(200, 2, bits, 4), dtype=torch.uint8
-        )
-        assert codec_ops.quantise(x, None, bits, None, message) == -1
-        rows = [
-            op(message, bits, torch.empty(200, 2))
-            for op in (codec_reference.dequantise_wide, codec_cpu.dequantise_wide)
-        ]
-        assert torch.equal(*rows)
-        assert bool(rows[0].isfinite().all())
-        cut.append(int((rows[0] == torch.finfo(torch.float32).max).sum()))
-    assert min(cut) > 0
-
-
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_pack_bits(bits):
     for n in (0, 1, 7, 8, 9, 1000, 1003):

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
 import worlds
 from torch_geometric.data import Data
-from torch_geometric.nn import GraphConv, MessagePassing
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
 from pyg_distcomm.nn.propagating import adding
-from pyg_distcomm.sharded.constants import Constants
 
 N = 12
 
@@ -91,24 +87,6 @@ def _constants(cutter):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_constants_are_what_torch_computes(size, cutter):
     worlds.run(_constants, size, cutter)
-
-
-def _lists():
-    mesh = worlds.mesh()
-    data = Data(x=torch.randn(N, 2), edge_index=torch.zeros(2, 3, dtype=torch.int64))
-    share = pdc.partition(data, mesh, torch.arange(N) % mesh.size)
-    share.x[torch.tensor([1, 1])]
-    with pytest.raises(ValueError, match="lists that differ"):
-        share.x[torch.tensor([2, 0] if mesh.rank else [0, 1])]
-    known = []
-    for _ in range(4):
-        torch.cat([share.x, torch.ones(7, 2)])
-        known.append((len(share.x.rows.derived), len(mesh.sharded["blocks"])))
-    assert known[1] == known[-1]
-
-
-def test_lists_of_one_sum_differ_and_new_rows_are_made_once():
-    worlds.run(_lists, 2)
 
 
 def _kept():
@@ -220,76 +198,3 @@ def test_types_of_edges_may_be_made_anew_and_be_many(relations):
 @pytest.mark.parametrize("size", [1, 2])
 def test_edges_of_each_relation_are_planned_once_and_summed_by_products(size):
     worlds.run(_relations, size)
-
-
-class _BothWays(MessagePassing):
-    """Sums weighted rows along edges, and twice those against them."""
-
-    message = GraphConv.message
-
-    def forward(self, x, edge_index, weight):
-        along = self.propagate(edge_index, x=x, edge_weight=weight)
-        against = edge_index.flip(0)
-        return along + 2 * self.propagate(against, x=x, edge_weight=weight)
-
-
-def _flipped():
-    mesh = worlds.mesh(fresh=True)
-    torch.manual_seed(0)
-    ends = torch.cat(
-        [torch.randint(N // 2, (2, 60)), torch.randint(N // 2, N, (2, 60))], 1
-    )
-    whole = Data(x=torch.randn(N, 4), edge_index=ends, edge_weight=torch.rand(120))
-    cut = (torch.arange(N) >= N // 2).long() % mesh.size
-    share = pdc.partition(whole, mesh, cut)
-    want = _BothWays()(whole.x, ends, whole.edge_weight)
-    conv = nn.HaloConv(_BothWays())
-    for _ in range(3):
-        out = conv(share.x, share.edge_index, share.edge_weight)
-        torch.testing.assert_close(out.full_tensor(), want)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_flipped_edges_of_one_rank_have_a_matrix_of_their_own(size):
-    worlds.run(_flipped, size)
-
-
-def test_threads_number_values_apart():
-    known, before = Constants(), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            drawn = pool.map(
-                lambda _: [known.next_number() for _ in range(5000)], range(4)
-            )
-            numbers = [number for some in drawn for number in some]
-    finally:
-        sys.setswitchinterval(before)
-    assert len(set(numbers)) == len(numbers)
-
-
-_PICKED = {
-    "index": lambda t, ids: t[ids],
-    "index of two": lambda t, ids: t[torch.stack([ids, ids])][0],
-    "index_select": lambda t, ids: t.index_select(0, ids),
-    "gather": lambda t, ids: t.gather(0, ids),
-    "where": lambda t, ids: torch.where(ids < N, ids, t[:1].expand(len(ids))),
-}
-
-
-def _tables_in_new_memory(pick):
-    """Unread rows of rank 0 happen to be those of an earlier table; the others' do not."""
-    mesh = worlds.mesh()
-    ids = 1 + torch.arange(4).repeat(5)
-    data = pdc.partition(Data(torch.ones(N, 1), torch.stack([ids, ids.roll(1)])))
-    for garbage in (0, mesh.rank, 0):
-        table = torch.full((N,), garbage)
-        table[1:5] = torch.tensor([5, 3, 9, 1])
-        found = _PICKED[pick](table, data.edge_index[1])
-        want = _PICKED[pick](table, ids.roll(1))
-        assert torch.equal(found.sort()[0], want.sort()[0])  # which gathers all rows
-
-
-@pytest.mark.parametrize("pick", _PICKED)
-def test_unread_rows_of_a_table_may_differ_between_ranks(pick):
-    worlds.run(_tables_in_new_memory, 3, pick)

@@ -1,27 +1,19 @@
-"""Every public name has one line in a table, which says what comes back on the device.
+"""Every kernel, codec, sampler and loader has a line that says what comes back on the device.
 
-Cases run twice, on the CPU and on `second_device`'s device: results and gradients lie where
-they were asked for, and have the CPU's numbers. `test_placement.py` has what trains; here is
-the table that a new name must be added to.
+Cases run twice, on the CPU and on `second_device`'s device: results lie where they were asked
+for, and have the CPU's numbers. Models and layers run there by the fixture `place`.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-import types
 
-import layers
 import pytest
 import second_device
 import test_codec
-import test_layers
-import test_transforms
 import tiers
 import torch
 import torch_geometric.loader
-import torch_geometric.nn as pyg
-import torch_geometric.transforms as T
 import worlds
 from batches import arguments
 from problems import GRAPHS, two_types
@@ -31,7 +23,6 @@ from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
 import pyg_distcomm.loader as loading
-import pyg_distcomm.nn as nn
 from pyg_distcomm import kernels, ops, sampling
 from pyg_distcomm.halo import codecs
 from pyg_distcomm.kernels.registry import Op
@@ -362,177 +353,6 @@ LOADER = {
 }
 
 
-class Placed:
-    """A library of layers, whose modules are made on a device."""
-
-    def __init__(self, lib, device):
-        self.lib, self.device = lib, device
-
-    def __getattr__(self, name):
-        found = getattr(self.lib, name)
-        if not inspect.isclass(found) or not issubclass(found, torch.nn.Module):
-            return found
-        return lambda *args, **kwargs: found(*args, **kwargs).to(self.device)
-
-
-def dense(lib, a, b):
-    return Placed(torch.nn, lib.device).Linear(a, b)
-
-
-def encoder(lib):
-    return Placed(types.SimpleNamespace(Encoder=test_transforms.Encoder), lib.device)
-
-
-def of_model(name, *args, batch=False, **kwargs):
-    def run(lib, d):
-        model = test_transforms.seeded(getattr(lib, name), *args, **kwargs).eval()
-        return model(d.x, d.edge_index, *([d.y.sort()[0]] if batch else []))
-
-    return run
-
-
-def autoencoded(name):
-    def run(lib, d):
-        more = [dense(lib, 6, 6)] if name == "ARGA" else []
-        model = getattr(lib, name)(encoder(lib).Encoder(lib.lib), *more)
-        z = model.encode(d.x, d.edge_index)
-        return model.recon_loss(z, d.edge_index)
-
-    return run
-
-
-def deep(lib, d):
-    block = lib.DeepGCNLayer(lib.GraphConv(7, 7), lib.LayerNorm(7), torch.nn.ReLU())
-    return block(d.x, d.edge_index)
-
-
-def signed(lib, d):
-    return lib.SignedGCN(7, 8, 2)(d.x, d.edge_index, d.edge_index.flip(0))
-
-
-def ranked(lib, d):
-    return lib.LightGCN(d.num_nodes, 4, 2).get_embedding(d.edge_index)
-
-
-def updated(lib, d):
-    return lib.MetaLayer(None, lambda x, e, *_: x + e.sum())(d.x, d.edge_index)[0]
-
-
-def multiplied(lib, d):
-    conv = test_transforms.seeded(lib.GraphConv, 7, 4)
-    d = T.ToSparseTensor()(copy.copy(d))
-    return conv(d.x, d.adj_t)
-
-
-def typed_by(name):
-    def run(lib, d):
-        data = two_types()
-        share = data if lib.lib is pyg else pdc.partition(data, worlds.mesh())
-        share = share.to(lib.device)
-        conv = getattr(lib, name)(4, 4, data.metadata(), heads=2)
-        return conv(share.x_dict, share.edge_index_dict)["a"]
-
-    return run
-
-
-def rewritten(name):
-    build, names = test_layers.REWRITTEN[name]
-
-    def run(lib, d):
-        kind = getattr(lib, type(build()).__name__)
-        given = {"MFConv": (7, 4, 3), "LabelPropagation": (3, 0.8)}.get(name, (7, 4, 3))
-        return kind(*given)(*(d[key] for key in names if key in d))
-
-    return run
-
-
-def pooled(name, *args):
-    def run(lib, d):
-        x, edges, *_ = getattr(lib, name)(7, *args)(d.x, d.edge_index, batch=d.y * 0)
-        ends = edges.to_local() if hasattr(edges, "to_local") else edges
-        return [x, ends[:, :0]]  # where they lie; their order is free
-
-    return run
-
-
-DEGREES = {"aggregators": layers.PNA[0], "scalers": layers.PNA[1], "deg": layers.DEG}
-MODELS = {
-    **{name: test_transforms.CASES[name] for name in ("DeepGraphInfomax", "VGAE")},
-    **{name: test_transforms.CASES[name] for name in ("LINKX", "PMLP", "ARGVA")},
-    **{name: test_transforms.CASES[name] for name in ("CorrectAndSmooth",)},
-    **{
-        name: of_model(name, 7, 8, 2, 4, norm="batch_norm")
-        for name in ("GCN", "GraphSAGE", "GIN", "GAT", "EdgeCNN")
-    },
-    "PNA": of_model("PNA", 7, 8, 2, 4, **DEGREES),
-    "RECT_L": of_model("RECT_L", 7, 8),
-    "GraphUNet": of_model("GraphUNet", 7, 8, 4, depth=2),
-    "SGFormer": of_model("SGFormer", 7, 8, 4, batch=True),
-    "Polynormer": of_model("Polynormer", 7, 8, 4, batch=True),
-    "NeuralFingerprint": of_model("NeuralFingerprint", 7, 8, 4, 2, batch=True),
-    "ARGA": autoencoded("ARGA"),
-    "GAE": autoencoded("GAE"),
-    "MLP": lambda lib, d: lib.MLP([7, 8, 4])(d.x),
-    "MaskLabel": lambda lib, d: lib.MaskLabel(4, 7)(d.x, d.y, d.train_mask),
-    "JumpingKnowledge": lambda lib, d: lib.JumpingKnowledge("max")([d.x, d.x * 2]),
-    "InstanceNorm": lambda lib, d: lib.InstanceNorm(7)(d.x),
-    "MetaLayer": updated,
-    "DeepGCNLayer": deep,
-    "SignedGCN": signed,
-    "LightGCN": ranked,
-    "HANConv": typed_by("HANConv"),
-    "HGTConv": typed_by("HGTConv"),
-    "ARMAConv": rewritten("ARMAConv"),
-    "MFConv": rewritten("MFConv"),
-    "LabelPropagation": rewritten("LabelPropagation"),
-    "TopKPooling": pooled("TopKPooling", 0.6),
-    "SAGPooling": pooled("SAGPooling", 0.6),
-    "ASAPooling": pooled("ASAPooling", 0.6),
-    "EdgePooling": pooled("EdgePooling"),
-    "ClusterPooling": pooled("ClusterPooling"),
-}
-RUN = {  # transforms that run otherwise on a share
-    **{
-        name: test_transforms.CASES[name]
-        for name in ("AddRandomWalkPE", "FeaturePropagation", "SIGN", "ToUndirected")
-    },
-    "AddLaplacianEigenvectorPE": lambda lib, d: T.AddLaplacianEigenvectorPE(
-        3, "pe", is_undirected=True
-    )(d).pe.isfinite(),
-    "RemoveIsolatedNodes": lambda lib, d: T.RemoveIsolatedNodes()(d).x,
-    "ToSparseTensor": multiplied,
-    "LaplacianLambdaMax": "gives a number",
-    "IndexToMask": "PyG's code, once the ranks have compared the ids",
-    "AddMetaPaths": "PyG's code, on relations that are gathered",
-    "AddRandomMetaPaths": "PyG's code, on relations that are gathered",
-}
-NN = {
-    **dict.fromkeys(MODELS, "a model, below"),
-    "DistEmbedding": "test_placement.stores",
-    "DistGCNConv": "test_placement.layers",
-    "DistGCN2Conv": "test_placement.layers",
-    "DistSAGEConv": "test_placement.layers",
-    "GatedGraphConv": "its fused cell is CUDA's or the CPU's",
-    "GroupAddRev": "frees memory of its inputs, which the second device has from the CPU",
-    "HaloConv": "test_placement.layers",
-    "HaloExecution": "test_placement.layers",
-    "HypergraphConv": "refuses a share",
-    "InnerProductDecoder": "GAE",
-    "PANConv": "refuses a share",
-    "TGNMemory": "PyG's, whose buffers move with the module",
-    "convert": "test_placement.layers",
-    "replicate": "test_placement.spread",
-    "trimming_of": "counts on the host",
-    **{
-        name: "PyG's code, on layers of this table"
-        for name in """ARLinkPredictor AttentiveFP DimeNet DimeNetPlusPlus GNNFF GPSE
-        GPSENodeEncoder HeteroJumpingKnowledge LPFormer MemPooling MetaPath2Vec Node2Vec
-        PANPooling RENet SchNet ViSNet""".split()
-    },
-    **{name: why for name, why in layers.NOT_LAYERS.items() if name not in MODELS},
-}
-
-
 def own(mine, theirs):
     """The names of a mirror of PyG's that are not PyG's own, modules apart."""
     pairs = ((name, getattr(mine, name)) for name in mine.__all__)
@@ -542,10 +362,6 @@ def own(mine, theirs):
 
 TABLES = {"kernels": KERNELS, "ops": OPS, "algebra": ALGEBRA, "codecs": CODECS}
 TABLES |= {"sampling": SAMPLING, "loader": LOADER}
-
-
-def layers_tried():
-    return {type(build()).__name__ for build, _ in layers.EXACT.values()}
 
 
 def test_every_name_has_a_line():
@@ -563,8 +379,6 @@ def test_every_name_has_a_line():
         assert sorted(names ^ set(TABLES[name])) == [], (
             f"{name}: lines and names differ"
         )
-    tried = {"GCNConv", "SAGEConv"} | layers_tried()
-    assert sorted(own(nn, pyg) - set(NN) - tried) == []
     host = {n for n in KERNELS if isinstance(KERNELS[n], str)}
     run_on_devices = {n for n in kernels.__all__ if isinstance(getattr(kernels, n), Op)}
     assert not run_on_devices & host
@@ -627,32 +441,6 @@ def run_table(names, place="spare"):
     return failed
 
 
-def run_models(names, place="spare"):
-    device, mesh, failed = second_device.device_of(place), worlds.mesh(), []
-    # CUDA draws other numbers
-    close = {"rtol": 1e-9, "atol": 1e-9} if place == "spare" else None
-    torch.set_default_dtype(torch.float64)
-    try:
-        for name in names:
-
-            def case(at, name=name):
-                lib, data = Placed(pyg, CPU), test_transforms.graph()
-                if at.device != CPU:
-                    lib = Placed(nn, at.device)
-                    data = pdc.partition(data, mesh, "random").to(at.device)
-                data.x.requires_grad_()
-                out = {**MODELS, **RUN}[name](lib, data)
-                each = [t for t in tensors(out, []) if t.requires_grad]
-                if each:
-                    sum(t.sum() for t in each).backward()
-                return [out, *([data.x.grad] if data.x.grad is not None else [])]
-
-            same(name, case, device, close, failed)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return failed
-
-
 builds = pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
 
 
@@ -662,16 +450,6 @@ def test_tables(names):
     assert worlds.anew(run_table, 1, names) == [[]]
 
 
-TO_RUN = (*MODELS, *(name for name, case in RUN.items() if not isinstance(case, str)))
-
-
-@builds
-@tiers.parametrize("size", [1, 2], [])
-def test_models(size):
-    assert worlds.anew(run_models, size, TO_RUN) == [[]] * size
-
-
 @pytest.mark.cuda
 def test_on_cuda():
     assert worlds.anew(run_table, 1, tuple(TABLES), "cuda") == [[]]
-    assert worlds.anew(run_models, 1, TO_RUN, "cuda") == [[]]

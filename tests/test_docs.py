@@ -212,45 +212,6 @@ def test_the_text_for_the_index_has_no_link_that_breaks_there():
     assert 'readme = "PYPI.md"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_links_that_lead_to_no_page_are_left_out_until_there_is_a_place(monkeypatch):
-    hooks = _hooks()
-    text = (
-        "[`a`](../../examples/gcn.py), [b](swap-imports.md#x), `[c](../../noxfile.py)`, "
-        "![d](../../benchmarks/reports/scaling.png), [e](../../CHANGELOG.md)"
-    )
-    links = "[b](swap-imports.md#x), `[c](../../noxfile.py)`, ![d](../reports/scaling.png), "
-    links += "[e](../project/changelog.md)"
-    page = "how-to/extend.md", DOCS / "how-to"
-    assert hooks.with_links(text, *page) == f"`a`, {links}"
-    monkeypatch.setattr(hooks, "urls", lambda: {"Repository": "https://host/files/"})
-    first = "[`a`](https://host/files/examples/gcn.py)"
-    assert hooks.with_links(text, *page) == f"{first}, {links}"
-
-
-def test_a_picture_that_is_missing_or_elsewhere_is_noticed():
-    hooks = _hooks()
-    page = (
-        '<img alt="a" src="../a.png"> <img src="https://b.org/b.png"/> '
-        "<img src='//c.org/c.png'> <img src='d%20e.png'> <img src='data:image/png;base64,A'>"
-    )
-    there = {"reports/a.png", "reports/x/d e.png"}
-    found = hooks.picture_problems(page, "reports/x/index.html", there)
-    assert [problem.split()[2] for problem in found] == [
-        "https://b.org/b.png",
-        "//c.org/c.png",
-    ]
-    assert len(hooks.picture_problems(page, "reports/index.html", there)) == 4
-
-
-def test_the_strict_build_counts_warnings():
-    """MkDocs drops those of a quiet build before it counts them."""
-    (line,) = re.findall(r"^ *mkdocs build .*", (ROOT / ".ci/run").read_text(), re.M)
-    command = line.partition(" #")[0]
-    assert "--strict" in command
-    assert "--quiet" not in command
-    assert _hooks().log.name.startswith("mkdocs.")
-
-
 def test_every_picture_of_a_page_is_a_file():
     hooks = _hooks()
     pages = {path: path.parent for path in PAGES}
@@ -315,30 +276,8 @@ def test_every_example_of_the_reference_runs_alone(tmp_path):
             run(page, folder)
 
 
-def test_an_example_brings_the_lines_that_it_needs():
-    needed = _hooks().needed
-    earlier = ["import a\n", "b = a.b()\n", "c = 1\n", "b = b + 1\n"]
-    assert needed("print(b)", earlier) == ["import a\n", "b = a.b()\n", "b = b + 1\n"]
-    assert needed("print(c)", earlier) == ["import a\n", "c = 1\n"]
-
-
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
-def test_notebooks_are_compared_by_words_and_numbers():
-    pytest.importorskip("nbclient")
-    differences = _imported("run", ROOT / "notebooks").differences
-    assert differences("bytes ----- 1,200", "bytes ------- 1,201") == []
-    assert differences("exact  1,200", "exact  1,201") == []
-    assert differences("exact 1,200", "exact 1,300") == [
-        "1,200 is stored, 1,300 came now"
-    ]
-    assert differences("exact 1,200", "exact 1,300", anything=True) == []
-    assert "other words" in differences("exact 1,200", "late 1,200", anything=True)[0]
-    assert (
-        "other words" in differences("exact 1,200", "exact 1,200 3", anything=True)[0]
-    )
 
 
 def _hooks():
@@ -352,15 +291,3 @@ def _imported(module, folder):
         return importlib.import_module(module)
     finally:
         sys.path.remove(str(folder))
-
-
-def test_plain_tables_of_scripts_become_tables_of_markdown():
-    tables = _imported("tables", ROOT / "benchmarks")
-    plain = "way   s  times ours\n----  -  ----------\na | b  1         2.5\nc              1\n"
-    found = tables.markdown(f"One.\n\n```\n{plain}4 of 5 were run, as before\n```\n")
-    lines = "| times ours | way | s |\n| ---: | --- | ---: |\n| 2.5 | a \\| b | 1 |\n"
-    lines += "| 1 | c | |\n\n4 of 5 were run, as before\n"
-    assert found == f"One.\n\n{lines}"
-    assert tables.markdown(found) == found
-    kept = "```\npython train.py\n```\n"
-    assert tables.markdown(kept) == kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import socket
 
 import pytest
@@ -69,17 +68,6 @@ def test_releases_on_which_no_tests_ran_are_noted(monkeypatch, name):
     found = doctor.required(name, doctor.REQUIRED[name])
     assert found.wrong
     assert "older than" in found.found
-
-
-def test_optional_packages(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    found = {name: doctor.optional(name) for name in doctor.OPTIONAL}
-    assert not any(finding.wrong for finding in found.values())
-    assert "'pyg-distcomm[metis]'" in found["pymetis"].advice
-    assert not found["pyg-lib"].advice
 
 
 def test_back_ends(monkeypatch):

@@ -184,15 +184,6 @@ def _resume(path, optimizer):
     return _steps(mesh, emb, opt, range(2, 4))
 
 
-def test_a_run_goes_on_that_was_saved_before_its_first_step(tmp_path):
-    mesh, emb, model, opt = _resumable("random", "nesterov")
-    pdc.save_checkpoint(str(tmp_path / "ckpt"), mesh, model, opt)
-    saved = _steps(mesh, emb, opt, range(2))
-    mesh, emb, _, opt = _resumable("random", "nesterov")
-    for one, other in zip(saved, _steps(mesh, emb, opt, range(2)), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, optimizer):
     path = str(tmp_path / "ckpt")
@@ -200,43 +191,6 @@ def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, optimizer):
     for size in (1, 2, 4):
         got = worlds.run(_resume, size, path, optimizer)[0]
         torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
-
-
-class Shared(torch.nn.Module):
-    def __init__(self, mesh):
-        super().__init__()
-        self.source = self.target = pdc.DistEmbedding(7, DIM, like=mesh)
-
-
-def _of_two_names(path, begun):
-    mesh = worlds.mesh()
-    torch.manual_seed(4)
-    model = Shared(mesh)
-    opt = torch.optim.Adam(model.parameters())
-    if begun:
-        (
-            model.source(torch.tensor([1, 6])) * model.target(torch.tensor([6, 2]))
-        ).sum().backward()
-        opt.step()
-        pdc.save_checkpoint(path, mesh, model, opt)
-    else:
-        model.source.shard.data.zero_()
-        pdc.load_checkpoint(path, mesh, model, opt)
-    moment = pdc.from_local(
-        opt.state[model.source.shard]["exp_avg"], like=model.source.weight.detach()
-    )
-    return [
-        t.detach().full_tensor()
-        for t in (model.source.weight, model.target.weight, moment)
-    ]
-
-
-def test_an_embedding_of_two_names_is_saved_once(tmp_path):
-    path = str(tmp_path / "ckpt")
-    want = worlds.run(_of_two_names, 3, path, True)[0]
-    for size in (1, 2, 3):
-        for got in worlds.run(_of_two_names, size, path, False):
-            assert all(map(torch.equal, got, want))
 
 
 def _with_factors(path):
@@ -378,36 +332,6 @@ def _misfit():
 def test_what_it_is_made_from_is_checked():
     sums = worlds.run(_misfit, 2)
     assert sum(sums) == pytest.approx(3 * 7)  # 3 ids on each rank, averaged
-
-
-def _of_narrow_ids(dtype):
-    emb = pdc.DistEmbedding(300, DIM, like=worlds.mesh())
-    ids = torch.tensor([50, 127], dtype=dtype)
-    return torch.equal(emb(ids), emb(ids.long()))
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
-def test_ids_may_be_of_fewer_bits_than_the_number_of_nodes(dtype):
-    assert worlds.run(_of_narrow_ids, 2, dtype) == [True, True]
-
-
-def _of_masked_rows(path):
-    mesh = worlds.mesh()
-    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
-    some = share.x[share.train_mask]
-    emb = pdc.DistEmbedding.from_pretrained(some, freeze=False)
-    whole = some.full_tensor()
-    assert torch.equal(emb(torch.arange(len(whole))), whole)
-    with pytest.raises(IndexError, match=f"the number of nodes; got {len(whole)}"):
-        emb(torch.tensor([len(whole)]))
-    pdc.save_checkpoint(path, mesh, emb)
-    emb.shard.data.zero_()
-    pdc.load_checkpoint(path, mesh, emb)
-    return torch.equal(emb.weight.detach().full_tensor(), whole)
-
-
-def test_an_embedding_may_start_as_some_rows(tmp_path):
-    assert worlds.run(_of_masked_rows, 2, str(tmp_path / "ckpt")) == [True, True]
 
 
 class Scores(torch.nn.Module):

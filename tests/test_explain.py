@@ -11,13 +11,11 @@ import torch_geometric.nn as pyg
 import worlds
 from torch_geometric.data import Data
 from torch_geometric.explain import (
-    AttentionExplainer,
     Explainer,
     GNNExplainer,
     PGExplainer,
     fidelity,
 )
-from torch_geometric.utils import get_embeddings
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
@@ -181,63 +179,3 @@ def _held_wrong():
 
 def test_a_mask_of_other_edges_is_refused():
     worlds.run(_held_wrong, 2)
-
-
-@doubles()
-def converted(ns, data, kind):
-    """Returns masks and embeddings of a model of PyG's, whose layers a wrapper may run."""
-    torch.manual_seed(7)
-    net, found = getattr(ns, kind)(F_IN, 8, num_layers=2, out_channels=CLASSES), []
-    explainer = Explainer(
-        net,
-        GNNExplainer(epochs=2),
-        **MASKS,
-    )
-    told = explainer(data.x, data.edge_index, index=5)
-    algorithm = PGExplainer(epochs=1, lr=0.01)
-    explainer = Explainer(
-        net,
-        algorithm,
-        explanation_type="phenomenon",
-        edge_mask_type="object",
-        model_config=MODEL,
-    )
-    at = {"target": data.y, "index": 5}
-    algorithm.train(0, net, data.x, data.edge_index, **at)
-    learnt = explainer(data.x, data.edge_index, **at)
-    found = [told.node_mask, told.edge_mask, learnt.edge_mask]
-    return [full(v) for v in (*found, *get_embeddings(net, data.x, data.edge_index))]
-
-
-def _converted_share(kind):
-    return converted(nn, pdc.partition(graph(), worlds.mesh()), kind)
-
-
-@tiers.parametrize("kind", ["GAT", "GIN", "GCN"], default=["GAT"])
-def test_models_whose_layers_are_converted_are_explained(kind):
-    wanted = converted(pyg, graph(), kind)
-    for found in worlds.run(_converted_share, 2, kind):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-
-
-@doubles()
-def _attended():
-    data, found = pdc.partition(graph(), worlds.mesh()), []
-    for ns in (pyg, nn):
-        torch.manual_seed(7)
-        explainer = Explainer(
-            ns.GAT(F_IN, 8, num_layers=2, out_channels=CLASSES),
-            AttentionExplainer(),
-            explanation_type="model",
-            edge_mask_type="object",
-            model_config=MODEL,
-        )
-        given = data.x.full_tensor(), data.edge_index.full_tensor()
-        found.append(explainer(*given, index=5).edge_mask)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
-    again = full(explainer(data.x, data.edge_index, index=5).edge_mask)
-    torch.testing.assert_close(again, found[0], rtol=1e-9, atol=1e-9)
-
-
-def test_attention_is_explained_of_whole_tensors():
-    worlds.run(_attended, 2)

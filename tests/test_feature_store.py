@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,9 +26,9 @@ from pyg_distcomm.halo.codecs import (
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
-from pyg_distcomm.loader.fetch import EDGES, Fetch
+from pyg_distcomm.loader.fetch import EDGES
 from pyg_distcomm.loader.hot_rows import out_degrees, top_scoring_ids
-from pyg_distcomm.loader.row_group import Index, RowGroup
+from pyg_distcomm.loader.row_group import Index
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -469,46 +468,6 @@ def test_links_that_rows_cannot_be_fetched_by(link):
 # On disk -------------------------------------------------------------------------------
 
 
-def _mapped(c, folder):
-    road = channel(c)
-    n, f, rank = 90, 4, road.world.rank
-    x = np.arange(n * f, dtype=np.float32).reshape(n, f)
-    path = f"{folder}/mine_{c}_{rank}.npy"
-    begin, end = n * rank // road.world.size, n * (rank + 1) // road.world.size
-    np.save(path, x[begin:end])
-    mine = np.load(path, mmap_mode="r")
-    assert isinstance(mine, np.memmap)
-    store = DistFeatureStore.from_cpu_tensor(mine, road)
-    values = store._row_groups[None].values["x"]
-    if c == 1:  # not a copy
-        assert values.data_ptr() == mine.__array_interface__["data"][0]
-    ids = random_ids(rank, 50, n)
-    assert torch.equal(store[ids], torch.from_numpy(x)[ids])
-
-
-def test_rows_may_stay_on_disk(world, tmp_path):
-    size, c = world
-    worlds.run(_mapped, size, c, str(tmp_path))
-
-
-def _beside(c):
-    road, data, share = shared("directed", "random", c)
-    n, rank = data.num_nodes, road.world.rank
-    store = DistFeatureStore.from_data(share, road)
-    asked = [random_ids(rank, 30, n, seed) for seed in range(20)]
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.map(lambda ids: store.fetch({None: ids})[None]["x"], asked)
-        sums = [float(share.x.sum()) for _ in range(20)]
-    assert all(v == sums[0] for v in sums)
-    for ids, x in zip(asked, found, strict=True):
-        assert torch.equal(x, data.x[ids])
-
-
-def test_fetching_in_a_thread_beside_training(world):
-    size, c = world
-    worlds.run(_beside, size, c)
-
-
 # PyG's contract ------------------------------------------------------------------------
 
 
@@ -714,19 +673,9 @@ def test_rows_that_cannot_be_written_are_told_to_those_who_wait(world):
         assert worlds.run(_diverged, 2) == [True] * 2
 
 
-def test_ids_travel_in_as_few_bytes_as_they_need():
-    none = torch.empty(0, dtype=torch.int64)
-    for total, kind in ((2**31 - 1, torch.int32), (2**31, torch.int64)):
-        row_group = RowGroup("g", Index(none, total), none, None)
-        assert Fetch(channel(1), [row_group], []).id_type == kind
-
-
 def test_a_graph_that_is_not_partitioned_is_refused():
     with pytest.raises(TypeError, match="from_replicated"):
         DistFeatureStore.from_data(GRAPHS["star"](), channel(1))
-
-
-# as one tensor -----------------------------------------------------------------------
 
 
 def _as_one_tensor(c):
@@ -750,26 +699,4 @@ def test_a_store_of_one_attribute_is_a_tensor(world):
     worlds.run(_as_one_tensor, size, c)
 
 
-def _one_attribute(kind):
-    """One column of plain rows is received where it is read, whoever wants what."""
-    road, data, _ = shared("undirected", "block", 1)
-    bare = pdc.partition(
-        type(data)(x=data.x, edge_index=data.edge_index), worlds.mesh(), "block"
-    )
-    store = DistFeatureStore.from_data(bare, road, wire=kind)
-    rank, mine = worlds.mesh().rank, bare.x.rows.gid
-    own, every = mine[1:3], torch.arange(data.num_nodes)
-    none = every[:0]
-    wanted = [(own, own), (own, every), (every[::3], none), (none, none), (own, every)]
-    for ids in wanted:
-        asked = ids[min(rank, 1)]
-        got = store.fetch({None: asked})[None]["x"]
-        if kind is None:
-            assert torch.equal(got, data.x[asked])
-        else:
-            torch.testing.assert_close(got, data.x[asked], rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("kind", [None, "bf16"])
-def test_ranks_that_want_their_own_rows_alone_receive_none(kind):
-    worlds.run(_one_attribute, 3, kind)
+# as one tensor -----------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
 from torch_geometric.data import Data
-from torch_geometric.nn import to_hetero
 
 import pyg_distcomm as pdc
 from pyg_distcomm.loader import LoaderOptions, NeighborLoader
@@ -157,48 +156,6 @@ def test_a_first_pass_is_as_a_later_one(kind, training):
         assert len(other) == len(found[0])
         for one, two in zip(found[0], other, strict=True):
             assert torch.equal(one, two)
-
-
-def test_a_first_pass_of_typed_nodes_is_as_a_later_one():
-    g = torch.Generator().manual_seed(0)
-    data = batches_of_types(g)
-    batch = next(
-        iter(
-            NeighborLoader(
-                data,
-                [3, 3],
-                input_nodes="paper",
-                batch_size=8,
-                options=LoaderOptions(seed=0),
-            )
-        )
-    )
-    losses = []
-    for passes in (0, 2):
-        torch.manual_seed(0)
-        net = pyg.GraphSAGE((-1, -1), 8, 2, 4, dropout=0.5)
-        model = pdc.convert(to_hetero(net, data.metadata()))
-        with torch.no_grad():
-            model(batch.x_dict, batch.edge_index_dict)
-        for _ in range(passes):
-            model(batch.x_dict, batch.edge_index_dict)["paper"][:8].sum()
-        torch.manual_seed(1)
-        out = model(batch.x_dict, batch.edge_index_dict)["paper"][:8]
-        losses.append(out.square().mean().detach())
-    assert torch.equal(*losses)
-
-
-def batches_of_types(g):
-    from torch_geometric.data import HeteroData
-
-    data = HeteroData()
-    data["paper"].x = torch.randn(80, 5, generator=g)
-    data["author"].x = torch.randn(60, 6, generator=g)
-    for a, b in (("paper", "author"), ("author", "paper"), ("paper", "paper")):
-        n = data[a].num_nodes, data[b].num_nodes
-        ends = [torch.randint(0, k, (400,), generator=g) for k in n]
-        data[a, "to", b].edge_index = torch.stack(ends)
-    return data
 
 
 def test_a_forward_that_cannot_run_twice_is_not_trimmed():

@@ -13,7 +13,6 @@ import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from torch_geometric import transforms
 from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
@@ -409,44 +408,6 @@ def test_edges_between_two_types_are_edges():
     worlds.run(edges_between_types, 3)
 
 
-def stacked_types():
-    """Attention over relations, written by hand on outcomes stacked along dim 0."""
-    data = graph()
-    share = pdc.partition(data, worlds.mesh(), "random")
-    kinds = [k for k in data.edge_types if k[2] == "paper"]
-    torch.manual_seed(0)
-    widths = {name: data[name].x.size(1) for name in COUNTS}
-    plain = torch.nn.ModuleList(
-        pyg.SAGEConv((widths[k[0]], widths["paper"]), 6) for k in kinds
-    )
-    plain.append(torch.nn.Linear(6, 6))
-    plain.query = torch.nn.Parameter(torch.randn(6))
-    plain = plain.double()
-    found = []
-    for one, model in ((data, plain), (share, pdc.convert(copy.deepcopy(plain)))):
-        x = {name: v.clone().requires_grad_() for name, v in one.x_dict.items()}
-        outs = [
-            conv((x[k[0]], x["paper"]), one[k].edge_index)
-            for k, conv in zip(kinds, model, strict=False)
-        ]
-        z = torch.stack(outs)
-        score = (model[-1](z).tanh() * model.query).sum(-1).mean(1)
-        whole = (score.softmax(0).view(-1, 1, 1) * z).sum(0)
-        shifted = (x["paper"][:, :6] + (1 - z).relu()).amax(0)
-        (whole.sin() * shifted).sum().backward()
-        grads = [v.grad for v in x.values()] + [p.grad for p in model.parameters()]
-        found.append([score, whole, shifted, *grads, torch.tensor(z.shape), z])
-    for want, got in zip(*found, strict=True):
-        if want is not None:  # fields have no in-edges here
-            got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
-            torch.testing.assert_close(got, want, **CLOSE)
-    torch.testing.assert_close(z.cumsum(1), found[0][-1].cumsum(1), **CLOSE)
-
-
-def test_outcomes_of_relations_are_stacked():
-    worlds.run(stacked_types, 3)
-
-
 def mistakes():
     data, mesh = graph(), worlds.mesh()
     share = pdc.partition(data, mesh, "random")
@@ -559,27 +520,6 @@ def learnt():
 
 def test_types_without_features_learn_rows():
     worlds.run(learnt, 3)
-
-
-def metapaths():
-    paths = [[("paper", "written", "author"), ("author", "writes", "paper")]]
-    once = transforms.RemoveDuplicatedEdges()  # MKL's product crashes from equal edges
-    data = transforms.AddMetaPaths(paths, drop_orig_edge_types=True)(once(graph()))
-    keep = HeteroData()
-    keep["paper"].x, keep["paper"].y = data["paper"].x, data["paper"].y
-    for kind in data.edge_types:
-        if kind[0] == kind[2] == "paper":
-            keep[kind].edge_index = data[kind].edge_index
-    layer = pyg.HANConv(9, 4, keep.metadata(), heads=2).double()
-    want, scores = layer(keep.x_dict, keep.edge_index_dict, True)
-    share = pdc.partition(keep, worlds.mesh(), "metis")
-    got, found = pdc.convert(layer)(share.x_dict, share.edge_index_dict, True)
-    torch.testing.assert_close(got["paper"].full_tensor(), want["paper"], **CLOSE)
-    torch.testing.assert_close(found["paper"], scores["paper"], **CLOSE)
-
-
-def test_metapaths_made_before_the_cut():
-    worlds.run(metapaths, 2)
 
 
 @pytest.mark.parametrize("method", ["ldg", "metis"])
@@ -776,26 +716,3 @@ def resumed(folder):
 
 def test_links_of_relations_are_resumed(tmp_path):
     worlds.run(resumed, 2, tmp_path / "a")
-
-
-def _lazy_pair():
-    mesh = worlds.mesh()
-    torch.manual_seed(0)
-    x, y, ends = torch.randn(5, 3), torch.randn(4, 6), torch.randint(0, 4, (2, 12))
-    data = HeteroData()
-    data["a"].x, data["b"].x = x.double(), y.double()
-    data["a", "to", "b"].edge_index = ends
-    owners = {"a": torch.arange(5) % mesh.size, "b": torch.arange(4) % mesh.size}
-    share = pdc.partition(data, mesh, owners)
-    alone = pyg.GENConv((-1, -1), 4).double()
-    ours = pdc.convert(copy.deepcopy(alone))
-    for layer, given in ((alone, data), (ours, share)):
-        torch.manual_seed(1)  # of what is drawn once widths are known
-        pair = given["a"].x, given["b"].x
-        layer(pair, given["a", "to", "b"].edge_index).sin().sum().backward()
-    for want, got in zip(alone.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad, rtol=1e-9, atol=1e-9)
-
-
-def test_lazy_parameters_on_sources_get_all_ranks_gradients():
-    worlds.run(_lazy_pair, 2)

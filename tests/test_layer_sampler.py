@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
-import threading
 from itertools import combinations
 
 import problems
 import pytest
 import tiers
 import torch
-from batches import arguments
 from scipy.stats import chi2_contingency, chisquare
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.nn import GCNConv
 from torch_geometric.sampler import NodeSamplerInput
-from torch_geometric.utils import trim_to_layer
 
 from pyg_distcomm.comm.random import fold
-from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.loader import DistLayerLoader, LoaderOptions
 from pyg_distcomm.sampling import (
     BulkMatrix,
     BulkNodes,
@@ -29,12 +22,10 @@ from pyg_distcomm.sampling import (
     KeyedLayerSampler,
     KeyedNeighborSampler,
     Ladies,
-    LayerEdges,
     LocalLayerGraph,
     UserRule,
     algebra,
 )
-from pyg_distcomm.sampling.layer_graph import rows_of_layers
 
 LONG, REAL = torch.int64, torch.float64
 RULES = {
@@ -205,13 +196,6 @@ def test_the_batch_is_kept_where_asked():
             assert keep or len(cols) == 3
 
 
-def test_graphs_with_int32_edges_and_stores_of_csc():
-    data = problems.directed()
-    wanted = KeyedLayerSampler(data, [5, 5]).sample_from_nodes(given([1, 2]))
-    narrow = Data(edge_index=data.edge_index.int(), num_nodes=data.num_nodes)
-    same(wanted, KeyedLayerSampler(narrow, [5, 5]).sample_from_nodes(given([1, 2])))
-
-
 # ---------------------------------------------------------- probabilities
 
 
@@ -259,66 +243,6 @@ def test_no_weight_vanishes_and_no_sum_overflows():
         graph = LocalLayerGraph.from_data(data, Ladies(), most_rows=most)
         assert graph.scale * most <= 1 << 60
     assert int(graph.sums(every).value.double().sum()) < 1 << 62
-
-
-def test_light_edges_into_a_hub_keep_their_share():
-    n = 100_001
-    source = torch.arange(1, n)
-    weight = torch.ones(n - 1).index_fill_(0, torch.arange(0, n - 1, 2), 0.1)
-    edges = torch.stack([source, torch.zeros_like(source)])
-    data = Data(edge_index=edges, num_nodes=n, weight=weight)
-    options = {"weight_attr": "weight", "seed": 1}
-    loader = DistLayerLoader(data, [20, 9], **arguments(batch_size=50, **options))
-    assert loader.node_sampler.graph.scale == 2.0**46  # of 8192 seeds and 20 nodes
-    for sampler in (KeyedLayerSampler(data, [20, 9], **options), loader.node_sampler):
-        found = sampler.graph.sums(BulkNodes.of([torch.tensor([0])])).value
-        assert abs(float(found[2]) / float(found[1]) - 100) < 0.5
-
-
-def test_an_epoch_that_is_left_ends_its_threads():
-    g = torch.Generator().manual_seed(0)
-    data = Data(edge_index=torch.randint(0, 400, (2, 3000), generator=g), num_nodes=400)
-    before = set(threading.enumerate())
-    loader = DistLayerLoader(
-        data, [20, 9], batch_size=5, options=LoaderOptions(prefetch=1)
-    )
-    epoch = iter(loader)
-    next(epoch)
-    del epoch
-    gc.collect()
-    assert not set(threading.enumerate()) - before
-
-
-def test_rows_of_layers():
-    assert rows_of_layers([5, 20, 1000], 8, 1 << 21) == 28
-    assert rows_of_layers([1000], 8, 1 << 21) == 8
-    assert rows_of_layers([-1, -1], 8, 1 << 21) == 1 << 21
-    assert rows_of_layers([5, 5], 80, 60) == 80
-    ends = torch.stack([torch.arange(9000), torch.zeros(9000).long()])
-    star = Data(edge_index=ends, num_nodes=9000)
-    (batch,) = DistLayerLoader(star, [-1, -1], input_nodes=[0])
-    assert batch.num_sampled_nodes == [1, 9000, 9000]
-    own = DistLayerLoader(star, [2, 2], batch_sampler=[[0], [*range(5000)]])
-    assert [batch.batch_size for batch in own] == [1, 5000]
-    by_hand = DistLayerLoader(star, [2, 2])(torch.arange(8000))
-    assert by_hand.num_sampled_nodes[0] == 8000
-    for bad in (3, None, [2.5], [float("inf")], []):
-        with pytest.raises(ValueError, match="a whole number for each layer"):
-            DistLayerLoader(star, bad)
-
-
-@pytest.mark.parametrize("weights", [None, "normalized", "importance"])
-def test_all_candidates_are_each_one_once(weights):
-    options = {"weights": weights, "keep_batch": False, "seed": 1}
-    found = [
-        KeyedLayerSampler(small(), [-1, 3], replace=again, **options)
-        for again in (False, True)
-    ]
-    one, two = (sampler.sample_from_nodes(given([0, 1], 11)) for sampler in found)
-    count = one.num_sampled_edges[0]
-    assert one.num_sampled_nodes[1] == two.num_sampled_nodes[1]
-    assert torch.equal(one.edge[:count], two.edge[:count])
-    assert torch.equal(one.edge_weight[:count], two.edge_weight[:count])
 
 
 def likely(observed, expected):
@@ -471,15 +395,6 @@ def test_unbiased_estimates(weights, replace, rule, keep):
         assert float(z_scores(found, wanted).abs().max()) < 4.5
 
 
-def test_how_biased_the_other_weights_are(record_property):
-    # the test would see a bias of the unbiased ones: it sees those of the others
-    for weights in ("normalized", "importance"):
-        options = {"weights": weights, "keep_batch": False}
-        found, wanted = estimates(small(), RULES["code"], 3, 4000, **options)
-        record_property(f"bias of {weights}", (found.mean(0) - wanted).tolist())
-        assert float(z_scores(found, wanted).abs().max()) > 6
-
-
 def test_debiased_weights_by_hand():
     data = small()
     sampler = KeyedLayerSampler(data, [3], weights="debiased", keep_batch=False)
@@ -599,141 +514,7 @@ def test_all_candidates_give_the_rows_of_the_graph(rule, option, weight):
     same(out, plain.sample_from_nodes(given([5, 3, 0], 1)))  # to the last bit
 
 
-class Net(torch.nn.Module):
-    def __init__(self, trim):
-        super().__init__()
-        torch.manual_seed(0)
-        options = {"normalize": False, "add_self_loops": False, "bias": False}
-        self.convs = torch.nn.ModuleList(
-            [GCNConv(7, 5, **options), GCNConv(5, 4, **options)]
-        )
-        self.trim = trim
-
-    def forward(self, x, edge_index, weight, nodes=None, edges=None):
-        for i, conv in enumerate(self.convs):
-            if self.trim and nodes is not None:
-                x, edge_index, weight = trim_to_layer(
-                    i, nodes, edges, x, edge_index, weight
-                )
-            x = conv(x, edge_index, weight)
-            x = x.relu() if i == 0 else x
-        return x
-
-
-@pytest.mark.parametrize("trim", [False, True])
-@pytest.mark.parametrize("rule", ["code", "fastgcn", "cagnet"])
-def test_minibatches_of_all_candidates_add_up_to_the_full_gradient(rule, trim):
-    data = problems.undirected()
-    loops = torch.arange(data.num_nodes).repeat(2, 1)
-    every = data.edge_index
-    if RULES[rule].loops:
-        every = torch.cat([every, loops], 1)
-    weight = (
-        1.0 / torch.bincount(every[1], minlength=data.num_nodes).clamp(min=1)[every[1]]
-    )
-    full, net = Net(False), Net(trim)
-    x, y = data.x.float(), data.y
-    loss = torch.nn.functional.cross_entropy
-    loss(full(x, every, weight), y, reduction="sum").backward()
-    sampler = KeyedLayerSampler(data, [-1, -1], RULES[rule])
-    inputs = [given(part, i) for i, part in enumerate(torch.arange(50).split(17))]
-    for out in sampler.sample_bulk(inputs):
-        hops = out.num_sampled_nodes, out.num_sampled_edges
-        edges = torch.stack([out.row, out.col])
-        z = net(x[out.node], edges, out.edge_weight, *hops)[: hops[0][0]]
-        loss(z, y[out.node[: hops[0][0]]], reduction="sum").backward()
-    for one, two in zip(full.parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-5)
-
-
 # ------------------------------------------------------------------ blocks
-
-
-def blocks(data, rule, weight, parts=3, seed=1):
-    """A graph cut into random blocks of rows, as ranks would hold them."""
-    g = torch.Generator().manual_seed(seed)
-    owner = torch.randint(parts, (data.num_nodes,), generator=g)
-    owner[owner == parts - 1] = 0  # one holds nothing
-    peak = LocalLayerGraph.from_data(data, rule, weight).peak
-    for part in range(parts):
-        gid = (owner == part).nonzero().view(-1)
-        mine = (owner[data.edge_index[1]] == part).nonzero().view(-1)
-        target = data.edge_index[1, mine]
-        edge = mine[torch.argsort(target, stable=True)]
-        place = torch.searchsorted(gid, data.edge_index[1, edge])
-        rowptr = torch.zeros(len(gid) + 1, dtype=LONG)
-        rowptr[1:] = torch.bincount(place, minlength=len(gid)).cumsum(0)
-        one = None if weight is None else data[weight][edge]
-        pair = torch.stack([data.edge_index[0, edge], edge], 1).view(-1)
-        rows = Relation(0, 0, rowptr, pair, 2, one)
-        block = LocalLayerGraph(rows, data.num_nodes, rule, gid, peak=peak)
-        assert block.peak <= peak
-        yield block
-
-
-class PartitionedSource:
-    """A `LayerGraph` of blocks: what a graph over ranks does, without ranks."""
-
-    def __init__(self, data, rule, weight):
-        self.parts = list(blocks(data, rule, weight))
-        self.num_nodes, self.rule = data.num_nodes, rule
-        self.scale, self.most_rows = self.parts[0].scale, self.parts[0].most_rows
-        assert {part.scale for part in self.parts} == {self.scale}
-
-    def sums(self, rows):
-        return algebra.add([part.sums(rows) for part in self.parts])
-
-    def column_sums(self):
-        return sum(part.column_sums() for part in self.parts)
-
-    def extract(self, rows, cols):
-        return LayerEdges.join([part.extract(rows, cols) for part in self.parts])
-
-
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("graph", ["directed", "loops_and_copies", "star"])
-@pytest.mark.parametrize("rule", RULES)
-def test_blocks_of_rows_add_up_bit_for_bit(rule, graph, weight):
-    data = GRAPHS[graph]()
-    whole = LocalLayerGraph.from_data(data, RULES[rule], weight)
-    spread = PartitionedSource(data, RULES[rule], weight)
-    g = torch.Generator().manual_seed(3)
-    rows = BulkNodes.of(
-        [torch.randint(data.num_nodes, (size,), generator=g) for size in (9, 0, 20)]
-    )
-    assert spread.scale == whole.scale
-    p, parts = whole.sums(rows), spread.sums(rows)
-    for name in ("rowptr", "col", "value", "batch_ptr"):
-        assert torch.equal(getattr(p, name), getattr(parts, name))
-    assert torch.equal(whole.column_sums(), spread.column_sums())
-    cols = BulkNodes.of([torch.arange(0, data.num_nodes, step) for step in (2, 3, 1)])
-    ours, theirs = whole.extract(rows, cols), spread.extract(rows, cols)
-    for name in ("row", "col", "edge", "weight"):
-        assert torch.equal(getattr(ours, name), getattr(theirs, name))
-    inputs = [given(torch.arange(i, data.num_nodes, 5), i) for i in range(4)]
-    options = {"weight_attr": weight, "weights": "debiased"}
-    sampler = KeyedLayerSampler(data, [6, 5], RULES[rule], **options)
-    other = KeyedLayerSampler(spread, [6, 5], weights="debiased")
-    for one, two in zip(
-        sampler.sample_bulk(inputs), other.sample_bulk(inputs), strict=True
-    ):
-        same(one, two)
-
-
-def test_edges_of_some_rows_are_put_in_their_places():
-    data = problems.directed()
-    whole = LocalLayerGraph.from_data(data, Ladies())
-    rows = BulkNodes.of([torch.tensor([4, 9, 4]), torch.tensor([7, 1])])
-    cols = BulkNodes.of([torch.arange(60), torch.arange(30)])
-    some = torch.tensor([1, 4]), torch.tensor([0, 2, 3])
-    parts = []
-    for place in some:  # as two owners would be asked
-        sizes = torch.bincount(rows.batch[place], minlength=2)
-        asked = BulkNodes(rows.id[place], torch.tensor([0, *sizes.cumsum(0).tolist()]))
-        parts.append(whole.extract(asked, cols))
-    joined, wanted = LayerEdges.join(parts, some), whole.extract(rows, cols)
-    for name in ("row", "col", "edge", "weight"):
-        assert torch.equal(getattr(joined, name), getattr(wanted, name))
 
 
 # ------------------------------------------------------------------ errors
@@ -796,13 +577,3 @@ def test_rules_of_ones_own_are_checked(function, why):
     sampler = KeyedLayerSampler(small(), [1], function)
     with pytest.raises(ValueError, match=why):
         sampler.sample_from_nodes(given([0, 1]))
-
-
-def test_a_rule_may_leave_nothing():
-    sampler = KeyedLayerSampler(small(), [3, 3], lambda p: p.with_value(p.value * 0))
-    out = sampler.sample_from_nodes(given([0, 1]))
-    assert out.num_sampled_nodes == [2, 2, 2]  # the batch alone
-    bare = KeyedLayerSampler(
-        small(), [3, 3], lambda p: p.with_value(p.value * 0), keep_batch=False
-    )
-    assert bare.sample_from_nodes(given([0, 1])).num_sampled_nodes == [2, 0, 0]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import sys
-import threading
 
 import pytest
 import second_device
@@ -28,7 +25,7 @@ from layers import (
     plain,
     problem,
 )
-from problems import GRAPHS, owners
+from problems import owners
 from torch.nn import Linear
 from torch_geometric import seed_everything
 from torch_geometric.data import Data
@@ -325,71 +322,6 @@ def rewritten(name):
     return _in_doubles(parity, build, names, "directed", "random", pdc.convert)
 
 
-def lpformer():
-    data, mesh = problem("undirected"), worlds.mesh()
-    share, n = shared(data, mesh, "random"), data.num_nodes
-    model = make(lambda: pyg.LPFormer(F, 8, num_gnn_layers=2, gnn_dropout=0.0))
-    model.trans_drop = 0.0
-    dense = torch.rand(n, n, generator=torch.Generator().manual_seed(0)).double()
-    ppr = (dense * (dense > 0.5)).to_sparse()
-    pairs = torch.tensor([[0, 3, 7], [5, 3, 1]])
-    own = pdc.convert(copy.deepcopy(model)).eval()
-    want = model.eval()(pairs, data.x, data.edge_index, ppr)
-    got = own(pairs, share.x, share.edge_index, ppr)
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-    want.sum().backward(), got.sum().backward()
-    for mine, theirs in zip(own.parameters(), model.parameters(), strict=True):
-        if theirs.grad is not None:
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-9)
-
-
-@tiers.parametrize("size", [1, 2, 3], [2])
-def test_pairs_of_nodes_are_scored_alike(size):
-    worlds.run(_in_doubles, size, lpformer)
-
-
-class Counting(pyg.MessagePassing):
-    """Has the number of nodes in formulas, and as a size."""
-
-    def forward(self, x, edge_index):
-        n = x.size(0)
-        self.said = [
-            1 / n,
-            n / 3,
-            n / x.shape[0],
-            3 * n / n,
-            n**-0.5,
-            1.5**-n,
-            2 - n,
-            -n,
-        ]
-        self.said += [n % 4, n // 4, n >> 1, float(n), n > 7, n + 0.5, round(n), abs(n)]
-        self.plain = type(x.new_zeros(2 * n, 3)) is torch.Tensor
-        return self.propagate(edge_index, x=x) + x.new_ones(n, F) + x.sum(0) / n
-
-
-def counting(cutter):
-    data, mesh = problem("directed"), worlds.mesh()
-    share, model = shared(data, mesh, cutter), Counting()
-    own = pdc.convert(Counting())
-    want = model(data.x, data.edge_index)
-    got = own(share.x, share.edge_index).full_tensor()
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-    assert list(map(float, own.said)) == pytest.approx(list(map(float, model.said)))
-    assert own.plain  # also where 2 n is n, as there are no nodes
-    ring = torch.stack([torch.arange(6), torch.arange(6).roll(1)])
-    ring = Data(x=torch.ones(6, 2), edge_index=ring, edge_attr=torch.ones(6, 2))
-    ring = pdc.partition(ring, mesh, "block")
-    for x in (ring.x, ring.edge_attr):  # as many nodes as edges
-        x = x + x.new_zeros(6, 2)
-        assert torch.equal(x.full_tensor(), torch.ones_like(x.full_tensor()))
-
-
-@pytest.mark.parametrize("cutter", ["empty_rank", tiers.rarely("random")])
-def test_layers_count_all_nodes_in_formulas_and_own_ones_as_sizes(cutter):
-    worlds.run(_in_doubles, 3, counting, cutter)
-
-
 def propagated(build):
     data, mesh = problem("directed"), worlds.mesh()
     share = shared(data, mesh, "random")
@@ -476,89 +408,3 @@ def two_kinds_of_edges(first):
 def test_signed_layers_take_two_edge_indexes(size):
     for first in (True, False):
         worlds.run(_in_doubles, size, two_kinds_of_edges, first)
-
-
-def _results_of_strides(kind, dtype):
-    data = GRAPHS["directed"]()
-    data.x = data.x.to(dtype)
-    mesh = worlds.mesh()
-    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
-    results = []
-    for turned in (False, True):
-        local = share.x.to_local()
-        local = local.t().contiguous().t() if turned else local.contiguous()
-        assert local.is_contiguous() != turned
-        seed_everything(3)
-        conv = getattr(pdc.nn, kind)(F, 6).to(dtype)
-        x = pdc.from_local(local.requires_grad_(), like=share.x)
-        out = conv(x, share.edge_index)
-        out.sin().sum().backward()
-        grads = [p.grad for p in conv.parameters()]
-        results.append([out.to_local(), local.grad, *grads])
-    for one, other in zip(*results, strict=True):
-        if one.is_cuda:  # cuBLAS has a kernel for each order of the operands
-            torch.testing.assert_close(one, other)
-        else:
-            assert torch.equal(one, other), kind
-
-
-@pytest.mark.parametrize("kind", ["GCNConv", "SAGEConv", "GATConv"])
-@pytest.mark.parametrize("size", [1, 3])
-def test_strides_of_the_input_change_no_bit(kind, size):
-    for dtype in (torch.float32, torch.float64):
-        worlds.run(_results_of_strides, size, kind, dtype)
-
-
-def _of_integers(kind):
-    mesh = worlds.mesh()
-    whole = GRAPHS["undirected"]()
-    whole.x = torch.arange(whole.num_nodes * 4).view(-1, 4) % 5
-    share = pdc.partition(whole, mesh, "random")
-    make = {
-        "mean": lambda lib: lib.SAGEConv(4, 2),
-        "sum": lambda lib: lib.SAGEConv(4, 2, aggr="sum"),
-        "gcn": lambda lib: lib.GCNConv(4, 2),
-    }[kind]
-    with pytest.raises(RuntimeError) as theirs:
-        make(pyg)(whole.x, whole.edge_index)
-    with pytest.raises(RuntimeError) as ours:
-        make(pdc.nn)(share.x, share.edge_index)
-    assert str(ours.value) == str(theirs.value)
-
-
-@pytest.mark.parametrize("kind", ["mean", "sum", "gcn"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_features_that_are_integers_raise_pygs_error(kind, size):
-    worlds.run(_of_integers, size, kind)
-
-
-def _beside_a_thread(stop, found):
-    """Runs PyG itself, as a script's own thread does, until it is told to stop."""
-    torch.manual_seed(0)
-    conv = pyg.ChebConv(7, 4, K=3).double()
-    x, edges = torch.rand(40, 7).double(), torch.randint(40, (2, 200))
-    want = conv(x, edges)
-    while not stop.is_set():
-        found.append(torch.equal(conv(x, edges), want))
-
-
-def test_other_threads_run_pyg_while_layers_do():
-    scope = vars(sys.modules[pyg.ChebConv.__module__])
-    theirs = dict(scope)
-    stop, found = threading.Event(), []
-    thread = threading.Thread(target=_beside_a_thread, args=(stop, found))
-    share = pdc.partition(GRAPHS["undirected"](), pdc.init())
-    conv = pdc.nn.ChebConv(7, 4, K=3).double()
-    thread.start()
-    try:
-        whole = GRAPHS["undirected"]()
-        want = copy.deepcopy(getattr(conv, "conv", conv))(whole.x, whole.edge_index)
-        for _ in range(20):
-            out = conv(share.x, share.edge_index)
-    finally:
-        stop.set()
-        thread.join()
-    torch.testing.assert_close(out.full_tensor(), want, rtol=1e-10, atol=1e-10)
-    assert found
-    assert all(found)
-    assert scope == theirs  # nothing of PyG is replaced

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 
 import pytest
 import tiers
 import torch
 import worlds
-from links import LINKS, ONE, Net, build, epoch, moved
+from links import ONE, Net, build, epoch, moved
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import Chain, ColumnMask, Plain, RowSample
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.halo.state import LinkState
-from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
+from pyg_distcomm.nn import DistSAGEConv
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -199,18 +197,6 @@ def test_a_kept_product_is_exact():
         assert bytes_ == 0
 
 
-def untouched():
-    link = LinkPolicy(Chain(ColumnMask(2), ONE), exact_last=False)
-    _, share, net = build((3, 1, 1), link)
-    before = torch.get_rng_state()
-    epoch(net, share)
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_generators_of_torch_stay_as_they_are():
-    worlds.run(untouched, 3)
-
-
 def outputs(size, codec):
     """The same two ranks, and others that own nothing."""
     mesh = worlds.mesh()
@@ -256,61 +242,3 @@ def copies():
 
 def test_copies_of_layers_share_their_link():
     worlds.run(copies, 3)
-
-
-def trains(name, layer, grid):
-    link = {**LINKS, "plain": lambda: LinkPolicy(Plain())}[name]()
-    _, share, net = build(grid, link, layer=layer)
-    net = pdc.replicate(net, share.edge_index.nodes.mesh)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        out = net(share.x, share.edge_index)
-        loss = torch.nn.functional.cross_entropy(out, share.y)
-        loss.backward()
-        optimizer.step()
-        link.step(loss.item())
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize(
-    ("layer", "grid", "names"),
-    [
-        tiers.rarely(DistGCNConv, (3, 1, 1), ["adaptive"]),
-        tiers.rarely(DistGCNConv, (3, 1, 1), ["pipegcn", "varco"]),
-        tiers.rarely(DistSAGEConv, (1, 3, 1), ["sylvie", "bns", "one bit"]),
-    ],
-)
-def test_training_goes_down(layer, grid, names):
-    exact, *_ = worlds.run(trains, 3, "plain", layer, grid)
-    for name in names:
-        for losses in worlds.run(trains, 3, name, layer, grid):
-            assert losses[0] - losses[-1] > 0.3 * (exact[0] - exact[-1]), name
-
-
-def test_places_of_layers_are_not_used_twice():
-    run = LinkState()
-    layers = [torch.nn.Linear(1, 1) for _ in range(3)]
-    assert [run.number_of(layer, True) for layer in layers] == [0, 1, 2]
-    del layers[0]  # when it is collected differs from rank to rank
-    gc.collect()
-    assert run.number_of(torch.nn.Linear(1, 1), True) == 3
-
-
-def of_one_layer():
-    _, share, net = build((3, 1, 1), None)
-    net.layers[0].link = link = LinkPolicy(ONE)
-    mesh, counted = share.edge_index.nodes.mesh, []
-    for _ in range(3):
-        mesh.ledger.reset()
-        epoch(net, share)
-        link.step()
-        counted.append(moved(mesh))
-    assert counted[0] > counted[1] == counted[2]
-    assert link.state.last is None
-
-
-def test_a_link_of_one_layer_is_not_the_last_of_many():
-    worlds.run(of_one_layer, 3)

@@ -120,27 +120,3 @@ def resumed(folder):
 def test_training_resumes_bit_for_bit_after_an_evaluation(tmp_path):
     for want, got in worlds.run(resumed, 3, tmp_path / "a"):
         assert got == want
-
-
-def matmuls(anew):
-    mesh = worlds.mesh()
-    link = pdc.PipeGCN(exact_last=False)
-    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
-    edge_index, right = share.edge_index.with_link(link), []
-    for epoch in range(4):
-        x = (share.x * (epoch + 1.0)).requires_grad_()
-        if anew:
-            edge_index = share.edge_index.with_link(link)
-        out = edge_index.matmul(x)
-        out.sum().backward()
-        want = share.edge_index.matmul(x)
-        right.append(bool(torch.allclose(out.full_tensor(), want.full_tensor())))
-        link.step()
-    return right, len(link.state.layers)
-
-
-@pytest.mark.parametrize("anew", [False, True])
-def test_edges_are_the_same_however_often_they_get_their_link(anew):
-    for right, layers in worlds.run(matmuls, 3, anew):
-        assert right == [True, False, False, False]
-        assert layers == 1

@@ -13,10 +13,8 @@ from problems import GRAPHS
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import (
-    Chain,
     ColumnMask,
     Plain,
-    RowSample,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.message_forms import is_coded
@@ -120,32 +118,6 @@ def test_what_a_layer_keeps_for_good_is_exact():
     worlds.run(keeps_rows, 2)
 
 
-def trains(layer, name):
-    link = LINKS[name]()
-    mesh, share, net = build(layer, link)
-    net = pdc.replicate(net, mesh)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-    losses = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        out = net(share.x, share.edge_index)
-        loss = torch.nn.functional.cross_entropy(out, share.y)
-        loss.backward()
-        optimizer.step()
-        link.step(loss.item())
-        losses.append(loss.item())
-    return losses
-
-
-PRESETS = ["varco", "sylvie", "pipegcn", "bns"]
-
-
-@tiers.cover(("layer", "name"), ["GCN", "SAGE", "GAT", "GIN"], PRESETS, step=2)
-def test_layers_train_under_each_preset(layer, name):
-    for losses in worlds.run(trains, 3, layer, name):
-        assert losses[-1] < losses[0]
-
-
 def priced(layer, name):
     link = LINKS[name]()
     mesh, share, net = build(layer, link)
@@ -195,18 +167,6 @@ def refused(aggr, codec, late):
 @pytest.mark.parametrize("codec", [ColumnMask(2), ONE], ids=str)
 def test_zeros_must_not_win(aggr, codec):
     worlds.run(refused, 2, aggr, codec, 1)
-
-
-@pytest.mark.parametrize(
-    "codec",
-    [
-        Chain(Plain(), Chain(ColumnMask(3))),
-        RowSample(2.0, scaled=False),
-    ],
-    ids=str,
-)
-def test_zeros_must_not_win_however_deep_they_are_made(codec):
-    worlds.run(refused, 2, "max", codec, 0)
 
 
 def one_evaluates():

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import pytest
-import tiers
 import torch
 import torch_geometric.nn
 import worlds
-from links import ONE, Net, build, epoch
+from links import ONE, build, epoch
 from problems import GRAPHS
 from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
-from pyg_distcomm.halo.codecs import Cast, ColumnMask, Plain
+from pyg_distcomm.halo.codecs import ColumnMask, Plain
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.halo.schedule import Adaptive, Fixed
+from pyg_distcomm.halo.schedule import Fixed
 from pyg_distcomm.halo.staleness import Drift
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
@@ -60,23 +59,6 @@ def test_what_does_not_go_together_is_refused():
     for given in ({"c_max": 8}, {"c_min": 2}, {"slope": 1}):
         with pytest.raises(ValueError, match="ratios of its own"):
             pdc.VARCO(3, schedule=Fixed(2), **given)
-
-
-def test_sylvie_of_many_bits_is_plain_or_cast():
-    assert pdc.Sylvie(32).codec == Plain()
-    assert pdc.Sylvie(32, late=0).is_exact
-    assert pdc.Sylvie(16).codec == Cast(torch.bfloat16)
-    with pytest.raises(ValueError, match="adaptive"):
-        pdc.Sylvie(16, adaptive=True)
-
-
-def test_bits_that_change_begin_within_their_bounds():
-    for bits, rule, first in (
-        (1, Adaptive(least=2), 2),
-        (8, Adaptive(most=4), 4),
-        (8, True, 8),
-    ):
-        assert pdc.Sylvie(bits, adaptive=rule).trend.bits == first
 
 
 def steps(how):
@@ -138,43 +120,6 @@ def _diverges():
 def test_what_diverged_is_told_on_all_ranks():
     with pytest.raises(ValueError, match=r"layer 0 \(DistGCNConv\).*diverged"):
         pdc.launch(_diverges, 3, timeout=300)
-
-
-def _catches(late):
-    mesh = pdc.init(timeout=120)
-    link = LinkPolicy(ONE, late=late, exact_last=False)
-    share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
-    conv, said = DistGCNConv(7, 4).double(), ""
-    try:
-        for e in range(3):
-            if mesh.rank == 1 and e == 2:
-                share.x.to_local().fill_(float("nan"))
-            conv(share.x.clone().requires_grad_(), share.edge_index).sum().backward()
-            link.step()
-    except ValueError as error:
-        said = str(error)
-    return said
-
-
-@pytest.mark.parametrize("late", [tiers.rarely(0), 1])
-def test_what_diverged_is_told_also_where_it_is_caught(late):
-    for said in pdc.launch(_catches, 3, late, timeout=300):
-        assert "layer 0 (DistGCNConv)" in said
-
-
-def _leaves():
-    mesh = pdc.init(timeout=120)
-    link = LinkPolicy(ONE, late=2, exact_last=False)
-    share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
-    net = Net().double()
-    for _ in range(3):
-        net(share.x, share.edge_index).sum().backward()
-        link.step()
-    return mesh.rank
-
-
-def test_leaving_with_rows_under_way():
-    assert pdc.launch(_leaves, 3, timeout=300) == [0, 1, 2]
 
 
 def lost_metric():

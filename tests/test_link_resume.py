@@ -11,7 +11,6 @@ import torch
 import worlds
 from links import LINKS, Net, moved
 from problems import GRAPHS
-from torch_geometric.nn import APPNP
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
@@ -276,53 +275,6 @@ def after_a_copy(folder):
 
 def test_saved_rows_are_not_lost_to_a_copy(tmp_path):
     worlds.run(after_a_copy, 2, tmp_path / "a")
-
-
-class Hops(torch.nn.Module):
-    """Two hops, for which an exchange of degrees is cached, or not, and one more."""
-
-    def __init__(self, cached):
-        super().__init__()
-        torch.manual_seed(1)
-        self.first = pdc.convert(APPNP(2, 0.1, cached=cached))
-        self.last = pdc.nn.DistSAGEConv(7, 4)
-
-    def forward(self, x, edge_index):
-        return self.last(self.first(x, edge_index), edge_index)
-
-
-def with_cached_degrees():
-    mesh, found = worlds.mesh(), []
-
-    def run(net, share, link, epochs):
-        losses = []
-        for t in epochs:
-            mesh.ledger.reset()
-            x = (share.x * (1 + t)).requires_grad_()
-            loss = net(x, share.edge_index).square().sum()
-            loss.backward()
-            losses.append(loss.item())
-            if len(losses) > 1:  # degrees that are cached travel once
-                assert moved(mesh) == link.price().total
-            link.step()
-        return losses
-
-    for cached in (False, True):
-        link, after = make("pipegcn"), make("pipegcn")
-        share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
-        net = Hops(cached).double()
-        losses = run(net, share, link, range(3))
-        after.load_state_dict(link.state_dict())
-        losses += run(net, share, link, range(3, 5))
-        share.edge_index = share.edge_index.with_link(after)
-        assert run(Hops(cached).double(), share, after, range(3, 5)) == losses[3:]
-        found.append((losses, after.price().total))
-    assert found[0][0] == found[1][0]
-    assert found[0][1] == found[1][1]  # degrees travel once, by no link
-
-
-def test_degrees_that_are_cached_leave_other_exchanges_alone():
-    worlds.run(with_cached_degrees, 2)
 
 
 def evaluated_first(exactly):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import tiers
 import torch
 from batches import all_same, arguments, check, graph, hetero, ids, same
 from torch_geometric.data import Data
-from torch_geometric.nn import GraphSAGE
 from torch_geometric.sampler import NegativeSampling
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
-from torch_geometric.utils import trim_to_layer
 
 from pyg_distcomm.loader import (
     DistLinkNeighborLoader,
@@ -92,20 +89,6 @@ def test_epochs_and_seeds_differ_and_repeat(shuffle):
     assert torch.equal(order.sort().values, torch.arange(60))
 
 
-@pytest.mark.parametrize("make", [nodes, links])
-def test_torchs_seed_decides_where_none_is_given(make):
-    drawn = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        drawn.append(ids(make(seed=None)))
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-    own = [
-        ids(make(seed=None, generator=torch.Generator().manual_seed(s))) for s in (7, 7)
-    ]
-    assert torch.equal(*own)
-
-
 @pytest.mark.parametrize("disjoint", [False, True])
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("fan_outs", [(3, 2), (-1,), (2, 0, 3), (1, -1, 2), (100, 1)])
@@ -171,26 +154,6 @@ def test_sorted_edges_are_drawn_alike():
     order = data.edge_index[1].argsort(stable=True)
     data.edge_index, data.edge_attr = data.edge_index[:, order], data.edge_attr[order]
     all_same(nodes(data), nodes(data, is_sorted=True))
-
-
-def test_what_may_be_said_of_inputs():
-    data, mask = graph(), torch.zeros(60, dtype=torch.bool)
-    mask[[4, 9, 30]] = True
-    (by_mask,) = nodes(data, input_nodes=mask, shuffle=False)
-    (by_index,) = nodes(data, input_nodes=torch.tensor([4, 9, 30]), shuffle=False)
-    assert torch.equal(by_mask.n_id, by_index.n_id)
-    assert torch.equal(by_mask.e_id, by_index.e_id)
-    assert by_index.input_id.tolist() == [0, 1, 2]
-    (known,) = nodes(
-        data, input_nodes=mask, input_id=torch.tensor([7, 8, 9]), shuffle=False
-    )
-    assert known.input_id.tolist() == [7, 8, 9]
-    for given in ("author", ("author", None), ("author", torch.arange(25))):
-        batches = list(nodes(hetero(), input_nodes=given, shuffle=False))
-        assert torch.cat([b["author"].input_id for b in batches]).tolist() == list(
-            range(25)
-        )
-        assert torch.equal(batches[1]["author"].n_id[:7], torch.arange(7, 14))
 
 
 def test_induced_and_bidirectional():
@@ -275,20 +238,6 @@ def test_feature_and_graph_stores():
         assert pairs.numel() > 0
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_features_on_disk(tmp_path, num_workers):
-    data, disk = graph(), graph()
-    for name in ("x", "edge_attr"):
-        array = np.lib.format.open_memmap(
-            tmp_path / f"{name}.npy", "w+", np.float32, tuple(data[name].shape)
-        )
-        array[:] = data[name].numpy()
-        disk[name] = np.load(tmp_path / f"{name}.npy", mmap_mode="r")
-    for bulk_size in (4, 1):
-        found = nodes(disk, bulk_size=bulk_size, num_workers=num_workers)
-        all_same(found, nodes(data))
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.float16, torch.float64, torch.complex64]
 )
@@ -354,35 +303,3 @@ def test_calls_draw_anew_but_repeat_from_a_seed():
     same(two([0, 1, 2]), first)
     same(two(torch.tensor([0, 1, 2])), second)
     check(one.data, first, (3, 2))
-
-
-def test_inference_and_trimming():
-    data = graph()
-    torch.manual_seed(0)
-    model = GraphSAGE(5, 8, 2, 3).eval()
-    whole = model(data.x, data.edge_index)
-    found = model.inference(nodes(data, (-1,), shuffle=False))
-    torch.testing.assert_close(found, whole)
-    for batch in nodes(data, (-1, -1)):
-        x, edge_index = batch.x, batch.edge_index
-        for layer, conv in enumerate(model.convs):
-            x, edge_index, _ = trim_to_layer(
-                layer, batch.num_sampled_nodes, batch.num_sampled_edges, x, edge_index
-            )
-            x = conv(x, edge_index).relu() if layer == 0 else conv(x, edge_index)
-        seeds = batch.n_id[: batch.batch_size]
-        torch.testing.assert_close(x[: batch.batch_size], whole[seeds])
-
-
-def test_batches_of_the_scripts_own():
-    given = [[5, 1], [7], [5, 2, 59]]
-    found = nodes(batch_sampler=given, batch_size=1, shuffle=False)
-    assert [b.input_id.tolist() for b in found] == given
-    assert len(found) == 3
-    order = list(range(50, 20, -1))
-    for workers in (0, 2):
-        found = list(nodes(sampler=order, shuffle=False, num_workers=workers))
-        assert torch.cat([b.input_id for b in found]).tolist() == order
-    found = list(nodes(drop_last=True))
-    assert [b.batch_size for b in found] == [7] * 8
-    assert len(nodes(drop_last=True)) == 8

@@ -6,11 +6,9 @@ import os
 import threading
 
 import batches
-import numpy as np
 import pytest
 import torch
 
-from pyg_distcomm.kernels import threads
 from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.loader.batcher import Batcher
 from pyg_distcomm.loader.epoch import Phases
@@ -81,25 +79,3 @@ def test_threads_run_where_a_core_is_idle(cores, machine):
     assert started == [cores > 1] * 6
     wanted = [batch.n_id for batch in loader_of(prefetch=0)]
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-def test_what_waits_for_a_disk_is_begun_ahead(machine, tmp_path):
-    machine(1, 1)
-    data = batches.graph()
-    rows = data.x.numpy()
-    rows.tofile(tmp_path / "x")
-    data.x = np.memmap(tmp_path / "x", rows.dtype, "r", shape=rows.shape)
-    loader = DistNeighborLoader(data, [3, 2], torch.arange(24), batch_size=4)
-    assert Batcher(loader, Phases()).ahead == 1
-
-
-@pytest.mark.parametrize("prefetch", [-1, 1.5, "always", None])
-def test_prefetch_is_checked(prefetch):
-    with pytest.raises(ValueError, match="prefetch must be 'auto' or a number"):
-        loader_of(prefetch=prefetch)
-
-
-def test_machines_that_do_not_tell_their_cores(monkeypatch):
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert threads.spare() == 0

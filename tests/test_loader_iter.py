@@ -95,22 +95,6 @@ def test_an_iterator_that_is_not_used_is_no_epoch(size, kind):
     worlds.run(_extra, size, kind)
 
 
-def _resumes():
-    worlds.mesh()
-    loader = MAKE["nodes"](graph(), seed=3)
-    whole = list(loader)
-    loader.set_epoch(0)
-    list(zip(range(2), loader, strict=False))
-    again = MAKE["nodes"](graph(), seed=3)
-    again.load_state_dict(loader.state_dict())
-    all_same(list(bar(again)), whole[2:])
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_epoch_goes_on_under_a_progress_bar(size):
-    worlds.run(_resumes, size)
-
-
 def models(lib):
     yield "GCN", lib.GCN(5, 6, 2, 3)
     yield "GraphSAGE", lib.GraphSAGE(5, 6, 1, 3, norm="batch_norm")

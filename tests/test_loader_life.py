@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from batches import all_same, arguments, check, graph, hetero
+from torch_geometric.sampler import NegativeSampling
 
 from pyg_distcomm.loader import (
     DistLayerLoader,
@@ -118,28 +119,6 @@ def test_times_of_links_and_of_types():
     for batch in loader:
         limit = batch["paper"].seed_time[batch["author"].batch]
         assert bool((typed["author"].clock[batch["author"].n_id] <= limit).all())
-
-
-def test_times_of_several_types_and_of_seeds_between():
-    data = hetero()
-    data["author"].clock = torch.arange(25) % 5
-    data["paper"].clock = torch.arange(40) % 5 + 0.5
-    for when in (2.5, 2.4):
-        loader = nodes(
-            data,
-            (-1, -1),
-            input_nodes=("author", torch.arange(25)),
-            input_time=torch.full((25,), when),
-            time_attr="clock",
-            subgraph_type="directional",
-        )
-        found = {"author": [], "paper": []}
-        for batch in loader:
-            for name, seen in found.items():
-                seeds = 7 if name == "author" else 0
-                seen.append(data[name].clock[batch[name].n_id[seeds:]])
-        assert torch.cat(found["author"]).max() == 2
-        assert torch.cat(found["paper"]).max() == (2.5 if when == 2.5 else 1.5)
 
 
 def test_edges_without_weight_are_never_drawn():
@@ -451,6 +430,56 @@ BAD = {
     "prefetch": (lambda: nodes(prefetch=-1), "prefetch must be"),
     "split": (lambda: nodes(split="no"), "split must be"),
     "no batches": (lambda: nodes(batch_size=None, shuffle=False), "batch_size=None"),
+    "mask of another length": (
+        lambda: nodes(input_nodes=torch.ones(7).bool()),
+        r"mask of shape \[7\], but there are 60 nodes",
+    ),
+    "mask of layers": (
+        lambda: DistLayerLoader(graph(), [2], input_nodes=torch.ones(30).bool()),
+        r"a mask of shape \[30\]",
+    ),
+    "no edge type": (
+        lambda: DistLinkNeighborLoader(hetero(), [2], None),
+        "is an edge type, or a pair of one",
+    ),
+    "real links": (
+        lambda: DistLinkNeighborLoader(graph(), [2], torch.rand(2, 5)),
+        r"must be \[2, k\]",
+    ),
+    "times of other seeds": (
+        lambda: nodes(
+            graph().update({"t": torch.arange(60)}),
+            input_nodes=[0, 1],
+            input_time=torch.arange(5),
+            time_attr="t",
+        ),
+        "input_time must .* of the 2 seeds",
+    ),
+    "labels of other links": (
+        lambda: DistLinkNeighborLoader(graph(), [2], edge_label=torch.ones(401)),
+        "edge_label must .* of the 400 seeds",
+    ),
+    "fan-out that is no list": (
+        lambda: DistNeighborLoader(hetero(), 3, input_nodes="paper"),
+        "must be a list with a number for each hop",
+    ),
+    "fan-outs of types, without types": (
+        lambda: DistNeighborLoader(graph(), {WRITES: [2]}),
+        "have no types",
+    ),
+    "weights of negatives": (
+        lambda: DistLinkNeighborLoader(
+            graph(),
+            [2],
+            neg_sampling=NegativeSampling("binary", src_weight=torch.zeros(60)),
+        ),
+        "src_weight",
+    ),
+    "edges that are no ids": (
+        lambda: nodes(graph().update({"edge_index": torch.ones(2, 9).bool()})),
+        "integer tensor",
+    ),
+    "seed in words": (lambda: nodes(seed="three"), "seed must be a whole number"),
     "strategy": (
         lambda: nodes(temporal_strategy="first"),
         "temporal_strategy must be",
@@ -463,15 +492,6 @@ def test_what_cannot_be_is_named(which):
     make, text = BAD[which]
     with pytest.raises((ValueError, KeyError), match=text):
         list(make())
-
-
-@pytest.mark.parametrize("values", [[0.0] * 60, [-1.0, *[1.0] * 59], [np.nan] * 60])
-def test_weights_of_negatives_are_checked(values):
-    from torch_geometric.sampler import NegativeSampling
-
-    negatives = NegativeSampling("binary", src_weight=torch.tensor(values))
-    with pytest.raises(ValueError, match="src_weight"):
-        list(DistLinkNeighborLoader(graph(), [2], neg_sampling=negatives))
 
 
 @pytest.mark.parametrize("kind", [DistNeighborLoader, DistLinkNeighborLoader])

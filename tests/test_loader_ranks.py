@@ -88,45 +88,6 @@ def test_batch_t_goes_to_rank_t_mod_p(size, kind, even):
     assert full > total - size
 
 
-def _seeds():
-    worlds.mesh()
-    batches = [b for b in nodes() if not getattr(b, "padding", False)]
-    return torch.cat([b.n_id[: b.batch_size] for b in batches])
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_every_seed_comes_once_an_epoch(size):
-    seeds = torch.cat(worlds.run(_seeds, size))
-    assert torch.equal(seeds.sort().values, torch.arange(60))
-
-
-def _more_ranks_than_batches(even):
-    worlds.mesh()
-    found = list(nodes(batch_size=40, even_batches=even))
-    return [(b.batch_size, b.get("padding", False)) for b in found]
-
-
-def test_fewer_batches_than_ranks():
-    found = worlds.run(_more_ranks_than_batches, 4, "pad")
-    assert found == [[(40, False)], [(20, False)], [(40, True)], [(20, True)]]
-    assert worlds.run(_more_ranks_than_batches, 4, "drop") == [[]] * 4
-
-
-def _typed():
-    mesh = worlds.mesh()
-    make = {"input_nodes": "paper", "batch_size": 9, "seed": 4}
-    whole = list(DistNeighborLoader(hetero(), [2, 2], **arguments(split=False, **make)))
-    for i, batch in enumerate(
-        DistNeighborLoader(hetero(), [2, 2], **arguments(**make))
-    ):
-        assert batch.padding == (i * mesh.size + mesh.rank >= len(whole))
-        same(unmarked(batch), whole[(i * mesh.size + mesh.rank) % len(whole)])
-
-
-def test_types_on_ranks():
-    worlds.run(_typed, 2)
-
-
 # Lists that the script has split -------------------------------------------------------
 
 
@@ -196,19 +157,6 @@ def test_own_batches_come_out_even():
 # One rank's own ------------------------------------------------------------------------
 
 
-def _alone():
-    rank, found = worlds.mesh().rank, []
-    for split in (False, "auto", "auto"):  # one place in the script for all three
-        if rank == 0 or split:
-            loader = nodes(split=split)
-            found.append([b.batch_size for b in loader if not b.get("padding", False)])
-    return sum(found[0]) if rank == 0 else 60, len(found[-1])
-
-
-def test_a_loader_of_one_rank_needs_no_other():
-    assert worlds.run(_alone, 3) == [(60, 3)] * 3
-
-
 def _evaluates_in_front(where):
     """Rank 0 evaluates while the others are at a barrier, or at a loader that comes later."""
     mesh = worlds.mesh()
@@ -232,22 +180,6 @@ def test_rank_0_evaluates_while_others_wait_elsewhere(size, where):
     found = worlds.run(_evaluates_in_front, size, where)
     assert torch.equal(found[0][0], torch.arange(60))
     assert sorted(torch.cat([later for _, later in found]).tolist()) == [*range(60)]
-
-
-def _built_elsewhere():
-    rank = worlds.mesh().rank
-    if rank == 0:
-        loader = nodes(batch_size=11)
-    else:  # another line, after a loader of another kind
-        nodes(batch_size=13, split=False)
-        make = nodes
-        loader = make(batch_size=11)
-    return [b.input_id for b in loader if not b.padding]
-
-
-def test_loaders_are_matched_by_their_order_and_not_by_their_line():
-    found = worlds.run(_built_elsewhere, 2)
-    assert sorted(torch.cat([i for one in found for i in one]).tolist()) == [*range(60)]
 
 
 def _missing():

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import subprocess
-import sys
 
 import pytest
 import test_data_loader as graphs
-import tiers
 import torch
 import torch_geometric.loader
 import torch_geometric.nn as pyg
@@ -141,19 +138,3 @@ def test_launched_ranks_start_workers_as_their_launcher_does():
     asked = multiprocessing.get_start_method(allow_none=True)
     default = multiprocessing.get_all_start_methods()[0]
     assert pdc.launch(_trains, 2, timeout=300) == [asked or default] * 2
-
-
-@tiers.rare
-@pytest.mark.subprocess
-def test_workers_under_torchrun():
-    start = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-    done = subprocess.run(
-        [sys.executable, *start, __file__], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-
-
-if __name__ == "__main__":
-    _trains()
-    for each in LOADERS:
-        _taken(each)

@@ -121,35 +121,6 @@ def test_every_layer_under_autocast(size, grid):
     worlds.run(as_pyg, size, tuple(LAYERS), grid)
 
 
-def weights_of_another_type(grid):
-    mesh, data = worlds.mesh(grid=grid), problem("directed")
-    cut = owners("random", data, mesh.size)
-    share = pdc.partition(problem("directed"), mesh, cut)
-    for dtype, wide in ((torch.float32, torch.float64), (BF16, torch.float32)):
-        for out in (OUT, 2 * WIDTH):
-            torch.manual_seed(0)
-            conv = pyg.GCNConv(WIDTH, out).to(dtype)
-            x, weight = data.x.to(dtype), data.edge_weight.to(wide)
-            want = conv(x, data.edge_index, weight)
-            want.square().sum().backward()
-            grads = [p.grad.clone() for p in conv.parameters()]
-            own, x = pdc.convert(conv), share.x.to(dtype)
-            for _ in range(4):  # from the third on, the product is kept
-                own.zero_grad()
-                got = own(x, share.edge_index, share.edge_weight.to(wide))
-                got.square().sum().backward()
-            found = whole(got), *(p.grad for p in own.parameters())
-            bound = 0.1 if dtype == BF16 else 1e-4
-            for a, b in zip(found, (want, *grads), strict=True):
-                assert a.dtype == b.dtype
-                assert (a - b).abs().max() <= bound * b.abs().max()
-
-
-@pytest.mark.parametrize(("size", "grid"), [(1, None), (2, None), (4, (2, 2, 1))])
-def test_edge_weights_of_another_type(size, grid):
-    worlds.run(weights_of_another_type, size, grid)
-
-
 HALO = ("halo", "halo_reduce", "fiber")
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,12 +11,6 @@ from problems import owners
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.halo.codec import RngKey
-from pyg_distcomm.halo.codecs import Quantise
-from pyg_distcomm.halo.exchange import ExchangeKey
-from pyg_distcomm.halo.halo import Direction
-from pyg_distcomm.halo.state import ExchangeState, LinkState
-from pyg_distcomm.nn import DistGCNConv
 
 N, E, WIDE = 60, 300, 4
 sizes = pytest.mark.parametrize("size", [2, 3])
@@ -165,23 +156,6 @@ def test_what_one_rank_alone_writes_to_is_named_on_all(how, size):
     worlds.only(0)  # messages are left over
 
 
-def _alike():
-    mesh, data = worlds.mesh(), _graph()
-    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
-    table = torch.arange(N)
-    for step in range(4):
-        table[step] = 0
-        found = share.x[table[share.edge_index][0]]
-        torch.testing.assert_close(
-            found.full_tensor(), data.x[table[data.edge_index[0]]]
-        )
-
-
-@sizes
-def test_what_all_ranks_write_alike_is_read_anew(size):
-    worlds.run(_alike, size)
-
-
 def _fails(op):
     mesh, data = worlds.mesh(), _graph()
     data.square = torch.randn(N, 3, 3).double()
@@ -208,52 +182,3 @@ def test_a_matrix_that_has_no_values_is_an_error_on_all_ranks(op, size):
 
 
 # What layers keep -----------------------------------------------------------------------
-
-
-def _cached(order):
-    mesh, data = worlds.mesh(), _graph()
-    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
-    made = {
-        "GCN": lambda: pyg.GCNConv(WIDE, 3, cached=True),
-        "ours": lambda: DistGCNConv(WIDE, 3, cached=True),
-        "SGC": lambda: pyg.SGConv(WIDE, 3, K=2, cached=True),
-        "APPNP": lambda: pyg.APPNP(2, 0.1, cached=True),
-    }
-    for name, make in made.items():
-        torch.manual_seed(1)
-        conv = make().double()
-        torch.manual_seed(1)
-        plain = make().double()
-        want = _step(plain, data)
-        for on in order:
-            found = _step(conv, {"whole": data, "share": share}[on])
-            for a, b in zip(found, want, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
-
-
-def _step(conv, data):
-    """Returns the output of a layer, and the gradients of its parameters."""
-    out, weights = conv(data.x, data.edge_index), list(conv.parameters())
-    grads = torch.autograd.grad(out.sin().sum(), weights) if weights else ()
-    return [_whole(out), *grads]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    "order", [("whole", "share"), ("share", "whole", "share")], ids=str
-)
-def test_a_layer_that_caches_may_run_on_the_whole_first(order, size):
-    worlds.run(_cached, size, order)
-
-
-def test_plans_of_messages_end_with_their_halo():
-    ids, x = torch.arange(3), torch.randn(3, WIDE)
-    codec, draw, key = Quantise(8), RngKey(1, ids), ExchangeKey(0, 0, 0, 0)
-    state = LinkState(exchanges={key: ExchangeState("conv")})
-    direction = Direction(None, None, ids, (3,), ids, (3,), 3)
-    plan = state.plan(key, codec, direction, x, draw)
-    assert plan is state.plan(key, codec, direction, x, draw)
-    gone = weakref.ref(direction)
-    del direction, plan
-    gc.collect()
-    assert gone() is None

@@ -177,39 +177,6 @@ def test_a_kept_product_follows_its_inputs():
     worlds.run(changing, 2)
 
 
-def inferred():
-    share = pdc.partition(graph(5), worlds.mesh(), "random")
-    conv = DistGCNConv(5, 6).double()
-    for _ in range(3):
-        with torch.inference_mode():
-            conv(share.x, share.edge_index)
-        conv(share.x, share.edge_index).sum().backward()
-    with torch.inference_mode():
-        x = share.x.clone()
-        want = conv(x, share.edge_index)
-    for _ in range(3):
-        with torch.no_grad():
-            assert torch.equal(conv(x, share.edge_index).to_local(), want.to_local())
-
-
-def test_evaluation_in_inference_mode_leaves_training_alone():
-    worlds.run(inferred, 1)
-
-
-def alternating():
-    share = pdc.partition(graph(5), worlds.mesh(), "random")
-    conv, mesh = DistGCNConv(5, 6).double(), share.edge_index.nodes.mesh
-    for _ in range(3):
-        mesh.ledger.reset()
-        conv(share.x, share.edge_index)
-        conv(share.x, share.edge_index, share.edge_weight)
-    return mesh.ledger.bytes()
-
-
-def test_products_with_weights_and_without_are_both_kept():
-    assert worlds.run(alternating, 2) == [0, 0]
-
-
 KEPT = {
     "gat": lambda: pyg.GATConv(5, 3, heads=2),
     "gatv2": lambda: pyg.GATv2Conv(5, 6),

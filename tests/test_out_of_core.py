@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from unittest import mock
 
 import pytest
 import tiers
@@ -24,7 +23,6 @@ import pyg_distcomm as pdc
 from pyg_distcomm.halo.halo import StagedHalo
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.nn import GATConv, GCNConv, SAGEConv, capped
-from pyg_distcomm.partition.folder import write_folder
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -299,38 +297,6 @@ def test_saved_tensors_go_to_files_and_watch_for_changes():
         y.sum().backward()
 
 
-def spilled_rows():
-    kept, packed = [], memory.MemoryCap.pack
-
-    def pack(cap, x):
-        found = packed(cap, x)
-        kept.append(memory.is_mapped(found.tensor))
-        return found
-
-    mesh, data = worlds.mesh(), GRAPHS["directed"]()
-    data.x = torch.randn(data.num_nodes, 50, dtype=torch.float64)
-    conv, found = (
-        torch.nn.Sequential(torch.nn.Linear(50, 40), torch.nn.Linear(40, 40)),
-        [],
-    )
-    layer = torch_geometric.nn.GINConv(conv.double())
-    for cap in (None, "20KiB"):
-        share = pdc.partition(data, mesh, "random", memory=cap)
-        layer.zero_grad()
-        kept.clear()
-        with mock.patch.object(memory.MemoryCap, "pack", pack):
-            out = pdc.nn.HaloConv(layer)(share.x, share.edge_index)
-        out.square().sum().backward()
-        found.append([p.grad.clone() for p in layer.parameters()])
-        assert any(kept) is (cap is not None)
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
-def test_saved_rows_of_shares_go_to_files():
-    worlds.run(spilled_rows, 2)
-
-
 def test_nothing_is_left_of_what_was_kept():
     cap = memory.MemoryCap("1MiB")
     for _ in range(3):
@@ -356,26 +322,6 @@ def test_what_is_no_size_is_refused(size):
         ValueError, match=r"got memory=.*, wanted a number of bytes; give"
     ):
         pdc.partition(GRAPHS["tiny"](), pdc.init(), memory=size)
-
-
-def parity(count):
-    return torch.arange(count) % 2
-
-
-def from_folder(folder):
-    mesh = worlds.mesh()
-    got = trained(pdc.load_partition(folder, mesh, memory="2KiB"))[0]
-    mesh = worlds.mesh()  # with draws of its own
-    whole = pdc.partition(GRAPHS["directed"](), mesh, parity(60))
-    for a, b in zip(got, trained(whole)[0], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-
-def test_folders_are_read_within_a_cap(tmp_path):
-    data = GRAPHS["directed"]()
-    part = pdc.Partition.from_owner(parity(60), 2)
-    write_folder(tmp_path / "parts", data, part)
-    worlds.run(from_folder, 2, str(tmp_path / "parts"))
 
 
 def relations(kind, option):

@@ -9,7 +9,7 @@ import tiers
 import torch
 import torch.nn.functional as F
 import worlds
-from problems import GRAPHS, owners
+from problems import owners
 from torch_geometric.data import Data
 from torch_geometric.nn import Aggregation, MessagePassing
 from torch_geometric.utils import add_self_loops, degree, scatter, softmax
@@ -339,32 +339,3 @@ def _weighed(how, cutter):
 def test_weights_that_are_computed_get_their_gradients(size):
     for how in ("product", "cell", "history", "attribute"):
         worlds.run(_weighed, size, how, "empty_rank" if size > 2 else "random")
-
-
-def _weight_first():
-    """A weight that another module computes is the first argument, before the features."""
-    data, mesh = GRAPHS["directed"](), worlds.mesh()
-
-    def made(base):
-        class Fixed(base):
-            def forward(self, w, x, edge_index):
-                return self.propagate(edge_index, x=x @ w)
-
-            def message(self, x_j):
-                return x_j
-
-        return Fixed(aggr="add")
-
-    found = []
-    share = pdc.partition(data, mesh, "random")
-    for base, on in ((MessagePassing, data), (pdc.nn.MessagePassing, share)):
-        w = torch.full((7, 3), 0.5, dtype=torch.float64, requires_grad=True)
-        out = made(base)(w.sin(), on.x, on.edge_index)
-        out.square().mean().backward()
-        found.append((out if on is data else out.full_tensor(), w.grad))
-    torch.testing.assert_close(found[1], found[0])
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_weight_may_come_before_the_features(size):
-    worlds.run(_weight_first, size)

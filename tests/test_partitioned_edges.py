@@ -104,19 +104,6 @@ def test_ids_that_need_eight_bytes():
     worlds.run(wide, 2, 2)
 
 
-def wrong(size):
-    mesh = worlds.mesh()
-    data = timed()
-    share = pdc.partition(data, mesh, cut(data, size))
-    loader = DistNeighborLoader(share, [2], batch_size=9, time_attr="edge_time")
-    with pytest.raises(ValueError, match="have no time"):
-        list(loader)
-
-
-def test_times_of_edges_are_not_those_of_seeds():
-    worlds.run(wrong, 1, 1)
-
-
 class Endless:
     """Batches of a script that does not say how many."""
 
@@ -141,43 +128,6 @@ def refused(size):
 
 def test_what_cannot_be_is_refused_at_construction():
     worlds.run(refused, 2, 2)
-
-
-def part_of_the_rows(size):
-    mesh = worlds.mesh()
-    data = masked()
-    share = pdc.partition(data, mesh, cut(data, size))
-    store = DistFeatureStore.from_replicated(data.x + 1, new_process_grid(mesh))
-    for batch in DistNeighborLoader(
-        share, [2], batch_size=9, options=LoaderOptions(features=store)
-    ):
-        assert torch.equal(batch.x, data.x[batch.n_id] + 1)
-        assert torch.equal(batch.y, data.y[batch.n_id])
-        assert torch.equal(batch.edge_attr, data.edge_attr[batch.e_id])
-
-
-def test_a_store_may_have_some_of_the_rows():
-    worlds.run(part_of_the_rows, 2, 2)
-
-
-def given_times(size):
-    mesh = worlds.mesh()
-    data = timed()
-    share = pdc.partition(data, mesh, cut(data, size))
-    options = {"time_attr": "time", "batch_size": 9, "seed": 3}
-    one = DistNeighborLoader(
-        data, [2], **batches.arguments(input_time=data.time, **options)
-    )
-    two = DistNeighborLoader(
-        share, [2], **batches.arguments(input_time=share.time, **options)
-    )
-    for a, b in zip(one, two, strict=True):
-        batches.same(a.n_id, b.n_id)
-        batches.same(a.seed_time, b.seed_time)
-
-
-def test_times_of_the_share_are_those_of_seeds():
-    worlds.run(given_times, 2, 2)
 
 
 def twice(size):
@@ -238,35 +188,6 @@ def on_one_rank(size):
 
 def test_what_happens_on_one_rank_is_known_to_all():
     worlds.run(on_one_rank, 2, 2)
-
-
-def transforming(size, prefetch):
-    mesh = worlds.mesh(fresh=True)
-    data = masked()
-
-    def transform(batch):
-        if mesh.rank == 0:
-            raise KeyError("no such thing") if prefetch else ValueError("not today")
-        return batch
-
-    share = pdc.partition(data, mesh, cut(data, size))
-    loader = DistNeighborLoader(
-        share,
-        [2],
-        batch_size=2,
-        options=LoaderOptions(bulk_size=1, prefetch=prefetch),
-        transform=transform,
-    )
-    with pytest.raises((ValueError, KeyError, pdc.RankError)) as error:
-        list(loader)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_an_error_in_a_transform_ends_all_ranks_with_it(prefetch):
-    wanted = "no such thing" if prefetch else "not today"
-    for text in worlds.run(transforming, 2, 2, prefetch):
-        assert wanted in text
 
 
 def lives(size):

@@ -238,23 +238,6 @@ def test_an_epoch_can_be_resumed():
     worlds.run(resume, 2, 2)
 
 
-def two_at_once(size):
-    share, loader = built(size)
-    _, other = built(size, num_neighbors=[2], input_nodes=share.train_mask)
-    for batch, more in zip(loader, other, strict=False):
-        assert len(batch.n_id)
-        assert len(more.n_id)
-    later = DistNeighborLoader(share, num_neighbors=[2], batch_size=9)
-    assert (
-        later.partitioned_source.stores[0]._row_groups
-        is loader.partitioned_source.stores[0]._row_groups
-    )
-
-
-def test_loaders_of_one_share_keep_one_store_and_may_run_at_a_time():
-    worlds.run(two_at_once, 2, 2)
-
-
 def uneven(size):
     mesh = worlds.mesh(fresh=True)
     data = masked()
@@ -281,27 +264,6 @@ def test_a_rank_that_stops_alone_ends_the_others():
     zero, one = worlds.run(uneven, 2, 2)
     assert zero == "stopped"
     assert "rank(s) 0 stopped in the middle of an epoch" in one
-
-
-def interrupted():
-    mesh = worlds.mesh(fresh=True)
-    share = pdc.partition(masked(), mesh, owners(60, 2))
-    loader = DistNeighborLoader(
-        share, [2], batch_size=2, options=LoaderOptions(bulk_size=2)
-    )
-    try:
-        for k, _ in enumerate(loader):
-            if mesh.rank == 1 and k == 3:
-                raise KeyError("in the step of training")
-    except Exception as error:
-        mesh.world.watch.report(error)  # as the hook does, once the loop is left
-        return str(error)
-    return "no error"
-
-
-def test_an_error_in_the_loop_of_one_rank_reaches_the_others():
-    heard = worlds.run(interrupted, 2)[0]
-    assert heard.startswith("rank 1 failed with KeyError: 'in the step of training'")
 
 
 def failing(size, prefetch):
@@ -589,35 +551,6 @@ def named():
 @pytest.mark.parametrize("size", [1, 2])
 def test_seeds_are_named_as_on_a_whole_graph(size):
     worlds.run(named, size)
-
-
-def only_targets():
-    mesh, data = worlds.mesh(), HeteroData()
-    g = torch.Generator().manual_seed(0)
-    data["author"].x = torch.rand(20, 2, generator=g)
-    data["paper"].x = torch.rand(30, 2, generator=g)
-    data["paper"].time = torch.arange(30)
-    ends = [torch.randint(n, (200,), generator=g) for n in (20, 30)]
-    data["author", "writes", "paper"].edge_index = torch.stack(ends)
-    mine = {k: torch.arange(data[k].num_nodes) % 2 for k in data.node_types}
-    share = pdc.partition(data, mesh, mine)
-    found = []
-    for graph in (data, share):
-        options = {"batch_size": 8, "seed": 1, "split": True, "time_attr": "time"}
-        seeds = {"input_nodes": ("paper", torch.arange(16))}
-        for at in ("owner", "requester") if graph is share else ("owner",):
-            loader = DistNeighborLoader(
-                graph, [3], **batches.arguments(sample_at=at, **options, **seeds)
-            )
-            found.append([(b["author"].n_id, b["author"].batch) for b in loader])
-    for one, two in zip(found[0], found[1], strict=True):
-        assert all(map(torch.equal, one, two))
-    for one, two in zip(found[0], found[2], strict=True):
-        assert all(map(torch.equal, one, two))
-
-
-def test_only_targets_with_times():
-    worlds.run(only_targets, 2)
 
 
 def test_edges_that_were_not_cut_are_named():

@@ -14,15 +14,10 @@ from pipelines import STACKS, BruteForce, loss_of, run_plain, stack_of, trained
 from problems import GRAPHS
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
-from torch_geometric.data import Data
 from torch_geometric.nn import (
-    DeepGCNLayer,
     EdgeConv,
-    GATConv,
     GatedGraphConv,
     GCNConv,
-    GENConv,
-    GINEConv,
     SAGEConv,
     SGConv,
     TAGConv,
@@ -168,14 +163,6 @@ def test_edges_between_chunks_are_counted_and_warned_of():
         assert all(one.filename == __file__ for one in told)
 
 
-def test_without_chunks_the_bubble_chooses_them():
-    _, share, mesh = _share()
-    pipe = pdc.Pipeline(stack_of("gcn"), mesh)
-    pipe(share)
-    assert len(pipe.order_of(0)) == 1  # one stage is never idle
-    assert pipe.crossing == 0
-
-
 @tiers.cover(("name", "refresh"), ["gcn", "gcnii", "gat", "gin"], [1, 3], step=2)
 def test_frozen_weights_become_exact(name, refresh):
     _, share, mesh = _share()
@@ -211,18 +198,6 @@ def test_dropout_repeats_itself_and_changes_from_epoch_to_epoch():
     torch.testing.assert_close(
         torch.tensor(found[2]).double(), right, rtol=1e-6, atol=0
     )
-
-
-def test_chunks_do_not_keep_their_edges_twice():
-    _, share, mesh = _share()
-    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
-    pipe.train_step(share, loss_of)
-    plan = pipe._run.plan
-    for chunk in (None, 0, 1, 2):
-        edges = pipe._stage.view(chunk).to_local()
-        kept = plan.edges, plan.ends, *(plan.local_edges(c)[0] for c in range(3))
-        stored = {each.untyped_storage().data_ptr() for each in kept}
-        assert edges.untyped_storage().data_ptr() in stored
 
 
 def test_names_of_the_state_are_those_of_the_stack():
@@ -285,55 +260,10 @@ def test_mistakes_are_told(stack, options, kind, told):
         assert caught.value.__cause__.__traceback__ is not None
 
 
-def test_layers_with_checkpoints_of_their_own_train():
-    _, share, mesh = _share()
-    losses = []
-    for checkpoints in (False, True):
-        torch.manual_seed(0)
-        norm, conv = torch.nn.LayerNorm(8), GENConv(8, 8, norm=None)
-        deep = DeepGCNLayer(conv, norm, torch.nn.ReLU(), ckpt_grad=checkpoints)
-        stack = [torch.nn.Linear(7, 8), deep, torch.nn.Linear(8, 4)]
-        pipe = pdc.Pipeline([layer.double() for layer in stack], mesh, chunks=3)
-        opt = torch.optim.SGD(pipe.parameters(), 0.3)
-        for _ in range(2):
-            losses.append(float(pipe.train_step(share, loss_of)))
-            opt.step()
-    assert losses[:2] == losses[2:]
-
-
-def test_the_schedule_is_known_once_data_were_seen():
-    _, share, mesh = _share()
-    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
-    with pytest.raises(ValueError, match="has not seen the data"):
-        print(pipe.schedule)
-    pipe(share)
-    assert "F2" in str(pipe.schedule)
-
-
-def test_an_optimizer_that_had_not_begun_begins_anew(tmp_path):
-    _, share, mesh = _share()
-    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
-    opt = torch.optim.Adam(pipe.parameters(), 0.02)
-    pipe(share)
-    pipe.save(tmp_path / "a", opt)
-    want = trained(pipe, share, opt)
-    pipe.load(tmp_path / "a", opt)
-    assert trained(pipe, share, opt) == want
-
-
 def test_a_mesh_is_a_mesh():
     _, share, _ = _share()
     with pytest.raises(TypeError, match="order is Pipeline"):
         pdc.Pipeline(stack_of("gcn"), share)
-
-
-def test_data_that_would_be_learnt_are_refused():
-    _, share, mesh = _share()
-    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=2)
-    pipe.train_step(share, loss_of)
-    share.x = share.x.clone().requires_grad_()
-    with pytest.raises(ValueError, match=r"data\.x requires a gradient"):
-        pipe.train_step(share, loss_of)
 
 
 def test_another_graph_is_refused():
@@ -448,58 +378,6 @@ def test_what_was_saved_before_there_were_data_is_whole(tmp_path):
         assert len({float(pipe.train_step(share, loss_of)) for pipe in pipes}) == 1
 
 
-@pytest.mark.parametrize("where", ["training", "evaluation"])
-def test_half_precision_is_for_all_or_nothing(where):
-    data = GRAPHS["directed"]()
-    data = Data(data.x.float(), data.edge_index, y=data.y, train_mask=data.train_mask)
-    mesh = worlds.mesh()
-    share = pdc.partition(data, mesh)
-    layers = [torch.nn.Linear(7, 8), torch.nn.ReLU(), GCNConv(8, 8), GCNConv(8, 4)]
-    pipe = pdc.Pipeline(layers, mesh, chunks=3)
-
-    def step():
-        return pipe.train_step(share, lambda out, data: loss_of(out.float(), data))
-
-    def evaluate():
-        return pipe(share)
-
-    first, then = (evaluate, step) if where == "training" else (step, evaluate)
-    first()
-    with torch.autocast("cpu", torch.bfloat16):
-        if where == "training":
-            with pytest.raises(TypeError, match=r"torch\.autocast around all"):
-                then()
-        else:  # keeps nothing between chunks
-            found = then().full_tensor()
-        pipe = pdc.Pipeline(layers, mesh, chunks=3)
-        if where == "evaluation":
-            assert torch.equal(evaluate().full_tensor(), found)
-        first()
-        then()
-
-
-def test_a_step_needs_no_gradients_around_it():
-    _, share, mesh = _share()
-    want, got = (pdc.Pipeline(stack_of("gcn"), mesh, chunks=3) for _ in range(2))
-    loss = want.train_step(share, loss_of)
-    with torch.no_grad():
-        assert got.train_step(share, loss_of) == loss
-    for p, q in zip(got.parameters(), want.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-
-
-def test_the_first_use_may_be_in_inference_mode():
-    data, share, mesh = _share()
-    pipe = pdc.Pipeline(stack_of("weighted"), mesh, chunks=1)
-    with torch.inference_mode():
-        out = pipe(share).full_tensor()
-    right, loss, grads = run_plain(stack_of("weighted"), data)
-    torch.testing.assert_close(out, right, **EXACT)
-    torch.testing.assert_close(pipe.train_step(share, loss_of), loss, **EXACT)
-    for p, g in zip(pipe.parameters(), grads, strict=True):
-        torch.testing.assert_close(p.grad, g, **EXACT)
-
-
 def _double(*layers):
     return [layer.double() for layer in layers]
 
@@ -529,24 +407,3 @@ def test_checkpoints_that_would_compute_something_else_are_refused(reentrant, wh
     pipe = pdc.Pipeline(stack, mesh, chunks=3)
     with pytest.raises(RuntimeError, match="leave the checkpoint out"):
         pipe.train_step(share, loss_of)
-
-
-def test_as_many_edges_as_nodes_keep_their_attributes():
-    edges = torch.stack([torch.arange(12), (torch.arange(12) + 1) % 12])
-    edges = edges[:, torch.randperm(12)]
-    data = Data(torch.randn(12, 7), edges, edge_attr=torch.randn(12, 3))
-    data.edge_weight = torch.rand(12)
-    mesh = worlds.mesh()
-    share = pdc.partition(
-        data, mesh, node_attrs=["x"], edge_attrs=["edge_attr", "edge_weight"]
-    )
-    for layer, name in (
-        (GCNConv(7, 4), "edge_weight"),
-        (GATConv(7, 4, edge_dim=3), "edge_attr"),
-        (GINEConv(torch.nn.Linear(7, 4), edge_dim=3), "edge_attr"),
-    ):
-        want = layer(data.x, data.edge_index, data[name]).detach()
-        stack = [(layer, f"x, edge_index, {name} -> x")]
-        pipe = pdc.Pipeline(stack, mesh, chunks=3)
-        torch.testing.assert_close(pipe(share).full_tensor(), want)
-        pipe.train_step(share, lambda out, data: out.square().mean())

@@ -11,8 +11,6 @@ from schedules import simulated, verify
 from torch import nn
 from torch_geometric.nn import (
     BatchNorm,
-    DirGNNConv,
-    GATConv,
     GCN2Conv,
     GCNConv,
     GENConv,
@@ -23,7 +21,6 @@ from torch_geometric.nn import (
 from pyg_distcomm.comm.mesh import ranks_per_stage
 from pyg_distcomm.pipeline.layer_stack import (
     cut_layers,
-    estimated_costs,
     names_crossing,
     names_from_data,
     read_stack,
@@ -33,7 +30,6 @@ from pyg_distcomm.pipeline.schedule import (
     Action,
     StageSchedule,
     bubble,
-    fewest_chunks,
     fill_drain,
 )
 
@@ -126,14 +122,6 @@ def _slowest(costs, ends):
     return max(sum(costs[a:b]) for a, b in itertools.pairwise(ends))
 
 
-def test_layers_cost_the_same_in_their_distributed_form():
-    stack = [GATConv(8, 8), DirGNNConv(GATConv(8, 8)), GCNConv(8, 8)]
-    layers = read_stack([*stack, nn.ReLU()])
-    costs = estimated_costs(layers)
-    assert min(costs[:3]) > 10 * costs[3]
-    assert estimated_costs([layer.converted() for layer in layers]) == costs
-
-
 def test_names_are_read_as_in_pyg():
     layers = read_stack(
         [
@@ -186,15 +174,6 @@ def test_prices_are_those_of_the_paper():
     both = hybrid_words(100, 8, 1, 2, layers=3, replication=0.5, weights=50)
     assert both == 2 * 3 * 0.5 * 800 + 100
     assert bubble(8, 32) == pytest.approx(0.179, abs=1e-3)
-
-
-@pytest.mark.parametrize("most", [0.1, 0.25, 1 / 3, 0.5, 0.9])
-def test_the_fewest_chunks_are_those_that_the_bubble_allows(most):
-    for stages in range(1, 33):
-        chunks = fewest_chunks(stages, most)
-        assert bubble(stages, chunks) <= most + 1e-9
-        assert chunks == 1 or bubble(stages, chunks - 1) > most
-    assert [fewest_chunks(stages) for stages in (1, 2, 4, 8)] == [1, 3, 9, 21]
 
 
 def test_stages_share_out_ranks():

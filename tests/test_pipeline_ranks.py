@@ -8,7 +8,7 @@ import pytest
 import tiers
 import torch
 import worlds
-from pipelines import STACKS, loss_of, run_plain, stack_of, trained, without_loss
+from pipelines import STACKS, loss_of, run_plain, stack_of, without_loss
 from problems import GRAPHS, owners
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
@@ -510,113 +510,8 @@ def test_bytes_are_those_of_each_type(shape):
         assert told == counted > 0
 
 
-def _failing_at_first(stages, where):
-    """One rank of a stage fails in the first pass, and the other waits for its rows."""
-    mesh = worlds.mesh(stages=stages, fresh=True)
-    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
-    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4)
-
-    def fail(module, inputs):
-        raise ValueError("this layer is out of order")
-
-    if mesh.everyone.rank == where:
-        next(pipe.layers.children()).register_forward_pre_hook(fail)
-    try:
-        pipe(share)
-    except Exception as error:
-        return str(error)
-    return "all went well"
-
-
-@tiers.parametrize("where", [1, 2], [])
-def test_a_rank_that_fails_at_first_is_heard_of_on_all(where):
-    for text in worlds.run(_failing_at_first, 4, 2, where):
-        assert "this layer is out of order" in text
-    worlds.only(0)
-
-
 def test_a_stage_that_dies_leaves_no_one_waiting():
     # those that are left say so while the pool waits for them
     with pytest.raises(worlds.WorldError, match=r"ranks \[\] did not answer") as told:
         worlds.run(_failing, 3, 3, 1, "die")
     assert str(told.value).count("process died") == 1
-
-
-def _made_of(stages, first, second, balance, recompute=True):
-    """Losses of two layers and what comes before and between them."""
-    mesh = worlds.mesh(stages=stages)
-    share = pdc.partition(GRAPHS["directed"](), mesh)
-    torch.manual_seed(0)
-    stack = [first(), GCNConv(7, 8), second(), GCNConv(8, 4)]
-    stack = [layer.double() for layer in stack]
-    options = {"balance": balance, "recompute": recompute}
-    pipe = pdc.Pipeline(stack, mesh, chunks=3, **options)
-    return trained(pipe, share, torch.optim.SGD(pipe.parameters(), 0.3))
-
-
-class _InPlace(torch.nn.ELU):
-    def __init__(self):
-        super().__init__(inplace=True)
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_a_stage_may_begin_with_a_layer_that_works_in_place(recompute):
-    layers = torch.nn.Identity, _InPlace
-    (want,) = worlds.run(_made_of, 1, 1, *layers, None, recompute)
-    for losses in worlds.run(_made_of, 2, 2, *layers, [2, 2], recompute):
-        assert losses == pytest.approx(want, rel=1e-9)
-
-
-@pytest.mark.parametrize("first", [torch.nn.Identity, torch.nn.Dropout])
-def test_a_stage_may_hand_on_what_it_got(first):
-    layers = first, torch.nn.Dropout
-    (want,) = worlds.run(_made_of, 1, 1, *layers, None)
-    for stages, balance in ((2, [1, 3]), (4, [1, 1, 1, 1])):
-        for losses in worlds.run(_made_of, stages, stages, *layers, balance):
-            assert losses == pytest.approx(want, rel=1e-9)
-
-
-class _DropConnect(torch.nn.Linear):
-    """Drops weights, which are no rows of nodes."""
-
-    def __init__(self):
-        super().__init__(8, 8)
-
-    def forward(self, x):
-        weight = torch.nn.functional.dropout(self.weight, 0.5, self.training)
-        return torch.nn.functional.linear(x, weight, self.bias)
-
-
-def test_dropped_weights_are_the_same_when_computed_again():
-    layers = torch.nn.Identity, _DropConnect
-    (want,) = worlds.run(_made_of, 1, 1, *layers, None, False)
-    for stages, balance in ((1, None), (2, [3, 1]), (4, [1, 1, 1, 1])):
-        for losses in worlds.run(_made_of, stages, stages, *layers, balance):
-            assert losses == pytest.approx(want, rel=1e-9)
-    assert len(set(want)) == 3
-
-
-def _sent(stages, recompute):
-    """Whether all that goes to other stages lies in the boundary, and is not kept beside."""
-    mesh = worlds.mesh(stages=stages)
-    share = pdc.partition(GRAPHS["directed"](), mesh)
-    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4, recompute=recompute)
-    pipe(share)
-    send, places = pdc.comm.collectives.send, set()
-
-    def noted(x, *rest):
-        places.add(x.untyped_storage().data_ptr())
-        return send(x, *rest)
-
-    pdc.comm.collectives.send = noted
-    try:
-        pipe.train_step(share, loss_of)
-    finally:
-        pdc.comm.collectives.send = send
-    boxes = pipe._boundary.inbox, pipe._boundary.outbox
-    return places <= {b.untyped_storage().data_ptr() for b in boxes if b is not None}
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_what_is_sent_is_not_kept_beside_the_boundary(recompute):
-    assert all(worlds.run(_sent, 3, 3, recompute))

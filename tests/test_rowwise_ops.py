@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_geometric
 import worlds
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
@@ -18,7 +17,7 @@ def _random(*shape, seed=0):
     return torch.randn(shape, generator=gen, dtype=torch.float64)
 
 
-W, P, K = _random(5, 8, 8), _random(8, 8), _random(6, 3, 3)
+W, K = _random(5, 8, 8), _random(6, 3, 3)
 w8 = _random(8).abs()
 CASES = {
     "prelu": lambda d: F.prelu(d.x, w8),
@@ -129,27 +128,6 @@ def test_exact_and_without_a_gather(size):
     worlds.run(_exact_and_without_a_gather, size)
 
 
-def _gradient_of_a_plain_leaf():
-    whole, mesh = _graph(), worlds.mesh()
-    share = pdc.partition(whole, mesh)
-    mask = torch.zeros(40, 8, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([mask])
-    mesh.ledger.reset()
-    for _ in range(3):
-        optimizer.zero_grad()
-        (share.x * mask.sigmoid()).square().sum().backward()
-        optimizer.step()
-    assert type(mask.grad) is torch.Tensor
-    # a line of the table: once per pass, not for each moment of the optimizer
-    assert mesh.ledger.table().count("gather") == int(mesh.size > 1)
-    return mask.detach()
-
-
-def test_a_plain_leaf_of_all_rows_has_a_plain_gradient():
-    one, two = (worlds.run(_gradient_of_a_plain_leaf, size)[0] for size in (1, 2))
-    torch.testing.assert_close(two, one)
-
-
 def _epochs(model, inputs, mesh, epochs=4):
     """Returns the words that products receive on all ranks, epoch by epoch."""
     found = []
@@ -244,41 +222,6 @@ def test_plain_groups_of_sharded_rows_are_reduced_where_the_rows_are():
     worlds.run(_pooled_and_embedded, 2)
 
 
-def _two_graphs_of_as_many_nodes():
-    mesh, gen = worlds.mesh(), torch.Generator().manual_seed(3)
-    graphs = []
-    for seed in range(2):
-        data = HeteroData()
-        data["u"].x, data["m"].x = _random(30, 4, seed=seed), _random(20, 4, seed=seed)
-        ends = torch.stack(
-            [
-                torch.randint(30, (80,), generator=gen),
-                torch.randint(20, (80,), generator=gen),
-            ]
-        )
-        data["u", "to", "m"].edge_index = ends
-        graphs.append(pdc.partition(data, mesh, "random" if seed else "block"))
-    first = graphs[0]
-    layer = nn.SAGEConv((4, 4), 4).double()
-    x = {kind: first[kind].x.clone().requires_grad_() for kind in ("u", "m")}
-    edges = first["u", "to", "m"].edge_index
-    ids = torch.arange(12)
-
-    def run():
-        out = layer((x["u"], x["m"]), edges)
-        (out[ids] * x["u"][ids]).sum().backward()
-
-    run()
-    mesh.ledger.reset()
-    run()
-    ghosts = len(edges.topology.locals.ghost_gid)
-    assert mesh.ledger.words("halo_reduce") <= 4 * (ghosts + 3 * len(ids)) * mesh.size
-
-
-def test_gradients_stay_with_the_graph_that_was_read():
-    worlds.run(_two_graphs_of_as_many_nodes, 2)
-
-
 def _odd_operands():
     """Index narrower than rows, negative ids, one row, no rows, other dimensions."""
     whole, mesh = _graph(), worlds.mesh()
@@ -327,33 +270,3 @@ def _odd_operands():
 
 def test_odd_operands_are_those_of_one_process():
     worlds.run(_odd_operands, 2)
-
-
-def _cached():
-    whole, mesh = _graph(), worlds.mesh()
-    share = pdc.partition(whole, mesh)
-    weights = share.edge_attr, share.edge_attr * 2
-    plain = whole.edge_attr, whole.edge_attr * 2
-    for normalize in (True, False):
-        torch.manual_seed(0)
-        one = torch_geometric.nn.GCNConv(8, 2, cached=True, normalize=normalize)
-        torch.manual_seed(0)
-        ours = nn.GCNConv(8, 2, cached=True, normalize=normalize)
-        for k in (0, 1, 0):
-            if k:
-                hooks = [
-                    conv.register_message_forward_hook(_same) for conv in (one, ours)
-                ]
-            wanted = one(whole.x.float(), whole.edge_index, plain[k])
-            got = ours(share.x.float(), share.edge_index, weights[k])
-            torch.testing.assert_close(got.full_tensor(), wanted)
-            for hook in hooks if k else ():
-                hook.remove()
-
-
-def _same(layer, inputs, out):
-    return out
-
-
-def test_a_cached_layer_keeps_the_edges_that_pygs_does():
-    worlds.run(_cached, 2)

@@ -7,18 +7,13 @@ own NeighborLoader takes part where pyg-lib or torch-sparse, which it needs, is 
 
 from __future__ import annotations
 
-import statistics
-from itertools import combinations
-
 import pytest
-import real
 import tiers
 import torch
 import torch.nn.functional as F
 import worlds
 from batches import arguments
 from problems import GRAPHS, owners
-from torch_geometric import typing
 from torch_geometric.loader import NeighborLoader
 from torch_geometric.nn import GCN, GraphSAGE
 from torch_geometric.utils import add_self_loops, scatter
@@ -223,9 +218,6 @@ def test_ranks_take_the_steps_of_one_process(size, name, cutter, seeds):
 # ------------------------------------------------------------------------- accuracy
 
 
-PEER = typing.WITH_PYG_LIB or typing.WITH_TORCH_SPARSE  # PyG's own loader can sample
-
-
 def minibatches(kind, data, seed, share=1):
     """256 seeds on all ranks; nodes of a layer in proportion to those of a minibatch."""
     options = {"input_nodes": data.train_mask, "shuffle": True}
@@ -236,103 +228,3 @@ def minibatches(kind, data, seed, share=1):
     if kind == "sage":
         return DistNeighborLoader(data, [5, 5], **arguments(**options))
     return DistLayerLoader(data, [1024 // share] * 2, **arguments(**options))
-
-
-def trained(file, kind, seed, epochs):
-    """Trains on the ranks of this world, and returns scores on all test nodes.
-
-    On one process it is a script of PyG's, with our loader; on several no rank samples a
-    graph that it holds, and a step takes as many seeds in all. The kind "peer" is "sage"
-    with PyG's loader, on one process.
-    """
-    loads, kind = kind, "sage" if kind == "peer" else kind
-    mesh, data = worlds.mesh(), real.read(file, torch.float32)
-    data.x = F.normalize(data.x, dim=1)
-    graph = data if kind == "sage" else with_operator(data)
-    net = classifier(kind, data, seed)
-    if mesh.size > 1:
-        data = pdc.partition(data, mesh, "ldg")
-        same = data.edge_index.nodes.partition
-        graph = data if kind == "sage" else pdc.partition(graph, mesh, same)
-        net = pdc.convert(net)
-    model = pdc.replicate(net, mesh)
-    torch.manual_seed(100 * seed + mesh.rank)  # of dropout, apart on each rank
-    opt = torch.optim.Adam(net.parameters(), lr=0.01)
-    loader = minibatches(loads, data, seed, mesh.size)
-    for _ in range(epochs):
-        net.train()
-        for batch in loader:
-            opt.zero_grad()
-            loss_of(model, batch, kind).backward()
-            opt.step()
-    return scores(net, kind, graph)
-
-
-def classifier(kind, data, seed):
-    torch.manual_seed(seed)
-    sizes = data.num_features, 64, 2, int(data.y.max()) + 1
-    if kind == "sage":
-        return GraphSAGE(*sizes, dropout=0.5)
-    return GCN(*sizes, dropout=0.5, **GIVEN)
-
-
-@torch.no_grad()
-def scores(net, kind, graph):
-    """The accuracy in per cent, exactly, and the area under ROC of two classes."""
-    net.eval()
-    weight = None if kind == "sage" else graph.edge_weight
-    out = net(graph.x, graph.edge_index, weight)
-    out, y, mask = (
-        t.full_tensor() if isinstance(t, pdc.DistTensor) else t
-        for t in (out, graph.y, graph.test_mask)
-    )
-    out, y = out[mask], y[mask]
-    found = {"accuracy": 100 * float((out.argmax(-1) == y).float().mean())}
-    if out.size(1) == 2:
-        from sklearn.metrics import roc_auc_score
-
-        found["area"] = 100 * float(roc_auc_score(y, out.diff(dim=1)))
-    return found
-
-
-def sides_of(file, kind, seed, epochs):
-    """The scores of one process, of two ranks, and of PyG's own loader if it is there."""
-    args = seed, epochs
-    ways = [("1 process", 1, kind), ("2 ranks", 2, kind)]
-    ways += [("PyG", 1, "peer")] * (PEER and kind == "sage")
-    return {
-        name: worlds.run(trained, p, file, how, *args, deadline=900)[0]
-        for name, p, how in ways
-    }
-
-
-@pytest.mark.data
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["sage", "ladies"])
-def test_accuracy_of_two_ranks_is_that_of_one_process(kind):
-    # over seeds, the difference of two runs has a standard deviation of one point
-    one, *others = sides_of(real.path("Computers"), kind, 0, 5).values()
-    assert one["accuracy"] > 70
-    for other in others:
-        assert abs(one["accuracy"] - other["accuracy"]) < 4
-
-
-@pytest.mark.data
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["sage", "ladies"])
-@pytest.mark.parametrize(
-    ("name", "epochs"), [("Computers", 20), ("CS", 6), ("tolokers", 20)]
-)
-def test_accuracy_over_five_seeds(name, epochs, kind, capsys):
-    runs = [sides_of(real.path(name), kind, seed, epochs) for seed in range(5)]
-    for what in runs[0]["1 process"]:
-        found = {
-            who: (statistics.mean(every), statistics.stdev(every))
-            for who in runs[0]
-            for every in [[run[who][what] for run in runs]]
-        }
-        with capsys.disabled():
-            told = ", ".join(f"{w} {m:.2f} +- {s:.2f}" for w, (m, s) in found.items())
-            print(f"\n{name}, {kind}, {what}: {told}")
-        for one, other in combinations(found.values(), 2):
-            assert abs(one[0] - other[0]) < one[1] + other[1]

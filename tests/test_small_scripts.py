@@ -10,10 +10,8 @@ import torch_geometric.nn as pyg
 import worlds
 from test_whole_tensors import assert_none, failures_of, full, share_of
 from torch.utils.data._utils import worker
-from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops, degree, scatter
 
-import pyg_distcomm as pdc
 import pyg_distcomm.nn as nn
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -320,46 +318,6 @@ def _compared(cutter):
 )
 def test_scripts_compute_what_one_process_does(size, cutter):
     assert_none(worlds.run(_compared, size, cutter))
-
-
-def _written():
-    data, share = share_of()
-    x, whole = share.x.clone(), data.x.clone().to(share.x.device)
-    for one in (x, whole):
-        one[:10].zero_()
-        one[2:9][(0, 1)] = 3.0
-        part = one[5:20]
-        part += 1
-    assert torch.equal(x.full_tensor(), whole)
-    own = x[5:20].clone()
-    own += 1
-    assert bool((own == x[5:20] + 1).all())
-    doubled = x[5:20] * 2
-    doubled += 1
-    assert not F.relu_(doubled).isnan().any()
-
-
-@pytest.mark.parametrize("size", [2])
-def test_ranges_of_rows_are_views_that_can_be_written_to(size):
-    worlds.run(_written, size)
-
-
-class Citations(Data):
-    @property
-    def mean_degree(self):
-        return self.num_edges / self.num_nodes
-
-
-def _of_its_class():
-    data, _ = share_of()
-    share = pdc.partition(Citations(**data.to_dict()), worlds.mesh(), "random")
-    assert share.__class__ is share.clone().__class__ is Citations
-    assert share.mean_degree == data.num_edges / data.num_nodes
-
-
-@pytest.mark.parametrize("size", [2])
-def test_a_share_is_of_the_scripts_own_class(size):
-    worlds.run(_of_its_class, size)
 
 
 def _read_by_a_worker():

@@ -21,10 +21,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.graph import edge_products, local_adjacency
 from pyg_distcomm.graph.local_adjacency import GroupedEdges, adjacency_of, known
 from pyg_distcomm.loader import (
-    DistLayerLoader,
-    DistLinkNeighborLoader,
     DistNeighborLoader,
-    LoaderOptions,
 )
 from pyg_distcomm.nn import local_products, trimming
 from pyg_distcomm.process import PROCESS
@@ -596,39 +593,6 @@ def test_an_interrupted_pass_is_forgotten():
     assert trimming._pass.get() is None
 
 
-def test_sizes_that_a_layer_is_given():
-    class Sized(Stack):
-        def forward(self, x, edge_index):
-            return self.convs[0](x, edge_index, size=(len(x), len(x)))
-
-    for name in ("graph", "gin", "sage mean", "gat"):
-        wanted = Sized(LAYERS[name])
-        ours = pdc.convert(copy.deepcopy(wanted))
-        for batch in loader_of(graph(), batch_size=3):
-            rows = slice(batch.batch_size)
-            agree(ours, wanted, rows, batch.edge_index, x=batch.x)
-
-
-def test_dropout_is_drawn_for_the_rows_that_are_computed():
-    """Masks have the right density; a full read still sees one consistent pass."""
-
-    class Dropping(Stack):
-        def forward(self, x, edge_index):
-            x = self.convs[0](x, edge_index)
-            return self.convs[1](
-                F.dropout(x, 0.5, self.training)[:, :WIDTH], edge_index
-            )
-
-    model = pdc.convert(Dropping(LAYERS["sage mean"]))
-    for batch in loader_of(graph(), batch_size=3):
-        model(batch.x, batch.edge_index)[: batch.batch_size].sum()
-    assert pdc.nn.trimming_of(model) == "on"
-    model.eval()
-    wanted = model(batch.x, batch.edge_index.clone())
-    for _ in range(2):
-        close(model(batch.x, batch.edge_index)[:3], wanted[:3])
-
-
 @pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GAT", "GIN"])
 @pytest.mark.parametrize("jk", [None, "cat"])
 def test_models_of_pyg(name, jk):
@@ -662,125 +626,6 @@ def test_scripts_that_trim_themselves(runs):
         x, edges, _ = trim_to_layer(k, *hops, x, edges)
         agree(ours, layer, None, edges, x=x)
     assert len(runs) == 6  # forward and backward
-
-
-HETERO = {
-    "plain": {},
-    "disjoint": {"disjoint": True},
-    "induced": {"subgraph_type": "induced"},
-    "bidirectional": {"subgraph_type": "bidirectional"},
-}
-
-
-@pytest.mark.parametrize("kind", HETERO)
-@pytest.mark.parametrize("layer", ["SAGEConv", "GraphConv", "GATConv"])
-def test_to_hetero(layer, kind):
-    data = batches.hetero()
-    for store in data.node_stores:
-        store.x = store.x.double()
-
-    class Two(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            loops = {"add_self_loops": False} if layer == "GATConv" else {}
-            conv = getattr(pyg, layer)
-            self.one, self.two = conv((-1, -1), 6, **loops), conv((-1, -1), 4, **loops)
-
-        def forward(self, x, edge_index):
-            return self.two(self.one(x, edge_index).relu(), edge_index)
-
-    torch.manual_seed(4)
-    wanted = pyg.to_hetero(Two(), data.metadata(), aggr="sum").double()
-    wanted(data.x_dict, data.edge_index_dict)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    loader = DistNeighborLoader(
-        data,
-        [3, 2],
-        **batches.arguments(
-            input_nodes=("paper", torch.arange(12)), batch_size=4, **HETERO[kind]
-        ),
-    )
-    for batch in loader:
-        n = batch["paper"].batch_size
-        found, theirs = [], []
-        for model, into in ((ours, found), (wanted, theirs)):
-            model.zero_grad()
-            out = model(batch.x_dict, batch.edge_index_dict)
-            out["paper"][:n].square().sum().backward()
-            into += [out["paper"][:n], *(p.grad for p in model.parameters())]
-        for one, two in zip(found, theirs, strict=True):
-            close(one, two)
-    assert pdc.nn.trimming_of(ours) == "on"
-
-
-def test_hetero_conv_and_pairs(runs):
-    data = batches.hetero()
-    torch.manual_seed(4)
-    layers = {kind: pyg.SAGEConv((3, 3), 4) for kind in data.edge_types}
-    layers["author", "writes", "paper"] = pyg.GraphConv((3, 3), 4, aggr="mean")
-    wanted = pyg.HeteroConv(layers)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    loader = DistNeighborLoader(
-        data, [3, 2], input_nodes=("paper", torch.arange(12)), batch_size=4
-    )
-    for batch in loader:
-        args = batch.x_dict, batch.edge_index_dict
-        found, theirs = ours(*args), wanted(*args)
-        for kind in theirs:
-            close(torch.as_tensor(found[kind]), theirs[kind])
-    assert runs
-
-
-def test_links_and_layers():
-    """Loaders of links and of layers carry the same, and edge weights are taken."""
-    data = graph()
-    torch.manual_seed(1)
-    wanted = Stack(LAYERS["sage mean"])
-    wanted(data.x, data.edge_index)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    links = DistLinkNeighborLoader(
-        data,
-        [3, 2, 2],
-        neg_sampling="binary",
-        batch_size=4,
-        options=LoaderOptions(seed=1),
-        edge_label_index=data.edge_index[:, :16],
-    )
-    for batch in links:
-        ends = batch.edge_label_index
-        agree(ours, wanted, ends[0], batch.edge_index, x=batch.x)
-    assert pdc.nn.trimming_of(ours) == "on"
-    for kind in ("induced", "bidirectional"):
-        for batch in DistLinkNeighborLoader(
-            data,
-            [3, 2],
-            batch_size=4,
-            edge_label_index=data.edge_index[:, :8],
-            subgraph_type=kind,
-        ):
-            ends = batch.edge_label_index
-            agree(ours, wanted, ends[0], batch.edge_index, x=batch.x)
-    weighted = Stack(LAYERS["gcn plain"])
-    weighted(data.x, data.edge_index)
-    ours = pdc.convert(copy.deepcopy(weighted))
-    for rule in ("ladies", "fastgcn"):
-        for batch in DistLayerLoader(
-            data,
-            [8, 8],
-            rule=rule,
-            batch_size=5,
-            options=LoaderOptions(seed=2),
-            input_nodes=torch.arange(15),
-        ):
-            weight = batch.edge_weight.double()
-            agree(
-                ours,
-                weighted,
-                slice(batch.batch_size),
-                batch.edge_index,
-                weight,
-                x=batch.x,
-            )
 
 
 # What a tensor carries ---------------------------------------------------------------

@@ -13,7 +13,6 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
-import torch_geometric
 import worlds
 from problems import GRAPHS, owners
 from torch.utils._pytree import tree_leaves
@@ -21,8 +20,6 @@ from torch_geometric.data import Data
 from torch_geometric.nn import HeteroLinear
 
 import pyg_distcomm as pdc
-from pyg_distcomm import nn
-from pyg_distcomm.comm import random
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -475,25 +472,6 @@ def test_extremes_share_their_gradient_as_in_torch(size):
     worlds.run(_ties, size)
 
 
-def _slopes_of_norms_at_zero():
-    data, share = _share()
-    want, got = data.x.clone(), share.x.detach().clone()
-    for x in (want, got):
-        x[:, 2] = 0.0
-        x.requires_grad_()
-    for p in (1, 2, 3.5):
-        pairs = [(x, torch.linalg.vector_norm(x, p, dim=0)) for x in (want, got)]
-        pairs += [(x, torch.linalg.vector_norm(x[:, 2], p)) for x in (want, got)]
-        slopes = [torch.autograd.grad(y.sum(), x)[0] for x, y in pairs]
-        torch.testing.assert_close(slopes[1].full_tensor(), slopes[0])
-        torch.testing.assert_close(slopes[3].full_tensor(), slopes[2])
-
-
-@ranks
-def test_norms_of_zeros_have_torchs_slope(size):
-    worlds.run(_slopes_of_norms_at_zero, size)
-
-
 @ranks
 def test_rows_of_ones_own_get_their_gradient(size):
     for cutter in CUTS:
@@ -621,26 +599,6 @@ def test_what_torch_func_makes_of_a_function_is_that_of_one_process(size):
     worlds.run(_transformed, size)
 
 
-def _sparse_products():
-    data, share = _share()
-    dense = torch.randn(50, 50, generator=torch.Generator().manual_seed(4)).double()
-    dense *= dense > 1
-    for make in (torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse):
-        mine, whole = share.x.clone().requires_grad_(), data.x.clone().requires_grad_()
-        out = make(dense.to(mine.device)) @ mine
-        torch.testing.assert_close(out, dense @ whole, rtol=1e-9, atol=1e-9)
-        out.square().sum().backward(), (dense @ whole).square().sum().backward()
-        torch.testing.assert_close(
-            mine.grad.full_tensor(), whole.grad, rtol=1e-9, atol=1e-9
-        )
-
-
-@pytest.mark.parametrize("size", [2])
-@pytest.mark.place("cpu", "cuda")
-def test_sparse_matrices_of_all_ranks_multiply_rows(size):
-    worlds.run(_sparse_products, size)
-
-
 def _indexing(cutter):
     data, share = _share(cutter)
     idx = torch.tensor([3, 0, 49, 3, 17, -1, 20])
@@ -698,53 +656,6 @@ def _selected():
     torch.testing.assert_close(x.grad.full_tensor(), w.grad)
     y = share.x[idx] + share.x[idx.flip(0)]  # of other owners
     torch.testing.assert_close(y.full_tensor(), data.x[idx] + data.x[idx.flip(0)])
-
-
-def _hooks_of_attention():
-    """Hooks of a layer see rows and gradients of the whole, and change the output."""
-    data, share = _share()
-    for name in ("GATConv", "TransformerConv", "ResGatedGraphConv"):
-        found = []
-        for home, graph in ((torch_geometric.nn, data), (nn, data), (nn, share)):
-            torch.manual_seed(0)
-            conv = getattr(home, name)(graph.x.size(1), 4).to(graph.x)
-            seen = []
-            conv.register_forward_pre_hook(lambda _, x: (x[0] + 1, *x[1:]))
-            conv.register_forward_hook(lambda _, x, out: 2 * out)
-            conv.register_full_backward_hook(lambda _, g, out, s=seen: s.append(out[0]))
-            for _ in range(2):  # edges are known from the second use on
-                seen.clear()
-                out = conv(graph.x, graph.edge_index)
-                out.square().sum().backward()
-            grads = [p.grad for p in conv.parameters()]
-            found.append([out.detach(), *seen, *grads])
-        for want, *every in zip(*found, strict=True):
-            for got in every:
-                got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
-                torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_hooks_of_attention_see_the_whole(size):
-    worlds.run(_hooks_of_attention, size)
-
-
-def _evaluated():
-    """A recurrent module is evaluated in inference mode, and trains after it."""
-    data, share = _share()
-    torch.manual_seed(0)
-    lstm = torch.nn.LSTM(data.x.size(1), 3, batch_first=True).to(data.x)
-    with torch.inference_mode():
-        want, got = (lstm(d.x.unsqueeze(1))[0] for d in (data, share))
-        torch.testing.assert_close(got.full_tensor(), want)
-    want, got = (lstm(d.x.unsqueeze(1))[0].square().sum() for d in (data, share))
-    grads = [torch.autograd.grad(t, [*lstm.parameters()]) for t in (want, got)]
-    torch.testing.assert_close(grads[1], grads[0])
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_recurrent_modules_run_in_inference_mode(size):
-    worlds.run(_evaluated, size)
 
 
 @ranks
@@ -885,22 +796,6 @@ def test_noise_is_that_of_one_process(size):
     worlds.run(_noise, size)
 
 
-@pytest.mark.parametrize("shape", [(50, 7), (50, 1), (50,), (17, 3), (333, 5), (3,)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", ["normal_", "uniform_", "exponential_"])
-@pytest.mark.place("cpu")
-def test_noise_is_drawn_in_blocks(shape, dtype, kind, monkeypatch):
-    monkeypatch.setattr(random, "_BLOCK", 64)
-    like = torch.empty(shape, dtype=dtype)
-    torch.manual_seed(1)
-    want = getattr(like.clone(), kind)()
-    torch.manual_seed(1)
-    place = torch.arange(0, shape[0], 2)
-    fill = lambda block: getattr(block, kind)()  # noqa: E731
-    got = random.draw_rows(fill, like[place], shape[0], place)
-    assert torch.equal(got, want[place])
-
-
 def _pyg_norms(cutter):
     from torch_geometric.nn import BatchNorm, LayerNorm, MessageNorm, PairNorm
 
@@ -971,33 +866,6 @@ def _gradients_by_hand():
 @ranks
 def test_gradients_by_hand(size):
     worlds.run(_gradients_by_hand, size)
-
-
-def _ends_of_edges():
-    data, share = _share()
-    edges, whole = share.edge_index, data.edge_index
-    conv = pdc.nn.GraphConv(7, 3).double().to(share.x.device)
-    for mine, theirs in (
-        (edges.t().t(), whole),
-        (edges.t().clone().long().t(), whole),
-        (edges.t()[edges[0] < edges[1]].t(), whole[:, whole[0] < whole[1]]),
-    ):
-        assert torch.equal(mine.full_tensor().cpu(), theirs)
-        got, want = conv(share.x, mine), conv(data.x.to(share.x.device), theirs)
-        torch.testing.assert_close(got.full_tensor(), want, rtol=1e-9, atol=1e-9)
-    whole = edges.full_tensor()
-    changed = edges.t().clone()
-    changed += 1
-    numbers = edges.t().clone(), edges.t() + 1, edges.t() * 0.5, edges.t() == 3
-    for x in (changed, numbers[0].double(), *numbers[1:], edges.t().flip(1)):
-        assert not isinstance(x.t(), pdc.DistEdgeIndex)
-    weights = edges.t().double()
-    total = weights.t() @ weights
-    torch.testing.assert_close(total, whole.double() @ whole.double().t())
-
-
-def test_edges_that_are_transposed_twice_are_edges():
-    worlds.run(_ends_of_edges, 2)
 
 
 def _moves_and_writes():

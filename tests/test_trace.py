@@ -5,12 +5,10 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
-import threading
 from collections import Counter
 
 import numpy as np
 import pytest
-import tiers
 import torch
 import torch.nn.functional as F
 import worlds
@@ -19,7 +17,6 @@ from problems import GRAPHS
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.trace import span
 from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.process import PROCESS
@@ -102,10 +99,6 @@ def of(trace, rank, ph, cat=None):
     ]
 
 
-def end_of(span):
-    return span["ts"] + span["dur"]
-
-
 def trained(path, grid):
     mesh = worlds.mesh(grid=grid)
     data = GRAPHS["undirected"]()
@@ -174,40 +167,6 @@ def test_ranks_of_all_stages_share_a_timeline(size, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
     for rank, ledger in enumerate(ledgers):
         assert_adds_up(trace, rank, ledger)
-
-
-def overlapping(path, grid):
-    mesh = worlds.mesh(grid=grid)
-    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
-    x = share.x.detach().requires_grad_()
-    with pdc.trace(path, mesh):
-        share.edge_index.with_halo("rows").matmul(x).sum().backward()
-
-
-def test_own_columns_are_multiplied_between_begin_and_arrival(tmp_path):
-    worlds.run(overlapping, 3, tmp_path / "run.json", (3, 1, 1))
-    trace = read(tmp_path / "run.json")
-    for rank in range(3):
-        products = of(trace, rank, "X", "product")
-        waits = {e["name"]: e for e in of(trace, rank, "X", "wait")}
-        travels = {e["name"]: e for e in of(trace, rank, "b")}
-        own = next(p for p in products if p["name"] == "own columns")
-        halo = next(p for p in products if p["name"] == "halo columns")
-        travel, wait = travels["halo row"], waits["wait halo row"]
-        assert travel["ts"] <= own["ts"]
-        assert end_of(own) <= wait["ts"]
-        assert end_of(wait) <= halo["ts"]
-        assert own["args"]["width"] == 7
-        assert own["args"]["nnz"] > 0
-        assert travel["args"]["exposed_us"] == wait["dur"]
-        backward = [p for p in products if p["args"].get("pass") == "backward"]
-        assert {p["name"] for p in backward} <= {
-            "own columns, rows to send",
-            "own columns",
-        }
-        assert backward
-        assert travels["halo_reduce row"]["args"]["pass"] == "backward"
-        assert travel["args"]["pass"] == "forward"
 
 
 ABOUT = {
@@ -283,38 +242,6 @@ def test_stages_of_a_loader_have_lanes_of_their_own(tmp_path):
         )
 
 
-def failing(folder, who):
-    mesh = pdc.init(timeout=120)
-    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
-    found = None
-    try:
-        with pdc.trace(folder / "run.json", mesh):
-            share.x.square().sum()
-            if mesh.rank == who:
-                raise KeyError("the data of step 3")
-            share.x.square().sum()
-    except Exception as error:
-        found = error
-    if mesh.rank == who:  # as the excepthook does
-        mesh.world.watch.report(found)
-    return repr(found)
-
-
-@tiers.parametrize("who", [0, 1, 2], [1])
-def test_one_rank_that_fails_keeps_its_error_and_all_write_their_own(who, tmp_path):
-    found = pdc.launch(failing, 3, tmp_path, who, timeout=300)
-    assert found[who] == "KeyError('the data of step 3')"
-    assert all("the data of step 3" in text for text in found)
-    left = sorted(p.name for p in tmp_path.iterdir())
-    assert left == [f"rank{rank}.run.json" for rank in range(3)]
-    for rank, name in enumerate(left):
-        trace = read(tmp_path / name)
-        assert "the data of step 3" in trace["otherData"]["failed"]
-        assert {event["pid"] for event in trace["traceEvents"]} == {rank}
-        assert of(trace, rank, "b")
-    assert len(of(read(tmp_path / left[who]), who, "b")) == 1
-
-
 def divided(path, mesh):
     with pdc.trace(path, mesh):
         collectives.barrier(mesh.world)
@@ -356,31 +283,6 @@ def misused(folder):
 def test_misuse_raises_on_all_ranks(size, tmp_path):
     assert all(worlds.run(misused, size, tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
-
-
-def test_a_decorator_and_threads_on_one_process(tmp_path):
-    path = tmp_path / "run.json"
-    inside = threading.Barrier(2)
-
-    def work(name):
-        inside.wait(10)
-        for k in range(50):
-            with span("script", f"{name} {k}"):
-                pass
-
-    @pdc.trace(path, worlds.mesh())
-    def run():
-        threads = [threading.Thread(target=work, args=(n,), name=n) for n in "ab"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    for _ in range(2):
-        run()
-        trace = read(path)
-        lanes = Counter((e["name"][0], e["tid"]) for e in of(trace, 0, "X"))
-        assert sorted(lanes.values()) == [50, 50]
 
 
 def _profiled(path):

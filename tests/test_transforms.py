@@ -631,20 +631,6 @@ def test_graphs_of_a_cut_batch_are_those_it_was_made_of(size):
     worlds.run(many, size)
 
 
-def other_graphs():
-    many = [
-        Data(x=torch.ones(3 + k, 3), edge_index=torch.tensor([[0, 1], [1, 2]]))
-        for k in range(3)
-    ]
-    share = pdc.partition(Batch.from_data_list(many), worlds.mesh(), "graphs")
-    with pytest.raises(ValueError, match="all ranks"):
-        share.get_example(worlds.mesh().rank).x.sum()
-
-
-def test_ranks_ask_for_the_same_graphs():
-    worlds.run(other_graphs, 2)
-
-
 def sparse():
     """A sparse adjacency instead of edges, before the cut; after it, it is refused."""
     data, mesh = graph(), worlds.mesh()
@@ -767,26 +753,6 @@ def apart():
 @pytest.mark.parametrize("size", [2])
 def test_what_one_rank_selects_otherwise_is_noticed_on_all_when_it_is_read(size):
     worlds.run(apart, size)
-
-
-class Noted(T.NormalizeFeatures):
-    """Keeps what differs between ranks beside PyG's arguments."""
-
-    def __init__(self, note):
-        super().__init__()
-        self.note = note
-
-
-def selected_alike():
-    mesh = worlds.mesh()
-    share = pdc.partition(two_types(), mesh, "random")
-    # a set has another order on each rank
-    assert set(share.node_type_subgraph({"a", "b"}).node_types) == {"a", "b"}
-    Noted(f"rank {mesh.rank}")(pdc.partition(graph(), mesh, "random"))
-
-
-def test_what_ranks_select_alike_is_taken():
-    worlds.run(selected_alike, 2)
 
 
 class Net(torch.nn.Module):
