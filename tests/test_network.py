@@ -29,8 +29,6 @@ def linked(test):
     return pytest.mark.netns(test)
 
 
-
-
 # What works -------------------------------------------------------------------------
 
 
