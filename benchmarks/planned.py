@@ -1,10 +1,9 @@
-"""Compares estimated and measured seconds of an epoch on every grid, over shaped links.
+"""Compares planned and counted bytes of every grid, beside its seconds, over shaped links.
 
     sudo python benchmarks/network.py --ranks 4 --burst 128kb -- \
         python benchmarks/planned.py [--graph rmat-16] [--widths 602 16 41] [--rates ...]
 
-In the same processes: every grid is planned for a `pdc.Machine` with the bandwidth of the
-links, and all grids train in turn, some epochs each.
+In the same processes all grids train in turn, some epochs each.
 Medians count, of rounds, a round being as long as its slowest rank.
 `auto` is the plan that `init(Auto(...))` takes, some times over: it times the best few.
 Bytes of the ledger must equal the plan's.
@@ -20,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import network
 import spmm as bench
@@ -37,7 +35,7 @@ from pyg_distcomm.plan.init import fastest, shortlist
 from pyg_distcomm.plan.training import training_of
 
 HEAD = (
-    *("rate", "grid", "planned s", "measured s", "planned/measured"),
+    *("rate", "grid", "measured s"),
     *("spread", "over the fastest", "bytes, most", "as the ledger's"),
 )
 EPOCHS = 3  # of a round, one after the other
@@ -111,50 +109,41 @@ def measure(
     return dict(zip(jobs, every, strict=True))
 
 
-def planned(
-    data: Data, mesh: pdc.Mesh, partition: Any, args: argparse.Namespace, rate: str
-) -> tuple[pdc.Plans, Grid]:
-    """Returns the plans for links of a rate, and what is taken; collective."""
-    machine = pdc.Machine(bandwidth=bytes_per_second(rate), source=f"links of {rate}")
-    plans = pdc.plan(data, args.widths, mesh.size, partition=partition, machine=machine)
+def chosen(data: Data, plans: pdc.Plans, args: argparse.Namespace) -> Grid:
+    """Returns the grid that is taken; collective."""
     training = training_of(args.widths, "gcn")
-    near, edges = shortlist(plans, training), data.edge_index
-    if len(near) > 1 and edges is not None:
-        best = fastest(edges, partition, near, training, {})
-    else:
-        best = plans.best
-    return plans, best.grid
-
-
-def bytes_per_second(rate: str) -> float:
-    """Returns the bytes per second of a rate as tc takes it: "1gbit", "100mbit"."""
-    return float(rate[:-4]) * {"gbit": 125e6, "mbit": 125e3}[rate[-4:]]
+    near, edges, partition = (
+        shortlist(plans, training),
+        data.edge_index,
+        plans.partition,
+    )
+    if len(near) > 1 and edges is not None and partition is not None:
+        return fastest(edges, partition, near, training, {}).grid
+    return plans.best.grid
 
 
 def rows_of(
     rate: str,
-    every: list[tuple[pdc.Plans, Grid]],
+    plans: pdc.Plans,
+    taken: list[Grid],
     took: dict[Grid, list[float]],
     counted: dict,
 ) -> list[tuple]:
-    """Returns one row a way: predicted, measured, their ratio, spreads, bytes."""
-    plans, taken = zip(*every, strict=True)
+    """Returns one row a way: measured seconds, spreads, bytes."""
     medians = {way: statistics.median(laps) for way, laps in took.items()}
     rows = []
     picks = Counter(taken)
     for way, laps in took.items():
-        found, measured = plans[0].of(way), medians[way]
+        found, measured = plans.of(way), medians[way]
         low, _, high = statistics.quantiles(laps, n=4)
         name = "x".join(map(str, way))
         fastest = min(medians.values())
-        auto = f" (auto {picks[way]} of {len(plans)})" if picks[way] else ""
+        auto = f" (auto {picks[way]} of {len(taken)})" if picks[way] else ""
         rows.append(
             (
                 rate,
                 name + auto,
-                found.seconds,
                 measured,
-                f"{found.seconds / measured:.2f}",
                 f"{(high - low) / measured:.0%}",
                 f"{measured / fastest:.2f}",
                 found.bytes,
@@ -191,15 +180,13 @@ def main() -> None:
         network.shape(rate)
         collectives.barrier(world)
         measure(made, 3, world)  # plans, and products that are kept
-        every, took = [], {}
+        taken, took = [], {}
         for _ in range(args.times):
-            every.append(planned(data, mesh, bare.partition, args, rate))
+            taken.append(chosen(data, bare, args))
             for way, seconds in measure(made, args.rounds, world).items():
                 took.setdefault(way, []).extend(seconds)
         counted = {way: made[way][0].ledger.bytes() for way in took}
-        rows += rows_of(rate, every, took, counted)
-        if mesh.rank == 0:
-            print(f"{rate}: {every[-1][0].machine}\n", flush=True)
+        rows += rows_of(rate, bare, taken, took, counted)
     if mesh.rank == 0:
         print(bare.graph, format_table(HEAD, rows), sep="\n\n")
         if args.json:

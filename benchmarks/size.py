@@ -33,7 +33,7 @@ import numpy as np
 import spmm as bench
 import torch
 import torch.nn.functional as F
-from scaling import GCN, MACHINE, best_by_name, mib, sides
+from scaling import GCN, best_by_name, mib, sides
 from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
@@ -463,7 +463,7 @@ def loader_rows(graph: pdc.RandomGraph, batch: int = BATCH) -> float:
 
 
 def on_paper(sizes: list[int]) -> list[dict[str, Any]]:
-    """Returns what each way of training and each link costs a rank of so many, on MACHINE."""
+    """Returns what each way of training and each link costs a rank of so many."""
     nodes, edges, widths = PAPERS
     graph, rows = pdc.RandomGraph(nodes, edges, "rmat"), []
     for size in sizes:
@@ -472,8 +472,6 @@ def on_paper(sizes: list[int]) -> list[dict[str, Any]]:
             graph,
             widths,
             size,
-            machine=MACHINE,
-            memory=1e15,
             codecs=["bf16", Quantise(1)],
         )
         seconds = time.process_time() - start
@@ -508,7 +506,7 @@ def against_real(scale: int, sizes: list[int]) -> list[tuple]:
     law, rows = pdc.RandomGraph(n, edges.size(1), "rmat"), []
     for size in sizes:
         start = time.perf_counter()
-        how: Any = {"memory": 1e15, "halo": "rows"}
+        how: Any = {"halo": "rows"}
         real = pdc.plan(edges, widths, size, partition="random", **how)
         seconds = time.perf_counter() - start
         paper = pdc.plan(law, widths, size, **how)
@@ -609,7 +607,7 @@ def draw_paper(path: Path) -> None:
     sizes = [64, 128, 256, 512, 1024, 2048, 4096]
     lines: dict[str, list[tuple[int, float, float]]] = {}
     for size in sizes:
-        plans = pdc.plan(graph, widths, size, machine=MACHINE, memory=1e15)
+        plans = pdc.plan(graph, widths, size)
         for name, one in best_by_name(plans).items():
             lines.setdefault(name, []).append((size, one.bytes, one.memory))
     pyplot.rcParams |= {"svg.hashsalt": "pyg_distcomm", "font.size": 10}

@@ -28,7 +28,6 @@ __all__ = [  # as in `api`
     "DistTensor",
     "Ledger",
     "LinkPolicy",
-    "Machine",
     "Mesh",
     "Partition",
     "PartitionReport",

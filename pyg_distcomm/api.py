@@ -31,7 +31,6 @@ from pyg_distcomm.pipeline.pipeline import Pipeline as Pipeline
 from pyg_distcomm.plan.degree_distribution import RandomGraph as RandomGraph
 from pyg_distcomm.plan.init import Auto as Auto
 from pyg_distcomm.plan.init import init as init
-from pyg_distcomm.plan.machine import Machine as Machine
 from pyg_distcomm.plan.planner import Plan as Plan
 from pyg_distcomm.plan.planner import Plans as Plans
 from pyg_distcomm.plan.planner import plan as plan

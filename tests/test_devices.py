@@ -26,7 +26,6 @@ from pyg_distcomm.comm import collectives, store
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.loader import LoaderOptions, NeighborLoader
 from pyg_distcomm.nn import DistGCNConv, HaloConv
-from pyg_distcomm.plan.machine import DEVICES, Machine
 
 
 def misplaced(what, ranks):
@@ -309,19 +308,6 @@ def test_the_doctor_says_which_kernels_run_on_cuda():
     found = doctor.cuda_kernels()
     assert "Triton" in str(found)
     assert torch.cuda.is_available() or "no CUDA device" in found.found
-
-
-@pytest.mark.parametrize("name", [*DEVICES, "H100/ndr"])
-def test_plans_by_the_figures_of_data_sheets(name):
-    machine = Machine.of_device(name)
-    assert machine.source.endswith(name.lower())
-    assert machine.memory == DEVICES[name.lower().split("/")[0]][0]
-
-
-@pytest.mark.parametrize("name", ["tpu", "h100/", "h100/x", ""])
-def test_unknown_devices_are_refused_with_those_known(name):
-    with pytest.raises(ValueError, match=r"a100, h100, h200.*hdr"):
-        Machine.of_device(name)
 
 
 def test_an_unchanged_layer_names_what_is_misplaced():

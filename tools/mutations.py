@@ -608,28 +608,20 @@ MUTATIONS = (
     ),
     # the planner
     Mutation(
-        "the planner gives whole blocks to their own rank as well",
+        "the planner forgets the sums of a product",
         "planner",
-        "np.repeat(own[:, None, :], size, 1) * (1 - np.eye(size, dtype=np.int64))",
-        "np.repeat(own[:, None, :], size, 1)",
+        "for link, back in (*ways, (links.sums, True))",
+        "for link, back in ways",
         "test_plan.py",
         "test_bytes_are_those_of_the_ledger",
     ),
     Mutation(
-        "the planner forgets sums that are paid for already",
+        "the planner gives sums the counts of rows",
         "planner",
-        "words[i, j] += len(torch.unique(block.summed[summed_at != j]))",
-        "words[i, j] += 0",
+        "come, go = ends[::-1] if back else ends",
+        "come, go = ends",
         "test_plan.py",
-        "test_sums_that_are_needed_anyway",
-    ),
-    Mutation(
-        "the planner multiplies by self-loops twice",
-        "planner",
-        "own = own + (self.nodes - self.loops).reshape(r, s, p).sum(2)",
-        "own = own + self.nodes.reshape(r, s, p).sum(2)",
-        "test_plan.py",
-        "nonzeros_are and directed",
+        "test_bytes_are_those_of_the_ledger",
     ),
     # products of sparse matrices of edges
     # pools

@@ -63,6 +63,8 @@ class Axis:
             that they would do it with, and this axis: "sum" it over the ranks, as gradients
             of "parameters" at the end of a pass, "gather" all of its rows, send "rows" to
             the ranks that read them, or sums "back".
+        meeting: passes rows between ranks that are threads of this process, where plans are
+            made for all of them; see `plan.ranks.Meeting`.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Axis:
     ledger: Ledger
     watch: FailureMonitor | None
     observer: Callable[[str, Tensor, Axis], None] | None = None
+    meeting: Any = None
 
     def __post_init__(self) -> None:
         if self.watch is not None and self.group not in (None, dist.group.WORLD):

@@ -217,6 +217,10 @@ def all_to_all(
     rows from rank 0, then rank 1, ...
     Price: (sum(recv_counts) - recv_counts[self]) times the width of a row, in words.
     """
+    if axis.meeting is not None:
+        each = x.split(list(send_counts or ())) if isinstance(x, Tensor) else x
+        met = torch.cat(axis.meeting.swap(axis.rank, each))
+        return Pending(met, met.device, axis, op)
     source, parts = _staged(x, send_counts, axis)
     like, device = parts[0], (x if isinstance(x, Tensor) else x[0]).device
     if axis.size == 1:
@@ -434,6 +438,9 @@ def all_reduce_begin(
     """
     if axis.size == 1:
         return Pending(x, x.device, axis, "all_reduce")
+    if axis.meeting is not None:
+        every: Any = axis.meeting.swap(axis.rank, [x] * axis.size)
+        return Pending(torch.stack(every).sum(0), x.device, axis, "all_reduce")
     out = _to_backend_device(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
     traced = note_all_reduce(x, axis, before)

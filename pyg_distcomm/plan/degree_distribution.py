@@ -8,10 +8,15 @@ import numbers
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Grid
+from pyg_distcomm.halo.codec import Codec
+from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.ops.grid_plan import PACKING
-from pyg_distcomm.plan.traffic import Array, Flow, LinkCounts, ProductLinks
+from pyg_distcomm.plan.ranks import Array
+from pyg_distcomm.plan.training import ProductShape
 
 POINTS = 4096  # quantiles of a power law
 
@@ -106,13 +111,6 @@ LAWS: dict[str, DegreeDistribution] = {
 }
 
 
-def _power(part: Array | float, times: Array | float) -> Array:
-    """Returns (1 - part)^times, also if `part` is below the precision of 1 - part."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        out: Array = np.exp(np.asarray(times) * np.log1p(-np.asarray(part, np.float64)))
-    return np.where(np.asarray(times) == 0, 1.0, out)
-
-
 @dataclass(frozen=True)
 class RandomGraph:
     """Describes a graph by its size and degrees; nodes are assigned to ranks at random.
@@ -147,44 +145,120 @@ class RandomGraph:
         law = LAWS[self.law] if isinstance(self.law, str) else self.law
         return 1 - law.missing(self.nodes, self.edges, 1 / parts)
 
-    def _sent(self, parts: int, halo: str) -> float:
-        """Returns the fraction of the rows of a block that travel to one of its parts."""
+    def sent(self, parts: int, halo: str) -> float:
+        """Returns the fraction of the rows of a block that travel to one of its parts.
+
+        Whole blocks are sent if "auto" finds them cheaper: see `blocks_are_cheaper`.
+        """
         part = 1.0 if parts == 1 or halo == "blocks" else self.fill(parts)
         return 1.0 if halo == "auto" and part * (1 + PACKING) >= 1 else part
 
-    def flow(self, grid: Grid, halo: str, add_loops: bool) -> Flow:
-        """Returns the mean rows of one product on a grid, the same for every rank.
 
-            ghosts = n/s (1 - 1/r) (1 - E (1 - 1/r)^d)     over the row axis
+@dataclass(frozen=True, eq=False)
+class MeanTraffic:
+    """What ranks of a grid exchange in the mean, for a `RandomGraph`; see `Traffic`.
 
-        and with r and s exchanged over the col axis; whole blocks have no last factor,
-        and are sent if "auto" finds them cheaper (see `ops.grid_plan.blocks_are_cheaper`).
-        """
-        r, s, p = grid
-        n, m = self.nodes, self.edges
-        rows = n / s * (1 - 1 / r) * self._sent(r, halo)
-        sums = n / r * (1 - 1 / s) * self._sent(s, halo)
-        ghost, out, none = (
-            LinkCounts(_each(count), _each(count), _each(peers), _each(peers))
-            for count, peers in ((rows, r - 1), (sums, s - 1), (0, 0))
+        ghosts = n/s (1 - 1/r) (1 - E (1 - 1/r)^d)     over the row axis
+
+    and with r and s exchanged over the col axis; whole blocks have no last factor. Arrays
+    have an entry for each rank of a fiber, whose slices of features differ in width.
+    """
+
+    graph: RandomGraph
+    grid: Grid
+    halo: str
+
+    def _each(self, value: float) -> Array:
+        return np.full(self.grid[2], float(value))
+
+    @property
+    def nodes(self) -> Array:
+        """Own nodes."""
+        return self._each(self.graph.nodes / math.prod(self.grid))
+
+    @property
+    def edges(self) -> Array:
+        """Own edges."""
+        return self._each(self.graph.edges / math.prod(self.grid))
+
+    @property
+    def fiber(self) -> Array:
+        """Own nodes of all ranks of the fiber."""
+        return self.nodes * self.grid[2]
+
+    @property
+    def nonzeros(self) -> Array:
+        """Nonzeros that a product multiplies."""
+        return self.edges * self.grid[2]
+
+    @property
+    def rows(self) -> Array:
+        """Rows that a product receives and sends."""
+        return self._each(2 * sum(count for count, _ in self._links))
+
+    @property
+    def ghosts(self) -> Array:
+        """Rows that a layer run by `HaloConv` receives."""
+        return self._each(self._fetched[0])
+
+    @property
+    def sent(self) -> Array:
+        """Rows that such a layer sends."""
+        return self.ghosts
+
+    @property
+    def _links(self) -> tuple[tuple[float, int], ...]:
+        """The rows of the row axis and the sums of the col axis, each with its peers."""
+        (r, s, _), n = self.grid, self.graph.nodes
+        rows = n / s * (1 - 1 / r) * self.graph.sent(r, self.halo)
+        sums = n / r * (1 - 1 / s) * self.graph.sent(s, self.halo)
+        return (rows, r - 1), (sums, s - 1)
+
+    @property
+    def _fetched(self) -> tuple[float, int]:
+        size = math.prod(self.grid)
+        rows = self.graph.nodes * (1 - 1 / size) * self.graph.sent(size, "rows")
+        return rows, size - 1
+
+    @property
+    def adds(self) -> bool:
+        """Whether sums of rows are products."""
+        if self.grid[1:] == (1, 1):
+            return True
+        shapes = ProductShape(0, self.grid[2], False), ProductShape(0, 1, False, True)
+        priced = (self.exchange(one, Plain(), torch.float32) for one in shapes)
+        added, fetched = (float((fiber + rows).mean()) for fiber, rows, _ in priced)
+        return bool(added / self.grid[2] < fetched)
+
+    def exchange(
+        self, product: ProductShape, codec: Codec, dtype: torch.dtype
+    ) -> tuple[Array, Array, Array]:
+        """Prices one product, or one exchange of `HaloConv`; all messages are equal."""
+        p, item, n = self.grid[2], dtype.itemsize, self.nodes
+        links = (self._fetched,) if product.halo else self._links
+        widths, fiber, messages = (
+            np.full(p, product.width),
+            0.0 * n,
+            np.zeros(p, np.int64),
         )
-        block, own = m / (r * s), 1 / (r * s)
-        nonzeros = (
-            block * own + (n / (r * s) if add_loops else 0.0),
-            block * (1 / s - own),
-            block * (1 / r - own),
-            block * (1 - 1 / r) * (1 - 1 / s),
-            *(0, 0),
-        )
-        return Flow(
-            grid,
-            _each(n / (r * s * p))[:, :, None],
-            _each(n / (r * s)),
-            _each(m / (r * s * p))[:, :, None],
-            ProductLinks(ghost, out, none, none),
-            tuple(map(_each, nonzeros)),
-        )
+        if not product.halo:
+            widths = np.array(balanced_split(product.width, p))
+        if not product.halo and p > 1:
+            fiber = (n * (p - 1) * widths + n * (product.width - widths)) * item
+            some = widths > 0
+            messages = some.sum() - some + some * (p - 1)
+        received = 0.0 * n
+        for count, peers in links:
+            mean = max(round(count / max(peers, 1)), 1)
+            for width in set(widths.tolist()):
+                each = codec.wire_bytes(mean, width, dtype) / mean if width else 0
+                received = received + np.where(widths == width, count * each, 0)
+            messages = messages + peers * (widths > 0)
+        return fiber, received, messages
 
 
-def _each(value: float) -> Array:
-    return np.full((1, 1), value)
+def _power(part: Array | float, times: Array | float) -> Array:
+    """Returns (1 - part)^times, also if `part` is below the precision of 1 - part."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out: Array = np.exp(np.asarray(times) * np.log1p(-np.asarray(part, np.float64)))
+    return np.where(np.asarray(times) == 0, 1.0, out)

@@ -24,8 +24,7 @@ from pyg_distcomm.nn.product_layers import DistGCNConv, DistSAGEConv
 from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.partition.cutters import check_edge_index, cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.codecs import CodecLike, codings
-from pyg_distcomm.plan.machine import Machine
+from pyg_distcomm.plan.cost import CodecLike, codings
 from pyg_distcomm.plan.planner import Plan, Plans, edges_of, plan
 from pyg_distcomm.plan.training import (
     INPUTS,
@@ -50,7 +49,6 @@ class Auto:
         layers, inputs, memory, dtype: see `plan`.
         codecs: links that it may take (see `plan`), for `partition(..., link=mesh.plan.link)`.
         method: the method of the partition, also for `partition`; with seed 0.
-        machine: the figures to plan with; nothing is timed then.
     """
 
     data: Any
@@ -59,7 +57,6 @@ class Auto:
     layers: str | Sequence[str] = "gcn"
     inputs: str = INPUTS[0]
     method: Any = "metis"
-    machine: Machine | None = None
     memory: float | None = None
     codecs: Sequence[CodecLike] = ()
     dtype: torch.dtype | None = None
@@ -86,8 +83,8 @@ def init(
         mesh = pdc.init()
         data = pdc.partition(dataset[0], mesh)
 
-    `Auto` plans on rank 0 (see `plan`), times epochs of the best 4 exact plans, and takes
-    the fastest; see `shortlist` for when the best plan is taken untimed.
+    `Auto` plans on rank 0 (see `plan`), times epochs of the 4 exact plans with the fewest
+    bytes, and takes the fastest; see `shortlist` for when the first is taken untimed.
     `partition` follows `mesh.plan`.
 
     Args:
@@ -127,7 +124,7 @@ def init(
     read: Any = {"widths": auto.widths, "model": auto.model}
     read |= {"layers": auto.layers, "inputs": auto.inputs}
     options = {"memory": auto.memory, "partition": auto.method, "dtype": auto.dtype}
-    options |= {"codecs": auto.codecs, "machine": auto.machine}
+    options |= {"codecs": auto.codecs}
     best, owners = _choose_plan(mesh, data, read, options, mesh_options)
     if best.grid != mesh.grid:
         mesh = grids.init(grid=best.grid, **mesh_options)
@@ -200,8 +197,7 @@ def _choose_plan(
         best = plans[0] if inexact and len(plans) else plans.best
         owners = _owners(plans, best, data, options["partition"])
         owner = None if owners is None else owners.owner.numpy()
-        given = inexact or options["machine"] is not None
-        if given or owner is None or takes_grid(options["partition"]):
+        if inexact or owner is None or takes_grid(options["partition"]):
             candidates, training = [best], None
         else:
             training = _training(data, read, options)
@@ -268,7 +264,7 @@ def _owners(plans: Plans, best: Plan, data: Any, method: Any) -> Partition | Non
 
 
 MOST = 4  # the most plans that are timed
-LONGEST = 5.0  # no plan is timed whose epoch is estimated to take more seconds
+LONGEST = 60.0  # seconds after which a round of epochs is the last
 WARM, EPOCHS = 3, 7  # epochs of each plan that warm up, and that are timed
 DEFAULT_MEMORY = 8 << 30  # bytes that the timed plans may use together without a limit
 DTYPES = {4: torch.float32, 8: torch.float64}  # by bytes of an element
@@ -278,10 +274,9 @@ LAYERS: dict[str, Any] = {"gcn": DistGCNConv, "sage": DistSAGEConv}
 def shortlist(
     plans: Plans, training: Training, memory: float | None = None
 ) -> list[Plan]:
-    """Returns the best few exact plans by estimate, to be timed; or only the best one.
+    """Returns the exact plans with the fewest bytes, to be timed; or only the best one.
 
-    Returns only the best one if the layers are not a plain stack of GCN and SAGE layers, or
-    if its epoch is estimated to take longer than `LONGEST`.
+    Returns only the best one if the layers are not a plain stack of GCN and SAGE layers.
 
     Args:
         plans: all plans.
@@ -289,13 +284,13 @@ def shortlist(
         memory: bytes that a rank may use for all of them together.
     """
     best = plans.best
-    limit = memory or plans.machine.memory or DEFAULT_MEMORY
+    limit = memory or DEFAULT_MEMORY
     chosen: list[Plan] = []
-    if best.seconds > LONGEST or not _is_plain_stack(training):
+    if not _is_plain_stack(training):
         return [best]
     for one in plans:
         total = one.memory + sum(other.memory for other in chosen)
-        if one.exact and one.seconds <= LONGEST and total <= limit:
+        if one.exact and total <= limit:
             chosen.append(one)
     return chosen[:MOST] if best in chosen else [best]
 
@@ -344,12 +339,16 @@ def fastest(
     runs = [_start_run(data, owners, plan, training, mesh_options) for plan in plans]
     timings: list[list[float]] = [[] for _ in plans]
     off = None if runs[0].mesh.rank == 0 else True
+    begin, world = time.perf_counter(), runs[0].mesh.world
     for _ in tqdm(range(WARM + EPOCHS), "timing plans", disable=off, leave=False):
         for run, seconds in zip(runs, timings, strict=True):
             seconds.append(time_once(run.epoch, run.mesh))
-    medians = [statistics.median(seconds[WARM:]) for seconds in timings]
+        spent = torch.tensor([time.perf_counter() - begin])
+        if float(collectives.all_reduce(spent, world, "max")) > LONGEST:
+            break
+    medians = [statistics.median(each[WARM:] or each[-1:]) for each in timings]
     slowest = torch.tensor(medians, dtype=torch.float64)
-    slowest = collectives.all_reduce(slowest, runs[0].mesh.world, "max")
+    slowest = collectives.all_reduce(slowest, world, "max")
     meshes = [run.mesh for run in runs]
     del run, runs  # which use the groups
     for mesh in meshes:

@@ -1,8 +1,7 @@
-"""Plans every grid and link to train a graph on a number of ranks, and ranks them by cost."""
+"""Plans every grid and link to train a graph on a number of ranks, and ranks them by bytes."""
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from collections.abc import Iterable, Sequence
@@ -20,11 +19,9 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.codecs import CodecLike, Coding, codings
-from pyg_distcomm.plan.cost import EpochProducts, adds_on_grid, epoch_cost
-from pyg_distcomm.plan.degree_distribution import RandomGraph
-from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.traffic import CutEdges, Flow
+from pyg_distcomm.plan.cost import CodecLike, Coding, codings, epoch_cost
+from pyg_distcomm.plan.degree_distribution import MeanTraffic, RandomGraph
+from pyg_distcomm.plan.ranks import CutGraph, Traffic
 from pyg_distcomm.plan.training import (
     Training,
     dtype_of,
@@ -52,14 +49,11 @@ class Plan:
         sum_bytes: of them in all-reduces, by what is summed; the same on every rank.
         total_bytes: over all ranks.
         messages: sent in products by the busiest rank.
-        seconds: predicted for an epoch.
         memory: bytes on the fullest rank in an epoch, beside the interpreter's; not those
             that cutting the graph and planning its exchanges take before.
         reason: why it is refused; None for one that can be run.
         exact: whether it trains as one process does; if not, rows are rounded, left out or
             late.
-        sized: whether bytes are exact; if not, exchanges may be skipped, and they are
-            the most there can be.
         missing: what the model sends that bytes leave out, in words; else empty.
         link: what gives this codec to `pdc.partition`; None for the exact link.
     """
@@ -72,11 +66,9 @@ class Plan:
     sum_bytes: dict[str, int] = field(default_factory=dict)
     total_bytes: int = 0
     messages: int = 0
-    seconds: float = 0.0
     memory: int = 0
     reason: str | None = None
     exact: bool = True
-    sized: bool = True
     link: LinkPolicy | None = None
     missing: str = ""
 
@@ -106,36 +98,33 @@ class Plan:
         text = f"{self.algorithm} ({sides}), {', '.join(self.orders)}"
         if self.codec != "plain":
             text += f", {self.codec}{'' if self.exact else ' (not exact)'}"
-        most = "at least " if self.missing else "" if self.sized else "at most "
+        most = "at least " if self.missing else ""
         return (
             f"{text}: {most}{show_bytes(self.bytes)} per rank, "
-            f"{show_bytes(self.total_bytes)} in all, {self.seconds:.4g} s per epoch, "
-            f"{show_bytes(self.memory)} of memory"
+            f"{show_bytes(self.total_bytes)} in all, {show_bytes(self.memory)} of memory"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Plans(Sequence[Plan]):
-    """Lists all plans that can be run, the fastest first; `print` shows them as a table.
+    """Lists all plans that can be run, the fewest bytes first; `print` shows a table.
 
     Args:
         ranked: what can be run.
         refused: what cannot, each with its reason.
         graph: the graph in words.
-        machine: the figures for seconds.
-        partition: who owns which node, on the fastest grid where that depends on it
+        partition: who owns which node, on the first grid where that depends on it
             ("grid"); None for a law of degrees.
     """
 
     ranked: tuple[Plan, ...]
     refused: tuple[Plan, ...]
     graph: str
-    machine: Machine
     partition: Partition | None = None
 
     @property
     def best(self) -> Plan:
-        """The exact plan predicted to be the fastest of those that can be run.
+        """The exact plan of those that can be run whose busiest rank receives least.
 
         Those that are not exact are ranked among the others: `plans[0]` may be one.
 
@@ -168,11 +157,10 @@ class Plans(Sequence[Plan]):
 
     def __str__(self) -> str:
         shown = self.ranked[:MOST_LINES]
-        parts = [f"graph     {self.graph}", str(self.machine), "", _table(shown)]
+        parts = [f"graph  {self.graph}", "", _table(shown)]
         if len(self.ranked) > len(shown):
-            left = len(self.ranked) - len(shown)
-            parts.append(f"{left} more are predicted to be slower")
-        parts += _legend(shown, self.machine)
+            parts.append(f"{len(self.ranked) - len(shown)} more receive more")
+        parts += _legend(shown)
         lines = [f"{p.algorithm} {p.grid}, {p.codec}: {p.reason}" for p in self.refused]
         if lines:
             parts += ["", "refused:", *(f"  {line}" for line in lines[:MOST_LINES])]
@@ -187,7 +175,7 @@ class Plans(Sequence[Plan]):
 
 def _table(plans: Sequence[Plan]) -> str:
     head = ("algorithm", "grid", "orders", "codec", "bytes, most", "bytes, all")
-    head += ("of products", "messages", "seconds", "memory")  # type: ignore[assignment]
+    head += ("of products", "messages", "memory")  # type: ignore[assignment]
     rows = [
         (
             plan.algorithm,
@@ -195,11 +183,10 @@ def _table(plans: Sequence[Plan]) -> str:
             " ".join(plan.orders),
             f"{plan.codec}{'' if plan.exact else ' *'}",
             *(
-                f"{_bound_sign(plan)}{show_bytes(count)}"
+                f"{'>= ' if plan.missing else ''}{show_bytes(count)}"
                 for count in (plan.bytes, plan.total_bytes, plan.exchange_bytes)
             ),
             plan.messages,
-            f"{plan.seconds:.4g}",
             show_bytes(plan.memory),
         )
         for plan in plans
@@ -207,24 +194,13 @@ def _table(plans: Sequence[Plan]) -> str:
     return format_table(head, rows) if rows else "no plan can be run"
 
 
-def _bound_sign(plan: Plan) -> str:
-    return ">= " if plan.missing else "" if plan.sized else "<= "
-
-
-def _legend(plans: Sequence[Plan], machine: Machine) -> list[str]:
+def _legend(plans: Sequence[Plan]) -> list[str]:
     """Explains the signs of the table."""
     notes = []
     if any(not plan.exact for plan in plans):
         notes.append("* not exact (rounded, left out or late): only when asked for")
-    if any(not (plan.sized or plan.missing) for plan in plans):
-        notes.append("<= exchanges may be skipped: the most there can be")
     missing = dict.fromkeys(plan.missing for plan in plans if plan.missing)
-    notes += [f">= bytes and seconds leave out {words}" for words in missing]
-    if any(plan.link is not None for plan in plans):
-        notes.append(
-            f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows per second"
-        )
-    return notes
+    return [*notes, *(f">= bytes leave out {words}" for words in missing)]
 
 
 def show_bytes(count: float) -> str:
@@ -260,7 +236,6 @@ def plan(
     model: torch.nn.Module | None = None,
     layers: str | Sequence[str] = "gcn",
     inputs: str = "constant",
-    machine: Machine | None = None,
     memory: float | None = None,
     partition: Any = "metis",
     seed: int = 0,
@@ -284,37 +259,35 @@ def plan(
         model: instead of widths: of PyG's layers or ours; it is run on two nodes.
         layers: "gcn" or "sage", or one for each layer.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
-        machine: from `Machine.of_device`, or by hand; default gigabit Ethernet.
         memory: bytes a rank may use in an epoch, beside its interpreter; those it takes to
-            cut the graph, and to plan exchanges, come before. Default `machine.memory`.
+            cut the graph, and to plan exchanges, come before. None is without a limit.
         partition, seed: as `pdc.partition` takes them: a method, owners, or a Partition.
         algorithm, grid: only grids of this name ("1d", "1.5d", "2d", ...), or only this one.
         codecs: beside the exact link, others to plan for: LinkPolicys (as they stand: of a
             schedule, the ratio of its present epoch), or Codecs and names, as LinkPolicy
-            takes them. Bytes are exact, or of a link that skips exchanges the most there
-            can be. A plan that changes numbers is never `best`.
+            takes them. A plan that changes numbers is never `best`.
         dtype: of the features; that of data.x, else of the model, else float32.
         halo, ordering: what travels, and the order of products, as
             `DistEdgeIndex.with_halo` and `with_ordering` set them.
 
     Returns:
-        `Plans`: a sequence, the fastest first, with `best` and `refused`.
+        `Plans`: a sequence, the fewest bytes first, with `best` and `refused`.
 
-    Price: O(edges) once and O(volume) a grid; a `RandomGraph`, milliseconds a grid.
+    Price: for a real graph, what its ranks take together to plan their products, on each
+    grid, in threads of this process; a `RandomGraph`, milliseconds a grid.
     """
-    check_options(machine, memory)
+    _check_memory_option(memory)
     size = _ranks_of(ranks, mesh, partition)
-    machine, cutting = machine or Machine(), (graph, size, partition, seed)
+    cutting = graph, size, partition, seed
     grid = _grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
     training = training_from_options(graph, widths, model, layers, inputs, dtype)
     source, description, owners = _source(*cutting, grid)
     how = check_halo(halo), ordering
-    search = _Search(cutting, source, training, dtype, machine, codings(codecs), *how)
+    search = _Search(cutting, source, training, dtype, codings(codecs), *how)
     found = search.on_grids(_grids(size, algorithm, grid))
-    limit = machine.memory if memory is None else memory
     known = (replace(each, missing=training.missing) for each in found)
-    checked = sorted((_check_memory(each, limit) for each in known), key=_sort_key)
+    checked = sorted((_check_memory(each, memory) for each in known), key=_sort_key)
     ranked = tuple(one for one in checked if one.reason is None)
     if ranked and takes_grid(partition):
         owners = _source(*cutting, ranked[0].grid)[2]
@@ -322,7 +295,6 @@ def plan(
         ranked,
         tuple(one for one in checked if one.reason is not None),
         f"{description}, {size} ranks; {_describe_training(training)}",
-        machine,
         owners,
     )
 
@@ -335,16 +307,14 @@ class _Search:
         cutting: the graph, the number of ranks, the partition, and the seed.
         source: the partitioned graph, or a `RandomGraph`.
         training, dtype: the training, and the dtype of features.
-        machine: the figures for seconds.
         links: None for the exact link, and others.
         halo, ordering: see `plan`.
     """
 
     cutting: tuple[Any, int, Any, int]
-    source: CutEdges | RandomGraph
+    source: CutGraph | RandomGraph
     training: Training
     dtype: torch.dtype
-    machine: Machine
     links: list[Coding | None]
     halo: str
     ordering: MultiplyOrder
@@ -358,25 +328,20 @@ class _Search:
             found += self._plans_of(grid, source)
         return found
 
-    def _plans_of(self, grid: Grid, source: CutEdges | RandomGraph) -> list[Plan]:
+    def _plans_of(self, grid: Grid, source: CutGraph | RandomGraph) -> list[Plan]:
         """Returns one plan of a grid for each link."""
-        training = self.training
-        flow = ghosts = source.flow(grid, self.halo, training.adds_loops)
-        if training.runs_by_halo:
-            ghosts = self._ghosts(source, math.prod(grid))
-        adds = training.adds_rows and adds_on_grid(flow, ghosts, self.dtype)
-        prices = EpochProducts((flow, ghosts), training, self.dtype)
-        orders, found = training.orders(self.ordering), []
+        training, order = self.training, self.ordering
+        traffic: Traffic
+        if isinstance(source, CutGraph):
+            reads = training.runs_by_halo, training.adds_rows
+            traffic = source.traffic(grid, self.halo, *reads)
+        else:
+            traffic = MeanTraffic(source, grid, self.halo)
+        orders, found = training.orders(order), []
         for link in self.links:
-            cost = epoch_cost(prices, self.ordering, link, self.machine, adds)
+            cost = epoch_cost(traffic, training, order, link, self.dtype)
             found.append(Plan(grid, orders, **cost, **_link_fields(link)))
         return found
-
-    @staticmethod
-    def _ghosts(source: CutEdges | RandomGraph, ranks: int) -> Flow:
-        if isinstance(source, CutEdges):
-            return source.halo_flow
-        return source.flow((ranks, 1, 1), "rows", False)
 
 
 def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
@@ -413,8 +378,8 @@ def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
 
 def _source(
     graph: Any, size: int, partition: Any, seed: int, grid: Grid | None = None
-) -> tuple[CutEdges | RandomGraph, str, Partition | None]:
-    """Returns the source of flows, its description, and the owners of nodes."""
+) -> tuple[CutGraph | RandomGraph, str, Partition | None]:
+    """Returns the cut graph, its description, and the owners of nodes."""
     if isinstance(graph, RandomGraph):
         description = f"{graph.nodes:,} nodes, {graph.edges:,} edges, law {graph.law}"
         return graph, description, None
@@ -430,7 +395,7 @@ def _source(
             f"into {size} parts"
         )
     description = f"{nodes:,} nodes, {edge_index.size(1):,} edges"
-    return CutEdges.of(edge_index, owners), description, owners
+    return CutGraph.of(edge_index, owners), description, owners
 
 
 def _grids(size: int, algorithm: str | None, grid: Grid | None) -> Iterable[Grid]:
@@ -463,8 +428,7 @@ def _link_fields(link: Coding | None) -> dict[str, Any]:
     """Returns the fields of a plan that describe its link."""
     if link is None:
         return {}
-    how = {"exact": link.exact, "sized": link.sized}
-    return {"codec": link.name, "link": link.link, **how}
+    return {"codec": link.name, "link": link.link, "exact": link.exact}
 
 
 def _check_memory(found: Plan, limit: float | None) -> Plan:
@@ -476,9 +440,9 @@ def _check_memory(found: Plan, limit: float | None) -> Plan:
 
 
 def _sort_key(found: Plan) -> tuple[Any, ...]:
-    """Sorts the fastest first; of equal ones, fewer bytes, then the simplest."""
+    """Sorts the fewest bytes first; of equal ones the fewest messages, then the simplest."""
     r, s, p = found.grid
-    return found.seconds, found.bytes, not found.exact, found.memory, s * p, p, -r
+    return found.bytes, found.messages, not found.exact, found.memory, s * p, p, -r
 
 
 def _describe_training(training: Training) -> str:
@@ -525,16 +489,7 @@ def _as_int(value: Any) -> int | None:
         return None
 
 
-def check_options(
-    machine: Any,
-    memory: Any,
-) -> None:
-    """Raises for options of wrong types, and for options that would be ignored."""
-    if not isinstance(machine, (Machine, type(None))):
-        raise TypeError(
-            "machine must be a pdc.Machine, as pdc.Machine.of_device('h100') returns, got "
-            f"{machine!r}"
-        )
+def _check_memory_option(memory: Any) -> None:
     number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)
     if memory is not None and not number:
         raise TypeError(

@@ -187,15 +187,13 @@ class Training:
             widths += [r.width for r in rows if not (r.adds and adds_on_grid)]
         return max(widths)
 
-    def sums(self, size: int) -> dict[str, list[int]]:
-        """Returns the bytes a rank receives in each all-reduce, by what is summed."""
-        if size == 1:
-            return {"parameters": [], "loss": [], "norms": []}
+    def sums(self, size: int) -> dict[str, int]:
+        """Returns the bytes a rank receives in all-reduces, by what is summed."""
         item = self.itemsize
         return {
-            "parameters": [ring_words(self.summed, size) * item],
-            "loss": [ring_words(LOSS_WORDS, size) * item],
-            "norms": [ring_words(c, size) * item for c in self.norms],
+            "parameters": ring_words(self.summed, size) * item,
+            "loss": ring_words(LOSS_WORDS, size) * item,
+            "norms": sum(ring_words(c, size) * item for c in self.norms),
         }
 
 
