@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # ruff: noqa: F405
 __all__ = [  # as in `api`
-    "BNS",
-    "SANCUS",
     "VARCO",
     "Auto",
     "CSVWriter",
@@ -31,7 +29,6 @@ __all__ = [  # as in `api`
     "Mesh",
     "Partition",
     "PartitionReport",
-    "PipeGCN",
     "Pipeline",
     "Plan",
     "Plans",

@@ -17,14 +17,9 @@ from torch_geometric.data.feature_store import AttrView
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import (
-    Cast,
-    Chain,
     Plain,
     Quantise,
-    RangeBits,
-    RowSample,
 )
-from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.fetch import EDGES
 from pyg_distcomm.loader.hot_rows import out_degrees, top_scoring_ids
@@ -451,12 +446,9 @@ class Compared(Quantise):
 @pytest.mark.parametrize(
     "link",
     [
-        pdc.PipeGCN(),
+        pdc.Sylvie(32),
         pdc.VARCO(9),
         pdc.Sylvie(late=0, adaptive=True),
-        pdc.BNS(0.5),
-        LinkPolicy(Chain(Cast(torch.bfloat16), RowSample(4))),
-        RangeBits(2),
         Compared(1),
     ],
 )
