@@ -24,7 +24,6 @@ class ProcessState:
         inboxes: what threads without work listen to.
         mesh: refers to the mesh that `init` made last.
         collected: axes of meshes that nobody holds any more, to be closed.
-        traces: counts the traces of each failure monitor.
         refused: rows sent from devices that may turn out not to be finite.
         loaders: kinds of loaders built, and keys of epochs begun, in order.
         stores: feature stores made for a share, by its edges.
@@ -56,7 +55,6 @@ class ProcessState:
     inboxes: list[Any] = field(default_factory=list)
     mesh: Any = None
     collected: list[Any] = field(default_factory=list)
-    traces: Any = field(default_factory=weakref.WeakKeyDictionary)
     refused: Any = field(default_factory=collections.deque)
     loaders: list[tuple[str, str]] = field(default_factory=list)
     stores: Any = field(default_factory=WeakIdKeyDictionary)

@@ -39,7 +39,6 @@ ENDED = (
 SPARE = 5.0  # seconds after the deadline until torch's own timeouts
 _CALL_TIMEOUT = 3.0  # seconds that a call of the store may take
 _BUSY_WAIT = 0.005  # seconds of waiting without a pause, for notes that compare clocks
-_PIECE = 1 << 20  # bytes stored at a time
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux's ioctl for the address of an interface
 
@@ -120,21 +119,6 @@ class StoreMailbox:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return True
-
-    def post_bytes(self, key: str, data: bytes) -> None:
-        """Stores bytes of any length, in pieces: the store takes a few MB at a time."""
-        starts = range(0, len(data), _PIECE)
-        for k, start in enumerate(starts):
-            self.set(f"{key}/{k}", data[start : start + _PIECE])
-        self.post(key, len(starts))
-
-    def take_bytes(self, key: str) -> bytes:
-        """Returns bytes that are known to be stored, and deletes them."""
-        pieces = [f"{key}/{k}" for k in range(self.read(key))]
-        data = b"".join(self.get(piece) for piece in pieces)
-        for piece in pieces:
-            self._call("delete_key", piece)
-        return data
 
     def _call(self, verb: str, *args: Any) -> Any:
         if self._stuck is None or not self._stuck.is_alive():

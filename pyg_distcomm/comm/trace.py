@@ -23,19 +23,19 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pyg_distcomm.comm.failure import FailureMonitor
-from pyg_distcomm.comm.ledger import Exchange, clock, label
-from pyg_distcomm.comm.store import StoreMailbox, joined_mesh, world_size
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import Exchange, Ledger, clock, label
+from pyg_distcomm.comm.store import joined_mesh, world_size
 from pyg_distcomm.partition.atomic import disk_error, whole_file
 from pyg_distcomm.process import PROCESS
 
@@ -153,28 +153,26 @@ class trace(contextlib.ContextDecorator):
     def __enter__(self) -> trace:
         mesh = self._mesh or joined_mesh()
         problem = _argument_error(self.path, mesh)
-        watch = None if mesh is None else mesh.everyone.watch
-        if watch is None:  # one process alone
-            alone = StoreMailbox(dist.HashStore())  # type: ignore[attr-defined]
-            watch = FailureMonitor(alone, 0, 1, math.inf)
-        number = next(PROCESS.traces.setdefault(watch, itertools.count()))
-        self._watch, self._box = watch, watch.store.within(f"trace/{number}")
+        self._axis = None
+        if mesh is not None and mesh.everyone.size > 1:
+            # in no ledger of the mesh, and in no trace
+            self._axis = replace(mesh.everyone, ledger=Ledger(traced=False))
         ahead = time.time_ns() - clock()
-        note = [problem, str(self.path), clock() + ahead]
-        self._box.post(f"in/{watch.rank}", note)
-        keys = [f"in/{rank}" for rank in range(watch.size)]
-        self._wait(keys)
-        notes = [self._box.read(key) for key in keys]
+        note = problem, str(self.path), clock() + ahead
+        notes = [note]
+        if self._axis is not None:
+            notes = collectives.all_gather_object(note, self._axis)
         _, first, begin = notes[0]
-        for rank, (problem, path, _) in enumerate(notes):
-            if problem is None and path != first:
-                problem = (
+        for rank, (wrong, path, _) in enumerate(notes):
+            if wrong is None and path != first:
+                wrong = (
                     f"trace to the same path on all ranks: {path!r} here, and {first!r} "
                     "on rank 0"
                 )
-            if problem is not None:
-                raise ValueError(f"rank {rank}: {problem}")
-        self._recorder = PROCESS.recorder = Recorder(watch.rank, begin - ahead)
+            if wrong is not None:
+                raise ValueError(f"rank {rank}: {wrong}")
+        rank = 0 if self._axis is None else self._axis.rank
+        self._recorder = PROCESS.recorder = Recorder(rank, begin - ahead)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -192,42 +190,38 @@ class trace(contextlib.ContextDecorator):
         if problem:
             raise OSError(problem)
 
-    def _wait(self, keys: Sequence[str]) -> None:
-        """Waits for notes; raises another rank's failure, or past the deadline."""
-        try:
-            with self._watch.waiting("a note of the trace") as check:
-                self._box.wait(keys, check)
-        except dist.DistError as error:  # the process that held the store has ended
-            raise self._watch.connection_error("a trace", error) from None
-
     def _merge(self, events: list[Event]) -> str:
         """Sends events to rank 0, which writes all; returns the problem with writing, or ""."""
-        box, size = self._box, self._watch.size
-        if rank := self._watch.rank:
-            box.post_bytes(
-                f"part/{rank}", zlib.compress(json.dumps(events).encode(), 1)
-            )
-            self._wait(["written"])
-            return str(box.read("written"))
-        keys, problem = [f"part/{rank}" for rank in range(1, size)], ""
-        self._wait(keys)
-        parts = [json.loads(zlib.decompress(box.take_bytes(key))) for key in keys]
-        try:
-            _write(self.path, [events, *parts], {"ranks": size})
-        except Exception as error:  # the others wait for the outcome
-            why = getattr(error, "strerror", None) or error
-            problem = f"{self.path}: cannot be written: {why}; trace to another place"
-        box.post("written", problem)
+        parts, axis = [events], self._axis
+        if axis is not None:
+            packed = zlib.compress(json.dumps(events).encode(), 1)
+            sent = [len(packed) if peer == 0 else 0 for peer in range(axis.size)]
+            sizes = collectives.exchange_counts(sent, axis)
+            data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+            came = collectives.all_to_all(data, sent, sizes, axis, "plan").wait()
+            if axis.rank == 0:
+                raw = (part.numpy().tobytes() for part in came.split(sizes))
+                parts = [json.loads(zlib.decompress(each)) for each in raw]
+        problem = ""
+        if axis is None or axis.rank == 0:
+            try:
+                _write(self.path, parts, {"ranks": len(parts)})
+            except Exception as error:  # the others wait for the outcome
+                why = getattr(error, "strerror", None) or error
+                problem = (
+                    f"{self.path}: cannot be written: {why}; trace to another place"
+                )
+        if axis is not None:
+            problem = str(collectives.broadcast_object(problem, axis))
         return problem
 
     def _write_own(self, error: BaseException, events: list[Event]) -> None:
         """Writes the events of this rank alone; a problem with that does not hide the error."""
-        rank, size = self._watch.rank, self._watch.size
-        path = self.path
-        if size > 1:
-            path = path.with_name(f"rank{rank}.{path.name}")
+        path, axis = self.path, self._axis
+        if axis is not None:
+            path = path.with_name(f"rank{axis.rank}.{path.name}")
         told = [*str(error).splitlines(), ""][0]  # its cause may follow
-        about = {"ranks": size, "failed": f"{type(error).__name__}: {told}"[:300]}
+        about = {"failed": f"{type(error).__name__}: {told}"[:300]}
         try:
             _write(path, [events], about)
         except Exception as other:
