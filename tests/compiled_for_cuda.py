@@ -102,21 +102,6 @@ def codecs(codec, ops):
         codec.put_columns(y, columns, 1.5, x)
 
 
-def samples(sample):
-    for replaced in (True, False):
-        sample.uniform_picks(torch.arange(9), torch.arange(9) + 9, 4, replaced)
-    for draws in (5, 512, 8192):
-        urns = (torch.arange(9), *torch.arange(6).view(3, 2))
-        sample.draw_urns(*urns, draws)
-    sample.row_sums(torch.arange(9), torch.zeros(9, dtype=torch.float64))
-    for dtype, f in itertools.product(
-        (torch.float64, torch.float32, torch.int8), (3, 8)
-    ):
-        rows = torch.zeros(9, f, dtype=dtype)
-        for kept in (None, (rows[:2], torch.zeros(9, dtype=torch.int32))):
-            sample.read_rows(rows, torch.arange(4), kept)
-
-
 def kernels():
     """Returns the kernels and functions in Triton of the whole package, by name."""
     root, found = Path(pyg_distcomm.__file__).parent, {}
@@ -135,11 +120,10 @@ def kernels():
 def main():
     JITFunction.run = compile_only
     torch.empty = torch.zeros  # numbers that kernels have not counted
-    from pyg_distcomm.kernels import codec_cuda, codec_ops, core_cuda, sample_cuda
+    from pyg_distcomm.kernels import codec_cuda, codec_ops, core_cuda
 
     products(core_cuda)
     codecs(codec_cuda, codec_ops)
-    samples(sample_cuda)
     used, every = {key[0] for key in compiled}, kernels()
     print(f"{len(compiled)} forms of {len(used)} kernels: {', '.join(sorted(used))}")
     before = set()

@@ -172,7 +172,10 @@ def grow(old: Array, used: int, size: int, exact: bool = False) -> Array:
 
 
 class Sampler:
-    """Draws minibatches from one graph. Thread-safe."""
+    """Draws minibatches of one graph; see `Request`.
+
+    It may be called by several threads at once, and holds 8 bytes per node for each.
+    """
 
     def __init__(self, graph: SampleGraph) -> None:
         self.graph = graph
@@ -257,6 +260,9 @@ class Sampler:
         finally:
             if tables is not None:
                 self._tables.append(tables)
+
+
+neighbor_sampler = Sampler
 
 
 class MinibatchBuilder:

@@ -18,7 +18,6 @@ from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.whereabouts import script_stacklevel
 from pyg_distcomm.graph.local_adjacency import known
 from pyg_distcomm.loader.batcher import Batcher, Buffers, attach_sizes, edge_index_of
-from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.epoch import (
     BatchSharding,
     Epoch,
@@ -90,12 +89,9 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         with errors_on_all_ranks(ranks_of(data := with_edges(data))):
             name = type(self).__qualname__
             self.options = options = LoaderOptions.checked(name, options, dataloader)
-            self.placement = Placement.of(options)
             self.is_partitioned = options.are_for_share(data)
             if self.is_partitioned:
                 check_sampled_together(sampler, dataloader)
-            elif self.placement is not None:
-                self.placement.check(data, sampler, dataloader)
         self.has_matrices = holds_matrices(data)
         return data
 
@@ -128,7 +124,6 @@ class BulkLoading(Generic[Graph], _PyGLoader):
             return data, given
         seed = options.seed
         seed = fresh_seed(dataloader.get("generator")) if seed is None else seed
-        drawing |= self.placement.sampling if self.placement else {}
         drawing["share_memory"] = dataloader.get("num_workers", 0) > 0
         return data, KeyedNeighborSampler(data, num_neighbors, seed=seed, **drawing)
 
@@ -176,11 +171,8 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         self._described: dict[str, Any] | None = None
         if self.partitioned_source is not None:  # collective
             self._describe()
-        elif self.placement is not None and self.placement.cache:
-            self.placement.keep(self.data)
         self._post_note()
 
-    placement: Placement | None = None  # of minibatches on a device; None on the host
     partitioned_source: PartitionedSource | None = None  # of a share, not a whole graph
     _reads_layers = (
         False  # whether it is one of layer-wise inference, and is not shared out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +15,6 @@ from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
-from pyg_distcomm.loader.device_placement import Placement, num_cached_rows
 from pyg_distcomm.loader.fetch import (
     EDGES,
     NODES,
@@ -29,6 +27,7 @@ from pyg_distcomm.loader.fetch import (
 )
 from pyg_distcomm.loader.hot_rows import (
     check_names,
+    num_cached_rows,
     row_scores,
     top_scoring_ids,
 )
@@ -324,18 +323,12 @@ class DistFeatureStore(FeatureStore):
             for group, asked in wanted.items()
         }
 
-    def fetch_unique(
-        self, wanted: Wanted, attrs: Attrs = None, placement: Placement | None = None
-    ) -> dict[Group, Pool]:
-        """Returns the distinct rows that `fetch` would, not yet in the order of the ids.
-
-        With a placement they are on its device. So are, from the first fetch on, this
-        rank's own and cached rows, unless `rows_on` says otherwise.
-        """
+    def fetch_unique(self, wanted: Wanted, attrs: Attrs = None) -> dict[Group, Pool]:
+        """Returns the distinct rows that `fetch` would, not yet in the order of the ids."""
         if not self._row_groups:
             return {}
         wanted, problem = self._checked(wanted)
-        return replace(self.fetcher(attrs), placement=placement)(wanted, problem)
+        return self.fetcher(attrs)(wanted, problem)
 
     def _checked(self, wanted: Wanted) -> tuple[Wanted, str | None]:
         groups, ranks = list(self._row_groups.values()), self.channel.world.size

@@ -100,6 +100,19 @@ def top_scoring_ids(score: Tensor, gid: Tensor, count: int, axis: Axis) -> Tenso
     return ids[top].sort().values
 
 
+def num_cached_rows(size: float, total: int) -> int:
+    """Returns the number of rows of a cache whose size is a count, or a fraction of all."""
+    whole = isinstance(size, int) and not isinstance(size, bool)
+    if whole and size >= 0:
+        return min(int(size), total)
+    if isinstance(size, float) and 0 <= size <= 1:
+        return round(size * total)
+    raise ValueError(
+        f"cache={size!r} must be a number of rows (an int), or a fraction of all rows "
+        "(a float from 0.0 to 1.0); give one of these"
+    )
+
+
 def check_names(what: str, given: Any, there: Sequence[Any]) -> None:
     """Raises ValueError, on all ranks alike, for a dictionary with unknown names."""
     unknown = (

@@ -119,7 +119,6 @@ class DistLayerLoader(BulkLoading[Data], NodeLoader):
             graph = _partitioned_graph(source, chosen, weight_attr, most)
         else:
             input_nodes = checked_seeds(data, input_nodes)
-            drawing |= self.placement.sampling if self.placement else {}
             most = _most_rows(numbers, data, kwargs)
         local, seed = not isinstance(graph, PartitionedLayerGraph), self.options.seed
         sampler = KeyedLayerSampler(

@@ -284,11 +284,8 @@ def _comparable(options: LoaderOptions) -> dict[str, Any]:
     """Returns options by name, objects by whether they are there, to compare over ranks."""
     types = options.embedding
     types = sorted(types, key=str) if isinstance(types, Mapping) else types is not None
-    device = None if options.device is None else torch.device(options.device).type
     given = {"features": options.features is not None, "embedding": types}
-    return (
-        vars(options) | given | {"device": device}
-    )  # each rank has a device of its own
+    return vars(options) | given
 
 
 def _rows_of_embeddings(data: Any, embedding: Any) -> dict[Any, Rows]:

@@ -163,11 +163,7 @@ class GraphSAINTSampler(SubgraphLoading[Data]):
 
     def _rows(self, name: str, ids: Tensor) -> Tensor:
         values: Tensor = getattr(self, name)
-        return (
-            values[ids]
-            if self.placement is None
-            else self.placement.take(name, values, ids)
-        )
+        return values[ids]
 
     # The graph as the sampler holds it: edges by target, then by id -------------------
 

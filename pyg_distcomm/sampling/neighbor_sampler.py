@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -15,7 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_geometric.sampler import (
     BaseSampler,
     EdgeSamplerInput,
@@ -29,9 +26,7 @@ from torch_geometric.sampler.base import DataType, NumNeighbors, SubgraphType
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
-from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_choice, keyed_unit
-from pyg_distcomm.comm.store import joined_mesh
 from pyg_distcomm.kernels.minibatch import Minibatch, Relation, Request, UnweightedNode
 from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
 
@@ -126,8 +121,6 @@ class KeyedNeighborSampler(NeighborSampler):
             its in-edges with the least -log(u_s) / w, u_s being one random number of
             source s. What a node draws has one distribution by both.
         seed: of all draws (default: taken from torch's generator).
-        device: where to sample, and what is sampled lies; None for the host.
-        pinned: whether a device reads the graph from pinned host memory.
 
     Raises:
         ValueError: for a fan-out below -1, bad ids, weights or times, unknown draws, and for
@@ -151,15 +144,12 @@ class KeyedNeighborSampler(NeighborSampler):
         *,
         draws: str = "neighbor",
         seed: int | None = None,
-        device: torch.device | None = None,
-        pinned: bool = False,
     ) -> None:
         # PyG's __init__ sorts the edges differently, and raises without pyg-lib if times or
         # weights are used; all attributes that it would set are set here
         BaseSampler.__init__(self)
         _check_options(sample_direction, temporal_strategy, time_attr, directed)
         self.draws = check_draws(draws, replace)
-        self._device = device, pinned
         self.data_type = DataType.from_data(data)
         self.sample_direction = sample_direction
         self.time_attr, self.weight_attr = time_attr, weight_attr
@@ -337,18 +327,10 @@ class KeyedNeighborSampler(NeighborSampler):
         return *seeds[0], finish
 
     def _to_bidirectional(self, out: Output) -> Output:
-        """Adds reverse edges on the host: of parallel edges, a device keeps any."""
+        """Adds reverse edges, if they are asked for."""
         if self.subgraph_type != SubgraphType.bidirectional:
             return out
-        here, home = copy.copy(out), tree_leaves(out.node)[0].device
-        for name in ("row", "col", "edge"):
-            moved = tree_map_only(Tensor, Tensor.cpu, getattr(out, name))
-            setattr(here, name, moved)
-        both: Output = here.to_bidirectional(keep_orig_edges=self.keep_orig_edges)
-        for name in ("row", "col", "edge", "orig_row", "orig_col"):
-            moved = tree_map_only(Tensor, lambda t: t.to(home), getattr(both, name))
-            setattr(both, name, moved)
-        return both
+        return out.to_bidirectional(keep_orig_edges=self.keep_orig_edges)
 
     def _next_key(self) -> int:
         worker = torch.utils.data.get_worker_info()
@@ -382,10 +364,7 @@ class KeyedNeighborSampler(NeighborSampler):
     def _draw_all(self, requests: Sequence[Request]) -> list[Minibatch]:
         """Draws minibatches from the graph."""
         if self._draw is None:
-            graph = self._topology.graph
-            held = [t for r in graph.relations for t in (r.colptr, r.row, r.weight)]
-            with explaining_out_of_memory(*self._device, held):
-                self._draw = kernels.neighbor_sampler(graph, *self._device)
+            self._draw = kernels.neighbor_sampler(self._topology.graph)
         try:
             return [self._draw(request) for request in requests]
         except UnweightedNode as error:
@@ -572,15 +551,3 @@ def _check_seeds(ids: Tensor, size: int, name: str | None) -> None:
         raise ValueError(
             f"seeds{kind} span {low} .. {high}, but there are {size} nodes (0 .. {size - 1})"
         )
-
-
-def explaining_out_of_memory(
-    device: torch.device | None, pinned: bool, held: Sequence[Tensor | None]
-) -> AbstractContextManager[None]:
-    """Raises, if a graph does not fit on a device, with the bytes it needs and what to do."""
-    if device is None or pinned:
-        return nullcontext()
-    size = sum(t.nbytes for t in held if t is not None)
-    less = "graph_on='pinned', which the device reads in host memory"
-    about = "the graph of a loader", lambda: size, watch_of(joined_mesh()), device
-    return needing(*about, instead=(less,))
