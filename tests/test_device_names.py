@@ -22,7 +22,7 @@ from torch_geometric.data import TemporalData
 
 import pyg_distcomm as pdc
 import pyg_distcomm.loader as loading
-from pyg_distcomm import kernels, ops, sampling
+from pyg_distcomm import kernels, ops
 from pyg_distcomm.halo import codecs
 from pyg_distcomm.kernels.registry import Op
 
@@ -173,28 +173,6 @@ def fetched(at):
     return store[at(IDS)]
 
 
-def sampled(at):
-    edges = at(GRAPHS["undirected"]().edge_index)
-    loader = loading.NeighborSampler(edges, [-1, -1], batch_size=9)
-    found = [
-        (n_id, *(part for adj in adjs for part in adj[:2])) for _, n_id, adjs in loader
-    ]
-    return [[part.to(at.device) for part in parts] for parts in found]
-
-
-class ByWeight(loading.GraphSAINTSampler):
-    def sample_nodes(self, batch_size, key):
-        return torch.arange(batch_size)
-
-
-def by_hgt(_, place):
-    return loading.HGTLoader(
-        two_types(),
-        [4, 4],
-        **arguments(input_nodes="a", batch_size=9, seed=1, **place),
-    )
-
-
 LINKS = {"edge_label_index": GRAPHS["undirected"]().edge_index[:, :9]}
 LOADER = {
     "NeighborLoader": batches(
@@ -209,53 +187,19 @@ LOADER = {
             **arguments(batch_size=4, neg_sampling_ratio=1.0, seed=1, **LINKS, **place),
         )
     ),
-    "NeighborSampler": sampled,
     "DistLayerLoader": batches(
         lambda d, place: loading.DistLayerLoader(
             d, [8, 8], **arguments(batch_size=9, seed=1, **place)
         )
     ),
-    "ClusterLoader": batches(
-        lambda d, place: loading.ClusterLoader(
-            loading.ClusterData(d, 4, log=False),
-            **arguments(batch_size=2, seed=1, **place),
-        )
-    ),
-    "RandomNodeLoader": batches(
-        lambda d, place: loading.RandomNodeLoader(d, 3, **arguments(seed=1, **place))
-    ),
-    "ShaDowKHopSampler": batches(
-        lambda d, place: loading.ShaDowKHopSampler(
-            d, 2, 3, **arguments(batch_size=8, seed=1, **place)
-        )
-    ),
-    "GraphSAINTSampler": batches(lambda d, place: ByWeight(d, 9, 2, seed=1, **place)),
-    "GraphSAINTNodeSampler": batches(
-        lambda d, place: loading.GraphSAINTNodeSampler(
-            d, 16, 2, **arguments(seed=1, **place)
-        )
-    ),
-    "GraphSAINTEdgeSampler": batches(
-        lambda d, place: loading.GraphSAINTEdgeSampler(
-            d, 16, 2, **arguments(seed=1, **place)
-        )
-    ),
-    "GraphSAINTRandomWalkSampler": batches(
-        lambda d, place: loading.GraphSAINTRandomWalkSampler(
-            d, 8, 2, 2, **arguments(seed=1, **place)
-        )
-    ),
-    "HGTLoader": batches(by_hgt),
     "DataLoader": moved(lambda d: loading.DataLoader([d, d, d], batch_size=2)),
     "TemporalDataLoader": moved(lambda _: loading.TemporalDataLoader(events(), 9)),
     "DistFeatureStore": fetched,
-    "ClusterData": "ClusterLoader",
     "DistLinkNeighborLoader": "LinkNeighborLoader",
     "DistNeighborLoader": "NeighborLoader",
     "ImbalancedSampler": "draws seeds on the host",
     "Phases": "seconds",
     "LoaderOptions": "holds options",
-    "shared": "maps memory of the host",
 }
 
 
@@ -274,8 +218,7 @@ def test_every_name_has_a_line():
     of_ops = {name for name in vars(ops) if inspect.isclass(getattr(ops, name))}
     public = {
         "kernels": set(kernels.__all__),
-        "ops": of_ops | {"spgemm"},
-        "sampling": set(sampling.__all__),
+        "ops": of_ops,
         "codecs": set(codecs.__all__),
         "loader": own(loading, torch_geometric.loader),
     }

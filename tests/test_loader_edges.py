@@ -196,26 +196,6 @@ def test_a_rank_without_inputs_has_nothing_to_repeat():
     assert worlds.run(_without_inputs, 3) == [0, 0, 0]
 
 
-def _arrays(folder):
-    from pyg_distcomm.loader import shared
-
-    worlds.mesh()
-    data = graph(z=np.arange(N))
-    data.x = np.memmap(f"{folder}/x.npy", np.float32, "r", shape=(N, 2))
-    held = shared(lambda: data)
-    assert isinstance(held.x, np.memmap)
-    batch = next(iter(loader(held, split=False)))
-    assert torch.equal(batch.z, batch.n_id)
-    return batch.x.tolist()
-
-
-def test_shared_arrays_stay_on_disk(tmp_path):
-    x = np.memmap(tmp_path / "x.npy", np.float32, "w+", shape=(N, 2))
-    x[:] = graph().x.numpy()
-    x.flush()
-    found = worlds.run(_arrays, 2, str(tmp_path))
-    assert found[0] == found[1]
-    assert found[0][0] == [0.0, 1.0]
 
 
 def test_memory_is_used_again_only_when_nobody_holds_it():

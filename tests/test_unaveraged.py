@@ -16,11 +16,9 @@ from torch_geometric.data import Data
 import pyg_distcomm as pdc
 from pyg_distcomm.loader import (
     DataLoader,
-    GraphSAINTNodeSampler,
     LinkNeighborLoader,
     LoaderOptions,
     NeighborLoader,
-    RandomNodeLoader,
 )
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -53,8 +51,6 @@ LOADERS = {
     "links": _links,
     "workers": lambda data: NeighborLoader(data, [4, 3], batch_size=10, num_workers=1),
     "one batch": lambda data: NeighborLoader(data, [4, 3], batch_size=60),
-    "parts": lambda data: RandomNodeLoader(data, num_parts=8, shuffle=True),
-    "saint": lambda data: GraphSAINTNodeSampler(data, 40, num_steps=6),
 }
 
 

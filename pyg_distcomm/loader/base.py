@@ -11,12 +11,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, get_worker_info
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.whereabouts import script_stacklevel
 from pyg_distcomm.graph.local_adjacency import known
+from pyg_distcomm.graph.share import with_planned_edges
 from pyg_distcomm.loader.batcher import Batcher, Buffers, attach_sizes, edge_index_of
 from pyg_distcomm.loader.epoch import (
     BatchSharding,
@@ -53,7 +55,6 @@ from pyg_distcomm.loader.partitioned_source import (
     check_sampled_together,
     neighbor_sampler_of,
 )
-from pyg_distcomm.loader.sparse_adjacency import holds_matrices, with_edges
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 
 Graph = TypeVar("Graph")  # a Data or a HeteroData, of the graph and of its minibatches
@@ -85,14 +86,15 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         dataloader: dict[str, Any],
         sampler: Any = None,
     ) -> Any:
-        """Checks the options; returns the graph, with an edge_index in place of an adj_t."""
-        with errors_on_all_ranks(ranks_of(data := with_edges(data))):
+        """Checks the options; returns the graph, with all edges of a share planned for."""
+        if isinstance(data, (Data, HeteroData)):
+            data = with_planned_edges(data)
+        with errors_on_all_ranks(ranks_of(data)):
             name = type(self).__qualname__
             self.options = options = LoaderOptions.checked(name, options, dataloader)
             self.is_partitioned = options.are_for_share(data)
             if self.is_partitioned:
                 check_sampled_together(sampler, dataloader)
-        self.has_matrices = holds_matrices(data)
         return data
 
     def _sampler_of(

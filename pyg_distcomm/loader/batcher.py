@@ -45,7 +45,6 @@ from pyg_distcomm.loader.epoch import (
     Stage,
 )
 from pyg_distcomm.loader.notes import World
-from pyg_distcomm.loader.sparse_adjacency import with_matrices
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 
 REUSE_FROM = 1 << 20  # bytes of features from which reusing memory pays
@@ -367,8 +366,6 @@ class Batcher:
                 ids = attribute.ids(out)
                 if ids is not None:
                     store[attribute.name] = self._rows(k, ids, pools)
-        if self._loader.has_matrices:
-            batch = with_matrices(batch)
         _record_sampled_sizes(batch, out)
         return batch
 
@@ -445,10 +442,8 @@ class Batcher:
             return
         total, stores = 0, found[0][0].stores
         for value in (value for store in stores for value in store.values()):
-            if isinstance(value, Tensor):  # of sparse matrices, their values
-                dense = value.layout == torch.strided
-                numbers = value.numel() if dense else value._nnz()
-                total += numbers * value.element_size()
+            if isinstance(value, Tensor) and value.layout == torch.strided:
+                total += value.nbytes
         self._loader.batch_bytes = max(total, 1)
 
 

@@ -146,8 +146,8 @@ class LoaderOptions:
             isinstance(value, DistTensor) for s in data.stores for value in s.values()
         ):
             raise ValueError(
-                "got a share of pdc.partition without edges to sample; give the whole graph, "
-                "or load batches of its rows"
+                "got a share of pdc.partition without an edge_index to sample; give the whole "
+                "graph an edge_index before it is partitioned"
             )
         used = {
             "topology='partitioned'": self.topology == "partitioned",

@@ -262,21 +262,6 @@ def _check_whole(data: Data | HeteroData) -> None:
             )
 
 
-def remember(
-    edge_index: Tensor,
-    data: Data | HeteroData,
-    edge_type: EdgeType | None,
-    relation: Relation,
-) -> None:
-    """Caches a relation that was built from an `edge_index` of this graph."""
-    ends = (None, None) if edge_type is None else (edge_type[0], edge_type[2])
-    sizes = tuple(_size((data if e is None else data[e]).num_nodes) for e in ends)
-    plain = replace(relation, source=0, target=0)
-    PROCESS.topologies.setdefault(edge_index, []).append(
-        ((edge_index._version, sizes, False, False), plain)
-    )
-
-
 def _homogeneous(
     data: Data,
     time_attr: str | None,

@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -27,7 +27,7 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_choice, keyed_unit
-from pyg_distcomm.kernels.minibatch import Minibatch, Relation, Request, UnweightedNode
+from pyg_distcomm.kernels.minibatch import Minibatch, Request, UnweightedNode
 from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
 
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
@@ -65,25 +65,6 @@ class KeyedNegatives(NegativeSampling):
                 "negative, and not all zero"
             )
         return keyed_choice(key, weight, num_samples)
-
-
-@dataclass
-class TypedSeeds:
-    """Holds seeds of several node types, like a `NodeSamplerInput` of one.
-
-    Args:
-        input_id: the positions of the seeds in the loader's list.
-        node: node ids, by node type.
-        input_type: the node type whose store gets PyG's attributes of seeds.
-        time: the times of the seeds, by type, or None.
-        key: the key of the draws, or None.
-    """
-
-    input_id: Tensor
-    node: dict[Any, Tensor]
-    input_type: Any
-    time: dict[Any, Tensor] | None = None
-    key: int | None = None
 
 
 def keyed_negatives(
@@ -236,22 +217,6 @@ class KeyedNeighborSampler(NeighborSampler):
             "temporal_strategy": self.temporal_strategy if self.is_temporal else None,
         }
 
-    def key_of(self, inputs: Any) -> int:
-        """Returns the key of a sampler's input; or the next of a counter."""
-        key = getattr(inputs, "key", None)
-        return self._next_key() if key is None else key
-
-    def in_edges(
-        self, number: int, nodes: Sequence[Tensor]
-    ) -> tuple[Relation, Sequence[Tensor]]:
-        """Returns a relation with all in-edges of nodes, and the rows of the nodes in it."""
-        return self._topology.graph.relations[number], nodes
-
-    @property
-    def ends(self) -> list[tuple[int, int]]:
-        """Returns the numbers of the source and target type of each relation."""
-        return [(r.source, r.target) for r in self._topology.graph.relations]
-
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
         """Samples around nodes; see `torch_geometric.sampler.BaseSampler`."""
         return self._sample_all([inputs])[0]
@@ -279,19 +244,17 @@ class KeyedNeighborSampler(NeighborSampler):
         self, inputs: Any, neg_sampling: NegativeSampling | None
     ) -> tuple[Request, Callable[[Output], Output]]:
         """Returns the request for a minibatch, and a function that completes its output."""
-        key = self.key_of(inputs)
+        key = getattr(inputs, "key", None)
+        key = self._next_key() if key is None else key
         if isinstance(inputs, EdgeSamplerInput):
             seed, time, finish = self._edge_seeds(inputs, key, neg_sampling)
             return self._request(seed, time, key), finish
         seed, time, kind = inputs.node, inputs.time, inputs.input_type
 
         def complete(out: Output) -> Output:
-            if isinstance(seed, dict):
-                out.metadata = inputs.input_id, inputs.time
-                return out
             return node_sample(inputs, lambda *_: out)
 
-        if kind is not None and not isinstance(seed, dict):
+        if kind is not None:
             given = {kind: seed}, None if time is None else {kind: time}
             return self._request(*given, key), complete
         return self._request(seed, time, key), complete

@@ -131,12 +131,6 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         times: Any = {**(self.node_time or {}), name: time} if self.is_hetero else time
         self.node_time = times
 
-    def in_edges(
-        self, number: int, nodes: Sequence[Tensor]
-    ) -> tuple[Relation, Sequence[Tensor]]:
-        """Fetches all in-edges of nodes; collective, see `RemoteRows.fetch`."""
-        return self._rows.fetch(number, nodes)
-
     def sample_bulk(
         self,
         bulk: Sequence[NodeSamplerInput | EdgeSamplerInput],
