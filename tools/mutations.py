@@ -594,46 +594,6 @@ MUTATIONS = (
     # products of sparse matrices of edges
     # pools
     # chunks of nodes, within a memory cap
-    Mutation(
-        "a source gets the gradient of its last chunk alone",
-        "chunks",
-        "total.index_add_(0, where, part)",
-        "total.index_copy_(0, where, part)",
-        "test_out_of_core.py",
-        "test_layers_in_chunks_are_pygs",
-    ),
-    Mutation(
-        "a parameter gets the gradient of the last chunk alone",
-        "chunks",
-        "total += part\n    elif isinstance(where, slice)",
-        "total.copy_(part)\n    elif isinstance(where, slice)",
-        "test_out_of_core.py",
-        "test_layers_in_chunks_are_pygs",
-    ),
-    Mutation(
-        "each chunk draws a mask by a key of its own",
-        "chunks",
-        "mesh.drawn = 0\n        takes: ",
-        "takes: ",
-        "test_out_of_core.py",
-        "test_training_is_that_without_a_cap",
-    ),
-    Mutation(
-        "a layer that counts its messages runs in chunks",
-        "chunks",
-        "if not said and not all(map(_is_known, layer.modules())):",
-        "if False:",
-        "test_out_of_core.py",
-        "test_layers_of_a_script",
-    ),
-    Mutation(
-        "a chunk is computed again in another type than before",
-        "chunks",
-        "if enabled:\n                stack.enter_context(torch.autocast(kind, dtype))",
-        "if enabled:\n                pass",
-        "test_out_of_core.py",
-        "test_chunks_are_computed_again",
-    ),
     # functions of torch that are made of others
     # sizes
     # a memory of nodes
