@@ -127,12 +127,6 @@ LISTED = {
         torch_geometric.data.Data._store
         torch_geometric.data.HeteroData._edge_store_dict
         torch_geometric.data.HeteroData._node_store_dict
-        torch_geometric.data.FeatureStore._get_tensor
-        torch_geometric.data.FeatureStore._get_tensor_size
-        torch_geometric.data.FeatureStore._multi_get_tensor
-        torch_geometric.data.FeatureStore._put_tensor
-        torch_geometric.data.FeatureStore._remove_tensor
-        torch_geometric.data.FeatureStore._tensor_attr_cls
         torch_geometric.data.HeteroData._edge_store_dict
         torch_geometric.data.HeteroData._global_store
         torch_geometric.data.HeteroData._node_store_dict

@@ -168,11 +168,6 @@ def events():
     return TemporalData(src=src, dst=dst, t=torch.arange(30), msg=torch.ones(30, 2))
 
 
-def fetched(at):
-    store = loading.DistFeatureStore.from_replicated(at(X), worlds.mesh())
-    return store[at(IDS)]
-
-
 LINKS = {"edge_label_index": GRAPHS["undirected"]().edge_index[:, :9]}
 LOADER = {
     "NeighborLoader": batches(
@@ -194,7 +189,7 @@ LOADER = {
     ),
     "DataLoader": moved(lambda d: loading.DataLoader([d, d, d], batch_size=2)),
     "TemporalDataLoader": moved(lambda _: loading.TemporalDataLoader(events(), 9)),
-    "DistFeatureStore": fetched,
+    "DistFeatureStore": "holds rows on the host",
     "DistLinkNeighborLoader": "LinkNeighborLoader",
     "DistNeighborLoader": "NeighborLoader",
     "ImbalancedSampler": "draws seeds on the host",

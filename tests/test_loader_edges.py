@@ -196,8 +196,6 @@ def test_a_rank_without_inputs_has_nothing_to_repeat():
     assert worlds.run(_without_inputs, 3) == [0, 0, 0]
 
 
-
-
 def test_memory_is_used_again_only_when_nobody_holds_it():
     buffers = Buffers()
     like = torch.empty(0, 1 << 18)

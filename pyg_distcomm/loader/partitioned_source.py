@@ -114,8 +114,7 @@ class PartitionedSource:
         """Returns the attributes to fetch from a store, without those of earlier stores."""
         known = {(group_of(a), a.name) for a in self.rows.attributes}
         found: dict[Any, list[str]] = {}
-        for held in store.get_all_tensor_attrs():
-            group, name = held.group_name, held.attr_name
+        for group, name in store.attributes:
             if (group, name) in known:
                 continue
             key, of_edges = (None, True) if group == EDGES else (group, False)
@@ -217,7 +216,7 @@ class PartitionedSource:
         for store in self.stores:
             for attribute in self.rows.attributes:
                 group = group_of(attribute)
-                if attribute.of_edges and group in store.groups:
+                if attribute.of_edges and (group, attribute.name) in store.attributes:
                     store.learn_owners(group)
         self.rows.learned = True
 
@@ -355,7 +354,7 @@ def _with_placeholders(data: Data | HeteroData) -> Any:
 def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
     """Returns a share without the attributes that a store has."""
     rest: Any = copy.copy(data)
-    held = {(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()}
+    held = set(store.attributes)
     for part in rest.stores:
         key = part._key
         for name, value in list(part.items()):
