@@ -40,7 +40,6 @@ LISTED = {
         torch.nn.Parameter._fsdp_flattened
         torch.nn.Parameter._is_param
         torch.Tensor._is_view
-        torch.Tensor._nnz
         torch.Tensor._post_accumulate_grad_hooks
         torch.Tensor._version
         torch.UntypedStorage._cdata
@@ -76,7 +75,6 @@ LISTED = {
         torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
         torch.utils._pytree.tree_leaves
         torch.utils._pytree.tree_map
-        torch.utils._pytree.tree_map_only
         torch.utils.data._utils.pin_memory.pin_memory
     """,
     "torch 2.8.0 to 2.15.0": """
@@ -134,12 +132,9 @@ LISTED = {
         torch_geometric.data.storage.BaseStorage._key
         torch_geometric.data.storage.BaseStorage._num_nodes
         torch_geometric.data.storage.BaseStorage._parent
-        torch_geometric.loader.ClusterData._permute_data
         torch_geometric.nn.MessagePassing._edge_mask
-        torch_geometric.nn.MessagePassing._edge_user_args
         torch_geometric.nn.MessagePassing._index_select
         torch_geometric.nn.MessagePassing._propagate_forward_hooks
-        torch_geometric.nn.MessagePassing._user_args
         torch_geometric.nn.GCNConv._cached_edge_index
         torch_geometric.nn.SGConv._cached_x
         torch_geometric.nn.SSGConv._cached_h
@@ -189,7 +184,6 @@ def objects() -> dict[str, Any]:
         "torch_geometric.data.Batch": batch,
         "torch_geometric.data.storage.GlobalStorage": batch._store,
         "torch_geometric.data.HeteroData": hetero,
-        "torch_geometric.data.FeatureStore": hetero,
         "torch_geometric.data.storage.BaseStorage": typed["a"],
         "torch_geometric.nn.MessagePassing": MessagePassing(),
         "numba.core.dispatcher.Dispatcher": numba.njit(is_private),
