@@ -34,7 +34,6 @@ FIRST = (
     ("test_cuda_kernels.py::test_keyed_dropout", 3),
     # codecs: the bytes of the CPU
     ("test_cuda_codecs.py::test_quantised_rows_have_the_bytes_of_the_cpu", 1),
-    ("test_cuda_codecs.py::test_rows_by_columns", 2),
     (
         "test_cuda_codecs.py::test_codecs_write_the_bytes_of_the_cpu_and_wait_for_nothing",
         4,

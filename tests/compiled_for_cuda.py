@@ -93,13 +93,6 @@ def codecs(codec, ops):
         for at, noise in itertools.product((None, ids.int()), (None, (7, ids))):
             codec.quantise_wide(x, at, bits, noise, out)
         codec.dequantise_wide(out, bits, torch.empty_like(x))
-    for bits in (1, 2, 4, 8):
-        packed = codec.pack_bits(torch.zeros(100, dtype=torch.uint8), bits)
-        codec.unpack_bits(packed, bits, 100)
-    for dtype, at, f in itertools.product(ops.REALS, (None, ids), (2, 4096)):
-        x, columns = torch.randn(7, f).to(dtype), torch.arange(2, dtype=torch.int32)
-        y = codec.take_columns(x, at, columns)
-        codec.put_columns(y, columns, 1.5, x)
 
 
 def kernels():

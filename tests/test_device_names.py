@@ -16,7 +16,7 @@ import torch
 import torch_geometric.loader
 import worlds
 from batches import arguments
-from problems import GRAPHS, two_types
+from problems import GRAPHS
 from torch_geometric import seed_everything
 from torch_geometric.data import TemporalData
 

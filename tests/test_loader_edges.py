@@ -9,7 +9,6 @@ import worlds
 from batches import arguments
 from torch.utils.data import RandomSampler
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.sampler import NodeSamplerInput
 
 from pyg_distcomm.loader import (
     DistLayerLoader,
@@ -99,20 +98,6 @@ def test_methods_of_a_subclass_are_called(workers, filter_per_worker):
         assert batch.filtered
         assert torch.equal(batch.x[:, 0], 2 * batch.n_id.float())
         assert "touched" in batch if filter_per_worker else True
-
-
-def test_backward_sampling_with_fan_outs_by_type():
-    data = HeteroData()
-    data["a"].num_nodes = data["b"].num_nodes = N
-    data["a", "to", "b"].edge_index = graph().edge_index
-    inputs = NodeSamplerInput(None, torch.arange(10), input_type="a")
-    for fan_out in ([-1], {("a", "to", "b"): [-1]}):
-        pytest.importorskip("torch_geometric", "2.7")
-        sampler = KeyedNeighborSampler(data, fan_out, sample_direction="backward")
-        out = sampler.sample_from_nodes(inputs)
-        found = out.edge["a", "to", "b"].sort()[0]
-        wanted = (data["a", "to", "b"].edge_index[0] < 10).nonzero().view(-1)
-        assert torch.equal(found, wanted)
 
 
 def test_times_beyond_whole_numbers():

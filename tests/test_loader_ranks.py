@@ -9,7 +9,7 @@ import tiers
 import torch
 import torch.distributed as dist
 import worlds
-from batches import all_same, arguments, graph, hetero, same
+from batches import all_same, arguments, graph, same
 from torch.utils.data import DistributedSampler
 
 import pyg_distcomm as pdc

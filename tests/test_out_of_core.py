@@ -9,7 +9,6 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
-import torch_geometric.nn
 import worlds
 from layers import EXACT
 from problems import GRAPHS, grids, owners

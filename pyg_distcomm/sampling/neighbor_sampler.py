@@ -92,11 +92,11 @@ class KeyedNeighborSampler(NeighborSampler):
     ids are those of the data, so `edge_permutation` is None.
 
     Args:
-        data: a Data, a HeteroData or a (FeatureStore, GraphStore).
+        data: a Data or a HeteroData.
         num_neighbors: in-edges to draw for each node at each hop, -1 for all; or a
             dictionary of such lists by edge type.
         subgraph_type, replace, disjoint, temporal_strategy, time_attr, weight_attr,
-        is_sorted, share_memory, directed, sample_direction: as in PyG.
+        is_sorted, share_memory, directed: as in PyG.
         draws: "neighbor", each node draws by itself; or "labor", the nodes of a
             hop draw the same sources where they can ([Balin23]): each draws those of
             its in-edges with the least -log(u_s) / w, u_s being one random number of
@@ -121,7 +121,6 @@ class KeyedNeighborSampler(NeighborSampler):
         is_sorted: bool = False,
         share_memory: bool = False,
         directed: bool = True,
-        sample_direction: str = "forward",
         *,
         draws: str = "neighbor",
         seed: int | None = None,
@@ -129,23 +128,21 @@ class KeyedNeighborSampler(NeighborSampler):
         # PyG's __init__ sorts the edges differently, and raises without pyg-lib if times or
         # weights are used; all attributes that it would set are set here
         BaseSampler.__init__(self)
-        _check_options(sample_direction, temporal_strategy, time_attr, directed)
+        _check_options(temporal_strategy, directed)
         self.draws = check_draws(draws, replace)
         self.data_type = DataType.from_data(data)
-        self.sample_direction = sample_direction
+        self.sample_direction = "forward"
         self.time_attr, self.weight_attr = time_attr, weight_attr
-        backward = sample_direction == "backward"
         self._topology = self._read(
             data,
             time_attr=time_attr,
             weight_attr=weight_attr,
             is_sorted=is_sorted,
-            backward=backward,
         )
         # share_memory is ignored: forked workers share pages, others get a copy (below)
         self._draw: Any = None
         self._copy: SampledTopology | None = None  # the copy for other processes
-        self._name_types(backward)
+        self._name_types()
         self.perm = None
         self.num_neighbors = _fan_out_lists(num_neighbors)
         self.replace = replace
@@ -161,7 +158,7 @@ class KeyedNeighborSampler(NeighborSampler):
     def _read(self, data: Source, **options: Any) -> SampledTopology:
         return read_topology(data, **options)
 
-    def _name_types(self, backward: bool) -> None:
+    def _name_types(self) -> None:
         """Sets the attributes of the graph that PyG's methods and its users read."""
         topology, graph = self._topology, self._topology.graph
         self.node_types = topology.node_types
@@ -184,10 +181,6 @@ class KeyedNeighborSampler(NeighborSampler):
             self.edge_weight = weight.get(None)
             self.colptr = relations[0].colptr
         self.to_backward_edge_type: dict[Any, Any] = {}
-        if backward and hetero:
-            self.to_backward_edge_type = {k: _reversed(k) for k in self.edge_types}
-            self.to_restored_edge_type = {_reversed(k): k for k in self.edge_types}
-            self.edge_types = list(self.to_restored_edge_type)
         if hetero:
             self.to_rel_type = {k: "__".join(k) for k in self.edge_types}
             self.to_edge_type = {v: k for k, v in self.to_rel_type.items()}
@@ -397,8 +390,6 @@ class KeyedNeighborSampler(NeighborSampler):
             found.node = [t.to(dtype) for t in found.node]
             found.edge_index = [t.to(dtype) for t in found.edge_index]
         row, col = [e[0] for e in found.edge_index], [e[1] for e in found.edge_index]
-        if self.sample_direction == "backward":
-            row, col = col, row
         counted = self.subgraph_type != SubgraphType.induced
         out: Any
         if not hetero:
@@ -457,17 +448,7 @@ def _fan_out_lists(given: Any) -> Any:
     return given
 
 
-def _check_options(
-    sample_direction: str, temporal_strategy: str, time_attr: str | None, directed: bool
-) -> None:
-    if sample_direction not in ("forward", "backward"):
-        raise ValueError(
-            f"sample_direction must be 'forward' or 'backward', got {sample_direction!r}"
-        )
-    if sample_direction == "backward" and time_attr is not None:
-        raise NotImplementedError(
-            "Temporal Sampling not yet supported for backward sampling"
-        )
+def _check_options(temporal_strategy: str, directed: bool) -> None:
     if temporal_strategy not in ("uniform", "last"):
         raise ValueError(
             f"temporal_strategy must be 'uniform' or 'last', got {temporal_strategy!r}"
@@ -490,11 +471,6 @@ def check_draws(draws: str, replace: bool) -> str:
             "draws='neighbor'"
         )
     return draws
-
-
-def _reversed(edge_type: Any) -> Any:
-    source, name, target = edge_type
-    return target, name, source
 
 
 def _named(names: list[Any], values: Sequence[Any]) -> dict[Any, Any]:

@@ -104,11 +104,6 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         self._sampler: Any = kernels.neighbor_sampler(self.block.topology.graph)
 
     def _read(self, data: Any, **options: Any) -> SampledTopology:
-        if options.pop("backward"):
-            raise ValueError(
-                "sample_direction='backward' needs the out-edges of nodes, which lie with "
-                "other ranks; partition a graph with its edges turned around"
-            )
         self.block: GraphBlock = read_block(data, self.channel, **options)
         return self.block.topology
 
