@@ -220,7 +220,7 @@ def test_training_that_nothing_averages_is_refused_after_a_step(size):
     assert all(error == first for error, _ in others)
 
 
-@tiers.parametrize("loader", list(LOADERS), ["links", "one batch", "saint"])
+@tiers.parametrize("loader", list(LOADERS), ["links", "one batch"])
 def test_batches_of_every_loader_are_looked_at(loader):
     refused(worlds.run(train, 2, "plainly", loader), 1)
 
