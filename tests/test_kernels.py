@@ -560,7 +560,7 @@ def test_processes_that_start_cold_together_compile_once(tmp_path):
     assert list(tmp_path.rglob("pyg_distcomm.lock"))
 
 
-@pytest.mark.parametrize("name", ["core", "codec", "matrix"])
+@pytest.mark.parametrize("name", ["core", "codec"])
 def test_compiled_ops_have_the_arguments_of_their_definitions(name):
     module = importlib.import_module(f"pyg_distcomm.kernels.{name}_ops")
     twins = importlib.import_module(f"pyg_distcomm.kernels.{name}_cpu")
@@ -678,6 +678,19 @@ def test_a_disk_without_room_keeps_no_compiled_code(cached, monkeypatch):
     monkeypatch.setattr(compile._CodeFiles, "_open_for_write", full)
     with pytest.warns(UserWarning, match="not kept: .*No space left.*NUMBA_CACHE_DIR"):
         assert cached(2, "+") == (208, False)
+
+
+def test_cached_code_is_keyed_by_sources_and_tools(monkeypatch, tmp_path):
+    from pyg_distcomm.kernels import compile
+
+    for path in compile.PACKAGE.glob("*_jit.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    known = {compile.digest("1"), compile.digest("2")}
+    monkeypatch.setattr(compile, "PACKAGE", tmp_path)
+    known.add(compile.digest("1"))
+    (tmp_path / "core_jit.py").write_text("LINE = 128\n")
+    known.add(compile.digest("1"))
+    assert len(known) == 3
 
 
 def test_a_cache_that_others_can_write_is_not_read(tmp_path):

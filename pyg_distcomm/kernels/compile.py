@@ -6,8 +6,8 @@ process groups. So loops are compiled in a thread of their own, whose stack is e
 
 [Note: the key of cached code] Numba keys cached machine code by the loop's source file,
 bytecode, argument types, the processor and Numba's version. But the code also contains all
-functions that the loop calls, so `fingerprint` adds the functions and constants of other
-modules, and the versions of Python and llvmlite.
+functions that the loop calls, so `SOURCES` adds the modules that have such functions, and the
+versions of Python and llvmlite.
 
 [Note: why write LLVM by hand] A random gather waits for memory, so the product must prefetch
 a row well before it is used, and keep its sums in registers meanwhile. Numba has no prefetch,
@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import llvmlite
@@ -50,6 +49,18 @@ LOCK_TIMEOUT = 120.0  # seconds to wait for another process before compiling as 
 PACKAGE = Path(__file__).resolve().parent
 LINE = 64  # bytes in a cache line
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+
+
+def digest(*versions: str) -> str:
+    """Hashes the modules that loops call functions of, and versions of the compiler."""
+    found = hashlib.sha256(" ".join(versions).encode())
+    for path in sorted([Path(__file__), *PACKAGE.glob("*_jit.py")]):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+# see [Note: the key of cached code]
+SOURCES = digest(platform.python_version(), numba.__version__, llvmlite.__version__)
 
 # Loops --------------------------------------------------------------------------------
 
@@ -205,7 +216,7 @@ class KernelCache(FunctionCache):
             )
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
-        return (*super()._index_key(sig, codegen), fingerprint(self._py_func))
+        return (*super()._index_key(sig, codegen), SOURCES)
 
 
 class _CodeFiles(IndexDataCacheFile):
@@ -223,43 +234,6 @@ class _CodeFiles(IndexDataCacheFile):
         self._save_data(name, data)
         if key not in index:
             self._save_index({**index, key: name})
-
-
-def fingerprint(loop: Any) -> str:
-    """Hashes all functions and constants that a loop uses, and the compiler's versions."""
-    parts = {
-        f"python {platform.python_version()}",
-        f"numba {numba.__version__}",
-        f"llvmlite {llvmlite.__version__}",
-    }
-    pending, met = [loop], set()
-    while pending:
-        function = pending.pop()
-        if function in met:
-            continue
-        met.add(function)
-        for code in _codes(function.__code__):
-            constants = [c for c in code.co_consts if not isinstance(c, CodeType)]
-            parts.add(
-                f"{code.co_name} {code.co_code.hex()} {constants!r} {code.co_names}"
-            )
-            for name in code.co_names:
-                used = function.__globals__.get(name)
-                # the Python function of a loop, or of an intrinsic
-                used = getattr(used, "py_func", getattr(used, "_defn", used))
-                if isinstance(used, FunctionType):
-                    pending.append(used)
-                elif isinstance(used, (int, float, tuple, np.generic)):
-                    parts.add(f"{function.__module__}.{name} = {used!r}")
-    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yields the code of a function, and of the functions defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
 
 
 def untrusted_writer(folder: str | Path) -> str | None:

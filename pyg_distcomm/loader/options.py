@@ -146,7 +146,7 @@ class LoaderOptions:
             isinstance(value, DistTensor) for s in data.stores for value in s.values()
         ):
             raise ValueError(
-                "got a share of pdc.partition without an edge_index to sample; give the whole "
+                "got a share of pdc.partition without edges to sample; give the whole "
                 "graph an edge_index before it is partitioned"
             )
         used = {
