@@ -624,7 +624,7 @@ def cached(tmp_path, monkeypatch):
     outer = tmp_path / "outer_loops.py"
 
     def call(constant: int, operator: str) -> tuple[int, bool]:
-        (tmp_path / "inner_loops.py").write_text(
+        (tmp_path / "inner_jit.py").write_text(
             "from pyg_distcomm.kernels.compile import jit\n"
             f"CONSTANT = {constant}\n"
             "@jit\n"
@@ -632,12 +632,13 @@ def cached(tmp_path, monkeypatch):
         )
         if not outer.exists():  # older Numba keeps code until its file is written
             outer.write_text(
-                "from inner_loops import CONSTANT, step\n"
+                "from inner_jit import CONSTANT, step\n"
                 "from pyg_distcomm.kernels.compile import jit, ready\n"
                 "@jit\n"
                 "def run(x):\n    return step(x) + 100 * CONSTANT\n"
             )
-        for name in ("inner_loops", "outer_loops"):
+        monkeypatch.setattr(compile, "SOURCES", compile.digest())
+        for name in ("inner_jit", "outer_loops"):
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
         loops = importlib.import_module("outer_loops")
@@ -646,6 +647,7 @@ def cached(tmp_path, monkeypatch):
 
     from pyg_distcomm.kernels import compile
 
+    monkeypatch.setattr(compile, "PACKAGE", tmp_path)
     return call
 
 
