@@ -152,7 +152,6 @@ LISTED = {
         numba.core.caching.IndexDataCacheFile._save_data
         numba.core.caching.IndexDataCacheFile._save_index
         numba.core.dispatcher.Dispatcher._cache
-        numba.extending._Intrinsic._defn
     """,
 }
 

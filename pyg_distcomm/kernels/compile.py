@@ -54,8 +54,10 @@ I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 def digest(*versions: str) -> str:
     """Hashes the modules that loops call functions of, and versions of the compiler."""
     found = hashlib.sha256(" ".join(versions).encode())
-    for path in [Path(__file__), *sorted(PACKAGE.glob("*_jit.py"))]:
-        found.update(path.read_bytes())
+    for folder in (PACKAGE, PACKAGE.parent / "partition"):
+        for path in sorted(folder.glob("*jit.py")):
+            found.update(path.read_bytes())
+    found.update(Path(__file__).read_bytes())
     return found.hexdigest()
 
 
