@@ -19,7 +19,7 @@ from problems import GRAPHS
 from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm import collectives, failure
 from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.comm.whereabouts import Wait
@@ -323,6 +323,15 @@ def test_a_wait_raises_what_another_rank_reported():
         collectives._wait_in_slices(_Stuck(), "halo", here)
     with pytest.raises(RankError, match="rank 1 waited 0 s for halo"):  # its own error
         collectives._wait_in_slices(_Stuck(), "halo", there)
+
+
+def test_a_rank_that_failed_in_another_thread_says_so(monkeypatch):
+    monkeypatch.setattr(failure, "_REPORT_GRACE", 0.0)
+    watch = FailureMonitor(torch.distributed.HashStore(), 1, 2, deadline=0.0)
+    watch.report(LookupError("no such row"))
+    told = str(watch.connection_error("halo", RuntimeError("closed by peer")))
+    assert "cannot go on with halo" in told
+    assert "LookupError: no such row" in told
 
 
 def fails_alike():

@@ -402,15 +402,20 @@ class FailureMonitor:
 
     def connection_error(self, doing: str, error: BaseException) -> BaseException:
         """Returns the error of a broken connection, after waiting briefly for a report."""
+        stopped = f"rank {self.rank} cannot go on with {doing}"
         if self.failed:  # reported already
-            return RankError(
-                f"rank {self.rank} cannot go on with {doing}. {_OVER} It was\n{self.failed}"
-            )
+            return RankError(f"{stopped}. {_OVER} It was\n{self.failed}")
         self._try_store("set", f"broken/{self.rank}", "")
         try:
             self.wait_for_report()
         except Exception as reason:
             return reason
+        note = json.loads(self.reported_failure() or "{}")
+        if note.get("rank") == self.rank:  # in another thread
+            told = (
+                f"rank {self.rank} cannot go on with {doing}, for it had failed before"
+            )
+            return RankError(f"{told}\n{note['traceback']}")
         lost = f"rank {self.rank} lost another rank during {doing}: "
         for rank in range(self.size):
             if rank != self.rank and self._try_store("check", [f"left/{rank}"]):
