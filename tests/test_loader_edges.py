@@ -153,6 +153,16 @@ def test_a_loader_that_the_others_have_passed_by_is_ones_own():
     assert worlds.run(_evaluates_alone, 3) == [(4, 12, 12), 4, 4]
 
 
+def _others_of_one_kind():
+    mesh = worlds.mesh()
+    with pytest.raises(ValueError, match="which wait for each other"):
+        list(loader(graph(), batch_size=8 + mesh.rank, split=True))
+
+
+def test_loaders_that_wait_for_each_other_raise_on_all_ranks():
+    worlds.run(_others_of_one_kind, 2)
+
+
 def _without_inputs():
     mesh = worlds.mesh()
     mine = torch.arange(10) if mesh.rank else torch.empty(0).long()

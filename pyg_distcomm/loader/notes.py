@@ -216,8 +216,8 @@ class Notes:
             wait = self._waited = Wait(self._watch.places, self.name, here)
 
         def look(seconds: float) -> bool:
+            stop = enough(self._missing(), seconds)  # at a mutual wait the key stays
             try:
-                stop = enough(self._missing(), seconds)
                 if self._watch is not None and not stop:
                     self._watch.raise_reported()  # a rank that failed will not come
                 if wait is not None:
