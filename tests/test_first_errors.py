@@ -388,6 +388,43 @@ def test_ranks_that_select_differently_all_raise():
     worlds.run(_other_selections, 2)
 
 
+def _other_operations():
+    mesh = worlds.mesh(fresh=True)
+    share = pdc.partition(generated(20), mesh, "random")
+    x, edges, late = share.x * 2, share.edge_index, mesh.rank
+    layer = nn.GATConv(x.size(1), 2, negative_slope=0.1 + 0.1 * late)
+    other = nn.SAGEConv(x.size(1), 2, aggr="max" if late else "mean")
+    for words, differs in (
+        ("run the same operations", lambda: x.sum(0) if late else x.sum()),
+        ("run the same operations", lambda: (x.double() if late else x)[edges[0]]),
+        ("run the same operations", lambda: F.dropout(x, training=late > 0).sum()),
+        ("seed the generator", lambda: x * torch.full((x.size(1),), float(late))),
+        ("seed the generator", lambda: x.__setitem__(0, torch.tensor(float(late)))),
+        ("same negative_slope: it is 0.1 on rank 0", lambda: layer(x, edges)),
+        ("same aggr: it is 'mean' on rank 0", lambda: other(x, edges)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            differs()
+
+
+def test_ranks_that_compute_differently_all_raise():
+    worlds.run(_other_operations, 2)
+
+
+def _dropout_ends_on_one_rank():
+    mesh = worlds.mesh(fresh=True)
+    x = pdc.partition(generated(20), mesh, "random").x
+    weight = torch.nn.Parameter(torch.ones_like(x.full_tensor()[0]))
+    for epoch in range(4):
+        drops = mesh.rank == 0 or epoch < 2
+        F.dropout(x * weight, training=drops).sum().backward()
+
+
+def test_dropout_that_one_rank_leaves_out_is_found():
+    with pytest.raises(worlds.WorldError, match="masks drawn by dropout: it is 4"):
+        worlds.run(_dropout_ends_on_one_rank, 2)
+
+
 def _parts_of_weights():
     mesh = worlds.mesh()
     share = pdc.partition(generated(20), mesh, "random")

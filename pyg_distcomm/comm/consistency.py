@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.mesh import Mesh
@@ -26,7 +25,6 @@ from pyg_distcomm.kernels.core_ops import as_bytes
 _HASHED_BYTES = 1 << 26  # bytes: a longer tensor is hashed in parts
 _ROUNDING = 1.0  # tolerated relative difference of copies, times sqrt(eps) of the dtype
 _HASHED_PIECES = 64  # pieces of a longer tensor that are hashed
-_MAX_CALLS = 4096  # compared operations that are remembered
 
 
 def count_rows(here: int, mesh: Mesh) -> int:
@@ -111,6 +109,7 @@ _ADVICE = {
     _OPERATION: "run the same operations on all ranks in the same order",
     _PLAIN: "run the same operations on all ranks in the same order",
     _PARAMETER: "build the same model on all ranks",
+    _BACKWARD: "train all ranks alike",
 }
 
 
@@ -191,10 +190,7 @@ class Comparer:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh: Mesh = weakref.proxy(mesh)  # the mesh holds this object
-        self._compared_kinds: set[Any] = set()
-        self._seen: Any = WeakTensorKeyDictionary()
         self._compared_settings: Any = weakref.WeakKeyDictionary()
-        self._compared_calls: set[Any] = set()
 
     def check_settings(
         self, owner: Any, value: Any, get_settings: Callable[[], dict[str, str]]
@@ -225,61 +221,44 @@ class Comparer:
         compared[:] = [(v, m) for v, m in compared if v is value] + [(value, mode)]
         details = {"type of layer": type(owner).__name__, **get_settings()}
         agrees = value is not None  # ranks of a link agree on the mode by themselves
-        _compare_and_gather(
-            _LAYER, details | _module_settings(owner, not agrees), 0, mesh
-        )
+        details |= _module_settings(owner, not agrees)
+        _compare_and_gather(_LAYER, details, 0, mesh, self._unpriced)
 
-    def check_call(self, name: str, operands: Any) -> None:
-        """Raises on all ranks if they call different operations over all rows.
+    def check_call(self, name: str, operands: Sequence[str]) -> None:
+        """Raises on all ranks if they call different operations over all rows; collective.
 
-        Compares an operation when this rank first calls it with such operands. A rank that
-        has called it before does not compare; one that has not then waits until its deadline.
-
-        Price: one all-gather of two words per rank, once for each call.
+        Price: one all-gather of two words per rank.
 
         Args:
             name: the operation.
-            operands: a hashable description of them, the same on all ranks.
+            operands: a description of each.
 
         Raises:
             ValueError: naming the operations.
         """
-        if self._mesh.check == "never" or (name, operands) in self._compared_calls:
-            return
-        shown = ", ".join(map(str, operands))
-        details = {"operation": f"{name}({shown})"}
-        # not in the mesh's ledger: the prices of a first epoch do not include checks
-        axis = replace(self._mesh.control, ledger=self._mesh.checks)
-        _compare_and_gather(_OPERATION, details, 0, self._mesh, axis, name)
-        # loops over scalars; on all ranks alike
-        if len(self._compared_calls) >= _MAX_CALLS:
-            self._compared_calls.clear()
-        self._compared_calls.add((name, operands))
+        details = {"operation": f"{name}({', '.join(operands)})"}
+        _compare_and_gather(_OPERATION, details, 0, self._mesh, self._unpriced, name)
 
-    def check(self, x: Tensor, what: str, *, by_kind: bool = True) -> None:
+    @property
+    def _unpriced(self) -> Any:
+        """The control axis, without the mesh's ledger: prices do not include checks."""
+        return replace(self._mesh.control, ledger=self._mesh.checks)
+
+    def check(self, x: Tensor, what: str) -> None:
         """Raises on all ranks if a plain tensor differs between them; collective.
+
+        Price: one all-gather of two words per rank.
 
         Args:
             x: the tensor, without gradient.
             what: the name of the operation.
-            by_kind: whether one that was compared in the same operation, of the same shape
-                and type, stands for it, where `init(check="first")`.
 
         Raises:
             ValueError: naming the operation and the ranks.
         """
-        mesh = self._mesh
-        kind = what, tuple(x.shape), x.dtype
-        if mesh.check == "first":
-            if by_kind and kind in self._compared_kinds:
-                return
-        elif mesh.check == "never" or self._seen.get(x) == _version(x):
-            return
-        self._compared_kinds.add(kind)
-        if mesh.check == "always":
-            self._seen[x] = _version(x)
         details = {"operation": f"{what}()", "plain tensor": _shape_and_dtype(x)}
-        marks = _compare_and_gather(_PLAIN, details, digest(x), mesh)
+        axis = self._unpriced
+        marks = _compare_and_gather(_PLAIN, details, digest(x), self._mesh, axis)
         differ = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
         if differ:
             raise ValueError(
@@ -292,9 +271,9 @@ class Comparer:
             )
 
     def compare_trained(self, leaves: dict[int, Tensor]) -> None:
-        """Compares parameters after steps of an optimizer; collective.
+        """Compares parameters after steps of an optimizer, and counts of dropout; collective.
 
-        Those that differ by rounding errors get rank 0's values.
+        Parameters that differ by rounding errors get rank 0's values.
 
         Price: one all-reduce of two words.
 
@@ -304,26 +283,24 @@ class Comparer:
         Raises:
             ValueError: on all ranks, if they differ by more.
         """
-        mark = random.fold(*map(digest, leaves.values()))
-        axis = replace(self._mesh.control, ledger=self._mesh.checks)
-        if collectives.differ(mark, axis):
+        mark = random.fold(self._mesh.step, *map(digest, leaves.values()))
+        if collectives.differ(mark, self._unpriced):
             self._resync_rounded(leaves)
 
     def _resync_rounded(self, leaves: dict[int, Tensor]) -> None:
         mesh = self._mesh
-        told = [
-            len(leaves),
-            *(part for k, x in leaves.items() for part in (k, digest(x))),
-        ]
-        sizes = _compare_and_gather(_BACKWARD, {}, len(told), mesh)
-        if any(size != sizes[0] for size in sizes):
-            return  # the caller reports that ranks reach different leaves
-        marks = collectives.all_gather_counts(told, mesh.control)
-        numbers = list(leaves)
-        if any(mark[1::2] != numbers for mark in marks):
-            return
+        details = {
+            "parameters with a gradient": str(
+                [_shape_and_dtype(x) for x in leaves.values()]
+            ),
+            "number of masks drawn by dropout": str(mesh.step),
+        }
+        _compare_and_gather(_BACKWARD, details, 0, mesh)
+        marks = collectives.all_gather_counts(
+            [*map(digest, leaves.values())], mesh.control
+        )
         for place, (number, x) in enumerate(leaves.items()):
-            if all(mark[2 + 2 * place] == marks[0][2 + 2 * place] for mark in marks):
+            if all(mark[place] == marks[0][place] for mark in marks):
                 continue
             mine = x.detach()
             first = collectives.all_reduce(
@@ -409,7 +386,3 @@ def comparer_of(mesh: Mesh) -> Comparer:
     if mesh.compared is None:
         mesh.compared = Comparer(mesh)
     return mesh.compared  # type: ignore[no-any-return]
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else int(x._version)

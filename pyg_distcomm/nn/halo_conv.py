@@ -25,6 +25,7 @@ from pyg_distcomm.nn.layer_context import (
     Explained,
     LayerContext,
     OwnLink,
+    agreed_link,
     are_rows_of,
     check_arguments,
     check_flow,
@@ -66,6 +67,8 @@ def run_on_share(
     if getattr(conv, "explain", False):
         check_mask(conv, topology)
     exact = link in (None, "exact") and topology.link is None
+    if exact and not topology.chunked:
+        agreed_link(conv, "exact", topology)
     # products step below autograd, which a transform of torch.func would not see
     transformed = torch._C._are_functorch_transforms_active()
     if exact and (transformed or edges[0].of_torch):

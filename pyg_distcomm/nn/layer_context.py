@@ -106,7 +106,7 @@ class LayerContext:
             back = topology.reversed
             topology = back.topology
             weight = None if weight is None else back.carry(weight)
-        link = _agreed_link(layer, own, given_edges)
+        link = agreed_link(layer, own, given_edges)
         return LayerContext(layer, given_edges.nodes, topology, link, weight, given)
 
     @property
@@ -151,7 +151,7 @@ class LayerContext:
             self.link.note_cached(self.layer, self.nodes, trains)
 
 
-def _agreed_link(layer: Any, own: OwnLink, topology: Topology) -> LinkPolicy | None:
+def agreed_link(layer: Any, own: OwnLink, topology: Topology) -> LinkPolicy | None:
     """Returns the link of a layer on some edges, compared between ranks at first use."""
     link = topology.link if own is None else own
     topology.read_by(layer, link)

@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.process import PROCESS
 
-_CALLS = 4096  # ops that are remembered
+_KINDS = 8192  # of ops and operands that are remembered
 _PLAIN_IDS = (
     "plain ids, or edges, mean the same ids on all ranks; build them from a shared seed "
     "(torch_geometric.seed_everything, as PyG draws negative edges by Python's random, too), "
@@ -40,16 +41,41 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _compares(mesh: Any) -> bool:
+    """Tells whether operands are compared: on several ranks, but not in a chunk."""
+    return mesh.size > 1 and mesh.check != "never" and isinstance(mesh, Mesh)
+
+
+def _compared(mesh: Mesh) -> set[Any]:
+    """Returns what has been compared in a mesh, by op and kinds of operands."""
+    known: set[Any] | None = mesh.sharded.get("compared")
+    if known is None:
+        known = mesh.sharded["compared"] = set()
+    if len(known) >= _KINDS:  # loops over sizes; on all ranks alike
+        known.clear()
+    return known
+
+
 def compare_plain(x: Tensor, mesh: Any) -> None:
-    """Raises on all ranks if a plain operand differs between them; collective at first use."""
-    if mesh.size == 1 or mesh.check == "never" or not isinstance(mesh, Mesh):
+    """Raises on all ranks if a plain operand differs between them; collective at first use.
+
+    One that was compared in the same op, of the same shape and type, stands for it, unless
+    `init(check="always")`.
+    """
+    if not _compares(mesh):
         return
-    if not in_backward():
-        comparer_of(mesh).check(x.detach(), name_of(PROCESS.op))
+    backward, known = in_backward(), _compared(mesh)
+    kind = PROCESS.op, backward, x.dtype, x.shape
+    if kind in known and mesh.check == "first":
+        return
+    known.add(kind)
+    name = name_of(PROCESS.op)
+    if not backward:
+        comparer_of(mesh).check(x.detach(), name)
         return
     with torch.no_grad():
         try:
-            comparer_of(mesh).check(x.detach(), f"backward of {name_of(PROCESS.op)}")
+            comparer_of(mesh).check(x.detach(), f"backward of {name}")
         except ValueError as error:
             raise ValueError(
                 "call torch.manual_seed with the same number on all ranks before the model is "
@@ -58,50 +84,39 @@ def compare_plain(x: Tensor, mesh: Any) -> None:
             ) from error
 
 
-def compare_call(
-    mesh: Any, shape: Any, dtype: torch.dtype, name: str | None = None
-) -> None:
-    """Raises on all ranks if they are at different ops over all rows; collective at first use.
+def compare_call(mesh: Any, *operands: Any, name: str | None = None) -> None:
+    """Raises on all ranks if they are at different ops; collective at first use.
 
-    Nothing is compared in a backward pass.
+    An op compares what it sends, or selects by, when this rank first meets it with such
+    operands. A rank that has met it before does not compare; one that has not then waits
+    until its deadline. Nothing is compared in a backward pass.
 
     Args:
         mesh: the ranks.
-        shape, dtype: those of the operand.
+        operands: tensors, compared by type and shape, of which the number of sharded rows
+            may change; numbers; None is left out.
         name: what this rank calls; None is the op that it computes.
     """
-    _compare_operands(mesh, ((dtype, tuple(shape)),), name)
-
-
-def compare_selection(mesh: Any, given: Any) -> None:
-    """Raises on all ranks if they select by masks or ids of other types or shapes.
-
-    Collective at the first use of an op with such masks or ids.
-
-    Args:
-        mesh: the ranks.
-        given: the masks or ids; others than flat ones are not compared.
-    """
-    flat = [v for v in given if v is not None and v.dim() == 1]
-    if flat:
-        _compare_operands(mesh, tuple((v.dtype, tuple(v.shape)) for v in flat))
-
-
-def _compare_operands(mesh: Any, operands: Any, name: str | None = None) -> None:
-    if mesh.size == 1 or mesh.check == "never" or not isinstance(mesh, Mesh):
+    if not _compares(mesh):
         return
-    known = mesh.sharded.get("calls")
-    if known is None:
-        known = mesh.sharded["calls"] = set()
-    call = PROCESS.op if name is None else name, operands
+    known = _compared(mesh)
+    call = (name or PROCESS.op, *[_kind(x) for x in operands if x is not None])
     if call in known or in_backward():
         return
-    if len(known) >= _CALLS:  # loops over sizes; on all ranks alike
-        known.clear()
-    told = (f"{str(d).removeprefix('torch.')}{list(shape)}" for d, shape in operands)
-    name = name_of(PROCESS.op) if name is None else name
-    comparer_of(mesh).check_call(name, tuple(told))
+    given = [x for x in operands if isinstance(x, Tensor)]
+    told = [f"{x.dtype}{list(x.shape)}".removeprefix("torch.") for x in given]
+    comparer_of(mesh).check_call(name or name_of(PROCESS.op), told)
     known.add(call)
+
+
+def _kind(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    dim = getattr(x, "dim_", None)
+    if dim is None:
+        return x.dtype, x.shape
+    shape = x.local.shape  # type: ignore[attr-defined]
+    return x.dtype, dim, shape[:dim], shape[dim + 1 :]
 
 
 def compare_parameters(args: Any, mesh: Any) -> None:
@@ -136,7 +151,7 @@ def compare_parameters(args: Any, mesh: Any) -> None:
             if mesh.check == "never":
                 continue
             if frozen:
-                _compare_frozen(base, mesh, by_kind=False)
+                _compare_frozen(base, mesh)
             else:
                 comparer_of(mesh).sync_from_rank0(base)
 
@@ -168,18 +183,25 @@ def compare_factors(func: Any, args: Any, mesh: Any) -> None:
             and hasattr(x, "device_mesh")
         ):
             raise _sharded_by_torch(type(x).__name__)
-    if func not in _PRODUCTS or not isinstance(mesh, Mesh) or in_backward():
+    if func not in _PRODUCTS or in_backward():
         return
     for x in args:
         if type(x) in _PLAIN and x.is_floating_point() and not x.requires_grad:
-            if mesh.size > 1 and mesh.check != "never":
-                _compare_frozen(x, mesh)
+            with _of_a_weight():
+                compare_plain(x, mesh)
 
 
-def _compare_frozen(x: Tensor, mesh: Mesh, *, by_kind: bool = True) -> None:
-    """Raises on all ranks if a weight that does not learn differs between them."""
+def _compare_frozen(x: Tensor, mesh: Mesh) -> None:
+    """Raises on all ranks if a parameter that does not learn differs between them."""
+    with _of_a_weight():
+        comparer_of(mesh).check(x.detach(), name_of(PROCESS.op))
+
+
+@contextlib.contextmanager
+def _of_a_weight() -> Iterator[None]:
+    """Adds to the error of a comparison what splits weights."""
     try:
-        comparer_of(mesh).check(x.detach(), name_of(PROCESS.op), by_kind=by_kind)
+        yield
     except ValueError as error:
         raise ValueError(
             f"{error}. If it is a part of a weight, leave out tensor parallelism"

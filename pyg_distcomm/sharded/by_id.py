@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.sharded import whole
-from pyg_distcomm.sharded.agreement import compare_plain, compare_selection, in_backward
+from pyg_distcomm.sharded.agreement import compare_call, compare_plain, in_backward
 from pyg_distcomm.sharded.constants import key_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 def index_select(func: Any, args: Any, kwargs: Any) -> Any:
     """Reads rows by ids."""
     x, d, index = args
-    compare_selection(_mesh_of(x, index), (index,))
+    compare_call(_mesh_of(x, index), x, index)
     d %= max(x.dim(), 1)
     if type(x) is not DistTensor and index.rows.mesh.local_sizes:
         ids = ids_of(index)
@@ -75,7 +75,7 @@ def index(func: Any, args: Any, kwargs: Any) -> Any:
     """Selects rows by a mask, or reads them by ids, with other indices beside these."""
     x, given = args
     given = list(given)
-    compare_selection(_mesh_of(x, *given), given)
+    compare_call(_mesh_of(x, *given), x, *given)
     used = [i for i, v in enumerate(given) if v is not None]
     first, v = used[0], given[used[0]]
     if len(used) == 1 and v.dtype == torch.bool and v.dim() == 1:
@@ -194,7 +194,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Any:
 def masked_select(func: Any, args: Any, kwargs: Any) -> Any:
     """Selects the values that a mask keeps."""
     x, mask = args
-    compare_selection(_mesh_of(x, mask), (mask,))
+    compare_call(_mesh_of(x, mask), x, mask)
     if mask.dim() == 1 and x.dim() == 1:
         return _masked(x, 0, mask)
     return whole.apply(func, args, kwargs)

@@ -429,7 +429,7 @@ def all_rows(x: DistTensor, op: str) -> Tensor:
         if axis.observer is not None:
             axis.observer("gather", local, axis)
         return local.clone()
-    compare_call(rows.mesh, x.shape, x.dtype, op)
+    compare_call(rows.mesh, x, rows.count, name=op)
     flat = local.movedim(dim, 0).contiguous()
     found = gathered(flat, rows, f"gather {op}")
     return found.movedim(0, dim).contiguous()

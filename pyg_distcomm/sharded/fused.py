@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.comm import collectives
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_call
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, own_part, rule
-from pyg_distcomm.sharded.partial import PartialSum, summed_over_ranks
+from pyg_distcomm.sharded.partial import PartialSum, over_ranks, summed_over_ranks
 from pyg_distcomm.sharded.pointwise import bound, changed, meeting
 
 aten = torch.ops.aten
@@ -29,8 +28,7 @@ def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
     out, weight = func(*own, w, SUM if reduction == MEAN else reduction, ignore)
     if reduction == NONE:
         return DistTensor(out, rows), weight
-    compare_call(rows.mesh, x.shape, x.dtype)
-    both = collectives.all_reduce(torch.stack([out, weight]), rows.mesh.world)
+    both = over_ranks(torch.stack([out, weight]), rows.mesh)
     return (both[0] / both[1] if reduction == MEAN else both[0]), both[1]
 
 
@@ -57,7 +55,7 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*own)
     if reduction == NONE:
         return DistTensor(out, rows, out.dim() - right)
-    total = collectives.all_reduce(out.sum(), rows.mesh.world)
+    total = over_ranks(out.sum(), rows.mesh)
     count = out.numel() // max(out.size(out.dim() - right), 1) * rows.count
     if reduction == MEAN and not out.size(out.dim() - right):
         count = max(like.numel(), 1)
@@ -100,10 +98,7 @@ rule(
 
 def _over_rows(x: Tensor, rows: Any) -> Tensor:
     """Sums own rows `[n_i, f, ...]` over all but dimension 1, and over the ranks."""
-    dims = [0, *range(2, x.dim())]
-    total = x.sum(dims)
-    compare_call(rows.mesh, total.shape, x.dtype)
-    return collectives.all_reduce(total, rows.mesh.world)
+    return over_ranks(x.sum([0, *range(2, x.dim())]), rows.mesh)
 
 
 @rule(
@@ -167,7 +162,7 @@ def batch_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
         gw, gb = _two(total)
         out = own_g
     else:
-        total = collectives.all_reduce(sums, rows.mesh.world)
+        total = over_ranks(sums, rows.mesh)
         gb, gw = total[0], total[1]
         out = own_g - (gb / n).view(shape) - hat * (gw / n).view(shape)
     out = out * scale.view(shape)
@@ -245,6 +240,7 @@ def bernoulli_(func: Any, args: Any, kwargs: Any) -> Any:
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     rows, front = x.rows, x.local.movedim(x.dim_, 0)
     cols = front[:1].numel() if len(front) else 0
+    compare_call(rows.mesh, x)  # on one rank alone, masks would differ from then on
     key = rows.mesh.next_key()
     keep = kernels.keyed_mask(key, rows.gid_on(x.device), cols, 1.0 - p)
     front.copy_(keep.view(front.shape))

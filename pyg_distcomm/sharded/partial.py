@@ -28,7 +28,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.sharded.agreement import in_backward, is_averaged, is_wrapped
+from pyg_distcomm.sharded.agreement import (
+    compare_call,
+    in_backward,
+    is_averaged,
+    is_wrapped,
+)
 from pyg_distcomm.sharded.dist_tensor import DistTensor, check_writes
 
 aten = torch.ops.aten
@@ -199,15 +204,20 @@ def with_rows(func: Any, args: Any) -> PartialSum | None:
     return PartialSum(x.part.index_add(y.dim_, at, y.local), x.mesh)
 
 
+def over_ranks(part: Tensor, mesh: Any, op: str = "sum") -> Tensor:
+    """Returns the sum (or "max", "min") of parts over the ranks, compared at first use."""
+    compare_call(mesh, part)
+    return collectives.all_reduce(part, mesh.world, op)
+
+
 def summed_over_ranks(part: Tensor, mesh: Mesh) -> Tensor:
     """Returns the sum of a part over the ranks, in a backward pass when it is read."""
-    if mesh.size == 1 and not in_backward():
-        return collectives.all_reduce(part, mesh.world)
-    if mesh.size == 1 and not (isinstance(mesh, Mesh) and mesh.world.observer):
-        return part  # the mesh of a chunk has no axis
-    if in_backward() and not torch.is_grad_enabled():
-        return PartialSum(part, mesh)
-    return collectives.all_reduce(part, mesh.world)
+    if in_backward():
+        if mesh.size == 1 and not (isinstance(mesh, Mesh) and mesh.world.observer):
+            return part  # the mesh of a chunk has no axis
+        if not torch.is_grad_enabled():
+            return PartialSum(part, mesh)
+    return over_ranks(part, mesh)
 
 
 def accumulates_plain() -> bool:

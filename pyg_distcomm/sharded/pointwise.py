@@ -14,6 +14,7 @@ from torch import Tensor
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.agreement import compare_plain, in_backward
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     all_rows,
@@ -54,9 +55,11 @@ def meeting(t: Any, rows: Rows, right: int) -> Any:
     if type(t) is PartialSum:
         t = t.value()
     dim = t.dim() - right
-    if dim < 0 or t.size(dim) == 1:
-        return t
-    return local_at(t, rows, dim)
+    if dim >= 0 and t.size(dim) != 1:
+        return local_at(t, rows, dim)
+    if type(t) is Tensor and not t.requires_grad and not in_backward():
+        compare_plain(t, rows.mesh)
+    return t
 
 
 def bound(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.ops.id_plan import reduction_identity
 from pyg_distcomm.sharded import whole
-from pyg_distcomm.sharded.agreement import compare_selection, in_backward
+from pyg_distcomm.sharded.agreement import compare_call, in_backward
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     first_sharded,
@@ -30,7 +29,7 @@ from pyg_distcomm.sharded.ids import (
     plain,
     plain_ids,
 )
-from pyg_distcomm.sharded.partial import summed_over_ranks
+from pyg_distcomm.sharded.partial import over_ranks, summed_over_ranks
 from pyg_distcomm.sharded.pointwise import changed, meeting
 from pyg_distcomm.sharded.views import space_of
 
@@ -55,7 +54,7 @@ def scatter(func: Any, args: Any, kwargs: Any) -> Any:
     d %= max(x.dim(), 1)
     sharded = first_sharded((x, v, src))
     if sharded is not None:
-        compare_selection(sharded.rows.mesh, (v,))
+        compare_call(sharded.rows.mesh, x, v)
     op = args[4] if len(args) > 4 else "sum"
     mutable = func._schema.is_mutable
     include = kwargs.get("include_self", True)
@@ -160,12 +159,12 @@ def _scatter_to_plain(
         if owners is not None:
             return _sums_of_owners(y, ids, owners)
         part = y.new_zeros((len(first), *y.shape[1:])).index_add_(0, local, y)
-        return collectives.all_reduce(part, mesh.world)
+        return over_ranks(part, mesh)
 
     def extreme(start: Tensor, y: Tensor, op: str) -> Tensor:
         index = local.view(-1, *[1] * (y.dim() - 1)).expand_as(y)
         best = start.scatter_reduce(0, index, y, op)
-        return collectives.all_reduce(best, mesh.world, op[1:])
+        return over_ranks(best, mesh, op[1:])
 
     if op == "sum" and include:
         if not mutable:
@@ -238,7 +237,7 @@ def index_put(func: Any, args: Any, kwargs: Any) -> Any:
     add = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     sharded = first_sharded((x, list(given), value))
     if sharded is not None:
-        compare_selection(sharded.rows.mesh, given)
+        compare_call(sharded.rows.mesh, x, *given)
     used = [i for i, v in enumerate(given) if v is not None]
     d, v = used[0], given[used[0]]
     mutable = func._schema.is_mutable
@@ -289,7 +288,7 @@ def index_copy(func: Any, args: Any, kwargs: Any) -> Any:
     x, d, v, value = args
     found, mutable = None, func._schema.is_mutable
     if type(x) is DistTensor:
-        compare_selection(x.rows.mesh, (v,))
+        compare_call(x.rows.mesh, x, v)
         d %= max(x.dim(), 1)
         fills = "index_fill" in func._schema.name
         if d == x.dim_:

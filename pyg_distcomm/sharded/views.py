@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import in_backward
 from pyg_distcomm.sharded.constants import version_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
 from pyg_distcomm.sharded.ids import blocks_of, ids_of, ids_of_part
-from pyg_distcomm.sharded.partial import PartialSum
+from pyg_distcomm.sharded.partial import PartialSum, over_ranks
 from pyg_distcomm.sharded.pointwise import meeting
 
 aten = torch.ops.aten
@@ -172,9 +171,8 @@ def _one_row(x: DistTensor, d: int, i: int) -> Tensor:
     )
     if x.rows.mesh.world.size == 1:
         return row
-    if row.dtype == torch.bool:
-        return collectives.all_reduce(row.to(torch.uint8), x.rows.mesh.world).bool()
-    return collectives.all_reduce(row, x.rows.mesh.world)
+    sent = row.to(torch.uint8) if row.dtype == torch.bool else row
+    return over_ranks(sent, x.rows.mesh).to(row.dtype)
 
 
 @rule(aten.slice.Tensor)
