@@ -124,23 +124,33 @@ class Origin:
     first: Any = None
 
 
-@eager
-class LeadingRows(torch.Tensor):
-    """The first rows of a tensor `[n, ...]` that a model has computed; reads as all n."""
-
-    origin: Origin
+class _Observed(Tensor):
+    """A tensor whose reads are observed."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        name, kwargs = base_name(func), kwargs or {}
         if StackedRows in types:
-            args, kwargs = _unstacked(args, kwargs, base_name(func))
-        return _dispatch(func, args, kwargs or {})
+            reduction = _across(name, args, kwargs)
+            if reduction is not None:
+                return func(*reduction, **{**kwargs, "dim": 1})
+            args, kwargs = _unstacked(args, kwargs, name)
+            if LeadingRows not in types:
+                return func(*args, **kwargs)
+        return _dispatch(func, name, args, kwargs)
 
 
 @eager
-class StackedRows(torch.Tensor):
+class LeadingRows(_Observed):
+    """The first rows of a tensor `[n, ...]` that a model has computed; reads as all n."""
+
+    origin: Origin
+
+
+@eager
+class StackedRows(_Observed):
     """Leading rows of k tensors, stacked as `[k, n, ...]`; reads as all of them.
 
     A reduction over the k tensors, as HeteroConv adds up relations, works row by row.
@@ -149,18 +159,6 @@ class StackedRows(torch.Tensor):
 
     turned: Any  # the same numbers as leading rows [n, k, ...]
     every: Tensor | None
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name, kwargs = base_name(func), kwargs or {}
-        if args and isinstance(args[0], StackedRows) and args[0].every is None:
-            reduction = _across(name, args, kwargs)
-            if reduction is not None:
-                return func(*reduction, **{**kwargs, "dim": 1})
-        args, kwargs = _unstacked(args, kwargs, name)
-        return func(*args, **kwargs)
 
 
 def _stacked(turned: Any) -> StackedRows:
@@ -173,7 +171,9 @@ def _across(name: str, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     """Returns the arguments of a reduction over the k tensors, without its dim."""
     if name not in _REDUCTIONS or kwargs.get("keepdim") or "out" in kwargs:
         return None
-    stack, *rest = args
+    stack, *rest = args or (None,)
+    if not isinstance(stack, StackedRows) or stack.every is not None:
+        return None
     dim = kwargs.get("dim", rest[0] if len(rest) == 1 else None)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     if len(rest) > ("dim" not in kwargs) or type(dim) is not int:
@@ -191,7 +191,7 @@ def _unstacked(args: Any, kwargs: Any, what: str) -> Any:
             value.every = whole(value.turned, what).transpose(0, 1).contiguous()
         return value.every
 
-    return tree_map(every, (args, kwargs or {}))
+    return tree_map(every, (args, kwargs))
 
 
 def wrap(rows: Tensor, origin: Origin) -> Tensor:
@@ -248,8 +248,7 @@ _JOINS = frozenset("cat concat concatenate stack".split())
 _REDUCTIONS = frozenset("sum mean prod amax amin max min median logsumexp".split())
 
 
-def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    name = base_name(func)
+def _dispatch(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name in FACTS - SIZES - _OF_GRADIENTS:
         return _call_plain(func, args, kwargs)
     if name in _OF_GRADIENTS and _meets_gradients(name, args, kwargs):

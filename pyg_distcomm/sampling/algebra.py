@@ -82,8 +82,8 @@ ENTRYWISE = frozenset(
 class BulkMatrix:
     """Holds a sparse matrix whose m rows belong to k minibatches, one after the other.
 
-    Functions that keep zeros apply entry by entry: `P.sqrt()`, `torch.sqrt(P)`, `P**0.5`,
-    `2 * P`, `P / 3`; sums, differences and products take matrices of the same entries.
+    Functions that keep zeros apply entry by entry: `P.sqrt()`, `P**0.5`, `2 * P`, `P / 3`;
+    sums, differences and products take matrices of the same entries.
     What would fill in zeros (`P + 1`, `P.exp()`) raises a TypeError;
     `P.with_value(f(P.values))` says what is meant.
 
@@ -179,16 +179,6 @@ class BulkMatrix:
         return all(
             a is b or torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)
         )
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> BulkMatrix:
-        """Runs `torch.sqrt(P)` and the like, entry by entry."""
-        name = getattr(func, "__name__", str(func))
-        if name not in ENTRYWISE or not isinstance(args[0], cls):
-            raise TypeError(_no_function(f"torch.{name}"))
-        return args[0].map(lambda v, *rest: func(v, *rest, **(kwargs or {})), *args[1:])
 
     def __getattr__(self, name: str) -> Any:
         if name in ENTRYWISE:
