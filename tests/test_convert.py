@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import pickle
@@ -312,44 +311,3 @@ def test_matrix_layers_take_pygs_inputs(ours):
     adj = torch.sparse_coo_tensor(ids.flip(0), torch.ones(4), (4, 4)).coalesce()
     for given in (adj, adj.to_sparse_csr()):
         torch.testing.assert_close(conv(x, given), want)
-
-
-def replicated(name, cutter):
-    return _in_doubles(_replicated, name, cutter)
-
-
-def _replicated(name, cutter):
-    names = MODELS[name][1]
-    mesh = worlds.mesh()
-    share = shared(problem("directed"), mesh, cutter)
-    model = pdc.replicate(_ready(pdc.convert(build(name))), mesh)
-    step(model, share, names)
-    single = _ready(build(name))
-    step(single, problem("directed"), names)
-    for key, p in model.module.named_parameters():
-        grad = single.get_parameter(key).grad
-        torch.testing.assert_close(p.grad, grad, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["GAT", "GATv2", "GIN", "PNA", "EdgeCNN"])
-def test_replicas_average_to_pygs_gradients_though_a_rank_is_empty(name):
-    worlds.run(replicated, 3, name, "empty_rank")
-
-
-def restored():
-    mesh = worlds.mesh()
-    share = shared(problem("directed"), mesh, "random")
-    conv = HaloConv(pyg.APPNP(2, 0.1))
-    before = dict(vars(conv.conv)), dict(vars(pyg.conv.appnp))
-    for x in (share.x, share.x.to_local(), share.x[share.train_mask]):
-        with contextlib.suppress(TypeError, ValueError):
-            conv(x, share.edge_index)
-        assert dict(vars(conv.conv)).keys() == before[0].keys()
-        assert vars(pyg.conv.appnp) == before[1]
-    data = problem("directed")
-    want = pyg.APPNP(2, 0.1)(data.x, data.edge_index)
-    assert torch.equal(conv(data.x, data.edge_index), want)
-
-
-def test_everything_is_put_back():
-    worlds.run(restored, 2)

@@ -213,57 +213,6 @@ def test_accelerate_on_the_whole_graph_is_the_plain_loop(ranks):
 
 
 @tiers.rare
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_accelerate_learns_from_minibatches(ranks):
-    pytest.importorskip("accelerate", reason="pip install accelerate")
-    found = on_ranks(_accelerate, ranks, True)
-    assert {score for _, score in found} == {found[0][1]}
-    assert len({len(losses) for losses, _ in found}) == 1
-    assert found[0][1] > 0.3  # eight classes
-
-
-def _measured(_):
-    run = runpy.run_path(str(ECOSYSTEM / "metrics_and_profile.py"))
-    whole = load_node_data(ARGS["dataset"])
-    whole.test_mask[150:] = False
-    owner = (torch.arange(300) >= 150).long()  # rank 1 has no test nodes
-    share = pdc.partition(whole, worlds.mesh(), owner)
-    torch.manual_seed(0)
-    model = pdc.convert(GraphSAGE(share.num_features, 32, 2, num_outputs(share.y)))
-    single = run["measure"](model, pdc.partition(whole, worlds.mesh(), "random"), "")
-    return run["measure"](model, share, "ogbn-arxiv"), single
-
-
-@pytest.mark.exhaustive
-def test_torchmetrics_adds_up_each_ranks_rows_once():
-    metrics = pytest.importorskip("sklearn.metrics")
-    pytest.importorskip("torchmetrics", reason="pip install torchmetrics")
-    pytest.importorskip("ogb", reason="pip install 'pyg-distcomm[ogb]'")
-    whole = load_node_data(ARGS["dataset"])
-    whole.test_mask[150:] = False
-    torch.manual_seed(0)
-    model = GraphSAGE(whole.num_features, 32, 2, num_outputs(whole.y))
-    out = model(whole.x, whole.edge_index)[whole.test_mask].detach()
-    y = whole.y[whole.test_mask].numpy()
-    want = {
-        "accuracy": metrics.accuracy_score(y, out.argmax(-1)),
-        "macro F1": metrics.f1_score(y, out.argmax(-1), average="macro"),
-        "AUROC": metrics.roc_auc_score(
-            y, out.softmax(-1).double().numpy(), multi_class="ovr"
-        )
-        if len(set(y.tolist())) == out.shape[1]
-        else None,
-    }
-    for found, again in on_ranks(_measured, 2, False):
-        for name, value in want.items():
-            if value is not None:
-                assert found[name] == pytest.approx(value, rel=1e-4), name
-                assert again[name] == pytest.approx(value, rel=1e-4), name
-        assert found["node_score"] == pytest.approx(want["accuracy"], rel=1e-4)
-        assert found["OGB's Evaluator"] == pytest.approx(want["accuracy"], rel=1e-4)
-
-
-@tiers.rare
 @pytest.mark.subprocess
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_profile_names_our_operations(tmp_path, ranks):

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import worlds
-from batches import arguments
 from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader, LoaderOptions
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.nn import DistGCNConv
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -400,50 +399,6 @@ def test_gradients_are_clipped_as_on_one_process(norm_type, sparse):
             want = norm, net[0].weight.detach(), net[1].weight.detach()
             for a, b in zip(found, want, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-
-def _of_a_loader(routed, kind):
-    """Trains an epoch of a loader; returns all rows, and what travelled where."""
-    mesh = worlds.mesh()
-    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
-    torch.manual_seed(5)
-    emb = pdc.DistEmbedding(N, DIM, like=share, sparse=True, dtype=torch.float64)
-    opt = torch.optim.SGD(emb.parameters(), lr=0.3)
-    options = {"batch_size": 5, "shuffle": True, "seed": 2, "bulk_size": 3}
-    options["embedding"] = emb if routed else None
-    loader = kind(share, [3, 2], **arguments(**options))
-    mesh.ledger.reset()
-    ids = []
-    for batch in loader:
-        opt.zero_grad()
-        _loss(emb(batch.n_id), batch.n_id).backward()
-        opt.step()
-        ids.append(batch.n_id)
-    loader._end_epoch()
-    moved = {key: entry.bytes for key, entry in mesh.ledger.entries.items()}
-    owner = share.edge_index.nodes.partition.owner_of(torch.arange(N))
-    away = [int((owner[i.unique()] != mesh.rank).sum()) for i in ids]
-    return emb.weight.detach().full_tensor(), moved, away
-
-
-@pytest.mark.parametrize("kind", [DistNeighborLoader, DistLayerLoader])
-def test_routes_that_come_with_a_bulk_change_no_bit_and_leave_rows_alone(kind):
-    size = 3
-    plain = worlds.run(_of_a_loader, size, False, kind)
-    routed = worlds.run(_of_a_loader, size, True, kind)
-    counts = 8 * (size - 1)
-    for (want, before, away), (got, after, _) in zip(plain, routed, strict=True):
-        assert torch.equal(got, want)
-        assert ("plan", "control") in before
-        assert ("plan", "control") not in after
-        for op in ("halo", "halo_reduce"):
-            assert after[op, "world"] == before[op, "world"]
-        assert after["halo", "world"] == 8 * DIM * sum(away)
-        # the same ids, and two counts per minibatch and one per bulk, in the background
-        steps, bulks = len(away), -(-len(away) // 3)
-        ids = before["plan", "control"] - 3 * counts * steps
-        more = after["plan", "fetch:world"] - before["plan", "fetch:world"]
-        assert more == ids + counts * (2 * steps + bulks)
 
 
 def _changed_ids():

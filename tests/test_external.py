@@ -12,13 +12,10 @@ import numpy as np
 import pytest
 import tiers
 import torch
-import worlds
 from torch_geometric.data import Data
 
-import pyg_distcomm as pdc
 from pyg_distcomm.cli import main
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.partition import (
     arrow_tables,
     cutters,
@@ -393,39 +390,6 @@ def test_the_command_takes_files(tmp_path, capsys):
     )
     assert main(["partition", path, out + "2", "--parts", "2", "--node-file", "x"]) == 2
     assert "got 'x', wanted NAME=FILE.npy" in capsys.readouterr().err
-
-
-def _trained(data, mesh):
-    torch.manual_seed(0)
-    conv = DistGCNConv(5, 3)
-    model = pdc.replicate(conv, mesh)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    for _ in range(5):
-        optimizer.zero_grad()
-        out = model(data.x, data.edge_index)
-        loss = torch.nn.functional.cross_entropy(
-            out[data.train_mask], data.y[data.train_mask]
-        )
-        loss.backward()
-        optimizer.step()
-    return [p.detach().clone() for p in conv.parameters()]
-
-
-def _load_and_train(folder):
-    mesh = worlds.mesh()
-    share = pdc.load_partition(folder, mesh, verify="checksums")
-    owners = share.edge_index.nodes.partition
-    again = pdc.partition(graph(), mesh, owners)
-    for a, b in zip(_trained(share, mesh), _trained(again, mesh), strict=True):
-        assert torch.equal(a, b)
-
-
-@tiers.parametrize("size", [1, 2, 4], [2])
-def test_training_from_files_is_that_from_memory(tmp_path, size):
-    data = graph()
-    path, files = write_arrays(tmp_path / "g", data)
-    partition_files(path, tmp_path / "out", size, "stream", **files)
-    worlds.run(_load_and_train, size, str(tmp_path / "out"))
 
 
 MEMORY = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import warnings
 
 import alike
@@ -21,7 +20,6 @@ from torch_geometric.nn import GATConv
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
 from pyg_distcomm.comm.mesh import alone
-from pyg_distcomm.comm.store import check_launched
 from pyg_distcomm.datasets import generated
 from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.process import PROCESS
@@ -179,18 +177,6 @@ def test_one_process_of_an_allocation_is_warned(said):
         pdc.init()
 
 
-@pytest.mark.parametrize(
-    "names",
-    [{}, {"WORLD_SIZE": "1"}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}],
-)
-def test_one_process_that_is_meant_is_none_of_our_business(said, names):
-    said(**names)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_launched()
-        assert pdc.init().size == 1
-
-
 def test_a_grid_on_one_process_names_torchrun(said):
     said()
     with pytest.raises(
@@ -312,15 +298,6 @@ def test_a_link_that_is_not_used_is_told():
         assert "all exchanges are exact" in exact
         assert "exact_last=False" in exact
         assert not any(found.values()), found
-
-
-def test_one_rank_uses_no_link_and_is_not_told():
-    link = pdc.VARCO(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(4):
-            link.step()
-    assert pickle.loads(pickle.dumps(link)).epoch == 4
 
 
 # Other ways of torch to run a model -----------------------------------------------------

@@ -247,26 +247,6 @@ def test_negatives_are_those_of_one_process(size):
     worlds.run(looked_up, size)
 
 
-def words_of_negatives():
-    mesh, data = worlds.mesh(), GRAPHS["directed"]()
-    share = pdc.partition(data, mesh, "random")
-    random.seed(5)
-    U.negative_sampling(share.edge_index, data.num_nodes, 40)
-    random.seed(5)
-    mesh.ledger.reset()
-    U.negative_sampling(share.edge_index, data.num_nodes, 40)
-    assert 0 < mesh.ledger.bytes() <= 8 * data.num_edges  # a number for each edge
-    random.seed(mesh.rank)
-    drawn = U.negative_sampling(share.edge_index, share.num_nodes, 40)
-    with pytest.raises(ValueError, match="build them from a shared seed"):
-        share.x[drawn[0]]
-
-
-@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
-def test_negatives_are_compared_with_a_number_for_each_edge(size):
-    worlds.run(words_of_negatives, size)
-
-
 def test_negatives_are_the_same_on_all_ranks():
     first, second = worlds.run(drawn, 2)
     assert first == second

@@ -280,19 +280,6 @@ def test_what_messages_do_with_ids_and_numbers_is_that_of_one_process():
     assert worlds.run(_as_pyg, 3) == [{}] * 3
 
 
-class Weighed(MessagePassing):
-    """Multiplies rows, and their messages, by weights that its caller computes."""
-
-    def forward(self, x, edge_index, weights=None, scale=1.0):
-        if weights is not None:
-            x = x @ (weights["node"] * 2)
-            self.edge = weights["edge"][0]
-        return self.propagate(edge_index, x=x * scale)
-
-    def message(self, x_j):
-        return x_j @ self.edge
-
-
 def computed(how, weight, cell):
     """Returns the weights that a caller computes from its own."""
     if how == "cell":
@@ -301,41 +288,3 @@ def computed(how, weight, cell):
         for _ in range(90):
             weight = weight * 1.01
     return weight * 2
-
-
-def _weighed(how, cutter):
-    data = Data(
-        x=torch.linspace(-1, 1, NODES * WIDE).view(NODES, WIDE),
-        edge_index=torch.randint(
-            NODES, (2, 90), generator=torch.Generator().manual_seed(0)
-        ),
-    )
-    found = []
-    for mesh in (None, worlds.mesh()):
-        torch.manual_seed(0)
-        layer, cell = Weighed(aggr="sum"), torch.nn.LSTM(WIDE, WIDE)
-        weights = [torch.nn.Parameter(torch.randn(WIDE, WIDE)) for _ in range(3)]
-        given = data
-        if mesh is not None:
-            given = pdc.partition(data, mesh, owners(cutter, data, mesh.size))
-            layer = HaloConv(layer)
-        for _ in range(2):
-            node, edge, own = (computed(how, w, cell) for w in weights)
-            if how == "attribute":
-                layer.edge = edge
-                out = layer(given.x @ node, given.edge_index, scale=own.sum().sigmoid())
-            else:
-                pair = {"node": node, "edge": [edge, 0]}
-                out = layer(given.x, given.edge_index, pair, own.sum().sigmoid())
-            out.square().mean().backward()
-        found.append([p.grad for p in (*weights, *cell.parameters())])
-    for want, got in zip(*found, strict=True):
-        assert (want is None) == (got is None)
-        if want is not None:
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-
-
-@tiers.parametrize("size", [1, 2, 3], [2, 3])
-def test_weights_that_are_computed_get_their_gradients(size):
-    for how in ("product", "cell", "history", "attribute"):
-        worlds.run(_weighed, size, how, "empty_rank" if size > 2 else "random")

@@ -363,6 +363,7 @@ def solved_and_refused():
     try:
         data, mesh = undirected(140, 300), worlds.mesh()
         del data.edge_weight, data.edge_attr
+        data.edge_index = U.coalesce(data.edge_index)  # MKL errs where edges are equal
         share = pdc.partition(data, mesh, "random")
         found = T.AddLaplacianEigenvectorPE(3, "pe", is_undirected=True)(share)
         edges, weight = U.get_laplacian(
@@ -374,7 +375,7 @@ def solved_and_refused():
         torch.testing.assert_close(dense @ pe, pe * values)
         edge = T.LaplacianLambdaMax("sym", True)(share).lambda_max
         assert edge == pytest.approx(T.LaplacianLambdaMax("sym", True)(data).lambda_max)
-        for transform in (T.ToDense(), T.TwoHop(), T.VirtualNode()):
+        for transform in (T.ToDense(), T.TwoHop(), T.VirtualNode(), T.GDC()):
             want = _tensors(transform(copy.copy(data)))
             alike.as_pyg_or_refused(
                 lambda t=transform, want=want: _tensors(t(copy.copy(share)), want),
@@ -753,43 +754,3 @@ def apart():
 @pytest.mark.parametrize("size", [2])
 def test_what_one_rank_selects_otherwise_is_noticed_on_all_when_it_is_read(size):
     worlds.run(apart, size)
-
-
-class Net(torch.nn.Module):
-    def __init__(self, nn):
-        super().__init__()
-        self.conv1, self.norm = nn.GCNConv(7, 8), torch.nn.BatchNorm1d(8)
-        self.conv2, self.lin = nn.SAGEConv(8, 6), torch.nn.Linear(6, 4)
-
-    def forward(self, x, edge_index):
-        z = self.norm(self.conv1(x, edge_index)).relu()
-        return self.lin(self.conv2(z, edge_index)).log_softmax(dim=-1)
-
-
-def compiled():
-    data, share = graph(), pdc.partition(graph(), worlds.mesh(), "random")
-    found = []
-    for nn, d, wrap in (
-        (torch_geometric.nn, data, lambda model: model),
-        (pyg_distcomm.nn, share, lambda model: torch.compile(model, dynamic=False)),
-    ):
-        model = seeded(Net, nn).double()
-        run = wrap(model)
-        for _ in range(2):
-            out = run(d.x, d.edge_index)
-            torch.nn.functional.nll_loss(
-                out[d.train_mask], d.y[d.train_mask]
-            ).backward()
-        with torch.no_grad():
-            found.append(
-                [
-                    *listed(run.eval()(d.x, d.edge_index)),
-                    *(p.grad for p in model.parameters()),
-                ]
-            )
-    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
-
-
-@tiers.parametrize("size", [1, 2], [])
-def test_a_compiled_model_computes_what_it_does_in_eager_mode(size):
-    worlds.run(compiled, size)
