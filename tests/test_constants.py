@@ -12,7 +12,6 @@ from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
-from pyg_distcomm.nn.propagating import adding
 
 N = 12
 
@@ -118,24 +117,6 @@ def test_what_is_kept_of_rows_and_parameters_is_bounded(size):
     worlds.run(_kept, size)
 
 
-def _relations():
-    mesh = worlds.mesh(fresh=True)
-    torch.manual_seed(0)
-    ends, kinds = torch.randint(N, (2, 60)), torch.randint(4, (60,))
-    kinds[:2] = 4  # of this one are fewer than a quarter of the nodes
-    x = torch.randn(N, 4)
-    whole = Data(x=x, edge_index=ends, edge_type=kinds)
-    share = pdc.partition(whole, mesh)
-    torch.manual_seed(1)
-    conv = pyg.RGCNConv(4, 4, 5, num_blocks=2)
-    for _ in range(3):
-        with adding(conv, share.edge_index.topology):
-            out = conv(share.x, share.edge_index, share.edge_type)
-        torch.testing.assert_close(out.full_tensor(), conv(x, ends, kinds))
-    found = share.x.rows.derived["edges"].values()
-    assert [made is not None for made in found] == [True] * 4 + [False]
-
-
 def _relations_at_once(options):
     mesh = worlds.mesh()
     torch.manual_seed(0)
@@ -193,8 +174,3 @@ def _other_relations(relations):
 @pytest.mark.parametrize("relations", [3, 40])  # of 40 most rows are empty
 def test_types_of_edges_may_be_made_anew_and_be_many(relations):
     worlds.run(_other_relations, 2, relations)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_edges_of_each_relation_are_planned_once_and_summed_by_products(size):
-    worlds.run(_relations, size)

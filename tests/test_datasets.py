@@ -99,25 +99,6 @@ def test_a_graph_that_was_used_before_it_was_saved_is_read(tmp_path, name):
     assert lookups(found)[:2] == lookups(data)[:2]
 
 
-@pytest.mark.parametrize("what", ["list", "dict", "tuple", "Batch"])
-def test_a_file_of_other_things_is_refused(tmp_path, what):
-    one, path = graph(), tmp_path / "g.pt"
-    torch.save(
-        {
-            "list": [one],
-            "dict": one.to_dict(),
-            "tuple": Collected([one]).as_saved(),
-            "Batch": Batch.from_data_list([one]),
-        }[what],
-        path,
-    )
-    said = rf"g\.pt: holds a {what}, not a Data; save one graph with torch.save"
-    if what == "Batch":
-        said = r"g\.pt: cannot be read: it holds .*, which is not read; save tensors in a Data"
-    with pytest.raises(ValueError, match=said):
-        load_dataset(str(path), hetero=True)
-
-
 class Evil:
     def __init__(self, call, *args):
         self.call, self.args = call, args

@@ -8,9 +8,8 @@ import pytest
 import tiers
 import torch
 
-from pyg_distcomm.halo.codec import LEVELS, RngKey, packed_bytes, unpack
-from pyg_distcomm.halo.codecs import Chain, ColumnMask, DegreeBits, Quantise
-from pyg_distcomm.halo.exchange import Packing
+from pyg_distcomm.halo.codec import LEVELS, RngKey, packed_bytes
+from pyg_distcomm.halo.codecs import DegreeBits, Quantise
 from pyg_distcomm.halo.saved import codec_state, read_codec
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -95,24 +94,6 @@ def test_the_mean_over_keys_is_the_row():
     log = math.log(2 * x.numel() / 1e-4)
     seldom = 7 * log / (3 * (n - 1)) * step[:, None]
     assert bool(((mean - x).abs() <= (2 * variance * log / n).sqrt() + seldom).all())
-
-
-@pytest.mark.parametrize(
-    "codec", [*CODECS, Chain(ColumnMask(2), DegreeBits(2))], ids=str
-)
-def test_messages_to_several_peers_are_read_one_by_one(codec):
-    counts, x = [4, 0, 9, 1], rows(14, 6)
-    draw, out = key(14), torch.empty(14, 6, dtype=x.dtype)
-    plan = Packing.of(codec, x, counts, draw)
-    packed, sizes = plan.write(x, draw), plan.sizes
-    assert unpack(codec, packed, sizes, counts, out, draw) is out
-    end = 0
-    for count in counts:
-        begin, end = end, end + count
-        if count:
-            part, own = torch.empty(count, 6, dtype=x.dtype), draw.part(begin, end)
-            message = codec.encode(x[begin:end], own)
-            assert torch.equal(codec.decode(message, part, own), out[begin:end])
 
 
 def test_constant_rows_arrive_and_what_is_no_number_is_refused():

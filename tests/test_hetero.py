@@ -311,26 +311,6 @@ def test_features_that_do_not_change_travel_twice(kind, size):
     worlds.run(kept_inputs, size, kind)
 
 
-def coded(kind, option, link):
-    data, mesh = graph(), worlds.mesh()
-    exact = pdc.partition(data, mesh, "random")
-    want = train(pdc.convert(model_of(data, kind, option)), exact, steps=6)
-    whole, words = link(0), []
-    share = pdc.partition(data, mesh, "random", link=whole)
-    mesh.ledger.reset()
-    got = train(pdc.convert(model_of(data, kind, option)), share, whole, steps=6)
-    words.append(mesh.ledger.bytes())
-    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]), **CLOSE)
-    few = link(1)
-    share = pdc.partition(data, mesh, "random", link=few)
-    mesh.ledger.reset()
-    got = train(pdc.convert(model_of(data, kind, option)), share, few, steps=6)
-    words.append(mesh.ledger.bytes())
-    assert all(torch.isfinite(torch.tensor(got[0])))
-    assert got[0] != want[0]
-    assert words[1] < words[0]
-
-
 LINKS = {
     "varco": lambda few: pdc.VARCO(
         6, schedule=Fixed(4 if few else 1), exact_last=False
@@ -340,17 +320,6 @@ LINKS = {
         exact_last=False,
     ),
 }
-
-
-def with_link(name, kind, option):
-    coded(kind, option, LINKS[name])
-
-
-@tiers.parametrize(
-    ("kind", "option"), [("sage", "sum"), ("hgt", 2), ("han", 8)], [("hgt", 2)]
-)
-def test_each_relation_goes_by_the_link(kind, option):
-    worlds.run(with_link, 2, "cast", kind, option)
 
 
 def edges_between_types():

@@ -27,8 +27,6 @@ from layers import (
 )
 from problems import owners
 from torch.nn import Linear
-from torch_geometric import seed_everything
-from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
@@ -339,72 +337,3 @@ def propagated(build):
 @tiers.cover(("size", "name"), [2, 3, 1], list(REWRITTEN))
 def test_layers_that_are_rewritten(name, size):
     worlds.run(rewritten, size, name)
-
-
-def supervised(kind):
-    """SuperGATConv in training: draws, and the loss of its attention."""
-
-    def run(conv, data):
-        seed_everything(4)
-        out = conv(data.x, data.edge_index)
-        (out.square().sum() + conv.get_attention_loss()).backward()
-        return out, [p.grad for p in conv.parameters()]
-
-    def build():
-        torch.manual_seed(5)
-        return pyg.SuperGATConv(
-            F,
-            4,
-            heads=2,
-            attention_type=kind,
-            edge_sample_ratio=0.8,
-            neg_sample_ratio=0.6,
-        )
-
-    data = problem("directed")
-    want, gradients = run(build(), data)
-    share = shared(data, worlds.mesh(), "random")
-    got, arrived = run(pdc.convert(build()), share)
-    torch.testing.assert_close(got.full_tensor(), want, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(arrived, gradients, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.place("cpu", "spare")  # CUDA draws other negative edges
-@pytest.mark.parametrize("kind", ["MX", "SD"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_attention_is_supervised_as_on_one_process(kind, size):
-    worlds.run(_in_doubles, size, supervised, kind)
-
-
-def two_kinds_of_edges(first):
-    """SignedConv on two graphs that share nodes and nothing else."""
-
-    def run(conv, x, positive, negative):
-        out = conv(x.requires_grad_(), positive, negative)
-        (out.sin().sum() + out.square().mean()).backward()
-        return out, x.grad, [p.grad for p in conv.parameters()]
-
-    def build():
-        torch.manual_seed(5)
-        return pyg.SignedConv(F if first else F // 2, 4, first)
-
-    data, mesh = problem("directed"), worlds.mesh()
-    cut = owners("random", data, mesh.size)
-    x = data.x if first else data.x[:, : F // 2 * 2]
-    friends, foes = data.edge_index, data.edge_index.flip(0)[:, ::3].contiguous()
-    want, x_grad, gradients = run(build(), x.clone(), friends, foes)
-    one, two = (
-        pdc.partition(Data(x=x.clone(), edge_index=edges), mesh, cut)
-        for edges in (friends, foes)
-    )
-    conv = pdc.convert(build())
-    got, arrived, own = run(conv, one.x, one.edge_index, two.edge_index)
-    torch.testing.assert_close(got.full_tensor(), want, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(arrived.full_tensor(), x_grad, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(own, gradients, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_signed_layers_take_two_edge_indexes(size):
-    for first in (True, False):
-        worlds.run(_in_doubles, size, two_kinds_of_edges, first)

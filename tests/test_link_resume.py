@@ -58,51 +58,6 @@ def begin(mesh, cutter):
     return share, net, torch.optim.Adam(net.parameters(), lr=0.02)
 
 
-def resumed_with_a_kept_product(name, done, evaluates, folder):
-    mesh = worlds.mesh()
-
-    def run(share, net, optimizer, link, epochs):
-        edge_index, losses = share.edge_index.with_link(link), []
-        for _ in range(epochs):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(net(share.x, edge_index), share.y)
-            loss.backward()
-            optimizer.step()
-            link.step(loss)
-            losses.append(loss.item())
-            if len(losses) == done and not link.state.constant:
-                pdc.save_checkpoint(folder, mesh, net, optimizer, link=link)
-        return losses
-
-    want = run(*begin(mesh, "random"), make(name), done + 3)[done:]
-    share, net, optimizer = begin(mesh, "random")
-    link = make(name)
-    pdc.load_checkpoint(folder, mesh, net, optimizer, link=link)
-    if evaluates:
-        other = net.module if evaluates == "it" else copy.deepcopy(net.module)
-        with torch.no_grad():
-            other.eval()(share.x, share.edge_index.with_link(link))
-        net.train()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert run(share, net, optimizer, link, 3) == want
-
-
-@pytest.mark.parametrize(
-    ("done", "evaluates"),
-    [
-        tiers.rarely(1, ""),
-        tiers.rarely(2, ""),
-        tiers.rarely(4, ""),
-        (2, "it"),
-        tiers.rarely(2, "a copy"),
-    ],
-)
-def test_products_that_were_kept_are_again(done, evaluates, tmp_path):
-    args = "sylvie", done, evaluates, tmp_path / "a"
-    worlds.run(resumed_with_a_kept_product, 3, *args)
-
-
 def resumed(name, grid, folder):
     mesh = worlds.mesh(grid=grid)
     share, net, optimizer = begin(mesh, "random")

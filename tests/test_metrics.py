@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 
 import pytest
 import torch
@@ -217,23 +216,3 @@ def test_phases_of_a_loader_are_those_it_shows():
     for name, phase in loader.phases.by_name.items():
         assert row["phases"][f"loader: {name}"] == pytest.approx(phase.seconds)
     assert "loader: sample" in row["phases"]
-
-
-def test_one_logger_tells_what_happens(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "pyg_distcomm")
-    mesh = lone()
-    data = pdc.partition(generated(40), mesh, "block")
-    model = torch.nn.Linear(2, 2)
-    pdc.save_checkpoint(tmp_path / "last", mesh, model)
-    pdc.load_checkpoint(tmp_path / "last", mesh, model)
-    pdc.metrics(None, mesh, data=data).epoch(7, loss=0.25)
-    assert {record.name for record in caplog.records} == {"pyg_distcomm"}
-    told = " | ".join(record.getMessage() for record in caplog.records)
-    for words in (
-        "rank 0: cut into 1 parts by block: 40 nodes",
-        "saved a checkpoint at",
-        "loaded the checkpoint at",
-        "epoch 7: ",
-        "loss 0.25",
-    ):
-        assert words in told

@@ -13,7 +13,6 @@ from test_partitioned_sampling import owners, timed
 from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
-from pyg_distcomm import Partition
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import new_process_grid
 from pyg_distcomm.loader import (
@@ -22,7 +21,6 @@ from pyg_distcomm.loader import (
     DistNeighborLoader,
     LoaderOptions,
 )
-from pyg_distcomm.partition.folder import write_folder
 from pyg_distcomm.sampling import KeyedLayerSampler, KeyedNeighborSampler, Ladies
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -407,25 +405,6 @@ def stored(size, c):
 @pytest.mark.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2)])
 def test_rows_come_from_the_store_that_is_given(size, c):
     worlds.run(stored, size, size, c)
-
-
-def from_folder(size, folder):
-    mesh = worlds.mesh()
-    share = pdc.load_partition(folder, mesh)
-    options = {"num_neighbors": [3, 2], "batch_size": 6, "seed": 3}
-    whole = DistNeighborLoader(masked(), **batches.arguments(**options))
-    for one, two in zip(
-        whole, DistNeighborLoader(share, **batches.arguments(**options)), strict=True
-    ):
-        batches.same(one.n_id, two.n_id)
-        batches.same(one.x, two.x)
-        batches.same(one.edge_attr, two.edge_attr)
-
-
-def test_a_folder_is_sampled_where_it_lies(tmp_path):
-    data = masked()
-    write_folder(tmp_path / "parts", data, Partition.from_owner(owners(60, 2), 2))
-    worlds.run(from_folder, 2, 2, tmp_path / "parts")
 
 
 def links(size):

@@ -32,7 +32,6 @@ from torch_geometric.nn import (
 )
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
@@ -273,20 +272,6 @@ def uncommon(owner):
     return found
 
 
-def test_a_dry_run_leaves_collectives_as_they_are():
-    before, seen = (collectives.all_reduce, collectives.all_to_all), []
-
-    class Peeking(Net):
-        def forward(self, x, edge_index):
-            seen.append((collectives.all_reduce, collectives.all_to_all))
-            out = super().forward(x, edge_index)
-            return out - out.mean(0)
-
-    read = training_of_model(Peeking([DistGCNConv(7, 4)]), 7)
-    assert seen == [before] * 3
-    assert read.missing == "sums over nodes of Peeking"
-
-
 def test_a_model_is_read_as_it_runs():
     data = GRAPHS["directed"]()
     owner = owners("random", data, 2)
@@ -377,14 +362,6 @@ def test_numbers_are_as_long_as_the_features():
     half.x = half.x.half()
     assert count(graph=half, model=model) == short > count(graph=half, widths=[7, 4])
     assert count(graph=data.edge_index, model=GCNConv(7, 4).double()) == long
-
-
-@pytest.mark.parametrize("inputs", ["changing", "trained"])
-def test_inputs_that_change_are_not_kept(inputs):
-    orders = training_of([602, 16, 41], inputs=inputs).orders(MultiplyOrder())
-    assert orders == ("last", "first")
-    products = training_of([16, 602], inputs=inputs).products(MultiplyOrder())
-    assert [p.transposed for p in products] == [False] + [True] * (inputs == "trained")
 
 
 def test_refusals_have_reasons():
@@ -524,41 +501,6 @@ def test_auto_refuses_before_it_times():
 SECONDS = {(2, 1, 1): 3.0, (1, 2, 1): 2.0, (1, 1, 2): 1.0}
 
 
-def timed_plans(inputs):
-    data = GRAPHS["undirected"]()
-    module = importlib.import_module("pyg_distcomm.plan.init")
-    mesh, counted, turns = worlds.mesh(), {}, []
-
-    def once(work, there):
-        there.ledger.reset()
-        work()
-        counted[there.grid] = there.ledger.bytes()
-        turns.append(there.grid)
-        # the first epochs do not count, nor does one that is held up
-        late = len(turns) <= 9 or len(turns) == 12
-        # the slowest rank counts
-        return SECONDS[there.grid] + 9 * late - 0.9 * there.rank * SECONDS[there.grid]
-
-    plans = pdc.plan(data, [7, 4, 3], 2, partition="block", inputs=inputs)
-    some = [plans.of(grid) for grid in ((2, 1, 1), (1, 1, 2), (1, 2, 1))]
-    training = training_of([7, 4, 3], "gcn", inputs=inputs, itemsize=8)
-    how = {"timeout": 60.0}
-    before = torch.random.get_rng_state()
-    with mock.patch.object(module, "time_once", once):
-        asked = data.edge_index, plans.partition, some, training, how
-        found = module.fastest(*asked)
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert found is some[1]
-    assert turns == [one.grid for one in some] * (module.WARM + module.EPOCHS)
-    assert counted == {one.grid: one.bytes_by_rank[mesh.rank] for one in some}
-    return True
-
-
-@tiers.parametrize("inputs", ["constant", "changing", "trained"], ["trained"])
-def test_each_plan_is_timed_as_planned(inputs):
-    assert worlds.run(timed_plans, 2, inputs) == [True, True]
-
-
 class Behind(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -691,14 +633,6 @@ def test_words_stay_below_the_bound_for_dense_halos():
         assert one.exchange_bytes == pytest.approx(
             4 * dense_words(n, f, grid), rel=1e-6
         )
-
-
-def test_many_ranks_of_no_grid_are_planned_too():
-    graph = pdc.RandomGraph(10**6, 10**7)
-    assert len(pdc.plan(graph, [7, 4], 65537)) == 3
-    for algorithm in ("2d", "3d"):
-        with pytest.raises(ValueError, match=r"sizes that work: .*65535, 65536, 65538"):
-            pdc.plan(graph, [7, 4], 65537, algorithm=algorithm)
 
 
 def test_thousands_of_ranks_are_planned_in_closed_form():

@@ -13,7 +13,6 @@ from problems import GRAPHS, owners, some_grids
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import dense_words
-from pyg_distcomm.graph.topology import OperatorKind
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -272,28 +271,3 @@ def test_a_ledger_can_be_brought_home():
         assert ledger.messages("all_reduce") == 2
         ledger.note("more", "world", words=1, bytes=4, sent_bytes=4, messages=1)
         assert ledger.words("more") == 1
-
-
-def _twice():
-    """A gradient of a gradient is that of the sum over ranks."""
-    data, mesh = GRAPHS["undirected"](), worlds.mesh()
-    share = pdc.partition(data, mesh, "random")
-    edges, gid = share.edge_index, share.edge_index.nodes.gid
-    dense = _matrix(data, False)
-
-    def penalty(x, act):
-        (g,) = torch.autograd.grad(act(x).pow(3).sum(), x, create_graph=True)
-        (twice,) = torch.autograd.grad(g.pow(2).sum() + x.sum(), x)
-        return twice
-
-    whole = data.x.clone().requires_grad_()
-    want = penalty(whole, lambda x: dense @ x)
-    mine = share.x.to_local().clone().requires_grad_()
-    operator = edges.topology.operator(OperatorKind(), None, mine.dtype)
-    got = penalty(mine, lambda x: operator @ x)
-    torch.testing.assert_close(got, want[gid], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradients_of_gradients_are_those_of_one_process(size):
-    worlds.run(_twice, size)

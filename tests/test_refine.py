@@ -122,18 +122,6 @@ def test_never_worse_and_always_the_same(method, name, num_parts):
         assert max(now) <= max(*was, -(-sum(was) * loose // num_parts))
 
 
-def test_a_bad_cut_of_cliques_is_mended():
-    edge_index, clique = cliques(4, 30)
-    owner = clique.clone()
-    moved = torch.tensor([int((clique == part).nonzero()[7]) for part in range(4)])
-    owner[moved] = owner[moved.roll(1)]
-    found = refine_partition(edge_index, Partition.from_owner(owner, 4), balance=1.2)
-    figures = report(edge_index, found)
-    assert figures.before.max_send > 30
-    assert figures.max_send <= 2  # the joins of the cliques
-    assert figures.volume == 6
-
-
 @pytest.mark.parametrize("flip", [False, True])
 def test_directed_graphs_lower_both_maxima(flip):
     edge_index = skewed(3000, 9000)

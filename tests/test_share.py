@@ -1,4 +1,4 @@
-"""Shares on ranks: from folders, from PyG's folders, reports, replication, overlap."""
+"""Shares on ranks: from folders, reports, refinement, overlap."""
 
 from __future__ import annotations
 
@@ -108,31 +108,6 @@ def test_ids_that_do_not_fit_are_refused_on_all_ranks(tmp_path, name, value, wor
     np.save(file, array)
     text = rf"rank 1: .*part_00001/{name}.npy: {words}"
     worlds.run(_refused, 2, str(tmp_path / "two"), text, "sizes")
-
-
-def _replicated():
-    mesh = worlds.mesh()
-    torch.manual_seed(mesh.rank)  # ranks start apart; DDP makes them rank 0's
-    model = pdc.replicate(torch.nn.Linear(7, 3).double(), mesh)
-    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
-    weight = model.module.weight.detach().clone()
-    mesh.ledger.reset()
-    model(share.x).square().mean().backward()
-    words = mesh.ledger.words("all_reduce", "data")
-    assert words == (0 if mesh.size == 1 else -(-2 * 24 * (mesh.size - 1) // mesh.size))
-    data = GRAPHS["undirected"]()
-    plain = torch.nn.Linear(7, 3).double()
-    plain.load_state_dict(model.module.state_dict())
-    plain(data.x).square().mean().backward()
-    torch.testing.assert_close(model.module.weight.grad, plain.weight.grad)
-    return weight
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.place("cpu", "cuda")
-def test_replicas_agree_and_their_bytes_are_counted(size):
-    found = worlds.run(_replicated, size)
-    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def _trainable_weights(grid):

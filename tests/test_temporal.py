@@ -206,25 +206,6 @@ def test_trains_as_one_process(size, kind, name, sizes, cut):
 # What it moves, and what it refuses -----------------------------------------------------
 
 
-def _bytes_of_messages():
-    mesh = worlds.mesh()
-    data, whole = pdc.partition(stream()), stream()
-    for part, begin in ((data, 0), (data[:30], 0), (data[30:], 30)):
-        batches = iter(OURS.loader.TemporalDataLoader(part, BATCH))
-        held = part.msg.rows.place
-        for k in range(0, len(part), BATCH):
-            mesh.ledger.reset()
-            batch = next(batches)
-            place = k + batch.msg.rows.gid
-            away = int((~torch.isin(place, held)).sum())
-            assert mesh.ledger.words("halo") == MSG * away
-            assert torch.equal(batch.msg.to_local(), whole.msg[begin + place])
-
-
-def test_bytes_are_as_said():
-    worlds.run(_bytes_of_messages, 3)
-
-
 def _refused():
     mesh, data = worlds.mesh(), stream()
     with pytest.raises((ValueError, TypeError), match="all"):

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 import worlds
 from problems import GRAPHS, owners
 from torch.utils._pytree import tree_leaves
-from torch_geometric.data import Data
 from torch_geometric.nn import HeteroLinear
 
 import pyg_distcomm as pdc
@@ -866,31 +865,3 @@ def _gradients_by_hand():
 @ranks
 def test_gradients_by_hand(size):
     worlds.run(_gradients_by_hand, size)
-
-
-def _moves_and_writes():
-    mesh = worlds.mesh()
-    torch.manual_seed(0)
-    data = Data(x=torch.randn(6, 3), edge_index=torch.randint(0, 6, (2, 9)))
-    share = pdc.partition(data, mesh, torch.tensor([0, 1, 1, 0, 0, 1]))
-    x = share.x
-    assert x.to(dtype=torch.float64).dtype == torch.float64
-    assert x.to(copy=True).to_local().data_ptr() != x.to_local().data_ptr()
-    assert x.to(x.double()).dtype == torch.float64
-    for rows, columns in (([0, 1], [0, 1]), (torch.tensor([0, 1, 2]), [0, 1, 2])):
-        z, want = x.clone(), data.x.clone()
-        z[rows, columns] = want[rows, columns] = 7
-        assert torch.equal(z.full_tensor(), want)
-    z, want = x.clone(), data.x.clone()
-    z[2:6, [0, 1]] = want[2:6, [0, 1]] = 7
-    assert torch.equal(z.full_tensor(), want)
-    capped = pdc.partition(data, mesh, "block", memory=1000)
-    weight = torch.nn.Parameter(ones(capped.x, 3, 3).float())
-    h = F.linear(capped.x, weight)
-    h.register_hook(lambda g: g * 0)
-    h.square().sum().backward()
-    assert not weight.grad.any()
-
-
-def test_moves_by_keyword_writes_at_lists_and_hooks_under_a_cap():
-    worlds.run(_moves_and_writes, 2)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import worlds
-from pipelines import loss_of, stack_of
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
@@ -147,26 +146,6 @@ def test_events_add_up_to_the_ledger_of_each_rank(size, tmp_path):
         assert names["epoch"] == 2
         assert names["idle"] == 1
         assert of(trace, rank, "X", "product")
-
-
-def in_stages(path, stages):
-    mesh = worlds.mesh(stages=stages)
-    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
-    pipe = pdc.Pipeline(stack_of("gcn"), mesh)
-    mesh.ledger.reset()
-    with pdc.trace(path):
-        pipe.train_step(share, loss_of)
-    return mesh.ledger.snapshot()
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_of_all_stages_share_a_timeline(size, tmp_path):
-    ledgers = worlds.run(in_stages, size, tmp_path / "run.json", 2)
-    trace = read(tmp_path / "run.json")
-    assert trace["otherData"]["ranks"] == size
-    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
-    for rank, ledger in enumerate(ledgers):
-        assert_adds_up(trace, rank, ledger)
 
 
 ABOUT = {

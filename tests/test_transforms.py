@@ -579,11 +579,6 @@ def test_parts_of_typed_graphs_are_shares_of_what_pyg_gives(size):
     worlds.run(parted, size)
 
 
-@tiers.parametrize("size", [1, 2, 3], [2])
-def test_parts_that_ranks_take_otherwise_are_refused(size):
-    worlds.run(refused, size)
-
-
 def many():
     torch.set_default_dtype(torch.float64)
     try:
