@@ -114,14 +114,14 @@ def test_ldg_never_exceeds_its_capacity(balance):
     assert max(found.sizes) <= max(-(-997 // 9), int(balance * 997 / 9))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2, 6))  # where a pass is worse than one before
 def test_ldg_keeps_the_best_of_its_passes(seed, monkeypatch):
-    edge_index = random_graph(300, 900, seed=seed)
+    edge_index = random_graph(60, 300, seed=seed)
     monkeypatch.setattr(cutters, "_improve", lambda *args: None)  # what passes give
     sizes = []
     for passes in range(1, 11):
         monkeypatch.setattr(cutters, "PASSES", passes)
-        found = cut(edge_index, 300, 4, "ldg", seed=seed)
+        found = cut(edge_index, 60, 3, "ldg", seed=seed)
         sizes.append(report(edge_index, found).edge_cut)
     assert sizes == sorted(sizes, reverse=True)
 
