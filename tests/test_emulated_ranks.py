@@ -63,7 +63,8 @@ def real(name, size, graph, cutter, epochs):
         asked = mesh.ledger.bytes("all_reduce", "row") - asked
         price = link.price()
         if t:  # the first product plans, and sends degrees
-            assert moved == price.forward + price.backward
+            assert moved <= price.forward + price.backward
+            assert moved == price.forward + price.backward or not price.exact
             assert asked <= price.agreement
             link.drain()
             assert link.held == price.kept, (t, link.held, price.kept)

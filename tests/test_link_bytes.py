@@ -13,7 +13,7 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn import DistSAGEConv
 
 
-def priced(name, grid, keep=False, cutter="random", graph="undirected"):
+def priced(name, grid, keep=False, cutter="random", graph="undirected", sized=True):
     link = LINKS[name]()
     mesh, share, net = build(grid, link, cutter, graph, DistSAGEConv, keep)
     for t in range(7):
@@ -23,12 +23,18 @@ def priced(name, grid, keep=False, cutter="random", graph="undirected"):
         loss = net(share.x, share.edge_index).square().sum()
         loss.backward()
         counted, price = moved(mesh), link.price()
-        assert counted == price.total, (t, counted, price.total)
-        if t > 1:
-            assert foretold == counted, (t, counted, foretold)
+        assert price.exact or not sized
+        if price.exact:
+            assert counted == price.total, (t, counted, price.total)
+            if t > 1:
+                assert foretold == counted, (t, counted, foretold)
+        else:
+            assert counted <= price.total
         if t:  # the last call is exact from now on, and keeps nothing
             link.drain()
-            assert link.held == price.kept, (t, link.held, price.kept)
+            if price.exact:
+                assert link.held == price.kept, (t, link.held, price.kept)
+            assert link.held <= price.kept
         mesh.ledger.reset()
         with torch.no_grad():
             net.eval()(share.x, share.edge_index)
@@ -40,7 +46,7 @@ def priced(name, grid, keep=False, cutter="random", graph="undirected"):
 @tiers.cover(("grid", "name"), [(4, 1, 1), (2, 2, 1)], [*LINKS], step=5)
 def test_bytes_are_those_foretold(name, grid):
     keep, graph = (False, "undirected") if grid[0] == 4 else (True, "directed")
-    worlds.run(priced, 4, name, grid, keep, "random", graph)
+    worlds.run(priced, 4, name, grid, keep, "random", graph, name in LINKS)
 
 
 ODD = ["tiny", "isolated", "edgeless", "star"]

@@ -599,6 +599,14 @@ MUTATIONS = (
     # a memory of nodes
     # codecs
     Mutation(
+        "a budget of bits is never used up",
+        "graded",
+        "taken = (cost.cumsum(0) <= spare).long()",
+        "taken = (cost.cumsum(0) < spare).long()",
+        "test_graded.py",
+        "test_no_other_bits",
+    ),
+    Mutation(
         "a chain picks the rows of a message twice",
         "codec",
         "x, index = stage.narrow(x, draw, index), None",
