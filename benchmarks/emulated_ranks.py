@@ -2,7 +2,7 @@
 
 `EmulatedRanks` holds the rows that each rank wants of each other; `EmulatedLink` exchanges
 them by the definition of a link: which message is read in which epoch, by which codec and
-key. It shares the codecs with the package and none
+key, what is averaged, and what is skipped. It shares the codecs with the package and none
 of its buffers, and is what links are tested against (forward and each gradient, to 1e-9).
 Halos are of rows (`with_halo("rows")`), in one chunk, on a grid (P, 1, 1).
 """
@@ -102,6 +102,9 @@ class _Way:
     arrived: dict[int, Tensor] = field(default_factory=dict)
     used: dict[int, tuple[Codec, int]] = field(default_factory=dict)
     since: int = 0
+    mean: Tensor | None = None
+    last: Tensor | None = None  # rows sent last, as they were
+    sent: int = 0  # in which epoch
 
 
 @dataclass(eq=False)
@@ -119,6 +122,7 @@ class EmulatedLink:
     last: int
     ways: dict[tuple[int, bool], _Way] = field(default_factory=dict)
     bytes: int = 0
+    skipped: int = 0
 
     def step(self, loss: float | None = None) -> None:
         """Ends an epoch."""
@@ -170,16 +174,38 @@ class EmulatedLink:
         now = t < max(timing.warmup, 1) or (every is not None and (t + 1) % every == 0)
         trend = self.link.trend
         now = now or not way.arrived or (trend is not None and trend.synchronous)
+        if timing.skip is not None and not now and self._stays(way, rows, backward):
+            self.skipped += 1
+            return way.arrived[way.sent], way.used[way.sent]
         got, count = self.ranks.send(codec, rows, key, noise, backward)
         self.bytes += count
-        way.arrived[t], way.used[t] = got, (codec, key)
-        way.since = t if now else way.since
+        way.arrived[t], way.used[t], way.sent = got, (codec, key), t
+        way.last, way.since = rows.clone(), t if now else way.since
         late = timing.late if not backward else timing.late_gradients
         late = timing.late if late is None else late
         due = t if now else max(way.since, t - late)
         for old in [e for e in way.arrived if e < due]:
             del way.arrived[old], way.used[old]
-        return way.arrived[due], way.used[due]
+        out, g = way.arrived[due], timing.smooth
+        g = (
+            timing.smooth_gradients
+            if backward and timing.smooth_gradients is not None
+            else g
+        )
+        if g and late:
+            first = now or way.mean is None
+            way.mean = out.clone() if first else g * way.mean + (1 - g) * out
+            out = way.mean
+        return out, way.used[due]
+
+    def _stays(self, way: _Way, rows: Tensor, backward: bool) -> bool:
+        """Tells whether the rows sent last are used again."""
+        skip = self.link.timing.skip
+        bound = skip.bound_of(backward)
+        if not bound or self.link.epoch - way.sent > skip.most:
+            return False
+        change = (rows.double() - way.last.double()).square().sum()
+        return bool(change <= bound**2 * way.last.double().square().sum())
 
 
 class _Exchange(torch.autograd.Function):

@@ -33,11 +33,11 @@ PAPER = {"exact_last": False}
 HALO = ("halo", "halo_reduce", "all_gather", "reduce_scatter")
 WAYS: dict[str, tuple[Callable[[], Any], bool]] = {  # link, whether A X0 is kept
     "exact, as in the paper": (lambda: None, False),
-    "late alone (PipeGCN), as in the paper": (lambda: pdc.Sylvie(32, **PAPER), False),
+    "late alone (PipeGCN), as in the paper": (lambda: pdc.PipeGCN(**PAPER), False),
     "1 bit, now, as in the paper": (lambda: pdc.Sylvie(late=0, **PAPER), False),
     "1 bit, late, as in the paper": (lambda: pdc.Sylvie(**PAPER), False),
     "exact": (lambda: None, True),
-    "late alone (PipeGCN)": (lambda: pdc.Sylvie(32), True),
+    "late alone (PipeGCN)": (pdc.PipeGCN, True),
     "1 bit, now": (lambda: pdc.Sylvie(late=0), True),
     "1 bit, late": (pdc.Sylvie, True),
 }

@@ -45,7 +45,9 @@ from pyg_distcomm.halo.codecs import (
     DegreeBits,
     Plain,
     Quantise,
+    RangeBits,
 )
+from pyg_distcomm.halo.staleness import Drift
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 from pyg_distcomm.partition.cutters import cut
 
@@ -69,10 +71,17 @@ def sylvie(every: int) -> Policy:
 
 
 ONE_BIT = Quantise(1, "stochastic")
+DRIFTS = 0.05, 0.1, 0.2, 0.4, 0.8, 1.6
 LATER: dict[str, dict[str, Any]] = {  # what may make late rows learn better
     "warm-up": {"warmup": 20},
     "prompt gradients": {"late_gradients": 0},
     "prompt rows": {"late": 0, "late_gradients": 1},
+    "rows 0.5": {"smooth": 0.5, "smooth_gradients": 0.0},
+    "gradients 0.5": {"smooth_gradients": 0.5},
+    "both 0.5": {"smooth": 0.5},
+    "rows 0.95": {"smooth": 0.95, "smooth_gradients": 0.0},
+    "gradients 0.95": {"smooth_gradients": 0.95},
+    "both 0.95": {"smooth": 0.95},
     "lr / staleness": {},
     "every 10": {"sync_every": 10},
 }
@@ -93,6 +102,11 @@ LATE: dict[str, Policy] = {
     "adaptive, by degree": lambda epochs: pdc.Sylvie(adaptive=True, by_degree=True),
     "by degree, now": coded(DegreeBits(1)),
     "by degree, late": coded(DegreeBits(1), late=1),
+    **{f"by range {mean:g}, now": coded(RangeBits(mean)) for mean in (1.5, 2, 3.75)},
+    "by range 2, late": coded(RangeBits(2), late=1),
+    "by range 2, now, all": coded(RangeBits(2), exact_last=False),
+    **{f"skip below {d:g}": coded(Plain(), skip=Drift(d)) for d in DRIFTS},
+    **{f"skip below {d:g}, 1 bit": coded(ONE_BIT, skip=Drift(d)) for d in DRIFTS},
 }
 SETTINGS: dict[str, Policy] = {
     "full": lambda epochs: None,
@@ -113,8 +127,9 @@ SETTINGS: dict[str, Policy] = {
     "4 bits, now": coded(Quantise(4, "stochastic")),
     "8 bits, now": coded(Quantise(8, "stochastic")),
     "bf16": coded(Cast(torch.bfloat16)),
-    "late": lambda epochs: pdc.Sylvie(bits=32),
+    "late": lambda epochs: pdc.PipeGCN(),
     **LATE,
+    "BNS, 0.1": lambda epochs: pdc.BNS(0.1),
     "columns 1/4, 1 bit": coded(Chain(ColumnMask(4), ONE_BIT)),
 }
 

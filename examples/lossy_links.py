@@ -28,10 +28,11 @@ LINKS = {
     "1 bit, late (Sylvie)": lambda epochs: pdc.Sylvie(),
     "1 bit, now every 5": lambda epochs: pdc.Sylvie(sync_every=5),
     "1 bit, late after 1/3": lambda epochs: pdc.Sylvie(warmup=max(epochs // 3, 1)),
-    "late (PipeGCN)": lambda epochs: pdc.Sylvie(32),
+    "late (PipeGCN)": lambda epochs: pdc.PipeGCN(),
     "columns 1/8": lambda epochs: pdc.VARCO(epochs, schedule=Fixed(8)),
     "VARCO, slope 5": lambda epochs: pdc.VARCO(epochs, slope=5),
     "VARCO, slope 1": lambda epochs: pdc.VARCO(epochs, slope=1),
+    "rows 1/10 (BNS)": lambda epochs: pdc.BNS(0.1),
 }
 ROWS = "halo", "halo_reduce", "all_gather", "reduce_scatter"
 

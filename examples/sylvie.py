@@ -23,7 +23,7 @@ SETTINGS = {
     "one bit, late by 1": lambda: pdc.Sylvie(),
     "one bit, now every 5": lambda: pdc.Sylvie(sync_every=5),
     "one bit, the last too": lambda: pdc.Sylvie(exact_last=False),
-    "PipeGCN": lambda: pdc.Sylvie(bits=32),
+    "PipeGCN": lambda: pdc.PipeGCN(),
 }
 
 

@@ -1,5 +1,5 @@
 # torchrun --nproc-per-node 4 examples/varco.py
-"""GraphSAGE with fewer columns on the wire: exact, at fixed ratios, and with VARCO.
+"""GraphSAGE with fewer columns on the wire: exact, at fixed ratios, with VARCO and BNS.
 
 All settings start from the same parameters on the same random partition. Pass a link to
 `partition` and call `link.step()` once per epoch; the model and the loop stay as they are.
@@ -84,6 +84,7 @@ def main():
     for c in (2, 8, 32):
         schedule = Fixed(c)
         show(f"fixed, {c}", pdc.VARCO(args.epochs, schedule=schedule))
+    show("BNS, a tenth of rows", pdc.BNS(0.1))
     show("VARCO, slope 5", pdc.VARCO(args.epochs))
     varco = show("VARCO, slope 1", pdc.VARCO(args.epochs, slope=1))
     first = pdc.VARCO(args.epochs, slope=1, mask="prefix")

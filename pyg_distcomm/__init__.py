@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # ruff: noqa: F405
 __all__ = [  # as in `api`
+    "BNS",
+    "SANCUS",
     "VARCO",
     "Auto",
     "CSVWriter",
@@ -29,6 +31,7 @@ __all__ = [  # as in `api`
     "Mesh",
     "Partition",
     "PartitionReport",
+    "PipeGCN",
     "Pipeline",
     "Plan",
     "Plans",

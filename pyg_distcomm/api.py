@@ -16,7 +16,10 @@ from pyg_distcomm.graph.partition_data import load_partition as load_partition
 from pyg_distcomm.graph.partition_data import partition as partition
 from pyg_distcomm.graph.partition_data import partition_report as partition_report
 from pyg_distcomm.halo.policy import LinkPolicy as LinkPolicy
+from pyg_distcomm.halo.presets import BNS as BNS
+from pyg_distcomm.halo.presets import SANCUS as SANCUS
 from pyg_distcomm.halo.presets import VARCO as VARCO
+from pyg_distcomm.halo.presets import PipeGCN as PipeGCN
 from pyg_distcomm.halo.presets import Sylvie as Sylvie
 from pyg_distcomm.nn.convert import convert as convert
 from pyg_distcomm.nn.embedding import DistEmbedding as DistEmbedding

@@ -16,6 +16,7 @@ from pyg_distcomm.halo.codecs import (
     ColumnMask,
     Plain,
     Quantise,
+    RowSample,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Fixed, Linear
@@ -72,9 +73,11 @@ LINKS = {
     "late by 2 and 1": lambda: LinkPolicy(ONE, late=2, late_gradients=1),
     "varco": lambda: pdc.VARCO(6, c_max=7, slope=2),
     "varco late": lambda: LinkPolicy(ColumnMask(4), Linear(6, 6, slope=1), late=2),
+    "varco rows": lambda: LinkPolicy(RowSample(4.0), Linear(6, 5), exact_last=False),
     "chain": lambda: LinkPolicy(Chain(ColumnMask(2), ONE), Fixed(3), late=1),
     "sylvie": lambda: pdc.Sylvie(2, sync_every=2, exact_last=False),
-    "pipegcn": lambda: pdc.Sylvie(32),
+    "pipegcn": lambda: pdc.PipeGCN(0.9),
+    "bns": lambda: pdc.BNS(0.3),
     "cast": lambda: LinkPolicy(Cast(torch.bfloat16), late=1),
     "masked": lambda: LinkPolicy(ColumnMask(3), late=1),
     "adaptive": lambda: pdc.Sylvie(adaptive=True),

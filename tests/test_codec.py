@@ -20,6 +20,7 @@ from pyg_distcomm.halo.codecs import (
     Plain,
     Quantise,
     RngKey,
+    RowSample,
     codec_of,
 )
 from pyg_distcomm.halo.exchange import Packing
@@ -180,7 +181,10 @@ def test_mask_variance_and_choice_are_the_formula():
             assert k == min(max(round(f / rate), 1), f)
 
 
-@pytest.mark.parametrize("codec", [c for c in EVERY if c.linear], ids=str)
+ROWS = [RowSample(4.0), RowSample(3.0, scaled=False, values=ColumnMask(2))]
+
+
+@pytest.mark.parametrize("codec", [*(c for c in EVERY if c.linear), *ROWS], ids=str)
 def test_linear_codecs_are_linear_and_pass_the_dot_product_test(codec):
     x, y = rows(torch.float64, seed=1), rows(torch.float64, seed=2)
     draw = draw_of(len(x), 9)
@@ -342,7 +346,7 @@ def test_chain_bytes_and_what_is_refused():
     with pytest.raises(ValueError, match="needs a codec"):
         Chain()
     with pytest.raises(ValueError, match="has 2"):
-        Chain(ColumnMask(4), ColumnMask(4)).with_rate(3)
+        Chain(ColumnMask(4), RowSample(4)).with_rate(3)
     with pytest.raises(ValueError, match="no rate to schedule"):
         Quantise(1).with_rate(3)
 

@@ -131,7 +131,8 @@ def coded(name):
     return run
 
 
-CODED = [*test_codec.EVERY, codecs.DegreeBits(1)]
+CODED = [*test_codec.EVERY, codecs.RowSample(2.5), codecs.DegreeBits(1)]
+CODED += [codecs.RangeBits(4)]
 CODECS = {name: coded(name) for name in {type(codec).__name__ for codec in CODED}}
 CODECS |= {
     "CODECS": "names of codecs",

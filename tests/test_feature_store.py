@@ -15,9 +15,14 @@ from problems import GRAPHS, owners
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import (
+    Cast,
+    Chain,
     Plain,
     Quantise,
+    RangeBits,
+    RowSample,
 )
+from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.feature_store import out_degrees, top_scoring_ids
 from pyg_distcomm.loader.fetch import EDGES
@@ -451,9 +456,12 @@ class Compared(Quantise):
 @pytest.mark.parametrize(
     "link",
     [
-        pdc.Sylvie(32),
+        pdc.PipeGCN(),
         pdc.VARCO(9),
         pdc.Sylvie(late=0, adaptive=True),
+        pdc.BNS(0.5),
+        LinkPolicy(Chain(Cast(torch.bfloat16), RowSample(4))),
+        RangeBits(2),
         Compared(1),
     ],
 )

@@ -1,7 +1,8 @@
-"""A codec that gives rows bits of their own, by in-degree."""
+"""Codecs that give rows bits of their own, by in-degree or by range."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,12 +10,12 @@ import tiers
 import torch
 
 from pyg_distcomm.halo.codec import LEVELS, RngKey, packed_bytes
-from pyg_distcomm.halo.codecs import DegreeBits, Quantise
+from pyg_distcomm.halo.codecs import DegreeBits, Quantise, RangeBits
 from pyg_distcomm.halo.saved import codec_state, read_codec
 
 pytestmark = pytest.mark.usefixtures("place")
 
-CODECS = [*map(DegreeBits, LEVELS)]
+CODECS = [*map(DegreeBits, LEVELS), *(RangeBits(b) for b in (1, 1.5, 2, 3.75, 8))]
 
 
 def key(m, number=5, first=0):
@@ -54,6 +55,7 @@ def test_bytes_of_groups_and_of_budgets():
     assert DegreeBits(1).wire_bytes(40, 16) == 10 * 16 * 15 // 8 + 160
     assert DegreeBits(4).wire_bytes(40, 16) == 20 * 16 * 12 // 8 + 160
     assert DegreeBits(8).wire_bytes(40, 16) == Quantise(8).wire_bytes(40, 16)
+    assert RangeBits(2).wire_bytes(40, 16) == 10 + 160 + (16 * 80 + 28) // 8
     counts = [0, 3, 40]
     for codec in CODECS:
         want = [codec.wire_bytes(n, 16) if n else 0 for n in counts]
@@ -74,9 +76,31 @@ def test_rows_of_greater_degree_get_more_bits_and_ties_go_by_place():
         assert torch.equal(out[row], want[0]), (row, b)
 
 
+@pytest.mark.parametrize("mean", [1, 1.4, 2, 3, 5.2, 8])
+def test_no_other_bits_err_less_for_as_many_bytes(mean):
+    x = rows(5, 20)
+    span = x.amax(1) - x.amin(1)
+    level = RangeBits(mean).levels(x)
+
+    def error(levels):
+        steps = torch.tensor([2 ** LEVELS[k] - 1 for k in levels], dtype=x.dtype)
+        return float((span / steps).square().sum())
+
+    def spent(levels):
+        return sum(LEVELS[k] for k in levels)
+
+    chosen = level.tolist()
+    assert spent(chosen) <= mean * 5
+    assert spent(chosen) > mean * 5 - 4 or chosen == [3] * 5
+    for other in itertools.product(range(4), repeat=5):
+        if spent(other) <= spent(chosen):
+            assert error(other) >= error(chosen) * (1 - 1e-12), other
+
+
 @tiers.rare
-def test_the_mean_over_keys_is_the_row():
-    codec, x, n = DegreeBits(1), rows(6, 8), 1500
+@pytest.mark.parametrize("codec", [DegreeBits(1), RangeBits(1.7)], ids=str)
+def test_the_mean_over_keys_is_the_row(codec):
+    x, n = rows(6, 8), 1500
     total, square = torch.zeros_like(x), torch.zeros_like(x)
     for number in range(n):
         draw = key(6, number)
@@ -86,14 +110,29 @@ def test_the_mean_over_keys_is_the_row():
         square += out.square()
     mean = total / n
     variance = (square / n - mean.square()).clamp_min(0) * n / (n - 1)
-    order = key(6).degree.argsort(stable=True).argsort().tolist()
-    bits = [LEVELS[place * 4 // 6] for place in order]
+    if isinstance(codec, RangeBits):
+        bits = [LEVELS[k] for k in codec.levels(x)]
+    else:
+        order = key(6).degree.argsort(stable=True).argsort().tolist()
+        bits = [LEVELS[place * 4 // 6] for place in order]
     step = x.amax(1) - x.amin(1)
     step = 1.02 * step / torch.tensor([2**b - 1 for b in bits], dtype=x.dtype)
     # an empirical Bernstein bound for numbers within one step: rare values count as well
     log = math.log(2 * x.numel() / 1e-4)
     seldom = 7 * log / (3 * (n - 1)) * step[:, None]
     assert bool(((mean - x).abs() <= (2 * variance * log / n).sqrt() + seldom).all())
+
+
+@pytest.mark.parametrize("mean", [1, 1.7, 3.0, 8])
+def test_rows_of_a_range_are_written_as_if_alone_in_their_bits(mean):
+    x, gid, codec = rows(9, 50), torch.arange(9) * 5, RangeBits(mean)
+    draw, out = RngKey(3, gid), torch.empty_like(x)
+    codec.decode(codec.encode(x, draw), out, draw)
+    for row, k in enumerate(codec.levels(x).tolist()):
+        one, alone = x[row : row + 1], RngKey(3, gid[row : row + 1])
+        own, want = Quantise(LEVELS[k], "stochastic"), torch.empty(1, 50, dtype=x.dtype)
+        own.decode(own.encode(one, alone), want, alone)
+        assert torch.equal(out[row], want[0]), (row, k)
 
 
 def test_constant_rows_arrive_and_what_is_no_number_is_refused():
@@ -109,7 +148,10 @@ def test_constant_rows_arrive_and_what_is_no_number_is_refused():
         DegreeBits().encode(x, RngKey(1, torch.arange(6)))
     with pytest.raises(ValueError, match="begins at 1, 2, 4 or 8"):
         DegreeBits(3)
+    with pytest.raises(ValueError, match="between 1 and 8"):
+        RangeBits(0.5)
 
 
-def test_it_can_be_saved():
-    assert read_codec(codec_state(DegreeBits(2))) == DegreeBits(2)
+@pytest.mark.parametrize("codec", [DegreeBits(2), RangeBits(2.5)], ids=str)
+def test_they_can_be_saved(codec):
+    assert read_codec(codec_state(codec)) == codec

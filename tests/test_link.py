@@ -14,7 +14,7 @@ from problems import GRAPHS
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo.codecs import Chain, ColumnMask, Plain
+from pyg_distcomm.halo.codecs import Chain, ColumnMask, Plain, RowSample
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn import DistSAGEConv
 
@@ -25,9 +25,12 @@ pytestmark = pytest.mark.usefixtures("place")
 
 EXACT = {
     "mask": lambda: LinkPolicy(ColumnMask(1), exact_last=False),
+    "rows": lambda: LinkPolicy(RowSample(1.0), exact_last=False),
     "plain": lambda: LinkPolicy(Plain(), exact_last=False),
     "schedule": lambda: pdc.VARCO(9, c_max=1, exact_last=False),
-    "synchronous": lambda: LinkPolicy(Plain(), late=2, sync_every=1, exact_last=False),
+    "synchronous": lambda: LinkPolicy(
+        Plain(), late=2, sync_every=1, smooth=None, exact_last=False
+    ),
     "32 bits": lambda: pdc.Sylvie(32, late=0, exact_last=False),
 }
 
@@ -76,6 +79,8 @@ def test_weights_of_edges(learnt):
 LINEAR = [
     ColumnMask(3),
     ColumnMask(2, "prefix", scaled=True),
+    RowSample(3.0),
+    RowSample(2.0, scaled=False),
     Chain(ColumnMask(2), Plain()),
 ]
 
@@ -211,7 +216,7 @@ def outputs(size, codec):
     return found
 
 
-@tiers.parametrize("codec", [ONE, ColumnMask(3)], slice(2), ids=str)
+@tiers.parametrize("codec", [ONE, ColumnMask(3), RowSample(2.0)], slice(2), ids=str)
 def test_the_same_halo_has_the_same_draws_on_any_number_of_ranks(codec):
     two = worlds.run(outputs, 2, 2, codec)[0]
     three = worlds.run(outputs, 3, 3, codec)[0]

@@ -9,7 +9,9 @@ import tiers
 import torch
 import worlds
 from links import WIDTHS, build, epoch, moved
+from problems import GRAPHS
 
+import pyg_distcomm as pdc
 from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.halo.policy import LinkPolicy
 
@@ -88,6 +90,36 @@ def test_synchronous_epochs(every):
         assert found == want
 
 
+def smoothed():
+    """A mean of late rows, by its definition."""
+    mesh = worlds.mesh()
+    data = GRAPHS["directed"]()
+    link = LinkPolicy(Plain(), late=1, smooth=0.75, exact_last=False)
+    share = pdc.partition(data, mesh, "random", link=link)
+    mean, found = None, []
+    owner = share.edge_index.nodes.partition.owner
+    cross = owner[data.edge_index[0]] != owner[data.edge_index[1]]
+    for t in range(6):
+        late = data.x * max(t - 1, 0) ** 2
+        mean = late if mean is None or t == 0 else 0.75 * mean + 0.25 * late
+        want = torch.zeros_like(data.x)
+        for value, which in ((data.x * t**2, ~cross), (mean, cross)):
+            source, target = data.edge_index[:, which]
+            want.index_add_(0, target, value[source])
+        if t == 0:
+            edges = share.edge_index.with_halo("rows")
+        x = (share.x * t**2).requires_grad_()
+        out = edges.matmul(x)
+        link.step()
+        found.append(torch.allclose(out.full_tensor(), want, rtol=1e-9, atol=1e-9))
+    return found
+
+
+def test_smooth_is_a_moving_average():
+    for found in worlds.run(smoothed, 3):
+        assert all(found)
+
+
 def behind():
     """Which epochs are read, late by 3 and synchronous every 4."""
     _, share, net = build((2, 1, 1), None)
@@ -154,3 +186,21 @@ def rates(epochs):
 def test_staleness_is_known_ahead_and_paces_the_optimizer():
     for found in worlds.run(rates, 2, 8):
         assert found == [1, 1, 1, 1 / 2, 1 / 3, 1, 1 / 2, 1 / 3]
+
+
+def skipping():
+    link = pdc.SANCUS(1e9, 2, exact_last=False)
+    _, share, net = build((2, 1, 1), link)
+    found = []
+    for _ in range(8):
+        epoch(net, share)
+        found.append({b.messages[-1].epoch for *_, b in link.state.buffers})
+        link.step()
+        found.append(link.staleness())
+    return found
+
+
+def test_rows_get_no_older_than_the_bound_however_little_they_drift():
+    for found in worlds.run(skipping, 2):
+        assert found[::2] == [{e} for e in (0, 0, 0, 3, 3, 3, 6, 6)]
+        assert found[1::2] == [0, 1, 2, 0, 1, 2, 0, 1]

@@ -14,6 +14,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.halo.codecs import (
     Chain,
     ColumnMask,
+    Plain,
     Quantise,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -30,7 +31,8 @@ FEW_BITS = {
 LATE = {
     "1 bit, late": lambda: pdc.Sylvie(exact_last=False),
     "late by 2": lambda: LinkPolicy(QUARTER, late=2, **OPEN),
-    "PipeGCN": lambda: pdc.Sylvie(32, exact_last=False),
+    "PipeGCN": lambda: pdc.PipeGCN(exact_last=False),
+    "smooth": lambda: LinkPolicy(Plain(), late=1, smooth=0.9, **OPEN),
 }
 LINKS = {**FEW_BITS, **LATE}
 

@@ -15,6 +15,7 @@ from pyg_distcomm import nn
 from pyg_distcomm.halo.codecs import ColumnMask, Plain
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Fixed
+from pyg_distcomm.halo.staleness import Drift
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 # what is refused
@@ -25,18 +26,31 @@ def test_what_does_not_go_together_is_refused():
         ({"codec": ONE, "schedule": Fixed(2)}, "no rate"),
         ({"codec": ColumnMask(2), "adaptive": True}, "Quantise"),
         ({"codec": ONE, "late": -1}, "number of epochs"),
+        ({"codec": ONE, "smooth": 0.5}, "late=0"),
+        ({"codec": ONE, "late": 1, "smooth": 1.0}, "in \\[0, 1\\)"),
+        ({"codec": ONE, "smooth_gradients": 0.5}, "late=0"),
+        ({"codec": ONE, "late": 1, "smooth_gradients": -0.1}, "in \\[0, 1\\)"),
         ({"codec": ONE, "late": 1, "warmup": -1}, "number of epochs"),
+        ({"codec": ONE, "late": 1, "skip": Drift(0.1)}, "not both"),
         ({"codec": ONE, "sync_every": 0}, "1 or more"),
         ({"codec": ONE, "late": 1, "sync_every": 2.5}, "number of epochs"),
     ):
         with pytest.raises(ValueError, match=text):
             LinkPolicy(**options)
+    for wrong in ({"bound": -1.0}, {"most": 0}, {"gradients": float("nan")}):
+        with pytest.raises(ValueError, match="or more"):
+            Drift(**wrong)
+    with pytest.raises(TypeError, match="skip must be a Drift"):
+        LinkPolicy(ONE, skip=0.1)
     with pytest.raises(TypeError, match="Codec"):
         LinkPolicy(1)
     with pytest.raises(ValueError, match="codec 'one bit' is not known"):
         LinkPolicy("one bit")
     with pytest.raises(TypeError, match="LinkPolicy"):
         DistGCNConv(3, 4, link=Plain())
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ValueError, match="share"):
+            pdc.BNS(wrong)
     with pytest.raises(ValueError, match="mask must be"):
         pdc.VARCO(3, mask="suffix")
     for schedule in ("cosine", 0.5):

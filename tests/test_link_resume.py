@@ -17,8 +17,10 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import (
     DegreeBits,
     Quantise,
+    RangeBits,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.staleness import Drift
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -27,7 +29,13 @@ OTHERS = {
         DegreeBits(1),
         late=2,
         late_gradients=1,
+        smooth=0.5,
+        smooth_gradients=0.9,
         warmup=2,
+    ),
+    "skipped": lambda: LinkPolicy(RangeBits(2), skip=Drift(0.5, 2), exact_last=False),
+    "skipped, one bit": lambda: LinkPolicy(
+        Quantise(1, "stochastic"), skip=Drift(0.5, 2), sync_every=5
     ),
 }
 NAMES = ("varco late", "sylvie", "pipegcn", "late by 2 and 1", "adaptive", *OTHERS)

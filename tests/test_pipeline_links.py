@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("place")
 LINKS = {
     "none": lambda: None,
     "plain": lambda: LinkPolicy(Plain()),
-    "late": lambda: pdc.Sylvie(32),
-    "late, the last too": lambda: pdc.Sylvie(32, exact_last=False),
+    "late": lambda: pdc.PipeGCN(),
+    "late, the last too": lambda: pdc.PipeGCN(exact_last=False),
     "one bit": lambda: pdc.Sylvie(late=0),
     "one bit, late": lambda: pdc.Sylvie(),
     "all one bit": lambda: pdc.Sylvie(late=0, exact_last=False),

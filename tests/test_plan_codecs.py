@@ -17,6 +17,7 @@ from pyg_distcomm.halo.codecs import (
     Chain,
     ColumnMask,
     Quantise,
+    RowSample,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 
@@ -27,7 +28,7 @@ LINKS = {
     "4 bits late": lambda: LinkPolicy(Quantise(4, "stochastic"), late=1),
     "bf16": lambda: LinkPolicy(Cast(torch.bfloat16)),
     "mask": lambda: LinkPolicy(ColumnMask(2), exact_last=False),
-    "apart": lambda: LinkPolicy(ColumnMask(3), late=2, late_gradients=1),
+    "rows": lambda: LinkPolicy(RowSample(3.0), late=2, late_gradients=1),
     "chain": lambda: LinkPolicy(Chain(ColumnMask(2), ONE), late=1),
     "switching": lambda: LinkPolicy(ONE, late=1, sync_every=2),
 }

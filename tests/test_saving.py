@@ -414,7 +414,7 @@ def _graph():
 
 
 def _long_link(folder):
-    mesh, link = worlds.mesh(), pdc.Sylvie(32)
+    mesh, link = worlds.mesh(), pdc.PipeGCN()
     share = pdc.partition(_graph(), mesh, link=link)
     layers = [pdc.nn.GCNConv(i, o) for i, o in ((16, 64), (64, 64), (64, 2))]
     for _ in range(2):

@@ -192,9 +192,10 @@ def waits_by_type(place):
 
 LINKS = {
     "coded": lambda: pdc.Sylvie(bits=1, late=0),
-    "late": lambda: pdc.Sylvie(32),
+    "late": lambda: pdc.PipeGCN(smooth=0.95),
     "late codes": lambda: pdc.Sylvie(bits=8),
     "columns": lambda: pdc.LinkPolicy(codecs.ColumnMask(2)),
+    "some rows": lambda: pdc.BNS(p=0.5),
 }
 
 

@@ -141,8 +141,8 @@ def one_bit_late():
 
 
 @workload()
-def some_columns():
-    return full_graph(link=("VARCO", 10))
+def some_rows():
+    return full_graph(link=("BNS", 0.5))
 
 
 @workload()

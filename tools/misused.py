@@ -136,7 +136,9 @@ for k, pair in enumerate(
         (link("Sylvie", 2), link("Sylvie", 1)),
         (link("Sylvie"), no_link),
         (link("VARCO", 10), link("VARCO", 20)),
-        (link("VARCO", 10), link("Sylvie")),
+        (link("VARCO", 10), link("BNS", 0.5)),
+        (link("BNS", 0.5), link("BNS", 0.25)),
+        (link("PipeGCN"), link("PipeGCN", smooth=0.9)),
         (link("Sylvie", late=1), link("Sylvie", late=0)),
     )
 ):

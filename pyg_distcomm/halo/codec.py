@@ -437,6 +437,11 @@ class Load:
         """Returns the bytes received."""
         return sum(packed_bytes(codec, self.counts, self.width, self.dtype))
 
+    @property
+    def rows_bytes(self) -> int:
+        """The bytes of the unchanged rows."""
+        return sum(self.counts) * self.width * self.dtype.itemsize
+
 
 def unpack(
     codec: Codec,

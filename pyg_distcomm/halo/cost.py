@@ -45,12 +45,14 @@ class LinkPrice:
     Args:
         epoch: the epoch.
         lines: each exchange.
-        agreement: bytes by which ranks agree on whether calls are exact.
+        agreement: bytes by which ranks agree on whether calls are exact, or skipped.
+        exact: whether bytes are exact; where exchanges may be skipped, they are upper bounds.
     """
 
     epoch: int
     lines: tuple[Line, ...]
     agreement: int
+    exact: bool
 
     @property
     def forward(self) -> int:
@@ -83,7 +85,10 @@ class LinkPrice:
         ]
         sums = map(Short, (self.forward, self.backward, self.kept))
         rows.append(("all", "", None, "", *sums))
-        return f"epoch {self.epoch}: bytes received here\n{format_table(head, rows)}"
+        most = "" if self.exact else ", at most"
+        return (
+            f"epoch {self.epoch}: bytes received here{most}\n{format_table(head, rows)}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +117,7 @@ class LinkCostModel:
     def price(self, epoch: int) -> LinkPrice:
         """Returns the price of an epoch on this rank."""
         lines: dict[tuple[int, int, int], Line] = {}
+        decision_bytes = 0
         for key, exchange in self._active_exchanges(epoch):
             computed_now = self._is_computed_now(key.layer, epoch)
             forward = self._received_bytes(key, exchange, epoch, False, computed_now)
@@ -119,6 +125,9 @@ class LinkCostModel:
                 0
                 if computed_now
                 else self._received_bytes(key, exchange, epoch, True, computed_now)
+            )
+            decision_bytes += (
+                0 if computed_now else self._skip_decision_bytes(key, exchange, epoch)
             )
             loads = [load for load in exchange.loads if load is not None]
             before = lines.get(key[:3])
@@ -133,7 +142,8 @@ class LinkCostModel:
                 backward + (before.backward if before else 0),
                 kept + (before.kept if before else 0),
             )
-        return LinkPrice(epoch, tuple(lines.values()), self._agreement_bytes(epoch))
+        agreement = self._agreement_bytes(epoch) + decision_bytes
+        return LinkPrice(epoch, tuple(lines.values()), agreement, not decision_bytes)
 
     def _active_exchanges(
         self, epoch: int
@@ -158,6 +168,18 @@ class LinkCostModel:
         new = {number for number in asking_layers if self._first_epoch(number) == epoch}
         times = asking_layers.count(asking_layers[0]) + len(new - {asking_layers[0]})
         return times * collectives.ring_words(1, self.size)
+
+    def _skip_decision_bytes(
+        self, key: ExchangeKey, exchange: ExchangeState, epoch: int
+    ) -> int:
+        """Returns at most how many bytes ranks use to decide whether to skip an exchange."""
+        if self.link.is_synchronous(epoch) or self._is_exact(key, exchange, epoch):
+            return 0
+        return sum(
+            8 * collectives.ring_words(2, load.peers + 1)
+            for backward, load in enumerate(exchange.loads)
+            if load is not None and self.link.timing.skips(bool(backward))
+        )
 
     def _first_epoch(self, number: int) -> int:
         """Returns the epoch in which a layer trains first."""
@@ -202,7 +224,9 @@ class LinkCostModel:
             return codec
         buffer, read = exchange.buffers[False], epoch  # the epoch of the rows read
         since = None if buffer is None else buffer.since
-        if since is not None and not self.link.is_synchronous(epoch):
+        if self.link.timing.skips(False) and buffer is not None and buffer.messages:
+            read = buffer.messages[-1].epoch
+        elif since is not None and not self.link.is_synchronous(epoch):
             read = self.oldest(epoch, self.link.timing.staleness(False), since)
         return gradient_codec(codec, self._codec(key, exchange, read, False))
 
@@ -233,6 +257,14 @@ class LinkCostModel:
             since = epoch if buffer is None or buffer.since is None else buffer.since
             for e in range(self.oldest(epoch, late - 1, since), epoch + 1):
                 total += load.bytes(self._codec(key, exchange, e, backward))
+            if self.link.timing.momentum(backward):
+                total += load.rows_bytes
+            row = load.width * load.dtype.itemsize
+            if self.link.timing.skips(backward):
+                sent = [m.codec for m in buffer.messages] if buffer else []
+                sent = sent or [self._codec(key, exchange, epoch, backward)]
+                total += load.bytes(sent[-1])
+                total += exchange.sent_rows[backward] * row
         return total
 
     def _describe(
@@ -248,6 +280,9 @@ class LinkCostModel:
             return "exact: the first epoch"
         how = f"{self.link.codec_at(epoch)}"
         late = [self.link.timing.staleness(backward) for backward in (False, True)]
+        skip = self.link.timing.skip
+        if skip is not None and not self.link.is_synchronous(epoch):
+            return f"{how}, once it drifts by {skip.bound:g}"
         if self.link.is_synchronous(epoch) or not any(late):
             return how
         if late[0] == late[1]:

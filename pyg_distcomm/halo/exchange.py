@@ -212,17 +212,22 @@ class Message:
 class StaleBuffer:
     """Keeps the messages of one exchange, in one direction, from epoch to epoch.
 
-    Its bytes, for rows that are k epochs late: k messages.
+    Its bytes, for rows that are k epochs late: k messages, and with `smooth` the mean of the
+    rows received.
 
     Args:
         messages: the last messages, the newest last.
+        mean: the moving average.
         shape: the plan, width and type of the rows; the buffer is cleared for others.
         since: the epoch of the first message, or of the last synchronous one.
+        reference: a copy of the rows sent last, if exchanges may be skipped.
     """
 
     messages: list[Message] = field(default_factory=list)
+    mean: Tensor | None = None
     shape: tuple[Any, int, torch.dtype] | None = None
     since: int | None = None
+    reference: Tensor | None = None
 
     def bind(self, plan: Any, width: int, dtype: torch.dtype) -> None:
         """Clears the buffer if it holds rows of another plan, width or type."""
@@ -233,7 +238,8 @@ class StaleBuffer:
         if self.shape[0] is plan and self.shape[1:] == (width, dtype):
             return
         self.drain()
-        self.messages, self.since = [], None
+        self.messages, self.mean = [], None
+        self.since = self.reference = None
         self.shape = plan, width, dtype
 
     def push(self, new: Message, late: int, synchronous: bool) -> Message:
@@ -251,6 +257,21 @@ class StaleBuffer:
         """Drops all messages except the last `late`."""
         del self.messages[: max(len(self.messages) - late, 0)]
 
+    def average(self, rows: Tensor, smooth: float, synchronous: bool) -> Tensor:
+        """Updates the moving average with rows, and writes it to them in place."""
+        if self.mean is None or synchronous:
+            self.mean = rows.clone()
+        else:
+            self.mean.mul_(smooth).add_(rows, alpha=1 - smooth)
+        return rows.copy_(self.mean)
+
+    def drift(self, rows: Tensor) -> Tensor:
+        """Returns sum |x - s|^2 and sum |s|^2, of these rows and those sent last `[2]`."""
+        assert self.reference is not None
+        last = self.reference.double()
+        change = (rows.double() - last).square().sum()
+        return torch.stack([change, last.square().sum()])
+
     def drain(self) -> None:
         """Waits for pending messages."""
         for message in self.messages:
@@ -259,7 +280,9 @@ class StaleBuffer:
     @property
     def held(self) -> int:
         """The bytes in the buffer, those of pending messages included."""
-        return sum(sum(message.sizes) for message in self.messages)
+        held = sum(sum(message.sizes) for message in self.messages)
+        tensors = [t for t in (self.mean, self.reference) if t is not None]
+        return held + sum(t.nbytes for t in tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,6 +341,10 @@ class LayerExchange:
         buffered = self.trains and not self.exact_reason
         return self.link.lateness[backward] if buffered else 0
 
+    def skips(self, backward: bool) -> bool:
+        """Tells whether rows, or gradients, may be skipped."""
+        return self.trains and not self.exact_reason and self.link.skipping[backward]
+
 
 class CompressedLink(Link):
     """Exchanges the rows of a halo as one call of a layer does, forward and backward.
@@ -373,20 +400,27 @@ class CompressedLink(Link):
         """Starts to send rows; returns a function that reads those due in this epoch."""
         exchange, direction = self.exchange, self._direction(sums)
         backward = self._forward_message is not None
-        late = exchange.late(backward)
+        late, skips = exchange.late(backward), exchange.skips(backward)
         if exchange.trains:
             load = _load_of(direction, x.size(1), x.dtype)
+            sent = len(direction.gid)
             exchange.link.state.record_exchange(
-                self.key, backward, load, exchange.exact_reason
+                self.key, backward, load, sent, exchange.exact_reason
             )
         with exchange.link.state.guard():
             if backward:
-                codec, key, noise = self._answer(late)
+                codec, key, noise = self._answer(late or skips)
             else:
                 fold = self.key.layer, self.key.number, self.key.name
                 key = noise = random.fold(exchange.link.seed, exchange.epoch, *fold)
                 codec = exchange.codec
             buffer = self._buffer(x, direction, backward)
+            if skips and self._is_skipped(
+                _rows_to_send(x, direction), buffer, direction, backward
+            ):
+                due = buffer.messages[-1]
+                self._forward_message = self._forward_message if backward else due
+                return lambda out: self._receive(due, buffer, out, backward)
             if sums:
                 noise = random.fold(noise, direction.axis.rank)
             draw = RngKey(key, direction.gid, noise, direction.degree)
@@ -402,10 +436,12 @@ class CompressedLink(Link):
             told = codec, exchange.epoch, key, direction, plan.from_sizes
             new = Message(*told, pending)
             due = buffer.push(new, late, exchange.synchronous)
-            buffer.trim(late)
+            buffer.trim(max(late, int(skips)))
+            if skips:
+                buffer.reference = _rows_to_send(x, direction).detach().clone()
             if not backward:
                 self._forward_message = due
-        return lambda out: self._receive(due, buffer, out)
+        return lambda out: self._receive(due, buffer, out, backward)
 
     def _direction(self, sums: bool) -> Direction:
         """Returns a direction, with in-degrees if a codec needs them; collective then."""
@@ -423,6 +459,21 @@ class CompressedLink(Link):
             )
         found: Direction = exchange.link.state.degrees[self.halo][sums]
         return found
+
+    def _is_skipped(
+        self, rows: Tensor, buffer: StaleBuffer, direction: Direction, backward: bool
+    ) -> bool:
+        """Tells whether the exchange is skipped in this epoch; see [Note: skipped rows]."""
+        exchange, rule = self.exchange, self.exchange.link.timing.skip
+        assert rule is not None
+        if exchange.synchronous or buffer.reference is None:
+            return False
+        if exchange.epoch - buffer.messages[-1].epoch > rule.most:
+            return False
+        change, norm = collectives.all_reduce(
+            buffer.drift(rows), direction.axis
+        ).tolist()
+        return bool(change <= rule.bound_of(backward) ** 2 * norm)
 
     def _buffer(self, x: Tensor, direction: Direction, backward: bool) -> StaleBuffer:
         """Returns the buffer of the exchange."""
@@ -448,12 +499,18 @@ class CompressedLink(Link):
         codec = gradient_codec(exchange.codec, rows.codec)
         return codec, rows.key, random.fold(rows.key, exchange.epoch, 1)
 
-    def _receive(self, due: Message, buffer: StaleBuffer, out: Tensor) -> Tensor:
+    def _receive(
+        self, due: Message, buffer: StaleBuffer, out: Tensor, backward: bool
+    ) -> Tensor:
         """Decodes the rows that are due into `out`, and returns it."""
-        with self.exchange.link.state.guard():
+        exchange = self.exchange
+        with exchange.link.state.guard():
             due.read(out)
         if due not in buffer.messages:
             due.raw = None  # the backward pass needs only its codec and key
+        momentum = exchange.link.timing.momentum(backward)
+        if momentum and exchange.late(backward):
+            buffer.average(out, momentum, exchange.synchronous)
         return out
 
     def price(self, width: int) -> Price:
@@ -493,3 +550,7 @@ def gradient_codec(now: Codec, rows: Codec) -> Codec:
 
 def _load_of(direction: Direction, width: int, dtype: torch.dtype) -> Load:
     return Load(direction.from_counts, direction.axis.size - 1, width, dtype)
+
+
+def _rows_to_send(x: Tensor, direction: Direction) -> Tensor:
+    return x if direction.index is None else kernels.gather_rows(x, direction.index)

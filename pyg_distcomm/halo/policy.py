@@ -25,7 +25,7 @@ from pyg_distcomm.halo.schedule import (
     bits_of,
     with_bits,
 )
-from pyg_distcomm.halo.staleness import Timing
+from pyg_distcomm.halo.staleness import Drift, Timing
 from pyg_distcomm.halo.state import LayerState, LinkState, LinkUse
 
 __all__ = ["LinkPolicy"]
@@ -62,6 +62,8 @@ class LinkPolicy(LinkUse):
         late: by how many epochs rows are late.
         late_gradients: by how many gradients are late; None is as late as rows.
         sync_every, warmup: which epochs are synchronous; see `Timing`.
+        smooth, smooth_gradients: moving averages of late rows and gradients; see `Timing`.
+        skip: skips exchanges of what has hardly changed; see `Drift`.
         exact_last: makes the last call exact, of layers that make more than one, and the
             first epoch.
         exact_eval: makes evaluation exact; otherwise it is coded, never late, and exact
@@ -81,7 +83,10 @@ class LinkPolicy(LinkUse):
         late: int = 0,
         late_gradients: int | None = None,
         sync_every: int | None = None,
+        smooth: float | None = None,
+        smooth_gradients: float | None = None,
         warmup: int = 1,
+        skip: Drift | None = None,
         exact_last: bool = True,
         exact_eval: bool = True,
         adaptive: bool | Adaptive = False,
@@ -98,9 +103,13 @@ class LinkPolicy(LinkUse):
                 f"schedule must be a Schedule, as Fixed(2), got {schedule!r}"
             )
         self.codec = codec
-        self.timing = timing = Timing(late, late_gradients, sync_every, warmup)
+        means = smooth, smooth_gradients
+        self.timing = timing = Timing(
+            late, late_gradients, sync_every, *means, warmup, skip
+        )
         self.is_exact = codec == Plain() and not timing.is_late
         self.lateness = timing.staleness(False), timing.staleness(True)
+        self.skipping = timing.skips(False), timing.skips(True)
         self.exact_last, self.exact_eval, self.seed = exact_last, exact_eval, seed
         self.schedule = schedule
         rule = Adaptive() if adaptive is True else adaptive or None
@@ -117,12 +126,12 @@ class LinkPolicy(LinkUse):
         """Begins an epoch of a pipeline, on the ranks of all its stages; see `begin_chunk`.
 
         Raises:
-            ValueError: for a link that needs in-degrees.
+            ValueError: for a link that skips, or needs in-degrees: chunks support neither.
         """
-        if self.codec.ranked:
+        if self.timing.skip or self.codec.ranked:
             raise ValueError(
-                f"{self!r} needs in-degrees, which chunks of a pipeline do not support; use "
-                "Quantise for DegreeBits"
+                f"{self!r} skips exchanges or needs in-degrees, which chunks of a pipeline do "
+                "not support; leave out skip, and use Quantise or RangeBits for DegreeBits"
             )
         if nodes.mesh.size > 1 and not self.is_exact:
             self.state.begin_pipeline(nodes, self.epoch)
@@ -205,7 +214,9 @@ class LinkPolicy(LinkUse):
         self._warn_unused()
         state.end_epoch(self.exact_last)
         self.epoch += 1
+        skip = self.timing.skip
         reach = self.timing.staleness(False) + self.timing.staleness(True) + 1
+        reach += 0 if skip is None else 2 * skip.most
         for epoch in [e for e in self._codecs_by_epoch if e < self.epoch - reach]:
             del self._codecs_by_epoch[epoch]
         self._begin_epoch()
@@ -231,7 +242,8 @@ class LinkPolicy(LinkUse):
     def staleness(self, epoch: int | None = None) -> int:
         """Returns by how many epochs the oldest rows or gradients of an epoch are late.
 
-        0 in synchronous epochs. For a learning rate that is divided by it, as in [Zhang16]:
+        0 in synchronous epochs; with `skip` that of the last epoch that is over. For a
+        learning rate that is divided by it, as in [Zhang16]:
 
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 / (1 + link.staleness()))
 
@@ -241,6 +253,9 @@ class LinkPolicy(LinkUse):
             epoch: by default the one in progress.
         """
         epoch = self.epoch if epoch is None else epoch
+        if self.timing.skip is not None:
+            sent = [b.messages[-1].epoch for *_, b in self.state.buffers if b.messages]
+            return max(self.epoch - 1 - min(sent, default=epoch), 0)
         model = LinkCostModel.of(self)
         ends = (model.oldest(epoch, self.timing.staleness(b)) for b in (False, True))
         return max(epoch - end for end in ends)

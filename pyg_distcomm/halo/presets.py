@@ -1,4 +1,4 @@
-"""Makes the links of the papers: VARCO and Sylvie."""
+"""Makes the known links: VARCO, Sylvie, PipeGCN, BNS and SANCUS."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from pyg_distcomm.halo.codecs import (
     DegreeBits,
     Plain,
     Quantise,
+    RowSample,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Adaptive, Linear, Schedule
+from pyg_distcomm.halo.staleness import Drift
 
 _PICKS = {"random": "epoch", "prefix": "prefix"}
 
@@ -82,8 +84,7 @@ def Sylvie(
     """Returns a link that sends a few bits per number, one epoch late ([Zhang23]).
 
     Args:
-        bits: 1, 2, 4 or 8; 16 is bf16, and 32 sends numbers unchanged, as PipeGCN
-            ([Wan22a]) does.
+        bits: 1, 2, 4 or 8; 16 is bf16, and 32 sends numbers unchanged.
         late: 1 is Sylvie-A, 0 is Sylvie-S.
         sync_every: the period of synchronous epochs: its staleness adaptor.
         adaptive: sets bits and timing by the loss, as the later Sylvie; give the loss to
@@ -103,6 +104,89 @@ def Sylvie(
         sync_every=sync_every,
         warmup=warmup,
         adaptive=adaptive,
+        exact_last=exact_last,
+        exact_eval=exact_eval,
+        seed=seed,
+    )
+
+
+def PipeGCN(
+    smooth: float | None = None,
+    smooth_gradients: float | None = None,
+    *,
+    late_gradients: int = 1,
+    warmup: int = 1,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+) -> LinkPolicy:
+    """Returns a link that sends unchanged rows, one epoch late ([Wan22a]).
+
+    Args:
+        smooth: the momentum of a moving average of late rows; 0.95 in the paper.
+        smooth_gradients: that of late gradients; None is that of rows, 0 is none.
+        late_gradients: 0 sends gradients promptly.
+        warmup: how many epochs are synchronous at first.
+        exact_last, exact_eval: see `LinkPolicy`.
+    """
+    return LinkPolicy(
+        Plain(),
+        late=1,
+        late_gradients=late_gradients,
+        smooth=smooth,
+        smooth_gradients=smooth_gradients,
+        warmup=warmup,
+        exact_last=exact_last,
+        exact_eval=exact_eval,
+    )
+
+
+def BNS(
+    p: float,
+    *,
+    scaled: bool = True,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+    seed: int = 0,
+) -> LinkPolicy:
+    """Returns a link that samples rows of the boundary in each epoch ([Wan22]).
+
+    Args:
+        p: the share of rows that is sent, in (0, 1].
+        scaled: scales received rows, which makes sums unbiased.
+        exact_last, exact_eval, seed: see `LinkPolicy`.
+    """
+    if not 0.0 < p <= 1.0:
+        raise ValueError(f"p is a share in (0, 1], got {p!r}")
+    return LinkPolicy(
+        RowSample(1 / p, scaled),
+        exact_last=exact_last,
+        exact_eval=exact_eval,
+        seed=seed,
+    )
+
+
+def SANCUS(
+    bound: float = 0.1,
+    most: int = 4,
+    bits: int = 32,
+    *,
+    gradients: float | None = None,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+    seed: int = 0,
+) -> LinkPolicy:
+    """Returns a link that sends rows again once they have drifted ([Peng22]).
+
+    Args:
+        bound, most, gradients: the drift that is not sent, how many epochs old rows may
+            get, and the bound of gradients; see `Drift`.
+        bits: 32 sends numbers unchanged; fewer as in `Sylvie`, as SANCUS-q does.
+        exact_last, exact_eval, seed: see `LinkPolicy`.
+    """
+    codec = Plain() if bits == 32 else Quantise(bits, "stochastic")
+    return LinkPolicy(
+        codec,
+        skip=Drift(bound, most, gradients),
         exact_last=exact_last,
         exact_eval=exact_eval,
         seed=seed,

@@ -72,6 +72,8 @@ def saved_buffer(buffer: StaleBuffer) -> dict[str, Any]:
             }
             for m in buffer.messages
         ],
+        "mean": buffer.mean,
+        "reference": buffer.reference,
         "since": buffer.since,
         "rows": _digests(*ends),
         "width": width,
@@ -112,8 +114,10 @@ def read_buffer(
     ]
     return StaleBuffer(
         messages,
+        to_device(state["mean"]),
         (None, state["width"], state["dtype"]),
         state["since"],
+        to_device(state.get("reference")),  # older checkpoints have none
     )
 
 

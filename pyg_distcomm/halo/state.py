@@ -58,6 +58,7 @@ class ExchangeState:
         layer: the layer's name.
         exact_reason: why its rows are always exact and synchronous; "" if they are not.
         loads: the rows it receives; None for a direction without an exchange so far.
+        sent_rows: how many rows it sends.
         buffers: its buffered messages.
         answered: whether it had a backward pass in this epoch.
     """
@@ -65,6 +66,7 @@ class ExchangeState:
     layer: str
     exact_reason: str = ""
     loads: list[Load | None] = field(default_factory=lambda: [None, None])
+    sent_rows: list[int] = field(default_factory=lambda: [0, 0])
     buffers: list[StaleBuffer | None] = field(default_factory=lambda: [None, None])
     answered: bool = False
 
@@ -286,7 +288,7 @@ class LinkState:
         return call
 
     def record_exchange(
-        self, key: ExchangeKey, backward: bool, load: Load, exact_reason: str
+        self, key: ExchangeKey, backward: bool, load: Load, sent: int, exact_reason: str
     ) -> None:
         """Records that an exchange takes place."""
         if key not in self.exchanges:
@@ -294,7 +296,7 @@ class LinkState:
             self.exchanges[key] = ExchangeState(name, exact_reason)
         exchange = self.exchanges[key]
         exchange.answered = exchange.answered or backward
-        exchange.loads[backward] = load
+        exchange.loads[backward], exchange.sent_rows[backward] = load, sent
 
     def buffer(
         self,
@@ -484,6 +486,7 @@ class LinkUse:
         codec, exact_last, exact_eval, seed: as of `LinkPolicy`.
         timing: the epochs in which rows are used.
         lateness: by how many epochs rows are late, and gradients.
+        skipping: whether exchanges of rows may be skipped, and of gradients.
         is_exact: whether it is the exact link: unchanged rows of this epoch.
         epoch: the epoch in progress.
         state: what it holds from epoch to epoch.
@@ -500,6 +503,7 @@ class LinkUse:
     _codec: Codec  # of this epoch
     _synchronous: bool  # whether this epoch uses its own rows
     lateness: tuple[int, int]
+    skipping: tuple[bool, bool]
 
     def is_used_on(self, mesh: Any) -> bool:
         """Tells whether layers on a mesh use codecs or late rows."""
@@ -512,12 +516,12 @@ class LinkUse:
         if nodes.mesh.grid[1:] != (1, 1):
             raise ValueError(
                 f"{self!r} needs in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
-                f"is {nodes.mesh.grid}; use pdc.init('1d'), or Quantise"
+                f"is {nodes.mesh.grid}; use pdc.init('1d'), or RangeBits"
             )
         if degrees is None:
             raise ValueError(
                 f"{self!r} needs in-degrees, but edges between two types of nodes have none "
-                "for their sources; use Quantise"
+                "for their sources; use RangeBits or Quantise"
             )
 
     def begin(

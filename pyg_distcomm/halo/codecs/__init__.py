@@ -14,8 +14,10 @@ from pyg_distcomm.halo.codec import RngKey as RngKey
 from pyg_distcomm.halo.codecs.quantise import Cast as Cast
 from pyg_distcomm.halo.codecs.quantise import DegreeBits as DegreeBits
 from pyg_distcomm.halo.codecs.quantise import Plain as Plain
+from pyg_distcomm.halo.codecs.quantise import RangeBits as RangeBits
 from pyg_distcomm.halo.codecs.sparse import Chain as Chain
 from pyg_distcomm.halo.codecs.sparse import ColumnMask as ColumnMask
+from pyg_distcomm.halo.codecs.sparse import RowSample as RowSample
 
 __all__ = [
     "CODECS",
@@ -26,7 +28,9 @@ __all__ = [
     "DegreeBits",
     "Plain",
     "Quantise",
+    "RangeBits",
     "RngKey",
+    "RowSample",
     "codec_of",
     "known_codecs",
 ]

@@ -20,6 +20,7 @@ from pyg_distcomm.halo.codec import (
     rows_at,
 )
 from pyg_distcomm.kernels import codec_ops
+from pyg_distcomm.kernels.codec_ops import META, TAIL
 from pyg_distcomm.kernels.registry import HALVES
 
 
@@ -80,7 +81,57 @@ class Cast(ColumnReducer):
 
 
 @dataclass(frozen=True)
-class DegreeBits(Codec):
+class _MixedBits(Codec):
+    """Writes the rows of a message in groups, each as `Quantise` with its own bits.
+
+    Rounding is stochastic, and keyed by (key, row id, column), whatever the group.
+    """
+
+    unbiased = keyed = True
+    by_row = False
+
+    def _write_groups(
+        self,
+        x: Tensor,
+        index: Index,
+        groups: Sequence[tuple[int, Tensor]],
+        out: Tensor,
+        context: CodingContext,
+    ) -> None:
+        """Writes groups of rows, as (bits, rows of the message), one after the other."""
+        key, gid = context.key.rounding
+        end, bad = 0, list[int | Tensor]()
+        for bits, rows in groups:
+            begin, end = end, end + self._message_bytes(len(rows), bits, x)
+            chosen = rows if index is None else index[rows]
+            noise = key, gid[rows]
+            found = codec_ops.quantise(x, chosen, bits, noise, out[begin:end])
+            if isinstance(found, Tensor):
+                row = rows.index_select(0, found.clamp(min=0).view(1))
+                bad.append(row.masked_fill(found < 0, len(gid)))
+            elif found >= 0:
+                bad.append(int(rows[found]))
+        out[end:] = 0
+        context.refuse(x, index, _first_unwritable(bad, len(gid)))
+
+    def _read_groups(
+        self, message: Tensor, groups: Sequence[tuple[int, Tensor]], out: Tensor
+    ) -> Tensor:
+        """Reads the groups that `_write_groups` wrote into the rows of `out`."""
+        end = 0
+        for bits, rows in groups:
+            begin, end = end, end + self._message_bytes(len(rows), bits, out)
+            part = out.new_empty((len(rows), out.size(1)))
+            out[rows] = codec_ops.dequantise(message[begin:end], bits, part)
+        return out
+
+    @staticmethod
+    def _message_bytes(rows: int, bits: int, x: Tensor) -> int:
+        return codec_ops.message_bytes(rows, x.size(1), bits, x.element_size())
+
+
+@dataclass(frozen=True)
+class DegreeBits(_MixedBits):
     """Sends rows of nodes with many in-edges in more bits ([Zhang23]).
 
     The rows of a message, ascending by the in-degree of their node, are cut into as many
@@ -101,8 +152,7 @@ class DegreeBits(Codec):
     """
 
     bits: int = 1
-    ranked = unbiased = keyed = True
-    by_row = False
+    ranked = True
 
     def __post_init__(self) -> None:
         if self.bits not in LEVELS:
@@ -150,44 +200,83 @@ class DegreeBits(Codec):
             return out
         return self._read_groups(message, list(self._groups(context)), out)
 
-    def _write_groups(
-        self,
-        x: Tensor,
-        index: Index,
-        groups: Sequence[tuple[int, Tensor]],
-        out: Tensor,
-        context: CodingContext,
-    ) -> None:
-        """Writes groups of rows, as (bits, rows of the message), each as `Quantise` does."""
-        key, gid = context.key.rounding
-        end, bad = 0, list[int | Tensor]()
-        for bits, rows in groups:
-            begin, end = end, end + self._message_bytes(len(rows), bits, x)
-            chosen = rows if index is None else index[rows]
-            noise = key, gid[rows]
-            found = codec_ops.quantise(x, chosen, bits, noise, out[begin:end])
-            if isinstance(found, Tensor):
-                row = rows.index_select(0, found.clamp(min=0).view(1))
-                bad.append(row.masked_fill(found < 0, len(gid)))
-            elif found >= 0:
-                bad.append(int(rows[found]))
-        out[end:] = 0
-        context.refuse(x, index, _first_unwritable(bad, len(gid)))
 
-    def _read_groups(
-        self, message: Tensor, groups: Sequence[tuple[int, Tensor]], out: Tensor
+@dataclass(frozen=True)
+class RangeBits(_MixedBits):
+    """Sends rows of a wide range in more bits, so that rounding errs least for the bytes.
+
+    Of all ways to give the m rows of a message 1, 2, 4 or 8 bits a number, with at most
+    `mean` m of them together, it takes the one with the least sum of squared steps
+
+        sum_i (max x_i - min x_i)^2 / (2^b_i - 1)^2
+
+    up to the last step that fits: bits are given in order of what the next ones gain each.
+    The sum bounds the variance of stochastic rounding, f/4 times. The sender chooses for
+    each message, and two bits a row tell the receiver.
+
+    Price: ceil(m / 4) + 4 m + floor((f floor(mean m) + 28) / 8) bytes a message of m rows,
+    and 4 m more in float64 below 33 numbers per row.
+    Differs from [Wan23] in solving for the bits of each message, exactly and by sorting,
+    and not of all messages every few epochs by an integer program; in 1 bit beside 2, 4
+    and 8; and in a sum of errors for given bytes instead of a weighted sum of errors and
+    seconds. Weights of edges do not count.
+
+    Args:
+        mean: bits a number, on average, from 1 to 8.
+    """
+
+    mean: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not LEVELS[0] <= self.mean <= LEVELS[-1]:
+            raise ValueError(f"mean lies between 1 and 8 bits, got mean={self.mean!r}")
+
+    def wire_bytes(
+        self, rows: int, width: int, dtype: torch.dtype = torch.float32
+    ) -> int:
+        """Returns the bytes of a message, exactly."""
+        if not width or not rows:
+            return 0
+        tail = META * rows if dtype.itemsize == 8 and width < TAIL else 0
+        codes = (width * int(self.mean * rows) + 7 * len(LEVELS)) // 8
+        return -(-rows // 4) + META * rows + codes + tail
+
+    def levels(self, x: Tensor) -> Tensor:
+        """Returns which of 1, 2, 4 and 8 bits each row gets, as its place in them `[m]`."""
+        low, high = (end.double() for end in torch.aminmax(x, dim=1))
+        span = (high - low).nan_to_num(nan=torch.inf).clamp_max(1e150)
+        steps = [1.0 / (2**bits - 1) ** 2 for bits in LEVELS]
+        costs = [after - before for before, after in pairwise(LEVELS)]
+        each = [
+            (a - b) / cost for (a, b), cost in zip(pairwise(steps), costs, strict=True)
+        ]
+        gain = torch.cat([span.square() * gained for gained in each])
+        order = torch.argsort(gain, descending=True, stable=True)
+        cost = torch.cat([torch.full_like(low, step) for step in costs]).long()[order]
+        spare = int(self.mean * len(x)) - LEVELS[0] * len(x)
+        taken = (cost.cumsum(0) <= spare).long()  # asks for no value of a device
+        level = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return level.index_add_(0, order % max(len(x), 1), taken)
+
+    def _write(
+        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
     ) -> Tensor:
-        """Reads the groups that `_write_groups` wrote into the rows of `out`."""
-        end = 0
-        for bits, rows in groups:
-            begin, end = end, end + self._message_bytes(len(rows), bits, out)
-            part = out.new_empty((len(rows), out.size(1)))
-            out[rows] = codec_ops.dequantise(message[begin:end], bits, part)
+        rows = context.rows
+        out = room(self.wire_bytes(rows, x.size(1), x.dtype), x, out)
+        if not len(out):
+            return out
+        level = self.levels(rows_at(x, index))
+        head = -(-rows // 4)
+        out[:head] = codec_ops.pack_bits(level.to(torch.uint8), 2)
+        self._write_groups(x, index, _rows_by_level(level), out[head:], context)
         return out
 
-    @staticmethod
-    def _message_bytes(rows: int, bits: int, x: Tensor) -> int:
-        return codec_ops.message_bytes(rows, x.size(1), bits, x.element_size())
+    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
+        if not out.numel():
+            return out
+        head = -(-len(out) // 4)
+        level = codec_ops.unpack_bits(message[:head], 2, len(out))
+        return self._read_groups(message[head:], _rows_by_level(level), out)
 
 
 def _first_unwritable(bad: list[int | Tensor], none: int) -> int | Tensor:
@@ -197,3 +286,11 @@ def _first_unwritable(bad: list[int | Tensor], none: int) -> int | Tensor:
         row = torch.stack(late).amin()
         return row.masked_fill(row == none, -1)
     return min((row for row in bad if isinstance(row, int)), default=-1)
+
+
+def _rows_by_level(level: Tensor) -> list[tuple[int, Tensor]]:
+    """Returns the rows of each number of bits; synchronises once with a device."""
+    each = torch.arange(len(LEVELS), device=level.device)
+    counts = (level.unsqueeze(1) == each).sum(0).tolist()
+    order = torch.argsort(level, stable=True)
+    return list(zip(LEVELS, order.split(counts), strict=True))

@@ -1,12 +1,13 @@
-"""Sends some of the columns, which a key chooses, and chains codecs."""
+"""Sends some of the numbers, columns or rows that a key chooses, and chains codecs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from pyg_distcomm.comm import random
 from pyg_distcomm.halo.codec import (
     Codec,
     CodingContext,
@@ -18,9 +19,11 @@ from pyg_distcomm.halo.codec import (
     rows_at,
     share_of,
 )
+from pyg_distcomm.halo.codecs.quantise import Plain
 from pyg_distcomm.kernels import codec_ops
 
 PICKS = ("prefix", "epoch")
+_SALT = 0x5A  # rows are chosen by another hash than columns
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,99 @@ class ColumnMask(ColumnReducer):
         return codec_ops.keyed_columns(draw.key, width, count, device)
 
 
+@dataclass(frozen=True)
+class RowSample(Codec):
+    """Sends k of the m rows of each message; the others arrive as zeros.
+
+        x' = s M x,   M diagonal with k ones,   k = min(max(round(m / rate), 1), m)
+
+    with s = m / k if `scaled`, else 1: unbiased, with E |x' - x|^2 = (m/k - 1) |x|^2. The
+    k rows are those whose ids have the smallest hashes of the key, so both ends know them
+    and no byte is spent on them. Rate 1 sends rows unchanged, bit for bit.
+
+    Price: that of `values` for k rows.
+    Differs from the boundary node sampling of [Wan22] Alg. 1 in that no list of the chosen
+    rows travels.
+
+    Args:
+        rate: the compression ratio c >= 1, 1 / p in the paper; a schedule may set another.
+        scaled: scales received rows by m / k, which makes them unbiased.
+        values: the codec of the rows that travel.
+    """
+
+    keyed, by_row = True, False
+
+    rate: float
+    scaled: bool = True
+    values: Codec = field(default_factory=Plain)
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+
+    @property
+    def linear(self) -> bool:
+        """Whether its values are, for each key."""
+        return self.values.linear
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether rows are scaled and their values unbiased."""
+        return self.scaled and self.values.unbiased
+
+    @property
+    def zero_fills(self) -> bool:
+        """True beyond rate 1."""
+        return self.rate > 1.0 or self.values.zero_fills
+
+    @property
+    def inside(self) -> tuple[Codec, ...]:
+        """The codec of its values."""
+        return (self.values,)
+
+    def with_rate(self, rate: float) -> RowSample:
+        """Returns the same codec at another rate."""
+        return replace(self, rate=rate)
+
+    def kept(self, rows: int) -> int:
+        """Returns how many rows of a message are sent."""
+        return share_of(rows, self.rate)
+
+    def wire_bytes(
+        self, rows: int, width: int, dtype: torch.dtype = torch.float32
+    ) -> int:
+        """Returns the bytes of the values of k rows."""
+        return self.values.wire_bytes(self.kept(rows), width, dtype)
+
+    def _write(
+        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
+    ) -> Tensor:
+        """Writes the chosen rows, unscaled."""
+        draw = context.key
+        if self.kept(context.rows) < context.rows:
+            chosen = self._chosen(draw)
+            index = chosen if index is None else index[chosen]
+            draw = draw.at(chosen)
+        return self.values.encode(x, draw, index=index, out=out, where=context.where)
+
+    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
+        """Scales the rows into their places, with zeros elsewhere."""
+        rows, draw, count = context.rows, context.key, self.kept(context.rows)
+        if count == rows:
+            return self.values.decode(message, out, draw)
+        chosen = self._chosen(draw)
+        few = out.new_empty(count, out.size(1))
+        self.values.decode(message, few, draw.at(chosen))
+        if self.scaled:
+            few.mul_(rows / count)
+        return out.zero_().index_copy_(0, chosen, few)
+
+    def _chosen(self, draw: RngKey) -> Tensor:
+        """Returns the places of the rows that are sent, ascending `[k]`."""
+        bits = random.keyed_bits48(random.fold(draw.key, _SALT), draw.gid)
+        order = torch.argsort(bits, stable=True)
+        return order[: self.kept(len(order))].sort().values
+
+
 @dataclass(frozen=True, init=False)
 class Chain(Codec):
     """Applies codecs one after another, such as a column mask and then one bit.
@@ -174,7 +270,8 @@ class Chain(Codec):
 
     def with_rate(self, rate: float) -> Chain:
         """Returns the chain with its only codec that has a rate at another one."""
-        rated = [k for k, one in enumerate(self.inside) if isinstance(one, ColumnMask)]
+        kinds = ColumnMask, RowSample
+        rated = [k for k, one in enumerate(self.inside) if isinstance(one, kinds)]
         if len(rated) != 1:
             raise ValueError(
                 f"a schedule sets the rate of one codec, but {self!r} has {len(rated)}"
