@@ -159,37 +159,22 @@ class KeyedNeighborSampler(NeighborSampler):
         return read_topology(data, **options)
 
     def _name_types(self) -> None:
-        """Sets the attributes of the graph that PyG's methods and its users read."""
+        """Sets the attributes of the graph that PyG's methods read."""
         topology, graph = self._topology, self._topology.graph
         self.node_types = topology.node_types
         self.edge_types = topology.edge_types
-        hetero = topology.edge_types != [None]
-        clocks, relations = _named(self.node_types, graph.time), graph.relations
-        edges = _named(self.edge_types, relations)
+        edge_time = {
+            k: r.time
+            for k, r in _named(self.edge_types, graph.relations).items()
+            if r.time is not None
+        }
+        clocks = _named(self.node_types, graph.time)
         node_time = {k: t for k, t in clocks.items() if t is not None}
-        edge_time = {k: r.time for k, r in edges.items() if r.time is not None}
-        weight = {k: r.weight for k, r in edges.items() if r.weight is not None}
-        if hetero:
-            self.num_nodes: Any = _named(self.node_types, graph.sizes)
-            self.node_time = node_time or None
-            self.edge_time = edge_time or None
-            self.edge_weight = weight or None
-        else:
-            self.num_nodes = graph.sizes[0]
-            self.node_time = node_time.get(None)
-            self.edge_time = edge_time.get(None)
-            self.edge_weight = weight.get(None)
-            self.colptr = relations[0].colptr
-        self.to_backward_edge_type: dict[Any, Any] = {}
-        if hetero:
-            self.to_rel_type = {k: "__".join(k) for k in self.edge_types}
-            self.to_edge_type = {v: k for k, v in self.to_rel_type.items()}
-
-    @property
-    def row(self) -> Tensor:
-        """Returns the sources of the edges, by target, as PyG's sampler has them."""
-        relation = self._topology.graph.relations[0]
-        return relation.row[:: relation.stride]
+        hetero = topology.edge_types != [None]
+        sizes = _named(self.node_types, graph.sizes)
+        self.num_nodes: Any = sizes if hetero else graph.sizes[0]
+        self.node_time = (node_time or None) if hetero else node_time.get(None)
+        self.edge_time = (edge_time or None) if hetero else edge_time.get(None)
 
     @property
     def is_hetero(self) -> bool:
