@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -249,7 +250,7 @@ class Batcher:
         if not size:  # the size of a minibatch is known after the first bulk
             least = 0 if self._source is None else FIRST_PARTITIONED
             return max(self.width, least)
-        budget = min(BUDGET, (memory.available() or 8 * BUDGET) // 8)
+        budget = min(BUDGET, _free_memory() // 8)
         # besides the waiting bulks: one in use, one being built, and the rows fetched for it
         others = 2 if self._source is None else 3
         return max(self.width, min(most, budget // (size * (self.ahead + others))))
@@ -444,6 +445,13 @@ class Batcher:
             if isinstance(value, Tensor) and value.layout == torch.strided:
                 total += value.nbytes
         self._loader.batch_bytes = max(total, 1)
+
+
+def _free_memory() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 * BUDGET
 
 
 def _record_sampled_sizes(batch: Any, out: Any) -> None:
