@@ -45,7 +45,7 @@ PARTS = (
     ),
     Part(
         *("d", "minibatches", "device_loaders", 75.0),
-        "the device is the CPU",
+        "loaders that read pinned memory are left out, and the device is the CPU",
     ),
     Part(
         *("e", "synchronisations", "one_device", 25.0),

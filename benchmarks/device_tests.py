@@ -32,8 +32,18 @@ FIRST = (
     ("test_cuda_kernels.py::test_what_torch_brings", 2),
     ("test_cuda_kernels.py::test_keyed_bits_and_masks", 2),
     ("test_cuda_kernels.py::test_keyed_dropout", 3),
+    # minibatches drawn on the device, and from pinned memory, against those of the host
+    ("test_sample_device.py::test_device_equals_cpu", 5),
+    ("test_sample_device.py::test_loaders_yield_the_batches_of_the_host", 2),
+    ("test_sample_device.py::test_loaders_read_pinned_memory", 3),
+    ("test_sample_device.py::test_layers_read_pinned_memory", 2),
+    ("test_sample_device.py::test_rows_are_read_from_pinned_memory", 1),
+    ("test_sample_device.py::test_triton_draws_what_is_defined", 1),
+    ("test_sample_device.py::test_triton_draws_from_urns_what_is_defined", 1),
+    ("test_sample_device.py::test_shares_are_loaded_for_cuda", 1),
     # codecs: the bytes of the CPU
     ("test_cuda_codecs.py::test_quantised_rows_have_the_bytes_of_the_cpu", 1),
+    ("test_cuda_codecs.py::test_rows_by_columns", 2),
     (
         "test_cuda_codecs.py::test_codecs_write_the_bytes_of_the_cpu_and_wait_for_nothing",
         4,
@@ -59,6 +69,7 @@ FIRST = (
 SMOKED = (
     "test_cuda.py::test_one_process",  # it is skipped without a device
     "test_cuda_kernels.py::test_what_torch_brings",
+    "test_sample_device.py::test_device_equals_cpu",
     "test_parity.py::test_step_equals_pyg",
     "test_tensor.py::test_losses_are_global_means",
 )

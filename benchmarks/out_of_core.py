@@ -1,6 +1,6 @@
 """A graph larger than memory: memory cap against seconds and page faults, on two cores.
 
-    python benchmarks/out_of_core.py [--gib 4] [--caps 0.25 0.5 none]
+    python benchmarks/out_of_core.py [--gib 4] [--layer gcn gat] [--caps 0.25 0.5 none]
 
 Generates a partition folder of so many GiB, drops it from the page cache, and trains on it
 with `load_partition(folder, memory=...)`. A cap is a share of the graph's bytes, for all

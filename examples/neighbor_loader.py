@@ -12,7 +12,7 @@ from torch_geometric.nn import GraphSAGE
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.loader import DistNeighborLoader as NeighborLoader
-from pyg_distcomm.loader import LoaderOptions
+from pyg_distcomm.loader import LoaderOptions, shared
 
 
 def train(model, loader, optimizer, device):
@@ -51,7 +51,9 @@ def main():
 
     mesh = pdc.init(device=args.device)
     torch.manual_seed(0)
-    data = load_node_data(args.dataset)
+    data = shared(
+        lambda: load_node_data(args.dataset)
+    )  # once per host, not once per rank
     loader = NeighborLoader(
         data,
         num_neighbors=[10, 5],

@@ -30,6 +30,7 @@ class ProcessState:
         topologies: what samplers have built for an edge_index.
         adjacencies: the CSR forms of edge_index tensors that layers have met.
         minibatches: what samplers know of minibatches that may yet move to a device.
+        hops: how many hops of a minibatch layers on a device have asked for; -1 before.
         routes: how learnable rows travel to the node ids of a minibatch.
         without_metis: whether it was said that pymetis is missing.
         plain_edges: refers to the edge_index that a layer got last, where it was plain.
@@ -60,6 +61,7 @@ class ProcessState:
     topologies: Any = field(default_factory=WeakTensorKeyDictionary)
     adjacencies: Any = field(default_factory=WeakTensorKeyDictionary)
     minibatches: Any = field(default_factory=WeakIdKeyDictionary)
+    hops: int = -1
     routes: Any = field(default_factory=WeakTensorKeyDictionary)
     without_metis: bool = False
     plain_edges: Any = field(default_factory=weakref.WeakKeyDictionary)

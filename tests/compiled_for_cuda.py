@@ -93,6 +93,28 @@ def codecs(codec, ops):
         for at, noise in itertools.product((None, ids.int()), (None, (7, ids))):
             codec.quantise_wide(x, at, bits, noise, out)
         codec.dequantise_wide(out, bits, torch.empty_like(x))
+    for bits in (1, 2, 4, 8):
+        packed = codec.pack_bits(torch.zeros(100, dtype=torch.uint8), bits)
+        codec.unpack_bits(packed, bits, 100)
+    for dtype, at, f in itertools.product(ops.REALS, (None, ids), (2, 4096)):
+        x, columns = torch.randn(7, f).to(dtype), torch.arange(2, dtype=torch.int32)
+        y = codec.take_columns(x, at, columns)
+        codec.put_columns(y, columns, 1.5, x)
+
+
+def samples(sample):
+    for replaced in (True, False):
+        sample.uniform_picks(torch.arange(9), torch.arange(9) + 9, 4, replaced)
+    for draws in (5, 512, 8192):
+        urns = (torch.arange(9), *torch.arange(6).view(3, 2))
+        sample.draw_urns(*urns, draws)
+    sample.row_sums(torch.arange(9), torch.zeros(9, dtype=torch.float64))
+    for dtype, f in itertools.product(
+        (torch.float64, torch.float32, torch.int8), (3, 8)
+    ):
+        rows = torch.zeros(9, f, dtype=dtype)
+        for kept in (None, (rows[:2], torch.zeros(9, dtype=torch.int32))):
+            sample.read_rows(rows, torch.arange(4), kept)
 
 
 def kernels():
@@ -113,10 +135,11 @@ def kernels():
 def main():
     JITFunction.run = compile_only
     torch.empty = torch.zeros  # numbers that kernels have not counted
-    from pyg_distcomm.kernels import codec_cuda, codec_ops, core_cuda
+    from pyg_distcomm.kernels import codec_cuda, codec_ops, core_cuda, sample_cuda
 
     products(core_cuda)
     codecs(codec_cuda, codec_ops)
+    samples(sample_cuda)
     used, every = {key[0] for key in compiled}, kernels()
     print(f"{len(compiled)} forms of {len(used)} kernels: {', '.join(sorted(used))}")
     before = set()

@@ -1,6 +1,6 @@
 """Products of sparse matrices, and draws from their rows, in plain Python.
 
-What the compiled loops of `kernels.matrix_cpu` are compared with.
+What the compiled loops and the operations of torch of `kernels.matrix_ops` are compared with.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyg_distcomm.kernels.matrix_cpu import Csr, value_type
+from pyg_distcomm.kernels.matrix_ops import Csr, value_type
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -40,6 +40,7 @@ LISTED = {
         torch.nn.Parameter._fsdp_flattened
         torch.nn.Parameter._is_param
         torch.Tensor._is_view
+        torch.Tensor._nnz
         torch.Tensor._post_accumulate_grad_hooks
         torch.Tensor._version
         torch.UntypedStorage._cdata
@@ -75,6 +76,7 @@ LISTED = {
         torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
         torch.utils._pytree.tree_leaves
         torch.utils._pytree.tree_map
+        torch.utils._pytree.tree_map_only
         torch.utils.data._utils.pin_memory.pin_memory
     """,
     "torch 2.8.0 to 2.15.0": """
@@ -125,6 +127,12 @@ LISTED = {
         torch_geometric.data.Data._store
         torch_geometric.data.HeteroData._edge_store_dict
         torch_geometric.data.HeteroData._node_store_dict
+        torch_geometric.data.FeatureStore._get_tensor
+        torch_geometric.data.FeatureStore._get_tensor_size
+        torch_geometric.data.FeatureStore._multi_get_tensor
+        torch_geometric.data.FeatureStore._put_tensor
+        torch_geometric.data.FeatureStore._remove_tensor
+        torch_geometric.data.FeatureStore._tensor_attr_cls
         torch_geometric.data.HeteroData._edge_store_dict
         torch_geometric.data.HeteroData._global_store
         torch_geometric.data.HeteroData._node_store_dict
@@ -132,9 +140,12 @@ LISTED = {
         torch_geometric.data.storage.BaseStorage._key
         torch_geometric.data.storage.BaseStorage._num_nodes
         torch_geometric.data.storage.BaseStorage._parent
+        torch_geometric.loader.ClusterData._permute_data
         torch_geometric.nn.MessagePassing._edge_mask
+        torch_geometric.nn.MessagePassing._edge_user_args
         torch_geometric.nn.MessagePassing._index_select
         torch_geometric.nn.MessagePassing._propagate_forward_hooks
+        torch_geometric.nn.MessagePassing._user_args
         torch_geometric.nn.GCNConv._cached_edge_index
         torch_geometric.nn.SGConv._cached_x
         torch_geometric.nn.SSGConv._cached_h
@@ -146,6 +157,7 @@ LISTED = {
         numba.core.caching.FunctionCache._cache_path
         numba.core.caching.FunctionCache._impl
         numba.core.caching.FunctionCache._index_key
+        numba.core.caching.FunctionCache._py_func
         numba.core.caching.IndexDataCacheFile._data_name
         numba.core.caching.IndexDataCacheFile._load_index
         numba.core.caching.IndexDataCacheFile._save_data
@@ -182,6 +194,7 @@ def objects() -> dict[str, Any]:
         "torch_geometric.data.Batch": batch,
         "torch_geometric.data.storage.GlobalStorage": batch._store,
         "torch_geometric.data.HeteroData": hetero,
+        "torch_geometric.data.FeatureStore": hetero,
         "torch_geometric.data.storage.BaseStorage": typed["a"],
         "torch_geometric.nn.MessagePassing": MessagePassing(),
         "numba.core.dispatcher.Dispatcher": numba.njit(is_private),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, permutations
 
+import definitions
 import matrix_reference
 import pytest
 import tiers
@@ -11,7 +12,7 @@ import torch
 from scipy.stats import chisquare
 
 from pyg_distcomm.comm.random import fold
-from pyg_distcomm.kernels import matrix_cpu
+from pyg_distcomm.kernels import matrix_cpu, matrix_ops
 from pyg_distcomm.ops import CSR, Pattern
 from pyg_distcomm.ops.csr import spgemm
 from pyg_distcomm.sampling import BulkMatrix, BulkNodes, Ladies
@@ -27,6 +28,7 @@ from pyg_distcomm.sampling.algebra import (
 
 pytestmark = pytest.mark.usefixtures("place")
 
+TWINS = matrix_cpu, definitions.of(matrix_ops)
 LONG, REAL = torch.int64, torch.float64
 
 
@@ -99,7 +101,8 @@ def test_product_equals_reference(left, right, diagonal, dense, monkeypatch):
     q, a = entries(7, 20, 90, left), entries(20, 200, 600, right, seed=1)
     extra = (torch.arange(20) % 7 * 30, torch.arange(20) % 3) if diagonal else None
     args = (q, a, 200, extra)
-    same(matrix_cpu.spgemm(*args), matrix_reference.spgemm(*args))
+    for twin in TWINS:
+        same(twin.spgemm(*args), matrix_reference.spgemm(*args))
 
 
 def test_product_of_long_rows(monkeypatch):
@@ -122,7 +125,8 @@ def test_extraction_equals_reference(pairs, own):
     cols = torch.cat(parts), torch.tensor([0, 9, 29, 32])
     loops = torch.arange(20) + 5 if own else None
     args = ((rowptr, col), rows, cols, loops)
-    same(matrix_cpu.extract(*args), matrix_reference.extract(*args))
+    for twin in TWINS:
+        same(twin.extract(*args), matrix_reference.extract(*args))
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -136,19 +140,21 @@ def test_draws_equal_reference(s, most, replace):
     args = (rowptr, value, count, keys(30), ptr, replace)
     shared = torch.arange(31) * (s if replace else min(s, int((value > 0).sum())))
     urn = matrix_reference.weighted_sampler(value)
-    same([matrix_cpu.count_positive(rowptr, value)], [count])
-    same(matrix_cpu.draw(*args), matrix_reference.draw(*args))
-    ours = matrix_cpu.weighted_sampler(value)
-    for seed in (0, 1):  # the second finds the tree as it was
-        many = (keys(30, seed), shared, replace)
-        same(ours(*many), urn(*many))
+    for twin in TWINS:
+        same([twin.count_positive(rowptr, value)], [count])
+        same(twin.draw(*args), matrix_reference.draw(*args))
+        ours = twin.weighted_sampler(value)
+        for seed in (0, 1):  # the second finds the tree as it was
+            many = (keys(30, seed), shared, replace)
+            same(ours(*many), urn(*many))
 
 
 def test_bad_values_are_found_by_both():
     rowptr = torch.tensor([0, 2, 3, 5, 8, 8])
     value = torch.tensor([1, -1, 2, 1 << 61, 1 << 61, 1 << 62, 1, -3])
     wanted = torch.tensor([-1, 1, -2, -1, 0])
-    same([matrix_cpu.count_positive(rowptr, value)], [wanted])
+    for twin in TWINS:
+        same([twin.count_positive(rowptr, value)], [wanted])
     same([matrix_reference.count_positive(rowptr, value)], [wanted])
 
 

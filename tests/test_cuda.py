@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import arguments
 from problems import GRAPHS
 from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GraphSAGE, SAGEConv
 
@@ -121,10 +122,11 @@ def test_minibatches_on_the_device_are_trimmed():
     torch.manual_seed(0)
     plain = GraphSAGE(7, 6, 2, 4).double()
     model = pdc.convert(copy.deepcopy(plain)).to("cuda")
-    for batch in NeighborLoader(data, [3, 2], batch_size=9):
-        batch = batch.to("cuda")
-        out = model(batch.x, batch.edge_index)[: batch.batch_size]
-        host = batch.cpu()
-        want = plain(host.x, host.edge_index)[: batch.batch_size]
-        torch.testing.assert_close(out.cpu(), want)
+    for options in ({}, {"device": "cuda"}):
+        for batch in NeighborLoader(data, [3, 2], **arguments(batch_size=9, **options)):
+            batch = batch.to("cuda")
+            out = model(batch.x, batch.edge_index)[: batch.batch_size]
+            host = batch.cpu()
+            want = plain(host.x, host.edge_index)[: batch.batch_size]
+            torch.testing.assert_close(out.cpu(), want)
     assert pdc.nn.trimming_of(model) == "on"

@@ -77,7 +77,55 @@ def test_quantised_rows_have_the_bytes_of_the_cpu(f, m, dtype, bits, ids):
     compare(x, index, bits, (KEY, gid[: len(index)]))
 
 
-OPS = [name for name, value in vars(codec_ops).items() if isinstance(value, Op)]
+def same(name, *given):
+    """Runs a twin and its definition on the same arguments, and returns what is equal."""
+    want = getattr(reference, name)(*given)
+    here = [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given]
+    found = getattr(codec_cuda, name)(*here)
+    if isinstance(want, torch.Tensor):
+        assert found.dtype == want.dtype
+        assert torch.equal(found.cpu().nan_to_num(7.5), want.nan_to_num(7.5))
+    else:
+        assert int(found) == want
+    return want
+
+
+SHAPES = ((33, 16), (1, 2), (513, 3), (2, 130), (0, 4), (4, 0))
+
+
+@tiers.cover(
+    "shape, dtype, ids",
+    SHAPES,
+    codec_ops.REALS,
+    (torch.int64, torch.int32),
+    step=4,
+)
+def test_rows_by_columns(shape, dtype, ids):
+    (f, m), g = shape, torch.Generator().manual_seed(0)
+    x = (torch.randn(m, f, generator=g) * 2).round().to(dtype)
+    index = torch.randperm(m, generator=g)[: m // 2 + 1].to(ids)
+    for at in (None, index):
+        for k in {1, (f + 1) // 2, f} if f else ():
+            columns = torch.randperm(f, generator=g)[:k].int()
+            y = same("take_columns", x, at, columns) if m else x[:, :k]
+            if dtype in codec_ops.FLOATS and m:
+                same("put_columns", y, columns, f / k, torch.ones(len(y), f).to(dtype))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_codes_without_gaps(bits):
+    for n in (0, 1, 7, 9, 4099):
+        x = torch.randint(0, 2**bits, (n,), dtype=torch.uint8)
+        same("unpack_bits", same("pack_bits", x, bits), bits, n)
+
+
+TWINS = [name for name, value in vars(codec_ops).items() if isinstance(value, Op)]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_tensors_on_cuda_get_these_twins(name):
+    twin = getattr(codec_ops, name).backend("cuda")
+    assert twin.__wrapped__ is getattr(codec_cuda, name)
 
 
 CODECS = [
@@ -113,9 +161,10 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
 
     def change():
-        for name in OPS:  # the others run as plain torch
-            twin = getattr(codec_cuda, name, None)
-            monkeypatch.setitem(getattr(codec_ops, name)._backends, "cpu", twin)
+        for name in TWINS:
+            monkeypatch.setitem(
+                getattr(codec_ops, name)._backends, "cpu", getattr(codec_cuda, name)
+            )
 
     yield change
     PROCESS.refused.clear()

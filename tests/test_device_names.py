@@ -16,15 +16,18 @@ import torch
 import torch_geometric.loader
 import worlds
 from batches import arguments
-from problems import GRAPHS
+from problems import GRAPHS, two_types
 from torch_geometric import seed_everything
 from torch_geometric.data import TemporalData
+from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
 import pyg_distcomm.loader as loading
-from pyg_distcomm import kernels, ops
+from pyg_distcomm import kernels, ops, sampling
 from pyg_distcomm.halo import codecs
 from pyg_distcomm.kernels.registry import Op
+from pyg_distcomm.ops.csr import spgemm
+from pyg_distcomm.sampling import algebra
 
 CPU = torch.device("cpu")
 # a matrix [3, 3] in the forms that kernels take, and what it is multiplied by
@@ -47,6 +50,11 @@ def largest(at):
     return kernels.segment_max(at(ROWPTR), at(COL), at(X))
 
 
+def drawn(at, draw, *more):
+    ptr = at(torch.tensor([0, 1, 2, 3]))
+    return draw(at(ROWPTR), at(INTS), *more, at(KEYS), ptr)
+
+
 def pairs(at):
     rows = at(X).unsqueeze(-1)
     return at(ROWPTR), at(COL), rows, rows, rows[0]
@@ -54,13 +62,21 @@ def pairs(at):
 
 KERNELS = {
     "coo_to_csr": lambda at: kernels.coo_to_csr(at(ROW), at(COL), 3),
+    "count_positive": lambda at: kernels.count_positive(at(ROWPTR), at(INTS)),
     "csr_transpose": lambda at: kernels.csr_transpose(at(ROWPTR), at(COL), 3),
+    "draw": lambda at: drawn(
+        at, lambda *given: kernels.draw(*given, False), at(ROWPTR).diff()
+    ),
+    "extract": lambda at: kernels.extract(
+        matrix(at)[:2], *[(at(IDS), at(torch.tensor([0, 2])))] * 2
+    ),
     "gather_rows": lambda at: kernels.gather_rows(at(X), at(IDS)),
     "keyed_bits": lambda at: kernels.keyed_bits(KEY, at(IDS), 3),
     "keyed_dropout": lambda at: kernels.keyed_dropout(
         at(X), KEY, at(IDS)[[0, 1, 0]], 0.5
     ),
     "keyed_mask": lambda at: kernels.keyed_mask(KEY, at(IDS), 3, 0.5),
+    "normalize_rows": lambda at: kernels.normalize_rows(at(ROWPTR), at(INTS).double()),
     "pair_scores": lambda at: kernels.pair_scores(*pairs(at), 0.2),
     "pair_scores_grad": lambda at: kernels.pair_scores_grad(
         *pairs(at), 0.2, at(EDGES), True
@@ -68,6 +84,7 @@ KERNELS = {
     "place_pairs": lambda at: kernels.place_pairs(
         at(ROW), at(COL), at(COL), at(ROWPTR[:-1]), at(torch.zeros(10).long())
     ),
+    "read_rows": lambda at: kernels.read_rows(at(X), at(IDS)),
     "scatter_add_rows": lambda at: kernels.scatter_add_rows(at(X), at(IDS), at(X)[:2]),
     "sddmm": lambda at: kernels.sddmm(at(ROWPTR), at(COL), at(X), at(X)),
     "segment_max": largest,
@@ -81,13 +98,14 @@ KERNELS = {
     "segment_softmax_grad": lambda at: kernels.segment_softmax_grad(
         at(ROWPTR), segments(at), at(EDGES)
     ),
+    "spgemm": lambda at: kernels.spgemm(matrix(at, INTS), matrix(at, EDGES[:, 0]), 3),
     "spmm": lambda at: kernels.spmm(*matrix(at, EDGES[:, 0]), at(X)),
-    **dict.fromkeys(
-        "count_positive draw extract layer_weights neighbor_sampler normalize_rows spgemm "
-        "weighted_sampler".split(),
-        "samples on the host",
+    "weighted_sampler": lambda at: kernels.weighted_sampler(at(INTS))(
+        at(KEYS), at(torch.tensor([0, 2, 4, 6])), False
     ),
+    "neighbor_sampler": "KeyedNeighborSampler",
     "describe": "says what runs on the CPU",
+    "layer_weights": "weighs a graph on the host, before it is sent",
     "minimum_cover": "plans on the host",
     "quantiser": "loops of the CPU",
     "warm_up": "compiles for the CPU",
@@ -110,6 +128,81 @@ OPS = {
         ops.Pattern(at(ROWPTR), at(COL), 3).transpose,
     ],
     "GridMatrix": "the product of GCNConv",
+    "spgemm": lambda at: spgemm(block(at), block(at)),
+}
+
+
+def bulk(at):
+    return sampling.BulkNodes.of([at(IDS), at(torch.tensor([1]))])
+
+
+def weights(at, values=INTS):
+    whole = None if values is None else at(values)
+    return sampling.BulkMatrix.from_edges(at(ROW), at(COL), whole, (3, 3))
+
+
+def sampled_by(make):
+    def run(at):
+        data = GRAPHS["undirected"]()
+        found = make(data, None if at.device == CPU else at.device)
+        seeds = NodeSamplerInput(None, torch.tensor([3, 7, 20]))
+        out = found.sample_from_nodes(seeds)
+        return [out.node, out.row, out.col, out.edge]
+
+    return run
+
+
+def by_rule(rule):
+    return sampled_by(
+        lambda d, where: sampling.KeyedLayerSampler(
+            d, [9, 9], rule, seed=5, device=where
+        )
+    )
+
+
+SAMPLING = {
+    "BulkMatrix": lambda at: [
+        weights(at),
+        weights(at, None),
+        sampling.BulkMatrix.row_per_node(bulk(at), 3),
+        sampling.BulkMatrix.row_per_batch(bulk(at), 3),
+        weights(at).sqrt() * 2,
+        weights(at).dense(),
+    ],
+    "BulkNodes": lambda at: [bulk(at), bulk(at).batch, bulk(at).split()],
+    "Sample": "algebra.sample",
+    "FastGCN": by_rule(sampling.FastGCN()),
+    "Ladies": by_rule(sampling.Ladies()),
+    "UserRule": by_rule(sampling.UserRule(lambda p: p.with_value(p.values.sqrt()))),
+    "KeyedLayerSampler": "Ladies",
+    "KeyedNeighborSampler": sampled_by(
+        lambda d, where: sampling.KeyedNeighborSampler(d, [4, 3], seed=5, device=where)
+    ),
+    "GraphSAGE": "draws node by node: KeyedNeighborSampler",
+    "LayerEdges": "Ladies",
+    "LayerGraph": "a protocol",
+    "LayerSamplerOutput": "Ladies",
+    "LocalLayerGraph": "Ladies",
+    "PartitionedLayerGraph": "ranks sample their shares on hosts",
+    "PartitionedNeighborSampler": "ranks sample their shares on hosts",
+    "Rule": "abstract",
+    "algebra": "a module, below",
+}
+ALGEBRA = {
+    "BulkMatrix": "above",
+    "BulkNodes": "above",
+    "Sample": "sample",
+    "SharedRow": lambda at: algebra.SharedRow(
+        sampling.BulkMatrix(at(ROWPTR)[[0, 3]], at(COL), at(INTS), 3, at(IDS).sort()[0])
+    ).sample(2, at(KEYS)),
+    "add": lambda at: algebra.add([weights(at), weights(at, None)]),
+    "extract": lambda at: algebra.extract(weights(at), bulk(at), bulk(at)),
+    "fixed_point": lambda at: algebra.fixed_point(weights(at, EDGES[:, 1].exp())),
+    "norm": lambda at: algebra.norm(weights(at)),
+    "product": lambda at: algebra.product(
+        sampling.BulkMatrix.row_per_batch(bulk(at), 3), weights(at, EDGES[:, 0])
+    ),
+    "sample": lambda at: algebra.sample(weights(at), 1, at(KEYS)),
 }
 
 
@@ -169,6 +262,33 @@ def events():
     return TemporalData(src=src, dst=dst, t=torch.arange(30), msg=torch.ones(30, 2))
 
 
+def fetched(at):
+    store = loading.DistFeatureStore.from_replicated(at(X), worlds.mesh())
+    return store[at(IDS)]
+
+
+def sampled(at):
+    edges = at(GRAPHS["undirected"]().edge_index)
+    loader = loading.NeighborSampler(edges, [-1, -1], batch_size=9)
+    found = [
+        (n_id, *(part for adj in adjs for part in adj[:2])) for _, n_id, adjs in loader
+    ]
+    return [[part.to(at.device) for part in parts] for parts in found]
+
+
+class ByWeight(loading.GraphSAINTSampler):
+    def sample_nodes(self, batch_size, key):
+        return torch.arange(batch_size)
+
+
+def by_hgt(_, place):
+    return loading.HGTLoader(
+        two_types(),
+        [4, 4],
+        **arguments(input_nodes="a", batch_size=9, seed=1, **place),
+    )
+
+
 LINKS = {"edge_label_index": GRAPHS["undirected"]().edge_index[:, :9]}
 LOADER = {
     "NeighborLoader": batches(
@@ -183,19 +303,53 @@ LOADER = {
             **arguments(batch_size=4, neg_sampling_ratio=1.0, seed=1, **LINKS, **place),
         )
     ),
+    "NeighborSampler": sampled,
     "DistLayerLoader": batches(
         lambda d, place: loading.DistLayerLoader(
             d, [8, 8], **arguments(batch_size=9, seed=1, **place)
         )
     ),
+    "ClusterLoader": batches(
+        lambda d, place: loading.ClusterLoader(
+            loading.ClusterData(d, 4, log=False),
+            **arguments(batch_size=2, seed=1, **place),
+        )
+    ),
+    "RandomNodeLoader": batches(
+        lambda d, place: loading.RandomNodeLoader(d, 3, **arguments(seed=1, **place))
+    ),
+    "ShaDowKHopSampler": batches(
+        lambda d, place: loading.ShaDowKHopSampler(
+            d, 2, 3, **arguments(batch_size=8, seed=1, **place)
+        )
+    ),
+    "GraphSAINTSampler": batches(lambda d, place: ByWeight(d, 9, 2, seed=1, **place)),
+    "GraphSAINTNodeSampler": batches(
+        lambda d, place: loading.GraphSAINTNodeSampler(
+            d, 16, 2, **arguments(seed=1, **place)
+        )
+    ),
+    "GraphSAINTEdgeSampler": batches(
+        lambda d, place: loading.GraphSAINTEdgeSampler(
+            d, 16, 2, **arguments(seed=1, **place)
+        )
+    ),
+    "GraphSAINTRandomWalkSampler": batches(
+        lambda d, place: loading.GraphSAINTRandomWalkSampler(
+            d, 8, 2, 2, **arguments(seed=1, **place)
+        )
+    ),
+    "HGTLoader": batches(by_hgt),
     "DataLoader": moved(lambda d: loading.DataLoader([d, d, d], batch_size=2)),
     "TemporalDataLoader": moved(lambda _: loading.TemporalDataLoader(events(), 9)),
-    "DistFeatureStore": "holds rows on the host",
+    "DistFeatureStore": fetched,
+    "ClusterData": "ClusterLoader",
     "DistLinkNeighborLoader": "LinkNeighborLoader",
     "DistNeighborLoader": "NeighborLoader",
     "ImbalancedSampler": "draws seeds on the host",
     "Phases": "seconds",
     "LoaderOptions": "holds options",
+    "shared": "maps memory of the host",
 }
 
 
@@ -206,7 +360,8 @@ def own(mine, theirs):
     return {name for name, value in kept if value is not getattr(theirs, name, None)}
 
 
-TABLES = {"kernels": KERNELS, "ops": OPS, "codecs": CODECS, "loader": LOADER}
+TABLES = {"kernels": KERNELS, "ops": OPS, "algebra": ALGEBRA, "codecs": CODECS}
+TABLES |= {"sampling": SAMPLING, "loader": LOADER}
 
 
 def test_every_name_has_a_line():
@@ -214,7 +369,9 @@ def test_every_name_has_a_line():
     of_ops = {name for name in vars(ops) if inspect.isclass(getattr(ops, name))}
     public = {
         "kernels": set(kernels.__all__),
-        "ops": of_ops,
+        "ops": of_ops | {"spgemm"},
+        "sampling": set(sampling.__all__),
+        "algebra": set(algebra.__all__),
         "codecs": set(codecs.__all__),
         "loader": own(loading, torch_geometric.loader),
     }

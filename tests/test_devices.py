@@ -24,6 +24,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.cli import doctor
 from pyg_distcomm.comm import collectives, store
 from pyg_distcomm.comm.store import RankError
+from pyg_distcomm.loader import LoaderOptions, NeighborLoader
 from pyg_distcomm.nn import DistGCNConv, HaloConv
 
 
@@ -101,6 +102,10 @@ def unlike(case):
             pdc.init(device="meta" if alone else None)
         elif case == "init has no such":
             pdc.init(device="gpu" if alone else None)
+        elif case == "loader":
+            if alone:
+                NeighborLoader(data, [2], options=LoaderOptions(device="cuda"))
+            collectives.all_reduce(torch.ones(1), mesh.world)
         elif case == "on partition":
             pdc.partition(data.to(where) if alone else data, mesh, "random")
         else:
@@ -120,6 +125,7 @@ UNLIKE = {
     "init lacks": r"device='cuda': rank 1, on .*, sees 0 CUDA devices",
     "init differs": r"the same device: it is 'cpu' on rank 0, and 'meta' on rank 1",
     "init has no such": r"device must name a device, as 'cuda:0', got 'gpu'|same device",
+    "loader": r"this process sees 0 CUDA devices",
     "on partition": r"data\.\w+: it is [^\n]* on rank 0, and [^\n]* on spare, [^\n]*rank 1",
     "on layer": r"kind of device: it is cpu on rank 0, and spare on rank 1",
 }

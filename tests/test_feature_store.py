@@ -11,6 +11,8 @@ import torch
 import worlds
 from batches import hetero
 from problems import GRAPHS, owners
+from torch_geometric.data import TensorAttr
+from torch_geometric.data.feature_store import AttrView
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
@@ -24,8 +26,8 @@ from pyg_distcomm.halo.codecs import (
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
-from pyg_distcomm.loader.feature_store import out_degrees, top_scoring_ids
 from pyg_distcomm.loader.fetch import EDGES
+from pyg_distcomm.loader.hot_rows import out_degrees, top_scoring_ids
 from pyg_distcomm.loader.row_group import Index
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -75,10 +77,6 @@ def everywhere(rows, road):
 
 
 # Rows ----------------------------------------------------------------------------------
-
-
-def rows_at(store, ids):
-    return store.fetch({None: ids})[None]["x"]
 
 
 def _fetches(graph, cutter, c):
@@ -178,9 +176,7 @@ def _hetero(c):
         assert torch.equal(found[name]["x"], data[name].x[one])
     assert torch.equal(found[writes]["edge_attr"], data[writes].edge_attr[edges])
     # without owners, once they have been looked for
-    store.learn_owners(writes)
-    again = store.fetch({writes: edges})[writes]["edge_attr"]
-    assert torch.equal(again, found[writes]["edge_attr"])
+    assert torch.equal(store[writes, "edge_attr", edges], found[writes]["edge_attr"])
     degree = torch.bincount(data[writes].edge_index[0], minlength=25)
     chosen = store._row_groups["author"].cached_gid
     best = torch.sort(degree, descending=True, stable=True).indices[:5]
@@ -234,7 +230,7 @@ def _falls(c):
 
     def travelled(ids):
         ledger.reset()
-        assert torch.equal(rows_at(store, ids), x[ids])
+        assert torch.equal(store[ids], x[ids])
         return ledger.bytes("fetch_rows") / (4 * f)
 
     every = torch.arange(n)
@@ -280,10 +276,9 @@ def _cached(c, ranking):
     x = store.fetch({None: known})[None]["x"]
     assert torch.equal(x, data.x[known])  # kept as they are, whatever the wire
     late = torch.arange(n * 2.0).view(n, 2)
-    own = share.x.rows.gid
-    store.add(None, "late", late[own])  # what comes later is kept too
+    store.put_tensor(late, None, "late", None)  # what comes later is kept too
     assert torch.equal(store.fetch({None: known})[None]["late"], late[known])
-    store.add(None, "late", late[own] + 1)  # and so is what takes its place
+    store.update_tensor(late + 1, None, "late", None)  # and so is what takes its place
     assert torch.equal(store.fetch({None: known})[None]["late"], late[known] + 1)
     store.fetch({None: random_ids(rank, 20, n)})
     return row_group.cached_gid.tolist()
@@ -473,26 +468,97 @@ def test_links_that_rows_cannot_be_fetched_by(link):
 # On disk -------------------------------------------------------------------------------
 
 
-def _mapped(c, folder):
-    road = channel(c)
-    n, f, rank = 90, 4, road.world.rank
-    x = np.arange(n * f, dtype=np.float32).reshape(n, f)
-    path = f"{folder}/mine_{c}_{rank}.npy"
-    begin, end = n * rank // road.world.size, n * (rank + 1) // road.world.size
-    np.save(path, x[begin:end])
-    mine = np.load(path, mmap_mode="r")
-    assert isinstance(mine, np.memmap)
-    store = DistFeatureStore.from_cpu_tensor(mine, road)
-    values = store._row_groups[None].values["x"]
-    if c == 1:  # not a copy
-        assert values.data_ptr() == mine.__array_interface__["data"][0]
-    ids = random_ids(rank, 50, n)
-    assert torch.equal(rows_at(store, ids), torch.from_numpy(x)[ids])
+# PyG's contract ------------------------------------------------------------------------
 
 
-def test_rows_may_stay_on_disk(world, tmp_path):
+def _contract(c):
+    road, data, share = shared("directed", "random", c)
+    n, rank = data.num_nodes, road.world.rank
+    store = DistFeatureStore.from_data(share, road)
+    ids = random_ids(rank, 20, n)
+    for index in (ids, ids.numpy(), ids.int()):
+        assert torch.equal(store[None, "x", index], data.x[ids])
+    assert torch.equal(store.get_tensor(None, "x", index=ids.tolist()), data.x[ids])
+    named = {"group_name": None, "attr_name": "y", "index": slice(3, 40, 2)}
+    assert torch.equal(store.get_tensor(**named), data.y[3:40:2])
+    assert torch.equal(store[None, "y", data.train_mask], data.y[data.train_mask])
+    assert torch.equal(store[None, "x", 5], data.x[5])
+    assert torch.equal(store[None, "x", None], data.x)
+    assert torch.equal(store[EDGES, "edge_attr", None], data.edge_attr)
+    assert torch.equal(store[EDGES, "edge_attr", ids], data.edge_attr[ids])
+    as_array = store.get_tensor(None, "x", ids.numpy(), convert_type=True)
+    assert isinstance(as_array, np.ndarray)
+    # one exchange for what is read together
+    attrs = [TensorAttr(None, "x", ids), TensorAttr(None, "y", ids)]
+    attrs += [TensorAttr(EDGES, "edge_weight", ids), TensorAttr(None, "y", ids.flip(0))]
+    ledger = worlds.mesh().ledger
+    ledger.reset()
+    x, y, w, back = store.multi_get_tensor(attrs)
+    assert torch.equal(x, data.x[ids])
+    assert torch.equal(y, data.y[ids])
+    assert torch.equal(w, data.edge_weight[ids])
+    assert torch.equal(back, data.y[ids.flip(0)])
+    assert ledger.total("calls", "fetch_rows") == (2 if road.row.size > 1 else 0)
+    # views, sizes, names
+    assert isinstance(store[None, "x"], AttrView)
+    assert torch.equal(store[None, "x"][ids], data.x[ids])
+    assert torch.equal(store.view(group_name=None).x[ids], data.x[ids])
+    assert store.get_tensor_size(None, "x") == (n, 7)
+    assert store.get_tensor_size(None, "x", ids) == (20, 7)
+    names = [(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()]
+    assert sorted(names, key=str) == sorted(
+        [
+            *((None, name) for name in ("x", "y", "train_mask")),
+            *((EDGES, name) for name in ("edge_weight", "edge_attr")),
+        ],
+        key=str,
+    )
+    assert not store.get_all_tensor_attrs()[0].is_set("index")
+    assert "'x'" in repr(store)
+    assert f"{road.row.size} blocks x {c}" in repr(store)
+
+
+def test_what_pyg_asks_of_a_feature_store(world):
     size, c = world
-    worlds.run(_mapped, size, c, str(tmp_path))
+    worlds.run(_contract, size, c)
+
+
+def _puts(c):
+    road, data, share = shared("directed", "empty_rank", c)
+    n, rank = data.num_nodes, road.world.rank
+    store = DistFeatureStore(road)
+    assert store.put_tensor(share.x, None, "x", None)  # a DistTensor
+    assert store.put_tensor(data.y, None, "y", None)  # rows of all ranks
+    own = share.x.rows.gid
+    store[None, "z", None] = data.train_mask[own].numpy()  # this rank's own
+    assert store.put_tensor(torch.arange(31), "other", "id", None)  # in equal blocks
+    ids = random_ids(rank, 20, n)
+    for name, whole in (("x", data.x), ("y", data.y), ("z", data.train_mask)):
+        assert torch.equal(store[None, name, ids], whole[ids])
+    assert store["other", "id", ids % 31].tolist() == (ids % 31).tolist()
+    store.update_tensor(data.y + 1, None, "y", None)
+    assert torch.equal(store[None, "y", ids], data.y[ids] + 1)
+    with pytest.raises(ValueError, match=f"{n + 1} rows, but"):
+        store.update_tensor(torch.zeros(n + 1), None, "y", None)
+    with pytest.raises(ValueError, match="whole attributes"):
+        store.update_tensor(data.y, None, "y", ids)
+    assert torch.equal(store[None, "y", ids], data.y[ids] + 1)  # it is as it was
+    assert store.remove_tensor(None, "y", None)
+    del store[None, "z"]
+    for missing in ((None, "y"), ("who", "x")):
+        with pytest.raises(KeyError, match="take one of them"):
+            store.get_tensor(*missing, ids)
+        with pytest.raises(KeyError, match="take one of them"):
+            store.get_tensor_size(*missing)
+    with pytest.raises(ValueError, match="whole attributes"):
+        store.put_tensor(data.y, None, "y", ids)
+    with pytest.raises(ValueError, match="one tensor only with one attribute"):
+        _ = store[ids]
+
+
+def test_putting_and_removing(world):
+    size, c = world
+    worlds.run(_puts, size, c)
 
 
 # Mistakes ------------------------------------------------------------------------------
@@ -524,9 +590,12 @@ def _mistakes(c):
         with pytest.raises(ValueError, match="same `attrs`"):
             store.fetch({None: fine}, attrs={None: ["x" if road.block else "y"]})
     if rank // c == last // c or not alone:
-        with pytest.raises(ValueError, match=r"vector of integers.*got \['a'\]"):
-            store.fetch({None: ["a"] if rank // c == last // c else fine})
-        assert not len(store.fetch({None: []})[None]["x"])
+        mask = torch.ones(n - 3 * (rank // c == last // c)).bool()
+        with pytest.raises(ValueError, match=f"a mask of {n}"):
+            _ = store[None, "x", mask]
+        with pytest.raises(ValueError, match=r"vector of integers .*got \['a'\]"):
+            _ = store[None, "x", ["a"] if rank // c == last // c else fine]
+        assert not len(store[None, "x", []])
     with pytest.raises(ValueError, match="whose owners are not known"):
         store.fetch({EDGES: fine})
     with pytest.raises(KeyError, match="got attribute 'u', but group"):
@@ -595,7 +664,7 @@ def _diverged():
     if mesh.rank == 1:  # changed since they were checked
         store._row_groups[None].values["x"][:, 1] = float("nan")
     with pytest.raises(ValueError, match=r"x: row 0 of a message holds nan"):
-        rows_at(store, torch.arange(20))
+        store[torch.arange(20)]
     return True
 
 
@@ -607,3 +676,27 @@ def test_rows_that_cannot_be_written_are_told_to_those_who_wait(world):
 def test_a_graph_that_is_not_partitioned_is_refused():
     with pytest.raises(TypeError, match="from_replicated"):
         DistFeatureStore.from_data(GRAPHS["star"](), channel(1))
+
+
+def _as_one_tensor(c):
+    road, data, _ = shared("directed", "random", c)
+    n, rank = data.num_nodes, road.world.rank
+    x = data.x.float()
+    ours = DistFeatureStore.from_replicated(x, road)
+    ids = random_ids(rank, 30, n)
+    assert torch.equal(ours[ids], x[ids])
+    assert list(ours.shape) == [n, 7]
+    assert (ours.size(0), ours.size(1), ours.dtype) == (n, 7, torch.float32)
+    parts = DistFeatureStore.from_cpu_tensor(x[: 10 + rank], road)
+    sizes = [10 + r for r in range(road.world.size)]
+    whole = torch.cat([x[:k] for k in sizes])
+    assert list(parts.shape) == list(whole.shape)
+    assert torch.equal(parts[:], whole)
+
+
+def test_a_store_of_one_attribute_is_a_tensor(world):
+    size, c = world
+    worlds.run(_as_one_tensor, size, c)
+
+
+# as one tensor -----------------------------------------------------------------------

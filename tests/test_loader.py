@@ -8,6 +8,7 @@ import torch
 from batches import all_same, arguments, check, graph, hetero, ids, same
 from torch_geometric.data import Data
 from torch_geometric.sampler import NegativeSampling
+from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
 from pyg_distcomm.loader import (
     DistLinkNeighborLoader,
@@ -198,6 +199,43 @@ def test_heterogeneous_batches():
         seeds = batch["paper"].n_id[: batch["paper"].batch_size]
         assert hops[0] == 0
         assert batch[WRITES].num_sampled_edges[0] == int(into[seeds].sum())
+
+
+def stores(data):
+    features, edges = MyFeatureStore(), MyGraphStore()
+    kinds = data.node_types if hasattr(data, "node_types") else [None]
+    for name in kinds:
+        x = data.x if name is None else data[name].x
+        features.put_tensor(x, group_name=name, attr_name="x", index=None)
+    for key in data.edge_types if hasattr(data, "edge_types") else [None]:
+        ends = data.edge_index if key is None else data[key].edge_index
+        size = (
+            (data.num_nodes,) * 2
+            if key is None
+            else (data[key[0]].num_nodes, data[key[2]].num_nodes)
+        )
+        edges.put_edge_index(tuple(ends), edge_type=key, layout="coo", size=size)
+    return features, edges
+
+
+def test_feature_and_graph_stores():
+    data = graph()
+    loader = nodes(stores(data), input_nodes=torch.arange(60))
+    for batch, other in zip(loader, nodes(data), strict=True):
+        assert torch.equal(batch.input_id, other.input_id)
+        ends = batch.n_id[batch.edge_index]
+        assert torch.equal(ends, data.edge_index[:, batch.e_id])
+        assert torch.equal(batch.x, data.x[batch.n_id])
+        assert batch.num_sampled_edges[0] == other.num_sampled_edges[0] > 0
+    data = hetero()
+    for batch in nodes(stores(data), input_nodes=("paper", torch.arange(40))):
+        for name in data.node_types:
+            assert torch.equal(batch[name].x, data[name].x[batch[name].n_id])
+        ends = batch[WRITES].edge_index
+        pairs = batch["author"].n_id[ends[0]] * 40 + batch["paper"].n_id[ends[1]]
+        known = data[WRITES].edge_index
+        assert torch.isin(pairs, known[0] * 40 + known[1]).all()
+        assert pairs.numel() > 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import worlds
 from batches import arguments
 from torch.utils.data import RandomSampler
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import NodeSamplerInput
 
 from pyg_distcomm.loader import (
     DistLayerLoader,
@@ -100,6 +101,20 @@ def test_methods_of_a_subclass_are_called(workers, filter_per_worker):
         assert "touched" in batch if filter_per_worker else True
 
 
+def test_backward_sampling_with_fan_outs_by_type():
+    data = HeteroData()
+    data["a"].num_nodes = data["b"].num_nodes = N
+    data["a", "to", "b"].edge_index = graph().edge_index
+    inputs = NodeSamplerInput(None, torch.arange(10), input_type="a")
+    for fan_out in ([-1], {("a", "to", "b"): [-1]}):
+        pytest.importorskip("torch_geometric", "2.7")
+        sampler = KeyedNeighborSampler(data, fan_out, sample_direction="backward")
+        out = sampler.sample_from_nodes(inputs)
+        found = out.edge["a", "to", "b"].sort()[0]
+        wanted = (data["a", "to", "b"].edge_index[0] < 10).nonzero().view(-1)
+        assert torch.equal(found, wanted)
+
+
 def test_times_beyond_whole_numbers():
     data = graph(time=torch.arange(N))
     late = loader(data, (-1,), time_attr="time", input_time=torch.full((N,), torch.inf))
@@ -189,6 +204,28 @@ def test_a_rank_that_failed_is_not_waited_for():
 
 def test_a_rank_without_inputs_has_nothing_to_repeat():
     assert worlds.run(_without_inputs, 3) == [0, 0, 0]
+
+
+def _arrays(folder):
+    from pyg_distcomm.loader import shared
+
+    worlds.mesh()
+    data = graph(z=np.arange(N))
+    data.x = np.memmap(f"{folder}/x.npy", np.float32, "r", shape=(N, 2))
+    held = shared(lambda: data)
+    assert isinstance(held.x, np.memmap)
+    batch = next(iter(loader(held, split=False)))
+    assert torch.equal(batch.z, batch.n_id)
+    return batch.x.tolist()
+
+
+def test_shared_arrays_stay_on_disk(tmp_path):
+    x = np.memmap(tmp_path / "x.npy", np.float32, "w+", shape=(N, 2))
+    x[:] = graph().x.numpy()
+    x.flush()
+    found = worlds.run(_arrays, 2, str(tmp_path))
+    assert found[0] == found[1]
+    assert found[0][0] == [0.0, 1.0]
 
 
 def test_memory_is_used_again_only_when_nobody_holds_it():

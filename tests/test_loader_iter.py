@@ -9,18 +9,26 @@ import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from batches import all_same, arguments, graph
+from batches import all_same, arguments, graph, hetero
 from tqdm.auto import tqdm
 
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as nn
 from pyg_distcomm.loader import (
+    ClusterData,
+    ClusterLoader,
     DistLayerLoader,
     DistNeighborLoader,
+    GraphSAINTEdgeSampler,
+    GraphSAINTNodeSampler,
+    GraphSAINTRandomWalkSampler,
+    HGTLoader,
     ImbalancedSampler,
     LinkNeighborLoader,
     LoaderOptions,
     NeighborLoader,
+    RandomNodeLoader,
+    ShaDowKHopSampler,
 )
 
 MAKE = {
@@ -33,10 +41,29 @@ MAKE = {
     "layers": lambda d, **k: DistLayerLoader(
         d, [5, 5], **arguments(batch_size=9, shuffle=True, **k)
     ),
+    "parts": lambda d, **k: RandomNodeLoader(d, 5, **arguments(shuffle=True, **k)),
+    "clusters": lambda d, **k: ClusterLoader(
+        ClusterData(d, 6, method="random"), **arguments(batch_size=2, shuffle=True, **k)
+    ),
+    "hops": lambda d, **k: ShaDowKHopSampler(
+        d, 2, 3, **arguments(batch_size=9, shuffle=True, **k)
+    ),
+    "saint nodes": lambda d, **k: GraphSAINTNodeSampler(
+        d, 9, **arguments(num_steps=5, **k)
+    ),
+    "saint edges": lambda d, **k: GraphSAINTEdgeSampler(
+        d, 9, **arguments(num_steps=5, **k)
+    ),
+    "saint walks": lambda d, **k: GraphSAINTRandomWalkSampler(
+        d, 5, 2, **arguments(num_steps=5, **k)
+    ),
     "classes": lambda d, **k: NeighborLoader(
         d,
         [2],
         **arguments(batch_size=9, sampler=ImbalancedSampler(torch.arange(60) % 3), **k),
+    ),
+    "types": lambda d, **k: HGTLoader(
+        hetero(), [4, 3], "paper", **arguments(batch_size=9, **k)
     ),
 }
 

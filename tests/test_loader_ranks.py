@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 import tiers
 import torch
 import torch.distributed as dist
 import worlds
-from batches import all_same, arguments, graph, same
+from batches import all_same, arguments, full_disk, graph, hetero, same
 from torch.utils.data import DistributedSampler
+from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.loader import (
@@ -18,6 +23,7 @@ from pyg_distcomm.loader import (
     DistLinkNeighborLoader,
     DistNeighborLoader,
     notes,
+    shared,
 )
 from pyg_distcomm.sampling.rules import UserRule, rule_name
 
@@ -323,3 +329,127 @@ def _pickled():
 @pytest.mark.parametrize("size", [1, 2])
 def test_loaders_can_be_pickled(size):
     worlds.run(_pickled, size)
+
+
+# One copy of a graph -------------------------------------------------------------------
+
+
+def _shared(folder, typed):
+    mesh = worlds.mesh()
+    calls = []
+
+    def load():
+        calls.append(1)
+        return hetero() if typed else graph()
+
+    data = shared(load, folder)
+    same(data, hetero() if typed else graph())
+    given = {"input_nodes": "paper"} if typed else {}
+    make = {"batch_size": 7, "seed": 2, "split": False, **given}
+    found = DistNeighborLoader(data, [3, 2], **arguments(**make))
+    all_same(found, DistNeighborLoader(load(), [3, 2], **arguments(**make)))
+    dist.barrier() if mesh.size > 1 else None
+    left = os.listdir(folder)
+    return len(calls) - 1, left
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_one_rank_loads_for_all(tmp_path, size, typed):
+    found = worlds.run(_shared, size, str(tmp_path), typed)
+    assert sum(calls for calls, _ in found) == 1
+    assert all(left == [] for _, left in found)
+
+
+def _shared_by_default():
+    worlds.mesh()
+    same(shared(graph()), graph())
+    time.sleep(0.2)
+    places = {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    made = [f for p in places if p.exists() for f in p.glob("pyg_distcomm-*/graph.pt")]
+    return [f for f in made if f.stat().st_uid == os.getuid()]
+
+
+def test_nothing_is_left_behind():
+    before = _shared_by_default()
+    for left in worlds.run(_shared_by_default, 2):
+        assert set(left) <= set(before)
+
+
+def _failing():
+    worlds.mesh()
+
+    def load():
+        raise OSError("no such disk")
+
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 could not .* OSError: no such disk"
+    ):
+        shared(load)
+
+
+def test_a_source_that_fails_fails_on_all_ranks():
+    worlds.run(_failing, 3)
+
+
+class Roads(Data):
+    """A graph of a script's own."""
+
+
+class Strange:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["STRANGE_PLACE"],)
+
+
+def _shared_as_data(place):
+    worlds.mesh()
+    os.environ["STRANGE_PLACE"] = place
+    data = graph()
+    roads = Roads(**data.to_dict(), told={"a": [1, 2.5, None, True, "b"]})
+    got = shared(roads)
+    assert type(got) is Roads
+    assert got.told == roads.told
+    same(got, roads)
+    data.more = Strange()
+    with pytest.raises(
+        RuntimeError, match=r"the graph holds .*mkdir; shared\(\) passes"
+    ):
+        shared(data)
+    return os.path.exists(place)
+
+
+def test_a_shared_graph_is_read_as_data(tmp_path):
+    assert worlds.run(_shared_as_data, 2, str(tmp_path / "ran")) == [False, False]
+
+
+def _shared_from_nothing():
+    rank = worlds.mesh().rank
+    for source in (None, 5):
+        with pytest.raises(TypeError, match=rf"rank 0: .* got {type(source).__name__}"):
+            shared(source if rank == 0 else graph)
+    with pytest.raises(
+        RuntimeError, match="must return a Data or HeteroData, got None"
+    ):
+        shared(lambda: None)
+
+
+def test_shared_needs_a_graph():
+    worlds.run(_shared_from_nothing, 2)
+    with pytest.raises(TypeError, match="got NoneType"):
+        shared(None)
+    with pytest.raises(TypeError, match="must return a Data"):
+        shared(lambda: None)
+
+
+def _shared_on_a_full_disk(folder):
+    rank = worlds.mesh().rank
+    with (
+        full_disk(4096 if rank == 0 else None),
+        pytest.raises(RuntimeError, match=rf"written to {folder}: .*make room"),
+    ):
+        shared(graph, folder=folder)
+    assert not os.listdir(folder)
+
+
+def test_shared_says_that_a_disk_is_full(tmp_path):
+    worlds.run(_shared_on_a_full_disk, 2, str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 
@@ -9,25 +10,164 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn
 import worlds
 from layers import EXACT
 from problems import GRAPHS, grids, owners
 from test_hetero import graph, model_of, train
 from test_layers import exact
+from torch_geometric.nn import aggr
+from torch_geometric.utils import softmax
 
 import pyg_distcomm as pdc
 from pyg_distcomm.halo.halo import StagedHalo
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.nn import GATConv, GCNConv, SAGEConv
+from pyg_distcomm.nn import GATConv, GCNConv, SAGEConv, capped
 
 pytestmark = pytest.mark.usefixtures("place")
 
 CAP = 60_000  # of which a stage is 3,750 bytes
+LARGE = [
+    "GATv2Conv edges",
+    "EdgeConv",
+    "PNAConv",
+    "GINConv",
+    "TransformerConv",
+    "APPNP",
+]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts chunks of targets, in this process."""
+    count = []
+    plain = capped.NodeChunks.__call__
+
+    def counting(self, tensors):
+        count.append(len(self))
+        return plain(self, tensors)
+
+    monkeypatch.setattr(capped.NodeChunks, "__call__", counting)
+    return count
+
+
+@tiers.parametrize("name", LARGE, slice(0, 4))
+def test_layers_in_chunks_are_pygs(name, counted):
+    exact(name, "loops_and_copies", "random", None, CAP)
+    assert max(counted) > 3
+
+
+def test_aggregations_that_pad_are_known():
+    every = [getattr(aggr, name) for name in aggr.__all__]
+    pads = {k for k in every if "to_dense_batch(" in inspect.getsource(k.forward)}
+    assert pads - {aggr.Aggregation} == set(capped.PADDED)
+
+
+class Own(torch_geometric.nn.MessagePassing):
+    """Attends, as a layer of a script may."""
+
+    in_chunks = True
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin, self.score = torch.nn.Linear(7, 6), torch.nn.Linear(12, 1)
+        self.calls = 0
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.lin(x))
+
+    def message(self, x_i, x_j, index, size_i):
+        logit = F.leaky_relu(self.score(torch.cat([x_i, x_j], -1)))
+        return self.weigh(softmax(logit, index, num_nodes=size_i), x_j)
+
+    def weigh(self, share, x_j):
+        return share * x_j.tanh()
+
+
+class Counts(Own):
+    """The same, and counts its calls."""
+
+    in_chunks = False
+
+    def weigh(self, share, x_j):
+        self.calls = self.calls + 1
+        return super().weigh(share, x_j)
+
+
+def owned(kind):
+    found = []
+    for cap in (None, CAP):
+        share = cut(worlds.mesh(), "directed", cap)
+        torch.manual_seed(1)
+        layer = kind().double()
+        x = share.x.clone().requires_grad_()
+        out = pdc.convert(torch.nn.Sequential(layer))[0](x, share.edge_index)
+        out.sin().sum().backward()
+        found.append([out, x.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        a, b = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (a, b))
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    return layer.calls
+
+
+def test_layers_of_a_script_run_in_chunks_where_they_say_so(counted):
+    owned(Own)
+    assert max(counted) > 2
+    counted.clear()
+    assert owned(Counts) == 1
+    assert not counted
+
+
+class Rounded(torch.nn.Linear):
+    """A weight that bfloat16 rounds to 1."""
+
+    def __init__(self):
+        super().__init__(7, 7, bias=False)
+        torch.nn.init.eye_(self.weight).data.mul_(1 + 2**-9)
+
+
+class Rounding(torch_geometric.nn.MessagePassing):
+    in_chunks = True
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin = Rounded()
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return self.lin(x_j)
+
+
+def test_chunks_are_computed_again_under_the_autocast_of_the_layer(counted):
+    share = cut(worlds.mesh(), "directed", CAP)
+    x = share.x.float().requires_grad_()
+    layer = pdc.convert(torch.nn.Sequential(Rounding()))[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x, share.edge_index)
+    assert max(counted) > 2
+    out.float().sum().backward()
+    degree = torch.bincount(share.edge_index.full_tensor()[0], minlength=len(x))
+    assert torch.equal(x.grad.full_tensor(), degree.float()[:, None].expand(-1, 7))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 3])
+def test_layers_of_a_script_on_ranks(size):
+    worlds.run(owned, size, Own)
 
 
 def _several(cases):
     for case in cases:
         exact(*case, CAP)
+
+
+def test_layers_in_chunks_on_ranks():
+    grid = (2, 1, 1)
+    cutters = ("random", "empty_rank", "lopsided")
+    cases = zip(LARGE, ("directed", "star"), cutters, strict=False)
+    worlds.run(_several, 2, [(*case, grid) for case in cases])
 
 
 @pytest.mark.exhaustive

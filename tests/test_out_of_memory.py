@@ -18,9 +18,16 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.graph import partition_data
 from pyg_distcomm.halo import halo
+from pyg_distcomm.loader import (
+    DistLayerLoader,
+    LoaderOptions,
+    NeighborLoader,
+    device_placement,
+)
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.ops.grid_plan import GridPlan
 from pyg_distcomm.partition.folder import write_folder
+from pyg_distcomm.sampling.layer_graph import LocalLayerGraph
 
 TEXTS = {
     "cuda": (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -124,3 +131,36 @@ def test_other_errors_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(kernels, "spmm", fails)
     with pytest.raises(RuntimeError, match=r"^misaligned address$"):
         DistGCNConv(7, 4).double()(share.x, share.edge_index)
+
+
+@pytest.mark.parametrize("part", ["rows", "graph", "layers"])
+def test_a_loader_names_what_does_not_fit_on_the_device(part, monkeypatch):
+    """The host stands for a device, whose rows are copied there all the same."""
+    monkeypatch.setattr(device_placement, "HOST", frozenset())
+    data, device = GRAPHS["undirected"](), torch.device("cpu")
+
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError(TEXTS["cuda"][1])
+
+    if part == "rows":
+        monkeypatch.setattr(device_placement.Placement, "put", fails)
+    elif part == "graph":
+        monkeypatch.setattr(kernels, "neighbor_sampler", fails)
+    else:
+        monkeypatch.setattr(LocalLayerGraph, "on", fails)
+    text = "rows_on='host'" if part == "rows" else "graph_on='pinned'"
+    wanted = rf"out of memory on cpu of rank 0: .* about [\d,]+ bytes.*{text}"
+    placed, ids = device_placement.Placement(device), torch.tensor([1])
+    runs = {
+        "rows": lambda: placed.take((None, "x"), data.x, ids),
+        "graph": lambda: list(
+            NeighborLoader(
+                data, [2], batch_size=4, options=LoaderOptions(device=device)
+            )
+        ),
+        "layers": lambda: DistLayerLoader(
+            data, [4, 4], batch_size=4, options=LoaderOptions(device=device)
+        ),
+    }
+    with pytest.raises(MemoryError, match=wanted):
+        runs[part]()

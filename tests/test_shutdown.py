@@ -25,7 +25,7 @@ from torch_geometric.nn import GCNConv
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.store import RankError, StoreMailbox
-from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions, shared
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -83,6 +83,81 @@ def _replicates_late():
 @tiers.rare
 def test_replicate_stands_under_the_deadline():
     assert pdc.launch(_replicates_late, 2, timeout=120)[0] < DEADLINE + SOON
+
+
+def _writer_is_killed(stopped):
+    """Rank 0 dies, or stops for good, while it loads the graph for both."""
+    from pyg_distcomm.loader import shared
+
+    mesh = pdc.init(timeout=DEADLINE)
+
+    def load():
+        time.sleep(1.5 * DEADLINE)  # longer than the deadline, and alive
+        os.kill(os.getpid(), signal.SIGSTOP if stopped else signal.SIGKILL)
+
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank\(s\) 0 have not come"):
+        shared(load if mesh.rank == 0 else graph)
+    raise ValueError(f"waited {time.monotonic() - begin:.3f}")
+
+
+@tiers.rare
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_writer_that_is_killed_is_not_waited_for_for_ever(stopped):
+    with pytest.raises((RankError, ValueError)) as caught:
+        pdc.launch(_writer_is_killed, 2, stopped, timeout=120)
+    if stopped:
+        waited = float(str(caught.value).split()[-1])
+        assert 1.5 * DEADLINE < waited < 2.5 * DEADLINE + SOON
+    else:
+        assert "signal 9" in str(caught.value)
+
+
+def _calls_shared_late():
+    from pyg_distcomm.loader import shared
+
+    mesh = pdc.init(timeout=DEADLINE)
+    if mesh.rank:
+        time.sleep(2 * DEADLINE)
+        return
+    with pytest.raises(RankError, match=r"have not come .*All ranks have to call sha"):
+        shared(graph)
+
+
+def test_a_rank_that_does_not_call_shared_is_named():
+    pdc.launch(_calls_shared_late, 2, timeout=120)
+
+
+def _large():
+    data = graph()
+    data.x = torch.rand(200, 100_000)
+    return data
+
+
+def _writer_is_killed_in_the_middle(mark):
+    from pyg_distcomm.loader import shared
+
+    mesh = pdc.init(timeout=DEADLINE)
+    if mesh.rank == 0:
+        before = torch.save
+
+        def save(value, file):
+            before(value, file)
+            Path(mark).write_text("written")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        torch.save = save
+    shared(_large)
+
+
+@pytest.mark.exhaustive
+def test_a_shared_graph_leaves_nothing_in_memory(tmp_path):
+    folders = [Path("/dev/shm"), Path("/tmp")]
+    before = {f for folder in folders for f in folder.glob("pyg_distcomm-*")}
+    with pytest.raises(RankError):
+        pdc.launch(_writer_is_killed_in_the_middle, 2, str(tmp_path / "mark"))
+    assert (tmp_path / "mark").exists()
+    assert {f for folder in folders for f in folder.glob("pyg_distcomm-*")} <= before
 
 
 class _Cut:
@@ -501,9 +576,9 @@ def test_sigterm_runs_a_scripts_own_cleanup(tmp_path):
 
 
 def _preempted_in_the_midst(folder):
-    """Is asked to stop inside a traced epoch."""
+    """Is asked to stop inside a traced epoch over a graph that ranks hold once."""
     mesh = pdc.init(timeout=60)
-    data = graph()
+    data = shared(graph)
     torch.manual_seed(0)
     model = pdc.replicate(Net(), mesh)
     loader = DistNeighborLoader(

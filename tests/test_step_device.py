@@ -22,7 +22,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.graph import local_adjacency
 from pyg_distcomm.graph.local_adjacency import GroupedEdges, known
 from pyg_distcomm.kernels import registry
-from pyg_distcomm.loader import NeighborLoader
+from pyg_distcomm.loader import NeighborLoader, device_placement
 from pyg_distcomm.process import PROCESS
 
 builds = pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
@@ -177,33 +177,40 @@ def test_minibatches_that_move_are_trimmed(cases):
 
 def asked():
     """How often the host waits in the layers of each new minibatch."""
-    data, found = test_step.graph(), []
+    data, found = test_step.graph(), {}
     with device() as place:
-        model = test_step.Stack(test_step.LAYERS["sage mean"])
-        model(data.x, data.edge_index)
-        model = pdc.convert(model).to(place)
-        loader = NeighborLoader(
-            data, [4, 3, 2], **arguments(batch_size=7, prefetch=0, bulk_size=1)
-        )
-        for batch in loader:
-            batch = batch.to(place)
-            with counted() as (products, waits):
-                model(batch.x, batch.edge_index)[:7].sum().backward()
-            assert products
-            assert known(batch.edge_index).batch is not None
-            found.append(len(waits))
-        assert pdc.nn.trimming_of(model) == "on"
+        for where in ("moved", "made there"):
+            model = test_step.Stack(test_step.LAYERS["sage mean"])
+            model(data.x, data.edge_index)
+            model = pdc.convert(model).to(place)
+            device_placement.HOST = frozenset()
+            options = {} if where == "moved" else {"device": place}
+            loader = NeighborLoader(
+                data,
+                [4, 3, 2],
+                **arguments(batch_size=7, prefetch=0, bulk_size=1, **options),
+            )
+            for batch in loader:
+                batch = batch.to(place)
+                with counted() as (products, waits):
+                    model(batch.x, batch.edge_index)[:7].sum().backward()
+                assert products
+                assert known(batch.edge_index).batch is not None
+                found.setdefault(where, []).append(len(waits))
+            assert pdc.nn.trimming_of(model) == "on"
     return found
 
 
 @builds
 def test_who_waits_for_new_minibatches():
-    """Once for their edges and once for their hops."""
-    assert max(worlds.anew(asked, 1)[0]) == 2
+    """Once for their edges and once for their hops; a loader of the device is ahead."""
+    found = worlds.anew(asked, 1)[0]
+    assert max(found["moved"]) == 2, found
+    assert max(found["made there"][2:]) == 0, found
 
 
 def typed():
-    """Minibatches of two types of nodes, moved to the device."""
+    """Minibatches of two types of nodes, moved and made on the device."""
     data = two_types()
     torch.manual_seed(0)
     kinds = data.edge_types
@@ -222,15 +229,19 @@ def typed():
     wanted(data.x_dict, data.edge_index_dict)
     with device() as place:
         ours = pdc.convert(copy.deepcopy(wanted)).to(place)
-        given = arguments(batch_size=4, input_nodes=seeds)
-        for batch in NeighborLoader(data, [3, 2], **given):
-            batch = batch.to(place)
-            out = ours(batch.x_dict, batch.edge_index_dict)
-            assert out.device == place
-            host = batch.cpu()
-            want = wanted(host.x_dict, host.edge_index_dict)
-            rows = slice(host[seeds].batch_size)
-            torch.testing.assert_close(out[rows].cpu(), want[rows])
+        for options in ({}, {"device": place}):
+            device_placement.HOST = frozenset()
+            loader = NeighborLoader(
+                data, [3, 2], **arguments(batch_size=4, input_nodes=seeds, **options)
+            )
+            for batch in loader:
+                batch = batch.to(place)
+                out = ours(batch.x_dict, batch.edge_index_dict)
+                assert out.device == place
+                host = batch.cpu()
+                want = wanted(host.x_dict, host.edge_index_dict)
+                rows = slice(host[seeds].batch_size)
+                torch.testing.assert_close(out[rows].cpu(), want[rows])
 
 
 @builds
@@ -314,6 +325,24 @@ def test_what_one_stream_made_another_does_not_use(monkeypatch):
     assert captive.grouped(other, 60, 60) is not None
     assert local_adjacency.adjacency_of(edges) is None
     assert local_adjacency.adjacency_of(edges) is not found
+
+
+def test_what_a_loader_made_on_its_stream_is_handed_over(monkeypatch):
+    stream, recorded = [7], []
+    monkeypatch.setattr(local_adjacency, "_stream", lambda t: stream[0])
+    current = object()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
+    record = lambda t, at: recorded.append((t, at))  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    batch = next(iter(test_step.loader_of(test_step.graph())))
+    found = known(batch.edge_index)
+    found.batch.prepare(2)
+    stream[0] = 8
+    assert known(batch.edge_index) is None
+    local_adjacency.hand_over(batch.edge_index)
+    assert known(batch.edge_index) is found
+    assert {at for _, at in recorded} == {current}
+    assert len(recorded) >= 2
 
 
 def unlike():

@@ -16,9 +16,11 @@ from torch_geometric.data import Data
 import pyg_distcomm as pdc
 from pyg_distcomm.loader import (
     DataLoader,
+    GraphSAINTNodeSampler,
     LinkNeighborLoader,
     LoaderOptions,
     NeighborLoader,
+    RandomNodeLoader,
 )
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -51,6 +53,8 @@ LOADERS = {
     "links": _links,
     "workers": lambda data: NeighborLoader(data, [4, 3], batch_size=10, num_workers=1),
     "one batch": lambda data: NeighborLoader(data, [4, 3], batch_size=60),
+    "parts": lambda data: RandomNodeLoader(data, num_parts=8, shuffle=True),
+    "saint": lambda data: GraphSAINTNodeSampler(data, 40, num_steps=6),
 }
 
 
@@ -220,7 +224,7 @@ def test_training_that_nothing_averages_is_refused_after_a_step(size):
     assert all(error == first for error, _ in others)
 
 
-@tiers.parametrize("loader", list(LOADERS), ["links", "one batch"])
+@tiers.parametrize("loader", list(LOADERS), ["links", "one batch", "saint"])
 def test_batches_of_every_loader_are_looked_at(loader):
     refused(worlds.run(train, 2, "plainly", loader), 1)
 

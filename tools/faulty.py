@@ -343,6 +343,27 @@ def planned():
     return []  # the plan depends on what was measured
 
 
+def graph_in_steps():
+    """Makes a graph; a fault may strike between its steps."""
+    from pyg_distcomm.comm.ledger import Ledger
+
+    nothing = dict.fromkeys(("words", "bytes", "sent_bytes", "messages"), 0)
+    for _ in range(4):
+        Ledger().note("load", "none", **nothing)
+    return graph()
+
+
+@workload(rank=0)
+def one_copy_a_host():
+    import pyg_distcomm as pdc
+    from pyg_distcomm.loader import shared
+
+    mesh = pdc.init(timeout=TIMEOUT)
+    data = shared(graph_in_steps)
+    mesh.everyone.watch.barrier("the end", 0, mesh.size)
+    return [data.x.sum()]
+
+
 @workload()
 def gathered():
     import torch

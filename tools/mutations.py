@@ -626,6 +626,46 @@ MUTATIONS = (
     # products of sparse matrices of edges
     # pools
     # chunks of nodes, within a memory cap
+    Mutation(
+        "a source gets the gradient of its last chunk alone",
+        "chunks",
+        "total.index_add_(0, where, part)",
+        "total.index_copy_(0, where, part)",
+        "test_out_of_core.py",
+        "test_layers_in_chunks_are_pygs",
+    ),
+    Mutation(
+        "a parameter gets the gradient of the last chunk alone",
+        "chunks",
+        "total += part\n    elif isinstance(where, slice)",
+        "total.copy_(part)\n    elif isinstance(where, slice)",
+        "test_out_of_core.py",
+        "test_layers_in_chunks_are_pygs",
+    ),
+    Mutation(
+        "each chunk draws a mask by a key of its own",
+        "chunks",
+        "mesh.drawn = 0\n        takes: ",
+        "takes: ",
+        "test_out_of_core.py",
+        "test_training_is_that_without_a_cap",
+    ),
+    Mutation(
+        "a layer that counts its messages runs in chunks",
+        "chunks",
+        "if not said and not all(map(_is_known, layer.modules())):",
+        "if False:",
+        "test_out_of_core.py",
+        "test_layers_of_a_script",
+    ),
+    Mutation(
+        "a chunk is computed again in another type than before",
+        "chunks",
+        "if enabled:\n                stack.enter_context(torch.autocast(kind, dtype))",
+        "if enabled:\n                pass",
+        "test_out_of_core.py",
+        "test_chunks_are_computed_again",
+    ),
     # functions of torch that are made of others
     # sizes
     # a memory of nodes
@@ -686,6 +726,55 @@ MUTATIONS = (
         "total = total.to(out.dtype.element_ty)",
         "test_cuda_codecs.py",
         "test_quantised_rows",
+    ),
+    # subgraphs
+    Mutation(
+        "an edge's norm counts its target",
+        "subgraphs",
+        "of_source[self._edge_ids] = drawn[self.source]",
+        "of_source[self._edge_ids] = drawn[self.target]",
+        "test_subgraph_loaders.py",
+        "saint",
+    ),
+    Mutation(
+        "walks go on from where there is no way out",
+        "subgraphs",
+        "node = torch.where(degree > 0, ends, node)",
+        "node = ends",
+        "test_subgraph_loaders.py",
+        "saint",
+    ),
+    Mutation(
+        "edges are drawn by the degrees of their own ends",
+        "subgraphs",
+        "return (into[self.source] + out[self.target]).double()",
+        "return (out[self.source] + into[self.target]).double()",
+        "test_subgraph_loaders.py",
+        "saint",
+    ),
+    Mutation(
+        "HGT draws by budgets, not by their squares",
+        "subgraphs",
+        "budget.square(), count",
+        "budget, count",
+        "test_subgraph_loaders.py",
+        "test_hgt_draws_by_the_square or test_hgt_on_ranks",
+    ),
+    Mutation(
+        "edges give the same budget whatever their target has",
+        "subgraphs",
+        "share = torch.repeat_interleave(1.0 / count.double(), count)",
+        "share = torch.repeat_interleave(count.double() * 0 + 1, count)",
+        "test_subgraph_loaders.py",
+        "test_hgt_draws_by_the_square or test_hgt_on_ranks",
+    ),
+    Mutation(
+        "HGT draws a node again",
+        "subgraphs",
+        "left = ~torch.isin(node, self.node[name])",
+        "left = node >= 0",
+        "test_subgraph_loaders.py",
+        "test_hgt_draws_by_the_square or test_hgt_on_ranks",
     ),
     # LABOR
     Mutation(

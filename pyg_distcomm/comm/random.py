@@ -95,6 +95,18 @@ def keyed_bits48(key: int, ids: Tensor) -> Tensor:
     return bits[:, 0] << 24 | bits[:, 1]
 
 
+def keyed_sample(key: int, ids: Tensor, weight: Tensor, count: int) -> Tensor:
+    """Draws `count` places without replacement by weight, as int64, in the order drawn.
+
+    Takes the places with the least -log(u) / weight ([Efraimidis06]); u is keyed by the id.
+
+    Shapes: ids [m] distinct, weight [m] positive; returns [min(m, count)].
+    """
+    unit = (keyed_bits48(key, ids).double() + 0.5) * 2.0**-48
+    clock = -unit.log() / weight
+    return clock.topk(min(count, len(ids)), largest=False).indices
+
+
 def keyed_unit(key: int, count: int) -> Tensor:
     """Returns `count` uniform float64 numbers in [0, 1), in steps of 2^-48."""
     return keyed_bits48(key, torch.arange(count)).double() * 2.0**-48

@@ -242,6 +242,7 @@ class SampledBatch:
         if relations is None:
             return None
         if any(not edges.pattern.rowptr.is_cpu for _, _, edges in relations):
+            PROCESS.hops = max(PROCESS.hops, depth)
             self._prefetch_sizes(relations, depth)
         while len(self._read) <= depth:
             now = self._read[-1]
@@ -251,6 +252,11 @@ class SampledBatch:
                 following[source] = max(following[source], needed)
             self._read.append(following)
         return self._read[depth]
+
+    def prepare(self, depth: int) -> None:
+        """Builds the CSR forms, and computes the rows that are read up to a depth."""
+        self.rows(depth)
+        self._grouped()
 
     def known_rows(self, kind: Any) -> list[int]:
         """Returns the leading rows of a type that are read, for each known depth."""
@@ -330,6 +336,8 @@ class LocalAdjacency:
         if key not in self._grouped:
             if _is_captured(edge_index):
                 return None
+            if not edge_index.is_cpu and self.batch is not None:
+                PROCESS.hops = max(PROCESS.hops, 0)
             self.stream = _stream(edge_index)
             with outside_inference_mode():
                 self._grouped[key] = GroupedEdges.build(edge_index, *key)
@@ -340,6 +348,16 @@ class LocalAdjacency:
         if self.stream is None or self.stream == _stream(edge_index):
             return False
         return not _is_captured(edge_index)  # whose stream waits for what ran before
+
+    def hand_over(self, edge_index: Tensor) -> None:
+        """Makes the current stream wait for the stream on which this cache was made."""
+        if self.stream is None:
+            return
+        self.stream = _stream(edge_index)
+        current = torch.cuda.current_stream(edge_index.device)
+        for edges in self._grouped.values():
+            for t in () if edges is None else edges.tensors():
+                t.record_stream(current)
 
 
 def _stream(t: Tensor) -> int | None:
@@ -410,6 +428,21 @@ def _followed(edge_index: Tensor) -> LocalAdjacency | None:
             carry(edges, *rest)
             return known(edge_index)
     return None
+
+
+def prepare(edge_index: Any) -> None:
+    """Fetches from a device, ahead of training, the numbers that layers have used before."""
+    found = known(edge_index) if isinstance(edge_index, Tensor) else None
+    if found is None or found.batch is None or edge_index.is_cpu or PROCESS.hops < 0:
+        return
+    found.batch.prepare(PROCESS.hops)
+
+
+def hand_over(t: Tensor) -> None:
+    """Makes the current stream use the cache of a tensor; see `LocalAdjacency`."""
+    found: LocalAdjacency | None = PROCESS.adjacencies.get(t)
+    if found is not None:
+        found.hand_over(t)
 
 
 def _keep(edge_index: Tensor, *args: Any, **kwargs: Any) -> LocalAdjacency:

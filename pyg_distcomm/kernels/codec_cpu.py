@@ -27,7 +27,6 @@ from pyg_distcomm.kernels.core_cpu import (
     writable,
 )
 from pyg_distcomm.kernels.core_jit import hash_row, word
-from pyg_distcomm.kernels.registry import FLOATS
 
 MOST = float(np.finfo(np.float32).max)
 UNIT = 2.0**16  # parts of a step, the grain of random rounding
@@ -94,17 +93,6 @@ class Quantiser:
         else:
             _run(quantise, args, m, f)
         return _first(args[-1])
-
-
-def quantiser(
-    x: Tensor, index: Tensor | None, bits: int, gid: Tensor | None
-) -> Quantiser | None:
-    """Returns what writes rows like `codec_ops.quantise`, from the same places each time.
-
-    None where there is no such thing: on devices, and for other types.
-    """
-    fits = type(x) is Tensor and x.is_cpu and x.dtype in FLOATS
-    return Quantiser(x, index, bits, gid) if fits else None
 
 
 def _first(bad: Array) -> int:

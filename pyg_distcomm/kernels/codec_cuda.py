@@ -13,13 +13,16 @@ from torch import Tensor
 from pyg_distcomm.kernels import codec_ops, codec_triton
 from pyg_distcomm.kernels.codec_ops import (
     META,
+    REALS,
     Noise,
     rest_begins,
 )
 from pyg_distcomm.kernels.core_cuda import deliver, rows_of
+from pyg_distcomm.kernels.registry import FLOATS
 
 BLOCK = 1024  # codes of a program
 TILE = 2048  # numbers of which a program finds the least and greatest at a time
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def quantise_wide(
@@ -89,9 +92,67 @@ def dequantise_wide(message: Tensor, bits: int, out: Tensor) -> Tensor:
     return deliver(home, out)
 
 
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Runs `codec_ops.pack_bits`."""
+    out = codes.new_empty(-(-len(codes) * bits // 8))
+    if len(out):
+        codec_triton.pack[(triton.cdiv(len(out), BLOCK),)](
+            codes.contiguous(), out, len(codes), BITS=bits, BYTES=BLOCK
+        )
+    return out
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Runs `codec_ops.unpack_bits`."""
+    out = packed.new_empty(count)
+    if count:
+        codec_triton.unpack[(triton.cdiv(count, BLOCK),)](
+            packed.contiguous(), out, count, BITS=bits, BLOCK=BLOCK
+        )
+    return out
+
+
+def take_columns(x: Tensor, index: Tensor | None, columns: Tensor) -> Tensor:
+    """Runs `codec_ops.take_columns`."""
+    if x.dtype not in REALS:
+        return codec_ops.take_columns.definition(x, index, columns)
+    (m, _), count = _size(x, index), len(columns)
+    out = x.new_empty(m, count)
+    if out.numel():
+        words = _words(x)
+        codec_triton.take_columns[(triton.cdiv(m * count, BLOCK),)](
+            *(words, words.stride(0), out if index is None else index.contiguous()),
+            *(columns.contiguous(), out.view(words.dtype), m * count, count),
+            INDEXED=index is not None,
+            BLOCK=BLOCK,
+        )
+    return out
+
+
+def put_columns(y: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
+    """Runs `codec_ops.put_columns`."""
+    if y.dtype not in FLOATS or out.dtype != y.dtype:
+        return codec_ops.put_columns.definition(y, columns, scale, out)
+    out.zero_()
+    if y.numel():
+        home, count = rows_of(out), y.size(1)
+        codec_triton.put_columns[(triton.cdiv(y.numel(), BLOCK),)](
+            *(y.contiguous(), columns.contiguous(), y.new_full((1,), scale)),
+            *(home, home.stride(0), y.numel(), count),
+            BLOCK=BLOCK,
+        )
+        deliver(home, out)
+    return out
+
+
 def _first(row: Tensor, rows: int) -> Tensor:
     return row.masked_fill(row >= rows, -1)
 
 
 def _size(x: Tensor, index: Tensor | None) -> tuple[int, int]:
     return len(x) if index is None else len(index), x.size(1)
+
+
+def _words(x: Tensor) -> Tensor:
+    """Returns numbers as integers with their bits."""
+    return rows_of(x).view(_WORDS[x.element_size()])

@@ -32,6 +32,7 @@ LEAST = 1e-37  # a step D below which it is left, too
 TAIL = 33  # bits of a constant that do not fit in META
 WIDEST = 3e38  # a range B D above which float32 is left for float64
 MAX_WIDTH = 1 << 20  # columns a keyed choice is made of
+REALS = (*FLOATS, torch.float16, torch.bfloat16)
 BLOCK = 1 << 16  # numbers of a narrower type that are float32 at a time
 Noise = tuple[int, Tensor]  # a key, and the global id of each row [m]
 

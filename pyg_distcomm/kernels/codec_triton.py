@@ -176,3 +176,73 @@ def dequantise(
         constant = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     number = tl.where(same, constant, total)
     tl.store(out + r * ld + k % width, number, mask=live)
+
+
+@triton.jit
+def words_at(x, ld, index, r, c, there, INDEXED: tl.constexpr):
+    """Reads numbers of rows, and columns, as integers."""
+    source = r
+    if INDEXED:
+        source = tl.load(index + r, mask=there, other=0).to(tl.int64)
+    return tl.load(x + source * ld + c, mask=there, other=0).to(tl.int64)
+
+
+@triton.jit
+def pack(codes, out, count, BITS: tl.constexpr, BYTES: tl.constexpr):
+    """Packs codes into BYTES bytes."""
+    PER: tl.constexpr = 8 // BITS
+    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    place = tl.arange(0, PER)
+    k = byte[:, None] * PER + place[None, :]
+    code = tl.load(codes + k, mask=k < count, other=0).to(tl.int32)
+    packed = tl.sum(code << (place * BITS)[None, :], 1)
+    tl.store(out + byte, packed.to(tl.uint8), mask=byte * PER < count)
+
+
+@triton.jit
+def unpack(packed, out, count, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Reads BLOCK codes."""
+    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bit = k * BITS
+    byte = tl.load(packed + bit // 8, mask=k < count, other=0).to(tl.int32)
+    code = (byte >> (bit % 8).to(tl.int32)) & ((1 << BITS) - 1)
+    tl.store(out + k, code.to(tl.uint8), mask=k < count)
+
+
+@triton.jit
+def take_columns(
+    x,
+    ld,
+    index,
+    columns,
+    out,
+    total,
+    count,
+    INDEXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies BLOCK numbers of chosen columns."""
+    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    r, live = k // count, k < total
+    c = tl.load(columns + k % count, mask=live, other=0).to(tl.int64)
+    word = words_at(x, ld, index, r, c, live, INDEXED)
+    tl.store(out + k, word.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def put_columns(
+    y,
+    columns,
+    scale,
+    out,
+    ld,
+    total,
+    count,
+    BLOCK: tl.constexpr,
+):
+    """Puts BLOCK numbers back into their columns, scaled."""
+    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    r, live = k // count, k < total
+    c = tl.load(columns + k % count, mask=live, other=0).to(tl.int64)
+    number = tl.load(y + k, mask=live, other=0.0) * tl.load(scale)
+    tl.store(out + r * ld + c, number, mask=live)

@@ -332,12 +332,7 @@ rank_select_index = RankSelect
 
 
 def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tensor]:
-    """Returns a smallest set of vertices of a bipartite graph that touches every edge.
-
-    Of all smallest covers it has the most left vertices, which makes it unique.
-
-    Shapes: ptr [m + 1], to [e], edges from left to right vertices as CSR; returns bool
-    [m] and [num_right].
+    """Runs `kernels.minimum_cover`, on one thread.
 
     By Konig's theorem: with a maximum matching, and all that alternating paths reach from
     unmatched left vertices, it is the left vertices not reached and the right ones reached.

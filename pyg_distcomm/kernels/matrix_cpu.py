@@ -1,13 +1,4 @@
-"""Multiplies sparse matrices, and draws from their rows, by compiled loops over rows.
-
-Matrices are CSR, `rowptr` [m + 1] and `col` [nnz] (any stride). Results do not depend on the
-number of threads, and are those of `tests/matrix_reference.py` bit for bit. A row draws from a
-generator of its own key,
-
-    s = mix(key + G),    h_j = mix(s + (j + 1) G)
-
-with mix and G those of `core_ops.keyed_bits`; h_j are 64 bits.
-"""
+"""Runs the ops of `matrix_ops` on the CPU: compiled loops over rows, the same bits."""
 
 from __future__ import annotations
 
@@ -23,9 +14,9 @@ from torch import Tensor
 from pyg_distcomm.kernels import matrix_jit as loops
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.kernels.compile import ready
+from pyg_distcomm.kernels.matrix_ops import Csr, value_type
 
 Array = NDArray[Any]
-Csr = tuple[Tensor, Tensor, Tensor | None]  # rowptr, col, value (None: ones)
 NO_IDS = np.empty(0, np.int64)
 DENSE_COLUMNS = 1 << 23  # columns up to which a row may have a place for each
 DENSE_RATIO = 256  # columns for one product, up to which that pays
@@ -34,12 +25,7 @@ DENSE_RATIO = 256  # columns for one product, up to which that pays
 def spgemm(
     q: Csr, a: Csr, num_cols: int, diagonal: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiplies sparse matrices, `C = Q (A + D)`; D has one entry per row, or is zero.
-
-    Row j of D holds `diagonal[1][j]` in column `diagonal[0][j]`. Returns the CSR of C in
-    int64, columns ascending, equal ones added up in the order of Q's and then of A's
-    entries; entries that add up to zero stay. Values are int64 or float64, ones if None.
-    """
+    """Runs `matrix_ops.spgemm`, rows in parallel."""
     dtype, m = value_type(q[2], a[2]), len(q[0]) - 1
     own, extra = diagonal or (torch.empty(0), torch.empty(0))
     left = (_long(q[0]), _long(q[1]), _values(q[2], dtype))
@@ -62,14 +48,7 @@ def extract(
     cols: tuple[Tensor, Tensor],
     own: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the entries of rows of A whose column is wanted, minibatch by minibatch.
-
-    `rows` are (places of rows in A, -1 for none; offsets of the k minibatches), `cols`
-    (columns, distinct in a minibatch; offsets). Returns, for each entry found, its place in
-    `rows`, the place of its column in `cols`, and the entry itself; by place in `rows`, then
-    by entry. Where `own` [m] is given, row j has one more entry at its end, -1, in column
-    `own[j]`.
-    """
+    """Runs `matrix_ops.extract`, minibatches in parallel."""
     wanted = (*map(_long, rows), *map(_long, cols))
     loop = NO_IDS if own is None else _long(own)
     args = (_long(a[0]), *_strided(a[1]), *wanted, loop)
@@ -78,10 +57,7 @@ def extract(
 
 
 def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
-    """Counts the positive entries of each row; -1 for a row with a negative one.
-
-    And -2 for a row whose entries add up to 2^62 or more.
-    """
+    """Runs `matrix_ops.count_positive`, rows in parallel."""
     count = torch.empty(len(rowptr) - 1, dtype=torch.int64)
     args = (_long(rowptr), _long(value), count.numpy())
     threads.run_split(ready(loops.count_positive, args, 2), len(count), 1 << 12)
@@ -96,13 +72,7 @@ def draw(
     ptr: Tensor,
     replace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Draws entries of each row in proportion to their integer weights.
-
-    Row i draws `ptr[i + 1] - ptr[i]` times. Draw j takes the first entry whose running
-    sum exceeds `floor(h_j left / 2^64)`, where `left` is the sum of what has not been
-    drawn yet (all, if `replace`). A row that draws all its `count` positive entries takes
-    them in order instead. Returns the entries, and the `left` before each draw.
-    """
+    """Runs `matrix_ops.draw`, rows in parallel."""
     entry, left = _empty_draws(ptr)
     row = (_long(rowptr), _long(value), _long(count), _long(keys), _long(ptr))
     args = (*row, replace, entry.numpy(), left.numpy())
@@ -111,7 +81,7 @@ def draw(
 
 
 class WeightedSampler:
-    """Draws from one row [n] for many keys, as `draw` where all rows are equal. Thread-safe."""
+    """Draws from one row for many keys. Thread-safe."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = _long(value)
@@ -123,7 +93,7 @@ class WeightedSampler:
     def __call__(
         self, keys: Tensor, ptr: Tensor, replace: bool
     ) -> tuple[Tensor, Tensor]:
-        """Draws for each key; see `draw`."""
+        """Runs what `matrix_ops.weighted_sampler` returns."""
         try:
             tree = self._trees.pop()
         except IndexError:
@@ -145,7 +115,7 @@ weighted_sampler = WeightedSampler
 
 
 def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
-    """Divides float64 entries by the sum of their row, taken in order; zero rows stay."""
+    """Runs `matrix_ops.normalize_rows`, rows in parallel."""
     out = torch.empty_like(value)
     args = (_long(rowptr), value.contiguous().numpy(), out.numpy())
     threads.run_split(ready(loops.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12)
@@ -155,18 +125,7 @@ def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
 def layer_weights(
     a: Csr, own: Tensor | None, power: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Rounds `(A + I)^power` to integers, entry by entry; see `sampling.layer_graph`.
-
-    Parallel edges make one entry of their summed weight x, in row j with sum t_j (taken in
-    order, I last; I where `own` [m], its columns, is given). An entry weighs
-
-        w = round(scale (x / t_j)^2), round(scale x) or 1      for power 2, 1 and 0,
-
-    at least 1 where x > 0, and 0 where x = 0. Returns t [m] (float64), the w [m] of one
-    edge of weight 1 in each row, and (value [nnz], loop [m]): w on the first edge of each
-    entry and 0 on the others, and that of I (None without `own`). The last two are None
-    where they are what the w of the row says.
-    """
+    """Computes `kernels.layer_weights`, rows in parallel."""
     m = len(a[0]) - 1
     total, even = torch.empty(m, dtype=torch.float64), torch.empty(m, dtype=torch.int64)
     loop = torch.empty(0 if own is None else m, dtype=torch.int64)
@@ -188,12 +147,6 @@ def layer_weights(
         value = torch.empty(len(a[1]), dtype=torch.int64)
         run(value)
     return total, even, value, None if own is None else loop
-
-
-def value_type(*values: Tensor | None) -> torch.dtype:
-    """Returns the type of products: float64 where any is a float, otherwise int64."""
-    real = any(v is not None and v.is_floating_point() for v in values)
-    return torch.float64 if real else torch.int64
 
 
 def _over_rows(loop: Any, args: tuple[Any, ...], m: int) -> list[Tensor]:

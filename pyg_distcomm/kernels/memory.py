@@ -180,7 +180,7 @@ class MemoryCap:
     A quarter of the limit is for tensors that autograd saves for the backward pass; further
     ones are spilled to memory-mapped files in the folder for temporary files (TMPDIR), which
     the system reads and writes page by page, and which end with the process. A sixteenth is
-    for one stage: the rows received in one exchange.
+    for one stage: the rows received in one exchange, or the messages of one chunk of nodes.
 
     Args:
         limit: the bytes, or a text such as "8GiB" or "500MB".

@@ -172,10 +172,7 @@ def grow(old: Array, used: int, size: int, exact: bool = False) -> Array:
 
 
 class Sampler:
-    """Draws minibatches of one graph; see `Request`.
-
-    It may be called by several threads at once, and holds 8 bytes per node for each.
-    """
+    """Draws minibatches from one graph. Thread-safe."""
 
     def __init__(self, graph: SampleGraph) -> None:
         self.graph = graph
@@ -260,9 +257,6 @@ class Sampler:
         finally:
             if tables is not None:
                 self._tables.append(tables)
-
-
-neighbor_sampler = Sampler
 
 
 class MinibatchBuilder:

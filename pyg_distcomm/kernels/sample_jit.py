@@ -260,6 +260,16 @@ def draw_weighted(
 
 
 @jit
+def running_sums(colptr: Array, weight: Array, out: Array) -> None:
+    """Sums the weights of each node's in-edges up to each, in the order of `draw_weighted`."""
+    for v in range(len(colptr) - 1):
+        total = 0.0
+        for e in range(colptr[v], colptr[v + 1]):
+            total += weight[e]
+            out[e] = total
+
+
+@jit
 def draw_labor(
     keys: Array,
     ends: Array,

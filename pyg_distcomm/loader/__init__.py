@@ -1,8 +1,8 @@
 """Provides every name of `torch_geometric.loader`, with loaders that run on many ranks.
 
 NeighborLoader and LinkNeighborLoader are DistNeighborLoader and DistLinkNeighborLoader;
-DataLoader, TemporalDataLoader and ImbalancedSampler are classes of PyG's names. All else is
-PyG's own.
+loaders of subgraphs, NeighborSampler, DataLoader, TemporalDataLoader and ImbalancedSampler are
+classes of PyG's names. All else is PyG's own.
 """
 
 from __future__ import annotations
@@ -17,19 +17,34 @@ from pyg_distcomm.loader.data_loader import TemporalDataLoader as TemporalDataLo
 from pyg_distcomm.loader.epoch import Phases as Phases
 from pyg_distcomm.loader.feature_store import DistFeatureStore as DistFeatureStore
 from pyg_distcomm.loader.layer_loader import DistLayerLoader as DistLayerLoader
+from pyg_distcomm.loader.layer_loader import HGTLoader as HGTLoader
 from pyg_distcomm.loader.neighbor_loader import (
     DistLinkNeighborLoader as DistLinkNeighborLoader,
 )
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader as DistNeighborLoader
+from pyg_distcomm.loader.neighbor_sampler import NeighborSampler as NeighborSampler
 from pyg_distcomm.loader.options import LoaderOptions as LoaderOptions
+from pyg_distcomm.loader.saint import GraphSAINTEdgeSampler as GraphSAINTEdgeSampler
+from pyg_distcomm.loader.saint import GraphSAINTNodeSampler as GraphSAINTNodeSampler
+from pyg_distcomm.loader.saint import (
+    GraphSAINTRandomWalkSampler as GraphSAINTRandomWalkSampler,
+)
+from pyg_distcomm.loader.saint import GraphSAINTSampler as GraphSAINTSampler
+from pyg_distcomm.loader.shared import shared as shared
+from pyg_distcomm.loader.subgraphs import ClusterData as ClusterData
+from pyg_distcomm.loader.subgraphs import ClusterLoader as ClusterLoader
+from pyg_distcomm.loader.subgraphs import RandomNodeLoader as RandomNodeLoader
+from pyg_distcomm.loader.subgraphs import ShaDowKHopSampler as ShaDowKHopSampler
 from pyg_distcomm.pyg_mirror import mirror as _mirror
 
 LinkNeighborLoader = DistLinkNeighborLoader
 NeighborLoader = DistNeighborLoader
 
-_OURS = """DataLoader DistFeatureStore DistLayerLoader DistLinkNeighborLoader
-DistNeighborLoader ImbalancedSampler LinkNeighborLoader LoaderOptions NeighborLoader Phases
-TemporalDataLoader""".split()
+_OURS = """ClusterData ClusterLoader DataLoader DistFeatureStore DistLayerLoader
+DistLinkNeighborLoader DistNeighborLoader GraphSAINTEdgeSampler GraphSAINTNodeSampler
+GraphSAINTRandomWalkSampler GraphSAINTSampler HGTLoader ImbalancedSampler
+LinkNeighborLoader LoaderOptions NeighborLoader NeighborSampler Phases RandomNodeLoader
+ShaDowKHopSampler TemporalDataLoader shared""".split()
 __all__ = sorted({*_OURS, *_pyg.__all__})
 _mirror(__name__, _pyg.__name__)
 

@@ -11,15 +11,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, get_worker_info
-from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.whereabouts import script_stacklevel
 from pyg_distcomm.graph.local_adjacency import known
-from pyg_distcomm.graph.share import with_planned_edges
 from pyg_distcomm.loader.batcher import Batcher, Buffers, attach_sizes, edge_index_of
+from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.epoch import (
     BatchSharding,
     Epoch,
@@ -55,6 +54,7 @@ from pyg_distcomm.loader.partitioned_source import (
     check_sampled_together,
     neighbor_sampler_of,
 )
+from pyg_distcomm.loader.sparse_adjacency import holds_matrices, with_edges
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 
 Graph = TypeVar("Graph")  # a Data or a HeteroData, of the graph and of its minibatches
@@ -86,15 +86,17 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         dataloader: dict[str, Any],
         sampler: Any = None,
     ) -> Any:
-        """Checks the options; returns the graph, with all edges of a share planned for."""
-        if isinstance(data, (Data, HeteroData)):
-            data = with_planned_edges(data)
-        with errors_on_all_ranks(ranks_of(data)):
+        """Checks the options; returns the graph, with an edge_index in place of an adj_t."""
+        with errors_on_all_ranks(ranks_of(data := with_edges(data))):
             name = type(self).__qualname__
             self.options = options = LoaderOptions.checked(name, options, dataloader)
+            self.placement = Placement.of(options)
             self.is_partitioned = options.are_for_share(data)
             if self.is_partitioned:
                 check_sampled_together(sampler, dataloader)
+            elif self.placement is not None:
+                self.placement.check(data, sampler, dataloader)
+        self.has_matrices = holds_matrices(data)
         return data
 
     def _sampler_of(
@@ -126,6 +128,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
             return data, given
         seed = options.seed
         seed = fresh_seed(dataloader.get("generator")) if seed is None else seed
+        drawing |= self.placement.sampling if self.placement else {}
         drawing["share_memory"] = dataloader.get("num_workers", 0) > 0
         return data, KeyedNeighborSampler(data, num_neighbors, seed=seed, **drawing)
 
@@ -173,8 +176,11 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         self._described: dict[str, Any] | None = None
         if self.partitioned_source is not None:  # collective
             self._describe()
+        elif self.placement is not None and self.placement.cache:
+            self.placement.keep(self.data)
         self._post_note()
 
+    placement: Placement | None = None  # of minibatches on a device; None on the host
     partitioned_source: PartitionedSource | None = None  # of a share, not a whole graph
     _reads_layers = (
         False  # whether it is one of layer-wise inference, and is not shared out

@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -33,9 +33,11 @@ from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch_geometric.data import Data, HeteroData
 
+from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.graph.local_adjacency import carry, follow
+from pyg_distcomm.graph.local_adjacency import carry, follow, prepare
 from pyg_distcomm.kernels import memory, sample_cpu, threads
+from pyg_distcomm.loader.device_placement import Placement, SideStream
 from pyg_distcomm.loader.epoch import (
     ASSEMBLE,
     FETCH,
@@ -45,6 +47,7 @@ from pyg_distcomm.loader.epoch import (
     Stage,
 )
 from pyg_distcomm.loader.notes import World
+from pyg_distcomm.loader.sparse_adjacency import with_matrices
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 
 REUSE_FROM = 1 << 20  # bytes of features from which reusing memory pays
@@ -149,7 +152,7 @@ class Batcher:
     """Makes the minibatches of a loader, and chooses the size of its bulks.
 
     The script's own code (a transform of the sampler's output, a subclass) runs in the
-    thread that requests minibatches.
+    thread that requests minibatches; so does all work that is not on the CPU.
 
     A minibatch is sampled and collated in one stage, on one thread, unless minibatches are
     sampled together or their rows come from other ranks: then there are two stages, one
@@ -163,6 +166,7 @@ class Batcher:
     def __init__(self, loader: Any, phases: Phases | None = None) -> None:
         self._loader, self._phases = loader, phases or Phases()
         self._buffers = None if phases is None else loader.buffers
+        self._place: Placement | None = loader.placement
         self._source, self._attributes = loader.partitioned_source, list[Attribute]()
         sampler = loader.neighbor_sampler_in_use
         self._own = loader.overrides_collate
@@ -183,11 +187,14 @@ class Batcher:
         )
         #: whether rows are fetched once per bulk: from disk, or from other ranks
         self.pooled = any(not isinstance(a.values, Tensor) for a in self._attributes)
-        waits = self._source is not None or self.pooled
+        self._side: SideStream | None = None
+        on_cuda = self._place is not None and self._place.cuda
+        waits = self._source is not None or self.pooled or on_cuda
         option, idle = loader.options.prefetch, threads.spare(World.now().size)
         #: how many bulks are made before they are requested
         self.ahead = int(idle > 0 or waits) if option == "auto" else int(option)
-        self.width = threads.width() if ours and not self._own else 1
+        # on a device, one thread puts the work on its stream
+        self.width = threads.width() if ours and not self._own and not on_cuda else 1
         if self.ahead:
             self.width = max(1, min(self.width, idle))
 
@@ -196,14 +203,18 @@ class Batcher:
         stages: list[Stage] = [self._make]
         if self._together or self._source is not None:
             stages = [self._sample] if self._late else [self._sample, self._assemble]
-        return [self._guarded(stage) for stage in stages]
+        if self._place is not None and self._place.cuda:
+            self._side = SideStream(self._place.device)
+        return [self._guarded(stage, stage is stages[-1]) for stage in stages]
 
-    def _guarded(self, stage: Stage) -> Stage:
-        """Has a stage report its errors."""
+    def _guarded(self, stage: Stage, last: bool) -> Stage:
+        """Has a stage report its errors, and work on a stream of its own on a device."""
+        side = self._side
 
         def work(bulk: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-            with self._reporting():
-                return stage(bulk, stopped)
+            with self._reporting(), nullcontext() if side is None else side.use():
+                found = stage(bulk, stopped)
+                return side.sent(found) if side is not None and last else found
 
         return work
 
@@ -250,7 +261,8 @@ class Batcher:
         if not size:  # the size of a minibatch is known after the first bulk
             least = 0 if self._source is None else FIRST_PARTITIONED
             return max(self.width, least)
-        budget = min(BUDGET, _free_memory() // 8)
+        free = None if self._place is None else self._place.free_memory()
+        budget = min(BUDGET, (_free_memory() if free is None else free) // 8)
         # besides the waiting bulks: one in use, one being built, and the rows fetched for it
         others = 2 if self._source is None else 3
         return max(self.width, min(most, budget // (size * (self.ahead + others))))
@@ -333,17 +345,21 @@ class Batcher:
         """Fetches the distinct rows that a bulk needs; collective if they are sharded."""
         pools: Pools = {}
         if self._source is not None:
-            pools = self._source.rows.fetch(outs)
+            pools = self._source.rows.fetch(outs, self._place)
             return pools
         for k, attribute in enumerate(self._attributes):
             if isinstance(attribute.values, np.ndarray):
                 found = [attribute.ids(out) for out in outs]
                 ids = [i[i >= 0] for i in found if i is not None]
                 none = torch.empty(0, dtype=torch.int64)
-                wanted = torch.cat(ids).unique() if ids else none
-                taken = np.take(attribute.values, wanted.numpy(), axis=0)
-                pools[k] = partial(torch.searchsorted, wanted), torch.from_numpy(taken)
+                wanted = torch.cat(ids).unique() if ids else self._put(none)
+                taken = np.take(attribute.values, wanted.cpu().numpy(), axis=0)
+                read = self._put(torch.from_numpy(taken))
+                pools[k] = partial(torch.searchsorted, wanted), read
         return pools
+
+    def _put(self, t: Tensor) -> Tensor:
+        return t if self._place is None else self._place.put(t)
 
     # Collate --------------------------------------------------------------------------
 
@@ -366,12 +382,16 @@ class Batcher:
                 ids = attribute.ids(out)
                 if ids is not None:
                     store[attribute.name] = self._rows(k, ids, pools)
+        if self._place is not None:
+            batch = batch.apply(self._place.send)
+        if self._loader.has_matrices:
+            batch = with_matrices(batch)
         _record_sampled_sizes(batch, out)
         return batch
 
     def _rows(self, k: int, ids: Tensor, pools: Pools | None) -> Tensor:
         """Returns the rows of an attribute; zeros for an id of -1, a loop that a rule adds."""
-        attribute = self._attributes[k]
+        attribute, place = self._attributes[k], self._place
         values, every, real = attribute.values, ids, None
         if attribute.of_edges and bool((ids < 0).any()):
             real = ids >= 0
@@ -380,10 +400,18 @@ class Batcher:
             assert pools is not None
             find, values = pools[k]
             ids = find(ids)
-        found = take_rows(values, ids, buffers=self._buffers)
+            if place is not None:  # the pool is on the device
+                found = kernels.read_rows(values, place.send(ids))
+            else:
+                found = take_rows(values, ids, buffers=self._buffers)
+        elif place is not None:
+            key = attribute.store, attribute.name
+            found = place.take(key, values, ids, not attribute.of_edges)
+        else:
+            found = take_rows(values, ids, buffers=self._buffers)
         if real is not None:
             zeros = found.new_zeros(len(every), *found.shape[1:])
-            found = zeros.index_put_((real,), found)
+            found = zeros.index_put_((real.to(found.device),), found)
         return found
 
     def _shared_edge_index(self, out: Any) -> Tensor | None:
@@ -413,13 +441,18 @@ class Batcher:
                 if data.__cat_dim__(name, value, store) != 0:
                     continue
                 self._attributes.append(Attribute(store._key, name, value, of_edges))
-                empty[name] = placeholder_rows(len(value))
+                empty[name] = self._put(placeholder_rows(len(value)))
+            edges = store.get("edge_index")
+            if self._place is not None and type(edges) is Tensor:
+                empty["edge_index"] = self._place.shape_of(store._key, edges)
         return result
 
     # In the thread that iterates ------------------------------------------------------
 
     def finish(self, out: Any) -> Any:
         """Completes a minibatch in the thread that iterates, where the script's code runs."""
+        if self._side is not None:
+            out = self._side.received(out)
         loader = self._loader
         with self._reporting():
             if not self._late:
@@ -428,8 +461,8 @@ class Batcher:
                 data = out
             else:
                 data = loader.filter_fn(out)
-        pinned = loader.pin_memory and torch.cuda.is_available()
-        return pin_memory(data) if pinned else data
+        pinned = loader.pin_memory and self._place is None
+        return pin_memory(data) if pinned and torch.cuda.is_available() else data
 
     def _finished(
         self, out: Any, pools: Pools | None = None
@@ -442,8 +475,10 @@ class Batcher:
             return
         total, stores = 0, found[0][0].stores
         for value in (value for store in stores for value in store.values()):
-            if isinstance(value, Tensor) and value.layout == torch.strided:
-                total += value.nbytes
+            if isinstance(value, Tensor):  # of sparse matrices, their values
+                dense = value.layout == torch.strided
+                numbers = value.numel() if dense else value._nnz()
+                total += numbers * value.element_size()
         self._loader.batch_bytes = max(total, 1)
 
 
@@ -477,12 +512,16 @@ def _record_sampled_sizes(batch: Any, out: Any) -> None:
 
 
 def attach_sizes(batch: Any, sizes: dict[Any, int], seeds: dict[Any, int]) -> None:
-    """Attaches the sampled sizes to a minibatch's edges, also of a copy on a device."""
+    """Attaches the sampled sizes to a minibatch's edges, also on a device; see `carry`."""
     edges = edge_index_of(batch)
     if edges is None:
         return
     carry(edges, sizes, seeds)
-    follow(batch, edge_index_of, sizes, seeds)
+    every = list(edges.values()) if isinstance(edges, dict) else [edges]
+    if every and every[0].is_cpu:
+        follow(batch, edge_index_of, sizes, seeds)
+    elif every:
+        prepare(every[0])
 
 
 def edge_index_of(batch: Any) -> Any:

@@ -1,22 +1,22 @@
-"""Stores rows sharded over ranks: fetches them by id, caches and prices them."""
+"""Stores rows sharded over ranks behind PyG's FeatureStore: fetches, caches and prices them."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import HeteroData
+from torch_geometric.data import FeatureStore, TensorAttr
 
 from pyg_distcomm.comm import collectives, random
-from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
-from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.loader.device_placement import Placement, num_cached_rows
 from pyg_distcomm.loader.fetch import (
     EDGES,
     NODES,
@@ -26,6 +26,11 @@ from pyg_distcomm.loader.fetch import (
     Pool,
     Wanted,
     message_bytes,
+)
+from pyg_distcomm.loader.hot_rows import (
+    check_names,
+    row_scores,
+    top_scoring_ids,
 )
 from pyg_distcomm.loader.row_group import (
     RowGroup,
@@ -48,19 +53,30 @@ Attrs: TypeAlias = Mapping[Group, Sequence[str]] | None
 Rates: TypeAlias = Mapping[Group, Sequence[int]]
 
 
+_UNSET = TensorAttr().index
 _DRAWN = 0xFE7C  # separates the keys of fetched rows from other keys
 
 
-class DistFeatureStore:
+class RowsAttr(TensorAttr):
+    """Extends PyG's TensorAttr, which cannot compare an index that is an array."""
+
+    def is_set(self, key: str) -> bool:
+        """Returns whether a field is set."""
+        return getattr(self, key) is not _UNSET
+
+
+class DistFeatureStore(FeatureStore):
     """Stores rows of features, sharded over the ranks, and returns any of them by id.
 
     A group is None for the nodes of a graph of one type, `EDGES` for its edges, a node
     type, or an edge type. With P ranks and replication c, block i holds what ranks
     i c .. i c + c - 1 own; a rank fetches from the P/c ranks of its column.
 
-    `fetch` is collective over a column. Ids differ by rank, all other arguments are equal on
-    all ranks, and only one thread may call at a time. Methods that add groups and attributes
-    are collective over all ranks.
+    `fetch` is collective over a column, as is all that reads rows in PyG's way:
+    `store[group, name, ids]`, `get_tensor`; `store[ids]` where there is one attribute.
+    Ids differ by rank, all other arguments are equal on all ranks, and only one thread may
+    call at a time. An index of None means all rows, in order. Methods that add or remove
+    attributes are collective over all ranks.
 
     Price: a distinct row that is neither in the block nor in the cache travels once,
     with its id: 1 - c/P of the rows of random ids.
@@ -82,6 +98,7 @@ class DistFeatureStore:
         *,
         wire: Wire | Mapping[str, Wire] = None,
     ) -> None:
+        super().__init__(RowsAttr)
         by_name = wire if isinstance(wire, Mapping) else {}
         self._codecs = {name: fixed_size_codec(one) for name, one in by_name.items()}
         self._codec = fixed_size_codec(None if isinstance(wire, Mapping) else wire)
@@ -154,7 +171,11 @@ class DistFeatureStore:
         name: str = "x",
         wire: Wire = None,
     ) -> DistFeatureStore:
-        """Joins the parts `[n_q, ...]` that the ranks hold, in rank order; collective."""
+        """Joins the parts `[n_q, ...]` that the ranks hold, in rank order; collective.
+
+        That is what quiver-feature's DistTensor does; its `tensor[ids]` and `shape` are
+        there too.
+        """
         store = cls(channel, wire=wire)
         store._add_ranges(NODES, lengths(tensor, store.channel.world))
         store.add(NODES, name, tensor)
@@ -213,13 +234,9 @@ class DistFeatureStore:
             self._fill_cache(row_group, [name])
 
     @property
-    def attributes(self) -> list[tuple[Group, str]]:
-        """Returns the (group, name) of each attribute."""
-        return [
-            (group, name)
-            for group, row_group in self._row_groups.items()
-            for name in row_group.values
-        ]
+    def groups(self) -> list[Group]:
+        """Returns the groups of the store."""
+        return list(self._row_groups)
 
     def total(self, group: Group) -> int:
         """Returns the number of rows of a group over all ranks."""
@@ -272,6 +289,16 @@ class DistFeatureStore:
             )
         return self._row_groups[group]
 
+    def _group_with(self, group: Group, name: Any) -> RowGroup:
+        """Returns a group, or raises KeyError if it has no such attribute."""
+        row_group = self._row_group(group)
+        if name not in row_group.names:
+            raise KeyError(
+                f"got attribute {name!r}, but group {group!r} has {row_group.names}; take one "
+                "of them"
+            )
+        return row_group
+
     # Fetching -------------------------------------------------------------------------
 
     def fetch(
@@ -297,12 +324,18 @@ class DistFeatureStore:
             for group, asked in wanted.items()
         }
 
-    def fetch_unique(self, wanted: Wanted, attrs: Attrs = None) -> dict[Group, Pool]:
-        """Returns the distinct rows that `fetch` would, not yet in the order of the ids."""
+    def fetch_unique(
+        self, wanted: Wanted, attrs: Attrs = None, placement: Placement | None = None
+    ) -> dict[Group, Pool]:
+        """Returns the distinct rows that `fetch` would, not yet in the order of the ids.
+
+        With a placement they are on its device. So are, from the first fetch on, this
+        rank's own and cached rows, unless `rows_on` says otherwise.
+        """
         if not self._row_groups:
             return {}
         wanted, problem = self._checked(wanted)
-        return self.fetcher(attrs)(wanted, problem)
+        return replace(self.fetcher(attrs), placement=placement)(wanted, problem)
 
     def _checked(self, wanted: Wanted) -> tuple[Wanted, str | None]:
         groups, ranks = list(self._row_groups.values()), self.channel.world.size
@@ -313,11 +346,7 @@ class DistFeatureStore:
         columns = []
         for number, (group, row_group) in enumerate(self._row_groups.items()):
             for name in row_group.values if attrs is None else attrs.get(group, ()):
-                if name not in row_group.values:
-                    raise KeyError(
-                        f"got attribute {name!r}, but group {group!r} has "
-                        f"{list(row_group.values)}; take one of them"
-                    )
+                self._group_with(group, name)
                 key = random.fold(_DRAWN, zlib.crc32(f"{group}.{name}".encode()))
                 columns.append(FetchedColumn(number, row_group, name, exact, key))
         columns.sort(key=lambda column: -column.values.element_size())
@@ -367,6 +396,63 @@ class DistFeatureStore:
             "fetch_rows": exchange_price(sent, brought, axis.rank, 1),
         }
 
+    # A tensor of rows, where there is one attribute -----------------------------------
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, (Tensor, np.ndarray, slice, list)):
+            return self.get_tensor(*self._single(), key)
+        return super().__getitem__(key)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Returns the shape of all rows of the only attribute."""
+        return torch.Size(self._size(*self._single()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype of the only attribute."""
+        group, name = self._single()
+        dtype: torch.dtype = self._group_with(group, name).values[name].dtype
+        return dtype
+
+    def size(self, dim: int) -> int:
+        """Returns one size of the shape."""
+        return self.shape[dim]
+
+    def _single(self) -> tuple[Group, str]:
+        there = [(a.group_name, a.attr_name) for a in self.get_all_tensor_attrs()]
+        if len(there) != 1:
+            raise ValueError(
+                f"got a store with the attributes {there}, but it is one tensor only with one "
+                "attribute; use store[group, name, ids]"
+            )
+        return there[0]
+
+    # PyG's interface of a feature store -----------------------------------------------
+
+    def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
+        group, name = attr.group_name, attr.attr_name
+        if attr.index is not None:
+            raise ValueError(
+                "got part of an attribute, but a store takes whole attributes; give index=None"
+            )
+        if group not in self._row_groups:
+            self._add_group_like(group, tensor)
+        row_group = self._row_group(group)
+        if isinstance(tensor, DistTensor):
+            tensor = tensor.to_local()
+        self.add(group, name, own_rows(row_group, tensor))
+        return True
+
+    def _add_group_like(self, group: Group, tensor: Any) -> None:
+        """Adds the group of a first attribute: with its rows, or in equal blocks."""
+        if isinstance(tensor, DistTensor):
+            rows = tensor.rows
+            self.add_group(group, rows.gid, rows.total, rows.partition)
+            return
+        size = self.channel.world.size
+        self._add_ranges(group, balanced_split(tensor.shape[0], size))
+
     def _add_ranges(self, group: Group, sizes: Sequence[int]) -> None:
         """Adds a group whose rows are in consecutive ranges, rank by rank."""
         rank, size = self.channel.world.rank, len(sizes)
@@ -375,13 +461,97 @@ class DistFeatureStore:
         owner = torch.arange(size).repeat_interleave(torch.tensor(sizes))
         self.add_group(group, gid, sum(sizes), Partition.from_owner(owner, size))
 
+    def _get_tensor(self, attr: TensorAttr) -> Any:
+        return self._multi_get_tensor([attr])[0]
+
+    def _multi_get_tensor(self, attrs: list[TensorAttr]) -> list[Any]:
+        """Reads attributes in one fetch for each set of ids of a group."""
+        found: list[Any] = [None] * len(attrs)
+        left = list(range(len(attrs)))
+        while left:
+            index: dict[Group, Any] = {}
+            for k in left:
+                index.setdefault(attrs[k].group_name, attrs[k].index)
+            now = [k for k in left if attrs[k].index is index[attrs[k].group_name]]
+            names = {
+                group: [attrs[k].attr_name for k in now if attrs[k].group_name == group]
+                for group in index
+            }
+            rows = self._read(index, names)
+            for k in now:
+                found[k] = rows[attrs[k].group_name][attrs[k].attr_name]
+            left = [k for k in left if k not in now]
+        return found
+
+    def _read(
+        self, index: dict[Group, Any], names: dict[Group, list[str]]
+    ) -> dict[Group, dict[str, Tensor]]:
+        wanted = {}
+        for group, asked in index.items():
+            for name in names[group]:
+                row_group = self._group_with(group, name)
+            self.learn_owners(group)
+            wanted[group] = _ids(asked, row_group.total)
+        rows = self.fetch(wanted, names)
+        for group, asked in index.items():
+            if isinstance(asked, int):  # one row, without its dimension
+                rows[group] = {name: value[0] for name, value in rows[group].items()}
+            elif isinstance(asked, Tensor) and not asked.is_cpu:
+                rows[group] = {n: v.to(asked.device) for n, v in rows[group].items()}
+        return rows
+
+    def update_tensor(self, tensor: Any, *args: Any, **kwargs: Any) -> bool:
+        """Replaces the values of an attribute; on an error it keeps its old values."""
+        attr = self._tensor_attr_cls.cast(*args, **kwargs)
+        self._group_with(attr.group_name, attr.attr_name)
+        return bool(self.put_tensor(tensor, attr))
+
+    def _remove_tensor(self, attr: TensorAttr) -> bool:
+        row_group = self._group_with(attr.group_name, attr.attr_name)
+        for place in (row_group.values, row_group.codecs, row_group.cached_rows):
+            place.pop(attr.attr_name, None)
+        return True
+
+    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...]:
+        total, *rest = self._size(attr.group_name, attr.attr_name)
+        if isinstance(attr.index, int):
+            return tuple(rest)
+        return (len(_ids(attr.index, total)), *rest)
+
+    def _size(self, group: Group, name: Any) -> tuple[int, ...]:
+        row_group = self._group_with(group, name)
+        return (row_group.total, *row_group.values[name].shape[1:])
+
+    def get_all_tensor_attrs(self) -> list[TensorAttr]:
+        """Returns the attributes of the store."""
+        return [
+            RowsAttr(group, name)
+            for group, row_group in self._row_groups.items()
+            for name in row_group.names
+        ]
+
     def __repr__(self) -> str:
         there = {
-            group: list(row_group.values)
-            for group, row_group in self._row_groups.items()
+            group: row_group.names for group, row_group in self._row_groups.items()
         }
         blocks, c = self.channel.row.size, self.channel.replication
         return f"DistFeatureStore({there}, {blocks} blocks x {c})"
+
+
+def _ids(index: Any, total: int) -> Any:
+    """Returns the ids of an index of PyG's; all ids for None."""
+    if index is None:
+        return torch.arange(total)
+    if isinstance(index, int):
+        return torch.tensor([index])
+    if isinstance(index, slice):
+        return torch.arange(total)[index]
+    try:
+        ids = torch.as_tensor(index)
+    except (TypeError, ValueError):
+        return index  # refused later, on all ranks together
+    mask = ids.dtype == torch.bool and ids.shape == (total,)  # others are refused later
+    return ids.nonzero().view(-1) if mask else ids
 
 
 def _is_share(part: Any) -> bool:
@@ -401,135 +571,3 @@ def _row_cut(part: Any) -> Iterator[tuple[Group, str, DistTensor]]:
             yield (NODES if key is None else key), name, value
         elif edges is not None and value.rows.same_as(edges):
             yield EDGES, name, value
-
-
-# Which rows are cached -----------------------------------------------------------------
-
-
-def sum_over_out_edges(edge_index: DistEdgeIndex, x: Tensor) -> Tensor:
-    """Returns the sum over the out-edges of each source; collective.
-
-        z_u = sum over edges (u, v) of x_v
-
-    Shapes (this rank; n targets, m sources): x `[n]`, return `[m]`.
-    Price: a word for each distinct source on another rank.
-    """
-    local, m = edge_index.topology.locals, len(edge_index.sources)
-    part = x.new_zeros(m + local.halo.num_ghosts, 1)
-    source, target = local.ends.cpu()
-    part.index_add_(0, source, x[target].unsqueeze(1))
-    out, ghosts = part[:m].contiguous(), part[m:]
-    device = local.ends.device
-    arrive = local.halo.begin_transpose(ghosts.to(device))
-    return arrive(out.to(device)).squeeze(1).cpu()
-
-
-def out_degrees(data: Any) -> dict[Group, DistTensor]:
-    """Returns the out-degree of each node, float64 `[n_i]` by type; collective."""
-    rows = _nodes_by_type(data)
-    sums = {
-        group: torch.zeros(len(r), dtype=torch.float64) for group, r in rows.items()
-    }
-    for key, edge_index in _edge_index_by_type(data).items():
-        one = torch.ones(len(edge_index.nodes), dtype=torch.float64)
-        sums[key[0]] += sum_over_out_edges(edge_index, one)
-    return {group: DistTensor.wrap(sums[group], r) for group, r in rows.items()}
-
-
-def _edge_index_by_type(data: Any) -> dict[Any, DistEdgeIndex]:
-    """Returns the edge_index of each edge type; of (None, None) in a homogeneous graph."""
-    found = {}
-    for part in data.stores:
-        edge_index = part.get("edge_index")
-        if isinstance(edge_index, DistEdgeIndex):
-            found[(NODES, NODES) if part._key is None else part._key] = edge_index
-    if not found:
-        raise TypeError(
-            "got data without a partitioned edge_index, by which nodes are ranked; give a "
-            "share from pdc.partition"
-        )
-    return found
-
-
-def _nodes_by_type(data: Any) -> dict[Group, Rows]:
-    """Returns the row layout of the nodes of each type that has edges."""
-    found = {}
-    for key, edge_index in _edge_index_by_type(data).items():
-        found[key[0]], found[key[-1]] = edge_index.sources, edge_index.nodes
-    return found
-
-
-def top_scoring_ids(score: Tensor, gid: Tensor, count: int, axis: Axis) -> Tensor:
-    """Returns the `count` ids with the highest scores over all ranks, ascending; collective.
-
-    Ties go to the lower id, so the result does not depend on the partition.
-
-    Shapes: score `[n_i]` and gid `[n_i]`, ascending; return `[count]`, on every rank.
-    Price: at most one id and one score for every id of the group.
-
-    Raises:
-        ValueError: on all ranks, if a score is NaN, or there are not n_i.
-    """
-    problem = None
-    if score.shape != gid.shape:
-        problem = (
-            f"got scores {list(score.shape)}, wanted one for each of the {len(gid)} rows of "
-            "this rank; give these, or one for each row of all ranks"
-        )
-    elif bool(score.isnan().any()):
-        problem = "got NaN among the scores, wanted numbers; rank such rows by 0"
-    collectives.agree(problem, axis)
-    best = torch.sort(score.double(), descending=True, stable=True).indices[:count]
-    sizes = lengths(best, axis)
-    ids = collectives.all_gather_rows(gid[best], sizes, axis, "build")
-    scores = collectives.all_gather_rows(score.double()[best], sizes, axis, "build")
-    ids, order = ids.sort()
-    top = torch.sort(scores[order], descending=True, stable=True).indices[:count]
-    return ids[top].sort().values
-
-
-def num_cached_rows(size: float, total: int) -> int:
-    """Returns the number of rows of a cache whose size is a count, or a fraction of all."""
-    whole = isinstance(size, int) and not isinstance(size, bool)
-    if whole and size >= 0:
-        return min(int(size), total)
-    if isinstance(size, float) and 0 <= size <= 1:
-        return round(size * total)
-    raise ValueError(
-        f"cache={size!r} must be a number of rows (an int), or a fraction of all rows "
-        "(a float from 0.0 to 1.0); give one of these"
-    )
-
-
-def check_names(what: str, given: Any, there: Sequence[Any]) -> None:
-    """Raises ValueError, on all ranks alike, for a dictionary with unknown names."""
-    unknown = (
-        [one for one in given if one not in there] if isinstance(given, Mapping) else []
-    )
-    if unknown:
-        raise ValueError(
-            f"got {what} for {unknown}, but there are only {list(there)}; check the names"
-        )
-
-
-def row_scores(
-    data: Any, ranking: str | Tensor | Mapping[Group, Tensor]
-) -> Mapping[Group, Tensor]:
-    """Returns the score of each row, by group, by the ranking of `from_data`; collective."""
-    types = data.node_types if isinstance(data, HeteroData) else [NODES]
-    if isinstance(ranking, Mapping):
-        edges = data.edge_types if isinstance(data, HeteroData) else [EDGES]
-        check_names("ranking", ranking, [*types, *edges])
-        return ranking
-    if not isinstance(ranking, str):
-        if types != [NODES]:
-            raise ValueError(
-                "got one vector of scores as ranking, but nodes have the types "
-                f"{types}; give a dictionary with a vector for each"
-            )
-        return {NODES: ranking}
-    if ranking != "degree":
-        raise ValueError(
-            f"ranking={ranking!r} is not known; choose 'degree', or give scores"
-        )
-    return out_degrees(data)

@@ -19,6 +19,7 @@ from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
 from pyg_distcomm.kernels import core_cpu
 from pyg_distcomm.loader.batcher import Attribute, Pools, take_rows
+from pyg_distcomm.loader.device_placement import ON_HOST, Placement
 from pyg_distcomm.sampling.row_service import RowRound
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
@@ -170,11 +171,6 @@ class GroupQuery:
     kept: Tensor
 
     @property
-    def is_local(self) -> bool:
-        """Whether all rows lie in this block, and can be read in place."""
-        return 0 < len(self.here) == len(self.ids)
-
-    @property
     def away(self) -> Tensor:
         """Returns the ids of rows on other blocks, block by block."""
         return self.ids[self.order[len(self.order) - sum(self.counts) :]]
@@ -195,11 +191,13 @@ class Fetch:
         channel: the ranks of its row axis hold all blocks between them.
         row_groups: each RowGroup of the store, in the same order on all ranks.
         columns: the attributes to fetch, in the same order on all ranks.
+        placement: the device to put rows on; None for the host.
     """
 
     channel: ProcessGrid
     row_groups: Sequence[Any]
     columns: Sequence[FetchedColumn]
+    placement: Placement | None = None
 
     def __call__(self, wanted: Wanted, problem: str | None = None) -> dict[Group, Pool]:
         """Returns the distinct rows wanted, by group; collective.
@@ -380,11 +378,14 @@ class Fetch:
     ) -> Tensor:
         """Returns the tensor for the fetched rows of a column; received rows come last.
 
-        If all rows are local, it is the values of the column.
+        For a device it holds received rows only. If all rows are local and can be read in
+        place, it is the values of the column.
         """
         query = queries[column.number]
-        if query.is_local:
+        if self._reads_in_place(query):
             return column.values
+        if self.placement is not None:
+            return self.placement.receive_buffer(sum(query.counts), column.values)
         count = len(query.ids)
         return column.values.new_empty((count, *column.values.shape[1:]))
 
@@ -408,10 +409,11 @@ class Fetch:
         pending: collectives.Pending | None,
     ) -> dict[Group, Pool]:
         """Copies local and cached rows, decodes received ones, and returns the pools."""
+        direct = [self._reads_in_place(query) for query in queries]
         for column, rows in zip(self.columns, outputs, strict=True):
             query, row_group = queries[column.number], column.group
             here, kept = len(query.here), len(query.here) + len(query.kept)
-            if not query.is_local:
+            if not direct[column.number] and self.placement is None:
                 take_rows(column.values, query.here, rows[:here])
                 if kept > here:
                     take_rows(
@@ -431,6 +433,11 @@ class Fetch:
                 for column, some, part in _parts(self.columns, counts):
                     gid = away[column.number][some]
                     column.read(message[part], into[column][some], gid)
+        if self.placement is not None:
+            outputs = [
+                self._to_device(*one, queries)
+                for one in zip(self.columns, outputs, strict=True)
+            ]
         pools: dict[Group, Pool] = {}
         for number, (row_group, query) in enumerate(
             zip(self.row_groups, queries, strict=True)
@@ -438,9 +445,34 @@ class Fetch:
             if row_group.group in wanted:
                 pairs = zip(self.columns, outputs, strict=True)
                 rows_of = {c.name: rows for c, rows in pairs if c.number == number}
-                place = query.here if query.is_local else query.place
+                place = query.here if direct[number] else query.place
                 pools[row_group.group] = Pool(query.ids, place, rows_of)
         return pools
+
+    def _to_device(
+        self, column: FetchedColumn, rows: Tensor, queries: Sequence[GroupQuery]
+    ) -> Tensor:
+        """Returns the rows of a column on the device: local, cached, and received ones."""
+        place, query = self.placement, queries[column.number]
+        assert place is not None
+        row_group = column.group
+        key = row_group.group, column.name
+        if self._reads_in_place(query):
+            return place.rows(key, column.values)
+        parts = [place.take(key, column.values, query.here)]
+        if len(query.kept):
+            parts.append(
+                place.take(
+                    (*key, "kept"), row_group.cached_rows[column.name], query.kept
+                )
+            )
+        return torch.cat([*parts, place.send(rows)])
+
+    def _reads_in_place(self, query: GroupQuery) -> bool:
+        """Returns whether all rows of a query are local, and can be read in place."""
+        if self.placement is not None and self.placement.rows_on == ON_HOST:
+            return False
+        return 0 < len(query.here) == len(query.ids)
 
 
 def distinct(ids: Tensor, total: int) -> Tensor:
@@ -480,8 +512,8 @@ class ShareRows:
         found = collectives.all_gather_counts([int(same)], self.channel.world)
         return all(one for (one,) in found)
 
-    def fetch(self, outs: Sequence[Any]) -> Pools:
-        """Fetches the distinct rows that a bulk needs; collective.
+    def fetch(self, outs: Sequence[Any], placement: Placement | None = None) -> Pools:
+        """Fetches the distinct rows that a bulk needs, to a device if any; collective.
 
         One exchange of ids and one of rows for each store.
         """
@@ -490,7 +522,8 @@ class ShareRows:
         found: dict[Any, tuple[Any, Any]] = {}
         for fetch, attrs in self.fetches:
             some = {group: wanted[group] for group in attrs}
-            for group, pool in fetch(some).items():
+            pools = replace(fetch, placement=placement)(some)
+            for group, pool in pools.items():
                 for name in attrs[group]:
                     found[group, name] = pool.find, pool.rows[name]
         return {k: found[group_of(a), a.name] for k, a in enumerate(self.attributes)}

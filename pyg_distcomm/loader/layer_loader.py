@@ -1,4 +1,4 @@
-"""Loads minibatches with a fixed number of nodes per layer: LADIES, FastGCN."""
+"""Loads minibatches with a fixed number of nodes per layer or step: LADIES, FastGCN, HGT."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import NodeLoader
 
 from pyg_distcomm import plugins
-from pyg_distcomm.comm.random import fresh_seed
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.random import fold, fresh_seed, keyed_sample
 from pyg_distcomm.loader.base import BulkLoading
+from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     checked_seeds,
@@ -25,12 +28,14 @@ from pyg_distcomm.sampling.algebra import BulkMatrix
 from pyg_distcomm.sampling.graph_block import gathered, read_block
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, layer_numbers, rows_of_layers
 from pyg_distcomm.sampling.layer_sampler import KeyedLayerSampler
+from pyg_distcomm.sampling.neighbor_sampler import TypedSeeds
 from pyg_distcomm.sampling.partitioned import PartitionedLayerGraph
 from pyg_distcomm.sampling.rules import FastGCN, Ladies, Rule, UserRule, rule_name
 
 # seeds of a minibatch that weights are scaled for: at least, and at most with a batch_sampler
 _MIN_SEEDS, _MAX_SEEDS = 1 << 13, 1 << 20
 RULES = {"ladies": Ladies, "fastgcn": FastGCN}
+_HOP = 0x4867
 
 
 class DistLayerLoader(BulkLoading[Data], NodeLoader):
@@ -114,6 +119,7 @@ class DistLayerLoader(BulkLoading[Data], NodeLoader):
             graph = _partitioned_graph(source, chosen, weight_attr, most)
         else:
             input_nodes = checked_seeds(data, input_nodes)
+            drawing |= self.placement.sampling if self.placement else {}
             most = _most_rows(numbers, data, kwargs)
         local, seed = not isinstance(graph, PartitionedLayerGraph), self.options.seed
         sampler = KeyedLayerSampler(
@@ -210,3 +216,172 @@ def _partitioned_graph(
         sample_at=source.options.sample_at,
         most_rows=MOST_ROWS if most_rows is None else most_rows,
     )
+
+
+class HGTLoader(DistNeighborLoader[HeteroData]):
+    """Loads minibatches with a fixed number of nodes of each type per step ([Hu20] Alg. 1).
+
+    As PyG's class, whose arguments it takes; torch-sparse is not needed. A node not yet
+    drawn has the budget
+
+        b_u = sum over edges u -> v, v drawn, of 1 / (in-edges of v of this type),
+
+    and a step draws `num_samples` nodes of a type, without replacement, with chances as
+    b_u^2; the batch has all edges between its nodes, the seeds first. PyG's class takes 50
+    random in-edges of a node that has more, here all count.
+
+    Ranks, bulks, keys and states are as in `DistNeighborLoader`; of a share, batches are
+    those of the whole graph, bit for bit.
+
+    Args:
+        data: a HeteroData, or a share of one.
+        num_samples: nodes to draw at each step, for each type or by type.
+        input_nodes, is_sorted, transform, transform_sampler_output, filter_per_worker: as in
+            PyG.
+        options, **kwargs: as in `DistNeighborLoader`; without `draws`.
+
+    Price: of a share, all in-edges of each node drawn, once per bulk and step.
+
+    Raises:
+        TypeError: for a graph without node types.
+        ValueError: for numbers below 0, or an unknown node type; and if ranks ask for
+            different numbers.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        num_samples: Sequence[int] | dict[str, Sequence[int]],
+        input_nodes: Any,
+        is_sorted: bool = False,
+        transform: Callable | None = None,
+        transform_sampler_output: Callable | None = None,
+        filter_per_worker: bool | None = None,
+        *,
+        options: LoaderOptions | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(data, HeteroData):
+            raise TypeError(
+                "HGTLoader takes a HeteroData, or a share of one, got "
+                f"{type(data).__name__}; for one node type, see DistLayerLoader"
+            )
+        with errors_on_all_ranks(ranks_of(data)):
+            refuse_draws(options, "HGTLoader")
+            if kwargs.get("neighbor_sampler") is not None:
+                raise ValueError(
+                    "HGTLoader draws by budgets alone; leave neighbor_sampler out"
+                )
+            self.num_samples = _numbers(num_samples, list(data.node_types))
+        super().__init__(
+            data,
+            [],
+            input_nodes=input_nodes,
+            is_sorted=is_sorted,
+            subgraph_type="induced",
+            transform=transform,
+            transform_sampler_output=transform_sampler_output,
+            filter_per_worker=filter_per_worker,
+            options=options,
+            **kwargs,
+        )
+        source = self.partitioned_source
+        if source is not None:  # else ranks would wait for exchanges that never come
+            world = source.mesh.world
+            every = collectives.all_gather_object(repr(self.num_samples), world)
+            if len(set(every)) > 1:
+                raise ValueError(
+                    f"num_samples differs by rank: {every}; give all the same"
+                )
+
+    def _describe(self) -> dict[str, Any]:
+        return {**super()._describe(), "num_samples": self.num_samples}
+
+    def _sample(self, inputs: Any) -> Any:
+        return super()._sample(self._draw_nodes([inputs])[0])
+
+    def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
+        return super()._sample_bulk(self._draw_nodes(inputs))
+
+    def _draw_nodes(self, bulk: Sequence[Any]) -> list[TypedSeeds]:
+        """Draws the nodes of each minibatch; collective for a share."""
+        sampler = self.node_sampler
+        types, ends = sampler.node_types, sampler.ends
+        budgets = [
+            _Budgets(types, inputs.input_type, inputs.node, sampler.key_of(inputs))
+            for inputs in bulk
+        ]
+        for hop in range(max((len(n) for n in self.num_samples.values()), default=0)):
+            for number, (source, target) in enumerate(ends):
+                nodes = [budget.fresh[types[target]] for budget in budgets]
+                relation, places = sampler.in_edges(number, nodes)
+                row = relation.row[:: relation.stride]
+                for budget, place in zip(budgets, places, strict=True):
+                    budget.add(types[source], relation.colptr, row, place)
+            for budget in budgets:
+                budget.step(hop, self.num_samples)
+        return [
+            TypedSeeds(inputs.input_id, b.node, inputs.input_type, inputs.time, b.key)
+            for inputs, b in zip(bulk, budgets, strict=True)
+        ]
+
+
+class _Budgets:
+    """Draws the nodes of one minibatch step by step, by the budgets of their neighbours.
+
+    Attributes:
+        node: by type, the nodes drawn, in order.
+        fresh: by type, the nodes drawn at the last step.
+    """
+
+    def __init__(self, types: list[str], seeds: str, ids: Tensor, key: int) -> None:
+        none = torch.empty(0, dtype=torch.int64)
+        self.node = {name: ids.long() if name == seeds else none for name in types}
+        self.fresh, self.key = dict(self.node), key
+        self._known: dict[str, list[tuple[Tensor, Tensor]]] = {n: [] for n in types}
+
+    def add(self, name: str, colptr: Tensor, row: Tensor, place: Tensor) -> None:
+        """Adds the in-edges of rows `place` to the budgets of their sources, of type `name`."""
+        begin, count = colptr[place], colptr[place + 1] - colptr[place]
+        within = torch.arange(int(count.sum())) - torch.repeat_interleave(
+            count.cumsum(0) - count, count
+        )
+        source = row[torch.repeat_interleave(begin, count) + within].long()
+        share = torch.repeat_interleave(1.0 / count.double(), count)
+        self._known[name].append((source, share))
+
+    def step(self, hop: int, numbers: dict[str, list[int]]) -> None:
+        """Draws the nodes of a step."""
+        for number, name in enumerate(self.node):
+            count = numbers[name][hop] if hop < len(numbers[name]) else 0
+            node, budget = self._budget(name)
+            key = fold(self.key, _HOP, hop, number)
+            drawn = node[keyed_sample(key, node, budget.square(), count)]
+            self.fresh[name] = drawn
+            self.node[name] = torch.cat([self.node[name], drawn])
+
+    def _budget(self, name: str) -> tuple[Tensor, Tensor]:
+        """Returns the nodes with a budget, ascending, and their budgets, float64."""
+        if not self._known[name]:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0).double()
+        source, share = (
+            torch.cat(part) for part in zip(*self._known[name], strict=True)
+        )
+        node, where = torch.unique(source, return_inverse=True)
+        budget = torch.zeros(len(node), dtype=torch.float64)
+        budget.index_add_(0, where, share)
+        self._known[name] = [(node, budget)]
+        left = ~torch.isin(node, self.node[name])
+        return node[left], budget[left]
+
+
+def _numbers(given: Any, types: list[str]) -> dict[str, list[int]]:
+    """Returns the number of nodes of each type to draw at each step."""
+    named = given if isinstance(given, dict) else dict.fromkeys(types, given)
+    unknown = sorted(set(named) - set(types))
+    if unknown:
+        raise ValueError(f"num_samples has {unknown}; the node types are {types}")
+    found = {name: [int(n) for n in named.get(name, ())] for name in types}
+    if any(n < 0 for numbers in found.values() for n in numbers):
+        raise ValueError(f"num_samples must be 0 or more, got {given!r}")
+    return found

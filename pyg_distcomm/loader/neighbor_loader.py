@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, FeatureStore, GraphStore
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
 from torch_geometric.sampler import NegativeSampling
 from torch_geometric.sampler.base import SubgraphType
@@ -70,7 +70,7 @@ class DistNeighborLoader(BulkLoading[Graph], NeighborLoader):
 
     def __init__(
         self,
-        data: Graph,
+        data: Graph | tuple[FeatureStore, GraphStore],
         num_neighbors: Any,
         input_nodes: Any = None,
         input_time: Any = None,
@@ -154,7 +154,7 @@ class DistLinkNeighborLoader(BulkLoading[Graph], LinkNeighborLoader):
 
     def __init__(
         self,
-        data: Graph,
+        data: Graph | tuple[FeatureStore, GraphStore],
         num_neighbors: Any,
         edge_label_index: Any = None,
         edge_label: Any = None,

@@ -31,13 +31,14 @@ not. Rows of a `DistEmbedding`, and parts of parameters (DTensor, FSDP), are lef
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ from pyg_distcomm.process import PROCESS
 
 TIMEOUT = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
 GRACE = 15.0  # seconds to wait, unless split=True, for ranks that may never come
+_BEAT = 0.5  # seconds between heartbeats of a rank that others wait for
 ADVICE = (
     "A loader shards its batches over the ranks, so all ranks have to build it; for a loader "
     "of a single rank, for instance to evaluate on rank 0, pass split=False"
@@ -106,6 +108,7 @@ class Notes:
         world: the ranks, more than one.
         loader_id: the loader.
         mesh: the mesh of the script, if there is one: failures are reported there.
+        about: which of several exchanges of the loader this is.
     """
 
     def __init__(
@@ -113,15 +116,16 @@ class Notes:
         world: World,
         loader_id: LoaderId,
         mesh: Mesh | None = None,
+        about: str = "",
     ) -> None:
         mesh = latest_mesh() if mesh is None else mesh
         self._watch = None if mesh is None else mesh.everyone.watch
         self.world, self._loaders_before = world, len(PROCESS.loaders)
         store = StoreMailbox(dist.distributed_c10d._get_default_store())
         self._common = store.within("pyg_distcomm/loader")
-        while self._is_unshared(f"place/{loader_id}"):
+        while self._is_unshared(f"place/{loader_id}{about}"):
             loader_id = LoaderId.next(loader_id.kind)
-        self._key = f"place/{loader_id}"
+        self._key = f"place/{loader_id}{about}"
         self._store = self._common.within(self._key)
         self.name = str(loader_id)
         self._waited: Wait | None = None
@@ -148,6 +152,26 @@ class Notes:
         begun = f"begun/{self.name}/{epoch}"
         PROCESS.loaders.append(("begun", begun))
         self._common.set(f"{begun}/{self.world.rank}", "")
+
+    @contextlib.contextmanager
+    def heartbeat(self) -> Iterator[None]:
+        """Sends heartbeats during a slow block that ends by posting this rank's note."""
+        stop = threading.Event()
+
+        def beat() -> None:
+            count = 0
+            with contextlib.suppress(RuntimeError):
+                while not stop.wait(_BEAT):
+                    count += 1
+                    self._store.set(f"alive/{self.world.rank}", str(count))
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
 
     @property
     def _timeout(self) -> float:
@@ -210,13 +234,18 @@ class Notes:
         if not self._missing():
             return []
         self._set_waiting_at(self._key)
+        since, alive = 0.0, ""
         wait: Wait | None = None
         if self._watch is not None:
             here = threading.get_ident()
             wait = self._waited = Wait(self._watch.places, self.name, here)
 
         def look(seconds: float) -> bool:
-            stop = enough(self._missing(), seconds)  # at a mutual wait the key stays
+            nonlocal since, alive
+            missing = self._missing()
+            before, alive = alive, self._heartbeats(missing)
+            since = since if before == alive else seconds
+            stop = enough(missing, seconds - since)  # at a mutual wait the key stays
             try:
                 if self._watch is not None and not stop:
                     self._watch.raise_reported()  # a rank that failed will not come
@@ -287,6 +316,12 @@ class Notes:
             return ""  # it has posted its note meanwhile, and may wait elsewhere now
         built = self._common.within(there).check([str(self.world.rank)])
         return "" if built else there
+
+    def _heartbeats(self, ranks: list[int]) -> str:
+        """Returns the latest heartbeats of ranks, as one text."""
+        keys = [f"alive/{rank}" for rank in ranks]
+        late = self._store.missing(keys)
+        return " ".join(k + self._store.get(k).decode() for k in keys if k not in late)
 
 
 # Steps of optimizers ------------------------------------------------------------------

@@ -69,6 +69,18 @@ class LoaderOptions:
         embedding: of a share: a `DistEmbedding` that the model looks up by `batch.n_id`, or
             a dictionary of them by node type: who has which of its rows is found out with
             the bulk, so that a step moves rows and gradients alone.
+        device: where minibatches are sampled, relabelled and their rows gathered, and where
+            they lie: the same minibatches as on the host (None), bit for bit, in bulks made
+            on a stream of their own while the last one trains. Of a Data or a HeteroData
+            that each rank holds whole, on the host; not with workers. A state of one device
+            is good on another. Memory there: the topology, 8 bytes per edge more for draws
+            by weight, and the rows. A share is sampled on the host, and the device holds
+            this rank's rows, and those that `features` keeps.
+        graph_on, rows_on: "pinned" to leave the graph, or the rows of nodes and edges, in
+            pinned host memory, where a CUDA device reads them by Triton; or "device". Rows
+            may also stay where they are, "host", which picks those that travel.
+        cache: of pinned rows, how many nodes' (of each type, those that most edges leave) the
+            device keeps: a count (int) or a fraction (float).
     """
 
     seed: int | None = None
@@ -82,6 +94,10 @@ class LoaderOptions:
     sample_at: str = "owner"
     features: DistFeatureStore | None = None
     embedding: Any = None
+    device: Any = None
+    graph_on: str = "device"
+    rows_on: str = "device"
+    cache: float = 0
 
     @staticmethod
     def checked(
@@ -146,8 +162,8 @@ class LoaderOptions:
             isinstance(value, DistTensor) for s in data.stores for value in s.values()
         ):
             raise ValueError(
-                "got a share of pdc.partition without edges to sample; give the whole "
-                "graph an edge_index before it is partitioned"
+                "got a share of pdc.partition without edges to sample; give the whole graph, "
+                "or load batches of its rows"
             )
         used = {
             "topology='partitioned'": self.topology == "partitioned",
@@ -166,6 +182,16 @@ class LoaderOptions:
         return False
 
     def _check_share(self) -> None:
+        if self.graph_on == "pinned":
+            raise ValueError(
+                "got graph_on='pinned', but a partitioned graph is sampled on the hosts of "
+                "all ranks; leave graph_on out, or give each rank the whole graph"
+            )
+        if self.cache:
+            raise ValueError(
+                f"got cache={self.cache!r}, which is for a graph that each rank holds "
+                "whole; for a share give features=DistFeatureStore.from_data(..., cache=N)"
+            )
         if self.split is False:
             raise ValueError(
                 "split=False is for a loader of one rank's own, but a partitioned graph "

@@ -114,7 +114,8 @@ class PartitionedSource:
         """Returns the attributes to fetch from a store, without those of earlier stores."""
         known = {(group_of(a), a.name) for a in self.rows.attributes}
         found: dict[Any, list[str]] = {}
-        for group, name in store.attributes:
+        for held in store.get_all_tensor_attrs():
+            group, name = held.group_name, held.attr_name
             if (group, name) in known:
                 continue
             key, of_edges = (None, True) if group == EDGES else (group, False)
@@ -216,7 +217,7 @@ class PartitionedSource:
         for store in self.stores:
             for attribute in self.rows.attributes:
                 group = group_of(attribute)
-                if attribute.of_edges and (group, attribute.name) in store.attributes:
+                if attribute.of_edges and group in store.groups:
                     store.learn_owners(group)
         self.rows.learned = True
 
@@ -283,8 +284,11 @@ def _comparable(options: LoaderOptions) -> dict[str, Any]:
     """Returns options by name, objects by whether they are there, to compare over ranks."""
     types = options.embedding
     types = sorted(types, key=str) if isinstance(types, Mapping) else types is not None
+    device = None if options.device is None else torch.device(options.device).type
     given = {"features": options.features is not None, "embedding": types}
-    return vars(options) | given
+    return (
+        vars(options) | given | {"device": device}
+    )  # each rank has a device of its own
 
 
 def _rows_of_embeddings(data: Any, embedding: Any) -> dict[Any, Rows]:
@@ -354,7 +358,7 @@ def _with_placeholders(data: Data | HeteroData) -> Any:
 def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
     """Returns a share without the attributes that a store has."""
     rest: Any = copy.copy(data)
-    held = set(store.attributes)
+    held = {(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()}
     for part in rest.stores:
         key = part._key
         for name, value in list(part.items()):

@@ -59,6 +59,11 @@ class RowGroup:
         """Returns the number of ids."""
         return self.index.total
 
+    @property
+    def names(self) -> list[str]:
+        """Returns the names of the attributes."""
+        return list(self.values)
+
 
 def as_rows(values: Any) -> Tensor:
     """Returns rows as a contiguous CPU tensor, without copying memory-mapped files.
@@ -262,7 +267,7 @@ def problem_of(
                     f"got group {group!r}, but the store has {list(groups)}; take one of them"
                 )
             total, what = groups[group].total, f"ids of group {group!r}"
-            ids = found[group] = checked_ids(asked, what)
+            ids = found[group] = checked_ids(asked, what, total)
             check_range(ids, total, what)
             if isinstance(asked, tuple):
                 owner = torch.as_tensor(asked[1]).cpu().long()
@@ -284,9 +289,9 @@ def ids_of(asked: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     return torch.as_tensor(ids).cpu()
 
 
-def checked_ids(asked: Any, what: str) -> Tensor:
+def checked_ids(asked: Any, what: str, total: int) -> Tensor:
     """Returns ids as a vector of integers, or raises ValueError."""
-    wanted = f"{what} must be a vector of integers"
+    wanted = f"{what} must be a vector of integers (or in an index, a mask of {total})"
     try:
         ids = ids_of(asked)
     except (TypeError, ValueError, RuntimeError):

@@ -2,8 +2,9 @@
 
 On a share a layer is PyG's, op by op; see [Note: below autograd] in `sharded/dist_tensor.py`.
 Here its arguments are checked, its link takes the place of the exchange of source rows (see
-`propagating.py`), sums of rows become products of the grid, and layers of PyG that are known to
-read no more than the two ends of their edges run on own rows and ghosts.
+`propagating.py`), sums of rows become products of the grid, a cap on memory cuts it
+into chunks (`capped.py`), and layers of PyG that are known to read no more than the two ends
+of their edges run on own rows and ghosts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.graph.local_adjacency import stays
 from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.nn.capped import within_cap
 from pyg_distcomm.nn.layer_context import (
     Explained,
     LayerContext,
@@ -46,7 +48,7 @@ from pyg_distcomm.nn.local_products import (
     usable,
 )
 from pyg_distcomm.nn.message_forms import adds_rows, layers_of
-from pyg_distcomm.nn.propagating import adding, exchanging, keeps_rows, spilling
+from pyg_distcomm.nn.propagating import adding, exchanging, keeps_rows
 from pyg_distcomm.sharded.agreement import compare_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.partial import entered
@@ -77,7 +79,7 @@ def run_on_share(
         capped = topology.nodes.memory is not None
         how: Any = adding(conv, topology)
         if capped:
-            how = spilling(topology)
+            how = within_cap(conv, topology, args, kwargs)
         elif _adds_relations(conv, topology, (*args, *kwargs.values())):
             how = contextlib.nullcontext()
         with how:
@@ -304,7 +306,7 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     drops = getattr(conv, "dropout", 0.0) > 0
     if not link or (drops and topology.chunked):
         return False
-    if topology.nodes.memory is not None:
+    if topology.nodes.memory is not None:  # in chunks instead
         return False
     adds = "propagate" in vars(conv) or adds_rows(conv)  # by a product
     adds = adds and not _adds_relations(conv, topology, (x,))

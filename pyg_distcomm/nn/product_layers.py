@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from pyg_distcomm.graph.topology import OperatorKind, Topology
+from pyg_distcomm.nn.capped import spilling
 from pyg_distcomm.nn.halo_conv import one_hop, run_any, run_on_share
 from pyg_distcomm.nn.layer_context import (
     Explained,
@@ -35,7 +36,6 @@ from pyg_distcomm.nn.layer_context import (
 )
 from pyg_distcomm.nn.local_products import run_gcn, run_sage
 from pyg_distcomm.nn.message_forms import AGGREGATIONS
-from pyg_distcomm.nn.propagating import spilling
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.sharded.agreement import compare_parameters
 from pyg_distcomm.sharded.dist_tensor import DistTensor

@@ -20,7 +20,6 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.graph.product_cache import same_storage
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.halo import NAMES, exchange
-from pyg_distcomm.kernels.memory import has_saved_tensors_hooks
 from pyg_distcomm.nn.layer_context import LayerContext, warn_about_grid
 from pyg_distcomm.nn.message_forms import (
     AGGREGATIONS,
@@ -36,36 +35,6 @@ from pyg_distcomm.sharded.edges import DistEdgeIndex
 from pyg_distcomm.sharded.ids import ids_of
 
 _MOST = 64  # edges that layers derive from those of a graph, as those of each relation
-
-
-@contextlib.contextmanager
-def spilling(topology: Topology) -> Iterator[None]:
-    """Keeps what autograd saves in a block within the memory cap of the nodes, if any.
-
-    Does nothing where other hooks for saved tensors are active, as in torch's checkpointing.
-    """
-    cap = topology.nodes.memory
-    if cap is None or has_saved_tensors_hooks() or not torch.is_grad_enabled():
-        yield
-        return
-
-    def pack(x: Tensor) -> Any:
-        if type(x) is not DistTensor:
-            return cap.pack(x) if type(x) is Tensor else x
-        if not x.dtype.is_floating_point:  # ids, with what is planned for them
-            return x
-        return cap.pack(x.local), x.rows, x.dim_
-
-    def unpack(saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        if isinstance(saved, tuple):
-            local, rows, dim = saved
-            return DistTensor(cap.unpack(local), rows, dim)
-        return cap.unpack(saved)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
 
 
 @contextlib.contextmanager

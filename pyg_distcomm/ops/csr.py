@@ -248,16 +248,21 @@ def spgemm(q: CSR, a: CSR) -> CSR:
     Sums run in the order of Q's and A's entries, so the bits depend on neither threads nor
     neighbouring rows; integers are exact (int64, which wraps). Values None are ones. A
     product is int64 or, where a value is a float, of their common float type. Entries that
-    add up to zero are kept. Both matrices lie on the host.
+    add up to zero are kept. On a device, by operations of torch: the same bits.
 
     Price: linear in products, and a sort of the columns of each row.
 
     Raises:
-        ValueError: for widths that differ.
+        ValueError: for widths or devices that differ.
     """
     if q.pattern.num_cols != a.pattern.shape[0]:
         raise ValueError(
             f"Q has {q.pattern.num_cols} columns, but A has {a.pattern.shape[0]} rows"
+        )
+    if q.pattern.col.device != a.pattern.col.device:
+        raise ValueError(
+            f"Q lies on {q.pattern.col.device}, and A on {a.pattern.col.device}; move one "
+            "of them, by q.pattern.moved(lambda t: t.to(device)) and its values"
         )
     p, o = q.pattern, a.pattern
     left, right = (p.rowptr, p.col, q.value), (o.rowptr, o.col, a.value)

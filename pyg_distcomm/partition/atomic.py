@@ -23,6 +23,7 @@ import shutil
 import socket
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -240,6 +241,18 @@ def read_whole(path: Path, mmap: bool = False) -> Any:
         raise ValueError(
             f"{path}: cannot be read ({why}); remove it, or save it anew"
         ) from error
+
+
+def keep_file(value: Any, path: Path, what: str) -> None:
+    """Saves a value in a file for later runs, whole or not at all; warns if that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as aside:
+            write_whole(aside, value)
+    except OSError as error:
+        warnings.warn(
+            f"{what} are not kept: {write_problem(error, path)}", stacklevel=2
+        )
 
 
 def sha256(path: Path) -> str:

@@ -23,18 +23,13 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.nn.capped import PADDED
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 _CHUNK_NORMS = (
     *(_NormBase, pyg.BatchNorm, pyg.HeteroBatchNorm, pyg.InstanceNorm, pyg.GraphNorm),
     *(pyg.GraphSizeNorm, pyg.PairNorm, pyg.MeanSubtractionNorm, pyg.DiffGroupNorm),
-)
-# aggregations that pad the messages of all nodes to one size
-_PADDED = (
-    *(pyg.GRUAggregation, pyg.LSTMAggregation, pyg.MLPAggregation, pyg.LCMAggregation),
-    *(pyg.SetTransformerAggregation, pyg.GraphMultisetTransformer),
-    *(pyg.SortAggregation, pyg.PatchTransformerAggregation),
 )
 _CACHED_LAYERS = (pyg.GCNConv, pyg.GCN2Conv)  # ours ignore cached=True: the plan caches
 _PASSED_BY_NAME = frozenset(("x", "edge_index"))
@@ -172,7 +167,7 @@ def _check(layer: StackLayer) -> None:
                 "torch.nn.LayerNorm or PyG's LayerNorm(mode='node'), which normalise each "
                 "node, or train without a pipeline"
             )
-        if isinstance(module, _PADDED):
+        if isinstance(module, PADDED):
             raise ValueError(
                 f"{layer} pads the messages of each node to the largest degree of the graph "
                 f"({type(module).__name__}), which one chunk does not know; use another "

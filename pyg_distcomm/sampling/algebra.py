@@ -52,17 +52,21 @@ class BulkNodes:
 
     @staticmethod
     def of(parts: Sequence[Tensor]) -> BulkNodes:
-        """Stacks one vector of ids for each minibatch."""
+        """Stacks one vector of ids for each minibatch, on their device."""
         ids = [part.to(torch.int64) for part in parts]
         sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
         if not ids:
             return BulkNodes(sizes, offsets(sizes))
-        return BulkNodes(torch.cat(ids), offsets(sizes))
+        return BulkNodes(torch.cat(ids), offsets(sizes).to(ids[0].device))
 
     @property
     def batch(self) -> Tensor:
         """Returns the minibatch of each node [total]."""
         return torch.repeat_interleave(self.ptr.diff(), output_size=len(self.id))
+
+    def to(self, device: torch.device) -> BulkNodes:
+        """Returns the same nodes on a device."""
+        return BulkNodes(self.id.to(device), self.ptr.to(device))
 
     def split(self) -> list[Tensor]:
         """Returns one vector of ids for each minibatch."""

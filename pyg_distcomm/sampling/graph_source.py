@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +11,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import (
+    Data,
+    FeatureStore,
+    GraphStore,
+    HeteroData,
+    remote_backend_utils,
+)
+from torch_geometric.data.graph_store import EdgeLayout
 from torch_geometric.sampler.utils import to_csc
 
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
@@ -142,7 +150,47 @@ def read_weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
     return weight.contiguous()
 
 
-Source: TypeAlias = Data | HeteroData
+def _csc(graph: GraphStore, backward: bool) -> Any:
+    """Returns (colptr, row, perm), or one dictionary of each by edge type."""
+    if backward:
+        colptr, row, perm = graph.csr()
+    else:
+        row, colptr, perm = graph.csc()
+    return colptr, row, perm
+
+
+def _times(features: FeatureStore, name: str | None) -> dict[Any, Tensor]:
+    if name is None:
+        return {}
+    attrs = [
+        copy.copy(a) for a in features.get_all_tensor_attrs() if a.attr_name == name
+    ]
+    for attr in attrs:
+        attr.index = None  # all of it
+    found = {
+        a.group_name: t
+        for a, t in zip(attrs, features.multi_get_tensor(attrs), strict=True)
+    }
+    of_nodes = {isinstance(group, str) for group in found}
+    if not found or (len(of_nodes) > 1 and None not in found):
+        raise ValueError(
+            f"time attribute '{name}' must be of node types or of edge types, and of one "
+            f"kind only; the feature store has it for {list(found)}"
+        )
+    return found
+
+
+def _single(times: dict[Any, Tensor]) -> Tensor:
+    if len(times) != 1:
+        raise ValueError(
+            "Temporal sampling specified but did not find any temporal data"
+            if not times
+            else f"more than one group has times: {list(times)}"
+        )
+    return next(iter(times.values()))
+
+
+Source: TypeAlias = Data | HeteroData | tuple[FeatureStore, GraphStore]
 EdgeType = tuple[str, str, str]
 
 # `PROCESS.topologies` caches the relations of edge tensors that are alive, so that loaders
@@ -173,6 +221,7 @@ def read_topology(
     time_attr: str | None = None,
     weight_attr: str | None = None,
     is_sorted: bool = False,
+    backward: bool = False,
 ) -> SampledTopology:
     """Reads a graph, with its times and weights if their names are given.
 
@@ -182,15 +231,19 @@ def read_topology(
         ValueError: if an attribute is missing or ambiguous, a weight is negative or not
             finite, an id is out of range, or edges are not sorted as `is_sorted` claims.
     """
-    if not isinstance(data, (Data, HeteroData)):
-        raise TypeError(
-            f"got a {type(data).__name__}, wanted a Data or a HeteroData; convert it, or give "
-            "the loader a neighbor_sampler of PyG's"
-        )
-    _check_whole(data)
-    check_names(data, time_attr, weight_attr)
-    read = _homogeneous if isinstance(data, Data) else _heterogeneous
-    return read(data, time_attr, weight_attr, is_sorted)  # type: ignore[operator]
+    if isinstance(data, (Data, HeteroData)):
+        _check_whole(data)
+        check_names(data, time_attr, weight_attr)
+    if isinstance(data, Data):
+        return _homogeneous(data, time_attr, weight_attr, is_sorted, backward)
+    if isinstance(data, HeteroData):
+        return _heterogeneous(data, time_attr, weight_attr, is_sorted, backward)
+    if isinstance(data, tuple) and len(data) == 2:
+        return _from_stores(data, time_attr, weight_attr, backward)
+    raise TypeError(
+        f"got a {type(data).__name__}, wanted a Data, a HeteroData or a pair (FeatureStore, "
+        "GraphStore); convert it"
+    )
 
 
 def _check_whole(data: Data | HeteroData) -> None:
@@ -209,11 +262,27 @@ def _check_whole(data: Data | HeteroData) -> None:
             )
 
 
+def remember(
+    edge_index: Tensor,
+    data: Data | HeteroData,
+    edge_type: EdgeType | None,
+    relation: Relation,
+) -> None:
+    """Caches a relation that was built from an `edge_index` of this graph."""
+    ends = (None, None) if edge_type is None else (edge_type[0], edge_type[2])
+    sizes = tuple(_size((data if e is None else data[e]).num_nodes) for e in ends)
+    plain = replace(relation, source=0, target=0)
+    PROCESS.topologies.setdefault(edge_index, []).append(
+        ((edge_index._version, sizes, False, False), plain)
+    )
+
+
 def _homogeneous(
     data: Data,
     time_attr: str | None,
     weight_attr: str | None,
     is_sorted: bool,
+    backward: bool,
 ) -> SampledTopology:
     node_time = edge_time = None
     if time_attr is not None:
@@ -227,7 +296,9 @@ def _homogeneous(
         weight = read_weights(data[weight_attr], weight_attr)
     n = _size(data.num_nodes)
     with naming_edge_type(None):
-        relation = _relation(data, (n, n), node_time, edge_time, weight, is_sorted)
+        relation = _relation(
+            data, (n, n), node_time, edge_time, weight, is_sorted, backward
+        )
     graph = SampleGraph((n,), (relation,), (node_time,))
     return SampledTopology(graph, [None], [None], _dtype(data))
 
@@ -237,6 +308,7 @@ def _heterogeneous(
     time_attr: str | None,
     weight_attr: str | None,
     is_sorted: bool,
+    backward: bool,
 ) -> SampledTopology:
     node_types, edge_types = data.metadata()
     node_time, edge_time = _hetero_times(data, time_attr)
@@ -254,7 +326,9 @@ def _heterogeneous(
             times = node_time.get(source), edge_time.get(edge_type)
             ends = sizes[index[source]], sizes[index[target]]
             store = data[edge_type]
-            relation = _relation(store, ends, *times, weight, is_sorted)
+            relation = _relation(store, ends, *times, weight, is_sorted, backward)
+            if backward:
+                source, target = target, source
             relations.append(
                 replace(relation, source=index[source], target=index[target])
             )
@@ -278,6 +352,83 @@ def _hetero_times(
     )
 
 
+def _from_stores(
+    stores: tuple[FeatureStore, GraphStore],
+    time_attr: str | None,
+    weight_attr: str | None,
+    backward: bool,
+) -> SampledTopology:
+    """Reads a graph of stores, with times by the rules of PyG's own sampler."""
+    if weight_attr is not None:
+        raise NotImplementedError(
+            "'weight_attr' is not supported for (FeatureStore, GraphStore) inputs, whose "
+            "edges have no attributes; pass a Data or HeteroData"
+        )
+    features, store = stores
+    edge_attrs = store.get_all_edge_attrs()
+    for attr in edge_attrs if time_attr is not None else ():
+        if attr.layout == EdgeLayout.CSR or not attr.is_sorted:
+            raise ValueError(
+                "Temporal sampling from a GraphStore requires edges in COO or CSC layout, "
+                "sorted by destination, and by time within the edges of a node"
+            )
+    edge_types = list(dict.fromkeys(attr.edge_type for attr in edge_attrs))
+    times = _times(features, time_attr)
+    if edge_types == [None]:
+        node_types, sizes = [None], [max(edge_attrs[0].size)]
+        time = _single(times) if time_attr is not None else None
+        # PyG takes an attribute named 'time' as times of nodes, any other as times of edges
+        by_node = time_attr == "time"
+        node_time, edge_time = [time if by_node else None], [None if by_node else time]
+        parts = [_csc(store, backward)]
+    else:
+        names = [a.group_name for a in features.get_all_tensor_attrs()]
+        names = [name for name in names if isinstance(name, str)]
+        names += [end for s, _, t in edge_types for end in (s, t)]
+        node_types = list(dict.fromkeys(names))
+        sizes = [int(remote_backend_utils.num_nodes(*stores, t)) for t in node_types]
+        node_time = [times.get(t) for t in node_types]
+        edge_time = [times.get(t) for t in edge_types]
+        colptr, row, perm = _csc(store, backward)
+        parts = [(colptr[k], row[k], perm.get(k)) for k in edge_types]
+    clocks = tuple(_read_times(t, time_attr) for t in node_time)
+    index = {name: k for k, name in enumerate(node_types)}
+    relations = []
+    for key, part, time in zip(edge_types, parts, edge_time, strict=True):
+        source, target = (0, 0) if key is None else (index[key[0]], index[key[2]])
+        ends = (target, source) if backward else (source, target)
+        with naming_edge_type(key):
+            clock = _read_times(time, time_attr)
+            relations.append(
+                _relation_of_store(part, ends, sizes, clock, clocks[ends[0]])
+            )
+    graph = SampleGraph(tuple(sizes), tuple(relations), clocks)
+    return SampledTopology(graph, node_types, edge_types, torch.int64)
+
+
+def _read_times(time: Tensor | None, name: str | None) -> Tensor | None:
+    return None if time is None else read_times(time, str(name))
+
+
+def _relation_of_store(
+    part: tuple[Tensor, Tensor, Tensor | None],
+    ends: tuple[int, int],
+    sizes: list[int],
+    time: Tensor | None,
+    node_time: Tensor | None,
+) -> Relation:
+    """Returns the relation of one edge type of stores, from (colptr, row, perm)."""
+    (colptr, row, perm), (source, target) = part, ends
+    _check_length("edges", row.numel(), "times", time)
+    _check_length("nodes", sizes[source], "times", node_time)
+    if time is not None and perm is not None:
+        time = time[perm.long()]
+    check_csc(colptr, row, (sizes[source], sizes[target]))
+    relation = replace(_from_csc(colptr, row, perm, source, target), time=time)
+    check_times(relation, node_time)
+    return relation
+
+
 def _relation(
     store: Any,
     sizes: tuple[int, int],
@@ -285,18 +436,20 @@ def _relation(
     edge_time: Tensor | None,
     weight: Tensor | None,
     is_sorted: bool,
+    backward: bool,
 ) -> Relation:
-    """Returns the relation of one store."""
+    """Returns the relation of one store; sources and targets are swapped if backward."""
     _check_length("source nodes", sizes[0], "times", node_time)
     edge_index = store.get("edge_index")
     if edge_index is None:
-        colptr, row, perm = to_csc(store, device="cpu")
-        check_csc(colptr, row, sizes)
+        way = {"to_transpose": True} if backward else {}  # from PyG 2.7 on
+        colptr, row, perm = to_csc(store, device="cpu", **way)
+        check_csc(colptr, row, sizes[::-1] if backward else sizes)
         relation = _from_csc(colptr, row, perm, 0, 0)
     else:
         # checked before edges are sorted by time: a kernel follows that order
         _check_length("edges", edge_index.size(-1), "times", edge_time)
-        built_for = (sizes, is_sorted, node_time, edge_time)
+        built_for = (sizes, is_sorted, backward, node_time, edge_time)
         relation = _from_edges(edge_index, *built_for)
     if weight is None and edge_time is None:
         check_times(relation, node_time) if is_sorted else None
@@ -318,13 +471,14 @@ def _from_edges(
     edge_index: Tensor,
     sizes: tuple[int, int],
     is_sorted: bool,
+    backward: bool,
     node_time: Tensor | None,
     edge_time: Tensor | None,
 ) -> Relation:
     """Builds the relation of an edge_index, or returns the cached one."""
     clock = edge_time if node_time is None else node_time
     kept = clock is None and not edge_index.is_inference()  # that has no version
-    memo = (edge_index._version if kept else 0, sizes, is_sorted)
+    memo = (edge_index._version if kept else 0, sizes, is_sorted, backward)
     if kept:
         for made_for, relation in PROCESS.topologies.get(edge_index, ()):
             if made_for == memo:
@@ -338,15 +492,16 @@ def _from_edges(
             f"edge_index must be an integer tensor [2, E], got {list(edges.shape)} of "
             f"{edges.dtype}"
         )
-    (source, target), (source_size, target_size) = edges, sizes
+    source, target = edges[1 if backward else 0], edges[0 if backward else 1]
+    source_size, target_size = sizes[::-1] if backward else sizes
     check_ids(source, source_size, "source")
     check_ids(target, target_size, "target")
     colptr = _offsets(target, target_size)
     if is_sorted:
         if target.numel() and bool((target[1:] < target[:-1]).any()):
             raise ValueError(
-                "is_sorted=True, but the edges are not sorted by their target; sort them, or "
-                "leave is_sorted out"
+                "is_sorted=True, but the edges are not sorted by their "
+                f"{'source' if backward else 'target'}; sort them, or leave is_sorted out"
             )
         relation = Relation(0, 0, colptr, _own_copy(source), 1)
     else:

@@ -21,10 +21,11 @@ Parallel edges count as one entry, of their sum.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -179,6 +180,7 @@ class LocalLayerGraph:
         #: the largest row sum of A (or A + I) among these rows
         self.peak = self._peak()
         self.scale = self._scale(self.peak if peak is None else peak)
+        self._host_graph: LocalLayerGraph | None = None  # the original of a device copy
         self._loops: Tensor | None = None  # the column of each row's self-loop, if any
         if rule.loops:
             self._loops = torch.arange(num_nodes) if gid is None else gid
@@ -214,6 +216,38 @@ class LocalLayerGraph:
         relation = graph.relations[0]
         return LocalLayerGraph(relation, graph.sizes[0], rule, most_rows=most_rows)
 
+    @property
+    def arrays(self) -> list[Tensor | None]:
+        """Returns the tensors that hold the edges."""
+        return [self._ptr, self._col, self._edge, self._weight, self._value]
+
+    def on(self, device: torch.device, pinned: bool = False) -> LocalLayerGraph:
+        """Copies a graph of all rows to a device; the copy keeps a reference to this one.
+
+        Args:
+            device: where it multiplies.
+            pinned: whether edges stay in host memory, pinned, and the device reads them there.
+        """
+
+        def near(t: Tensor | None) -> Any:
+            return None if t is None else t.to(device)
+
+        def far(t: Tensor | None) -> Any:
+            if t is None or not pinned:
+                return near(t if t is None else t.contiguous())
+            return t.contiguous().pin_memory()
+
+        other = copy.copy(self)
+        other._host_graph, other._loops = self, near(self._loops)
+        other._total, other._row_weight = near(self._total), near(self._row_weight)
+        other._ptr, other._col, other._edge = map(
+            far, (self._ptr, self._col, self._edge)
+        )
+        other._weight, other._value = far(self._weight), far(self._value)
+        if self._diagonal is not None:
+            other._diagonal = other._loops, near(self._diagonal[1])
+        return other
+
     def sums(self, rows: BulkNodes) -> BulkMatrix:
         """Returns `P = Q W` over the rows held here, [k, n] int64.
 
@@ -233,6 +267,8 @@ class LocalLayerGraph:
 
     def column_sums(self) -> Tensor:
         """Returns the sums of W over the rows held here, [n] int64. Linear in edges."""
+        if self._host_graph is not None:
+            return self._host_graph.column_sums().to(self._row_weight.device)
         out = torch.zeros(self.num_nodes, dtype=torch.int64)
         value = self._value
         if value is None:
@@ -256,15 +292,16 @@ class LocalLayerGraph:
         loop, at = entry < 0, entry.clamp(min=0)
         weight = torch.ones_like(entry, dtype=torch.float64)
         if self._weight is not None and len(self._weight):
-            weight = torch.where(loop, weight, self._weight[at])
+            weight = torch.where(loop, weight, kernels.read_rows(self._weight, at))
         edge = entry
         if self._edge is not None and len(self._edge):
-            edge = self._edge[at].long().masked_fill(loop, -1)
+            edge = kernels.read_rows(self._edge, at).long().masked_fill(loop, -1)
         return LayerEdges(row, col, edge, weight / self._total[place[row]])
 
     def _find(self, rows: BulkNodes) -> tuple[Tensor, Tensor]:
         """Returns the local position of each row, and whether the row is held here."""
-        check_nodes(rows, self.num_nodes, "rows")
+        if self._host_graph is None:  # rows for a device copy are checked before
+            check_nodes(rows, self.num_nodes, "rows")
         if self._gid is None:
             return rows.id, torch.ones_like(rows.id).bool()
         if not len(self._gid):

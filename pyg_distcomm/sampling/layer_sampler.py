@@ -56,6 +56,7 @@ from pyg_distcomm.sampling.layer_graph import (
     layer_numbers,
     rows_of_layers,
 )
+from pyg_distcomm.sampling.neighbor_sampler import explaining_out_of_memory
 from pyg_distcomm.sampling.rules import GraphSAGE, Ladies, Rule, UserRule, rule_name
 
 OPTIONS = (None, "normalized", "importance", "debiased")
@@ -203,6 +204,9 @@ class KeyedLayerSampler(BaseSampler):
             finely weights are rounded (`layer_graph`). Default: 8192 seeds, and as many nodes
             as are drawn.
         seed: of calls that bring no key (default: taken from torch's generator).
+        device: where minibatches are drawn from a Data that lies on the host, and lie: the
+            same bits. None for the host.
+        pinned: whether the edges stay in pinned host memory, which a CUDA device reads.
 
     Raises:
         ValueError: for numbers below -1, options that do not fit, seeds out of range,
@@ -221,6 +225,8 @@ class KeyedLayerSampler(BaseSampler):
         weight_attr: str | None = None,
         most_rows: int | None = None,
         seed: int | None = None,
+        device: torch.device | None = None,
+        pinned: bool = False,
     ) -> None:
         super().__init__()
         check_weights(weights, replace)
@@ -231,6 +237,14 @@ class KeyedLayerSampler(BaseSampler):
             raise ValueError(
                 "GraphSAGE draws for each node by itself: use KeyedNeighborSampler"
             )
+        self.device = device
+        if device is not None:
+            if not isinstance(self.graph, LocalLayerGraph):
+                raise ValueError(
+                    f"device={str(device)!r} is for a Data; leave it out, or give one"
+                )
+            with explaining_out_of_memory(device, pinned, self.graph.arrays):
+                self.graph = self.graph.on(device, pinned)
         self.num_nodes_per_layer = numbers
         self.weights, self.replace = weights, replace
         self.keep_batch = self.rule.keeps_batch if keep_batch is None else keep_batch
@@ -267,6 +281,8 @@ class KeyedLayerSampler(BaseSampler):
         keys = [self._key(each) for each in inputs]
         batch = BulkNodes.of([_seeds(each.node) for each in inputs])
         check_nodes(batch, self.graph.num_nodes, "seeds")
+        if self.device is not None:
+            batch = batch.to(self.device)
         seed_columns = None
         if self.keep_batch:
             seed_columns = torch.unique(batch.batch * self._step + batch.id)
@@ -275,7 +291,9 @@ class KeyedLayerSampler(BaseSampler):
         seeds = most if self.keep_batch else 0
         for number, s in enumerate(self.num_nodes_per_layer):
             each = torch.tensor([fold(key, number) for key in keys], dtype=torch.int64)
-            layers.append(self._layer(rows, seed_columns, s, each, most))
+            layers.append(
+                self._layer(rows, seed_columns, s, each.to(batch.id.device), most)
+            )
             rows = layers[-1].cols
             most = seeds + (self.graph.num_nodes if s < 0 else s)
         return _outputs(inputs, batch, layers)

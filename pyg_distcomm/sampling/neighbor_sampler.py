@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_geometric.sampler import (
     BaseSampler,
     EdgeSamplerInput,
@@ -26,8 +29,10 @@ from torch_geometric.sampler.base import DataType, NumNeighbors, SubgraphType
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
+from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_choice, keyed_unit
-from pyg_distcomm.kernels.minibatch import Minibatch, Request, UnweightedNode
+from pyg_distcomm.comm.store import joined_mesh
+from pyg_distcomm.kernels.minibatch import Minibatch, Relation, Request, UnweightedNode
 from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
 
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
@@ -67,6 +72,25 @@ class KeyedNegatives(NegativeSampling):
         return keyed_choice(key, weight, num_samples)
 
 
+@dataclass
+class TypedSeeds:
+    """Holds seeds of several node types, like a `NodeSamplerInput` of one.
+
+    Args:
+        input_id: the positions of the seeds in the loader's list.
+        node: node ids, by node type.
+        input_type: the node type whose store gets PyG's attributes of seeds.
+        time: the times of the seeds, by type, or None.
+        key: the key of the draws, or None.
+    """
+
+    input_id: Tensor
+    node: dict[Any, Tensor]
+    input_type: Any
+    time: dict[Any, Tensor] | None = None
+    key: int | None = None
+
+
 def keyed_negatives(
     given: NegativeSampling | None, key: int
 ) -> NegativeSampling | None:
@@ -92,16 +116,18 @@ class KeyedNeighborSampler(NeighborSampler):
     ids are those of the data, so `edge_permutation` is None.
 
     Args:
-        data: a Data or a HeteroData.
+        data: a Data, a HeteroData or a (FeatureStore, GraphStore).
         num_neighbors: in-edges to draw for each node at each hop, -1 for all; or a
             dictionary of such lists by edge type.
         subgraph_type, replace, disjoint, temporal_strategy, time_attr, weight_attr,
-        is_sorted, share_memory, directed: as in PyG.
+        is_sorted, share_memory, directed, sample_direction: as in PyG.
         draws: "neighbor", each node draws by itself; or "labor", the nodes of a
             hop draw the same sources where they can ([Balin23]): each draws those of
             its in-edges with the least -log(u_s) / w, u_s being one random number of
             source s. What a node draws has one distribution by both.
         seed: of all draws (default: taken from torch's generator).
+        device: where to sample, and what is sampled lies; None for the host.
+        pinned: whether a device reads the graph from pinned host memory.
 
     Raises:
         ValueError: for a fan-out below -1, bad ids, weights or times, unknown draws, and for
@@ -121,28 +147,34 @@ class KeyedNeighborSampler(NeighborSampler):
         is_sorted: bool = False,
         share_memory: bool = False,
         directed: bool = True,
+        sample_direction: str = "forward",
         *,
         draws: str = "neighbor",
         seed: int | None = None,
+        device: torch.device | None = None,
+        pinned: bool = False,
     ) -> None:
         # PyG's __init__ sorts the edges differently, and raises without pyg-lib if times or
         # weights are used; all attributes that it would set are set here
         BaseSampler.__init__(self)
-        _check_options(temporal_strategy, directed)
+        _check_options(sample_direction, temporal_strategy, time_attr, directed)
         self.draws = check_draws(draws, replace)
+        self._device = device, pinned
         self.data_type = DataType.from_data(data)
-        self.sample_direction = "forward"
+        self.sample_direction = sample_direction
         self.time_attr, self.weight_attr = time_attr, weight_attr
+        backward = sample_direction == "backward"
         self._topology = self._read(
             data,
             time_attr=time_attr,
             weight_attr=weight_attr,
             is_sorted=is_sorted,
+            backward=backward,
         )
         # share_memory is ignored: forked workers share pages, others get a copy (below)
         self._draw: Any = None
         self._copy: SampledTopology | None = None  # the copy for other processes
-        self._name_types()
+        self._name_types(backward)
         self.perm = None
         self.num_neighbors = _fan_out_lists(num_neighbors)
         self.replace = replace
@@ -158,23 +190,42 @@ class KeyedNeighborSampler(NeighborSampler):
     def _read(self, data: Source, **options: Any) -> SampledTopology:
         return read_topology(data, **options)
 
-    def _name_types(self) -> None:
-        """Sets the attributes of the graph that PyG's methods read."""
+    def _name_types(self, backward: bool) -> None:
+        """Sets the attributes of the graph that PyG's methods and its users read."""
         topology, graph = self._topology, self._topology.graph
         self.node_types = topology.node_types
         self.edge_types = topology.edge_types
-        edge_time = {
-            k: r.time
-            for k, r in _named(self.edge_types, graph.relations).items()
-            if r.time is not None
-        }
-        clocks = _named(self.node_types, graph.time)
-        node_time = {k: t for k, t in clocks.items() if t is not None}
         hetero = topology.edge_types != [None]
-        sizes = _named(self.node_types, graph.sizes)
-        self.num_nodes: Any = sizes if hetero else graph.sizes[0]
-        self.node_time = (node_time or None) if hetero else node_time.get(None)
-        self.edge_time = (edge_time or None) if hetero else edge_time.get(None)
+        clocks, relations = _named(self.node_types, graph.time), graph.relations
+        edges = _named(self.edge_types, relations)
+        node_time = {k: t for k, t in clocks.items() if t is not None}
+        edge_time = {k: r.time for k, r in edges.items() if r.time is not None}
+        weight = {k: r.weight for k, r in edges.items() if r.weight is not None}
+        if hetero:
+            self.num_nodes: Any = _named(self.node_types, graph.sizes)
+            self.node_time = node_time or None
+            self.edge_time = edge_time or None
+            self.edge_weight = weight or None
+        else:
+            self.num_nodes = graph.sizes[0]
+            self.node_time = node_time.get(None)
+            self.edge_time = edge_time.get(None)
+            self.edge_weight = weight.get(None)
+            self.colptr = relations[0].colptr
+        self.to_backward_edge_type: dict[Any, Any] = {}
+        if backward and hetero:
+            self.to_backward_edge_type = {k: _reversed(k) for k in self.edge_types}
+            self.to_restored_edge_type = {_reversed(k): k for k in self.edge_types}
+            self.edge_types = list(self.to_restored_edge_type)
+        if hetero:
+            self.to_rel_type = {k: "__".join(k) for k in self.edge_types}
+            self.to_edge_type = {v: k for k, v in self.to_rel_type.items()}
+
+    @property
+    def row(self) -> Tensor:
+        """Returns the sources of the edges, by target, as PyG's sampler has them."""
+        relation = self._topology.graph.relations[0]
+        return relation.row[:: relation.stride]
 
     @property
     def is_hetero(self) -> bool:
@@ -194,6 +245,22 @@ class KeyedNeighborSampler(NeighborSampler):
             "time_attr": self.time_attr,
             "temporal_strategy": self.temporal_strategy if self.is_temporal else None,
         }
+
+    def key_of(self, inputs: Any) -> int:
+        """Returns the key of a sampler's input; or the next of a counter."""
+        key = getattr(inputs, "key", None)
+        return self._next_key() if key is None else key
+
+    def in_edges(
+        self, number: int, nodes: Sequence[Tensor]
+    ) -> tuple[Relation, Sequence[Tensor]]:
+        """Returns a relation with all in-edges of nodes, and the rows of the nodes in it."""
+        return self._topology.graph.relations[number], nodes
+
+    @property
+    def ends(self) -> list[tuple[int, int]]:
+        """Returns the numbers of the source and target type of each relation."""
+        return [(r.source, r.target) for r in self._topology.graph.relations]
 
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
         """Samples around nodes; see `torch_geometric.sampler.BaseSampler`."""
@@ -222,17 +289,19 @@ class KeyedNeighborSampler(NeighborSampler):
         self, inputs: Any, neg_sampling: NegativeSampling | None
     ) -> tuple[Request, Callable[[Output], Output]]:
         """Returns the request for a minibatch, and a function that completes its output."""
-        key = getattr(inputs, "key", None)
-        key = self._next_key() if key is None else key
+        key = self.key_of(inputs)
         if isinstance(inputs, EdgeSamplerInput):
             seed, time, finish = self._edge_seeds(inputs, key, neg_sampling)
             return self._request(seed, time, key), finish
         seed, time, kind = inputs.node, inputs.time, inputs.input_type
 
         def complete(out: Output) -> Output:
+            if isinstance(seed, dict):
+                out.metadata = inputs.input_id, inputs.time
+                return out
             return node_sample(inputs, lambda *_: out)
 
-        if kind is not None:
+        if kind is not None and not isinstance(seed, dict):
             given = {kind: seed}, None if time is None else {kind: time}
             return self._request(*given, key), complete
         return self._request(seed, time, key), complete
@@ -268,10 +337,18 @@ class KeyedNeighborSampler(NeighborSampler):
         return *seeds[0], finish
 
     def _to_bidirectional(self, out: Output) -> Output:
-        """Adds reverse edges, if they are asked for."""
+        """Adds reverse edges on the host: of parallel edges, a device keeps any."""
         if self.subgraph_type != SubgraphType.bidirectional:
             return out
-        return out.to_bidirectional(keep_orig_edges=self.keep_orig_edges)
+        here, home = copy.copy(out), tree_leaves(out.node)[0].device
+        for name in ("row", "col", "edge"):
+            moved = tree_map_only(Tensor, Tensor.cpu, getattr(out, name))
+            setattr(here, name, moved)
+        both: Output = here.to_bidirectional(keep_orig_edges=self.keep_orig_edges)
+        for name in ("row", "col", "edge", "orig_row", "orig_col"):
+            moved = tree_map_only(Tensor, lambda t: t.to(home), getattr(both, name))
+            setattr(both, name, moved)
+        return both
 
     def _next_key(self) -> int:
         worker = torch.utils.data.get_worker_info()
@@ -305,7 +382,10 @@ class KeyedNeighborSampler(NeighborSampler):
     def _draw_all(self, requests: Sequence[Request]) -> list[Minibatch]:
         """Draws minibatches from the graph."""
         if self._draw is None:
-            self._draw = kernels.neighbor_sampler(self._topology.graph)
+            graph = self._topology.graph
+            held = [t for r in graph.relations for t in (r.colptr, r.row, r.weight)]
+            with explaining_out_of_memory(*self._device, held):
+                self._draw = kernels.neighbor_sampler(graph, *self._device)
         try:
             return [self._draw(request) for request in requests]
         except UnweightedNode as error:
@@ -375,6 +455,8 @@ class KeyedNeighborSampler(NeighborSampler):
             found.node = [t.to(dtype) for t in found.node]
             found.edge_index = [t.to(dtype) for t in found.edge_index]
         row, col = [e[0] for e in found.edge_index], [e[1] for e in found.edge_index]
+        if self.sample_direction == "backward":
+            row, col = col, row
         counted = self.subgraph_type != SubgraphType.induced
         out: Any
         if not hetero:
@@ -433,7 +515,17 @@ def _fan_out_lists(given: Any) -> Any:
     return given
 
 
-def _check_options(temporal_strategy: str, directed: bool) -> None:
+def _check_options(
+    sample_direction: str, temporal_strategy: str, time_attr: str | None, directed: bool
+) -> None:
+    if sample_direction not in ("forward", "backward"):
+        raise ValueError(
+            f"sample_direction must be 'forward' or 'backward', got {sample_direction!r}"
+        )
+    if sample_direction == "backward" and time_attr is not None:
+        raise NotImplementedError(
+            "Temporal Sampling not yet supported for backward sampling"
+        )
     if temporal_strategy not in ("uniform", "last"):
         raise ValueError(
             f"temporal_strategy must be 'uniform' or 'last', got {temporal_strategy!r}"
@@ -458,6 +550,11 @@ def check_draws(draws: str, replace: bool) -> str:
     return draws
 
 
+def _reversed(edge_type: Any) -> Any:
+    source, name, target = edge_type
+    return target, name, source
+
+
 def _named(names: list[Any], values: Sequence[Any]) -> dict[Any, Any]:
     return dict(zip(names, values, strict=True))
 
@@ -475,3 +572,15 @@ def _check_seeds(ids: Tensor, size: int, name: str | None) -> None:
         raise ValueError(
             f"seeds{kind} span {low} .. {high}, but there are {size} nodes (0 .. {size - 1})"
         )
+
+
+def explaining_out_of_memory(
+    device: torch.device | None, pinned: bool, held: Sequence[Tensor | None]
+) -> AbstractContextManager[None]:
+    """Raises, if a graph does not fit on a device, with the bytes it needs and what to do."""
+    if device is None or pinned:
+        return nullcontext()
+    size = sum(t.nbytes for t in held if t is not None)
+    less = "graph_on='pinned', which the device reads in host memory"
+    about = "the graph of a loader", lambda: size, watch_of(joined_mesh()), device
+    return needing(*about, instead=(less,))

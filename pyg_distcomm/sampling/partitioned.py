@@ -104,6 +104,11 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         self._sampler: Any = kernels.neighbor_sampler(self.block.topology.graph)
 
     def _read(self, data: Any, **options: Any) -> SampledTopology:
+        if options.pop("backward"):
+            raise ValueError(
+                "sample_direction='backward' needs the out-edges of nodes, which lie with "
+                "other ranks; partition a graph with its edges turned around"
+            )
         self.block: GraphBlock = read_block(data, self.channel, **options)
         return self.block.topology
 
@@ -125,6 +130,12 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         """Sets the times of all nodes of a type: negative ends of links must not be later."""
         times: Any = {**(self.node_time or {}), name: time} if self.is_hetero else time
         self.node_time = times
+
+    def in_edges(
+        self, number: int, nodes: Sequence[Tensor]
+    ) -> tuple[Relation, Sequence[Tensor]]:
+        """Fetches all in-edges of nodes; collective, see `RemoteRows.fetch`."""
+        return self._rows.fetch(number, nodes)
 
     def sample_bulk(
         self,

@@ -4,7 +4,7 @@ from torch_geometric.data.hetero_data import HeteroData
 from typing_extensions import reveal_type
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import LinkNeighborLoader
+from pyg_distcomm.loader import HGTLoader, LinkNeighborLoader
 from pyg_distcomm.nn import GATConv
 
 
@@ -14,3 +14,5 @@ def load(whole: HeteroData) -> None:
     reveal_type(GATConv(16, 4))  # DistGATConv
     for batch in LinkNeighborLoader(share, [5], neg_sampling="binary"):
         reveal_type(batch)  # HeteroData
+    for drawn in HGTLoader(share, [8, 8], "paper"):
+        reveal_type(drawn)  # HeteroData

@@ -6,6 +6,8 @@ from typing_extensions import reveal_type
 
 import pyg_distcomm as pdc
 from pyg_distcomm.loader import (
+    ClusterData,
+    ClusterLoader,
     DistLayerLoader,
     LoaderOptions,
     NeighborLoader,
@@ -20,6 +22,8 @@ def load(whole: Data, conv: torch.nn.Module) -> None:
     for batch in loader:
         reveal_type(batch)  # Data
         conv(batch.x, batch.edge_index)
+    for part in ClusterLoader(ClusterData(whole, 4), batch_size=2):
+        reveal_type(part)  # Data
     for layered in DistLayerLoader(whole, [8, 8], "ladies"):
         reveal_type(layered)  # Data
     reveal_type(SAGEConv(16, 4))  # DistSAGEConv

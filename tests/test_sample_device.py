@@ -1,0 +1,683 @@
+"""The sampler of devices draws the minibatches of the CPU's, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+from functools import partial
+
+import numpy as np
+import pytest
+import second_device
+import tiers
+import torch
+import worlds
+from batches import arguments
+from test_sample_kernels import graph, request, same
+from torch_geometric.data import Data, HeteroData
+
+import pyg_distcomm as pdc
+from pyg_distcomm.kernels import matrix_ops, sample_ops
+from pyg_distcomm.kernels.minibatch import Minibatch, UnweightedNode
+from pyg_distcomm.kernels.registry import Op
+from pyg_distcomm.kernels.sample_cpu import Sampler
+from pyg_distcomm.kernels.sample_device import DeviceSampler
+from pyg_distcomm.loader import (
+    ClusterData,
+    ClusterLoader,
+    DistFeatureStore,
+    DistLayerLoader,
+    GraphSAINTEdgeSampler,
+    GraphSAINTRandomWalkSampler,
+    HGTLoader,
+    LinkNeighborLoader,
+    LoaderOptions,
+    NeighborLoader,
+    RandomNodeLoader,
+    ShaDowKHopSampler,
+    device_placement,
+)
+from pyg_distcomm.loader.device_placement import HOST
+from pyg_distcomm.ops.id_plan import route_of
+from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def on_host(found):
+    lists = found.node, found.tree, found.edge_index, found.edge
+    moved = [t if t is None else [a.cpu() for a in t] for t in lists]
+    return Minibatch(*moved, found.nodes_per_hop, found.edges_per_hop)
+
+
+def outcome(sampler, wanted):
+    try:
+        return sampler(wanted)
+    except UnweightedNode as error:
+        return str(error), error.relation
+
+
+RULES = {
+    "plain": {},
+    "replace": {"replace": True},
+    "weighted": {"weighted": True},
+    "weighted, replace": {"weighted": True, "replace": True},
+    "labor": {"labor": True},
+    "weighted labor": {"weighted": True, "labor": True},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@tiers.parametrize(
+    ("hetero", "rule", "timed", "latest", "disjoint", "induced", "table"),
+    [
+        case
+        for case in itertools.product(
+            [False, True], RULES, [(), ("node",), ("edge",)], *[[False, True]] * 4
+        )
+        if case[2] or not case[3]
+    ],
+    slice(0, None, 9),
+)
+def test_device_equals_cpu(
+    hetero, rule, timed, latest, disjoint, induced, table, device, monkeypatch
+):
+    if not table:
+        monkeypatch.setattr("pyg_distcomm.kernels.sample_device.TABLE", 0)
+    options = dict(RULES[rule])
+    weighted = options.pop("weighted", False)
+    for pairs, dtype in ((True, torch.int32), (False, torch.int64)):
+        g = graph(hetero, pairs=pairs, dtype=dtype, weighted=weighted, timed=timed)
+        for key, fan_out in enumerate([(4, 3, 2), (-1, 2), (0, 5), (60, 1), (1,)]):
+            wanted = request(
+                g,
+                fan_out,
+                2**62 + key,
+                disjoint=disjoint,
+                induced=induced,
+                timed=bool(timed),
+                latest=latest,
+                **options,
+            )
+            theirs, ours = (
+                outcome(sampler, wanted)
+                for sampler in (Sampler(g), DeviceSampler(g, torch.device(device)))
+            )
+            if isinstance(theirs, tuple):
+                assert ours == theirs
+            else:
+                same(on_host(ours), theirs)
+
+
+def data(seed=0, n=70, edges=500):
+    g = torch.Generator().manual_seed(seed)
+    found = Data(
+        x=torch.randn(n, 5, generator=g),
+        edge_index=torch.randint(n, (2, edges), generator=g),
+        edge_attr=torch.randn(edges, 3, generator=g),
+        y=torch.randint(4, (n,), generator=g),
+        train_mask=torch.rand(n, generator=g) < 0.5,
+        weight=torch.rand(edges, generator=g),
+        time=torch.randint(9, (n,), generator=g),
+        edge_time=torch.randint(9, (edges,), generator=g),
+    )
+    found.half, found.note = found.x.half(), "kept"
+    found.odd = torch.randint(9, (n, 3), generator=g).to(torch.uint8)
+    return found
+
+
+def typed(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    found = HeteroData()
+    for kind, n in (("a", 40), ("b", 25)):
+        found[kind].x = torch.randn(n, 4, generator=g)
+        found[kind].time = torch.randint(9, (n,), generator=g)
+    for one, other in (("a", "b"), ("b", "a"), ("a", "a")):
+        high = torch.tensor([[found[one].num_nodes], [found[other].num_nodes]])
+        store = found[one, f"{one}{other}", other]
+        store.edge_index = (torch.rand(2, 200, generator=g) * high).long()
+        store.edge_attr = torch.randn(200, 2, generator=g)
+        store.weight = torch.rand(200, generator=g)
+    return found
+
+
+def alike(one, other, device):
+    one, other = one.to_dict(), other.to_dict()
+    assert str(one.keys()) == str(other.keys())
+    for name, value in one.items():
+        match(value, other[name], device, name)
+
+
+def match(a, b, device, name):
+    if isinstance(a, dict):
+        assert list(a) == list(b), name
+        for key in a:
+            match(a[key], b[key], device, (name, key))
+    elif isinstance(a, torch.Tensor):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert b.device.type == device, name
+        assert torch.equal(a, b.cpu()), name
+    else:
+        assert a == b, name
+
+
+LOADS = {
+    "plain": {},
+    "replace": {"replace": True},
+    "weighted": {"weight_attr": "weight", "replace": True},
+    "exponential": {"weight_attr": "weight"},
+    "by node time": {"time_attr": "time", "disjoint": True},
+    "latest": {"time_attr": "time", "disjoint": True, "temporal_strategy": "last"},
+    "disjoint": {"disjoint": True},
+    "induced": {"subgraph_type": "induced"},
+    "bidirectional": {"subgraph_type": "bidirectional"},
+    "labor": {"draws": "labor"},
+    "prefetch": {"prefetch": 2, "bulk_size": 3, "shuffle": True},
+    "late": {"transform_sampler_output": lambda out: out, "prefetch": 1},
+    "hollow num_nodes": {"bulk_size": 2, "prefetch": 0},
+}
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Lets device="cpu" take the way of devices."""
+    monkeypatch.setattr("pyg_distcomm.loader.device_placement.HOST", frozenset())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("links", [False, True])
+@pytest.mark.parametrize("hetero", [False, True])
+@tiers.parametrize("name", list(LOADS), slice(0, None, 4))
+def test_loaders_yield_the_batches_of_the_host(name, hetero, links, device, forced):
+    options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | LOADS[name]
+    graph = typed() if hetero else data()
+    if name == "hollow num_nodes" and not hetero:
+        del graph.x, graph.half, graph.odd
+    if hetero and options.get("subgraph_type") == "bidirectional":
+        pytest.skip("PyG asks for reverse edge types")
+    kind, seeds = NeighborLoader, {"input_nodes": "a" if hetero else graph.train_mask}
+    if links:
+        kind = LinkNeighborLoader
+        ends = ("a", "ab", "b")
+        some = (graph[ends] if hetero else graph).edge_index[:, :40]
+        seeds = {"edge_label_index": (ends, some) if hetero else some}
+        seeds["neg_sampling"] = "binary"
+        if "time_attr" in options:
+            seeds["edge_label_time"] = torch.arange(40) % 9
+    host = list(kind(graph, **arguments(**options, **seeds)))
+    loader = kind(graph, **arguments(**options, **seeds, device=device))
+    assert type(loader.neighbor_sampler_in_use) is KeyedNeighborSampler
+    there = list(loader)
+    assert isinstance(loader.neighbor_sampler_in_use._draw, DeviceSampler)
+    assert len(host) == len(there) > 2
+    for one, other in zip(host, there, strict=True):
+        alike(one, other, device)
+
+
+LAYERS = {
+    "ladies": {},
+    "cagnet": {"rule": Ladies("cagnet"), "weights": "importance", "replace": True},
+    "paper": {"rule": Ladies("paper"), "weights": "debiased", "batch_size": 23},
+    "fastgcn": {"rule": "fastgcn", "weights": "importance"},
+    "fastgcn, replace": {"rule": "fastgcn", "replace": True, "keep_batch": True},
+    "weighted": {"weight_attr": "weight", "weights": "debiased", "shuffle": True},
+    "weighted fastgcn": {"rule": "fastgcn", "weight_attr": "weight"},
+    "user": {"rule": lambda p: p.sqrt(), "weight_attr": "weight", "weights": None},
+    "late": {"transform_sampler_output": lambda out: out, "prefetch": 1},
+    "all": {"num_nodes_per_layer": [-1, 12], "bulk_size": 2},
+}
+
+
+def layered(name, graph, place=None, **more):
+    options = {"num_nodes_per_layer": [12, 7], "batch_size": 9, "seed": 4}
+    return DistLayerLoader(
+        graph, **arguments(**options | LAYERS[name] | more, device=place)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@tiers.parametrize("name", list(LAYERS), slice(0, None, 3))
+def test_layers_are_those_of_the_host(name, device, forced, monkeypatch):
+    if device == "cpu":  # by operations of torch, as on a device
+        for op in vars(matrix_ops).values():
+            if isinstance(op, Op):
+                monkeypatch.setitem(op._backends, "cpu", None)
+    graph = data()
+    graph.edge_index[:, 1::9] = graph.edge_index[:, ::9]  # parallel
+    graph.edge_index[0, ::7] = graph.edge_index[1, ::7]  # loops
+    graph.edge_index[1, graph.edge_index[1] == 3] = 4  # a node without in-edges
+    there = list(layered(name, graph, device))
+    monkeypatch.undo()
+    for one, other in zip(layered(name, graph), there, strict=True):
+        alike(one, other, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_go_from_one_device_to_another(device, forced):
+    def loader(place):
+        return NeighborLoader(
+            data(),
+            [3, 2],
+            batch_size=9,
+            shuffle=True,
+            options=LoaderOptions(seed=5, device=place),
+        )
+
+    wanted = list(loader(None))
+    for first, second in ((None, device), (device, None)):
+        left, right = loader(first), loader(second)
+        begun = iter(left)
+        for batch, _ in zip(wanted[:2], begun, strict=False):
+            assert batch is not None
+        state = left.state_dict()
+        del begun
+        right.load_state_dict(state)
+        rest = list(right)
+        assert len(rest) == len(wanted) - state["batches"]
+        for one, other in zip(wanted[state["batches"] :], rest, strict=True):
+            alike(one, other, (second or "cpu"))
+
+
+def test_rows_that_change_are_placed_again(forced):
+    graph = data()
+    loader = NeighborLoader(
+        graph, [3], batch_size=70, options=LoaderOptions(seed=1, device="cpu")
+    )
+    next(iter(loader))
+    graph.x += 1
+    graph.y = graph.y + 1
+    batch = next(iter(loader))
+    assert torch.equal(batch.x, graph.x[batch.n_id])
+    assert torch.equal(batch.y, graph.y[batch.n_id])
+
+
+def test_rows_on_disk_are_read_once_a_bulk(forced, tmp_path):
+    graph, file = data(), tmp_path / "x.npy"
+    np.save(file, graph.x.numpy())
+    mapped = data()
+    mapped.x = np.load(file, mmap_mode="r")
+    options = {"num_neighbors": [3, 2], "batch_size": 9, "seed": 1}
+    for one, other in zip(
+        NeighborLoader(graph, **arguments(**options)),
+        NeighborLoader(mapped, **arguments(**options, device="cpu")),
+        strict=True,
+    ):
+        assert torch.equal(one.x, other.x)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_workers": 1}, "leave num_workers out"),
+        ({"neighbor_sampler": object()}, "leave one out"),
+        ({"graph_on": "disk"}, "must be one of"),
+        ({"device": "nowhere"}, "must name a device"),
+        ({"graph_on": "pinned"}, "leave graph_on and rows_on out"),
+        ({"cache": 0.5}, "give rows_on='pinned'"),
+        ({"cache": 1.5}, "a fraction of all rows"),
+    ],
+)
+def test_what_is_not_made_on_a_device_is_refused(options, said, forced):
+    with pytest.raises(ValueError, match=said):
+        NeighborLoader(data(), [2], **arguments(**({"device": "cpu"} | options)))
+
+
+def shared(place="cpu", rows=("device", "host"), some=slice(None)):
+    """Loads shares for a device: the minibatches of the host."""
+    mesh = worlds.mesh()
+    place = second_device.device() if place == "spare" else torch.device(place)
+    share, two = (pdc.partition(g, mesh) for g in (data(), typed()))
+    lossy = DistFeatureStore.from_data(share, mesh, wire="int8", cache=0.3)
+    hot = DistFeatureStore.from_data(two, mesh, cache=7)
+    table = pdc.DistEmbedding(70, 3, like=share)
+    at = {"batch_size": 6, "seed": 3}
+    ways = {
+        "nodes": partial(loaded, NeighborLoader, share, [3, 2], embedding=table, **at),
+        "coded": partial(loaded, NeighborLoader, share, [3, 2], features=lossy, **at),
+        "types": partial(
+            loaded, NeighborLoader, two, [3], "a", features=hot, prefetch=0, **at
+        ),
+        "links": partial(
+            loaded,
+            LinkNeighborLoader,
+            share,
+            [3, 2],
+            neg_sampling="binary",
+            batch_size=60,
+        ),
+        "layers": partial(loaded, DistLayerLoader, share, [9, 9], **at, prefetch=2),
+        "late": partial(
+            loaded,
+            NeighborLoader,
+            share,
+            [3],
+            transform_sampler_output=lambda out: out,
+            **at,
+        ),
+        "whole": partial(
+            loaded, NeighborLoader, share, [3], topology="replicated", **at
+        ),
+        **subgraphs(share, two),
+    }
+    try:
+        for name, make in list(ways.items())[some]:
+            torch.manual_seed(1)
+            host = list(make())
+            device_placement.HOST = frozenset()
+            for rows_on in rows:
+                torch.manual_seed(1)
+                there = list(make(device=place, rows_on=rows_on))
+                assert len(there) == len(host) > 0
+                for one, other in zip(host, there, strict=True):
+                    alike(one, other, place.type)
+                    if name == "nodes":
+                        assert route_of(other.n_id, table.rows) is not None
+            device_placement.HOST = HOST
+        wrong = {"graph_on": "pinned"}, {"cache": 0.5}
+        for options, said in zip(wrong, ("graph_on out", "features="), strict=True):
+            with pytest.raises(ValueError, match=said):
+                LoaderOptions(**options).are_for_share(share)
+    finally:
+        device_placement.HOST = HOST
+
+
+def loaded(kind, *args, **given):
+    return kind(*args, **arguments(**given))
+
+
+class Side:
+    """A stand-in for a side stream: says what comes of it, once."""
+
+    def __init__(self, device):
+        self.use = contextlib.nullcontext
+
+    def sent(self, outs):
+        return [device_placement.PendingBatch(out, None) for out in outs]
+
+    def received(self, arriving):
+        assert type(arriving) is device_placement.PendingBatch
+        return arriving.out
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", ["layers", "neighbours"])
+def test_bulks_leave_a_side_stream_once(kind, late, forced, monkeypatch):
+    """Whatever the number of stages that make them."""
+    for name, value in {
+        "cuda": True,
+        "send": device_placement.Placement.put,
+        "free_memory": lambda self: 1 << 30,
+    }.items():
+        monkeypatch.setattr(device_placement.Placement, name, value)
+    monkeypatch.setattr("pyg_distcomm.loader.batcher.SideStream", Side)
+    options = {"batch_size": 9, "seed": 4}
+    if late:
+        options["transform_sampler_output"] = lambda out: out
+    make = DistLayerLoader if kind == "layers" else NeighborLoader
+    host = list(loaded(make, data(), [5, 5], **options))
+    for prefetch in (0, 1):
+        there = loaded(make, data(), [5, 5], **options, prefetch=prefetch, device="cpu")
+        for one, other in zip(host, there, strict=True):
+            alike(one, other, "cpu")
+
+
+def subgraphs(graph, two):
+    parts = ClusterData(graph, 6)
+    saint = {"batch_size": 9, "num_steps": 2, "log": False}
+    return {
+        "random": partial(loaded, RandomNodeLoader, graph, 4, shuffle=True, seed=5),
+        "cluster": partial(
+            loaded, ClusterLoader, parts, batch_size=2, shuffle=True, seed=1
+        ),
+        "around": partial(loaded, ShaDowKHopSampler, graph, 2, 3, batch_size=9, seed=1),
+        "edges": partial(
+            loaded, GraphSAINTEdgeSampler, graph, sample_coverage=3, **saint
+        ),
+        "walks": partial(
+            loaded, GraphSAINTRandomWalkSampler, graph, walk_length=2, **saint
+        ),
+        "budgets": partial(loaded, HGTLoader, two, [5, 4], "a", batch_size=6, seed=3),
+    }
+
+
+@tiers.parametrize(
+    ("size", "rows", "some"),
+    [
+        (2, ["device"], slice(0, None, 3)),
+        (2, ["device"], slice(None)),
+        (1, ["host"], slice(None)),
+        (3, ["host"], slice(None)),
+    ],
+    slice(1),
+)
+def test_shares_are_loaded_for_a_device(size, rows, some):
+    worlds.run(shared, size, "cpu", rows, some)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_nothing_of_a_share_meets_the_device(size):
+    worlds.anew(shared, size, "spare")
+
+
+@pytest.mark.cuda
+def test_shares_are_loaded_for_cuda():
+    shared("cuda", ("device", "pinned", "host"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("rows_on", ["device", "host"])
+def test_subgraphs_are_those_of_the_host(rows_on):
+    place = second_device.device()
+    for make in subgraphs(data(), typed()).values():
+        torch.manual_seed(1)
+        host = list(make())
+        torch.manual_seed(1)
+        there = list(make(device=place, rows_on=rows_on))
+        assert len(there) == len(host) > 0
+        for one, other in zip(host, there, strict=True):
+            alike(one, other, "spare")
+
+
+def test_pinned_memory_without_a_device_is_refused():
+    with pytest.raises(ValueError, match="give device='cuda'"):
+        NeighborLoader(data(), [2], options=LoaderOptions(rows_on="pinned"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="sees 0 CUDA devices"):
+            NeighborLoader(data(), [2], options=LoaderOptions(device="cuda"))
+
+
+# Triton --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("replaced", [False, True])
+@tiers.parametrize(
+    ("rows", "draws"),
+    list(itertools.product([0, 1, 127, 128, 300], [1, 2, 7, 25])),
+    slice(3, None, 5),
+)
+def test_triton_draws_what_is_defined(rows, draws, replaced, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    g = torch.Generator().manual_seed(draws)
+    ends = torch.iinfo(torch.int64)
+    streams = torch.randint(ends.min, ends.max, (rows,), generator=g)
+    size = torch.randint(1, 9, (rows,), generator=g) + (0 if replaced else draws)
+    size[::7] = 2**40  # no more than rounding of one product may decide
+    wanted = sample_ops.uniform_picks.definition(streams, size, draws, replaced)
+    assert bool((wanted >= 0).all() & (wanted < size[:, None]).all())
+    given = streams.to(device), size.to(device)
+    found = triton_kernels.uniform_picks(*given, draws, replaced)
+    assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@tiers.parametrize(
+    ("most", "draws"),
+    list(itertools.product([2, 9, 1 << 50], [1, 5, 40, 200])),
+    slice(2, None, 6),
+)
+def test_triton_draws_from_urns_what_is_defined(most, draws, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    g = torch.Generator().manual_seed(draws)
+    size = torch.tensor([draws + 1, 2000, 130 * 128, draws + 40])
+    weight = torch.randint(1, most, (int(size.sum()),), generator=g)
+    weight[::3] *= torch.rand(len(weight[::3]), generator=g) < 0.5
+    high = size.cumsum(0)
+    weight[high[:1] - draws - 1 : high[0]] += 1  # more than draws are not zero
+    weight[high[2:3] : high[2] + draws + 1] += 1
+    running = torch.cat([torch.zeros(1).long(), weight.cumsum(0)]) + 2**63 - 2**20
+    keys = torch.randint(2**62, (4,), generator=g)
+    given = running, high - size, high, keys
+    wanted = sample_ops.draw_urns.definition(*given, draws)
+    assert all(len(set(row.tolist())) == draws for row in wanted[0])
+    assert bool((weight[wanted[0]] > 0).all())
+    found = triton_kernels.draw_urns(*(t.to(device) for t in given), draws)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [[], [0], [3, 0, 257, 1] * 40])
+def test_triton_adds_up_rows_in_order(sizes, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    ptr = torch.tensor([0, *sizes]).cumsum(0)
+    value = torch.rand(int(ptr[-1]), dtype=torch.float64)
+    rows = value.split(sizes) if sizes else []
+    wanted = [functools.reduce(operator.add, row.tolist(), 0.0) for row in rows]
+    wanted = torch.tensor(wanted, dtype=torch.float64)
+    assert torch.equal(sample_ops.row_sums.definition(ptr, value), wanted)
+    found = triton_kernels.row_sums(ptr.to(device), value.to(device))
+    assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@tiers.parametrize(
+    ("shape", "dtype"),
+    list(
+        itertools.product(
+            [(9,), (9, 1), (9, 3), (9, 2, 5), (9, 513), (9, 0)],
+            [torch.bool, torch.uint8, torch.half, torch.int32, torch.float64],
+        )
+    ),
+    slice(0, None, 4),
+)
+def test_rows_are_read_from_pinned_memory(shape, dtype, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    values = (torch.arange(torch.Size(shape).numel()).view(shape) % 5).to(dtype)
+    for index in (torch.tensor([8, 0, 3, 3]), torch.tensor([[1], [2]]), torch.empty(0)):
+        for part in (values, values[1:]):
+            index = index.long() % len(part)
+            given = part if device == "cpu" else part.pin_memory()
+            found = triton_kernels.read_rows(given, index.to(device))
+            assert torch.equal(found.cpu(), part[index])
+            place = torch.full((len(part),), -1, dtype=torch.int32)
+            place[3], place[1] = 0, 1
+            kept = torch.zeros(2, *shape[1:], dtype=dtype, device=device)
+            found = triton_kernels.read_rows(
+                given, index.to(device), (kept, place.to(device))
+            )
+            assert torch.equal(found.cpu(), _without(part, 3, 1)[index])
+
+
+def _without(values, *rows):
+    values = values.clone()
+    values[list(rows)] = 0
+    return values
+
+
+@pytest.mark.parametrize("hetero", [False, True])
+def test_hot_rows_are_read_from_the_device(hetero, forced, monkeypatch):
+    """Of pinned rows, those of nodes that most edges leave: by a kernel, interpreted."""
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    reads = triton_kernels.read_rows
+    monkeypatch.setitem(sample_ops.read_rows._backends, "cpu", reads)
+    monkeypatch.setattr(device_placement, "_check_pinned", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    graph = typed() if hetero else data()
+    options = {"num_neighbors": [4], "batch_size": 20, "seed": 2, "cache": 0.25}
+    options |= {"input_nodes": "a" if hetero else None, "rows_on": "pinned"}
+    options |= {"prefetch": 0, "bulk_size": 1}  # the interpreter is for one thread
+    loader = NeighborLoader(graph, **arguments(**options, device="cpu"))
+    del options["cache"], options["rows_on"]
+    for one, other in zip(
+        NeighborLoader(graph, **arguments(**options)), loader, strict=True
+    ):
+        alike(one, other, "cpu")
+    place, kind = loader.placement, "a" if hetero else None
+    store = graph["a"] if hetero else graph
+    source = [graph["a", "ab", "b"], graph["a", "aa", "a"]] if hetero else [graph]
+    degree = torch.cat([s.edge_index[0] for s in source]).bincount()
+    hot = place._slots[kind][0]
+    assert len(hot) == round(0.25 * store.num_nodes)
+    cold = torch.ones(store.num_nodes, dtype=torch.bool).index_fill_(0, hot, False)
+    assert degree[hot].min() >= degree[cold].max()
+    place._rows[kind, "x", "kept"][2].fill_(7)
+    found = next(iter(loader))
+    found = found["a"] if hetero else found
+    assert bool((found.x[~cold[found.n_id]] == 7).all())
+    assert torch.equal(found.x[cold[found.n_id]], store.x[found.n_id[cold[found.n_id]]])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", list(LOADS))
+@pytest.mark.parametrize("rows_on", ["device", "pinned", "host", "cached"])
+def test_loaders_read_pinned_memory(name, rows_on):
+    options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | LOADS[name]
+    graph = data()
+    place = {"device": "cuda", "graph_on": "pinned", "rows_on": rows_on}
+    if rows_on == "cached":
+        place |= {"rows_on": "pinned", "cache": 0.3}
+    host = NeighborLoader(graph, **arguments(**options))
+    for one, other in zip(
+        host, NeighborLoader(graph, **arguments(**options, **place)), strict=True
+    ):
+        alike(one, other, "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", list(LAYERS))
+@pytest.mark.parametrize("rows_on", ["device", "pinned"])
+def test_layers_read_pinned_memory(name, rows_on):
+    place = {"graph_on": "pinned", "rows_on": rows_on}
+    there = layered(name, data(), "cuda", **place)
+    for one, other in zip(layered(name, data()), there, strict=True):
+        alike(one, other, "cuda")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("links", [False, True])
+@pytest.mark.parametrize("hetero", [False, True])
+def test_nothing_of_the_host_meets_the_device(hetero, links):
+    """On a device that is none of the host's, though its memory is."""
+    place, graph = second_device.device(), typed() if hetero else data()
+    for more in LOADS.values():
+        options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | more
+        if options.get("subgraph_type") == "bidirectional":
+            continue
+        kind, seeds = NeighborLoader, {"input_nodes": "a" if hetero else None}
+        if links:
+            kind, ends = LinkNeighborLoader, ("a", "ab", "b")
+            some = (graph[ends] if hetero else graph).edge_index[:, :40]
+            seeds = {"edge_label_index": (ends, some) if hetero else some}
+            if "time_attr" in options:
+                seeds["edge_label_time"] = torch.arange(40) % 9
+        host = kind(graph, **arguments(**options, **seeds))
+        there = kind(graph, **arguments(**options, **seeds, device=place))
+        for one, other in zip(host, there, strict=True):
+            alike(one, other, "spare")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_no_layer_meets_the_host(name):
+    place, graph = second_device.device(), data()
+    there = layered(name, graph, place)
+    for one, other in zip(layered(name, graph), there, strict=True):
+        alike(one, other, "spare")

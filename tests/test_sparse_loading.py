@@ -1,0 +1,228 @@
+"""Loaders take an adj_t of torch.sparse, and sparse rows, or refuse them by name."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import tiers
+import torch
+import torch_geometric.nn
+import worlds
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
+
+import pyg_distcomm as pdc
+import pyg_distcomm.nn
+from pyg_distcomm.loader import (
+    DataLoader,
+    DistLayerLoader,
+    GraphSAINTNodeSampler,
+    LinkNeighborLoader,
+    LoaderOptions,
+    NeighborLoader,
+    RandomNodeLoader,
+    ShaDowKHopSampler,
+)
+
+# torch and PyG warn of sparse tensors as such
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
+
+NODES = 23
+LAYOUTS = ("sparse_csr", "sparse_coo", "sparse_csc")
+
+
+def graph():
+    g = torch.Generator().manual_seed(0)
+    dense = torch.rand(NODES, NODES, generator=g)
+    dense = dense.masked_fill_(torch.rand(NODES, NODES, generator=g) > 0.2, 0.0)
+    return dense, torch.randn(NODES, 4, generator=g)
+
+
+def as_layout(dense, layout):
+    return dense.to_sparse(layout=getattr(torch, layout))
+
+
+MAKE = {
+    "nodes": lambda d: NeighborLoader(
+        d, [2, 2], batch_size=5, options=LoaderOptions(seed=1)
+    ),
+    "links": lambda d: LinkNeighborLoader(
+        d,
+        [2],
+        edge_label_index=torch.arange(18).view(2, 9),
+        batch_size=5,
+        options=LoaderOptions(seed=1),
+        neg_sampling="binary",
+    ),
+    "layers": lambda d: DistLayerLoader(
+        d, [5], batch_size=5, options=LoaderOptions(seed=1)
+    ),
+    "hops": lambda d: ShaDowKHopSampler(
+        d, 2, 3, batch_size=5, options=LoaderOptions(seed=1)
+    ),
+    "parts": lambda d: RandomNodeLoader(d, 4, options=LoaderOptions(seed=1)),
+    "saint": lambda d: GraphSAINTNodeSampler(
+        d, 5, num_steps=3, options=LoaderOptions(seed=1)
+    ),
+}
+
+
+def _loads(kind, layout, cut):
+    mesh = worlds.mesh()
+    dense, x = graph()
+    target, source = dense.nonzero().T
+    edges = torch.stack([source, target])
+    plain = Data(x=x, edge_index=edges, edge_attr=dense[target, source])
+    data = Data(x=x, adj_t=as_layout(dense, layout), y=torch.arange(NODES))
+    given = pdc.partition(data, mesh, "random") if cut else data
+    found = MAKE[kind](given), MAKE[kind](plain)
+    for got, want in zip(*found, strict=True):
+        adj = torch.zeros(got.num_nodes, got.num_nodes)
+        ends = want.edge_index[1], want.edge_index[0]
+        adj.index_put_(ends, want.edge_attr, accumulate=True)
+        assert torch.equal(got.adj_t.to_dense(), adj)
+        assert got.adj_t.layout == getattr(torch, "sparse_csr" if cut else layout)
+        assert torch.equal(got.x, want.x)
+        assert torch.equal(got.e_id, want.e_id)
+        assert ("edge_index" in got) == cut
+    assert isinstance(data.adj_t, torch.Tensor)
+    assert set(data.keys()) == {"x", "adj_t", "y"}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@tiers.parametrize("layout", LAYOUTS, ["sparse_csr"])
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("size", [1, 2, tiers.rarely(3)])
+def test_a_matrix_of_torch_loads(size, cut, layout, kind):
+    worlds.run(_loads, size, kind, layout, cut)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_matrices_between_two_types_load(layout):
+    dense = (torch.arange(54).view(9, 6) % 5 == 0).float()
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.randn(6, 2), torch.randn(9, 2)
+    data["a", "to", "b"].adj_t = as_layout(dense, layout)
+    data["b", "of", "a"].adj_t = as_layout(dense.T.contiguous(), layout)
+    for batch in NeighborLoader(data, [-1, -1], input_nodes="b", batch_size=4):
+        got = batch["a", "to", "b"].adj_t
+        assert got.shape == (len(batch["b"].n_id), len(batch["a"].n_id))
+        seeds = dense[batch["b"].input_id][:, batch["a"].n_id]
+        assert torch.equal(got.to_dense()[: len(seeds)], seeds)
+        assert batch["b", "of", "a"].adj_t.layout == getattr(torch, layout)
+
+
+def rows(name, layout):
+    dense, x = graph()
+    edges = dense.nonzero().T
+    values = torch.rand(edges.size(1), 2) if name == "edge_attr" else x.relu()
+    more = {name: as_layout(values, layout)}
+    return Data(edge_index=edges, num_nodes=NODES, **more), values
+
+
+@pytest.mark.parametrize("name", ["x", "y", "edge_attr"])
+def test_sparse_rows_load(name):
+    data, values = rows(name, "sparse_coo")
+    for batch in NeighborLoader(data, [2], batch_size=5):
+        ids = batch.e_id if name == "edge_attr" else batch.n_id
+        assert batch[name].layout == torch.sparse_coo
+        assert torch.equal(batch[name].to_dense(), values[ids])
+
+
+@pytest.mark.parametrize("name", ["x", "y", "edge_attr"])
+@pytest.mark.parametrize("layout", ["sparse_csr", "sparse_csc"])
+def test_rows_that_torch_cannot_select_are_named(name, layout):
+    data, _ = rows(name, layout)
+    with pytest.raises(TypeError, match=rf"'{name}' is torch.{layout}.*to_sparse_coo"):
+        NeighborLoader(data, [2])
+
+
+def _refused(layout):
+    mesh = worlds.mesh()
+    typed = HeteroData()
+    typed["a"].x = as_layout(graph()[1], layout)
+    cloud = Data(pos=graph()[1], feat=typed["a"].x, y=torch.zeros(1))
+    data = [rows(name, layout)[0] for name in ("x", "y", "edge_attr")]
+    every = [*data, typed, Batch.from_data_list([cloud, cloud])]
+    for given, name in zip(every, ["x", "y", "edge_attr", "x", "feat"], strict=True):
+        with pytest.raises(TypeError, match=rf"'{name}'.* is torch.sparse_"):
+            pdc.partition(given, mesh, "random")
+    loader = DataLoader([data[0], data[0]], 2)
+    if mesh.size == 1:
+        next(iter(loader))
+        return
+    with pytest.raises(TypeError, match=r"'x' is torch.sparse"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_hold_dense_rows(size, layout):
+    worlds.run(_refused, size, layout)
+
+
+def _edges_of_a_matrix():
+    mesh = worlds.mesh()
+    dense, x = graph()
+    data = Data(x=x, adj_t=as_layout(dense, "sparse_csr"))
+    share = pdc.partition(data, mesh, "random")
+    for got, want in zip(
+        to_edge_index(share.adj_t), to_edge_index(data.adj_t), strict=True
+    ):
+        got = got.full_tensor() if hasattr(got, "full_tensor") else got
+        assert torch.equal(got, want)
+    assert share.adj_t.layout == torch.sparse_csr
+    assert share.edge_index.layout == torch.strided
+    assert is_torch_sparse_tensor(share.adj_t)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_pyg_reads_the_edges_of_a_shares_matrix(size):
+    worlds.run(_edges_of_a_matrix, size)
+
+
+class FusedSAGEConv(torch_geometric.nn.SAGEConv):
+    """PyG's, which is compiled once for a class, as its first object of a process needs."""
+
+
+def sage(lib):
+    return FusedSAGEConv if lib is torch_geometric.nn else lib.SAGEConv
+
+
+LAYERS = {
+    "GCNConv": lambda lib: lib.GCNConv(4, 3),
+    "TAGConv": lambda lib: lib.TAGConv(4, 3, 2),
+    "max": lambda lib: sage(lib)(4, 3, aggr="max"),
+    "mean": lambda lib: sage(lib)(4, 3),
+    "GINConv": lambda lib: lib.GINConv(torch.nn.Linear(4, 3)),
+    "GATConv": lambda lib: lib.GATConv(4, 3),
+}
+
+
+def _by_a_matrix(lib, name):
+    mesh = worlds.mesh()
+    dense, x = graph()
+    data = Data(
+        x=x.double(), adj_t=as_layout(dense.double().fill_diagonal_(0), "sparse_csr")
+    )
+    share, found = pdc.partition(data, mesh, "random"), []
+    for layers, given in ((torch_geometric.nn, data), (lib, share)):
+        torch.manual_seed(0)
+        layer = LAYERS[name](layers).double()
+        out = layer(given.x, given.adj_t)
+        out.square().mean().backward()
+        out = out.full_tensor() if hasattr(out, "full_tensor") else out
+        found.append([out.detach(), *(p.grad for p in layer.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("lib", [torch_geometric.nn, pyg_distcomm.nn])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_take_the_matrix_of_a_share(size, name, lib):
+    worlds.run(_by_a_matrix_of, size, lib.__name__, name)
+
+
+def _by_a_matrix_of(lib, name):
+    _by_a_matrix(importlib.import_module(lib), name)

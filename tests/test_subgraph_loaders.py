@@ -1,0 +1,563 @@
+"""Loaders of subgraphs yield what PyG's classes define, on any ranks, cut or not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tiers
+import torch
+import worlds
+from batches import all_same, arguments, graph, hetero, same
+from scipy.stats import chisquare
+from test_partitioned_loader import cut
+from test_saving import full_after
+from torch_geometric.data import Batch, Data
+from torch_geometric.utils import k_hop_subgraph, subgraph, to_undirected
+
+import pyg_distcomm as pdc
+from pyg_distcomm.loader import (
+    ClusterData,
+    ClusterLoader,
+    GraphSAINTEdgeSampler,
+    GraphSAINTNodeSampler,
+    GraphSAINTRandomWalkSampler,
+    GraphSAINTSampler,
+    HGTLoader,
+    ImbalancedSampler,
+    LoaderOptions,
+    NeighborLoader,
+    RandomNodeLoader,
+    ShaDowKHopSampler,
+)
+
+pytestmark = pytest.mark.usefixtures("place")
+
+
+def clusters(data):
+    return ClusterData(data, 7, method=torch.arange(60) * 7 // 60)
+
+
+MAKE = {
+    "random": lambda d, **k: RandomNodeLoader(d, 7, **arguments(shuffle=True, **k)),
+    "clusters": lambda d, **k: ClusterLoader(
+        clusters(d), **arguments(batch_size=2, shuffle=True, **k)
+    ),
+    "shadow": lambda d, **k: ShaDowKHopSampler(d, 2, 3, **arguments(batch_size=9, **k)),
+    "saint_nodes": lambda d, **k: GraphSAINTNodeSampler(
+        d, 9, 5, 20, **arguments(log=False, **k)
+    ),
+    "saint_edges": lambda d, **k: GraphSAINTEdgeSampler(d, 9, 5, **arguments(**k)),
+    "saint_walks": lambda d, **k: GraphSAINTRandomWalkSampler(
+        d, 4, 3, 5, **arguments(**k)
+    ),
+    "classes": lambda d, **k: NeighborLoader(
+        d, [3], **arguments(batch_size=7, sampler=ImbalancedSampler(d), **k)
+    ),
+}
+
+
+def check_induced(data, batch):
+    """Asserts that a batch has the rows of its nodes, and all edges between them."""
+    n_id, e_id = batch.n_id, batch.e_id
+    assert torch.equal(n_id[batch.edge_index], data.edge_index[:, e_id])
+    inside = torch.isin(data.edge_index, n_id).all(0)
+    assert torch.equal(e_id.sort().values, inside.nonzero().view(-1))
+    for name in ("x", "y"):
+        assert torch.equal(batch[name], data[name][n_id])
+    assert torch.equal(batch.edge_attr, data.edge_attr[e_id])
+    assert "batch_size" not in batch
+
+
+# On ranks, cut or not, resumed ---------------------------------------------------------
+
+
+def _on_ranks(kinds, options):
+    mesh = worlds.mesh()
+    for kind in kinds:
+        data = graph()
+        alone = MAKE[kind](data, seed=3, split=False)
+        share = pdc.partition(data, mesh, cut(data, mesh.size))
+        loaders = [MAKE[kind](data, seed=3), MAKE[kind](share, seed=3, **options)]
+        for _epoch in range(2):
+            whole = list(alone)
+            for loader in loaders:
+                found = list(loader)
+                assert len(found) == len(loader) == math.ceil(len(whole) / mesh.size)
+                for i, batch in enumerate(found):
+                    t = i * mesh.size + mesh.rank
+                    padding = batch.pop("padding", False) if mesh.size > 1 else False
+                    assert padding == (t >= len(whole))
+                    one, two = batch.to_dict(), whole[t % len(whole)].to_dict()
+                    one.pop("num_nodes", None), two.pop("num_nodes", None)
+                    assert set(one) == set(two)
+                    for key, value in two.items():
+                        same(one[key], value)
+        for given in (data, share):  # a state resumes inside an epoch
+            loader, other = MAKE[kind](given, seed=3), MAKE[kind](given, seed=3)
+            if len(loader) == 1:  # after its batch the next epoch would begin
+                continue
+            step = iter(loader)
+            next(step)
+            other.load_state_dict(loader.state_dict())
+            all_same(list(step), list(other))
+
+
+@tiers.parametrize("size", [1, 2, 3, 4], [2])
+@tiers.parametrize("kind", MAKE, ["clusters", "shadow", "saint_nodes", "classes"])
+def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(kind, size):
+    worlds.run(_on_ranks, size, [kind], {})
+
+
+@tiers.parametrize("size", [2, 4], [])
+def test_shares_in_other_ways(size):
+    for options in ({"replication": 2}, {"topology": "replicated", "bulk_size": 2}):
+        worlds.run(_on_ranks, size, list(MAKE), options)
+    kinds = [kind for kind in MAKE if "saint" not in kind]
+    worlds.run(_on_ranks, size, kinds, {"sample_at": "requester"})
+
+
+# Random parts --------------------------------------------------------------------------
+
+
+def test_random_parts_cover_the_nodes():
+    data = graph()
+    loader = RandomNodeLoader(data, 7, shuffle=True, options=LoaderOptions(seed=1))
+    epochs = [list(loader) for _ in range(2)]
+    for batches in epochs:
+        assert [b.num_nodes for b in batches] == [9] * 6 + [6]
+        every = torch.cat([b.n_id for b in batches])
+        assert torch.equal(every.sort().values, torch.arange(60))
+        for batch in batches:
+            check_induced(data, batch)
+            theirs = data.subgraph(batch.n_id)  # as PyG's loader has it
+            assert torch.equal(theirs.x, batch.x)
+            assert theirs.num_edges == batch.num_edges
+    assert not torch.equal(epochs[0][0].n_id, epochs[1][0].n_id)
+
+
+def _typed(cut_):
+    mesh = worlds.mesh()
+    data = hetero()
+    given = pdc.partition(data, mesh, cut(data, mesh.size)) if cut_ else data
+    loader = RandomNodeLoader(
+        given, 4, shuffle=True, options=LoaderOptions(seed=1, even_batches="drop")
+    )
+    found = []
+    for batch in loader:
+        assert batch.num_nodes == 17 or batch.num_nodes == 14
+        for name in data.node_types:
+            assert torch.equal(batch[name].x, data[name].x[batch[name].n_id])
+        for kind in data.edge_types:
+            ends, e_id = batch[kind].edge_index, batch[kind].e_id
+            here = [batch[end].n_id for end in (kind[0], kind[2])]
+            wanted = data[kind].edge_index
+            assert torch.equal(
+                torch.stack([here[0][ends[0]], here[1][ends[1]]]), wanted[:, e_id]
+            )
+            inside = torch.isin(wanted[0], here[0]) & torch.isin(wanted[1], here[1])
+            assert len(e_id) == int(inside.sum())
+        found.append([batch[name].n_id.tolist() for name in data.node_types])
+    return found
+
+
+@pytest.mark.parametrize("cut_", [False, True])
+def test_random_parts_of_all_types_together(cut_):
+    alone = worlds.run(_typed, 1, False)[0]
+    papers, authors = (sorted(v for b in alone for v in b[k]) for k in range(2))
+    assert (papers, authors) == (list(range(40)), list(range(25)))
+    found = worlds.run(_typed, 2, cut_)
+    assert [found[t % 2][t // 2] for t in range(4)] == alone
+
+
+# Clusters ------------------------------------------------------------------------------
+
+
+def test_cluster_data_is_as_pyg_defines_it():
+    data = graph()
+    for kept in (False, True):
+        made = ClusterData(data, 5, method="ldg", keep_inter_cluster_edges=kept)
+        assert len(made) == 5
+        assert torch.equal(made.node_perm.sort().values, torch.arange(60))
+        begin = made.partptr
+        for k in range(5):
+            node, part = made.node_perm[begin[k] : begin[k + 1]], made[k]
+            assert torch.equal(part.x, data.x[node])
+            ends, attr = subgraph(node, data.edge_index, data.edge_attr, num_nodes=60)
+            if not kept:
+                assert part.num_edges == ends.size(1)
+                assert torch.allclose(part.edge_attr.sum(0), attr.sum(0), atol=1e-5)
+            else:
+                sources = torch.isin(data.edge_index[0], node)
+                assert part.edge_index.size(1) == int(sources.sum())
+
+
+@pytest.mark.parametrize("fmt", ["csr", "csc"])
+def test_clusters_are_merged_with_the_edges_between_them(fmt):
+    data = graph()
+    made = ClusterData(data, 7, sparse_format=fmt)
+    loader = ClusterLoader(
+        made, batch_size=3, shuffle=True, options=LoaderOptions(seed=2)
+    )
+    batches = list(loader)
+    assert len(batches) == 3
+    for batch in batches:
+        check_induced(data, batch)
+    every = torch.cat([b.n_id for b in batches])
+    assert torch.equal(every.sort().values, torch.arange(60))
+    with pytest.raises(TypeError, match=r"pyg_distcomm\.loader\.ClusterData"):
+        ClusterLoader(data)
+
+
+def test_clusters_are_kept_for_another_run(tmp_path):
+    data = graph()
+    first = ClusterData(data, 5, save_dir=str(tmp_path), method="ldg")
+    again = ClusterData(data, 5, save_dir=str(tmp_path), method="random")
+    assert torch.equal(first.node_perm, again.node_perm)
+    assert torch.equal(first[2].edge_index, again[2].edge_index)
+    assert [p.name for p in tmp_path.rglob("*.*")] == ["metis.pt"]
+
+
+def test_what_is_kept_is_whole_or_not_there(tmp_path):
+    data = graph()
+    saint = {"batch_size": 9, "num_steps": 3, "sample_coverage": 5, "log": False}
+
+    def make(folder=tmp_path / "kept"):
+        ClusterData(data, 5, save_dir=str(folder), method="ldg")
+        return GraphSAINTNodeSampler(
+            data, **arguments(save_dir=str(folder), **saint)
+        ).node_norm
+
+    make(tmp_path / "first")  # compiles loops, which a full disk does not take either
+    with (
+        pytest.warns(UserWarning, match="not kept: .*make room") as told,
+        full_after(9),
+    ):
+        make()
+    assert [str(w.message).split(" are")[0] for w in told] == [
+        "clusters",
+        "norms of GraphSAINT",
+    ]
+    assert [p for p in (tmp_path / "kept").rglob("*") if p.is_file()] == []
+    make()
+    kept = [p for p in (tmp_path / "kept").rglob("*") if p.is_file()]
+    assert len(kept) == 2
+    for path in kept:
+        text = path.read_bytes()
+        path.write_bytes(text[: len(text) // 2])
+        with pytest.raises(
+            ValueError, match=f"{path.name}: cannot be read .*remove it"
+        ):
+            make()
+        path.write_bytes(text)
+
+
+def _own_clusters():
+    mesh = worlds.mesh()
+    data = graph()
+    owner = torch.arange(60) % 3 // 2
+    made = ClusterData(pdc.partition(data, mesh, owner), 5)
+    assert torch.equal(made.node_perm.sort().values, torch.arange(60))
+    for k in range(5):
+        node = made.node_perm[made.partptr[k] : made.partptr[k + 1]]
+        assert owner[node].unique().tolist() == [k // 3]
+    for batch in ClusterLoader(made, batch_size=2, options=LoaderOptions(seed=1)):
+        check_induced(data, batch)
+    with pytest.raises(ValueError, match="give each a cluster"):
+        ClusterData(pdc.partition(data, mesh, owner), 1)
+    with pytest.raises(TypeError, match="no rank holds the graph"):
+        made[0]
+
+
+def test_clusters_of_a_share_lie_with_one_rank():
+    worlds.run(_own_clusters, 2)
+
+
+# By budgets ---------------------------------------------------------------------------
+
+
+def _budgets(drawn, data):
+    """By a plain loop: what each node not drawn has, and of which type."""
+    found = {}
+    for source, name, target in data.edge_types:
+        ends = data[source, name, target].edge_index.T.tolist()
+        into = torch.bincount(data[source, name, target].edge_index[1], minlength=99)
+        for u, v in ends:
+            if v in drawn[target] and u not in drawn[source]:
+                found[source, u] = found.get((source, u), 0) + 1 / int(into[v])
+    return found
+
+
+def test_hgt_draws_by_the_square_of_the_budget():
+    data, seeds = hetero(), torch.tensor([3, 7])
+    loader = HGTLoader(
+        data,
+        {"paper": [1, 2], "author": [1]},
+        ("paper", seeds),
+        options=LoaderOptions(seed=1),
+    )
+    budgets = _budgets({"paper": {3, 7}, "author": set()}, data)
+    counts = {name: torch.zeros(40) for name in data.node_types}
+    for key in range(500):
+        inputs = loader.input_data[torch.arange(2)]
+        inputs.key = key
+        node = loader._draw_nodes([inputs])[0].node
+        assert node["paper"][:2].tolist() == [3, 7]
+        assert [len(v.unique()) for v in node.values()] == [5, 1]
+        counts["paper"][node["paper"][2]] += 1
+        counts["author"][node["author"][0]] += 1
+    for name, found in counts.items():
+        chance = torch.zeros(40)
+        for (kind, u), budget in budgets.items():
+            chance[u] += budget**2 if kind == name else 0
+        likely(found, chance)
+
+
+def _hgt(options):
+    mesh = worlds.mesh()
+    data = hetero()
+    share = pdc.partition(data, mesh, cut(data, mesh.size))
+    make = {"num_samples": [4, 3], "batch_size": 6, "shuffle": True, "seed": 2}
+    make["input_nodes"] = "paper", torch.arange(30)
+    alone = HGTLoader(data, **arguments(split=False, **make))
+    loaders = (
+        HGTLoader(data, **arguments(**make)),
+        HGTLoader(share, **arguments(**make, **options)),
+    )
+    for _epoch in range(2):
+        whole = list(alone)
+        for batch in whole:
+            assert batch["paper"].batch_size == 6
+            assert (batch["paper"].num_nodes, batch["author"].num_nodes) == (13, 7)
+            for kind in data.edge_types:
+                here = [batch[end].n_id for end in (kind[0], kind[2])]
+                wanted = data[kind].edge_index
+                inside = torch.isin(wanted[0], here[0]) & torch.isin(wanted[1], here[1])
+                e_id = batch[kind].e_id
+                assert torch.equal(e_id.sort().values, inside.nonzero().view(-1))
+        for loader in loaders:
+            for i, batch in enumerate(loader):
+                two = whole[(i * mesh.size + mesh.rank) % len(whole)]
+                assert hasattr(batch, "padding") == (mesh.size > 1)
+                for kind in (*data.node_types, *data.edge_types):
+                    one = batch[kind].to_dict()
+                    one.pop("num_nodes", None)
+                    for key, value in one.items():
+                        same(value, two[kind][key])
+
+
+@tiers.parametrize("size", [1, 2, 4], [2])
+@tiers.parametrize(
+    "options", [{}, {"topology": "replicated"}, {"sample_at": "requester"}], [{}]
+)
+def test_hgt_on_ranks(size, options):
+    worlds.run(_hgt, size, options)
+
+
+# Around roots --------------------------------------------------------------------------
+
+
+def test_shadow_takes_the_neighbourhoods_of_its_roots():
+    data = graph()
+    roots = torch.tensor([5, 7, 5, 59])
+    batch = next(iter(ShaDowKHopSampler(data, 2, -1, roots, batch_size=4)))
+    assert isinstance(batch, Batch)
+    assert batch.num_graphs == 4
+    assert torch.equal(batch.n_id[batch.root_n_id], roots)
+    assert torch.equal(batch.y, data.y[roots])
+    for k, root in enumerate(roots.tolist()):
+        here = slice(int(batch.ptr[k]), int(batch.ptr[k + 1]))
+        assert bool((batch.batch[here] == k).all())
+        nodes, _, _, _ = k_hop_subgraph(root, 2, data.edge_index, num_nodes=60)
+        n_id = batch.n_id[here]
+        assert torch.equal(n_id.sort().values, nodes)
+        edges = batch.batch[batch.edge_index[0]] == k
+        ends, e_id = batch.edge_index[:, edges], batch.e_id[edges]
+        assert torch.equal(batch.n_id[ends], data.edge_index[:, e_id])
+        inside = torch.isin(data.edge_index, n_id).all(0)
+        assert torch.equal(e_id.sort().values, inside.nonzero().view(-1))
+    assert torch.equal(batch.x, data.x[batch.n_id])
+    small = next(
+        iter(
+            ShaDowKHopSampler(
+                data, 1, 2, roots, batch_size=4, options=LoaderOptions(seed=1)
+            )
+        )
+    )
+    assert int(small.ptr.diff().max()) <= 3
+
+
+# GraphSAINT ----------------------------------------------------------------------------
+
+
+def small():
+    """A graph whose degrees differ, and where one node has no out-edge."""
+    source = torch.tensor([0, 1, 1, 2, 2, 2, 3, 0])
+    target = torch.tensor([1, 0, 2, 1, 3, 4, 2, 2])
+    return Data(edge_index=torch.stack([source, target]), num_nodes=5)
+
+
+def likely(counts, chance):
+    counts, chance = counts.double(), torch.as_tensor(chance).double()
+    assert not counts[chance == 0].any()
+    there = chance > 0
+    wanted = chance[there] / chance.sum() * counts.sum()
+    assert chisquare(counts[there].numpy(), wanted.numpy()).pvalue > 1e-4
+
+
+def test_saint_draws_by_the_chances_of_pyg():
+    data = small()
+    out = torch.bincount(data.edge_index[0], minlength=5)
+    into = torch.bincount(data.edge_index[1], minlength=5)
+    nodes = GraphSAINTNodeSampler(data, 3).sample_nodes(20_000, 4)
+    likely(torch.bincount(nodes, minlength=5), out)
+    sampler = GraphSAINTEdgeSampler(data, 1)
+    ends = torch.stack([sampler.sample_nodes(1, key) for key in range(4000)])
+    code, edges = ends @ torch.tensor([5, 1]), data.edge_index
+    chance = torch.zeros(25).scatter_(
+        0, edges[0] * 5 + edges[1], (into[edges[0]] + out[edges[1]]).float()
+    )
+    likely(torch.bincount(code, minlength=25), chance)
+    walks = GraphSAINTRandomWalkSampler(data, 20_000, 2).sample_nodes(20_000, 4)
+    first, second, third = walks.view(3, -1)
+    step = torch.zeros(5, 5).index_put_(tuple(edges), torch.ones(8), accumulate=True)
+    step[4, 4] = 1  # no way out
+    step /= step.sum(1, keepdim=True)
+    likely(torch.bincount(first, minlength=5), torch.ones(5))
+    likely(torch.bincount(first * 5 + second, minlength=25), step.flatten())
+    likely(
+        torch.bincount(second * 5 + third, minlength=25),
+        (step.mean(0)[:, None] * step).flatten(),
+    )
+
+
+def test_saint_subgraphs_and_norms():
+    data = graph()
+    data.edge_index, data.edge_attr = to_undirected(data.edge_index, data.edge_attr)
+    loader = GraphSAINTNodeSampler(
+        data, 15, 4, sample_coverage=60, log=False, options=LoaderOptions(seed=1)
+    )
+    for batch in loader:
+        check_induced(data, batch)
+        assert torch.equal(batch.node_norm, loader.node_norm[batch.n_id])
+        assert torch.equal(batch.edge_norm, loader.edge_norm[batch.e_id])
+    # in closed form: v is in a subgraph unless none of 15 edges leaves it
+    source, target = data.edge_index
+    share = torch.bincount(source, minlength=60) / data.num_edges
+    chance = 1 - (1 - share) ** 15
+    there = chance > 0
+    ratio = loader.node_norm[there] * 60 * chance[there]
+    assert 0.5 < float(ratio.min()) < float(ratio.max()) < 2
+    assert abs(float(ratio.mean()) - 1) < 0.05
+    both = 1 - (1 - share[source]) ** 15 - (1 - share[target]) ** 15
+    both = both + (1 - share[source] - share[target]) ** 15
+    wanted = torch.where(source == target, torch.ones(()), chance[source] / both)
+    assert abs(float((loader.edge_norm / wanted).median()) - 1) < 0.15
+    # sources alone are drawn, one at a time: no edge is ever met, though its source is
+    star = Data(edge_index=torch.tensor([[0, 0, 0, 1], [1, 2, 3, 0]]), num_nodes=4)
+    loader = GraphSAINTNodeSampler(
+        star, 1, 4, sample_coverage=20, log=False, options=LoaderOptions(seed=1)
+    )
+    assert loader.edge_norm.tolist() == [1e4] * 4
+
+
+def test_saint_norms_are_kept(tmp_path):
+    data = graph()
+    make = {"batch_size": 9, "num_steps": 3, "sample_coverage": 5, "log": False}
+    kept = [
+        GraphSAINTNodeSampler(
+            data, **arguments(save_dir=str(tmp_path), seed=seed, **make)
+        )
+        for seed in (1, 2)
+    ]
+    assert torch.equal(kept[0].node_norm, kept[1].node_norm)
+    fresh = GraphSAINTNodeSampler(data, **arguments(seed=2, **make))
+    assert not torch.equal(fresh.node_norm, kept[1].node_norm)
+
+
+# Classes -------------------------------------------------------------------------------
+
+
+def test_classes_are_drawn_alike():
+    data = graph(n=200)
+    data.y = (torch.arange(200) % 20 == 0).long()
+    mask = torch.arange(200) % 2 == 0
+    sampler = ImbalancedSampler(data, input_nodes=mask, num_samples=500)
+    loader = NeighborLoader(
+        data,
+        [2],
+        input_nodes=mask,
+        batch_size=50,
+        sampler=sampler,
+        options=LoaderOptions(seed=1),
+    )
+    assert len(loader) == 10
+    seeds = [b.n_id[: b.batch_size] for _ in range(4) for b in loader]
+    every = torch.cat(seeds)
+    assert bool(mask[every].all())
+    likely(torch.bincount(data.y[every], minlength=2), torch.ones(2))
+    assert not torch.equal(seeds[0], seeds[10])
+    with pytest.raises(ValueError, match="the same input_nodes"):
+        NeighborLoader(data, [2], batch_size=50, sampler=sampler)
+
+
+# Refusals ------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_is_refused():
+    data, share = graph(), pdc.partition(graph(), worlds.mesh())
+    with pytest.raises(ValueError, match="num_parts must be at least 1"):
+        RandomNodeLoader(data, 0)
+    with pytest.raises(ValueError, match="leave input_nodes out"):
+        RandomNodeLoader(data, 2, input_nodes=torch.arange(3))
+    with pytest.raises(ValueError, match="every rank needs them"):
+        GraphSAINTNodeSampler(share, 3, options=LoaderOptions(topology="partitioned"))
+    with pytest.raises(ValueError, match="rename them"):
+        GraphSAINTNodeSampler(Data(**{**data.to_dict(), "node_norm": data.y}), 3)
+    with pytest.raises(ValueError, match="num_steps must be 0 or more, got -1"):
+        GraphSAINTNodeSampler(data, 3, num_steps=-1)
+    with pytest.raises(TypeError, match="batch_size must be a whole number"):
+        GraphSAINTNodeSampler(data, 2.5)
+    with pytest.raises(TypeError, match="takes a HeteroData"):
+        HGTLoader(data, [2], None)
+    with pytest.raises(ValueError, match="the node types are"):
+        HGTLoader(hetero(), {"venue": [2]}, "paper")
+    with pytest.raises(TypeError, match="takes a Data"):
+        ShaDowKHopSampler(hetero(), 1, 2)
+    with pytest.raises(TypeError, match="takes a Data with an edge_index"):
+        ClusterData(hetero(), 2)
+    with pytest.raises(NotImplementedError, match="base class"):
+        next(iter(GraphSAINTSampler(data, 3)))
+
+
+# Held wrong on one rank -----------------------------------------------------------------
+
+
+def _wrong_on_one():
+    mesh, data = worlds.mesh(), graph()
+    share = pdc.partition(data, mesh, "block")
+    typed = pdc.partition(hetero(), mesh, "block")
+    bad = mesh.rank == 1
+    with pytest.raises(ValueError, match="num_parts must be at least 1, got 0"):
+        RandomNodeLoader(share, 0 if bad else 3)
+    with pytest.raises(ValueError, match="leave input_nodes out"):
+        RandomNodeLoader(share, 3, input_nodes=torch.arange(3) if bad else None)
+    with pytest.raises(ValueError, match="topology='partitioned'"):
+        GraphSAINTNodeSampler(
+            share, 5, options=LoaderOptions(topology="partitioned" if bad else "auto")
+        )
+    with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
+        GraphSAINTNodeSampler(share, 0 if bad else 5, sample_coverage=2)
+    with pytest.raises(ValueError, match="numbers that differ by rank"):
+        GraphSAINTNodeSampler(share, 5, num_steps=3 if bad else 4)
+    with pytest.raises(ValueError, match=r"num_samples must be 0 or more, got \[-3\]"):
+        HGTLoader(typed, [-3 if bad else 3], input_nodes="paper", batch_size=4)
+    cluster = torch.arange(int(data.num_nodes)) % 3
+    with pytest.raises(ValueError, match=r"rank 0 gave \('block', 3, 0\), and rank 1"):
+        ClusterData(share, 3, method=cluster if bad else "block")
+    with pytest.raises(ValueError, match="owner has 59 entries"):
+        ClusterData(share, 3, method=cluster[1:] if bad else cluster)
+
+
+def test_what_is_wrong_on_one_rank_is_told_to_all():
+    worlds.run(_wrong_on_one, 2)
