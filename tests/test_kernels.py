@@ -685,14 +685,13 @@ def test_a_disk_without_room_keeps_no_compiled_code(cached, monkeypatch):
 def test_cached_code_is_keyed_by_sources_and_tools(monkeypatch, tmp_path):
     from pyg_distcomm.kernels import compile
 
-    for path in compile.PACKAGE.glob("*_jit.py"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(compile, "PACKAGE", tmp_path / "kernels")
     known = {compile.digest("1"), compile.digest("2")}
-    monkeypatch.setattr(compile, "PACKAGE", tmp_path)
-    known.add(compile.digest("1"))
-    (tmp_path / "core_jit.py").write_text("LINE = 128\n")
-    known.add(compile.digest("1"))
-    assert len(known) == 3
+    for folder in ("kernels", "partition"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "loops_jit.py").write_text("LINE = 128\n")
+        known.add(compile.digest("1"))
+    assert len(known) == 4
 
 
 def test_a_cache_that_others_can_write_is_not_read(tmp_path):
