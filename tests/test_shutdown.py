@@ -24,6 +24,7 @@ from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm import store as stores
 from pyg_distcomm.comm.store import RankError, StoreMailbox
 from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions, shared
 
@@ -185,6 +186,25 @@ def test_a_store_that_does_not_answer_is_not_waited_for_twice():
         store.get("key")  # it may answer again
     assert inner.calls == 2
     inner.mended.set()
+
+
+class _Slow:
+    """A store of a busy host: each call takes longer than one that may fail."""
+
+    def __init__(self):
+        self.inner = torch.distributed.HashStore()
+
+    def __getattr__(self, verb):
+        time.sleep(0.2)
+        return getattr(self.inner, verb)
+
+
+def test_a_slow_store_ends_no_wait_within_the_timeout(monkeypatch):
+    monkeypatch.setattr(stores, "_CALL_TIMEOUT", 0.02)
+    store = StoreMailbox(_Slow(), 60.0)
+    assert stores.gather_notes(store, "run", 0, 1, 60.0, "note") == ["note"]
+    with pytest.raises(RankError, match="did not come"):
+        stores.gather_notes(store, "run", 0, 2, 0.5, "note")
 
 
 # Ends -------------------------------------------------------------------------------

@@ -7,10 +7,9 @@ rank that waits past the deadline reports where every rank is: see [Note: wherea
 Nothing is written while nothing fails. A failure that all ranks had alike, and that a script
 caught, is not raised again.
 
-[Note: one deadline] All waits of a mesh end at its deadline, `timeout` of `pdc.init`. Torch
-has waits of its own (it makes groups, and DDP's first steps), and these end `SPARE` seconds
-later. A call of the store never returns if the network to it is cut, so each runs in a thread;
-after one that takes longer than `store._CALL_TIMEOUT` seconds, others fail until it returns.
+[Note: one deadline] All waits of a mesh end at its deadline, `timeout` of `pdc.init`; those of
+torch's own (it makes groups, and DDP's first steps) end `SPARE` seconds later. A call of the
+store never returns if the network to it is cut, so each runs in a thread: see `StoreMailbox`.
 A collective of gloo only ends at its group's timeout, and a process waits for it when it
 exits. A wait that fails therefore aborts all groups of its mesh, which cannot be used again.
 """
@@ -82,8 +81,8 @@ class Threads:
                 raise ValueError(_ONE_THREAD)
             self.current, self._handovers = mine, self._handovers + 1
             name = threading.current_thread().name
-            key = f"thread/{self._handovers}"
-            first = watch.store.compare_set(key, "", name).decode()
+            number, store = self._handovers, watch.store.patient(watch.deadline)
+            first = store.compare_set(f"thread/{number}", "", name).decode()
             if first != name:
                 raise ValueError(
                     f"{_ONE_THREAD}: {name} does so on rank {watch.rank}, and {first} elsewhere"
@@ -229,7 +228,7 @@ class FailureMonitor:
         """Says where this rank is, if another asks; called by a thread of its own."""
         if self.size == 1 or self.closed or self._store_lost:
             return
-        self._answers = self._answers or self.store.for_thread()
+        self._answers = self._answers or self.store.patient()
         try:
             self.places.answer(self._answers)
         except RuntimeError as error:
@@ -333,10 +332,11 @@ class FailureMonitor:
             raise
 
     def _store_barrier(self, name: str, doing: str, ranks: int) -> None:
-        if self.store.add(name, 1) == ranks:
-            self.store.set(f"{name}/all", "")
+        store = self.store.patient(self.deadline)
+        if store.add(name, 1) == ranks:
+            store.set(f"{name}/all", "")
         with self.waiting(doing) as check:
-            self.store.wait([f"{name}/all"], check)
+            store.wait([f"{name}/all"], check)
         self.raise_reported()  # a rank may have failed after it arrived
 
     @contextlib.contextmanager

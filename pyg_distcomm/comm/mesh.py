@@ -570,13 +570,15 @@ def _open_failure_monitor(
     rank, size = dist.get_rank(), dist.get_world_size()
     store = StoreMailbox(dist.distributed_c10d._get_default_store())
     # meshes are made in the same order on all ranks, so each counts its own
-    number = store.add(f"pyg_distcomm/rank{rank}/meshes", 1)
+    number = store.patient(timeout).add(f"pyg_distcomm/rank{rank}/meshes", 1)
     shown = {name: repr(value) for name, value in settings.items()}
     if isinstance(settings["grid"], list):
         shown["grid"] = repr(tuple(settings["grid"]))
     wrong = None if problem is None else [type(problem).__name__, str(problem)]
     name = f"mesh/{number}"
-    notes = gather_notes(store, name, rank, size, timeout, [shown, wrong])
+    notes = gather_notes(
+        store.patient(timeout), name, rank, size, timeout, [shown, wrong]
+    )
     found = first_difference([note[0] for note in notes])
     first = next((note[1] for note in notes if note[1]), None)
     if first and found is None:  # the same on all

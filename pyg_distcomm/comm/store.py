@@ -37,7 +37,7 @@ ENDED = (
     "or go on with mesh.close() and a new mesh by pdc.init()"
 )
 SPARE = 5.0  # seconds after the deadline until torch's own timeouts
-_CALL_TIMEOUT = 3.0  # seconds that a call of the store may take
+_CALL_TIMEOUT = 3.0  # seconds that a call of the store may take which may also fail
 _BUSY_WAIT = 0.005  # seconds of waiting without a pause, for notes that compare clocks
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux's ioctl for the address of an interface
@@ -52,6 +52,9 @@ class RankError(RuntimeError):
 
 class StoreMailbox:
     """Passes notes through the rendezvous store, in calls with a timeout.
+
+    Calls without which a rank cannot go on have the timeout of the user, since a busy host
+    may take seconds for one; others end soon, as the network may be cut.
 
     Args:
         store: the store of torch.
@@ -86,9 +89,9 @@ class StoreMailbox:
         """Returns the part of this store under a prefix."""
         return StoreMailbox(dist.PrefixStore(prefix, self._store), self._patience)  # type: ignore[attr-defined]
 
-    def for_thread(self) -> StoreMailbox:
-        """Returns this store for another thread, whose stuck calls do not count here."""
-        return StoreMailbox(self._store, self._patience)
+    def patient(self, seconds: float = _CALL_TIMEOUT) -> StoreMailbox:
+        """Returns this store with another timeout; its stuck calls do not count here."""
+        return StoreMailbox(self._store, seconds)
 
     def post(self, key: str, note: Any) -> None:
         """Stores a note: a plain value, as JSON."""
@@ -110,32 +113,45 @@ class StoreMailbox:
             should_stop: called repeatedly with the seconds waited; returns whether to stop.
         """
         begin, pause = time.monotonic(), 1e-4
-        while not self.check(list(keys)):
-            seconds = time.monotonic() - begin
-            if seconds < _BUSY_WAIT:
+
+        def stop() -> bool:
+            return should_stop(time.monotonic() - begin)
+
+        while not self._call("check", list(keys), until=stop):
+            if time.monotonic() - begin < _BUSY_WAIT:
                 continue
-            if should_stop(seconds):
-                return not self.missing(keys)
+            if stop():
+                return not self.patient().missing(keys)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return True
 
-    def _call(self, verb: str, *args: Any) -> Any:
-        if self._stuck is None or not self._stuck.is_alive():
-            function, answer = (
-                partial(getattr(self._store, verb), *args),
-                SimpleQueue[Any](),
-            )
-            thread = _run_in_thread(function, answer)
+    def _call(
+        self, verb: str, *args: Any, until: Callable[[], bool] | None = None
+    ) -> Any:
+        """Calls the store; for longer than its patience, it asks every few seconds `until`."""
+        if self._stuck is not None and self._stuck.is_alive():
+            raise self._no_answer(verb)
+        function, answer = (
+            partial(getattr(self._store, verb), *args),
+            SimpleQueue[Any](),
+        )
+        thread = _run_in_thread(function, answer)
+        patience = self._patience if until is None else _CALL_TIMEOUT
+        while True:
             try:
-                done, value = answer.get(timeout=self._patience)
+                done, value = answer.get(timeout=patience)
             except Empty:
-                self._stuck = thread
+                if until is None or until():
+                    self._stuck = thread
+                    raise self._no_answer(verb) from None
             else:
                 if done:
                     return value
                 raise value
-        raise RankError(
+
+    def _no_answer(self, verb: str) -> RankError:
+        return RankError(
             f"the rendezvous store does not answer ({verb} took {self._patience:.0f} s): "
             "the network to the host of rank 0 may be cut, or that host may have stopped"
         )
@@ -269,11 +285,11 @@ def join(backend: str, timeout: float) -> None:
             f"the ranks have not met at {where} within {timeout:.0f} s: a process ended "
             f"before pdc.init, was not started, or cannot reach {where}. {error}"
         ) from None
-    prefix = _new_session(StoreMailbox(store), rank, size, timeout)
+    prefix = _new_session(StoreMailbox(store, timeout), rank, size, timeout)
     store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-    gather_notes(StoreMailbox(store), "run", rank, size, timeout)
+    gather_notes(StoreMailbox(store, timeout), "run", rank, size, timeout)
     if "gloo" in backend:
-        _choose_interface(StoreMailbox(store), rank, size, timeout)
+        _choose_interface(StoreMailbox(store, timeout), rank, size, timeout)
     named = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
     span = wait + timedelta(seconds=SPARE)
     how = {"store": named, "rank": rank, "world_size": size, "timeout": span}

@@ -121,7 +121,7 @@ class Notes:
         mesh = latest_mesh() if mesh is None else mesh
         self._watch = None if mesh is None else mesh.everyone.watch
         self.world, self._loaders_before = world, len(PROCESS.loaders)
-        store = StoreMailbox(dist.distributed_c10d._get_default_store())
+        store = StoreMailbox(dist.distributed_c10d._get_default_store(), self._timeout)
         self._common = store.within("pyg_distcomm/loader")
         while self._is_unshared(f"place/{loader_id}{about}"):
             loader_id = LoaderId.next(loader_id.kind)
