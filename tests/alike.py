@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
+
+
+@contextlib.contextmanager
+def in_doubles():
+    """Has torch make numbers of 64 bits, in a block or in a function that it decorates."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def whole(value):

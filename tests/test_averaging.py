@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 
+import alike
 import pytest
 import tiers
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
 from problems import GRAPHS, owners
-from test_whole_tensors import assert_none, failures_of, full, share_of
+from test_whole_tensors import assert_none, failures_of, share_of
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -319,7 +320,11 @@ def _gradients(cutter, replicated):
                     continue
                 where = f"{kind} {name}"
                 torch.testing.assert_close(
-                    full(b), a, rtol=1e-8, atol=1e-9, msg=lambda t, w=where: f"{w}: {t}"
+                    alike.whole(b),
+                    a,
+                    rtol=1e-8,
+                    atol=1e-9,
+                    msg=lambda t, w=where: f"{w}: {t}",
                 )
 
     return failures_of(CASES, check)
@@ -454,7 +459,9 @@ def _hooked():
     want, got = map(_accumulated, share_of("undirected"))
     for name, grads in want.items():
         for a, b in zip(got[name], grads, strict=True):
-            torch.testing.assert_close(full(a).cpu(), b.cpu(), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                alike.whole(a).cpu(), b.cpu(), rtol=1e-9, atol=1e-9
+            )
 
 
 @pytest.mark.parametrize("size", [1, 3])

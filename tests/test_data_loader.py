@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import alike
 import pytest
 import tiers
 import torch
@@ -22,10 +23,6 @@ RANKS = pytest.mark.parametrize("size", [2, tiers.rarely(3)])
 
 def rows(generator, *shape):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def full(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def ring(k, n, g):
@@ -136,7 +133,7 @@ def same(got, want, path=""):
         assert got.num_nodes == want.num_nodes
         return found
     if isinstance(want, torch.Tensor):
-        assert torch.equal(full(got), want), path
+        assert torch.equal(alike.whole(got), want), path
         return [path.split(".")[-1]] if hasattr(got, "full_tensor") else []
     if isinstance(want, dict):
         assert list(got) == list(want)
@@ -302,7 +299,7 @@ def drawn(lib, kind, way, rank, given):
     for _ in range(3):
         for batch in WAYS[way](loader, rank):
             names = ("y",) if kind != "events" else ("src", "dst", "neg_dst", "n_id")
-            found.append([full(batch[name]).tolist() for name in names])
+            found.append([alike.whole(batch[name]).tolist() for name in names])
     return found, torch.rand(1).item()
 
 
@@ -326,7 +323,7 @@ def _rank_0_draws(kind):
     torch.manual_seed(worlds.mesh().rank)  # a script without a seed
     kept = torch.get_rng_state()
     loader = DRAW[kind](pyg_distcomm.loader, dataset("clouds"), None)
-    found = [full(batch.y).tolist() for _ in range(2) for batch in loader]
+    found = [alike.whole(batch.y).tolist() for _ in range(2) for batch in loader]
     torch.set_rng_state(kept)
     loader = DRAW[kind](torch_geometric.loader, dataset("clouds"), None)
     return found, [batch.y.tolist() for _ in range(2) for batch in loader]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import alike
 import pytest
 import second_device
 import tiers
@@ -80,12 +81,9 @@ def _parameter_grads(conv):
         yield f"buffer {name}", b
 
 
+@alike.in_doubles()
 def _in_doubles(fn, *args):
-    torch.set_default_dtype(torch.float64)
-    try:
-        return fn(*args)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    return fn(*args)
 
 
 def shared(data, mesh, cutter, memory=None):

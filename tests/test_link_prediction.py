@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import random
 
+import alike
 import pytest
 import tiers
 import torch
@@ -183,25 +184,22 @@ def listed(found):
     ]
 
 
+@alike.in_doubles()
 def predicted(cutter):
-    torch.set_default_dtype(torch.float64)
-    try:
-        data, mesh = GRAPHS["directed"](), worlds.mesh()
-        seed_everything(8)
-        before = T.RandomLinkSplit(0.1, 0.2)(copy.copy(data))[0]
-        owner = owners(cutter, data, mesh.size)
-        share, halved = (pdc.partition(d, mesh, owner) for d in (data, before))
-        for name, case in CASES.items():
-            seed_everything(3)
-            want = listed(case(torch_geometric.nn, GRAPHS["directed"](), before))
-            seed_everything(3)
-            got = listed(case(pyg_distcomm.nn, share, halved))
-            for a, b in zip(want, got, strict=True):
-                torch.testing.assert_close(
-                    b, a, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
-                )
-    finally:
-        torch.set_default_dtype(torch.float32)
+    data, mesh = GRAPHS["directed"](), worlds.mesh()
+    seed_everything(8)
+    before = T.RandomLinkSplit(0.1, 0.2)(copy.copy(data))[0]
+    owner = owners(cutter, data, mesh.size)
+    share, halved = (pdc.partition(d, mesh, owner) for d in (data, before))
+    for name, case in CASES.items():
+        seed_everything(3)
+        want = listed(case(torch_geometric.nn, GRAPHS["directed"](), before))
+        seed_everything(3)
+        got = listed(case(pyg_distcomm.nn, share, halved))
+        for a, b in zip(want, got, strict=True):
+            torch.testing.assert_close(
+                b, a, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 @pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])

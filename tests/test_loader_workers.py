@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 
+import alike
 import pytest
 import test_data_loader as graphs
 import torch
@@ -92,7 +93,7 @@ def test_workers_batches_are_those_of_one_process(kind):
 def _rank_0_draws(kind):
     torch.manual_seed(worlds.mesh().rank)  # a script without a seed
     return [
-        [graphs.full(batch[name]).tolist() for name in ("y", "noise")]
+        [alike.whole(batch[name]).tolist() for name in ("y", "noise")]
         for batch in epochs(LOADERS[kind](pyg_distcomm.loader))
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import alike
 import places
 import pytest
 import second_device
@@ -59,10 +60,6 @@ def step(conv, data, names, narrow):
     return out, grads | {"x": x.grad}
 
 
-def whole(value):
-    return value.full_tensor() if isinstance(value, pdc.DistTensor) else value
-
-
 def close(got, rounded, exact, scale, name):
     """Asserts that an error is about that of PyG's, or of a few roundings."""
     assert got.dtype == rounded.dtype, f"{name}: {got.dtype}, PyG {rounded.dtype}"
@@ -94,14 +91,14 @@ def as_pyg(names, grid):
             data, mesh, cut, edge_attrs=EDGE_ATTRS, node_attrs=NODE_ATTRS
         )
         out, grads = step(pdc.convert(made()), share, attributes, True)
-        close(whole(out), want, exact, exact.abs().max(), case)
+        close(alike.whole(out), want, exact, exact.abs().max(), case)
         found = [g.abs().max() for g in exact_grads.values() if g is not None]
         for name, grad in want_grads.items():
             if grad is None:
                 assert grads[name] is None
                 continue
             about = case, name
-            close(whole(grads[name]), grad, exact_grads[name], max(found), about)
+            close(alike.whole(grads[name]), grad, exact_grads[name], max(found), about)
 
 
 @tiers.parametrize(

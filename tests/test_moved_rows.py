@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import alike
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,11 +38,7 @@ def _steps(model, data, leaves, mesh=None):
     moved = {}
     if mesh is not None:
         moved = {op: mesh.ledger.words(op) for op, _ in mesh.ledger.entries}
-    return [_whole(t) for t in (found.detach(), *grads)], moved
-
-
-def _whole(t):
-    return t.full_tensor() if isinstance(t, pdc.DistTensor) else t
+    return [alike.whole(t) for t in (found.detach(), *grads)], moved
 
 
 class _On(torch.nn.Module):

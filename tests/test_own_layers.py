@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import alike
 import pytest
 import tiers
 import torch
@@ -204,34 +205,27 @@ def _step(conv, data):
     return {"out": out.detach(), "x": x.grad, **grads}
 
 
-def _whole(value):
-    return value.full_tensor() if isinstance(value, pdc.DistTensor) else value
-
-
+@alike.in_doubles()
 def _all(names, grid, cutter):
-    torch.set_default_dtype(torch.float64)
-    try:
-        mesh, data = worlds.mesh(grid=grid), _graph()
-        share = pdc.partition(_graph(), mesh, owners(cutter, data, mesh.size))
-        for name in names:
-            layers = []
-            for _ in range(2):
-                torch.manual_seed(0)
-                layers.append(KINDS[name]())
-            want, got = _step(layers[0], data), _step(HaloConv(layers[1]), share)
-            for part, value in want.items():
-                found = _whole(got[part])
-                assert (found is None) == (value is None), (name, part)
-                if value is not None:
-                    torch.testing.assert_close(
-                        found,
-                        value,
-                        rtol=1e-9,
-                        atol=1e-9,
-                        msg=lambda m, n=name, p=part: f"{n}, {p}: {m}",
-                    )
-    finally:
-        torch.set_default_dtype(torch.float32)
+    mesh, data = worlds.mesh(grid=grid), _graph()
+    share = pdc.partition(_graph(), mesh, owners(cutter, data, mesh.size))
+    for name in names:
+        layers = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            layers.append(KINDS[name]())
+        want, got = _step(layers[0], data), _step(HaloConv(layers[1]), share)
+        for part, value in want.items():
+            found = alike.whole(got[part])
+            assert (found is None) == (value is None), (name, part)
+            if value is not None:
+                torch.testing.assert_close(
+                    found,
+                    value,
+                    rtol=1e-9,
+                    atol=1e-9,
+                    msg=lambda m, n=name, p=part: f"{n}, {p}: {m}",
+                )
 
 
 CASES = [
@@ -261,7 +255,7 @@ def _as_pyg():
                 torch.manual_seed(0)
                 conv = wrap(_other(name)())
                 try:
-                    found.append(_whole(conv(given.x.double(), given.edge_index)))
+                    found.append(alike.whole(conv(given.x.double(), given.edge_index)))
                 except (IndexError, RuntimeError, TypeError, ValueError) as error:
                     found.append(str(error))
             want, got = found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import alike
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,10 +101,6 @@ def _run(case, data):
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def _full(t):
-    return t.full_tensor() if hasattr(t, "full_tensor") else t
-
-
 def _exact_and_without_a_gather():
     whole, mesh = _graph(), worlds.mesh()
     share = pdc.partition(whole, mesh)
@@ -115,7 +112,7 @@ def _exact_and_without_a_gather():
         assert len(got) == len(wanted), name
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(
-                _full(a),
+                alike.whole(a),
                 b,
                 rtol=1e-9,
                 atol=1e-9,
@@ -214,7 +211,7 @@ def _pooled_and_embedded():
         )
         (pooled.square() + most).sum().backward()
         assert "gather" not in mesh.ledger.table()
-        found.append([_full(t) for t in (pooled, most, x.grad, table.grad)])
+        found.append([alike.whole(t) for t in (pooled, most, x.grad, table.grad)])
     torch.testing.assert_close(*reversed(found))
 
 
@@ -256,7 +253,9 @@ def _odd_operands():
                 if name not in ("one column", "fewer rows", "a column put"):
                     # of which torch has no gradient
                     out.float().square().sum().backward()
-                got.append([_full(t) for t in (out, x.grad, c.grad) if t is not None])
+                got.append(
+                    [alike.whole(t) for t in (out, x.grad, c.grad) if t is not None]
+                )
             for a, b in zip(*reversed(got), strict=True):
                 loose = 1e-3 if name == "softmax of large" else 1e-9  # in half
                 torch.testing.assert_close(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 
+import alike
 import layers
 import pytest
 import torch
@@ -25,12 +26,8 @@ LAYERS = {**layers.EXACT, **layers.OTHERS}
 CUTTERS = ("random", "empty_rank")
 
 
-def _whole(value):
-    return value.full_tensor() if isinstance(value, DistTensor) else value
-
-
 def _assert_same(got, want, what):
-    got, want = _whole(got), _whole(want)
+    got, want = alike.whole(got), alike.whole(want)
     assert (got is None) == (want is None), what
     if got is not None:
         torch.testing.assert_close(
@@ -49,20 +46,17 @@ def _pieces(conv, data, names):
     return found | {f"buffer {k}": b for k, b in conv.named_buffers()}
 
 
+@alike.in_doubles()
 def exact_layers(names, graph):
-    torch.set_default_dtype(torch.float64)
-    try:
-        mesh = worlds.mesh()
-        for at, name in enumerate(names):
-            build, inputs = LAYERS[name]
-            want = _pieces(layers.make(build), problem(graph), inputs)
-            share = shared(problem(graph), mesh, CUTTERS[at % 2])
-            got = _pieces(layers.make(build), share, inputs)
-            assert got.keys() == want.keys(), name
-            for what in want:
-                _assert_same(got[what], want[what], f"{name} on {graph}: {what}")
-    finally:
-        torch.set_default_dtype(torch.float32)
+    mesh = worlds.mesh()
+    for at, name in enumerate(names):
+        build, inputs = LAYERS[name]
+        want = _pieces(layers.make(build), problem(graph), inputs)
+        share = shared(problem(graph), mesh, CUTTERS[at % 2])
+        got = _pieces(layers.make(build), share, inputs)
+        assert got.keys() == want.keys(), name
+        for what in want:
+            _assert_same(got[what], want[what], f"{name} on {graph}: {what}")
 
 
 @pytest.mark.parametrize(
@@ -207,17 +201,14 @@ CALLS = (
 )
 
 
+@alike.in_doubles()
 def same_calls(graph, cutter):
-    torch.set_default_dtype(torch.float64)
-    try:
-        mesh, data = worlds.mesh(), problem(graph)
-        share = shared(copy.copy(data), mesh, cutter)
-        for call in CALLS:
-            pairs = zip(call(share), call(data), strict=True)
-            for k, (got, want) in enumerate(pairs):
-                _assert_same(got, want, f"{call.__name__} {k}")
-    finally:
-        torch.set_default_dtype(torch.float32)
+    mesh, data = worlds.mesh(), problem(graph)
+    share = shared(copy.copy(data), mesh, cutter)
+    for call in CALLS:
+        pairs = zip(call(share), call(data), strict=True)
+        for k, (got, want) in enumerate(pairs):
+            _assert_same(got, want, f"{call.__name__} {k}")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -237,26 +228,21 @@ def an_epoch(make, data):
     return [out, *first.parameters(), *last.parameters()]
 
 
+@alike.in_doubles()
 def training(grid):
-    torch.set_default_dtype(torch.float64)
-    try:
-        mesh, data = worlds.mesh(grid=grid), problem("directed")
-        whole = pdc.partition(
-            problem("directed"), mesh, owners("random", data, mesh.size)
-        )
-        share = whole
-        for own, pygs in ((DistGCNConv, pyg.GCNConv), (DistSAGEConv, pyg.SAGEConv)):
-            want = an_epoch(pygs, data)
-            for make in (own, pygs):
-                before = mesh.ledger.snapshot()
-                got = an_epoch(make, share)
-                assert all(type(p.grad) is torch.Tensor for p in got[1:])
-                for k, pair in enumerate(zip(got, want, strict=True)):
-                    _assert_same(*pair, f"{make} {k}")
-                if mesh.size > 1:
-                    assert mesh.ledger.snapshot() != before
-    finally:
-        torch.set_default_dtype(torch.float32)
+    mesh, data = worlds.mesh(grid=grid), problem("directed")
+    whole = pdc.partition(problem("directed"), mesh, owners("random", data, mesh.size))
+    share = whole
+    for own, pygs in ((DistGCNConv, pyg.GCNConv), (DistSAGEConv, pyg.SAGEConv)):
+        want = an_epoch(pygs, data)
+        for make in (own, pygs):
+            before = mesh.ledger.snapshot()
+            got = an_epoch(make, share)
+            assert all(type(p.grad) is torch.Tensor for p in got[1:])
+            for k, pair in enumerate(zip(got, want, strict=True)):
+                _assert_same(*pair, f"{make} {k}")
+            if mesh.size > 1:
+                assert mesh.ledger.snapshot() != before
 
 
 @pytest.mark.parametrize(("size", "grid"), [(1, None), (3, None), (4, (2, 2, 1))])
@@ -456,20 +442,17 @@ MENDED = (
 )
 
 
+@alike.in_doubles()
 def mended():
-    torch.set_default_dtype(torch.float64)
-    try:
-        mesh = worlds.mesh(fresh=True)
-        for case in MENDED:
-            data = problem("directed")
-            want = case(problem("directed"))
-            share = pdc.partition(data, mesh, owners("random", data, mesh.size))
-            got = case(share)
-            assert len(got) == len(want), case
-            for k, pair in enumerate(zip(got, want, strict=True)):
-                _assert_same(*pair, f"{case.__name__} {k}")
-    finally:
-        torch.set_default_dtype(torch.float32)
+    mesh = worlds.mesh(fresh=True)
+    for case in MENDED:
+        data = problem("directed")
+        want = case(problem("directed"))
+        share = pdc.partition(data, mesh, owners("random", data, mesh.size))
+        got = case(share)
+        assert len(got) == len(want), case
+        for k, pair in enumerate(zip(got, want, strict=True)):
+            _assert_same(*pair, f"{case.__name__} {k}")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

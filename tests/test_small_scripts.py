@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import alike
 import pytest
 import tiers
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
-from test_whole_tensors import assert_none, failures_of, full, share_of
+from test_whole_tensors import assert_none, failures_of, share_of
 from torch.utils.data._utils import worker
 from torch_geometric.utils import add_self_loops, degree, scatter
 
@@ -300,9 +301,9 @@ def _compared(cutter):
 
     def listed(found):
         return (
-            [full(v) for v in found]
+            [alike.whole(v) for v in found]
             if isinstance(found, (list, tuple))
-            else [full(found)]
+            else [alike.whole(found)]
         )
 
     def check(case):

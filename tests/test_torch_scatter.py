@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 
+import alike
 import torch
 import worlds
 from problems import owners
@@ -172,10 +173,6 @@ def data():
     )
 
 
-def whole(x):
-    return x.full_tensor() if isinstance(x, pdc.DistTensor) else x
-
-
 def check(size):
     plain = data()
     mesh = pdc.init()
@@ -183,11 +180,11 @@ def check(size):
     for name, case in CASES.items():
         x, ours = plain.x.clone().requires_grad_(), share.x.detach().requires_grad_()
         want, got = case(x, plain.batch), case(ours, share.batch)
-        torch.testing.assert_close(whole(got), want, rtol=0, atol=1e-9, msg=name)
+        torch.testing.assert_close(alike.whole(got), want, rtol=0, atol=1e-9, msg=name)
         if want.is_floating_point():
             want.sin().sum().backward()
             got.sin().sum().backward()
-            same = torch.allclose(whole(ours.grad), x.grad, rtol=0, atol=1e-9)
+            same = torch.allclose(alike.whole(ours.grad), x.grad, rtol=0, atol=1e-9)
             assert same, name
     for how in ("max", "mul", "softmax"):
         torch.manual_seed(1)
@@ -196,7 +193,7 @@ def check(size):
         want = layer(plain.x, plain.edge_index)
         gradients = torch.autograd.grad(want.sin().sum(), list(layer.parameters()))
         got = converted(share.x, share.edge_index)
-        torch.testing.assert_close(whole(got), want, rtol=0, atol=1e-9, msg=how)
+        torch.testing.assert_close(alike.whole(got), want, rtol=0, atol=1e-9, msg=how)
         got.sin().sum().backward()
         for p, g in zip(converted.parameters(), gradients, strict=True):
             torch.testing.assert_close(p.grad, g, rtol=0, atol=1e-9, msg=how)

@@ -302,23 +302,20 @@ def graph():
     return Data(**{k: v for k, v in d.to_dict().items() if k in KEPT})
 
 
+@alike.in_doubles()
 def compared():
-    torch.set_default_dtype(torch.float64)
-    try:
-        share = pdc.partition(graph(), worlds.mesh(), "random")
-        for name, case in CASES.items():
-            if places.NOW == "spare" and name == "torch.sparse":
-                continue  # the second device lacks sparse tensors
-            seed_everything(3)
-            want = listed(case(torch_geometric.nn, graph()))
-            seed_everything(3)
-            got = listed(case(pyg_distcomm.nn, share))
-            for a, b in zip(want, got, strict=True):
-                torch.testing.assert_close(
-                    b, a, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
-                )
-    finally:
-        torch.set_default_dtype(torch.float32)
+    share = pdc.partition(graph(), worlds.mesh(), "random")
+    for name, case in CASES.items():
+        if places.NOW == "spare" and name == "torch.sparse":
+            continue  # the second device lacks sparse tensors
+        seed_everything(3)
+        want = listed(case(torch_geometric.nn, graph()))
+        seed_everything(3)
+        got = listed(case(pyg_distcomm.nn, share))
+        for a, b in zip(want, got, strict=True):
+            torch.testing.assert_close(
+                b, a, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 @tiers.parametrize("size", [1, 2, 3], [2])
@@ -357,36 +354,33 @@ def _tensors(data, like=None):
     return {k: v for k, v in data.to_dict().items() if isinstance(v, torch.Tensor)}
 
 
+@alike.in_doubles()
 def solved_and_refused():
     """What solves for eigenvalues is alike on all ranks; what can't be cut says so."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        data, mesh = undirected(140, 300), worlds.mesh()
-        del data.edge_weight, data.edge_attr
-        data.edge_index = U.coalesce(data.edge_index)  # MKL errs where edges are equal
-        share = pdc.partition(data, mesh, "random")
-        found = T.AddLaplacianEigenvectorPE(3, "pe", is_undirected=True)(share)
-        edges, weight = U.get_laplacian(
-            data.edge_index, None, "sym", num_nodes=data.num_nodes
+    data, mesh = undirected(140, 300), worlds.mesh()
+    del data.edge_weight, data.edge_attr
+    data.edge_index = U.coalesce(data.edge_index)  # MKL errs where edges are equal
+    share = pdc.partition(data, mesh, "random")
+    found = T.AddLaplacianEigenvectorPE(3, "pe", is_undirected=True)(share)
+    edges, weight = U.get_laplacian(
+        data.edge_index, None, "sym", num_nodes=data.num_nodes
+    )
+    dense = U.to_dense_adj(edges, None, weight, data.num_nodes)[0]
+    pe = alike.whole(found.pe).cpu()
+    values = (pe * (dense @ pe)).sum(0)  # of unit vectors
+    torch.testing.assert_close(dense @ pe, pe * values)
+    edge = T.LaplacianLambdaMax("sym", True)(share).lambda_max
+    assert edge == pytest.approx(T.LaplacianLambdaMax("sym", True)(data).lambda_max)
+    for transform in (T.ToDense(), T.TwoHop(), T.VirtualNode(), T.GDC()):
+        want = _tensors(transform(copy.copy(data)))
+        alike.as_pyg_or_refused(
+            lambda t=transform, want=want: _tensors(t(copy.copy(share)), want),
+            list(want.values()),
+            "before pdc.partition",
         )
-        dense = U.to_dense_adj(edges, None, weight, data.num_nodes)[0]
-        pe = alike.whole(found.pe).cpu()
-        values = (pe * (dense @ pe)).sum(0)  # of unit vectors
-        torch.testing.assert_close(dense @ pe, pe * values)
-        edge = T.LaplacianLambdaMax("sym", True)(share).lambda_max
-        assert edge == pytest.approx(T.LaplacianLambdaMax("sym", True)(data).lambda_max)
-        for transform in (T.ToDense(), T.TwoHop(), T.VirtualNode(), T.GDC()):
-            want = _tensors(transform(copy.copy(data)))
-            alike.as_pyg_or_refused(
-                lambda t=transform, want=want: _tensors(t(copy.copy(share)), want),
-                list(want.values()),
-                "before pdc.partition",
-            )
-        with pytest.raises(IndexError):
-            share.y.clone()[torch.tensor([140])] = 1
-        _typed(mesh)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with pytest.raises(IndexError):
+        share.y.clone()[torch.tensor([140])] = 1
+    _typed(mesh)
 
 
 @pytest.mark.parametrize("size", [2, tiers.rarely(3)])
@@ -521,41 +515,38 @@ def of_equal_edges(share):
         assert any(torch.allclose(weight, one.edge_weight) for one in same_ends)
 
 
+@alike.in_doubles()
 def parted():
-    torch.set_default_dtype(torch.float64)
-    try:
-        mesh = worlds.mesh()
-        for name, part in PARTS.items():
-            if name in LACKING.get(places.NOW, ()):
-                continue
-            if places.NOW != "cpu" and name in OF_THE_HOST:
-                continue
-            sides = []
-            for nn, d in (
-                (torch_geometric.nn, typed_graph()),
-                (pyg_distcomm.nn, pdc.partition(typed_graph(), mesh, "random")),
-            ):
-                inputs = [
-                    store.x.requires_grad_() for store in d.node_stores if "x" in store
-                ]
-                seed_everything(3)
-                out = part(d)
-                inputs = inputs[:2]  # of the types that stay
-                sides.append((told(out), listed(layers_on(nn, out, inputs))))
-            assert sides[1][0].keys() == sides[0][0].keys(), name
-            for key, value in sides[0][0].items():
-                other = sides[1][0][key]
-                if isinstance(value, torch.Tensor):
-                    same(other, value, f"{name}: {key}")
-                else:
-                    assert other == value, (name, key)
-            for a, b in zip(*(side[1] for side in sides), strict=True):
-                same(b, a, name)
-        share = pdc.partition(typed_graph(), mesh, "random")
-        if places.NOW != "spare":
-            of_equal_edges(share)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    mesh = worlds.mesh()
+    for name, part in PARTS.items():
+        if name in LACKING.get(places.NOW, ()):
+            continue
+        if places.NOW != "cpu" and name in OF_THE_HOST:
+            continue
+        sides = []
+        for nn, d in (
+            (torch_geometric.nn, typed_graph()),
+            (pyg_distcomm.nn, pdc.partition(typed_graph(), mesh, "random")),
+        ):
+            inputs = [
+                store.x.requires_grad_() for store in d.node_stores if "x" in store
+            ]
+            seed_everything(3)
+            out = part(d)
+            inputs = inputs[:2]  # of the types that stay
+            sides.append((told(out), listed(layers_on(nn, out, inputs))))
+        assert sides[1][0].keys() == sides[0][0].keys(), name
+        for key, value in sides[0][0].items():
+            other = sides[1][0][key]
+            if isinstance(value, torch.Tensor):
+                same(other, value, f"{name}: {key}")
+            else:
+                assert other == value, (name, key)
+        for a, b in zip(*(side[1] for side in sides), strict=True):
+            same(b, a, name)
+    share = pdc.partition(typed_graph(), mesh, "random")
+    if places.NOW != "spare":
+        of_equal_edges(share)
 
 
 def refused():
@@ -579,47 +570,42 @@ def test_parts_of_typed_graphs_are_shares_of_what_pyg_gives(size):
     worlds.run(parted, size)
 
 
+@alike.in_doubles()
 def many():
-    torch.set_default_dtype(torch.float64)
-    try:
-        g, mesh = torch.Generator().manual_seed(3), worlds.mesh()
-        graphs = [
-            Data(
-                x=torch.randn(4 + k, 3, generator=g),
-                edge_index=torch.randint(0, 4 + k, (2, 9 * (k != 4)), generator=g),
-                edge_attr=torch.randn(9 * (k != 4), 2, generator=g),
-                y=torch.tensor([k]),
-                name=f"graph {k}",
-                num_nodes=4 + k,
-            )
-            for k in range(7)
-        ]
-        whole = Batch.from_data_list(graphs)
-        for method in ("graphs", "random"):
-            share = pdc.partition(whole, mesh, method)
-            before = mesh.ledger.words()
-            one = share.get_example(2)
-            moved = mesh.ledger.words() - before
-            assert (
-                moved < 6 * 3 + 9 * 4 + 200
-            )  # rows and edges of one graph, and counts
-            found = [one, *share[3:5], *share.to_data_list()]
-            for a, b in zip(found, [*graphs[2:5], *graphs], strict=True):
-                assert type(a) is Data
-                assert a.keys() == b.keys()
-                for name, value in b.to_dict().items():
-                    if isinstance(value, torch.Tensor):
-                        assert torch.equal(alike.whole(a[name]), value)
-                    else:
-                        assert a[name] == value
-            for a, b in zip(
-                U.unbatch_edge_index(share.edge_index, share.batch),
-                U.unbatch_edge_index(whole.edge_index, whole.batch),
-                strict=True,
-            ):
-                assert torch.equal(alike.whole(a), b)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    g, mesh = torch.Generator().manual_seed(3), worlds.mesh()
+    graphs = [
+        Data(
+            x=torch.randn(4 + k, 3, generator=g),
+            edge_index=torch.randint(0, 4 + k, (2, 9 * (k != 4)), generator=g),
+            edge_attr=torch.randn(9 * (k != 4), 2, generator=g),
+            y=torch.tensor([k]),
+            name=f"graph {k}",
+            num_nodes=4 + k,
+        )
+        for k in range(7)
+    ]
+    whole = Batch.from_data_list(graphs)
+    for method in ("graphs", "random"):
+        share = pdc.partition(whole, mesh, method)
+        before = mesh.ledger.words()
+        one = share.get_example(2)
+        moved = mesh.ledger.words() - before
+        assert moved < 6 * 3 + 9 * 4 + 200  # rows and edges of one graph, and counts
+        found = [one, *share[3:5], *share.to_data_list()]
+        for a, b in zip(found, [*graphs[2:5], *graphs], strict=True):
+            assert type(a) is Data
+            assert a.keys() == b.keys()
+            for name, value in b.to_dict().items():
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(alike.whole(a[name]), value)
+                else:
+                    assert a[name] == value
+        for a, b in zip(
+            U.unbatch_edge_index(share.edge_index, share.batch),
+            U.unbatch_edge_index(whole.edge_index, whole.batch),
+            strict=True,
+        ):
+            assert torch.equal(alike.whole(a), b)
 
 
 @pytest.mark.parametrize("size", [2, tiers.rarely(3)])

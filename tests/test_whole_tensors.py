@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 
+import alike
 import places
 import pytest
 import tiers
@@ -212,10 +213,6 @@ def share_of(graph="directed", cutter="random"):
     return data, pdc.partition(data, mesh, owners(cutter, data, mesh.size))
 
 
-def full(value):
-    return value.full_tensor() if isinstance(value, pdc.DistTensor) else value
-
-
 def failures_of(cases, check):
     """Runs every case on this rank, and returns those that fail, each with its reason."""
     found = {}
@@ -250,12 +247,12 @@ def _values(graph, cutter):
         torch.manual_seed(1)
         got = case(cut)
         assert want.shape == got.shape
-        torch.testing.assert_close(full(got), want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(alike.whole(got), want, rtol=1e-9, atol=1e-9)
         if want.requires_grad:
             weight = torch.linspace(-1, 2, want.numel()).double().view(want.shape)
             (want * weight).sum().backward()
             (got * weight.to(got.device)).sum().backward()
-            grad = full(cut.x.grad)
+            grad = alike.whole(cut.x.grad)
             torch.testing.assert_close(grad, plain.x.grad, rtol=1e-9, atol=1e-9)
 
     return failures_of(CASES, check)
