@@ -210,4 +210,32 @@ def test_an_unknown_halo_says_which_there_are():
         share.edge_index.with_halo("all")
 
 
+def _parts():
+    """The backward pass of a 1D grid sends a part of its sums before the next is made."""
+    whole, halos.CHUNK_ROWS = halos.CHUNK_ROWS, 4
+    try:
+        mesh = worlds.mesh(grid=(3, 1, 1))
+        share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+        edges = share.edge_index.with_halo("rows")
+        x = share.x.detach().requires_grad_()
+        out = edges.matmul(x)
+    finally:
+        halos.CHUNK_ROWS = whole
+    with mesh.ledger.record() as events:
+        out.sum().backward()
+    part = [("multiply", "out"), ("begin", "out")]
+    assert events == [
+        ("begin", "in"),
+        *(halos.MAX_CHUNKS * part),
+        ("multiply", "own"),
+        ("arrive", "in"),
+        ("multiply", "ghost"),
+        ("arrive", "out"),
+    ]
+
+
+def test_sums_leave_in_parts():
+    worlds.run(_parts, 3)
+
+
 # Parts --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import tiers
@@ -295,6 +296,38 @@ def test_saved_tensors_go_to_files_and_watch_for_changes():
     y.detach().zero_()
     with pytest.raises(RuntimeError, match="changed in place"):
         y.sum().backward()
+
+
+def spilled_rows():
+    kept, packed = [], memory.MemoryCap.pack
+
+    def pack(cap, x):
+        found = packed(cap, x)
+        kept.append(memory.is_mapped(found.tensor))
+        return found
+
+    mesh, data = worlds.mesh(), GRAPHS["directed"]()
+    data.x = torch.randn(data.num_nodes, 50, dtype=torch.float64)
+    conv, found = (
+        torch.nn.Sequential(torch.nn.Linear(50, 40), torch.nn.Linear(40, 40)),
+        [],
+    )
+    layer = torch_geometric.nn.GINConv(conv.double())
+    for cap in (None, "20KiB"):
+        share = pdc.partition(data, mesh, "random", memory=cap)
+        layer.zero_grad()
+        kept.clear()
+        with mock.patch.object(memory.MemoryCap, "pack", pack):
+            out = pdc.nn.HaloConv(layer)(share.x, share.edge_index)
+        out.square().sum().backward()
+        found.append([p.grad.clone() for p in layer.parameters()])
+        assert any(kept) is (cap is not None)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_saved_rows_of_shares_go_to_files():
+    worlds.run(spilled_rows, 2)
 
 
 def test_nothing_is_left_of_what_was_kept():
