@@ -157,7 +157,6 @@ LISTED = {
         numba.core.caching.FunctionCache._cache_path
         numba.core.caching.FunctionCache._impl
         numba.core.caching.FunctionCache._index_key
-        numba.core.caching.FunctionCache._py_func
         numba.core.caching.IndexDataCacheFile._data_name
         numba.core.caching.IndexDataCacheFile._load_index
         numba.core.caching.IndexDataCacheFile._save_data
