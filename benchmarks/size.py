@@ -91,7 +91,7 @@ class Phases:
             self.rows[name] = {"wall": wall, "cpu": spent, "peak": peak, "end": end}
 
     def _watch(self, ended: threading.Event) -> None:
-        while not ended.wait(0.25):
+        while not ended.wait(1.0):  # reading it stops the process meanwhile
             self._peak = max(self._peak, held())
 
 

@@ -81,6 +81,8 @@ KERNELS = {
     "pair_scores_grad": lambda at: kernels.pair_scores_grad(
         *pairs(at), 0.2, at(EDGES), True
     ),
+    "count_ids": lambda at: kernels.count_ids(at(COL), at(torch.zeros(5).long())),
+    "hash_edges": lambda at: kernels.hash_edges(at(ROW), at(COL), at(COL)),
     "place_pairs": lambda at: kernels.place_pairs(
         at(ROW), at(COL), at(COL), at(ROWPTR[:-1]), at(torch.zeros(10).long())
     ),

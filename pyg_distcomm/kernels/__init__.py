@@ -18,8 +18,10 @@ from torch import Tensor
 
 from pyg_distcomm.kernels.core_ops import (
     coo_to_csr,
+    count_ids,
     csr_transpose,
     gather_rows,
+    hash_edges,
     keyed_bits,
     keyed_dropout,
     keyed_mask,
@@ -50,12 +52,14 @@ from pyg_distcomm.kernels.sample_ops import read_rows
 
 __all__ = [
     "coo_to_csr",
+    "count_ids",
     "count_positive",
     "csr_transpose",
     "describe",
     "draw",
     "extract",
     "gather_rows",
+    "hash_edges",
     "keyed_bits",
     "keyed_dropout",
     "keyed_mask",

@@ -276,6 +276,21 @@ def place_pairs(
     return pair
 
 
+def count_ids(ids: Tensor, counts: Tensor) -> Tensor:
+    """Runs `core_ops.count_ids`, on one thread."""
+    ready(core_jit.count_ids, (vector(ids), counts.numpy()))()
+    return counts
+
+
+def hash_edges(source: Tensor, target: Tensor, place: Tensor) -> Tensor:
+    """Runs `core_ops.hash_edges`, on one thread."""
+    out = torch.empty(1, dtype=torch.int64)
+    odd = np.array(core_ops.HASH_ODD)
+    args = (odd, vector(source), vector(target), vector(place), out.numpy())
+    ready(core_jit.hash_edges, args)()
+    return out[0]
+
+
 def keyed_bits(key: int, gid: Tensor, cols: int) -> Tensor:
     """Runs `core_ops.keyed_bits`, rows in parallel."""
     out = torch.empty(gid.numel(), cols, dtype=torch.int32)

@@ -318,6 +318,27 @@ def place_pairs(
         pair[2 * slot + 1] = edge[e]
 
 
+@jit
+def count_ids(ids: Array, counts: Array) -> None:
+    """Counts ids."""
+    for e in range(len(ids)):
+        prefetch(counts, np.int64(ids[min(e + LOOKUP_SOON, len(ids) - 1)]))
+        counts[ids[e]] += 1
+
+
+@jit
+def hash_edges(
+    odd: Array, source: Array, target: Array, place: Array, out: Array
+) -> None:
+    """Adds up the hashes of edges, modulo 2^64."""
+    total = np.int64(0)
+    for e in range(len(source)):
+        ends = np.int64(source[e]) * odd[0] + np.int64(target[e]) * odd[1]
+        mixed = (ends ^ (ends >> 29)) * odd[2] + np.int64(place[e]) * odd[0]
+        total += (mixed ^ (mixed >> 29)) * odd[2]
+    out[0] = total
+
+
 # Keyed randomness ---------------------------------------------------------------------
 
 

@@ -420,6 +420,28 @@ def place_pairs(
     return pair
 
 
+@op("ids counts")
+def count_ids(ids: Tensor, counts: Tensor) -> Tensor:
+    """Adds to `counts` `[m]`, int64, how often each of `ids` `[k]` occurs, in place."""
+    return counts.add_(torch.bincount(ids, minlength=len(counts)))
+
+
+HASH_ODD = -0x61C8864680B583EB, 0x2545F4914F6CDD1D, 0x4F6CDD1D25458B6B
+
+
+def hash_sum(values: Tensor, place: Tensor, odd: int) -> Tensor:
+    """Sums a hash of each value, which is overwritten, and its position, modulo 2^64."""
+    mixed = values.bitwise_xor_(values >> 29).mul_(HASH_ODD[2]).add_(place, alpha=odd)
+    return mixed.bitwise_xor_(mixed >> 29).mul_(HASH_ODD[2]).sum()
+
+
+@op("source target place")
+def hash_edges(source: Tensor, target: Tensor, place: Tensor) -> Tensor:
+    """Sums a hash of the ends `[k]` of each edge and its position, modulo 2^64, int64."""
+    ends = (source.long() * HASH_ODD[0]).add_(target.long(), alpha=HASH_ODD[1])
+    return hash_sum(ends, place.long(), HASH_ODD[0])
+
+
 @op("gid", dtypes=None)
 def rank_select_index(gid: Tensor, total: int) -> Callable[[Tensor], Tensor]:
     """Returns a function that finds the positions of ids in ascending, distinct `gid`.

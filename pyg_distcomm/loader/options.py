@@ -15,10 +15,11 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import ImbalancedSampler as ByClass
 
+from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.comm.random import keyed_choice
-from pyg_distcomm.kernels.core_ops import as_bytes
+from pyg_distcomm.kernels.core_ops import HASH_ODD, as_bytes, hash_sum
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.partition.partition import leave_in_file, pieces
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
@@ -426,14 +427,14 @@ def _value_sum(values: Any, world: Axis | None) -> int:
     if not isinstance(local, Tensor):
         return 0
     exact = local.double().view(torch.int64) if local.is_floating_point() else local
-    exact = exact.reshape(-1).long().cpu() * _ODD[0]
+    exact = exact.reshape(-1).long().cpu() * HASH_ODD[0]
     if local is values:
         place = torch.arange(len(exact))
     else:
         width = exact.numel() // max(len(local), 1)
         place = values.rows.place.unsqueeze(1) * width + torch.arange(width)
         place = place.reshape(-1)
-    found = _mixed_sum(exact, place, _ODD[1])
+    found = int(hash_sum(exact, place, HASH_ODD[1]))
     if local is values or world is None:
         return found
     return _wrapped(
@@ -458,23 +459,13 @@ def _edge_sum(store: Any) -> int:
     # samplers draw positions among a node's edges, so the order of edges matters
     total, begin = 0, 0
     for part, end in zip(pieces(source), pieces(target), strict=True):
-        ends = (part.cpu().long() * _ODD[0]).add_(end.cpu(), alpha=_ODD[1])
-        after = begin + len(ends)
+        after = begin + len(part)
         at = torch.arange(begin, after) if place is None else place[begin:after]
-        total += _mixed_sum(ends, at, _ODD[0])
+        total += int(kernels.hash_edges(part.cpu(), end.cpu(), at))
         leave_in_file(at)
         begin = after
     return _wrapped(total)
 
 
-def _mixed_sum(values: Tensor, place: Tensor, odd: int) -> int:
-    """Sums a hash of each value, which is overwritten, and its position."""
-    mixed = values.bitwise_xor_(values >> 29).mul_(_ODD[2]).add_(place, alpha=odd)
-    return int(mixed.bitwise_xor_(mixed >> 29).mul_(_ODD[2]).sum())
-
-
 def _wrapped(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
-
-
-_ODD = -0x61C8864680B583EB, 0x2545F4914F6CDD1D, 0x4F6CDD1D25458B6B

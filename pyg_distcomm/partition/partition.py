@@ -171,9 +171,9 @@ def _as_vector(owner: Owner) -> Tensor:
 PIECE = 1 << 17  # the ids that are looked at in one go, which stay in a cache
 
 
-def pieces(ids: Tensor, size: int = 0) -> Iterator[Tensor]:
+def pieces(ids: Tensor) -> Iterator[Tensor]:
     """Yields ids a piece at a time; of a file each is dropped from memory after it."""
-    for part in ids.split(max(size, PIECE)):
+    for part in ids.split(PIECE):
         yield part
         leave_in_file(part)
 

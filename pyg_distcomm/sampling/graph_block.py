@@ -14,6 +14,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
 from pyg_distcomm.ops.csr import sorted_pairs
 from pyg_distcomm.ops.id_plan import IdPlan
@@ -260,9 +261,9 @@ def _relation(
     nodes = node_gid[kinds[1]]
     most = max(1, *(r.total for r in rows.values()))
     find = kernels.rank_select_index(nodes, most)
-    degree = torch.zeros(len(nodes), dtype=torch.int64)
-    for part in pieces(edges.target, len(nodes)):
-        degree += torch.bincount(find(part), minlength=len(nodes))
+    degree = memory.advise(torch.empty(len(nodes), dtype=torch.int64)).zero_()
+    for part in pieces(edges.target):
+        kernels.count_ids(find(part), degree)
     colptr = torch.nn.functional.pad(degree.cumsum(0), (1, 0))
     order = None
     if edges.sort_by_time and edges.time is not None:
