@@ -404,6 +404,8 @@ def _assemble(
     out.edge_index = DistEdgeIndex.build(
         share.edge_index, nodes, edges, oblivious=oblivious
     )
+    if share.edge_hash is not None:
+        edges.derived["hash"] = out.edge_index.topology.source_gid, share.edge_hash
     for name, value in share.node.items():
         out[name] = DistTensor.wrap(value, nodes)
     for name, value in share.edge.items():

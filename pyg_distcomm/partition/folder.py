@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,12 @@ from pyg_distcomm.partition.part_share import (
     PartShare,
     batch_kind,
     check_hetero,
-    id_problems,
     key_parts,
     labels_own_index,
     owners_of_all,
     part_of,
     part_of_hetero,
+    read_ids,
     report_of_hetero,
     types_from_meta,
     types_to_meta,
@@ -141,9 +141,10 @@ def read_part(
     ):
         check_file(folder, meta, name, verify)
     share = _read(folder, meta, part, mmap)
-    for problem in id_problems(share, folder / part_name(part)):
-        raise ValueError(f"{problem}; write the folder again")
-    return share
+    problems, found = read_ids(share, folder / part_name(part))
+    if problems:
+        raise ValueError(f"{problems[0]}; write the folder again")
+    return replace(share, edge_hash=found)
 
 
 def _part_files(meta: Meta, part: int) -> list[str]:
@@ -227,7 +228,7 @@ def _content_problems(folder: Path, meta: Meta) -> list[str]:
             problems.append(f"{folder / 'owner.npy'}: not the partition of META.json")
         for part in range(meta["num_parts"]):
             share, here = _read(folder, meta, part), folder / part_name(part)
-            problems += id_problems(share, here)
+            problems += read_ids(share, here)[0]
             if out_of_range(share.edge_gid, seen.numel()) is not None:
                 continue
             if bool(seen[share.edge_gid].any()):

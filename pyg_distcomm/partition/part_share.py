@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from pyg_distcomm import kernels
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import (
     Counts,
@@ -143,6 +144,7 @@ class PartShare:
     node, edge attributes with a row per own node or edge
     graph      attributes of the whole graph: tensors and plain values
     types      the types of a HeteroData; its ids and keys follow [Note: several types]
+    edge_hash  the hash of its edges that `read_ids` found; None if they were not read
     """
 
     part: int
@@ -155,6 +157,7 @@ class PartShare:
     edge: dict[str, Tensor]
     graph: dict[str, Any]
     types: GraphTypes | None = None
+    edge_hash: int | None = None
 
     def gid_of(self, level: Level, key: str) -> Tensor:
         """Returns the ids of the nodes or edges to which an attribute's rows belong."""
@@ -282,39 +285,45 @@ def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
     return fits[0] if len(fits) == 1 else "graph"
 
 
-def id_problems(
+def read_ids(
     share: PartShare,
     here: Path,
     files: tuple[str, str, str] = ("node_gid.npy", "edge_gid.npy", "edge_index.npy"),
-) -> Iterator[str]:
-    """Yields the problems in the ids of a part; each names a file below `here`."""
+) -> tuple[list[str], int]:
+    """Returns the problems in the ids of a part, and a hash of its edges, in one pass.
+
+    A problem names a file below `here`; the hash is that of `kernels.hash_edges`.
+    """
     nodes, edges, ends = (here / name for name in files)
-    partition, part = share.partition, share.part
-    if not torch.equal(share.node_gid, partition.gids(part)):
-        yield f"{nodes}: not the nodes that owner.npy gives to {part}"
-    in_order = ascends(share.edge_gid)
-    widest = share.edge_gid[
-        :: max(len(share.edge_gid) - 1, 1)
-    ]  # the first and the last
-    looked_at = widest if in_order else share.edge_gid
-    if out_of_range(looked_at, share.num_edges_global) is not None:
-        yield f"{edges}: an edge id is out of range"
-    elif not in_order:
-        yield f"{edges}: edge ids do not ascend"
-    if out_of_range(share.edge_index[0], partition.num_nodes) is not None:
-        yield f"{ends}: a node id is out of range"
-    elif (problem := _target_problem(share.edge_index[1], partition, part)) is not None:
-        yield f"{ends}: {problem}"
-    elif share.types is not None:
-        yield from _type_problems(share, share.types, edges, ends)
+    found, total, last = {}, 0, share.edge_gid[:0]
+    if not torch.equal(share.node_gid, share.partition.gids(share.part)):
+        found[nodes] = f"not the nodes that owner.npy gives to {share.part}"
+    arrays = share.edge_gid, *share.edge_index
+    for gid, source, target in zip(*map(pieces, arrays), strict=True):
+        if edges not in found:
+            if out_of_range(gid, share.num_edges_global) is not None:
+                found[edges] = "an edge id is out of range"
+            elif bool((gid[: len(last)] <= last).any()) or not ascends(gid):
+                found[edges] = "edge ids do not ascend"
+        if ends not in found and (problem := _end_problem(share, source, target)):
+            found[ends] = problem
+        total += int(kernels.hash_edges(source, target, gid))
+        last = gid[-1:].clone()
+    problems = [f"{file}: {problem}" for file, problem in found.items()]
+    if share.types is not None and ends not in found:
+        problems += _type_problems(share, share.types, edges, ends)
+    return problems, total
 
 
-def _target_problem(target: Tensor, partition: Partition, part: int) -> str | None:
-    for ids in pieces(target):
-        if out_of_range(ids, partition.num_nodes) is not None:
-            return "a node id is out of range"
-        if bool((partition.owner.index_select(0, ids) != part).any()):
-            return "a target is owned by another part"
+def _end_problem(share: PartShare, source: Tensor, target: Tensor) -> str | None:
+    count, owner = share.partition.num_nodes, share.partition.owner
+    if (
+        out_of_range(source, count) is not None
+        or out_of_range(target, count) is not None
+    ):
+        return "a node id is out of range"
+    if bool((owner.index_select(0, target) != share.part).any()):
+        return "a target is owned by another part"
     return None
 
 

@@ -18,7 +18,7 @@ from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
 from pyg_distcomm.ops.csr import sorted_pairs
 from pyg_distcomm.ops.id_plan import IdPlan
-from pyg_distcomm.partition.partition import PIECE, Partition, ascends, pieces
+from pyg_distcomm.partition.partition import PIECE, Partition, pieces
 from pyg_distcomm.sampling.graph_source import (
     SampledTopology,
     check_names,
@@ -172,9 +172,7 @@ class _Edges:
     sort_by_time: bool
 
     def ordered(self) -> _Edges:
-        """Returns the edges in ascending id; a share has them so."""
-        if ascends(self.gid):
-            return self
+        """Returns the edges in ascending id."""
         order = torch.argsort(self.gid)
         arrays: Any = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **{name: t[order] for name, t in arrays.items()})
@@ -257,7 +255,7 @@ def _relation(
     rows: dict[Any, Any],
 ) -> Relation:
     """Sorts the edges of a block by target, and by id, or time and id, within one."""
-    edges = _shared_by_members(own, channel).ordered()
+    edges = _shared_by_members(own, channel)
     nodes = node_gid[kinds[1]]
     most = max(1, *(r.total for r in rows.values()))
     find = kernels.rank_select_index(nodes, most)
@@ -286,7 +284,7 @@ def _relation(
 
 
 def _shared_by_members(own: _Edges, channel: ProcessGrid) -> _Edges:
-    """Returns the edges of all members of the block."""
+    """Returns the edges of all members of the block, in ascending id."""
     if channel.col.size == 1:
         return own
     counts = collectives.all_gather_counts([len(own.gid)], channel.col)
@@ -301,4 +299,5 @@ def _shared_by_members(own: _Edges, channel: ProcessGrid) -> _Edges:
     assert ids is not None
     gid, source, target = (part.contiguous() for part in ids.unbind(1))
     weight, time = every(own.weight), every(own.time)
-    return replace(own, gid=gid, source=source, target=target, weight=weight, time=time)
+    every_edge = replace(own, gid=gid, source=source, target=target)
+    return replace(every_edge, weight=weight, time=time).ordered()
