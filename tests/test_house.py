@@ -337,14 +337,14 @@ def test_references_and_citations_agree():
 
 # what house_metrics counts; a bound may only fall
 BOUNDS = {
-    "lines": 58_110,
-    "modules": 181,
-    "lines of tests and their helpers": 53_790,
+    "lines": 57_370,
+    "modules": 179,
+    "lines of tests and their helpers": 47_490,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 13,
-    "classes that intercept ops or functions of torch": 6,
+    "classes that intercept ops or functions of torch": 4,
     "reads of frames, other than for a message": 0,
-    "reads of bytecode or of the garbage collector": 2,  # for a cache of code
+    "reads of bytecode or of the garbage collector": 0,
     "class names of two classes": 0,
     "module docstrings that begin with no verb": 0,
 }

@@ -501,20 +501,6 @@ LACKING = {"spare": ("AddMetaPaths", "of some")}
 OF_THE_HOST = ("AddRandomMetaPaths",)
 
 
-def of_equal_edges(share):
-    """Equal edges are one with their sum of weights, or as PyG's matrices have them."""
-    paths = T.AddMetaPaths(PATHS, weighted=True)
-    found = paths(copy.copy(share))
-    wanted = PARTS["AddMetaPaths"](typed_graph()), paths(typed_graph())
-    for name in ("metapath_0", "metapath_1"):
-        ours, *others = (
-            g[next(t for t in g.edge_types if name in t)] for g in (found, *wanted)
-        )
-        ends, weight = alike.whole([ours.edge_index, ours.edge_weight])
-        same_ends = [one for one in others if torch.equal(ends, one.edge_index)]
-        assert any(torch.allclose(weight, one.edge_weight) for one in same_ends)
-
-
 @alike.in_doubles()
 def parted():
     mesh = worlds.mesh()
@@ -544,9 +530,6 @@ def parted():
                 assert other == value, (name, key)
         for a, b in zip(*(side[1] for side in sides), strict=True):
             same(b, a, name)
-    share = pdc.partition(typed_graph(), mesh, "random")
-    if places.NOW != "spare":
-        of_equal_edges(share)
 
 
 def refused():

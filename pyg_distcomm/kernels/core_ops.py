@@ -422,7 +422,7 @@ def place_pairs(
 
 @op("ids counts")
 def count_ids(ids: Tensor, counts: Tensor) -> Tensor:
-    """Adds to `counts` `[m]`, int64, how often each of `ids` `[k]` occurs, in place."""
+    """Adds to `counts` `[m]`, int64, how often each of `ids` `[k]` occurs."""
     return counts.add_(torch.bincount(ids, minlength=len(counts)))
 
 
@@ -430,16 +430,16 @@ HASH_ODD = -0x61C8864680B583EB, 0x2545F4914F6CDD1D, 0x4F6CDD1D25458B6B
 
 
 def hash_sum(values: Tensor, place: Tensor, odd: int) -> Tensor:
-    """Sums a hash of each value, which is overwritten, and its position, modulo 2^64."""
-    mixed = values.bitwise_xor_(values >> 29).mul_(HASH_ODD[2]).add_(place, alpha=odd)
-    return mixed.bitwise_xor_(mixed >> 29).mul_(HASH_ODD[2]).sum()
+    """Sums a hash of each value and its position, modulo 2^64."""
+    mixed = (values ^ (values >> 29)) * HASH_ODD[2] + place * odd
+    return ((mixed ^ (mixed >> 29)) * HASH_ODD[2]).sum()
 
 
 @op("source target place")
 def hash_edges(source: Tensor, target: Tensor, place: Tensor) -> Tensor:
     """Sums a hash of the ends `[k]` of each edge and its position, modulo 2^64, int64."""
-    ends = (source.long() * HASH_ODD[0]).add_(target.long(), alpha=HASH_ODD[1])
-    return hash_sum(ends, place.long(), HASH_ODD[0])
+    ends = source.long() * HASH_ODD[0] + target.long() * HASH_ODD[1]
+    return hash_sum(ends, place, HASH_ODD[0])
 
 
 @op("gid", dtypes=None)
@@ -475,7 +475,7 @@ def keyed_bits(key: int, gid: Tensor, cols: int) -> Tensor:
 
 def keyed_hashes(key: int, gid: Tensor, count: int) -> Tensor:
     """Returns all 64 bits of the hash in `keyed_bits`, for columns 0 .. count-1."""
-    gamma = _signed(0x9E3779B97F4A7C15)
+    gamma = HASH_ODD[0]
     row = _mix(_mix(gid.long() + gamma) ^ key)
     step = torch.arange(1, count + 1, device=gid.device) * gamma
     return _mix(row[:, None] + step)
@@ -588,15 +588,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _mix(z: Tensor) -> Tensor:
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    z = (z ^ _shift(z, 30)) * -0x40A7B892E31B1A47
+    z = (z ^ _shift(z, 27)) * -0x6B2FB644ECCEEE15
     return z ^ _shift(z, 31)
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Shifts right without copying the sign, which ``>>`` does for int64."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(constant: int) -> int:
-    return constant - (1 << 64) if constant >= 1 << 63 else constant

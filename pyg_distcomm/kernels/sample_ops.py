@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyg_distcomm.kernels.core_ops import _mix, _shift, _signed
+from pyg_distcomm.kernels.core_ops import HASH_ODD, _mix, _shift
 from pyg_distcomm.kernels.registry import op
 
-GOLDEN = _signed(0x9E3779B97F4A7C15)
+GOLDEN = HASH_ODD[0]
 UNIT = 2.0**-53  # the grain of uniform numbers
 
 

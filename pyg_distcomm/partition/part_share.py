@@ -285,16 +285,13 @@ def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
     return fits[0] if len(fits) == 1 else "graph"
 
 
-def read_ids(
-    share: PartShare,
-    here: Path,
-    files: tuple[str, str, str] = ("node_gid.npy", "edge_gid.npy", "edge_index.npy"),
-) -> tuple[list[str], int]:
+def read_ids(share: PartShare, here: Path) -> tuple[list[str], int]:
     """Returns the problems in the ids of a part, and a hash of its edges, in one pass.
 
     A problem names a file below `here`; the hash is that of `kernels.hash_edges`.
     """
-    nodes, edges, ends = (here / name for name in files)
+    names = "node_gid.npy", "edge_gid.npy", "edge_index.npy"
+    nodes, edges, ends = (here / name for name in names)
     found, total, last = {}, 0, share.edge_gid[:0]
     if not torch.equal(share.node_gid, share.partition.gids(share.part)):
         found[nodes] = f"not the nodes that owner.npy gives to {share.part}"
@@ -316,15 +313,11 @@ def read_ids(
 
 
 def _end_problem(share: PartShare, source: Tensor, target: Tensor) -> str | None:
-    count, owner = share.partition.num_nodes, share.partition.owner
-    if (
-        out_of_range(source, count) is not None
-        or out_of_range(target, count) is not None
-    ):
+    owner = share.partition.owner
+    if any(out_of_range(ids, len(owner)) is not None for ids in (source, target)):
         return "a node id is out of range"
-    if bool((owner.index_select(0, target) != share.part).any()):
-        return "a target is owned by another part"
-    return None
+    strays = owner.index_select(0, target) != share.part
+    return "a target is owned by another part" if bool(strays.any()) else None
 
 
 def _type_problems(

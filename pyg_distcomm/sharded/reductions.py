@@ -12,6 +12,7 @@ from torch import Tensor
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.ops.id_plan import reduction_identity
 from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.agreement import compare_call
 from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, local_at, rule
 from pyg_distcomm.sharded.partial import over_ranks, summed_over_ranks
 
@@ -38,6 +39,7 @@ def _reduction(*ops: Any, at: int = 1) -> Callable[[OverRows], OverRows]:
             given = [given] if isinstance(given, int) else given
             dims = [d % x.dim() for d in given] if given else list(range(x.dim()))
             if x.dim_ in dims:
+                compare_call(x.rows.mesh, x, x.rows.count)
                 return over_rows(func, args, kwargs, dims, keep)
             dim = x.dim_ if keep else x.dim_ - sum(d < x.dim_ for d in dims)
             out = func(x.local, *args[1:], **kwargs)
