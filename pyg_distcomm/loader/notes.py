@@ -55,6 +55,7 @@ from pyg_distcomm.process import PROCESS
 
 TIMEOUT = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
 GRACE = 15.0  # seconds to wait, unless split=True, for ranks that may never come
+_RAISED = "raised at "
 _BEAT = 0.5  # seconds between heartbeats of a rank that others wait for
 ADVICE = (
     "A loader shards its batches over the ranks, so all ranks have to build it; for a loader "
@@ -129,6 +130,7 @@ class Notes:
         self._store = self._common.within(self._key)
         self.name = str(loader_id)
         self._waited: Wait | None = None
+        self._raised = False  # for a mutual wait
 
     def _is_unshared(self, key: str) -> bool:
         """Returns whether the ranks have decided that the loader at a key is not shared."""
@@ -245,14 +247,14 @@ class Notes:
             missing = self._missing()
             before, alive = alive, self._heartbeats(missing)
             since = since if before == alive else seconds
-            stop = enough(missing, seconds - since)  # at a mutual wait the key stays
             try:
+                stop = enough(missing, seconds - since)
                 if self._watch is not None and not stop:
                     self._watch.raise_reported()  # a rank that failed will not come
                 if wait is not None:
                     wait.look(seconds, self._timeout)
-            except BaseException:
-                self._set_waiting_at("")
+            except BaseException:  # at a mutual wait the others are to raise, too
+                self._set_waiting_at(_RAISED + self._key if self._raised else "")
                 raise
             return stop
 
@@ -285,7 +287,8 @@ class Notes:
         This rank's own key stays posted, so that the other rank raises, too.
         """
         for rank in missing:
-            if there := self._waiting_at(rank):
+            if there := self._waiting_at(rank, True):
+                self._raised = True
                 here = self._key.removeprefix("place/")
                 raise ValueError(
                     f"got {there.removeprefix('place/')} on rank {rank} and {here} on rank "
@@ -308,10 +311,15 @@ class Notes:
         ranks = [rank for rank in range(self.world.size) if note.check([str(rank)])]
         return len(ranks), min(ranks, default=0)
 
-    def _waiting_at(self, rank: int) -> str:
-        """Returns the key of another loader at which a rank waits for this one; or ""."""
+    def _waiting_at(self, rank: int, or_raised: bool = False) -> str:
+        """Returns the key of another loader at which a rank waits for this one; or "".
+
+        Or where it raised an error for that, of which it says so until its next loader.
+        """
         key = f"waiting/{rank}"
         there = self._common.get(key).decode() if self._common.check([key]) else ""
+        if there.startswith(_RAISED):
+            there = there.removeprefix(_RAISED) if or_raised else ""
         if there in ("", self._key) or self._store.check([str(rank)]):
             return ""  # it has posted its note meanwhile, and may wait elsewhere now
         built = self._common.within(there).check([str(self.world.rank)])
