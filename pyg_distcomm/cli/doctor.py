@@ -31,7 +31,7 @@ OPTIONAL = {  # package -> what is lost without it, and what to do
     "pip install 'pyg-distcomm[metis]'",
     "scikit-learn": "the data set 'digits' cannot be made; "
     "pip install 'pyg-distcomm[demo]'",
-    "matplotlib": "notebooks cannot draw; pip install 'pyg-distcomm[plot]'",
+    "matplotlib": "`report` and the notebooks cannot draw; pip install 'pyg-distcomm[plot]'",
 }
 PATIENCE = 120.0  # seconds the round trip may take, process start included
 
