@@ -165,7 +165,7 @@ def _evaluates_alone():
 
 
 def test_a_loader_that_the_others_have_passed_by_is_ones_own():
-    assert worlds.run(_evaluates_alone, 3) == [(4, 12, 12), 4, 4]
+    assert worlds.anew(_evaluates_alone, 3) == [(4, 12, 12), 4, 4]
 
 
 def _others_of_one_kind():
@@ -175,7 +175,7 @@ def _others_of_one_kind():
 
 
 def test_loaders_that_wait_for_each_other_raise_on_all_ranks():
-    worlds.run(_others_of_one_kind, 2)
+    worlds.anew(_others_of_one_kind, 2)  # ranks that count their loaders apart
 
 
 def _without_inputs():
