@@ -475,10 +475,7 @@ def one_sided():
     )
     with pytest.raises(ValueError, match=r"got \[2, 0\] batches on the ranks"):
         list(DistNeighborLoader(share, [2], **batches.arguments(**seeds)))
-    kind, text = (
-        (TypeError, "'foo'") if odd else (ValueError, "rank 1: TypeError.*'foo'")
-    )
-    with pytest.raises(kind, match=text):
+    with pytest.raises(TypeError, match=r"rank 1: .*'foo'"):
         DistNeighborLoader(
             share, [2], **batches.arguments(**({"foo": 1} if odd else {}))
         )

@@ -257,7 +257,7 @@ def test_mistakes_are_told(stack, options, kind, told):
     with pytest.raises(kind, match=told) as caught:
         pdc.Pipeline(stack, mesh, **options).train_step(share, loss_of)
     if told == "reduces over all nodes":  # the trace leads to where it happened
-        assert caught.value.__cause__.__traceback__ is not None
+        assert "x - x.mean(0)" in str(caught.getrepr())
 
 
 def test_a_mesh_is_a_mesh():

@@ -476,8 +476,8 @@ MUTATIONS = (
     Mutation(
         "a problem is raised on the rank that has it alone",
         "error",
-        "found = all_gather_object(problem, axis)",
-        "found = [problem]",
+        "found = all_gather_object(note, axis)",
+        "found = [note]",
         "test_feature_store.py",
         "test_mistakes_are_told_to_all_ranks",
     ),

@@ -8,13 +8,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.partition.atomic import (
     clear,
+    explaining_disk,
     new_token,
     newest,
     put_back,
@@ -22,7 +24,6 @@ from pyg_distcomm.partition.atomic import (
     sha256,
     sibling,
     sync,
-    write_problem,
 )
 
 MARK = ".pyg_distcomm.json"
@@ -55,19 +56,19 @@ def whole_folder(path: str | Path, kind: str, axis: Axis) -> Iterator[Path]:
     token = str(collectives.broadcast_object(new_token(), axis))
     aside = sibling(place, "writing", token)
     first = axis.rank == 0
-    problem = _run_on_first_rank(
-        lambda: _prepare_folder(place, aside, kind), aside, first
-    )
-    collectives.agree(problem, axis)
     try:
+        with on_all_ranks(axis), explaining_disk(aside):
+            if first:
+                _prepare_folder(place, aside, kind)
         collectives.agree(_missing_here(aside), axis)
         yield aside
+        with on_all_ranks(axis), explaining_disk(aside):
+            if first:
+                _finish_folder(place, aside)
     except BaseException:
         if first:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    problem = _run_on_first_rank(lambda: _finish_folder(place, aside), aside, first)
-    collectives.agree(problem, axis)
 
 
 def find(path: str | Path) -> Path:
@@ -78,8 +79,8 @@ def find(path: str | Path) -> Path:
     return newest(place) or place
 
 
-def damage(folder: Path, *patterns: str) -> str | None:
-    """Describes a file of a folder that differs from the saved one; None if none does.
+def check_files(folder: Path, *patterns: str) -> None:
+    """Raises ValueError, naming the file, if one of a folder differs from the saved one.
 
     Args:
         folder: a folder that `whole_folder` wrote.
@@ -88,28 +89,31 @@ def damage(folder: Path, *patterns: str) -> str | None:
     Price: a second or less for each GB.
     """
     mark = folder / MARK
-    if not mark.is_file():
-        return _no_file(mark)
+    _check_is_file(mark)
     try:
         sums = dict(json.loads(mark.read_text())["files"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         why = type(error).__name__
-        return f"{mark}: damaged, or not written to its end ({why})"
+        raise ValueError(
+            f"{mark}: damaged, or not written to its end ({why})"
+        ) from error
     names = {*sums, *os.listdir(folder)} - {MARK}
     chosen = {n for n in names if any(fnmatch.fnmatch(n, one) for one in patterns)}
     for path in [folder / name for name in sorted(chosen)]:
-        if not path.is_file():
-            return _no_file(path)
+        _check_is_file(path)
         if path.name not in sums:
-            return f"{path}: {mark} lists what was saved, and does not name it"
+            raise ValueError(
+                f"{path}: {mark} lists what was saved, and does not name it"
+            )
         if sha256(path) != sums[path.name]:
-            return f"{path}: altered since it was saved (its sha256 differs)"
-    return None
+            raise ValueError(f"{path}: altered since it was saved (its sha256 differs)")
 
 
-def _no_file(path: Path) -> str:
-    """Describes a missing file, or something else in its place, such as a named pipe."""
-    return f"{path}: {'not a file' if os.path.lexists(path) else 'missing'}"
+def _check_is_file(path: Path) -> None:
+    """Raises for a missing file, or something else in its place, such as a named pipe."""
+    if not path.is_file():
+        found = "not a file" if os.path.lexists(path) else "missing"
+        raise ValueError(f"{path}: {found}")
 
 
 def _agree_on(path: str, axis: Axis) -> None:
@@ -120,19 +124,6 @@ def _agree_on(path: str, axis: Axis) -> None:
                 f"save with the same path on all ranks: rank 0 got {every[0]!r}, rank {rank} "
                 f"got {given!r}"
             )
-
-
-def _run_on_first_rank(act: Callable[[], None], aside: Path, here: bool) -> str | None:
-    if not here:
-        return None
-    try:
-        act()
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        return write_problem(error, aside)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def _prepare_folder(place: Path, aside: Path, kind: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,15 +17,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyg_distcomm.checkpoint.folder import damage, find, whole_folder
+from pyg_distcomm.checkpoint.folder import check_files, find, whole_folder
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import naming, on_all_ranks
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import inputs_of
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.nn.replicate import bare
-from pyg_distcomm.partition.atomic import read_whole, write_problem, write_whole
+from pyg_distcomm.partition.atomic import explaining_disk, read_whole, write_whole
 from pyg_distcomm.process import tell
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
@@ -83,26 +84,25 @@ def save_checkpoint(
             f"{mesh.stage.size} stages; a Pipeline has save(path, optimizer)"
         )
     model, world = bare(model), mesh.world
-    _on_all_ranks(lambda: _check_optimizer(model, optimizer), world)
+    with on_all_ranks(world):
+        _check_optimizer(model, optimizer)
     trees = {"model": _model_state(model), "mesh": _mesh_state(mesh)}
     if extra:
         trees["extra"] = extra
     if optimizer is not None:
-        trees["optimizer"] = _optimizer_state(model, optimizer)
+        trees["optimizer"] = optimizer_state(model, optimizer)
     trees = tree_map(
         lambda v: v.full_tensor() if isinstance(v, DistTensor) else v, trees
     )
-    _on_all_ranks(lambda: _check_plain(trees), world, TypeError)
-    late_rows: dict[str, Any] = {}
-    if link is not None:
-        _on_all_ranks(
-            lambda: late_rows.update({_link_file(mesh): _link_state(link)}), world
-        )
-    with whole_folder(path, "checkpoint", mesh.world) as folder:
-        files = {_file(name): tree for name, tree in trees.items()}
-        problem = _try_write(folder, files) if mesh.rank == 0 else None
-        collectives.agree(problem, world)
-        collectives.agree(_try_write(folder, late_rows), world)
+    files: dict[str, Any] = {}
+    with on_all_ranks(world):
+        _check_plain(trees)
+        if mesh.rank == 0:
+            files = {_file(name): tree for name, tree in trees.items()}
+        if link is not None:
+            files[_link_file(mesh)] = _link_state(link)
+    with whole_folder(path, "checkpoint", world) as folder, on_all_ranks(world):
+        write_files(folder, files)
     tell(mesh.rank, "saved a checkpoint at %s", path)
 
 
@@ -139,38 +139,27 @@ def load_checkpoint(
     """
     mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
     folder, world = _find_folder(path, mesh), mesh.world
-    _on_all_ranks(lambda: _check_optimizer(model, optimizer), world)
     parts = ["model", "mesh"] if optimizer is None else ["model", "mesh", "optimizer"]
-    state: dict[str, Any] = {}
-    _on_all_ranks(lambda: state.update(_read(folder, parts, list(extra))), world)
     own = _model_state(model)
-    _on_all_ranks(lambda: _check_model(folder, model, own, state["model"]), world)
-    if optimizer is not None:
-        saved = state["optimizer"]
-        _on_all_ranks(lambda: _check_saved(folder, model, optimizer, saved), world)
+    with on_all_ranks(world):
+        _check_optimizer(model, optimizer)
+        with naming(f"cannot load checkpoint {folder}"):
+            state = _read(folder, parts, list(extra))
+            _check_model(model, own, state["model"])
+            if optimizer is not None:
+                saved = state["optimizer"]
+                _check_saved(model, optimizer, saved)
     if link is not None:
         _load_link(folder, mesh, link)
     set_model_state_dict(model, _own_rows(model, own, state["model"]))
     if optimizer is not None:
         saved["state"] = _own_rows(model, own, saved["state"])
-        _load_optimizer(model, optimizer, saved)
+        load_optimizer(model, optimizer, saved)
     mesh.load_state_dict(state["mesh"])
     inputs_of(mesh).expect(state["mesh"]["inputs"])
     _set_random(mesh, state["mesh"]["random"])
     tell(mesh.rank, "loaded the checkpoint at %s", folder)
     return {name: _at(state["extra"][name], like) for name, like in extra.items()}
-
-
-def _on_all_ranks(
-    act: Callable[[], Any], axis: collectives.Axis, kind: type[Exception] = ValueError
-) -> None:
-    """Acts on this rank; an error of a kind is raised on all ranks."""
-    problem = None
-    try:
-        act()
-    except kind as error:
-        problem = str(error)
-    collectives.agree(problem, axis, kind)
 
 
 def _file(part: str) -> str:
@@ -213,14 +202,11 @@ def _plain(leaf: Any) -> Any:
     return leaf.clone() if leaf.untyped_storage().nbytes() > own else leaf
 
 
-def _try_write(folder: Path, files: dict[str, Any]) -> str | None:
-    """Writes values to files of a folder; returns the problem if the disk cannot store them."""
-    try:
+def write_files(folder: Path, files: dict[str, Any]) -> None:
+    """Writes values to files of a folder; raises ValueError if the disk cannot store them."""
+    with explaining_disk(folder):
         for name, value in files.items():
             write_whole(folder / name, tree_map(_plain, value))
-    except (OSError, RuntimeError) as error:
-        return write_problem(error, folder)
-    return None
 
 
 def _read(folder: Path, parts: list[str], extra: list[str]) -> dict[str, Any]:
@@ -232,38 +218,33 @@ def _read(folder: Path, parts: list[str], extra: list[str]) -> dict[str, Any]:
     there = {
         part: folder / _file(part) for part in (*parts, *(["extra"] if extra else []))
     }
-    problem = damage(folder, *(path.name for path in there.values()))
-    if problem is not None:
-        raise ValueError(f"cannot load checkpoint {folder}: {problem}")
+    check_files(folder, *(path.name for path in there.values()))
     has = sorted(path.name.split(".")[1] for path in folder.glob(_file("*")))
     state: dict[str, Any] = {"extra": {}}
-    try:
-        state |= {p: read_whole(path) for p, path in there.items() if p in has}
-    except ValueError as error:
-        raise ValueError(f"cannot load checkpoint {folder}: {error}") from error
+    state |= {p: read_whole(path) for p, path in there.items() if p in has}
     for name, tree in state.items():
         if not (isinstance(tree, dict) and _FIELDS[name] <= tree.keys()):
-            raise ValueError(f"cannot load checkpoint {folder}: its {name} is damaged")
+            raise ValueError(f"its {name} is damaged")
     missing = [part for part in parts if part not in state]
     missing += [f"extra.{name}" for name in extra if name not in state["extra"]]
     if missing:
         raise ValueError(
-            f"cannot load checkpoint {folder}: it holds no {missing[0]}, but "
-            f"{', '.join(has) or 'nothing of save_checkpoint'}; load what was saved"
+            f"it holds no {missing[0]}, but {', '.join(has) or 'nothing of save_checkpoint'}; "
+            "load what was saved"
         )
     return state
 
 
 def _check_model(
-    folder: Path, model: torch.nn.Module, own: dict[str, Any], saved: dict[str, Any]
+    model: torch.nn.Module, own: dict[str, Any], saved: dict[str, Any]
 ) -> None:
     """Raises if a model's parameters and buffers are not those that were saved."""
     for name in {**own, **saved}:
         there, here = _shape_text(saved.get(name)), _shape_text(own.get(name))
         if there != here:
             raise ValueError(
-                f"cannot load checkpoint {folder}: {name} is {there} in it, and {here} in "
-                f"the {type(model).__name__}; load into a model made as the saved one was"
+                f"{name} is {there} in it, and {here} in the {type(model).__name__}; load "
+                "into a model made as the saved one was"
             )
 
 
@@ -273,9 +254,7 @@ def _shape_text(value: Any) -> str:
     return "missing" if value is None else f"a {type(value).__name__}"
 
 
-def _check_saved(
-    folder: Path, model: torch.nn.Module, optimizer: Any, saved: dict[str, Any]
-) -> None:
+def _check_saved(model: torch.nn.Module, optimizer: Any, saved: dict[str, Any]) -> None:
     """Raises if an optimizer is of another class than the saved one, or has other groups."""
     groups = _named_groups(model, optimizer)
     pairs = [(f"class {saved['class']}", f"class {type(optimizer).__name__}")]
@@ -289,16 +268,18 @@ def _check_saved(
     for one, other in pairs:
         if one != other:
             raise ValueError(
-                f"cannot load checkpoint {folder}: it holds an optimizer with {one}, got one "
-                f"with {other}; make the optimizer as the saved one was, or leave it out"
+                f"it holds an optimizer with {one}, got one with {other}; make the optimizer "
+                "as the saved one was, or leave it out"
             )
 
 
 def _named_groups(model: torch.nn.Module, optimizer: Any) -> list[list[str]]:
-    """Returns the names of the parameters in each group of an optimizer."""
+    """Returns the names of the parameters in each group of an optimizer; others are ""."""
     # torch.compile adds to names
     names = {p: n.replace("_orig_mod.", "") for n, p in model.named_parameters()}
-    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    return [
+        [names.get(p, "") for p in group["params"]] for group in optimizer.param_groups
+    ]
 
 
 def _own_rows(
@@ -332,14 +313,16 @@ def _at(saved: Any, given: Any) -> Any:
     return tree_map(lambda v: v.to(like.device) if isinstance(v, Tensor) else v, saved)
 
 
-def _load_optimizer(
+def load_optimizer(
     model: torch.nn.Module, optimizer: Any, saved: dict[str, Any]
 ) -> None:
+    """Loads what `optimizer_state` returned of an optimizer with as many groups."""
     state, whole = saved["state"], optimizer.state_dict()
     whole["state"] = {}
     groups = zip(whole["param_groups"], saved["param_groups"], strict=True)
     for (own, kept), names in zip(groups, _named_groups(model, optimizer), strict=True):
-        options = {k: v for k, v in kept.items() if k != "params"}
+        ours = "params", "param_names"
+        options = {k: v for k, v in kept.items() if k not in ours}
         # a learning rate may be a tensor
         own.update({k: _at(v, own.get(k)) for k, v in options.items()})
         numbers = zip(own["params"], names, strict=True)
@@ -394,16 +377,12 @@ def _load_link(path: Path, mesh: Mesh, link: Links) -> None:
         row[0] for row in collectives.all_gather_counts([int(here)], mesh.world)
     )
     file = path / (_link_file(mesh) if whole else _link_file(mesh, 0))
-    problem, pairs = damage(path, file.name), []
-    collectives.agree(problem, mesh.world)
-    try:
+    with on_all_ranks(mesh.world), naming(f"cannot load the link of checkpoint {path}"):
+        check_files(path, file.name)
         pairs = _links_of(link, read_whole(file))
         pairs = [(o, s if whole else {**s, "mark": None}) for o, s in pairs]
         for one, state in pairs:
             one.check_state(state)
-    except (RuntimeError, ValueError) as error:
-        problem = f"cannot load the link of checkpoint {path}: {error}"
-    collectives.agree(problem, mesh.world)
     for one, state in pairs:
         one.load_state_dict(state)
 
@@ -467,7 +446,7 @@ def _model_state(model: torch.nn.Module) -> dict[str, Any]:
     return state
 
 
-def _optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+def optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     """Returns an optimizer's state by names of parameters; collective for row-sharded ones."""
     whole, shards = optimizer.state_dict(), sharded_parameters(model)
     sizes = {name: p.shape for name, p in model.named_parameters()}

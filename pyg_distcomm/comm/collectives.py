@@ -35,6 +35,8 @@ from pyg_distcomm.process import PROCESS
 _LARGE_MESSAGE = 1 << 17  # bytes to one rank from which receives are posted first
 _TAG = 0x9D0C  # of our messages, on groups that a script may use, too
 _WAIT_SLICE = timedelta(seconds=0.25)
+# the kinds of errors that one rank raises for another; others become a RuntimeError
+_KINDS = (TypeError, ValueError, IndexError, ImportError, NotImplementedError)
 _MAX_TRACKED_WORKS = 8  # works tracked before completed ones are removed
 
 
@@ -86,18 +88,12 @@ def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> N
         watch.streamed.add(work, op)
         work.wait()
         return
+    shared = axis.group in watch.threads.of  # loaders' threads use groups of their own
     try:
-        with (
-            watch.threads.waiting()
-            if axis.group
-            in watch.threads.of  # loaders' threads use groups of their own
-            else contextlib.nullcontext()
-        ):
+        with watch.threads.waiting() if shared else contextlib.nullcontext():
             _wait_in_slices(work, op, watch)
-    except (
-        BaseException
-    ) as error:  # messages are lost: other ranks must not wait for them
-        watch.fail(error)
+    except BaseException as error:
+        watch.fail(error)  # messages are lost: other ranks must not wait for them
         raise
 
 
@@ -225,9 +221,8 @@ def all_to_all(
     like, device = parts[0], (x if isinstance(x, Tensor) else x[0]).device
     if axis.size == 1:
         return Pending(like if into is None else into.copy_(like), device, axis, op)
-    gathers = (
-        into is None and source is None
-    )  # of one tensor for each rank, see `copies`
+    # of one tensor for each rank, see `copies`
+    gathers = into is None and source is None
     equal = gathers and _is_equal_gather(parts, recv_counts, axis)
     rows = axis.size * len(parts[axis.rank - 1]) if equal else sum(recv_counts)
     out = into
@@ -427,15 +422,8 @@ _REDUCTIONS = {
 }
 
 
-def all_reduce_begin(
-    x: Tensor, axis: Axis, op: str = "sum", before: int = 0
-) -> Pending:
-    """Starts an `all_reduce`; `wait()` returns the result in a tensor of its own.
-
-    Args:
-        x, axis, op: see `all_reduce`.
-        before: where `x` is a piece of a larger sum, the words already sent of it.
-    """
+def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
+    """Starts an `all_reduce`; `wait()` returns the result in a tensor of its own."""
     if axis.size == 1:
         return Pending(x, x.device, axis, "all_reduce")
     if axis.meeting is not None:
@@ -443,7 +431,7 @@ def all_reduce_begin(
         return Pending(torch.stack(every).sum(0), x.device, axis, "all_reduce")
     out = _to_backend_device(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
-    traced = note_all_reduce(x, axis, before)
+    traced = note_all_reduce(x, axis)
     reduction: Any = {"op": _REDUCTIONS[op], "group": axis.group, "async_op": True}
     with guarded(axis, "all_reduce"):
         work = dist.all_reduce(out, **reduction)
@@ -469,8 +457,12 @@ def ring_words(numel: int, size: int) -> int:
 def all_reduce_future(x: Tensor, axis: Axis, before: int = 0) -> tuple[Pending, Any]:
     """Starts an in-place sum; returns it, and torch's own future of it (for DDP's hook).
 
-    DDP waits for the future without a deadline, so wait for the sum first. `before` is as in
-    `all_reduce_begin`.
+    DDP waits for the future without a deadline, so wait for the sum first.
+
+    Args:
+        x: the tensor.
+        axis: the ranks.
+        before: where `x` is a piece of a larger sum, the words already sent of it.
     """
     traced = note_all_reduce(x, axis, before)
     with guarded(axis, "all_reduce"):
@@ -487,7 +479,8 @@ def all_gather_counts(
         return [list(counts)]
     own_data = torch.tensor(list(counts), dtype=torch.int64)
     rows = all_gather_rows(own_data.unsqueeze(0), [1] * axis.size, axis, op)
-    return [[int(v) for v in row] for row in rows.tolist()]
+    every: list[list[int]] = rows.tolist()
+    return every
 
 
 def all_gather_rows(
@@ -508,10 +501,8 @@ def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:
         return list(counts)
     ones = [1] * axis.size
     own_data = torch.tensor(list(counts), dtype=torch.int64)
-    return [
-        int(v)
-        for v in all_to_all(own_data, ones, ones, axis, "plan", 1).wait().tolist()
-    ]
+    came: list[int] = all_to_all(own_data, ones, ones, axis, "plan", 1).wait().tolist()
+    return came
 
 
 def all_gather_object(value: Any, axis: Axis) -> list[Any]:
@@ -581,19 +572,27 @@ def differ(mark: int, axis: Axis) -> bool:
     return bool(high != -low)
 
 
-def agree(problem: str | None, axis: Axis, kind: type[Exception] = ValueError) -> None:
+def agree(
+    problem: str | Exception | None, axis: Axis, kind: type[Exception] = ValueError
+) -> None:
     """Raises the same error on all ranks if any rank has a problem; else returns on all.
 
     Args:
-        problem: the error message of this rank; None if there is no problem.
+        problem: the error of this rank, or its message; None if there is no problem.
         axis: the ranks that must agree.
-        kind: the exception to raise.
+        kind: the exception to raise for a message; an error gives its own kind.
 
     Raises:
         kind: with the message of the lowest rank that had one.
     """
-    found = all_gather_object(problem, axis)
-    for rank, text in enumerate(found):
-        if text is not None:
+    note: Any = problem
+    if isinstance(problem, Exception):
+        own = next((k for k in _KINDS if isinstance(problem, k)), RuntimeError)
+        note = own, str(problem) or type(problem).__name__
+    found = all_gather_object(note, axis)
+    for rank, other in enumerate(found):
+        if other is not None:
+            kind, text = (kind, other) if isinstance(other, str) else other
             where = f"rank {rank}: " if axis.size > 1 else ""
-            raise kind(where + text)
+            cause = problem if isinstance(problem, Exception) else None
+            raise kind(where + text) from cause

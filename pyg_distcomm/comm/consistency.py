@@ -1,16 +1,17 @@
-"""Compares replicated tensors and settings between ranks, and counts rows over the ranks.
+"""Compares replicated tensors and settings between ranks, counts rows, and raises alike.
 
-It uses the mesh's control axis, which has its own process group, so that a rank that calls
-a check alone does not receive the data of another exchange.
+Comparisons use the mesh's control axis, which has its own process group, so that a rank that
+calls a check alone does not receive the data of another exchange.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives, random
+from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.kernels.core_ops import as_bytes
@@ -25,6 +27,34 @@ from pyg_distcomm.kernels.core_ops import as_bytes
 _HASHED_BYTES = 1 << 26  # bytes: a longer tensor is hashed in parts
 _ROUNDING = 1.0  # tolerated relative difference of copies, times sqrt(eps) of the dtype
 _HASHED_PIECES = 64  # pieces of a longer tensor that are hashed
+
+
+@contextlib.contextmanager
+def on_all_ranks(axis: Axis | None) -> Iterator[None]:
+    """Raises an error of one rank in a block on all ranks, at its end; collective.
+
+    Args:
+        axis: the ranks; None for this one alone.
+    """
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    if axis is not None and axis.size > 1:
+        collectives.agree(problem, axis)
+    elif problem is not None:
+        raise problem
+
+
+@contextlib.contextmanager
+def naming(subject: str) -> Iterator[None]:
+    """Begins the message of a TypeError or ValueError of a block with its subject."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"{subject}: {error}") from error
 
 
 def count_rows(here: int, mesh: Mesh) -> int:

@@ -22,7 +22,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph import partition_data_types
 from pyg_distcomm.graph.partition_data_types import TypedBatch
-from pyg_distcomm.graph.share import agree, arranged, order_of_first_rank
+from pyg_distcomm.graph.share import arranged, order_of_first_rank
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
@@ -141,7 +141,7 @@ def _partition_data(
             "mesh.plan has partitioned this graph already; leave seed out, or give a "
             "method as well"
         )
-    agree(problem, mesh)
+    collectives.agree(problem, mesh.world)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _comparable_arguments(method, link, seed=seed, **flags)
     _agree_same(asked | _digests(data, kinds), mesh)
@@ -209,7 +209,7 @@ def _partition_hetero(
         part_share.check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
-    agree(problem, mesh)
+    collectives.agree(problem, mesh.world)
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _comparable_arguments(method, link, seed=seed, **flags)
     _agree_same(asked | partition_data_types.hetero_marks(data, _digest), mesh)
@@ -220,7 +220,7 @@ def _partition_hetero(
             owners = part_share.cut_hetero(data, mesh.size, how, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
-    agree(problem, mesh)
+    collectives.agree(problem, mesh.world)
     owners = _broadcast(owners, mesh)
     with partition_data_types.explaining_memory(data, mesh):
         types = part_share.types_of(data, owners)
@@ -365,7 +365,7 @@ def _partition_and_broadcast(
             owners = _cut(data, mesh, method, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
-    agree(problem, mesh)
+    collectives.agree(problem, mesh.world)
     return _broadcast(owners, mesh)
 
 
@@ -516,7 +516,7 @@ def load_partition(
     except (TypeError, ValueError, OSError) as error:
         problem = error if isinstance(error, (TypeError, ValueError)) else None
         problem = problem or ValueError(f"cannot read {folder}: {error}")
-    agree(memory_problem(memory) or problem, mesh)
+    collectives.agree(memory_problem(memory) or problem, mesh.world)
     assert share is not None
     owners = {META: hashlib.sha256(meta).hexdigest()}
     owners["owners of nodes"] = _digest(share.partition.owner)

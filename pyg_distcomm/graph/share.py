@@ -111,15 +111,6 @@ def arranged(data: Any, order: Order) -> Any:
     return data
 
 
-def agree(problem: Exception | None, mesh: Mesh) -> None:
-    """Raises the first problem of any rank on all ranks."""
-    kinds = collectives.all_gather_object(
-        type(problem) if problem else None, mesh.world
-    )
-    kind = next((k for k in kinds if k is not None), ValueError)
-    collectives.agree(None if problem is None else str(problem), mesh.world, kind)
-
-
 def with_planned_edges(data: Any) -> Any:
     """Returns a share whose edges are planned for, also those that an op returned.
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import RandomSampler, get_worker_info
 from torch_geometric.loader import ImbalancedSampler as ByClass
 
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.whereabouts import script_stacklevel
@@ -45,7 +46,6 @@ from pyg_distcomm.loader.options import (
     check_weighted_sampler,
     describe_graph,
     digest,
-    errors_on_all_ranks,
     ranks_of,
     weighted_positions,
 )
@@ -72,7 +72,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         own = any(kwargs.get(k) is not None for k in ("sampler", "batch_sampler"))
         kwargs |= {"shuffle": shuffle} if own else {}
         source = self.partitioned_source
-        with errors_on_all_ranks(None if source is None else source.mesh.world):
+        with on_all_ranks(None if source is None else source.mesh.world):
             super().__init__(*args, **kwargs)
             check_lengths(self.input_data)
         if shuffle and not own and self.batch_size and len(self.dataset):  # for others
@@ -87,7 +87,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         sampler: Any = None,
     ) -> Any:
         """Checks the options; returns the graph, with an edge_index in place of an adj_t."""
-        with errors_on_all_ranks(ranks_of(data := with_edges(data))):
+        with on_all_ranks(ranks_of(data := with_edges(data))):
             name = type(self).__qualname__
             self.options = options = LoaderOptions.checked(name, options, dataloader)
             self.placement = Placement.of(options)

@@ -13,13 +13,13 @@ from torch_geometric.loader import NodeLoader
 
 from pyg_distcomm import plugins
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_sample
 from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     checked_seeds,
-    errors_on_all_ranks,
     ranks_of,
     refuse_draws,
 )
@@ -95,7 +95,7 @@ class DistLayerLoader(BulkLoading[Data], NodeLoader):
         **kwargs: Any,
     ) -> None:
         data = self._begin_init(data, options, kwargs)
-        with errors_on_all_ranks(ranks_of(data)):
+        with on_all_ranks(ranks_of(data)):
             refuse_draws(self.options, type(self).__name__)
             chosen, graph, whole = _rule(rule), data, data
             numbers = layer_numbers(num_nodes_per_layer)
@@ -266,7 +266,7 @@ class HGTLoader(DistNeighborLoader[HeteroData]):
                 "HGTLoader takes a HeteroData, or a share of one, got "
                 f"{type(data).__name__}; for one node type, see DistLayerLoader"
             )
-        with errors_on_all_ranks(ranks_of(data)):
+        with on_all_ranks(ranks_of(data)):
             refuse_draws(options, "HGTLoader")
             if kwargs.get("neighbor_sampler") is not None:
                 raise ValueError(

@@ -12,13 +12,13 @@ from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
 from torch_geometric.sampler import NegativeSampling
 from torch_geometric.sampler.base import SubgraphType
 
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.loader.base import BulkLoading, Graph
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     checked_links,
     checked_seeds,
     digest,
-    errors_on_all_ranks,
     ranks_of,
 )
 
@@ -188,7 +188,7 @@ class DistLinkNeighborLoader(BulkLoading[Graph], LinkNeighborLoader):
             "directed": directed,
         }
         data = self._begin_init(data, options, kwargs, neighbor_sampler)
-        with errors_on_all_ranks(ranks_of(data)):
+        with on_all_ranks(ranks_of(data)):
             if neg_sampling_ratio:  # PyG's old name of it
                 neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
             neg_sampling = NegativeSampling.cast(neg_sampling)

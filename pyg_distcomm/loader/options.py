@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import numbers
 import operator
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -211,25 +210,6 @@ def refuse_draws(options: Any, loader: str) -> None:
 def _whole(value: Any, least: int) -> bool:
     """Returns whether a value is an integer of Python or NumPy, and large enough."""
     return isinstance(value, numbers.Integral) and int(value) >= least
-
-
-@contextmanager
-def errors_on_all_ranks(world: Axis | None) -> Iterator[None]:
-    """Raises the error of one rank in a block on all ranks, at the end of the block."""
-    failed = None
-    try:
-        yield
-    except Exception as error:
-        failed = error
-    if world is not None:
-        problem = None if failed is None else f"{type(failed).__name__}: {failed}"
-        try:
-            collectives.agree(problem, world)
-        except ValueError:
-            if failed is None:
-                raise
-    if failed is not None:
-        raise failed
 
 
 def ranks_of(data: Any) -> Axis | None:

@@ -13,6 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.process_grid import (
     ProcessGrid,
     check_replication,
@@ -29,7 +30,6 @@ from pyg_distcomm.loader.options import (
     agree_on,
     check_mask,
     checked_ends,
-    errors_on_all_ranks,
     named_links,
     named_seeds,
     seed_ids,
@@ -66,8 +66,8 @@ class PartitionedSource:
         **arguments: Any,
     ) -> None:
         self.data, self.mesh, self.options = data, mesh_of(data), options
-        replication, features, problem = options.replication, options.features, None
-        try:
+        replication, features = options.replication, options.features
+        with on_all_ranks(self.mesh.world):
             c = check_replication(self.mesh, replication)
             if features is not None:
                 held = features.channel.replication
@@ -77,9 +77,6 @@ class PartitionedSource:
                         "build it on a channel of that replication, or leave replication out"
                     )
                 c = held
-        except ValueError as error:
-            problem = str(error)
-        collectives.agree(problem, self.mesh.world)
         loading = {k: dataloader.get(k) for k in ("batch_size", "shuffle", "drop_last")}
         agree_on(arguments | loading | _comparable(options), self.mesh.world)
         self.sampling: ProcessGrid = new_process_grid(self.mesh, c, SAMPLE)
@@ -87,7 +84,7 @@ class PartitionedSource:
         self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
         self._given_store = features
         self.rows = ShareRows(data, self.fetching)
-        with errors_on_all_ranks(self.mesh.world):
+        with on_all_ranks(self.mesh.world):
             self.embeddings = _rows_of_embeddings(data, options.embedding)
         self.read_rows()
 
@@ -145,13 +142,13 @@ class PartitionedSource:
 
         If nodes have times, the sampler is given those of the seeds.
         """
-        with errors_on_all_ranks(self.mesh.world):
+        with on_all_ranks(self.mesh.world):
             name, ids = named_seeds(self.data, given)
         clocks = None if times is None else "given"
         kinds = {"input_nodes of type": name, "input_time": clocks}
         agree_on(kinds, self.mesh.world)
         ids = self.plain(ids, "input_nodes")
-        with errors_on_all_ranks(self.mesh.world):
+        with on_all_ranks(self.mesh.world):
             ids = seed_ids(ids)
             ids = ids if ids is None else ids.cpu()
             check_mask(ids, _store(self.data, name).num_nodes)
@@ -160,7 +157,7 @@ class PartitionedSource:
         if set_times is not None and times is None and clock is not None:
             time = clock.full_tensor().cpu()
             every = torch.arange(len(time))
-            with errors_on_all_ranks(self.mesh.world):
+            with on_all_ranks(self.mesh.world):
                 every = every if ids is None else every[ids]
             set_times(name, every, time[every])
         if name is None:
@@ -174,13 +171,13 @@ class PartitionedSource:
         bytes per edge on every rank. If nodes have times and negative ends are drawn, the
         sampler is given all times, 8 bytes per node.
         """
-        with errors_on_all_ranks(self.mesh.world):
+        with on_all_ranks(self.mesh.world):
             name, ends = named_links(self.data, given)
         agree_on({"edge_label_index of type": name}, self.mesh.world)
         if ends is None:
             ends = _store(self.data, name).edge_index
         ends = self.plain(ends, "edge_label_index")
-        with errors_on_all_ranks(self.mesh.world):
+        with on_all_ranks(self.mesh.world):
             ends = checked_ends(ends).cpu()
         if isinstance(negatives, NegativeSampling):
             negatives = copy.copy(negatives)

@@ -15,9 +15,10 @@ from torch_geometric.sampler import NodeSamplerInput
 from tqdm import tqdm
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
 from pyg_distcomm.loader.notes import World
-from pyg_distcomm.loader.options import LoaderOptions, errors_on_all_ranks, ranks_of
+from pyg_distcomm.loader.options import LoaderOptions, ranks_of
 from pyg_distcomm.loader.subgraphs import SubgraphLoading
 from pyg_distcomm.partition.atomic import keep_file, read_whole
 
@@ -95,7 +96,7 @@ class GraphSAINTSampler(SubgraphLoading[Data]):
             "num_steps": num_steps,
             "sample_coverage": sample_coverage,
         }
-        with errors_on_all_ranks(world):
+        with on_all_ranks(world):
             for name, value in numbers.items():
                 least = int(name == "batch_size")
                 if isinstance(value, bool) or not isinstance(value, Integral):

@@ -19,12 +19,12 @@ from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.utils import sort_edge_index
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.loader.base import Graph
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import (
     digest,
-    errors_on_all_ranks,
     ranks_of,
     refuse_draws,
 )
@@ -114,7 +114,7 @@ class SubgraphLoading(DistNeighborLoader[Graph]):
         kwargs.pop("collate_fn", None)
         if node_sets is not None:
             given = [name for name in _REFUSED if kwargs.get(name) is not None]
-            with errors_on_all_ranks(ranks_of(data)):
+            with on_all_ranks(ranks_of(data)):
                 refuse_draws(kwargs.get("options"), type(self).__name__)
                 if given:
                     raise ValueError(
@@ -185,7 +185,7 @@ class RandomNodeLoader(SubgraphLoading[Graph]):
     """
 
     def __init__(self, data: Graph, num_parts: int, **kwargs: Any) -> None:
-        with errors_on_all_ranks(ranks_of(data)):
+        with on_all_ranks(ranks_of(data)):
             if not isinstance(num_parts, int):
                 raise TypeError(f"num_parts must be a whole number, got {num_parts!r}")
             if num_parts < 1:
@@ -330,7 +330,7 @@ def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> T
     """Returns the cluster of each node of a partitioned graph; collective."""
     nodes = edges.nodes
     world, partition = nodes.mesh.world, nodes.partition
-    rank, first, problem = world.rank, 0, None
+    rank, first = world.rank, 0
     assert partition is not None  # of what pdc.partition returns
     own = torch.empty(0, dtype=torch.int64)
     name = method if isinstance(method, str) else "the cluster of each node"
@@ -343,10 +343,10 @@ def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> T
             )
     if not isinstance(method, str):
         given = method.full_tensor() if isinstance(method, DistTensor) else method
-        with errors_on_all_ranks(world):
+        with on_all_ranks(world):
             found = Partition.from_owner(given, num_parts, partition.num_nodes)
         return found.owner.long()
-    try:
+    with on_all_ranks(world):
         counts = _counts(partition.sizes, num_parts)
         first = sum(counts[:rank])
         topology = edges.topology
@@ -356,9 +356,6 @@ def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> T
         if counts[rank]:
             found = cut(local, len(nodes.gid), counts[rank], method, seed=seed)
             own = found.owner.long()
-    except (ValueError, TypeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    collectives.agree(problem, world)
     every = collectives.all_gather_rows((own + first).int(), partition.sizes, world)
     cluster = torch.empty(partition.num_nodes, dtype=torch.int64)
     begin = 0

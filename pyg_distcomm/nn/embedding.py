@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch_geometric.data.storage import NodeStorage
 
 from pyg_distcomm.comm import collectives, random
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.mesh import Mesh, init, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, route_of
@@ -282,20 +283,14 @@ def _agreed_rows(like: Any, facts: tuple[Any, ...]) -> Rows:
     """Returns this rank's rows, once all ranks agree on the table; collective."""
     if like is None:
         like = latest_mesh() or init()
-    rows, problem = None, None
-    kind: type[Exception] = ValueError
-    try:
+    with on_all_ranks(_mesh_of(like).control):
         for size in facts[:2]:
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise ValueError(
                     f"sizes must be whole numbers of at least 0, got {size!r}"
                 )
         rows = _rows_of(like, facts[0])
-        mesh = rows.mesh
-    except (TypeError, ValueError) as error:
-        problem, kind, mesh = str(error), type(error), _mesh_of(like)
-    collectives.agree(problem, mesh.control, kind)
-    assert rows is not None
+    mesh = rows.mesh
     every = collectives.all_gather_object(facts, mesh.control)
     if any(one != every[0] for one in every):
         raise ValueError(

@@ -277,6 +277,15 @@ def add_line(path: Path, line: str) -> None:
             raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+@contextlib.contextmanager
+def explaining_disk(path: Path) -> Iterator[None]:
+    """Raises a ValueError, which says what to do, if a file at `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(write_problem(error, path)) from error
+
+
 def write_problem(error: BaseException, path: Path) -> str:
     """Explains in one line why a file could not be written, and what to do."""
     where = getattr(error, "filename", None) or path

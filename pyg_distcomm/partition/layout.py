@@ -25,6 +25,7 @@ from torch import Tensor
 from pyg_distcomm.partition.atomic import (
     Output,
     clear,
+    explaining_disk,
     new_token,
     newest,
     put_back,
@@ -32,7 +33,6 @@ from pyg_distcomm.partition.atomic import (
     sha256,
     sibling,
     sync,
-    write_problem,
 )
 from pyg_distcomm.partition.partition import PartitionReport
 from pyg_distcomm.process import PROCESS
@@ -200,14 +200,14 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
     check_target(out, force)
     aside = sibling(out, "writing", new_token())
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        check_target(out, force)  # again: another process may have written it meanwhile
-        put_in_place(aside, out)
-    except BaseException as error:
+        with explaining_disk(out):
+            aside.mkdir(parents=True)
+            yield aside
+            # again: another process may have written it meanwhile
+            check_target(out, force)
+            put_in_place(aside, out)
+    except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise ValueError(write_problem(error, out)) from error
         raise
 
 

@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 
-from pyg_distcomm.checkpoint.folder import damage, find, whole_folder
+from pyg_distcomm.checkpoint.folder import check_files, find, whole_folder
+from pyg_distcomm.checkpoint.training import (
+    load_optimizer,
+    optimizer_state,
+    write_files,
+)
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import naming, on_all_ranks
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.partition.atomic import read_whole, write_problem, write_whole
+from pyg_distcomm.partition.atomic import read_whole
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
-from pyg_distcomm.pipeline.layer_stack import on_all_ranks
 
 _MODEL = "model.pt"
 _NONE = type(None)
@@ -66,7 +71,7 @@ def save(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     whole["optimizer"] = _optimizer_state(pipe, optimizer)
     with (
         whole_folder(path, "pipeline", mesh.everyone) as folder,
-        on_all_ranks(mesh),
+        on_all_ranks(mesh.everyone),
     ):
         kept = _current_history(pipe) if pipe._saved is None else pipe._saved
         whole["link"] = kept.link
@@ -75,15 +80,7 @@ def save(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
         parts = dict(kept.parts) if own else {}
         if mesh.everyone.rank == 0:
             parts[_MODEL] = whole
-        for name, part in parts.items():
-            _write(part, folder / name)
-
-
-def _write(part: Any, file: Path) -> None:
-    try:
-        write_whole(file, part)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(write_problem(error, file)) from error
+        write_files(folder, parts)
 
 
 def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -91,28 +88,14 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     whole: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     path = find(path)
-    rows = sorted(path.glob(f"rows{pipe.mesh.rank}-stage*.pt"))
-    with on_all_ranks(pipe.mesh):
-        problem = damage(path, _MODEL, f"rows{pipe.mesh.rank}-stage*.pt")
-        if problem is not None:
-            raise ValueError(f"cannot load the pipeline at {path}: {problem}")
-        try:
-            whole = read_whole(path / _MODEL)
-            for name in rows:  # mapped, so that only the rows that fit are read
-                parts[name.name] = read_whole(name, mmap=True)
-        except ValueError as error:
-            raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
-        problem = _field_problem(whole, _FIELDS)
-        problem = problem and f"{path / _MODEL}: {problem}"
-        for file, part in parts.items():
-            wrong = _field_problem(part, _ROW_FIELDS) or _field_problem(
-                part["sites"], dict.fromkeys(part["sites"], (torch.Tensor, _NONE))
-            )
-            problem = problem or (wrong and f"{path / file}: {wrong}")
-        if problem:
-            raise ValueError(f"cannot load the pipeline at {path}: {problem}")
+    rows, axis = f"rows{pipe.mesh.rank}-stage*.pt", pipe.mesh.everyone
+    with on_all_ranks(axis), naming(f"cannot load the pipeline at {path}"):
+        check_files(path, _MODEL, rows)
+        whole = _read(path / _MODEL, _FIELDS)
+        for file in sorted(path.glob(rows)):
+            parts[file.name] = _read(file, _ROW_FIELDS)
     pipe.load_state_dict(whole["model"])
-    with on_all_ranks(pipe.mesh):
+    with on_all_ranks(axis):
         if optimizer is not None:
             _load_optimizer(pipe, optimizer, whole["optimizer"], path)
     pipe.epoch, pipe._seed = int(whole["epoch"]), int(whole["seed"])
@@ -121,17 +104,31 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     pipe._boundary, pipe._saved = None, _SavedHistory(parts, whole["link"], path)
 
 
-def _field_problem(saved: Any, wanted: dict[Any, tuple[type, ...]]) -> str | None:
-    """Describes the first field of a saved file that is missing or of another type."""
+def _read(file: Path, wanted: dict[str, tuple[type, ...]]) -> dict[str, Any]:
+    """Reads a saved file, of which rows are mapped; raises ValueError for other fields."""
+    saved = read_whole(file, mmap=wanted is _ROW_FIELDS)
+    with naming(str(file)):
+        _check_fields(saved, wanted)
+        if "sites" in wanted:
+            sites = saved["sites"]
+            _check_fields(sites, dict.fromkeys(sites, (torch.Tensor, _NONE)))
+    return saved  # type: ignore[no-any-return]
+
+
+def _check_fields(saved: Any, wanted: dict[Any, tuple[type, ...]]) -> None:
+    """Raises ValueError for the first field that is missing or of another type."""
     if not isinstance(saved, dict):
-        return f"got a {type(saved).__name__}, wanted a dict of {', '.join(map(str, wanted))}"
+        raise ValueError(
+            f"got a {type(saved).__name__}, wanted a dict of {', '.join(map(str, wanted))}"
+        )
     for name, kinds in wanted.items():
         if name not in saved:
-            return f"holds no {name}; save the pipeline anew"
+            raise ValueError(f"holds no {name}; save the pipeline anew")
         if not isinstance(saved[name], kinds) or isinstance(saved[name], bool):
             kind, one = type(saved[name]).__name__, kinds[0].__name__
-            return f"{name} is a {kind}, wanted a {one}; save the pipeline anew"
-    return None
+            raise ValueError(
+                f"{name} is a {kind}, wanted a {one}; save the pipeline anew"
+            )
 
 
 def _current_history(pipe: Any) -> _SavedHistory:
@@ -221,33 +218,15 @@ def _optimizer_state(pipe: Any, optimizer: Any) -> Any:
     """Returns the state of an optimizer, by names of parameters, of all stages."""
     if optimizer is None:
         return None
-    names = {id(p): name for name, p in pipe.layers.named_parameters()}
-    state, groups = {}, []
-    for group in optimizer.param_groups:
-        own = "params", "param_names"  # of this stage
-        groups.append({k: v for k, v in group.items() if k not in own})
-        for p in group["params"]:
-            if id(p) in names and p in optimizer.state:
-                state[names[id(p)]] = optimizer.state[p]
-    layers = [layer.name for layer in pipe._stack]
-    return {"state": merged(state, pipe.mesh, layers), "groups": groups}
+    own, layers = optimizer_state(pipe.layers, optimizer), pipe._stack
+    every = merged(own["state"], pipe.mesh, [layer.name for layer in layers])
+    return {**own, "state": every}
 
 
 def _load_optimizer(pipe: Any, optimizer: Any, saved: Any, path: Path) -> None:
-    if saved is None or len(saved["groups"]) != len(optimizer.param_groups):
+    if saved is None or len(saved["param_groups"]) != len(optimizer.param_groups):
         raise ValueError(
             f"{path} holds no optimizer with {len(optimizer.param_groups)} groups of "
             "parameters; make the optimizer as it was when saved, or leave it out"
         )
-    names = {id(p): name for name, p in pipe.layers.named_parameters()}
-    whole = optimizer.state_dict()
-    for group, own, saved_group in zip(
-        optimizer.param_groups, whole["param_groups"], saved["groups"], strict=True
-    ):
-        own.update(saved_group)
-        for p, number in zip(group["params"], own["params"], strict=True):
-            # a parameter without saved state has none now
-            whole["state"].pop(number, None)
-            if names.get(id(p)) in saved["state"]:
-                whole["state"][number] = saved["state"][names[id(p)]]
-    optimizer.load_state_dict(whole)
+    load_optimizer(pipe.layers, optimizer, saved)

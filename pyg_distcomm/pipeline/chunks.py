@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.topology import LocalGraph, Topology, gcn_norm
 from pyg_distcomm.halo.halo import Halo, Link
@@ -268,19 +269,14 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
     topology = edge_index.topology
     nodes, mesh = topology.nodes, topology.nodes.mesh
     here = topology.locals
-    chunk, count, problem = None, 0, None
-    try:
+    with on_all_ranks(mesh.everyone):
         chunk, count = _chunk_of(here, topology, chunks, seed)
-    except (TypeError, ValueError) as error:
-        problem = str(error)
-    collectives.agree(problem, mesh.everyone)
     counts = collectives.all_gather_object(count, mesh.everyone)
     if len(set(counts)) > 1:
         raise ValueError(
             f"chunks must be the same on all ranks, but they give {counts} chunks by rank; "
             "pass one value"
         )
-    assert chunk is not None
     # the first stage's on all stages
     chunk = collectives.broadcast_object(chunk, mesh.stage)
     _check_sizes(chunk, count, mesh)

@@ -22,9 +22,9 @@ from pyg_distcomm.pipeline.chunk_graph import ChunkPass, view_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan
 from pyg_distcomm.pipeline.layer_stack import (
     StackLayer,
+    failing_together,
     names_crossing,
     names_from_data,
-    on_all_ranks,
 )
 from pyg_distcomm.pipeline.schedule import Action, StageSchedule
 from pyg_distcomm.sharded.dist_tensor import DistTensor
@@ -491,7 +491,7 @@ def fill(stage: Stage, mesh: Mesh) -> StageBuffers:
     sent: StageTensors | None = None
     inbox, outbox = None, torch.empty(0)
     for turn in range(axis.size):
-        with on_all_ranks(mesh, exchanging=True):
+        with failing_together(mesh):
             if turn == axis.rank:
                 found = _run_all_nodes(stage, received, inbox)
                 names = names_crossing(stage.layers, stage.end)

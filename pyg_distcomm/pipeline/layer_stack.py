@@ -257,45 +257,34 @@ def _aggregations(layer: StackLayer) -> int:
 
 ORDERS = ("alternating", "shuffled", "fixed")
 _FAILURE_WAIT = 10.0  # seconds for all ranks of a stage to fail in the same way
-_ERROR_TYPES = (TypeError, ValueError, NotImplementedError, RuntimeError)
 
 
 @contextlib.contextmanager
-def on_all_ranks(mesh: Mesh, exchanging: bool = False) -> Iterator[None]:
-    """Raises an error of one rank inside the block on the ranks of all stages; collective.
+def failing_together(mesh: Mesh) -> Iterator[None]:
+    """Raises an error of one rank on the ranks of all stages, as `on_all_ranks` does.
 
-    Args:
-        mesh: the ranks.
-        exchanging: whether ranks of a stage exchange rows inside the block: then a failure of
-            one rank is reported to ranks that wait for its rows, after some seconds.
+    Ranks of a stage exchange rows inside the block. So a failure of one of them is reported,
+    after some seconds, to those that wait for its rows.
     """
-    problem: Exception | None = None
-    axis, watch = mesh.everyone, mesh.everyone.watch
-    before = watch.reported_failure() if exchanging and watch is not None else ""
+    problem, watch = None, mesh.everyone.watch
+    before = "" if watch is None else watch.reported_failure()
     try:
         yield
     except Exception as error:
-        if exchanging and watch is not None:
-            if watch.reported_failure() != before:
-                raise
-            short_watch = replace(watch, deadline=min(_FAILURE_WAIT, watch.deadline))
-            axis = replace(axis, watch=short_watch)
+        if watch is None or watch.reported_failure() != before:
+            raise
         problem = error
-    own_kind = next((k for k in _ERROR_TYPES if isinstance(problem, k)), RuntimeError)
+    axis = mesh.everyone
+    if problem is not None and watch is not None:
+        short_watch = replace(watch, deadline=min(_FAILURE_WAIT, watch.deadline))
+        axis = replace(axis, watch=short_watch)
     try:
-        kinds = collectives.all_gather_object(own_kind if problem else None, axis)
+        collectives.agree(problem, axis)
     except RankError:
         if problem is None or watch is None:
             raise
         watch.report(problem)
         raise problem from None
-    kind = next((k for k in kinds if k is not None), ValueError)
-    try:
-        collectives.agree(
-            None if problem is None else str(problem), mesh.everyone, kind
-        )
-    except kind as described:
-        raise described from problem
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm.comm import collectives, random
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.whereabouts import script_stacklevel
@@ -253,7 +254,7 @@ class Pipeline(torch.nn.Module):
         self.order, self.refresh = order, history_refresh
         self._chunks: Any = chunks
         self._seed = mesh.seed if seed is None else seed
-        with layer_stack.on_all_ranks(mesh):
+        with on_all_ranks(mesh.everyone):
             fewest = fewest_chunks(mesh.stage.size, bubble)
             self._chunks = fewest if chunks is None else chunks
             counts = {"chunks": self._chunks, "history_refresh": history_refresh}
@@ -269,7 +270,7 @@ class Pipeline(torch.nn.Module):
         options: dict[str, Any] = {"order": order, "gradient": gradient}
         options |= {"seed": self._seed, "balance": balance}
         options |= counts
-        with layer_stack.on_all_ranks(mesh):
+        with on_all_ranks(mesh.everyone):
             layer_stack.check_same(stack, mesh, options)
         stack = [layer.converted() for layer in stack]
         broadcast_weights(stack, mesh)
@@ -286,7 +287,7 @@ class Pipeline(torch.nn.Module):
         place = self.mesh.stage.rank
         begin = sum(self.balance[:place])
         end = begin + self.balance[place]
-        with layer_stack.on_all_ranks(self.mesh):
+        with on_all_ranks(self.mesh.everyone):
             layer_stack.check_untied(stack, self.balance)
         self.layers = torch.nn.Module()
         for layer in stack[begin:end]:
@@ -313,7 +314,7 @@ class Pipeline(torch.nn.Module):
 
     def _plan(self, data: Data) -> None:
         """Cuts the share into chunks; collective."""
-        with layer_stack.on_all_ranks(self.mesh):
+        with on_all_ranks(self.mesh.everyone):
             edge_index = layer_stack.check_share(data, self.mesh)
         plan = plan_chunks(edge_index, self._chunks, self._seed)
         if plan.crossing > CROSSING and self.mesh.everyone.rank == 0:
@@ -336,12 +337,12 @@ class Pipeline(torch.nn.Module):
         topology = self._run.plan.topology
         edge_index = layer_stack.check_planned_data(data, topology)
         if self._run.link is not edge_index.topology.link:
-            with layer_stack.on_all_ranks(self.mesh):
+            with on_all_ranks(self.mesh.everyone):
                 self._run.set_link(edge_index.topology.link)
         if self._boundary is None:
             begin, end = self._layer_range
             self._stage = Stage(self._stack, begin, end, self._run)
-            with layer_stack.on_all_ranks(self.mesh):  # each stage reads its own names
+            with on_all_ranks(self.mesh.everyone):  # each stage reads its own names
                 self._stage.load_data(data)
             with self._training_mode(False):
                 boundary = fill(self._stage, self.mesh)
@@ -532,7 +533,7 @@ class Pipeline(torch.nn.Module):
         own_state = {
             k: v for k, v in state_dict.items() if k.split(".")[0] not in others
         }
-        with layer_stack.on_all_ranks(self.mesh):
+        with on_all_ranks(self.mesh.everyone):
             return self.layers.load_state_dict(own_state, strict=strict, assign=assign)
 
     def save(

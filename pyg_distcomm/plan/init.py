@@ -18,6 +18,7 @@ from tqdm import tqdm
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm import mesh as grids
 from pyg_distcomm.comm.axis import destroy_groups
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.mesh import Grid, Mesh
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.nn.product_layers import DistGCNConv, DistSAGEConv
@@ -164,20 +165,8 @@ def _option_problem(shape: tuple[Any, ...], auto: Auto) -> str | None:
 
 def _on_rank_0(mesh: Mesh, work: Callable[[], Any]) -> Any:
     """Returns the result of `work` on rank 0, to all ranks; errors are raised on all ranks."""
-    found, problem, cause = None, None, None
-    kind: type[Exception] = ValueError
-    if mesh.rank == 0:
-        try:
-            found = work()
-        except Exception as error:
-            kinds = (TypeError, ValueError)
-            kind = next((k for k in kinds if isinstance(error, k)), RuntimeError)
-            problem, cause = str(error) or type(error).__name__, error
-    kind = collectives.broadcast_object(kind, mesh.world)
-    try:
-        collectives.agree(problem, mesh.world, kind)
-    except Exception as error:
-        raise error from cause
+    with on_all_ranks(mesh.world):
+        found = work() if mesh.rank == 0 else None
     return collectives.broadcast_object(found, mesh.world)
 
 

@@ -11,6 +11,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.comm.rows import Rows
@@ -149,14 +150,10 @@ def _blocks(store: Any, mesh: Mesh) -> Rows:
 
 def _agree_on_order(relations: list[Relation], names: list[Any], mesh: Mesh) -> None:
     """Raises on all ranks if in-edges on any rank do not ascend in time."""
-    problem = None
-    try:
+    with on_all_ranks(mesh.world):
         for name, relation in zip(names, relations, strict=True):
             with naming_edge_type(name):
                 check_times(relation, None)
-    except ValueError as error:
-        problem = str(error)
-    collectives.agree(problem, mesh.world)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,10 +186,10 @@ def _own_edges(
     """Reads the edges that this rank owns; if a rank finds an error, all ranks raise it."""
     store = data if key is None else data[key]
     edges: DistEdgeIndex = store.edge_index
-    topology, problem = edges.topology, None
+    topology = edges.topology
     weight = time = clock = None
     node_time = _node_time(data, key, time_attr)
-    try:
+    with on_all_ranks(mesh.world), naming_edge_type(key):
         if node_time is not None:
             clock = read_times(node_time.to_local(), str(time_attr))
         if weight_attr is not None and (key is None or weight_attr in store):
@@ -200,9 +197,6 @@ def _own_edges(
             weight = read_weights(weight, weight_attr, whole=False)
         if time_attr is not None and node_time is None and time_attr in store:
             time = read_times(_attribute(store, time_attr, len(edges.edges)), time_attr)
-    except (TypeError, ValueError) as error:
-        problem = str(error) if key is None else f"edge type {key}: {error}"
-    collectives.agree(problem, mesh.world)
     if weight is not None:
         some = torch.tensor([int(bool((weight > 0).any())), int(not edges.edges.total)])
         if not bool(collectives.all_reduce(some, mesh.world, "max").any()):

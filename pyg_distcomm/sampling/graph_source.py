@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from torch_geometric.data import (
 from torch_geometric.data.graph_store import EdgeLayout
 from torch_geometric.sampler.utils import to_csc
 
+from pyg_distcomm.comm.consistency import naming
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
 from pyg_distcomm.ops.csr import sorted_pairs
 from pyg_distcomm.process import PROCESS
@@ -562,10 +563,6 @@ def _size(n: int | None) -> int:
 
 @contextmanager
 def naming_edge_type(edge_type: EdgeType | None) -> Iterator[None]:
-    """Adds the edge type to a ValueError of a block."""
-    try:
+    """Adds the edge type to an error of a block."""
+    with naming(f"edge type {edge_type}") if edge_type else nullcontext():
         yield
-    except ValueError as error:
-        if edge_type is None:
-            raise
-        raise ValueError(f"edge type {edge_type}: {error}") from error

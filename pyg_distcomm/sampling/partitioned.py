@@ -32,6 +32,7 @@ from torch_geometric.sampler.base import SubgraphType
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.kernels.minibatch import (
@@ -332,14 +333,9 @@ class PartitionedLayerGraph:
         self.num_nodes = block.topology.graph.sizes[0]
         self._remote_rows = RemoteRows(block, channel)
         relation = block.topology.graph.relations[0]
-        problem, peak = None, 0.0
-        try:
+        with on_all_ranks(channel.world):
             own = LocalLayerGraph(relation, self.num_nodes, rule, block.node_gid[0])
-            peak = own.peak
-        except ValueError as error:
-            problem = str(error)
-        collectives.agree(problem, channel.world)
-        most = torch.tensor([peak, most_rows], dtype=torch.float64)
+        most = torch.tensor([own.peak, most_rows], dtype=torch.float64)
         self._peak, rows = collectives.all_reduce(most, channel.world, "max").tolist()
         self.most_rows = int(rows)
         self._own = self._local(relation, block.node_gid[0])
