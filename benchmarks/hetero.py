@@ -33,7 +33,7 @@ from torch_geometric.datasets import DBLP
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.partition.part_share import cut_hetero
+from pyg_distcomm.partition.part_share import cut_graph
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 WIDTH, HIDDEN, HEADS, CLASSES = 128, 64, 4, 8
@@ -203,7 +203,7 @@ def measure(name: str, folder: str, share: int, kind: str, rounds: int) -> Row:
     torch.manual_seed(0)
     plain = Net(data, kind)
     ours = pdc.convert(copy.deepcopy(plain))
-    owners = cut_hetero(data, mesh.size, "metis")
+    owners = cut_graph(data, mesh.size, "metis")
     begin, by_type = 0, {}
     for store in data.node_stores:
         by_type[store._key] = owners.owner[begin : begin + store.num_nodes]

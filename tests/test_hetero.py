@@ -22,7 +22,7 @@ from pyg_distcomm.halo.schedule import Fixed
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import read_part, verify_folder, write_folder
 from pyg_distcomm.partition.layout import folder_meta, write_meta
-from pyg_distcomm.partition.part_share import cut_hetero
+from pyg_distcomm.partition.part_share import cut_graph
 from pyg_distcomm.partition.partition import Partition, PartitionReport
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -505,7 +505,7 @@ def test_a_cut_spreads_the_nodes_of_each_type(method):
 
 
 def parts_of(folder, data, parts, method="metis"):
-    owners = cut_hetero(data, parts, method)
+    owners = cut_graph(data, parts, method)
     return write_folder(folder, data, owners), owners
 
 
@@ -528,7 +528,7 @@ def same_shares(one, two):
 
 def from_folder(folder, merge):
     data, mesh = in_folder(), worlds.mesh()
-    owners = cut_hetero(data, 3 if merge else mesh.size, "metis")
+    owners = cut_graph(data, 3 if merge else mesh.size, "metis")
     share = pdc.load_partition(folder, mesh, merge=merge)
     if merge:
         home = torch.arange(3) * mesh.size // 3
@@ -605,7 +605,7 @@ def test_a_damaged_folder_of_types_is_refused(tmp_path):
         read_part(out, 1, verify="sizes")
     with pytest.raises(ValueError, match="for a Data"):
         write_folder(
-            out, graph(), cut_hetero(graph(), 2, "ldg"), grid=(2, 1, 1), force=True
+            out, graph(), cut_graph(graph(), 2, "ldg"), grid=(2, 1, 1), force=True
         )
 
 

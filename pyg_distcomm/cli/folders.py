@@ -15,7 +15,6 @@ from torch_geometric.data import HeteroData
 
 from pyg_distcomm.cli.command import showing_time
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import (
     verify_folder,
@@ -25,10 +24,10 @@ from pyg_distcomm.partition.layout import Meta, folder_meta
 from pyg_distcomm.partition.part_share import (
     GraphTypes,
     check_hetero,
-    cut_hetero,
+    cut_graph,
     types_from_meta,
 )
-from pyg_distcomm.partition.partition import Partition, PartitionReport, imbalance
+from pyg_distcomm.partition.partition import PartitionReport, imbalance
 from pyg_distcomm.partition.sources import is_source
 from pyg_distcomm.watch.metrics import read_run, write_text
 from pyg_distcomm.watch.page import render
@@ -82,32 +81,17 @@ def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
             "files; leave these options out"
         )
     data = load_dataset(arguments.dataset, hetero=True)
+    if isinstance(data, HeteroData):
+        check_hetero(data)
+    how = arguments.seed, arguments.refine, arguments.grid
     return write_folder(
         arguments.out,
         data,
-        _cut(data, arguments),
+        cut_graph(data, arguments.parts, arguments.method, *how),
         node_attrs=arguments.node_attr,
         edge_attrs=arguments.edge_attr,
         grid=arguments.grid,
         force=arguments.force,
-    )
-
-
-def _cut(data: Any, arguments: argparse.Namespace) -> Partition:
-    parts, method = arguments.parts, arguments.method
-    options = {"seed": arguments.seed, "refine": arguments.refine}
-    if isinstance(data, HeteroData):
-        check_hetero(data)
-        return cut_hetero(data, parts, method, **options)
-    mask = data.get("train_mask")
-    return cut(
-        data.edge_index,
-        data.num_nodes,
-        parts,
-        method,
-        train_mask=mask if mask is not None and mask.dim() == 1 else None,
-        grid=arguments.grid,
-        **options,
     )
 
 
@@ -153,7 +137,7 @@ def _describe(meta: Meta) -> list[str]:
     for name, attr in meta["attributes"].items():
         lines.append(f"{attr['kind']:<11} {name} {attr['dtype']} {attr['shape']}")
     types = types_from_meta(meta)
-    lines += [] if types is None else _describe_types(types)
+    lines += _describe_types(types) if types.typed else []
     lines += [
         f"value       {name} = {value!r}" for name, value in meta["values"].items()
     ]

@@ -16,25 +16,29 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData, TemporalData
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import sampled_digest
+from pyg_distcomm.comm.consistency import on_all_ranks, sampled_digest
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
-from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph import partition_data_types
 from pyg_distcomm.graph.partition_data_types import TypedBatch
 from pyg_distcomm.graph.share import arranged, order_of_first_rank
 from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
-from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
-from pyg_distcomm.partition import part_share
-from pyg_distcomm.partition.cutters import check_edge_index, cut
-from pyg_distcomm.partition.folder import attribute_kinds, read_part
+from pyg_distcomm.halo.policy import LinkPolicy, settings_of
+from pyg_distcomm.kernels.memory import parse_bytes
+from pyg_distcomm.partition.cutters import check_edge_index
+from pyg_distcomm.partition.folder import graph_kinds, read_part
 from pyg_distcomm.partition.layout import META, Verify, folder_meta
-from pyg_distcomm.partition.part_share import PartShare, merged, part_of
+from pyg_distcomm.partition.part_share import (
+    DividedGraph,
+    PartShare,
+    check_hetero,
+    cut_graph,
+    merged,
+)
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
 from pyg_distcomm.process import tell
 from pyg_distcomm.sharded.dist_tensor import DistTensor
-from pyg_distcomm.sharded.edges import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 Graph = TypeVar("Graph", bound=Data | HeteroData | TemporalData)
 
@@ -96,29 +100,26 @@ def partition(
     data = arranged(data, order)
     if isinstance(data, TemporalData):
         share = partition_data_types.shard_events(data, mesh)
-    elif isinstance(data, HeteroData):
-        share = _partition_hetero(data, mesh, method, *options)
-        share = partition_data_types.in_given_class(share, data)
     elif TypedBatch.fits(data):
         share = _partition_typed_batch(data, mesh, method, *options)
     else:
         attrs = node_attrs, edge_attrs
-        share = _partition_data(data, mesh, method, *options, attrs)
+        share = _partition_graph(data, mesh, method, *options, attrs)
     return arranged(share, order)
 
 
 def _partition_typed_batch(data: Any, mesh: Mesh, method: Any, *options: Any) -> Any:
     read = TypedBatch(data)
     if not read.types:  # nothing has rows: all ranks keep it
-        _agree_same(partition_data_types.hetero_marks(read.typed, _digest), mesh)
+        _agree_same(_digests(read.typed, {}), mesh)
         return data
     if method is None or (isinstance(method, str) and method == "graphs"):
         method = read.owners(mesh.size)
-    return read.joined(_partition_hetero(read.typed, mesh, method, *options))
+    return read.joined(_partition_graph(read.typed, mesh, method, *options))
 
 
-def _partition_data(
-    data: Data,
+def _partition_graph(
+    data: Data | HeteroData,
     mesh: Mesh,
     method: Any,
     seed: int,
@@ -126,45 +127,40 @@ def _partition_data(
     oblivious: bool,
     link: Any,
     memory: int | str | None,
-    attrs: tuple[Iterable[str], Iterable[str]],
-) -> Data:
+    attrs: tuple[Iterable[str], Iterable[str]] = ((), ()),
+) -> Data | HeteroData:
     whole, (data, weight) = data, partition_data_types.from_sparse(data)
-    problem = link_problem(link) or memory_problem(memory)
-    kinds: dict[str, Any] = {}
-    try:
-        kinds = _check(data, *attrs)
-    except (TypeError, ValueError) as error:
-        problem = problem or error
     planned = method is None and not refine and _is_planned(data, mesh)
-    if planned and seed and problem is None:
-        problem = ValueError(
-            "mesh.plan has partitioned this graph already; leave seed out, or give a "
-            "method as well"
-        )
-    collectives.agree(problem, mesh.world)
+    with on_all_ranks(mesh.world):
+        if memory is not None:
+            parse_bytes(memory)
+        _check(data)
+        links = partition_data_types.links_of(link, [s._key for s in data.edge_stores])
+        kinds = graph_kinds(data, *attrs)
+        if planned and seed:
+            raise ValueError(
+                "mesh.plan has partitioned this graph already; leave seed out, or give a "
+                "method as well"
+            )
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _comparable_arguments(method, link, seed=seed, **flags)
     _agree_same(asked | _digests(data, kinds), mesh)
     _seed_python_random(mesh)
-    assert data.edge_index is not None
-    name = method if isinstance(method, str) else "owner"
-    name = "default" if method is None else name
-    if planned:
-        owners = mesh.owners
-    else:
+    owners = mesh.owners
+    if not planned:
         owners = _partition_and_broadcast(data, mesh, method, seed, refine)
     with partition_data_types.explaining_memory(data, mesh):
-        share = _to_device_of(part_of(data, kinds, owners, mesh.rank), data.edge_index)
-    out = _assemble(share, mesh, oblivious, memory)
+        share = DividedGraph(data, owners, kinds).part(mesh.rank)
+        for store in data.edge_stores[:1]:
+            edges = share.edge_index.to(store.edge_index.device)
+            share = replace(share, edge_index=edges)
+    out = partition_data_types.assemble(share, mesh, oblivious, links, memory)
     out = partition_data_types.in_given_class(out, whole)
+    name = method if isinstance(method, str) else "owner"
+    name = "default" if method is None else name
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    return partition_data_types.with_sparse(_with_link(out, link), weight)
-
-
-def _to_device_of(share: PartShare, edge_index: Tensor) -> PartShare:
-    """Moves the edges of a share to the device of the given edge_index."""
-    return replace(share, edge_index=share.edge_index.to(edge_index.device))
+    return partition_data_types.with_sparse(out, weight)
 
 
 def _seed_python_random(mesh: Mesh) -> None:
@@ -181,53 +177,9 @@ def _seed_python_random(mesh: Mesh) -> None:
         random.setstate((version, tuple(words), rest))
 
 
-def _with_link(share: Any, link: Any) -> Any:
-    share.edge_index = share.edge_index.with_link(link)
-    return share
-
-
-def _is_planned(data: Data, mesh: Mesh) -> bool:
-    return getattr(mesh.owners, "num_nodes", -1) == getattr(data, "num_nodes", None)
-
-
-def _partition_hetero(
-    data: HeteroData,
-    mesh: Mesh,
-    method: Any,
-    seed: int,
-    refine: bool,
-    oblivious: bool,
-    link: Any,
-    memory: int | str | None,
-) -> HeteroData:
-    owners: Partition | None = None
-    problem: Exception | None = memory_problem(memory)
-    try:
-        links = partition_data_types.links_of(link, data.edge_types)
-        partition_data_types.check_not_partitioned(data)
-        partition_data_types.check_dense(data)
-        part_share.check_hetero(data)
-    except (TypeError, ValueError) as error:
-        problem = error
-    collectives.agree(problem, mesh.world)
-    flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
-    asked = _comparable_arguments(method, link, seed=seed, **flags)
-    _agree_same(asked | partition_data_types.hetero_marks(data, _digest), mesh)
-    _seed_python_random(mesh)
-    try:
-        if mesh.rank == 0:
-            how = _cutter(method, data, mesh.size, refine)
-            owners = part_share.cut_hetero(data, mesh.size, how, seed, refine)
-    except (TypeError, ValueError) as error:
-        problem = error
-    collectives.agree(problem, mesh.world)
-    owners = _broadcast(owners, mesh)
-    with partition_data_types.explaining_memory(data, mesh):
-        types = part_share.types_of(data, owners)
-        share = part_share.part_of_hetero(data, owners, types, mesh.rank)
-        for store in data.edge_stores[:1]:
-            share = _to_device_of(share, store.edge_index)
-    return partition_data_types.assemble_hetero(share, mesh, oblivious, links, memory)
+def _is_planned(data: Any, mesh: Mesh) -> bool:
+    planned = getattr(mesh.owners, "num_nodes", -1) == getattr(data, "num_nodes", None)
+    return planned and not isinstance(data, HeteroData)
 
 
 def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
@@ -240,37 +192,43 @@ def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
     return owners
 
 
-def _check(
-    data: Data, node_attrs: Iterable[str], edge_attrs: Iterable[str]
-) -> dict[str, Any]:
-    if not isinstance(data, Data):
+def _check(data: Any) -> None:
+    """Raises for a graph that cannot be partitioned."""
+    if not isinstance(data, (Data, HeteroData)):
         raise TypeError(
             "partition takes a torch_geometric.data.Data or HeteroData, got "
             f"{type(data).__name__}; pass dataset[0]"
         )
-    edge_index = data.edge_index
-    if isinstance(edge_index, DistEdgeIndex):
-        raise TypeError("this Data is a share already; partition takes the whole graph")
-    if not isinstance(edge_index, Tensor):
-        raise TypeError(
-            "give the Data an edge_index [2, num_edges], or an adj_t: its edge_index is "
-            f"{type(edge_index).__name__}"
-        )
-    if data.num_nodes is None:
-        raise ValueError("data.num_nodes is not known; set it, or give data.x")
-    check_edge_index(edge_index, int(data.num_nodes))
+    for store in data.edge_stores:
+        if isinstance(store.get("edge_index"), DistEdgeIndex):
+            raise TypeError("this is a share already; partition takes the whole graph")
+    if isinstance(data, Data):
+        edge_index = data.edge_index
+        if not isinstance(edge_index, Tensor):
+            raise TypeError(
+                "give the Data an edge_index [2, num_edges], or an adj_t: its edge_index is "
+                f"{type(edge_index).__name__}"
+            )
+        if data.num_nodes is None:
+            raise ValueError("data.num_nodes is not known; set it, or give data.x")
+        check_edge_index(edge_index, int(data.num_nodes))
     partition_data_types.check_dense(data)
-    return dict(attribute_kinds(data, node_attrs, edge_attrs))
+    if isinstance(data, HeteroData):
+        check_hetero(data)
 
 
-def _digests(data: Data, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a hash of each attribute that must be the same on all ranks."""
-    edges = data.edge_index
-    assert edges is not None
-    marks = {f"data.{name}": _digest(data[name]) for name in kinds}
-    levels = {f"level of data.{name}": kind for name, kind in kinds.items()}
-    own = {"data.num_nodes": data.num_nodes, "data.edge_index": _digest(edges)}
-    return own | levels | marks
+def _digests(data: Data | HeteroData, kinds: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns a hash of each attribute, and its kind, which ranks must have alike."""
+    told: dict[str, Any] = {}
+    for store in data.stores:
+        of = "data" if store._key is None else f"data[{store._key!r}]"
+        told |= {f"{of}.{name}": _digest(value) for name, value in store.items()}
+        names = (name for key, name in kinds if key == store._key)
+        told |= {f"level of {of}.{n}": kinds[store._key, n] for n in names}
+    for store in data.node_stores:
+        of = "data" if store._key is None else f"data[{store._key!r}]"
+        told[f"{of}.num_nodes"] = int(store.num_nodes)
+    return told
 
 
 def _digest(value: Any) -> str:
@@ -352,68 +310,12 @@ def _partition_and_broadcast(
     seed: int,
     refine: bool,
 ) -> Partition:
-    owners, problem = None, None
-    try:
-        if isinstance(method, Partition):
-            nodes, parts = method.num_nodes, method.num_parts
-            if (nodes, parts) != (data.num_nodes, mesh.size):
-                raise ValueError(
-                    f"{method} does not fit {data.num_nodes} nodes on {mesh.size} ranks"
-                )
+    owners = None
+    with on_all_ranks(mesh.world):
         if mesh.rank == 0:
-            method = _cutter(method, data, mesh.size, refine)
-            owners = _cut(data, mesh, method, seed, refine)
-    except (TypeError, ValueError) as error:
-        problem = error
-    collectives.agree(problem, mesh.world)
+            how = _cutter(method, data, mesh.size, refine)
+            owners = cut_graph(data, mesh.size, how, seed, refine, mesh.grid)
     return _broadcast(owners, mesh)
-
-
-def _cut(
-    data: Data, mesh: Mesh, method: str | Owner | Partition, seed: int, refine: bool
-) -> Partition:
-    if isinstance(method, Partition):
-        if not refine:
-            return method
-        method = method.owner
-    mask = data.get("train_mask")
-    assert data.edge_index is not None
-    return cut(
-        data.edge_index.cpu(),
-        int(data.num_nodes or 0),
-        mesh.size,
-        method,
-        seed=seed,
-        train_mask=mask if isinstance(mask, Tensor) and mask.dim() == 1 else None,
-        refine=refine,
-        grid=mesh.grid,
-    )
-
-
-def _assemble(
-    share: PartShare, mesh: Mesh, oblivious: bool, memory: int | str | None
-) -> Data:
-    owners, cap = share.partition, None if memory is None else MemoryCap(memory)
-    if cap is not None:
-        cap.keep(*share.node.values(), *share.edge.values(), share.edge_index)
-    nodes = Rows(share.node_gid, owners.num_nodes, mesh, owners, memory=cap)
-    edges = rows_of_edges(share.edge_gid, share.num_edges_global, nodes)
-    out = Data()
-    if share.node.get("x") is not None:
-        out.x = DistTensor.wrap(share.node["x"], nodes)
-    out.edge_index = DistEdgeIndex.build(
-        share.edge_index, nodes, edges, oblivious=oblivious
-    )
-    if share.edge_hash is not None:
-        edges.derived["hash"] = out.edge_index.topology.source_gid, share.edge_hash
-    for name, value in share.node.items():
-        out[name] = DistTensor.wrap(value, nodes)
-    for name, value in share.edge.items():
-        out[name] = DistTensor.wrap(value, edges)
-    for name, value in share.graph.items():
-        out[name] = value
-    out.num_nodes = nodes.total
-    return out
 
 
 def partition_report(data: Data | HeteroData) -> PartitionReport:
@@ -503,21 +405,16 @@ def load_partition(
             or both numbers if the folder is for another number of ranks.
     """
     mesh = given_mesh(mesh, "pdc.load_partition")
-    share, problem = None, None
-    try:
+    with on_all_ranks(mesh.world):
+        if memory is not None:
+            parse_bytes(memory)
         with partition_data_types.explaining_memory(Path(folder), mesh):
-            share = _read_share(Path(folder), verify, mesh, merge)
-        meta = (Path(folder) / META).read_bytes()
-        kinds = None if share.types is None else share.types.edges
-        if kinds is not None:
-            links = partition_data_types.links_of(link, kinds)
-        elif (wrong := link_problem(link)) is not None:
-            raise wrong
-    except (TypeError, ValueError, OSError) as error:
-        problem = error if isinstance(error, (TypeError, ValueError)) else None
-        problem = problem or ValueError(f"cannot read {folder}: {error}")
-    collectives.agree(memory_problem(memory) or problem, mesh.world)
-    assert share is not None
+            try:
+                share = _read_share(Path(folder), verify, mesh, merge)
+                meta = (Path(folder) / META).read_bytes()
+            except OSError as error:
+                raise ValueError(f"cannot read {folder}: {error}") from error
+        links = partition_data_types.links_of(link, share.types.edges)
     owners = {META: hashlib.sha256(meta).hexdigest()}
     owners["owners of nodes"] = _digest(share.partition.owner)
     counts = {"number of edges": share.num_edges_global, **owners}
@@ -529,11 +426,7 @@ def load_partition(
     _agree_same(asked | counts | names | plain, mesh, "load_partition")
     _seed_python_random(mesh)
     tell(mesh.rank, "read %r of %s", share, folder)
-    if share.types is None:
-        out = _with_link(_assemble(share, mesh, oblivious, memory), link)
-    else:
-        options = mesh, oblivious, links, memory
-        out = partition_data_types.assemble_hetero(share, *options)
+    out = partition_data_types.assemble(share, mesh, oblivious, links, memory)
     return arranged(out, order_of_first_rank(out, mesh))
 
 

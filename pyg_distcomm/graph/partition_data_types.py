@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -31,10 +31,10 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph.share import rows_of_types
-from pyg_distcomm.halo.policy import link_problem
+from pyg_distcomm.halo.policy import check_link
 from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.ops.csr import coo_of
-from pyg_distcomm.partition.part_share import EdgeType, PartShare, key_parts
+from pyg_distcomm.partition.part_share import PartShare, ends_of
 from pyg_distcomm.partition.partition import Partition, PartitionReport
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex, rows_of_edges
@@ -189,33 +189,26 @@ def check_dense(data: Data | HeteroData) -> None:
                 )
 
 
-def check_not_partitioned(data: HeteroData) -> None:
-    """Raises for a graph that is partitioned already."""
-    for store in data.edge_stores:
-        if isinstance(store.get("edge_index"), DistEdgeIndex):
-            raise TypeError("this is a share already; partition takes the whole graph")
-
-
-def links_of(link: Any, kinds: Iterable[EdgeType]) -> dict[EdgeType, Any]:
+def links_of(link: Any, kinds: Iterable[Any]) -> dict[Any, Any]:
     """Returns the link of each edge type.
 
     Args:
         link: one for all; or a dictionary of links by edge type, "author__writes__paper", or
             the name of a relation, "writes". Types without one exchange exactly.
-        kinds: the edge types of the graph.
+        kinds: the edge types of a HeteroData; None is that of a Data.
 
     Raises:
         TypeError: for what is no link. ValueError: for a name that no edge type has, or two
             that name one edge type.
     """
-    several = isinstance(link, Mapping)
+    kinds = list(kinds)
+    several = isinstance(link, Mapping) and None not in kinds
     for one in link.values() if several else [link]:
-        if (problem := link_problem(one)) is not None:
-            raise problem
+        check_link(one)
     if not several:
         return dict.fromkeys(kinds, link)
-    found: dict[EdgeType, Any] = dict.fromkeys(kinds)
-    names: dict[EdgeType, Any] = {}
+    found: dict[Any, Any] = dict.fromkeys(kinds)
+    names: dict[Any, Any] = {}
     for name, one in link.items():
         meant = [kind for kind in found if name in (kind, "__".join(kind), kind[1])]
         if not meant:
@@ -231,18 +224,6 @@ def links_of(link: Any, kinds: Iterable[EdgeType]) -> dict[EdgeType, Any]:
                 )
             names[kind], found[kind] = name, one
     return found
-
-
-def hetero_marks(data: HeteroData, mark: Callable[[Any], str]) -> dict[str, Any]:
-    """Returns a digest of each array of a graph, which must be the same on all ranks."""
-    told: dict[str, Any] = {}
-    for store in data.stores:
-        for name, value in store.items():
-            if not isinstance(value, DistTensor):
-                told[f"data[{store._key!r}].{name}"] = mark(value)
-    for store in data.node_stores:
-        told[f"data[{store._key!r}].num_nodes"] = int(store.num_nodes)
-    return told
 
 
 def report_of_share(data: Data | HeteroData) -> PartitionReport:
@@ -269,50 +250,56 @@ def report_of_share(data: Data | HeteroData) -> PartitionReport:
     return PartitionReport(nodes, edges, trains, sum(cut), halo, send)
 
 
-def assemble_hetero(
+def assemble(
     share: PartShare,
     mesh: Mesh,
     oblivious: bool,
-    links: dict[EdgeType, Any],
+    links: dict[Any, Any],
     memory: int | str | None = None,
-) -> HeteroData:
+) -> Any:
     """Returns this rank's share: each type's nodes, and the edges into them; collective."""
-    types, parts = share.types, share.partition.num_parts
-    assert types is not None
+    types, parts, owners = share.types, share.partition.num_parts, share.partition
     cap = None if memory is None else MemoryCap(memory)
     if cap is not None:
         cap.keep(*share.node.values(), *share.edge.values(), share.edge_index)
-    out, rows = HeteroData(), {}
+    out: Any = HeteroData() if types.typed else Data()
+    if "x" in share.node and not types.typed:
+        out.x = None  # the first attribute, as PyG prints it
+    nodes: dict[Any, Rows] = {}
     places = types.slices("node", share.part)
     for name, (begin, end) in types.ranges("node").items():
-        own = Partition.from_owner(share.partition.owner[begin:end].clone(), parts)
-        own = replace(own, union=share.partition)
-        gid = share.node_gid[places[name]] - begin
-        rows[name] = Rows(gid, end - begin, mesh, own, memory=cap)
-        out[name].num_nodes = end - begin
-    nodes, places = dict(rows), types.slices("edge", share.part)
+        own, gid = owners, share.node_gid
+        if types.typed:
+            own = Partition.from_owner(owners.owner[begin:end].clone(), parts)
+            own = replace(own, union=owners)
+            gid = gid[places[name]] - begin
+            out[name].num_nodes = end - begin
+        nodes[name] = Rows(gid, end - begin, mesh, own, memory=cap)
+    rows: dict[Any, Rows] = {}
+    places = types.slices("edge", share.part)
     for kind, (begin, end) in types.ranges("edge").items():
-        source, _, target = kind
-        gid = share.edge_gid[places[kind]] - begin
+        source, target = ends_of(kind)
+        gid, ends = share.edge_gid, share.edge_index  # of a Data as they are: in files
+        if types.typed:
+            first = [[types.ranges("node")[name][0]] for name in (source, target)]
+            gid, ends = gid[places[kind]] - begin, ends[:, places[kind]]
+            ends = ends - torch.tensor(first, device=ends.device)
         edges = Rows(gid, end - begin, mesh, None)
         if source == target:
             edges = rows_of_edges(gid, end - begin, nodes[target])
-        ends = share.edge_index[:, places[kind]]
-        first = [[types.ranges("node")[name][0]] for name in (source, target)]
-        out[kind].edge_index = DistEdgeIndex.build(
-            ends - torch.tensor(first, device=ends.device),
-            nodes[target],
-            edges,
-            oblivious=oblivious,
-            sources=nodes[source],
-        ).with_link(links[kind])
+        how: Any = {"oblivious": oblivious, "sources": nodes[source]}
+        made = DistEdgeIndex.build(ends, nodes[target], edges, **how)
+        if share.edge_hash is not None and not types.typed:
+            edges.derived["hash"] = made.topology.source_gid, share.edge_hash
+        (out[kind] if types.typed else out).edge_index = made.with_link(links[kind])
         rows[kind] = edges
-    for key, value in (*share.node.items(), *share.edge.items()):
-        kind, name = key_parts(key)
-        out[kind][name] = DistTensor.wrap(value, rows[kind])
-    for key, value in share.graph.items():
-        kind, name = key_parts(key)
-        (out if kind is None else out[kind])[name] = value
+    for held, spread in ((share.node, nodes), (share.edge, rows), (share.graph, None)):
+        for key, value in held.items():
+            kind, name = types.split(key)
+            part = value if spread is None else DistTensor.wrap(value, spread[kind])
+            (out if kind is None else out[kind])[name] = part
+    if not types.typed:
+        out.num_nodes = owners.num_nodes
     return out
 
 

@@ -353,15 +353,14 @@ class LinkPolicy(LinkUse):
         )
 
 
-def link_problem(link: Any) -> TypeError | None:
-    """Returns the error for an object that cannot be a link; None if it can."""
-    if link is None or isinstance(link, LinkPolicy):
-        return None
-    return TypeError(
-        "link must be a LinkPolicy, such as pdc.Sylvie(), pdc.VARCO(epochs) or "
-        f"pdc.LinkPolicy('bf16'), or None for the exact one, got {link!r}; links by relation "
-        "are for a HeteroData"
-    )
+def check_link(link: Any) -> None:
+    """Raises TypeError for an object that cannot be a link."""
+    if link is not None and not isinstance(link, LinkPolicy):
+        raise TypeError(
+            "link must be a LinkPolicy, such as pdc.Sylvie(), pdc.VARCO(epochs) or "
+            f"pdc.LinkPolicy('bf16'), or None for the exact one, got {link!r}; links by "
+            "relation are for a HeteroData"
+        )
 
 
 def settings_of(link: LinkPolicy | None) -> dict[str, str]:

@@ -297,15 +297,6 @@ class _Saved:
             self.drop()
 
 
-def memory_problem(memory: int | str | None) -> ValueError | None:
-    """Returns the error of `parse_bytes` for a memory cap, or None if the cap is valid."""
-    try:
-        _ = memory is None or parse_bytes(memory)
-    except ValueError as error:
-        return error
-    return None
-
-
 def parse_bytes(size: int | str) -> int:
     """Parses a number of bytes, given as a number or as text: "8GiB", "500 MB", "2e9".
 

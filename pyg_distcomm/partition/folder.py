@@ -18,9 +18,8 @@ are those of all types, and META.json counts them by type: see [Note: several ty
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +48,15 @@ from pyg_distcomm.partition.layout import (
 from pyg_distcomm.partition.part_share import (
     EDGE_NAMES,
     NODE_NAMES,
-    GraphTypes,
+    DividedGraph,
     Kind,
     OwnersByType,
     PartShare,
     batch_kind,
     check_hetero,
-    key_parts,
     labels_own_index,
     owners_of_all,
-    part_of,
-    part_of_hetero,
     read_ids,
-    report_of_hetero,
     types_from_meta,
     types_to_meta,
 )
@@ -71,8 +66,6 @@ from pyg_distcomm.partition.partition import (
     PartitionReport,
     out_of_range,
     owner_dtype,
-    plain_edges,
-    report,
 )
 
 __all__ = ["read_part", "verify_folder", "write_folder"]
@@ -94,7 +87,7 @@ def write_folder(
 
     Files are written beside `out`, flushed, and renamed at the end. `force` replaces an
     earlier partition folder. `grid` (r, s, p) adds figures of its blocks. For a HeteroData,
-    `partition` has the owners by node type, or of all nodes, as `cut_hetero` returns them.
+    `partition` has the owners by node type, or of all nodes, as `cut_graph` returns them.
     Needs memory for one part beside the graph.
     Raises ValueError if the graph does not fit the partition, `attribute_kinds` refuses an
     attribute, or `out` exists; TypeError for an attribute that is neither a dense tensor nor
@@ -103,18 +96,46 @@ def write_folder(
     out = Path(out)
     check_target(out, force)
     if isinstance(data, HeteroData):
-        parts = _parts_of_hetero(data, partition, [*node_attrs, *edge_attrs], grid)
-    else:
-        if not isinstance(partition, Partition):
-            raise TypeError(
-                "the nodes of a Data are owned by a Partition, got "
-                f"{type(partition).__name__}; build one with Partition.from_owner or cut"
+        declared = [*node_attrs, *edge_attrs]
+        if declared or grid is not None:
+            what = "node_attrs and edge_attrs are" if declared else "grid is"
+            raise ValueError(
+                f"{what} for a Data; a HeteroData stores attributes by type, and exchanges "
+                "its rows on (P, 1, 1): leave them out"
             )
-        kinds = attribute_kinds(data, node_attrs, edge_attrs)
-        parts = _parts_of(data, partition, kinds, grid)
+        check_hetero(data)
+    elif data.edge_index is None:
+        raise ValueError(
+            "data.edge_index is missing; convert adj_t to edge_index first"
+        )
+    partition = _owners(data, partition)
+    graph = DividedGraph(data, partition, graph_kinds(data, node_attrs, edge_attrs))
+    figures = graph.report(grid)
     with new_folder(out, force) as aside:
-        _write_all(aside, parts)
-    return parts.figures
+        _write_all(aside, graph, figures)
+    return figures
+
+
+def _owners(data: Data | HeteroData, partition: Partition | OwnersByType) -> Partition:
+    """Returns the owners of all nodes; raises for those of another graph."""
+    if isinstance(data, HeteroData) and not isinstance(partition, Partition):
+        known = [own for own in partition.values() if isinstance(own, Partition)]
+        if known:
+            partition = owners_of_all(data, known[0].num_parts, partition)
+    if not isinstance(partition, Partition):
+        wanted = "are a dictionary of a Partition for each node type"
+        typed = isinstance(data, HeteroData)
+        raise TypeError(
+            f"the owners of a {type(data).__name__} {wanted if typed else 'are a Partition'}, "
+            f"got {partition!r}; build them with Partition.from_owner or cut"
+        )
+    count = sum(int(store.num_nodes or 0) for store in data.node_stores)
+    if partition.num_nodes != count:
+        raise ValueError(
+            f"the graph has {count} nodes, the partition {partition.num_nodes}; cut this "
+            "graph, or set num_nodes"
+        )
+    return partition
 
 
 def read_part(
@@ -163,9 +184,9 @@ def _read(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
     rows: dict[Kind, dict[str, Tensor]] = {"node": {}, "edge": {}, "graph": {}}
     for name, attr in meta["attributes"].items():
         kind: Kind = attr["kind"]
-        count = {"node": nodes, "edge": edges}.get(kind)
-        if types is not None and kind != "graph":
-            count = types.of(kind)[key_parts(name)[0]][part]
+        count = None
+        if kind != "graph":
+            count = types.of(kind)[types.split(name)[0]][part]
         shape = attr["shape"] if count is None else [count, *attr["shape"][1:]]
         path = (folder if count is None else here) / file_name(kind, name)
         rows[kind][name] = read_array(path, attr["dtype"], shape, mmap)
@@ -241,83 +262,25 @@ def _content_problems(folder: Path, meta: Meta) -> list[str]:
     return problems
 
 
-@dataclass(frozen=True, eq=False)
-class _GraphParts:
-    """The parts of a graph in memory: its partition, its figures, and `take` for one part."""
-
-    partition: Partition
-    figures: PartitionReport
-    take: Callable[[int], PartShare]
-    types: GraphTypes | None = None
-
-
-def _parts_of(
-    data: Data, partition: Partition, kinds: dict[str, Kind], grid: Grid | None
-) -> _GraphParts:
-    edges = _edges(data, partition)
-    mask = data["train_mask"] if kinds.get("train_mask") == "node" else None
-    mask = None if mask is None else torch.as_tensor(mask)
-    if mask is not None and (mask.dim() != 1 or mask.dtype != torch.bool):
-        mask = None
-    figures = report(edges, partition, mask, grid)
-    edge_owner = partition.owner[edges[1].long()]
-    return _GraphParts(
-        partition,
-        figures,
-        partial(part_of, data, kinds, partition, edge_owner=edge_owner),
-    )
-
-
-def _parts_of_hetero(
-    data: HeteroData,
-    partition: Partition | OwnersByType,
-    declared: list[str],
-    grid: Grid | None,
-) -> _GraphParts:
-    check_hetero(data)
-    if declared or grid is not None:
-        what = "node_attrs and edge_attrs are" if declared else "grid is"
-        raise ValueError(
-            f"{what} for a Data; a HeteroData stores attributes by type, and exchanges its "
-            "rows on (P, 1, 1): leave them out"
-        )
-    if not isinstance(partition, Partition):
-        known = [own for own in partition.values() if isinstance(own, Partition)]
-        if not known:
-            raise TypeError(
-                "the owners of a HeteroData are a dictionary of a Partition for each node "
-                f"type, got {partition!r}; build them with Partition.from_owner"
-            )
-        partition = owners_of_all(data, known[0].num_parts, partition)
-    count = sum(int(store.num_nodes) for store in data.node_stores)
-    if partition.num_nodes != count:
-        raise ValueError(
-            f"the graph has {count} nodes of all types, the partition "
-            f"{partition.num_nodes}; cut this graph"
-        )
-    figures, types = report_of_hetero(data, partition)
-    take = partial(part_of_hetero, data, partition, types)
-    return _GraphParts(partition, figures, take, types)
-
-
-def _write_all(out: Path, parts: _GraphParts) -> None:
-    partition, shares = parts.partition, range(parts.partition.num_parts)
+def _write_all(out: Path, graph: DividedGraph, figures: PartitionReport) -> None:
+    partition, types = graph.partition, graph.types
     files = {OWNER: write_array(out / OWNER, partition.owner)}
     attributes: Meta = {}
     values: Meta = {}
-    for part in tqdm(shares, "writing parts", disable=None):
-        share = parts.take(part)
+    for part in tqdm(range(partition.num_parts), "writing parts", disable=None):
+        share = graph.part(part)
         if not part:
-            attributes, values = _describe(share, parts.types)
+            attributes, values = _describe(share)
             for name, attr in attributes.items():
                 if attr["kind"] == "graph":
                     file = file_name("graph", name)
                     tensor = _dense(name, share.graph[name])
                     files[file] = write_array(out / file, tensor)
         files |= _write_part(out, share)
-    num_edges = sum(parts.figures.edges)
-    described = attributes, values, parts.figures, files
-    write_meta(out, graph_meta(partition, num_edges, *described, parts.types))
+    several = {"types": types_to_meta(types)} if types.typed else {}
+    described = attributes, values, figures, files
+    meta = graph_meta(partition, sum(figures.edges), *described)
+    write_meta(out, several | meta)
 
 
 def graph_meta(
@@ -327,11 +290,9 @@ def graph_meta(
     values: Meta,
     figures: PartitionReport,
     files: Meta,
-    types: GraphTypes | None = None,
 ) -> Meta:
     """Returns the content of META.json for a graph, for `write_meta`."""
-    several = {} if types is None else {"types": types_to_meta(types)}
-    return several | {
+    return {
         "num_nodes": partition.num_nodes,
         "num_edges": num_edges,
         "num_parts": partition.num_parts,
@@ -361,11 +322,11 @@ def _write_part(out: Path, share: PartShare) -> dict[str, dict[str, str | int]]:
     return files
 
 
-def _describe(share: PartShare, types: GraphTypes | None) -> tuple[Meta, Meta]:
+def _describe(share: PartShare) -> tuple[Meta, Meta]:
     """Sorts attributes into arrays (kind, dtype and shape) and plain values."""
     attributes: Meta = {}
     values: Meta = {}
-    totals: Any = {"node": share.partition.num_nodes, "edge": share.num_edges_global}
+    types = share.types
     kinds: tuple[Kind, ...] = ("node", "edge", "graph")
     for kind in kinds:
         for name, value in getattr(share, kind).items():
@@ -375,9 +336,7 @@ def _describe(share: PartShare, types: GraphTypes | None) -> tuple[Meta, Meta]:
             tensor = _dense(name, value)
             dtype, shape = dtype_name(tensor.dtype), list(tensor.shape)
             if kind != "graph":
-                shape[0] = totals[kind]
-                if types is not None:
-                    shape[0] = sum(types.of(kind)[key_parts(name)[0]])
+                shape[0] = sum(types.of(kind)[types.split(name)[0]])
             attributes[name] = {"kind": kind, "dtype": dtype, "shape": shape}
     return attributes, values
 
@@ -403,17 +362,37 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
-def _edges(data: Data, partition: Partition) -> Tensor:
-    if int(data.num_nodes or 0) != partition.num_nodes:
-        raise ValueError(
-            f"the graph has {data.num_nodes} nodes, the partition "
-            f"{partition.num_nodes}; cut this graph, or set data.num_nodes"
-        )
-    if data.edge_index is None:
-        raise ValueError(
-            "data.edge_index is missing; convert adj_t to edge_index first"
-        )
-    return plain_edges(data.edge_index).cpu()
+def graph_kinds(
+    data: Data | HeteroData,
+    node_attrs: Iterable[str] = (),
+    edge_attrs: Iterable[str] = (),
+) -> dict[tuple[Any, str], Kind]:
+    """Returns the kind of each attribute, by the key of its store and its name."""
+    if isinstance(data, Data):
+        kinds = attribute_kinds(data, node_attrs, edge_attrs)
+        return {(None, name): kind for name, kind in kinds.items()}
+    found: dict[tuple[Any, str], Kind] = {}
+    counts: dict[Any, tuple[Kind, int]] = {
+        **{s._key: ("node", int(s.num_nodes or 0)) for s in data.node_stores},
+        **{s._key: ("edge", s.edge_index.size(1)) for s in data.edge_stores},
+    }
+    for store in data.stores:
+        level, count = counts.get(store._key, ("graph", -1))
+        for name in store:
+            if name in STRUCTURE:
+                continue
+            fits = level == "graph" or (
+                _length(data, store, name) == count
+                and not _is_of_graph(store, name)
+                and batch_kind(data, store, name) != "graph"
+            )
+            found[store._key, name] = level if fits else "graph"
+    return found
+
+
+def _is_of_graph(store: Any, name: str) -> bool:
+    """Returns whether an attribute is of the graph by its name, whatever its length."""
+    return name == "ptr" or name.endswith("_ptr") or labels_own_index(store, name)
 
 
 def attribute_kinds(
@@ -465,7 +444,7 @@ def shape_kinds(
 
 
 def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
-    length = _length(data, name)
+    length = _length(data, data, name)
     nodes, edges = int(data.num_nodes or 0), data.num_edges
     if declared == "graph" or name == "ptr" or name.endswith("_ptr"):
         return "graph"
@@ -477,7 +456,7 @@ def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
                 f"there are {want}, but {_shape_text(data[name])}"
             )
         return declared
-    if labels_own_index(data, name):
+    if _is_of_graph(data, name):
         return "graph"
     if length == nodes == edges:
         if "edge" in name:
@@ -501,12 +480,12 @@ def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
     return "graph"
 
 
-def _length(data: Data, name: str) -> int | None:
+def _length(data: Any, store: Any, name: str) -> int | None:
     """Returns the length of the dimension that PyG concatenates, if it is the first."""
-    value = data[name]
+    value = store[name]
     if not isinstance(value, (Tensor, np.ndarray)) or value.ndim == 0:
         return None
-    dim = data.__cat_dim__(name, value)
+    dim = data.__cat_dim__(name, value, *(() if store is data else (store,)))
     if not isinstance(dim, int) or dim % value.ndim != 0:
         return None
     return int(value.shape[0])

@@ -3,7 +3,8 @@
 [Note: several types] The nodes of all types are numbered type after type, in the order of the
 HeteroData, and so are its edges. The ids of a type are then a contiguous range, and a part that
 lists its nodes and edges in ascending order has those of each type side by side. The key of an
-attribute names its type and the attribute, as "author,writes,paper,time" does.
+attribute names its type and the attribute, as "author,writes,paper,time" does. A Data has one
+type of nodes and one of edges, None, and its attributes have their names as keys.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import (
     Counts,
+    Grid,
     Owner,
     Partition,
     PartitionReport,
@@ -43,6 +45,11 @@ EDGE_NAMES = ("edge_attr", "edge_weight", "edge_type")
 # an attribute has a row per node, per edge, or none
 Kind = Literal["node", "edge", "graph"]
 OwnersByType = Mapping[str, Partition | Owner]
+
+
+def ends_of(kind: EdgeType | None) -> tuple[str | None, str | None]:
+    """Returns the node types of sources and targets."""
+    return (None, None) if kind is None else (kind[0], kind[2])
 
 
 def attribute_key(kind: NodeOrEdgeType | None, name: str) -> str:
@@ -67,15 +74,28 @@ def key_parts(key: str) -> tuple[NodeOrEdgeType | None, str]:
 class GraphTypes:
     """Holds the types of a graph, and the number of nodes and edges of each type by part.
 
-    nodes  by node type, the nodes of each part
-    edges  by edge type, the edges of each part
+    nodes  by node type, the nodes of each part; of a Data the type is None
+    edges  by edge type, the edges of each part; as well
     halo   by edge type, the distinct sources of each part that other parts own; empty if
            they were not counted
     """
 
-    nodes: dict[str, Counts]
-    edges: dict[EdgeType, Counts]
-    halo: dict[EdgeType, Counts] = field(default_factory=dict)
+    nodes: dict[Any, Counts]
+    edges: dict[Any, Counts]
+    halo: dict[Any, Counts] = field(default_factory=dict)
+
+    @property
+    def typed(self) -> bool:
+        """Returns whether these are the types of a HeteroData, and not of a Data."""
+        return None not in self.nodes
+
+    def key(self, kind: NodeOrEdgeType | None, name: str) -> str:
+        """Returns the key of an attribute of a type; see [Note: several types]."""
+        return attribute_key(kind, name) if self.typed else name
+
+    def split(self, key: str) -> tuple[NodeOrEdgeType | None, str]:
+        """Returns the type and the name in a key."""
+        return key_parts(key) if self.typed else (None, key)
 
     def of(self, level: Level) -> Mapping[Any, Counts]:
         """Returns the counts of nodes or of edges."""
@@ -110,7 +130,7 @@ class GraphTypes:
 
 
 def types_to_meta(types: GraphTypes) -> dict[str, Any]:
-    """Returns the entry of META.json that describes the types of a graph."""
+    """Returns the entry of META.json that describes the types of a HeteroData."""
     edges = [
         {"type": [*kind], "edges": [*counts], "halo_rows": [*types.halo[kind]]}
         for kind, counts in types.edges.items()
@@ -118,20 +138,18 @@ def types_to_meta(types: GraphTypes) -> dict[str, Any]:
     return {"nodes": {kind: [*n] for kind, n in types.nodes.items()}, "edges": edges}
 
 
-def types_from_meta(meta: Mapping[str, Any]) -> GraphTypes | None:
-    """Reads the types from a checked META.json; returns None for a Data."""
+def types_from_meta(meta: Mapping[str, Any]) -> GraphTypes:
+    """Reads the types from a checked META.json."""
+    names = "nodes", "edges", "halo_rows"
     if "types" not in meta:
-        return None
+        return GraphTypes(*({None: tuple(meta["report"][name])} for name in names))
     nodes, edges = meta["types"]["nodes"], meta["types"]["edges"]
 
     def by_type(what: str) -> dict[EdgeType, Counts]:
         return {tuple(each["type"]): tuple(each[what]) for each in edges}
 
-    return GraphTypes(
-        {kind: tuple(counts) for kind, counts in nodes.items()},
-        by_type("edges"),
-        by_type("halo_rows"),
-    )
+    by_node = {kind: tuple(counts) for kind, counts in nodes.items()}
+    return GraphTypes(by_node, *map(by_type, names[1:]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +161,7 @@ class PartShare:
     edge_index [2, e_i] int64, node ids of the whole graph; targets are this part's
     node, edge attributes with a row per own node or edge
     graph      attributes of the whole graph: tensors and plain values
-    types      the types of a HeteroData; its ids and keys follow [Note: several types]
+    types      its types, by which ids and keys are ordered: see [Note: several types]
     edge_hash  the hash of its edges that `read_ids` found; None if they were not read
     """
 
@@ -156,29 +174,17 @@ class PartShare:
     node: dict[str, Tensor]
     edge: dict[str, Tensor]
     graph: dict[str, Any]
-    types: GraphTypes | None = None
+    types: GraphTypes
     edge_hash: int | None = None
 
     def gid_of(self, level: Level, key: str) -> Tensor:
         """Returns the ids of the nodes or edges to which an attribute's rows belong."""
         gid = self.node_gid if level == "node" else self.edge_gid
-        if self.types is None:
-            return gid
-        return gid[self.slices(level)[key_parts(key)[0]]]
-
-    def slices(self, level: Level) -> dict[Any, slice]:
-        """Returns the slice of each type's nodes or edges; empty for a Data."""
-        return {} if self.types is None else self.types.slices(level, self.part)
-
-    def sources(self) -> list[Tensor]:
-        """Lists the sources of the edges of each type; each type has a halo of its own."""
-        if self.types is None:
-            return [self.edge_index[0]]
-        return [self.edge_index[0, place] for place in self.slices("edge").values()]
+        return gid[self.types.slices(level, self.part)[self.types.split(key)[0]]]
 
     def __repr__(self) -> str:
         kinds = ""
-        if self.types is not None:
+        if self.types.typed:
             kinds = f"{len(self.types.nodes)} node types, {len(self.types.edges)} edge types, "
         return (
             f"PartShare({self.part}/{self.partition.num_parts}, {kinds}"
@@ -220,7 +226,6 @@ def merged(parts: list[PartShare], num_parts: int) -> PartShare:
             found[key] = torch.cat(held)[order]
         return found
 
-    types = first.types
     return PartShare(
         part=int(new_part[first.part]),
         partition=Partition.from_owner(owner, num_parts, first.partition.num_nodes),
@@ -231,7 +236,7 @@ def merged(parts: list[PartShare], num_parts: int) -> PartShare:
         node=rows("node"),
         edge=rows("edge"),
         graph=first.graph,
-        types=None if types is None else types.merged(new_part.tolist(), num_parts),
+        types=first.types.merged(new_part.tolist(), num_parts),
     )
 
 
@@ -307,8 +312,8 @@ def read_ids(share: PartShare, here: Path) -> tuple[list[str], int]:
         total += int(kernels.hash_edges(source, target, gid))
         last = gid[-1:].clone()
     problems = [f"{file}: {problem}" for file, problem in found.items()]
-    if share.types is not None and ends not in found:
-        problems += _type_problems(share, share.types, edges, ends)
+    if share.types.typed and ends not in found:
+        problems += _type_problems(share, edges, ends)
     return problems, total
 
 
@@ -320,10 +325,9 @@ def _end_problem(share: PartShare, source: Tensor, target: Tensor) -> str | None
     return "a target is owned by another part" if bool(strays.any()) else None
 
 
-def _type_problems(
-    share: PartShare, types: GraphTypes, edges: Path, file: Path
-) -> Iterator[str]:
+def _type_problems(share: PartShare, edges: Path, file: Path) -> Iterator[str]:
     """Yields a problem for each edge type with edges or ends of another type."""
+    types = share.types
     nodes, ids = types.ranges("node"), types.ranges("edge")
     for kind, place in types.slices("edge", share.part).items():
         name, gid = ".".join(kind), share.edge_gid[place]
@@ -336,42 +340,94 @@ def _type_problems(
                 yield (f"{file}: an edge of {name} has an end that is no {of_type}")
 
 
-def part_of(
-    data: Data,
-    kinds: Mapping[str, Kind],
-    partition: Partition,
-    part: int,
-    edge_owner: Tensor | None = None,
-) -> PartShare:
-    """Extracts one part of a Data: its nodes, and the edges into them.
+class DividedGraph:
+    """Divides a graph in memory into the parts of a partition.
 
-    `kinds` maps its attributes to kinds, as `attribute_kinds` returns; `edge_owner` is the
-    part of each edge, if it is known already.
+    Args:
+        data: a Data, or a HeteroData that `check_hetero` accepts.
+        partition: the owners of its nodes, type after type.
+        kinds: the kind of each attribute, by the key of its store and its name.
+
+    Attributes:
+        types: the nodes and edges of each type, by part.
     """
-    assert data.edge_index is not None
-    edge_index = plain_edges(data.edge_index).cpu()
-    if edge_owner is None:
-        edge_owner = partition.owner_of(edge_index[1])
-    gid = {
-        "node": partition.gids(part),
-        "edge": (edge_owner == part).nonzero().view(-1),
-    }
-    rows: dict[str, Any] = {"node": {}, "edge": {}, "graph": {}}
-    for name, kind in kinds.items():
-        value = data[name]
-        if kind != "graph":
-            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            value = value.detach()[gid[kind].to(value.device)]
-        rows[kind][name] = value
-    return PartShare(
-        part=part,
-        partition=partition,
-        num_edges_global=edge_index.size(1),
-        node_gid=gid["node"],
-        edge_gid=gid["edge"],
-        edge_index=edge_index[:, gid["edge"]],
-        **rows,
-    )
+
+    def __init__(
+        self,
+        data: Data | HeteroData,
+        partition: Partition,
+        kinds: Mapping[tuple[Any, str], Kind],
+    ) -> None:
+        self.partition, self._data, self._kinds = partition, data, kinds
+        self._begin, self._edge_owner = _first_ids(data), {}
+        for store in data.edge_stores:
+            ends = _numbered(plain_edges(store.edge_index).cpu(), store, self._begin)
+            check_edge_index(ends, partition.num_nodes)
+            self._edge_owner[store._key] = partition.owner[ends[1].long()]
+        ranges = itertools.pairwise([*self._begin.values(), partition.num_nodes])
+        of_nodes = (partition.owner[slice(*pair)] for pair in ranges)
+        nodes = dict(zip(self._begin, of_nodes, strict=True))
+        counts = (
+            {key: _counts(owner, partition.num_parts) for key, owner in owners.items()}
+            for owners in (nodes, self._edge_owner)
+        )
+        self.types = GraphTypes(*counts)
+
+    def part(self, part: int) -> PartShare:
+        """Extracts one part: its nodes of each type, and the edges into them."""
+        types, node_gid = self.types, self.partition.gids(part)
+        ids: dict[Any, Tensor] = {}
+        for key, place in types.slices("node", part).items():
+            ids["node", key] = node_gid[place] - self._begin[key]
+        edge_gid, ends = [torch.empty(0).long()], [torch.empty(2, 0).long()]
+        for store in self._data.edge_stores:
+            own = (self._edge_owner[store._key] == part).nonzero().view(-1)
+            ids["edge", store._key] = own
+            edge_gid.append(own + types.ranges("edge")[store._key][0])
+            edges = plain_edges(store.edge_index).cpu()[:, own]
+            ends.append(_numbered(edges, store, self._begin))
+        rows: dict[str, Any] = {"node": {}, "edge": {}, "graph": {}}
+        stores = {store._key: store for store in self._data.stores}
+        for (key, name), kind in self._kinds.items():
+            value = stores[key][name]
+            if kind != "graph":
+                is_array = isinstance(value, np.ndarray)
+                value = (torch.from_numpy(value) if is_array else value).detach()
+                value = value[ids[kind, key].to(value.device)]
+            rows[kind][types.key(key, name)] = value
+        return PartShare(
+            part=part,
+            partition=self.partition,
+            num_edges_global=sum(map(sum, types.edges.values())),
+            node_gid=node_gid,
+            edge_gid=edge_gid[-1] if len(edge_gid) == 2 else torch.cat(edge_gid),
+            edge_index=ends[-1] if len(ends) == 2 else torch.cat(ends, 1),
+            **rows,
+            types=types,
+        )
+
+    def report(self, grid: Grid | None = None) -> PartitionReport:
+        """Counts the rows that parts own and exchange, with one exchange for each edge type.
+
+        A node that is a source of two edge types counts in both exchanges.
+        """
+        train, each = train_mask_of_all(self._data), {}
+        for store in self._data.edge_stores:
+            ends = _numbered(plain_edges(store.edge_index).cpu(), store, self._begin)
+            each[store._key] = report(ends, self.partition, train, grid)
+        self.types = replace(
+            self.types, halo={key: one.halo_rows for key, one in each.items()}
+        )
+        if len(each) == 1:
+            return next(iter(each.values()))
+        figures = report(torch.empty(2, 0).long(), self.partition, train, grid)
+        sums: dict[str, Any] = {
+            name: tuple(map(sum, zip(*counts, strict=True)))
+            for name in ("edges", "halo_rows", "send_rows")
+            if (counts := [getattr(one, name) for one in each.values()])
+        }
+        cut_edges = sum(one.edge_cut for one in each.values())
+        return replace(figures, edge_cut=cut_edges, **sums)
 
 
 def check_hetero(data: HeteroData) -> None:
@@ -403,28 +459,52 @@ def check_hetero(data: HeteroData) -> None:
             raise type(error)(f"edge type {store._key}: {error}") from None
 
 
-def cut_hetero(
-    data: HeteroData, parts: int, method: Any, seed: int = 0, refine: bool = False
+def cut_graph(
+    data: Data | HeteroData,
+    parts: int,
+    method: Any,
+    seed: int = 0,
+    refine: bool = False,
+    grid: Grid | None = None,
 ) -> Partition:
-    """Partitions the nodes of all types: as one graph, or by an owner vector for each type.
+    """Partitions the nodes of all types: as one graph, or by the owners that are given.
 
     As one graph, "ldg" and "metis" balance nodes, in-edges, train nodes, and the nodes of each
-    type. `method` is the name of a cutter, or the owners of the nodes by node type; `refine`
-    and `seed` are those of `cut`. Returns the owners of all nodes, type after type.
+    type.
+
+    Args:
+        data: a Data, or a HeteroData that `check_hetero` accepts.
+        parts: their number.
+        method: the name of a cutter; the owners of the nodes of a Data, or a Partition of them;
+            or the owners of a HeteroData by node type.
+        seed, refine: see `cut`.
+        grid: as there, of a Data.
+
+    Returns:
+        The owners of all nodes, type after type.
     """
-    if isinstance(method, Mapping):
+    typed = isinstance(data, HeteroData)
+    if isinstance(method, Mapping) and typed:
         if refine:
             raise ValueError(
                 "refine=True improves a cut by a method, but got owners by node type; give "
                 "the name of a method, or leave refine out"
             )
         return owners_of_all(data, parts, method)
-    if not isinstance(method, str):
+    if not isinstance(method, str) and typed:
         raise TypeError(
             "the owners of a HeteroData are a dictionary of one vector for each node "
             f"type, got {type(method).__name__}"
         )
     sizes = [int(store.num_nodes) for store in data.node_stores]
+    if isinstance(method, Partition):
+        if (method.num_nodes, method.num_parts) != (sum(sizes), parts):
+            raise ValueError(
+                f"{method} does not fit {sum(sizes)} nodes on {parts} ranks; cut this graph"
+            )
+        if not refine:
+            return method
+        method = method.owner
     several = len(sizes) > 1 and any(sizes)
     kinds, train = torch.arange(len(sizes)), train_mask_of_all(data)
     return cut(
@@ -435,6 +515,7 @@ def cut_hetero(
         seed=seed,
         train_mask=train if bool(train.any()) else None,
         refine=refine,
+        grid=None if typed else grid,
         kinds=kinds.repeat_interleave(torch.tensor(sizes)) if several else None,
     )
 
@@ -461,18 +542,19 @@ def owners_of_all(data: HeteroData, parts: int, owners: OwnersByType) -> Partiti
     return Partition.from_owner(torch.cat(found), parts, sum(sizes.values()))
 
 
-def edges_of_all(data: HeteroData) -> Tensor:
+def edges_of_all(data: Data | HeteroData) -> Tensor:
     """Returns the edges of all types, between nodes that are numbered type after type."""
     begin = _first_ids(data)
-    edges = [torch.empty(2, 0).long()]
-    for store in data.edge_stores:
-        source, _, target = store._key
-        shift = torch.tensor([[begin[source]], [begin[target]]])
-        edges.append(store.edge_index.cpu().long() + shift)
-    return torch.cat(edges, 1)
+    edges = [
+        _numbered(plain_edges(store.edge_index).cpu(), store, begin)
+        for store in data.edge_stores
+    ]
+    if len(edges) == 1:
+        return edges[0]
+    return torch.cat([torch.empty(2, 0).long(), *edges], 1)
 
 
-def train_mask_of_all(data: HeteroData) -> Tensor:
+def train_mask_of_all(data: Data | HeteroData) -> Tensor:
     """Returns the training nodes of all types."""
     masks = [torch.empty(0, dtype=torch.bool)]
     for store in data.node_stores:
@@ -483,117 +565,19 @@ def train_mask_of_all(data: HeteroData) -> Tensor:
     return torch.cat(masks)
 
 
-def types_of(data: HeteroData, partition: Partition) -> GraphTypes:
-    """Counts the nodes and edges of each type that each part owns."""
-    parts, begin, nodes = partition.num_parts, _first_ids(data), {}
-    for store in data.node_stores:
-        first = begin[store._key]
-        own = partition.owner[first : first + int(store.num_nodes)].long()
-        nodes[store._key] = _counts(own, parts)
-    edges = {
-        store._key: _counts(_edge_owner(store, begin, partition), parts)
-        for store in data.edge_stores
-    }
-    return GraphTypes(nodes, edges)
-
-
-def part_of_hetero(
-    data: HeteroData, partition: Partition, types: GraphTypes, part: int
-) -> PartShare:
-    """Extracts one part of a HeteroData: its nodes of each type, and the edges into them."""
-    rows: dict[str, Any] = {"node": {}, "edge": {}, "graph": {}}
-    begin, node_gid = _first_ids(data), partition.gids(part)
-    for store in data.node_stores:
-        first = begin[store._key]
-        gid = node_gid[types.slices("node", part)[store._key]] - first
-        _take_rows(store, gid, int(store.num_nodes), "node", rows)
-    edge_gid, ends = [torch.empty(0).long()], [torch.empty(2, 0).long()]
-    for store in data.edge_stores:
-        source, _, target = store._key
-        own_edges = (_edge_owner(store, begin, partition) == part).nonzero().view(-1)
-        shift = torch.tensor([[begin[source]], [begin[target]]])
-        edge_gid.append(own_edges + types.ranges("edge")[store._key][0])
-        ends.append(store.edge_index.cpu()[:, own_edges].long() + shift)
-        _take_rows(store, own_edges, store.edge_index.size(1), "edge", rows)
-    for name, value in data._global_store.items():
-        rows["graph"][attribute_key(None, name)] = value
-    return PartShare(
-        part=part,
-        partition=partition,
-        num_edges_global=sum(map(sum, types.edges.values())),
-        node_gid=node_gid,
-        edge_gid=torch.cat(edge_gid),
-        edge_index=torch.cat(ends, 1),
-        **rows,
-        types=types,
-    )
-
-
-def report_of_hetero(
-    data: HeteroData, partition: Partition
-) -> tuple[PartitionReport, GraphTypes]:
-    """Counts the rows that parts own and exchange, with one exchange for each edge type.
-
-    A node that is a source of two edge types counts in both exchanges.
-    """
-    types, halo, begin = types_of(data, partition), {}, _first_ids(data)
-    sums = torch.zeros(3, partition.num_parts, dtype=torch.int64)
-    for store in data.edge_stores:
-        source, _, target = store._key
-        shift = torch.tensor([[begin[source]], [begin[target]]])
-        one = report(store.edge_index.cpu().long() + shift, partition)
-        halo[store._key] = one.halo_rows
-        num_cut_here = (one.edge_cut,) + (0,) * (partition.num_parts - 1)
-        sums += torch.tensor([one.halo_rows, one.send_rows, num_cut_here])
-    figures = report(torch.empty(2, 0).long(), partition, train_mask_of_all(data))
-    edges = [0] * partition.num_parts
-    for counts in types.edges.values():
-        edges = [a + b for a, b in zip(edges, counts, strict=True)]
-    received, sent, num_cut = (tuple(each) for each in sums.tolist())
-    figures = replace(
-        figures,
-        edges=tuple(edges),
-        edge_cut=num_cut[0],
-        halo_rows=received,
-        send_rows=sent,
-    )
-    return figures, replace(types, halo=halo)
-
-
-def _take_rows(
-    store: Any, gid: Tensor, count: int, level: str, rows: dict[str, dict[str, Any]]
-) -> None:
-    """Adds a store's attributes to `rows`: rows of its nodes or edges, others as they are."""
-    for name, value in store.items():
-        if name in ("edge_index", "num_nodes"):
-            continue
-        has_rows = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
-        if (
-            has_rows
-            and len(value) == count
-            and not labels_own_index(store, name)
-            and name != "ptr"
-            and not name.endswith("_ptr")
-            and batch_kind(store._parent(), store, name) != "graph"
-            and store._parent().__cat_dim__(name, value, store) in (0, -value.ndim)
-        ):
-            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            value = value.detach()[gid.to(value.device)]
-            rows[level][attribute_key(store._key, name)] = value
-        else:
-            rows["graph"][attribute_key(store._key, name)] = value
-
-
-def _first_ids(data: HeteroData) -> dict[str, int]:
+def _first_ids(data: Data | HeteroData) -> dict[Any, int]:
     """Returns the id of the first node of each type."""
     sizes = (int(store.num_nodes) for store in data.node_stores)
     begins = itertools.accumulate(sizes, initial=0)
     return {s._key: first for s, first in zip(data.node_stores, begins, strict=False)}
 
 
-def _edge_owner(store: Any, begin: dict[str, int], partition: Partition) -> Tensor:
-    """Returns the part that owns each edge of a type: the owner of its target."""
-    return partition.owner_of(store.edge_index[1].cpu().long() + begin[store._key[2]])
+def _numbered(edges: Tensor, store: Any, begin: dict[Any, int]) -> Tensor:
+    """Returns edges of a type, between nodes that are numbered type after type."""
+    if store._key is None:
+        return edges
+    source, _, target = store._key
+    return edges.long() + torch.tensor([[begin[source]], [begin[target]]])
 
 
 def _counts(owner: Tensor, parts: int) -> Counts:

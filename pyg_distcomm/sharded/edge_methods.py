@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
 from pyg_distcomm.graph.topology import OperatorKind, Topology
-from pyg_distcomm.halo.policy import LinkPolicy, link_problem
+from pyg_distcomm.halo.policy import LinkPolicy, check_link
 from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.process import PROCESS
 
@@ -125,9 +125,7 @@ class EdgeMethods:
         Args:
             link: a `LinkPolicy`, such as `pdc.VARCO(...)`; None is exact.
         """
-        problem = link_problem(link)
-        if problem is not None:
-            raise problem
+        check_link(link)
         twin = copy.copy(self.topology)
         twin.link = link
         return self.with_topology(twin)
