@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +162,10 @@ def read_part(
     ):
         check_file(folder, meta, name, verify)
     share = _read(folder, meta, part, mmap)
-    problems, found = read_ids(share, folder / part_name(part))
+    problems, share = read_ids(share, folder / part_name(part))
     if problems:
         raise ValueError(f"{problems[0]}; write the folder again")
-    return replace(share, edge_hash=found)
+    return share
 
 
 def _part_files(meta: Meta, part: int) -> list[str]:

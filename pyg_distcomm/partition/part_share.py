@@ -29,9 +29,7 @@ from pyg_distcomm.partition.partition import (
     Owner,
     Partition,
     PartitionReport,
-    ascends,
     check_edge_index,
-    out_of_range,
     pieces,
     plain_edges,
     report,
@@ -163,6 +161,7 @@ class PartShare:
     graph      attributes of the whole graph: tensors and plain values
     types      its types, by which ids and keys are ordered: see [Note: several types]
     edge_hash  the hash of its edges that `read_ids` found; None if they were not read
+    in_degree  [n_i] int32, the edges into each node that it counted; None likewise
     """
 
     part: int
@@ -176,6 +175,7 @@ class PartShare:
     graph: dict[str, Any]
     types: GraphTypes
     edge_hash: int | None = None
+    in_degree: Tensor | None = None
 
     def gid_of(self, level: Level, key: str) -> Tensor:
         """Returns the ids of the nodes or edges to which an attribute's rows belong."""
@@ -290,39 +290,44 @@ def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
     return fits[0] if len(fits) == 1 else "graph"
 
 
-def read_ids(share: PartShare, here: Path) -> tuple[list[str], int]:
-    """Returns the problems in the ids of a part, and a hash of its edges, in one pass.
+def read_ids(share: PartShare, here: Path) -> tuple[list[str], PartShare]:
+    """Checks the ids of a part, hashes its edges and counts its in-degrees, in one pass.
 
-    A problem names a file below `here`; the hash is that of `kernels.hash_edges`.
+    Returns the problems, each with its file below `here`, and the share with the rest.
     """
     names = "node_gid.npy", "edge_gid.npy", "edge_index.npy"
     nodes, edges, ends = (here / name for name in names)
     found, total, last = {}, 0, share.edge_gid[:0]
-    if not torch.equal(share.node_gid, share.partition.gids(share.part)):
+    own, count = share.partition.gids(share.part), share.partition.num_nodes
+    if not torch.equal(share.node_gid, own):
         found[nodes] = f"not the nodes that owner.npy gives to {share.part}"
+    into = kernels.memory.advise(torch.empty(count, dtype=torch.int32)).zero_()
     arrays = share.edge_gid, *share.edge_index
     for gid, source, target in zip(*map(pieces, arrays), strict=True):
-        if edges not in found:
-            if out_of_range(gid, share.num_edges_global) is not None:
-                found[edges] = "an edge id is out of range"
-            elif bool((gid[: len(last)] <= last).any()) or not ascends(gid):
-                found[edges] = "edge ids do not ascend"
-        if ends not in found and (problem := _end_problem(share, source, target)):
-            found[ends] = problem
+        if not _within(gid, share.num_edges_global):
+            found.setdefault(edges, "an edge id is out of range")
+        elif not bool((torch.cat([last, gid[:-1]]) < gid[1 - len(last) :]).all()):
+            found.setdefault(edges, "edge ids do not ascend")
+        if not (_within(source, count) and _within(target, count)):
+            found[ends] = "a node id is out of range"
+            break
+        kernels.count_ids(target, into)
         total += int(kernels.hash_edges(source, target, gid))
         last = gid[-1:].clone()
+    degree = into[own]
+    if ends not in found and int(degree.sum()) != len(share.edge_gid):
+        found[ends] = "a target is owned by another part"
     problems = [f"{file}: {problem}" for file, problem in found.items()]
     if share.types.typed and ends not in found:
         problems += _type_problems(share, edges, ends)
-    return problems, total
+    return problems, replace(share, edge_hash=total, in_degree=degree)
 
 
-def _end_problem(share: PartShare, source: Tensor, target: Tensor) -> str | None:
-    owner = share.partition.owner
-    if any(out_of_range(ids, len(owner)) is not None for ids in (source, target)):
-        return "a node id is out of range"
-    strays = owner.index_select(0, target) != share.part
-    return "a target is owned by another part" if bool(strays.any()) else None
+def _within(ids: Tensor, count: int) -> bool:
+    if not len(ids):
+        return True
+    low, high = torch.aminmax(ids)  # `out_of_range` would drop the piece from memory
+    return int(low) >= 0 and int(high) < count
 
 
 def _type_problems(share: PartShare, edges: Path, file: Path) -> Iterator[str]:

@@ -185,18 +185,6 @@ def leave_in_file(*arrays: Tensor) -> None:
             memory.drop_pages(x)
 
 
-def ascends(ids: Tensor) -> bool:
-    """Tells whether ids ascend, a piece at a time: a part may be larger than memory."""
-    last = ids[:0]
-    for part in pieces(ids):
-        if bool((last >= part[: len(last)]).any()) or bool(
-            (part[1:] <= part[:-1]).any()
-        ):
-            return False
-        last = part[-1:].clone()
-    return True
-
-
 def out_of_range(ids: Tensor, count: int) -> int | None:
     """Returns an entry that is not in 0 .. count - 1, or None."""
     if ids.numel() == 0:

@@ -138,6 +138,8 @@ def on_ranks(meshes: list[Mesh], work: Callable[[Mesh], Any]) -> list[Any]:
 
     if len(meshes) == 1:
         return [work(meshes[0])]
+    # a forked process makes its pool of threads at the first call, which must be alone
+    torch.set_num_threads(torch.get_num_threads())
     with ThreadPoolExecutor(len(meshes)) as pool:
         futures = [pool.submit(run, mesh) for mesh in meshes]
     errors = [e for e in (f.exception() for f in futures) if e is not None]

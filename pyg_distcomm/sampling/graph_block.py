@@ -167,6 +167,7 @@ class _Edges:
     weight: Tensor | None
     time: Tensor | None
     sort_by_time: bool
+    in_degree: Tensor | None = None  # of this rank's nodes, if it is known
 
     def ordered(self) -> _Edges:
         """Returns the edges in ascending id."""
@@ -205,6 +206,7 @@ def _own_edges(
             )
     if node_time is not None and clock is not None:
         time = IdPlan.build(topology.source_gid, node_time.rows).gather(clock)
+    of, _, degree = edges.edges.derived.get("read", (None, 0, None))
     return _Edges(
         edges.edges.gid,
         topology.source_gid,
@@ -213,6 +215,7 @@ def _own_edges(
         weight,
         time,
         time is not None and not is_sorted,
+        degree if of is topology.source_gid else None,
     )
 
 
@@ -253,9 +256,11 @@ def _relation(
     nodes = node_gid[kinds[1]]
     most = max(1, *(r.total for r in rows.values()))
     find = kernels.rank_select_index(nodes, most)
-    degree = memory.advise(torch.empty(len(nodes), dtype=torch.int64)).zero_()
-    for part in pieces(edges.target):
-        kernels.count_ids(find(part), degree)
+    degree = edges.in_degree
+    if degree is None:
+        degree = memory.advise(torch.empty(len(nodes), dtype=torch.int64)).zero_()
+        for part in pieces(edges.target):
+            kernels.count_ids(find(part), degree)
     colptr = torch.nn.functional.pad(degree.cumsum(0), (1, 0))
     order = None
     if edges.sort_by_time and edges.time is not None:
@@ -293,5 +298,5 @@ def _shared_by_members(own: _Edges, channel: ProcessGrid) -> _Edges:
     assert ids is not None
     gid, source, target = (part.contiguous() for part in ids.unbind(1))
     weight, time = every(own.weight), every(own.time)
-    every_edge = replace(own, gid=gid, source=source, target=target)
+    every_edge = replace(own, gid=gid, source=source, target=target, in_degree=None)
     return replace(every_edge, weight=weight, time=time).ordered()
