@@ -14,8 +14,8 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
-from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
-from pyg_distcomm.sharded.partial import PartialSum, summed_over_ranks
+from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, overloads, rule
+from pyg_distcomm.sharded.partial import PartialSum, plain, summed_over_ranks
 from pyg_distcomm.sharded.pointwise import bound
 from pyg_distcomm.sharded.reductions import (
     softmax_over_rows,
@@ -26,48 +26,29 @@ aten = torch.ops.aten
 
 _DIMENSIONS = ("dim", "dims", "dim1", "dim2", "dimension")
 _SIZES = ("input_size", "input_sizes")  # of the whole
-# how many of the last dimensions an op mixes that names none
+
+
+def _named(names: str) -> list[Any]:
+    """Returns ops by their names, and those that take their gradients."""
+    ends = "", "_backward"
+    every = [name + end for name in names.split() for end in ends]
+    return [getattr(aten, name) for name in every if hasattr(aten, name)]
+
+
+# how many of the last dimensions ops mix that name none; their gradients do so, too
 _LAST = {
-    aten.reflection_pad1d: 1,
-    aten.reflection_pad1d_backward: 1,
-    aten.replication_pad1d: 1,
-    aten.replication_pad1d_backward: 1,
-    aten.upsample_linear1d: 1,
-    aten.upsample_linear1d_backward: 1,
-    aten.upsample_nearest1d: 1,
-    aten.upsample_nearest1d_backward: 1,
-    aten.view_as_complex: 1,
-    aten.view_as_real: 0,
-    aten._adaptive_avg_pool2d: 2,
-    aten._adaptive_avg_pool2d_backward: 2,
-    aten._linalg_det: 2,
-    aten._linalg_eigh: 2,
-    aten._linalg_slogdet: 2,
-    aten._linalg_solve_ex: 2,
-    aten._linalg_svd: 2,
-    aten.adaptive_max_pool2d: 2,
-    aten.adaptive_max_pool2d_backward: 2,
-    aten.avg_pool2d: 2,
-    aten.avg_pool2d_backward: 2,
-    aten.linalg_cholesky_ex: 2,
-    aten.linalg_eig: 2,
-    aten.linalg_inv_ex: 2,
-    aten.linalg_lu: 2,
-    aten.linalg_lu_factor_ex: 2,
-    aten.linalg_lu_solve: 2,
-    aten.linalg_matrix_exp: 2,
-    aten.linalg_qr: 2,
-    aten.linalg_solve_triangular: 2,
-    aten.max_pool2d_with_indices: 2,
-    aten.max_pool2d_with_indices_backward: 2,
-    aten.reflection_pad2d: 2,
-    aten.replication_pad2d: 2,
-    aten.tril: 2,
-    aten.triu: 2,
-    aten.upsample_bilinear2d: 2,
-    aten.upsample_bilinear2d_backward: 2,
-    aten.upsample_nearest2d: 2,
-    aten.upsample_nearest2d_backward: 2,
+    aten_op: count
+    for count, names in {
+        0: "view_as_real",
+        1: """reflection_pad1d replication_pad1d upsample_linear1d upsample_nearest1d
+            view_as_complex""",
+        2: """_adaptive_avg_pool2d _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex
+            _linalg_svd adaptive_max_pool2d avg_pool2d linalg_cholesky_ex linalg_eig
+            linalg_inv_ex linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp
+            linalg_qr linalg_solve_triangular max_pool2d_with_indices reflection_pad2d
+            replication_pad2d tril triu upsample_bilinear2d upsample_nearest2d""",
+    }.items()
+    for aten_op in _named(names)
 }
 
 
@@ -163,36 +144,12 @@ _MOVING = {
 }
 # ops that raise for what a matrix holds
 _FAILING = {aten._linalg_eigh, aten._linalg_svd, aten.linalg_eig}
-_NAMED = (
-    aten._fft_c2c,
-    aten._fft_c2r,
-    aten._fft_r2c,
-    aten._safe_softmax,
-    aten.constant_pad_nd,
-    aten.cummax,
-    aten.cummin,
-    aten.cumprod,
-    aten.cumsum,
-    aten.diag_embed,
-    aten.diagonal,
-    aten.diagonal_backward,
-    aten.glu,
-    aten.glu_backward,
-    aten.linalg_cross,
-    aten.logcumsumexp,
-    aten.roll,
-    aten.sort,
-    aten.topk,
-    aten.unfold,
-    aten.unfold_backward,
+_NAMED = _named(
+    """_fft_c2c _fft_c2r _fft_r2c _safe_softmax constant_pad_nd cummax cummin cumprod cumsum
+    diag_embed diagonal glu linalg_cross logcumsumexp roll sort topk unfold"""
 )
 rule(
-    *(
-        getattr(packet, name)
-        for packet in (*_LAST, *_NAMED)
-        for name in packet.overloads()
-        if not getattr(packet, name)._schema.is_mutable
-    )
+    *(f for op in (*_LAST, *_NAMED) for f in overloads(op) if not f._schema.is_mutable)
 )(_alone)
 
 
@@ -234,40 +191,11 @@ def isin(func: Any, args: Any, kwargs: Any) -> Any:
     return DistTensor(func(x.local, *args[1:], **kwargs), x.rows, x.dim_)
 
 
-@rule(aten.convolution.default)
-def convolution(func: Any, args: Any, kwargs: Any) -> Any:
-    """Convolves each row with plain weights."""
-    x, *rest = args
-    if type(x) is not DistTensor or x.dim_ or any(map(_is_sharded, rest)):
-        return whole.apply(func, args, kwargs)
-    return DistTensor(func(x.local, *rest), x.rows, 0)
-
-
-@rule(aten.convolution_backward.default)
-def convolution_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Takes the gradient of `convolution`; those of weights are sums over rows."""
-    g, x, w, *rest = args
-    like = x if type(x) is DistTensor else g
-    if type(like) is not DistTensor or like.dim_ or _is_sharded(w):
-        return whole.apply(func, args, kwargs)
-    rows, mask = like.rows, rest[-1]
-    gx, gw, gb = func(local_at(g, rows, 0), local_at(x, rows, 0), w, *rest)
-    return (
-        DistTensor(gx, rows, 0) if mask[0] else None,
-        summed_over_ranks(gw, rows.mesh) if mask[1] else None,
-        summed_over_ranks(gb, rows.mesh) if mask[2] else None,
-    )
-
-
-def _is_sharded(value: Any) -> bool:
-    return isinstance(value, (DistTensor, PartialSum))
-
-
 @rule(aten._trilinear.default)
 def trilinear(func: Any, args: Any, kwargs: Any) -> Any:
     """Sums products of three tensors, of which each lacks some of the dimensions."""
     given = bound(func, args, kwargs)
-    factors = [f.value() if type(f) is PartialSum else f for f in given[:3]]
+    factors = [plain(f) for f in given[:3]]
     lacks, summed = given[3:6], given[6]
     n = factors[0].dim() + len(lacks[0])
     spread = [[d for d in range(n) if d not in lack] for lack in lacks]

@@ -22,9 +22,9 @@ from pyg_distcomm.sharded.ids import (
     chosen,
     front,
     ids_of,
-    plain,
     plain_ids,
 )
+from pyg_distcomm.sharded.partial import plain
 from pyg_distcomm.sharded.pointwise import meeting
 
 aten = torch.ops.aten

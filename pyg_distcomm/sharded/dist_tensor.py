@@ -381,14 +381,26 @@ def first_sharded(args: Any) -> DistTensor | None:
 
 
 def rule(*ops: Any) -> Callable[[Any], Any]:
-    """Declares the rule of some aten ops, or what is done under a name."""
+    """Declares the rule of some aten ops, or what is done under a name.
+
+    An op without an overload, as `aten.sum`, stands for all its overloads but those with out=.
+    """
 
     def keep(function: Any) -> Any:
         for op in ops:
-            PROCESS.rules[op] = function
+            for each in overloads(op):
+                PROCESS.rules[each] = function
         return function
 
     return keep
+
+
+def overloads(op: Any) -> list[Any]:
+    """Returns the overloads of an op that need no `out`; of an overload, itself."""
+    if not isinstance(op, torch._ops.OpOverloadPacket):
+        return [op]
+    found = [getattr(op, name) for name in op.overloads()]
+    return [f for f in found if not any(a.is_out for a in f._schema.arguments)]
 
 
 def own_part(x: Tensor, rows: Rows, dim: int) -> Tensor:

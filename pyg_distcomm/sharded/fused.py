@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -45,55 +46,40 @@ def nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _loss(func: Any, args: Any, kwargs: Any) -> Any:
-    """Takes a loss of each element, and its sum or mean over all."""
+    """Takes a loss of each element, and its sum or mean over all; or the gradient of this."""
     args = bound(func, args, kwargs)
-    at = _reduction_at(func)
+    names = [a.name for a in func._schema.arguments]
+    at, back = names.index("reduction"), names[0] == "grad_output"
     like = next(a for a in args if type(a) is DistTensor)
     right, rows = like.dim() - like.dim_, like.rows
     own = [meeting(a, rows, right) if isinstance(a, Tensor) else a for a in args]
-    reduction, own[at] = own[at], NONE
+    shapes = [a.shape for a in args if isinstance(a, Tensor)]
+    count = math.prod(torch.broadcast_shapes(*shapes))
+    reduction = own[at]
+    if not back:
+        own[at] = NONE
+    elif reduction == MEAN:
+        own[0], own[at] = own[0] / count, SUM
     out = func(*own)
-    if reduction == NONE:
+    if back or reduction == NONE:
         return DistTensor(out, rows, out.dim() - right)
     total = over_ranks(out.sum(), rows.mesh)
-    count = out.numel() // max(out.size(out.dim() - right), 1) * rows.count
-    if reduction == MEAN and not out.size(out.dim() - right):
-        count = max(like.numel(), 1)
     return total / count if reduction == MEAN else total
 
 
-def _loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Takes the gradient of a loss of each element."""
-    args = bound(func, args, kwargs)
-    at = _reduction_at(func)
-    like = next(a for a in args[1:] if type(a) is DistTensor)
-    right, rows = like.dim() - like.dim_, like.rows
-    own = [meeting(a, rows, right) if isinstance(a, Tensor) else a for a in args]
-    if own[at] == MEAN:
-        own[0], own[at] = own[0] / like.numel(), SUM
-    out = func(*own)
-    return DistTensor(out, rows, out.dim() - right)
-
-
-def _reduction_at(func: Any) -> int:
-    return [a.name for a in func._schema.arguments].index("reduction")
-
-
 rule(
-    aten.mse_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_with_logits.default,
-    aten.soft_margin_loss.default,
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
 )(_loss)
-rule(
-    aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default,
-    aten.huber_loss_backward.default,
-    aten.binary_cross_entropy_backward.default,
-    aten.soft_margin_loss_backward.default,
-)(_loss_backward)
 
 
 def _over_rows(x: Tensor, rows: Any) -> Tensor:
@@ -102,10 +88,9 @@ def _over_rows(x: Tensor, rows: Any) -> Tensor:
 
 
 @rule(
-    aten.native_batch_norm.default,
-    aten._native_batch_norm_legit.default,
-    aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_functional.default,
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
 )
 def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """Normalises by the mean and variance of all rows."""
@@ -157,14 +142,13 @@ def batch_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     dims = [0, *range(2, x.dim())]
     n = x.numel() // max(x.size(1), 1)
     sums = torch.stack([own_g.sum(dims), (own_g * hat).sum(dims)])
-    if not training:
-        total = summed_over_ranks(sums, rows.mesh)
-        gw, gb = _two(total)
-        out = own_g
-    else:
-        total = over_ranks(sums, rows.mesh)
-        gb, gw = total[0], total[1]
+    out = own_g
+    if training:
+        gb, gw = over_ranks(sums, rows.mesh)
         out = own_g - (gb / n).view(shape) - hat * (gw / n).view(shape)
+    else:
+        total = summed_over_ranks(sums, rows.mesh)
+        gb, gw = total[0], total[1]
     out = out * scale.view(shape)
     if w is not None:
         out = out * w.view(shape)
@@ -176,61 +160,46 @@ def batch_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _two(total: Tensor) -> tuple[Tensor, Tensor]:
-    if type(total) is PartialSum:
-        return (
-            PartialSum(total.part[1].clone(), total.mesh),
-            PartialSum(total.part[0].clone(), total.mesh),
-        )
-    return total[1], total[0]
+# operands of ops of rows and plain weights that have a row for each of the result's
+_OF_ROWS = {
+    aten.convolution: (0,),
+    aten.convolution_backward: (1, 0),
+    aten.native_group_norm: (0,),
+    aten.native_group_norm_backward: (1, 0, 2, 3),
+    aten.native_layer_norm: (0,),
+    aten.native_layer_norm_backward: (1, 0, 3, 4),
+}
 
 
-@rule(aten.native_layer_norm.default)
-def layer_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Normalises each row."""
-    x, shape, *rest = args
-    if x.dim_ >= x.dim() - len(shape):
+@rule(*_OF_ROWS)
+def with_weights(func: Any, args: Any, kwargs: Any) -> Any:
+    """Convolves or normalises each row; the gradients of weights are sums over rows."""
+    args = bound(func, args, kwargs)
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=True))
+    at = _OF_ROWS[func.overloadpacket]
+    like = next((args[i] for i in at if type(args[i]) is DistTensor), None)
+    others = [a for i, a in enumerate(args) if i not in at]
+    apart = any(isinstance(a, (DistTensor, PartialSum)) for a in others)
+    if like is None or apart:
         return whole.apply(func, args, kwargs)
-    return tuple(DistTensor(o, x.rows, x.dim_) for o in func(x.local, shape, *rest))
-
-
-@rule(aten.native_layer_norm_backward.default)
-def layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Takes the gradient of `layer_norm`; those of weights are sums over rows."""
-    g, x, shape, mean, scale, w, b, mask = args
-    like = x if type(x) is DistTensor else g
     rows, d = like.rows, like.dim_
-    own = [local_at(t, rows, d) for t in (g, x)]
-    stats = [local_at(t, rows, d) for t in (mean, scale)]
-    gx, gw, gb = func(*own[:2], shape, *stats, w, b, mask)
-    mesh = rows.mesh
-    return (
-        DistTensor(gx, rows, d) if mask[0] else None,
-        summed_over_ranks(gw, mesh) if mask[1] else None,
-        summed_over_ranks(gb, mesh) if mask[2] else None,
-    )
-
-
-@rule(aten.native_group_norm.default)
-def group_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Normalises groups of columns of each row."""
-    x, w, b, _, *rest = args
-    found = func(x.local, w, b, len(x.local), *rest)
-    return tuple(DistTensor(o, x.rows) for o in found)
-
-
-@rule(aten.native_group_norm_backward.default)
-def group_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Takes the gradient of `group_norm`."""
-    g, x, mean, scale, w, _, *rest = args
-    own = [local_at(t, x.rows, 0) for t in (g, x, mean, scale)]
-    gx, gw, gb = func(*own, w, len(own[1]), *rest)
-    mesh, mask = x.rows.mesh, rest[-1]
-    return (
-        DistTensor(gx, x.rows) if mask[0] else None,
-        summed_over_ranks(gw, mesh) if mask[1] else None,
-        summed_over_ranks(gb, mesh) if mask[2] else None,
-    )
+    mixed = len(given.get("normalized_shape", like.shape[1:]))
+    if d >= like.dim() - mixed:
+        return whole.apply(func, args, kwargs)
+    own = [local_at(a, rows, d) if i in at else a for i, a in enumerate(args)]
+    if "N" in given:
+        own[list(given).index("N")] = like.local.size(0)
+    found = func(*own)
+    if "output_mask" in given:
+        wanted = given["output_mask"]
+        return (
+            DistTensor(found[0], rows, d) if wanted[0] else None,
+            summed_over_ranks(found[1], rows.mesh) if wanted[1] else None,
+            summed_over_ranks(found[2], rows.mesh) if wanted[2] else None,
+        )
+    if isinstance(found, Tensor):
+        return DistTensor(found, rows, d)
+    return tuple(DistTensor(f, rows, d) for f in found)
 
 
 @rule(aten.bernoulli_.float)
@@ -263,18 +232,12 @@ def _drawn_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 rule(
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.exponential_.default,
-    aten.random_.default,
-    aten.random_.to,
-    getattr(aten.random_, "from"),
+    aten.rand_like,
+    aten.randn_like,
+    aten.normal_,
+    aten.uniform_,
+    aten.exponential_,
+    aten.random_,
 )(_drawn_whole)
 
-
-@rule(aten.bernoulli.default, aten.bernoulli_.Tensor)
-def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
-    """Draws by probabilities of each element, as one process does."""
-    return whole.apply(func, args, kwargs)
+rule(aten.bernoulli.default, aten.bernoulli_.Tensor)(whole.apply)  # as one process does

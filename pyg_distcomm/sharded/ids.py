@@ -35,7 +35,6 @@ from pyg_distcomm.sharded.dist_tensor import (
     own_part,
     rule,
 )
-from pyg_distcomm.sharded.partial import PartialSum
 
 aten = torch.ops.aten
 _KEPT = 64  # blocks of rows
@@ -382,7 +381,3 @@ def back(local: Tensor, rows: Rows, dim: int) -> DistTensor:
     return DistTensor(
         local if dim == 0 else local.movedim(0, dim).contiguous(), rows, dim
     )
-
-
-def plain(x: Tensor) -> Tensor:
-    return x.value() if isinstance(x, PartialSum) else x

@@ -120,11 +120,7 @@ class PartialSum(Tensor):
                 if not is_wrapped(_leaf(), b.mesh):
                     _add_later(a, b)
                     return a
-
-        def summed(value: Any) -> Any:
-            return value.value() if isinstance(value, PartialSum) else value
-
-        out = func(*tree_map(summed, args), **tree_map(summed, kwargs))
+        out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
         if type(x) is PartialSum and x._copied and _is_view(func):
             return tree_map(lambda part: PartialSum.copy_of(part, x.mesh), out)
         return out
@@ -159,6 +155,7 @@ _VIEWS = _COPIES | {
     aten.squeeze.dims,
     aten.squeeze.default,
     aten.unsqueeze.default,
+    aten.select.int,
     aten.sum.dim_IntList,
     aten.select_backward.default,
     aten.slice_backward.default,
@@ -171,6 +168,11 @@ _PRODUCTS = {
     aten.div.Scalar,
     aten.neg.default,
 }
+
+
+def plain(x: Any) -> Any:
+    """Returns the value of a partial sum, and anything else as it is; collective for a sum."""
+    return x.value() if isinstance(x, PartialSum) else x
 
 
 def _is_view(func: Any) -> bool:

@@ -20,11 +20,12 @@ from pyg_distcomm.sharded.dist_tensor import (
     all_rows,
     local_at,
     note_write,
+    overloads,
     rule,
 )
 from pyg_distcomm.sharded.partial import (
-    PartialSum,
     accumulates_plain,
+    plain,
     with_rows,
 )
 
@@ -52,8 +53,7 @@ def meeting(t: Any, rows: Rows, right: int) -> Any:
         return all_rows(t, "broadcast")
     if not isinstance(t, Tensor):
         return t
-    if type(t) is PartialSum:
-        t = t.value()
+    t = plain(t)
     dim = t.dim() - right
     if dim >= 0 and t.size(dim) != 1:
         return local_at(t, rows, dim)
@@ -119,45 +119,19 @@ def changed(target: DistTensor) -> None:
 
 
 rule(
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
-    aten.masked_fill_.Scalar,
-    aten.masked_fill_.Tensor,
-    aten.copy_.default,
-    aten.copy.default,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.fill.Scalar,
-    aten.zero_.default,
-    aten.lerp.Scalar,
-    aten.leaky_relu_backward.default,
-    aten.elu_backward.default,
-    aten.gelu_backward.default,
-    aten.threshold_backward.default,
-    aten.sigmoid_backward.default,
-    aten.tanh_backward.default,
-    aten.silu_backward.default,
-    aten.softplus_backward.default,
-    aten.hardtanh_backward.default,
-    aten.log_sigmoid_forward.default,
-    aten.log_sigmoid_backward.default,
-    aten.huber_loss_backward.default,
-    aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default,
-    aten.hardsigmoid_backward.default,
-    aten.hardswish.default,
-    aten.hardswish_backward.default,
-    aten.hardshrink_backward.default,
-    aten.softshrink_backward.default,
-    aten._prelu_kernel.default,
-    aten._prelu_kernel_backward.default,
-    aten.floor_divide.default,
-    aten.floor_divide.Scalar,
-    aten.complex.default,
-    aten.polar.default,
-    aten.nan_to_num.default,
-    aten.isfinite.default,
+    aten._prelu_kernel,
     aten.bucketize.Tensor,
+    aten.complex,
+    aten.copy,
+    aten.fill,
+    aten.floor_divide,
+    aten.hardswish,
+    aten.isfinite,
+    aten.log_sigmoid_backward,
+    aten.log_sigmoid_forward,
+    aten.polar,
+    aten.silu_backward,
+    aten.zero,
 )(apply)
 
 
@@ -250,15 +224,16 @@ def default_rule(func: Any) -> Any:
 
 
 def _is_pointwise(func: Any) -> bool:
-    """Tells whether torch tags an op as pointwise, or the op that it is in place of."""
-    if torch.Tag.pointwise in func.tags:
-        return True
+    """Tells whether torch tags an op as pointwise, or one of which it has the name.
+
+    That is another overload, the op that it is in place of, or the one whose gradient it takes.
+    """
     name = func._schema.name.removeprefix("aten::")
-    packet = getattr(aten, name.removesuffix("_"), None)
-    if not name.endswith("_") or name.startswith("__") or packet is None:
-        return False
-    overload = func._schema.overload_name or "default"
-    if overload not in packet.overloads():
-        return False
-    op = getattr(packet, overload)
-    return PROCESS.rules.get(op) is apply or torch.Tag.pointwise in op.tags
+    name = name if name.startswith("__") else name.removesuffix("_")
+    packets = func.overloadpacket, getattr(aten, name.removesuffix("_backward"), None)
+    return any(
+        torch.Tag.pointwise in each.tags or PROCESS.rules.get(each) is apply
+        for packet in packets
+        if packet is not None
+        for each in overloads(packet)
+    )

@@ -1,4 +1,4 @@
-"""Multiplies matrices of which one side is sharded."""
+"""Multiplies matrices and vectors of which one side, or both, are sharded."""
 
 from __future__ import annotations
 
@@ -9,98 +9,57 @@ from torch import Tensor
 
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.dist_tensor import DistTensor, all_rows, local_at, rule
-from pyg_distcomm.sharded.partial import PartialSum, summed_over_ranks
+from pyg_distcomm.sharded.partial import plain, summed_over_ranks
 
 aten = torch.ops.aten
+# the dimensions of both sides and of the result: k is summed over, b counts matrices
+_DIMS = {
+    aten.mm.default: ("mk", "kn", "mn"),
+    aten.bmm.default: ("bmk", "bkn", "bmn"),
+    aten.mv.default: ("mk", "k", "m"),
+    aten.dot.default: ("k", "k", ""),
+}
 
 
-def _plain(x: Tensor) -> Tensor:
-    return x.value() if type(x) is PartialSum else x
+@rule(*_DIMS)
+def product(func: Any, args: Any, kwargs: Any) -> Any:
+    """Multiplies two sides; of those sharded in two dimensions the smaller is gathered."""
+    *dims, out_dims = _DIMS[func]
+    sides = [plain(side) for side in args]
+    if any(side.layout != torch.strided for side in sides):
+        return whole.apply(func, args, kwargs)
+    sharded = [type(side) is DistTensor for side in sides]
+    if not any(sharded):
+        return func(*sides)
+    at: list[Any] = [
+        d[side.dim_] if type(side) is DistTensor else None
+        for side, d in zip(sides, dims, strict=True)
+    ]
+    if all(sharded) and at[0] != at[1]:
+        least = int(sides[0].numel() >= sides[1].numel())
+        sides[least] = all_rows(sides[least], "mm")
+        return product(func, sides, kwargs)
+    first = sharded.index(True)
+    dim, rows = at[first], sides[first].rows
+    own = [
+        local_at(side, rows, d.index(dim)) if dim in d else side
+        for side, d in zip(sides, dims, strict=True)
+    ]
+    out = func(*own)
+    if dim == "k":
+        return summed_over_ranks(out, rows.mesh)
+    return DistTensor(out, rows, out_dims.index(dim))
 
 
-def _product(func: Any, a: Any, b: Any) -> Any:
-    """Multiplies `a` [..., m, k] and `b` [..., k, n]."""
-    if any(t.layout != torch.strided for t in (a, b)):
-        return whole.apply(func, (a, b), {})
-    da, db = (t.dim() - t.dim_ if type(t) is DistTensor else None for t in (a, b))
-    if da is None and db is None:
-        return func(_plain(a), _plain(b))
-    if da == 1 or db == 2:  # contracted over the rows of all ranks
-        rows = a.rows if da == 1 else b.rows
-        left = local_at(_plain(a), rows, a.dim() - 1)
-        right = local_at(_plain(b), rows, b.dim() - 2)
-        return summed_over_ranks(func(left, right), rows.mesh)
-    if da == 3 or db == 3:  # a batch of matrices
-        rows = a.rows if da == 3 else b.rows
-        return DistTensor(
-            func(local_at(_plain(a), rows, 0), local_at(_plain(b), rows, 0)), rows, 0
-        )
-    if da == 2 and db == 1:  # rows by columns: one side is gathered, the shorter
-        if a.size(-2) >= b.size(-1):
-            b, db = all_rows(b, "mm"), None
-        else:
-            a, da = all_rows(a, "mm"), None
-    if da == 2:
-        out = func(a.local, _plain(b))
-        return DistTensor(out, a.rows, out.dim() - 2)
-    if db == 1:
-        out = func(_plain(a), b.local)
-        return DistTensor(out, b.rows, out.dim() - 1)
-    return whole.apply(func, (a, b), {})
-
-
-@rule(aten.mm.default, aten.bmm.default)
-def mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiplies two matrices, or batches of them."""
-    return _product(func, *args)
-
-
-@rule(aten.addmm.default)
-def addmm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiplies two matrices, and adds a bias."""
+@rule(aten.addmm.default, aten.baddbmm.default)
+def add_product(func: Any, args: Any, kwargs: Any) -> Any:
+    """Multiplies two matrices, or batches of them, and adds a bias."""
     bias, a, b = args
-    if (
-        type(a) is DistTensor
-        and a.dim_ == 0
-        and type(b) is Tensor
-        and type(bias) is not DistTensor
-    ):
+    by_rows = type(a) is DistTensor and a.dim_ == 0 and type(b) is Tensor
+    if by_rows and func is aten.addmm.default and type(bias) is not DistTensor:
         if bias.dim() == 1 or bias.size(0) == 1:
-            return DistTensor(func(_plain(bias), a.local, b, **kwargs), a.rows, 0)
+            return DistTensor(func(plain(bias), a.local, b, **kwargs), a.rows, 0)
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    out = _product(aten.mm.default, a, b)
+    op = aten.mm.default if func is aten.addmm.default else aten.bmm.default
+    out = product(op, (a, b), {})
     return (out if alpha == 1 else out * alpha) + (bias if beta == 1 else bias * beta)
-
-
-@rule(aten.baddbmm.default)
-def baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiplies batches of matrices, and adds."""
-    bias, a, b = args
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    out = _product(aten.bmm.default, a, b)
-    return (out if alpha == 1 else out * alpha) + (bias if beta == 1 else bias * beta)
-
-
-@rule(aten.mv.default)
-def mv(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiplies a matrix and a vector."""
-    a, v = args
-    if type(a) is DistTensor and a.dim_ == 0:
-        return DistTensor(
-            func(a.local, all_rows(v, "mv") if type(v) is DistTensor else _plain(v)),
-            a.rows,
-            0,
-        )
-    rows = a.rows if type(a) is DistTensor else v.rows
-    return summed_over_ranks(
-        func(local_at(_plain(a), rows, 1), local_at(_plain(v), rows, 0)), rows.mesh
-    )
-
-
-@rule(aten.dot.default)
-def dot(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiplies two vectors."""
-    rows = next(t.rows for t in args if type(t) is DistTensor)
-    return summed_over_ranks(
-        func(*(local_at(_plain(t), rows, 0) for t in args)), rows.mesh
-    )

@@ -26,10 +26,9 @@ from pyg_distcomm.sharded.ids import (
     chosen,
     front,
     ids_of,
-    plain,
     plain_ids,
 )
-from pyg_distcomm.sharded.partial import over_ranks, summed_over_ranks
+from pyg_distcomm.sharded.partial import over_ranks, plain, summed_over_ranks
 from pyg_distcomm.sharded.pointwise import changed, meeting
 from pyg_distcomm.sharded.views import space_of
 
