@@ -93,7 +93,6 @@ LISTED = {
         torch.nn.Module._wrapped_call_impl
         torch.ops.aten._trilinear
         torch.ops.aten._safe_softmax
-        torch.ops.aten._prelu_kernel_backward
         torch.ops.aten._prelu_kernel
         torch.ops.aten._linalg_svd
         torch.ops.aten._linalg_solve_ex
@@ -104,7 +103,6 @@ LISTED = {
         torch.ops.aten._fft_c2r
         torch.ops.aten._conj
         torch.ops.aten._fft_c2c
-        torch.ops.aten._adaptive_avg_pool2d_backward
         torch.ops.aten._adaptive_avg_pool2d
         torch.ops.aten._index_put_impl_
         torch.ops.aten._local_scalar_dense

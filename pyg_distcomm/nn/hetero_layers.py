@@ -25,7 +25,7 @@ from pyg_distcomm.halo.halo import NAMES
 from pyg_distcomm.nn.halo_conv import HaloExecution
 from pyg_distcomm.nn.layer_context import LayerContext, check_placement, warn_about_grid
 from pyg_distcomm.sharded.agreement import compare_parameters
-from pyg_distcomm.sharded.dist_tensor import Cut, DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor, Placed
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 from pyg_distcomm.sharded.partial import entered
 
@@ -72,7 +72,7 @@ def _as_nodes(x: Any, name: str, nodes: Rows) -> DistTensor:
     """
     if isinstance(x, Tensor) and x.dim() and x.size(0) == nodes.count:
         same = isinstance(x, DistTensor) and x.dim_ == 0 and x.rows is nodes
-        return x if same else Cut.apply(x, nodes, 0)  # type: ignore[return-value]
+        return x if same else Placed.apply(x, (nodes, 0))  # type: ignore[return-value]
     kind = ValueError if isinstance(x, Tensor) else TypeError
     got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
     raise kind(

@@ -48,9 +48,7 @@ def _compares(mesh: Any) -> bool:
 
 def _compared(mesh: Mesh) -> set[Any]:
     """Returns what has been compared in a mesh, by op and kinds of operands."""
-    known: set[Any] | None = mesh.sharded.get("compared")
-    if known is None:
-        known = mesh.sharded["compared"] = set()
+    known: set[Any] = mesh.sharded.setdefault("compared", set())
     if len(known) >= _KINDS:  # loops over sizes; on all ranks alike
         known.clear()
     return known
@@ -127,9 +125,7 @@ def compare_parameters(args: Any, mesh: Any) -> None:
     """
     if not isinstance(mesh, Mesh) or in_backward():
         return
-    seen = mesh.sharded.get("parameters")
-    if seen is None:
-        seen = mesh.sharded["parameters"] = {}
+    seen = mesh.sharded.setdefault("parameters", {})
     for x in args:
         if type(x) not in _PLAIN:
             continue
@@ -254,8 +250,8 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
     todo, met = [x.grad_fn], set()
     while todo:
         node = todo.pop()
-        if node is None or node in met or node.name().endswith("FromLocalBackward"):
-            continue  # what enters there is this rank's own
+        if node is None or node in met or len(getattr(node, "of", None) or ()) == 3:
+            continue  # what `Placed` takes from a rank's own rows
         met.add(node)
         leaf: Any = getattr(node, "variable", None)
         if type(leaf) in _PLAIN:

@@ -22,6 +22,7 @@ from pyg_distcomm.sharded.ids import (
     chosen,
     front,
     ids_of,
+    leading_ids,
     plain_ids,
 )
 from pyg_distcomm.sharded.partial import plain
@@ -83,7 +84,7 @@ def index(func: Any, args: Any, kwargs: Any) -> Any:
     if len(used) == 1 and v.dtype != torch.bool:
         return _by_one_index(func, x, first, v, args)
     if used == list(range(len(used))) and type(x) is DistTensor and x.dim_ == 0:
-        found = _by_several(x, given, used)
+        found = _by_several(x, given)
         if found is not None:
             return found
     if (
@@ -127,23 +128,14 @@ def _by_one_index(func: Any, x: Any, d: int, v: Any, args: Any) -> Any:
     return DistTensor(found.view(*v.local.shape, *found.shape[1:]), v.rows, v.dim_)
 
 
-def _by_several(x: DistTensor, given: list[Any], used: list[int]) -> Any:
+def _by_several(x: DistTensor, given: list[Any]) -> Any:
     """Returns `x[i, j, ...]` of rows i: these are read by ids, the rest is row by row."""
-    dists = [given[i] for i in used if type(given[i]) is DistTensor]
-    if any(given[i].dtype == torch.bool or given[i].dim() != 1 for i in used):
-        return None
-    v = given[0]
-    if type(v) is DistTensor:
-        ids = ids_of(v)
-    elif dists and v.size(0) == dists[0].rows.count:
-        ids = Ids(own_part(v, dists[0].rows, 0), dists[0].rows)
-    else:
-        ids = plain_ids(v, x.rows, x.device)
+    ids = leading_ids(x, given)
     if ids is None:
         return None
     found = ids.exchange(x.rows).gather(x.local)
     at = torch.arange(len(found), device=found.device)
-    rest = [meeting(given[i], ids.rows, 1) for i in used[1:]]
+    rest = [meeting(v, ids.rows, 1) for v in given[1:] if v is not None]
     return DistTensor(found[(at, *rest)], ids.rows, 0)
 
 

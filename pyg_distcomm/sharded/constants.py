@@ -23,7 +23,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import check_written, is_same, note_same
-from pyg_distcomm.sharded.dist_tensor import DistTensor, note_write, rule
+from pyg_distcomm.sharded.dist_tensor import DistTensor, changed, rule
 
 _KEPT = 96  # results
 _KEPT_IDS = 64  # lists of ids, and masks
@@ -306,8 +306,7 @@ def _write(
             known.results[number] = target.local.clone()
     else:
         target.local.copy_(held)
-        note_write(target)
-        target._ids = target._chosen = target._topology = target._flipped = None
+        changed(target)
     if number is not None:
         target._key, target._key_version = number, version_of(target) + 1
     return target

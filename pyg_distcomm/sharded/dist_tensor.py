@@ -160,7 +160,7 @@ class DistTensor(EdgeMethods, Tensor):
     @staticmethod
     def from_local(local: Tensor, rows: Rows, dim: int = 0) -> DistTensor:
         """Returns this rank's rows as part of a sharded tensor, differentiably."""
-        return _FromLocal.apply(local, rows, dim)
+        return Placed.apply(local, (rows, dim), (rows, dim, True))
 
     @staticmethod
     def wrap(local: Tensor, rows: Rows) -> DistTensor:
@@ -192,11 +192,11 @@ class DistTensor(EdgeMethods, Tensor):
 
     def to_local(self) -> Tensor:
         """Returns this rank's rows as an ordinary tensor, differentiably."""
-        return _ToLocal.apply(self)
+        return Placed.apply(self, (self.rows, self.dim_, True))
 
     def full_tensor(self) -> Tensor:
         """Returns all rows, in order, on every rank, differentiably; collective."""
-        return _Full.apply(self)
+        return Placed.apply(self, None)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Writes to rows, also to one row and to every k-th, which torch takes as views."""
@@ -266,59 +266,28 @@ class DistTensor(EdgeMethods, Tensor):
         )
 
 
-class _FromLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, rows: Rows, dim: int) -> DistTensor:
-        ctx.rows, ctx.dim = rows, dim
-        return DistTensor(local, rows, dim)
+class Placed(torch.autograd.Function):
+    """Takes rows from where they are to another place; gradients go the way back.
+
+    A place is None for all rows, in order, on every rank; (rows, dim) for a sharded tensor;
+    and (rows, dim, True) for this rank's rows as an ordinary tensor.
+    """
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return _cut(g, ctx.rows, ctx.dim), None, None
-
-
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: DistTensor) -> Tensor:
-        ctx.rows, ctx.dim = x.rows, x.dim_
-        return x.local.view_as(x.local)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> DistTensor:
-        return DistTensor.from_local(g, ctx.rows, ctx.dim)
-
-
-class _Full(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: DistTensor) -> Tensor:
-        ctx.rows, ctx.dim = x.rows, x.dim_
-        return all_rows(x, "full_tensor")
+    def forward(ctx: Any, x: Any, to: Any, of: Any = None) -> Any:
+        ctx.to = to
+        ctx.of = of or ((x.rows, x.dim_) if isinstance(x, DistTensor) else None)
+        if to is None:
+            return all_rows(x, "full_tensor")
+        local = x if of else local_at(x, *to[:2])
+        if to[2:]:
+            return local.view_as(local)
+        return DistTensor(local, *to)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> DistTensor:
-        return Cut.apply(g, ctx.rows, ctx.dim)
-
-
-class Cut(torch.autograd.Function):
-    """Takes a plain tensor, or one sharded in any way, as one sharded by given rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, dim: int) -> DistTensor:
-        ctx.like = (x.rows, x.dim_) if isinstance(x, DistTensor) else None
-        return DistTensor(local_at(x, rows, dim), rows, dim)
-
-    @staticmethod
-    def backward(ctx: Any, g: Any) -> tuple[Tensor, None, None]:
-        if ctx.like is None:
-            return _Full.apply(g), None, None
-        return Cut.apply(g, *ctx.like), None, None
-
-
-def _cut(g: Tensor, rows: Rows, dim: int) -> Tensor:
-    """Returns own rows of a gradient, differentiably."""
-    known = isinstance(g, DistTensor) and g.rows is rows and g.dim_ == dim
-    own: DistTensor = g if known else Cut.apply(g, rows, dim)  # type: ignore[assignment]
-    return own.to_local()
+    def backward(ctx: Any, g: Any) -> Any:
+        of = (*ctx.to[:2], True) if ctx.to and ctx.to[2:] else None
+        return Placed.apply(g, ctx.of, of), None, None
 
 
 def is_rows(value: Any) -> TypeGuard[DistTensor]:
@@ -362,10 +331,19 @@ def check_writes(func: Any, args: Any, kwargs: Any) -> None:
                 raise read_only(func)
 
 
-def note_write(x: DistTensor) -> None:
-    """Counts a write to own rows, as autograd does not in here; caches ask for their number."""
+def changed(x: DistTensor) -> None:
+    """Forgets what was derived from the values of a tensor that an op has written to.
+
+    Counts the write to own rows, too, as autograd does not in here; caches ask for the number.
+    """
     if not x.local.is_inference():
         torch.autograd.graph.increment_version(x.local)
+    x._key = x._ids = x._chosen = x._topology = x.weight = x._flipped = None
+    carried = vars(x).get("carried")
+    if carried is not None:  # to the rows of which it is a copy
+        base, where = carried
+        base.local.index_copy_(0, where, x.local)
+        changed(base)
 
 
 def first_sharded(args: Any) -> DistTensor | None:

@@ -12,9 +12,15 @@ from pyg_distcomm import kernels
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_call
-from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, own_part, rule
+from pyg_distcomm.sharded.dist_tensor import (
+    DistTensor,
+    changed,
+    local_at,
+    own_part,
+    rule,
+)
 from pyg_distcomm.sharded.partial import PartialSum, over_ranks, summed_over_ranks
-from pyg_distcomm.sharded.pointwise import bound, changed, meeting
+from pyg_distcomm.sharded.pointwise import bound, meeting
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # torch's reductions of losses

@@ -204,7 +204,7 @@ class IdExchange:
             found = found[: self.own].clone()
             found[self.halo.send_slot] = True
             self._hit = found
-        return self._hit.view(-1, *[1] * (dim - 1))
+        return beside(self._hit, dim)
 
     def put(self, out: Tensor, src: Tensor, at: Tensor) -> None:
         """Writes rows `[k, ...]` to the rows of their ids; of several the last one stays.
@@ -217,7 +217,9 @@ class IdExchange:
         last = self.extreme(at, "amax")
         wins = self.gather(last) == at
         src = src.to(torch.uint8) if src.dtype == torch.bool else src
-        total = self.sum(torch.where(_beside(wins, src), src, torch.zeros_like(src)))
+        total = self.sum(
+            torch.where(beside(wins, src.dim()), src, torch.zeros_like(src))
+        )
         hit = self.hit(out.dim())
         out.copy_(torch.where(hit, total.to(out.dtype), out))
 
@@ -229,8 +231,9 @@ class IdExchange:
         return self._csr
 
 
-def _beside(mask: Tensor, x: Tensor) -> Tensor:
-    return mask.view(-1, *[1] * (x.dim() - 1))
+def beside(x: Tensor, dim: int) -> Tensor:
+    """Returns numbers `[n]` as `[n, 1, ...]`, with `dim` dimensions."""
+    return x.view(-1, *[1] * (dim - 1))
 
 
 def _reduce_at(x: Tensor, index: Tensor, rows: Tensor, op: str) -> None:
@@ -361,6 +364,19 @@ def plain_ids(index: Tensor, rows: Rows, device: torch.device) -> Ids:
         at = _with_owners(flat, rows) if selects else blocks_of(len(flat), rows.mesh)
     found = Ids(own_part(flat, at, 0).to(device), at)
     return kept.put(index, found)  # type: ignore[no-any-return]
+
+
+def leading_ids(x: DistTensor, given: list[Any]) -> Ids | None:
+    """Returns the ids of the rows i in `x[i, j, ...]`; None if they are not known."""
+    v, *rest = (each for each in given if each is not None)
+    if any(each.dtype == torch.bool or each.dim() != 1 for each in (v, *rest)):
+        return None
+    if type(v) is DistTensor:
+        return ids_of(v)
+    rows = next((each.rows for each in rest if type(each) is DistTensor), None)
+    if rows is not None and len(v) == rows.count:
+        return Ids(own_part(v, rows, 0), rows)
+    return plain_ids(v, x.rows, x.device)
 
 
 def _with_owners(ids: Tensor, rows: Rows) -> Rows:

@@ -18,8 +18,8 @@ from pyg_distcomm.sharded.agreement import compare_plain, in_backward
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     all_rows,
+    changed,
     local_at,
-    note_write,
     overloads,
     rule,
 )
@@ -104,18 +104,6 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     func(*local, **kwargs)
     changed(target)
     return target
-
-
-def changed(target: DistTensor) -> None:
-    """Forgets what was derived from the values of a tensor that an op has written to."""
-    note_write(target)
-    target._key = target._ids = target._chosen = None
-    target._topology = target.weight = target._flipped = None
-    carried = vars(target).get("carried")
-    if carried is not None:  # to the rows of which it is a copy
-        base, where = carried
-        base.local.index_copy_(0, where, target.local)
-        changed(base)
 
 
 rule(

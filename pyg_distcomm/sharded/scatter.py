@@ -13,6 +13,7 @@ from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_call, in_backward
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
+    changed,
     first_sharded,
     gathered,
     in_least_type,
@@ -23,13 +24,15 @@ from pyg_distcomm.sharded.dist_tensor import (
 from pyg_distcomm.sharded.ids import (
     Ids,
     back,
+    beside,
     chosen,
     front,
     ids_of,
+    leading_ids,
     plain_ids,
 )
 from pyg_distcomm.sharded.partial import over_ranks, plain, summed_over_ranks
-from pyg_distcomm.sharded.pointwise import changed, meeting
+from pyg_distcomm.sharded.pointwise import meeting
 from pyg_distcomm.sharded.views import space_of
 
 aten = torch.ops.aten
@@ -51,40 +54,17 @@ def scatter(func: Any, args: Any, kwargs: Any) -> Any:
     """Adds, or reduces, to rows by ids; along another dimension row by row."""
     x, d, v, src = args[:4]
     d %= max(x.dim(), 1)
-    sharded = first_sharded((x, v, src))
-    if sharded is not None:
-        compare_call(sharded.rows.mesh, x, v)
-    op = args[4] if len(args) > 4 else "sum"
-    mutable = func._schema.is_mutable
-    include = kwargs.get("include_self", True)
-    rows = next(
-        (t.rows for t in (x, v, src) if type(t) is DistTensor and t.dim_ != d), None
-    )
-    if rows is not None and not any(
-        type(t) is DistTensor and t.dim_ == d for t in (x, v, src)
-    ):
-        like = next(t for t in (x, v, src) if type(t) is DistTensor)
-        dim = like.dim_
-        vs, ss = v, src
-        if "index_add" not in func._schema.name:
-            vs = local_at(v, rows, dim)
-        elif type(v) is DistTensor:
-            return whole.apply(func, args, kwargs)
-        if isinstance(src, Tensor):
-            ss = local_at(src, rows, dim)
-        if mutable and type(x) is not DistTensor:
-            return whole.apply(func, args, kwargs)
-        out = func(local_at(x, rows, dim), d, vs, ss, *args[4:], **kwargs)
-        if mutable:
-            changed(x)
-            return x
-        return DistTensor(out, rows, dim)
-    if "index_add" not in func._schema.name:  # torch takes a corner of src, and of x
+    given = [t for t in (x, v, src) if type(t) is DistTensor]
+    compare_call(given[0].rows.mesh, x, v)
+    if all(t.dim_ != d for t in given):
+        return _row_by_row(func, args, kwargs, given[0])
+    name, op = func._schema.name, args[4] if len(args) > 4 else "sum"
+    if "index_add" not in name:  # torch takes a corner of src, and of x
         wanted = src.shape if isinstance(src, Tensor) else v.shape
         rest = [k for k in range(v.dim()) if k != d]
         if v.shape != wanted or any(x.size(k) != v.size(k) for k in rest):
             return whole.apply(func, args, kwargs)
-    if func._schema.name in ("aten::scatter", "aten::scatter_"):
+    if name in ("aten::scatter", "aten::scatter_"):
         op = "put"
     ids = None
     if "alpha" not in kwargs and op in ("sum", "amax", "amin", "put"):
@@ -94,12 +74,31 @@ def scatter(func: Any, args: Any, kwargs: Any) -> Any:
             ids = _plain_ids_of(v, d, src.rows)
     if ids is None or (op == "put" and type(x) is not DistTensor):
         return whole.apply(func, args, kwargs)
-    source = (
-        local_at(src, ids.rows, d).movedim(d, 0) if isinstance(src, Tensor) else src
-    )
-    if type(x) is DistTensor:
-        return _scatter_to_owners(x, d, ids, source, op, include, mutable)
-    return _scatter_to_plain(plain(x), d, ids, source, op, include, mutable)
+    if isinstance(src, Tensor):
+        src = local_at(src, ids.rows, d).movedim(d, 0)
+    include, mutable = kwargs.get("include_self", True), func._schema.is_mutable
+    return _scatter(x, d, ids, src, op, mutable, include)
+
+
+def _row_by_row(func: Any, args: Any, kwargs: Any, like: DistTensor) -> Any:
+    """Scatters within each row."""
+    x, d, *rest = args
+    mutable, by_row = func._schema.is_mutable, "index_add" not in func._schema.name
+    if (mutable and type(x) is not DistTensor) or (
+        not by_row and type(rest[0]) is DistTensor
+    ):
+        return whole.apply(func, args, kwargs)
+    own = [
+        local_at(t, like.rows, like.dim_)
+        if isinstance(t, Tensor) and (i or by_row)
+        else t
+        for i, t in enumerate(rest)
+    ]
+    out = func(local_at(x, like.rows, like.dim_), d, *own, **kwargs)
+    if mutable:
+        changed(x)
+        return x
+    return DistTensor(out, like.rows, like.dim_)
 
 
 def _plain_ids_of(v: Tensor, d: int, rows: Rows) -> Ids | None:
@@ -117,68 +116,80 @@ def _plain_ids_of(v: Tensor, d: int, rows: Rows) -> Ids | None:
     return Ids(own_part(v, rows, 0), rows)
 
 
-def _scatter_to_owners(
-    x: DistTensor, d: int, ids: Ids, source: Any, op: str, include: bool, mutable: bool
+def _scatter(
+    x: Any, d: int, ids: Ids, source: Any, op: str, mutable: bool, include: bool = True
 ) -> Any:
-    plan, start = ids.exchange(x.rows), front(x)
-    hit = plan.hit(start.dim())
+    """Adds, reduces or writes rows by ids ("sum", "amax", "amin", "put").
+
+    Args:
+        x: what is written to, sharded or plain.
+        d: the dimension that ids are of.
+        ids: own ids.
+        source: a row for each own id; or a number, which is put.
+        op: what becomes of rows of one id; of those that are put the last one stays.
+        mutable: whether `x` is written in place.
+        include: whether what `x` holds takes part where an id names it.
+    """
+    sharded = type(x) is DistTensor
+    start = front(x) if sharded else plain(x).movedim(d, 0)
+    plan: Any = ids.exchange(x.rows) if sharded else _Everywhere(ids, len(start))
     if op == "put" and isinstance(source, Tensor):
         total = start.clone()
         plan.put(total, source.to(start.dtype), ids.rows.place_on(x.device))
     elif op == "put":
-        total = torch.where(hit, torch.full_like(start, source), start)
+        total, include = torch.full_like(start, source), False
     elif op == "sum":
         total = plan.sum(source.to(start.dtype))
-        total = start + total if include else torch.where(hit, total, start)
+        total = start + total if include else total
     else:
         total = plan.extreme(source, op)
         further = torch.maximum if op == "amax" else torch.minimum
         total = further(start, total) if include else total
-        total = torch.where(hit, total, start)
+    if not include:
+        total = torch.where(plan.hit(start.dim()), total, start)
     if not mutable:
-        return back(total, x.rows, d)
+        return back(total, x.rows, d) if sharded else total.movedim(0, d)
     start.copy_(total)
-    changed(x)
+    if sharded:
+        changed(x)
     return x
 
 
-def _scatter_to_plain(
-    x: Tensor, d: int, ids: Ids, source: Tensor, op: str, include: bool, mutable: bool
-) -> Any:
-    mesh, local = ids.rows.mesh, ids.local
-    # all edges into a chunk's nodes are in it; and a gradient is its part of one
-    if mesh.local_sizes and (ids.end == 1 or in_backward()):
-        return _scatter_here(x, d, local, source, op, include, mutable)
-    first = x.movedim(d, 0)
-    ids.check_below(len(first))
+class _Everywhere:
+    """Scatters rows by ids to a table that every rank holds; see `IdExchange`.
 
-    owners = None if in_backward() else _owners(ids, len(first))
+    Of a chunk, whose edges into its nodes are all here, and of whose gradients all are parts,
+    nothing travels.
+    """
 
-    def summed(y: Tensor) -> Tensor:
-        if owners is not None:
-            return _sums_of_owners(y, ids, owners)
-        part = y.new_zeros((len(first), *y.shape[1:])).index_add_(0, local, y)
-        return over_ranks(part, mesh)
+    def __init__(self, ids: Ids, count: int) -> None:
+        self.ids, self.count, self.mesh = ids, count, ids.rows.mesh
+        self.here = self.mesh.local_sizes and (ids.end == 1 or in_backward())
+        self.owners = None
+        if not self.here:
+            ids.check_below(count)
+            self.owners = None if in_backward() else _owners(ids, count)
 
-    def extreme(start: Tensor, y: Tensor, op: str) -> Tensor:
-        index = local.view(-1, *[1] * (y.dim() - 1)).expand_as(y)
-        best = start.scatter_reduce(0, index, y, op)
-        return over_ranks(best, mesh, op[1:])
+    def sum(self, src: Tensor) -> Tensor:
+        """Returns the sums of rows by id."""
+        if self.owners is not None:
+            return _sums_of_owners(src, self.ids, self.owners)
+        part = src.new_zeros((self.count, *src.shape[1:]))
+        part.index_add_(0, self.ids.local, src)
+        return part if self.here else summed_over_ranks(part, self.mesh)
 
-    if op == "sum" and include:
-        if not mutable:
-            if owners is not None:
-                return (first + summed(source)).movedim(0, d)
-            part = source.new_zeros(first.shape).index_add_(0, local, source)
-            total = summed_over_ranks(part, mesh)
-            return (first + total).movedim(0, d)
-        first.add_(summed(source.to(x.dtype)))
-        return x
-    total = _reduced(first, source, op, include, summed, extreme)
-    if not mutable:
-        return total.movedim(0, d)
-    first.copy_(total)
-    return x
+    def extreme(self, src: Tensor, op: str) -> Tensor:
+        """Returns the maxima or minima of rows by id; the identity where no id is."""
+        empty = reduction_identity(src.dtype, op)
+        best = src.new_full((self.count, *src.shape[1:]), empty)
+        index = beside(self.ids.local, src.dim()).expand_as(src)
+        best.scatter_reduce_(0, index, src, op)
+        return best if self.here else over_ranks(best, self.mesh, op[1:])
+
+    def hit(self, dim: int) -> Tensor:
+        """Tells which rows any id names."""
+        ones = torch.ones(len(self.ids.local), device=self.ids.local.device)
+        return beside(self.sum(ones), dim) > 0
 
 
 def _owners(ids: Ids, count: int) -> Rows | None:
@@ -202,33 +213,6 @@ def _sums_of_owners(y: Tensor, ids: Ids, rows: Rows) -> Tensor:
     return gathered(own, rows, "all_gather").to(y.dtype)
 
 
-def _scatter_here(
-    x: Tensor, d: int, ids: Tensor, source: Tensor, op: str, include: bool, write: bool
-) -> Tensor:
-    index = ids.view(-1, *[1] * (source.dim() - 1)).expand_as(source)
-    first, how = x.movedim(d, 0), {"include_self": include}
-    source = source.to(x.dtype)
-    if write:
-        first.scatter_reduce_(0, index, source, op, **how)
-        return x
-    return first.scatter_reduce(0, index, source, op, **how).movedim(0, d)
-
-
-def _reduced(
-    start: Tensor, source: Tensor, op: str, include: bool, sums: Any, extremes: Any
-) -> Tensor:
-    hits = sums(source.new_ones(len(source), dtype=torch.float32))
-    hit = hits.view(-1, *[1] * (start.dim() - 1)) > 0
-    if op == "sum":
-        return torch.where(hit, sums(source.to(start.dtype)), start)
-    if include:
-        return extremes(start, source, op)
-    best = extremes(
-        torch.full_like(start, reduction_identity(start.dtype, op)), source, op
-    )
-    return torch.where(hit, best, start)
-
-
 @rule(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 def index_put(func: Any, args: Any, kwargs: Any) -> Any:
     """Writes, or adds, to rows that a mask keeps or that ids name."""
@@ -239,25 +223,12 @@ def index_put(func: Any, args: Any, kwargs: Any) -> Any:
         compare_call(sharded.rows.mesh, x, *given)
     used = [i for i, v in enumerate(given) if v is not None]
     d, v = used[0], given[used[0]]
-    mutable = func._schema.is_mutable
+    mutable, found = func._schema.is_mutable, None
     if type(x) is not DistTensor:
-        if len(used) > 1 or v.dim() != 1 or not add or v.dtype == torch.bool:
-            return whole.apply(func, args, kwargs)
-        ids: Any = None
-        if type(v) is DistTensor:
-            ids = ids_of(v)
-        elif type(value) is DistTensor and value.dim_ == d:
-            ids = _plain_ids_of(torch.where(v < 0, v + x.size(d), v), 0, value.rows)
-        if ids is None or value.dim() not in (0, x.dim()):
-            return whole.apply(func, args, kwargs)
-        rest = [x.size(k) for k in range(x.dim()) if k != d]
-        source = meeting_value(value, ids.rows, d, x)
-        source = source.movedim(d, 0) if source.dim() else source
-        source = source.expand(len(ids.local), *rest)
-        return _scatter_to_plain(plain(x), d, ids, source, "sum", True, mutable)
-    found = None
-    if len(used) > 1 and used == list(range(len(used))) and x.dim_ == 0:
-        found = _put_several(x, given, used, value, add, mutable)
+        if len(used) == 1 and v.dim() == 1 and add and v.dtype != torch.bool:
+            found = _put_rows(x, d, v, value, add, mutable)
+    elif len(used) > 1 and used == list(range(len(used))) and x.dim_ == 0:
+        found = _put_several(x, given, value, mutable) if add else None
     elif len(used) == 1 and x.dim_ == d and v.dim() == 1:
         found = _put_rows(x, d, v, value, add, mutable)
     elif len(used) == 1 and x.dim_ != d and type(v) is not DistTensor:
@@ -300,70 +271,45 @@ def index_copy(func: Any, args: Any, kwargs: Any) -> Any:
     return whole.apply(func, args, kwargs) if found is None else found
 
 
-def _put_rows(
-    x: DistTensor, d: int, v: Tensor, value: Tensor, add: bool, mutable: bool
-) -> DistTensor | None:
+def _put_rows(x: Any, d: int, v: Any, value: Any, add: bool, mutable: bool) -> Any:
     """Writes, or adds, to rows; None where their ids are not known."""
-    target = x.local if mutable else x.local.clone()
-    shape = list(x.local.shape)
+    right, shape = x.dim() - d, list(x.shape)
     if v.dtype == torch.bool:
         rows, where = chosen(v, x.rows)
         shape[d] = len(where)
-        own = meeting_value(value, rows, d, x).expand(shape).to(x.dtype)
+        own = meeting(value, rows, right).expand(shape).to(x.dtype)
+        target = x.local if mutable else x.local.clone()
         if add:
             target.index_add_(d, where, own)
         else:
             target.index_copy_(d, where, own)
         return _written(x, target, mutable)
-    ids = ids_of(v) if type(v) is DistTensor else plain_ids(v, x.rows, x.device)
+    if type(v) is DistTensor:
+        ids = ids_of(v)
+    elif type(x) is DistTensor:
+        ids = plain_ids(v, x.rows, x.device)
+    elif type(value) is DistTensor and value.dim_ == d:
+        ids = _plain_ids_of(torch.where(v < 0, v + x.size(d), v), 0, value.rows)
+    else:
+        return None
     if ids is None:
         return None
     shape[d] = len(ids.local)
-    own = meeting_value(value, ids.rows, d, x).expand(shape).to(x.dtype).movedim(d, 0)
-    first, plan = target.movedim(d, 0), ids.exchange(x.rows)
-    if add:
-        first.add_(plan.sum(own))
-    else:
-        plan.put(first, own, ids.rows.place_on(x.device))
-    return _written(x, target, mutable)
+    own = meeting(value, ids.rows, right).expand(shape).movedim(d, 0)
+    return _scatter(x, d, ids, own, "sum" if add else "put", mutable)
 
 
-def meeting_value(value: Tensor, rows: Rows, d: int, x: Tensor) -> Tensor:
-    """Returns the part of a written value that meets own rows."""
-    return meeting(value, rows, x.dim() - d)  # type: ignore[no-any-return]
-
-
-def _put_several(
-    x: DistTensor,
-    given: list[Any],
-    used: list[int],
-    value: Any,
-    add: bool,
-    mutable: bool,
-) -> Any:
-    """Adds to `x[i, j, ...]` where the rows i are all rows in order; else None."""
-    if (
-        any(given[i].dtype == torch.bool or given[i].dim() != 1 for i in used)
-        or not add
-    ):
-        return None
-    v = given[0]
-    rows = next((given[i].rows for i in used if type(given[i]) is DistTensor), None)
-    if type(v) is DistTensor:
-        ids = ids_of(v)
-    elif rows is not None:
-        ids = Ids(own_part(v, rows, 0), rows)
-    else:
-        ids = plain_ids(v, x.rows, x.device)
+def _put_several(x: DistTensor, given: list[Any], value: Any, mutable: bool) -> Any:
+    """Adds to `x[i, j, ...]`; None where the ids of rows i are not known."""
+    ids = leading_ids(x, given)
     if ids is None:
         return None
-    rest = [meeting(given[i], ids.rows, 1) for i in used[1:]]
+    rest = [meeting(v, ids.rows, 1) for v in given[1:] if v is not None]
     own = meeting(value, ids.rows, value.dim())
     table = x.local.new_zeros((len(ids.local), *x.local.shape[1:]))
     at = torch.arange(len(table), device=table.device)
     table[(at, *rest)] = own
-    total = ids.exchange(x.rows).sum(table)
-    return _written(x, x.local.add_(total) if mutable else x.local + total, mutable)
+    return _scatter(x, 0, ids, table, "sum", mutable)
 
 
 @rule(aten.embedding_dense_backward.default)

@@ -16,7 +16,7 @@ from pyg_distcomm.sharded.constants import constants_of, key_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     all_rows,
-    note_write,
+    changed,
     own_part,
     written_by,
 )
@@ -67,9 +67,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     f"{name.removesuffix('_')}(), or the same of .full_tensor()"
                 )
             value.local.copy_(own_part(seen[id(value)], value.rows, value.dim_))
-            note_write(value)
-            value._key = value._ids = value._chosen = value._topology = None
-            value._flipped = None
+            changed(value)
     # some write to an argument, and return another tensor
     aliased = [r for r in func._schema.returns if r.alias_info is not None]
     return written[0] if len(aliased) == 1 else out
