@@ -147,7 +147,8 @@ def compare_parameters(args: Any, mesh: Any) -> None:
             if mesh.check == "never":
                 continue
             if frozen:
-                _compare_frozen(base, mesh)
+                with _of_a_weight():
+                    comparer_of(mesh).check(base.detach(), name_of(PROCESS.op))
             else:
                 comparer_of(mesh).sync_from_rank0(base)
 
@@ -185,12 +186,6 @@ def compare_factors(func: Any, args: Any, mesh: Any) -> None:
         if type(x) in _PLAIN and x.is_floating_point() and not x.requires_grad:
             with _of_a_weight():
                 compare_plain(x, mesh)
-
-
-def _compare_frozen(x: Tensor, mesh: Mesh) -> None:
-    """Raises on all ranks if a parameter that does not learn differs between them."""
-    with _of_a_weight():
-        comparer_of(mesh).check(x.detach(), name_of(PROCESS.op))
 
 
 @contextlib.contextmanager
@@ -302,10 +297,13 @@ def is_same(x: Tensor, mesh: Any) -> bool:
     if x not in known:
         if mesh.check == "never":
             return False
-        mark = [x.numel(), digest(x)]
-        marks = collectives.all_gather_counts(mark, mesh.world)
-        known[x] = all(other == mark for other in marks)
+        known[x] = len(set(_marks(x, mesh.world))) == 1
     return known[x]  # type: ignore[no-any-return]
+
+
+def _marks(x: Tensor, axis: Any) -> list[tuple[int, ...]]:
+    """Returns the length and the hash of a tensor of each rank; collective."""
+    return [*map(tuple, collectives.all_gather_counts([x.numel(), digest(x)], axis))]
 
 
 def note_same(x: Any, mesh: Any) -> None:
@@ -344,11 +342,9 @@ def check_written(args: Any, mesh: Any) -> None:
             "beside row-sharded tensors, on all ranks alike or on none: some ranks alone have "
             "written to it"
         )
-        mark = [x.numel(), digest(x)]
         with _comparing(told, mesh):
-            marks = collectives.all_gather_counts(mark, mesh.control)
-        # of a table in new memory, rows that nobody reads may differ
-        _known_same(mesh)[x] = all(other == mark for other in marks)
+            # of a table in new memory, rows that nobody reads may differ
+            _known_same(mesh)[x] = len(set(_marks(x, mesh.control))) == 1
 
 
 def pass_by(mesh: Any) -> None:
@@ -365,30 +361,6 @@ def _comparing(what: str, mesh: Any) -> Any:
     return watch.comparing(what, mesh.stage.rank)
 
 
-def compare_lists(ids: Tensor, mesh: Any) -> Tensor:
-    """Returns plain ids, flat; raises on all ranks if they differ between ranks; collective.
-
-    Price: two words of each rank.
-
-    Raises:
-        ValueError: on all ranks.
-    """
-    flat = ids.detach().reshape(-1).cpu().long()
-    mark = [len(flat), digest(flat)]
-    told = (
-        f"{_PLAIN_IDS}; those of shape {list(ids.shape)} that {name_of(PROCESS.op)}() got are "
-        "others than before on some ranks only"
-    )
-    with _comparing(told, mesh):
-        marks = collectives.all_gather_counts(mark, mesh.control)
-    if any(other != marks[0] for other in marks):
-        raise ValueError(
-            f"{_PLAIN_IDS}, but the ranks gave lists that differ (lengths "
-            f"{[m[0] for m in marks]})"
-        )
-    return flat
-
-
 def compare_ids(ids: Tensor, count: int, mesh: Any) -> None:
     """Raises on all ranks if plain ids differ between ranks, or are out of range; collective.
 
@@ -397,10 +369,21 @@ def compare_ids(ids: Tensor, count: int, mesh: Any) -> None:
     Raises:
         IndexError, ValueError: saying which.
     """
-    flat = compare_lists(ids, mesh)
-    if len(flat) and (int(flat.min()) < -count or int(flat.max()) >= count):
-        low = int(flat.min())
-        bad = low if low < -count else int(flat.max())
+    flat = ids.detach().reshape(-1).cpu().long()
+    told = (
+        f"{_PLAIN_IDS}; those of shape {list(ids.shape)} that {name_of(PROCESS.op)}() got are "
+        "others than before on some ranks only"
+    )
+    with _comparing(told, mesh):
+        marks = _marks(flat, mesh.control)
+    if len(set(marks)) > 1:
+        raise ValueError(
+            f"{_PLAIN_IDS}, but the ranks gave lists that differ (lengths "
+            f"{[length for length, _ in marks]})"
+        )
+    low, high = flat.aminmax() if len(flat) else (0, -1)
+    if low < -count or high >= count:
+        bad = int(low if low < -count else high)
         raise IndexError(f"index {bad} is out of range for a tensor of {count} rows")
 
 

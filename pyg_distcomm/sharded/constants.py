@@ -180,12 +180,12 @@ def description(func: Any, args: Any, kwargs: Any, known: Constants) -> int | No
 @rule("constant")
 def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> Any:
     """Computes an op whose first sharded operand is constant; see [Note: constants]."""
-    known = constants_of(first.rows.mesh)
-    kinds = PROCESS.rules
+    known, mesh, kinds = constants_of(first.rows.mesh), first.rows.mesh, PROCESS.rules
     kind = kinds.get(("kind", func))
     if kind is None:
         kind = kinds["kind", func] = _kind(func)
-    if kind == "random":
+    unknown = kind == "in place" and not _is_known_write(func, args, kwargs)
+    if kind == "random" or unknown:
         return rule(func, args, kwargs)
     if kind == "same":
         out = rule(func, args, kwargs)
@@ -193,42 +193,41 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
         out._key_version = 0 if func is aten.clone.default else version_of(first)
         out._end = first._end
         return out
-    if kind == "in place" and not _is_known_write(func, args, kwargs):
-        return rule(func, args, kwargs)
-    if len(args) > 1 and first.rows.mesh.size > 1:
-        _check_written(func, args, known, first.rows.mesh)
+    if len(args) > 1 and mesh.size > 1:
+        _check_written(func, args, known, mesh)
     number = None
-    if func not in _PICKING or _are_same(func, args, first.rows.mesh):
+    if func not in _PICKING or _are_same(func, args, mesh):
         number = description(func, args, kwargs, known)
     if kind == "in place":
         out = _write(func, rule, args, kwargs, number, known)
-        note_same(out, first.rows.mesh)
+        note_same(out, mesh)
         return out
     if number is None:
         return rule(func, args, kwargs)
-    if kind == "view":
-        return _keyed_views(rule(func, args, kwargs), number, known, version_of(first))
-    if kind == "new":
-        out = rule(func, args, kwargs)
-        if type(out) is DistTensor:
-            out._key, out._key_version = number, version_of(out)
-        return out
-    if number not in known.results:
-        out = rule(func, args, kwargs)
-        parts = list(out) if type(out) in (tuple, list) else [out]
+    if number in known.results:
+        several, held = known.results[number]
+        made = [_again(each) for each in held]
+        return made[0] if several is None else several(made)
+    out = rule(func, args, kwargs)
+    several = type(out) if type(out) in (tuple, list) else None
+    parts = [out] if several is None else out
+    if kind == "result":
         if all(isinstance(p, Tensor) and is_structure(p) for p in parts):
-            made = [
-                _held(p, number if len(parts) == 1 else known.number_of((number, i)))
-                for i, p in enumerate(parts)
-            ]
-            known.results[number] = made
-        return out
-    made = [_again(each) for each in known.results[number]]
-    return (
-        made[0]
-        if len(made) == 1 and func._schema.returns[0].type.kind() != "ListType"
-        else (tuple(made) if len(func._schema.returns) > 1 else made)
-    )
+            _number(parts, number, known)
+            known.results[number] = several, [_held(p) for p in parts]
+    else:
+        _number(parts, number, known, version_of(first) if kind == "view" else None)
+    return out
+
+
+def _number(
+    parts: Any, number: int, known: Constants, version: int | None = None
+) -> None:
+    """Gives the results of an op on constants their keys, at a version, or at their own."""
+    for i, part in enumerate(parts):
+        if type(part) is DistTensor:
+            part._key = number if len(parts) == 1 else known.number_of((number, i))
+            part._key_version = version_of(part) if version is None else version
 
 
 def _check_written(func: Any, args: Any, known: Constants, mesh: Any) -> None:
@@ -249,12 +248,11 @@ def _are_same(func: Any, args: Any, mesh: Mesh) -> bool:
     return all([is_same(t, mesh) for t in tables])  # each is compared
 
 
-def _held(part: Tensor, number: int) -> Any:
+def _held(part: Tensor) -> Any:
     if type(part) is not DistTensor:
         return part.detach().clone()
-    part._key, part._key_version = number, version_of(part)
     edges = part._topology, part.weight, part._flipped
-    return (part.local.clone(), part.rows, part.dim_, number), edges
+    return (part.local.clone(), part.rows, part.dim_, part._key), edges
 
 
 def _again(held: Any) -> Tensor:
@@ -264,15 +262,6 @@ def _again(held: Any) -> Tensor:
     out = DistTensor(local.clone(), *how)  # an op may write to it
     out._topology, out.weight, out._flipped = edges
     out._key_version = version_of(out)
-    return out
-
-
-def _keyed_views(out: Any, number: int, known: Constants, version: int) -> Any:
-    parts = list(out) if type(out) in (tuple, list) else [out]
-    for i, part in enumerate(parts):
-        if type(part) is DistTensor:
-            part._key = number if len(parts) == 1 else known.number_of((number, i))
-            part._key_version = version
     return out
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,48 +26,31 @@ _KEPT = 8  # tensors of which given rows are a slice
 def _view(
     x: DistTensor, local: Tensor, dim: int, rows: Rows | None = None
 ) -> DistTensor:
-    """Returns a view of the same ids, if it is one."""
+    """Returns a view of `x`; one of the same rows holds the same ids, if `x` holds any."""
     out = DistTensor(local, x.rows if rows is None else rows, dim)
     out._copied = x._copied
+    if rows is None and not x.dtype.is_floating_point:
+        if x._ids is not None or x.local.dim() == 1:
+            out._ids, out._key_version = ids_of(x), version_of(x)
     return out
 
 
-def _same_ids(x: DistTensor, out: DistTensor) -> DistTensor:
-    if not x.dtype.is_floating_point:
-        out._ids = ids_of(x)
-        out._key_version = version_of(x)
-    return out
+# where ops that move dimensions take the sharded one
+_MOVED: dict[Any, Callable[..., int]] = {
+    aten.t.default: lambda x: x.dim() - 1 - x.dim_,
+    aten.transpose.int: lambda x, a, b: (
+        {a % x.dim(): b, b % x.dim(): a}.get(x.dim_, x.dim_) % x.dim()
+    ),
+    aten.permute.default: lambda x, dims: [d % x.dim() for d in dims].index(x.dim_),
+    aten.unsqueeze.default: lambda x, d: x.dim_ + (d % (x.dim() + 1) <= x.dim_),
+}
 
 
-@rule(aten.t.default)
-def t(func: Any, args: Any, kwargs: Any) -> Any:
-    """Transposes a matrix."""
-    x = args[0]
-    return _view(x, func(x.local), 1 - x.dim_ if x.dim() == 2 else 0)
-
-
-@rule(aten.transpose.int)
-def transpose(func: Any, args: Any, kwargs: Any) -> Any:
-    """Swaps two dimensions."""
-    x, a, b = args
-    a, b = a % x.dim(), b % x.dim()
-    return _view(x, func(x.local, a, b), {a: b, b: a}.get(x.dim_, x.dim_))
-
-
-@rule(aten.permute.default)
-def permute(func: Any, args: Any, kwargs: Any) -> Any:
-    """Permutes dimensions."""
-    x, dims = args
-    dims = [d % x.dim() for d in dims]
-    return _view(x, func(x.local, dims), dims.index(x.dim_))
-
-
-@rule(aten.unsqueeze.default)
-def unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
-    """Adds a dimension."""
-    x, d = args
-    d %= x.dim() + 1
-    return _same_ids(x, _view(x, func(x.local, d), x.dim_ + (d <= x.dim_)))
+@rule(*_MOVED)
+def moved(func: Any, args: Any, kwargs: Any) -> Any:
+    """Moves dimensions, or adds one."""
+    x, *how = args
+    return _view(x, func(x.local, *how), _MOVED[func](x, *how))
 
 
 @rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -78,7 +63,7 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     if x.dim_ in gone:
         return whole.apply(func, args, kwargs)
     local = aten.squeeze.dims(x.local, gone) if gone else x.local.view(x.local.shape)
-    return _same_ids(x, _view(x, local, x.dim_ - sum(d < x.dim_ for d in gone)))
+    return _view(x, local, x.dim_ - sum(d < x.dim_ for d in gone))
 
 
 @rule(aten.expand.default)
@@ -89,7 +74,7 @@ def expand(func: Any, args: Any, kwargs: Any) -> Any:
     if size[d] not in (-1, x.size(x.dim_)):
         return whole.apply(func, args, kwargs)  # one row, repeated
     size[d] = x.local.size(x.dim_)
-    return _same_ids(x, _view(x, func(x.local, size), d))
+    return _view(x, func(x.local, size), d)
 
 
 @rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -106,9 +91,7 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
     for d, s in enumerate(size):
         if done == before and s == n and (n != 1 or x.numel() or d == x.dim_):
             sizes = [*size[:d], x.local.size(x.dim_), *size[d + 1 :]]
-            out = _view(x, x.local.reshape(sizes), d)
-            kept = x.dim() == 1 or out.dim() == 1 or math.prod(size) == n
-            return _same_ids(x, out) if kept else out
+            return _view(x, x.local.reshape(sizes), d)
         if done == before and n and s and s % n == 0 and s > n:
             times = s // n
             tail = math.prod(x.shape[x.dim_ + 1 :])
@@ -189,14 +172,7 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
         args[4] if len(args) > 4 else None,
     ).indices(n)
     if (begin, end, step) == (0, n, 1):
-        out = _view(
-            x,
-            x.local.view(x.local.shape)
-            if x.local.is_contiguous()
-            else aten.alias.default(x.local),
-            d,
-        )
-        return _same_ids(x, out) if x.dim() == 1 else out
+        return _view(x, aten.alias.default(x.local), d)
     rows, where = _sliced(x.rows, begin, end, step)
     if step == 1:  # rows ascend, so that they are a range of own rows
         first = int(where[0]) if len(where) else 0
@@ -255,34 +231,30 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     aten.split_with_sizes.default,
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
-    aten.unbind.int,
-    aten.chunk.default,
 )
 def split(func: Any, args: Any, kwargs: Any) -> Any:
     """Splits a tensor into views."""
-    x, *rest = args
-    base = {aten.unbind.int: 0}.get(func, 1)
-    d = rest[base] if len(rest) > base else kwargs.get("dim", 0)
-    d %= x.dim()
+    x, sizes, *rest = args
+    d = (rest[0] if rest else kwargs.get("dim", 0)) % x.dim()
     if d != x.dim_:
-        parts = func(x.local, *rest, **kwargs)
-        dim = x.dim_ - (func is aten.unbind.int and d < x.dim_)
-        found = [_view(x, p, dim) for p in parts]
-        if func is aten.unbind.int and x.dim() == 2:
-            for i, part in enumerate(found):
-                part._end = i
-        return type(parts)(found)
-    if func is aten.unbind.int:
+        return [_view(x, part, x.dim_) for part in func(x.local, sizes, d)]
+    if isinstance(sizes, int):
+        n = x.size(d)
+        sizes = [min(sizes, n - i) for i in range(0, n, sizes)] or [0]
+    ends = itertools.accumulate(sizes, initial=0)
+    return [
+        slice_(aten.slice.Tensor, (x, d, at, at + size, 1), {})
+        for at, size in zip(ends, sizes, strict=False)
+    ]
+
+
+@rule(aten.unbind.int)
+def unbind(func: Any, args: Any, kwargs: Any) -> Any:
+    """Splits a tensor into views without one dimension."""
+    x, d = args[0], (args[1] if len(args) > 1 else 0) % args[0].dim()
+    if d == x.dim_:
         return whole.apply(func, args, kwargs)
-    sizes = rest[0]
-    if func in (aten.split.Tensor, aten.unsafe_split.Tensor):
-        n, s = x.size(d), rest[0]
-        sizes = [min(s, n - i) for i in range(0, n, s)] or [0]
-    out, at = [], 0
-    for s in sizes:
-        out.append(slice_(aten.slice.Tensor, (x, d, at, at + s, 1), {}))
-        at += s
-    return out
+    return [select(aten.select.int, (x, d, i), {}) for i in range(x.size(d))]
 
 
 @rule(aten.cat.default)
