@@ -132,7 +132,6 @@ LISTED = {
         torch_geometric.data.FeatureStore._remove_tensor
         torch_geometric.data.FeatureStore._tensor_attr_cls
         torch_geometric.data.HeteroData._edge_store_dict
-        torch_geometric.data.HeteroData._global_store
         torch_geometric.data.HeteroData._node_store_dict
         torch_geometric.data.storage.BaseStorage._cached_attr
         torch_geometric.data.storage.BaseStorage._key
