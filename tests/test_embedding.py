@@ -299,7 +299,7 @@ def _misfit():
     with pytest.raises(ValueError, match="an embedding of 7 nodes"):
         pdc.DistEmbedding(7, DIM, like=share)
     for n, dim, said in (
-        (N, 3 + mesh.rank, "the same num_embeddings"),
+        (N, 3 + mesh.rank, "the same embedding_dim: it is 3 on rank 0"),
         (N, -1, "whole numbers of at least 0, got -1"),
         (N + mesh.rank, DIM, "rank 1: an embedding of 51 nodes"),
     ):

@@ -628,7 +628,7 @@ def _wrong_rows(c):
         with pytest.raises(ValueError, match=text):
             store.add("g", "x", values)
     if size > 1:
-        with pytest.raises(ValueError, match="attributes that differ"):
+        with pytest.raises(ValueError, match="the same attribute: it is"):
             store.add("g", "x", torch.zeros(len(mine), 3 + odd))
 
 

@@ -318,7 +318,7 @@ def test_a_saved_pipeline_misses_nothing(tmp_path):
 def _differing(folder):
     mesh = worlds.mesh()
     path = Path(folder) / f"ckpt{mesh.rank}"
-    with pytest.raises(ValueError, match="same path on all ranks"):
+    with pytest.raises(ValueError, match="all ranks the same path: it is"):
         pdc.save_checkpoint(path, mesh, model_of(1))
     return sorted(p.name for p in Path(folder).iterdir())
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
-from pyg_distcomm.comm.consistency import on_all_ranks
+from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.partition.atomic import (
     clear,
     explaining_disk,
@@ -52,7 +52,7 @@ def whole_folder(path: str | Path, kind: str, axis: Axis) -> Iterator[Path]:
             `path`, or the disk cannot be written.
     """
     place = Path(os.path.realpath(path))
-    _agree_on(os.path.abspath(path), axis)
+    check_alike({"path": os.path.abspath(path)}, axis)
     token = str(collectives.broadcast_object(new_token(), axis))
     aside = sibling(place, "writing", token)
     first = axis.rank == 0
@@ -114,16 +114,6 @@ def _check_is_file(path: Path) -> None:
     if not path.is_file():
         found = "not a file" if os.path.lexists(path) else "missing"
         raise ValueError(f"{path}: {found}")
-
-
-def _agree_on(path: str, axis: Axis) -> None:
-    every = collectives.all_gather_object(path, axis)
-    for rank, given in enumerate(every):
-        if given != every[0]:
-            raise ValueError(
-                f"save with the same path on all ranks: rank 0 got {every[0]!r}, rank {rank} "
-                f"got {given!r}"
-            )
 
 
 def _prepare_folder(place: Path, aside: Path, kind: str) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,19 @@ def naming(subject: str) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(f"{subject}: {error}") from error
+
+
+def check_alike(values: Mapping[str, Any], axis: Axis) -> None:
+    """Raises ValueError on all ranks if a value differs between them; collective.
+
+    Args:
+        values: by the name that a user knows; what is no text is compared by its `repr`.
+        axis: the ranks.
+    """
+    told = {n: v if isinstance(v, str) else repr(v) for n, v in values.items()}
+    found = first_difference(collectives.all_gather_object(told, axis))
+    if found is not None:
+        raise ValueError(found)
 
 
 def count_rows(here: int, mesh: Mesh) -> int:

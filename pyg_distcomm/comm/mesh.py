@@ -9,6 +9,7 @@ import os
 import socket
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
@@ -109,33 +110,30 @@ def _explicit_grid(size: int, grid: Grid) -> Grid:
 
 def named_grid(size: int, name: str, replication: int | None = None) -> Grid | None:
     """Returns the grid of an algorithm as `resolve_grid` does, or None without one."""
-    if name == "1d":
-        return (size, 1, 1)
-    if name == "feature":
-        return (1, 1, size)
-    if name == "1.5d":
-        fits = (c for c in _divisors(size) if c > 1 and c * c <= size)
-        c = replication if replication is not None else max(fits, default=None)
-        return (size // c, c, 1) if c is not None and c >= 1 and size % c == 0 else None
-    if name == "2d":
-        pairs = [(size // s, s) for s in _divisors(size) if size // s >= s > 1]
-        return (*pairs[-1], 1) if pairs else None
-    return _cube(size)
+    if name == "1.5d" and replication is not None:
+        fits = replication >= 1 and size % replication == 0
+        return (size // replication, replication, 1) if fits else None
+    sides = [
+        (size // (s * p), s, p)
+        for p in _divisors(size)
+        for s in _divisors(size // p)
+        if _FITS[name](size // (s * p), s, p)
+    ]
+    return min(sides, key=sum, default=None)
+
+
+_FITS: dict[str, Callable[[int, int, int], bool]] = {
+    "1d": lambda r, s, p: s == p == 1,
+    "1.5d": lambda r, s, p: r >= s > p == 1,
+    "2d": lambda r, s, p: r >= s > p == 1,
+    "3d": lambda r, s, p: r >= s >= p > 1,
+    "feature": lambda r, s, p: r == s == 1,
+}
 
 
 def _divisors(n: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
-
-
-def _cube(size: int) -> Grid | None:
-    sides = [
-        (size // (a * b), b, a)
-        for a in _divisors(size)
-        for b in _divisors(size // a)
-        if size // (a * b) >= b >= a > 1
-    ]
-    return min(sides, key=sum) if sides else None
 
 
 def _grid_error(size: int, algorithm: str, replication: int | None) -> str:

@@ -16,9 +16,13 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData, TemporalData
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import on_all_ranks, sampled_digest
+from pyg_distcomm.comm.consistency import (
+    check_alike,
+    naming,
+    on_all_ranks,
+    sampled_digest,
+)
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
-from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph import partition_data_types
 from pyg_distcomm.graph.partition_data_types import TypedBatch
 from pyg_distcomm.graph.share import arranged, order_of_first_rank
@@ -250,17 +254,9 @@ def _digest(value: Any) -> str:
 def _agree_same(
     settings: Mapping[str, Any], mesh: Mesh, name: str = "partition"
 ) -> None:
-    """Raises on all ranks if they were given different arguments.
-
-    Raises:
-        ValueError: on all ranks, naming what differs, and both values.
-    """
-    found = first_difference(collectives.all_gather_object(settings, mesh.world))
-    if found is not None:
-        raise ValueError(
-            f"{name} needs the same graph and arguments on all ranks: {found}; seed what "
-            "generates the graph, or load it from one file"
-        )
+    """Raises on all ranks if they were given different arguments."""
+    with naming(f"{name} needs the same graph and arguments on all ranks"):
+        check_alike(settings, mesh.world)
 
 
 def _comparable_arguments(method: Any, link: Any, **more: Any) -> dict[str, Any]:

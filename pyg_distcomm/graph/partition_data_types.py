@@ -24,12 +24,11 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData, TemporalData
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import sampled_digest
+from pyg_distcomm.comm.consistency import check_alike, naming, sampled_digest
 from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.comm.serialization import first_difference
 from pyg_distcomm.graph.share import rows_of_types
 from pyg_distcomm.halo.policy import check_link
 from pyg_distcomm.kernels.memory import MemoryCap
@@ -151,9 +150,8 @@ def shard_events(data: TemporalData, mesh: Mesh) -> TemporalData:
     problem = f"{cut} is cut already; partition takes all events" if cut else None
     collectives.agree(problem, mesh.world, TypeError)
     told = {n: f"{list(x.shape)}, hash {sampled_digest(x):x}" for n, x in held.items()}
-    found = first_difference(collectives.all_gather_object(told, mesh.world))
-    if found is not None:
-        raise ValueError(f"partition needs the same events on all ranks: {found}")
+    with naming("partition needs the same events on all ranks"):
+        check_alike(told, mesh.world)
     if mesh.size == 1:
         return data
     out = copy.copy(data)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import FeatureStore, TensorAttr
 
-from pyg_distcomm.comm import collectives, random
+from pyg_distcomm.comm import random
+from pyg_distcomm.comm.consistency import check_alike
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
@@ -144,11 +145,7 @@ class DistFeatureStore(FeatureStore):
             for part in data.stores
             for group, name, value in _row_cut(part)
         }
-        names = collectives.all_gather_object(list(found), store.channel.world)
-        if any(one != names[0] for one in names):
-            raise ValueError(
-                f"got different attributes on the ranks: {names}; give all ranks the same"
-            )
+        check_alike({"attributes": list(found)}, store.channel.world)
         check_names("wire", wire, [name for _, name in found])
         for (group, name), value in found.items():
             if group not in store._row_groups:

@@ -12,8 +12,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import NodeLoader
 
 from pyg_distcomm import plugins
-from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import on_all_ranks
+from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_sample
 from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
@@ -287,12 +286,7 @@ class HGTLoader(DistNeighborLoader[HeteroData]):
         )
         source = self.partitioned_source
         if source is not None:  # else ranks would wait for exchanges that never come
-            world = source.mesh.world
-            every = collectives.all_gather_object(repr(self.num_samples), world)
-            if len(set(every)) > 1:
-                raise ValueError(
-                    f"num_samples differs by rank: {every}; give all the same"
-                )
+            check_alike({"num_samples": self.num_samples}, source.mesh.world)
 
     def _describe(self) -> dict[str, Any]:
         return {**super()._describe(), "num_samples": self.num_samples}

@@ -217,21 +217,6 @@ def ranks_of(data: Any) -> Axis | None:
     return mesh_of(data).world if is_share(data) else None
 
 
-def agree_on(arguments: dict[str, Any], world: Axis) -> None:
-    """Raises ValueError on all ranks unless arguments are equal on all of them."""
-    own = {name: repr(value) for name, value in arguments.items()}
-    every = collectives.all_gather_object(own, world)
-    for rank, theirs in enumerate(every):
-        differ = [name for name in own if theirs.get(name) != every[0].get(name)]
-        if differ:
-            name = differ[0]
-            raise ValueError(
-                f"got {name}={theirs.get(name)} on rank {rank}, and {name}="
-                f"{every[0].get(name)} on rank 0, for a loader of a partitioned graph; give "
-                "all ranks the same arguments"
-            )
-
-
 def digest(inputs: list[Any]) -> str:
     """Returns a hash of lists and options."""
     digest = hashlib.blake2b(digest_size=16)

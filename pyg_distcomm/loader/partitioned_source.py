@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import on_all_ranks
+from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.process_grid import (
     ProcessGrid,
     check_replication,
@@ -27,7 +27,6 @@ from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.fetch import EDGES, ShareRows, group_of, marks_of, same_marks
 from pyg_distcomm.loader.options import (
     LoaderOptions,
-    agree_on,
     check_mask,
     checked_ends,
     named_links,
@@ -78,7 +77,7 @@ class PartitionedSource:
                     )
                 c = held
         loading = {k: dataloader.get(k) for k in ("batch_size", "shuffle", "drop_last")}
-        agree_on(arguments | loading | _comparable(options), self.mesh.world)
+        check_alike(arguments | loading | _comparable(options), self.mesh.world)
         self.sampling: ProcessGrid = new_process_grid(self.mesh, c, SAMPLE)
         self.fetching: ProcessGrid = new_process_grid(self.mesh, c, FETCH)
         self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
@@ -146,7 +145,7 @@ class PartitionedSource:
             name, ids = named_seeds(self.data, given)
         clocks = None if times is None else "given"
         kinds = {"input_nodes of type": name, "input_time": clocks}
-        agree_on(kinds, self.mesh.world)
+        check_alike(kinds, self.mesh.world)
         ids = self.plain(ids, "input_nodes")
         with on_all_ranks(self.mesh.world):
             ids = seed_ids(ids)
@@ -173,7 +172,7 @@ class PartitionedSource:
         """
         with on_all_ranks(self.mesh.world):
             name, ends = named_links(self.data, given)
-        agree_on({"edge_label_index of type": name}, self.mesh.world)
+        check_alike({"edge_label_index of type": name}, self.mesh.world)
         if ends is None:
             ends = _store(self.data, name).edge_index
         ends = self.plain(ends, "edge_label_index")
@@ -206,7 +205,7 @@ class PartitionedSource:
         """Returns values, row-sharded or not, as a plain tensor of all nodes; collective."""
         sharded = isinstance(values, (DistTensor, DistEdgeIndex))
         kind = "rows of the share" if sharded else "a tensor, or None"
-        agree_on({what: kind}, self.mesh.world)
+        check_alike({what: kind}, self.mesh.world)
         return values.full_tensor() if sharded else values
 
     def learn_edge_owners(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import check_alike
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey, codec_of
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -145,11 +146,7 @@ def add_rows(
     rows, problem = _checked(row_group, name, values)
     spec = None if problem else (name, rows.dtype, tuple(rows.shape[1:]))
     collectives.agree(problem, channel.world)
-    specs = collectives.all_gather_object(spec, channel.world)
-    if any(one != specs[0] for one in specs):
-        raise ValueError(
-            f"got attributes that differ by rank: {specs}; add the same one on all ranks"
-        )
+    check_alike({"attribute": spec}, channel.world)
     shape = width_of(rows), rows.dtype
     smaller = codec.wire_bytes(1, *shape) < Plain().wire_bytes(1, *shape)
     codec = codec if rows.is_floating_point() and smaller else Plain()

@@ -14,8 +14,7 @@ from torch_geometric.data import Data
 from torch_geometric.sampler import NodeSamplerInput
 from tqdm import tqdm
 
-from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import on_all_ranks
+from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
 from pyg_distcomm.loader.notes import World
 from pyg_distcomm.loader.options import LoaderOptions, ranks_of
@@ -117,11 +116,7 @@ class GraphSAINTSampler(SubgraphLoading[Data]):
                     "ShaDowKHopSampler or ClusterLoader"
                 )
         if world is not None:
-            every = collectives.all_gather_object(numbers, world)
-            if any(one != every[0] for one in every):
-                raise ValueError(
-                    f"got numbers that differ by rank: {every}; give all ranks the same"
-                )
+            check_alike({"numbers": numbers}, world)
             options = replace(options, topology="replicated")
         self.num_steps, self.sample_coverage = num_steps, sample_coverage
         self.save_dir, self.log = save_dir, log

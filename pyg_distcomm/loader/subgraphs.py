@@ -19,7 +19,7 @@ from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.utils import sort_edge_index
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import on_all_ranks
+from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.loader.base import Graph
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
@@ -334,13 +334,7 @@ def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> T
     assert partition is not None  # of what pdc.partition returns
     own = torch.empty(0, dtype=torch.int64)
     name = method if isinstance(method, str) else "the cluster of each node"
-    asked = collectives.all_gather_object((name, num_parts, seed), world)
-    for other, wanted in enumerate(asked):
-        if wanted != asked[0]:
-            raise ValueError(
-                "all ranks build a ClusterData of a share with the same method, num_parts "
-                f"and seed; rank 0 gave {asked[0]}, and rank {other} {wanted}"
-            )
+    check_alike({"method": name, "num_parts": num_parts, "seed": seed}, world)
     if not isinstance(method, str):
         given = method.full_tensor() if isinstance(method, DistTensor) else method
         with on_all_ranks(world):

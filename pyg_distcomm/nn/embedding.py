@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch_geometric.data.storage import NodeStorage
 
 from pyg_distcomm.comm import collectives, random
-from pyg_distcomm.comm.consistency import on_all_ranks
+from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.mesh import Mesh, init, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, route_of
@@ -94,7 +94,8 @@ class DistEmbedding(torch.nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sparse = sparse
-        facts = (num_embeddings, embedding_dim, sparse, dtype)
+        facts: dict[str, Any] = {"num_embeddings": num_embeddings}
+        facts |= {"embedding_dim": embedding_dim, "sparse": sparse, "dtype": dtype}
         self.rows = _agreed_rows(like, facts)
         device = self.rows.mesh.device if device is None else device
         shape = (len(self.rows), embedding_dim)
@@ -279,24 +280,18 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, Rows]:
     }
 
 
-def _agreed_rows(like: Any, facts: tuple[Any, ...]) -> Rows:
+def _agreed_rows(like: Any, facts: dict[str, Any]) -> Rows:
     """Returns this rank's rows, once all ranks agree on the table; collective."""
     if like is None:
         like = latest_mesh() or init()
     with on_all_ranks(_mesh_of(like).control):
-        for size in facts[:2]:
+        for size in facts["num_embeddings"], facts["embedding_dim"]:
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise ValueError(
                     f"sizes must be whole numbers of at least 0, got {size!r}"
                 )
-        rows = _rows_of(like, facts[0])
-    mesh = rows.mesh
-    every = collectives.all_gather_object(facts, mesh.control)
-    if any(one != every[0] for one in every):
-        raise ValueError(
-            "give all ranks the same num_embeddings, embedding_dim, sparse and dtype; they "
-            f"have {every}"
-        )
+        rows = _rows_of(like, facts["num_embeddings"])
+    check_alike(facts, rows.mesh.control)
     return rows
 
 

@@ -19,10 +19,8 @@ from tqdm import tqdm
 
 from pyg_distcomm.partition.edge_files import (
     MOST_NODES,
-    EdgeFile,
-    PairWriter,
+    check_ids,
     torch_name,
-    with_reverses,
 )
 
 CSV = (
@@ -206,19 +204,12 @@ class ArrowTable:
         )
 
     def edges(
-        self,
-        out: Path,
-        *,
-        num_nodes: int | None,
-        undirected: bool,
-        nodes: NodeNames | None = None,
-    ) -> tuple[EdgeFile, int]:
-        """Reads the edges once, into the .npy file `out`; returns it and the largest id.
+        self, num_nodes: int | None, nodes: NodeNames | None
+    ) -> Iterator[np.ndarray]:
+        """Yields the ends of edges `[2, c]`, int64, in order, with a progress bar.
 
-        With `undirected`, an edge is followed by its reverse, unless it is a self-loop.
         With `nodes`, ends are looked up in the id column of a table of nodes.
         """
-        names, largest = list(self.ends()), -1
         limit = MOST_NODES if num_nodes is None else num_nodes
         bar = tqdm(
             desc="reading edges",
@@ -227,23 +218,13 @@ class ArrowTable:
             disable=None,
             leave=False,
         )
-        with bar, PairWriter(out) as writer:
-            for ends in self._node_places(names, nodes):
-                for ids in ends:
-                    bad = np.flatnonzero((ids < 0) | (ids >= limit))
-                    if bad.size:
-                        raise ValueError(
-                            f"{self.path}: edge {bar.n + int(bad[0])} has the node "
-                            f"{ids[bad[0]]}, but ids are 0 .. {limit - 1}; ids with "
-                            "gaps are looked up in the column 'id' of a table of nodes "
-                            "(--node-table)"
-                        )
-                pairs = np.stack(ends, 1).astype(np.int64)
-                largest = max(largest, int(pairs.max(initial=-1)))
-                writer.write(with_reverses(pairs) if undirected else pairs)
-                bar.n += len(pairs)
-                bar.refresh()
-        return EdgeFile(out, pair_rows=True), largest
+        why = "; ids with gaps are looked up in the column 'id' of a table of nodes"
+        with bar:
+            for ends in self._node_places(list(self.ends()), nodes):
+                pair = np.stack([ids.astype(np.int64) for ids in ends])
+                check_ids(str(self.path), pair, bar.n, limit, f"{why} (--node-table)")
+                yield pair
+                bar.update(pair.shape[1])
 
     def _node_places(
         self, ends: list[str], nodes: NodeNames | None

@@ -101,19 +101,21 @@ class EdgeFile(NpyFile):
                     ends = start, self.num_edges + start
                     pair = np.stack([self.numbers(end, count) for end in ends])
                 pair = np.array(pair, np.int64, order="C")
-                self._check(pair, start)
+                check_ids(self.name, pair, start, self._nodes)
                 yield pair
                 bar.update(count)
 
-    def _check(self, pair: np.ndarray, start: int) -> None:
-        bad = (pair < 0) | (pair >= self._nodes)
-        if not bad.any():
-            return
+
+def check_ids(
+    name: str, pair: np.ndarray, start: int, limit: int, why: str = ""
+) -> None:
+    """Raises ValueError for an id out of range in edges `[2, c]` from number `start` on."""
+    bad = (pair < 0) | (pair >= limit)
+    if bad.any():
         end, edge = (int(k[0]) for k in np.nonzero(bad))
-        found = int(pair[end, edge])
-        wanted = f"0 .. {self._nodes - 1}"
         raise ValueError(
-            f"{self.name}: edge {start + edge} has the node {found}, but ids are {wanted}"
+            f"{name}: edge {start + edge} has the node {pair[end, edge]}, but ids are 0 .. "
+            f"{limit - 1}{why}"
         )
 
 

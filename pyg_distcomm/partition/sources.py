@@ -158,58 +158,47 @@ def _with_edges(
     undirected: bool,
     names: NodeNames | None,
 ) -> GraphFiles:
+    """Reads a table, adds reverses and counts nodes, in one pass; or needs none."""
     if is_table(path):
-        edge_table = ArrowTable(path)
-        edges, largest = edge_table.edges(
-            spool / "edges.npy", num_nodes=num_nodes, undirected=undirected, nodes=names
-        )
-        count = _infer_num_nodes(path, largest, edges, num_nodes)
-        found = GraphFiles(edges, count, undirected)
-        for name, column in edge_table.edge_columns().items():
-            found.add(name, column, "edge")
-        return found
-    if path.suffix != ".npy":
+        table = ArrowTable(path)
+        pairs, columns = table.edges(num_nodes, names), table.edge_columns()
+    elif path.suffix == ".npy":
+        edges, columns = EdgeFile(path), {}
+        if num_nodes is not None:
+            edges.limit(num_nodes)
+        if not undirected and num_nodes is not None:
+            return GraphFiles(edges, num_nodes)
+        pairs = edges.chunks("reading edges")
+    else:
         raise ValueError(
             f"{path}: edges are read from .npy, {', '.join(TABLES)} (text also as .gz); of an "
             ".npz file, unpack the arrays (unzip), and give each by its name"
         )
-    edges = EdgeFile(path)
-    return _with_counted_nodes(edges, spool, num_nodes, undirected)
-
-
-def _with_counted_nodes(
-    edges: EdgeFile, spool: Path, num_nodes: int | None, undirected: bool
-) -> GraphFiles:
-    """Opens edges with their number of nodes; counts nodes and adds reverses in one pass."""
-    if num_nodes is not None:
-        edges.limit(num_nodes)
-    if not undirected and num_nodes is not None:
-        return GraphFiles(edges, num_nodes)
-    name, largest = edges.name, -1
-    if undirected:
-        file = spool / "edges.npy"
-        with PairWriter(file) as writer:
-            for pair in edges.chunks("adding reverse edges"):
-                largest = max(largest, int(pair.max()))
-                writer.write(with_reverses(pair.T))
+    copied, file, largest = undirected or is_table(path), spool / "edges.npy", -1
+    with PairWriter(file) as writer:
+        for pair in pairs:
+            largest = max(largest, int(pair.max(initial=-1)))
+            if copied:
+                writer.write(with_reverses(pair.T) if undirected else pair.T)
+    if copied:
         edges = EdgeFile(file, pair_rows=True)
-    else:
-        for pair in edges.chunks("counting nodes"):
-            largest = max(largest, int(pair.max()))
-    count = _infer_num_nodes(name, largest, edges, num_nodes)
+    count = _infer_num_nodes(path, largest, edges, num_nodes)
     edges.limit(count)
-    return GraphFiles(edges, count, undirected)
+    found = GraphFiles(edges, count, undirected)
+    for name, column in columns.items():
+        found.add(name, column, "edge")
+    return found
 
 
 def _infer_num_nodes(
-    name: Path | str, largest: int, edges: EdgeFile, num_nodes: int | None
+    path: Path, largest: int, edges: EdgeFile, num_nodes: int | None
 ) -> int:
     """Returns the number of nodes: `num_nodes` if given, otherwise the largest id plus one."""
     if num_nodes is not None:
         return num_nodes
     if largest >= max(MANY, 100 * edges.num_edges):
         raise ValueError(
-            f"{name}: {edges.num_edges} edges have ids up to {largest}, and each of 0 .. "
+            f"{path}: {edges.num_edges} edges have ids up to {largest}, and each of 0 .. "
             "the largest is a node; number them without gaps, or say how many there are "
             "(--num-nodes)"
         )

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import on_all_ranks
+from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.topology import LocalGraph, Topology, gcn_norm
 from pyg_distcomm.halo.halo import Halo, Link
@@ -271,12 +271,7 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
     here = topology.locals
     with on_all_ranks(mesh.everyone):
         chunk, count = _chunk_of(here, topology, chunks, seed)
-    counts = collectives.all_gather_object(count, mesh.everyone)
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"chunks must be the same on all ranks, but they give {counts} chunks by rank; "
-            "pass one value"
-        )
+    check_alike({"chunks": count}, mesh.everyone)
     # the first stage's on all stages
     chunk = collectives.broadcast_object(chunk, mesh.stage)
     _check_sizes(chunk, count, mesh)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import check_alike
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.graph.topology import Topology
@@ -316,25 +317,12 @@ def check_same(
     stack: Sequence[StackLayer], mesh: Mesh, options: dict[str, Any]
 ) -> None:
     """Raises if layers or options differ between ranks; collective."""
-    described = [f"{name}={value}" for name, value in options.items()]
-    described += [_describe(layer) for layer in stack]
-    every = collectives.all_gather_object(described, mesh.everyone)
-    differ = [rank for rank, other in enumerate(every) if other != every[0]]
-    if differ:
-        pairs = zip(every[0], every[differ[0]], strict=False)
-        first = next(
-            (f"{a}, and there {b}" for a, b in pairs if a != b), "their number"
-        )
-        raise ValueError(
-            "Pipeline needs the same layers and options on all ranks, but ranks "
-            f"{differ} have others than rank 0: {first}; build it alike on all ranks"
-        )
-
-
-def _describe(layer: StackLayer) -> str:
-    run = layer.run
-    parameters = run.parameters() if isinstance(run, torch.nn.Module) else ()
-    return f"{layer} {[tuple(p.shape) for p in parameters]}"
+    told = {**options, "number of layers": len(stack)}
+    for k, layer in enumerate(stack):
+        modules = [layer.run] if isinstance(layer.run, torch.nn.Module) else []
+        shapes = [tuple(p.shape) for module in modules for p in module.parameters()]
+        told[f"layer {k}"] = f"{layer} {shapes}"
+    check_alike(told, mesh.everyone)
 
 
 def check_share(data: Any, mesh: Mesh) -> DistEdgeIndex:

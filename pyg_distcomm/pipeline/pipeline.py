@@ -270,8 +270,7 @@ class Pipeline(torch.nn.Module):
         options: dict[str, Any] = {"order": order, "gradient": gradient}
         options |= {"seed": self._seed, "balance": balance}
         options |= counts
-        with on_all_ranks(mesh.everyone):
-            layer_stack.check_same(stack, mesh, options)
+        layer_stack.check_same(stack, mesh, options)
         stack = [layer.converted() for layer in stack]
         broadcast_weights(stack, mesh)
         self._run: ChunkPass | None = None
