@@ -2,6 +2,7 @@
 
     python benchmarks/size.py products               # 2.4 million nodes, 124 million edges
     python benchmarks/size.py pyg                    # PyG on one process beside it
+    python benchmarks/size.py pyg_batches            # its minibatches
     python benchmarks/size.py cut                    # 50 million nodes, 800 million edges
     python benchmarks/size.py sample                 # minibatches of what `cut` wrote
     python benchmarks/size.py paper                  # 64 to 4,096 ranks, checked on 8 to 64
@@ -34,7 +35,9 @@ import spmm as bench
 import torch
 import torch.nn.functional as F
 from scaling import GCN, best_by_name, mib, sides
-from torch_geometric.nn import GCNConv
+from torch_geometric import nn as pyg
+from torch_geometric.data import Data
+from torch_geometric.loader import NeighborLoader
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
@@ -55,6 +58,11 @@ FANOUTS = [15, 10, 5]
 BATCH = 1024
 NODE_FILES = ("x", "y", "train_mask")
 PAPERS = (111_000_000, 1_600_000_000, (128, 256, 256, 172))
+CLUSTERS = {  # bytes of memory of a rank, which is one GPU (or half of an MI250X)
+    "perlmutter": 40 * 10**9,  # four A100 per node
+    "frontier": 64 * 10**9,  # four MI250X per node
+    "dgx-h100": 80 * 10**9,  # eight H100 per node
+}
 
 
 # what a process holds -----------------------------------------------------------------
@@ -335,7 +343,7 @@ def pyg_alone(args: Any) -> None:
         adj = torch.sparse_csr_tensor(ptr, col, ones, (len(x), len(x)))
     model = GCN((x.size(1), HIDDEN, HIDDEN, CLASSES))
     for k, conv in enumerate(model.convs):
-        model.convs[k] = GCNConv(conv.in_channels, conv.out_channels, cached=True)
+        model.convs[k] = pyg.GCNConv(conv.in_channels, conv.out_channels, cached=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch in range(args.epochs):
         with phases.phase(f"epoch {epoch + 1}"):
@@ -344,6 +352,35 @@ def pyg_alone(args: Any) -> None:
             F.cross_entropy(out[mask], y[mask].long()).backward()
             optimizer.step()
     show("PyG on one process, torch.sparse", [phases.rows])
+
+
+def pyg_batches(args: Any) -> None:
+    """Trains PyG's GraphSAGE on minibatches of the whole graph by one process."""
+    nodes, edges = args.nodes or 2_400_000, args.edges or 124_000_000
+    graph, phases = generated(args.folder, nodes, edges, 100), Phases()
+    torch.manual_seed(0)
+    with phases.phase("load"):
+        x, y, mask = (
+            torch.from_numpy(np.load(graph / f"{name}.npy")) for name in NODE_FILES
+        )
+        ends = torch.from_numpy(np.load(graph / "edge_index.npy")).t().contiguous()
+        data = Data(x=x, y=y.long(), train_mask=mask, edge_index=ends)
+    model = pyg.GraphSAGE(x.size(1), HIDDEN, len(FANOUTS), CLASSES)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    with phases.phase("minibatches, the first"):
+        given = data, FANOUTS
+        kept = {"input_nodes": mask, "batch_size": BATCH, "shuffle": True}
+        supply = iter(NeighborLoader(*given, **kept))
+        first = next(supply)
+    with phases.phase(f"minibatches, {args.batches} steps"):
+        for batch in itertools.chain(
+            [first], itertools.islice(supply, args.batches - 1)
+        ):
+            optimizer.zero_grad()
+            out = model(batch.x, batch.edge_index)[: batch.batch_size]
+            F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
+            optimizer.step()
+    show("PyG's minibatches on one process", [phases.rows])
 
 
 def large(args: Any) -> None:
@@ -462,8 +499,11 @@ def loader_rows(graph: pdc.RandomGraph, batch: int = BATCH) -> float:
     return nodes
 
 
-def on_paper(sizes: list[int]) -> list[dict[str, Any]]:
-    """Returns what each way of training and each link costs a rank of so many."""
+def on_paper(sizes: list[int], memory: int) -> list[dict[str, Any]]:
+    """Returns what each way of training and each link costs a rank of so many.
+
+    `best` is the one with the fewest bytes that fits in the memory of a rank.
+    """
     nodes, edges, widths = PAPERS
     graph, rows = pdc.RandomGraph(nodes, edges, "rmat"), []
     for size in sizes:
@@ -473,12 +513,13 @@ def on_paper(sizes: list[int]) -> list[dict[str, Any]]:
             widths,
             size,
             codecs=["bf16", Quantise(1)],
+            memory=memory,
         )
         seconds = time.process_time() - start
-        for codec in dict.fromkeys(one.codec for one in plans):
-            chosen = [one for one in plans if one.codec == codec]
-            found: dict[str, pdc.Plan] = {"best": chosen[0]}
-            for one in chosen:
+        every = sorted((*plans, *plans.refused), key=lambda one: one.bytes)
+        for codec in dict.fromkeys(one.codec for one in every):
+            found = {"best": next(one for one in plans if one.codec == codec)}
+            for one in (one for one in every if one.codec == codec):
                 found.setdefault(one.algorithm, one)
             for name in ("1d", "2d", "3d", "feature", "best"):
                 if name in found:
@@ -522,13 +563,15 @@ def against_real(scale: int, sizes: list[int]) -> list[tuple]:
 
 def paper(args: Any) -> None:
     """Prints the plans on paper, and how far they are from real ones; draws their growth."""
-    rows = on_paper([64, 512, 4096])
-    head = ("ranks", "link", "way", "grid", "MiB received", "GiB held")
+    memory = CLUSTERS[args.cluster]
+    rows = on_paper([64, 512, 4096], memory)
+    head = ("ranks", "link", "way", "grid", "MiB received", "GiB held", args.cluster)
     cells = [
         (
             *(one[k] for k in ("ranks", "link", "way", "grid")),
             mib(one["bytes"]),
             f"{one['memory'] / GIB:.2f}",
+            "fits" if one["memory"] <= memory else "too large",
         )
         for one in rows
     ]
@@ -632,6 +675,7 @@ def draw_paper(path: Path) -> None:
 COMMANDS: dict[str, Callable[[Any], None]] = {
     "products": products,
     "pyg": pyg_alone,
+    "pyg_batches": pyg_batches,
     "cut": large,
     "sample": sample,
     "memory": shares,
@@ -654,6 +698,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--scale", type=int, default=17, help="log2 of the most nodes")
+    parser.add_argument("--cluster", choices=CLUSTERS, default="perlmutter")
     parser.add_argument("--middle", type=int, default=18, help="log2, by ranks")
     parser.add_argument("--write", type=Path, help="folder of the charts")
     parser.add_argument("--keep", action="store_true", help="parts of `products`, too")
