@@ -6,7 +6,8 @@ import io
 import itertools
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from statistics import mean, median
 from typing import Any
@@ -55,15 +56,14 @@ def render(title: str, run: RecordedRun) -> str:
     Raises:
         ImportError: without matplotlib.
     """
-    head = _about(run)
-    if run.rows:
-        settled = _settled(run.rows)
-        head = f'<p class="verdict">{escape(_verdict(settled, run.about))}</p>{head}'
-        sections = (
-            _ranks(settled) + _phases(settled) + _bytes(run.rows) + _values(run.rows)
-        )
-    else:
-        sections = _section("Nothing recorded yet", _text("No epoch has ended."))
+    head, rows = _text(*_about(run)), run.rows
+    sections = _section("Nothing recorded yet", _text("No epoch has ended."))
+    if rows:
+        found, marks = _Medians(rows), _restarts(rows)
+        verdict = " ".join(_verdict(found, run.about))
+        head = f'<p class="verdict">{escape(verdict)}</p>{head}'
+        sections = _ranks(found) + _phases(found) + _bytes(rows, marks)
+        sections += "".join(_values(rows, marks))
     return _PAGE.format(title=escape(title), head=head, sections=sections)
 
 
@@ -120,7 +120,15 @@ def _scale(axis: Any, unit: str | None = None) -> None:
         axis.set_major_formatter(EngFormatter(unit))
 
 
-def _bars(rows: Mapping[str, Mapping[str, float]], label: str) -> str:
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>\n"
+
+
+def _text(*sentences: str) -> str:
+    return f"<p>{escape(' '.join(filter(None, sentences)))}</p>"
+
+
+def _bars(title: str, rows: Mapping[str, Mapping[str, float]], *sentences: str) -> str:
     """Draws a horizontal bar of seconds for each row, divided into its parts."""
     axes = _axes(height=1.2 + 0.26 * len(rows))
     left = dict.fromkeys(rows, 0.0)
@@ -133,79 +141,71 @@ def _bars(rows: Mapping[str, Mapping[str, float]], label: str) -> str:
     axes.invert_yaxis()
     _scale(axes.xaxis, "s")
     axes.figure.legend(loc="outside upper left", ncols=2, frameon=False)
-    return _svg(axes, label)
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>\n"
-
-
-def _text(*sentences: str) -> str:
-    return f"<p>{escape(' '.join(filter(None, sentences)))}</p>"
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"
+    return _section(title, _svg(axes, f"{title}, in seconds"), _text(*sentences))
 
 
 # Figures of epochs ---------------------------------------------------------------------
 
 
-def _settled(epochs: Sequence[Row]) -> list[Row]:
-    """Returns the epochs of the last start, without its first, which compiles, if possible."""
-    rows = [row for row in epochs if row.get("start") == epochs[-1].get("start")]
-    return rows[1:] or rows
+class _Medians:
+    """Holds the medians over the epochs of the last start, without its first if possible.
+
+    By rank: seconds, waits and computing. Means of ranks: epoch (of which computing and
+    waiting are parts), and the phases of the script and of a loader.
+    """
+
+    def __init__(self, epochs: Sequence[Row]) -> None:
+        last = [row for row in epochs if row.get("start") == epochs[-1].get("start")]
+        self.rows = rows = last[1:] or last  # the first compiles
+        self.seconds, self.waits = (
+            [*map(median, zip(*(row["by_rank"][name] for row in rows), strict=True))]
+            for name in ("seconds", "waits")
+        )
+        pairs = zip(self.seconds, self.waits, strict=True)
+        self.computing = [max(seconds - waits, 0.0) for seconds, waits in pairs]
+        names = dict.fromkeys(name for row in rows for name in row["phases"])
+        self.script = {n: median(r["phases"].get(n, 0.0) for r in rows) for n in names}
+        self.epoch = {n: self.script.pop(n, 0.0) for n in ("computing", "waiting")}
+        of_loader = [n for n in self.script if n.startswith(LOADER)]
+        self.loader = {n: self.script.pop(n) for n in of_loader}
+        numbers = f"{rows[0]['epoch']} to {rows[-1]['epoch']}"
+        self.range = f"Medians of epochs {numbers}."
 
 
-def _by_rank(rows: Sequence[Row], what: str) -> list[float]:
-    """Returns the median over epochs of a figure, by rank."""
-    columns = zip(*(row["by_rank"][what] for row in rows), strict=True)
-    return [median(column) for column in columns]
-
-
-def _computing(rows: Sequence[Row]) -> list[float]:
-    pairs = zip(_by_rank(rows, "seconds"), _by_rank(rows, "waits"), strict=True)
-    return [max(seconds - waits, 0.0) for seconds, waits in pairs]
-
-
-def _verdict(settled: Sequence[Row], about: Mapping[str, Any]) -> str:
+def _verdict(found: _Medians, about: Mapping[str, Any]) -> Iterator[str]:
     """Says which rank is slow and why, which operation sends most, and the longest phase."""
-    computing, waits = _computing(settled), _by_rank(settled, "waits")
+    computing, script = found.computing, found.script
     slow = max(range(len(computing)), key=computing.__getitem__)
     most = imbalance(computing)
-    share = mean(waits) / max(mean(_by_rank(settled, "seconds")), 1e-12)
+    share = mean(found.waits) / max(mean(found.seconds), 1e-12)
     if len(computing) == 1:
-        text = "One rank computes alone."
+        yield "One rank computes alone."
     elif most < SLOW:
-        text = (
+        yield (
             f"No rank is slow: rank {slow}, the busiest, computes {most:.2f} times the mean, "
             f"and ranks wait {share:.0%} of an epoch for each other and for rows."
         )
     else:
-        text = (
+        yield (
             f"Rank {slow} is slow: it computes {with_unit(computing[slow], 's')} of an epoch, "
-            f"{most:.2f} times the mean, {_cause(slow, about, settled)}; "
+            f"{most:.2f} times the mean, {_cause(slow, found, about)}; "
             f"ranks wait {share:.0%} of an epoch."
         )
-    total = sum(row["bytes"]["total"] for row in settled)
-    ops = {op for row in settled for op in row["bytes"]} - {"total"}
-    if total and ops:
-        sums = {op: sum(row["bytes"].get(op, 0) for row in settled) for op in ops}
-        op = max(sorted(ops), key=sums.__getitem__)
-        text += f" {sums[op] / total:.0%} of bytes are those of {op}."
-    own, _ = _script_phases(settled)
-    if len(own) > 1:
-        name = max(own, key=own.__getitem__)
-        text += f" The longest phase is {name}, {with_unit(own[name], 's')}."
-    return text
+    sums = Counter[str]()
+    for row in found.rows:
+        sums.update(row["bytes"])
+    total = sums.pop("total", 0)
+    if total and sums:
+        op = max(sorted(sums), key=sums.__getitem__)
+        yield f"{sums[op] / total:.0%} of bytes are those of {op}."
+    if len(script) > 1:
+        name = max(script, key=script.__getitem__)
+        yield f"The longest phase is {name}, {with_unit(script[name], 's')}."
 
 
-def _cause(rank: int, about: Mapping[str, Any], settled: Sequence[Row]) -> str:
-    computing, figures = _computing(settled), about.get("partition", {})
-    ranks = len(computing)
+def _cause(rank: int, found: _Medians, about: Mapping[str, Any]) -> str:
+    figures, ranks = about.get("partition", {}), len(found.computing)
+    why = "and no figures of the partition say why"
     if len(figures.get("nodes", ())) == ranks:
         columns = {
             "edges": figures["edges"],
@@ -218,145 +218,117 @@ def _cause(rank: int, about: Mapping[str, Any], settled: Sequence[Row]) -> str:
         if ratios[name] > 1.05:
             return f"and has {ratios[name]:.2f} times the mean of {name}"
         why = "though it has no more nodes, edges and rows to exchange than others"
-    else:
-        why = "and no figures of the partition say why"
     longer = {}  # seconds of the script's phases on this rank, beyond the mean
-    for name in settled[-1]["by_rank"].get("phases", {}):
-        each = [row["by_rank"]["phases"].get(name, [0.0] * ranks) for row in settled]
+    for name in found.rows[-1]["by_rank"].get("phases", {}):
+        each = [r["by_rank"]["phases"].get(name, [0.0] * ranks) for r in found.rows]
         longer[name] = median(one[rank] - mean(one) for one in each)
     name = max(longer, key=longer.__getitem__, default="")
-    if longer.get(name, 0.0) > (computing[rank] - mean(computing)) / 2:
+    if longer.get(name, 0.0) > (found.computing[rank] - mean(found.computing)) / 2:
         return f"and spends {with_unit(longer[name], 's')} more than the mean in {name}"
     hosts = about.get("hosts", ())
-    where = f" (look at its host, {hosts[rank]})" if len(hosts) == ranks else ""
-    return why + where
+    return why + (f" (look at its host, {hosts[rank]})" if len(hosts) == ranks else "")
 
 
-def _script_phases(settled: Sequence[Row]) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the median seconds of the script's own phases, and of a loader's."""
-    names = dict.fromkeys(name for row in settled for name in row["phases"])
-    middle = {n: median(row["phases"].get(n, 0.0) for row in settled) for n in names}
-    loader = {n: middle.pop(n) for n in names if n.startswith(LOADER)}
-    for name in ("computing", "waiting"):
-        middle.pop(name, None)
-    return middle, loader
-
-
-def _ranks(settled: Sequence[Row]) -> str:
-    bars = {}
-    figures = zip(_computing(settled), _by_rank(settled, "waits"), strict=True)
-    for rank, (computing, waits) in enumerate(figures):
-        label = f"rank {rank}, waits {with_unit(waits, 's')}"
-        bars[label] = {"computing": computing, "waiting": waits}
-    busiest = sorted(bars, key=lambda label: -bars[label]["computing"])[:MOST_RANKS]
-    svg = _bars({n: b for n, b in bars.items() if n in busiest}, "seconds by rank")
-    few = len(bars) == len(busiest)
-    note = "" if few else f"The {MOST_RANKS} busiest of {len(bars)} ranks."
-    return _section("Waits by rank", svg + _text(note, _range(settled)))
-
-
-def _phases(settled: Sequence[Row]) -> str:
-    whole = {
-        n: median(row["phases"][n] for row in settled) for n in ("computing", "waiting")
-    }
-    bars, (own, loader) = {"epoch": whole}, _script_phases(settled)
-    if own:
-        rest = sum(whole.values()) - sum(own.values())
-        bars["script"] = {**own, "outside of phases": max(rest, 0.0)}
-    if loader:
-        bars["loader"] = loader
+def _ranks(found: _Medians) -> str:
+    order = sorted(range(len(found.waits)), key=lambda rank: -found.computing[rank])
     bars = {
-        bar: {
-            f"{name} {with_unit(seconds, 's')}": seconds
-            for name, seconds in parts.items()
+        f"rank {rank}, waits {with_unit(found.waits[rank], 's')}": {
+            "computing": found.computing[rank],
+            "waiting": found.waits[rank],
         }
+        for rank in sorted(order[:MOST_RANKS])
+    }
+    few = len(order) <= MOST_RANKS
+    note = "" if few else f"The {MOST_RANKS} busiest of {len(order)} ranks."
+    return _bars("Waits by rank", bars, note, found.range)
+
+
+def _phases(found: _Medians) -> str:
+    bars, whole = {"epoch": found.epoch}, sum(found.epoch.values())
+    if found.script:
+        rest = max(whole - sum(found.script.values()), 0.0)
+        bars["script"] = {**found.script, "outside of phases": rest}
+    if found.loader:
+        bars["loader"] = found.loader
+    named = {
+        bar: {f"{n} {with_unit(seconds, 's')}": seconds for n, seconds in parts.items()}
         for bar, parts in bars.items()
     }
     note = "A bar is the mean of ranks; its parts do not overlap, and bars run side by side."
-    return _section(
-        "Phases", _bars(bars, "seconds by phase") + _text(note, _range(settled))
-    )
+    return _bars("Phases", named, note, found.range)
 
 
-def _range(settled: Sequence[Row]) -> str:
-    return f"Medians of epochs {settled[0]['epoch']} to {settled[-1]['epoch']}."
+def _restarts(epochs: Sequence[Row]) -> dict[float, str]:
+    """Returns where a run went on after a restart, between two epochs, and what to say."""
+    return {
+        (last["epoch"] + row["epoch"]) / 2: f"after epoch {last['epoch']}, on "
+        f"{len(row['by_rank']['bytes'])} ranks"
+        for last, row in itertools.pairwise(epochs)
+        if last.get("start") != row.get("start")
+    }
 
 
-def _bytes(epochs: Sequence[Row]) -> str:
+def _by_epoch(title: str, axes: Any, marks: Mapping[float, str], *parts: str) -> str:
+    """Ends a chart by epoch, with a broken line at each restart."""
+    axes.set(xlabel="epoch")
+    _scale(axes.xaxis)
+    for place in marks:
+        axes.axvline(place, color="#8a8f96", linestyle="--")
+    told = f"A broken line is a restart: {'; '.join(marks.values())}." if marks else ""
+    return _section(title, _svg(axes, title), _text(told), *parts)
+
+
+def _bytes(epochs: Sequence[Row], marks: Mapping[float, str]) -> str:
     title = "Bytes by epoch and operation"
     ops = {op for row in epochs for op in row["bytes"]} - {"total"}
     series = {op: [row["bytes"].get(op, 0) for row in epochs] for op in ops}
     order = sorted(ops, key=lambda op: (-sum(series[op]), op))
     if not order:
         return _section(title, _text("Nothing was sent."))
-    axes = _axes(height=3.2)
-    layers = [series[op] for op in order[: len(COLOURS)]]
-    xs = [row["epoch"] for row in epochs]
-    axes.stackplot(xs, *layers, labels=order[: len(COLOURS)], colors=COLOURS)
+    axes, drawn = _axes(height=3.2), order[: len(COLOURS)]
+    layers, xs = [series[op] for op in drawn], [row["epoch"] for row in epochs]
+    axes.stackplot(xs, *layers, labels=drawn, colors=COLOURS)
     _scale(axes.yaxis, "B")
-    _scale(axes.xaxis)
-    axes.set(xlabel="epoch", ylabel="received by all ranks", ylim=(0, None))
+    axes.set(ylabel="received by all ranks", ylim=(0, None))
     axes.figure.legend(loc="outside upper left", ncols=3, frameon=False)
-    note = _mark_restarts(axes, epochs)
     lines = [
-        [op, with_unit(median(series[op]), "B"), with_unit(sum(series[op]), "B")]
-        for op in order
+        "<tr><th>operation and axis</th><th>median epoch</th><th>all epochs</th></tr>"
     ]
-    table = _table(["operation and axis", "median epoch", "all epochs"], lines)
-    return _section(title, _svg(axes, title) + _text(note) + table)
+    for op in order:
+        told = op, *(with_unit(f(series[op]), "B") for f in (median, sum))
+        lines.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in told)}</tr>")
+    return _by_epoch(title, axes, marks, f"<table>{''.join(lines)}</table>")
 
 
-def _mark_restarts(axes: Any, epochs: Sequence[Row]) -> str:
-    """Draws a broken line at each restart; returns the text that explains it, if any."""
-    texts = []
-    for last, row in itertools.pairwise(epochs):
-        if last.get("start") != row.get("start"):
-            axes.axvline(
-                (last["epoch"] + row["epoch"]) / 2, color="#8a8f96", linestyle="--"
-            )
-            texts.append(
-                f"after epoch {last['epoch']}, on {len(row['by_rank']['bytes'])} ranks"
-            )
-    return f"A broken line is a restart: {'; '.join(texts)}." if texts else ""
-
-
-def _values(epochs: Sequence[Row]) -> str:
-    """Returns charts of the script's own values by epoch."""
+def _values(epochs: Sequence[Row], marks: Mapping[float, str]) -> Iterator[str]:
+    """Yields charts of the script's own values by epoch."""
     found = dict.fromkeys(n for row in epochs for n in row if n not in RESERVED)
-    out = ""
     for name in list(found)[:6]:
         rows = [row for row in epochs if is_finite(row.get(name))]
-        if not rows:
-            continue
-        title, axes = f"{name.replace('_', ' ').capitalize()} by epoch", _axes()
-        axes.plot([r["epoch"] for r in rows], [r[name] for r in rows], marker=".")
-        axes.set(xlabel="epoch", ylabel=name)
-        _scale(axes.xaxis)
-        note = f"The last is {rows[-1][name]:.4g}."
-        note = _text(note, _mark_restarts(axes, epochs))
-        out += _section(title, _svg(axes, title) + note)
-    return out
+        if rows:
+            axes = _axes()
+            axes.plot([r["epoch"] for r in rows], [r[name] for r in rows], marker=".")
+            axes.set(ylabel=name)
+            title = f"{name.replace('_', ' ').capitalize()} by epoch"
+            note = _text(f"The last is {rows[-1][name]:.4g}.")
+            yield _by_epoch(title, axes, marks, note)
 
 
-def _about(run: RecordedRun) -> str:
+def _about(run: RecordedRun) -> Iterator[str]:
     about, first = run.about, run.about["starts"][0]
     counts = [str(n) for n, _ in itertools.groupby(s["ranks"] for s in about["starts"])]
     hosts = list(dict.fromkeys(about.get("hosts", ())))
     more = f" and {len(hosts) - 4} more" if hosts[4:] else ""
-    texts = [
+    yield (
         f"Begun {time.strftime('%Y-%m-%d %H:%M', time.localtime(first['time']))} on "
         f"{', '.join(hosts[:4])}{more}; {' → '.join(counts)} ranks, grid "
         f"{' x '.join(map(str, about['grid']))}, {about['stages']} stages; torch "
         f"{about['torch']}."
-    ]
+    )
     if run.rows:
         moved = with_unit(sum(row["bytes"]["total"] for row in run.rows), "B")
-        seconds = with_unit(median(r["seconds"] for r in _settled(run.rows)), "s")
-        texts.append(
-            f"{len(run.rows):,} epochs, {seconds} in the median; {moved} received."
-        )
+        seconds = median(row["seconds"] for row in _Medians(run.rows).rows)
+        told = f"{with_unit(seconds, 's')} in the median; {moved} received."
+        yield f"{len(run.rows):,} epochs, {told}"
     if run.trace is not None:
-        texts.append(
-            f"{run.trace.name} is a timeline, to be opened in ui.perfetto.dev."
-        )
-    return _text(*texts)
+        yield f"{run.trace.name} is a timeline, to be opened in ui.perfetto.dev."
