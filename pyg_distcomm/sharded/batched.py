@@ -15,7 +15,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, overloads, rule
-from pyg_distcomm.sharded.partial import PartialSum, plain, summed_over_ranks
+from pyg_distcomm.sharded.partial import PartialSum
 from pyg_distcomm.sharded.pointwise import bound
 from pyg_distcomm.sharded.reductions import (
     softmax_over_rows,
@@ -153,69 +153,31 @@ rule(
 )(_alone)
 
 
-@rule(aten._softmax.default, aten._log_softmax.default)
+@rule(
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+)
 def softmax(func: Any, args: Any, kwargs: Any) -> Any:
-    """Takes the softmax of each row, or over all rows."""
-    x, d = args[:2]
+    """Takes the softmax of each row, or over all rows; or the gradient of this."""
+    name = func._schema.name
+    log, back = "log" in name, "backward" in name
+    x, d, kind = args[back:]
     if type(x) is DistTensor and d % x.dim() == x.dim_ and x.is_floating_point():
-        kind = torch.float32 if args[2] else x.dtype
-        return softmax_over_rows(x, func is aten._log_softmax.default, kind)
+        if back:
+            return softmax_over_rows_backward(args[0], x, log, kind)
+        return softmax_over_rows(x, log, torch.float32 if kind else x.dtype)
     return _alone(func, args, kwargs)
 
 
-@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
-def softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Takes the gradient of `softmax`."""
-    g, y, d = args[:3]
-    if type(y) is DistTensor and d % y.dim() == y.dim_:
-        log = func is aten._log_softmax_backward_data.default
-        return softmax_over_rows_backward(g, y, log, args[3])
-    return _alone(func, args, kwargs)
-
-
-@rule(aten.searchsorted.Tensor)
-def searchsorted(func: Any, args: Any, kwargs: Any) -> Any:
-    """Finds the place of each number in a plain sorted vector."""
-    order, x = args[:2]
-    if type(order) is not Tensor or order.dim() != 1:
+@rule(aten.searchsorted.Tensor, aten.bucketize.Tensor, aten.isin)
+def found_in_table(func: Any, args: Any, kwargs: Any) -> Any:
+    """Finds each number in a plain table, which every rank reads whole."""
+    at = int(func is aten.searchsorted.Tensor)
+    x, table = args[at], args[1 - at]
+    plain = not isinstance(table, (DistTensor, PartialSum))
+    if type(x) is not DistTensor or not plain or (at and table.dim() != 1):
         return whole.apply(func, args, kwargs)
-    return DistTensor(func(order, x.local, *args[2:], **kwargs), x.rows, x.dim_)
-
-
-@rule(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar)
-def isin(func: Any, args: Any, kwargs: Any) -> Any:
-    """Tells of each number whether it is among plain ones."""
-    x, among = args[:2]
-    if type(x) is not DistTensor or isinstance(among, (DistTensor, PartialSum)):
-        return whole.apply(func, args, kwargs)
-    return DistTensor(func(x.local, *args[1:], **kwargs), x.rows, x.dim_)
-
-
-@rule(aten._trilinear.default)
-def trilinear(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sums products of three tensors, of which each lacks some of the dimensions."""
-    given = bound(func, args, kwargs)
-    factors = [plain(f) for f in given[:3]]
-    lacks, summed = given[3:6], given[6]
-    n = factors[0].dim() + len(lacks[0])
-    spread = [[d for d in range(n) if d not in lack] for lack in lacks]
-    sharded = [
-        (f, has)
-        for f, has in zip(factors, spread, strict=True)
-        if type(f) is DistTensor
-    ]
-    like, has = sharded[0]
-    at, rows = has[like.dim_], like.rows
-    apart = any(has[f.dim_] != at or f.rows is not rows for f, has in sharded)
-    if apart or rows.count == 1:  # which torch would repeat where a rank has none
-        return whole.apply(func, args, kwargs)
-    own = [
-        local_at(f, rows, has.index(at))
-        if at in has and (type(f) is DistTensor or f.size(has.index(at)) != 1)
-        else f
-        for f, has in zip(factors, spread, strict=True)
-    ]
-    out = func(*own, *given[3:])
-    if at in summed:
-        return summed_over_ranks(out, rows.mesh)
-    return DistTensor(out, rows, at - sum(d < at for d in summed))
+    own = [a.local if a is x else a for a in args]
+    return DistTensor(func(*own, **kwargs), x.rows, x.dim_)

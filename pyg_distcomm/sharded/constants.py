@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from pyg_distcomm.sharded.agreement import check_written, is_same, note_same
 from pyg_distcomm.sharded.dist_tensor import DistTensor, changed, rule
 
 _KEPT = 96  # results
-_KEPT_IDS = 64  # lists of ids, and masks
+_KEPT_MADE = 128  # what is made of lists of ids, and of masks
+_KEPT_WITH = 16  # of one tensor that is no constant
 _NUMBERED = 1 << 14  # descriptions
 _KEPT_PLAIN = 32  # plain operands
 
@@ -96,7 +98,7 @@ class Constants:
         self._numbers: dict[Any, int] = {}
         self._plain = ByContent(_KEPT_PLAIN)
         self.results = Latest(_KEPT)  # by number
-        self.ids, self.masks = Latest(_KEPT_IDS), Latest(_KEPT_IDS)
+        self.made = Latest(_KEPT_MADE)  # by kind and number; see `kept_with`
 
     def number_of(self, what: Any) -> int:
         """Returns the number of a description, always the same one."""
@@ -145,6 +147,24 @@ def key_of(x: DistTensor) -> int | None:
     if key is None or x.requires_grad or version_of(x) != x._key_version:
         return None
     return key
+
+
+def kept_with(x: DistTensor, kind: Any, make: Callable[[], Any]) -> Any:
+    """Returns what was made of a tensor; kept with it until an op writes to it.
+
+    What is made of a constant is kept by its key: the next epoch finds it.
+    """
+    key = key_of(x)
+    if key is not None:
+        kept, kind = constants_of(x.rows.mesh).made, (kind, key)
+    else:
+        version = version_of(x)
+        if x._kept is None or x._kept[0] != version:
+            x._kept = version, Latest(_KEPT_WITH)
+        kept = x._kept[1]
+    if kind not in kept:
+        kept[kind] = make()
+    return kept[kind]
 
 
 class _NotConstant(Exception):

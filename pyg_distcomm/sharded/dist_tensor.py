@@ -67,11 +67,10 @@ class DistTensor(EdgeMethods, Tensor):
     """
 
     __slots__ = (
-        "_chosen",
         "_copied",
         "_end",
         "_flipped",
-        "_ids",
+        "_kept",
         "_key",
         "_key_version",
         "_topology",
@@ -88,8 +87,7 @@ class DistTensor(EdgeMethods, Tensor):
     _key: int | None  # its number among constants, at a version
     _key_version: int
     _end: int | None  # which row of a `[2, e]` it is
-    _ids: Any  # what is planned for the ids that it holds
-    _chosen: Any  # the rows that it keeps, as a mask
+    _kept: Any  # what was made of it at a version; see `constants.kept_with`
     _copied: bool  # whether it is a copy where torch has a view
     _topology: Any  # what is planned for the edges that it is
     _flipped: Any  # what is planned for the edges of which it is the flip
@@ -107,8 +105,7 @@ class DistTensor(EdgeMethods, Tensor):
         )
         self.local, self.rows, self.dim_ = local, rows, dim
         self._key, self._key_version = key, 0
-        self._ids = self._chosen = self._topology = self.weight = None
-        self._flipped = None
+        self._kept = self._topology = self._flipped = self.weight = None
         self._copied, self._end = False, None
         return self
 
@@ -338,7 +335,7 @@ def changed(x: DistTensor) -> None:
     """
     if not x.local.is_inference():
         torch.autograd.graph.increment_version(x.local)
-    x._key = x._ids = x._chosen = x._topology = x.weight = x._flipped = None
+    x._key = x._kept = x._topology = x.weight = x._flipped = None
     carried = vars(x).get("carried")
     if carried is not None:  # to the rows of which it is a copy
         base, where = carried

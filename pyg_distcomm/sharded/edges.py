@@ -17,6 +17,8 @@ from pyg_distcomm.sharded.constants import constants_of, version_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 
+_KEPT = 8  # edges, and sparse adjacencies, of which each rank has made its share
+
 
 class _OfGraph(type(Tensor)):  # type: ignore[misc]
     def __instancecheck__(cls, value: Any) -> bool:
@@ -107,10 +109,10 @@ class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
             nodes: the rows of targets on this rank.
             sources: the rows of sources on this rank, if their type differs.
         """
-        kept = nodes.derived.setdefault("cut", [])
-        for other, version, of, found in kept:
-            if other is edge_index and version == other._version and of is sources:
-                return found  # type: ignore[no-any-return]
+        key = id(edge_index), edge_index._version, id(sources)
+        kept = nodes.latest("cut", _KEPT)
+        if key in kept:
+            return kept[key][0]  # type: ignore[no-any-return]
         if sources is None:
             check_edge_index(edge_index, nodes.total)
         else:
@@ -123,8 +125,7 @@ class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
         edges = Rows(mine, edge_index.size(1), nodes.mesh, None, nodes=of_nodes)
         local = edge_index[:, mine.to(edge_index.device)]
         made = DistEdgeIndex.build(local, nodes, edges, sources=sources)
-        kept.append((edge_index, edge_index._version, sources, made))
-        del kept[:-8]
+        kept[key] = made, edge_index, sources
         return made
 
     @staticmethod
@@ -133,10 +134,9 @@ class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
 
         Kept with the nodes, so that the same matrix is planned once.
         """
-        kept = nodes.derived.setdefault("sparse", [])
-        for other, version, found in kept:
-            if other is adj and version == adj._version:
-                return found  # type: ignore[no-any-return]
+        kept, key = nodes.latest("sparse", _KEPT), (id(adj), adj._version)
+        if key in kept:
+            return kept[key][0]  # type: ignore[no-any-return]
         n = nodes.total
         if adj.shape[:2] != (n, n):  # further dims are those of values
             raise ValueError(
@@ -146,8 +146,7 @@ class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
         made = PROCESS.rules["carrying"](
             DistEdgeIndex.cut(edge_index, nodes), value, True
         )
-        kept.append((adj, adj._version, made))
-        del kept[:-8]
+        kept[key] = made, adj
         return made  # type: ignore[no-any-return]
 
 

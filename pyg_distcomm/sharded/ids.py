@@ -28,7 +28,7 @@ from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, reduction_identity
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import compare_ids, pass_by
-from pyg_distcomm.sharded.constants import ByContent, constants_of, key_of, version_of
+from pyg_distcomm.sharded.constants import ByContent, kept_with, version_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     local_at,
@@ -127,8 +127,6 @@ class IdExchange:
             key: the number of `x` among constants, whose ghosts are kept from their second
                 use on.
         """
-        if x.dim() == 1:
-            return self.gather(x.unsqueeze(1), key).squeeze(1)
         rest = x.shape[1:]
         flat = x.reshape(len(x), math.prod(rest))
         if not self.halo.silent:
@@ -155,8 +153,6 @@ class IdExchange:
 
     def sum(self, src: Tensor) -> Tensor:
         """Returns the sums `[n, ...]` of rows `[k, ...]` by id, at the owners."""
-        if src.dim() == 1:
-            return self.sum(src.unsqueeze(1)).squeeze(1)
         rest = src.shape[1:]
         flat = src.reshape(len(src), math.prod(rest))
         if flat.dtype in _SUMMED and len(flat):
@@ -254,33 +250,29 @@ def _rows_at(x: Tensor, index: Tensor) -> Tensor:
 
 def ids_of(x: DistTensor) -> Ids | None:
     """Returns the ids that a tensor of whole numbers holds, one for each row; else None."""
-    found: Ids | None = x._ids
-    if found is not None and version_of(x) == x._key_version:
-        return found
+    kept = x._kept
+    if kept is not None and kept[0] == version_of(x) and "ids" in kept[1]:
+        return kept[1]["ids"]  # type: ignore[no-any-return]
     if x.local.dim() != 1 or x.dtype.is_floating_point or x.dtype == torch.bool:
         return None
-    key = key_of(x)
-    if key is None:
-        x._key_version, found = version_of(x), Ids(x.local, x.rows, x._end)
+
+    def made() -> Ids:
+        return Ids(x.local if x._key is None else x.local.clone(), x.rows, x._end)
+
+    return kept_with(x, "ids", made)  # type: ignore[no-any-return]
+
+
+def with_ids(x: DistTensor, part: DistTensor, end: int | None = None) -> DistTensor:
+    """Returns a view of the same rows, which holds the ids of `x`, or one end of edges."""
+    if end is None:
+        known = x.local.dim() == 1 or x._kept is not None
+        ids = ids_of(x) if known else None
+    elif x._key is None:  # else known by its own key
+        ids = kept_with(x, ("end", end), lambda: Ids(part.local, part.rows, end))
     else:
-        kept = constants_of(x.rows.mesh).ids
-        if key not in kept:
-            kept[key] = Ids(x.local.clone(), x.rows, x._end)
-        found = kept[key]
-    x._ids = found
-    return found
-
-
-def ids_of_part(x: DistTensor, i: int, part: DistTensor) -> Ids | None:
-    """Returns the ids of `x[i]`, kept with `x` while it does not change."""
-    if x._key is not None:  # known by its key
-        return None
-    kept, version = x._chosen, version_of(x)
-    if not isinstance(kept, dict) or kept["version"] != version:
-        kept = x._chosen = {"version": version}
-    if i not in kept:
-        kept[i] = Ids(part.local, part.rows, i)
-    return kept[i]  # type: ignore[no-any-return]
+        ids = None
+    part._kept = None if ids is None else (version_of(x), {"ids": ids})
+    return part
 
 
 @rule("reshard")
@@ -302,36 +294,24 @@ def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
 
     Kept with the mask until it changes. Collective once, for a mask that was computed.
     """
-    key = None
     if type(mask) is DistTensor:
-        if isinstance(mask._chosen, tuple):
-            version, of, found = mask._chosen
-            if version == version_of(mask) and of is rows:
-                return found  # type: ignore[no-any-return]
-        number = key_of(mask)
-        if number is not None:
-            key, table = (number, id(rows)), constants_of(rows.mesh).masks
-            if key in table:
-                return table[key][1]  # type: ignore[no-any-return]
-    if type(mask) is not DistTensor:
-        kept = rows.derived.setdefault("masks", ByContent(8))
-        if (found := kept.get(mask)) is not None:
-            return found  # type: ignore[no-any-return]
+        kept = kept_with(mask, id(rows), lambda: (_chosen(mask, rows), rows))
+        return kept[0]  # type: ignore[no-any-return]
+    known = rows.derived.setdefault("masks", ByContent(8))
+    found = known.get(mask)
+    return known.put(mask, _chosen(mask, rows)) if found is None else found  # type: ignore[no-any-return]
+
+
+def _chosen(mask: Tensor, rows: Rows) -> tuple[Rows, Tensor]:
     local = local_at(mask, rows, 0)
     known = int(mask.sum()) if type(mask) is not DistTensor else None
     where = local.nonzero().view(-1)
-    found = rows.select(local, known), where
-    if found[0].count == rows.count:
-        found = rows, where
-    else:  # where gradients of what was kept belong
-        found[0].latest("read")[rows.count] = rows
-    if key is not None:
-        table[key] = rows, found
-    elif type(mask) is DistTensor:
-        mask._chosen = version_of(mask), rows, found
-    else:
-        kept.put(mask, found)
-    return found
+    found = rows.select(local, known)
+    if found.count == rows.count:
+        return rows, where
+    # where gradients of what was kept belong
+    found.latest("read")[rows.count] = rows
+    return found, where
 
 
 def blocks_of(count: int, mesh: Mesh) -> Rows:

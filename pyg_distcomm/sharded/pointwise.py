@@ -108,7 +108,6 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 rule(
     aten._prelu_kernel,
-    aten.bucketize.Tensor,
     aten.complex,
     aten.copy,
     aten.fill,
@@ -177,8 +176,7 @@ def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if accumulates_plain():  # an optimizer would gather it for each moment
         return all_rows(x, "gradient")
     out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
-    out._ids, out._chosen = x._ids, x._chosen
-    out._topology, out.weight = x._topology, x.weight
+    out._kept, out._topology, out.weight = x._kept, x._topology, x.weight
     out._copied = x._copied and func is not aten.clone.default
     return out
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import in_backward
-from pyg_distcomm.sharded.constants import version_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
-from pyg_distcomm.sharded.ids import blocks_of, ids_of, ids_of_part
+from pyg_distcomm.sharded.ids import blocks_of, with_ids
 from pyg_distcomm.sharded.partial import PartialSum, over_ranks
 from pyg_distcomm.sharded.pointwise import meeting
 
@@ -29,10 +28,8 @@ def _view(
     """Returns a view of `x`; one of the same rows holds the same ids, if `x` holds any."""
     out = DistTensor(local, x.rows if rows is None else rows, dim)
     out._copied = x._copied
-    if rows is None and not x.dtype.is_floating_point:
-        if x._ids is not None or x.local.dim() == 1:
-            out._ids, out._key_version = ids_of(x), version_of(x)
-    return out
+    same = rows is None and not x.dtype.is_floating_point
+    return with_ids(x, out) if same else out
 
 
 # where ops that move dimensions take the sharded one
@@ -130,8 +127,7 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
     out = _view(x, func(x.local, d, i), x.dim_ - (d < x.dim_))
     if not x.dtype.is_floating_point and x.dim() == 2:
         out._end = i % x.size(d)
-        out._ids = ids_of_part(x, i, out)
-        out._key_version = version_of(x)
+        with_ids(x, out, i)
     return out
 
 
