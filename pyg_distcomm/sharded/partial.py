@@ -118,8 +118,7 @@ class PartialSum(Tensor):
                 if is_averaged(_leaf(), b.mesh):
                     return a.add_(b.part, alpha=b.mesh.size)
                 if not is_wrapped(_leaf(), b.mesh):
-                    _add_later(a, b)
-                    return a
+                    return _later(b, a)
         out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
         if type(x) is PartialSum and x._copied and _is_view(func):
             return tree_map(lambda part: PartialSum.copy_of(part, x.mesh), out)
@@ -292,53 +291,42 @@ def _pass_of(mesh: Mesh) -> _Pass:
     return passes[task]  # type: ignore[no-any-return]
 
 
-def _later(x: PartialSum) -> Tensor:
-    """Returns a tensor that holds the sum once the pass has ended."""
+def _later(x: PartialSum, before: Tensor | None = None) -> Tensor:
+    """Returns a tensor that holds the sum once the pass has ended.
+
+    Args:
+        x: the sum.
+        before: the gradient that the leaf has, to which it is added in place.
+    """
     part, leaf = x.part.clone(), _leaf()  # parts may share memory
     total: Any = PartialSum(part, x.mesh)
-    _pass_of(x.mesh).sums.append((total, leaf))
-    return total if leaf._post_accumulate_grad_hooks else part.view(part.shape)
-
-
-def _add_later(before: Tensor, x: PartialSum) -> None:
-    """Adds a sum to the gradient that a leaf has, once the pass has ended."""
-    total, leaf = PartialSum(x.part.clone(), x.mesh), _leaf()
     total._before = before
     _pass_of(x.mesh).sums.append((total, leaf))
-    if leaf._post_accumulate_grad_hooks:
+    hooked = bool(leaf._post_accumulate_grad_hooks)
+    if before is None:
+        return total if hooked else part.view(part.shape)
+    if hooked:
         leaf.grad = total
+    return before
 
 
-class _Enter(torch.autograd.Function):
-    """Takes a plain tensor into a computation on own rows; its gradient is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
+class _Across(torch.autograd.Function):
+    """Sums parts over the ranks; or, as its adjoint, takes a plain tensor as one."""
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():
-            return _Sum.apply(g, ctx.mesh), None
-        return summed_over_ranks(g, ctx.mesh), None
-
-
-class _Sum(torch.autograd.Function):
-    """Sums parts over the ranks; the gradient of each part is that of the sum."""
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, sums: bool) -> Tensor:
+        ctx.mesh, ctx.sums = mesh, sums
+        return collectives.all_reduce(x, mesh.world) if sums else x.view_as(x)
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return collectives.all_reduce(part, mesh.world)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _Enter.apply(g, ctx.mesh), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.sums or torch.is_grad_enabled():
+            return _Across.apply(g, ctx.mesh, not ctx.sums), None, None
+        return summed_over_ranks(g, ctx.mesh), None, None
 
 
 def entered(x: Tensor, mesh: Any) -> Tensor:
     """Returns a plain tensor for a computation on own rows; its gradient is summed."""
     several = isinstance(mesh, Mesh) and (mesh.size > 1 or mesh.world.observer)
     summed = several and x.requires_grad
-    return _Enter.apply(x, mesh) if summed else x
+    return _Across.apply(x, mesh, False) if summed else x
