@@ -8,7 +8,6 @@ from pyg_distcomm.sharded import (
     fused,
     products,
     reductions,
-    scatter,
     views,
 )
 from pyg_distcomm.sharded.dist_tensor import DistTensor
@@ -22,6 +21,5 @@ __all__ = [
     "fused",
     "products",
     "reductions",
-    "scatter",
     "views",
 ]

@@ -1,4 +1,4 @@
-"""Reads rows by ids, by masks, and by an index of the result's shape."""
+"""Reads rows by ids and by masks, and adds, reduces or writes to them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.ops.id_plan import reduction_identity
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_call, compare_plain, in_backward
 from pyg_distcomm.sharded.constants import key_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
+    changed,
+    gathered,
+    in_least_type,
     local_at,
     own_part,
     rule,
@@ -19,14 +24,16 @@ from pyg_distcomm.sharded.dist_tensor import (
 from pyg_distcomm.sharded.ids import (
     Ids,
     back,
+    beside,
     chosen,
     front,
     ids_of,
     leading_ids,
     plain_ids,
 )
-from pyg_distcomm.sharded.partial import plain
+from pyg_distcomm.sharded.partial import over_ranks, plain, summed_over_ranks
 from pyg_distcomm.sharded.pointwise import meeting
+from pyg_distcomm.sharded.views import space_of
 
 aten = torch.ops.aten
 
@@ -48,15 +55,18 @@ def index_select(func: Any, args: Any, kwargs: Any) -> Any:
         if type(index) is DistTensor:
             return whole.apply(func, args, kwargs)
         return DistTensor(func(x.local, d, index), x.rows, x.dim_)
-    if type(index) is DistTensor:
-        at: Any = index if index.device == x.device else index.to(x.device)
-        ids = ids_of(at)
-    else:
-        ids = plain_ids(index, x.rows, x.device)
+    ids = _ids(x, index)
     if ids is None:
         return whole.apply(func, args, kwargs)
     rows = ids.exchange(x.rows).gather(front(x), None if x._key is None else key_of(x))
     return back(rows, ids.rows, d)
+
+
+def _ids(x: DistTensor, index: Any) -> Ids | None:
+    """Returns the ids of rows of `x` in an index `[k]`; None if they are not known."""
+    if type(index) is not DistTensor:
+        return plain_ids(index, x.rows, x.device)
+    return ids_of(index if index.device == x.device else index.to(x.device))
 
 
 def _mesh_of(*operands: Any) -> Any:
@@ -190,3 +200,282 @@ def masked_select(func: Any, args: Any, kwargs: Any) -> Any:
     if mask.dim() == 1 and x.dim() == 1:
         return _masked(x, 0, mask)
     return whole.apply(func, args, kwargs)
+
+
+@rule(
+    aten.scatter_add.default,
+    aten.scatter_add_.default,
+    aten.scatter_reduce.two,
+    aten.scatter_reduce_.two,
+    aten.index_add.default,
+    aten.index_add_.default,
+    aten.scatter.src,
+    aten.scatter_.src,
+    aten.scatter.value,
+    aten.scatter_.value,
+)
+def scatter(func: Any, args: Any, kwargs: Any) -> Any:
+    """Adds, or reduces, to rows by ids; along another dimension row by row."""
+    x, d, v, src = args[:4]
+    d %= max(x.dim(), 1)
+    compare_call(_mesh_of(x, v, src), x, v)
+    given = [t for t in (x, v, src) if type(t) is DistTensor]
+    if all(t.dim_ != d for t in given):
+        return _row_by_row(func, args, kwargs, given[0])
+    name, op = func._schema.name, args[4] if len(args) > 4 else "sum"
+    if "index_add" not in name:  # torch takes a corner of src, and of x
+        wanted = src.shape if isinstance(src, Tensor) else v.shape
+        rest = [k for k in range(v.dim()) if k != d]
+        if v.shape != wanted or any(x.size(k) != v.size(k) for k in rest):
+            return whole.apply(func, args, kwargs)
+    if name in ("aten::scatter", "aten::scatter_"):
+        op = "put"
+    ids = None
+    if "alpha" not in kwargs and op in ("sum", "amax", "amin", "put"):
+        if type(v) is DistTensor:
+            ids = ids_of(v) if v.dim_ == (0 if v.dim() == 1 else d) else None
+        elif type(src) is DistTensor and src.dim_ == d:
+            ids = _plain_ids_of(v, d, src.rows)
+    if ids is None or (op == "put" and type(x) is not DistTensor):
+        return whole.apply(func, args, kwargs)
+    if isinstance(src, Tensor):
+        src = local_at(src, ids.rows, d).movedim(d, 0)
+    include, mutable = kwargs.get("include_self", True), func._schema.is_mutable
+    return _scatter(x, d, ids, src, op, mutable, include)
+
+
+def _row_by_row(func: Any, args: Any, kwargs: Any, like: DistTensor) -> Any:
+    """Scatters within each row."""
+    x, d, *rest = args
+    mutable, by_row = func._schema.is_mutable, "index_add" not in func._schema.name
+    if (mutable and type(x) is not DistTensor) or (
+        not by_row and type(rest[0]) is DistTensor
+    ):
+        return whole.apply(func, args, kwargs)
+    own = [
+        local_at(t, like.rows, like.dim_)
+        if isinstance(t, Tensor) and (i or by_row)
+        else t
+        for i, t in enumerate(rest)
+    ]
+    out = func(local_at(x, like.rows, like.dim_), d, *own, **kwargs)
+    if mutable:
+        changed(x)
+        return x
+    return DistTensor(out, like.rows, like.dim_)
+
+
+def _plain_ids_of(v: Tensor, d: int, rows: Rows) -> Ids | None:
+    """Returns own ids of a plain index, also of one that repeats them in each column."""
+    spread = [k for k in range(v.dim()) if k != d and v.size(k) != 1]
+    if (
+        any(v.stride(k) for k in spread)
+        or v.size(d if v.dim() > 1 else 0) != rows.count
+    ):
+        return None
+    if v.dim() > 1:
+        if not v.numel():
+            return None
+        v = v.movedim(d, 0).flatten(1)[:, 0]
+    return Ids(own_part(v, rows, 0), rows)
+
+
+def _scatter(
+    x: Any, d: int, ids: Ids, source: Any, op: str, mutable: bool, include: bool = True
+) -> Any:
+    """Adds, reduces or writes rows by ids ("sum", "amax", "amin", "put").
+
+    Args:
+        x: what is written to, sharded or plain.
+        d: the dimension that ids are of.
+        ids: own ids.
+        source: a row for each own id; or a number, which is put.
+        op: what becomes of rows of one id; of those that are put the last one stays.
+        mutable: whether `x` is written in place.
+        include: whether what `x` holds takes part where an id names it.
+    """
+    sharded = type(x) is DistTensor
+    start = front(x) if sharded else plain(x).movedim(d, 0)
+    plan: Any = ids.exchange(x.rows) if sharded else _Everywhere(ids, len(start))
+    if op == "put" and isinstance(source, Tensor):
+        total = start.clone()
+        plan.put(total, source.to(start.dtype), ids.rows.place_on(x.device))
+    elif op == "put":
+        total, include = torch.full_like(start, source), False
+    elif op == "sum":
+        total = plan.sum(source.to(start.dtype))
+        total = start + total if include else total
+    else:
+        total = plan.extreme(source, op)
+        further = torch.maximum if op == "amax" else torch.minimum
+        total = further(start, total) if include else total
+    if not include:
+        total = torch.where(plan.hit(start.dim()), total, start)
+    if not mutable:
+        return back(total, x.rows, d) if sharded else total.movedim(0, d)
+    start.copy_(total)
+    if sharded:
+        changed(x)
+    return x
+
+
+class _Everywhere:
+    """Scatters rows by ids to a table that every rank holds; see `IdExchange`.
+
+    Of a chunk, whose edges into its nodes are all here, and of whose gradients all are parts,
+    nothing travels.
+    """
+
+    def __init__(self, ids: Ids, count: int) -> None:
+        self.ids, self.count, self.mesh = ids, count, ids.rows.mesh
+        self.here = self.mesh.local_sizes and (ids.end == 1 or in_backward())
+        self.owners = None
+        if not self.here:
+            ids.check_below(count)
+            self.owners = None if in_backward() else _owners(ids, count)
+
+    def sum(self, src: Tensor) -> Tensor:
+        """Returns the sums of rows by id."""
+        if self.owners is not None:
+            return _sums_of_owners(src, self.ids, self.owners)
+        part = src.new_zeros((self.count, *src.shape[1:]))
+        part.index_add_(0, self.ids.local, src)
+        return part if self.here else summed_over_ranks(part, self.mesh)
+
+    def extreme(self, src: Tensor, op: str) -> Tensor:
+        """Returns the maxima or minima of rows by id; the identity where no id is."""
+        empty = reduction_identity(src.dtype, op)
+        best = src.new_full((self.count, *src.shape[1:]), empty)
+        index = beside(self.ids.local, src.dim()).expand_as(src)
+        best.scatter_reduce_(0, index, src, op)
+        return best if self.here else over_ranks(best, self.mesh, op[1:])
+
+    def hit(self, dim: int) -> Tensor:
+        """Tells which rows any id names."""
+        ones = torch.ones(len(self.ids.local), device=self.ids.local.device)
+        return beside(self.sum(ones), dim) > 0
+
+
+def _owners(ids: Ids, count: int) -> Rows | None:
+    """Returns the rows whose owners have all that is added to them; else None; collective once.
+
+    So have the owners of nodes the edges into them. Such sums are gathered, which takes half
+    of what an all-reduce does.
+    """
+    mesh, rows = ids.rows.mesh, space_of(ids.rows, count)
+    known = rows is not None and rows.whole and rows.partition is not None
+    if mesh.size == 1 or rows is None or not known or ids.rows.nodes is not rows:
+        return None
+    return rows if ids.exchange(rows).halo.silent else None
+
+
+def _sums_of_owners(y: Tensor, ids: Ids, rows: Rows) -> Tensor:
+    """Returns sums by id, gathered: degrees as whole numbers; collective."""
+    own = ids.exchange(rows).sum(y)
+    if own.dim() == 1 and own.dtype.is_floating_point:
+        own = in_least_type(own, rows.mesh.world)
+    return gathered(own, rows, "all_gather").to(y.dtype)
+
+
+@rule(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+def index_put(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes, or adds, to rows that a mask keeps or that ids name."""
+    x, given, value = args[:3]
+    add = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    compare_call(_mesh_of(x, *given, value), x, *given)
+    used = [i for i, v in enumerate(given) if v is not None]
+    d, v = used[0], given[used[0]]
+    mutable, found = func._schema.is_mutable, None
+    if type(x) is not DistTensor:
+        if len(used) == 1 and v.dim() == 1 and add and v.dtype != torch.bool:
+            found = _put_rows(x, d, v, value, add, mutable)
+    elif len(used) > 1 and used == list(range(len(used))) and x.dim_ == 0:
+        found = _put_several(x, given, value, mutable) if add else None
+    elif len(used) == 1 and x.dim_ == d and v.dim() == 1:
+        found = _put_rows(x, d, v, value, add, mutable)
+    elif len(used) == 1 and x.dim_ != d and type(v) is not DistTensor:
+        own = meeting(value, x.rows, x.dim() - x.dim_)
+        found = _written(x, func(x.local, given, own, add), mutable)
+    return whole.apply(func, args, kwargs) if found is None else found
+
+
+def _written(x: DistTensor, local: Tensor, mutable: bool) -> DistTensor:
+    """Returns what an op has written: `x` itself, if in place."""
+    if not mutable:
+        return DistTensor(local, x.rows, x.dim_)
+    changed(x)
+    return x
+
+
+@rule(
+    aten.index_copy.default,
+    aten.index_copy_.default,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.index_fill_.int_Scalar,
+    aten.index_fill_.int_Tensor,
+)
+def index_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes rows, or one value, to the rows that ids name."""
+    x, d, v, value = args
+    found, mutable = None, func._schema.is_mutable
+    if type(x) is DistTensor:
+        compare_call(x.rows.mesh, x, v)
+        d %= max(x.dim(), 1)
+        fills = "index_fill" in func._schema.name
+        if d == x.dim_:
+            if not isinstance(value, Tensor):
+                value = torch.tensor(value, dtype=x.dtype, device=x.device)
+            found = _put_rows(x, d, v, value, False, mutable)
+        elif type(v) is not DistTensor:
+            own = plain(value) if fills else local_at(value, x.rows, x.dim_)
+            found = _written(x, func(x.local, d, v, own), mutable)
+    return whole.apply(func, args, kwargs) if found is None else found
+
+
+def _put_rows(x: Any, d: int, v: Any, value: Any, add: bool, mutable: bool) -> Any:
+    """Writes, or adds, to rows; None where their ids are not known."""
+    right, shape = x.dim() - d, list(x.shape)
+    if v.dtype == torch.bool:
+        rows, where = chosen(v, x.rows)
+        shape[d] = len(where)
+        own = meeting(value, rows, right).expand(shape).to(x.dtype)
+        target = x.local if mutable else x.local.clone()
+        if add:
+            target.index_add_(d, where, own)
+        else:
+            target.index_copy_(d, where, own)
+        return _written(x, target, mutable)
+    ids = None
+    if type(x) is DistTensor or type(v) is DistTensor:
+        ids = _ids(x, v)
+    elif type(value) is DistTensor and value.dim_ == d:
+        ids = _plain_ids_of(torch.where(v < 0, v + x.size(d), v), 0, value.rows)
+    if ids is None:
+        return None
+    shape[d] = len(ids.local)
+    own = meeting(value, ids.rows, right).expand(shape).movedim(d, 0)
+    return _scatter(x, d, ids, own, "sum" if add else "put", mutable)
+
+
+def _put_several(x: DistTensor, given: list[Any], value: Any, mutable: bool) -> Any:
+    """Adds to `x[i, j, ...]`; None where the ids of rows i are not known."""
+    ids = leading_ids(x, given)
+    if ids is None:
+        return None
+    rest = [meeting(v, ids.rows, 1) for v in given[1:] if v is not None]
+    own = meeting(value, ids.rows, value.dim())
+    table = x.local.new_zeros((len(ids.local), *x.local.shape[1:]))
+    at = torch.arange(len(table), device=table.device)
+    table[(at, *rest)] = own
+    return _scatter(x, 0, ids, table, "sum", mutable)
+
+
+@rule(aten.embedding_dense_backward.default)
+def embedding_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """Sums gradients by the rows of a table; plain."""
+    g, v, *rest = args
+    like = g if type(g) is DistTensor else v
+    dim = like.dim_
+    own = [local_at(t, like.rows, dim) for t in (g, v)]
+    return summed_over_ranks(func(*own, *rest, **kwargs), like.rows.mesh)
