@@ -20,9 +20,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm import kernels
 from pyg_distcomm.graph import edge_products, local_adjacency
 from pyg_distcomm.graph.local_adjacency import GroupedEdges, adjacency_of, known
-from pyg_distcomm.loader import (
-    DistNeighborLoader,
-)
+from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import local_products, trimming
 from pyg_distcomm.process import PROCESS
 
@@ -53,14 +51,16 @@ def close(found, wanted):
 def graded(model, rows, *args, x=None):
     """Returns outputs and all gradients of a loss over some rows."""
     model.zero_grad()
-    x = x.clone().requires_grad_()
-    out = model(x, *args)
+    x, edges, *args = (
+        t.clone().requires_grad_() if t.is_floating_point() else t for t in (x, *args)
+    )
+    out = model(x, edges, *args)
     out = out[rows] if rows is not None else out
     kind = {"dtype": out.dtype, "device": out.device}
     weights = torch.linspace(0.5, 1.5, out.numel(), **kind).view(out.shape)
     (out * weights).sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    return [torch.as_tensor(out.detach()), x.grad, *grads]
+    grads = [t.grad for t in (x, *args, *model.parameters())]
+    return [torch.as_tensor(out.detach()), *grads]
 
 
 def agree(model, wanted, rows, *args, x):
@@ -117,12 +117,8 @@ LAYERS = {
 }
 WEIGHTED = "gcn", "gcn narrow", "gcn improved", "gcn no loops", "gcn plain", "graph"
 WEIGHTED += "graph mean", "tag", "sg", "cheb", "arma", "le"
-BY_PATH = (
-    "arma",
-    "cluster",
-    "le",
-    "pna-like",
-)  # what has no known form may take PyG's path
+# what has no known form may take PyG's path
+BY_PATH = "arma", "cluster", "le", "pna-like"
 
 SAMPLES = {
     "plain": {},
@@ -782,21 +778,34 @@ def test_weights_that_learn():
                 close(ours(*args), wanted(*args))
 
 
-def test_attention_weights_and_features_of_edges():
-    data = graph()
+FEATURED = {
+    "gat": lambda: pyg.GATConv(WIDTH, 4, heads=2, edge_dim=2),
+    "gat sums": lambda: pyg.GATConv(WIDTH, 4, heads=3, edge_dim=2, fill_value="add"),
+    "gat max": lambda: pyg.GATConv(WIDTH, 4, heads=2, edge_dim=2, fill_value="max"),
+    "gat no loops": lambda: pyg.GATConv(WIDTH, 4, 2, edge_dim=2, add_self_loops=False),
+    "gatv2": lambda: pyg.GATv2Conv(WIDTH, 4, heads=2, edge_dim=2),
+    "transformer": lambda: pyg.TransformerConv(WIDTH, 4, heads=2, edge_dim=2),
+}
+
+
+@pytest.mark.parametrize("name", FEATURED)
+def test_attention_weights_and_features_of_edges(name, runs):
     torch.manual_seed(1)
-    for kind in (pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv):
-        wanted = kind(WIDTH, 4, heads=2, edge_dim=2).double()
-        ours = pdc.convert(copy.deepcopy(wanted))
-        for batch in loader_of(data):
-            args = batch.x, batch.edge_index, batch.edge_attr
-            agree(ours, wanted, None, *args[1:], x=batch.x)
-            found, theirs = (
-                m(*args, return_attention_weights=True) for m in (ours, wanted)
-            )
-            close(found[0], theirs[0])
-            close(found[1][1], theirs[1][1])
-            assert torch.equal(found[1][0], theirs[1][0])
+    wanted = FEATURED[name]().double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    stack, trimmed = Stack(FEATURED[name]), None
+    for batch in loader_of(graph()):
+        args = batch.x, batch.edge_index, batch.edge_attr
+        agree(ours, wanted, None, *args[1:], x=batch.x)
+        more = {"return_attention_weights": True}
+        found, theirs = (m(*args, **more) for m in (ours, wanted))
+        close(found[0], theirs[0])
+        close(found[1][1], theirs[1][1])
+        assert torch.equal(found[1][0], theirs[1][0])
+        stack(*args)
+        trimmed = trimmed or pdc.convert(copy.deepcopy(stack))
+        agree(trimmed, stack, slice(batch.batch_size), *args[1:], x=batch.x)
+    assert ("segment_softmax" in runs) == (name not in ("gat max", "gatv2"))
 
 
 def test_products_are_differentiated_twice():
@@ -819,6 +828,7 @@ def test_products_are_differentiated_twice():
         assert check(lambda x: edge_products.aggregate("max", edges, None, x), (x,))
         assert check(lambda a: edge_products.softmax_of(edges, a), (heads,))
         assert check(lambda q, k: edge_products.dots(edges, q, k), (targets, wide))
+        assert check(lambda x: edge_products.sums_at(x, edge_index[0], 6), (heads,))
         scores = lambda q, k, a: edge_products.pair_scores(edges, q, k, a, 0.2)  # noqa: E731
         assert check(scores, (targets, wide, inner))
 

@@ -825,8 +825,8 @@ MUTATIONS = (
     Mutation(
         "attention over edges with features leaves them out",
         "attention",
-        'for name in ("edge_attr", "size")',
-        'for name in ("size",)',
+        "scores if terms is None else scores + terms",
+        "scores",
         "test_step.py",
         "attention",
     ),

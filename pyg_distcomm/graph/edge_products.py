@@ -86,11 +86,14 @@ class _SDDMM(torch.autograd.Function):
 
     @staticmethod
     @_unless_undefined
-    def backward(ctx: Any, h: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(ctx: Any, h: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         g, x = ctx.saved_tensors
-        back, order = ctx.pattern.transpose
-        by_g = _SpMM.apply(ctx.pattern, h, x)
-        return None, by_g, _SpMM.apply(back, h.index_select(0, order), g)
+        by_x = None
+        if ctx.needs_input_grad[2]:
+            back, order = ctx.pattern.transpose
+            by_x = _SpMM.apply(back, h.index_select(0, order), g)
+        by_g = _SpMM.apply(ctx.pattern, h, x) if ctx.needs_input_grad[1] else None
+        return None, by_g, by_x
 
 
 class _PairScores(torch.autograd.Function):
@@ -291,6 +294,12 @@ def ends_added(edges: GroupedEdges, source: Tensor, target: Tensor) -> Tensor:
     """
     s: Tensor = _Gather.apply(source, edges.pattern.col)
     return s + _Gather.apply(target, edges.targets)
+
+
+def sums_at(x: Tensor, index: Tensor, count: int) -> Tensor:
+    """Returns the sums of the rows of `x` `[k, f]` with the same index, `[count, f]`."""
+    y: Tensor = _ScatterAdd.apply(x, index, count)
+    return y
 
 
 def dots(edges: GroupedEdges, target: Tensor, source: Tensor) -> Tensor:

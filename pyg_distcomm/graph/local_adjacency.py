@@ -125,6 +125,14 @@ class GroupedEdges:
             )
             return rows.repeat_interleave(rowptr.diff(), output_size=self.pattern.nnz)
 
+    @cached_property
+    def each(self) -> GroupedEdges:
+        """The same targets, each with its own edges as sources, `[num_targets, nnz]`."""
+        with outside_inference_mode():
+            rowptr, count = self.pattern.rowptr, self.pattern.nnz
+            col = torch.arange(count, dtype=rowptr.dtype, device=rowptr.device)
+            return GroupedEdges(Pattern(rowptr, col, count), None)
+
     def prefix(self, rows: int, num_sources: int | None = None) -> GroupedEdges:
         """Returns the edges into the first `rows` targets, from `num_sources` sources."""
         pattern = self.pattern

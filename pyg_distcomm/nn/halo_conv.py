@@ -325,10 +325,13 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     source, target = pair
     fits = are_rows_of(source, topology) and source.dim() == target.dim() == 2
     fits = fits and target.dim_ == 0 and target.rows is topology.nodes
+    given = [v for v in values if v is not None]
+    fits = fits and all(_of_edges(v, topology) for v in given)
     if fits and drops and conv.training:
-        fits = all(v is None for v in values)
-        fits = fits and attends_by_kernels(conv, source.local, target.local)
-    return fits and all(v is None or _of_edges(v, topology) for v in values)
+        attr = given[0].local if given else None
+        ends = source.local, target.local
+        fits = len(given) < 2 and attends_by_kernels(conv, *ends, attr)
+    return fits
 
 
 def _adds_relations(conv: Any, topology: Topology, values: Any) -> bool:

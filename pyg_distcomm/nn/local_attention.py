@@ -7,7 +7,9 @@
     TransformerConv  s_ij = <Q x_i, K x_j> / sqrt(C)              [Shi21] Sec. 3.1
 
 PyG computes `<u, W x>` from the transformed rows of all nodes; here it is `<W^T u, x>`, a
-product with a matrix of as many columns as there are heads. Scores are computed edge by edge:
+product with a matrix of as many columns as there are heads. So is the score of a GATConv's
+edge attributes; those of a TransformerConv are `<E^T Q x_i, a_ij>` and `E sum_j a_ij`, so that
+no attribute is transformed for each edge. Scores are computed edge by edge:
 no row is copied for each edge. Of targets only the rows that are computed are transformed, and
 self-loops are added once for an edge_index.
 """
@@ -15,7 +17,7 @@ self-loops are added once for an edge_index.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from pyg_distcomm.graph.edge_products import (
     multiply,
     pair_scores,
     softmax_of,
+    sums_at,
 )
 from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
@@ -45,8 +48,11 @@ from pyg_distcomm.nn.layer_context import dtype_of, is_product
 from pyg_distcomm.nn.leading_rows import leading
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
-# takes a layer, its edges, sources and targets; returns scores [e, H], and rows [n, H, C]
-Scores = Callable[[Any, GroupedEdges, Tensor, Tensor], tuple[Tensor, Tensor]]
+# takes a layer, its edges, sources and targets, and what `_edge_terms` returns; returns
+# scores [e, H], and rows [n, H, C]
+Scores = Callable[
+    [Any, GroupedEdges, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
+]
 
 
 def is_supported(conv: Any, given: dict[str, Any]) -> bool:
@@ -54,7 +60,8 @@ def is_supported(conv: Any, given: dict[str, Any]) -> bool:
     kind = _kind(conv)
     if kind is None or conv.node_dim != 0:
         return False
-    if any(given.get(name) is not None for name in ("edge_attr", "size")):
+    attr = given.get("edge_attr")
+    if given.get("size") is not None or not _reads_attributes(conv, kind, attr):
         return False
     if any(map(is_lazy, conv.parameters())):
         return False
@@ -64,9 +71,24 @@ def is_supported(conv: Any, given: dict[str, Any]) -> bool:
         return False
     plain, biased = _linears(conv, kind)
     dtype = dtype_of((*plain, *biased)[0])
+    parts += [] if attr is None else [attr]
     return all(t.dtype == dtype for t in parts) and is_product(
         conv, kind, *plain, biased=biased
     )
+
+
+def _reads_attributes(conv: Any, kind: type, attr: Any) -> bool:
+    """Tells whether a layer's edge attributes, or their absence, fit `_edge_terms`."""
+    if kind is pyg.GATv2Conv:
+        return attr is None
+    if attr is None or conv.lin_edge is None:
+        return attr is None and (conv.lin_edge is None or kind is pyg.GATConv)
+    if type(attr) is not Tensor or attr.dim() > 2:
+        return False
+    if attr.dim() == 1 and kind is pyg.TransformerConv:
+        return False
+    # what a self-loop gets must be linear in the attributes
+    return not getattr(conv, "add_self_loops", False) or conv.fill_value in _FILLS
 
 
 def _kind(conv: Any) -> type | None:
@@ -87,11 +109,13 @@ def _linears(conv: Any, kind: type) -> tuple[list[Any], list[Any]]:
             conv.lin_skip,
             conv.lin_beta,
         )
-        return [], [lin for lin in maps if lin is not None]
-    residual = [] if conv.res is None else [conv.res]
-    if kind is pyg.GATv2Conv:
-        return [], [conv.lin_l, conv.lin_r, *residual]
-    return [lin for lin in _ends_of(conv) if lin is not None], residual
+        plain, biased = [conv.lin_edge], list(maps)
+    elif kind is pyg.GATv2Conv:
+        plain, biased = [], [conv.lin_l, conv.lin_r, conv.res]
+    else:
+        plain, biased = [*_ends_of(conv), conv.lin_edge], [conv.res]
+    given = ([lin for lin in each if lin is not None] for each in (plain, biased))
+    return tuple(given)  # type: ignore[return-value]
 
 
 def _ends_of(conv: Any) -> tuple[Any, Any]:
@@ -100,7 +124,7 @@ def _ends_of(conv: Any) -> tuple[Any, Any]:
     return (conv.lin, conv.lin) if both else (conv.lin_src, conv.lin_dst)
 
 
-def edges_of(
+def _edges_of_layer(
     conv: Any,
     adjacency: LocalAdjacency,
     edge_index: Tensor,
@@ -120,6 +144,42 @@ def edges_of(
             adjacency.derived[key] = looped_edges(adjacency, looped, *shape)
     found: GroupedEdges | None = adjacency.derived[key]
     return found
+
+
+def _edge_terms(
+    conv: Any,
+    adjacency: LocalAdjacency,
+    edges: GroupedEdges,
+    edge_index: Tensor,
+    attr: Tensor | None,
+) -> Tensor | None:
+    """Returns what attributes add on the edges of `_edges_of_layer`, in their order.
+
+    For a GATConv scores `[nnz, H]`, those of self-loops as `fill_value` says; for a
+    TransformerConv the attributes.
+    """
+    if attr is None:
+        return None
+    if _kind(conv) is pyg.TransformerConv:
+        return edges.in_order(attr)
+    folded = _folded(conv.lin_edge.weight, conv.att_edge)
+    score = F.linear(attr.view(len(attr), -1), folded)
+    if not conv.add_self_loops:
+        return edges.in_order(score)
+    count = min(edges.pattern.shape)
+    key = "kept", count
+    if key not in adjacency.derived:
+        with outside_inference_mode():
+            kept = (edge_index[0] != edge_index[1]).nonzero().squeeze(1)
+            into = edge_index[1].index_select(0, kept)
+            degree = torch.bincount(into, minlength=count).clamp(min=1).unsqueeze(1)
+            adjacency.derived[key] = kept, into, degree
+    kept, into, degree = adjacency.derived[key]
+    if len(kept) < len(score):
+        score = score.index_select(0, kept)
+    loops = sums_at(score, into, count)
+    loops = loops / degree.to(loops.dtype) if conv.fill_value == "mean" else loops
+    return edges.in_order(torch.cat([score, loops]))
 
 
 def note_rows(conv: Any, ends: Tensor, edge_index: Any) -> None:
@@ -149,33 +209,46 @@ def noted_rows(conv: Any, adjacency: LocalAdjacency) -> Rows | None:
 
 def run(
     conv: Any,
-    edges: GroupedEdges,
+    adjacency: LocalAdjacency,
+    edge_index: Tensor,
+    sizes: Sequence[int],
     source: Tensor,
     target: Tensor,
-    edge_rows: Rows | None = None,
-) -> Tensor:
-    """Runs the layer on its edges, for the first rows of `target`.
+    attr: Tensor | None,
+    count: int | None,
+) -> Tensor | None:
+    """Runs the layer, for the first `count` rows of `target`; None if an id is out of range.
 
     Args:
         conv: the layer.
-        edges: its edges, with self-loops.
-        source: rows of sources.
-        target: rows of targets.
-        edge_rows: those of the edges, as they were before they were grouped, if they are edges
-            of a share: dropout is keyed by them.
+        adjacency, edge_index: its edges.
+        sizes: the numbers of sources and of targets of all edges.
+        source, target: rows of sources and targets.
+        attr: the attributes of all edges, or None.
+        count: how many rows to return; None for all.
 
     Shapes: source [n, F_s], target [>= m, F_t]; returns [m, H F_out] or [m, F_out].
     """
+    every = _edges_of_layer(conv, adjacency, edge_index, *sizes)
+    if every is None:
+        return None
+    terms = _edge_terms(conv, adjacency, every, edge_index, attr)
+    edges = every if count is None else every.prefix(count)
     kind = _kind(conv)
     assert kind is not None
     target = target[: edges.num_targets]
     edges = edges.prefix(edges.num_targets, len(source))
+    terms = None if terms is None else terms[: edges.pattern.nnz]
     with parametrize.cached():  # PyG's code reads each weight once
-        scores, rows = _SCORES[kind](conv, edges, source, target)
+        scores, rows = _SCORES[kind](conv, edges, source, target, terms)
     share = softmax_of(edges, scores)
     if conv.training and conv.dropout:
-        share = _dropped(edges, share, conv.dropout, edge_rows)
+        rows_of_edges = noted_rows(conv, adjacency)
+        share = _dropped(edges, share, conv.dropout, rows_of_edges)
     out = multiply(edges, share, rows)
+    if terms is not None and kind is pyg.TransformerConv:
+        sums = multiply(edges.each, share, _for_heads(conv, terms))
+        out = out + torch.einsum("mhd,hcd->mhc", sums, _of_edges(conv))
     out = out.flatten(1) if conv.concat else out.mean(1)
     if kind is pyg.TransformerConv:
         return _skipped(conv, out, target)
@@ -188,8 +261,22 @@ def _heads(conv: Any, rows: Tensor) -> Tensor:
     return rows.view(-1, conv.heads, conv.out_channels)
 
 
+def _for_heads(conv: Any, attr: Tensor) -> Tensor:
+    return attr.unsqueeze(1).expand(-1, conv.heads, -1)
+
+
+def _of_edges(conv: Any) -> Tensor:
+    """Returns what transforms edge attributes, for each head, `[H, C, D]`."""
+    weight: Tensor = conv.lin_edge.weight
+    return weight.view(conv.heads, conv.out_channels, -1)
+
+
 def _gat(
-    conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor
+    conv: Any,
+    edges: GroupedEdges,
+    source: Tensor,
+    target: Tensor,
+    terms: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     of_source, of_target = _ends_of(conv)
     scores = ends_added(
@@ -197,6 +284,7 @@ def _gat(
         F.linear(source, _folded(of_source.weight, conv.att_src)),
         F.linear(target, _folded(of_target.weight, conv.att_dst)),
     )
+    scores = scores if terms is None else scores + terms
     scores = F.leaky_relu(scores, conv.negative_slope)
     return scores, _heads(conv, of_source(source))
 
@@ -208,7 +296,11 @@ def _folded(weight: Tensor, attention: Tensor) -> Tensor:
 
 
 def _gatv2(
-    conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor
+    conv: Any,
+    edges: GroupedEdges,
+    source: Tensor,
+    target: Tensor,
+    terms: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     rows, of_target = _heads(conv, conv.lin_l(source)), _heads(conv, conv.lin_r(target))
     slope = conv.negative_slope
@@ -216,13 +308,21 @@ def _gatv2(
 
 
 def _transformer(
-    conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor
+    conv: Any,
+    edges: GroupedEdges,
+    source: Tensor,
+    target: Tensor,
+    terms: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     query, key = (
         _heads(conv, conv.lin_query(target)),
         _heads(conv, conv.lin_key(source)),
     )
-    scores = dots(edges, query / math.sqrt(conv.out_channels), key)
+    query = query / math.sqrt(conv.out_channels)
+    scores = dots(edges, query, key)
+    if terms is not None:
+        query = torch.einsum("mhc,hcd->mhd", query, _of_edges(conv))
+        scores = scores + dots(edges.each, query, _for_heads(conv, terms))
     return scores, _heads(conv, conv.lin_value(source))
 
 
@@ -249,6 +349,7 @@ def _dropped(edges: GroupedEdges, share: Tensor, p: float, rows: Rows | None) ->
     return share if edges.order is None else edges.in_order(share)
 
 
+_FILLS = ("mean", "add")  # of self-loops
 _SCORES: dict[type, Scores] = {
     pyg.GATConv: _gat,
     pyg.GATv2Conv: _gatv2,

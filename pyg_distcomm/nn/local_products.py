@@ -218,11 +218,10 @@ def run_layer(
     def compute(source: Any, target: Any, rows: int | None) -> Any:
         assert adjacency is not None
         if attends:
-            edges = local_attention.edges_of(conv, adjacency, edge_index, *sizes)
-            if edges is not None:
-                edges = edges if rows is None else edges.prefix(rows)
-                keyed = local_attention.noted_rows(conv, adjacency)
-                return local_attention.run(conv, edges, source, target, keyed)
+            kept = source, target, given.get("edge_attr"), rows
+            found = local_attention.run(conv, adjacency, edge_index, sizes, *kept)
+            if found is not None:
+                return found
         own, known = dict(given), (edge_index, adjacency)
         own["x"] = source if target is source else (source, target)
         if rows is not None:
@@ -244,7 +243,7 @@ def run_layer(
         trims
         and not is_changed(conv)  # which `forward` calls
         and local_attention.is_supported(conv, given)
-        and usable(*map(leading, ends))
+        and usable(*map(leading, ends), given.get("edge_attr"))
     )
     sizes = [len(t) for t in ends] if attends else []
     if not isinstance(x, (Tensor, tuple)) or not trims:
@@ -322,10 +321,12 @@ def _add_relations(
     return out if conv.bias is None else out + conv.bias
 
 
-def attends_by_kernels(conv: Any, source: Tensor, target: Tensor) -> bool:
+def attends_by_kernels(
+    conv: Any, source: Tensor, target: Tensor, attr: Tensor | None
+) -> bool:
     """Tells whether `run_layer` runs a layer of attention by the kernels, on such rows."""
-    given = {"x": (source, target)}
-    known = usable(source, target) and _runs_by_products(conv)
+    given = {"x": (source, target), "edge_attr": attr}
+    known = usable(source, target, attr) and _runs_by_products(conv)
     return known and local_attention.is_supported(conv, given)
 
 
