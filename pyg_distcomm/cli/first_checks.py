@@ -36,15 +36,13 @@ def check_partition(arguments: argparse.Namespace) -> None:
     path = Path(name)
     if path.is_file():
         return
-    if path.is_dir() and path.suffix.lower() in FILES:
-        raise ValueError(f"{name}: is a folder; give a file of edges, or a .pt")
-    if path.suffix.lower() in FILES:
-        raise ValueError(f"{name}: missing; give the path of a file of edges or a .pt")
     made = name.lower()
     if made == "digits" or (made.startswith("generated-") and made[10:].isdecimal()):
         return
     if path.is_dir():
         raise ValueError(f"{name}: is a folder; give a file of edges, or a .pt")
+    if path.suffix.lower() in FILES:
+        raise ValueError(f"{name}: missing; give the path of a file of edges or a .pt")
     raise ValueError(
         f"unknown graph {name!r}{did_you_mean(name, GRAPHS)}; give the path of a file of edges "
         f"(.txt, .csv, .npy, .npz, .parquet) or of a Data (.pt: torch.save(dataset[0], "

@@ -138,19 +138,14 @@ def _compare_and_gather(
             f"not all ranks asked for {question}; ask on all ranks, or use .to_local()"
         )
     found = first_difference([details for _, details in every])
-    raise ValueError(f"{_ADVICE[question]}: {found}")
+    same = "run the same operations on all ranks in the same order"
+    raise ValueError(f"{_ADVICE.get(question, same)}: {found}")
 
 
-_LAYER, _OPERATION = "the first use of a layer", "an operation over all rows"
-_PLAIN, _PARAMETER = (
-    "a plain tensor beside row-sharded ones",
-    "the first use of a parameter",
-)
+_LAYER, _PARAMETER = "the first use of a layer", "the first use of a parameter"
 _BACKWARD = "the end of a backward pass"
 _ADVICE = {
     _LAYER: "run the same layers on all ranks in the same order",
-    _OPERATION: "run the same operations on all ranks in the same order",
-    _PLAIN: "run the same operations on all ranks in the same order",
     _PARAMETER: "build the same model on all ranks",
     _BACKWARD: "train all ranks alike",
 }
@@ -280,7 +275,9 @@ class Comparer:
             ValueError: naming the operations.
         """
         details = {"operation": f"{name}({', '.join(operands)})"}
-        _compare_and_gather(_OPERATION, details, 0, self._mesh, self._unpriced, name)
+        _compare_and_gather(
+            "an operation over all rows", details, 0, self._mesh, self._unpriced, name
+        )
 
     @property
     def _unpriced(self) -> Any:
@@ -301,7 +298,8 @@ class Comparer:
         """
         details = {"operation": f"{what}()", "plain tensor": _shape_and_dtype(x)}
         axis = self._unpriced
-        marks = _compare_and_gather(_PLAIN, details, digest(x), self._mesh, axis)
+        question = "a plain tensor beside row-sharded ones"
+        marks = _compare_and_gather(question, details, digest(x), self._mesh, axis)
         differ = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
         if differ:
             raise ValueError(

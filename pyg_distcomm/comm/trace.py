@@ -34,6 +34,8 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.collectives import Axis
+from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.ledger import Exchange, Ledger, clock, label
 from pyg_distcomm.comm.store import joined_mesh, world_size
 from pyg_distcomm.partition.atomic import disk_error, whole_file
@@ -152,27 +154,17 @@ class trace(contextlib.ContextDecorator):
 
     def __enter__(self) -> trace:
         mesh = self._mesh or joined_mesh()
-        problem = _argument_error(self.path, mesh)
-        self._axis = None
+        # in no ledger of the mesh, and in no trace
+        own = Ledger(traced=False)
+        axis = self._axis = Axis("trace", 0, 1, None, own, None)
         if mesh is not None and mesh.everyone.size > 1:
-            # in no ledger of the mesh, and in no trace
-            self._axis = replace(mesh.everyone, ledger=Ledger(traced=False))
+            axis = self._axis = replace(mesh.everyone, ledger=own)
+        with on_all_ranks(axis):
+            _check_arguments(self.path, mesh)
+        check_alike({"path": str(self.path)}, axis)
         ahead = time.time_ns() - clock()
-        note = problem, str(self.path), clock() + ahead
-        notes = [note]
-        if self._axis is not None:
-            notes = collectives.all_gather_object(note, self._axis)
-        _, first, begin = notes[0]
-        for rank, (wrong, path, _) in enumerate(notes):
-            if wrong is None and path != first:
-                wrong = (
-                    f"trace to the same path on all ranks: {path!r} here, and {first!r} "
-                    "on rank 0"
-                )
-            if wrong is not None:
-                raise ValueError(f"rank {rank}: {wrong}")
-        rank = 0 if self._axis is None else self._axis.rank
-        self._recorder = PROCESS.recorder = Recorder(rank, begin - ahead)
+        begin = collectives.broadcast_object(clock() + ahead, axis)
+        self._recorder = PROCESS.recorder = Recorder(axis.rank, begin - ahead)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -192,18 +184,15 @@ class trace(contextlib.ContextDecorator):
 
     def _merge(self, events: list[Event]) -> str:
         """Sends events to rank 0, which writes all; returns the problem with writing, or ""."""
-        parts, axis = [events], self._axis
-        if axis is not None:
-            packed = zlib.compress(json.dumps(events).encode(), 1)
-            sent = [len(packed) if peer == 0 else 0 for peer in range(axis.size)]
-            sizes = collectives.exchange_counts(sent, axis)
-            data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-            came = collectives.all_to_all(data, sent, sizes, axis, "plan").wait()
-            if axis.rank == 0:
-                raw = (part.numpy().tobytes() for part in came.split(sizes))
-                parts = [json.loads(zlib.decompress(each)) for each in raw]
-        problem = ""
-        if axis is None or axis.rank == 0:
+        axis, problem = self._axis, ""
+        packed = zlib.compress(json.dumps(events).encode(), 1)
+        sent = [len(packed) if peer == 0 else 0 for peer in range(axis.size)]
+        sizes = collectives.exchange_counts(sent, axis)
+        data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        came = collectives.all_to_all(data, sent, sizes, axis, "plan").wait()
+        if axis.rank == 0:
+            raw = (part.numpy().tobytes() for part in came.split(sizes))
+            parts = [json.loads(zlib.decompress(each)) for each in raw]
             try:
                 _write(self.path, parts, {"ranks": len(parts)})
             except Exception as error:  # the others wait for the outcome
@@ -211,14 +200,12 @@ class trace(contextlib.ContextDecorator):
                 problem = (
                     f"{self.path}: cannot be written: {why}; trace to another place"
                 )
-        if axis is not None:
-            problem = str(collectives.broadcast_object(problem, axis))
-        return problem
+        return str(collectives.broadcast_object(problem, axis))
 
     def _write_own(self, error: BaseException, events: list[Event]) -> None:
         """Writes the events of this rank alone; a problem with that does not hide the error."""
         path, axis = self.path, self._axis
-        if axis is not None:
+        if axis.size > 1:
             path = path.with_name(f"rank{axis.rank}.{path.name}")
         told = [*str(error).splitlines(), ""][0]  # its cause may follow
         about = {"failed": f"{type(error).__name__}: {told}"[:300]}
@@ -228,22 +215,25 @@ class trace(contextlib.ContextDecorator):
             warnings.warn(f"{path}: not written: {other}", stacklevel=3)
 
 
-def _argument_error(path: Path, mesh: Any) -> str | None:
-    """Returns the problem with starting a trace; None if there is none."""
+def _check_arguments(path: Path, mesh: Any) -> None:
+    """Raises ValueError if a trace cannot start."""
     if PROCESS.recorder is not None:
-        return "a trace is under way in this process; end it before the next begins"
+        raise ValueError(
+            "a trace is under way in this process; end it before the next begins"
+        )
     if mesh is None and world_size() > 1:
-        return (
+        raise ValueError(
             f"there are {world_size()} ranks and no mesh to merge their traces "
             "by; call pdc.init() first, or pass mesh="
         )
     if mesh is not None and mesh.everyone.rank:
-        return None
+        return
     if path.is_dir():
-        return f"{path}: is a folder; give the name of a file"
+        raise ValueError(f"{path}: is a folder; give the name of a file")
     if (error := disk_error(path.parent)) is not None:
-        return f"{path}: cannot be written: {error.strerror}; trace to another place"
-    return None
+        raise ValueError(
+            f"{path}: cannot be written: {error.strerror}; trace to another place"
+        )
 
 
 def _write(path: Path, parts: list[list[Event]], about: Mapping[str, Any]) -> None:

@@ -261,20 +261,14 @@ def _agree_same(
 
 def _comparable_arguments(method: Any, link: Any, **more: Any) -> dict[str, Any]:
     """Returns the arguments of `partition` that can be compared."""
-    if isinstance(method, Mapping):
-        methods = {
-            f"method[{name!r}]": _digest_of_method(each)
-            for name, each in method.items()
-        }
-    else:
-        methods = {"method": _digest_of_method(method)}
-    links = {"": link} if not isinstance(link, Mapping) else link
-    settings = {
-        f"{name}{of and ' of '}{of}": value
-        for of, one in links.items()
-        for name, value in settings_of(one).items()
+    methods = method if isinstance(method, Mapping) else {"": method}
+    links = link if isinstance(link, Mapping) else {"": link}
+    told = {
+        f"method{k and f'[{k!r}]'}": _digest_of_method(v) for k, v in methods.items()
     }
-    return {**methods, **settings, **more}
+    for of, one in links.items():
+        told |= {f"{n}{of and ' of '}{of}": v for n, v in settings_of(one).items()}
+    return {**told, **more}
 
 
 def _digest_of_method(method: Any) -> str:
