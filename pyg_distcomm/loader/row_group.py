@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import check_alike
+from pyg_distcomm.comm.consistency import check_alike, naming, on_all_ranks
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey, codec_of
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -143,9 +143,14 @@ def add_rows(
         ValueError, TypeError: on all ranks, if sizes or dtypes do not fit, or a codec
             cannot encode the values.
     """
-    rows, problem = _checked(row_group, name, values)
-    spec = None if problem else (name, rows.dtype, tuple(rows.shape[1:]))
-    collectives.agree(problem, channel.world)
+    with on_all_ranks(channel.world), naming(f"attribute {name!r}"):
+        rows = as_rows(values)
+        if len(rows) != len(row_group.own):
+            raise ValueError(
+                f"has {len(rows)} rows, but {len(row_group.own)} ids of group "
+                f"{row_group.group!r} are owned here"
+            )
+    spec = name, rows.dtype, tuple(rows.shape[1:])
     check_alike({"attribute": spec}, channel.world)
     shape = width_of(rows), rows.dtype
     smaller = codec.wire_bytes(1, *shape) < Plain().wire_bytes(1, *shape)
@@ -219,19 +224,6 @@ def own_rows(row_group: RowGroup, values: Any) -> Any:
     if len(values) == row_group.total != len(row_group.own):
         return values[row_group.own]
     return values
-
-
-def _checked(row_group: RowGroup, name: str, values: Any) -> tuple[Tensor, str | None]:
-    try:
-        rows = as_rows(values)
-    except TypeError as error:
-        return torch.empty(0), f"attribute {name!r}: {error}"
-    if len(rows) == len(row_group.own):
-        return rows, None
-    return rows, (
-        f"attribute {name!r} of group {row_group.group!r} has {len(rows)} rows, but "
-        f"{len(row_group.own)} ids are owned here"
-    )
 
 
 def learn_owners(row_group: RowGroup, channel: ProcessGrid) -> Partition:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm import mesh as grids
 from pyg_distcomm.comm.axis import destroy_groups
-from pyg_distcomm.comm.consistency import on_all_ranks
+from pyg_distcomm.comm.consistency import check_alike, naming, on_all_ranks
 from pyg_distcomm.comm.mesh import Grid, Mesh
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.nn.product_layers import DistGCNConv, DistSAGEConv
@@ -196,11 +196,13 @@ def _choose_plan(
         placed = [
             (replace(one, link=None), links.index(one.link)) for one in candidates
         ]
-        return placed, owner, training, _codec_names(options["codecs"])
+        return placed, owner, training
 
     # the arguments of rank 0 count: the other ranks time what it chooses
-    placed, owner, training, names = _on_rank_0(mesh, choose)
-    collectives.agree(_codec_difference(options["codecs"], names), mesh.world)
+    placed, owner, training = _on_rank_0(mesh, choose)
+    with on_all_ranks(mesh.world):
+        names = _codec_names(options["codecs"])
+    check_alike({"codecs": names[1:]}, mesh.world)
     links = [one and one.link for one in codings(options["codecs"])]
     candidates = [replace(one, link=links[at]) for one, at in placed]
     if owner is None:
@@ -208,36 +210,16 @@ def _choose_plan(
     owners = Partition.from_owner(owner, mesh.size)
     if len(candidates) == 1:
         return candidates[0], owners
-    collectives.agree(_graph_problem(data, owners), mesh.world)
-    return fastest(
-        edges_of(data, owners)[0], owners, candidates, training, mesh_options
-    ), owners
-
-
-def _graph_problem(data: Any, owners: Partition) -> str | None:
-    """Describes a problem of this rank's graph; returns None if there is none."""
-    try:
+    with on_all_ranks(mesh.world), naming("give every rank the same data"):
         edge_index, nodes, _ = edges_of(data, owners)
         check_edge_index(edge_index, nodes)
-    except (TypeError, ValueError) as error:
-        return f"{error}; give every rank the same data"
-    return None
+    best = fastest(edge_index, owners, candidates, training, mesh_options)
+    return best, owners
 
 
 def _training(data: Any, read: dict[str, Any], options: dict[str, Any]) -> Training:
     dtype = dtype_of(data, read["model"], options["dtype"])
     return training_from_options(data, dtype=dtype, **read)
-
-
-def _codec_difference(codecs: Sequence[CodecLike], there: list[str]) -> str | None:
-    """Describes how codecs differ from those of rank 0; returns None if they do not."""
-    try:
-        own_names = _codec_names(codecs)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    if own_names == there:
-        return None
-    return f"codecs are {own_names[1:]}, and on rank 0 {there[1:]}; give all ranks the same"
 
 
 def _codec_names(codecs: Sequence[CodecLike]) -> list[str]:

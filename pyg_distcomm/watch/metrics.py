@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.ledger import Entry, Ledger
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.trace import as_json, span, trace
@@ -104,7 +105,8 @@ class metrics:
         self._axis = replace(self.mesh.everyone, ledger=own)
         self._start, self._folder_works = 0, True
         about = self._about(data)
-        collectives.agree(self._open_folder(about), self._axis)
+        with on_all_ranks(self._axis):
+            self._open_folder(about)
         self._phases: dict[str, float] = {}
         self._inner = 0.0  # seconds of the phases inside the one that is open
         self._before = self.mesh.ledger.snapshot()
@@ -149,10 +151,10 @@ class metrics:
         found["partition"] = asdict(partition_report(data))
         return found
 
-    def _open_folder(self, about: Row) -> str | None:
-        """Creates the folder, on rank 0; returns the problem if that fails."""
+    def _open_folder(self, about: Row) -> None:
+        """Creates the folder, on rank 0; raises ValueError if that fails."""
         if self.folder is None or self.mesh.everyone.rank:
-            return None
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             before = _read_json(self.folder / RUN)
@@ -162,10 +164,9 @@ class metrics:
             write_text(self.folder / RUN, json.dumps({**about, "starts": starts}))
             _end_line(self.folder / ROWS)
         except OSError as error:
-            return f"pdc.metrics cannot write {self.folder}: {error}"
-        except ValueError as error:
-            return str(error)
-        return None
+            raise ValueError(
+                f"pdc.metrics cannot write {self.folder}: {error}"
+            ) from error
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
