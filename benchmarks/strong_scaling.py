@@ -31,15 +31,15 @@ import pyg_distcomm as pdc
 from pyg_distcomm import nn
 from pyg_distcomm.comm.ledger import format_table
 
-WIDTH, DEGREE, EPOCHS = 64, 24, 6
+WIDTH, DEGREE, EPOCHS, ATTRIBUTES = 64, 24, 6, 16
 GRAPHS = {"uniform": "random", "local": "metis"}
 PHASES = {"wait for": "waiting", "product": "products"}
 DENSE = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
 
 
-def mlp() -> torch.nn.Module:
+def mlp(width: int = WIDTH) -> torch.nn.Module:
     """Makes the two linear layers of a GIN."""
-    first, last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+    first, last = torch.nn.Linear(width, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
     return torch.nn.Sequential(first, torch.nn.ReLU(), last)
 
 
@@ -50,17 +50,37 @@ LAYERS = {
     "GAT": lambda lib: lib.GATConv(WIDTH, WIDTH // 4, heads=4),
     "GATv2": lambda lib: lib.GATv2Conv(WIDTH, WIDTH // 4, heads=4),
 }
+HEADS: dict[str, Any] = {"out_channels": WIDTH // 4, "heads": 4}
+MORE = {
+    "Transformer": lambda lib: lib.TransformerConv(WIDTH, **HEADS),
+    "GraphConv": lambda lib: lib.GraphConv(WIDTH, WIDTH),
+    "TAG": lambda lib: lib.TAGConv(WIDTH, WIDTH),
+    "SG": lambda lib: lib.SGConv(WIDTH, WIDTH, K=2),
+    "APPNP": lambda lib: lib.APPNP(4, 0.1),
+    "Cheb": lambda lib: lib.ChebConv(WIDTH, WIDTH, 3),
+    "PNA": lambda lib: lib.PNAConv(WIDTH, WIDTH, *PNA),
+    "EdgeConv": lambda lib: lib.EdgeConv(mlp(2 * WIDTH)),
+}
+# which read attributes of edges, or their types
+ON_EDGES = {
+    "GAT": lambda lib: lib.GATConv(WIDTH, edge_dim=ATTRIBUTES, **HEADS),
+    "GATv2": lambda lib: lib.GATv2Conv(WIDTH, edge_dim=ATTRIBUTES, **HEADS),
+    "Transformer": lambda lib: lib.TransformerConv(WIDTH, edge_dim=ATTRIBUTES, **HEADS),
+    "GINE": lambda lib: lib.GINEConv(mlp(), edge_dim=ATTRIBUTES),
+    "RGCN, 4 types": lambda lib: lib.RGCNConv(WIDTH, WIDTH, 4),
+}
+PNA = ["mean", "max"], ["identity"], torch.ones(3 * DEGREE, dtype=torch.long)
 
 
 class Net(torch.nn.Module):
     """Two layers of one kind."""
 
-    def __init__(self, kind: str, lib: Any) -> None:
+    def __init__(self, make: Any, lib: Any) -> None:
         super().__init__()
-        self.first, self.last = LAYERS[kind](lib), LAYERS[kind](lib)
+        self.first, self.last = make(lib), make(lib)
 
-    def forward(self, x, edge_index):
-        return self.last(self.first(x, edge_index).relu(), edge_index)
+    def forward(self, x, *edges):
+        return self.last(self.first(x, *edges).relu(), *edges)
 
 
 def generate(nodes: int, graph: str) -> Data:
@@ -75,15 +95,19 @@ def generate(nodes: int, graph: str) -> Data:
     return Data(x=x, edge_index=torch.stack([source, target]), y=y)
 
 
-def stepper(kind: str, data: Any, lib: Any = nn) -> Any:
-    """Returns a function that trains one epoch."""
+def stepper(make: Any, data: Any, lib: Any = nn, given: str | None = None) -> Any:
+    """Returns a function that trains one epoch; edges have what is `given`, too."""
     torch.manual_seed(1)
-    net = Net(kind, lib)
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    net, edges = Net(make, lib), [data.edge_index]
+    if given is not None:
+        edges.append(data[given])
+    params = list(net.parameters()) or [torch.nn.Parameter(torch.zeros(1))]
+    optimizer = torch.optim.SGD(params, 0.01)
+    rows = data.x if list(net.parameters()) else data.x.clone().requires_grad_()
 
     def step() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(net(data.x, data.edge_index), data.y).backward()
+        F.cross_entropy(net(rows, *edges), data.y).backward()
         optimizer.step()
 
     return step
@@ -113,7 +137,7 @@ def run(nodes: int, graph: str, shared: bool) -> dict[str, Any]:
         ghosts = here.halo.num_ghosts / here.num_own
     out: dict[str, Any] = {"ghosts": ghosts}
     for kind in LAYERS:
-        step = stepper(kind, data)
+        step = stepper(LAYERS[kind], data)
         for _ in range(4):
             step()
         before = mesh.ledger.bytes()
@@ -130,12 +154,19 @@ def one_rank(nodes: int) -> list[dict[str, str]]:
     torch.set_num_threads(1)
     mesh = pdc.init()
     whole, rows = generate(nodes, "uniform"), []
+    whole.edge_attr = torch.randn(whole.num_edges, ATTRIBUTES)
+    whole.edge_type = torch.randint(4, (whole.num_edges,))
     share = pdc.partition(whole, mesh, "block")
-    for kind in LAYERS:
+    makers = {kind: (make, None) for kind, make in (LAYERS | MORE).items()}
+    for kind, make in ON_EDGES.items():
+        typed = kind.startswith("RGCN")
+        name = kind if typed else f"{kind}, {ATTRIBUTES} attributes"
+        makers[name] = make, "edge_type" if typed else "edge_attr"
+    for kind, (make, given) in makers.items():
         ways = {
-            "PyG": stepper(kind, whole, pyg),
-            "swapped": stepper(kind, whole.clone()),
-            "share": stepper(kind, share),
+            "PyG": stepper(make, whole, pyg, given),
+            "swapped": stepper(make, whole.clone(), nn, given),
+            "share": stepper(make, share, nn, given),
         }
         spent: dict[str, list[float]] = defaultdict(list)
         for _ in range(3):

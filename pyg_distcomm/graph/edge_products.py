@@ -292,12 +292,17 @@ def ends_added(edges: GroupedEdges, source: Tensor, target: Tensor) -> Tensor:
 
     Shapes: source [>= n, h], target [>= m, h]; returns [nnz, h].
     """
-    s: Tensor = _Gather.apply(source, edges.pattern.col)
-    return s + _Gather.apply(target, edges.targets)
+    return rows_at(source, edges.pattern.col) + rows_at(target, edges.targets)
+
+
+def rows_at(x: Tensor, index: Tensor) -> Tensor:
+    """Returns the rows of `x` `[n, f]` at `index` `[k]`, differentiably."""
+    y: Tensor = _Gather.apply(x, index)
+    return y
 
 
 def sums_at(x: Tensor, index: Tensor, count: int) -> Tensor:
-    """Returns the sums of the rows of `x` `[k, f]` with the same index, `[count, f]`."""
+    """Returns sums of the rows of `x` `[k, f]` with the same index, `[count, f]`."""
     y: Tensor = _ScatterAdd.apply(x, index, count)
     return y
 

@@ -8,10 +8,10 @@
 
 PyG computes `<u, W x>` from the transformed rows of all nodes; here it is `<W^T u, x>`, a
 product with a matrix of as many columns as there are heads. So is the score of a GATConv's
-edge attributes; those of a TransformerConv are `<E^T Q x_i, a_ij>` and `E sum_j a_ij`, so that
-no attribute is transformed for each edge. Scores are computed edge by edge:
-no row is copied for each edge. Of targets only the rows that are computed are transformed, and
-self-loops are added once for an edge_index.
+edge attributes e; a TransformerConv takes `<E^T Q x_i, e_ij>` and `E sum_j a_ij e_ij`, so that
+no attribute is transformed for each edge. Scores are computed edge by edge: no row is copied
+for each edge, except by a GATv2Conv with edge attributes. Of targets only the rows that are
+computed are transformed, and self-loops are added once for an edge_index.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pyg_distcomm.graph.edge_products import (
     ends_added,
     multiply,
     pair_scores,
+    rows_at,
     softmax_of,
     sums_at,
 )
@@ -79,10 +80,9 @@ def is_supported(conv: Any, given: dict[str, Any]) -> bool:
 
 def _reads_attributes(conv: Any, kind: type, attr: Any) -> bool:
     """Tells whether a layer's edge attributes, or their absence, fit `_edge_terms`."""
-    if kind is pyg.GATv2Conv:
-        return attr is None
     if attr is None or conv.lin_edge is None:
-        return attr is None and (conv.lin_edge is None or kind is pyg.GATConv)
+        needed = kind is pyg.TransformerConv and conv.lin_edge is not None
+        return attr is None and not needed
     if type(attr) is not Tensor or attr.dim() > 2:
         return False
     if attr.dim() == 1 and kind is pyg.TransformerConv:
@@ -111,7 +111,7 @@ def _linears(conv: Any, kind: type) -> tuple[list[Any], list[Any]]:
         )
         plain, biased = [conv.lin_edge], list(maps)
     elif kind is pyg.GATv2Conv:
-        plain, biased = [], [conv.lin_l, conv.lin_r, conv.res]
+        plain, biased = [conv.lin_edge], [conv.lin_l, conv.lin_r, conv.res]
     else:
         plain, biased = [*_ends_of(conv), conv.lin_edge], [conv.res]
     given = ([lin for lin in each if lin is not None] for each in (plain, biased))
@@ -153,19 +153,18 @@ def _edge_terms(
     edge_index: Tensor,
     attr: Tensor | None,
 ) -> Tensor | None:
-    """Returns what attributes add on the edges of `_edges_of_layer`, in their order.
+    """Returns attributes of the edges of `_edges_of_layer`, in their order.
 
-    For a GATConv scores `[nnz, H]`, those of self-loops as `fill_value` says; for a
-    TransformerConv the attributes.
+    Those of self-loops are as `fill_value` says. For a GATConv it returns the scores that
+    they add, `[nnz, H]`.
     """
     if attr is None:
         return None
-    if _kind(conv) is pyg.TransformerConv:
+    attr = attr.view(len(attr), -1)
+    if _kind(conv) is pyg.GATConv:
+        attr = F.linear(attr, _folded(conv.lin_edge.weight, conv.att_edge))
+    if not getattr(conv, "add_self_loops", False):
         return edges.in_order(attr)
-    folded = _folded(conv.lin_edge.weight, conv.att_edge)
-    score = F.linear(attr.view(len(attr), -1), folded)
-    if not conv.add_self_loops:
-        return edges.in_order(score)
     count = min(edges.pattern.shape)
     key = "kept", count
     if key not in adjacency.derived:
@@ -175,11 +174,11 @@ def _edge_terms(
             degree = torch.bincount(into, minlength=count).clamp(min=1).unsqueeze(1)
             adjacency.derived[key] = kept, into, degree
     kept, into, degree = adjacency.derived[key]
-    if len(kept) < len(score):
-        score = score.index_select(0, kept)
-    loops = sums_at(score, into, count)
+    if len(kept) < len(attr):
+        attr = attr.index_select(0, kept)
+    loops = sums_at(attr, into, count)
     loops = loops / degree.to(loops.dtype) if conv.fill_value == "mean" else loops
-    return edges.in_order(torch.cat([score, loops]))
+    return edges.in_order(torch.cat([attr, loops]))
 
 
 def note_rows(conv: Any, ends: Tensor, edge_index: Any) -> None:
@@ -303,8 +302,13 @@ def _gatv2(
     terms: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     rows, of_target = _heads(conv, conv.lin_l(source)), _heads(conv, conv.lin_r(target))
-    slope = conv.negative_slope
-    return pair_scores(edges, of_target, rows, conv.att[0], slope), rows
+    given = conv.att[0], conv.negative_slope
+    if terms is None:
+        return pair_scores(edges, of_target, rows, *given), rows
+    both = torch.addmm(
+        rows_at(rows.flatten(1), edges.pattern.col), terms, conv.lin_edge.weight.t()
+    )
+    return pair_scores(edges.each, of_target, _heads(conv, both), *given), rows
 
 
 def _transformer(
