@@ -317,7 +317,7 @@ def _add_relations(
     sums = aggregate(AGGREGATIONS[type(conv.aggr_module)], edges, None, source)
     weight = weight.reshape(-1, conv.out_channels)
     out = sums.view(len(target), -1) @ weight
-    out = out if conv.root is None else out + target @ conv.root
+    out = out if conv.root is None else torch.addmm(out, target, conv.root)
     return out if conv.bias is None else out + conv.bias
 
 
