@@ -129,9 +129,11 @@ def norm(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
     order = 2 if order is None else order
     if order not in (1, 2):
         return whole.apply(func, args, kwargs)
-    part = (x.local.abs() if order == 1 else x.local * x.local).sum(dims, keep)
-    found = over_ranks(part, x.rows.mesh)
-    return found if order == 1 else found.sqrt()
+    kind = kwargs.get("dtype")
+    part = torch.linalg.vector_norm(x.local, order, dims, keep, dtype=kind)
+    if order == 1:
+        return over_ranks(part, x.rows.mesh)
+    return over_ranks(part * part, x.rows.mesh).sqrt()
 
 
 @_reduction(
