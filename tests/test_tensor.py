@@ -47,6 +47,11 @@ def ids(x, *which):
     return torch.tensor(which, device=x.device)
 
 
+def _assigned(x, value):
+    x.data = value
+    return x * 3
+
+
 LOCAL = {
     "relu": lambda x: x.relu(),
     "operators": lambda x: (2 * x - x / 3 + 1) ** 2 - (-x),
@@ -90,6 +95,11 @@ LOCAL = {
     "squeeze": lambda x: x[:, :1].squeeze(),
     "one_hot": lambda x: F.one_hot((x[:, 0] > 0).long(), 2),
     "in place": lambda x: x.clone().add_(1).mul_(2),
+    "shapes in place": lambda x: (2 * x).unsqueeze_(1).transpose_(0, 1).squeeze_() + x,
+    "quantiles of rows": lambda x: x.quantile(0.3, 1),
+    "data": lambda x: _assigned(x * 2, x.detach().sin()),
+    "data of another type": lambda x: _assigned(x.detach() * 2, x.detach().float()),
+    "plain data": lambda x: _assigned(x * 2, counted(x, 50, 7)),
     "cosine": lambda x: F.cosine_similarity(x, x * 2 + 1),
     "gather": lambda x: x.gather(1, x.argmax(-1, keepdim=True)),
     "zeros": lambda x: torch.zeros_like(x) + x,
@@ -122,6 +132,8 @@ GLOBAL = {
     "frobenius": lambda x: torch.linalg.norm(x),
     "norm": lambda x: x.norm(),
     "norm 1": lambda x: x.norm(p=1),
+    "norm of type": lambda x: torch.linalg.vector_norm(x.float(), dtype=x.dtype),
+    "complex norm": lambda x: torch.complex(x, x.cos()).norm(dim=0),
     "norm inf": lambda x: torch.linalg.vector_norm(x, float("inf")),
     "norm 0": lambda x: torch.norm(x, dim=0),
     "max": lambda x: x.max(),

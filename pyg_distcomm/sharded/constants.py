@@ -373,6 +373,8 @@ def _kind(func: Any) -> str:
         return "new"
     if func in _UNKNOWN or torch.Tag.nondeterministic_seeded in func.tags:
         return "random"
+    if torch.Tag.inplace_view in func.tags:
+        return "random"
     if "batch_norm" in func._schema.name:  # which writes to its statistics unsaid
         return "random"
     if func._schema.is_mutable:

@@ -41,7 +41,8 @@ from pyg_distcomm.sharded.edge_methods import EdgeMethods
 
 Kind = TypeVar("Kind", bound=type)
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_GRAD: Any = Tensor.grad  # torch's own attribute
+_GRAD: Any = Tensor.grad  # torch's own attributes
+_DATA: Any = Tensor.data
 _MANY = 1 << 10  # whole numbers whose type is worth an agreement
 
 
@@ -186,6 +187,19 @@ class DistTensor(EdgeMethods, Tensor):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__delete__(self)
+
+    @property
+    def data(self) -> Any:
+        """The rows without their history; what is assigned takes their place."""
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if type(value) is not DistTensor:
+            PROCESS.op = torch.ops.aten.set_data.default
+            own = own_part(value, self.rows, self.dim_)
+            value = DistTensor(own, self.rows, self.dim_)
+        become(self, value)
 
     def to_local(self) -> Tensor:
         """Returns this rank's rows as an ordinary tensor, differentiably."""
@@ -341,6 +355,16 @@ def changed(x: DistTensor) -> None:
         base, where = carried
         base.local.index_copy_(0, where, x.local)
         changed(base)
+
+
+def become(x: DistTensor, value: DistTensor) -> None:
+    """Gives a tensor the shape, type and rows of another one, whose memory both share then."""
+    _DATA.__set__(x, value)
+    for name in DistTensor.__slots__:
+        setattr(x, name, getattr(value, name))
+    x._key = None
+    if not x.requires_grad:  # products of a constant are kept by its version
+        torch.autograd.graph.increment_version(x)
 
 
 def first_sharded(args: Any) -> DistTensor | None:

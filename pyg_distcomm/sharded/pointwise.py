@@ -18,6 +18,7 @@ from pyg_distcomm.sharded.agreement import compare_plain, in_backward
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     all_rows,
+    become,
     changed,
     local_at,
     overloads,
@@ -198,11 +199,23 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None if func._schema.is_mutable else found
 
 
+def shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Changes a shape in place: the tensor becomes what the op out of place returns."""
+    name = func._schema.name.removeprefix("aten::").removesuffix("_")
+    out = getattr(aten, name)(*args, **kwargs)
+    if type(out) is not DistTensor:
+        return whole.apply(func, args, kwargs)
+    become(args[0], out)
+    return args[0]
+
+
 @rule("default")
 def default_rule(func: Any) -> Any:
     """Returns the rule of an op that has none of its own."""
     if func._schema.name.startswith("aten::_foreach_"):
         return foreach
+    if torch.Tag.inplace_view in func.tags:
+        return shape_in_place
     composite = "CompositeImplicitAutograd"  # which inference mode leaves as they are
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
         return lambda func, args, kwargs: func.decompose(*args, **kwargs)
