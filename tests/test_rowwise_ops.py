@@ -183,16 +183,6 @@ def test_a_sparse_adjacency_sends_back_what_its_transpose_costs():
     worlds.run(_adjoint_of_an_adjacency, 2)
 
 
-def _resized():
-    share = pdc.partition(_graph(), worlds.mesh())
-    with pytest.raises(TypeError, match=r"resize_\(\) would change the shape"):
-        share.x.clone().resize_(7)
-
-
-def test_rows_do_not_become_fewer_in_place():
-    worlds.run(_resized, 2)
-
-
 def _pooled_and_embedded():
     # rows of another test, as many as groups, would have the sums sharded
     whole, mesh = _graph(), worlds.mesh(fresh=True)

@@ -323,6 +323,8 @@ def refusals():
             x + torch.full((n, 1), float(mesh.rank))
     with pytest.raises(IndexError, match=f"{n} rows"):
         x[torch.tensor([n])]
+    with pytest.raises(TypeError, match=r"resize_\(\) would change the shape"):
+        x.clone().resize_(7)
     _assert_same(x, data.x, "x")
     mesh.sharded["strict"] = True
     if mesh.size > 1:
