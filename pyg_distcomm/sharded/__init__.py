@@ -1,6 +1,6 @@
 """Shards tensors by rows below autograd: one wrapper subclass, and rules by aten op."""
 
-from pyg_distcomm.sharded import (
+from pyg_distcomm.sharded import (  # noqa: F401  which declare the rules
     adjacency,
     batched,
     by_id,
@@ -10,16 +10,3 @@ from pyg_distcomm.sharded import (
     reductions,
     views,
 )
-from pyg_distcomm.sharded.dist_tensor import DistTensor
-
-__all__ = [
-    "DistTensor",
-    "adjacency",
-    "batched",
-    "by_id",
-    "constants",
-    "fused",
-    "products",
-    "reductions",
-    "views",
-]

@@ -115,18 +115,14 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     local, n = _wide(x.local), x.numel() // max(x.size(1), 1)
     shape = [1, -1, *[1] * (local.dim() - 2)]
     middle = _over_rows(local, x.rows) / n
-    away = local - middle.view(shape)
-    square = _over_rows(away * away, x.rows)
-    scale = (square / n + eps).rsqrt()
+    square = _over_rows((local - middle.view(shape)).square(), x.rows)
     if mean is not None and var is not None:
         mean.mul_(1 - momentum).add_(middle, alpha=momentum)
         var.mul_(1 - momentum).add_(square / (n - 1), alpha=momentum)
-    out = away * scale.view(shape)
-    if w is not None:
-        out = out * w.view(shape)
-    if b is not None:
-        out = out + b.view(shape)
-    return DistTensor(out.to(x.dtype), x.rows, x.dim_), middle, scale
+    w, b = (t if t is None else t.to(local.dtype) for t in (w, b))
+    var = square / n
+    out = aten.native_batch_norm(local, w, b, middle, var, False, momentum, eps)[0]
+    return DistTensor(out.to(x.dtype), x.rows, x.dim_), middle, (var + eps).rsqrt()
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -82,28 +82,28 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
         i = size.index(-1)
         rest = -math.prod(size)
         size[i] = x.numel() // rest if rest else 0
-    before, n = math.prod(x.shape[: x.dim_]), x.size(x.dim_)
-    sizes: list[int]
-    done = 1
+    before, done = math.prod(x.shape[: x.dim_]), 1
     for d, s in enumerate(size):
-        if done == before and s == n and (n != 1 or x.numel() or d == x.dim_):
-            sizes = [*size[:d], x.local.size(x.dim_), *size[d + 1 :]]
-            return _view(x, x.local.reshape(sizes), d)
-        if done == before and n and s and s % n == 0 and s > n:
-            times = s // n
-            tail = math.prod(x.shape[x.dim_ + 1 :])
-            if tail and tail % times == 0:
-                rows = repeated(x.rows, times)
-                sizes = [*size[:d], len(rows), *size[d + 1 :]]
-                return _view(x, x.local.reshape(sizes), d, rows)
-        origin = x.rows.derived.get("repeats")
-        if done == before and origin is not None:
-            of, times = origin
-            if s == of.count and math.prod(size[d + 1 :]) % times == 0:
-                sizes = [*size[:d], len(of), *size[d + 1 :]]
-                return _view(x, x.local.reshape(sizes), d, of)
+        rows = _rows_of_view(x, size, d) if done == before else None
+        if rows is not None:
+            local = x.local.reshape([*size[:d], len(rows), *size[d + 1 :]])
+            return _view(x, local, d, None if rows is x.rows else rows)
         done *= s
     return whole.apply(func, args, kwargs)
+
+
+def _rows_of_view(x: DistTensor, size: list[int], d: int) -> Rows | None:
+    """Returns the rows of a view that has them in one dimension; None if it mixes them."""
+    n, s = x.size(x.dim_), size[d]
+    if s == n and (n != 1 or x.numel() or d == x.dim_):
+        return x.rows
+    tail = math.prod(x.shape[x.dim_ + 1 :])
+    if n and s > n and s % n == 0 and tail and tail % (s // n) == 0:
+        return repeated(x.rows, s // n)
+    of, times = x.rows.derived.get("repeats", (None, 1))
+    if of is not None and s == of.count and math.prod(size[d + 1 :]) % times == 0:
+        return of  # type: ignore[no-any-return]
+    return None
 
 
 def repeated(rows: Rows, times: int) -> Rows:
