@@ -484,7 +484,7 @@ def refused_before_timing():
             ({"memory": "24GiB"}, TypeError, "number of bytes"),
             ({"data": Data(x=data.x, edge_index=data.y)}, ValueError, "edge_index"),
             (
-                {"codecs": ["bf16"][: torch.distributed.get_rank()]},
+                {"codecs": ["bf16"][: worlds.mesh().rank]},
                 ValueError,
                 r"codecs: it is \[\] on rank 0, and \['bf16'\] on rank 1",
             ),
@@ -535,7 +535,7 @@ def test_the_best_few_are_timed():
 
 
 def wins(fastest):
-    data, first = GRAPHS["undirected"](), torch.distributed.get_rank() == 0
+    data, first = GRAPHS["undirected"](), worlds.mesh().rank == 0
     auto = importlib.import_module("pyg_distcomm.plan.init")
 
     def once(work, there):
