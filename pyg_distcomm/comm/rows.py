@@ -135,28 +135,25 @@ class Rows:
         """
         if self.whole:
             return self.gid
-        sizes = [
-            row[0]
-            for row in collectives.all_gather_counts([len(self)], self.mesh.world)
-        ]
-        sent = narrowed(self.gid, self.total)
-        gathered = collectives.all_gather_rows(sent, sizes, self.mesh.world, op="plan")
-        return torch.searchsorted(gathered.long().sort().values, self.gid)
+        return torch.searchsorted(self._gathered(self.gid)[0].sort().values, self.gid)
+
+    def _gathered(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ids of the rows of all ranks, and the number of each rank's; collective."""
+        world = self.mesh.world
+        sizes = [row[0] for row in collectives.all_gather_counts([len(self)], world)]
+        sent = narrowed(ids, self.total)
+        every = collectives.all_gather_rows(sent, sizes, world, op="plan").long()
+        return every, torch.tensor(sizes)
 
     @cached_property
     def owners(self) -> Partition:
         """Returns the owners of the rows, by position; collective once behind a mask."""
         if self.partition is not None:
             return self.partition
-        world = self.mesh.world
-        sizes = [row[0] for row in collectives.all_gather_counts([len(self)], world)]
-        sent = narrowed(self.place, self.total)
-        gathered = collectives.all_gather_rows(sent, sizes, world, op="plan")
-        owner = torch.empty(len(gathered), dtype=torch.int64)
-        owner[gathered.long()] = torch.arange(len(sizes)).repeat_interleave(
-            torch.tensor(sizes)
-        )
-        return Partition.from_owner(owner, self.mesh.size, len(gathered))
+        places, sizes = self._gathered(self.place)
+        owner = torch.empty(len(places), dtype=torch.int64)
+        owner[places] = torch.arange(len(sizes)).repeat_interleave(sizes)
+        return Partition.from_owner(owner, self.mesh.size, len(places))
 
     def same_as(self, other: Rows) -> bool:
         """Returns whether both describe the same rows.
