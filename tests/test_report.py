@@ -219,12 +219,8 @@ def test_what_is_no_run_is_told(tmp_path, run, capsys):
 
 
 def test_numbers_are_shown_with_units():
-    assert [with_unit(n, "B") for n in (0, 999, 1500, 2e6)] == [
-        "0 B",
-        "999 B",
-        "1.5 kB",
-        "2 MB",
-    ]
+    for number, text in ((0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2e6, "2 MB")):
+        assert with_unit(number, "B") == text
     assert [with_unit(s, "s") for s in (0, 2.5, 0.0125)] == ["0 s", "2.5 s", "12.5 ms"]
     assert with_unit(12, "") == "12"
 
@@ -257,22 +253,12 @@ addEventListener("load", () => {
 
 
 def browse(page, scheme, width, *flags):
-    words = [
-        BROWSER,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-    ]
+    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu"]
+    words += ["--hide-scrollbars"]
     words += [f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"]
     words += [f"--window-size={width},3000", "--virtual-time-budget=2000", *flags]
-    done = subprocess.run(
-        [*words, page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    how = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    done = subprocess.run([*words, page.as_uri()], **how)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
