@@ -379,7 +379,7 @@ def graph_kinds(
     for store in data.stores:
         level, count = counts.get(store._key, ("graph", -1))
         for name in store:
-            if name in STRUCTURE:
+            if name in STRUCTURE and level != "graph":
                 continue
             fits = level == "graph" or (
                 _length(data, store, name) == count
