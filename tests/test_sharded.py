@@ -323,8 +323,17 @@ def refusals():
             x + torch.full((n, 1), float(mesh.rank))
     with pytest.raises(IndexError, match=f"{n} rows"):
         x[torch.tensor([n])]
+    for mask in (torch.ones(5, dtype=torch.bool), share.edge_attr[:, 0] > 0):
+        with pytest.raises(IndexError, match=f"wanted one of {n}"):
+            x[mask]
     with pytest.raises(TypeError, match=r"resize_\(\) would change the shape"):
         x.clone().resize_(7)
+    for value, kind, told in (
+        (3, TypeError, "wanted a tensor"),
+        (x.new_ones(5, 7), ValueError, "plain"),
+    ):
+        with pytest.raises(kind, match=told):
+            x.data = value
     _assert_same(x, data.x, "x")
     mesh.sharded["strict"] = True
     if mesh.size > 1:

@@ -195,6 +195,11 @@ class DistTensor(EdgeMethods, Tensor):
 
     @data.setter
     def data(self, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"x.data = value got a {type(value).__name__}, wanted a tensor; write to "
+                "rows by x[:] = value"
+            )
         if type(value) is not DistTensor:
             PROCESS.op = torch.ops.aten.set_data.default
             own = own_part(value, self.rows, self.dim_)

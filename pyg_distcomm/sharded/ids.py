@@ -303,6 +303,11 @@ def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
 
 
 def _chosen(mask: Tensor, rows: Rows) -> tuple[Rows, Tensor]:
+    if mask.size(0) != rows.count:
+        raise IndexError(
+            f"got a mask of {mask.size(0)} rows, wanted one of {rows.count}, as many as the "
+            "tensor that it selects from has; take a mask of the same nodes or edges"
+        )
     local = local_at(mask, rows, 0)
     known = int(mask.sum()) if type(mask) is not DistTensor else None
     where = local.nonzero().view(-1)
