@@ -160,7 +160,7 @@ def _edge_terms(
     """
     if attr is None:
         return None
-    attr = attr.view(len(attr), -1)
+    attr = attr.unsqueeze(1) if attr.dim() == 1 else attr.flatten(1)
     if _kind(conv) is pyg.GATConv:
         attr = F.linear(attr, _folded(conv.lin_edge.weight, conv.att_edge))
     if not getattr(conv, "add_self_loops", False):
