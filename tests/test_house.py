@@ -337,8 +337,8 @@ def test_references_and_citations_agree():
 
 # what house_metrics counts; a bound may only fall
 BOUNDS = {
-    "lines": 57_380,
-    "modules": 179,
+    "lines": 56_730,
+    "modules": 178,
     "lines of tests and their helpers": 47_490,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 13,

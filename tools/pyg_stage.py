@@ -367,8 +367,7 @@ def calm_loaders(period):
     if (ours := sys.modules.get("pyg_distcomm.sampling.neighbor_sampler")) is not None:
         ours.KeyedNegatives.sample = sample
     if (ours := sys.modules.get("pyg_distcomm.loader")) is not None:
-        for loader in (ours.DistNeighborLoader, ours.DistLinkNeighborLoader):
-            loader.__init__.__kwdefaults__["seed"] = 0
+        ours.LoaderOptions.__init__.__kwdefaults__["seed"] = 0
 
 
 # ----- data sets ----------------------------------------------------------------------
