@@ -14,6 +14,7 @@ from torch.utils.data._utils import worker
 from torch_geometric.utils import add_self_loops, degree, scatter
 
 import pyg_distcomm.nn as nn
+from pyg_distcomm.sharded import constants
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -296,8 +297,11 @@ CASES = {
 }
 
 
-def _compared(cutter):
+def _compared(cutter, described):
     data, share = share_of("directed", cutter)
+    mesh = share.edge_index.rows.mesh
+    for k in range(described * mesh.rank):  # ranks forget the latest descriptions alike
+        constants.constants_of(mesh).number_of(("another", k))
 
     def listed(found):
         return (
@@ -314,11 +318,11 @@ def _compared(cutter):
 
 
 @pytest.mark.parametrize(
-    ("size", "cutter"),
-    [tiers.rarely(1, "block"), (2, "random"), tiers.rarely(3, "random")],
+    ("size", "cutter", "more"),
+    [tiers.rarely(1, "block", 0), (2, "random", 60), tiers.rarely(3, "random", 0)],
 )
-def test_scripts_compute_what_one_process_does(size, cutter):
-    assert_none(worlds.run(_compared, size, cutter))
+def test_scripts_compute_what_one_process_does(size, cutter, more):
+    assert_none(worlds.run(_compared, size, cutter, constants._NUMBERED - more))
 
 
 def _read_by_a_worker():

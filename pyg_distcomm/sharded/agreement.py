@@ -25,6 +25,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import comparer_of, digest
 from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.rows import Latest
 from pyg_distcomm.process import PROCESS
 
 _KINDS = 8192  # of ops and operands that are remembered
@@ -46,12 +47,10 @@ def _compares(mesh: Any) -> bool:
     return mesh.size > 1 and mesh.check != "never" and isinstance(mesh, Mesh)
 
 
-def _compared(mesh: Mesh) -> set[Any]:
+def _compared(mesh: Mesh) -> Latest:
     """Returns what has been compared in a mesh, by op and kinds of operands."""
-    known: set[Any] = mesh.sharded.setdefault("compared", set())
-    if len(known) >= _KINDS:  # loops over sizes; on all ranks alike
-        known.clear()
-    return known
+    found: Latest = mesh.sharded.setdefault("compared", Latest(_KINDS))
+    return found
 
 
 def compare_plain(x: Tensor, mesh: Any) -> None:
@@ -64,9 +63,9 @@ def compare_plain(x: Tensor, mesh: Any) -> None:
         return
     backward, known = in_backward(), _compared(mesh)
     kind = PROCESS.op, backward, x.dtype, x.shape
-    if kind in known and mesh.check == "first":
+    if known.get(kind) and mesh.check == "first":
         return
-    known.add(kind)
+    known[kind] = True
     name = name_of(PROCESS.op)
     if not backward:
         comparer_of(mesh).check(x.detach(), name)
@@ -99,12 +98,12 @@ def compare_call(mesh: Any, *operands: Any, name: str | None = None) -> None:
         return
     known = _compared(mesh)
     call = (name or PROCESS.op, *[_kind(x) for x in operands if x is not None])
-    if call in known or in_backward():
+    if known.get(call) or in_backward():
         return
     given = [x for x in operands if isinstance(x, Tensor)]
     told = [f"{x.dtype}{list(x.shape)}".removeprefix("torch.") for x in given]
     comparer_of(mesh).check_call(name or name_of(PROCESS.op), told)
-    known.add(call)
+    known[call] = True
 
 
 def _kind(x: Any) -> Any:

@@ -51,20 +51,27 @@ class ByContent:
         """Returns what was made of a tensor of the same content, or None."""
         met = self._met.get(id(x))
         if met is not None and met[0]() is x and met[1] == version_of(x):
-            if any(made is met[2] for _, made in self._kept):  # as on all ranks
-                return met[2][0]
+            for k, (_, made) in enumerate(self._kept):  # as on all ranks
+                if made is met[2]:
+                    return self._latest(k)
         count = len(self._kept)
-        for k in range(self._next, self._next + count):  # mostly as in the last epoch
-            other, made = self._kept[k % count]
+        for at in range(self._next, self._next + count):  # mostly as in the last epoch
+            other, made = self._kept[at % count]
             if (
                 other.shape == x.shape
                 and other.dtype == x.dtype
                 and other.device == x.device
                 and torch.equal(_bits(other), _bits(x))
             ):
-                self._next = (k + 1) % count
-                return self._meet(x, made)
+                self._meet(x, made)
+                return self._latest(at % count)
         return None
+
+    def _latest(self, k: int) -> Any:
+        """Moves an entry to the end, as `Latest` does, and returns what was made."""
+        self._kept.append(self._kept.pop(k))
+        self._next = k  # what was behind it
+        return self._kept[-1][1][0]
 
     def put(self, x: Tensor, made: Any) -> Any:
         """Keeps what was made of a tensor, and returns it."""
@@ -72,14 +79,14 @@ class ByContent:
         self._kept.append((x.detach().clone(), box))
         if len(self._kept) > self._most:
             del self._kept[0]
-        return self._meet(x, box)
+        self._meet(x, box)
+        return made
 
-    def _meet(self, x: Tensor, box: tuple[Any]) -> Any:
+    def _meet(self, x: Tensor, box: tuple[Any]) -> None:
         if len(self._met) >= 4 * self._most:
             self._met.clear()
         if not (x.is_cpu or x.is_inference()):  # whose versions are not counted
             self._met[id(x)] = weakref.ref(x), version_of(x), box
-        return box[0]
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -95,17 +102,15 @@ class Constants:
 
     def __init__(self) -> None:
         self._count = itertools.count(1)  # loaders number rows in threads of their own
-        self._numbers: dict[Any, int] = {}
+        self._numbers = Latest(_NUMBERED)
         self._plain = ByContent(_KEPT_PLAIN)
         self.results = Latest(_KEPT)  # by number
         self.made = Latest(_KEPT_MADE)  # by kind and number; see `kept_with`
 
     def number_of(self, what: Any) -> int:
         """Returns the number of a description, always the same one."""
-        found = self._numbers.get(what)
+        found: int | None = self._numbers.get(what)
         if found is None:
-            if len(self._numbers) >= _NUMBERED:  # on all ranks alike
-                self._numbers.clear()
             found = self._numbers[what] = self.next_number()
         return found
 
