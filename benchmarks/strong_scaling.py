@@ -101,9 +101,9 @@ def stepper(make: Any, data: Any, lib: Any = nn, given: str | None = None) -> An
     net, edges = Net(make, lib), [data.edge_index]
     if given is not None:
         edges.append(data[given])
-    params = list(net.parameters()) or [torch.nn.Parameter(torch.zeros(1))]
-    optimizer = torch.optim.SGD(params, 0.01)
-    rows = data.x if list(net.parameters()) else data.x.clone().requires_grad_()
+    params = list(net.parameters())
+    rows = data.x if params else data.x.clone().requires_grad_()  # of APPNP
+    optimizer = torch.optim.SGD(params or [rows], 0.01)
 
     def step() -> None:
         optimizer.zero_grad()

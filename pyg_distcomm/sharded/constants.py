@@ -47,30 +47,36 @@ class ByContent:
         self._kept: list[tuple[Tensor, tuple[Any]]] = []  # what was made, boxed
         self._met: dict[int, tuple[Any, int, Any]] = {}
 
-    def get(self, x: Tensor) -> Any:
-        """Returns what was made of a tensor of the same content, or None."""
+    def find(self, x: Tensor) -> int | None:
+        """Returns the place of what was made of a tensor of the same content, or None."""
         met = self._met.get(id(x))
         if met is not None and met[0]() is x and met[1] == version_of(x):
             for k, (_, made) in enumerate(self._kept):  # as on all ranks
                 if made is met[2]:
-                    return self._latest(k)
+                    return k
         count = len(self._kept)
         for at in range(self._next, self._next + count):  # mostly as in the last epoch
-            other, made = self._kept[at % count]
+            other = self._kept[at % count][0]
             if (
                 other.shape == x.shape
                 and other.dtype == x.dtype
                 and other.device == x.device
                 and torch.equal(_bits(other), _bits(x))
             ):
-                self._meet(x, made)
-                return self._latest(at % count)
+                return at % count
         return None
 
-    def _latest(self, k: int) -> Any:
-        """Moves an entry to the end, as `Latest` does, and returns what was made."""
+    def get(self, x: Tensor) -> Any:
+        """Returns what was made of a tensor of the same content, or None.
+
+        It becomes the latest one, so that ranks that ask alike forget alike.
+        """
+        k = self.find(x)
+        if k is None:
+            return None
         self._kept.append(self._kept.pop(k))
         self._next = k  # what was behind it
+        self._meet(x, self._kept[-1][1])
         return self._kept[-1][1][0]
 
     def put(self, x: Tensor, made: Any) -> Any:
@@ -120,7 +126,7 @@ class Constants:
 
     def is_new(self, x: Tensor) -> bool:
         """Tells whether no plain tensor of this content is known."""
-        return self._plain.get(x) is None
+        return self._plain.find(x) is None
 
     def number_of_plain(self, x: Tensor) -> int:
         """Returns the number of a plain tensor, known by its content."""
