@@ -49,8 +49,7 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure():
-    gc.unfreeze()
-    gc.enable()
+    gc.enable()  # where collection failed; what is frozen stays until the end
 
 
 @pytest.hookimpl(wrapper=True)
@@ -81,6 +80,14 @@ def place(request):
     places.NOW = request.param
     yield request.param
     places.NOW = "cpu"
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items):

@@ -6,6 +6,7 @@ What the compiled loops and the operations of torch of `kernels.matrix_ops` are 
 from __future__ import annotations
 
 import torch
+from sample_reference import mix
 from torch import Tensor
 
 from pyg_distcomm.kernels.matrix_ops import Csr, value_type
@@ -187,13 +188,7 @@ def _rounded(x: float, total: float, power: int, scale: float) -> int:
 
 
 def _hash(key: int, draw: int) -> int:
-    return _mix(_mix(key + _GOLDEN & _WORD) + (draw + 1) * _GOLDEN & _WORD)
-
-
-def _mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
-    return z ^ (z >> 31)
+    return mix(mix(key + _GOLDEN & _WORD) + (draw + 1) * _GOLDEN & _WORD)
 
 
 def _ids(values: list[int]) -> Tensor:

@@ -116,8 +116,8 @@ class _Drawing:
             if fan_out < 0 or choices == len(entries):
                 return entries
         key = (self.request.key + number * _GOLDEN) % (1 << 63)
-        generator = _mix(
-            _mix(key ^ _mix(tree + _GOLDEN & _WORD)) ^ _mix(v + _GOLDEN & _WORD)
+        generator = mix(
+            mix(key ^ mix(tree + _GOLDEN & _WORD)) ^ mix(v + _GOLDEN & _WORD)
         )
         draws = fan_out if replace else min(fan_out, choices)
         if self.request.labor:
@@ -208,7 +208,7 @@ def _by_source(
         weight = 1.0 if relation.weight is None else float(relation.weight[e])
         if weight <= 0:
             continue
-        generator = _mix(_mix(key ^ _mix(_GOLDEN)) ^ _mix(source + _GOLDEN & _WORD))
+        generator = mix(mix(key ^ mix(_GOLDEN)) ^ mix(source + _GOLDEN & _WORD))
         u = _uniform(generator, met.setdefault(source, 0))
         met[source] += 1
         if relation.weight is not None:
@@ -226,10 +226,10 @@ def _edge_id(relation: Relation, e: int) -> int:
 
 
 def _uniform(generator: int, draw: int) -> float:
-    return (_mix(generator + (draw + 1) * _GOLDEN & _WORD) >> 11) * 2.0**-53
+    return (mix(generator + (draw + 1) * _GOLDEN & _WORD) >> 11) * 2.0**-53
 
 
-def _mix(z: int) -> int:
+def mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
     return z ^ (z >> 31)

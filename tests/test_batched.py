@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 
+import alike
 import pytest
 import tiers
 import torch
@@ -370,12 +371,8 @@ def _cases(how, sizes, edges):
 
     def check(name):
         # PyG's sparse matrices and one-hot vectors are of the default type
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
+        with alike.in_doubles():
             compared(name)
-        finally:
-            torch.set_default_dtype(before)
 
     def compared(name):
         want, got = measured(theirs[name], batch), measured(mine[name], share)

@@ -19,14 +19,6 @@ FLOATS = (torch.float32, torch.float64)
 nan, inf = float("nan"), float("inf")
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def odd_rows(m, f, dtype, seed=0):
     """Rows of all magnitudes, zeros, constants, and some that hold no number."""
     g = torch.Generator().manual_seed(seed)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-
+import alike
 import pytest
 import tiers
 import torch
@@ -81,23 +80,12 @@ def graph():
     )
 
 
-@contextlib.contextmanager
-def doubles():
-    """Makes tensors, an explainer's masks too, of float64."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def full(value):
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     return value.detach()
 
 
-@doubles()
+@alike.in_doubles()
 def explained(ns, data, kind, index):
     """Returns masks of nodes and edges, the output afterwards, and how faithful they are."""
     torch.manual_seed(7)
@@ -134,7 +122,7 @@ def test_masks_equal_those_of_one_process(kind, grid, index):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-@doubles()
+@alike.in_doubles()
 def trained(ns, data):
     """Returns a mask of edges by an explainer that learns from three nodes."""
     torch.manual_seed(7)

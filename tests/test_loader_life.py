@@ -10,7 +10,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from batches import all_same, arguments, check, graph, hetero
+from batches import all_same, check, graph, hetero
+from test_loader import WRITES, nodes
 from torch_geometric.sampler import NegativeSampling
 
 from pyg_distcomm.loader import (
@@ -19,16 +20,6 @@ from pyg_distcomm.loader import (
     DistNeighborLoader,
     LoaderOptions,
 )
-
-WRITES = ("author", "writes", "paper")
-
-
-def nodes(data=None, fan_outs=(3, 2), **kwargs):
-    kwargs = {"batch_size": 7, "shuffle": True, "seed": 1, **kwargs}
-    return DistNeighborLoader(
-        graph() if data is None else data, list(fan_outs), **arguments(**kwargs)
-    )
-
 
 # Times and weights -------------------------------------------------------------------
 

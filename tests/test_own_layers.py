@@ -243,30 +243,27 @@ def test_values_of_index_and_sizes_are_those_of_one_process(grid, size, cutter):
     worlds.run(_all, size, list(KINDS), grid, cutter)
 
 
+@alike.in_doubles()
 def _as_pyg():
     """What goes wrong in layers whose messages do as they like; errors are as PyG's."""
     data, failed = _graph(), {}
     share = pdc.partition(_graph(), worlds.mesh(), "random")
-    torch.set_default_dtype(torch.float64)
-    try:
-        for name in OTHERS:
-            found = []
-            for wrap, given in ((torch.nn.Identity(), data), (HaloConv, share)):
-                torch.manual_seed(0)
-                conv = wrap(_other(name)())
-                try:
-                    found.append(alike.whole(conv(given.x.double(), given.edge_index)))
-                except (IndexError, RuntimeError, TypeError, ValueError) as error:
-                    found.append(str(error))
-            want, got = found
-            if isinstance(want, str) and isinstance(got, str):
-                continue
+    for name in OTHERS:
+        found = []
+        for wrap, given in ((torch.nn.Identity(), data), (HaloConv, share)):
+            torch.manual_seed(0)
+            conv = wrap(_other(name)())
             try:
-                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-            except (AssertionError, TypeError) as error:
-                failed[name] = f"{error}; got {got}, wanted {want}"
-    finally:
-        torch.set_default_dtype(torch.float32)
+                found.append(alike.whole(conv(given.x.double(), given.edge_index)))
+            except (IndexError, RuntimeError, TypeError, ValueError) as error:
+                found.append(str(error))
+        want, got = found
+        if isinstance(want, str) and isinstance(got, str):
+            continue
+        try:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        except (AssertionError, TypeError) as error:
+            failed[name] = f"{error}; got {got}, wanted {want}"
     return failed
 
 

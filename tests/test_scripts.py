@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import textwrap
 
+import alike
 import numpy as np
 import tiers
 import torch
@@ -210,10 +211,9 @@ def ran(script, nn, data):
     return scope["said"], [p.detach() for p in scope["kept"]], gradients
 
 
+@alike.in_doubles()
 def compared(seed):
     script = written(seed)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
     try:
         said, kept, gradients = ran(script, torch_geometric.nn, graph())
         share = pdc.partition(graph(), worlds.mesh(), "random")
@@ -222,8 +222,6 @@ def compared(seed):
         raise AssertionError(
             f"seed {seed}: {error}\n{textwrap.indent(script, '| ')}"
         ) from error
-    finally:
-        torch.set_default_dtype(before)
     # Adam makes more of what is nothing but rounding: biases before a norm
     close = dict(rtol=1e-7, atol=1e-7)
     np.testing.assert_allclose(told, said, err_msg=script, **close)

@@ -15,6 +15,7 @@ import torch_geometric.transforms as T
 import torch_geometric.utils as U
 import worlds
 from problems import GRAPHS, two_types, undirected
+from test_link_prediction import Variational
 from torch.utils.data import DataLoader, TensorDataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch, Data, HeteroData
@@ -97,15 +98,6 @@ def _infomax(nn, d):
     )
     torch.nn.init.eye_(model.weight)
     return model.loss(*model(d.x, d.edge_index))
-
-
-class Variational(torch.nn.Module):
-    def __init__(self, nn):
-        super().__init__()
-        self.mu, self.logstd = seeded(nn.GCNConv, 7, 6), nn.GCNConv(7, 6)
-
-    def forward(self, x, edge_index):
-        return self.mu(x, edge_index), self.logstd(x, edge_index)
 
 
 def _vgae(kind):
@@ -644,9 +636,10 @@ def sparse():
     with pytest.raises(TypeError, match=r"mul_?\(\) of a"):
         after.adj_t.mul_(2)
     if mesh.size > 1:
+        U.ppr._get_ppr_numba = U.ppr._get_ppr  # which is compiled for ten seconds
         alike.as_pyg_or_refused(
-            lambda: list(U.get_ppr(share.edge_index)),
-            list(U.get_ppr(data.edge_index)),
+            lambda: list(U.get_ppr(share.edge_index, eps=0.01)),
+            list(U.get_ppr(data.edge_index, eps=0.01)),
             "before pdc.partition",
         )
         with pytest.raises(TypeError, match="a part of a row-sharded tensor alone"):
