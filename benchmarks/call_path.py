@@ -161,6 +161,16 @@ def count(ways: list[str]) -> dict[str, Counter]:
     return {name: known[name]() for name in ways}
 
 
+def over(found: dict[str, Counter]) -> dict[str, tuple[int, int, int]]:
+    """Returns the counts of the ways of which one is above its bound."""
+    return {
+        name: counter.counts
+        for name, counter in found.items()
+        for n, bound in zip(counter.counts, BOUNDS[name], strict=True)
+        if bound is not None and n > bound
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail above the bounds")
@@ -174,7 +184,6 @@ def main() -> int:
         parser.error(f"ways are {', '.join(BOUNDS)}, got {ways}")
     found = pdc.launch(count, 2, ways)
     found = found[0] if isinstance(found, list) else found
-    over = []
     print(f"{'':24}{'frames':>8}{'calls':>8}{'modules':>8}")
     for name, counter in found.items():
         shown = [
@@ -186,12 +195,7 @@ def main() -> int:
             print("  stack: " + "\n         ".join(counter.stack))
             for module, ran in counter.modules.items():
                 print(f"  {module}: {' '.join(ran)}")
-        over += [
-            name
-            for n, bound in zip(counter.counts, BOUNDS[name], strict=True)
-            if bound is not None and n > bound
-        ]
-    return int(options.check and bool(over))
+    return int(options.check and bool(over(found)))
 
 
 if __name__ == "__main__":

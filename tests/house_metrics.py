@@ -24,10 +24,11 @@ def measure(root: Path) -> dict[str, int]:
         for path in home.rglob("*.py")
     }
     trees = {name: ast.parse(path.read_text()) for name, path in paths.items()}
+    nodes = {name: list(ast.walk(tree)) for name, tree in trees.items()}
     lines = {name: len(path.read_text().splitlines()) for name, path in paths.items()}
     importers = defaultdict(set)
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
+    for name, every in nodes.items():
+        for node in every:
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue
             base = node.module.removeprefix("pyg_distcomm").lstrip(".")
@@ -36,8 +37,8 @@ def measure(root: Path) -> dict[str, int]:
                 importers[full if full in paths else base].add(name)
     classes = Counter(
         node.name
-        for tree in trees.values()
-        for node in ast.walk(tree)
+        for every in nodes.values()
+        for node in every
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     rooms = [name for name in paths if name.rpartition(".")[2] != "__init__"]
@@ -63,10 +64,10 @@ def measure(root: Path) -> dict[str, int]:
         "lines of the longest module": max(lines.values()),
         "class names of two classes": sum(count > 1 for count in classes.values()),
         "module docstrings that begin with no verb": len(verbless),
-        "classes of more than 20 methods or 15 attributes": len(large(trees)),
-        "classes that intercept ops or functions of torch": len(worlds(trees)),
-        "reads of frames, other than for a message": len(reads(trees, FRAMES)),
-        "reads of bytecode or of the garbage collector": len(reads(trees, CODE)),
+        "classes of more than 20 methods or 15 attributes": len(large(nodes)),
+        "classes that intercept ops or functions of torch": len(worlds(nodes)),
+        "reads of frames, other than for a message": len(reads(nodes, FRAMES)),
+        "reads of bytecode or of the garbage collector": len(reads(nodes, CODE)),
         "lines of tests and their helpers": sum(
             len(path.read_text().splitlines())
             for folder in ("tests", "tools")
@@ -89,11 +90,11 @@ FRAMES = {"_getframe", "currentframe", "stack", "f_back", "f_locals"}
 CODE = {"__code__", "co_code", "get_objects", "get_referrers", "dis"}
 
 
-def large(trees: dict[str, ast.Module]) -> list[str]:
+def large(nodes: dict[str, list[ast.AST]]) -> list[str]:
     """Returns the classes that have more than 20 methods, or set more than 15 attributes."""
     found = []
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
+    for name, every in nodes.items():
+        for node in every:
             if not isinstance(node, ast.ClassDef):
                 continue
             methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
@@ -115,24 +116,24 @@ def _is_field(node: ast.stmt) -> bool:
     return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
 
 
-def worlds(trees: dict[str, ast.Module]) -> list[str]:
+def worlds(nodes: dict[str, list[ast.AST]]) -> list[str]:
     """Returns the functions by which classes intercept ops or functions of torch."""
     return [
         name
-        for name, tree in trees.items()
-        for node in ast.walk(tree)
+        for name, every in nodes.items()
+        for node in every
         if isinstance(node, ast.FunctionDef)
         and node.name in ("__torch_function__", "__torch_dispatch__")
     ]
 
 
-def reads(trees: dict[str, ast.Module], names: set[str]) -> list[str]:
+def reads(nodes: dict[str, list[ast.AST]], names: set[str]) -> list[str]:
     """Returns the places, outside of `MESSAGES`, where attributes of these names are read."""
     return [
         f"{name}:{node.lineno}"
-        for name, tree in trees.items()
+        for name, every in nodes.items()
         if name not in MESSAGES
-        for node in ast.walk(tree)
+        for node in every
         if (isinstance(node, ast.Attribute) and node.attr in names and _is_python(node))
         or (isinstance(node, ast.Constant) and node.value in names - {"stack", "dis"})
     ]

@@ -11,6 +11,7 @@ import sys
 from contextlib import closing
 
 import pytest
+import tiers
 import torch
 import torch_geometric.transforms as T
 import worlds
@@ -18,6 +19,7 @@ from torch_geometric.data import Batch, Data, HeteroData, TemporalData
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.launch import context_of_ranks
 from pyg_distcomm.loader import NeighborLoader, TemporalDataLoader
 
 NAMES = "zeta alpha mid beta omega pi".split()
@@ -130,7 +132,7 @@ def lists_in_order():
     assert later.keys()[-2:] == later.node_attrs()[-2:] == ["first", "second"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
 def test_a_share_lists_attributes_in_the_order_of_the_graph(size):
     worlds.run(lists_in_order, size)
 
@@ -151,7 +153,7 @@ def takes_the_order_of_rank_0():
     assert all(share[kind].zeta.max() == ord(kind) for kind in share.node_types)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@tiers.parametrize("size", [2, 3], [3])
 def test_a_share_takes_the_order_of_rank_0(size):
     worlds.run(takes_the_order_of_rank_0, size)
 
@@ -177,31 +179,36 @@ def on_ranks_with_hash_seeds():
     assert all(other == every[0] for other in every), every
 
 
+def on_rank_0(environment):
+    os.environ.update(environment)
+    on_ranks_with_hash_seeds()
+
+
 @pytest.mark.subprocess
 def test_ranks_whose_strings_hash_apart_list_alike():
     with closing(socket.socket()) as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__],
-            env=os.environ
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            | {"PYTHONHASHSEED": str(rank + 1), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    here = given | {"RANK": "0", "LOCAL_RANK": "0"}
+    first = context_of_ranks("warm").Process(target=on_rank_0, args=(here,))
+    first.start()
+    there = given | {"RANK": "1", "LOCAL_RANK": "1", "PYTHONHASHSEED": "1"}
+    second = subprocess.Popen(
+        [sys.executable, __file__],
+        env=os.environ | there,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
-        for process in ranks:
-            told, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, told
+        told, _ = second.communicate(timeout=300)
+        assert second.returncode == 0, told
+        first.join(60)
+        assert first.exitcode == 0
     finally:
-        for process in ranks:
-            process.kill()
+        first.kill()
+        second.kill()
 
 
 if __name__ == "__main__":

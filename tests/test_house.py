@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import house_metrics
 import mutations
 import pytest
+import worlds
+from test_synchronisations import benchmark
 
 import pyg_distcomm
 
@@ -386,26 +386,11 @@ def test_readme_holds_the_two_commands():
         assert len(re.findall(rf"<!-- command: {name} -->\n```bash\n", text)) == 1
 
 
-@pytest.mark.subprocess
-def test_importing_compiles_nothing_and_touches_no_device():
-    # torch_geometric itself may bring numba: what counts is what we add to it
-    code = (
-        "import sys, torch, torch_geometric.nn\n"
-        "before = set(sys.modules)\n"
-        "import pyg_distcomm.api, pyg_distcomm.cli\n"
-        "added = set(sys.modules) - before\n"
-        "late = {'numba', 'triton', 'pymetis', 'sklearn', 'matplotlib'}\n"
-        "late |= {'pyg_distcomm.kernels.core_cpu', 'pyg_distcomm.partition.cutters_jit'}\n"
-        "assert not late & added, late & added\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "assert not torch.distributed.is_initialized()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+def over():
+    call_path = benchmark("call_path")
+    return call_path.over(call_path.count(["exact link", "coded link"]))
 
 
-@pytest.mark.subprocess
 def test_links_take_few_frames_and_modules():
     """From a layer to the collective, as benchmarks/call_path.py counts them."""
-    script = str(ROOT / "benchmarks" / "call_path.py")
-    run = [sys.executable, script, "--check", "exact link", "coded link"]
-    subprocess.run(run, check=True, timeout=600)
+    assert worlds.anew(over, 2)[0] == {}  # threads go on counting
