@@ -126,7 +126,7 @@ def replicated(kinds):
             data, [4, 3, 2], batch_size=6, options=LoaderOptions(seed=0)
         )
         batches = [(b, torch.arange(b.batch_size)) for b in loader]
-        found.append(train(model, [*batches[:2], *[(share, share.train_mask)] * 2]))
+        found.append(train(model, [batches[0], *[(share, share.train_mask)] * 2]))
     for got, want in zip(*reversed(found), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 

@@ -6,6 +6,7 @@ import copy
 import io
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 import worlds
@@ -72,7 +73,7 @@ KINDS = [("sgd", True), ("sgd", False), ("adagrad", True), ("sparse_adam", True)
 
 
 @pytest.mark.parametrize(("optimizer", "sparse"), [*KINDS, ("adam", False)])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@tiers.parametrize("size", [1, 2, 4], [1, 4])
 def test_minibatches_train_the_rows_that_torch_trains(size, optimizer, sparse):
     want = _plain(optimizer, sparse)
     every = worlds.run(_trained, size, optimizer, sparse)
@@ -141,7 +142,7 @@ def _spread(cut):
     return net.emb().detach().full_tensor(), names["conv1.lin.weight"].detach()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
 def test_full_graph_training_is_that_of_one_process(size):
     net = _full_graph(GRAPHS["undirected"](), lambda d: torch.nn.Embedding(N, DIM))
     for table, weight in worlds.run(_spread, size, "random"):

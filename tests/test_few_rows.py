@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import tiers
 import torch
@@ -14,7 +16,6 @@ import pyg_distcomm as pdc
 pytestmark = pytest.mark.usefixtures("place")
 
 SIZES = (1, 2, 3)
-ranks = tiers.parametrize("size", SIZES, [1, 3])
 WIDE = 8
 
 
@@ -94,9 +95,10 @@ def _one_node(edges):
         _compare(make, (data.x, data.edge_index), (share.x, share.edge_index))
 
 
-@ranks
-@pytest.mark.parametrize("edges", [0, 2])
-def test_layers_on_one_node(edges, size):
+@tiers.parametrize(
+    ("size", "edges"), itertools.product(SIZES, [0, 2]), [(1, 2), (3, 0), (3, 2)]
+)
+def test_layers_on_one_node(size, edges):
     worlds.run(_one_node, size, edges)
 
 
@@ -140,7 +142,10 @@ def _types(nodes):
         _compare(lambda k=norm: pyg.to_hetero(_Normed(k()), data.metadata()), one, many)
 
 
-@ranks
-@pytest.mark.parametrize("nodes", [0, 1, 2])
-def test_norms_of_a_node_type_with_few_rows(nodes, size):
+@tiers.parametrize(
+    ("size", "nodes"),
+    itertools.product(SIZES, [0, 1, 2]),
+    [(1, 1), (3, 0), (3, 2)],
+)
+def test_norms_of_a_node_type_with_few_rows(size, nodes):
     worlds.run(_types, size, nodes)

@@ -213,7 +213,7 @@ def _run(path, resumed, share):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@tiers.parametrize(("size", "share"), [(2, False), (1, False), (2, True)], slice(0, 2))
+@tiers.parametrize(("size", "share"), [(2, False), (1, False), (2, True)], slice(1))
 def test_a_resumed_run_of_new_processes_ends_in_the_same_bits(tmp_path, size, share):
     """With dropout and three layers, from the middle of an epoch."""
     path = str(tmp_path / "run")

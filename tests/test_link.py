@@ -67,7 +67,7 @@ def weighted(grid, learnt):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("learnt", [False, True])
+@tiers.parametrize("learnt", [False, True], [True])
 def test_weights_of_edges(learnt):
     worlds.run(weighted, 4, (2, 2, 1), learnt)
     worlds.run(weighted, 3, (3, 1, 1), learnt)

@@ -134,7 +134,7 @@ def _distributed_sampler():
     return found[0].e_id.tolist()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
 def test_a_distributed_sampler_is_followed(size):
     found = worlds.run(_distributed_sampler, size)
     assert all(found[0] != other for other in found[1:])
@@ -354,7 +354,7 @@ def _shared(folder, typed):
 
 
 @pytest.mark.parametrize("typed", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
 def test_one_rank_loads_for_all(tmp_path, size, typed):
     found = worlds.run(_shared, size, str(tmp_path), typed)
     assert sum(calls for calls, _ in found) == 1

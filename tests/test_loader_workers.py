@@ -8,6 +8,7 @@ import random
 import alike
 import pytest
 import test_data_loader as graphs
+import tiers
 import torch
 import torch_geometric.loader
 import torch_geometric.nn as pyg
@@ -65,8 +66,8 @@ LOADERS = {f.__name__: f for f in (shuffled, kept, own_batches, streamed)}
 
 
 def epochs(loader):
-    """Yields the batches of two epochs, of one that is broken off, and of one more."""
-    for left in (99, 99, 2, 99):
+    """Yields the batches of an epoch, of one that is broken off, and of one more."""
+    for left in (99, 2, 99):
         for count, batch in enumerate(loader, 1):
             yield batch
             if count == left:
@@ -80,7 +81,7 @@ def _taken(kind):
         torch.manual_seed(5)
         found += epochs(LOADERS[kind](lib))
         found.append(torch.rand(3))
-    assert len(got) > 10
+    assert len(got) > 6
     for mine, theirs in zip(got, want, strict=True):
         graphs.same(mine, theirs)
 
@@ -104,7 +105,7 @@ def _one_process_draws(kind):
     return [[batch[name].tolist() for name in ("y", "noise")] for batch in batches]
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "kept"])
+@tiers.parametrize("kind", ["shuffled", "kept"], ["shuffled"])
 def test_without_a_seed_workers_draw_what_rank_0s_do(kind):
     got, other = worlds.run(_rank_0_draws, 2, kind)
     assert got == other

@@ -101,7 +101,7 @@ def _several_under_way():
     assert len(alive) <= 16  # threads are used again
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@tiers.parametrize("size", [2, 4], [4])
 def test_several_exchanges_at_once_end_in_any_order(size):
     for _ in range(3):
         worlds.run(_several_under_way, size)
@@ -137,7 +137,7 @@ def _order():
     return said, much_later, len(said) - calls
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@tiers.parametrize("size", [2, 3, 4], [4])
 def test_receives_come_before_sends_of_much(size):
     for said, much_later, small in worlds.run(_order, size):
         assert said[0] == ("irecv", True)
@@ -241,7 +241,7 @@ def _leaves(absent):
     collectives.barrier(mesh.data)
 
 
-@pytest.mark.parametrize("absent", [1, 2])
+@tiers.parametrize("absent", [1, 2], [2])
 def test_a_process_that_leaves_keeps_no_thread_waiting(absent):
     pdc.launch(_leaves, 3, absent, timeout=300)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import alike
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
@@ -14,7 +15,7 @@ from torch_geometric.data import Data
 import pyg_distcomm as pdc
 
 N, E, WIDE = 60, 300, 4
-sizes = pytest.mark.parametrize("size", [2, 3])
+sizes = tiers.parametrize("size", [2, 3], [3])
 
 
 def _graph():

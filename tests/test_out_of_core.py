@@ -154,7 +154,7 @@ def test_chunks_are_computed_again_under_the_autocast_of_the_layer(counted):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("size", [2, 3])
+@tiers.parametrize("size", [2, 3], [3])
 def test_layers_of_a_script_on_ranks(size):
     worlds.run(owned, size, Own)
 

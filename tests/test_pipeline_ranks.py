@@ -504,7 +504,7 @@ def _mixed(stages):
     return pipe.price().bytes, without_loss(mesh.ledger, "bytes")
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+@tiers.parametrize("shape", [(1, 2), (2, 2)], [(2, 2)])
 def test_bytes_are_those_of_each_type(shape):
     for told, counted in worlds.run(_mixed, shape[0] * shape[1], shape[0]):
         assert told == counted > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import alike
-import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 import worlds
@@ -120,7 +120,7 @@ def _exact_and_without_a_gather():
             )
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@tiers.parametrize("size", [2, 3], [3])
 def test_exact_and_without_a_gather(size):
     worlds.run(_exact_and_without_a_gather, size)
 

@@ -56,7 +56,7 @@ def test_ranks_compare_pieces_of_what_is_long(monkeypatch, shape):
         assert consistency.sampled_digest(other) != mark
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
 def test_a_folder_is_the_graph_and_reports_alike(tmp_path, size):
     data = GRAPHS["directed"]()
     owners = cut(data.edge_index, 60, size, "ldg", train_mask=data.train_mask)

@@ -367,7 +367,7 @@ def _meshes(count, how):
 
 @pytest.mark.skipif(not worlds.LINUX, reason="counts threads by /proc")
 @tiers.parametrize("how", ["close", "with", "collected"], ["collected"])
-@pytest.mark.parametrize("count", [20, pytest.param(500, marks=tiers.rare)])
+@pytest.mark.parametrize("count", [14, pytest.param(500, marks=tiers.rare)])
 def test_meshes_give_back_their_threads_and_descriptors(count, how):
     for held in pdc.launch(_meshes, 2, count, how, timeout=500):
         first, last = held[0], held[-1]

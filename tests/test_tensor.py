@@ -547,7 +547,7 @@ def _all_rows_at_once():
             torch.cat([x[:, 0], ones(x, 2, 7)])
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@tiers.parametrize("size", [2, 3], [3])
 def test_what_needs_all_rows_is_that_of_one_process(size):
     worlds.run(_all_rows_at_once, size)
 

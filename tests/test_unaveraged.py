@@ -216,7 +216,7 @@ def refused(answers, steps):
         assert done == steps
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@tiers.parametrize("size", [2, 3], [3])
 def test_training_that_nothing_averages_is_refused_after_a_step(size):
     refused(worlds.run(train, size, "plainly"), 1)
     (first, _), *others = worlds.run(train, size, "plainly", "nodes", True)
