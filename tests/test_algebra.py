@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import combinations, permutations
-
 import definitions
 import matrix_reference
 import pytest
 import tiers
 import torch
-from scipy.stats import chisquare
+from chances import likely, subsets, successive
 
 from pyg_distcomm.comm.random import fold
 from pyg_distcomm.kernels import matrix_cpu, matrix_ops
@@ -300,36 +298,6 @@ def test_extraction_errors():
 # ------------------------------------------------------------------ draws
 
 
-def successive(weight, s):
-    """The chance of each subset, entries drawn one after the other by weight."""
-    weight, chance = [float(w) for w in weight], []
-    for subset in combinations(range(len(weight)), s):
-        total = 0.0
-        for order in permutations(subset):
-            left, p = sum(weight), 1.0
-            for e in order:
-                p, left = p * weight[e] / left, left - weight[e]
-            total += p
-        chance.append(total)
-    return torch.tensor(chance)
-
-
-def subsets(drawn, n, s):
-    code = {c: i for i, c in enumerate(combinations(range(n), s))}
-    rows = drawn.matrix.col.view(-1, s).tolist()
-    found = torch.tensor([code[tuple(row)] for row in rows])
-    return torch.bincount(found, minlength=len(code))
-
-
-def likely(observed, expected):
-    observed, expected = observed.double().flatten(), expected.double().flatten()
-    possible = expected > 0
-    assert not observed[~possible].any()
-    expected = expected[possible] / expected.sum() * observed.sum()
-    assert float(expected.min()) > 5
-    assert chisquare(observed[possible].numpy(), expected.numpy()).pvalue > 1e-4
-
-
 DRAWS = 20_000
 WEIGHT = torch.tensor([0, 4, 8, 2, 16, 1])
 
@@ -337,7 +305,7 @@ WEIGHT = torch.tensor([0, 4, 8, 2, 16, 1])
 @pytest.mark.parametrize("s", [1, 2, 3, 4])
 def test_all_subsets(s):
     drawn = sample(copies(WEIGHT, DRAWS), s, keys(DRAWS, s))
-    likely(subsets(drawn, 6, s), successive(WEIGHT, s))
+    likely(subsets(drawn.matrix.col.view(-1, s), 6), successive(WEIGHT, s))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -378,7 +346,7 @@ def test_floats_are_rounded_once():
     assert int(fixed_point(wide).double().sum()) < 1 << 62
     assert int(fixed_point(wide)[0]) == 1 << 39
     drawn = sample(copies(WEIGHT / 7, DRAWS), 2, keys(DRAWS))
-    likely(subsets(drawn, 6, 2), successive(WEIGHT, 2))
+    likely(subsets(drawn.matrix.col.view(-1, 2), 6), successive(WEIGHT, 2))
 
 
 def test_rows_that_give_all_they_have():

@@ -339,7 +339,7 @@ def test_references_and_citations_agree():
 BOUNDS = {
     "lines": 56_740,
     "modules": 178,
-    "lines of tests and their helpers": 47_490,
+    "lines of tests and their helpers": 47_402,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 13,
     "classes that intercept ops or functions of torch": 4,

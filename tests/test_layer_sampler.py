@@ -9,7 +9,7 @@ import problems
 import pytest
 import tiers
 import torch
-from scipy.stats import chi2_contingency, chisquare
+from chances import likely, subsets, successive
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NodeSamplerInput
 
@@ -245,15 +245,6 @@ def test_no_weight_vanishes_and_no_sum_overflows():
     assert int(graph.sums(every).value.double().sum()) < 1 << 62
 
 
-def likely(observed, expected):
-    observed, expected = observed.double().flatten(), expected.double().flatten()
-    possible = expected > 1e-12
-    assert not observed[~possible].any()
-    expected = expected[possible] / expected[possible].sum() * observed.sum()
-    assert float(expected.min()) > 5
-    assert chisquare(observed[possible].numpy(), expected.numpy()).pvalue > 1e-4
-
-
 def small(weighted=False):
     """Seven nodes, of which rows {0, 1} have five candidates and a parallel edge."""
     edges = [(2, 0), (3, 0), (3, 1), (4, 1), (4, 1), (5, 1), (0, 2), (5, 3), (6, 4)]
@@ -290,29 +281,6 @@ def test_one_draw_at_each_layer_follows_the_formula(rule):
             likely(torch.bincount(torch.tensor(found), minlength=7), p)
 
 
-def successive(p, s):
-    found = []
-    for subset in combinations(range(len(p)), s):
-
-        def walk(left, rest):
-            if not rest:
-                return 1.0
-            return sum(
-                float(p[e]) / left * walk(left - float(p[e]), rest - {e}) for e in rest
-            )
-
-        found.append(
-            walk(1.0, frozenset(subset)) if float(p[list(subset)].min()) > 0 else 0.0
-        )
-    return torch.tensor(found)
-
-
-def sets_drawn(outs, n, s):
-    code = {c: i for i, c in enumerate(combinations(range(n), s))}
-    found = [code[tuple(out.node[2:].tolist())] for out in outs]
-    return torch.bincount(torch.tensor(found), minlength=len(code))
-
-
 @tiers.cover(
     ("weight", "rule"), WEIGHTS, ["code", "cagnet", "paper", "fastgcn", "user"], step=2
 )
@@ -322,7 +290,8 @@ def test_all_subsets_of_a_layer(rule, weight):
     sampler = KeyedLayerSampler(
         data, [2], RULES[rule], keep_batch=False, weight_attr=weight
     )
-    likely(sets_drawn(bulk_of(sampler, [0, 1], 5000), 7, 2), successive(p, 2))
+    drawn = [out.node[2:] for out in bulk_of(sampler, [0, 1], 5000)]
+    likely(subsets(torch.stack(drawn), 7), successive(p, 2))
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -355,6 +324,7 @@ def test_graphsage_as_a_product_draws_like_the_fast_path(weight):
             picks = out.node[out.row].view(-1, 2).sort(1).values
             theirs = torch.bincount(picks[:, 0] * 7 + picks[:, 1], minlength=49)
             both = torch.stack([ours, theirs])[:, ours > 0]
+            chi2_contingency = pytest.importorskip("scipy.stats").chi2_contingency
             assert chi2_contingency(both.numpy()).pvalue > 1e-4
 
 

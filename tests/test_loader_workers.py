@@ -86,7 +86,7 @@ def _taken(kind):
         graphs.same(mine, theirs)
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@tiers.parametrize("kind", LOADERS, ["shuffled", "kept", "streamed"])
 def test_workers_batches_are_those_of_one_process(kind):
     worlds.run(_taken, 2, kind)
 

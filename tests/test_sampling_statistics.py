@@ -11,7 +11,7 @@ from itertools import combinations, permutations
 import pytest
 import tiers
 import torch
-from scipy.stats import chisquare
+from chances import likely, subsets, successive
 from torch_geometric.data import Data
 from torch_geometric.sampler import NegativeSampling, NodeSamplerInput
 
@@ -47,32 +47,11 @@ def draws(data, k, count=DRAWS, time=None, **kwargs):
     return drawn
 
 
-def likely(observed, expected=None):
-    observed = observed.double().flatten()
-    if expected is None:
-        expected = torch.ones_like(observed)
-    expected = torch.as_tensor(expected).double().flatten()
-    possible = expected > 0
-    assert not observed[~possible].any()
-    expected = expected[possible] / expected.sum() * observed.sum()
-    assert float(expected.min()) > 5  # below, chi-square does not hold
-    assert chisquare(observed[possible].numpy(), expected.numpy()).pvalue > 1e-4
-
-
-def sets(drawn, degree):
-    """Counts the subsets drawn, in the order of `combinations`."""
-    k = drawn.size(1)
-    code = {c: i for i, c in enumerate(combinations(range(degree), k))}
-    ordered = drawn.sort(1).values.tolist()
-    found = torch.tensor([code[tuple(row)] for row in ordered])
-    return torch.bincount(found, minlength=len(code))
-
-
 @tiers.parametrize("disjoint", [False, True], [True])
 @tiers.parametrize(("degree", "k"), [(5, 1), (6, 2), (7, 3), (6, 5)], [(7, 3)])
 def test_all_subsets_are_equally_likely(degree, k, disjoint):
     drawn = draws(fan(degree), k, disjoint=disjoint)
-    likely(sets(drawn, degree))
+    likely(subsets(drawn.sort(1).values, degree))
     likely(torch.bincount(drawn.flatten(), minlength=degree))
 
 
@@ -101,26 +80,12 @@ def test_draws_with_replacement_are_independent(k):
 WEIGHT = torch.tensor([0.0, 1.0, 2.0, 0.5, 4.0, 0.25])
 
 
-def successive(k):
-    """The chance of each subset if edges are drawn one after the other by weight."""
-    chance = []
-    for subset in combinations(range(len(WEIGHT)), k):
-        total = 0.0
-        for order in permutations(subset):
-            left, p = float(WEIGHT.sum()), 1.0
-            for e in order:
-                p, left = p * float(WEIGHT[e]) / left, left - float(WEIGHT[e])
-            total += p
-        chance.append(total)
-    return torch.tensor(chance)
-
-
 @tiers.parametrize("disjoint", [False, True], [False])
 @tiers.parametrize("k", [1, 2, 3, 4], [3])
 def test_weighted_subsets(k, disjoint):
     data = fan(6, weight=WEIGHT)
     drawn = draws(data, k, weight_attr="weight", disjoint=disjoint)
-    likely(sets(drawn, 6), successive(k))
+    likely(subsets(drawn.sort(1).values, 6), successive(WEIGHT, k))
 
 
 def test_weighted_draws_with_replacement():
@@ -138,7 +103,7 @@ def test_all_that_is_early_enough_is_equally_likely(of):
     wanted = torch.tensor(
         [all(e in early.tolist() for e in c) for c in combinations(range(8), 2)]
     )
-    likely(sets(drawn, 8), wanted)
+    likely(subsets(drawn.sort(1).values, 8), wanted)
 
 
 @tiers.parametrize("disjoint", [False, True], [False])

@@ -9,7 +9,7 @@ import tiers
 import torch
 import worlds
 from batches import all_same, arguments, graph, hetero, same
-from scipy.stats import chisquare
+from chances import likely
 from test_partitioned_loader import cut
 from test_saving import full_after
 from torch_geometric.data import Batch, Data
@@ -395,14 +395,6 @@ def small():
     source = torch.tensor([0, 1, 1, 2, 2, 2, 3, 0])
     target = torch.tensor([1, 0, 2, 1, 3, 4, 2, 2])
     return Data(edge_index=torch.stack([source, target]), num_nodes=5)
-
-
-def likely(counts, chance):
-    counts, chance = counts.double(), torch.as_tensor(chance).double()
-    assert not counts[chance == 0].any()
-    there = chance > 0
-    wanted = chance[there] / chance.sum() * counts.sum()
-    assert chisquare(counts[there].numpy(), wanted.numpy()).pvalue > 1e-4
 
 
 def test_saint_draws_by_the_chances_of_pyg():
