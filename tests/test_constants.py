@@ -110,7 +110,7 @@ def _kept():
         k: len(v) for k, v in share.x.rows.derived.items() if hasattr(v, "__len__")
     }
     assert max(sizes.values()) <= 64, sizes
-    assert len(mesh.sharded.get("parameters", ())) < 20
+    assert len(mesh.sharded.get("facts", ())) < 20
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -49,7 +49,7 @@ from pyg_distcomm.nn.local_products import (
 )
 from pyg_distcomm.nn.message_forms import adds_rows, layers_of
 from pyg_distcomm.nn.propagating import adding, exchanging, keeps_rows
-from pyg_distcomm.sharded.agreement import compare_parameters
+from pyg_distcomm.sharded.agreement import compare_weights
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.partial import entered
 
@@ -364,7 +364,7 @@ def _on_own_rows(
     )
     own = table[: len(topology.nodes)] if source is target else target.to_local()
     if mesh.size > 1:
-        compare_parameters(list(conv.parameters()), mesh)
+        compare_weights(list(conv.parameters()), mesh)
     params = {f"conv.{name}": entered(p, mesh) for name, p in conv.named_parameters()}
     given = run, (table, own), stays(topology.locals.ends), *args
     # a module that is shared is swapped once, and swapped back

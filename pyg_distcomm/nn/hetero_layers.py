@@ -24,7 +24,7 @@ from pyg_distcomm.halo.exchange import LayerExchange
 from pyg_distcomm.halo.halo import NAMES
 from pyg_distcomm.nn.halo_conv import HaloExecution
 from pyg_distcomm.nn.layer_context import LayerContext, check_placement, warn_about_grid
-from pyg_distcomm.sharded.agreement import compare_parameters
+from pyg_distcomm.sharded.agreement import compare_weights
 from pyg_distcomm.sharded.dist_tensor import DistTensor, Placed
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 from pyg_distcomm.sharded.partial import entered
@@ -163,7 +163,7 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
         x_dict = _check_rows(self, x_dict, edge_index_dict)
         mesh = next(iter(edge_index_dict.values())).nodes.mesh
         if mesh.size > 1:
-            compare_parameters(list(self.parameters()), mesh)
+            compare_weights(list(self.parameters()), mesh)
         mixed = {key: x.rows for key, x in x_dict.items() if key in self.dst_node_types}
         kqv = self.kqv_lin(x_dict)
         scores: dict[str, list[Tensor]] = {key: [] for key in mixed}
@@ -283,7 +283,7 @@ class DistHANConv(HaloExecution, pyg.HANConv):
         x_dict = _check_rows(self, x_dict, edge_index_dict)
         mesh = next(iter(edge_index_dict.values())).nodes.mesh
         if mesh.size > 1:
-            compare_parameters(list(self.parameters()), mesh)
+            compare_weights(list(self.parameters()), mesh)
         projected = {key: self.proj[key](x) for key, x in x_dict.items()}
         found: dict[str, list[Any]] = {key: [] for key in x_dict}
         for key, edges in edge_index_dict.items():

@@ -37,7 +37,7 @@ from pyg_distcomm.nn.layer_context import (
 from pyg_distcomm.nn.local_products import run_gcn, run_sage
 from pyg_distcomm.nn.message_forms import AGGREGATIONS
 from pyg_distcomm.ops.grid_matrix import GridMatrix
-from pyg_distcomm.sharded.agreement import compare_parameters
+from pyg_distcomm.sharded.agreement import compare_weights
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.partial import entered
 
@@ -155,7 +155,7 @@ def plan_product(
     grad, topology = torch.is_grad_enabled(), context.topology
     mesh = topology.nodes.mesh
     weights = [layer.weight for _, layer in layers]  # once: it may be computed
-    compare_parameters(weights if bias is None else [*weights, bias], mesh)
+    compare_weights(weights if bias is None else [*weights, bias], mesh)
     w, *own = (entered(parameter, mesh) for parameter in weights)
     values = x.dtype if kind.normalize else None  # as PyG's messages are of
     product = PlannedProduct(

@@ -13,6 +13,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,37 @@ _PLAIN_IDS = (
     "or use a mask, which costs nothing"
 )
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(slots=True)
+class _Facts:
+    """Holds what the ranks of a mesh know of a plain tensor, while it exists.
+
+    Args:
+        compared: whether they have compared it, as a parameter.
+        version: how often ops had written to it when one last read it beside constants.
+        same: whether it is the same on all; None if that is unknown.
+        wrapper: a reference to the DistributedDataParallel that reads its gradient.
+    """
+
+    compared: bool = False
+    version: int | None = None
+    same: bool | None = None
+    wrapper: Any = None
+
+
+def _facts(mesh: Any) -> Any:
+    """Returns the facts of the plain tensors that a mesh knows."""
+    if "facts" not in mesh.sharded:
+        mesh.sharded["facts"] = WeakTensorKeyDictionary()
+    return mesh.sharded["facts"]
+
+
+def _facts_of(x: Tensor, mesh: Any) -> _Facts:
+    known = _facts(mesh)
+    if x not in known:
+        known[x] = _Facts()
+    return known[x]  # type: ignore[no-any-return]
 
 
 def in_backward() -> bool:
@@ -116,75 +148,54 @@ def _kind(x: Any) -> Any:
     return x.dtype, dim, shape[:dim], shape[dim + 1 :]
 
 
-def compare_parameters(args: Any, mesh: Any) -> None:
-    """Takes rank 0's parameters where they differ, when ops first read them; collective.
+def compare_weights(args: Any, mesh: Any, func: Any = None) -> None:
+    """Compares weights that meet sharded rows, when ops first read them; collective.
+
+    Where parameters differ, rank 0's are taken. Factors of a product that need no gradient are
+    frozen weights, or a rank's own parts of weights, as of tensor parallelism: see
+    `compare_plain`.
 
     Raises:
-        ValueError: on all ranks, for frozen parameters that differ.
+        TypeError: for a weight that torch shards.
+        ValueError: on all ranks, for frozen parameters and factors that differ.
     """
-    if not isinstance(mesh, Mesh) or in_backward():
-        return
-    seen = mesh.sharded.setdefault("parameters", {})
+    known = _facts(mesh)
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is not None:
+        _note_wrapper(wrapper, mesh)
     for x in args:
         if type(x) not in _PLAIN:
+            if isinstance(x, Tensor) and hasattr(x, "device_mesh"):
+                raise _sharded_by_torch(type(x).__name__)
             continue
         base = x if x._base is None else x._base
-        frozen = type(base) is torch.nn.Parameter and not base.requires_grad
-        if type(base) not in _PLAIN or not (x.requires_grad or frozen):
+        facts = known.get(base)
+        is_factor = func in _PRODUCTS and x.is_floating_point() and not x.requires_grad
+        new = facts is None or not facts.compared
+        if not (new or is_factor) or in_backward():
             continue
-        wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None:
-            _note_wrapper(wrapper, mesh)
-        found = seen.get(id(base))
-        if found is not None and found() is base:
-            continue
-        if base.grad_fn is not None:
-            _compare_computed(base, mesh)
-        elif base.is_leaf:
-            _check_whole(base)
-            _note_seen(base, seen)
-            if mesh.check == "never":
-                continue
-            if frozen:
-                with _of_a_weight():
-                    comparer_of(mesh).check(base.detach(), name_of(PROCESS.op))
-            else:
-                comparer_of(mesh).sync_from_rank0(base)
-
-
-def _note_seen(x: Tensor, seen: dict[int, Any]) -> None:
-    """Notes that a parameter has been compared, while it exists."""
-    number = id(x)
-
-    def forget(reference: Any) -> None:
-        if seen.get(number) is reference:
-            del seen[number]
-
-    seen[number] = weakref.ref(x, forget)
-
-
-def compare_factors(func: Any, args: Any, mesh: Any) -> None:
-    """Raises on all ranks if plain factors that need no gradient differ; see `compare_plain`.
-
-    These are frozen weights, or a rank's own parts of weights, as of tensor parallelism.
-
-    Raises:
-        TypeError: for a factor that torch shards.
-        ValueError: for one that differs.
-    """
-    for x in args:
-        if (
-            type(x) not in _PLAIN
-            and isinstance(x, Tensor)
-            and hasattr(x, "device_mesh")
-        ):
-            raise _sharded_by_torch(type(x).__name__)
-    if func not in _PRODUCTS or in_backward():
-        return
-    for x in args:
-        if type(x) in _PLAIN and x.is_floating_point() and not x.requires_grad:
+        if new:
+            _compare_parameter(base, x, mesh)
+        if is_factor:
             with _of_a_weight():
                 compare_plain(x, mesh)
+
+
+def _compare_parameter(base: Tensor, x: Tensor, mesh: Any) -> None:
+    """Compares the parameter that a plain tensor is, or of which it is a view."""
+    frozen = type(base) is torch.nn.Parameter and not base.requires_grad
+    if not isinstance(mesh, Mesh) or type(base) not in _PLAIN:
+        return
+    if base.grad_fn is not None and x.requires_grad:
+        _compare_computed(base, mesh)
+    elif base.is_leaf and (x.requires_grad or frozen):
+        _check_whole(base)
+        _facts_of(base, mesh).compared = True
+        if not frozen:
+            comparer_of(mesh).sync_from_rank0(base)
+        elif mesh.check != "never":
+            with _of_a_weight():
+                comparer_of(mesh).check(base.detach(), name_of(PROCESS.op))
 
 
 @contextlib.contextmanager
@@ -235,12 +246,10 @@ def _sharded_by_torch(what: str) -> TypeError:
 
 def _compare_computed(x: Tensor, mesh: Mesh) -> None:
     """Compares a value computed from parameters, and these, when its kind is first met."""
-    kinds = mesh.sharded.setdefault("computed", set())
-    kind = PROCESS.op, x.shape, x.dtype
-    if kind in kinds or mesh.check == "never":
+    known, kind = _compared(mesh), ("computed", PROCESS.op, x.shape, x.dtype)
+    if known.get(kind) or mesh.check == "never":
         return
-    kinds.add(kind)
-    comparer, seen = comparer_of(mesh), mesh.sharded["parameters"]
+    known[kind] = True
     todo, met = [x.grad_fn], set()
     while todo:
         node = todo.pop()
@@ -250,35 +259,32 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
         leaf: Any = getattr(node, "variable", None)
         if type(leaf) in _PLAIN:
             _check_whole(leaf)
-            if id(leaf) not in seen or seen[id(leaf)]() is not leaf:
-                _note_seen(leaf, seen)
-                comparer.sync_from_rank0(leaf)
+            facts = _facts_of(leaf, mesh)
+            if not facts.compared:
+                facts.compared = True
+                comparer_of(mesh).sync_from_rank0(leaf)
         todo += [next_node for next_node, _ in node.next_functions]
-    comparer.sync_from_rank0(x)
+    comparer_of(mesh).sync_from_rank0(x)
 
 
 def _note_wrapper(wrapper: Any, mesh: Mesh) -> None:
     """Notes whose gradients DistributedDataParallel reads: those of all its parameters."""
-    known = mesh.sharded.setdefault("wrappers", weakref.WeakSet())
-    if wrapper not in known:
-        known.add(wrapper)
-        wrapped = mesh.sharded.setdefault("wrapped", WeakTensorKeyDictionary())
-        for parameter in wrapper.parameters():
-            wrapped[parameter] = weakref.ref(wrapper)
+    for parameter in wrapper.parameters():
+        facts = _facts_of(parameter, mesh)
+        if facts.wrapper is not None and facts.wrapper() is wrapper:
+            return  # noted before
+        facts.wrapper = weakref.ref(wrapper)
 
 
 def is_wrapped(leaf: Tensor, mesh: Mesh) -> bool:
     """Tells whether DistributedDataParallel reads the gradient of a parameter."""
-    found = mesh.sharded.get("wrapped")
-    return found is not None and leaf in found
+    return _facts_of(leaf, mesh).wrapper is not None
 
 
 def is_averaged(leaf: Tensor, mesh: Mesh) -> bool:
     """Tells whether a wrapper of `replicate` averages the gradient in this backward pass."""
-    if not is_wrapped(leaf, mesh):
-        return False
-    wrapper = mesh.sharded["wrapped"][leaf]()
-    return bool(getattr(wrapper, "armed", False))
+    wrapper = _facts_of(leaf, mesh).wrapper
+    return wrapper is not None and bool(getattr(wrapper(), "armed", False))
 
 
 def is_same(x: Tensor, mesh: Any) -> bool:
@@ -292,12 +298,10 @@ def is_same(x: Tensor, mesh: Any) -> bool:
     """
     if mesh.size == 1:
         return True
-    known = _known_same(mesh)
-    if x not in known:
-        if mesh.check == "never":
-            return False
-        known[x] = len(set(_marks(x, mesh.world))) == 1
-    return known[x]  # type: ignore[no-any-return]
+    facts = _facts_of(x, mesh)
+    if facts.same is None and mesh.check != "never":
+        facts.same = _is_alike(x, mesh.world)
+    return bool(facts.same)
 
 
 def _marks(x: Tensor, axis: Any) -> list[tuple[int, ...]]:
@@ -305,14 +309,14 @@ def _marks(x: Tensor, axis: Any) -> list[tuple[int, ...]]:
     return [*map(tuple, collectives.all_gather_counts([x.numel(), digest(x)], axis))]
 
 
+def _is_alike(x: Tensor, axis: Any) -> bool:
+    return len(set(_marks(x, axis))) == 1
+
+
 def note_same(x: Any, mesh: Any) -> None:
     """Notes that an op on sharded tensors has given all ranks the same plain tensor."""
     if type(x) is Tensor and mesh.size > 1:
-        _known_same(mesh)[x] = True
-
-
-def _known_same(mesh: Any) -> Any:
-    return mesh.sharded.setdefault("same", WeakTensorKeyDictionary())
+        _facts_of(x, mesh).same = True
 
 
 def check_written(args: Any, mesh: Any) -> None:
@@ -328,11 +332,11 @@ def check_written(args: Any, mesh: Any) -> None:
     Raises:
         ValueError: naming the tensor.
     """
-    known = mesh.sharded.setdefault("written", WeakTensorKeyDictionary())
     for x, is_new in args:
-        before, known[x] = known.get(x), x._version
-        same = _known_same(mesh).get(x, True) and mesh.check != "never"
-        if before in (None, x._version) or not same or not is_new(x):
+        facts = _facts_of(x, mesh)
+        before, facts.version = facts.version, x._version
+        differs = facts.same is False or mesh.check == "never"
+        if before in (None, x._version) or differs or not is_new(x):
             pass_by(mesh)
             continue
         name, where = name_of(PROCESS.op), _described(x)
@@ -343,7 +347,7 @@ def check_written(args: Any, mesh: Any) -> None:
         )
         with _comparing(told, mesh):
             # of a table in new memory, rows that nobody reads may differ
-            _known_same(mesh)[x] = len(set(_marks(x, mesh.control))) == 1
+            facts.same = _is_alike(x, mesh.control)
 
 
 def pass_by(mesh: Any) -> None:

@@ -31,9 +31,8 @@ from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import (
     check_devices,
     compare_call,
-    compare_factors,
-    compare_parameters,
     compare_plain,
+    compare_weights,
     in_backward,
     name_of,
 )
@@ -148,8 +147,7 @@ class DistTensor(EdgeMethods, Tensor):
                 for a in args:
                     if type(a) is not DistTensor and isinstance(a, Tensor):
                         plain = [a for a in args if type(a) is not DistTensor]
-                        compare_parameters(plain, first.rows.mesh)
-                        compare_factors(func, plain, first.rows.mesh)
+                        compare_weights(plain, first.rows.mesh, func)
                         break
         if first is not None and first._key is not None:
             return rules["constant"](func, rule, args, kwargs or {}, first)
