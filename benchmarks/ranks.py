@@ -140,7 +140,7 @@ def store_of(share: Any, mesh: pdc.Mesh, case: Case) -> DistFeatureStore | None:
     """Returns a store with a cache or a codec, if the case wants one."""
     if not (case.cache or case.wire):
         return None
-    channel = pdc.comm.process_grid.new_process_grid(mesh, case.copies, "fetch")
+    channel = pdc.comm.axis.new_process_grid(mesh, case.copies, "fetch")
     return DistFeatureStore.from_data(
         share, channel, wire=case.wire, cache=case.cache, ranking="degree"
     )

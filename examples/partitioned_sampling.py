@@ -14,8 +14,8 @@ from graphs import load_node_data, node_loss, node_score, num_outputs
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm.axis import new_process_grid
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.comm.process_grid import new_process_grid
 from pyg_distcomm.loader import (
     DistFeatureStore,
     DistNeighborLoader,

@@ -21,9 +21,9 @@ from pyg_distcomm.halo.presets import SANCUS as SANCUS
 from pyg_distcomm.halo.presets import VARCO as VARCO
 from pyg_distcomm.halo.presets import PipeGCN as PipeGCN
 from pyg_distcomm.halo.presets import Sylvie as Sylvie
-from pyg_distcomm.nn.convert import convert as convert
 from pyg_distcomm.nn.embedding import DistEmbedding as DistEmbedding
 from pyg_distcomm.nn.embedding import clip_grad_norm_ as clip_grad_norm_
+from pyg_distcomm.nn.layers import convert as convert
 from pyg_distcomm.nn.replicate import replicate as replicate
 from pyg_distcomm.partition.partition import Partition as Partition
 from pyg_distcomm.partition.partition import PartitionReport as PartitionReport

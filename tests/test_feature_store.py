@@ -27,8 +27,7 @@ from pyg_distcomm.halo.codecs import (
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.fetch import EDGES
-from pyg_distcomm.loader.hot_rows import out_degrees, top_scoring_ids
-from pyg_distcomm.loader.row_group import Index
+from pyg_distcomm.loader.row_group import Index, out_degrees, top_scoring_ids
 
 pytestmark = pytest.mark.usefixtures("place")
 

@@ -16,7 +16,7 @@ from test_partitioned_sampling import timed
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm.process_grid import new_process_grid
+from pyg_distcomm.comm.axis import new_process_grid
 from pyg_distcomm.loader import (
     DistFeatureStore,
     DistLayerLoader,

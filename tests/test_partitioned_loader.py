@@ -14,7 +14,7 @@ from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.process_grid import new_process_grid
+from pyg_distcomm.comm.axis import new_process_grid
 from pyg_distcomm.loader import (
     DistFeatureStore,
     DistLayerLoader,

@@ -234,7 +234,7 @@ def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **k
 
 def channel(mesh, c):
     """A channel of a kept mesh, kept as long as it is."""
-    from pyg_distcomm.comm.process_grid import new_process_grid
+    from pyg_distcomm.comm.axis import new_process_grid
 
     if (mesh, c) not in _CHANNELS:
         _CHANNELS[mesh, c] = new_process_grid(mesh, c)

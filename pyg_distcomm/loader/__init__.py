@@ -22,7 +22,7 @@ from pyg_distcomm.loader.neighbor_loader import (
     DistLinkNeighborLoader as DistLinkNeighborLoader,
 )
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader as DistNeighborLoader
-from pyg_distcomm.loader.neighbor_sampler import NeighborSampler as NeighborSampler
+from pyg_distcomm.loader.neighbor_loader import NeighborSampler as NeighborSampler
 from pyg_distcomm.loader.options import LoaderOptions as LoaderOptions
 from pyg_distcomm.loader.saint import GraphSAINTEdgeSampler as GraphSAINTEdgeSampler
 from pyg_distcomm.loader.saint import GraphSAINTNodeSampler as GraphSAINTNodeSampler

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch_geometric.data import FeatureStore, TensorAttr
 
 from pyg_distcomm.comm import random
+from pyg_distcomm.comm.axis import ProcessGrid, new_process_grid
 from pyg_distcomm.comm.consistency import check_alike
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
 from pyg_distcomm.loader.device_placement import Placement, num_cached_rows
 from pyg_distcomm.loader.fetch import (
     EDGES,
@@ -28,15 +28,11 @@ from pyg_distcomm.loader.fetch import (
     Wanted,
     message_bytes,
 )
-from pyg_distcomm.loader.hot_rows import (
-    check_names,
-    row_scores,
-    top_scoring_ids,
-)
 from pyg_distcomm.loader.row_group import (
     RowGroup,
     Wire,
     add_rows,
+    check_names,
     fixed_size_codec,
     ids_of,
     learn_owners,
@@ -44,6 +40,8 @@ from pyg_distcomm.loader.row_group import (
     make_row_group,
     own_rows,
     problem_of,
+    row_scores,
+    top_scoring_ids,
 )
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.row_service import Index

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.process_grid import ProcessGrid
+from pyg_distcomm.comm.axis import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
 from pyg_distcomm.kernels import core_cpu
 from pyg_distcomm.loader.batcher import Attribute, Pools, take_rows

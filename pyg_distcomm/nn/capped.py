@@ -32,8 +32,7 @@ from pyg_distcomm.kernels.memory import MemoryCap, give_back, has_saved_tensors_
 from pyg_distcomm.nn.layer_context import has_hooks
 from pyg_distcomm.nn.message_forms import layers_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor
-from pyg_distcomm.sharded.ids import Ids, ids_of
-from pyg_distcomm.sharded.local_rows import LocalRows
+from pyg_distcomm.sharded.ids import Ids, LocalRows, ids_of
 from pyg_distcomm.sharded.partial import entered
 
 KEPT = 6  # tensors as large as its arguments that a message keeps, roughly

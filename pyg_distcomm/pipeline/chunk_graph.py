@@ -39,7 +39,7 @@ from pyg_distcomm.pipeline.chunks import (
 )
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
-from pyg_distcomm.sharded.local_rows import LocalRows
+from pyg_distcomm.sharded.ids import LocalRows
 
 # folded into a pipeline's random keys: no others are equal
 _KEYED, _PLAIN = 0x919E, 0x919F

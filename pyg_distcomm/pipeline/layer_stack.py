@@ -25,7 +25,7 @@ from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.capped import PADDED
-from pyg_distcomm.nn.convert import convert
+from pyg_distcomm.nn.layers import convert
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 _CHUNK_NORMS = (

@@ -20,8 +20,8 @@ from torch_geometric.nn import MessagePassing
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh, alone
 from pyg_distcomm.graph.partition_data import partition
-from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv
+from pyg_distcomm.nn.layers import convert
 from pyg_distcomm.sharded.agreement import in_backward
 
 

@@ -11,9 +11,9 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.axis import ProcessGrid
 from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph

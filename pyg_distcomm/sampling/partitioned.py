@@ -32,8 +32,8 @@ from torch_geometric.sampler.base import SubgraphType
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.axis import ProcessGrid
 from pyg_distcomm.comm.consistency import on_all_ranks
-from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.kernels.minibatch import (
     Frontier,

@@ -40,8 +40,8 @@ from torch import Tensor
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.axis import ProcessGrid
 from pyg_distcomm.comm.collectives import Axis
-from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.kernels.minibatch import (
     Frontier,
     Relation,

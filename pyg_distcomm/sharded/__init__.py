@@ -2,11 +2,9 @@
 
 from pyg_distcomm.sharded import (  # noqa: F401  which declare the rules
     adjacency,
-    batched,
     by_id,
     constants,
     fused,
-    products,
     reductions,
     views,
 )

@@ -7,7 +7,7 @@ With ids v_1 .. v_k, sharded over the ranks, and x with a row for each id:
 
 What travels is planned once for ids that do not change: each distinct row of another rank
 once. So `x[edge_index[0]]` is the halo exchange of a layer, and a scatter to `edge_index[1]`,
-whose edges are with the owner of their target, moves nothing.
+whose edges are with the owner of their target, moves nothing. Of a chunk all rows are here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest, Rows
 from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, reduction_identity
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import compare_ids, pass_by
 from pyg_distcomm.sharded.constants import ByContent, kept_with, version_of
 from pyg_distcomm.sharded.dist_tensor import (
@@ -81,7 +81,7 @@ class Ids:
 
 def _planned(ids: Ids, rows: Rows) -> IdExchange:
     if rows.mesh.local_sizes:
-        return PROCESS.rules["ids of a chunk"](ids, rows)  # type: ignore[no-any-return]
+        return LocalExchange(ids, rows)
     flat, problem = ids.local.reshape(-1).long(), None
     flat = torch.where(flat < 0, flat + rows.count, flat)
     low, high = flat.aminmax() if flat.numel() else (0, -1)
@@ -225,6 +225,63 @@ class IdExchange:
             rowptr, col, _ = kernels.coo_to_csr(self.slot, arange, self.count)
             self._csr = rowptr, col
         return self._csr
+
+
+class LocalRows(Rows):
+    """Rows of a chunk: `gid` are those of the graph, places count from 0 in the chunk."""
+
+    @cached_property
+    def place(self) -> Tensor:  # type: ignore[override]
+        """The positions of these rows in the chunk: all of them."""
+        return torch.arange(len(self))
+
+    @staticmethod
+    def of(gid: Tensor, total: int, mesh: Any, nodes: Rows | None = None) -> LocalRows:
+        """Returns rows of a chunk by their ids in the graph."""
+        return LocalRows(gid, total, mesh, None, False, len(gid), nodes)
+
+    def select(self, mask: Tensor, known: int | None = None) -> Rows:
+        """Returns the rows that a boolean mask `[n]` keeps."""
+        return LocalRows.of(self.gid[mask.cpu()], self.total, self.mesh, self.nodes)
+
+    def joined(self, parts: list[Rows]) -> Rows:
+        """Returns these rows and those of other parts, one after another."""
+        gid, total = [], 0
+        for part in parts:
+            gid.append(part.gid + total)
+            total += part.total
+        nodes = next((p.nodes for p in parts if p.nodes is not None), None)
+        return LocalRows.of(torch.cat(gid), total, self.mesh, nodes)
+
+
+class _Nothing:
+    """Stands in place of the halo of ids that are all in the chunk."""
+
+    num_ghosts, silent, send_slot = 0, True, torch.empty(0, dtype=torch.long)
+
+
+class LocalExchange(IdExchange):
+    """Reads rows of a chunk by ids; those of other chunks are facts of the graph."""
+
+    __slots__ = ("_topology",)
+
+    def __init__(self, ids: Ids, rows: Rows) -> None:
+        slot = ids.local.reshape(-1).long()
+        halo: Any = _Nothing()
+        self._topology: Any = rows.derived.get("topology")
+        if ids.end == 0 and self._topology is not None:
+            halo = self._topology.outside
+        elif len(slot) and int(slot.max()) >= len(rows):
+            raise TypeError(
+                "a layer of a pipeline selects sources of edges, of which some lie in other "
+                "chunks, and reads rows by them; read by edge_index[0] of all its edges, or "
+                "precompute the rows as an attribute of the Data"
+            )
+        super().__init__(IdPlan(halo, slot, len(rows)))
+
+    def _with_ghosts(self, x: Tensor, key: int | None) -> Tensor:
+        found: Tensor = self._topology.locals.with_ghost_facts(x)
+        return found
 
 
 def beside(x: Tensor, dim: int) -> Tensor:
