@@ -18,6 +18,7 @@ from torch_geometric.typing import OptPairTensor
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import FailureMonitor, RankError
+from pyg_distcomm.comm.store import StoreMailbox
 from pyg_distcomm.graph import topology
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
@@ -268,14 +269,14 @@ def test_a_change_on_one_rank_is_an_error_on_all(layer):
 
 
 def test_a_change_is_noticed_at_its_place_and_not_before():
-    store = torch.distributed.HashStore()
-    one, other = (FailureMonitor(store, rank, 2, deadline=0.0) for rank in range(2))
+    store = StoreMailbox(torch.distributed.HashStore())
+    one, other = (FailureMonitor(store, rank, 2, deadline=0.5) for rank in range(2))
     for monitor in (one, other):
-        monitor.all_or_none(False, 0, 2)
-    with pytest.raises(RankError, match="changed in place on some ranks only"):
-        one.all_or_none(True, 0, 2)  # gives up at its deadline
+        monitor.pass_by(0)
+    with pytest.raises(RankError, match="others to change an input"):
+        one.meet_changed(0, 2)  # gives up at its deadline
     other.raise_reported()  # may change it, too
-    other.all_or_none(False, 0, 2)
+    other.pass_by(0)
     with pytest.raises(ValueError, match="not on rank 1"):
         other.raise_reported()
     with pytest.raises(ValueError, match="rank 1 failed with ValueError"):

@@ -277,31 +277,6 @@ class FailureMonitor:
                 raise _exception_from(note)
         self._raise_if_changed_elsewhere()
 
-    def all_or_none(self, changed: bool, stage: int, ranks: int) -> None:
-        """Checks that a cached input has changed on all ranks of a stage, or on none.
-
-        Ranks where it has changed wait for each other. A rank where it has not goes on, and
-        finds out when it next waits for a message: then both raise.
-        """
-        place, self._stage = self._places + 1, stage
-        if changed:
-            self._last_changed = place  # before `_places`: other threads read both
-        self._places = place
-        if not changed:
-            return
-        name, stop = f"changed/{stage}", time.monotonic() + self.deadline
-        self._try_store("set", name, str(place))
-        came, pause = self._try_store("add", f"{name}/{place}", 1), 0.0005
-        while not self._store_lost and (came or 0) < ranks:
-            self.raise_reported()
-            if time.monotonic() > stop:
-                raise RankError(f"waited {self.deadline:.0f} s: {CHANGED}")
-            time.sleep(pause)
-            came, pause = (
-                self._try_store("add", f"{name}/{place}", 0),
-                min(0.1, 2 * pause),
-            )
-
     def pass_by(self, stage: int) -> None:
         """Notes a place where ranks may compare something, and this one does not."""
         self._stage = stage
@@ -321,6 +296,17 @@ class FailureMonitor:
             yield
         finally:
             self._compares = None
+
+    def meet_changed(self, stage: int, ranks: int) -> None:
+        """Waits until a cached input has changed on all ranks of a stage, as on this one.
+
+        A rank where it has not passes by, and finds out when it next waits: then all raise.
+        """
+        with self.comparing(CHANGED, stage):
+            name = f"changed/{stage}/{self._places}"
+            self._store_barrier(
+                name, "others to change an input as this rank has", ranks
+            )
 
     def barrier(self, doing: str, stage: int, ranks: int) -> None:
         """Waits until all ranks of a stage call this, through the store alone."""
@@ -368,7 +354,7 @@ class FailureMonitor:
             found = (self._try_store("get", name) or b"0").decode()
             number, _, what = found.partition(" ")
             if self._last_changed < int(number) <= self._places:
-                error = ValueError(f"{what or CHANGED} (not on rank {self.rank})")
+                error = ValueError(f"{what} (not on rank {self.rank})")
                 self.report(error)
                 raise error
 

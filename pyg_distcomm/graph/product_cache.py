@@ -219,7 +219,10 @@ def all_or_none(changed: bool, mesh: Mesh) -> None:
     """
     watch = mesh.world.watch
     if watch is not None and mesh.world.size > 1:
-        watch.all_or_none(changed, mesh.stage.rank, mesh.world.size)
+        if changed:
+            watch.meet_changed(mesh.stage.rank, mesh.world.size)
+        else:
+            watch.pass_by(mesh.stage.rank)
 
 
 def _constant(t: Any) -> bool:
