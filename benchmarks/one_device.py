@@ -31,8 +31,8 @@ from pyg_distcomm.halo.codec import RngKey, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import Cast, Plain, Quantise
 from pyg_distcomm.halo.exchange import Packing
 from pyg_distcomm.kernels import core_ops
-from pyg_distcomm.sharded.adjacency import DistAdjacency
 from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.edges import DistAdjacency
 from pyg_distcomm.sharded.partial import PartialSum
 
 BACK_TO_HOST = (

@@ -18,7 +18,7 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistLayerLoader
 from pyg_distcomm.partition.cutters import cut, known_methods
 from pyg_distcomm.partition.folder import read_part
-from pyg_distcomm.plan.cost import codings
+from pyg_distcomm.plan.ranks import codings
 
 CODE = """
 import torch

@@ -98,7 +98,7 @@ def test_the_front_door_lists_what_it_opens():
 
 PUBLIC = """cli comm.ledger datasets halo.codec halo.codecs halo.policy halo.schedule loader nn
 partition.cutters partition.external
-partition.folder partition.partition partition.sources plugins sampling
+partition.folder partition.partition plugins sampling
 sampling.algebra sampling.rules""".split()
 
 

@@ -15,7 +15,7 @@ from torch_geometric.data import HeteroData
 
 from pyg_distcomm.cli.command import showing_time
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.partition.external import partition_files
+from pyg_distcomm.partition.external import is_source, partition_files
 from pyg_distcomm.partition.folder import (
     verify_folder,
     write_folder,
@@ -28,7 +28,6 @@ from pyg_distcomm.partition.part_share import (
     types_from_meta,
 )
 from pyg_distcomm.partition.partition import PartitionReport, imbalance
-from pyg_distcomm.partition.sources import is_source
 from pyg_distcomm.watch.metrics import read_run, write_text
 from pyg_distcomm.watch.page import render
 

@@ -25,8 +25,8 @@ from pyg_distcomm.nn.product_layers import DistGCNConv, DistSAGEConv
 from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.partition.cutters import check_edge_index, cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.cost import CodecLike, codings
 from pyg_distcomm.plan.planner import Plan, Plans, edges_of, plan
+from pyg_distcomm.plan.ranks import CodecLike, codings
 from pyg_distcomm.plan.training import (
     INPUTS,
     Stack,

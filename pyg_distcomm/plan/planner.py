@@ -19,9 +19,15 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.cost import CodecLike, Coding, codings, epoch_cost
 from pyg_distcomm.plan.degree_distribution import MeanTraffic, RandomGraph
-from pyg_distcomm.plan.ranks import CutGraph, Traffic
+from pyg_distcomm.plan.ranks import (
+    CodecLike,
+    Coding,
+    CutGraph,
+    Traffic,
+    codings,
+    epoch_cost,
+)
 from pyg_distcomm.plan.training import (
     Training,
     dtype_of,

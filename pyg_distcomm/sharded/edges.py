@@ -1,4 +1,10 @@
-"""Makes the edge_index of a graph, a DistTensor `[2, e]` whose edges are planned for."""
+"""Makes the edge_index of a graph, a DistTensor `[2, e]`, and its matrix, `DistAdjacency`.
+
+Both are planned for. To torch the matrix is a CSR matrix `[targets, sources]`, as the `adj_t`
+of PyG, or the CSC transpose of one. Products with it are those of the graph's edges; its values
+and columns are row-sharded, one row for each nonzero. Any other op gets the whole matrix on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +14,18 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.ops.csr import coo_of
+from pyg_distcomm.comm.rows import Rows, narrowed
+from pyg_distcomm.graph.topology import OperatorKind, Topology
+from pyg_distcomm.ops.csr import coo_of, csr_of
 from pyg_distcomm.partition.cutters import check_edge_index
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sharded.constants import constants_of, version_of
-from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
+from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.constants import constants_of, key_of, version_of
+from pyg_distcomm.sharded.dist_tensor import DistTensor, gathered, local_at, rule
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
+from pyg_distcomm.sharded.ids import IdExchange, ids_of
 
-_KEPT = 8  # edges, and sparse adjacencies, of which each rank has made its share
+_KEPT = 8  # edges, and matrices, whose share was made
 
 
 class _OfGraph(type(Tensor)):  # type: ignore[misc]
@@ -143,9 +151,7 @@ class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
                 f"a sparse adjacency of {n} nodes is [{n}, {n}], got {list(adj.shape)}"
             )
         edge_index, value = coo_of(adj)
-        made = PROCESS.rules["carrying"](
-            DistEdgeIndex.cut(edge_index, nodes), value, True
-        )
+        made = carrying(DistEdgeIndex.cut(edge_index, nodes), value, True)
         kept[key] = made, adj
         return made  # type: ignore[no-any-return]
 
@@ -195,3 +201,383 @@ def note_space(rows: Rows) -> None:
 def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
     """Returns the rows of edges with given positions in the whole edge_index."""
     return Rows(gid, total, nodes.mesh, None, nodes=nodes)
+
+
+aten = torch.ops.aten
+
+
+class DistAdjacency(EdgeMethods, Tensor):
+    """A sparse matrix whose nonzeros are the edges of a graph.
+
+    Args:
+        edge_index: its edges, `[2, e]`; rows of the matrix are targets.
+        values: its values, `[e]` or `[e, ...]`, sharded as the edges.
+        flipped: whether it is the transpose.
+    """
+
+    __slots__ = ("_topology", "_version_made", "edge_index", "flipped", "weight")
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    matmul = Tensor.matmul  # type: ignore[assignment]
+
+    edge_index: DistTensor
+    _topology: Topology
+    weight: DistTensor
+    _version_made: int  # of the values, which an op may write to
+    flipped: bool
+
+    @staticmethod
+    def __new__(cls, edge_index: DistTensor, values: Any, flipped: bool = False) -> Any:
+        """Wraps edges and values."""
+        topology = edge_index.topology
+        shape = [topology.nodes.total, topology.source_rows.total]
+        self = Tensor._make_wrapper_subclass(
+            cls,
+            [*(reversed(shape) if flipped else shape), *values.shape[1:]],
+            dtype=values.dtype,
+            device=values.device,
+            dispatch_layout=True,
+        )
+        self.edge_index, self.flipped = edge_index, flipped
+        self._topology, self.weight = topology, values
+        self._version_made = version_of(values.local)
+        return self
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Computes one aten op by its rule, or on the whole matrix."""
+        found = PROCESS.rules.get(("matrix", func))
+        out = NotImplemented
+        if found is not None and type(args[0]) is DistAdjacency:
+            out = found(func, *args, **(kwargs or {}))
+        elif func is aten._sparse_addmm.default:
+            out = _add_product(*args, **(kwargs or {}))
+        if out is NotImplemented and func._schema.is_mutable:
+            name = str(func._schema.name).removeprefix("aten::")
+            raise TypeError(
+                f"{name}() of a sparse matrix of a share would write to a copy; write to its "
+                "values, or make another: adj = 2 * adj"
+            )
+        if out is NotImplemented:
+            return whole.apply(func, args, kwargs or {})
+        return out
+
+    @property
+    def looped(self) -> bool:  # type: ignore[override]
+        """Whether an edge begins and ends at one node; collective at the first call."""
+        topology = self.topology
+        if topology.sources is not None:
+            return False
+        known = _derived(self)
+        if "looped" not in known:
+            mine = torch.tensor([(topology.source_gid == topology.target_gid).sum()])
+            found = collectives.all_reduce(mine, topology.edges.mesh.world)
+            known["looped"] = bool(found)
+        return known["looped"]  # type: ignore[no-any-return]
+
+    def with_topology(self, topology: Topology) -> DistAdjacency:
+        """Returns the same matrix, whose edges have another topology."""
+        ends = self.edge_index.with_topology(topology)
+        return DistAdjacency(ends, self.weight, self.flipped)  # type: ignore[no-any-return]
+
+    def to_local(self) -> Tensor:
+        """Returns this rank's edges `[2, e_i]`, in global ids."""
+        return self.edge_index.local
+
+    def full_tensor(self) -> Tensor:
+        """Returns the whole matrix, on every rank; collective."""
+        edges, values = self.edge_index.full_tensor(), self.weight.full_tensor()
+        size = self.topology.nodes.total, self.topology.source_rows.total
+        out = csr_of(edges, values, size)
+        return out.t() if self.flipped else out
+
+    def __matmul__(self, x: Any) -> Tensor:  # type: ignore[override]
+        return torch.matmul(self, x)  # Tensor's own hides the TypeErrors of rules
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistAdjacency:
+        return memo.setdefault(id(self), self.clone())  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.edges.mesh.size > 1:
+            raise TypeError(
+                "save adj_t.full_tensor(), which all ranks have to call: torch.save and pickle "
+                "would keep a part of a sparse matrix of a share alone"
+            )
+        return self.full_tensor().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        mesh = self.edges.mesh
+        return (
+            f"DistAdjacency({list(self.shape)} of {self.edges.count} edges, "
+            f"{len(self.edges)} on rank {mesh.rank}/{mesh.size})"
+        )
+
+
+PROCESS.rules["matrix"] = DistAdjacency  # computes ops with DistTensors, too
+
+
+@rule("carrying")
+def carrying(edge_index: Any, weight: Any, matrix: bool) -> Any:
+    """Returns edges as a matrix with weights, or as an edge_index if there are none.
+
+    Args:
+        edge_index: the edges.
+        weight: `[e]`, sharded in any way or whole; None is 1, in a matrix.
+        matrix: whether it is a matrix in any case.
+    """
+    if isinstance(edge_index, DistAdjacency):
+        edge_index = edge_index.edge_index
+    if weight is None and not matrix:
+        return edge_index
+    edges, device = edge_index.edges, edge_index.device
+    if weight is None:
+        weight = torch.ones(edges.count, device=device)
+    local = local_at(weight.detach(), edges, 0)
+    return DistAdjacency(edge_index, attribute(DistTensor(local, edges)))
+
+
+def matrix_rule(*ops: Any) -> Any:
+    """Declares the rule of some aten ops on a matrix; NotImplemented is the whole's."""
+    return rule(*(("matrix", op) for op in ops))
+
+
+@matrix_rule(torch.ops.prim.layout.default)
+def _layout(func: Any, adj: DistAdjacency) -> torch.layout:
+    return torch.sparse_csc if adj.flipped else torch.sparse_csr
+
+
+@matrix_rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _same(func: Any, adj: DistAdjacency) -> Any:
+    return DistAdjacency(adj.edge_index, adj.weight, adj.flipped)
+
+
+@matrix_rule(aten.clone.default)
+def _clone(func: Any, adj: DistAdjacency, **more: Any) -> Any:
+    values = DistTensor(adj.weight.local.clone(), adj.weight.rows)
+    return DistAdjacency(adj.edge_index, attribute(values), adj.flipped)
+
+
+@matrix_rule(aten.t.default, aten.transpose.int)
+def _transpose(func: Any, adj: DistAdjacency, *dims: Any) -> Any:
+    if adj.dim() != 2 or (dims and dims[0] % 2 == dims[1] % 2):
+        return NotImplemented
+    return DistAdjacency(adj.edge_index, adj.weight, not adj.flipped)
+
+
+@matrix_rule(aten._to_copy.default)
+def _moved(func: Any, adj: DistAdjacency, **to: Any) -> Any:
+    if to.get("layout") not in (None, adj.layout):
+        return NotImplemented
+    to.pop("layout", None)
+    values = func(adj.weight.local, **to)
+    topology = adj.topology.to(values.device)
+    ends = DistEdgeIndex.of(adj.edge_index.local.to(values.device), topology)
+    weight = attribute(DistTensor(values, topology.edges))
+    return DistAdjacency(ends, weight, adj.flipped)
+
+
+@matrix_rule(aten._nnz.default)
+def _nnz(func: Any, adj: DistAdjacency) -> int:
+    return adj.edges.count
+
+
+@matrix_rule(aten.values.default)
+def _values(func: Any, adj: DistAdjacency) -> Any:
+    rows, order, _ = _in_order(adj)
+    if order is not None:
+        out = DistTensor(adj.weight.local[order], rows)
+        out._copied = True
+        return out
+    values = adj.weight
+    written = version_of(values.local) != adj._version_made
+    return DistTensor(values.local, rows, 0, None if written else values._key)
+
+
+@matrix_rule(aten.col_indices.default, aten.row_indices.default)
+def _columns(func: Any, adj: DistAdjacency) -> Any:
+    known = _derived(adj)
+    if "columns" not in known:
+        rows, order, starts = _in_order(adj)
+        ends = adj.edge_index.local[0]
+        found = DistTensor(ends.clone() if order is None else ends[order], rows)
+        known["columns"] = attribute(found)
+        if order is None and adj.topology.sources is None:
+            _keep(found._key, starts.to(adj.device), adj.edge_index)
+    return aten.detach.default(known["columns"])
+
+
+@matrix_rule(aten.crow_indices.default, aten.ccol_indices.default)
+def _starts(func: Any, adj: DistAdjacency) -> Tensor:
+    return _in_order(adj)[2].to(adj.device).clone()
+
+
+def _derived(adj: DistAdjacency) -> dict[str, Any]:
+    """Returns what is known of the edges of a matrix."""
+    return vars(adj.topology).setdefault("matrix", {})  # type: ignore[no-any-return]
+
+
+def _in_order(adj: DistAdjacency) -> tuple[Rows, Tensor | None, Tensor]:
+    """Returns the rows of nonzeros in CSR order, own edges in it, and where rows begin.
+
+    None for edges that are in this order already. Collective at the first call.
+    """
+    topology = adj.topology
+    edges, n, known = topology.edges, topology.nodes.total, _derived(adj)
+    if "csr" in known:
+        return known["csr"]  # type: ignore[no-any-return]
+    source, target = topology.source_gid, topology.target_gid
+    own = torch.bincount(target, minlength=n)[topology.nodes.gid]
+    counts = gathered(narrowed(own, edges.count), topology.nodes, "all_gather").long()
+    start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    order = torch.argsort(source, stable=True)
+    order = order[torch.argsort(target[order], stable=True)]
+    first = torch.searchsorted(target[order], target[order])
+    place = start[target[order]] + torch.arange(len(order)) - first
+    moved = torch.tensor([int(not torch.equal(place, edges.place))])
+    found: Any = (edges, None, start)
+    if int(collectives.all_reduce(moved, edges.mesh.world)):
+        rows = rows_of_edges(place, edges.count, topology.nodes)
+        if topology.sources is not None:
+            rows = Rows(place, edges.count, edges.mesh, None)
+        found = (rows, order.to(adj.device), start)
+    known["csr"] = found
+    return found  # type: ignore[no-any-return]
+
+
+@matrix_rule(aten.mm.default, aten.mv.default)
+def _product(func: Any, adj: DistAdjacency, x: Any) -> Any:
+    if adj.dim() != 2 or isinstance(x, DistAdjacency) or x.layout != torch.strided:
+        return NotImplemented
+    topology, ends = adj.topology, (adj.nodes, adj.sources)
+    into, out_of = reversed(ends) if adj.flipped else ends
+    if x.size(0) != out_of.total:
+        raise TypeError(
+            f"got a tensor of shape {list(x.shape)}, wanted a row for each column of a sparse "
+            f"matrix with {out_of.total} nodes there"
+        )
+    local = local_at(x, out_of, 0)
+    flat = local.unsqueeze(1) if local.dim() == 1 else local.contiguous()
+    weight = adj.weight.local
+    matrix = topology.operator(OperatorKind(), weight.detach(), flat.dtype)
+    out = (matrix.transposed if adj.flipped else matrix) @ flat
+    return DistTensor(out.squeeze(1) if local.dim() == 1 else out, into)
+
+
+def _add_product(start: Any, adj: Any, x: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """Implements `beta start + alpha adj x`."""
+    if type(adj) is not DistAdjacency:
+        return NotImplemented
+    out = _product(None, adj, x)
+    if out is NotImplemented:
+        return out
+    out = out if alpha == 1 else out * alpha
+    return out if beta == 0 else out + (start if beta == 1 else start * beta)
+
+
+@matrix_rule(aten._sparse_mm_reduce_impl.default)
+def _reduced(func: Any, adj: DistAdjacency, x: Any, reduce: str) -> Any:
+    if adj.flipped or adj.dim() != 2:
+        return NotImplemented
+    if reduce in ("max", "min"):
+        return _extreme(adj, x, reduce)
+    out = _product(None, adj, x)
+    if reduce == "mean":
+        out = out / _degree(adj, out)
+    return out, torch.empty(0, dtype=torch.int64)
+
+
+@matrix_rule(aten._sparse_mm_reduce_impl_backward.default)
+def _reduced_backward(
+    func: Any, adj: Any, grad: Any, x: Any, reduce: str, picked: Any, wanted: Any
+) -> Any:
+    if wanted[0]:
+        raise NotImplementedError(
+            f"got a gradient of the values of {adj!r}, which are constant; give a layer "
+            "edge_index and edge_weight"
+        )
+    if reduce in ("max", "min"):
+        local = local_at(grad, adj.nodes, 0)
+        edge = local_at(picked, adj.nodes, 0)
+        count = len(adj.edges)
+        rows = local.new_zeros((count + 1, local.size(1)))  # and one for no edge
+        rows = rows.scatter_(0, edge, local)[:count] * adj.weight.local.unsqueeze(1)
+        return None, DistTensor(_exchange(adj).sum(rows), adj.sources)
+    scaled = grad / _degree(adj, grad) if reduce == "mean" else grad
+    back = DistAdjacency(adj.edge_index, adj.weight, not adj.flipped)
+    return None, _product(None, back, scaled)
+
+
+def _extreme(adj: DistAdjacency, x: Any, reduce: str) -> Any:
+    """Returns maxima or minima of the products of a row, and the first edges of these.
+
+    As torch does: 0 in rows without edges, of which the edge is the number of own edges.
+    """
+    local = local_at(x, adj.sources, 0).contiguous()
+    rows = _exchange(adj).gather(local) * adj.weight.local.unsqueeze(1)
+    order = _in_order(adj)[1]
+    target, count = adj.topology.locals.ends[1], len(adj.edges)
+    shape = len(adj.nodes), rows.size(1)
+    place = target.unsqueeze(1).expand_as(rows)
+    out = rows.new_zeros(shape).scatter_reduce(
+        0, place, rows, f"a{reduce}", include_self=False
+    )
+    number = torch.arange(count, device=rows.device)
+    if order is not None:
+        number[order] = number.clone()
+    ties = torch.where(rows == out[target], number.unsqueeze(1), count)
+    first = ties.new_full(shape, count).scatter_reduce(0, place, ties, "amin")
+    if order is not None:
+        first = torch.cat([order, order.new_tensor([count])])[first]
+    return DistTensor(out, adj.nodes), DistTensor(first, adj.nodes)
+
+
+def _exchange(adj: DistAdjacency) -> IdExchange:
+    """Returns the exchange of the rows of sources; planned at the first use."""
+    sources: Any = adj.edge_index[0]
+    ids = ids_of(sources)
+    assert ids is not None  # which edges have
+    return ids.exchange(adj.sources)
+
+
+def _degree(adj: DistAdjacency, like: Any) -> DistTensor:
+    degree = adj.topology.in_degree.clamp(min=1).to(like.dtype).unsqueeze(1)
+    return DistTensor(degree, adj.nodes)
+
+
+@rule(aten.sparse_compressed_tensor.comp_plain_value_size)
+def compressed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Makes a CSR matrix of sharded columns and values; of others, a whole one."""
+    starts, columns, values, shape = args
+    fits = kwargs.get("layout") == torch.sparse_csr and type(columns) is DistTensor
+    fits = fits and not values.requires_grad and values.dim() == 1
+    nodes = columns.rows.nodes if fits else None
+    if nodes is None or list(shape) != [nodes.total] * 2 or nodes.partition is None:
+        return whole.apply(func, args, kwargs)
+    edges = _edges_of(starts, columns, nodes)
+    local = local_at(values, columns.rows, 0)
+    if edges.edges is not columns.rows:
+        local = local_at(DistTensor(local, columns.rows), edges.edges, 0)
+    values = DistTensor(local.to(kwargs.get("dtype")), edges.edges)
+    return DistAdjacency(edges, attribute(values))
+
+
+def _edges_of(starts: Any, columns: DistTensor, nodes: Rows) -> DistTensor:
+    """Returns the edges of a CSR matrix, kept for columns that do not change."""
+    if isinstance(starts, DistTensor):
+        starts = starts.full_tensor()
+    key = key_of(columns)
+    before, found = nodes.latest("edges of matrices", _KEPT).get(key, (None, None))
+    if key is not None and before is not None and torch.equal(before, starts):
+        return found  # type: ignore[no-any-return]
+    target = torch.arange(nodes.total, device=starts.device)
+    target = target.repeat_interleave(starts.diff())
+    found = DistEdgeIndex.of_ends(columns, target)
+    _keep(key, starts, found)
+    return found
+
+
+def _keep(key: int | None, starts: Tensor, edges: DistTensor) -> None:
+    if key is not None:
+        edges.nodes.latest("edges of matrices", _KEPT)[key] = starts.clone(), edges
