@@ -12,7 +12,7 @@ import pytest
 import pyg_distcomm
 from pyg_distcomm import datasets
 from pyg_distcomm.checkpoint import folder
-from pyg_distcomm.cli import command, doctor, first_checks, main
+from pyg_distcomm.cli import command, doctor, main
 from pyg_distcomm.partition import layout
 from pyg_distcomm.partition.arrow_tables import ENDINGS
 from pyg_distcomm.partition.cutters import METHODS
@@ -142,13 +142,13 @@ def test_mistakes_are_answered_before_torch_is_loaded(
 
 def test_first_checks_know_the_names_and_files_there_are():
     assert all(f'"{name}"' in datasets.__doc__ for name in ("digits", "generated-1000"))
-    assert {*first_checks.FILES} == {".pt", ".npy", ".npz", ".gz", *ENDINGS}
+    assert {*command.FILES} == {".pt", ".npy", ".npz", ".gz", *ENDINGS}
 
 
 def test_first_checks_know_what_folders_hold():
     """They spell out the names that partitions, runs and checkpoints are written with."""
-    assert first_checks.META == layout.META
-    assert fnmatch.fnmatch(layout.part_name(7), first_checks.PART)
-    assert first_checks.RUN == metrics.RUN
-    assert first_checks.MARK == folder.MARK
-    assert {*first_checks.KINDS} == {*folder._CONTENTS}
+    assert command.META == layout.META
+    assert fnmatch.fnmatch(layout.part_name(7), command.PART)
+    assert command.RUN == metrics.RUN
+    assert command.MARK == folder.MARK
+    assert {*command.KINDS} == {*folder._CONTENTS}

@@ -15,7 +15,7 @@ from torch_geometric.data import Batch, Data, HeteroData, InMemoryDataset
 from torch_geometric.explain import Explanation
 
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.graph.share import listed_in_order
+from pyg_distcomm.graph.partition_data import listed_in_order
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -337,8 +337,8 @@ def test_references_and_citations_agree():
 
 # what house_metrics counts; a bound may only fall
 BOUNDS = {
-    "lines": 56_570,
-    "modules": 167,
+    "lines": 56_560,
+    "modules": 165,
     "lines of tests and their helpers": 47_402,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 13,

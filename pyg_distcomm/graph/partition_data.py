@@ -1,12 +1,20 @@
-"""Partitions a PyG Data: each rank keeps its share, as a Data of row-sharded tensors."""
+"""Partitions a PyG Data: each rank keeps its share, as a Data of row-sharded tensors.
+
+[Note: order of attributes] PyG lists `keys()`, `node_attrs()` and `edge_attrs()` from sets of
+strings, in an order of the process's hash seed: ranks that sum one attribute after the other
+would mix them. So a share is of a subclass of its class that lists attributes as they are
+stored. Its `__class__` is the class itself, of which PyG asks the name, and makes new objects.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData, TemporalData
+from torch_geometric.data.data import BaseData
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import (
@@ -25,7 +34,6 @@ from pyg_distcomm.comm.consistency import (
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.graph import partition_data_types
 from pyg_distcomm.graph.partition_data_types import TypedBatch
-from pyg_distcomm.graph.share import arranged, order_of_first_rank
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, settings_of
 from pyg_distcomm.kernels.memory import parse_bytes
@@ -40,7 +48,7 @@ from pyg_distcomm.partition.part_share import (
     merged,
 )
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
-from pyg_distcomm.process import tell
+from pyg_distcomm.process import PROCESS, tell
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
@@ -439,3 +447,92 @@ def _check_parts(folder: Path, parts: int, mesh: Mesh, merge: bool) -> None:
         f"{folder} holds {parts} parts, but there are {mesh.size} ranks; {start}, or "
         f"partition again with --parts {mesh.size}{fewer}"
     )
+
+
+Order = list[tuple[Any, list[str]]]  # the attributes of each store, by its key
+
+
+class _Ordered(BaseData):
+    """Lists attributes as they are stored, and makes its copies do so."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Leaves out what the class of a script does with its subclasses."""
+
+    def _given_class(self) -> type:
+        above = type(self).__mro__
+        return above[above.index(_Ordered) + 1]
+
+    def keys(self) -> list[str]:
+        """Returns the names of all attributes."""
+        return self._as_stored(super().keys())
+
+    def node_attrs(self) -> list[str]:
+        """Returns the names of the attributes of nodes."""
+        return self._as_stored(super().node_attrs())
+
+    def edge_attrs(self) -> list[str]:
+        """Returns the names of the attributes of edges."""
+        return self._as_stored(super().edge_attrs())
+
+    def _as_stored(self, names: Iterable[str]) -> list[str]:
+        stored = dict.fromkeys(chain.from_iterable(self.stores))
+        place = {name: i for i, name in enumerate(stored)}
+        return sorted(names, key=lambda name: (place.get(name, len(place)), name))
+
+    def __copy__(self) -> Any:
+        return listed_in_order(super().__copy__())
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return listed_in_order(super().__deepcopy__(memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make, args, *rest = super().__reduce_ex__(protocol)
+        given = self._given_class()
+        return make, tuple(given if one is type(self) else one for one in args), *rest
+
+    __class__ = property(_given_class)  # type: ignore[assignment]
+
+
+def listed_in_order(data: Any) -> Any:
+    """Makes a graph list its attributes as they are stored, and returns it."""
+    if isinstance(data, _Ordered):
+        return data
+    kind: Any = type(data)
+    if kind not in PROCESS.ordered:
+        names = ("__module__", "__qualname__", "__doc__")
+        about = {name: getattr(kind, name) for name in names}
+        make: Any = type(kind)
+        PROCESS.ordered[kind] = make(kind.__name__, (_Ordered, kind), about)
+    object.__setattr__(data, "__class__", PROCESS.ordered[kind])
+    return data
+
+
+def order_of_first_rank(data: Any, mesh: Mesh) -> Order:
+    """Returns the types and attributes of rank 0's graph, in their order; collective."""
+    stores = data.stores if isinstance(data, BaseData) else []
+    order = [(store._key, list(store)) for store in stores]
+    found: Order = collectives.broadcast_object(order, mesh.world)
+    return found
+
+
+def arranged(data: Any, order: Order) -> Any:
+    """Returns a copy of a graph with its types and attributes in a given order, others last.
+
+    Its lists are in this order.
+    """
+    if not isinstance(data, BaseData):
+        return data
+    data = listed_in_order(copy.copy(data))
+    stores = {store._key: store for store in data.stores}
+    for key, names in order:
+        if key not in stores:
+            continue
+        if key is not None:
+            typed = isinstance(key, tuple)
+            kinds = data._edge_store_dict if typed else data._node_store_dict
+            kinds[key] = kinds.pop(key)
+        store = stores[key]
+        for name in dict.fromkeys((*names, *store)):
+            if name in store:
+                store[name] = store.pop(name)
+    return data

@@ -1,7 +1,8 @@
 """Partitions a Batch, a TemporalData, a HeteroData, and a Data with an adj_t.
 
 The graphs of a Batch stay whole; a TemporalData is sharded into blocks of events; the share of
-a HeteroData, whose nodes and edges have types, is assembled from one part.
+a HeteroData, whose nodes and edges have types, is assembled from one part. Edges that an op
+on a share returned are planned for.
 
 [Note: rows of a Batch] PyG joins graphs attribute by attribute, and keeps where the rows of
 each graph begin. Attributes that begin at the same places have rows of the same things, as
@@ -29,13 +30,12 @@ from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.share import rows_of_types
 from pyg_distcomm.halo.policy import check_link
 from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.part_share import PartShare, ends_of
 from pyg_distcomm.partition.partition import Partition, PartitionReport
-from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows, local_at
 from pyg_distcomm.sharded.edges import DistEdgeIndex, rows_of_edges
 
 # Batches and events ------------------------------------------------------------------
@@ -455,3 +455,48 @@ def _one_each(begin: Begins) -> bool:
 def _common_ending(one: str, other: str) -> int:
     pairs = zip(one[::-1], other[::-1], strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def with_planned_edges(data: Any) -> Any:
+    """Returns a share whose edges are planned for, also those that an op returned.
+
+    They are with the owners of their targets, and so are the attributes that have a row for
+    each edge. Collective, if there are such edges.
+    """
+    out, rows = data, rows_of_types(data)
+    for store in data.edge_stores:
+        edges, key = store.get("edge_index"), store._key
+        if not isinstance(edges, DistTensor) or isinstance(edges, DistEdgeIndex):
+            continue
+        typed = isinstance(key, tuple)
+        source, target = (rows.get(key[0]), rows.get(key[2])) if typed else (None, None)
+        target = target if typed else edges.rows.nodes or rows.get(key)
+        if target is None or (typed and source is None):
+            continue
+        if edges.rows.nodes is target and not typed:
+            made = DistEdgeIndex.of_ends(edges[0], edges[1])
+        else:
+            made = DistEdgeIndex.cut(edges.full_tensor(), target, source)
+        out = copy.copy(data) if out is data else out
+        mine = out[key] if typed else out
+        for name, value in store.items():
+            if is_rows(value) and store.is_edge_attr(name):
+                local = local_at(value, made.edges, 0)
+                mine[name] = DistTensor.wrap(local, made.edges)
+        mine.edge_index = made
+    return out
+
+
+def rows_of_types(data: Any) -> dict[Any, Rows]:
+    """Returns the rows of each node type that an attribute or edge type of the share has."""
+    found: dict[Any, Rows] = {}
+    for store in data.edge_stores:
+        edges = store.get("edge_index", store.get("adj_t"))
+        if isinstance(edges, DistEdgeIndex):
+            key = store._key if isinstance(store._key, tuple) else (None, None, None)
+            found |= {key[0]: edges.sources, key[2]: edges.nodes}
+    for store in data.node_stores:
+        for value in store.values():
+            if is_rows(value) and value.rows.partition is not None:
+                found.setdefault(store._key, value.rows)
+    return found

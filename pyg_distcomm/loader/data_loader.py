@@ -18,9 +18,8 @@ from torch_geometric.loader import TemporalDataLoader as PygTemporalDataLoader
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh, given_mesh, latest_mesh
-from pyg_distcomm.graph.partition_data import partition
+from pyg_distcomm.graph.partition_data import listed_in_order, partition
 from pyg_distcomm.graph.partition_data_types import event_rows
-from pyg_distcomm.graph.share import listed_in_order
 from pyg_distcomm.ops.id_plan import plan_ids
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 

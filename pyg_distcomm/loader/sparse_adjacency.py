@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.index import index2ptr
 
-from pyg_distcomm.graph.share import with_planned_edges
+from pyg_distcomm.graph.partition_data_types import with_planned_edges
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
