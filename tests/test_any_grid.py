@@ -258,13 +258,13 @@ def added(grid, graph, cutter):
 
 def counting(name, summed):
     """Notes that a layer's rows were summed by the grid."""
-    add_rows = Topology.add_rows
+    operator = Topology.operator
 
-    def run(*args):
+    def run(*args, **kwargs):
         summed.add(name)
-        return add_rows(*args)
+        return operator(*args, **kwargs)
 
-    return mock.patch.object(Topology, "add_rows", run)
+    return mock.patch.object(Topology, "operator", run)
 
 
 @tiers.parametrize(

@@ -180,7 +180,6 @@ class Topology:
         sources: the rows of sources on this rank, if their type differs from the targets'.
         ordering: the order of products in layers.
         link: the link policy of layers; None is exact.
-        weighted: matrices of weights, the latest of each kind of exchange and type.
         compared: the link and mode of each layer that the ranks have compared.
     """
 
@@ -195,7 +194,6 @@ class Topology:
     constants: ProductCache = field(default_factory=ProductCache, repr=False)
     link: LinkPolicy | None = field(default=None, repr=False)
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
-    weighted: dict[Any, Any] = field(default_factory=dict, repr=False)
     compared: Any = field(default_factory=weakref.WeakKeyDictionary, repr=False)
     # whether these are the edges of a chunk of a pipeline
     chunked: ClassVar[bool] = False
@@ -345,12 +343,6 @@ class Topology:
             return False
         return self.product_words < self.row_words
 
-    def add_rows(
-        self, x: Tensor, weight: Tensor | None, kind: OperatorKind, dtype: torch.dtype
-    ) -> Tensor:
-        """Returns the product of a matrix of `dtype` of the grid and own rows `[n, f]`."""
-        return self.operator(kind, weight, dtype) @ x
-
     def _planned(
         self, kind: str, trainable: bool, edges: Callable[[], Edges]
     ) -> GridPlan:
@@ -375,6 +367,7 @@ class Topology:
         weight: Tensor | None,
         dtype: torch.dtype,
         exchange: LinkWrapper | None = None,
+        computed: bool = False,
     ) -> GridMatrix:
         """Returns the matrix that a layer multiplies rows with; collective the first time.
 
@@ -383,42 +376,39 @@ class Topology:
             weight: the weights of own edges `[e]`; None is 1.
             dtype: the type of the rows.
             exchange: puts other links in place of the exact ones; None is exact.
+            computed: whether weights are learnt, or computed in each run: also while no
+                gradient is wanted rows travel then, as with learnt ones.
         """
         if weight is None and not kind.normalize:
             return self.sum_plan().matrix.over(exchange)
         if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-            return self._trainable_operator(kind, weight, dtype, exchange).over(
-                exchange
-            )
-        return self._cached_operator(kind, weight, dtype).over(exchange)
+            return self._valued(kind, weight, dtype, True, exchange).over(exchange)
+        return self._cached_operator(kind, weight, dtype, computed).over(exchange)
 
-    def _trainable_operator(
+    def _valued(
         self,
         kind: OperatorKind,
-        weight: Tensor,
+        weight: Tensor | None,
         dtype: torch.dtype,
-        exchange: LinkWrapper | None,
+        computed: bool,
+        exchange: LinkWrapper | None = None,
     ) -> GridMatrix:
-        if not kind.normalize:
-            return self.sum_plan(trainable=True).with_learnt(weight.to(dtype))
-        link = None if exchange is None else exchange.wrap(self.locals.halo, DEGREES)
-        loops = kind.improved, kind.add_self_loops
-        value = self.gcn_norm(weight, *loops, dtype, link)[1]
-        plan = self._looped_plan(kind.add_self_loops, trainable=True)
-        return plan.with_learnt(value)
-
-    def _fixed_matrix(
-        self, kind: OperatorKind, weight: Tensor | None, dtype: torch.dtype
-    ) -> GridMatrix:
-        """Returns a matrix of fixed values; collective."""
-        if not kind.normalize:
+        """Returns a matrix with its values, which are learnt where gradients are on."""
+        plan = self._looped_plan(kind.add_self_loops, computed)  # before values exist
+        if kind.normalize:
+            link = (
+                None if exchange is None else exchange.wrap(self.locals.halo, DEGREES)
+            )
+            loops = kind.improved, kind.add_self_loops
+            value = self.gcn_norm(weight, *loops, dtype, link)[1]
+        else:
             assert weight is not None
-            return self.sum_plan().valued(weight.detach().to(dtype))
-        loops = kind.improved, kind.add_self_loops
-        plan = self._looped_plan(kind.add_self_loops)  # first, while no values exist
-        return plan.valued(self.gcn_norm(weight, *loops, dtype)[1])
+            value = weight.to(dtype)
+        if value.requires_grad and torch.is_grad_enabled():
+            return plan.with_learnt(value)
+        return plan.valued(value.detach())
 
-    def _looped_plan(self, add_self_loops: bool, trainable: bool = False) -> GridPlan:
+    def _looped_plan(self, add_self_loops: bool, trainable: bool) -> GridPlan:
         if not add_self_loops:
             return self.sum_plan(trainable)
 
@@ -448,10 +438,14 @@ class Topology:
         return gcn_norm(here, ends.pop(), rows, weight, improved, loops, dtype, link)
 
     def _cached_operator(
-        self, kind: OperatorKind, weight: Tensor | None, dtype: torch.dtype
+        self,
+        kind: OperatorKind,
+        weight: Tensor | None,
+        dtype: torch.dtype,
+        computed: bool,
     ) -> GridMatrix:
         """Caches one matrix with fixed values per kind, until these change."""
-        key = (kind, dtype)
+        key = (kind, dtype, computed)
         known = self._plans.get(key)
         tracked = weight is None or not weight.is_inference()
         version = weight._version if weight is not None and tracked else None
@@ -462,7 +456,7 @@ class Topology:
             if same and seen_version == version:
                 return matrix  # type: ignore[no-any-return]
         with torch.no_grad(), self._explaining_memory(dtype):
-            matrix = self._fixed_matrix(kind, weight, dtype)
+            matrix = self._valued(kind, weight, dtype, computed)
         if self.nodes.memory is not None:
             how = self.nodes.memory, self.nodes.mesh.world, torch.is_grad_enabled()
             matrix = matrix.within(*how)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.graph.product_cache import same_storage
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.halo import NAMES, exchange
 from pyg_distcomm.nn.layer_context import LayerContext, warn_about_grid
@@ -91,10 +90,8 @@ def _sum(layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
 
     def multiply() -> DistTensor:
         local = x.to_local().contiguous()
-        if on_grid:
-            out = topology.add_rows(local, edges, OperatorKind(), wide)
-        else:
-            out = _matrix(topology, edges, wide, _is_constant(weight)) @ local
+        computed = not _is_constant(weight)
+        out = topology.operator(OperatorKind(), edges, wide, computed=computed) @ local
         if mean:
             out = out / topology.in_degree.clamp(min=1).to(out.dtype).unsqueeze(1)
         return DistTensor.from_local(out, topology.nodes)
@@ -127,25 +124,6 @@ def _values(weight: DistTensor, topology: Topology) -> Tensor:
             kept = number, weight.local.clone()
         topology.edges.derived["values"] = kept
     return kept[1]  # type: ignore[no-any-return]
-
-
-def _matrix(
-    topology: Topology, weight: Tensor | None, dtype: torch.dtype, constant: bool
-) -> Any:
-    """Returns the matrix of edges with constant values, or others; collective once."""
-    if weight is None:
-        return topology.sum_plan().matrix
-    if weight.requires_grad and torch.is_grad_enabled():
-        return topology.sum_plan(trainable=True).with_learnt(weight.to(dtype))
-    plan = topology.sum_plan(trainable=not constant)
-    key = topology.halo, dtype
-    seen, before, matrix = topology.weighted.get(key, (None, 0, None))
-    now = -1 if weight.is_inference() else weight._version
-    same = seen is not None and same_storage(seen, weight)
-    if not same or before != now:
-        matrix = plan.valued(weight.detach().to(dtype))
-        topology.weighted[key] = weight, now, matrix
-    return matrix
 
 
 def _fits(x: Any, weight: Any, topology: Topology) -> bool:

@@ -250,11 +250,12 @@ def _run(
 
 
 def telling(multiply: Any, tell: Callable[[], None]) -> Any:
-    """Returns a function that tells of a call, and makes it."""
+    """Returns a function that tells of a call for a matrix of a layer's own, and makes it."""
 
-    def run(*args: Any) -> Any:
-        tell()
-        return multiply(*args)
+    def run(*args: Any, **how: Any) -> Any:
+        if not how:  # else it sums rows, of which its rounds tell
+            tell()
+        return multiply(*args, **how)
 
     return run
 
