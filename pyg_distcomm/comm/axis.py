@@ -29,8 +29,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -86,6 +86,35 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"Axis({self.name} {self.rank}/{self.size})"
+
+
+def open_axes(
+    lines: Mapping[str, Sequence[Sequence[int]]],
+    rank: int,
+    watch: FailureMonitor | None,
+    ledger: Ledger,
+    gloo: Collection[str],
+) -> dict[str, Axis]:
+    """Opens the axes of a rank by name, each with a process group of more ranks than one.
+
+    Args:
+        lines: the ranks along each line of an axis. Every rank takes part in making every
+            group, in the same order, as torch requires.
+        rank: this rank.
+        watch, ledger: those of each axis.
+        gloo: the axes whose messages lie in host memory.
+    """
+    axes: dict[str, Axis] = {}
+    for name, ranks in lines.items():
+        for line in ranks:
+            group = None
+            if len(line) > 1 and watch is not None:
+                backend = "gloo" if name in gloo else None
+                group = open_group(list(line), backend, watch.deadline)
+            if rank in line:
+                place = line.index(rank)
+                axes[name] = Axis(name, place, len(line), group, ledger, watch)
+    return axes
 
 
 def destroy_groups(
@@ -159,27 +188,22 @@ def new_process_grid(
         ValueError: if c does not divide P; the message lists the values that do.
     """
     c = check_replication(mesh, replication)
-    size, rank = mesh.size, mesh.rank
-    watch, ledger = mesh.world.watch, Ledger(parent=mesh.ledger)
-
-    def axis(name: str, ranks: Sequence[int], group: dist.ProcessGroup | None) -> Axis:
-        place = ranks.index(rank)
-        named = f"{purpose}:{name}" if purpose else name
-        return Axis(named, place, len(ranks), group, ledger, watch)
-
-    everyone = range(size)
-    group = _group(mesh, everyone)
-    columns = [everyone[j::c] for j in range(c)]
-    rows = [everyone[i : i + c] for i in range(0, size, c)]
-    # every rank makes every group, in the same order, as torch requires
-    by_column = [group] if c == 1 else [_group(mesh, ranks) for ranks in columns]
-    by_row = [_group(mesh, ranks) for ranks in rows]
-    return ProcessGrid(
-        c,
-        axis("world", everyone, group),
-        axis("row", columns[rank % c], by_column[rank % c]),
-        axis("col", rows[rank // c], by_row[rank // c]),
-    )
+    everyone = range(mesh.size)
+    rows = [everyone[i : i + c] for i in range(0, mesh.size, c)]
+    lines = {
+        "world": [everyone],
+        "row": [everyone[j::c] for j in range(c)],
+        "col": rows,
+    }
+    if c == 1:  # which are those of the world
+        del lines["row"]
+    ledger, watch = Ledger(parent=mesh.ledger), mesh.world.watch
+    # ids and features lie in host memory: gloo moves them whatever training uses
+    axes = open_axes(lines, mesh.rank, watch, ledger, gloo=lines)
+    every = (axes["world"], axes.get("row", axes["world"]), axes["col"])
+    before = f"{purpose}:" if purpose else ""
+    named = zip(every, ("world", "row", "col"), strict=True)
+    return ProcessGrid(c, *(replace(axis, name=before + name) for axis, name in named))
 
 
 def check_replication(mesh: Any, replication: int | None) -> int:
@@ -194,15 +218,6 @@ def check_replication(mesh: Any, replication: int | None) -> int:
             f"it may be one of {fits}"
         )
     return int(replication)
-
-
-def _group(mesh: Any, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    if len(ranks) == 1 or mesh.world.group is None:
-        return None
-    watch = mesh.world.watch
-    assert watch is not None
-    # ids and features lie in host memory: gloo moves them whatever training uses
-    return open_group(list(ranks), "gloo", watch.deadline)
 
 
 class Messages:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyg_distcomm.comm import collectives, random
-from pyg_distcomm.comm.axis import destroy_groups, exit_on_sigterm
+from pyg_distcomm.comm.axis import destroy_groups, exit_on_sigterm, open_axes
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.failure import (
     FailureMonitor,
@@ -37,7 +37,6 @@ from pyg_distcomm.comm.store import (
     gather_notes,
     join,
     joined_mesh,
-    open_group,
     world_size,
 )
 from pyg_distcomm.comm.whereabouts import start_answering
@@ -530,33 +529,28 @@ def _close_collected() -> None:
         destroy_groups(axes)
 
 
+def axis_lines(stages: int, grid: tuple[int, ...]) -> dict[str, list[list[int]]]:
+    """Returns the ranks along each line of each axis of a mesh."""
+    places = torch.arange(stages * math.prod(grid)).view(stages, *grid)
+    whole = places.view(stages, -1).tolist()
+    return {
+        name: places.movedim(at, -1).reshape(-1, places.size(at)).tolist()
+        for at, name in enumerate(("stage", *AXES))
+    } | {
+        **dict.fromkeys(("world", "data", "control"), whole),
+        "everyone": [places.flatten().tolist()],
+    }
+
+
 def _open_axes(
     stages: int, grid: tuple[int, ...], watch: FailureMonitor
 ) -> dict[str, Axis]:
-    """Makes the process groups of a mesh; every rank takes part in making every group."""
-    rank, size, ledger = watch.rank, watch.size, Ledger()
-    axes: dict[str, Axis] = {}
-
-    def open_axis(name: str, lines: list[list[int]], backend: str | None) -> None:
-        for line in lines:
-            group = None
-            if len(line) > 1:
-                group = open_group(line, backend, watch.deadline)
-            if rank in line:
-                place, n = line.index(rank), len(line)
-                axes[name] = Axis(name, place, n, group, ledger, watch)
-
-    places = torch.arange(size).view(stages, *grid)
-    for at, name in enumerate(("stage", *AXES)):
-        lines = places.movedim(at, -1).reshape(-1, places.size(at))
-        open_axis(name, lines.tolist(), None)
-    whole = places.view(stages, -1).tolist()
-    for name, backend in (("world", None), ("data", None), ("control", "gloo")):
-        open_axis(name, whole, backend)
+    """Makes the axes of a mesh, of which one stage is everyone; collective."""
+    lines = axis_lines(stages, grid)
     if stages == 1:
-        axes["everyone"] = axes["world"]
-    else:
-        open_axis("everyone", [list(range(size))], None)
+        del lines["everyone"]
+    axes = open_axes(lines, watch.rank, watch, Ledger(), gloo=("control",))
+    axes.setdefault("everyone", axes["world"])
     watch.threads.of.update(axis.group for axis in axes.values() if axis.group)
     return axes
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm.collectives import Axis, ring_words
 from pyg_distcomm.comm.ledger import Ledger, Price
-from pyg_distcomm.comm.mesh import AXES, Grid, Mesh
+from pyg_distcomm.comm.mesh import Grid, Mesh, axis_lines
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.graph.topology import Topology
@@ -105,16 +105,9 @@ class Meeting:
 
 def meshes_of(grid: Grid) -> list[Mesh]:
     """Returns the meshes of all ranks of a grid; see [Note: ranks in threads]."""
-    size, ledger = math.prod(grid), Ledger()
-    places = torch.arange(size).view(1, *grid)
-    lines: dict[str, list[list[int]]] = {
-        name: places.movedim(at, -1).reshape(-1, places.size(at)).tolist()
-        for at, name in enumerate(("stage", *AXES))
-    }
-    every = [list(range(size))]
-    lines |= dict.fromkeys(("world", "data", "control", "everyone"), every)
-    axes: list[dict[str, Any]] = [{} for _ in range(size)]
-    for name, lists in lines.items():
+    ledger = Ledger()
+    axes: list[dict[str, Any]] = [{} for _ in range(math.prod(grid))]
+    for name, lists in axis_lines(1, grid).items():
         for line in lists:
             meeting = Meeting(len(line))
             for place, rank in enumerate(line):
