@@ -25,7 +25,7 @@ from torch._dynamo import config
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import needing, watch_of
-from pyg_distcomm.comm.rows import Rows, narrowed
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.core_ops import offset_dtype
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import (
@@ -481,15 +481,9 @@ def _gathered_order(rows: Rows) -> tuple[list[int], Tensor]:
     """Returns how many rows each rank holds, and where each one lies among these; kept."""
     known = rows.derived.get("gathered")
     if known is None:
-        axis, owners = rows.mesh.world, vars(rows).get("owners", rows.partition)
-        if owners is not None:  # all ranks know whose each row is
-            sizes, every = list(owners.sizes), owners.owner.argsort(stable=True)
-        else:
-            sizes = [row[0] for row in collectives.all_gather_counts([len(rows)], axis)]
-            sent = narrowed(rows.place, rows.total)
-            every = collectives.all_gather_rows(sent, sizes, axis, op="plan")
+        every = rows.owners.owner.argsort(stable=True)  # as ranks hold them
         place = torch.arange(len(every), dtype=offset_dtype(len(every)))
         order = torch.empty_like(place)
-        order[every.cpu().long()] = place
-        known = rows.derived["gathered"] = sizes, order
+        order[every] = place
+        known = rows.derived["gathered"] = list(rows.owners.sizes), order
     return known  # type: ignore[no-any-return]
