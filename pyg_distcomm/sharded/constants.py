@@ -13,12 +13,12 @@ kept is handed out as a copy. The cache is the mesh's, and keeps the latest resu
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest
@@ -45,14 +45,14 @@ class ByContent:
     def __init__(self, most: int) -> None:
         self._most, self._next = most, 0  # the place of what is looked for first
         self._kept: list[tuple[Tensor, tuple[Any]]] = []  # what was made, boxed
-        self._met: dict[int, tuple[Any, int, Any]] = {}
+        self._met: Any = WeakTensorKeyDictionary()  # what was made, at a version
 
     def find(self, x: Tensor) -> int | None:
         """Returns the place of what was made of a tensor of the same content, or None."""
-        met = self._met.get(id(x))
-        if met is not None and met[0]() is x and met[1] == version_of(x):
+        met = None if x.is_cpu else self._met.get(x)
+        if met is not None and met[0] == version_of(x):
             for k, (_, made) in enumerate(self._kept):  # as on all ranks
-                if made is met[2]:
+                if made is met[1]:
                     return k
         count = len(self._kept)
         for at in range(self._next, self._next + count):  # mostly as in the last epoch
@@ -89,10 +89,8 @@ class ByContent:
         return made
 
     def _meet(self, x: Tensor, box: tuple[Any]) -> None:
-        if len(self._met) >= 4 * self._most:
-            self._met.clear()
         if not (x.is_cpu or x.is_inference()):  # whose versions are not counted
-            self._met[id(x)] = weakref.ref(x), version_of(x), box
+            self._met[x] = version_of(x), box
 
 
 def _bits(x: Tensor) -> Tensor:
