@@ -36,9 +36,9 @@ from pyg_distcomm.comm.store import (
     default_backend,
     gather_notes,
     join,
-    joined_mesh,
     world_size,
 )
+from pyg_distcomm.comm.store import latest_mesh as latest_mesh
 from pyg_distcomm.comm.whereabouts import start_answering
 from pyg_distcomm.process import PROCESS, tell
 
@@ -481,11 +481,6 @@ def remember(mesh: Mesh) -> Mesh:
     """Makes a mesh the latest one, and returns it."""
     PROCESS.mesh = weakref.ref(mesh)
     return mesh
-
-
-def latest_mesh() -> Mesh | None:
-    """Returns the latest mesh of `init` if it is open and has the present ranks; else None."""
-    return joined_mesh()
 
 
 def alone(grid: Grid, seed: int, device: torch.device) -> Mesh:

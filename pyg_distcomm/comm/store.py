@@ -178,7 +178,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def joined_mesh() -> Any:
+def latest_mesh() -> Any:
     """Returns the latest mesh of `init` if it is open and has the present ranks; else None."""
     found = None if PROCESS.mesh is None else PROCESS.mesh()
     if found is None or found.everyone.size != world_size():

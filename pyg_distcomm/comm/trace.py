@@ -37,7 +37,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.ledger import Exchange, Ledger, clock, label
-from pyg_distcomm.comm.store import joined_mesh, world_size
+from pyg_distcomm.comm.store import latest_mesh, world_size
 from pyg_distcomm.partition.atomic import disk_error, whole_file
 from pyg_distcomm.process import PROCESS
 
@@ -153,7 +153,7 @@ class trace(contextlib.ContextDecorator):
         return span("script", str(name), **about)
 
     def __enter__(self) -> trace:
-        mesh = self._mesh or joined_mesh()
+        mesh = self._mesh or latest_mesh()
         # in no ledger of the mesh, and in no trace
         own = Ledger(traced=False)
         axis = self._axis = Axis("trace", 0, 1, None, own, None)

@@ -16,7 +16,7 @@ from torch_geometric.utils import to_edge_index
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.failure import needing, watch_of
-from pyg_distcomm.comm.store import joined_mesh
+from pyg_distcomm.comm.store import latest_mesh
 from pyg_distcomm.graph.local_adjacency import hand_over
 
 DEVICE, PINNED, ON_HOST = "device", "pinned", "host"
@@ -67,7 +67,7 @@ class Placement:
                 )
             return Placement._of(options.device, options.graph_on, rows_on, cache)
         except ValueError as error:
-            mesh = joined_mesh()
+            mesh = latest_mesh()
             if mesh is not None and mesh.everyone.watch is not None:
                 mesh.everyone.watch.report(error)
             raise
@@ -212,7 +212,7 @@ class Placement:
                 with needing(
                     f"rows_on={self.rows_on!r}, {name},",
                     lambda: values.nbytes,
-                    watch_of(joined_mesh()),
+                    watch_of(latest_mesh()),
                     self.device,
                     instead=_LESS_ROWS,
                 ):

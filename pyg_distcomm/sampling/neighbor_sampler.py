@@ -31,7 +31,7 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_choice, keyed_unit
-from pyg_distcomm.comm.store import joined_mesh
+from pyg_distcomm.comm.store import latest_mesh
 from pyg_distcomm.kernels.minibatch import Minibatch, Relation, Request, UnweightedNode
 from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
 
@@ -582,5 +582,5 @@ def explaining_out_of_memory(
         return nullcontext()
     size = sum(t.nbytes for t in held if t is not None)
     less = "graph_on='pinned', which the device reads in host memory"
-    about = "the graph of a loader", lambda: size, watch_of(joined_mesh()), device
+    about = "the graph of a loader", lambda: size, watch_of(latest_mesh()), device
     return needing(*about, instead=(less,))
