@@ -101,7 +101,7 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     pipe.epoch, pipe._seed = int(whole["epoch"]), int(whole["seed"])
     if pipe._run is not None:
         pipe._run.seed = pipe._seed
-    pipe._boundary, pipe._saved = None, _SavedHistory(parts, whole["link"], path)
+    pipe._stage, pipe._saved = None, _SavedHistory(parts, whole["link"], path)
 
 
 def _read(file: Path, wanted: dict[str, tuple[type, ...]]) -> dict[str, Any]:

@@ -131,7 +131,12 @@ class Stage:
         layers: all layers of the stack.
         begin, end: the range of this stage's layers.
         run: the state of the pass that is being computed.
+
     """
+
+    boundary: (
+        StageBuffers  # the rows that it receives and sends, once `fill` has run it
+    )
 
     def __init__(
         self, layers: Sequence[StackLayer], begin: int, end: int, run: ChunkPass
@@ -257,7 +262,6 @@ class Epoch:
     Args:
         mesh: the ranks.
         stage: the layers of this rank.
-        boundary: the rows that it receives and sends.
         order: the chunk of each slot.
         recompute: whether chunks are recomputed in the backward pass.
         refresh: whether the rows of this epoch become history.
@@ -265,7 +269,6 @@ class Epoch:
 
     mesh: Mesh
     stage: Stage
-    boundary: StageBuffers
     order: list[int]
     recompute: bool
     refresh: bool
@@ -317,7 +320,9 @@ class Epoch:
             self._pending.pop((kind.replace("receive", "post"), slot)).wait()
             return
         # rows and gradients shared with the next stage are in the outbox
-        box = self.boundary.outbox if action.peer > 0 else self.boundary.inbox
+        box = (
+            self.stage.boundary.outbox if action.peer > 0 else self.stage.boundary.inbox
+        )
         assert box is not None
         move = collectives.send if kind.startswith("send") else collectives.receive
         rows, peer = box[self._rows(slot)], axis.rank + action.peer
@@ -334,7 +339,7 @@ class Epoch:
                 "recomputing its chunk would give other results; use "
                 "Pipeline(..., recompute=False)"
             )
-        self.boundary.outbox[self._rows(slot)] = out.detach()
+        self.stage.boundary.outbox[self._rows(slot)] = out.detach()
         if not self.recompute:
             self._outputs[slot] = leaf, out
 
@@ -356,33 +361,35 @@ class Epoch:
         else:
             leaf, out = self._outputs.pop(slot)
         if out.requires_grad:
-            torch.autograd.backward(out, self.boundary.outbox[self._rows(slot)])
+            torch.autograd.backward(out, self.stage.boundary.outbox[self._rows(slot)])
         if leaf is not None:
-            assert self.boundary.inbox is not None
+            assert self.stage.boundary.inbox is not None
             grad = 0.0 if leaf.grad is None else leaf.grad
-            self.boundary.inbox[self._rows(slot)] = grad
+            self.stage.boundary.inbox[self._rows(slot)] = grad
         for site in self._sites():
             site.retire(chunk, self.refresh)
 
     def _compute(self, slot: int) -> tuple[Tensor | None, Tensor]:
         """Runs the layers on a chunk; returns their inputs, as a leaf, and their outputs."""
         values, leaf, chunk = {}, None, self.order[slot]
-        if self.boundary.received is not None:
-            assert self.boundary.inbox is not None
-            leaf = self.boundary.inbox[self._rows(slot)].detach()
+        if self.stage.boundary.received is not None:
+            assert self.stage.boundary.inbox is not None
+            leaf = self.stage.boundary.inbox[self._rows(slot)].detach()
             leaf.requires_grad_(torch.is_grad_enabled())
-            values = self.boundary.received.unpack(leaf, self.stage.view(chunk).nodes)
+            values = self.stage.boundary.received.unpack(
+                leaf, self.stage.view(chunk).nodes
+            )
         found = self.stage.forward(chunk, values)
-        return leaf, self.boundary.sent.pack(found)
+        return leaf, self.stage.boundary.sent.pack(found)
 
     def _loss(self, data: Data, loss_fn: Loss) -> Tensor:
         """Computes the loss of the whole graph; its gradient overwrites the output."""
-        box, own = self.boundary.outbox, self.stage.run.plan.own
+        box, own = self.stage.boundary.outbox, self.stage.run.plan.own
         leaf = box[own.place].requires_grad_()
         edge_index: Any = data.edge_index
         with torch.enable_grad():
-            values = self.boundary.sent.unpack(leaf, edge_index.nodes)
-            loss = loss_fn(values[self.boundary.sent.names[0]], data)
+            values = self.stage.boundary.sent.unpack(leaf, edge_index.nodes)
+            loss = loss_fn(values[self.stage.boundary.sent.names[0]], data)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = (
                 list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -480,7 +487,7 @@ def broadcast_weights(stack: Sequence[StackLayer], mesh: Mesh) -> None:
         module.load_state_dict(state)
 
 
-def fill(stage: Stage, mesh: Mesh) -> StageBuffers:
+def fill(stage: Stage, mesh: Mesh) -> None:
     """Runs all layers on all nodes, stage after stage; collective over all stages.
 
     This fills the sites with their first rows, and tells each stage the layout of its inputs.
@@ -514,7 +521,7 @@ def fill(stage: Stage, mesh: Mesh) -> StageBuffers:
     assert sent is not None
     counts = collectives.all_gather_object(len(run.sites), axis)
     run.before, run.all_sites = sum(counts[: axis.rank]), sum(counts)
-    return StageBuffers(received, sent, layouts[-1], inbox, outbox)
+    stage.boundary = StageBuffers(received, sent, layouts[-1], inbox, outbox)
 
 
 def _run_all_nodes(
@@ -541,9 +548,9 @@ def _mark_gradients(
     stage.run.mode = "fill"
 
 
-def forward_all_nodes(stage: Stage, boundary: StageBuffers, axis: Axis) -> Tensor:
+def forward_all_nodes(stage: Stage, axis: Axis) -> Tensor:
     """Runs this stage's layers on all nodes, exactly; sends its output on, and returns it."""
-    inbox = None
+    inbox, boundary = None, stage.boundary
     if boundary.inbox is not None:
         inbox = torch.empty_like(boundary.inbox)
         collectives.receive(inbox, axis.rank - 1, axis, OP).wait()

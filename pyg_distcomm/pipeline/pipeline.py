@@ -34,14 +34,12 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.whereabouts import script_stacklevel
 from pyg_distcomm.pipeline import checkpoint, layer_stack
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
-from pyg_distcomm.pipeline.chunks import GRADIENTS, plan_chunks
+from pyg_distcomm.pipeline.chunks import GRADIENTS, ChunkPlan, plan_chunks
 from pyg_distcomm.pipeline.epoch import (
     OP,
     Epoch,
     Loss,
     Stage,
-    StageBuffers,
-    StageTensors,
     accumulated_gradients,
     broadcast_weights,
     clip_grad_norm_,
@@ -125,22 +123,20 @@ class EpochPrice:
         return sum(part.words for part in parts)
 
 
-def epoch_price(
-    mesh: Mesh, boundary: StageBuffers, run: ChunkPass, weights: Sequence[Tensor]
-) -> EpochPrice:
+def epoch_price(mesh: Mesh, stage: Stage, weights: Sequence[Tensor]) -> EpochPrice:
     """Returns the price of an epoch on this rank.
 
     Args:
         mesh: the ranks.
-        boundary: the rows that this stage receives and sends.
-        run: the pass that holds its sites.
+        stage: the layers of this rank.
         weights: the parameters of this stage that have gradients.
     """
+    boundary, run = stage.boundary, stage.run
     own = run.plan.own
     messages = sum(own.size(c) > 0 for c in range(run.plan.chunks))
     last = mesh.stage.rank == mesh.stage.size - 1
     boxes = boundary.inbox, None if last else boundary.outbox
-    stage = [  # rows one way, their gradients the other
+    borders = [  # rows one way, their gradients the other
         (Price(box.numel(), box.numel(), messages), box.element_size())
         for box in boxes
         if box is not None
@@ -151,9 +147,11 @@ def epoch_price(
         sums.append((_all_reduce_price(count, mesh.size), kind.itemsize))
     rows, loss = run.prices(), _all_reduce_price(1, mesh.stage.size)
     coded = 0 if run.link is None else run.link.price().total
-    moved = sum(price.bytes(item) for price, item in (*stage, *rows, *sums, (loss, 8)))
+    moved = sum(
+        price.bytes(item) for price, item in (*borders, *rows, *sums, (loss, 8))
+    )
     return EpochPrice(
-        _total_price(stage),
+        _total_price(borders),
         _total_price(rows),
         _total_price(sums),
         loss,
@@ -278,7 +276,7 @@ class Pipeline(torch.nn.Module):
             balance = cut_layers(estimated_costs(stack), mesh.stage.size)
         self.balance = tuple(balance)
         self._keep_own_layers(stack)
-        self._boundary: StageBuffers | None = None
+        self._stage: Stage | None = None
         self._saved: Any = None
 
     def _keep_own_layers(self, stack: list[StackLayer]) -> None:
@@ -304,7 +302,7 @@ class Pipeline(torch.nn.Module):
     def __deepcopy__(self, memo: dict) -> Pipeline:
         """Copies the layers; the copy fills its history by an exact pass at its first use."""
         memo[id(self.mesh)] = self.mesh
-        state = {**self.__dict__, "_run": None, "_boundary": None, "_stage": None}
+        state = {**self.__dict__, "_run": None, "_stage": None}
         memo[id(self)] = copied = self.__class__.__new__(self.__class__)
         copied.__dict__.update(copy.deepcopy(state, memo))
         return copied
@@ -338,17 +336,16 @@ class Pipeline(torch.nn.Module):
         if self._run.link is not edge_index.topology.link:
             with on_all_ranks(self.mesh.everyone):
                 self._run.set_link(edge_index.topology.link)
-        if self._boundary is None:
-            begin, end = self._layer_range
-            self._stage = Stage(self._stack, begin, end, self._run)
+        if self._stage is None:
+            stage = Stage(self._stack, *self._layer_range, self._run)
             with on_all_ranks(self.mesh.everyone):  # each stage reads its own names
-                self._stage.load_data(data)
+                stage.load_data(data)
             with self._training_mode(False):
-                boundary = fill(self._stage, self.mesh)
+                fill(stage, self.mesh)
             if self._saved is not None:
                 self._saved.restore(self._run)
                 self._saved = None
-            self._boundary = boundary
+            self._stage = stage
         with layer_stack.reporting_failure(self.mesh):
             self._stage.load_data(data)
         return self._stage
@@ -368,34 +365,34 @@ class Pipeline(torch.nn.Module):
     @cached_property
     def schedule(self) -> StageSchedule:
         """The actions of each stage in an epoch."""
-        return fill_drain(self.mesh.stage.size, self._num_chunks())
+        return fill_drain(self.mesh.stage.size, self._plan_of_chunks().chunks)
 
     @property
     def crossing(self) -> float:
         """The fraction of edges between chunks, which are read late in one epoch of two."""
-        self._num_chunks()
-        return self._run.plan.crossing  # type: ignore[union-attr]
+        return self._plan_of_chunks().crossing
 
     def extra_repr(self) -> str:
         """Describes the stages, and the chunks once the pipeline has seen the data."""
         cut = f"stages={self.mesh.stage.size}, balance={list(self.balance)}"
         if self._run is not None:
-            count = self._num_chunks()
-            idle = bubble(self.mesh.stage.size, count)
-            cut += f", chunks={count} ({idle:.1%} bubble, {self.crossing:.1%} of edges between)"
+            plan = self._run.plan
+            idle = bubble(self.mesh.stage.size, plan.chunks)
+            cut += f", chunks={plan.chunks} ({idle:.1%} bubble, {plan.crossing:.1%} of edges "
+            cut += "between)"
         return f"{cut}, order={self.order}, history_refresh={self.refresh}"
 
-    def _num_chunks(self) -> int:
+    def _plan_of_chunks(self) -> ChunkPlan:
         if self._run is None:
             raise ValueError(
                 "chunks are not cut yet, since the pipeline has not seen the data; call "
                 "pipe(data) or train_step first"
             )
-        return self._run.plan.chunks
+        return self._run.plan
 
     def order_of(self, epoch: int) -> list[int]:
         """Returns the order of chunks in an epoch, the same on all ranks."""
-        count = self._num_chunks()
+        count = self._plan_of_chunks().chunks
         if self.order == "fixed":
             return list(range(count))
         epochs_per_draw = 2 if self.order == "alternating" else 1  # epochs of one draw
@@ -417,14 +414,13 @@ class Pipeline(torch.nn.Module):
             The loss, without gradient, on all ranks.
         """
         stage = self._prepare(data)
-        assert self._run is not None
-        assert self._boundary is not None
-        if self._run.link is not None:
-            self._run.link.begin_pipeline(self._run.plan.topology.nodes)
-        self._run.epoch = self.epoch
+        run = stage.run
+        if run.link is not None:
+            run.link.begin_pipeline(run.plan.topology.nodes)
+        run.epoch = self.epoch
         refresh = (self.epoch + 1) % self.refresh == 0
         order = self.order_of(self.epoch)
-        epoch = Epoch(self.mesh, stage, self._boundary, order, self.recompute, refresh)
+        epoch = Epoch(self.mesh, stage, order, self.recompute, refresh)
         own = list(self.parameters())
         with (
             accumulated_gradients(self.mesh, own),
@@ -446,13 +442,14 @@ class Pipeline(torch.nn.Module):
 
         Price: the rows that cross borders, and (S - 1) n c words for an output of width c.
         """
-        out, result, axis = *self._run_whole_graph(data), self.mesh.stage
+        out, stage, axis = *self._run_whole_graph(data), self.mesh.stage
+        result = stage.boundary.result
         if axis.rank < axis.size - 1:
             out = out.new_empty((len(out), result.width), dtype=result.dtype)
             collectives.receive(out, axis.rank + 1, axis, OP).wait()
         if axis.rank:
             collectives.send(out, axis.rank - 1, axis, OP).wait()
-        return self._unpack_output(out, result, data)
+        return _unpack_output(out, stage, data)
 
     def eval_step(self, data: Data, metric: Callable[[Any, Any], Any]) -> Any:
         """Returns a metric of the exact output of the whole graph, on all ranks.
@@ -463,55 +460,44 @@ class Pipeline(torch.nn.Module):
 
         Price: the rows that cross borders, and what `metric` returns.
         """
-        out, result, axis = *self._run_whole_graph(data), self.mesh.stage
+        out, stage, axis = *self._run_whole_graph(data), self.mesh.stage
         found = None
         with layer_stack.reporting_failure(self.mesh), torch.no_grad():
             if axis.rank == axis.size - 1:
-                found = metric(self._unpack_output(out, result, data), data)
+                found = metric(_unpack_output(out, stage, data), data)
             return collectives.all_gather_object(found, axis)[-1]
 
-    def _run_whole_graph(self, data: Data) -> tuple[Tensor, StageTensors]:
+    def _run_whole_graph(self, data: Data) -> tuple[Tensor, Stage]:
         """Runs the layers on all nodes at once; returns what this stage gives."""
-        stage, boundary = self._prepare(data), self._boundary
-        assert boundary is not None
+        stage = self._prepare(data)
         stage.run.mode = "full"
         with self._training_mode(False), layer_stack.reporting_failure(self.mesh):
-            out = forward_all_nodes(stage, boundary, self.mesh.stage)
-        return out, boundary.result
-
-    def _unpack_output(
-        self, packed: Tensor, result: StageTensors, data: Data
-    ) -> DistTensor:
-        assert self._run is not None
-        edge_index: Any = data.edge_index
-        rows = packed[self._run.plan.own.place]
-        return result.unpack(rows, edge_index.nodes)[result.names[0]]  # type: ignore[no-any-return]
+            return forward_all_nodes(stage, self.mesh.stage), stage
 
     # costs
 
     def price(self) -> EpochPrice:
         """Returns the traffic of this rank in an epoch of training, once data were seen."""
-        boundary, run = self._require_planned()
         free = [p for p in self.layers.parameters() if p.requires_grad]
-        return epoch_price(self.mesh, boundary, run, free)
+        return epoch_price(self.mesh, self._planned_stage(), free)
 
     def memory(self) -> dict[str, int]:
         """Returns the bytes that this rank keeps from epoch to epoch, by purpose.
 
         The activations of one chunk, or of all chunks without `recompute`, come on top.
         """
-        boundary, run = self._require_planned()
-        sites = sum(site.memory() for site in run.sites.values())
-        facts = sum(t.nbytes for t in run.facts.values())
-        return {"sites": sites, "facts": facts, "boundary": boundary.nbytes}
+        stage = self._planned_stage()
+        sites = sum(site.memory() for site in stage.run.sites.values())
+        facts = sum(t.nbytes for t in stage.run.facts.values())
+        return {"sites": sites, "facts": facts, "boundary": stage.boundary.nbytes}
 
-    def _require_planned(self) -> tuple[StageBuffers, ChunkPass]:
-        if self._boundary is None or self._run is None:
+    def _planned_stage(self) -> Stage:
+        if self._stage is None:
             raise ValueError(
                 "the costs of a pipeline are known once it has seen the data; call "
                 "pipe(data) or train_step first"
             )
-        return self._boundary, self._run
+        return self._stage
 
     # saving and loading
 
@@ -557,3 +543,10 @@ class Pipeline(torch.nn.Module):
         data, made as it was, goes where it stood.
         """
         checkpoint.load(self, Path(path), optimizer)
+
+
+def _unpack_output(packed: Tensor, stage: Stage, data: Data) -> DistTensor:
+    """Returns the output of the last stage, of which rows are sorted by chunk."""
+    edge_index: Any = data.edge_index
+    result, rows = stage.boundary.result, packed[stage.run.plan.own.place]
+    return result.unpack(rows, edge_index.nodes)[result.names[0]]  # type: ignore[no-any-return]
