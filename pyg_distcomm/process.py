@@ -40,14 +40,12 @@ class ProcessState:
         steps: what is known of optimizers that have stepped in such epochs.
         ordered: the classes of shares, by the class that each lists in order.
         warned: what has been warned of, and is not again.
-        heap: when freed memory is returned to the system.
         in_files: where arrays of ids begin that are mapped from files.
         rules: how tensors that are sharded below autograd compute each op of torch.
         op: the op that they compute now.
     """
 
     recorder: Any = None
-    heap: Any = None
     monitors: Any = field(default_factory=weakref.WeakSet)
     answering: Any = None
     works: set[Any] = field(default_factory=set)

@@ -49,7 +49,11 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure():
-    gc.enable()  # where collection failed; what is frozen stays until the end
+    if (
+        "PYTEST_XDIST_WORKER" not in os.environ
+    ):  # where it takes seconds, and nobody reads
+        gc.unfreeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

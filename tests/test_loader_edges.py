@@ -16,7 +16,6 @@ from pyg_distcomm.loader import (
     DistLinkNeighborLoader,
     DistNeighborLoader,
 )
-from pyg_distcomm.loader.batcher import Buffers
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 N, E = 60, 400
@@ -226,23 +225,6 @@ def test_shared_arrays_stay_on_disk(tmp_path):
     found = worlds.run(_arrays, 2, str(tmp_path))
     assert found[0] == found[1]
     assert found[0][0] == [0.0, 1.0]
-
-
-def test_memory_is_used_again_only_when_nobody_holds_it():
-    buffers = Buffers()
-    like = torch.empty(0, 1 << 18)
-    first = buffers.empty(like, 3)
-    where = first.data_ptr()
-    part = first.fill_(1.0)[1:2]  # a view holds it as well
-    del first
-    second = buffers.empty(like, 3).fill_(2.0)
-    assert second.data_ptr() != where
-    assert (part == 1).all()
-    del part
-    assert buffers.empty(like, 3).data_ptr() == where
-    assert (second == 2).all()
-    bigger = buffers.empty(like, 30)
-    assert bigger.shape == (30, 1 << 18)
 
 
 @pytest.mark.parametrize("made", [np.array, list])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyg_distcomm import kernels
 from pyg_distcomm.graph.local_adjacency import GroupedEdges
+from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.csr import Pattern
 
 
@@ -41,7 +42,7 @@ class _SpMM(torch.autograd.Function):
         if x.dim() == 2:
             return kernels.spmm(pattern.rowptr, pattern.col, value, x)
         assert value is not None
-        z = x.new_empty(pattern.shape[0], *x.shape[1:])
+        z = memory.empty_rows(x, pattern.shape[0])
         for h in range(x.size(1)):
             kernels.spmm(pattern.rowptr, pattern.col, value[:, h], x[:, h], z[:, h])
         return z
@@ -176,6 +177,72 @@ class _Max(torch.autograd.Function):
         return None, kernels.segment_max_grad(*args)
 
 
+class _Linear(torch.autograd.Function):
+    """Y = X W^T + b + X_root R^T; what adds up is added in place."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        root: Tensor | None,
+        own: Tensor | None,
+    ) -> Tensor:
+        y = _dense(x, weight.t(), bias)
+        return y if root is None or own is None else y.addmm_(root, own.t())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        x, weight, _, root, own = inputs
+        ctx.save_for_backward(x, weight, root, own)
+
+    @staticmethod
+    @_unless_undefined
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        x, weight, root, own = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        return (
+            _dense(g, weight) if needs[0] else None,
+            g.t() @ x if needs[1] else None,
+            g.sum(0) if needs[2] else None,
+            _dense(g, own) if needs[3] else None,
+            g.t() @ root if needs[4] else None,
+        )
+
+
+def _dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns `X W + b`, in a kept block where torch derives nothing from it."""
+    op = torch.ops.aten.mm.default if bias is None else torch.ops.aten.addmm.default
+    given = (x, weight) if bias is None else (bias, x, weight)
+    y: Tensor = op(*given) if torch.is_grad_enabled() else memory.computed(op, *given)
+    return y
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    root: Tensor | None = None,
+    own: Tensor | None = None,
+) -> Tensor:
+    """Returns `X W^T + b`, and adds `X_root R^T` in place, if given.
+
+    Shapes: x [n, F_in], weight [F_out, F_in], bias [F_out], root [n, F_root], own [F_out,
+    F_root]; returns [n, F_out].
+    """
+    given = [t for t in (x, weight, bias, root, own) if t is not None]
+    alike = all(t.dtype is x.dtype for t in given) and x.dim() == 2
+    transformed = torch._C._are_functorch_transforms_active()
+    if alike and not transformed and not torch.is_autocast_enabled(x.device.type):
+        y: Tensor = _Linear.apply(x, weight, bias, root, own)
+        return y
+    y = torch.nn.functional.linear(x, weight, bias)
+    if root is None or own is None:
+        return y
+    return y + torch.nn.functional.linear(root, own)
+
+
 class _MultiplyLinear(torch.autograd.Function):
     """Y = A X W^T + b + X_root R^T; what adds up is added in place, and no row is padded."""
 
@@ -195,10 +262,10 @@ class _MultiplyLinear(torch.autograd.Function):
         csr = pattern.rowptr, pattern.col, value
         if first:
             sums = kernels.spmm(*csr, x)
-            y = torch.nn.functional.linear(sums, weight, bias)
+            y = _dense(sums, weight.t(), bias)
         else:
             sums = None
-            y = kernels.spmm(*csr, x @ weight.t())
+            y = kernels.spmm(*csr, _dense(x, weight.t()))
             y = y if bias is None else y.add_(bias)
         if root is not None and own is not None:
             y.addmm_(root[: len(y)], own.t())
@@ -218,11 +285,11 @@ class _MultiplyLinear(torch.autograd.Function):
                 if torch.is_grad_enabled():  # which derives this, too
                     sums = _SpMM.apply(ctx.pattern, value, x)
                 g_weight = g.t() @ sums
-            g_x = _back(ctx.pattern, value, g @ weight) if needs[3] else None
+            g_x = _back(ctx.pattern, value, _dense(g, weight)) if needs[3] else None
         elif needs[3] or needs[5]:
             g_y = _back(ctx.pattern, value, g)
             g_weight = g_y.t() @ x if needs[5] else None
-            g_x = g_y @ weight if needs[3] else None
+            g_x = _dense(g_y, weight) if needs[3] else None
         if own is not None:
             g_own = g.t() @ root[: len(g)] if needs[7] else None
             if ctx.shared and g_x is not None:
@@ -346,6 +413,20 @@ def multiply(edges: GroupedEdges, value: Tensor | None, x: Tensor) -> Tensor:
     edges = edges.prefix(edges.num_targets, len(x))
     z: Tensor = _SpMM.apply(edges.pattern, value, x)
     return z
+
+
+# the time of a number read or written by a product, in multiplications of a dense one
+_SPARSE = 8
+
+
+def sums_first(edges: GroupedEdges, x: Tensor, weight: Tensor) -> bool:
+    """Tells whether `(A X) W` is cheaper than `A (X W)`, forward and backward."""
+    out, into = weight.shape
+    rows, nnz = edges.pattern.shape[0], edges.pattern.nnz
+    passes = 2 + x.requires_grad
+    first = _SPARSE * nnz * into * (passes - 1) + rows * into * out * passes
+    last = _SPARSE * nnz * out * 2 + len(x) * into * out * passes
+    return first <= last
 
 
 def multiply_linear(

@@ -133,7 +133,7 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 def take_columns(x: Tensor, index: Tensor | None, columns: Tensor) -> Tensor:
     """Runs `codec_ops.take_columns`, rows in parallel."""
     (m, _), count = _size(x, index), len(columns)
-    out = memory.empty(m, count, x.dtype)
+    out = memory.empty((m, count), x.dtype)
     args = (*_rows(x, index), vector(columns), count, out.view(-1).numpy())
     over_rows(copy_columns, args, m, count)
     return out

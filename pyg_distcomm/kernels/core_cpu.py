@@ -68,7 +68,7 @@ def _multiply_panels(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -
     """Multiplies a panel of columns at a time; what fills no panel goes directly."""
     n, f = x.shape
     wide = PANEL // x.element_size()
-    panel = memory.empty(n, wide, x.dtype)
+    panel = memory.empty((n, wide), x.dtype)
     x_flat, x_ld = flat(x)
     for at in range(0, f - f % wide, wide):
         args = (x_flat, x_ld, at, wide, panel.view(-1).numpy())
@@ -107,7 +107,7 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
     """Runs `core_ops.sddmm`, rows in parallel."""
     pointers = vector(rowptr)
     f = x.size(1)
-    out = x.new_empty(int(pointers[-1]) - int(pointers[0]))
+    out = memory.empty((int(pointers[-1]) - int(pointers[0]),), x.dtype)
     if f and out.numel():
         args = (pointers, vector(col), *flat(g), *flat(x), out.numpy(), f)
         _over_segments(core_jit.sddmm, args, pointers, f)
@@ -147,8 +147,8 @@ def pair_scores_grad(
 ) -> tuple[Tensor, Tensor | None]:
     """Runs `core_ops.pair_scores_grad`, rows in parallel."""
     heads, f = a.shape
-    out = torch.empty_like(g, memory_format=torch.contiguous_format)
-    by_a = torch.empty_like(out if both else out[:0])
+    out = memory.empty_rows(g, len(g))
+    by_a = memory.empty_rows(g, len(g) if both else 0)
     if out.numel():
         pointers, flats = vector(rowptr), [_whole(t) for t in (g, x, a)]
         args = pointers, vector(col), *flats, np.dtype(flats[0].dtype).type(slope)
@@ -164,7 +164,7 @@ def _whole(t: Tensor) -> Array:
 def segment_softmax(rowptr: Tensor, x: Tensor) -> Tensor:
     """Runs `core_ops.segment_softmax`, rows in parallel."""
     pointers, values = vector(rowptr), x.detach().contiguous()
-    out = torch.empty_like(values)
+    out = memory.empty_rows(values, len(values))
     h = x.size(1)
     args = (pointers, values.view(-1).numpy(), out.view(-1).numpy(), h)
     _over_segments(core_jit.segment_softmax, args, pointers, h)
@@ -174,7 +174,7 @@ def segment_softmax(rowptr: Tensor, x: Tensor) -> Tensor:
 def segment_softmax_grad(rowptr: Tensor, y: Tensor, g: Tensor) -> Tensor:
     """Runs `core_ops.segment_softmax_grad`, rows in parallel."""
     pointers, h = vector(rowptr), y.size(1)
-    out = torch.empty(y.shape, dtype=y.dtype)
+    out = memory.empty_rows(y, len(y))
     flats = [t.detach().contiguous().view(-1).numpy() for t in (y, g)]
     args = (pointers, *flats, out.view(-1).numpy(), h)
     _over_segments(core_jit.segment_softmax_grad, args, pointers, h)
@@ -184,7 +184,7 @@ def segment_softmax_grad(rowptr: Tensor, y: Tensor, g: Tensor) -> Tensor:
 def segment_max(rowptr: Tensor, col: Tensor, x: Tensor) -> Tensor:
     """Runs `core_ops.segment_max`, rows in parallel."""
     pointers, f = vector(rowptr), x.size(1)
-    out = memory.empty(len(pointers) - 1, f, x.dtype)
+    out = memory.empty_rows(x, len(pointers) - 1)
     args = (pointers, vector(col), *flat(x), out.view(-1).numpy(), f)
     _over_segments(core_jit.segment_max, args, pointers, f)
     return out
@@ -195,7 +195,7 @@ def segment_max_grad(
 ) -> Tensor:
     """Runs `core_ops.segment_max_grad`, on one thread."""
     f = x.size(1)
-    grad = memory.empty(len(x), f, x.dtype).zero_()
+    grad = memory.empty_rows(x, len(x)).zero_()
     ties = np.zeros(f, grad.view(-1).numpy().dtype)
     args = (vector(rowptr), vector(col), *flat(x), *flat(out), *flat(g))
     if grad.numel():
@@ -421,7 +421,7 @@ def _pieces(rowptr: Array, f: int) -> list[tuple[int, int]]:
 def writable(out: Tensor | None, rows: int, like: Tensor) -> Tensor:
     """Returns ``out``, or a matrix to compute it in when its columns are strided."""
     if out is None:
-        return memory.empty(rows, like.size(1), like.dtype)
+        return memory.empty_rows(like, rows)
     return out.detach() if row_strided(out) else out.detach().contiguous()
 
 

@@ -1,11 +1,14 @@
-"""Allocates matrices in huge pages, returns freed memory to the system, and caps memory.
+"""Allocates matrices in huge pages and freed blocks, returns memory, and caps memory.
 
-A random gather over 4 KiB pages misses the TLB at nearly every row, and a fresh matrix
-faults once per page. Linux gives 2 MiB pages on request (`madvise`).
+A random gather over 4 KiB pages misses the TLB at nearly every row; Linux gives 2 MiB pages
+on request (`madvise`). A fresh matrix faults once per page, which takes as long as to compute
+it (in a virtual machine, longer), and glibc returns every block of more than 32 MiB to the
+system when it is freed. So large blocks are kept for the next matrix of their size.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -15,16 +18,16 @@ import os
 import re
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 HUGE_PAGES_FROM = 1 << 23  # bytes of a matrix from which huge pages pay
-GIVE_BACK_FROM = 1 << 20  # bytes of a product from which giving memory back first pays
-SLACK = 1 << 27  # bytes of free blocks that a heap keeps in any case
+KEPT_FROM = 1 << 20  # bytes of a matrix from which its block is kept
 SPILL_FROM = 1 << 12  # bytes of a saved tensor from which a file pays
 
 
@@ -52,8 +55,6 @@ GLIBC = _open_libc("malloc_trim", "sbrk")
 if GLIBC is not None:
     GLIBC.malloc_trim.argtypes = [ctypes.c_size_t]
     GLIBC.sbrk.argtypes, GLIBC.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
-STATM = Path("/proc/self/statm")
-MALLINFO = _open_libc("mallinfo2") if GLIBC is not None and STATM.exists() else None
 ADVISES = _open_libc("madvise") if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
@@ -68,9 +69,143 @@ def available() -> int | None:
     return None
 
 
-def empty(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """Returns an uninitialised CPU matrix [rows, cols], in huge pages when large."""
-    return advise(torch.empty(rows, cols, dtype=dtype))
+class Blocks:
+    """Keeps the blocks of large matrices that are freed, for the next ones of their size.
+
+    A size is rounded up to an eighth of its power of two. Blocks in use and kept are together
+    at most an eighth more than the most that were in use: what was kept longest goes first.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts anew, as in a forked process: another thread may have held the lock."""
+        self._kept: dict[int, list[Tensor]] = {}  # by size; the size used last is last
+        self._freed: collections.deque[Tensor] = collections.deque()
+        self._used = self._most = self._idle = 0  # bytes
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> Tensor:
+        """Returns `size` uninitialised bytes; their block returns when no tensor holds them."""
+        step = 1 << max(size.bit_length() - 4, 12)
+        rounded = -(-size // step) * step
+        with self._lock:
+            self._collect()
+            kept = self._kept.get(rounded)
+            block = kept.pop() if kept else None
+            self._used += rounded
+            self._most = max(self._most, self._used)
+            self._idle -= 0 if block is None else rounded
+            self._drop(self._most + self._most // 8 - self._used)
+        if block is None:
+            block = advise(torch.empty(rounded, dtype=torch.uint8))
+        lent = block.numpy()[:size]
+        weakref.finalize(lent, self._freed.append, block).atexit = False
+        return torch.from_numpy(lent)
+
+    def drop(self) -> None:
+        """Returns all blocks that are not in use to the system."""
+        with self._lock:
+            self._collect()
+            self._drop(0)
+            self._most = self._used
+
+    def _collect(self) -> None:
+        """Takes back blocks that were freed; a finalizer may run anywhere, and only appends."""
+        while self._freed:
+            block = self._freed.popleft()
+            self._used -= len(block)
+            self._idle += len(block)
+            same = self._kept.pop(len(block), [])
+            self._kept[len(block)] = [*same, block]
+
+    def _drop(self, most: int) -> None:
+        """Drops blocks that are not in use until they have at most so many bytes."""
+        while self._idle > most:
+            size, oldest = next(iter(self._kept.items()))
+            if oldest:
+                oldest.pop()
+                self._idle -= size
+            if not oldest:
+                del self._kept[size]
+
+
+BLOCKS = Blocks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=BLOCKS.forget)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns an uninitialised CPU tensor, in a kept block when large."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < KEPT_FROM:
+        return torch.empty(shape, dtype=dtype)
+    return _over(BLOCKS.take(size), shape, dtype)
+
+
+def empty_rows(like: Tensor, count: int) -> Tensor:
+    """Returns uninitialised rows `[count, ...]`, as those of another tensor."""
+    shape = (count, *like.shape[1:])
+    return empty(shape, like.dtype) if like.is_cpu else like.new_empty(shape)
+
+
+def computed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Computes an op of torch; into a kept block, if its result is a large CPU matrix.
+
+    Args:
+        func: the op; those of `_INTO` are computed into a block.
+        args: what it takes; autograd does not record the op.
+    """
+    into, *more = _INTO.get(func, (None,))
+    if into is not None:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        first = tensors[0]
+        rows, cols = _shape(func, tensors)
+        large = rows * cols * first.element_size() >= KEPT_FROM
+        if large and all(
+            type(t) in (Tensor, torch.nn.Parameter)
+            and t.is_cpu
+            and t.layout is torch.strided
+            and (func in _PRODUCTS or t.is_contiguous())
+            and t.dtype is first.dtype
+            and t.is_floating_point()
+            for t in tensors
+        ):
+            name = into._schema.arguments[-1].name
+            kwargs[name] = empty((rows, cols), first.dtype)
+            return into(*args, *more, **kwargs)
+    return func(*args, **kwargs)
+
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+# by op: the overload that computes it into a tensor, and what that takes besides
+_INTO: dict[Any, tuple[Any, ...]] = {
+    aten.mm.default: (aten.mm.out,),
+    aten.addmm.default: (aten.addmm.out,),
+    aten.add.Tensor: (aten.add.out,),
+    aten.mul.Tensor: (aten.mul.out,),
+    aten.relu.default: (aten.clamp_min.out, 0),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input,),
+    aten.elu.default: (aten.elu.out,),
+    aten.elu_backward.default: (aten.elu_backward.grad_input,),
+    aten.leaky_relu.default: (aten.leaky_relu.out,),
+    aten.leaky_relu_backward.default: (aten.leaky_relu_backward.grad_input,),
+    aten._log_softmax.default: (aten._log_softmax.out,),
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out,),
+}
+
+
+def _shape(func: Any, tensors: list[Tensor]) -> tuple[int, int]:
+    """Returns the shape of the result of an op; 0, 0 if it is no matrix, or an error."""
+    if func in _PRODUCTS:
+        return tensors[-2].size(0), tensors[-1].size(1)
+    try:
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    except RuntimeError:  # of which the op tells
+        return 0, 0
+    return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
 
 
 def advise(fresh: Tensor) -> Tensor:
@@ -88,66 +223,12 @@ def give_back() -> None:
     long as it lives; without glibc this does nothing. The heap gets huge pages when it is
     used again.
     """
+    BLOCKS.drop()
     if GLIBC is not None:
         end = GLIBC.sbrk(0)
         if HEAP_START is not None and end > HEAP_START:
             _advise(HEAP_START, end - HEAP_START)
         GLIBC.malloc_trim(0)
-
-
-class _Mallinfo(ctypes.Structure):
-    """What glibc counts of its heap."""
-
-    _fields_: ClassVar = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks "
-        "keepcost".split()
-    ]
-
-
-if MALLINFO is not None:
-    MALLINFO.mallinfo2.restype = _Mallinfo
-
-
-class Heap:
-    """Returns freed memory to the system where the heap has outgrown what it holds.
-
-    Blocks of many sizes fragment the heap of a rank that exchanges, which grows to about
-    twice its live memory. But pages that were returned fault when they are used again, which
-    takes a small graph as long as its products. So they are returned before the first
-    product, and then where the heap is an eighth larger than the most it has held.
-    """
-
-    def __init__(self) -> None:
-        self._most = 0
-        self._rest: int | None = None  # resident memory that is not of the heap
-
-    def trim(self, size: int) -> None:
-        """Trims the heap before `size` bytes are allocated, if it has outgrown them."""
-        if MALLINFO is None or (self._rest is not None and self._fits()):
-            return
-        used = _bytes_held()
-        self._most = max(self._most, used + size)
-        if self._rest is None or not self._fits():
-            give_back()
-            rest = _resident() - used
-            self._rest = rest if self._rest is None else min(self._rest, rest)
-
-    def _fits(self) -> bool:
-        assert self._rest is not None
-        return _resident() - self._rest <= self._most * 1.125 + SLACK
-
-
-def _bytes_held() -> int:
-    """Returns the bytes of all blocks that this process has allocated."""
-    assert MALLINFO is not None
-    found = MALLINFO.mallinfo2()
-    return int(found.uordblks + found.hblkhd)
-
-
-def _resident() -> int:
-    """Returns the resident bytes of this process."""
-    return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
 
 
 def drop_pages(x: Tensor) -> None:
@@ -348,6 +429,10 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     finally:
         os.close(number)
         os.unlink(path)
-    # not a view of the bytes: operations in place would be refused on it
+    return _over(file, shape, dtype)
+
+
+def _over(raw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns a tensor over bytes; no view of them, on which in-place ops would be refused."""
     empty = torch.empty(0, dtype=dtype)
-    return empty.set_(file.untyped_storage(), 0, shape)  # type: ignore[call-overload]
+    return empty.set_(raw.untyped_storage(), 0, shape)  # type: ignore[call-overload]

@@ -50,7 +50,7 @@ class Table:
     """Holds a slot for each node of a type; taking the next stamp empties it."""
 
     def __init__(self, size: int) -> None:
-        self.slot = memory.empty(size, 1, torch.int64).zero_().view(-1).numpy()
+        self.slot = memory.advise(torch.empty(size, dtype=torch.int64)).zero_().numpy()
         self.stamp = 0
 
     def clear(self) -> None:

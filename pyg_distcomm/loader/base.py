@@ -18,7 +18,7 @@ from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.whereabouts import script_stacklevel
 from pyg_distcomm.graph.local_adjacency import known
-from pyg_distcomm.loader.batcher import Batcher, Buffers, attach_sizes, edge_index_of
+from pyg_distcomm.loader.batcher import Batcher, attach_sizes, edge_index_of
 from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.epoch import (
     BatchSharding,
@@ -136,7 +136,6 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         """Completes PyG's constructor: plans epochs, and posts a note for the other ranks."""
         if self.batch_size is None and dataloader.get("batch_sampler") is None:
             raise ValueError("got batch_size=None, wanted a number of seeds; give one")
-        self.buffers = Buffers()
         # the epoch before, if spread
         self._previous_epoch: tuple[Any, list[Any]] | None = None
         self.seed, self._epoch, self._start_batch = self.options.seed, 0, 0
@@ -342,9 +341,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out attributes that a worker process cannot pickle and does not need."""
-        without = dict.fromkeys(
-            ("_notes", "_steps", "buffers", "_previous_epoch", "phases")
-        )
+        without = dict.fromkeys(("_notes", "_steps", "_previous_epoch", "phases"))
         return {**self.__dict__, **without}
 
     # Epochs and ranks ----------------------------------------------------------------

@@ -17,10 +17,7 @@ messages of other ranks or for a disk, are built ahead in any case.
 from __future__ import annotations
 
 import copy
-import math
 import os
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -50,76 +47,23 @@ from pyg_distcomm.loader.notes import World
 from pyg_distcomm.loader.sparse_adjacency import with_matrices
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 
-REUSE_FROM = 1 << 20  # bytes of features from which reusing memory pays
-SLACK = 1.25  # factor on the size to allocate, since minibatches vary in size
 BUDGET = 1 << 30  # bytes of minibatches in flight, if that much memory is free
 MAX_PER_THREAD = 4  # minibatches of an automatic bulk per thread: more is not faster
 FIRST_PARTITIONED = 4  # minibatches of the first bulk of a partitioned graph
 MAX_PARTITIONED = 16  # minibatches of its automatic bulks, which cost messages
 
 _PLACEHOLDER_DTYPE = torch.int8  # of tensors without columns; PyG itself makes none
-_probe = [np.empty(0)]
-_ALONE = sys.getrefcount(_probe[0])  # references to an array that only a list holds
 
 # by index of the attribute: a function from ids to positions in the pool, and its rows
 Pools: TypeAlias = dict[int, tuple[Callable[[Tensor], Tensor], Tensor]]
 
 
-class Buffers:
-    """Reuses the memory of dropped tensors for new ones. Thread-safe.
-
-    It grows to the memory that is in use at one time, and is freed with its owner.
-    """
-
-    def __init__(self) -> None:
-        self._arrays: list[Any] = []
-        self._lock = threading.Lock()
-
-    def empty(self, like: Tensor, rows: int) -> Tensor:
-        """Returns uninitialised rows `[rows, ...]` of the type and shape of those of `like`."""
-        shape = (rows, *like.shape[1:])
-        size = math.prod(shape) * like.element_size()
-        if size < REUSE_FROM:
-            return like.new_empty(shape)
-        with self._lock:
-            # the tensor refers to the array as long as it lives
-            array = self._free_array(size)
-            part = torch.from_numpy(array[:size])
-        return part.view(like.dtype).view(shape)
-
-    def _free_array(self, size: int) -> Any:
-        """Returns an unused array of at least `size` bytes, a new one if there is none."""
-        for k in range(len(self._arrays)):
-            if (
-                sys.getrefcount(self._arrays[k]) == _ALONE
-                and self._arrays[k].size >= size
-            ):
-                return self._arrays[k]
-        fresh = torch.empty(int(size * SLACK) // 64 * 64 + 64, dtype=torch.uint8)
-        # drops unused arrays that are too small
-        self._arrays = [a for a in self._arrays if not self._is_too_small(a, size)]
-        self._arrays.append(memory.advise(fresh).numpy())
-        return self._arrays[-1]
-
-    @staticmethod
-    def _is_too_small(array: Any, size: int) -> bool:
-        # references: by the list, the loop, this call, and getrefcount
-        return array.size < size and sys.getrefcount(array) <= _ALONE + 2
-
-
-def take_rows(
-    values: Tensor,
-    ids: Tensor,
-    out: Tensor | None = None,
-    buffers: Buffers | None = None,
-) -> Tensor:
+def take_rows(values: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns `values[ids]` `[k, ...]` on the CPU, in contiguous `out` if given."""
-    if out is None:
-        out = (
-            values.new_empty((len(ids), *values.shape[1:]))
-            if buffers is None
-            else buffers.empty(values, len(ids))
-        )
+    if out is None and len(ids) * values[:1].nbytes >= memory.KEPT_FROM:
+        out = memory.empty_rows(values, len(ids))
+    elif out is None:
+        out = values.new_empty((len(ids), *values.shape[1:]))
     sample_cpu.take_rows(values, ids, out)
     return out
 
@@ -165,7 +109,6 @@ class Batcher:
 
     def __init__(self, loader: Any, phases: Phases | None = None) -> None:
         self._loader, self._phases = loader, phases or Phases()
-        self._buffers = None if phases is None else loader.buffers
         self._place: Placement | None = loader.placement
         self._source, self._attributes = loader.partitioned_source, list[Attribute]()
         sampler = loader.neighbor_sampler_in_use
@@ -403,12 +346,12 @@ class Batcher:
             if place is not None:  # the pool is on the device
                 found = kernels.read_rows(values, place.send(ids))
             else:
-                found = take_rows(values, ids, buffers=self._buffers)
+                found = take_rows(values, ids)
         elif place is not None:
             key = attribute.store, attribute.name
             found = place.take(key, values, ids, not attribute.of_edges)
         else:
-            found = take_rows(values, ids, buffers=self._buffers)
+            found = take_rows(values, ids)
         if real is not None:
             zeros = found.new_zeros(len(every), *found.shape[1:])
             found = zeros.index_put_((real.to(found.device),), found)

@@ -29,7 +29,13 @@ from torch.nn.utils import parametrize
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from pyg_distcomm.graph.edge_products import aggregate, multiply, multiply_linear
+from pyg_distcomm.graph.edge_products import (
+    aggregate,
+    linear,
+    multiply,
+    multiply_linear,
+    sums_first,
+)
 from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
     LocalAdjacency,
@@ -468,7 +474,7 @@ def _sage(
         if root is not None and own is not None:
             out = torch.addmm(out, root[:rows], own.t())
     else:
-        first = _sums_first(edges, source, conv.lin_l.weight)
+        first = sums_first(edges, source, conv.lin_l.weight)
         weights = conv.lin_l.weight, conv.lin_l.bias, own
         out = multiply_linear(kind, edges, source, root, *weights, sums_first=first)
     return F.normalize(out, p=2.0, dim=-1) if conv.normalize else out
@@ -512,9 +518,9 @@ def run_gcn(
             edges = edges.prefix(rows)
             value = None if value is None else value[: edges.pattern.nnz]
         weight = conv.lin.weight
-        if _sums_first(edges, source, weight):
-            return F.linear(multiply(edges, value, source), weight, conv.bias)
-        out = multiply(edges, value, F.linear(source, weight))
+        if sums_first(edges, source, weight):
+            return linear(multiply(edges, value, source), weight, conv.bias)
+        out = multiply(edges, value, linear(source, weight))
         return out if conv.bias is None else out.add_(conv.bias)
 
     reads = _read_by(conv, edge_index, edge_weight)
@@ -584,17 +590,3 @@ def _fits(
         return False
     lazy = any(is_lazy(p) for p in conv.parameters())
     return not lazy and is_product(conv, base, *linears, biased=biased)
-
-
-# the time of a number read or written by a product, in multiplications of a dense one
-_SPARSE = 8
-
-
-def _sums_first(edges: GroupedEdges, x: Tensor, weight: Tensor) -> bool:
-    """Tells whether `(A X) W` is cheaper than `A (X W)`, forward and backward."""
-    out, into = weight.shape
-    rows, nnz = edges.pattern.shape[0], edges.pattern.nnz
-    passes = 2 + x.requires_grad
-    first = _SPARSE * nnz * into * (passes - 1) + rows * into * out * passes
-    last = _SPARSE * nnz * out * 2 + len(x) * into * out * passes
-    return first <= last

@@ -17,6 +17,7 @@ import torch_geometric.nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from pyg_distcomm.graph.edge_products import linear
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.nn.capped import spilling
 from pyg_distcomm.nn.halo_conv import one_hop, run_any, run_on_share
@@ -108,17 +109,14 @@ class PlannedProduct:
     def finish(self, out: Tensor) -> Tensor:
         """Returns the sharded output of a layer, of sums over edges `[n, f]`."""
         out = out if self.matrix is None else self.averaged(out)
+        root = self.root or (None, None)
         if self.weight is not None:
-            out = F.linear(out, self.weight, self.bias)
+            out = linear(out, self.weight, self.bias, *root)
+        elif self.root is not None:
+            rest = linear(*self.root, self.bias)
+            out = rest.add_(out) if rest.dtype == out.dtype else out + rest
         elif self.bias is not None:
-            out = out + self.bias.to(out.dtype)
-        if self.root is not None:
-            x, weight = self.root
-            fits = out.dtype == x.dtype == weight.dtype and out.dim() == x.dim() == 2
-            if fits and not torch.is_autocast_enabled(out.device.type):
-                out = torch.addmm(out, x, weight.t())
-            else:
-                out = out + F.linear(x, weight)
+            out = out.add_(self.bias.to(out.dtype))
         dtype = self._wider(out.dtype)
         out = out if out.dtype == dtype else out.to(dtype)
         return DistTensor.from_local(out, self.topology.nodes)
@@ -187,7 +185,7 @@ def plan_product(
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
         return product.of(x.to_local(), exchange)
     product.weight = None
-    return product.of(F.linear(x.to_local().contiguous(), w), exchange)
+    return product.of(linear(x.to_local().contiguous(), w), exchange)
 
 
 def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool, Any]:

@@ -48,7 +48,6 @@ from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.ops.csr import CSR, LocalBlocks
-from pyg_distcomm.process import PROCESS
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,32 +315,16 @@ class OverlappedSpMM:
         # what is multiplied and added
         self._compute_dtype = torch.float32 if narrow else kind
         self._own = own = sent.to(self._compute_dtype)
-        n, out = (
-            len(tile.own_own.pattern.rowptr) - 1,
-            len(tile.out_own.pattern.rowptr) - 1,
-        )
-        self._release_memory(out)
-        self._product_rows = own.new_empty((n, own.size(1)))
-        self._out = own.new_empty((out, own.size(1)))
-        self._ghost = own[:0]
-
-    def _release_memory(self, out: int) -> None:
-        """Returns freed memory to the system before a product, where there is too much."""
-        tile, own = self._tile, self._own
-        if own.is_cuda:
-            return
-        rows = out + tile.out_ghost.pattern.num_cols + tile.own_far.pattern.num_cols
-        rows += len(tile.sum_own.pattern.rowptr) - 1
-        size = own.nbytes + rows * own.size(1) * own.element_size()
-        if size >= memory.GIVE_BACK_FROM:
-            PROCESS.heap = PROCESS.heap or memory.Heap()
-            PROCESS.heap.trim(size)
+        self._product_rows = self._out = self._ghost = own[:0]
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the product, and the own and ghost rows it multiplied by; collective."""
         tile, links, own, note = self._tile, self._links, self._own, self._note
         arrive = links.ghost.begin(self._sent_rows)
         note("begin", "in")
+        rows, out = (len(x.pattern.rowptr) - 1 for x in (tile.own_own, tile.out_own))
+        self._product_rows = memory.empty_rows(own, rows)
+        self._out = memory.empty_rows(own, out)
         sums = self._send_partial_sums(links.sums, tile.sum_own)
         sends_first = links.ghost.num_ghosts == 0 and links.sums.silent
         if sends_first:
@@ -406,7 +389,7 @@ class OverlappedSpMM:
         """Computes sums for other ranks from own columns, and sends them part by part."""
         outgoing, first = [], 0
         for part in link.parts:
-            rows = self._own.new_empty((part.num_ghosts, self._own.size(1)))
+            rows = memory.empty_rows(self._own, part.num_ghosts)
             block.matmul(self._own, rows, first)
             outgoing.append(part.begin_transpose(rows.to(self._sent_rows.dtype)))
             first += part.num_ghosts

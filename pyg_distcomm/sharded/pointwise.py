@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.kernels.memory import computed
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_plain, in_backward
@@ -102,7 +103,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows, right = target.rows, target.dim() - target.dim_
     local = [meeting(a, rows, right) for a in args]
     if not mutable:
-        out = func(*local, **kwargs)
+        out = computed(func, *local, **kwargs)
         if type(out) is tuple:
             return tuple(DistTensor(o, rows, o.dim() - right) for o in out)
         return DistTensor(out, rows, out.dim() - right)
@@ -312,7 +313,7 @@ def alone(func: Any, args: Any, kwargs: Any) -> Any:
     if func.overloadpacket in _FAILING and rows.mesh.size > 1:
         found = _on_all_or_none(func, own[:count], options, rows)
     else:
-        found = func(*own[:count], **options)
+        found = computed(func, *own[:count], **options)
     parts = [found] if isinstance(found, Tensor) else list(found)
     parts = [part.narrow(at, 0, 0) if empty else part for part in parts]
     made = tuple(DistTensor(part, rows, at) for part in parts)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_distcomm.kernels.memory import computed
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.ops.id_plan import reduction_identity
 from pyg_distcomm.sharded import whole
@@ -281,7 +282,7 @@ def _along(func: Any, sides: list[Any], dims: Any, out_dims: Any, *more: Any) ->
         else side
         for side, d in pairs
     ]
-    out = func(*own, *more)
+    out = computed(func, *own, *more)
     if dim not in out_dims:
         return summed_over_ranks(out, rows.mesh)
     return DistTensor(out, rows, out_dims.index(dim))
@@ -326,7 +327,9 @@ def add_product(func: Any, args: Any, kwargs: Any) -> Any:
     by_rows = type(a) is DistTensor and a.dim_ == 0 and type(b) is Tensor
     if by_rows and func is aten.addmm.default and type(bias) is not DistTensor:
         if bias.dim() == 1 or bias.size(0) == 1:
-            return DistTensor(func(plain(bias), a.local, b, **kwargs), a.rows, 0)
+            return DistTensor(
+                computed(func, plain(bias), a.local, b, **kwargs), a.rows, 0
+            )
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     op = aten.mm.default if func is aten.addmm.default else aten.bmm.default
     out = product(op, (a, b), {})
