@@ -743,6 +743,9 @@ def test_blocks_return_when_nothing_holds_them():
     blocks.take(16 << 20)
     blocks.take(16 << 20)
     assert blocks._used + blocks._idle <= blocks._most * 9 // 8 + (16 << 20)
+    with pytest.raises(RuntimeError):
+        blocks.take(1 << 46)
+    assert blocks._most < 1 << 30
     blocks.drop()
     assert blocks._idle == 0
     with torch.inference_mode():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pyg_distcomm import kernels
 from pyg_distcomm.graph.local_adjacency import GroupedEdges
@@ -195,7 +196,13 @@ class _Linear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.set_materialize_grads(False)
         x, weight, _, root, own = inputs
-        ctx.save_for_backward(x, weight, root, own)
+        by_x, by_weight, _, by_root, by_own = ctx.needs_input_grad
+        ctx.save_for_backward(
+            x if by_weight else None,
+            weight if by_x else None,
+            root if by_own else None,
+            own if by_root else None,
+        )
 
     @staticmethod
     @_unless_undefined
@@ -232,8 +239,10 @@ def linear(
     F_root]; returns [n, F_out].
     """
     given = [t for t in (x, weight, bias, root, own) if t is not None]
-    alike = all(t.dtype is x.dtype for t in given) and x.dim() == 2
+    alike = all(t.dtype is x.dtype for t in given) and x.is_floating_point()
+    alike = alike and x.dim() == 2
     transformed = torch._C._are_functorch_transforms_active()
+    transformed = transformed or forward_ad._current_level >= 0
     if alike and not transformed and not torch.is_autocast_enabled(x.device.type):
         y: Tensor = _Linear.apply(x, weight, bias, root, own)
         return y

@@ -460,9 +460,10 @@ class Topology:
         if self.nodes.memory is not None:
             how = self.nodes.memory, self.nodes.mesh.world, torch.is_grad_enabled()
             matrix = matrix.within(*how)
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and not computed:
             _ = matrix.transposed  # now, while there are no activations beside it
-        memory.give_back()
+        if not computed:  # in every run
+            memory.give_back()
         self._plans[key] = (weight, version, matrix)
         return matrix
 

@@ -77,14 +77,14 @@ class Blocks:
     """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Starts anew, as in a forked process: another thread may have held the lock."""
         self._kept: dict[int, list[Tensor]] = {}  # by size; the size used last is last
         self._freed: collections.deque[Tensor] = collections.deque()
         self._used = self._most = self._idle = 0  # bytes
-        self._lock = threading.Lock()
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """Makes a lock, also in a forked process: another thread may have held the one."""
+        self._lock = threading.RLock()  # of a finalizer that computes, too
 
     def take(self, size: int) -> Tensor:
         """Returns `size` uninitialised bytes; their block returns when no tensor holds them."""
@@ -94,14 +94,17 @@ class Blocks:
             self._collect()
             kept = self._kept.get(rounded)
             block = kept.pop() if kept else None
-            self._used += rounded
-            self._most = max(self._most, self._used)
             self._idle -= 0 if block is None else rounded
-            self._drop(self._most + self._most // 8 - self._used)
+            used = self._used + rounded
+            most = max(self._most, used)
+            self._drop(most + most // 8 - used)
         if block is None:
-            block = advise(torch.empty(rounded, dtype=torch.uint8))
+            block = advise(torch.empty(rounded, dtype=torch.uint8, device="cpu"))
         lent = block.numpy()[:size]
         weakref.finalize(lent, self._freed.append, block).atexit = False
+        with self._lock:  # there was memory
+            self._used += rounded
+            self._most = max(self._most, self._used)
         return torch.from_numpy(lent)
 
     def drop(self) -> None:
@@ -115,14 +118,15 @@ class Blocks:
         """Takes back blocks that were freed; a finalizer may run anywhere, and only appends."""
         while self._freed:
             block = self._freed.popleft()
+            same = self._kept.pop(len(block), None) or []
+            same.append(block)
+            self._kept[len(block)] = same
             self._used -= len(block)
             self._idle += len(block)
-            same = self._kept.pop(len(block), [])
-            self._kept[len(block)] = [*same, block]
 
     def _drop(self, most: int) -> None:
         """Drops blocks that are not in use until they have at most so many bytes."""
-        while self._idle > most:
+        while self._idle > most and self._kept:
             size, oldest = next(iter(self._kept.items()))
             if oldest:
                 oldest.pop()
@@ -133,14 +137,14 @@ class Blocks:
 
 BLOCKS = Blocks()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=BLOCKS.forget)
+    os.register_at_fork(after_in_child=BLOCKS.renew_lock)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns an uninitialised CPU tensor, in a kept block when large."""
     size = math.prod(shape) * dtype.itemsize
     if size < KEPT_FROM:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return _over(BLOCKS.take(size), shape, dtype)
 
 
@@ -158,7 +162,8 @@ def computed(func: Any, *args: Any, **kwargs: Any) -> Any:
         args: what it takes; autograd does not record the op.
     """
     into, *more = _INTO.get(func, (None,))
-    if into is not None:
+    numbers = (*args, *kwargs.values())
+    if into is not None and not any(isinstance(a, complex) for a in numbers):
         tensors = [a for a in args if isinstance(a, Tensor)]
         first = tensors[0]
         rows, cols = _shape(func, tensors)
@@ -434,5 +439,5 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _over(raw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns a tensor over bytes; no view of them, on which in-place ops would be refused."""
-    empty = torch.empty(0, dtype=dtype)
+    empty = torch.empty(0, dtype=dtype, device="cpu")
     return empty.set_(raw.untyped_storage(), 0, shape)  # type: ignore[call-overload]

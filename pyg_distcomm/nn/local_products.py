@@ -322,9 +322,8 @@ def _add_relations(
         weight = conv.comp @ weight.flatten(1)
     sums = aggregate(AGGREGATIONS[type(conv.aggr_module)], edges, None, source)
     weight = weight.reshape(-1, conv.out_channels)
-    out = sums.view(len(target), -1) @ weight
-    out = out if conv.root is None else torch.addmm(out, target, conv.root)
-    return out if conv.bias is None else out + conv.bias
+    root = () if conv.root is None else (target, conv.root.t())
+    return linear(sums.view(len(target), -1), weight.t(), conv.bias, *root)
 
 
 def attends_by_kernels(
