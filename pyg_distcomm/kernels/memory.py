@@ -73,7 +73,7 @@ class Blocks:
     """Keeps the blocks of large matrices that are freed, for the next ones of their size.
 
     A size is rounded up to an eighth of its power of two. Blocks in use and kept are together
-    at most an eighth more than the most that were in use: what was kept longest goes first.
+    at most as large as the most that were in use at one time: what was kept longest goes first.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Blocks:
             self._idle -= 0 if block is None else rounded
             used = self._used + rounded
             most = max(self._most, used)
-            self._drop(most + most // 8 - used)
+            self._drop(most - used)
         if block is None:
             block = advise(torch.empty(rounded, dtype=torch.uint8, device="cpu"))
         lent = block.numpy()[:size]
