@@ -790,13 +790,12 @@ def test_freed_memory_is_returned():
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     memory.give_back()
-    before = resident()
     blocks = [torch.ones(1 << 14) for _ in range(3200)]  # 200 MiB
-    assert resident() - before >= 190 << 20
     kept = blocks[1::2]
+    most = resident()
     del blocks
     memory.give_back()
-    assert resident() - before < 130 << 20
+    assert most - resident() >= 80 << 20
     assert all(bool(block.all()) for block in kept)
 
 
