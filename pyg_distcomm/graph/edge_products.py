@@ -62,9 +62,7 @@ class _SpMM(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             by_value = _SDDMM.apply(ctx.pattern, g, x)
         if ctx.needs_input_grad[2]:
-            back, order = ctx.pattern.transpose
-            value = None if value is None else value.index_select(0, order)
-            by_x = _SpMM.apply(back, value, g)
+            by_x = _back(ctx.pattern, value, g)
         return None, by_value, by_x
 
 
@@ -270,7 +268,7 @@ class _MultiplyLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         csr = pattern.rowptr, pattern.col, value
         if first:
-            sums = kernels.spmm(*csr, x)
+            sums = kernels.spmm(*csr, x).view(-1, weight.size(1))
             y = _dense(sums, weight.t(), bias)
         else:
             sums = None
@@ -293,8 +291,10 @@ class _MultiplyLinear(torch.autograd.Function):
             if needs[5]:
                 if torch.is_grad_enabled():  # which derives this, too
                     sums = _SpMM.apply(ctx.pattern, value, x)
+                    sums = sums.view(-1, weight.size(1))
                 g_weight = g.t() @ sums
-            g_x = _back(ctx.pattern, value, _dense(g, weight)) if needs[3] else None
+            if needs[3]:
+                g_x = _back(ctx.pattern, value, _dense(g, weight).view(-1, x.size(1)))
         elif needs[3] or needs[5]:
             g_y = _back(ctx.pattern, value, g)
             g_weight = g_y.t() @ x if needs[5] else None
@@ -313,10 +313,9 @@ class _MultiplyLinear(torch.autograd.Function):
 
 
 def _back(pattern: Pattern, value: Tensor | None, g: Tensor) -> Tensor:
-    """Returns `A^T g`, for an A whose values have no gradient."""
-    back, order = pattern.transpose
-    value = None if value is None else value.index_select(0, order)
-    x: Tensor = _SpMM.apply(back, value, g)
+    """Returns `A^T g`."""
+    value = None if value is None else pattern.transposed_values(value)
+    x: Tensor = _SpMM.apply(pattern.transpose[0], value, g)
     return x
 
 
@@ -453,12 +452,12 @@ def multiply_linear(
 
     Args:
         kind: "sum", or "mean" for the mean over the edges of each target.
-        edges: A, of m targets.
+        edges: A, of m targets; or of r rows for each, with sums_first, which W maps at once.
         x, root: features of sources and targets; root may have more than m rows.
         weight, bias, own: W, b and R; None without.
         sums_first: whether to compute (A x) W^T, not A (x W^T).
 
-    Shapes: x [n, f], root [>= m, f_root], weight [out, f], own [out, f_root]; returns
+    Shapes: x [n, f], root [>= m, f_root], weight [out, r f], own [out, f_root]; returns
     [m, out].
     """
     edges = edges.prefix(edges.num_targets, len(x))

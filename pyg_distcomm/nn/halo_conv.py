@@ -356,13 +356,14 @@ def _on_own_rows(
 ) -> Any:
     mesh = topology.nodes.mesh
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
-    table = topology.constant_rows(source)
+    own, table = target.to_local(), topology.constant_rows(source)
     if table is None:
-        table = topology.locals.with_ghosts(source.to_local().contiguous())
+        rows = source.to_local().contiguous()
+        table = topology.locals.with_ghosts(rows)
+        own = rows if source is target else own
     args, kwargs = tree_map(
         lambda v: v.to_local() if type(v) is DistTensor else v, (args, kwargs)
     )
-    own = table[: len(topology.nodes)] if source is target else target.to_local()
     if mesh.size > 1:
         compare_weights(list(conv.parameters()), mesh)
     params = {f"conv.{name}": entered(p, mesh) for name, p in conv.named_parameters()}

@@ -320,10 +320,14 @@ def _add_relations(
     weight = conv.weight
     if conv.num_bases is not None:
         weight = conv.comp @ weight.flatten(1)
-    sums = aggregate(AGGREGATIONS[type(conv.aggr_module)], edges, None, source)
-    weight = weight.reshape(-1, conv.out_channels)
-    root = () if conv.root is None else (target, conv.root.t())
-    return linear(sums.view(len(target), -1), weight.t(), conv.bias, *root)
+    weight = weight.reshape(-1, conv.out_channels).t()
+    own = None if conv.root is None else conv.root.t()
+    kind = AGGREGATIONS[type(conv.aggr_module)]
+    if kind == "max":
+        most = aggregate(kind, edges, None, source).view(len(target), -1)
+        return linear(most, weight, conv.bias, target, own)
+    given = source, target, weight, conv.bias, own
+    return multiply_linear(kind, edges, *given, sums_first=True)
 
 
 def attends_by_kernels(

@@ -86,6 +86,30 @@ class Pattern:
             rowptr, col = self.rowptr, self.col
         return Pattern(rowptr, col, self.shape[0]), perm
 
+    def transposed_values(self, value: Tensor) -> Tensor:
+        """Returns values `[nnz, ...]` of the transpose; those of the latest constant are kept."""
+        order = self.transpose[1]
+        if torch.is_grad_enabled() or value.requires_grad or value.is_inference():
+            return value.index_select(0, order)
+        stamp = (
+            value.data_ptr(),
+            value.dtype,
+            value.shape,
+            value.stride(),
+            value._version,
+        )
+        if self._turned.get("stamp") != stamp:
+            kept = value.index_select(0, order)
+            self._turned.update(
+                stamp=stamp, storage=value.untyped_storage(), value=kept
+            )
+        found: Tensor = self._turned["value"]
+        return found
+
+    @cached_property
+    def _turned(self) -> dict[str, Any]:
+        return {}
+
     def moved(self, move: Callable[[Tensor], Tensor]) -> Pattern:
         """Returns the same pattern with `move` applied to its arrays."""
         return Pattern(move(self.rowptr), move(self.col), self.num_cols, self.checked)
