@@ -87,7 +87,7 @@ class Pattern:
         return Pattern(rowptr, col, self.shape[0]), perm
 
     def transposed_values(self, value: Tensor) -> Tensor:
-        """Returns values `[nnz, ...]` of the transpose; those of the latest constant are kept."""
+        """Returns values `[nnz, ...]` of the transpose; the latest constant ones are kept."""
         order = self.transpose[1]
         if torch.is_grad_enabled() or value.requires_grad or value.is_inference():
             return value.index_select(0, order)
