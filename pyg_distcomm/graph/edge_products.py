@@ -181,19 +181,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
+        ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         root: Tensor | None,
         own: Tensor | None,
     ) -> Tensor:
-        y = _dense(x, weight.t(), bias)
-        return y if root is None or own is None else y.addmm_(root, own.t())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.set_materialize_grads(False)
-        x, weight, _, root, own = inputs
         by_x, by_weight, _, by_root, by_own = ctx.needs_input_grad
         ctx.save_for_backward(
             x if by_weight else None,
@@ -201,6 +196,8 @@ class _Linear(torch.autograd.Function):
             root if by_own else None,
             own if by_root else None,
         )
+        y = _dense(x, weight.t(), bias)
+        return y if root is None or own is None else y.addmm_(root, own.t())
 
     @staticmethod
     @_unless_undefined

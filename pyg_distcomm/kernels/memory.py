@@ -161,25 +161,27 @@ def computed(func: Any, *args: Any, **kwargs: Any) -> Any:
         func: the op; those of `_INTO` are computed into a block.
         args: what it takes; autograd does not record the op.
     """
-    into, *more = _INTO.get(func, (None,))
-    numbers = (*args, *kwargs.values())
-    if into is not None and not any(isinstance(a, complex) for a in numbers):
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        first = tensors[0]
-        rows, cols = _shape(func, tensors)
-        large = rows * cols * first.element_size() >= KEPT_FROM
-        if large and all(
-            type(t) in (Tensor, torch.nn.Parameter)
-            and t.is_cpu
-            and t.layout is torch.strided
-            and (func in _PRODUCTS or t.is_contiguous())
-            and t.dtype is first.dtype
-            and t.is_floating_point()
-            for t in tensors
-        ):
-            name = into._schema.arguments[-1].name
-            kwargs[name] = empty((rows, cols), first.dtype)
-            return into(*args, *more, **kwargs)
+    tensors = [a for a in args if isinstance(a, Tensor)] if func in _INTO else []
+    # four times the largest of them at most, but for odd products
+    if all(t.nbytes * 4 < KEPT_FROM for t in tensors):
+        return func(*args, **kwargs)
+    into, *more = _INTO[func]
+    first, (rows, cols) = tensors[0], _shape(func, tensors)
+    large = rows * cols * first.element_size() >= KEPT_FROM
+    if not large or any(isinstance(a, complex) for a in (*args, *kwargs.values())):
+        return func(*args, **kwargs)
+    if all(
+        type(t) in (Tensor, torch.nn.Parameter)
+        and t.is_cpu
+        and t.layout is torch.strided
+        and (func in _PRODUCTS or t.is_contiguous())
+        and t.dtype is first.dtype
+        and t.is_floating_point()
+        for t in tensors
+    ):
+        name = into._schema.arguments[-1].name
+        kwargs[name] = empty((rows, cols), first.dtype)
+        return into(*args, *more, **kwargs)
     return func(*args, **kwargs)
 
 
@@ -206,10 +208,12 @@ def _shape(func: Any, tensors: list[Tensor]) -> tuple[int, int]:
     """Returns the shape of the result of an op; 0, 0 if it is no matrix, or an error."""
     if func in _PRODUCTS:
         return tensors[-2].size(0), tensors[-1].size(1)
-    try:
-        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    except RuntimeError:  # of which the op tells
-        return 0, 0
+    shape = tensors[0].shape
+    if any(t.shape != shape for t in tensors):
+        try:
+            shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        except RuntimeError:  # of which the op tells
+            return 0, 0
     return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
 
 
