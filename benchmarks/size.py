@@ -16,6 +16,7 @@ is its PSS: pages that ranks share, of files too, count once in their sum.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -36,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from scaling import GCN, best_by_name, mib, sides
 from torch_geometric import nn as pyg
-from torch_geometric.data import Data
+from torch_geometric.data.data import BaseData, Data
 from torch_geometric.loader import NeighborLoader
 
 import pyg_distcomm as pdc
@@ -445,7 +446,9 @@ def holders(folder: str, way: str) -> dict[str, float]:
         [data[name].to_local() for name in ("x", "y", "train_mask")], seen
     )
     found["edges, plans"] = storages(data, seen)
-    found["sampler, rows in flight"] = storages([loader, supply, batch], seen)
+    # minibatches ahead are in queues, which cannot be read
+    ahead = [one for one in gc.get_objects() if isinstance(one, BaseData)]
+    found["sampler, rows in flight"] = storages([loader, supply, batch, ahead], seen)
     found["activations"] = storages(saved, seen)
     found["sum"] = sum(found.values())
     memory.give_back()
