@@ -19,7 +19,7 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.degree_distribution import MeanTraffic, RandomGraph
+from pyg_distcomm.plan.degree_distribution import RandomGraph, mean_traffic
 from pyg_distcomm.plan.ranks import (
     CodecLike,
     Coding,
@@ -342,7 +342,7 @@ class _Search:
             reads = training.runs_by_halo, training.adds_rows
             traffic = source.traffic(grid, self.halo, *reads)
         else:
-            traffic = MeanTraffic(source, grid, self.halo)
+            traffic = mean_traffic(source, grid, self.halo)
         orders, found = training.orders(order), []
         for link in self.links:
             cost = epoch_cost(traffic, training, order, link, self.dtype)
