@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from pyg_distcomm.comm.mesh import Grid
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.ops.grid_plan import PACKING
-from pyg_distcomm.plan.ranks import Array
+from pyg_distcomm.plan.ranks import Array, Traffic
 from pyg_distcomm.plan.training import ProductShape
 
 POINTS = 4096  # quantiles of a power law
@@ -154,107 +155,72 @@ class RandomGraph:
         return 1.0 if halo == "auto" and part * (1 + PACKING) >= 1 else part
 
 
-@dataclass(frozen=True, eq=False)
-class MeanTraffic:
-    """What ranks of a grid exchange in the mean, for a `RandomGraph`; see `Traffic`.
+def mean_traffic(graph: RandomGraph, grid: Grid, halo: str) -> Traffic:
+    """Returns what ranks of a grid exchange in the mean, for a random graph.
 
         ghosts = n/s (1 - 1/r) (1 - E (1 - 1/r)^d)     over the row axis
 
     and with r and s exchanged over the col axis; whole blocks have no last factor. Arrays
     have an entry for each rank of a fiber, whose slices of features differ in width.
     """
-
-    graph: RandomGraph
-    grid: Grid
-    halo: str
-
-    def _each(self, value: float) -> Array:
-        return np.full(self.grid[2], float(value))
-
-    @property
-    def nodes(self) -> Array:
-        """Own nodes."""
-        return self._each(self.graph.nodes / math.prod(self.grid))
-
-    @property
-    def edges(self) -> Array:
-        """Own edges."""
-        return self._each(self.graph.edges / math.prod(self.grid))
-
-    @property
-    def fiber(self) -> Array:
-        """Own nodes of all ranks of the fiber."""
-        return self.nodes * self.grid[2]
-
-    @property
-    def nonzeros(self) -> Array:
-        """Nonzeros that a product multiplies."""
-        return self.edges * self.grid[2]
-
-    @property
-    def rows(self) -> Array:
-        """Rows that a product receives and sends."""
-        return self._each(2 * sum(count for count, _ in self._links))
-
-    @property
-    def ghosts(self) -> Array:
-        """Rows that a layer run by `HaloConv` receives."""
-        return self._each(self._fetched[0])
-
-    @property
-    def sent(self) -> Array:
-        """Rows that such a layer sends."""
-        return self.ghosts
-
-    @property
-    def _links(self) -> tuple[tuple[float, int], ...]:
-        """The rows of the row axis and the sums of the col axis, each with its peers."""
-        (r, s, _), n = self.grid, self.graph.nodes
-        rows = n / s * (1 - 1 / r) * self.graph.sent(r, self.halo)
-        sums = n / r * (1 - 1 / s) * self.graph.sent(s, self.halo)
-        return (rows, r - 1), (sums, s - 1)
-
-    @property
-    def _fetched(self) -> tuple[float, int]:
-        size = math.prod(self.grid)
-        rows = self.graph.nodes * (1 - 1 / size) * self.graph.sent(size, "rows")
-        return rows, size - 1
-
-    @property
-    def adds(self) -> bool:
-        """Whether sums of rows are products."""
-        if self.grid[1:] == (1, 1):
-            return True
-        shapes = ProductShape(0, self.grid[2], False), ProductShape(0, 1, False, True)
-        priced = (self.exchange(one, Plain(), torch.float32) for one in shapes)
-        added, fetched = (float((fiber + rows).mean()) for fiber, rows, _ in priced)
-        return bool(added / self.grid[2] < fetched)
+    (r, s, p), n, size = grid, graph.nodes, math.prod(grid)
+    rows = n / s * (1 - 1 / r) * graph.sent(r, halo)
+    sums = n / r * (1 - 1 / s) * graph.sent(s, halo)
+    ghosts = n * (1 - 1 / size) * graph.sent(size, "rows")
+    nodes, edges = np.full(p, n / size), np.full(p, graph.edges / size)
 
     def exchange(
-        self, product: ProductShape, codec: Codec, dtype: torch.dtype
+        product: ProductShape, codec: Codec, dtype: torch.dtype
     ) -> tuple[Array, Array, Array]:
-        """Prices one product, or one exchange of `HaloConv`; all messages are equal."""
-        p, item, n = self.grid[2], dtype.itemsize, self.nodes
-        links = (self._fetched,) if product.halo else self._links
-        widths, fiber, messages = (
-            np.full(p, product.width),
-            0.0 * n,
-            np.zeros(p, np.int64),
+        if product.halo:
+            none, widths = np.zeros(p), np.full(p, product.width)
+            links = ((ghosts, size - 1),)
+            return none, *_coded(links, widths, codec, dtype)
+        widths = np.array(balanced_split(product.width, p))
+        received, messages = _coded(
+            ((rows, r - 1), (sums, s - 1)), widths, codec, dtype
         )
-        if not product.halo:
-            widths = np.array(balanced_split(product.width, p))
-        if not product.halo and p > 1:
-            fiber = (n * (p - 1) * widths + n * (product.width - widths)) * item
-            some = widths > 0
-            messages = some.sum() - some + some * (p - 1)
-        received = 0.0 * n
-        for count, peers in links:
-            mean = max(round(count / max(peers, 1)), 1)
-            for width in set(widths.tolist()):
-                each = codec.wire_bytes(mean, width, dtype) / mean if width else 0
-                received = received + np.where(widths == width, count * each, 0)
-            messages = messages + peers * (widths > 0)
-        return fiber, received, messages
+        words = nodes * (p - 1) * widths + nodes * (product.width - widths)
+        some = widths > 0
+        if p > 1:
+            messages = messages + some.sum() - some + some * (p - 1)
+        return (p > 1) * words * dtype.itemsize, received, messages
+
+    shapes = ProductShape(0, p, False), ProductShape(0, 1, False, True)
+    priced = (exchange(one, Plain(), torch.float32) for one in shapes)
+    added, fetched = (float((fiber + bytes_).mean()) for fiber, bytes_, _ in priced)
+    adds = grid[1:] == (1, 1) or added / p < fetched
+    return Traffic(
+        grid,
+        nodes,
+        edges,
+        fiber=nodes * p,
+        nonzeros=edges * p,
+        rows=np.full(p, 2 * (rows + sums)),
+        ghosts=np.full(p, ghosts),
+        sent=np.full(p, ghosts),
+        adds=adds,
+        exchange=exchange,
+    )
+
+
+def _coded(
+    links: Sequence[tuple[float, int]], widths: Array, codec: Codec, dtype: torch.dtype
+) -> tuple[Array, Array]:
+    """Returns the bytes of rows that a codec writes, and messages, all of which are equal.
+
+    Args:
+        links: the rows that each link moves, and its peers.
+        widths: the width of rows, for each rank of a fiber.
+        codec, dtype: what writes rows, of this type.
+    """
+    received, messages = np.zeros(len(widths)), np.zeros(len(widths), np.int64)
+    for count, peers in links:
+        mean = max(round(count / max(peers, 1)), 1)
+        each = [codec.wire_bytes(mean, w, dtype) if w else 0 for w in widths.tolist()]
+        received = received + count * (np.array(each) / mean)
+        messages = messages + peers * (widths > 0)
+    return received, messages
 
 
 def _power(part: Array | float, times: Array | float) -> Array:

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -309,19 +309,19 @@ def fastest(
     data = Data(x=x, y=y, edge_index=edge_index)
     runs = [_start_run(data, owners, plan, training, mesh_options) for plan in plans]
     timings: list[list[float]] = [[] for _ in plans]
-    off = None if runs[0].mesh.rank == 0 else True
-    begin, world = time.perf_counter(), runs[0].mesh.world
+    meshes = [mesh for mesh, _ in runs]
+    off = None if meshes[0].rank == 0 else True
+    begin, world = time.perf_counter(), meshes[0].world
     for _ in tqdm(range(WARM + EPOCHS), "timing plans", disable=off, leave=False):
-        for run, seconds in zip(runs, timings, strict=True):
-            seconds.append(time_once(run.epoch, run.mesh))
+        for (mesh, epoch), seconds in zip(runs, timings, strict=True):
+            seconds.append(time_once(epoch, mesh))
         spent = torch.tensor([time.perf_counter() - begin])
         if float(collectives.all_reduce(spent, world, "max")) > LONGEST:
             break
     medians = [statistics.median(each[WARM:] or each[-1:]) for each in timings]
     slowest = torch.tensor(medians, dtype=torch.float64)
     slowest = collectives.all_reduce(slowest, world, "max")
-    meshes = [run.mesh for run in runs]
-    del run, runs  # which use the groups
+    del epoch, runs  # which use the groups
     for mesh in meshes:
         collectives.barrier(mesh.world)
         axes = (getattr(mesh, name) for name in grids.AXES)
@@ -335,11 +335,11 @@ def _start_run(
     plan: Plan,
     training: Training,
     mesh_options: dict[str, Any],
-) -> TrainingRun:
-    """Returns a run that trains a model by one plan, on a mesh of its own."""
+) -> tuple[Mesh, Callable[[], None]]:
+    """Returns a mesh for one plan, and what trains a model by it, once on all nodes."""
     mesh = grids.init(grid=plan.grid, **mesh_options)
     mesh.plan, mesh.owners = plan, owners
-    share = partition(data, mesh).to(mesh.device)
+    share: Any = partition(data, mesh).to(mesh.device)
     share.x.requires_grad_(training.layers[0].needs_gradient)
     layers = (
         LAYERS[one.kind](int(one.width_in), int(one.width_out))
@@ -347,7 +347,17 @@ def _start_run(
     )
     # the script's random state must not change
     with torch.random.fork_rng(devices=[]):
-        return TrainingRun(share, layers, mesh, training.inputs == "changing")
+        model = replicate(Stack(layers).to(mesh.device, share.x.dtype), mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def epoch() -> None:
+        optimizer.zero_grad()
+        x = share.x.clone() if training.inputs == "changing" else share.x
+        out = model(x, share.edge_index)
+        torch.nn.functional.cross_entropy(out, share.y).backward()
+        optimizer.step()
+
+    return mesh, epoch
 
 
 def time_once(work: Callable[[], object], mesh: Mesh) -> float:
@@ -363,34 +373,3 @@ def time_once(work: Callable[[], object], mesh: Mesh) -> float:
 def _finish(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
-
-
-class TrainingRun:
-    """Trains layers, with ReLU between them, on a share.
-
-    Args:
-        share: the share of the graph, with x and y.
-        layers: the layers, in order.
-        mesh: the ranks.
-        changing: whether x is a new tensor in each epoch.
-    """
-
-    def __init__(
-        self,
-        share: Data,
-        layers: Iterable[torch.nn.Module],
-        mesh: Mesh,
-        changing: bool = False,
-    ) -> None:
-        self.share, self.mesh, self._changing = share, mesh, changing
-        model = Stack(layers).to(mesh.device, share.x.dtype)  # type: ignore[union-attr]
-        self._model = replicate(model, mesh)
-        self._optimizer = torch.optim.Adam(self._model.parameters())
-
-    def epoch(self) -> None:
-        """Trains once on all nodes."""
-        self._optimizer.zero_grad()
-        x: Any = self.share.x.clone() if self._changing else self.share.x  # type: ignore[union-attr]
-        out = self._model(x, self.share.edge_index)
-        torch.nn.functional.cross_entropy(out, self.share.y).backward()
-        self._optimizer.step()

@@ -19,7 +19,7 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.degree_distribution import MeanTraffic, RandomGraph
+from pyg_distcomm.plan.degree_distribution import RandomGraph, mean_traffic
 from pyg_distcomm.plan.ranks import (
     CodecLike,
     Coding,
@@ -289,9 +289,16 @@ def plan(
     dtype = dtype_of(graph, model, dtype)
     training = training_from_options(graph, widths, model, layers, inputs, dtype)
     source, description, owners = _source(*cutting, grid)
-    how = check_halo(halo), ordering
-    search = _Search(cutting, source, training, dtype, codings(codecs), *how)
-    found = search.on_grids(_grids(size, algorithm, grid))
+    orders, links = training.orders(ordering), codings(codecs)
+    check_halo(halo)
+    found = []
+    for each in _grids(size, algorithm, grid):
+        if takes_grid(partition):
+            source = _source(*cutting, each)[0]
+        traffic = _traffic(source, each, halo, training)
+        for link in links:
+            cost = epoch_cost(traffic, training, ordering, link, dtype)
+            found.append(Plan(each, orders, **cost, **_link_fields(link)))
     known = (replace(each, missing=training.missing) for each in found)
     checked = sorted((_check_memory(each, memory) for each in known), key=_sort_key)
     ranked = tuple(one for one in checked if one.reason is None)
@@ -305,49 +312,13 @@ def plan(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Search:
-    """Prices every way to train a graph on a number of ranks.
-
-    Args:
-        cutting: the graph, the number of ranks, the partition, and the seed.
-        source: the partitioned graph, or a `RandomGraph`.
-        training, dtype: the training, and the dtype of features.
-        links: None for the exact link, and others.
-        halo, ordering: see `plan`.
-    """
-
-    cutting: tuple[Any, int, Any, int]
-    source: CutGraph | RandomGraph
-    training: Training
-    dtype: torch.dtype
-    links: list[Coding | None]
-    halo: str
-    ordering: MultiplyOrder
-
-    def on_grids(self, grids: Iterable[Grid]) -> list[Plan]:
-        """Returns the plans of grids; partitions the graph for each if the method needs it."""
-        found, source = [], self.source
-        for grid in grids:
-            if takes_grid(self.cutting[2]):
-                source = _source(*self.cutting, grid)[0]
-            found += self._plans_of(grid, source)
-        return found
-
-    def _plans_of(self, grid: Grid, source: CutGraph | RandomGraph) -> list[Plan]:
-        """Returns one plan of a grid for each link."""
-        training, order = self.training, self.ordering
-        traffic: Traffic
-        if isinstance(source, CutGraph):
-            reads = training.runs_by_halo, training.adds_rows
-            traffic = source.traffic(grid, self.halo, *reads)
-        else:
-            traffic = MeanTraffic(source, grid, self.halo)
-        orders, found = training.orders(order), []
-        for link in self.links:
-            cost = epoch_cost(traffic, training, order, link, self.dtype)
-            found.append(Plan(grid, orders, **cost, **_link_fields(link)))
-        return found
+def _traffic(
+    source: CutGraph | RandomGraph, grid: Grid, halo: str, training: Training
+) -> Traffic:
+    """Returns what the ranks of a grid exchange, by their plans, or in the mean."""
+    if isinstance(source, RandomGraph):
+        return mean_traffic(source, grid, halo)
+    return source.traffic(grid, halo, training.runs_by_halo, training.adds_rows)
 
 
 def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:

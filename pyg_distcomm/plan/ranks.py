@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -40,47 +39,34 @@ Array = NDArray[Any]
 MOST_RANKS = 256  # threads
 
 
-class Traffic(Protocol):
-    """What the ranks of a grid own and exchange; of a degree law, means over ranks.
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Holds what the ranks of a grid own and exchange; of a degree law, means over ranks.
 
     Arrays have an entry for each rank, or, of a law, for each rank of a fiber.
 
-    nodes, edges  own nodes and edges
-    fiber         own nodes of all ranks of the fiber
-    nonzeros      nonzeros that a product multiplies
-    rows          rows that a product receives and sends
-    ghosts, sent  rows that a layer run by `HaloConv` receives and sends
-    adds          whether sums of rows are products; see `Topology.adds_on_grid`
+    Args:
+        grid: the ranks.
+        nodes, edges: own nodes and edges.
+        fiber: own nodes of all ranks of the fiber.
+        nonzeros: nonzeros that a product multiplies.
+        rows: rows that a product receives and sends.
+        ghosts, sent: rows that a layer run by `HaloConv` receives and sends.
+        adds: whether sums of rows are products; see `Topology.adds_on_grid`.
+        exchange: prices one product, or one exchange of `HaloConv`: bytes received over the
+            fiber, bytes received in what the codec writes, and messages sent.
     """
 
-    @property
-    def grid(self) -> Grid: ...
-    @property
-    def nodes(self) -> Array: ...
-    @property
-    def edges(self) -> Array: ...
-    @property
-    def fiber(self) -> Array: ...
-    @property
-    def nonzeros(self) -> Array: ...
-    @property
-    def rows(self) -> Array: ...
-    @property
-    def ghosts(self) -> Array: ...
-    @property
-    def sent(self) -> Array: ...
-    @property
-    def adds(self) -> bool: ...
-
-    def exchange(
-        self, product: ProductShape, codec: Codec, dtype: torch.dtype
-    ) -> tuple[Array, Array, Array]:
-        """Prices one product, or one exchange of `HaloConv`.
-
-        Returns:
-            Bytes received over the fiber, bytes received in what the codec writes, and
-            messages sent.
-        """
+    grid: Grid
+    nodes: Array
+    edges: Array
+    fiber: Array
+    nonzeros: Array
+    rows: Array
+    ghosts: Array
+    sent: Array
+    adds: bool
+    exchange: Callable[[ProductShape, Codec, torch.dtype], tuple[Array, Array, Array]]
 
 
 class Meeting:
@@ -192,63 +178,31 @@ class RankPlan:
         return sum(sum(h.recv_counts) + sum(h.send_counts) for h in halos)
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedTraffic:
-    """What all ranks of a grid exchange, by their plans; see `Traffic`."""
-
-    grid: Grid
-    ranks: list[RankPlan]
-
-    @cached_property
-    def nodes(self) -> Array:
-        """Own nodes."""
-        return np.array([rank.nodes for rank in self.ranks])
-
-    @cached_property
-    def edges(self) -> Array:
-        """Own edges."""
-        return np.array([rank.edges for rank in self.ranks])
-
-    @cached_property
-    def fiber(self) -> Array:
-        """Own nodes of all ranks of the fiber."""
-        return np.array([sum(rank.fiber.rows) for rank in self.ranks])
-
-    @cached_property
-    def nonzeros(self) -> Array:
-        """Nonzeros that a product multiplies."""
-        return np.array([rank.nonzeros for rank in self.ranks])
-
-    @cached_property
-    def rows(self) -> Array:
-        """Rows that a product receives and sends."""
-        return np.array([rank.rows for rank in self.ranks])
-
-    @cached_property
-    def ghosts(self) -> Array:
-        """Rows that a layer run by `HaloConv` receives."""
-        return np.array(
-            [rank.halo.num_ghosts if rank.halo else 0 for rank in self.ranks]
-        )
-
-    @cached_property
-    def sent(self) -> Array:
-        """Rows that such a layer sends."""
-        halos = [rank.halo for rank in self.ranks]
-        return np.array([sum(halo.send_counts) if halo else 0 for halo in halos])
-
-    @property
-    def adds(self) -> bool:
-        """Whether sums of rows are products."""
-        return self.ranks[0].adds
+def traffic_of(grid: Grid, ranks: list[RankPlan]) -> Traffic:
+    """Returns what all ranks of a grid exchange, by their plans."""
 
     def exchange(
-        self, product: ProductShape, codec: Codec, dtype: torch.dtype
+        product: ProductShape, codec: Codec, dtype: torch.dtype
     ) -> tuple[Array, Array, Array]:
-        """Prices one product, or one exchange of `HaloConv`, on each rank."""
-        each = [rank.exchange(product, codec, dtype) for rank in self.ranks]
+        each = [rank.exchange(product, codec, dtype) for rank in ranks]
         fiber, received, messages = np.array(each, np.int64).T
         return fiber, received, messages
+
+    def each(count: Callable[[RankPlan], int]) -> Array:
+        return np.array([count(rank) for rank in ranks])
+
+    return Traffic(
+        grid,
+        each(lambda rank: rank.nodes),
+        each(lambda rank: rank.edges),
+        fiber=each(lambda rank: sum(rank.fiber.rows)),
+        nonzeros=each(lambda rank: rank.nonzeros),
+        rows=each(lambda rank: rank.rows),
+        ghosts=each(lambda rank: rank.halo.num_ghosts if rank.halo else 0),
+        sent=each(lambda rank: sum(rank.halo.send_counts) if rank.halo else 0),
+        adds=ranks[0].adds,
+        exchange=exchange,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,9 +241,7 @@ class CutGraph:
         edges = [(at, source[at], target[at]) for at in split]
         return CutGraph(partition, edges, len(source))
 
-    def traffic(
-        self, grid: Grid, halo: str, fetches: bool, adds: bool
-    ) -> PlannedTraffic:
+    def traffic(self, grid: Grid, halo: str, fetches: bool, adds: bool) -> Traffic:
         """Plans one product on a grid, on all ranks.
 
         Args:
@@ -321,7 +273,7 @@ class CutGraph:
                 topology.adds_on_grid if added else adds,
             )
 
-        return PlannedTraffic(grid, on_ranks(meshes_of(grid), plan))
+        return traffic_of(grid, on_ranks(meshes_of(grid), plan))
 
 
 def _derive(topology: Topology, *names: str) -> None:
