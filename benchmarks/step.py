@@ -13,7 +13,10 @@ above what is held before it. *PyG* is PyG as scripts are commonly written; its 
 is run where it can sample, by pyg-lib, else by torch-sparse, also with `--workers`
 processes. PyG's layers at their best run on its batches and on ours, by `trim_to_layer`,
 `EdgeIndex`, or `SparseTensor` where torch-sparse is installed. On real graphs *quality* is
-the accuracy on test nodes after the last epoch, else the loss. `--peer` adds GraphBolt and
+the accuracy on test nodes after the last epoch, else the loss. *Times limit* is the whole
+epoch over what nobody can do without, in processor seconds: each row, edge and weight that is
+read moves once at the memory's bandwidth, or, where that takes longer, the products with
+weights run at the speed of a large one; see `limit`. `--peer` adds GraphBolt and
 DGL's SAGEConv, in the interpreter that PEER_PYTHON names. `--full` adds epochs over the
 whole graph.
 """
@@ -264,6 +267,53 @@ def peak(batch: Data, model: torch.nn.Module, edges: Callable[[Data], Any]) -> f
     return (resident("VmHWM") - before) / MIB
 
 
+def limit(
+    data: Data, loader: Any, layer: str, args: argparse.Namespace
+) -> tuple[float, float, str]:
+    """Returns the least processor seconds of an epoch, for bytes and for products, and why.
+
+    Layer k reads the m rows of its sources and e edges, and writes n rows, of its targets.
+    Backward, it reads n rows of the gradient and the inputs of its products, and writes m
+    rows, except the first. The loader reads and writes features, ids and edges; Adam reads
+    four numbers of each weight, and writes three.
+    """
+    depth, moved, done = len(args.fan_outs), 0, 0
+    ends = data.num_features, int(data.y.max()) + 1
+    widths = [ends[0], *[args.hidden] * (depth - 1), ends[1]]
+    count = {"sage": 2, "gcn": 1, "gat": 1}[layer]  # products of each row
+    weights = sum(count * f * g for f, g in itertools.pairwise(widths))
+    for batch in loader:
+        nodes = list(itertools.accumulate(map(int, batch.num_sampled_nodes)))
+        edges = list(itertools.accumulate(map(int, batch.num_sampled_edges)))
+        moved += nodes[-1] * (8 * ends[0] + 16) + 24 * edges[-1] + 28 * weights
+        for k, (f, g) in enumerate(itertools.pairwise(widths)):
+            n, m, e = (part[depth - 1 - k] for part in (nodes, nodes[1:], edges))
+            rows = m if layer == "gat" else n
+            moved += 4 * (m * f + e + n * g) + 4 * (n * g + count * rows * f)
+            moved += 4 * m * f * (k > 0) + 4 * e
+            done += 2 * count * rows * f * g * (2 + (k > 0))
+    large, wide = torch.ones(1 << 26), torch.ones(2048, 2048)
+    out, product = torch.empty_like(large), torch.empty_like(wide)
+    speed = 2 * large.nbytes / _least(lambda: out.copy_(large))
+    rate = 2 * len(wide) ** 3 / _least(lambda: torch.mm(wide, wide, out=product))
+    about = (
+        f"limit of an epoch: {moved / speed:.4f} cpu s for {moved / MIB:.0f} MiB at "
+        f"{speed / 1e9:.1f} GB/s, {done / rate:.4f} for {done / 1e9:.2f} GFLOP of products "
+        f"at {rate / 1e9:.0f} GFLOP/s"
+    )
+    return moved / speed, done / rate, about
+
+
+def _least(run: Callable[[], Any], times: int = 7) -> float:
+    """Returns the least processor seconds of several runs."""
+    found = []
+    for _ in range(times):
+        at = time.process_time()
+        run()
+        found.append(time.process_time() - at)
+    return min(found)
+
+
 def peer(data: Data, args: argparse.Namespace) -> tuple:
     """Trains GraphBolt and DGL's SAGEConv in another interpreter; returns its row."""
     with tempfile.TemporaryDirectory() as room:
@@ -284,8 +334,10 @@ def peer(data: Data, args: argparse.Namespace) -> tuple:
     return tuple(found)
 
 
-def minibatches(data: Data, args: argparse.Namespace, layer: str) -> list[tuple]:
-    """Times epochs of all competitors, in turns."""
+def minibatches(
+    data: Data, args: argparse.Namespace, layer: str
+) -> tuple[list[tuple], str]:
+    """Times epochs of all competitors, in turns; returns rows, and the limit."""
     runs = competitors(data, args, layer)
     opts = {
         name: torch.optim.Adam(model.parameters(), lr=0.003)
@@ -300,6 +352,7 @@ def minibatches(data: Data, args: argparse.Namespace, layer: str) -> list[tuple]
             if k:  # the first compiles, and observes what may be trimmed
                 times[name].append(found)
     rows, base = [], None
+    *least, about = limit(data, runs["pyg_distcomm"][0], layer, args)
     for name, found in times.items():
         spent = torch.stack(
             [part for part, _ in found]
@@ -315,7 +368,8 @@ def minibatches(data: Data, args: argparse.Namespace, layer: str) -> list[tuple]
             quality(data, model, found[-1][1]),
             peak(next(iter(loader)), model, edges),
         )
-        rows.append((name, *(float(v) for v in numbers), spread, *ends))
+        over = float(total[1]) / max(least)
+        rows.append((name, *(float(v) for v in numbers), over, spread, *ends))
     absent = ["-"] * (len(rows[0]) - 2)
     if not WITH_PYG_LIB:
         rows.append(("PyG on pyg-lib", "not run", *absent))
@@ -328,9 +382,10 @@ def minibatches(data: Data, args: argparse.Namespace, layer: str) -> list[tuple]
             seconds[3] / float(base[0][1, 1]),
             *(t / float(b) for t, b in zip(total, base[1], strict=True)),
         ]
-        shown = "-" if "test" in data else loss
-        rows.append(("GraphBolt, DGL's SAGEConv", *seconds, *ratios, most, shown, "-"))
-    return rows
+        ends = most, "-" if "test" in data else loss, "-"
+        over = total[1] / max(least)
+        rows.append(("GraphBolt, DGL's SAGEConv", *seconds, *ratios, over, *ends))
+    return rows, about
 
 
 def whole_graph(data: Data, args: argparse.Namespace, layer: str) -> list[tuple]:
@@ -376,9 +431,10 @@ def main() -> None:
     parts = []
     for layer in args.model:
         heads = f"{layer}, epoch", "loader s", "step s", "loader cpu s", "step cpu s"
-        heads += "step cpu", "epoch", "epoch cpu", "slowest/fastest", "quality"
-        heads += ("peak MiB",)
-        parts.append(format_table(heads, minibatches(data, args, layer)))
+        heads += "step cpu", "epoch", "epoch cpu", "times limit", "slowest/fastest"
+        heads += "quality", "peak MiB"
+        rows, about = minibatches(data, args, layer)
+        parts.append(f"{format_table(heads, rows)}\n{about}")
         print(parts[-1], flush=True)
         if args.full:
             heads = f"{layer}, whole graph", "s/epoch", "times ours"

@@ -84,7 +84,7 @@ def _multiply(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -> None:
     pieces = _pieces(matrix[0], x.size(1))
     for at, lanes, keep in _blocks(x.size(1), WIDEST // x.element_size()):
         width = (0,) * (lanes * x.element_size()).bit_length()
-        args = (width[1:], *arrays, at, at, lanes, keep)
+        args = (width[1:], *arrays, at, at, lanes, keep if accumulate else lanes)
         threads.run(ready(core_jit.spmm, args, 2), pieces)
 
 

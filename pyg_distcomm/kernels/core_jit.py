@@ -51,38 +51,27 @@ def spmm(
     """Multiplies rows begin .. end-1 of one block of columns.
 
     The block is ``lanes`` wide, of which the last ``keep`` are wanted: where columns
-    do not fill a block it reaches back over its neighbour, never past a row.
+    do not fill a block it reaches back over its neighbour, never past a row. All are
+    wanted where sums are fresh: the neighbour's come out with the same bits.
     """
-    spill = np.zeros(lanes, x.dtype)
-    ahead = max(16, min(64, AHEAD // (lanes * x.itemsize)))
+    spill, fresh = np.zeros(lanes, x.dtype), not add
+    soon = max(16, min(64, AHEAD // (lanes * x.itemsize)))
     last = np.int64(rowptr[end]) - 1
     for i in range(begin, end):
         low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
         home = i * out_ld + out_at
-        if keep == lanes:
+        if keep < lanes:
+            for k in range(lanes - keep, lanes):
+                spill[np.uint64(k)] = out[np.uint64(home + k)]
             sum_block(
-                width,
-                out,
-                home,
-                not add,
-                col,
-                value,
-                low,
-                high,
-                x,
-                x_ld,
-                x_at,
-                ahead,
-                last,
+                width, spill, 0, fresh, col, value, low, high, x, x_ld, x_at, soon, last
             )
+            for k in range(lanes - keep, lanes):
+                out[np.uint64(home + k)] = spill[np.uint64(k)]
             continue
-        for k in range(keep if add else 0):
-            spill[lanes - keep + k] = out[home + lanes - keep + k]
         sum_block(
-            width, spill, 0, not add, col, value, low, high, x, x_ld, x_at, ahead, last
+            width, out, home, fresh, col, value, low, high, x, x_ld, x_at, soon, last
         )
-        for k in range(lanes - keep, lanes):
-            out[home + k] = spill[k]
 
 
 @jit

@@ -457,8 +457,9 @@ def run_sage(
             edges = None if edges is None else edges.prefix(rows)
         if edges is None:
             return forward(pair, given, size)
+        root = target if isinstance(x, (tuple, list)) else source  # one gradient
         with parametrize.cached():  # PyG's code reads each weight once
-            return _sage(conv, edges, source, target)
+            return _sage(conv, edges, source, root)
 
     reads = _read_by(conv, edge_index)
     return trimming.call(adjacency, edge_index, x, compute, reads)
