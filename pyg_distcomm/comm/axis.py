@@ -45,6 +45,8 @@ from pyg_distcomm.process import PROCESS
 
 _NO_TIMEOUT = timedelta(days=30)  # the waiting rank aborts messages at its deadline
 _THREAD_TIMEOUT = 5.0  # seconds for a waiting thread to return on a busy machine
+_AWAKE_NS = 1_000_000  # for which a wait stays awake
+_YIELD = getattr(os, "sched_yield", None)
 # seconds at exit for exchanges to complete, and for threads to sleep
 _EXIT_TIMEOUT = 2.0
 _POLL_INTERVAL = 0.005  # seconds, enough for a thread that waits for the GIL to get it
@@ -278,6 +280,17 @@ class Messages:
                 work.wait(timedelta(milliseconds=1))
             except RuntimeError:
                 self._done.wait(_THREAD_TIMEOUT)
+
+
+def stay_awake(work: dist.Work | Messages) -> None:
+    """Lets other threads run until a message is there, for a moment at most.
+
+    To sleep and to wake takes as long as a small message.
+    """
+    if _YIELD is not None:
+        end = time.perf_counter_ns() + _AWAKE_NS
+        while not work.is_completed() and time.perf_counter_ns() < end:
+            _YIELD()
 
 
 def _idle_waiter() -> SimpleQueue[Messages]:

@@ -12,7 +12,6 @@ whether another rank has failed: see [Note: failure].
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from pyg_distcomm.comm.axis import Axis as Axis
-from pyg_distcomm.comm.axis import Messages
+from pyg_distcomm.comm.axis import Messages, stay_awake
 from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.ledger import Exchange, label
 from pyg_distcomm.comm.serialization import decode, encode
@@ -38,8 +37,6 @@ _TAG = 0x9D0C  # of our messages, on groups that a script may use, too
 _WAIT_SLICE = timedelta(seconds=0.25)
 # the kinds of errors that one rank raises for another; others become a RuntimeError
 _KINDS = (TypeError, ValueError, IndexError, ImportError, NotImplementedError)
-_AWAKE_NS = 1_000_000  # for which a wait stays awake
-_YIELD = getattr(os, "sched_yield", None)
 _MAX_TRACKED_WORKS = 8  # works tracked before completed ones are removed
 
 
@@ -104,21 +101,13 @@ def _wait_in_slices(
     work: dist.Work | Messages, doing: str, watch: FailureMonitor
 ) -> None:
     start = time.monotonic()
-    _yield_until_completed(work)
+    stay_awake(work)
     if _wait_slice(work, doing, watch):
         return
     with watch.waiting(doing) as check:
         check(time.monotonic() - start)
         while not _wait_slice(work, doing, watch):
             check(time.monotonic() - start)
-
-
-def _yield_until_completed(work: dist.Work | Messages) -> None:
-    """Lets other threads run: to sleep and to wake takes as long as a small message."""
-    if _YIELD is not None:
-        end = time.perf_counter_ns() + _AWAKE_NS
-        while not work.is_completed() and time.perf_counter_ns() < end:
-            _YIELD()
 
 
 def _wait_slice(work: dist.Work | Messages, doing: str, watch: FailureMonitor) -> bool:
