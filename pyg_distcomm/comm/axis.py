@@ -45,8 +45,9 @@ from pyg_distcomm.process import PROCESS
 
 _NO_TIMEOUT = timedelta(days=30)  # the waiting rank aborts messages at its deadline
 _THREAD_TIMEOUT = 5.0  # seconds for a waiting thread to return on a busy machine
-_AWAKE_NS = 1_000_000  # for which a wait stays awake
-_YIELD = getattr(os, "sched_yield", None)
+# a wait lets other threads run first: to sleep and wake takes as long as a small message
+AWAKE = 0.001  # seconds
+give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 # seconds at exit for exchanges to complete, and for threads to sleep
 _EXIT_TIMEOUT = 2.0
 _POLL_INTERVAL = 0.005  # seconds, enough for a thread that waits for the GIL to get it
@@ -280,17 +281,6 @@ class Messages:
                 work.wait(timedelta(milliseconds=1))
             except RuntimeError:
                 self._done.wait(_THREAD_TIMEOUT)
-
-
-def stay_awake(work: dist.Work | Messages) -> None:
-    """Lets other threads run until a message is there, for a moment at most.
-
-    To sleep and to wake takes as long as a small message.
-    """
-    if _YIELD is not None:
-        end = time.perf_counter_ns() + _AWAKE_NS
-        while not work.is_completed() and time.perf_counter_ns() < end:
-            _YIELD()
 
 
 def _idle_waiter() -> SimpleQueue[Messages]:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from pyg_distcomm.comm.axis import AWAKE, Messages, give_way
 from pyg_distcomm.comm.axis import Axis as Axis
-from pyg_distcomm.comm.axis import Messages, stay_awake
 from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.ledger import Exchange, label
 from pyg_distcomm.comm.serialization import decode, encode
@@ -101,7 +101,8 @@ def _wait_in_slices(
     work: dist.Work | Messages, doing: str, watch: FailureMonitor
 ) -> None:
     start = time.monotonic()
-    stay_awake(work)
+    while not work.is_completed() and time.monotonic() < start + AWAKE:
+        give_way()
     if _wait_slice(work, doing, watch):
         return
     with watch.waiting(doing) as check:
