@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -47,7 +48,10 @@ _NO_TIMEOUT = timedelta(days=30)  # the waiting rank aborts messages at its dead
 _THREAD_TIMEOUT = 5.0  # seconds for a waiting thread to return on a busy machine
 # a wait lets other threads run first: to sleep and wake takes as long as a small message
 AWAKE = 0.001  # seconds
-give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+try:  # which releases the GIL, too, unlike os.sched_yield
+    give_way: Callable[[], object] = ctypes.CDLL(None).sched_yield
+except (OSError, TypeError, AttributeError):
+    give_way = os.getpid  # as good as nothing
 # seconds at exit for exchanges to complete, and for threads to sleep
 _EXIT_TIMEOUT = 2.0
 _POLL_INTERVAL = 0.005  # seconds, enough for a thread that waits for the GIL to get it

@@ -62,7 +62,9 @@ class _SpMM(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             by_value = _SDDMM.apply(ctx.pattern, g, x)
         if ctx.needs_input_grad[2]:
-            by_x = _back(ctx.pattern, value, g)
+            back, order = ctx.pattern.transpose
+            value = None if value is None else value.index_select(0, order)
+            by_x = _SpMM.apply(back, value, g)
         return None, by_value, by_x
 
 
@@ -265,7 +267,7 @@ class _MultiplyLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         csr = pattern.rowptr, pattern.col, value
         if first:
-            sums = kernels.spmm(*csr, x).view(-1, weight.size(1))
+            sums = _rows_of(kernels.spmm(*csr, x), weight.size(1))
             y = _dense(sums, weight.t(), bias)
         else:
             sums = None
@@ -288,10 +290,11 @@ class _MultiplyLinear(torch.autograd.Function):
             if needs[5]:
                 if torch.is_grad_enabled():  # which derives this, too
                     sums = _SpMM.apply(ctx.pattern, value, x)
-                    sums = sums.view(-1, weight.size(1))
+                    sums = _rows_of(sums, weight.size(1))
                 g_weight = g.t() @ sums
             if needs[3]:
-                g_x = _back(ctx.pattern, value, _dense(g, weight).view(-1, x.size(1)))
+                g_sums = _rows_of(_dense(g, weight), x.size(1))
+                g_x = _back(ctx.pattern, value, g_sums)
         elif needs[3] or needs[5]:
             g_y = _back(ctx.pattern, value, g)
             g_weight = g_y.t() @ x if needs[5] else None
@@ -310,10 +313,15 @@ class _MultiplyLinear(torch.autograd.Function):
 
 
 def _back(pattern: Pattern, value: Tensor | None, g: Tensor) -> Tensor:
-    """Returns `A^T g`."""
+    """Returns `A^T g`, for an A whose values are constant."""
     value = None if value is None else pattern.transposed_values(value)
     x: Tensor = _SpMM.apply(pattern.transpose[0], value, g)
     return x
+
+
+def _rows_of(x: Tensor, width: int) -> Tensor:
+    """Returns the same numbers in rows of a width: those of all relations of a node in one."""
+    return x if x.size(1) == width else x.view(-1, width)
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

@@ -87,27 +87,22 @@ class Pattern:
         return Pattern(rowptr, col, self.shape[0]), perm
 
     def transposed_values(self, value: Tensor) -> Tensor:
-        """Returns values `[nnz, ...]` of the transpose; the latest constant ones are kept."""
+        """Returns values `[nnz]` in the order of the transpose; kept for the latest ones.
+
+        Only for values that nobody writes to: torch does not count each write of a script.
+        """
         order = self.transpose[1]
-        if torch.is_grad_enabled() or value.requires_grad or value.is_inference():
+        if torch.is_grad_enabled() or value.is_inference():
             return value.index_select(0, order)
-        stamp = (
-            value.data_ptr(),
-            value.dtype,
-            value.shape,
-            value.stride(),
-            value._version,
-        )
-        if self._turned.get("stamp") != stamp:
-            kept = value.index_select(0, order)
-            self._turned.update(
-                stamp=stamp, storage=value.untyped_storage(), value=kept
-            )
-        found: Tensor = self._turned["value"]
+        stamp = value.data_ptr(), value.dtype, value._version
+        known, found, _ = self._turned.get("latest", (None, value, None))
+        if known != stamp:
+            found = value.index_select(0, order)
+            self._turned["latest"] = stamp, found, value.untyped_storage()
         return found
 
     @cached_property
-    def _turned(self) -> dict[str, Any]:
+    def _turned(self) -> dict[str, tuple[Any, Tensor, Any]]:
         return {}
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Pattern:
