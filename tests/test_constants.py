@@ -143,8 +143,9 @@ def _relations_at_once(options):
             for f, w in zip(found, wanted, strict=True):
                 f = f.full_tensor() if hasattr(f, "full_tensor") else f
                 torch.testing.assert_close(f, w)
-    here = share.edge_index.topology.locals
-    assert moved == here.halo.price(4).words  # of all relations together
+    assert moved == share.edge_index.topology.locals.halo.price(4).words  # of all
+    with pytest.raises(RuntimeError, match="shape"):  # whose sums would fit other rows
+        nn.RGCNConv(8, 4, 3, root_weight=False).double()(x, ends, kinds)
 
 
 @pytest.mark.parametrize("size", [1, 3])

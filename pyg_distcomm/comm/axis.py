@@ -46,8 +46,7 @@ from pyg_distcomm.process import PROCESS
 
 _NO_TIMEOUT = timedelta(days=30)  # the waiting rank aborts messages at its deadline
 _THREAD_TIMEOUT = 5.0  # seconds for a waiting thread to return on a busy machine
-# a wait lets other threads run first: to sleep and wake takes as long as a small message
-AWAKE = 0.001  # seconds
+AWAKE = 0.001  # seconds, before a wait sleeps: to wake takes as long as a small message
 try:  # which releases the GIL, too, unlike os.sched_yield
     give_way: Callable[[], object] = ctypes.CDLL(None).sched_yield
 except (OSError, TypeError, AttributeError):

@@ -162,7 +162,7 @@ def computed(func: Any, *args: Any, **kwargs: Any) -> Any:
         args: what it takes; autograd does not record the op.
     """
     tensors = [a for a in args if isinstance(a, Tensor)] if func in _INTO else []
-    # four times the largest of them at most, but for odd products
+    # results are seldom more than four times as large as the largest operand
     if all(t.nbytes * 4 < KEPT_FROM for t in tensors):
         return func(*args, **kwargs)
     into, *more = _INTO[func]

@@ -292,7 +292,8 @@ def _adds_relations(
         return None
     edge_index = given["edge_index"]
     fits = usable(source, target) and source.dim() == target.dim() == 2
-    fits = fits and source.dtype == conv.weight.dtype
+    same_width = fits and source.size(1) == conv.weight.size(1)
+    fits = same_width and source.dtype == conv.weight.dtype
     count, shape = conv.num_relations, (len(source), len(target))
     if not fits or not count * shape[1] / 4 <= len(kind) == edge_index.size(1):
         return None
