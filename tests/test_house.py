@@ -290,16 +290,15 @@ def test_no_class_and_no_default_argument_holds_state():
                 assert not isinstance(value, changeable), (name, text)
 
 
-@pytest.mark.parametrize("name", modules())
-def test_a_module_is_short_and_says_what_it_is(name):
-    path, tree = modules()[name]
-    assert ast.get_docstring(tree), f"{name} has no docstring"
-    assert len(path.read_text().splitlines()) <= 600
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            # a signature that mirrors PyG's is as long as PyG's
-            lines = node.end_lineno - node.body[0].lineno
-            assert lines < 60, f"{name}.{node.name}"
+def test_a_module_is_short_and_says_what_it_is():
+    for name, (path, tree) in modules().items():
+        assert ast.get_docstring(tree), f"{name} has no docstring"
+        assert len(path.read_text().splitlines()) <= 600, name
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                # a signature that mirrors PyG's is as long as PyG's
+                lines = node.end_lineno - node.body[0].lineno
+                assert lines < 60, f"{name}.{node.name}"
 
 
 def test_every_folder_is_a_package_and_none_is_called_utils():
@@ -339,7 +338,7 @@ def test_references_and_citations_agree():
 BOUNDS = {
     "lines": 56_507,
     "modules": 165,
-    "lines of tests and their helpers": 47_421,
+    "lines of tests and their helpers": 47_420,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 13,
     "classes that intercept ops or functions of torch": 4,
