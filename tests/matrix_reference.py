@@ -132,17 +132,6 @@ def _first(weight: list[int], goal: int) -> int:
     raise AssertionError("the goal must be below the sum")
 
 
-def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
-    out = value.clone()
-    for low, high in zip(rowptr[:-1].tolist(), rowptr[1:].tolist(), strict=True):
-        total = 0.0
-        for e in range(low, high):
-            total += float(value[e])
-        if total != 0:
-            out[low:high] = value[low:high] / total
-    return out
-
-
 def layer_weights(
     a: Csr, own: Tensor | None, power: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

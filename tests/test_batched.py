@@ -70,11 +70,6 @@ def sized(make):
     return case(lambda m, d: m(d.x, d.batch, dim_size=d.num_graphs), make)
 
 
-def pooled(lib, out):
-    x, _, _, batch, *_ = out
-    return lib.global_mean_pool(x, batch, GRAPHS)
-
-
 class Pooling(torch.nn.Module):
     """Pools twice between layers, as hierarchical models do."""
 

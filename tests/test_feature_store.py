@@ -464,9 +464,6 @@ def test_links_that_rows_cannot_be_fetched_by(link):
         DistFeatureStore(channel(1), wire=link)
 
 
-# On disk -------------------------------------------------------------------------------
-
-
 # PyG's contract ------------------------------------------------------------------------
 
 
@@ -696,6 +693,3 @@ def _as_one_tensor(c):
 def test_a_store_of_one_attribute_is_a_tensor(world):
     size, c = world
     worlds.run(_as_one_tensor, size, c)
-
-
-# as one tensor -----------------------------------------------------------------------

@@ -177,6 +177,3 @@ def _largest(x):
 @pytest.mark.parametrize("op", [_last, _largest])
 def test_a_matrix_that_has_no_values_is_an_error_on_all_ranks(op, size):
     worlds.run(_fails, size, op)
-
-
-# What layers keep -----------------------------------------------------------------------

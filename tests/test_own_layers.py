@@ -269,13 +269,3 @@ def _as_pyg():
 
 def test_what_messages_do_with_ids_and_numbers_is_that_of_one_process():
     assert worlds.run(_as_pyg, 3) == [{}] * 3
-
-
-def computed(how, weight, cell):
-    """Returns the weights that a caller computes from its own."""
-    if how == "cell":
-        return cell(weight[None])[0][0]
-    if how == "history":  # of many steps
-        for _ in range(90):
-            weight = weight * 1.01
-    return weight * 2

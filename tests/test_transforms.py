@@ -543,6 +543,7 @@ def refused():
 @tiers.parametrize("size", [1, 2, 3], [2])
 def test_parts_of_typed_graphs_are_shares_of_what_pyg_gives(size):
     worlds.run(parted, size)
+    worlds.run(refused, size)
 
 
 @alike.in_doubles()
