@@ -89,9 +89,12 @@ def _load(source):
     with open(folder / "turn", "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # freed by the system when its process ends
         (folder / "lock").unlink(missing_ok=True)
+        kept, text = folder / "kept.cpp", source.read_text()
+        if not kept.exists() or kept.read_text() != text:  # of another checkout
+            kept.write_text(text)
         cpp_extension.load(
             "second_device",
-            [str(source)],
+            [str(kept)],
             extra_cflags=["-O0"],
             build_directory=str(folder),
         )
