@@ -16,7 +16,7 @@ import torch
 import torch_geometric.loader
 import worlds
 from batches import arguments
-from problems import GRAPHS, two_types
+from problems import GRAPHS
 from torch_geometric import seed_everything
 from torch_geometric.data import TemporalData
 from torch_geometric.sampler import NodeSamplerInput
@@ -283,65 +283,24 @@ class ByWeight(loading.GraphSAINTSampler):
         return torch.arange(batch_size)
 
 
-def by_hgt(_, place):
-    return loading.HGTLoader(
-        two_types(),
-        [4, 4],
-        **arguments(input_nodes="a", batch_size=9, seed=1, **place),
-    )
-
-
-LINKS = {"edge_label_index": GRAPHS["undirected"]().edge_index[:, :9]}
+ELSEWHERE = "test_sample_device.py has it on every device"
 LOADER = {
-    "NeighborLoader": batches(
-        lambda d, place: loading.NeighborLoader(
-            d, [3, 2], **arguments(batch_size=9, seed=1, **place)
-        )
-    ),
-    "LinkNeighborLoader": batches(
-        lambda d, place: loading.LinkNeighborLoader(
-            d,
-            [3, 2],
-            **arguments(batch_size=4, neg_sampling_ratio=1.0, seed=1, **LINKS, **place),
-        )
-    ),
+    "NeighborLoader": ELSEWHERE,
+    "LinkNeighborLoader": ELSEWHERE,
+    "DistLayerLoader": ELSEWHERE,
+    "ClusterLoader": ELSEWHERE,
+    "RandomNodeLoader": ELSEWHERE,
+    "ShaDowKHopSampler": ELSEWHERE,
+    "GraphSAINTEdgeSampler": ELSEWHERE,
+    "GraphSAINTRandomWalkSampler": ELSEWHERE,
+    "HGTLoader": ELSEWHERE,
     "NeighborSampler": sampled,
-    "DistLayerLoader": batches(
-        lambda d, place: loading.DistLayerLoader(
-            d, [8, 8], **arguments(batch_size=9, seed=1, **place)
-        )
-    ),
-    "ClusterLoader": batches(
-        lambda d, place: loading.ClusterLoader(
-            loading.ClusterData(d, 4, log=False),
-            **arguments(batch_size=2, seed=1, **place),
-        )
-    ),
-    "RandomNodeLoader": batches(
-        lambda d, place: loading.RandomNodeLoader(d, 3, **arguments(seed=1, **place))
-    ),
-    "ShaDowKHopSampler": batches(
-        lambda d, place: loading.ShaDowKHopSampler(
-            d, 2, 3, **arguments(batch_size=8, seed=1, **place)
-        )
-    ),
     "GraphSAINTSampler": batches(lambda d, place: ByWeight(d, 9, 2, seed=1, **place)),
     "GraphSAINTNodeSampler": batches(
         lambda d, place: loading.GraphSAINTNodeSampler(
             d, 16, 2, **arguments(seed=1, **place)
         )
     ),
-    "GraphSAINTEdgeSampler": batches(
-        lambda d, place: loading.GraphSAINTEdgeSampler(
-            d, 16, 2, **arguments(seed=1, **place)
-        )
-    ),
-    "GraphSAINTRandomWalkSampler": batches(
-        lambda d, place: loading.GraphSAINTRandomWalkSampler(
-            d, 8, 2, 2, **arguments(seed=1, **place)
-        )
-    ),
-    "HGTLoader": batches(by_hgt),
     "DataLoader": moved(lambda d: loading.DataLoader([d, d, d], batch_size=2)),
     "TemporalDataLoader": moved(lambda _: loading.TemporalDataLoader(events(), 9)),
     "DistFeatureStore": fetched,

@@ -13,7 +13,7 @@ import tiers
 import torch
 import torch.nn.functional as F
 import worlds
-from problems import GRAPHS, grids, owners, some_grids
+from problems import GRAPHS, grids, owners
 from torch_geometric.data import Data
 from torch_geometric.nn import (
     APPNP,
@@ -116,41 +116,11 @@ def same_as_ledger(size, grid, graph, cutter, layer, switches):
         assert one.total_bytes == sum(one.bytes_by_rank)
 
 
-FEW = [
-    (2, "directed", "random", "sage", [(2, 1, 1), (1, 2, 1)]),
-    (3, "loops_and_copies", "empty_rank", "gcn", [(3, 1, 1), (1, 1, 3)]),
-    (4, "star", "lopsided", "gcn", [(2, 2, 1), (2, 1, 2), (1, 2, 2)]),
-]
-
-
-@tiers.parametrize(("size", "graph", "cutter", "layer", "some"), FEW, slice(2, 3))
-def test_bytes_are_those_of_the_ledger(size, graph, cutter, layer, some):
+def test_bytes_are_those_of_the_ledger():
     """The planner's sums; that each product costs its price, test_products.py proves."""
-    for number, grid in enumerate(some):
-        same_as_ledger(size, grid, graph, cutter, layer, SWITCHES[number + size :: 12])
-
-
-CASES = [
-    (1, "undirected", "block", "gcn"),
-    (2, "directed", "random", "sage"),
-    (3, "loops_and_copies", "empty_rank", "gcn"),
-    (4, "star", "lopsided", "gcn"),
-    (4, "directed", "metis", "gcn"),
-    (6, "isolated", "random", "sage"),
-    (6, "undirected", "ldg", "gcn"),
-    (8, "tiny", "block", "gcn"),
-    (8, "directed", "random", "gcn"),
-]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("size", "graph", "cutter", "layer"), CASES)
-def test_bytes_are_those_of_the_ledger_on_every_grid(size, graph, cutter, layer):
-    for number, grid in enumerate(some_grids(size)):
-        # some of the switches on every grid, each of them once up to four ranks
-        parts = 8 if size > 4 else len(some_grids(size))
-        some = [s for k, s in enumerate(SWITCHES) if k % parts == number % parts]
-        same_as_ledger(size, grid, graph, cutter, layer, some)
+    for number, grid in enumerate([(2, 2, 1), (2, 1, 2), (1, 2, 2)]):
+        switches = SWITCHES[number + 4 :: 12]
+        same_as_ledger(4, grid, "star", "lopsided", "gcn", switches)
 
 
 @pytest.mark.exhaustive
@@ -602,7 +572,7 @@ def test_a_law_gives_the_mean_of_real_graphs(law, off):
     owner = torch.randperm(n, generator=torch.Generator().manual_seed(1)) % 8
     graph = pdc.RandomGraph(n, edge_index.size(1), law)
     pairs = itertools.cycle(itertools.product((True, False), ("rows", "blocks")))
-    for order, (keep, halo) in zip(ORDERS * 2, pairs, strict=False):
+    for order, (keep, halo) in zip([*ORDERS, "auto"], pairs, strict=False):
         how = {"halo": halo, "ordering": MultiplyOrder(order, keep)}
         mean = pdc.plan(graph, [16, 8, 12], 8, **how)
         for one in pdc.plan(edge_index, [16, 8, 12], 8, partition=owner, **how):

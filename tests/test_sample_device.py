@@ -44,6 +44,9 @@ from pyg_distcomm.ops.id_plan import route_of
 from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+builds = pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+# nothing of the host meets what lies on a device that is none of the host's
+EVERYWHERE = [*DEVICES, pytest.param("spare", marks=[tiers.rare, builds])]
 
 
 def on_host(found):
@@ -186,7 +189,7 @@ def forced(monkeypatch):
     monkeypatch.setattr("pyg_distcomm.loader.device_placement.HOST", frozenset())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", EVERYWHERE)
 @pytest.mark.parametrize("links", [False, True])
 @pytest.mark.parametrize("hetero", [False, True])
 @tiers.parametrize("name", list(LOADS), slice(0, None, 4))
@@ -207,7 +210,8 @@ def test_loaders_yield_the_batches_of_the_host(name, hetero, links, device, forc
         if "time_attr" in options:
             seeds["edge_label_time"] = torch.arange(40) % 9
     host = list(kind(graph, **arguments(**options, **seeds)))
-    loader = kind(graph, **arguments(**options, **seeds, device=device))
+    place = second_device.device_of(device)
+    loader = kind(graph, **arguments(**options, **seeds, device=place))
     assert type(loader.neighbor_sampler_in_use) is KeyedNeighborSampler
     there = list(loader)
     assert isinstance(loader.neighbor_sampler_in_use._draw, DeviceSampler)
@@ -237,7 +241,7 @@ def layered(name, graph, place=None, **more):
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", EVERYWHERE)
 @tiers.parametrize("name", list(LAYERS), slice(0, None, 3))
 def test_layers_are_those_of_the_host(name, device, forced, monkeypatch):
     if device == "cpu":  # by operations of torch, as on a device
@@ -248,7 +252,7 @@ def test_layers_are_those_of_the_host(name, device, forced, monkeypatch):
     graph.edge_index[:, 1::9] = graph.edge_index[:, ::9]  # parallel
     graph.edge_index[0, ::7] = graph.edge_index[1, ::7]  # loops
     graph.edge_index[1, graph.edge_index[1] == 3] = 4  # a node without in-edges
-    there = list(layered(name, graph, device))
+    there = list(layered(name, graph, second_device.device_of(device)))
     monkeypatch.undo()
     for one, other in zip(layered(name, graph), there, strict=True):
         alike(one, other, device)
@@ -361,6 +365,9 @@ def shared(place="cpu", rows=("device", "host"), some=slice(None)):
         ),
         **subgraphs(share, two),
     }
+    if mesh.size == 1:
+        whole = subgraphs(data(), typed())
+        ways |= {f"{name} of a whole graph": way for name, way in whole.items()}
     try:
         for name, make in list(ways.items())[some]:
             torch.manual_seed(1)
@@ -457,7 +464,7 @@ def test_shares_are_loaded_for_a_device(size, rows, some):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@builds
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_nothing_of_a_share_meets_the_device(size):
     worlds.anew(shared, size, "spare")
@@ -466,21 +473,6 @@ def test_nothing_of_a_share_meets_the_device(size):
 @pytest.mark.cuda
 def test_shares_are_loaded_for_cuda():
     shared("cuda", ("device", "pinned", "host"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
-@pytest.mark.parametrize("rows_on", ["device", "host"])
-def test_subgraphs_are_those_of_the_host(rows_on):
-    place = second_device.device()
-    for make in subgraphs(data(), typed()).values():
-        torch.manual_seed(1)
-        host = list(make())
-        torch.manual_seed(1)
-        there = list(make(device=place, rows_on=rows_on))
-        assert len(there) == len(host) > 0
-        for one, other in zip(host, there, strict=True):
-            alike(one, other, "spare")
 
 
 def test_pinned_memory_without_a_device_is_refused():
@@ -647,37 +639,3 @@ def test_layers_read_pinned_memory(name, rows_on):
     there = layered(name, data(), "cuda", **place)
     for one, other in zip(layered(name, data()), there, strict=True):
         alike(one, other, "cuda")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
-@pytest.mark.parametrize("links", [False, True])
-@pytest.mark.parametrize("hetero", [False, True])
-def test_nothing_of_the_host_meets_the_device(hetero, links):
-    """On a device that is none of the host's, though its memory is."""
-    place, graph = second_device.device(), typed() if hetero else data()
-    for more in LOADS.values():
-        options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | more
-        if options.get("subgraph_type") == "bidirectional":
-            continue
-        kind, seeds = NeighborLoader, {"input_nodes": "a" if hetero else None}
-        if links:
-            kind, ends = LinkNeighborLoader, ("a", "ab", "b")
-            some = (graph[ends] if hetero else graph).edge_index[:, :40]
-            seeds = {"edge_label_index": (ends, some) if hetero else some}
-            if "time_attr" in options:
-                seeds["edge_label_time"] = torch.arange(40) % 9
-        host = kind(graph, **arguments(**options, **seeds))
-        there = kind(graph, **arguments(**options, **seeds, device=place))
-        for one, other in zip(host, there, strict=True):
-            alike(one, other, "spare")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
-@pytest.mark.parametrize("name", list(LAYERS))
-def test_no_layer_meets_the_host(name):
-    place, graph = second_device.device(), data()
-    there = layered(name, graph, place)
-    for one, other in zip(layered(name, graph), there, strict=True):
-        alike(one, other, "spare")
