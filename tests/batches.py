@@ -87,6 +87,19 @@ def all_same(one, two):
         same(a, b)
 
 
+def equal_epochs(whole, part, count=2):
+    """Asserts that two loaders yield the same minibatches, and returns them."""
+    assert len(whole) == len(part)
+    ones, twos = ([b for _ in range(count) for b in loader] for loader in (whole, part))
+    for one, two in zip(ones, twos, strict=True):
+        assert one.num_nodes == two.num_nodes
+        a, b = ({**d.to_dict(), "num_nodes": 0} for d in (one, two))
+        assert set(a) == set(b)
+        for key, value in a.items():
+            same(value, b[key])
+    return ones
+
+
 def check(data, batch, fan_outs, replace=False, candidates=None):
     """Asserts that a minibatch is what the rule of sampling says, node by node.
 

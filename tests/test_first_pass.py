@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import batches
 import pytest
 import tiers
 import torch
@@ -17,11 +18,7 @@ from pyg_distcomm.loader import LoaderOptions, NeighborLoader
 
 
 def graph():
-    g = torch.Generator().manual_seed(0)
-    n = 300
-    ends = torch.randint(0, n, (2, 2400), generator=g)
-    y = torch.randint(0, 4, (n,), generator=g)
-    return Data(x=torch.randn(n, 9, generator=g), edge_index=ends, y=y)
+    return batches.graph(n=300, e=2400)
 
 
 def loader_of(data):
@@ -37,7 +34,7 @@ class Net(torch.nn.Module):
         super().__init__()
         self.kind, self.calls = kind, 0
         make = pyg.GATConv if kind == "attention" else pyg.SAGEConv
-        self.convs = torch.nn.ModuleList([make(9, 16), make(16, 16), make(16, 16)])
+        self.convs = torch.nn.ModuleList([make(5, 16), make(16, 16), make(16, 16)])
         self.norm = torch.nn.BatchNorm1d(16) if kind == "batch norm" else None
         lin = torch.nn.Linear(16, 4)
         if kind == "spectral norm":

@@ -18,7 +18,6 @@ from torch_geometric.data import HeteroData
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as dist
 from pyg_distcomm.cli.command import main
-from pyg_distcomm.halo.schedule import Fixed
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import read_part, verify_folder, write_folder
 from pyg_distcomm.partition.layout import folder_meta, write_meta
@@ -81,8 +80,6 @@ LAYERS = {
 class Stack(torch.nn.Module):
     def __init__(self, data, kind, aggr, nn):
         super().__init__()
-        widths = {name: COUNTS[name] for name in data.node_types}
-        assert widths
         self.layers = torch.nn.ModuleList(
             pyg.HeteroConv({t: LAYERS[kind](nn) for t in data.edge_types}, aggr=aggr)
             for _ in range(2)
@@ -152,7 +149,7 @@ def model_of(data, kind, option, nn=pyg):
     return model
 
 
-def train(model, data, link=None, steps=3):
+def train(model, data, link=None, steps=2):
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(steps):
@@ -309,17 +306,6 @@ KEPT = {
 @tiers.parametrize("kind", ["graph", "hgt"], ["graph"])
 def test_features_that_do_not_change_travel_twice(kind, size):
     worlds.run(kept_inputs, size, kind)
-
-
-LINKS = {
-    "varco": lambda few: pdc.VARCO(
-        6, schedule=Fixed(4 if few else 1), exact_last=False
-    ),
-    "cast": lambda few: pdc.LinkPolicy(
-        pdc.halo.codecs.Quantise(2) if few else pdc.halo.codecs.Plain(),
-        exact_last=False,
-    ),
-}
 
 
 def edges_between_types():
@@ -623,7 +609,7 @@ def test_the_command_cuts_and_shows_a_heterodata(tmp_path, capsys):
 
 def links_by_relation(kind, option):
     data, mesh = graph(), worlds.mesh()
-    few = LINKS["cast"](1)
+    few = pdc.LinkPolicy(pdc.halo.codecs.Quantise(2), exact_last=False)
     link = {"cites": few, ("author", "writes", "paper"): few, "paper__in__venue": None}
     sent = {}
     for name, given in (("exact", None), ("some", link), ("all", few)):

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import sample_reference
 import tiers
 import torch
-import worlds
-from batches import arguments, hetero
+from batches import arguments
 from chances import likely, subsets
-from test_partitioned_loader import load, masked
-from test_partitioned_sampling import timed
-from test_sample_kernels import graph, request, same
+from test_partitioned_loader import masked
 from test_sampling_statistics import fan
 from torch_geometric.data import Data
 from torch_geometric.sampler import NodeSamplerInput
 
-from pyg_distcomm.kernels.sample_cpu import Sampler
 from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 DRAWS = 6000
-
-
-@tiers.parametrize("kind", ["plain", "weighted", "node", "edge"], ["weighted"])
-@tiers.parametrize("typed", [False, True], [True])
-def test_compiled_equals_reference(typed, kind):
-    timed = (kind,) if kind in ("node", "edge") else ()
-    pairs, dtype = typed, torch.int32 if typed else torch.int64
-    g = graph(typed, pairs=pairs, dtype=dtype, weighted=kind == "weighted", timed=timed)
-    sampler = Sampler(g)
-    for key, fan_out in enumerate([(4, 3, 2), (-1, 2), (0, 5), (60, 1)]):
-        for induced in (False, True):
-            options = {"timed": bool(timed), "induced": induced, "labor": True}
-            wanted = request(g, fan_out, key, **options)
-            same(sampler(wanted), sample_reference.sample(g, wanted))
 
 
 def drawn(data, k, **kwargs):
@@ -103,29 +84,6 @@ def test_nodes_of_a_hop_share_their_draws_and_hops_do_not():
     found = [set(out.node[out.row[out.col == v]].tolist()) for v in at]
     assert len(found[0]) == 8
     assert found[0] != found[1]
-
-
-def weighted():
-    data = masked()
-    data.weight = torch.rand(data.num_edges, generator=torch.Generator().manual_seed(1))
-    return data
-
-
-WAYS = (
-    (masked, "mask", {}),
-    (masked, "all", {"sample_at": "requester", "bulk_size": 3}),
-    (masked, "mask", {"topology": "replicated", "batch_size": 64}),
-    (weighted, "mask", {"weight_attr": "weight"}),
-    (timed, "all", {"time_attr": "time", "batch_size": 16}),
-    (hetero, ("paper", torch.arange(30)), {"batch_size": 4}),
-)
-
-
-@tiers.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)], [(2, 1)])
-@tiers.parametrize("way", range(len(WAYS)), [3])
-def test_batches_of_a_share_are_those_of_the_whole_graph(way, size, c):
-    make, nodes, options = WAYS[way]
-    worlds.run(load, size, size, c, make, nodes, {"draws": "labor", **options})
 
 
 def test_a_state_knows_its_draws():

@@ -7,7 +7,7 @@ import torch
 import torch_geometric.nn
 import worlds
 from links import ONE, build, epoch
-from problems import GRAPHS
+from problems import GRAPHS, two_types
 from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
@@ -168,16 +168,7 @@ class OwnHAN(torch_geometric.nn.HANConv):
 
 def _several_edges():
     """Layers of several edge_index take no link, and run where there is none."""
-    mesh, data = worlds.mesh(), HeteroData()
-    g = torch.Generator().manual_seed(0)
-    for name, count in (("a", 9), ("b", 7)):
-        data[name].x = torch.randn(count, 4, generator=g)
-    for source, target in (("a", "b"), ("b", "a")):
-        ends = [
-            torch.randint(data[t].num_nodes, (20,), generator=g)
-            for t in (source, target)
-        ]
-        data[source, "to", target].edge_index = torch.stack(ends)
+    mesh, data = worlds.mesh(), two_types()
     torch.manual_seed(1)
     layer = pdc.convert(OwnHAN(4, 6, data.metadata()))
     want = layer(data.x_dict, data.edge_index_dict)

@@ -141,14 +141,7 @@ def _compared(size, c, case, place):
         share,
         **batches.arguments(**{**given, **own}, replication=c, bulk_size=3, **place),
     )
-    assert len(whole) == len(part)
-    for _ in range(2):
-        for one, two in zip(list(whole), list(part), strict=True):
-            assert one.num_nodes == two.num_nodes
-            a, b = ({**d.to_dict(), "num_nodes": 0} for d in (one, two))
-            assert set(a) == set(b)
-            for key, value in a.items():
-                batches.same(value, b[key])
+    batches.equal_epochs(whole, part)
 
 
 @tiers.cover(

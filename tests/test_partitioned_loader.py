@@ -35,16 +35,18 @@ def masked():
     return data
 
 
+def weighted():
+    data = masked()
+    data.weight = torch.rand(data.num_edges, generator=torch.Generator().manual_seed(1))
+    return data
+
+
 def cut(data, size):
     if hasattr(data, "node_types"):
         return {
             t: owners(data[t].num_nodes, size, k) for k, t in enumerate(data.node_types)
         }
     return owners(data.num_nodes, size)
-
-
-def epochs(loader, count=2):
-    return [list(loader) for _ in range(count)]
 
 
 def load(size, c, make, nodes, options):
@@ -72,15 +74,7 @@ def load(size, c, make, nodes, options):
     part = DistNeighborLoader(
         share, **batches.arguments(input_nodes=pick(share), replication=c, **given)
     )
-    assert len(whole) == len(part)
-    for one, two in zip(epochs(whole), epochs(part), strict=True):
-        assert len(one) == len(two)
-        for a, b in zip(one, two, strict=True):
-            assert a.num_nodes == b.num_nodes
-            one_, two_ = ({**d.to_dict(), "num_nodes": 0} for d in (a, b))
-            assert set(one_) == set(two_)
-            for key, value in one_.items():
-                batches.same(value, two_[key])
+    batches.equal_epochs(whole, part)
 
 
 @tiers.parametrize(("size", "c"), GRIDS, [(2, 1)])
@@ -95,6 +89,8 @@ def test_batches_are_those_of_the_whole_graph(size, c):
         (timed, "all", {"time_attr": "time", "topology": "replicated"}),
         (batches.hetero, ("paper", torch.arange(30)), {"batch_size": 4}),
         (batches.hetero, "author", {"topology": "replicated"}),
+        (weighted, "mask", {"weight_attr": "weight", "draws": "labor"}),
+        (timed, "all", {"time_attr": "time", "batch_size": 16, "draws": "labor"}),
     )
     for make, nodes, options in ways[:: 1 if size < 4 else 2]:
         worlds.run(load, size, size, c, make, nodes, options)
@@ -136,20 +132,16 @@ def load_layers(size, c, make, rule, options):
         share.train_mask,
         **batches.arguments(replication=c, **given),
     )
-    for one, two in zip(epochs(whole), epochs(part), strict=True):
-        for a, b in zip(one, two, strict=True):
-            one_, two_ = ({**d.to_dict(), "num_nodes": 0} for d in (a, b))
-            assert set(one_) == set(two_)
-            for key, value in one_.items():
-                batches.same(value, two_[key])
-            loops = a.e_id < 0
-            assert torch.equal(a.edge_attr[~loops], data.edge_attr[a.e_id[~loops]])
-            assert not a.edge_attr[loops].any()
-            assert torch.equal(a.x, data.x[a.n_id])
-            ends = a.n_id[a.edge_index]
-            assert torch.equal(ends[:, ~loops], data.edge_index[:, a.e_id[~loops]])
-            assert torch.equal(ends[0, loops], ends[1, loops])
-            assert len(a.edge_weight) == a.num_edges
+    for batch in batches.equal_epochs(whole, part):
+        loops = batch.e_id < 0
+        real = batch.e_id[~loops]
+        assert torch.equal(batch.edge_attr[~loops], data.edge_attr[real])
+        assert not batch.edge_attr[loops].any()
+        assert torch.equal(batch.x, data.x[batch.n_id])
+        ends = batch.n_id[batch.edge_index]
+        assert torch.equal(ends[:, ~loops], data.edge_index[:, real])
+        assert torch.equal(ends[0, loops], ends[1, loops])
+        assert len(batch.edge_weight) == batch.num_edges
 
 
 @tiers.parametrize(("size", "c"), GRIDS, [(2, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import batches
 import pytest
 import tiers
 import torch
@@ -11,7 +12,6 @@ import torch_geometric.nn as pyg
 import worlds
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.loader import (
@@ -27,11 +27,7 @@ pytestmark = pytest.mark.usefixtures("place")
 
 
 def graph():
-    g = torch.Generator().manual_seed(0)
-    n = 120
-    ends = torch.randint(0, n, (2, 700), generator=g)
-    y = torch.randint(0, 4, (n,), generator=g)
-    return Data(x=torch.randn(n, 7, generator=g), edge_index=ends, y=y)
+    return batches.graph(n=120, e=700)
 
 
 def _nodes(data):
@@ -82,7 +78,7 @@ def train(how, loader="nodes", share=False, mesh=None):
     data = pdc.partition(graph(), mesh, "random") if share else graph()
     made = LOADERS[loader](data) if isinstance(loader, str) else loader(data)
     torch.manual_seed(3)
-    model = (pdc.nn if share else pyg).GraphSAGE(7, 8, 2, 4)
+    model = (pdc.nn if share else pyg).GraphSAGE(5, 8, 2, 4)
     run, optimizer, after_backward, after_step = HOW[how](model, mesh)
     steps = 0
     try:
@@ -266,7 +262,7 @@ def _apart():
 def _graphs():
     mesh = worlds.mesh()
     made = [graph() for _ in range(4)]
-    model, loss = pdc.nn.GraphSAGE(7, 8, 2, 4), []
+    model, loss = pdc.nn.GraphSAGE(5, 8, 2, 4), []
     optimizer = _adam(model)
     for batch in DataLoader(made, batch_size=2, mesh=mesh):
         optimizer.zero_grad()
@@ -292,7 +288,7 @@ def test_the_comparison_can_be_left_out():
 def _evaluated():
     """A loader for evaluation, and a probe that rank 0 trains after it."""
     mesh = worlds.mesh()
-    model = pyg.GraphSAGE(7, 8, 2, 4).eval()
+    model = pyg.GraphSAGE(5, 8, 2, 4).eval()
     rows = []
     for batch in _nodes(graph()):
         rows.append(len(model(batch.x, batch.edge_index)[: batch.batch_size]))

@@ -803,7 +803,8 @@ MUTATIONS = (
         "sampler",
         "about = r, relation, hop, labor",
         "about = r, relation, hop, False",
-        "test_labor.py",
+        "test_partitioned_loader.py",
+        "test_batches_are_those_of_the_whole_graph",
     ),
     # attention by products
     Mutation(
