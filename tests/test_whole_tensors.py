@@ -20,8 +20,6 @@ import pyg_distcomm.nn as nn
 
 pytestmark = pytest.mark.usefixtures("place")
 
-N = 60
-
 
 def _steps(d):
     mask = torch.zeros(d.num_nodes, dtype=torch.bool)
@@ -160,6 +158,9 @@ CASES = {
     "masked write": lambda d: d.x.clone().masked_fill(~d.train_mask.view(-1, 1), 0),
     "in place ids": lambda d: _set_ids(d.x.clone()),
     "ids of edges": lambda d: d.x[d.edge_index[0]] * d.x[d.edge_index[1]],
+    "edges stacked": lambda d: (
+        torch.stack([d.edge_index[0], d.edge_index[1] + 1]) * 0.5
+    ),
     "index_select": lambda d: d.x.index_select(0, d.edge_index[0]),
     "masked edges": lambda d: d.x[d.edge_index[:, d.edge_weight > 0.5][0]],
     "degree": lambda d: U.degree(d.edge_index[0], d.num_nodes) * d.x[:, 0],
