@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -69,21 +68,6 @@ def test_a_backward_pass_stands_under_the_deadline(ddp):
     (told, waited), (_, asleep) = pdc.launch(_stops_in_backward, 2, ddp, timeout=120)
     assert f"waited {DEADLINE:.0f} s for all_reduce" in told
     assert waited < min(DEADLINE + SOON, asleep)
-
-
-def _replicates_late():
-    mesh = pdc.init(timeout=DEADLINE)
-    if mesh.rank:
-        time.sleep(2 * DEADLINE)
-    begin = time.monotonic()
-    with pytest.raises(RankError):
-        pdc.replicate(torch.nn.Linear(2, 2), mesh)
-    return time.monotonic() - begin
-
-
-@tiers.rare
-def test_replicate_stands_under_the_deadline():
-    assert pdc.launch(_replicates_late, 2, timeout=120)[0] < DEADLINE + SOON
 
 
 def _writer_is_killed(stopped):
@@ -205,138 +189,6 @@ def test_a_slow_store_ends_no_wait_within_the_timeout(monkeypatch):
     assert stores.gather_notes(store, "run", 0, 1, 60.0, "note") == ["note"]
     with pytest.raises(RankError, match="did not come"):
         stores.gather_notes(store, "run", 0, 2, 0.5, "note")
-
-
-# Ends -------------------------------------------------------------------------------
-
-SCRIPT = """
-import atexit, os, sys, time
-import torch, torch.nn.functional as F
-import torch.distributed as dist
-rank = int(os.environ["RANK"])
-atexit.register(lambda: print("CLEANED", flush=True))
-if CASE == "before init" and rank == 1:
-    sys.exit(3)
-import pyg_distcomm as pdc
-from pyg_distcomm.loader import DistNeighborLoader
-from test_shutdown import graph
-begin = time.time()
-try:
-    mesh = pdc.init(timeout=4)
-    begin = time.time()
-    data, conv = pdc.partition(graph(), mesh, "random"), pdc.nn.DistGCNConv(8, 3)
-
-    def step():
-        F.cross_entropy(conv(data.x, data.edge_index), data.y).backward()
-
-    def loader():
-        return DistNeighborLoader(data, [3, 3], batch_size=8)
-
-    if CASE == "break":
-        for i in range(10):
-            if i == 4 and rank == 1:
-                time.sleep(6)  # past the deadline
-                break
-            step()
-    if CASE == "one loader":
-        if rank == 0:
-            list(loader())
-        else:
-            step()
-    if CASE == "in a loader":
-        for i, batch in enumerate(loader()):
-            if i == 2 and rank == 1:
-                raise KeyError("of rank 1")
-    if CASE == "own code":
-        step()
-        sys.exit(7)
-except BaseException as error:
-    print("ERROR", time.time(), time.time() - begin, type(error).__name__, flush=True)
-    print(error, flush=True)
-    raise
-finally:
-    print("FINALLY", flush=True)
-    if DESTROY and dist.is_initialized():
-        dist.destroy_process_group()
-"""
-
-
-def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def on_two_ranks(tmp_path, text, seconds=120):
-    """Runs a script on two ranks, with no launcher that would end them.
-
-    Returns what each said, its exit code, and when it had ended.
-    """
-    (tmp_path / "script.py").write_text(textwrap.dedent(text))
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
-    env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    said = [(tmp_path / f"said{rank}").open("w+") for rank in range(2)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "script.py")],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=said[rank],
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    ended = {}
-    stop = time.monotonic() + seconds
-    try:
-        while len(ended) < 2 and time.monotonic() < stop:
-            for rank, process in enumerate(ranks):
-                if rank not in ended and process.poll() is not None:
-                    ended[rank] = time.time()
-            time.sleep(0.02)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    texts = []
-    for file in said:
-        file.seek(0)
-        texts.append(file.read())
-        file.close()
-    assert len(ended) == 2, texts
-    return [(texts[rank], ranks[rank].returncode, ended[rank]) for rank in range(2)]
-
-
-CASES = [
-    (case, destroy)
-    for case in ("one loader", "break", "in a loader", "before init", "own code")
-    for destroy in (False, True)
-]
-
-
-@pytest.mark.subprocess
-@tiers.parametrize(("case", "destroy"), CASES, [])
-def test_a_process_ends_soon_after_its_error(tmp_path, case, destroy):
-    text = f"CASE, DESTROY = {case!r}, {destroy}\n{SCRIPT}"
-    for rank, (said, code, ended) in enumerate(on_two_ranks(tmp_path, text)):
-        assert "CLEANED" in said  # atexit
-        assert "terminate called" not in said
-        dead = case == "before init" and rank == 1
-        wanted = {"before init": 3 if dead else 1, "own code": 7}.get(case, 1)
-        if case == "break" and rank == 1:
-            wanted = 0
-        assert code == wanted, said
-        if dead:
-            continue
-        assert "FINALLY" in said
-        if "ERROR" in said:
-            at, waited, kind = said.split("ERROR ")[1].split()[:3]
-            assert ended - float(at) < SOON, said
-            if case == "before init":
-                assert "rank(s) 1 of 2 did not come" in said or "have not met" in said
-            if kind == "RankError":
-                assert float(waited) < 4 + SOON
 
 
 # Meshes -----------------------------------------------------------------------------
@@ -747,73 +599,6 @@ def test_a_link_that_is_cut_for_good_is_noticed_on_both_hosts(tmp_path):
 
 
 # Restarts ----------------------------------------------------------------------------
-
-
-@tiers.rare
-@pytest.mark.subprocess
-def test_a_run_that_torchrun_restarts_ends_in_the_bits_of_a_straight_one(tmp_path):
-    ends = []
-    for kills in ((), ("1", "4")):
-        folder = tmp_path / str(len(kills))
-        folder.mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", "--max-restarts", "2", "restarted.py"]
-        done = subprocess.run(
-            [*command, str(folder), *kills],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=ROOT / "tests",
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        ends.append([line for line in done.stdout.splitlines() if "ENDS" in line])
-    assert len(ends[0]) == 1
-    assert ends[0] == ends[1]
-
-
-ANEW = """
-import os, signal, sys, pyg_distcomm as pdc
-mesh = pdc.init(timeout=60)
-print("started", mesh.rank, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
-died = sys.argv[1]
-if mesh.rank == 1 and not os.path.exists(died):
-    open(died, "w").close()
-    os.kill(os.getpid(), signal.SIGKILL)
-from pyg_distcomm.comm import collectives
-import torch
-print("sum", int(collectives.all_reduce(torch.tensor([1]), mesh.world)), flush=True)
-"""
-
-
-@tiers.rare
-@pytest.mark.subprocess
-def test_ranks_of_two_agents_meet_again_after_one_was_killed(tmp_path):
-    """torchrun counts restarts for each agent: ranks of one start have several counts."""
-    script, died = tmp_path / "script.py", tmp_path / "died"
-    script.write_text(ANEW)
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    words += ["--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    words += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "anew"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    agents = [
-        subprocess.Popen(
-            [*words, str(script), str(died)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    said = [agent.communicate(timeout=240)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    assert all("sum 2" in text for text in said), said
-    counts = {text.split("started ")[-1].split()[1] for text in said}
-    assert len(counts) == 2, said  # what this is about
 
 
 RETURNS = """

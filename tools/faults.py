@@ -253,6 +253,8 @@ class Campaign:
                 wrong.append(f"rank {rank} says something else: {said}")
             if "terminate called" in text:
                 wrong.append(f"rank {rank} reached terminate")
+            if "CLEANED" not in text:
+                wrong.append(f"rank {rank} ended without atexit")
         told = [re.search(r"^RESULT (.*)$", t, re.M) for t in texts]
         if case.says is None and len({t and t[1] for t in told}) > 1:
             wrong.append(f"results differ: {[t and t[1] for t in told]}")
@@ -340,6 +342,7 @@ def _says(fault, text):
 def last_line(text):
     """Returns the line in which a rank says what it ends with."""
     text = text.partition("\nnanobind: ")[0]  # Triton tells of its own ends
+    text = text.replace("CLEANED", "")  # as all ranks say
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.splitlines()]
     ends = [line for line in lines if re.match(r"[\w.]*(Error|Exit|Exception)\b", line)]
     return (ends or lines or [""])[-1][:300]

@@ -8,6 +8,7 @@ A fault strikes one rank at the n-th exchange that it begins, in whatever thread
 
 from __future__ import annotations
 
+import atexit
 import gc
 import hashlib
 import json
@@ -430,6 +431,7 @@ def hashed(found):
 
 def run_case(case):
     """Runs one rank of a case: a workload with a fault, or a function of `misused`."""
+    atexit.register(print, "CLEANED", flush=True)
     if "workload" in case:
         state = arm(case["how"], case["rank"], case["at"])
         print("RESULT", hashed(WORKLOADS[case["workload"]]()), flush=True)

@@ -829,6 +829,13 @@ def one_rank_gives_up():
     data.x.mean()
 
 
+@case(codes=(7, 7))
+def all_ranks_exit_with_a_code_of_their_own():
+    _mesh, data = shared_out()
+    data.x.sum()
+    raise SystemExit(7)
+
+
 @case(says=r"no \\udcff \\x00 name|no .*name")
 def an_error_that_cannot_be_encoded():
     _mesh, data = shared_out()
