@@ -12,9 +12,14 @@ import pyg_distcomm as pdc
 
 CACHE = Path(__file__).parents[1] / ".mypy_cache" / "typed"  # torch takes it long
 SCRIPTS = sorted((Path(__file__).parent / "typed").glob("*.py"))
-# errors of an installed package are not shown, nor are those of a checkout here
+# errors of an installed package are not shown, nor are those of a checkout here; what of
+# torch the scripts do not reach is not read, which takes most of the time
 INSTALLED = """[mypy-pyg_distcomm.*]
 ignore_errors = True
+[mypy-torch._dynamo.*,torch._inductor.*,torch.export.*,torch.fx.*,torch.onnx.*,torch.ao.*]
+follow_imports = skip
+[mypy-torch.distributed.*,torch._functorch.*,torch._subclasses.*,sympy.*,numpy.*]
+follow_imports = skip
 """
 # PyG has no py.typed: a strict script leaves its types open, or has mypy infer them
 LEFT_OPEN = """[mypy]
