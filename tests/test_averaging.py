@@ -331,7 +331,8 @@ def _gradients(cutter, replicated):
 
 
 @pytest.mark.parametrize(
-    ("size", "cutter"), [(1, "block"), (2, "random"), tiers.rarely(3, "no_train")]
+    ("size", "cutter"),
+    [tiers.rarely(1, "block"), (2, "random"), tiers.rarely(3, "no_train")],
 )
 def test_gradients_are_those_of_one_process(size, cutter):
     assert_none(worlds.run(_gradients, size, cutter, False))

@@ -757,7 +757,7 @@ def test_blocks_return_when_nothing_holds_them():
 
 @pytest.mark.parametrize("func", memory._INTO, ids=str)
 def test_what_is_computed_into_blocks_is_what_torch_computes(func):
-    x, y = torch.randn(2, 1030, 1030).requires_grad_().unbind()
+    x, y = torch.randn(2, 530, 530).requires_grad_().unbind()
     x.data[x.abs() < 0.1] = -0.0
     name = func._schema.name
     more = {

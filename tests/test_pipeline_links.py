@@ -42,7 +42,7 @@ def halo_bytes(ledger):
     return sum(ledger.bytes(op, "world") for op in ("halo", "halo_reduce"))
 
 
-def train(stages, link, name="gcnii", epochs=5, lr=0.3, chunks=4, recompute=True):
+def train(stages, link, name="gcnii", epochs=4, lr=0.3, chunks=4, recompute=True):
     """Returns losses and outputs, bytes of halos by epoch, and what was foretold of them."""
     mesh = worlds.mesh(stages=stages)
     policy = LINKS[link]()
@@ -209,7 +209,7 @@ def _go_on(pipe, share, opt, epochs):
 
 
 def _losses(stages, link, balance):
-    return _go_on(*_coded(stages, link, balance), 5)
+    return _go_on(*_coded(stages, link, balance), 4)
 
 
 @tiers.parametrize("link", ["8 bits", "one bit, late", "varco"], ["one bit, late"])

@@ -200,7 +200,6 @@ SIZES = (58, 9), (500, 150)  # with more events, PyG's sorts are not stable
         [1, 2, 3, 4], ["identity", "learnt"], AGGREGATORS, SIZES, [False, True]
     ),
     [
-        (1, "learnt", "mean", SIZES[1], True),
         (2, "identity", "scaled", SIZES[0], False),
         (3, "learnt", "last", SIZES[1], True),
     ],

@@ -169,7 +169,7 @@ def data():
     generator = torch.Generator().manual_seed(0)
     return Data(
         x=torch.randn(NODES, WIDE, generator=generator, dtype=torch.float64),
-        edge_index=torch.randint(NODES, (2, 45), generator=generator),
+        edge_index=torch.randint(NODES, (2, 30), generator=generator),
         batch=(torch.arange(NODES) // 3).where(torch.arange(NODES) < 9, 4),
     )
 
