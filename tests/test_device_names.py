@@ -295,7 +295,9 @@ LOADER = {
     "GraphSAINTRandomWalkSampler": ELSEWHERE,
     "HGTLoader": ELSEWHERE,
     "NeighborSampler": sampled,
-    "GraphSAINTSampler": batches(lambda d, place: ByWeight(d, 9, 2, seed=1, **place)),
+    "GraphSAINTSampler": batches(
+        lambda d, place: ByWeight(d, 9, 2, **arguments(seed=1, **place))
+    ),
     "GraphSAINTNodeSampler": batches(
         lambda d, place: loading.GraphSAINTNodeSampler(
             d, 16, 2, **arguments(seed=1, **place)
