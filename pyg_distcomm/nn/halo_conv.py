@@ -304,9 +304,8 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     """Tells whether a layer may run on own rows and ghosts."""
     link = topology.link is None and getattr(conv, "link", None) in (None, "exact")
     drops = getattr(conv, "dropout", 0.0) > 0
-    if not link or (drops and topology.chunked):
-        return False
-    if topology.nodes.memory is not None:  # in chunks instead
+    in_chunks = topology.nodes.memory is not None
+    if not link or in_chunks or (drops and topology.chunked):
         return False
     adds = "propagate" in vars(conv) or adds_rows(conv)  # by a product
     adds = adds and not _adds_relations(conv, topology, (x,))
@@ -327,10 +326,11 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     fits = fits and target.dim_ == 0 and target.rows is topology.nodes
     given = [v for v in values if v is not None]
     fits = fits and all(_of_edges(v, topology) for v in given)
-    if fits and drops and conv.training:
-        attr = given[0].local if given else None
-        ends = source.local, target.local
-        fits = len(given) < 2 and attends_by_kernels(conv, *ends, attr)
+    # on a rank without edges PyG's GATConv reads none of these, nor their weights
+    leaves_out = given and getattr(conv, "att_edge", None) is not None
+    if fits and (leaves_out or (drops and conv.training)):
+        local = (v.local for v in (source, target, *given))
+        fits = len(given) < 2 and attends_by_kernels(conv, *local)
     return fits
 
 

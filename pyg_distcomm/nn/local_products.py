@@ -332,7 +332,7 @@ def _add_relations(
 
 
 def attends_by_kernels(
-    conv: Any, source: Tensor, target: Tensor, attr: Tensor | None
+    conv: Any, source: Tensor, target: Tensor, attr: Tensor | None = None
 ) -> bool:
     """Tells whether `run_layer` runs a layer of attention by the kernels, on such rows."""
     given = {"x": (source, target), "edge_attr": attr}
