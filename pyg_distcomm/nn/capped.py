@@ -232,10 +232,13 @@ def _split(
         arguments += [argument for argument, _ in found]
         tensors += [x for _, x in found if x is not None]
     norms = (m for m in layer.modules() if isinstance(m, _NormBase))
+    scored = given.get("edge_attr") is not None and hasattr(layer, "att_edge")
+    read = ("att_edge", "lin_edge.weight") if scored else ()
     made = NodeChunks(
         call,
         arguments,
         [p for p in layer.parameters() if p.requires_grad],
+        {id(p) for name, p in layer.named_parameters() if name in read},
         [x for m in norms if (x := m.num_batches_tracked) is not None],
         topology,
         edge_index.rows,
@@ -323,6 +326,7 @@ class NodeChunks:
         call: the method of the layer.
         arguments: the arguments of the call.
         params: the trainable parameters of the layer; in a run, those that the call uses.
+        used: the ids of some that it uses, though PyG's GATConv does not without edges.
         counters: the buffers of the layer that count batches.
         topology: the edges that the layer was given.
         edges: the rows of the edges of the call, which may have loops besides.
@@ -334,6 +338,7 @@ class NodeChunks:
     call: Callable[..., Any]
     arguments: list[Argument]
     params: list[Tensor]
+    used: set[int]
     counters: list[Tensor]
     topology: Topology
     edges: Rows
@@ -354,8 +359,7 @@ class NodeChunks:
 
         Returns False if no rank needs more than one: then all run as without a cap.
         """
-        pairs = zip(self.kinds, tensors, strict=True)
-        rows = [x for kind, x in pairs if kind != "whole"]
+        rows = [x for k, x in zip(self.kinds, tensors, strict=True) if k != "whole"]
         size = sum(x.shape[1:].numel() * x.element_size() for x in rows)
         fit = max(self.cap.stage // max(KEPT * size, 1), 1)
         if self.topology.locals.most <= fit:
@@ -365,8 +369,7 @@ class NodeChunks:
         ends = first[1:] + torch.arange(1, own + 1, device=first.device)
         total = int(ends[-1]) if own else 0
         marks = torch.arange(fit, max(total, fit), fit, device=ends.device)
-        cuts = torch.searchsorted(ends, marks, right=True)
-        cuts = torch.unique(cuts)
+        cuts = torch.unique(torch.searchsorted(ends, marks, right=True))
         cuts = cuts[(cuts > 0) & (cuts < own)]
         self.bounds = [0, *cuts.tolist(), own]
         self._first = first[self.bounds].tolist()
@@ -443,7 +446,7 @@ class NodeChunks:
         try:
             if self.params and torch.is_grad_enabled():
                 first = self.run(0, tensors, [x.requires_grad for x in tensors])[0]
-                self.params = _reached(first, self.params)
+                self.params = _reached(first, self.params, self.used)
                 del first
             learnt = [entered(p, mesh) for p in self.params]
             return _Chunked.apply(self, *tensors, *learnt)
@@ -492,7 +495,6 @@ class _Chunked(torch.autograd.Function):
         ]
         sums += [torch.zeros_like(p) for p in params]
         kinds += ["whole"] * len(params)
-        seen = [True] * (len(sums) - len(params)) + [False] * len(params)
         kind, dtype, enabled = ctx.cast
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -509,23 +511,21 @@ class _Chunked(torch.autograd.Function):
                 )
                 for k, add in enumerate(grads):
                     if add is not None:
-                        seen[k] = True
                         _add(sums[k], add, takes.get(kinds[k]))
         give_back()
-        each = iter(s if on else None for s, on in zip(sums, seen, strict=True))
+        each = iter(sums)
         return None, *(next(each) if on else None for on in (*graded, *learnt))
 
 
-def _reached(out: Tensor, params: list[Tensor]) -> list[Tensor]:
+def _reached(out: Tensor, params: list[Tensor], used: set[int]) -> list[Tensor]:
     """Returns the parameters that an output depends on; others get None, not zeros."""
-    queue, seen, found = [out.grad_fn], {out.grad_fn}, set()
-    while queue:
-        node: Any = queue.pop()
+    queue: list[Any] = [out.grad_fn] if out.requires_grad else []
+    seen, found = {None, *queue}, {*used}
+    for node in queue:  # which grows
         found.add(id(getattr(node, "variable", None)))
-        for after, _ in () if node is None else node.next_functions:
-            if after not in seen:
-                seen.add(after)
-                queue.append(after)
+        fresh = {after for after, _ in node.next_functions} - seen
+        seen |= fresh
+        queue += fresh
     return [p for p in params if id(p) in found]
 
 
