@@ -198,6 +198,13 @@ def test_linear_codecs_are_linear_and_pass_the_dot_product_test(codec):
     assert left == pytest.approx(right, rel=1e-12)
 
 
+def test_rows_are_scaled_by_how_many_travel():
+    x, codec = rows(torch.float64), RowSample(4.0)
+    sent = there_and_back(codec, x, draw=draw_of(len(x), 9))
+    kept = sent.any(1)
+    assert torch.allclose(sent[kept], x[kept] * len(x) / codec.kept(len(x)))
+
+
 def test_a_chain_passes_gradients_through_its_mask_alone():
     mask = ColumnMask(4, scaled=True)
     chain, g = Chain(mask, Quantise(1, "stochastic")), rows()

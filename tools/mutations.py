@@ -684,7 +684,7 @@ MUTATIONS = (
         "few.mul_(rows / count)",
         "few.mul_(1.0)",
         "test_codec.py",
-        "RowSample",
+        "test_rows_are_scaled",
     ),
     Mutation(
         "a chain picks the rows of a message twice",
