@@ -186,6 +186,7 @@ EXACT = {
     "GATv2Conv shared": (_gat("GATv2Conv", share_weights=True, fill_value=0.5), X),
     "GINConv": (lambda: pyg.GINConv(mlp(F, OUT), train_eps=True), X),
     "GINEConv": (lambda: pyg.GINEConv(mlp(F, OUT), edge_dim=3), A),
+    "GINConv by row": (lambda: pyg.GINConv(plain(F, OUT), train_eps=True), X),
     "GraphConv": (lambda: pyg.GraphConv(F, OUT), W),
     "GraphConv max": (lambda: pyg.GraphConv(F, OUT, aggr="max"), W),
     "TransformerConv": (_gat("TransformerConv", edge_dim=3, beta=True), A),
@@ -252,6 +253,10 @@ EXACT = {
     ),
     "FeaStConv": (lambda: pyg.FeaStConv(F, OUT, heads=2), X),
     "FiLMConv": (lambda: pyg.FiLMConv(F, OUT), X),
+    "FiLMConv norm": (
+        lambda: pyg.FiLMConv(F, OUT, nn=Sequential(Linear(F, 12), BatchNorm1d(12))),
+        X,
+    ),
     "FiLMConv types": (lambda: pyg.FiLMConv(F, OUT, num_relations=3), T),
     "MixHopConv": (lambda: pyg.MixHopConv(F, OUT, powers=[0, 1, 2]), W),
     "ChebConv": (lambda: pyg.ChebConv(F, OUT, K=3), W),

@@ -67,6 +67,14 @@ def hooked(name):
     return change
 
 
+def centred(name):
+    def change(conv):
+        part = getattr(conv, name)
+        part.register_forward_hook(lambda module, given, out: out - out.mean(0))
+
+    return change
+
+
 def own_propagate(conv):
     inner = conv.propagate
     conv.propagate = lambda *args, **given: 2 * inner(*args, **given)
@@ -87,6 +95,7 @@ CHANGES = {
     "graph sum hooked": (pyg.GraphConv, hooked("aggr_module")),
     "gat class with propagate": (TwiceGAT, None),
     "gat linear with bias": (pyg.GATConv, biased("lin")),
+    "gat linear hooked": (pyg.GATConv, centred("lin")),
     "gat sum hooked": (pyg.GATConv, hooked("aggr_module")),
 }
 

@@ -30,7 +30,7 @@ from pyg_distcomm.graph.topology import Ghosted, Topology
 from pyg_distcomm.halo.halo import StagedHalo
 from pyg_distcomm.kernels.memory import MemoryCap, give_back, has_saved_tensors_hooks
 from pyg_distcomm.nn.layer_context import has_hooks
-from pyg_distcomm.nn.message_forms import layers_of
+from pyg_distcomm.nn.message_forms import layers_of, with_attributes
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.ids import Ids, LocalRows, ids_of
 from pyg_distcomm.sharded.partial import entered
@@ -92,20 +92,13 @@ def within_cap(conv: Any, topology: Topology, args: Any, kwargs: Any) -> Iterato
     given = {**given, **given.get("kwargs", {}), **kwargs}
     if given.get("return_attention_weights") is not None or conv.explain:
         layers = []
-    before = [(layer, dict(vars(layer))) for layer in layers]
-    for layer in layers:
-        for verb in _VERBS:
-            call = getattr(layer, verb)
-            vars(layer)[verb] = _in_chunks(layer, call, verb, topology)
-    try:
-        with spilling(topology):
-            yield
-    finally:
-        for layer, known in before:
-            for verb in _VERBS:
-                vars(layer).pop(verb, None)
-                if verb in known:
-                    vars(layer)[verb] = known[verb]
+
+    def chunked(layer: Any) -> dict[str, Callable[..., Any]]:
+        calls = {verb: getattr(layer, verb) for verb in _VERBS}
+        return {v: _in_chunks(layer, call, v, topology) for v, call in calls.items()}
+
+    with with_attributes(layers, chunked), spilling(topology):
+        yield
 
 
 def _in_chunks(

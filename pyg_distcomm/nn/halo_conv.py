@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch_geometric.nn
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.graph.local_adjacency import stays
 from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.kernels.memory import KEPT_FROM
 from pyg_distcomm.nn.capped import within_cap
 from pyg_distcomm.nn.layer_context import (
     Explained,
@@ -47,8 +47,13 @@ from pyg_distcomm.nn.local_products import (
     run_layer,
     usable,
 )
-from pyg_distcomm.nn.message_forms import adds_rows, layers_of
-from pyg_distcomm.nn.propagating import adding, exchanging, keeps_rows
+from pyg_distcomm.nn.message_forms import computes_by_row, layers_of, with_attributes
+from pyg_distcomm.nn.propagating import (
+    BySum,
+    adding,
+    exchanging,
+    keeps_rows,
+)
 from pyg_distcomm.sharded.agreement import compare_weights
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.partial import entered
@@ -267,22 +272,12 @@ class HaloConv(torch.nn.Module):
         return f"HaloConv({self.conv})"
 
 
-class _OnOwnRows(torch.nn.Module):
-    """Runs a layer's computation, as `functional_call` needs a module for."""
-
-    def __init__(self, conv: Any) -> None:
-        super().__init__()
-        self.conv = conv
-
-    def forward(self, run: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        return run_layer(self.conv, run, *args, **kwargs)  # type: ignore[arg-type,no-any-return]
-
-
 def one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """Runs a layer on own rows and ghosts, of which each travels once.
 
-    What travels is the input, `[h, F_in]`; that of a constant input once. A layer with a
-    link, or with dropout of attention that no kernel computes, runs op by op.
+    What travels is the input, `[h, F_in]`; that of a constant input once. Where a product
+    adds rows, a small layer runs on own rows and these sums. One whose modules mix rows, one
+    with a link, or with dropout of attention that no kernel computes, runs op by op.
     """
 
     def on_own_rows(x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
@@ -292,6 +287,17 @@ def one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
             return run(x, edge_index, *args, **kwargs)
         if edge_index.weight is not None:
             return run(x, edge_index, *args, **kwargs)
+        by = _adder(conv, topology, x)
+        if by is not None:
+            given = dict(zip(("edge_weight",), args, strict=False)) | kwargs
+            add = by.product(edge_index, {"x": x, **given})
+            if add is None:
+                return run(x, edge_index, *args, **kwargs)
+            own, sums = x.to_local(), add().to_local()
+            summed = {"propagate": lambda *_, **__: sums}
+            with on_ranks(conv, topology), with_attributes([conv], lambda _: summed):
+                out = run(own, edge_index, *args, **kwargs)
+            return DistTensor.from_local(out, topology.nodes)
         ends = stays(topology.locals.ends)
         if getattr(conv, "dropout", 0.0) > 0 and conv.training:
             note_rows(conv, ends, edge_index)
@@ -307,13 +313,14 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     in_chunks = topology.nodes.memory is not None
     if not link or in_chunks or (drops and topology.chunked):
         return False
-    adds = "propagate" in vars(conv) or adds_rows(conv)  # by a product
-    adds = adds and not _adds_relations(conv, topology, (x,))
-    if adds and not topology.chunked and topology.sources is None:
-        return False
     if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):
         return False
-    if any(map(is_lazy, conv.parameters())):
+    replaced = not isinstance(vars(conv).get("propagate"), BySum | None)
+    if replaced and not topology.chunked:
+        return False
+    if _adder(conv, topology, x) is not None and not _is_small(x):
+        return False
+    if any(map(is_lazy, conv.parameters())) or not computes_by_row(conv):
         return False
     pair = x if isinstance(x, (tuple, list)) else (x, x)
     if len(pair) != 2 or any(type(one) is not DistTensor for one in pair):
@@ -332,6 +339,39 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
         local = (v.local for v in (source, target, *given))
         fits = len(given) < 2 and attends_by_kernels(conv, *local)
     return fits
+
+
+def _adder(conv: Any, topology: Topology, x: Any) -> BySum | None:
+    """Returns what adds the rows that a layer reads, if a product does."""
+    by = vars(conv).get("propagate")
+    if not isinstance(by, BySum) or topology.sources is not None:
+        return None
+    return None if _adds_relations(conv, topology, (x,)) else by
+
+
+def _is_small(x: Any) -> bool:
+    """Tells whether Python takes longer than the rows: those of large ones fill kept blocks."""
+    if type(x) is not DistTensor:
+        return False
+    return x.numel() * x.element_size() < x.rows.mesh.size * KEPT_FROM
+
+
+@contextlib.contextmanager
+def on_ranks(conv: Any, topology: Topology) -> Iterator[None]:
+    """Has a layer compute on own rows in a block: its gradients are parts of sums."""
+    mesh, held = topology.nodes.mesh, []
+    if mesh.size > 1:
+        compare_weights(list(conv.parameters()), mesh)
+    for part in conv.modules():
+        own = part._parameters
+        held += [(own, name, p) for name, p in own.items() if p is not None]
+    try:
+        for own, name, p in held:
+            own[name] = entered(p, mesh)
+        yield
+    finally:
+        for own, name, p in held:
+            own[name] = p
 
 
 def _adds_relations(conv: Any, topology: Topology, values: Any) -> bool:
@@ -354,7 +394,6 @@ def _on_own_rows(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    mesh = topology.nodes.mesh
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
     own, table = target.to_local(), topology.constant_rows(source)
     if table is None:
@@ -364,14 +403,9 @@ def _on_own_rows(
     args, kwargs = tree_map(
         lambda v: v.to_local() if type(v) is DistTensor else v, (args, kwargs)
     )
-    if mesh.size > 1:
-        compare_weights(list(conv.parameters()), mesh)
-    params = {f"conv.{name}": entered(p, mesh) for name, p in conv.named_parameters()}
-    given = run, (table, own), stays(topology.locals.ends), *args
-    # a module that is shared is swapped once, and swapped back
-    out = torch.func.functional_call(
-        _OnOwnRows(conv), params, given, kwargs, tie_weights=False
-    )
+    with on_ranks(conv, topology):
+        given = (table, own), stays(topology.locals.ends), *args
+        out = run_layer(conv, run, *given, **kwargs)
     return DistTensor.from_local(out, topology.nodes)
 
 
@@ -384,9 +418,9 @@ def _of_edges(value: Any, topology: Topology) -> bool:
 # layers whose output at a node depends on its in-edges and the rows at their ends alone, and
 # which read no more of these in their `forward` than a pair of sources and targets gives
 _ONE_HOP = frozenset(
-    getattr(torch_geometric.nn, name)
+    getattr(torch_geometric.nn, name).forward
     for name in (
-        *("FiLMConv", "GATConv", "GATv2Conv", "GMMConv", "GraphConv"),
+        *("FiLMConv", "GATConv", "GATv2Conv", "GINConv", "GMMConv", "GraphConv"),
         *("RGCNConv", "ResGatedGraphConv", "TransformerConv"),
     )
 )
@@ -394,9 +428,4 @@ _ONE_HOP = frozenset(
 
 def is_one_hop(conv: Any) -> bool:
     """Tells whether a layer is one of PyG's that `one_hop` runs, with PyG's `forward`."""
-    for kind in type(conv).__mro__:
-        if kind in _ONE_HOP:
-            return True
-        if "forward" in vars(kind):
-            return False
-    return False
+    return type(conv).forward in _ONE_HOP

@@ -55,7 +55,7 @@ from pyg_distcomm.nn.layer_context import (
     propagates_as_pyg,
 )
 from pyg_distcomm.nn.leading_rows import leading, whole
-from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES
+from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES, computes_by_row
 
 _FLOATS = (torch.float32, torch.float64)
 _TYPES = 4  # types of the same edges, of which an RGCNConv keeps the CSR form
@@ -351,9 +351,8 @@ def _may_be_trimmed(
     if adjacency.batch is None:
         return True
     edges = _sampled_edges(adjacency, given["edge_index"])
-    return (
-        edges is not None and edges.order is None and _computes_rows_independently(conv)
-    )
+    ordered = edges is not None and edges.order is None
+    return ordered and computes_by_row(conv, draws=True)
 
 
 def _edges_of(
@@ -378,25 +377,6 @@ def _read_by(conv: torch.nn.Module, *others: Any) -> list[Any]:
     return [*conv.parameters(), *conv.buffers(), *others]
 
 
-def _computes_rows_independently(conv: torch.nn.Module) -> bool:
-    """Tells whether the submodules of a layer compute each row from the same row alone."""
-    return all(
-        isinstance(part, _BY_ROW)
-        or type(part).__module__ == "torch.nn.modules.activation"
-        or (
-            isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
-            and not part.training
-        )
-        for part in conv.modules()
-        if part is not conv
-    )
-
-
-_BY_ROW = (
-    *(pyg.Linear, pyg.MLP, pyg.BatchNorm, pyg.Sequential, pyg.Aggregation),
-    *(torch.nn.Linear, torch.nn.Sequential, torch.nn.ModuleList, torch.nn.Identity),
-    *(torch.nn.Dropout, torch.nn.LayerNorm),
-)
 _EDGE_ARGUMENTS = {"edge_weight", "edge_attr"}
 # layers of one hop that take a pair of features, and treat each target on its own
 _PAIRED = {

@@ -9,6 +9,8 @@ are the features of a layer, none of its exchanges is coded.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +21,12 @@ from torch_geometric.nn.aggr import Aggregation, MultiAggregation, SoftmaxAggreg
 
 from pyg_distcomm.halo.codec import nested
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.nn.layer_context import STEPS, has_hooks, propagates_as_pyg
+from pyg_distcomm.nn.layer_context import (
+    STEPS,
+    has_hooks,
+    is_changed,
+    propagates_as_pyg,
+)
 
 AGGREGATIONS: dict[type, str] = {
     pyg.SumAggregation: "sum",
@@ -84,6 +91,64 @@ def layers_of(conv: MessagePassing) -> list[MessagePassing]:
         if isinstance(module, MessagePassing) and module not in found:
             found.append(module)
     return found
+
+
+@contextlib.contextmanager
+def with_attributes(
+    layers: list[Any], make: Callable[[Any], dict[str, Any]]
+) -> Iterator[None]:
+    """Has layers use what `make` returns in place of their own attributes, in a block."""
+    made = [(vars(layer), make(layer)) for layer in layers]
+    before = [{name: own[name] for name in new if name in own} for own, new in made]
+    for own, new in made:
+        own.update(new)
+    try:
+        yield
+    finally:
+        for (own, new), old in zip(made, before, strict=True):
+            for name in new:
+                del own[name]
+            own.update(old)
+
+
+def computes_by_row(conv: torch.nn.Module, *, draws: bool = False) -> bool:
+    """Tells whether the modules of a layer compute each row from the same row alone.
+
+    Args:
+        conv: the layer.
+        draws: whether they may draw numbers for their rows.
+    """
+    parts = [part for part in conv.modules() if part is not conv]
+    return all(_is_by_row(part, draws) and not is_changed(part) for part in parts)
+
+
+def _is_by_row(part: torch.nn.Module, draws: bool) -> bool:
+    run = type(part).forward
+    if run in (torch.nn.Dropout.forward, pyg.MLP.forward):
+        p: Any = part.dropout if isinstance(part, pyg.MLP) else [part.p]
+        return draws or not (part.training and any(p))
+    if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+        return not part.training and part.running_mean is not None
+    if run in _OVER_A_DIMENSION:
+        return bool(part.dim == -1)
+    if run is torch.nn.LayerNorm.forward:
+        return len(part.normalized_shape) == 1  # type: ignore[arg-type]
+    return run in _BY_ROW or isinstance(part, pyg.Aggregation)
+
+
+_OVER_A_DIMENSION = {
+    kind.forward
+    for kind in (torch.nn.LogSoftmax, torch.nn.Softmax, torch.nn.Softmin, torch.nn.GLU)
+}
+_BY_ROW = {
+    getattr(torch.nn, name).forward
+    for name in (
+        *("CELU", "ELU", "GELU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh"),
+        *("Identity", "LeakyReLU", "Linear", "LogSigmoid", "Mish", "Module", "PReLU"),
+        *("ReLU", "ReLU6", "SELU", "Sequential", "SiLU", "Sigmoid", "Softplus"),
+        *("Softshrink", "Softsign", "Tanh", "Tanhshrink", "Threshold"),
+    )
+} | {pyg.BatchNorm.forward, pyg.Linear.forward, pyg.Sequential.forward}
 
 
 # What may be coded ---------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from pyg_distcomm.graph.edge_products import linear
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.nn.capped import spilling
-from pyg_distcomm.nn.halo_conv import one_hop, run_any, run_on_share
+from pyg_distcomm.nn.halo_conv import on_ranks, one_hop, run_any, run_on_share
 from pyg_distcomm.nn.layer_context import (
     Explained,
     LayerContext,
@@ -36,7 +36,7 @@ from pyg_distcomm.nn.layer_context import (
     topology_of,
 )
 from pyg_distcomm.nn.local_products import run_gcn, run_sage
-from pyg_distcomm.nn.message_forms import AGGREGATIONS
+from pyg_distcomm.nn.message_forms import AGGREGATIONS, with_attributes
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.sharded.agreement import compare_weights
 from pyg_distcomm.sharded.dist_tensor import DistTensor
@@ -324,14 +324,22 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
     ) -> Tensor:
         check_arguments(self, (x, x_0, edge_index, edge_weight), {})
         (x, x_0, edge_index), _ = sharded_inputs((x, x_0, edge_index), {})
-        found = self._product(x, x_0, edge_index, edge_weight)
-        if found is None:
+        matrix = self._matrix(x, x_0, edge_index, edge_weight)
+        if matrix is None:
             return run_on_share(self, self.link, run, x, x_0, edge_index, edge_weight)  # type: ignore[no-any-return]
-        return found
+        topology = edge_index.topology
+        with _saving(topology), on_ranks(self, topology):
+            # the edges are normalised in the matrix
+            sums = matrix @ x.to_local().contiguous()
+            given = {"propagate": lambda *_, **__: sums, "normalize": False}
+            with with_attributes([self], lambda _: given):
+                out = run(sums, x_0.to_local(), edge_index)
+            return DistTensor.from_local(out, topology.nodes)
 
-    def _product(
+    def _matrix(
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any
-    ) -> Tensor | None:
+    ) -> GridMatrix | None:
+        """Returns the matrix P, over the links of this call; None if it is another layer."""
         topology = topology_of(edge_index)
         check_edges("edge_weight", edge_weight, topology)
         base = torch_geometric.nn.GCN2Conv
@@ -349,17 +357,7 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         context = LayerContext.of(self, self.link, edge_index, None, weight)
         kind = OperatorKind("gcn", False, self.add_self_loops)
         edges = None if weight is None else weight.to_local()
-        local = x.to_local().contiguous()
-        operator = topology.operator(kind, edges, local.dtype, context.exchange())
-        with _saving(topology):
-            mixed = DistTensor.from_local(operator @ local, topology.nodes)
-        mixed, first = mixed * (1 - self.alpha), x_0 * self.alpha
-        rest = {"beta": 1 - self.beta, "alpha": self.beta}
-        if self.weight2 is None:
-            mixed = mixed + first
-            return torch.addmm(mixed, mixed, self.weight1, **rest)
-        out = torch.addmm(mixed, mixed, self.weight1, **rest)
-        return out + torch.addmm(first, first, self.weight2, **rest)
+        return topology.operator(kind, edges, x.dtype, context.exchange())
 
 
 class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):

@@ -9,8 +9,9 @@ else of the layer is PyG's.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from pyg_distcomm.nn.message_forms import (
     check_aggregations,
     is_coded,
     layers_of,
+    with_attributes,
 )
 from pyg_distcomm.sharded.constants import key_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor
@@ -36,77 +38,85 @@ from pyg_distcomm.sharded.ids import ids_of
 _MOST = 64  # edges that layers derive from those of a graph, as those of each relation
 
 
-@contextlib.contextmanager
-def adding(conv: Any, topology: Topology) -> Iterator[None]:
+def adding(conv: Any, topology: Topology) -> AbstractContextManager[None]:
     """Has the layers of a module sum rows by products in a block; collective once."""
     layers = [layer for layer in layers_of(conv) if adds_rows(layer)]
     if not layers:
         warn_about_grid(conv, topology, "it does not sum the rows of its neighbours")
-    for layer in layers:
-        vars(layer)["propagate"] = _propagate(layer, layer.propagate)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            vars(layer).pop("propagate", None)
+    return with_attributes(
+        layers, lambda layer: {"propagate": BySum(layer, layer.propagate)}
+    )
 
 
-def _propagate(layer: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    def propagate(edge_index: Any, size: Any = None, **given: Any) -> Any:
-        found = _sum(layer, edge_index, given)
-        return run(edge_index, size=size, **given) if found is None else found
+@dataclass(frozen=True)
+class BySum:
+    """Propagates by a product where it can.
 
-    return propagate
+    Args:
+        layer: the layer.
+        run: how it propagates otherwise.
+    """
 
+    layer: Any
+    run: Callable[..., Any]
 
-def _sum(layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
-    """Returns what `propagate` does, or None if it is no product of this edge_index."""
-    name = MESSAGES[type(layer).message]
-    given = {key: value for key, value in given.items() if value is not None}
-    weight = None if name is None else given.get(name)
-    x = given.get("x")
-    x = x[0] if isinstance(x, (tuple, list)) and len(x) else x
-    topology = None if set(given) - {"x", name} else planned(edge_index)
-    if topology is None or layer.flow != "source_to_target":
-        return None
-    if topology.sources is not None:
-        warn_about_grid(layer, topology, "edges go between two types of nodes")
-    if not _fits(x, weight, topology) or topology.nodes.memory is not None:
-        return None
-    assert x is not None
-    mesh = topology.nodes.mesh
-    on_grid = mesh.grid[1:] != (1, 1)
-    if topology.is_gridded and not _is_constant(weight):
-        why = "its edge weights are learnt, or computed in each run"
-        warn_about_grid(layer, topology, why)
-        return None
-    if on_grid and not topology.adds_on_grid:
-        why = "a product on the grid would not send fewer numbers"
-        warn_about_grid(layer, topology, why)
-        return None
-    mean = AGGREGATIONS[type(layer.aggr_module)] == "mean"
-    edges = None if weight is None else _values(weight, topology)
-    wide = x.dtype if edges is None else torch.promote_types(x.dtype, edges.dtype)
+    def __call__(self, edge_index: Any, size: Any = None, **given: Any) -> Any:
+        found = self.product(edge_index, given)
+        if found is None:
+            return self.run(edge_index, size=size, **given)
+        return found()
 
-    def multiply() -> DistTensor:
-        local = x.to_local().contiguous()
-        computed = not _is_constant(weight)
-        out = topology.operator(OperatorKind(), edges, wide, computed=computed) @ local
-        if mean:
-            out = out / topology.in_degree.clamp(min=1).to(out.dtype).unsqueeze(1)
-        return DistTensor.from_local(out, topology.nodes)
+    def product(
+        self, edge_index: Any, given: dict[str, Any]
+    ) -> Callable[[], DistTensor] | None:
+        """Returns what computes a product; None if it is none of these edges; collective."""
+        layer = self.layer
+        name = MESSAGES[type(layer).message]
+        given = {key: value for key, value in given.items() if value is not None}
+        weight = None if name is None else given.get(name)
+        x = given.get("x")
+        x = x[0] if isinstance(x, (tuple, list)) and len(x) else x
+        topology = None if set(given) - {"x", name} else planned(edge_index)
+        if topology is None or layer.flow != "source_to_target":
+            return None
+        if topology.sources is not None:
+            warn_about_grid(layer, topology, "edges go between two types of nodes")
+        if not _fits(x, weight, topology) or topology.nodes.memory is not None:
+            return None
+        assert x is not None
+        mesh = topology.nodes.mesh
+        on_grid = mesh.grid[1:] != (1, 1)
+        if topology.is_gridded and not _is_constant(weight):
+            why = "its edge weights are learnt, or computed in each run"
+            warn_about_grid(layer, topology, why)
+            return None
+        if on_grid and not topology.adds_on_grid:
+            why = "a product on the grid would not send fewer numbers"
+            warn_about_grid(layer, topology, why)
+            return None
+        mean = AGGREGATIONS[type(layer.aggr_module)] == "mean"
+        edges = None if weight is None else _values(weight, topology)
+        wide = x.dtype if edges is None else torch.promote_types(x.dtype, edges.dtype)
 
-    known = None
-    if topology.ordering.keep_inputs:  # the same tensor each time: A (A X) is kept, too
+        def multiply() -> DistTensor:
+            computed = not _is_constant(weight)
+            matrix = topology.operator(OperatorKind(), edges, wide, computed=computed)
+            out = matrix @ x.to_local().contiguous()
+            if mean:
+                out = out / topology.in_degree.clamp(min=1).to(out.dtype).unsqueeze(1)
+            return DistTensor.from_local(out, topology.nodes)
+
+        if not topology.ordering.keep_inputs:
+            return multiply
+        # the same tensor each time: A (A X) is kept, too
         number = None if weight is None else key_of(weight)
         inputs = x, weight if number is None else None
         kind, again = ("sum", mean, x.dtype, number), "kept" in vars(x)
-        product = topology.constants.product
-        known = product(kind, inputs, multiply, cache_now=again)
-    if known is None:
-        return multiply()
-    vars(known)["kept"] = True
-    return known
+        known: Any = topology.constants.product(kind, inputs, multiply, cache_now=again)
+        if known is None:
+            return multiply
+        vars(known)["kept"] = True
+        return lambda: known
 
 
 def _is_constant(weight: DistTensor | None) -> bool:
@@ -173,34 +183,21 @@ def planned(edge_index: Any) -> Topology | None:
     return kept.get(number)  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def exchanging(conv: Any, context: LayerContext) -> Iterator[None]:
+def exchanging(conv: Any, context: LayerContext) -> AbstractContextManager[None]:
     """Fetches source rows by the link of a layer's call in a block; collective."""
     layers = layers_of(conv)
     if context.is_coded and context.link is not None:
         check_aggregations(layers, context.link)
     call = context.exchange()
-    if call is None and not context.topology.chunked:
-        yield
-        return
-    visit = _ChunkVisit(context) if context.topology.chunked else _Visit(call)
-    for layer in layers:
-        vars(layer).update(visit.stand_ins(layer))
-    try:
-        yield
-    finally:
-        for layer in layers:
-            for name in _STAND_INS:
-                vars(layer).pop(name, None)
+    if context.topology.chunked:
+        return with_attributes(layers, _ChunkVisit(context).stand_ins)
+    return with_attributes([] if call is None else layers, _Visit(call).stand_ins)
 
 
 def keeps_rows(layer: Any) -> bool:
     """Tells whether a layer caches propagated rows, as SGConv and SSGConv may."""
     names = vars(layer)
     return bool(names.get("cached")) and ("_cached_x" in names or "_cached_h" in names)
-
-
-_STAND_INS = "propagate", "edge_updater", "_index_select"
 
 
 class _Visit:
