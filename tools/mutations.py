@@ -763,8 +763,8 @@ MUTATIONS = (
     Mutation(
         "edges give the same budget whatever their target has",
         "subgraphs",
-        "share = torch.repeat_interleave(1.0 / count.double(), count)",
-        "share = torch.repeat_interleave(count.double() * 0 + 1, count)",
+        "share = (1.0 / count.double())[target]",
+        "share = (count.double() * 0 + 1)[target]",
         "test_subgraph_loaders.py",
         "test_hgt_draws_by_the_square or test_hgt_on_ranks",
     ),

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import RandomSampler, get_worker_info
+from torch.utils.data import RandomSampler, SequentialSampler, get_worker_info
 from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.consistency import on_all_ranks
@@ -75,9 +75,6 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         with on_all_ranks(None if source is None else source.mesh.world):
             super().__init__(*args, **kwargs)
             check_lengths(self.input_data)
-        if shuffle and not own and self.batch_size and len(self.dataset):  # for others
-            sampler = RandomSampler(self.dataset, generator=self.generator)
-            self.__dict__["sampler"] = self.batch_sampler.sampler = sampler
 
     def _begin_init(
         self,
@@ -144,6 +141,11 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         self.__dict__.pop("collate_fn", None)
         drawn, count = dataloader.get("sampler"), len(self.dataset)
         own = drawn is not None or dataloader.get("batch_sampler") is not None
+        if not own:  # for others that read it
+            sampler: Any = SequentialSampler(self.dataset)
+            if dataloader.get("shuffle") and count:
+                sampler = RandomSampler(self.dataset, generator=self.generator)
+            self.__dict__["sampler"] = self.batch_sampler.sampler = sampler
         if isinstance(drawn, ByClass):
             check_weighted_sampler(drawn, count)
             own, inputs = False, [*inputs, drawn.weights, drawn.num_samples]

@@ -95,6 +95,7 @@ class BatchSharding:
             yield t, t, padding
 
 
+@dataclass(eq=False)
 class EpochPlan:
     """Lists the batches of any epoch of a loader, as a function of its seed.
 
@@ -107,17 +108,12 @@ class EpochPlan:
         draw: returns the positions [count] of an epoch, given a key; or None.
     """
 
-    def __init__(
-        self,
-        count: int,
-        batch_size: int,
-        shuffle: bool,
-        drop_last: bool,
-        batch_sampler: Any = None,
-        draw: Callable[[int], Tensor] | None = None,
-    ) -> None:
-        self.count, self.batch_size, self.shuffle = count, batch_size, shuffle
-        self.drop_last, self.batch_sampler, self.draw = drop_last, batch_sampler, draw
+    count: int
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+    batch_sampler: Any = None
+    draw: Callable[[int], Tensor] | None = None
 
     def length(self) -> int | None:
         """Returns the number of batches of an epoch; None if a batch_sampler has no length."""

@@ -14,6 +14,7 @@ from torch_geometric.loader import NodeLoader
 from pyg_distcomm import plugins
 from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_sample
+from pyg_distcomm.kernels.sample_ops import spread
 from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import (
@@ -337,11 +338,9 @@ class _Budgets:
     def add(self, name: str, colptr: Tensor, row: Tensor, place: Tensor) -> None:
         """Adds the in-edges of rows `place` to the budgets of their sources, of type `name`."""
         begin, count = colptr[place], colptr[place + 1] - colptr[place]
-        within = torch.arange(int(count.sum())) - torch.repeat_interleave(
-            count.cumsum(0) - count, count
-        )
-        source = row[torch.repeat_interleave(begin, count) + within].long()
-        share = torch.repeat_interleave(1.0 / count.double(), count)
+        target, within, _ = spread(count)
+        source = row[begin[target] + within].long()
+        share = (1.0 / count.double())[target]
         self._known[name].append((source, share))
 
     def step(self, hop: int, numbers: dict[str, list[int]]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler, SequentialSampler
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.loader import ClusterData as PyGClusterData
@@ -21,6 +20,7 @@ from torch_geometric.utils import sort_edge_index
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.serialization import allowing
+from pyg_distcomm.kernels.sample_ops import spread
 from pyg_distcomm.loader.base import Graph
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import (
@@ -74,10 +74,8 @@ class NodeSets:
         """Returns the nodes of some sets together, as a sampler's input."""
         index = torch.as_tensor(index).view(-1)
         begin, count = self.ptr[index], self.ptr[index + 1] - self.ptr[index]
-        step = torch.arange(int(count.sum())) - torch.repeat_interleave(
-            count.cumsum(0) - count, count
-        )
-        node = self.node[torch.repeat_interleave(begin, count) + step]
+        which, step, _ = spread(count)
+        node = self.node[begin[which] + step]
         if self.sizes is None:
             return NodeSamplerInput(input_id=node, node=node)
         typed, first = {}, 0
@@ -129,19 +127,7 @@ class SubgraphLoading(DistNeighborLoader[Graph]):
     def _finish_init(self, inputs: list[Any], dataloader: dict[str, Any]) -> None:
         if self.node_sets is not None:
             self.input_data, inputs = self.node_sets, [self.node_sets.digest()]
-            every = range(len(self.node_sets))
-            self.__dict__["dataset"] = every
-            own = any(
-                dataloader.get(k) is not None for k in ("sampler", "batch_sampler")
-            )
-            if not own:
-                shuffled = bool(dataloader.get("shuffle")) and len(every) > 0
-                order: Any = (
-                    RandomSampler(every, generator=self.generator)
-                    if shuffled
-                    else SequentialSampler(every)
-                )
-                self.__dict__["sampler"] = self.batch_sampler.sampler = order
+            self.__dict__["dataset"] = range(len(self.node_sets))
         super()._finish_init(inputs, dataloader)
 
     def _sample(self, inputs: Any) -> Any:

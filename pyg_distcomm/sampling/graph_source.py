@@ -235,10 +235,7 @@ def read_topology(
     if isinstance(data, (Data, HeteroData)):
         _check_whole(data)
         check_names(data, time_attr, weight_attr)
-    if isinstance(data, Data):
-        return _homogeneous(data, time_attr, weight_attr, is_sorted, backward)
-    if isinstance(data, HeteroData):
-        return _heterogeneous(data, time_attr, weight_attr, is_sorted, backward)
+        return _from_data(data, time_attr, weight_attr, is_sorted, backward)
     if isinstance(data, tuple) and len(data) == 2:
         return _from_stores(data, time_attr, weight_attr, backward)
     raise TypeError(
@@ -270,63 +267,35 @@ def remember(
     relation: Relation,
 ) -> None:
     """Caches a relation that was built from an `edge_index` of this graph."""
-    ends = (None, None) if edge_type is None else (edge_type[0], edge_type[2])
-    sizes = tuple(_size((data if e is None else data[e]).num_nodes) for e in ends)
+    sizes = tuple(_size(_store(data, end).num_nodes) for end in _ends(edge_type))
     plain = replace(relation, source=0, target=0)
     PROCESS.topologies.setdefault(edge_index, []).append(
         ((edge_index._version, sizes, False, False), plain)
     )
 
 
-def _homogeneous(
-    data: Data,
+def _from_data(
+    data: Data | HeteroData,
     time_attr: str | None,
     weight_attr: str | None,
     is_sorted: bool,
     backward: bool,
 ) -> SampledTopology:
-    node_time = edge_time = None
-    if time_attr is not None:
-        times = read_times(data[time_attr], time_attr)
-        if data.is_node_attr(time_attr):
-            node_time = times
-        else:
-            edge_time = times
-    weight = None
-    if weight_attr is not None:
-        weight = read_weights(data[weight_attr], weight_attr)
-    n = _size(data.num_nodes)
-    with naming_edge_type(None):
-        relation = _relation(
-            data, (n, n), node_time, edge_time, weight, is_sorted, backward
-        )
-    graph = SampleGraph((n,), (relation,), (node_time,))
-    return SampledTopology(graph, [None], [None], _dtype(data))
-
-
-def _heterogeneous(
-    data: HeteroData,
-    time_attr: str | None,
-    weight_attr: str | None,
-    is_sorted: bool,
-    backward: bool,
-) -> SampledTopology:
-    node_types, edge_types = data.metadata()
-    node_time, edge_time = _hetero_times(data, time_attr)
-    weights = {}
-    if weight_attr is not None:
-        weights = data.collect(weight_attr)
+    node_types, edge_types = [None], [None]
+    if isinstance(data, HeteroData):
+        node_types, edge_types = data.metadata()
+    node_time, edge_time = _times_of(data, time_attr)
     index = {name: k for k, name in enumerate(node_types)}
-    sizes = tuple(_size(data[name].num_nodes) for name in node_types)
+    sizes = tuple(_size(_store(data, name).num_nodes) for name in node_types)
     relations = []
     for edge_type in edge_types:
-        source, _, target = edge_type
+        source, target = _ends(edge_type)
+        store = _store(data, edge_type)
         with naming_edge_type(edge_type):
-            weight = weights.get(edge_type)
+            weight = None if weight_attr is None else store.get(weight_attr)
             weight = None if weight is None else read_weights(weight, str(weight_attr))
             times = node_time.get(source), edge_time.get(edge_type)
             ends = sizes[index[source]], sizes[index[target]]
-            store = data[edge_type]
             relation = _relation(store, ends, *times, weight, is_sorted, backward)
             if backward:
                 source, target = target, source
@@ -334,23 +303,36 @@ def _heterogeneous(
                 replace(relation, source=index[source], target=index[target])
             )
     clocks = tuple(node_time.get(name) for name in node_types)
-    dtypes = {_dtype(data[edge_type]) for edge_type in edge_types}
+    dtypes = {_dtype(_store(data, edge_type)) for edge_type in edge_types}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.int64
     graph = SampleGraph(sizes, tuple(relations), clocks)
     return SampledTopology(graph, node_types, edge_types, dtype)
 
 
-def _hetero_times(
-    data: HeteroData, name: str | None
-) -> tuple[dict[str, Tensor], dict[EdgeType, Tensor]]:
+def _store(data: Any, key: Any) -> Any:
+    return data if key is None else data[key]
+
+
+def _ends(edge_type: EdgeType | None) -> tuple[Any, Any]:
+    return (None, None) if edge_type is None else (edge_type[0], edge_type[2])
+
+
+def _times_of(
+    data: Data | HeteroData, name: str | None
+) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
+    """Returns the times of nodes and of edges, by type."""
     if name is None:
         return {}, {}
-    nodes = {s._key: s[name] for s in data.node_stores if name in s}
-    edges = {s._key: s[name] for s in data.edge_stores if name in s}
-    return (
-        {key: read_times(time, name) for key, time in nodes.items()},
-        {key: read_times(time, name) for key, time in edges.items()},
+    nodes, edges = data.node_stores, data.edge_stores
+    if isinstance(data, Data):  # both of which are its one store
+        nodes, edges = (nodes, []) if data.is_node_attr(name) else ([], edges)
+    found = (
+        {s._key: s[name] for s in stores if name in s} for stores in (nodes, edges)
     )
+    by_node, by_edge = (
+        {key: read_times(time, name) for key, time in times.items()} for times in found
+    )
+    return by_node, by_edge
 
 
 def _from_stores(
@@ -396,7 +378,7 @@ def _from_stores(
     index = {name: k for k, name in enumerate(node_types)}
     relations = []
     for key, part, time in zip(edge_types, parts, edge_time, strict=True):
-        source, target = (0, 0) if key is None else (index[key[0]], index[key[2]])
+        source, target = (index[end] for end in _ends(key))
         ends = (target, source) if backward else (source, target)
         with naming_edge_type(key):
             clock = _read_times(time, time_attr)
