@@ -19,8 +19,7 @@ from test_layers import problem, shared, step
 from torch_geometric.nn import MessagePassing
 
 import pyg_distcomm as pdc
-from pyg_distcomm import DistTensor
-from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
+from pyg_distcomm import DistTensor, nn
 from pyg_distcomm.sharded import whole
 
 LAYERS = {**layers.EXACT, **layers.OTHERS}
@@ -114,9 +113,8 @@ def _double_backward(data):
 
 def _own(data):
     """The layers of this package for a share, and those that they are."""
-    if isinstance(data.x, DistTensor):
-        return DistGCNConv, DistSAGEConv
-    return pyg.GCNConv, pyg.SAGEConv
+    lib = nn if isinstance(data.x, DistTensor) else pyg
+    return lib.GCNConv, lib.SAGEConv, lib.GATConv
 
 
 def _functional(data):
@@ -194,7 +192,7 @@ def training(grid):
     mesh, data = worlds.mesh(grid=grid), problem("directed")
     whole = pdc.partition(problem("directed"), mesh, owners("random", data, mesh.size))
     share = whole
-    for own, pygs in ((DistGCNConv, pyg.GCNConv), (DistSAGEConv, pyg.SAGEConv)):
+    for own, pygs in ((nn.GCNConv, pyg.GCNConv), (nn.SAGEConv, pyg.SAGEConv)):
         want = an_epoch(pygs, data)
         for make in (own, pygs):
             before = mesh.ledger.snapshot()
@@ -339,7 +337,7 @@ def _numbers(data):
 def _twice(data):
     """Differentiates a product with the graph twice, and all rows of it."""
     torch.manual_seed(0)
-    make = DistGCNConv if isinstance(data.x, DistTensor) else pyg.GCNConv
+    make = nn.GCNConv if isinstance(data.x, DistTensor) else pyg.GCNConv
     conv, x = make(7, 4), data.x.detach().requires_grad_()
     out = conv(x, data.edge_index)
     (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)

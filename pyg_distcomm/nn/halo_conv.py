@@ -56,7 +56,7 @@ from pyg_distcomm.nn.propagating import (
 )
 from pyg_distcomm.sharded.agreement import compare_weights
 from pyg_distcomm.sharded.dist_tensor import DistTensor
-from pyg_distcomm.sharded.partial import entered
+from pyg_distcomm.sharded.partial import all_entered
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -315,6 +315,8 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
         return False
     if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):
         return False
+    if torch._C._are_functorch_transforms_active():  # which would not see what is below
+        return False
     replaced = not isinstance(vars(conv).get("propagate"), BySum | None)
     if replaced and not topology.chunked:
         return False
@@ -359,19 +361,18 @@ def _is_small(x: Any) -> bool:
 @contextlib.contextmanager
 def on_ranks(conv: Any, topology: Topology) -> Iterator[None]:
     """Has a layer compute on own rows in a block: its gradients are parts of sums."""
-    mesh, held = topology.nodes.mesh, []
+    mesh, params = topology.nodes.mesh, list(conv.parameters())
     if mesh.size > 1:
-        compare_weights(list(conv.parameters()), mesh)
-    for part in conv.modules():
-        own = part._parameters
-        held += [(own, name, p) for name, p in own.items() if p is not None]
+        compare_weights(params, mesh)
+    found = dict(zip(map(id, params), all_entered(params, mesh), strict=True))
+    held = [(part._parameters, dict(part._parameters)) for part in conv.modules()]
     try:
-        for own, name, p in held:
-            own[name] = entered(p, mesh)
+        for own, before in held:
+            own.update({name: found.get(id(p)) for name, p in before.items()})
         yield
     finally:
-        for own, name, p in held:
-            own[name] = p
+        for own, before in held:
+            own.update(before)
 
 
 def _adds_relations(conv: Any, topology: Topology, values: Any) -> bool:

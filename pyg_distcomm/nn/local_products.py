@@ -325,7 +325,7 @@ def _add_relations(
     own = None if conv.root is None else conv.root.t()
     kind = AGGREGATIONS[type(conv.aggr_module)]
     if kind == "max":
-        most = aggregate(kind, edges, None, source).view(len(target), -1)
+        most = aggregate(kind, edges, None, source).view(len(target), weight.size(1))
         return linear(most, weight, conv.bias, target, own)
     given = source, target, weight, conv.bias, own
     return multiply_linear(kind, edges, *given, sums_first=True)

@@ -40,7 +40,7 @@ from pyg_distcomm.nn.message_forms import AGGREGATIONS, with_attributes
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.sharded.agreement import compare_weights
 from pyg_distcomm.sharded.dist_tensor import DistTensor
-from pyg_distcomm.sharded.partial import entered
+from pyg_distcomm.sharded.partial import all_entered
 
 
 class WithLink(Explained):
@@ -153,8 +153,9 @@ def plan_product(
     grad, topology = torch.is_grad_enabled(), context.topology
     mesh = topology.nodes.mesh
     weights = [layer.weight for _, layer in layers]  # once: it may be computed
-    compare_weights(weights if bias is None else [*weights, bias], mesh)
-    w, *own = (entered(parameter, mesh) for parameter in weights)
+    weights += [] if bias is None else [bias]
+    compare_weights(weights, mesh)
+    w, *own = all_entered(weights, mesh)
     values = x.dtype if kind.normalize else None  # as PyG's messages are of
     product = PlannedProduct(
         topology,
@@ -163,7 +164,7 @@ def plan_product(
         values if weight is None else weight.dtype,
         mean,
         None if root is None else (root[0].to_local().contiguous(), own[0]),
-        None if bias is None else entered(bias, mesh),
+        None if bias is None else own.pop(),
         w,
     )
     held, ordering = None, topology.ordering

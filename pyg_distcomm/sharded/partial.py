@@ -17,6 +17,7 @@ Linear ops (a transpose, a sum of two) keep it a part.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -311,22 +312,47 @@ def _later(x: PartialSum, before: Tensor | None = None) -> Tensor:
 
 
 class _Across(torch.autograd.Function):
-    """Sums parts over the ranks; or, as its adjoint, takes a plain tensor as one."""
+    """Sums parts over the ranks; or, as its adjoint, takes plain tensors as such parts."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, sums: bool) -> Tensor:
+    def forward(
+        ctx: Any, mesh: Mesh, sums: bool, *given: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.mesh, ctx.sums = mesh, sums
-        return collectives.all_reduce(x, mesh.world) if sums else x.view_as(x)
+        ctx.set_materialize_grads(False)
+        if sums:
+            return _each(lambda x: collectives.all_reduce(x, mesh.world), given)
+        return tuple([None if x is None else x.view_as(x) for x in given])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if ctx.sums or torch.is_grad_enabled():
-            return _Across.apply(g, ctx.mesh, not ctx.sums), None, None
-        return summed_over_ranks(g, ctx.mesh), None, None
+            grads = _each(
+                plain, grads
+            )  # here, before ranks compute in ways of their own
+            return None, None, *_Across.apply(ctx.mesh, not ctx.sums, *grads)
+        # contiguous: torch copies a gradient of another layout, which would sum it at once
+        found = _each(lambda g: summed_over_ranks(g.contiguous(), ctx.mesh), grads)
+        return None, None, *found
+
+
+def _each(fn: Callable[[Tensor], Tensor], given: Any) -> tuple[Tensor | None, ...]:
+    return tuple([None if x is None else fn(x) for x in given])
 
 
 def entered(x: Tensor, mesh: Any) -> Tensor:
     """Returns a plain tensor for a computation on own rows; its gradient is summed."""
+    return all_entered([x], mesh)[0]
+
+
+def all_entered(given: Sequence[Tensor], mesh: Any) -> list[Tensor]:
+    """Returns plain tensors for one computation on own rows; their gradients are summed.
+
+    All of them in the order given, whatever is computed first on some rank.
+    """
     several = isinstance(mesh, Mesh) and (mesh.size > 1 or mesh.world.observer)
-    summed = several and x.requires_grad
-    return _Across.apply(x, mesh, False) if summed else x
+    summed = [x for x in given if x.requires_grad] if several else []
+    if not summed:
+        return list(given)
+    found = iter(_Across.apply(mesh, False, *summed))
+    return [next(found) if x.requires_grad else x for x in given]
