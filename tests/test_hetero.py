@@ -213,7 +213,7 @@ def test_training_on_a_second_device():
     worlds.anew(equal_there, 2)
 
 
-@tiers.parametrize("kind", ["sage", "gat", "to_hetero", "hgt", "han"], ["gat"])
+@tiers.parametrize("kind", ["sage", "gat", "to_hetero", "hgt", "han"], ["to_hetero"])
 def test_layers_of_this_package_need_no_conversion(kind):
     option = {"hgt": 16, "han": 8}.get(kind, "sum")
     worlds.run(equal, 2, kind, option, "metis", "swapped")

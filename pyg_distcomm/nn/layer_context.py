@@ -319,7 +319,7 @@ class Explained:
 
 def topology_of(edge_index: Any) -> Topology | None:
     """Returns what is planned for the edges of a graph; None for others."""
-    return getattr(edge_index, "_topology", None)
+    return edge_index._topology if isinstance(edge_index, EdgeMethods) else None  # type: ignore[attr-defined]
 
 
 def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
