@@ -60,8 +60,8 @@ def step(model, data, out=None):
 
 
 def _methods(net, data):
-    step(net, data, net.decode(net.encode(data.x, data.edge_index), data.edge_index))
-    return net
+    e = data.edge_index
+    return step(net, data, net.decode(net.encode(data.x, e), e))
 
 
 def _penalty(net, data):
@@ -88,6 +88,7 @@ def _spectral_norm(net, data):
     """Each read of a weight is a step of the power iteration."""
     net.conv1.lin = parametrizations.spectral_norm(net.conv1.lin)
     net.conv2.lin_l = parametrizations.spectral_norm(net.conv2.lin_l)
+    torch.nn.utils.spectral_norm(net.conv3.lin)
     return step(net, data)
 
 
@@ -190,6 +191,7 @@ def _sparse(net, data):
 
 def _shared(net, data):
     net.conv2.lin_l.weight = net.conv2.lin_r.weight
+    net.conv3.att_dst = net.conv3.att_src
     return step(net, data)
 
 
@@ -210,10 +212,8 @@ def _gcn2(net, data):
 
 def _recurrent(net, data):
     torch.manual_seed(3)
-    net.cell, net.rnn = (
-        torch.nn.GRUCell(7, 8).double(),
-        torch.nn.LSTM(8, 4, batch_first=True).double(),
-    )
+    net.cell = torch.nn.GRUCell(7, 8).double()
+    net.rnn = torch.nn.LSTM(8, 4, batch_first=True).double()
     z = net.cell(data.x, net.encode(data.x, data.edge_index))
     return step(net, data, net.rnn(z.unsqueeze(1))[0][:, 0])
 

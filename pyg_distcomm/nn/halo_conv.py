@@ -283,9 +283,8 @@ def one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     def on_own_rows(x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
         topology = topology_of(edge_index)
         values = (*args, *kwargs.values())
-        if topology is None or not _runs_there(conv, topology, x, values):
-            return run(x, edge_index, *args, **kwargs)
-        if edge_index.weight is not None:
+        weighted = topology is not None and edge_index.weight is not None
+        if topology is None or weighted or not _runs_there(conv, topology, x, values):
             return run(x, edge_index, *args, **kwargs)
         by = _adder(conv, topology, x)
         if by is not None:

@@ -270,7 +270,8 @@ def is_relational(conv: Any) -> bool:
     """Tells whether a layer is PyG's RGCNConv, which sums rows by relation."""
     kind = pyg.RGCNConv
     same = type(conv).forward is kind.forward and is_product(conv, kind)
-    return same and conv.node_dim == 0
+    # not computed each time that it is read
+    return same and conv.node_dim == 0 and "weight" in conv._parameters
 
 
 def _adds_relations(

@@ -256,16 +256,12 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
             topology is not None
             and topology.sources is None
             and are_rows_of(x, topology)
-        )
-        known = (
-            known
             and self._cached_edge_index is None
             and (self.normalize or not torch.is_autocast_enabled(x.device.type))
             and not (self.add_self_loops and edge_index.looped)
             and x.dtype == dtype_of(self.lin)
-        )
-        known = (
-            known and self.aggr in ("add", "sum") and self.flow == "source_to_target"
+            and self.aggr in ("add", "sum")
+            and self.flow == "source_to_target"
         )
         if not known or not is_product(self, torch_geometric.nn.GCNConv, self.lin):
             return None
@@ -410,15 +406,16 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         topology = topology_of(edge_index)
         source, root = x if isinstance(x, (tuple, list)) else (x, x)
-        known = topology is not None and topology.sources is None
         known = (
-            known
+            topology is not None
+            and topology.sources is None
             and self.aggr in ("mean", "sum", "add")
             and are_rows_of(source, topology)
+            and (root is None or are_rows_of(root, topology))
+            and source.is_floating_point()
+            and edge_index.weight is None
+            and self.flow == "source_to_target"
         )
-        known = known and (root is None or are_rows_of(root, topology))
-        known = known and source.is_floating_point()
-        known = known and edge_index.weight is None and self.flow == "source_to_target"
         linears = [self.lin_r] if self.root_weight else []
         if not known or not is_product(
             self, torch_geometric.nn.SAGEConv, *linears, biased=[self.lin_l]
