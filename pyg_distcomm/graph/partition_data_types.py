@@ -373,7 +373,8 @@ class TypedBatch:
             if edges and ("edge" in name or begin not in self._nodes):
                 alike = max(edges, key=lambda other: _common_ending(other, name))
                 self._put(name, self.types[alike])
-            elif not _one_each(begin) or name.split("_")[0] in ("x", "pos"):
+            # unless each graph has one row, as a label has
+            elif begin != (*range(len(begin)),) or name.split("_")[0] in ("x", "pos"):
                 self._put(name, self._node_type(begin))
             if name in self.types and f"{name}_batch" in batch:  # by `follow_batch`
                 self._put(f"{name}_batch", self.types[name])
@@ -445,11 +446,6 @@ def _ends(batch: Any, name: str) -> tuple[Begins, Begins] | None:
     last = torch.as_tensor(batch.__inc__(name, value)).reshape(1, -1)
     source, target = torch.cat([first, last]).expand(-1, 2).T.tolist()
     return tuple(source), tuple(target)
-
-
-def _one_each(begin: Begins) -> bool:
-    """Returns whether each graph has one row, as a label has."""
-    return begin == tuple(range(len(begin)))
 
 
 def _common_ending(one: str, other: str) -> int:

@@ -292,15 +292,26 @@ def one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:
             add = by.product(edge_index, {"x": x, **given})
             if add is None:
                 return run(x, edge_index, *args, **kwargs)
-            own, sums = x.to_local(), add().to_local()
+            sums = add().to_local()
             summed = {"propagate": lambda *_, **__: sums}
             with on_ranks(conv, topology), with_attributes([conv], lambda _: summed):
-                out = run(own, edge_index, *args, **kwargs)
+                out = run(x.to_local(), edge_index, *args, **kwargs)
             return DistTensor.from_local(out, topology.nodes)
         ends = stays(topology.locals.ends)
         if getattr(conv, "dropout", 0.0) > 0 and conv.training:
             note_rows(conv, ends, edge_index)
-        return _on_own_rows(conv, topology, run, x, args, kwargs)
+        source, target = x if isinstance(x, (tuple, list)) else (x, x)
+        own, table = target.to_local(), topology.constant_rows(source)
+        if table is None:
+            rows = source.to_local().contiguous()
+            table = topology.locals.with_ghosts(rows)
+            own = rows if source is target else own
+        args, kwargs = tree_map(
+            lambda v: v.to_local() if type(v) is DistTensor else v, (args, kwargs)
+        )
+        with on_ranks(conv, topology):
+            out = run_layer(conv, run, (table, own), ends, *args, **kwargs)
+        return DistTensor.from_local(out, topology.nodes)
 
     return on_own_rows
 
@@ -319,7 +330,10 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     replaced = not isinstance(vars(conv).get("propagate"), BySum | None)
     if replaced and not topology.chunked:
         return False
-    if _adder(conv, topology, x) is not None and not _is_small(x):
+    # op by op, large results go to kept blocks, which saves more than Python costs
+    most = topology.nodes.mesh.size * KEPT_FROM
+    small = type(x) is DistTensor and x.nbytes < most
+    if not small and _adder(conv, topology, x) is not None:
         return False
     if any(map(is_lazy, conv.parameters())) or not computes_by_row(conv):
         return False
@@ -333,7 +347,10 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     fits = are_rows_of(source, topology) and source.dim() == target.dim() == 2
     fits = fits and target.dim_ == 0 and target.rows is topology.nodes
     given = [v for v in values if v is not None]
-    fits = fits and all(_of_edges(v, topology) for v in given)
+    fits = fits and all(
+        type(v) is DistTensor and v.dim_ == 0 and v.rows is topology.edges
+        for v in given
+    )
     # on a rank without edges PyG's GATConv reads none of these, nor their weights
     leaves_out = given and getattr(conv, "att_edge", None) is not None
     if fits and (leaves_out or (drops and conv.training)):
@@ -348,13 +365,6 @@ def _adder(conv: Any, topology: Topology, x: Any) -> BySum | None:
     if not isinstance(by, BySum) or topology.sources is not None:
         return None
     return None if _adds_relations(conv, topology, (x,)) else by
-
-
-def _is_small(x: Any) -> bool:
-    """Tells whether Python takes longer than the rows: those of large ones fill kept blocks."""
-    if type(x) is not DistTensor:
-        return False
-    return x.numel() * x.element_size() < x.rows.mesh.size * KEPT_FROM
 
 
 @contextlib.contextmanager
@@ -383,35 +393,6 @@ def _adds_relations(conv: Any, topology: Topology, values: Any) -> bool:
         and not is_changed(conv)
         and usable()
         and any(type(x) is DistTensor and x.dtype == conv.weight.dtype for x in rows)
-    )
-
-
-def _on_own_rows(
-    conv: Any,
-    topology: Topology,
-    run: Callable[..., Any],
-    x: Any,
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    source, target = x if isinstance(x, (tuple, list)) else (x, x)
-    own, table = target.to_local(), topology.constant_rows(source)
-    if table is None:
-        rows = source.to_local().contiguous()
-        table = topology.locals.with_ghosts(rows)
-        own = rows if source is target else own
-    args, kwargs = tree_map(
-        lambda v: v.to_local() if type(v) is DistTensor else v, (args, kwargs)
-    )
-    with on_ranks(conv, topology):
-        given = (table, own), stays(topology.locals.ends), *args
-        out = run_layer(conv, run, *given, **kwargs)
-    return DistTensor.from_local(out, topology.nodes)
-
-
-def _of_edges(value: Any, topology: Topology) -> bool:
-    return (
-        type(value) is DistTensor and value.dim_ == 0 and value.rows is topology.edges
     )
 
 

@@ -324,10 +324,7 @@ class Converted:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        done: dict[int, Any] = {id(self): self}
-        for name, child in list(self._modules.items()):  # type: ignore[attr-defined]
-            if child is not None:
-                self._modules[name] = _convert(child, done)  # type: ignore[attr-defined]
+        _convert_parts(self, {id(self): self})
         trimming.install(self)  # type: ignore[arg-type]
 
 
@@ -336,15 +333,18 @@ def _convert(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module:
         return done[id(module)]
     done[id(module)] = out = _distributed_layer(module)
     done[id(out)] = out
-    for name, child in list(module._modules.items()):
-        if child is not None:
-            module._modules[name] = _convert(child, done)
+    _convert_parts(module, done)
     return out
 
 
+def _convert_parts(module: Any, done: dict[int, Any]) -> None:
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            module._modules[name] = _convert(child, done)
+
+
 def _distributed_layer(module: torch.nn.Module) -> torch.nn.Module:
-    ours = *DISTRIBUTED.values(), HaloConv, HaloExecution
-    if isinstance(module, ours):
+    if isinstance(module, (*DISTRIBUTED.values(), HaloConv, HaloExecution)):
         return module
     if type(module) in DISTRIBUTED:
         module.__class__ = DISTRIBUTED[type(module)]

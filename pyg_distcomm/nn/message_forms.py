@@ -94,9 +94,7 @@ def layers_of(conv: MessagePassing) -> list[MessagePassing]:
 
 
 @contextlib.contextmanager
-def with_attributes(
-    layers: list[Any], make: Callable[[Any], dict[str, Any]]
-) -> Iterator[None]:
+def with_attributes(layers: list[Any], make: Callable[..., Any]) -> Iterator[None]:
     """Has layers use what `make` returns in place of their own attributes, in a block."""
     made = [(vars(layer), make(layer)) for layer in layers]
     before = [{name: own[name] for name in new if name in own} for own, new in made]
@@ -112,11 +110,9 @@ def with_attributes(
 
 
 def computes_by_row(conv: torch.nn.Module, *, draws: bool = False) -> bool:
-    """Tells whether the modules of a layer compute each row from the same row alone.
+    """Tells whether the modules in a layer compute each row from the same row alone.
 
-    Args:
-        conv: the layer.
-        draws: whether they may draw numbers for their rows.
+    With `draws` they may draw numbers for their rows, as dropout does.
     """
     parts = [part for part in conv.modules() if part is not conv]
     return all(_is_by_row(part, draws) and not is_changed(part) for part in parts)
@@ -129,26 +125,22 @@ def _is_by_row(part: torch.nn.Module, draws: bool) -> bool:
         return draws or not (part.training and any(p))
     if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
         return not part.training and part.running_mean is not None
-    if run in _OVER_A_DIMENSION:
-        return bool(part.dim == -1)
+    if run.__module__ == torch.nn.ReLU.__module__:
+        return not isinstance(part, _MIXING)
     if run is torch.nn.LayerNorm.forward:
         return len(part.normalized_shape) == 1  # type: ignore[arg-type]
     return run in _BY_ROW or isinstance(part, pyg.Aggregation)
 
 
-_OVER_A_DIMENSION = {
-    kind.forward
-    for kind in (torch.nn.LogSoftmax, torch.nn.Softmax, torch.nn.Softmin, torch.nn.GLU)
-}
+_MIXING = (
+    *(torch.nn.GLU, torch.nn.LogSoftmax, torch.nn.MultiheadAttention, torch.nn.RReLU),
+    *(torch.nn.Softmax, torch.nn.Softmax2d, torch.nn.Softmin),
+)
 _BY_ROW = {
-    getattr(torch.nn, name).forward
-    for name in (
-        *("CELU", "ELU", "GELU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh"),
-        *("Identity", "LeakyReLU", "Linear", "LogSigmoid", "Mish", "Module", "PReLU"),
-        *("ReLU", "ReLU6", "SELU", "Sequential", "SiLU", "Sigmoid", "Softplus"),
-        *("Softshrink", "Softsign", "Tanh", "Tanhshrink", "Threshold"),
-    )
-} | {pyg.BatchNorm.forward, pyg.Linear.forward, pyg.Sequential.forward}
+    *(pyg.BatchNorm.forward, pyg.Linear.forward, pyg.Sequential.forward),
+    *(torch.nn.Identity.forward, torch.nn.Linear.forward, torch.nn.Module.forward),
+    torch.nn.Sequential.forward,
+}
 
 
 # What may be coded ---------------------------------------------------------------------
@@ -180,7 +172,8 @@ def check_aggregations(layers: list[MessagePassing], link: LinkPolicy) -> None:
     Raises:
         ValueError: on all ranks, naming the layer.
     """
-    if not _omits_numbers(link):
+    codec = link.codec if link.schedule is None else link.codec.with_rate(2.0)
+    if not any(one.zero_fills for one in nested(codec)):
         return
     for layer in layers:
         custom = type(layer).aggregate is not MessagePassing.aggregate
@@ -203,8 +196,3 @@ def _is_softmax(aggregation: Aggregation | None) -> bool:
     if isinstance(aggregation, MultiAggregation):
         return any(map(_is_softmax, aggregation.aggrs))
     return isinstance(aggregation, SoftmaxAggregation)
-
-
-def _omits_numbers(link: LinkPolicy) -> bool:
-    codec = link.codec if link.schedule is None else link.codec.with_rate(2.0)
-    return any(one.zero_fills for one in nested(codec))

@@ -311,16 +311,10 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         return run_any(self, None, super().forward, x, x_0, edge_index, edge_weight)  # type: ignore[no-any-return]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _on_share(
-        self,
-        run: Callable[..., Tensor],
-        x: Any,
-        x_0: Any,
-        edge_index: Any,
-        edge_weight: Any,
-    ) -> Tensor:
-        check_arguments(self, (x, x_0, edge_index, edge_weight), {})
-        (x, x_0, edge_index), _ = sharded_inputs((x, x_0, edge_index), {})
+    def _on_share(self, run: Callable[..., Tensor], *given: Any) -> Tensor:
+        check_arguments(self, given, {})
+        *sharded, edge_weight = given
+        (x, x_0, edge_index), _ = sharded_inputs(tuple(sharded), {})
         matrix = self._matrix(x, x_0, edge_index, edge_weight)
         if matrix is None:
             return run_on_share(self, self.link, run, x, x_0, edge_index, edge_weight)  # type: ignore[no-any-return]
@@ -328,8 +322,8 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         with _saving(topology), on_ranks(self, topology):
             # the edges are normalised in the matrix
             sums = matrix @ x.to_local().contiguous()
-            given = {"propagate": lambda *_, **__: sums, "normalize": False}
-            with with_attributes([self], lambda _: given):
+            known = {"propagate": lambda *_, **__: sums, "normalize": False}
+            with with_attributes([self], lambda _: known):
                 out = run(sums, x_0.to_local(), edge_index)
             return DistTensor.from_local(out, topology.nodes)
 
@@ -339,17 +333,24 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         """Returns the matrix P, over the links of this call; None if it is another layer."""
         topology = topology_of(edge_index)
         check_edges("edge_weight", edge_weight, topology)
-        base = torch_geometric.nn.GCN2Conv
-        known = topology is not None and topology.sources is None
-        known = known and self.normalize and not self.cached
-        known = known and not (self.add_self_loops and edge_index.looped)
-        known = known and self.aggr in ("add", "sum") and is_product(self, base)
-        if not known or topology is None or self.flow != "source_to_target":
+        known = (
+            topology is not None
+            and topology.sources is None
+            and self.normalize
+            and not self.cached
+            and not (self.add_self_loops and edge_index.looped)
+            and self.aggr in ("add", "sum")
+            and is_product(self, torch_geometric.nn.GCN2Conv)
+            and self.flow == "source_to_target"
+            and are_rows_of(x, topology)
+            and are_rows_of(x_0, topology)
+            and x.is_floating_point()
+            and x_0.is_floating_point()
+        )
+        if not known or topology is None:
             return None
         fits, weight = _weights_of(edge_index, edge_weight, topology)
-        if not (fits and are_rows_of(x, topology) and are_rows_of(x_0, topology)):
-            return None
-        if not (x.is_floating_point() and x_0.is_floating_point()):
+        if not fits:
             return None
         context = LayerContext.of(self, self.link, edge_index, None, weight)
         kind = OperatorKind("gcn", False, self.add_self_loops)

@@ -50,25 +50,16 @@ def adding(conv: Any, topology: Topology) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class BySum:
-    """Propagates by a product where it can.
-
-    Args:
-        layer: the layer.
-        run: how it propagates otherwise.
-    """
+    """Propagates a layer by a product where it can, and by `run` elsewhere."""
 
     layer: Any
     run: Callable[..., Any]
 
     def __call__(self, edge_index: Any, size: Any = None, **given: Any) -> Any:
         found = self.product(edge_index, given)
-        if found is None:
-            return self.run(edge_index, size=size, **given)
-        return found()
+        return self.run(edge_index, size=size, **given) if found is None else found()
 
-    def product(
-        self, edge_index: Any, given: dict[str, Any]
-    ) -> Callable[[], DistTensor] | None:
+    def product(self, edge_index: Any, given: dict[str, Any]) -> Any:
         """Returns what computes a product; None if it is none of these edges; collective."""
         layer = self.layer
         name = MESSAGES[type(layer).message]
@@ -232,30 +223,34 @@ class _Visit:
         """Returns the rows of `src` at ids, those of other ranks over the link."""
         spread = type(src) is DistTensor and type(index) is DistTensor
         ids = ids_of(index) if spread and src.dim_ == 0 else None
-        plan = None if ids is None else ids.exchange(src.rows)
-        if plan is None or plan.halo.silent:
+        place = None if ids is None else self.place(src, ids)
+        if ids is None or place is None:
             return plain(src, index)
-        assert ids is not None
-        table = self._table(layer, src, plan)
-        return DistTensor.from_local(table.index_select(0, plan.slot), ids.rows)
+        halo, slot = place
+        known = (t for x, of, t in self.fetched if x is src and of is halo)
+        table = next(known, None)
+        table = self.table(layer, src, halo) if table is None else table
+        return DistTensor.from_local(table.index_select(0, slot), ids.rows)
 
-    def _table(self, layer: Any, src: Any, plan: Any) -> Tensor:
+    def place(self, src: Any, ids: Any) -> Any:
+        """Returns the halo of rows at ids, and where they lie among own rows and ghosts."""
+        plan = ids.exchange(src.rows)
+        return None if plan is None or plan.halo.silent else (plan.halo, plan.slot)
+
+    def table(self, layer: Any, src: Any, halo: Any) -> Tensor:
         """Returns own rows and ghosts."""
-        for known, of, table in self.fetched:
-            if known is src and of is plan.halo:
-                return table
         verb, given = self.now
         name = next((k for k, v in given.items() if _holds(v, src)), "")
         local = src.to_local().contiguous()
         coded = is_coded(layer, verb, name, local)
         call = self.call if coded else self.call.as_exact("attention depends on it")
-        link = call.wrap(plan.halo, len(NAMES) + self.coded)
+        link = call.wrap(halo, len(NAMES) + self.coded)
         self.coded += 1
         flat = local.unsqueeze(1) if local.dim() == 1 else local
         table = torch.cat([flat, exchange(flat, link)])
         table = table.squeeze(1) if local.dim() == 1 else table
         if not coded:
-            self.fetched.append((src, plan.halo, table))
+            self.fetched.append((src, halo, table))
         return table
 
 
@@ -266,21 +261,10 @@ class _ChunkVisit(_Visit):
         super().__init__(None)
         self.here = context.topology.locals
 
-    def select(
-        self, layer: Any, plain: Callable[..., Tensor], src: Any, index: Any
-    ) -> Tensor:
-        """Returns the rows of `src` at ids, those of other chunks from a site."""
-        spread = type(src) is DistTensor and type(index) is DistTensor
-        ids = ids_of(index) if spread and src.dim_ == 0 else None
-        if ids is None or ids.end != 0:
-            return plain(src, index)
-        table = self._table(layer, src, None)
-        return DistTensor.from_local(table.index_select(0, ids.local), ids.rows)
+    def place(self, src: Any, ids: Any) -> Any:
+        return None if ids.end != 0 else (None, ids.local)
 
-    def _table(self, layer: Any, src: Any, plan: Any) -> Tensor:
-        for known, _, table in self.fetched:
-            if known is src:
-                return table
+    def table(self, layer: Any, src: Any, halo: Any) -> Tensor:
         table = self.here.with_ghosts(src.to_local().contiguous())
         self.fetched.append((src, None, table))
         return table

@@ -223,7 +223,9 @@ def replicate(
     if mesh.size == 1 or not free:
         return Alone(model)
     kwargs.setdefault("broadcast_buffers", False)
-    kwargs.setdefault("bucket_cap_mb", _bucket_mb(free))
+    megabytes = sum(p.numel() * p.element_size() for p in free) / 2**20
+    # at most DDP's default
+    kwargs.setdefault("bucket_cap_mb", min(max(megabytes / BUCKETS, SMALLEST), 25.0))
     with warnings.catch_warnings():
         # torch 2.13 renames it, and older ones do not know the new name
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
@@ -237,12 +239,6 @@ def bare(model: torch.nn.Module) -> torch.nn.Module:
     if isinstance(model, (Alone, DistributedDataParallel)):
         return model.module  # type: ignore[return-value]
     return model
-
-
-def _bucket_mb(parameters: list[torch.nn.Parameter]) -> float:
-    """Returns the size of a bucket in MB of 2^20 bytes, at most DDP's default of 25."""
-    total = sum(p.numel() * p.element_size() for p in parameters)
-    return min(max(total / BUCKETS / 2**20, SMALLEST), 25.0)
 
 
 class _Averager:

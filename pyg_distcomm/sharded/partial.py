@@ -327,9 +327,8 @@ class _Across(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if ctx.sums or torch.is_grad_enabled():
-            grads = _each(
-                plain, grads
-            )  # here, before ranks compute in ways of their own
+            # sums are taken here, before ranks compute in ways of their own
+            grads = _each(plain, grads)
             return None, None, *_Across.apply(ctx.mesh, not ctx.sums, *grads)
         # contiguous: torch copies a gradient of another layout, which would sum it at once
         found = _each(lambda g: summed_over_ranks(g.contiguous(), ctx.mesh), grads)
