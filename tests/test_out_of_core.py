@@ -170,6 +170,7 @@ def test_layers_in_chunks_on_ranks():
         ("GATv2Conv edges", "directed", "random"),
         ("EdgeConv", "star", "empty_rank"),
         ("GATConv edges", "directed", "empty_rank"),
+        ("RGATConv within", "loops_and_copies", "empty_rank"),
     ]
     worlds.run(_several, 2, [(*case, grid) for case in cases])
 

@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import Ghosted, Topology
@@ -225,13 +226,10 @@ def _split(
         arguments += [argument for argument, _ in found]
         tensors += [x for _, x in found if x is not None]
     norms = (m for m in layer.modules() if isinstance(m, _NormBase))
-    scored = given.get("edge_attr") is not None and hasattr(layer, "att_edge")
-    read = ("att_edge", "lin_edge.weight") if scored else ()
     made = NodeChunks(
         call,
         arguments,
         [p for p in layer.parameters() if p.requires_grad],
-        {id(p) for name, p in layer.named_parameters() if name in read},
         [x for m in norms if (x := m.num_batches_tracked) is not None],
         topology,
         edge_index.rows,
@@ -319,7 +317,6 @@ class NodeChunks:
         call: the method of the layer.
         arguments: the arguments of the call.
         params: the trainable parameters of the layer; in a run, those that the call uses.
-        used: the ids of some that it uses, though PyG's GATConv does not without edges.
         counters: the buffers of the layer that count batches.
         topology: the edges that the layer was given.
         edges: the rows of the edges of the call, which may have loops besides.
@@ -331,7 +328,6 @@ class NodeChunks:
     call: Callable[..., Any]
     arguments: list[Argument]
     params: list[Tensor]
-    used: set[int]
     counters: list[Tensor]
     topology: Topology
     edges: Rows
@@ -436,19 +432,36 @@ class NodeChunks:
         """
         mesh, state = self.nodes.mesh, torch.get_rng_state()
         step, counted = mesh.step, [(x, x.clone()) for x in self.counters]
-        try:
-            if self.params and torch.is_grad_enabled():
+        out, fails, reached = None, False, [True] * len(self.params)
+        if self.params and torch.is_grad_enabled():
+            try:
                 first = self.run(0, tensors, [x.requires_grad for x in tensors])[0]
-                self.params = _reached(first, self.params, self.used)
+                reached = _reached(first, self.params)
                 del first
-            learnt = [entered(p, mesh) for p in self.params]
-            return _Chunked.apply(self, *tensors, *learnt)
-        except NotInChunksError:
+            except NotInChunksError:
+                fails = True
+        fails, *reached = self._on_any_rank(fails, *reached)
+        if not fails:
+            pairs = zip(self.params, reached, strict=True)
+            self.params = [p for p, on in pairs if on]
+            try:
+                learnt = [entered(p, mesh) for p in self.params]
+                out = _Chunked.apply(self, *tensors, *learnt)
+            except NotInChunksError:
+                fails = True
+            (fails,) = self._on_any_rank(fails)
+        if fails:
             torch.set_rng_state(state)
             mesh.step = step
             for x, before in counted:
                 x.copy_(before)
-            raise
+            raise NotInChunksError("a layer reads more than a chunk on some rank")
+        return out
+
+    def _on_any_rank(self, *said: bool) -> list[bool]:
+        """Tells what is so on any rank: one may have no edges in a chunk; collective."""
+        rows = collectives.all_gather_counts([*said], self.nodes.mesh.world)
+        return [any(each) for each in zip(*rows, strict=True)]
 
 
 class _Chunked(torch.autograd.Function):
@@ -510,16 +523,16 @@ class _Chunked(torch.autograd.Function):
         return None, *(next(each) if on else None for on in (*graded, *learnt))
 
 
-def _reached(out: Tensor, params: list[Tensor], used: set[int]) -> list[Tensor]:
-    """Returns the parameters that an output depends on; others get None, not zeros."""
+def _reached(out: Tensor, params: list[Tensor]) -> list[bool]:
+    """Tells which parameters an output depends on; others get None, not zeros."""
     queue: list[Any] = [out.grad_fn] if out.requires_grad else []
-    seen, found = {None, *queue}, {*used}
+    seen, found = {None, *queue}, set()
     for node in queue:  # which grows
         found.add(id(getattr(node, "variable", None)))
         fresh = {after for after, _ in node.next_functions} - seen
         seen |= fresh
         queue += fresh
-    return [p for p in params if id(p) in found]
+    return [id(p) in found for p in params]
 
 
 def _add(total: Tensor, part: Any, where: Tensor | slice | None) -> None:

@@ -161,12 +161,6 @@ class StackedRows(_Observed):
     every: Tensor | None
 
 
-def _stacked(turned: Any) -> StackedRows:
-    out = torch.empty(0, dtype=leading(turned).dtype).as_subclass(StackedRows)
-    out.turned, out.every = turned, None
-    return out
-
-
 def _across(name: str, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     """Returns the arguments of a reduction over the k tensors, without its dim."""
     if name not in _REDUCTIONS or kwargs.get("keepdim") or "out" in kwargs:
@@ -264,7 +258,10 @@ def _dispatch(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if found is not None:
             return _of_later_passes(found, name, args, kwargs)
     if name == "stack" and _stacks_before_rows(args, kwargs):
-        return _stacked(torch.stack(args[0], dim=1))
+        turned: Any = torch.stack(args[0], dim=1)
+        out = torch.empty(0, dtype=leading(turned).dtype).as_subclass(StackedRows)
+        out.turned, out.every = turned, None
+        return out
     if _by_row(func, name, args, kwargs):
         found = _row_by_row(func, name, args, kwargs)
         if found is not None:

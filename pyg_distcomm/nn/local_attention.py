@@ -200,12 +200,6 @@ def note_rows(conv: Any, ends: Tensor, edge_index: Any) -> None:
         adjacency.derived["rows", loops] = edge_index.rows
 
 
-def noted_rows(conv: Any, adjacency: LocalAdjacency) -> Rows | None:
-    """Returns what `note_rows` has kept, if it has."""
-    loops = bool(getattr(conv, "add_self_loops", False))
-    return adjacency.derived.get(("rows", loops))
-
-
 def run(
     conv: Any,
     adjacency: LocalAdjacency,
@@ -242,7 +236,8 @@ def run(
         scores, rows = _SCORES[kind](conv, edges, source, target, terms)
     share = softmax_of(edges, scores)
     if conv.training and conv.dropout:
-        rows_of_edges = noted_rows(conv, adjacency)
+        loops = bool(getattr(conv, "add_self_loops", False))
+        rows_of_edges = adjacency.derived.get(("rows", loops))  # see `note_rows`
         share = _dropped(edges, share, conv.dropout, rows_of_edges)
     out = multiply(edges, share, rows)
     if terms is not None and kind is pyg.TransformerConv:

@@ -551,7 +551,9 @@ def build_plan(
         mesh: the grid.
         halo: the kind of exchange; see `check_halo`.
     """
-    own_gid, rows = _fiber_rows(partition, mesh)
+    first = mesh.rank - mesh.fiber.rank
+    parts = [partition.gids(first + k) for k in range(mesh.fiber.size)]
+    own_gid, rows = torch.cat(parts), tuple(len(part) for part in parts)
     route = EdgeRoute(mesh.world, own_gid[:0], (), (), local=True)
     if mesh.grid[1:] != (1, 1):
         route = _plan_route(edges, partition, mesh)
@@ -587,10 +589,3 @@ def _plan_route(edges: Edges, partition: Partition, mesh: Mesh) -> EdgeRoute:
         counts[first + rank] = sizes[rank // p]
     back = collectives.exchange_counts(counts, mesh.world)
     return EdgeRoute(mesh.world, slot, tuple(counts), tuple(back))
-
-
-def _fiber_rows(partition: Partition, mesh: Mesh) -> tuple[Tensor, tuple[int, ...]]:
-    p = mesh.fiber.size
-    first = mesh.rank - mesh.fiber.rank
-    parts = [partition.gids(first + k) for k in range(p)]
-    return torch.cat(parts), tuple(len(part) for part in parts)
