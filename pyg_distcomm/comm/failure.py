@@ -297,16 +297,14 @@ class FailureMonitor:
         finally:
             self._compares = None
 
-    def meet_changed(self, stage: int, ranks: int) -> None:
-        """Waits until a cached input has changed on all ranks of a stage, as on this one.
+    def meet_changed(self, stage: int, ranks: int, what: str = CHANGED) -> None:
+        """Waits until something has changed on all ranks of a stage, as on this one.
 
         A rank where it has not passes by, and finds out when it next waits: then all raise.
         """
-        with self.comparing(CHANGED, stage):
+        with self.comparing(what, stage):
             name = f"changed/{stage}/{self._places}"
-            self._store_barrier(
-                name, "others to change an input as this rank has", ranks
-            )
+            self._store_barrier(name, "others to change what this rank has", ranks)
 
     def barrier(self, doing: str, stage: int, ranks: int) -> None:
         """Waits until all ranks of a stage call this, through the store alone."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import CHANGED
 from pyg_distcomm.comm.mesh import Mesh
 
 ORDERS = ("auto", "first", "last")
@@ -212,15 +213,15 @@ def _mix_bits(x: Tensor) -> Tensor:
     return (x ^ (x >> 29)) * -4658895280553007687
 
 
-def all_or_none(changed: bool, mesh: Mesh) -> None:
-    """Raises if a cached input has changed in place on some ranks only.
+def all_or_none(changed: bool, mesh: Mesh, what: str = CHANGED) -> None:
+    """Raises if a cached input, or `what`, has changed on some ranks only.
 
     Collective, in the order of calls; nothing is sent where nothing has changed.
     """
     watch = mesh.world.watch
     if watch is not None and mesh.world.size > 1:
         if changed:
-            watch.meet_changed(mesh.stage.rank, mesh.world.size)
+            watch.meet_changed(mesh.stage.rank, mesh.world.size, what)
         else:
             watch.pass_by(mesh.stage.rank)
 

@@ -34,7 +34,7 @@ from pyg_distcomm.nn.layer_context import has_hooks
 from pyg_distcomm.nn.message_forms import layers_of, with_attributes
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.ids import Ids, LocalRows, ids_of
-from pyg_distcomm.sharded.partial import entered
+from pyg_distcomm.sharded.partial import all_entered, entered
 
 KEPT = 6  # tensors as large as its arguments that a message keeps, roughly
 WHOLE = frozenset("size size_j edge_index edge_index_j ptr".split())
@@ -435,17 +435,20 @@ class NodeChunks:
         out, fails, reached = None, False, [True] * len(self.params)
         if self.params and torch.is_grad_enabled():
             try:
-                first = self.run(0, tensors, [x.requires_grad for x in tensors])[0]
-                reached = _reached(first, self.params)
-                del first
+                # PyG's GATConv leaves out weights of edges where there are none
+                most = max(
+                    range(len(self)), key=lambda k: self._first[k + 1] - self._first[k]
+                )
+                learns = [x.requires_grad for x in tensors]
+                reached = _reached(self.run(most, tensors, learns)[0], self.params)
             except NotInChunksError:
-                fails = True
-        fails, *reached = self._on_any_rank(fails, *reached)
+                fails, reached = True, [False] * len(self.params)
+            fails, *reached = self._on_any_rank(fails, *reached)
         if not fails:
             pairs = zip(self.params, reached, strict=True)
             self.params = [p for p, on in pairs if on]
             try:
-                learnt = [entered(p, mesh) for p in self.params]
+                learnt = all_entered(self.params, mesh)
                 out = _Chunked.apply(self, *tensors, *learnt)
             except NotInChunksError:
                 fails = True

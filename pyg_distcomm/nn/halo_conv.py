@@ -19,7 +19,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
+from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.local_adjacency import stays
+from pyg_distcomm.graph.product_cache import all_or_none
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.kernels.memory import KEPT_FROM
 from pyg_distcomm.nn.capped import within_cap
@@ -81,12 +83,11 @@ def run_on_share(
     if exact and (transformed or edges[0].of_torch):
         return run(*args, **kwargs)
     if exact and not topology.chunked:
-        capped = topology.nodes.memory is not None
-        how: Any = adding(conv, topology)
-        if capped:
+        how: Any = contextlib.nullcontext()
+        if topology.nodes.memory is not None:
             how = within_cap(conv, topology, args, kwargs)
-        elif _adds_relations(conv, topology, (*args, *kwargs.values())):
-            how = contextlib.nullcontext()
+        elif not _adds_relations(conv, topology, (*args, *kwargs.values())):
+            how = adding(conv, topology)
         with how:
             return run(*args, **kwargs)
     if edges[0].of_torch:
@@ -97,7 +98,7 @@ def run_on_share(
     if any(map(keeps_rows, layers_of(conv))):
         link = "exact"  # what it keeps must be exact
     context = LayerContext.of(conv, link, edges[0])
-    if topology.chunked and is_one_hop(conv) and not is_changed(conv):
+    if topology.chunked and is_one_hop(conv):
         run = one_hop(conv, run)
     if not exact:
         why = "its link encodes rows, which are summed on the rank that receives them"
@@ -155,8 +156,7 @@ class HaloExecution(Explained):
         run: Any = super().__call__  # type: ignore[misc]
         conv: Any = self
         spread = is_spread(*args, *kwargs.values())
-        if spread and is_one_hop(conv) and not is_changed(conv):  # hooks see the whole
-            run = one_hop(conv, run)
+        run = one_hop(conv, run) if spread and is_one_hop(conv) else run
         return run_any(conv, self.link, run, *args, **kwargs)
 
 
@@ -220,10 +220,9 @@ class HaloConv(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
-        run: Callable[..., Any] = self.conv
         spread = self.link in (None, "exact") and is_spread(*args, *kwargs.values())
-        if spread and is_one_hop(self.conv) and not is_changed(self.conv):
-            run = one_hop(self.conv, run)
+        hops = spread and is_one_hop(self.conv)
+        run: Any = one_hop(self.conv, self.conv) if hops else self.conv
         return run_any(self.conv, self.link, run, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
@@ -323,7 +322,10 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     in_chunks = topology.nodes.memory is not None
     if not link or in_chunks or (drops and topology.chunked):
         return False
-    if conv.flow != "source_to_target" or conv.explain or has_hooks(conv):
+    hooked = has_hooks(conv) or any(map(is_changed, conv.modules()))  # by all rows
+    if isinstance(topology.nodes.mesh, Mesh):
+        all_or_none(hooked, topology.nodes.mesh, _HOOKED)
+    if conv.flow != "source_to_target" or conv.explain or hooked:
         return False
     if torch._C._are_functorch_transforms_active():  # which would not see what is below
         return False
@@ -396,6 +398,9 @@ def _adds_relations(conv: Any, topology: Topology, values: Any) -> bool:
     )
 
 
+_HOOKED = (
+    "give a layer and its modules hooks, or another forward, on all ranks or on none"
+)
 # layers whose output at a node depends on its in-edges and the rows at their ends alone, and
 # which read no more of these in their `forward` than a pair of sources and targets gives
 _ONE_HOP = frozenset(

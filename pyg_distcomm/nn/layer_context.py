@@ -290,7 +290,7 @@ def propagates_as_pyg(conv: MessagePassing) -> bool:
 
 def template_of(kind: type) -> str:
     """Returns the name of the module that PyG generates for the `propagate` of a class."""
-    return f"{kind.__module__}_{kind.__name__}_propagate"
+    return "_".join((kind.__module__, kind.__name__, "propagate"))
 
 
 class Explained:

@@ -478,7 +478,7 @@ def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return None
     every: Any = None
     if any(t.origin.every is not None for t in tracked):
-        todo = functools.partial(_on_copy, func) if changes else func
+        todo = (lambda x, *a, **k: func(x.clone(), *a, **k)) if changes else func
         every = Deferred(todo, *tree_map(deferred, (args, kwargs)))
     calls = frozenset().union(*(t.origin.calls for t in tracked))
     limit = min(t.origin.limit for t in tracked)
@@ -587,7 +587,3 @@ def _part(origin: Origin, place: int) -> Origin:
     if every is not None:
         every = Deferred(lambda found: found[place], (every,), {})
     return Origin(origin.mode, origin.total, origin.limit, origin.calls, every)
-
-
-def _on_copy(func: Any, first: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return func(first.clone(), *args, **kwargs)
