@@ -268,6 +268,22 @@ def test_a_change_on_one_rank_is_an_error_on_all(layer):
     worlds.only(0)  # messages are left over
 
 
+def hooked_on_one():
+    mesh = worlds.mesh(fresh=True)
+    share = pdc.partition(graph(5), mesh, "random")
+    conv = pdc.convert(pyg.GATConv(5, 3).double())
+    conv(share.x, share.edge_index)
+    if mesh.rank == 1:
+        conv.lin.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="hooks"):
+        conv(share.x, share.edge_index)
+
+
+def test_a_hook_in_a_layer_on_one_rank_is_an_error_on_all():
+    worlds.run(hooked_on_one, 2)
+    worlds.only(0)  # messages are left over
+
+
 def test_a_change_is_noticed_at_its_place_and_not_before():
     store = StoreMailbox(torch.distributed.HashStore())
     one, other = (FailureMonitor(store, rank, 2, deadline=0.5) for rank in range(2))

@@ -304,7 +304,7 @@ class FailureMonitor:
         """
         with self.comparing(what, stage):
             name = f"changed/{stage}/{self._places}"
-            self._store_barrier(name, "others to change what this rank has", ranks)
+            self._store_barrier(name, "others to change an input or hooks, too", ranks)
 
     def barrier(self, doing: str, stage: int, ranks: int) -> None:
         """Waits until all ranks of a stage call this, through the store alone."""
