@@ -119,6 +119,22 @@ def test_layers_of_a_script_run_in_chunks_where_they_say_so(counted):
     assert not counted
 
 
+def test_weights_that_the_first_chunk_does_not_read_have_gradients(counted):
+    data, found = GRAPHS["directed"](), []
+    data.edge_index[1] = data.edge_index[1] // 2 + data.num_nodes // 2  # none at first
+    data.edge_attr = torch.randn(data.num_edges, 3).double()
+    torch.manual_seed(1)
+    conv = GATConv(7, 6, edge_dim=3, add_self_loops=False).double()
+    for cap in (None, CAP):
+        conv.zero_grad()
+        share = pdc.partition(data.clone(), worlds.mesh(), "block", memory=cap)
+        out = pdc.convert(conv)(share.x, share.edge_index, share.edge_attr)
+        out.sin().sum().backward()
+        found.append([p.grad for p in conv.parameters()])
+    assert max(counted) > 2
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
 class Rounded(torch.nn.Linear):
     """A weight that bfloat16 rounds to 1."""
 
