@@ -399,7 +399,8 @@ def _adds_relations(conv: Any, topology: Topology, values: Any) -> bool:
 
 
 _HOOKED = (
-    "give a layer and its modules hooks, or another forward, on all ranks or on none"
+    "register hooks of a layer, and of the modules in it, on all ranks or on none: some ranks "
+    "alone have hooks there, or a forward of their own, and would run the layer otherwise"
 )
 # layers whose output at a node depends on its in-edges and the rows at their ends alone, and
 # which read no more of these in their `forward` than a pair of sources and targets gives

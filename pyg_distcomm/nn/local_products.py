@@ -353,7 +353,8 @@ def _may_be_trimmed(
         return True
     edges = _sampled_edges(adjacency, given["edge_index"])
     ordered = edges is not None and edges.order is None
-    return ordered and computes_by_row(conv, draws=True)
+    hooked = any(is_changed(part) for part in conv.modules() if part is not conv)
+    return ordered and not hooked and computes_by_row(conv, draws=True)
 
 
 def _edges_of(

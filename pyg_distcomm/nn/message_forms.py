@@ -21,12 +21,7 @@ from torch_geometric.nn.aggr import Aggregation, MultiAggregation, SoftmaxAggreg
 
 from pyg_distcomm.halo.codec import nested
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.nn.layer_context import (
-    STEPS,
-    has_hooks,
-    is_changed,
-    propagates_as_pyg,
-)
+from pyg_distcomm.nn.layer_context import STEPS, has_hooks, propagates_as_pyg
 
 AGGREGATIONS: dict[type, str] = {
     pyg.SumAggregation: "sum",
@@ -115,7 +110,7 @@ def computes_by_row(conv: torch.nn.Module, *, draws: bool = False) -> bool:
     With `draws` they may draw numbers for their rows, as dropout does.
     """
     parts = [part for part in conv.modules() if part is not conv]
-    return all(_is_by_row(part, draws) and not is_changed(part) for part in parts)
+    return all(_is_by_row(part, draws) for part in parts)
 
 
 def _is_by_row(part: torch.nn.Module, draws: bool) -> bool:
