@@ -308,6 +308,7 @@ REWRITTEN = {
         ("", *T[1:]),
     ),
     "LabelPropagation": (lambda: pyg.LabelPropagation(3, 0.8), ("y", "edge_index")),
+    "GINConv of a function": (lambda: pyg.GINConv(lambda h: h - h.mean(0)), X),
     "GCN2Conv raw": gcn2(normalize=False),
     "GCN2Conv without loops": gcn2(add_self_loops=False),
     "GCN2Conv back": gcn2(flow="target_to_source"),

@@ -106,7 +106,6 @@ LOCAL = {
     "type": lambda x: (x > 0).type(torch.double),
     "linalg norm rows": lambda x: torch.linalg.norm(x, dim=-1),
     "narrow": lambda x: x.narrow(1, 0, 2),
-    "select": lambda x: x.select(1, 0),
     "column list": lambda x: x[:, [0, 2]],
     "none": lambda x: x + (0.0 if x == None else 1.0),  # noqa: E711
     "dropout 0": lambda x: F.dropout(x, 0.0),

@@ -107,8 +107,12 @@ def with_attributes(layers: list[Any], make: Callable[..., Any]) -> Iterator[Non
 def computes_by_row(conv: torch.nn.Module, *, draws: bool = False) -> bool:
     """Tells whether the modules in a layer compute each row from the same row alone.
 
-    With `draws` they may draw numbers for their rows, as dropout does.
+    With `draws` they may draw numbers for their rows, as dropout does. A function in place of
+    a module may mix rows.
     """
+    given = (vars(part).get(name) for part in conv.modules() for name in ("nn", "act"))
+    if any(map(callable, given)):
+        return False
     parts = [part for part in conv.modules() if part is not conv]
     return all(_is_by_row(part, draws) for part in parts)
 
