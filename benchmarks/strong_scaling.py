@@ -2,6 +2,7 @@
 
     python benchmarks/strong_scaling.py [--nodes 65536] [--rounds 3] [--write REPORT.md]
     python benchmarks/strong_scaling.py --one-rank [--nodes 16384]    # beside PyG
+    python benchmarks/strong_scaling.py --small [--nodes 2000]        # 1 and 2 ranks beside PyG
 
 Two layers of width 64 on a uniform graph, of random halves, and on one with locality, cut by
 METIS; the fastest epoch of each round counts, and the median of the rounds. What two cores
@@ -37,9 +38,9 @@ PHASES = {"wait for": "waiting", "product": "products"}
 DENSE = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
 
 
-def mlp(width: int = WIDTH) -> torch.nn.Module:
-    """Makes the two linear layers of a GIN."""
-    first, last = torch.nn.Linear(width, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+def mlp(times: int = 1) -> torch.nn.Module:
+    """Makes the two linear layers of a GIN, of inputs that are so many times as wide."""
+    first, last = torch.nn.Linear(times * WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
     return torch.nn.Sequential(first, torch.nn.ReLU(), last)
 
 
@@ -59,7 +60,7 @@ MORE = {
     "APPNP": lambda lib: lib.APPNP(4, 0.1),
     "Cheb": lambda lib: lib.ChebConv(WIDTH, WIDTH, 3),
     "PNA": lambda lib: lib.PNAConv(WIDTH, WIDTH, *PNA),
-    "EdgeConv": lambda lib: lib.EdgeConv(mlp(2 * WIDTH)),
+    "EdgeConv": lambda lib: lib.EdgeConv(mlp(2)),
 }
 # which read attributes of edges, or their types
 ON_EDGES = {
@@ -180,6 +181,53 @@ def one_rank(nodes: int) -> list[dict[str, str]]:
     return rows
 
 
+def small(nodes: int) -> list[dict[str, str]]:
+    """Trains on few nodes of width 16 and degree 10, on a share and with PyG, in turns.
+
+    What the messages of a step take alone is measured by as many sums of 1,000 numbers.
+    """
+    global WIDTH, DEGREE  # of this process
+    WIDTH, DEGREE = 16, 10
+    torch.set_num_threads(1)
+    mesh, rows = pdc.init(), []
+    whole = generate(nodes, "uniform")
+    share, sums = pdc.partition(whole, mesh, "block"), torch.zeros(1000)
+    for kind in ("GCN", "SAGE", "GIN", "GAT"):
+        steps = {
+            "PyG": stepper(LAYERS[kind], whole, pyg),
+            "share": stepper(LAYERS[kind], share),
+        }
+        for step in steps.values():
+            for _ in range(20):
+                step()
+        mesh.ledger.reset()
+        steps["share"]()
+        messages = sum(entry.calls for entry in mesh.ledger.entries.values())
+        steps["messages alone"] = lambda n=messages: [
+            dist.all_reduce(sums, async_op=True).wait() for _ in range(n)
+        ]
+        spent: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for _ in range(15):
+            for name, step in steps.items():
+                begin = time.perf_counter(), time.process_time()
+                for _ in range(8):
+                    step()
+                end = time.perf_counter(), time.process_time()
+                spent[name].append(
+                    tuple((b - a) / 8 for a, b in zip(begin, end, strict=True))
+                )
+        clocks = {
+            name: [statistics.median(t) * 1e3 for t in zip(*found, strict=True)]
+            for name, found in spent.items()
+        }
+        row = {"ranks": str(mesh.size), "layer": kind}
+        ratios = [a / b for a, b in zip(clocks["share"], clocks["PyG"], strict=True)]
+        row |= {"share / PyG": f"{ratios[0]:.2f}", "of processors": f"{ratios[1]:.2f}"}
+        row |= {f"{name}, ms": f"{t[0]:.2f}" for name, t in clocks.items()}
+        rows.append(row | {"messages": str(messages)})
+    return rows
+
+
 def phases(step: Any) -> dict[str, float]:
     """Returns the milliseconds of an epoch by phase, from a profile."""
     begin = time.perf_counter()
@@ -208,14 +256,20 @@ def phases(step: Any) -> dict[str, float]:
 def main() -> None:
     """Prints the tables, and writes them to a report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nodes", type=int, default=65_536)
+    parser.add_argument("--nodes", type=int)
     parser.add_argument("--one-rank", action="store_true")
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
     if args.one_rank:
-        print(table(pdc.launch(one_rank, 1, args.nodes)[0]))
+        print(table(pdc.launch(one_rank, 1, args.nodes or 16_384)[0]))
         return
+    if args.small:
+        nodes = args.nodes or 2_000
+        print(table([row for p in (1, 2) for row in pdc.launch(small, p, nodes)[0]]))
+        return
+    args.nodes = args.nodes or 65_536
     two, places, many = [], [], []
     for graph in GRAPHS:
         runs: dict[str, list[Any]] = defaultdict(list)

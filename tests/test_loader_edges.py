@@ -9,7 +9,7 @@ import worlds
 from batches import arguments
 from torch.utils.data import RandomSampler
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.sampler import NodeSamplerInput
+from torch_geometric.sampler import NodeSamplerInput, neighbor_sampler
 
 from pyg_distcomm.loader import (
     DistLayerLoader,
@@ -87,14 +87,8 @@ def test_methods_of_a_subclass_are_called(workers, filter_per_worker):
             data.filtered = True
             return data
 
-    mine = Mine(
-        graph(),
-        [2],
-        batch_size=20,
-        num_workers=workers,
-        filter_per_worker=filter_per_worker,
-    )
-    for batch in mine:
+    ways = {"num_workers": workers, "filter_per_worker": filter_per_worker}
+    for batch in Mine(graph(), [2], batch_size=20, **ways):
         assert batch.filtered
         assert torch.equal(batch.x[:, 0], 2 * batch.n_id.float())
         assert "touched" in batch if filter_per_worker else True
@@ -106,26 +100,29 @@ def test_backward_sampling_with_fan_outs_by_type():
     data["a", "to", "b"].edge_index = graph().edge_index
     inputs = NodeSamplerInput(None, torch.arange(10), input_type="a")
     for fan_out in ([-1], {("a", "to", "b"): [-1]}):
-        pytest.importorskip("torch_geometric", "2.7")
         sampler = KeyedNeighborSampler(data, fan_out, sample_direction="backward")
-        out = sampler.sample_from_nodes(inputs)
-        found = out.edge["a", "to", "b"].sort()[0]
+        found = sampler.sample_from_nodes(inputs).edge["a", "to", "b"].sort()[0]
         wanted = (data["a", "to", "b"].edge_index[0] < 10).nonzero().view(-1)
         assert torch.equal(found, wanted)
 
 
+def test_pyg_samples_in_both_directions_by_ours(monkeypatch):
+    monkeypatch.setattr(neighbor_sampler, "NeighborSampler", KeyedNeighborSampler)
+    both = neighbor_sampler.BidirectionalNeighborSampler(graph(), [-1])
+    out = both.sample_from_nodes(NodeSamplerInput(None, torch.arange(10)))
+    wanted = (graph().edge_index < 10).any(0).nonzero().view(-1)
+    assert torch.equal(out.edge.unique(), wanted)
+
+
 def test_times_beyond_whole_numbers():
-    data = graph(time=torch.arange(N))
-    late = loader(data, (-1,), time_attr="time", input_time=torch.full((N,), torch.inf))
-    early = loader(
-        data, (-1,), time_attr="time", input_time=torch.full((N,), -torch.inf)
-    )
-    assert sum(batch.num_edges for batch in late) == E
-    assert sum(batch.num_edges for batch in early) == 0
+    def edges(time):
+        seeds, data = torch.full((N,), time), graph(time=torch.arange(N))
+        ours = loader(data, (-1,), time_attr="time", input_time=seeds)
+        return sum(batch.num_edges for batch in ours)
+
+    assert (edges(torch.inf), edges(-torch.inf)) == (E, 0)
     with pytest.raises(ValueError, match="NaN"):
-        next(
-            iter(loader(data, time_attr="time", input_time=torch.full((N,), torch.nan)))
-        )
+        edges(torch.nan)
 
 
 def test_a_loaded_state_outlives_set_epoch():

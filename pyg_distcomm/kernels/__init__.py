@@ -28,7 +28,6 @@ from pyg_distcomm.kernels.core_ops import (
     pair_scores,
     pair_scores_grad,
     place_pairs,
-    rank_select_index,
     scatter_add_rows,
     sddmm,
     segment_max,
@@ -48,7 +47,7 @@ from pyg_distcomm.kernels.matrix_ops import (
 )
 from pyg_distcomm.kernels.minibatch import Minibatch, Request, SampleGraph
 from pyg_distcomm.kernels.registry import FLOATS
-from pyg_distcomm.kernels.sample_ops import read_rows
+from pyg_distcomm.kernels.sample_ops import rank_select_index, read_rows
 
 __all__ = [
     "coo_to_csr",

@@ -24,7 +24,6 @@ from pyg_distcomm.kernels import (
 from pyg_distcomm.kernels.compile import cache_folder, ready
 
 GRAIN = 1 << 15  # numbers read or written below which a second thread does not pay
-LOOKUP_GRAIN = 1 << 14  # lookups of ids below which a second thread does not pay
 PANEL = 128  # bytes of a row copied together; see _panels_pay
 LAST_CACHE = 1 << 25  # bytes of a typical last-level cache
 
@@ -317,33 +316,6 @@ def keyed_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> Tensor:
     args = (*arrays, cols, core_ops.drop_threshold(p), scale)
     over_rows(core_jit.dropout, args, rows, cols)
     return out
-
-
-class RankSelect:
-    """Runs what `core_ops.rank_select_index` returns: a bit for each id there could be.
-
-    The position of an id is the number of bits set before its own, so a lookup touches
-    two lines of memory: a word of bits, and the count before that word.
-    """
-
-    def __init__(self, gid: Tensor, total: int) -> None:
-        words = torch.zeros(total // 64 + 1, dtype=torch.int64)
-        dtype = torch.int32 if len(gid) < 2**31 else torch.int64
-        counts = torch.zeros(total // 64 + 1, dtype=dtype)
-        self._bits = words.numpy().view("uint64"), counts.numpy()
-        ready(core_jit.mark_bits, (gid.long().contiguous().numpy(), *self._bits))()
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Returns the position of each id [k], -1 for those that are not in the list."""
-        ids = ids.long().contiguous()
-        out = torch.empty_like(ids)
-        args = (*self._bits, ids.numpy(), out.numpy())
-        find = ready(core_jit.find_places, args, integers=2)
-        threads.run_split(find, len(ids), LOOKUP_GRAIN)
-        return out
-
-
-rank_select_index = RankSelect
 
 
 def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tensor]:

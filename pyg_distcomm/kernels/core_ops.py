@@ -7,8 +7,6 @@ offsets into ``col`` and ``value`` as they stand, and need not start at zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -440,24 +438,6 @@ def hash_edges(source: Tensor, target: Tensor, place: Tensor) -> Tensor:
     """Sums a hash of the ends `[k]` of each edge and its position, modulo 2^64, int64."""
     ends = source.long() * HASH_ODD[0] + target.long() * HASH_ODD[1]
     return hash_sum(ends, place, HASH_ODD[0])
-
-
-@op("gid", dtypes=None)
-def rank_select_index(gid: Tensor, total: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function that finds the positions of ids in ascending, distinct `gid`.
-
-    It takes ids [k] in [0, total) and returns int64 [k], -1 for ids that `gid` lacks. The
-    CPU backend holds 12 bytes for each 64 ids below `total`.
-    """
-
-    def find(ids: Tensor) -> Tensor:
-        ids = ids.long()
-        if not len(gid):
-            return torch.full_like(ids, -1)
-        place = torch.searchsorted(gid.long(), ids).clamp_(max=len(gid) - 1)
-        return torch.where(gid[place] == ids, place, -1)
-
-    return find
 
 
 @op("gid", check=_check_key)

@@ -34,7 +34,7 @@ from pyg_distcomm.kernels.minibatch import (
 CHECKED_EDGES = 1 << 24  # edges of one hop from which the free memory is checked first
 # bytes of an edge: both ends and its id, twice while a minibatch is put together
 EDGE_BYTES = 32
-GRAIN = 1 << 14  # nodes or entries that are worth a thread
+GRAIN = 1 << 14  # nodes, entries or lookups that are worth a thread
 ROWS = 1 << 15  # numbers of rows copied that are
 MIN_SLOTS = 1 << 10  # slots of a hash table at first
 TABLES = 1 << 28  # bytes of tables (one slot per node) above which nodes are hashed
@@ -517,6 +517,33 @@ def _check_memory(edges: int, nodes: int, fan_out: int) -> None:
             f"{size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; give a smaller "
             "fan-out, or a smaller batch_size"
         )
+
+
+class RankSelect:
+    """Runs what `sample_ops.rank_select_index` returns: a bit for each id there could be.
+
+    The position of an id is the number of bits set before its own, so a lookup touches
+    two lines of memory: a word of bits, and the count before that word.
+    """
+
+    def __init__(self, gid: Tensor, total: int) -> None:
+        words = torch.zeros(total // 64 + 1, dtype=torch.int64)
+        dtype = torch.int32 if len(gid) < 2**31 else torch.int64
+        counts = torch.zeros(total // 64 + 1, dtype=dtype)
+        self._bits = words.numpy().view(np.uint64), counts.numpy()
+        ready(core_jit.mark_bits, (gid.long().contiguous().numpy(), *self._bits))()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Returns the position of each id [k], -1 for those that are not in the list."""
+        ids = ids.long().contiguous()
+        out = torch.empty_like(ids)
+        args = (*self._bits, ids.numpy(), out.numpy())
+        find = ready(core_jit.find_places, args, integers=2)
+        threads.run_split(find, len(ids), GRAIN)
+        return out
+
+
+rank_select_index = RankSelect
 
 
 def take_rows(values: Tensor, index: Tensor, out: Tensor) -> None:

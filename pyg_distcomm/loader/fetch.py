@@ -17,7 +17,7 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
-from pyg_distcomm.kernels import core_cpu
+from pyg_distcomm.kernels.sample_cpu import RankSelect
 from pyg_distcomm.loader.batcher import Attribute, Pools, take_rows
 from pyg_distcomm.loader.device_placement import ON_HOST, Placement
 from pyg_distcomm.sampling.row_service import RowRound
@@ -144,7 +144,7 @@ class Pool:
         total = int(self.ids[-1]) + 1 if len(self.ids) else 0
         if len(self.ids) == 0 or total > SPARSE * len(self.ids):
             return partial(torch.searchsorted, self.ids)
-        return core_cpu.RankSelect(self.ids, total)
+        return RankSelect(self.ids, total)
 
     def take(self, ids: Tensor) -> dict[str, Tensor]:
         """Returns the rows of ids, in their order: name -> `[len(ids), ...]`."""

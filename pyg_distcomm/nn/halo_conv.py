@@ -10,6 +10,7 @@ of their edges run on own rows and ghosts.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -50,12 +51,7 @@ from pyg_distcomm.nn.local_products import (
     usable,
 )
 from pyg_distcomm.nn.message_forms import computes_by_row, layers_of, with_attributes
-from pyg_distcomm.nn.propagating import (
-    BySum,
-    adding,
-    exchanging,
-    keeps_rows,
-)
+from pyg_distcomm.nn.propagating import BySum, adding, exchanging, keeps_rows
 from pyg_distcomm.sharded.agreement import compare_weights
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.partial import all_entered
@@ -319,12 +315,14 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     """Tells whether a layer may run on own rows and ghosts."""
     link = topology.link is None and getattr(conv, "link", None) in (None, "exact")
     drops = getattr(conv, "dropout", 0.0) > 0
-    in_chunks = topology.nodes.memory is not None
+    mesh, in_chunks = topology.nodes.mesh, topology.nodes.memory is not None
     if not link or in_chunks or (drops and topology.chunked):
         return False
     hooked = has_hooks(conv) or any(map(is_changed, conv.modules()))  # by all rows
-    if isinstance(topology.nodes.mesh, Mesh):
-        all_or_none(hooked, topology.nodes.mesh, _HOOKED)
+    if isinstance(mesh, Mesh):
+        known = mesh.sharded.setdefault("hooked layers", weakref.WeakSet())
+        all_or_none(hooked != (conv in known), mesh, _HOOKED)
+        (known.add if hooked else known.discard)(conv)
     if conv.flow != "source_to_target" or conv.explain or hooked:
         return False
     if torch._C._are_functorch_transforms_active():  # which would not see what is below
@@ -333,8 +331,7 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
     if replaced and not topology.chunked:
         return False
     # op by op, large results go to kept blocks, which saves more than Python costs
-    most = topology.nodes.mesh.size * KEPT_FROM
-    small = type(x) is DistTensor and x.nbytes < most
+    small = type(x) is DistTensor and x.nbytes < mesh.size * KEPT_FROM
     if not small and _adder(conv, topology, x) is not None:
         return False
     if any(map(is_lazy, conv.parameters())) or not computes_by_row(conv):

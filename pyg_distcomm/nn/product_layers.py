@@ -365,9 +365,9 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
 
     Takes the arguments of `torch_geometric.nn.SAGEConv`, has its `state_dict`, and *is*
     it for ordinary inputs. With a `DistEdgeIndex`, "mean" and "sum" are products on any
-    grid; every other aggregation fetches the rows of neighbours, as `HaloConv` does. For the
-    ordinary edges of a minibatch, or edges used before, it runs compiled products; see
-    `nn.local_products`.
+    grid; every other aggregation, and edges between two types of nodes, fetch the rows of
+    neighbours, as `HaloConv` does. For the ordinary edges of a minibatch, or edges used
+    before, it runs compiled products; see `nn.local_products`.
 
     Args:
         link: the `LinkPolicy` of its rows; "exact", or None for that of the edge_index.
@@ -379,7 +379,7 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
 
     Price: `GridMatrix.price(min(F_in, F_out))` forward, and the price of its transpose
     backward unless x needs no gradient, and nothing for an x that does not change, from
-    its third use on (see `DistEdgeIndex.with_ordering`); F_in for other aggregations.
+    its third use on (see `DistEdgeIndex.with_ordering`); where rows are fetched, F_in.
     """
 
     def forward(self, x: Any, edge_index: Any = None, size: Any = None) -> Tensor:
@@ -388,7 +388,7 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
             product = self._planned(x, edge_index, size)
             if product is None:
                 run, given = super().forward, (x, edge_index, size)
-                if size is None and AGGREGATIONS.get(type(self.aggr_module)) == "max":
+                if size is None and type(self.aggr_module) in AGGREGATIONS:
                     run = one_hop(self, run)
                 return run_on_share(self, self.link, run, *given)  # type: ignore[no-any-return]
             matrix, rows = product.matrix, product.rows

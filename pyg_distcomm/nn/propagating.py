@@ -43,6 +43,9 @@ def adding(conv: Any, topology: Topology) -> AbstractContextManager[None]:
     layers = [layer for layer in layers_of(conv) if adds_rows(layer)]
     if not layers:
         warn_about_grid(conv, topology, "it does not sum the rows of its neighbours")
+    elif topology.sources is not None:
+        warn_about_grid(conv, topology, "edges go between two types of nodes")
+        layers = []
     return with_attributes(
         layers, lambda layer: {"propagate": BySum(layer, layer.propagate)}
     )
@@ -70,8 +73,6 @@ class BySum:
         topology = None if set(given) - {"x", name} else planned(edge_index)
         if topology is None or layer.flow != "source_to_target":
             return None
-        if topology.sources is not None:
-            warn_about_grid(layer, topology, "edges go between two types of nodes")
         if not _fits(x, weight, topology) or topology.nodes.memory is not None:
             return None
         assert x is not None
@@ -130,11 +131,7 @@ def _values(weight: DistTensor, topology: Topology) -> Tensor:
 def _fits(x: Any, weight: Any, topology: Topology) -> bool:
     if type(x) is not DistTensor or x.dim() != 2 or not x.dtype.is_floating_point:
         return False
-    if (
-        x.dim_ != 0
-        or x.rows is not topology.source_rows
-        or topology.sources is not None
-    ):
+    if x.dim_ or topology.sources is not None or x.rows is not topology.nodes:
         return False
     if weight is None:
         return True

@@ -26,7 +26,7 @@ from torch_geometric.sampler import (
     SamplerOutput,
 )
 from torch_geometric.sampler.base import DataType, NumNeighbors, SubgraphType
-from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
+from torch_geometric.sampler.neighbor_sampler import edge_sample
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.failure import needing, watch_of
@@ -294,16 +294,13 @@ class KeyedNeighborSampler(NeighborSampler):
             seed, time, finish = self._edge_seeds(inputs, key, neg_sampling)
             return self._request(seed, time, key), finish
         seed, time, kind = inputs.node, inputs.time, inputs.input_type
+        if kind is not None and not isinstance(seed, dict):
+            seed, time = {kind: seed}, None if time is None else {kind: time}
 
         def complete(out: Output) -> Output:
-            if isinstance(seed, dict):
-                out.metadata = inputs.input_id, inputs.time
-                return out
-            return node_sample(inputs, lambda *_: out)
+            out.metadata = inputs.input_id, inputs.time
+            return out
 
-        if kind is not None and not isinstance(seed, dict):
-            given = {kind: seed}, None if time is None else {kind: time}
-            return self._request(*given, key), complete
         return self._request(seed, time, key), complete
 
     def _edge_seeds(
@@ -327,11 +324,8 @@ class KeyedNeighborSampler(NeighborSampler):
         def finish(out: Output) -> Output:
             out.metadata = blank.metadata
             if self.disjoint:
-                trees, count = out.batch, len(inputs.row)
-                named = isinstance(trees, dict)
-                out.batch = (
-                    {k: t % count for k, t in trees.items()} if named else trees % count
-                )
+                count = len(inputs.row)
+                out.batch = tree_map_only(Tensor, lambda t: t % count, out.batch)
             return out
 
         return *seeds[0], finish
@@ -353,6 +347,11 @@ class KeyedNeighborSampler(NeighborSampler):
     def _next_key(self) -> int:
         worker = torch.utils.data.get_worker_info()
         return fold(self.seed, _CALL, worker.seed if worker else 0, next(self._calls))
+
+    def _sample(self, seed: Any, seed_time: Any = None, **_: Any) -> Output:
+        """Draws around seeds; PyG's BidirectionalNeighborSampler calls it on its samplers."""
+        drawn = self._draw_all([self._request(seed, seed_time, self._next_key())])
+        return self._output(drawn[0], isinstance(seed, dict))
 
     def _request(self, seed: Any, seed_time: Any, key: int) -> Request:
         hetero, temporal = isinstance(seed, dict), self.is_temporal

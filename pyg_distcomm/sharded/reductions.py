@@ -54,13 +54,7 @@ def _reduction(*ops: Any, at: int = 1) -> Callable[[OverRows], OverRows]:
     return declare
 
 
-@_reduction(
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.nansum.default,
-    aten.count_nonzero.default,
-    aten.count_nonzero.dim_IntList,
-)
+@_reduction(aten.sum, aten.nansum, aten.count_nonzero)
 def summed(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
     """Sums, or counts."""
     x = args[0]
@@ -103,14 +97,7 @@ def _extreme(x: DistTensor, dims: list[int], keep: bool, op: str) -> Tensor:
     return both[0].masked_fill(both[1] != 0, math.nan)
 
 
-@_reduction(
-    aten.any.default,
-    aten.any.dim,
-    aten.any.dims,
-    aten.all.default,
-    aten.all.dim,
-    aten.all.dims,
-)
+@_reduction(aten.any, aten.all)
 def any_all(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
     """Tells whether any, or all, are true."""
     x, op = args[0], "max" if "any" in func._schema.name else "min"
@@ -160,16 +147,23 @@ def var(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
     return out, middle if keep else middle.view(out.shape)
 
 
-@_reduction(
-    aten.argmax.default,
-    aten.argmin.default,
-    aten.max.dim,
-    aten.min.dim,
-    aten.median.dim,
-    aten.mode.default,
-    aten.prod.dim_int,
-    aten.aminmax.default,
-)
+@_reduction(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
+def first(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
+    """Takes maxima, or minima, over rows, and the first row that has each of them."""
+    x, name = args[0], func._schema.name
+    if dims != [x.dim_] or not x.numel():
+        return whole.apply(func, args, kwargs)
+    most = _extreme(x, dims, True, "max" if "max" in name else "min")
+    there = (x.local == most) | (x.local != x.local)  # what is not a number wins
+    shape = [-1 if d == x.dim_ else 1 for d in range(x.dim())]
+    place = x.rows.place_on(x.device).view(shape)
+    at = DistTensor(torch.where(there, place, x.rows.count), x.rows, x.dim_)
+    found = most, _extreme(at, dims, True, "min")
+    kept = found if keep else tuple(part.squeeze(dims) for part in found)
+    return kept[1] if "arg" in name else kept
+
+
+@_reduction(aten.median.dim, aten.mode.default, aten.prod.dim_int, aten.aminmax.default)
 def picked(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
     """Picks among all rows, which every rank gathers."""
     return whole.apply(func, args, kwargs)
