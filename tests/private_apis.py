@@ -148,6 +148,7 @@ LISTED = {
         torch_geometric.nn.SSGConv._cached_h
         torch_geometric.nn.Sequential._children
         torch_geometric.nn.models.rev_gnn.InvertibleModule._fn_apply
+        torch_geometric.nn.models.rev_gnn.InvertibleModule._inverse
         torch_geometric.sampler.NeighborSampler._num_neighbors
     """,
     "numba 0.57.1 to 0.68.1": """

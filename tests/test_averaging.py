@@ -263,10 +263,9 @@ def _detached(net, data):
 
 
 def _reversible(net, data):
-    lib = pyg if type(data.x) is torch.Tensor else nn
     torch.manual_seed(3)
-    net.rev = lib.GroupAddRev(lib.SAGEConv(4, 4), num_groups=2).double()
-    z = net.encode(data.x, data.edge_index).sin()  # PyG's own frees it
+    net.rev = pyg.GroupAddRev(pyg.SAGEConv(4, 4), num_groups=2).double()
+    z = net.encode(data.x, data.edge_index).sin()
     return step(net, data, net.decode(net.rev(z, data.edge_index), data.edge_index))
 
 

@@ -244,6 +244,7 @@ class Reads(torch.nn.Module):
         )
         self.norm = torch.nn.BatchNorm1d(8)
         self.jump = torch.nn.Linear(16, 3)
+        self.reversible = pyg.GroupAddRev(pyg.SAGEConv(4, 4), num_groups=2)
         self.step = 0
         self.double()
 
@@ -255,12 +256,11 @@ class Reads(torch.nn.Module):
         second = self.convs[1](first, edge_index)
         if self.what == "residual":
             second = second + first
-        if self.what == "mean":
+        if self.what == "rev":
+            second = self.reversible(second, edge_index)
+        self.step += self.what == "late mean"
+        if self.what == "mean" or self.step > 2:
             second = second - second.mean(0)
-        if self.what == "late mean":
-            self.step += 1
-            if self.step > 2:
-                second = second - second.mean(0)
         if self.what == "softmax of rows":
             second = second.softmax(0)
         if self.what == "sort":
@@ -272,7 +272,7 @@ class Reads(torch.nn.Module):
         return self.convs[2](second, edge_index)
 
 
-ALL_ROWS = "batch norm", "mean", "late mean", "softmax of rows", "sort", "index"
+ALL_ROWS = "batch norm", "mean", "late mean", "softmax of rows", "sort", "index", "rev"
 
 
 @pytest.mark.parametrize("what", [*ALL_ROWS, "jump", "residual", "in place"])

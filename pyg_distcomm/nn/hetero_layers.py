@@ -42,7 +42,7 @@ def _is_distributed(edge_index_dict: Any) -> bool:
 
 
 def _check_rows(layer: Any, x_dict: Any, edge_index_dict: Any) -> dict[str, Any]:
-    """Returns the rows of each node type; raises if they are not sharded like the edges."""
+    """Returns the rows of each node type; raises unless they, and weights, fit the edges."""
     for edges in edge_index_dict.values():
         check_placement(layer, edges.topology)
     if not isinstance(x_dict, Mapping):
@@ -61,6 +61,7 @@ def _check_rows(layer: Any, x_dict: Any, edge_index_dict: Any) -> dict[str, Any]
             name = f"x_dict[{key!r}]"
             found[key] = _as_nodes(found[key], name, nodes)
             edges.topology.placed(name, found[key])
+    compare_weights(list(layer.parameters()), edges.nodes.mesh)
     return found
 
 
@@ -161,9 +162,6 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
 
     def _distributed_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
         x_dict = _check_rows(self, x_dict, edge_index_dict)
-        mesh = next(iter(edge_index_dict.values())).nodes.mesh
-        if mesh.size > 1:
-            compare_weights(list(self.parameters()), mesh)
         mixed = {key: x.rows for key, x in x_dict.items() if key in self.dst_node_types}
         kqv = self.kqv_lin(x_dict)
         scores: dict[str, list[Tensor]] = {key: [] for key in mixed}
@@ -281,9 +279,6 @@ class DistHANConv(HaloExecution, pyg.HANConv):
 
     def _distributed_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
         x_dict = _check_rows(self, x_dict, edge_index_dict)
-        mesh = next(iter(edge_index_dict.values())).nodes.mesh
-        if mesh.size > 1:
-            compare_weights(list(self.parameters()), mesh)
         projected = {key: self.proj[key](x) for key, x in x_dict.items()}
         found: dict[str, list[Any]] = {key: [] for key in x_dict}
         for key, edges in edge_index_dict.items():

@@ -97,19 +97,21 @@ class DistGravNetConv(HaloExecution, pyg.GravNetConv): ...
 
 
 class DistGroupAddRev(pyg.GroupAddRev):
-    """Runs PyG's GroupAddRev, but keeps row-sharded activations instead of inverting them.
+    """Runs PyG's GroupAddRev, but keeps activations that are row-sharded, or not its own.
 
-    PyG's frees the storage of its inputs, and computes them again in the backward pass.
-    Those of row-sharded tensors may be in use by an exchange.
+    PyG's frees the storage of its inputs, and computes them again in the backward pass. Rows
+    of a share may be in use by an exchange, and what NumPy saw, as in a kernel, has to stay.
 
     Shapes: x `[n_i, F]` -> `[n_i, F]`. Price: that of its layers.
     """
 
     def _fn_apply(self, args: Any, fn: Any, fn_inverse: Any) -> Any:
-        if not is_spread(*args):
+        if not is_spread(*args) and args[0].untyped_storage().resizable():
             return super()._fn_apply(args, fn, fn_inverse)
-        out = fn(*args)
-        return out[0] if isinstance(out, tuple) and len(out) == 1 else out
+        return fn(*args)
+
+    def _inverse(self, y: Any, *args: Any) -> Any:
+        return super()._inverse(y.clone(), *args)  # layers read it before it is freed
 
 
 class DistHEATConv(HaloExecution, pyg.HEATConv): ...

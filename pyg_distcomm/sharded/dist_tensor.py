@@ -54,7 +54,26 @@ def eager(kind: Kind) -> Kind:
 
 
 @eager
-class DistTensor(EdgeMethods, Tensor):
+class ManyRanks:
+    """Adds the methods that return the values of all ranks; collective."""
+
+    __slots__ = ()
+
+    full_tensor: Any
+
+    def tolist(self) -> Any:
+        """Returns all values as nested lists."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns all values as an array."""
+        return self.full_tensor().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.full_tensor().detach().__array__(dtype)
+
+
+class DistTensor(EdgeMethods, ManyRanks, Tensor):
     """Represents a tensor whose rows are sharded over the ranks, in the shape of the whole.
 
     Args:
@@ -212,16 +231,21 @@ class DistTensor(EdgeMethods, Tensor):
         """Returns all rows, in order, on every rank, differentiably; collective."""
         return Placed.apply(self, None)
 
+    def untyped_storage(self) -> Any:
+        """Returns an empty storage to resize: an exchange may be reading that of own rows."""
+        return torch.UntypedStorage()
+
     def __setitem__(self, key: Any, value: Any) -> None:
         """Writes to rows, also to one row and to every k-th, which torch takes as views."""
         first, *rest = key if isinstance(key, tuple) else (key,)
         if self.dim_ == 0 and isinstance(first, int) and not isinstance(first, bool):
             key = (torch.tensor([first]), *rest)
-        elif (
-            self.dim_ == 0 and isinstance(first, slice) and first.step not in (1, None)
-        ):
+        elif self.dim_ == 0 and isinstance(first, slice) and (first.step or 1) != 1:
             key = (torch.arange(self.size(0))[first], *rest)
-        super().__setitem__(key, value)
+        if type(key) is DistTensor and type(value) is DistTensor:
+            self.index_put_((key,), value)  # torch would take a view of one row
+        else:
+            super().__setitem__(key, value)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,18 +260,6 @@ class DistTensor(EdgeMethods, Tensor):
         watch = watch_of(self.rows.mesh)
         with needing("a tensor of rows", lambda: local.nbytes, watch, place):
             return super().to(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        """Returns all values as nested lists; collective."""
-        return self.full_tensor().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Returns all values as an array; collective."""
-        return self.full_tensor().numpy(force=force)
-
-    def __array__(self, dtype: Any = None, _: Any = None) -> Any:
-        found = self.full_tensor().detach().numpy()
-        return found if dtype is None else found.astype(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
         if id(self) not in memo:

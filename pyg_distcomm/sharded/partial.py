@@ -35,13 +35,13 @@ from pyg_distcomm.sharded.agreement import (
     is_averaged,
     is_wrapped,
 )
-from pyg_distcomm.sharded.dist_tensor import DistTensor, check_writes
+from pyg_distcomm.sharded.dist_tensor import DistTensor, ManyRanks, check_writes
 
 aten = torch.ops.aten
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
-class PartialSum(Tensor):
+class PartialSum(ManyRanks, Tensor):
     """A tensor whose value is the sum of `part` over the ranks."""
 
     __slots__ = ("_before", "_copied", "_value", "mesh", "part")
@@ -76,6 +76,8 @@ class PartialSum(Tensor):
             self._know(collectives.all_reduce(self.part, self.mesh.world))
         assert self._value is not None
         return self._value
+
+    full_tensor = value
 
     def _know(self, total: Tensor) -> None:
         before = self._before
@@ -124,17 +126,6 @@ class PartialSum(Tensor):
         if type(x) is PartialSum and x._copied and _is_view(func):
             return tree_map(lambda part: PartialSum.copy_of(part, x.mesh), out)
         return out
-
-    def tolist(self) -> Any:
-        """Returns the values as nested lists."""
-        return self.value().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Returns the values as an array."""
-        return self.value().numpy(force=force)
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        return self.value().detach().__array__(dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self._copied:

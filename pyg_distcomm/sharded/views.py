@@ -256,7 +256,7 @@ def unbind(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(aten.cat.default)
 def cat(func: Any, args: Any, kwargs: Any) -> Any:
     """Joins tensors, along rows or along another dimension."""
-    parts = [p for p in args[0] if p.dim() != 1 or p.numel() or len(args[0]) == 1]
+    parts = [p for p in args[0] if p.dim() != 1 or p.numel()] or args[0]
     d = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     like = next(p for p in parts if type(p) is DistTensor)
     d %= like.dim()
@@ -282,11 +282,11 @@ def _space(x: DistTensor, n: int) -> Rows:
 
 def space_of(rows: Rows, n: int) -> Rows | None:
     """Returns the rows of a new tensor of n rows beside one of `rows`; None if none fit."""
-    nodes = rows.nodes
-    if nodes is not None and nodes.count == n:
-        return nodes
-    for end in rows.derived.get("ends", ()):  # of edges, before other graphs' nodes
-        if end.count == n:
+    for end in (
+        rows.nodes,
+        *rows.derived.get("ends", ()),
+    ):  # before other graphs' nodes
+        if end is not None and end.count == n:
             return end  # type: ignore[no-any-return]
     if n in rows.latest("read"):
         return rows.latest("read")[n]  # type: ignore[no-any-return]
