@@ -53,7 +53,6 @@ def eager(kind: Kind) -> Kind:
     return kind
 
 
-@eager
 class ManyRanks:
     """Adds the methods that return the values of all ranks; collective."""
 
@@ -73,6 +72,7 @@ class ManyRanks:
         return self.full_tensor().detach().__array__(dtype)
 
 
+@eager
 class DistTensor(EdgeMethods, ManyRanks, Tensor):
     """Represents a tensor whose rows are sharded over the ranks, in the shape of the whole.
 
