@@ -282,10 +282,8 @@ def _space(x: DistTensor, n: int) -> Rows:
 
 def space_of(rows: Rows, n: int) -> Rows | None:
     """Returns the rows of a new tensor of n rows beside one of `rows`; None if none fit."""
-    for end in (
-        rows.nodes,
-        *rows.derived.get("ends", ()),
-    ):  # before other graphs' nodes
+    ends = rows.nodes, *rows.derived.get("ends", ())  # before other graphs' nodes
+    for end in ends:
         if end is not None and end.count == n:
             return end  # type: ignore[no-any-return]
     if n in rows.latest("read"):
