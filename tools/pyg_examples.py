@@ -15,7 +15,7 @@ else and for all others generated graphs. Nothing of PyG is copied here.
 Scripts on minibatches also get `model = pdc.replicate(model, mesh)`, and both runs take all
 neighbours, in order. P ranks with minibatches of B seeds are compared with one process with
 P B, in parameters and gradients: what a rank prints is of its own minibatches. PyG's loaders
-need torch-sparse; --compiled names a folder that has it, if the interpreter does not.
+need pyg-lib or torch-sparse (three scripts the latter); --compiled names a folder of them.
 
 Exits with 1 if a script is WRONG or hangs.
 """
@@ -93,7 +93,8 @@ OTHER_LOADERS = {
 # minibatches of two ranks have other edges than one minibatch of all their nodes
 INDUCED = ("ClusterLoader", "GraphSAINTRandomWalkSampler", "RandomNodeLoader")
 
-# run by processes that can import torch-sparse; the others run without
+# run by processes that can import one of SAMPLERS; the others run without
+SAMPLERS = ("pyg_lib", "torch_sparse")
 SPARSE = [*MINIBATCH, *OTHER_LOADERS, "correct_and_smooth"]
 
 LEFT_OUT = {
@@ -217,6 +218,10 @@ def changed(why, *pairs):
 
 
 # tried where the swap alone is not exact, all of a script's edits together
+UNUSED = changed(
+    "`replicate(..., find_unused_parameters=True)`",
+    ("replicate(model, mesh)", "replicate(model, mesh, find_unused_parameters=True)"),
+)
 EDITS = {
     "jit/gcn": (
         Edit(
@@ -244,14 +249,8 @@ EDITS = {
             "num_neighbors=[-1], shuffle=False, options=LoaderOptions(split=False)",
         ),
     ),
-    "hetero/to_hetero_mag": changed(
-        "`replicate(..., find_unused_parameters=True)`",
-        (
-            "replicate(model, mesh)",
-            "replicate(model, mesh, find_unused_parameters=True)",
-        ),
-    ),
-    "hetero/hierarchical_sage": first_batch(SAMPLED),
+    "hetero/to_hetero_mag": UNUSED,
+    "hetero/hierarchical_sage": (*first_batch(SAMPLED), *UNUSED),
     "hetero/bipartite_sage_unsup": first_batch(LINKS.format("item")),
     "hetero/recommender_system": first_batch(LINKS.format("movie")),
     "hetero/temporal_link_pred": first_batch(LINKS.format("movie")),
@@ -698,8 +697,8 @@ class Example:
 
     def missing(self):
         """Why PyG's own run can't be had here, or ''."""
-        if self.name in SPARSE and importlib.util.find_spec("torch_sparse") is None:
-            return "PyG's own run needs torch-sparse"
+        if self.name in SPARSE and not any(map(importlib.util.find_spec, SAMPLERS)):
+            return "PyG's own run needs pyg-lib or torch-sparse"
         return ""
 
     def foreign(self):
@@ -894,7 +893,7 @@ def run_here(names, args, work):
 
 
 def run_apart(names, args, work):
-    """Runs scripts from a process that may import torch-sparse; their rows."""
+    """Runs scripts from a process that may import SAMPLERS; their rows."""
     rows = work / "rows.json"
     rows.unlink(missing_ok=True)
     command = [sys.executable, __file__, *sys.argv[1:]]
@@ -910,7 +909,7 @@ def main():
     parser.add_argument("checkout", help="PyG's repository")
     parser.add_argument("--only", default="", help="names, as gcn,hetero/han_imdb")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--compiled", help="a folder that holds torch-sparse")
+    parser.add_argument("--compiled", help="where pyg-lib or torch-sparse is")
     parser.add_argument("--data", default=SHARED, help="a folder of real graphs")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=12345)

@@ -325,10 +325,11 @@ def adjust(seed, columns):
 
 
 def counted(sample):
-    """Adds to what torch-sparse samples how much each hop found, which pyg-lib tells."""
+    """Undoes what pyg-lib draws for nothing; tells how much each hop of torch-sparse found."""
 
     def run(self, seed, *args, **kwargs):
-        out = sample(self, seed, *args, **kwargs)
+        with torch.random.fork_rng([]):  # lazy parameters are initialized later
+            out = sample(self, seed, *args, **kwargs)
         one_type = isinstance(out, torch_geometric.sampler.SamplerOutput)
         if one_type and out.num_sampled_nodes is None:
             begin, ends, edges = 0, [len(seed)], []
@@ -348,10 +349,8 @@ def drawing_nothing(iterate):
     """Leaves torch's generator as it is when minibatches begin."""
 
     def run(self):
-        state = torch.get_rng_state()
-        found = iterate(self)
-        torch.set_rng_state(state)
-        return found
+        with torch.random.fork_rng([]):
+            return iterate(self)
 
     return run
 
