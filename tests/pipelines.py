@@ -175,7 +175,7 @@ class Dense:
             return (1 - module.beta) * h + module.beta * (h @ module.weight1)
         if isinstance(module, GATConv):
             return self._attention(module, read, x)
-        return module(x)
+        return module(x, *rest)
 
     def _attention(self, module, read, x):
         n, heads, width = len(x), module.heads, module.out_channels
