@@ -336,7 +336,7 @@ def test_references_and_citations_agree():
 
 # what house_metrics counts; a bound may only fall
 BOUNDS = {
-    "lines": 56_491,
+    "lines": 56_487,
     "modules": 165,
     "lines of tests and their helpers": 46_759,
     "lines of CONTRIBUTING.md": 250,

@@ -12,10 +12,7 @@ from problems import GRAPHS
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo.codecs import (
-    ColumnMask,
-    Plain,
-)
+from pyg_distcomm.halo.codecs import ColumnMask, Plain
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.message_forms import is_coded
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from dataclasses import replace
 
 import batches
@@ -77,6 +78,12 @@ def test_hops_that_draw_nothing():
     worlds.run(zeros, 2, 2)
 
 
+def bare(batch):
+    """Drops weights, which are none of edges of an altered number."""
+    batch.pop("weight", None)
+    return batch
+
+
 def wide(size):
     mesh = worlds.mesh()
     data = timed()
@@ -85,15 +92,14 @@ def wide(size):
         share = pdc.partition(data, mesh, cut(data, size))
         topology = share.edge_index.topology
         topology.edges = replace(topology.edges, total=2**31 + 10)  # ids need 8 bytes
-        del share.edge_attr, share.edge_time
+        del share.edge_attr, share.edge_time, share.y
         plain = Data(
             x=data.x, edge_index=data.edge_index, weight=weight, time=data.time
         )
-        for sample_at in ("owner", "requester"):
-            for c in (1, size):
-                common = {"sample_at": sample_at, "replication": c}
-                alike(plain, share, weight_attr="weight", **common)
-                alike(plain, share, DistLayerLoader, weight_attr="weight", **common)
+        for sample_at, c in itertools.product(("owner", "requester"), (1, size)):
+            common = {"sample_at": sample_at, "replication": c, "transform": bare}
+            for kind in (DistNeighborLoader, DistLayerLoader):
+                alike(plain, share, kind, weight_attr="weight", **common)
 
 
 @tiers.rare

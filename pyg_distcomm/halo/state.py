@@ -563,11 +563,7 @@ class LinkUse:
         used.last, used.stage = self.epoch, stage or used.stage
         call = state.next_call(number)
         exchange = self._layer_exchange(call, trains=True, degrees=degrees)
-        if call != state.last:
-            return exchange
-        # after a restart, record its exchanges once, for their price
-        known = any(key[:2] == call for key in state.exchanges)
-        return None if known else exchange.as_exact("the last one")
+        return exchange.as_exact("the last one") if call == state.last else exchange
 
     def _layer_exchange(
         self,

@@ -106,10 +106,10 @@ class EdgeMethods:
             order: "first" is (A X) W, "last" is A (X W), "auto" the one that exchanges
                 less, forward and backward together.
             keep_inputs: whether to cache the product with a constant input (a leaf without
-                gradient, the same tensor at the same version), or its ghosts in layers that
-                run by halo exchange, from its second use on. The cache takes the input's
-                memory once more. It is not used while hooks for saved tensors are active,
-                as in activation checkpointing.
+                gradient, the same tensor at the same version), or its ghosts in layers of
+                one hop, from its second use on; those that other layers read are kept in any
+                case. The cache takes the input's memory once more. It is not used while hooks
+                for saved tensors are active, as in activation checkpointing.
         """
         twin = copy.copy(self.topology)
         twin.ordering = MultiplyOrder(order, keep_inputs)
