@@ -136,7 +136,7 @@ def priced(layer, name):
 PRICED = ["GAT", "GIN", "Transformer", "GATv2", "TAG", "Cheb"]
 
 
-@tiers.cover(("layer", "name"), PRICED, ["sylvie", "varco late"], step=2)
+@tiers.cover(("layer", "name"), PRICED, ["sylvie", "varco late"], step=3)
 def test_bytes_of_layers_are_those_foretold(layer, name):
     for text in worlds.run(priced, 3, layer, name):
         if layer not in ("GIN", "TAG", "Cheb"):
