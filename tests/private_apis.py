@@ -150,6 +150,7 @@ LISTED = {
         torch_geometric.nn.models.rev_gnn.InvertibleModule._fn_apply
         torch_geometric.nn.models.rev_gnn.InvertibleModule._inverse
         torch_geometric.sampler.NeighborSampler._num_neighbors
+        torch_geometric.sampler.NeighborSampler._sample
     """,
     "numba 0.57.1 to 0.68.1": """
         numba.core.caching.FunctionCache._cache_path

@@ -78,9 +78,8 @@ def test_hops_that_draw_nothing():
     worlds.run(zeros, 2, 2)
 
 
-def bare(batch):
-    """Drops weights, which are none of edges of an altered number."""
-    batch.pop("weight", None)
+def unweighted(batch):
+    batch.pop("weight", None)  # of other edges than those of an altered number
     return batch
 
 
@@ -97,7 +96,7 @@ def wide(size):
             x=data.x, edge_index=data.edge_index, weight=weight, time=data.time
         )
         for sample_at, c in itertools.product(("owner", "requester"), (1, size)):
-            common = {"sample_at": sample_at, "replication": c, "transform": bare}
+            common = {"sample_at": sample_at, "replication": c, "transform": unweighted}
             for kind in (DistNeighborLoader, DistLayerLoader):
                 alike(plain, share, kind, weight_attr="weight", **common)
 
