@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import batches
 import pytest
 import tiers
@@ -26,20 +28,15 @@ class Twice:
         return 2 * super().propagate(edge_index, **given)
 
 
-class TwiceSAGE(Twice, pyg.SAGEConv):
-    pass
+TwiceSAGE, TwiceGraph, TwiceGAT, TwiceOfOurs = (
+    type(f"Twice{kind.__name__}", (Twice, kind), {})
+    for kind in (pyg.SAGEConv, pyg.GraphConv, pyg.GATConv, pdc.nn.SAGEConv)
+)
 
 
-class TwiceGraph(Twice, pyg.GraphConv):
-    pass
-
-
-class TwiceGAT(Twice, pyg.GATConv):
-    pass
-
-
-class TwiceOfOurs(Twice, pdc.nn.SAGEConv):
-    pass
+class CentredGraph(pyg.GraphConv):
+    def message(self, x_j):
+        return x_j - x_j.mean(0)
 
 
 def biased(name):
@@ -80,6 +77,11 @@ def own_propagate(conv):
     conv.propagate = lambda *args, **given: 2 * inner(*args, **given)
 
 
+def own_update(conv):
+    conv.update = lambda out: out - out.mean(0)
+
+
+MEAN = pyg.MeanAggregation()
 CHANGES = {
     "gcn linear with bias": (pyg.GCNConv, biased("lin")),
     "gcn linear patched": (pyg.GCNConv, patched("lin")),
@@ -92,6 +94,9 @@ CHANGES = {
     "sage class with propagate": (TwiceSAGE, None),
     "our class with propagate": (TwiceOfOurs, None),
     "graph class with propagate": (TwiceGraph, None),
+    "graph class with message": (CentredGraph, None),
+    "graph own update": (pyg.GraphConv, own_update),
+    "sage projects": (partial(pyg.SAGEConv, aggr=MEAN, project=True), None),
     "graph sum hooked": (pyg.GraphConv, hooked("aggr_module")),
     "gat class with propagate": (TwiceGAT, None),
     "gat linear with bias": (pyg.GATConv, biased("lin")),
@@ -152,13 +157,7 @@ def test_changed_layers_of_minibatches_are_what_they_were_changed_to(name):
     data.x = torch.randn(data.num_nodes, WIDTH, dtype=torch.float64)
     wanted, ours = Model(plain=True), pdc.convert(Model(plain=False))
     ours.load_state_dict(wanted.state_dict())
-    loader = DistNeighborLoader(
-        data,
-        [4, 3],
-        input_nodes=torch.arange(9),
-        batch_size=3,
-        options=LoaderOptions(seed=2),
-    )
-    for batch in loader:
+    given = {"input_nodes": torch.arange(9), "options": LoaderOptions(seed=2)}
+    for batch in DistNeighborLoader(data, [4, 3], batch_size=3, **given):
         rows = slice(batch.batch_size)
         agree(ours, wanted, rows, batch.edge_index, x=batch.x)

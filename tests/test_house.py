@@ -338,7 +338,7 @@ def test_references_and_citations_agree():
 BOUNDS = {
     "lines": 56_487,
     "modules": 165,
-    "lines of tests and their helpers": 46_759,
+    "lines of tests and their helpers": 46_758,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 13,
     "classes that intercept ops or functions of torch": 4,

@@ -653,7 +653,7 @@ MUTATIONS = (
     Mutation(
         "a layer that counts its messages runs in chunks",
         "chunks",
-        "if not said and not all(map(_is_known, layer.modules())):",
+        "if not said and not all(map(has_known_steps, layer.modules())):",
         "if False:",
         "test_out_of_core.py",
         "test_layers_of_a_script",

@@ -31,7 +31,7 @@ from pyg_distcomm.graph.topology import Ghosted, Topology
 from pyg_distcomm.halo.halo import StagedHalo
 from pyg_distcomm.kernels.memory import MemoryCap, give_back, has_saved_tensors_hooks
 from pyg_distcomm.nn.layer_context import has_hooks
-from pyg_distcomm.nn.message_forms import layers_of, with_attributes
+from pyg_distcomm.nn.message_forms import has_known_steps, layers_of, with_attributes
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.ids import Ids, LocalRows, ids_of
 from pyg_distcomm.sharded.partial import all_entered, entered
@@ -127,7 +127,7 @@ def is_plain(layer: MessagePassing) -> bool:
     if has_hooks(layer) or any(map(is_lazy, params)):
         return False
     said = getattr(layer, "in_chunks", False)
-    if not said and not all(map(_is_known, layer.modules())):
+    if not said and not all(map(has_known_steps, layer.modules())):
         return False
     if any(p._backward_hooks for p in params):
         return False
@@ -137,17 +137,6 @@ def is_plain(layer: MessagePassing) -> bool:
         if isinstance(part, _NormBase) or type(part).__module__.startswith(norm):
             return False
     return not any(isinstance(part, PADDED) for part in layer.modules())
-
-
-_STEPS = ("message", "edge_update", "aggregate", "update")
-_KNOWN = frozenset("pyg_distcomm torch_geometric torch".split())
-
-
-def _is_known(module: torch.nn.Module) -> bool:
-    """Tells whether the steps of a module are PyG's, torch's or ours, which are stateless."""
-    names = _STEPS if isinstance(module, MessagePassing) else ("forward",)
-    found = (inspect.unwrap(getattr(type(module), name)) for name in names)
-    return all(each.__module__.split(".")[0] in _KNOWN for each in found)
 
 
 # The arguments of a call --------------------------------------------------------------

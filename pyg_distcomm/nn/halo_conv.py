@@ -359,11 +359,12 @@ def _runs_there(conv: Any, topology: Topology, x: Any, values: Any) -> bool:
 
 
 def _adder(conv: Any, topology: Topology, x: Any) -> BySum | None:
-    """Returns what adds the rows that a layer reads, if a product does."""
+    """Returns what adds the rows that a layer reads, unprojected ones, if a product does."""
     by = vars(conv).get("propagate")
-    if not isinstance(by, BySum) or topology.sources is not None:
+    if topology.sources is not None or getattr(conv, "project", False):
         return None
-    return None if _adds_relations(conv, topology, (x,)) else by
+    known = isinstance(by, BySum) and not _adds_relations(conv, topology, (x,))
+    return by if known else None
 
 
 @contextlib.contextmanager

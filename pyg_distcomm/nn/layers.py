@@ -97,7 +97,7 @@ class DistGravNetConv(HaloExecution, pyg.GravNetConv): ...
 
 
 class DistGroupAddRev(pyg.GroupAddRev):
-    """Runs PyG's GroupAddRev, but keeps activations that are row-sharded, or not its own.
+    """Runs PyG's GroupAddRev, but keeps inputs that are row-sharded, or that NumPy has seen.
 
     PyG's frees the storage of its inputs, and computes them again in the backward pass. Rows
     of a share may be in use by an exchange, and what NumPy saw, as in a kernel, has to stay.

@@ -187,11 +187,9 @@ def _runs_by_products(conv: MessagePassing) -> bool:
         return False
     if not isinstance(own.get("propagate", None), _Propagate | None):
         return False
-    if not {*STEPS[1:], "edge_updater"}.isdisjoint(own):
-        return False
-    if kind.aggregate is not MessagePassing.aggregate:
-        return False
-    if kind.update is not MessagePassing.update:
+    changed = not {*STEPS[1:], "edge_updater"}.isdisjoint(own)
+    changed = changed or kind.aggregate is not MessagePassing.aggregate
+    if changed or kind.update is not MessagePassing.update:
         return False
     return kind.message in MESSAGES or kind.forward in _PAIRED
 

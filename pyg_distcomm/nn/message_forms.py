@@ -104,14 +104,24 @@ def with_attributes(layers: list[Any], make: Callable[..., Any]) -> Iterator[Non
             own.update(old)
 
 
-def computes_by_row(conv: torch.nn.Module, *, draws: bool = False) -> bool:
-    """Tells whether the modules in a layer compute each row from the same row alone.
+_KNOWN = frozenset("pyg_distcomm torch_geometric torch".split())
+
+
+def has_known_steps(module: torch.nn.Module) -> bool:
+    """Tells whether the steps of a module are PyG's, torch's or ours, which mix no rows."""
+    names = STEPS[1:] if isinstance(module, MessagePassing) else ["forward"]
+    found = (str(getattr(module, name).__module__) for name in names)
+    return all(name.split(".")[0] in _KNOWN for name in found)
+
+
+def computes_by_row(conv: MessagePassing, *, draws: bool = False) -> bool:
+    """Tells whether the steps and modules of a layer compute each row from its own rows alone.
 
     With `draws` they may draw numbers for their rows, as dropout does. A function in place of
-    a module may mix rows.
+    a module, or a step of a script's own, may mix rows.
     """
     given = (vars(part).get(name) for part in conv.modules() for name in ("nn", "act"))
-    if any(map(callable, given)):
+    if any(map(callable, given)) or not has_known_steps(conv):
         return False
     parts = [part for part in conv.modules() if part is not conv]
     return all(_is_by_row(part, draws) for part in parts)

@@ -242,7 +242,8 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
             key = (torch.tensor([first]), *rest)
         elif self.dim_ == 0 and isinstance(first, slice) and (first.step or 1) != 1:
             key = (torch.arange(self.size(0))[first], *rest)
-        if type(key) is DistTensor and type(value) is DistTensor:
+        both = type(key) is DistTensor and type(value) is DistTensor
+        if both and value.dim() <= self.dim() - key.dim() + 1:
             self.index_put_((key,), value)  # torch would take a view of one row
         else:
             super().__setitem__(key, value)

@@ -207,7 +207,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Changes a shape in place: the tensor becomes what `set_` is given, or the op returns."""
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
-    out = args[1] if name == "set" else getattr(aten, name)(*args, **kwargs)
+    given = name == "set" and len(args) > 1
+    out = args[1] if given else getattr(aten, name)(*args, **kwargs)
     if type(out) is not DistTensor:
         return whole.apply(func, args, kwargs)
     become(args[0], out)

@@ -1,4 +1,4 @@
-"""Reduces over rows, by one all-reduce, and over other dimensions, and multiplies matrices."""
+"""Reduces over rows, by all-reduces, and over other dimensions, and multiplies matrices."""
 
 from __future__ import annotations
 
