@@ -765,7 +765,7 @@ def _masks_and_values():
     want = (data.x.argmax(-1) == data.y)[data.train_mask].float().mean()
     torch.testing.assert_close(accuracy, want)
     nothing = share.x[torch.zeros(50, dtype=torch.bool)]
-    assert float(torch.cat([nothing[:, 0], nothing[:, 1]]).sum()) == 0.0
+    assert float(torch.cat([nothing[:, 0], nothing[:, 1], torch.ones(3)]).sum()) == 3.0
     assert torch.isnan(nothing.mean())
     y = share.x.clone()
     y[share.train_mask] = 0.0

@@ -258,7 +258,7 @@ def cat(func: Any, args: Any, kwargs: Any) -> Any:
     """Joins tensors, along rows or along another dimension."""
     parts = [p for p in args[0] if p.dim() != 1 or p.numel()] or args[0]
     d = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    like = next(p for p in parts if type(p) is DistTensor)
+    like = next(p for p in (*parts, *args[0]) if type(p) is DistTensor)
     d %= like.dim()
     if d != like.dim_:
         right = like.dim() - like.dim_
