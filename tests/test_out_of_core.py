@@ -389,4 +389,4 @@ def relations(kind, option):
 
 @tiers.parametrize("size", [1, 2, 3], slice(0, 0))
 def test_relations_within_a_cap(size):
-    worlds.run(relations, size, "hetero", "sum")
+    worlds.run(relations, size, "sage", "sum")
