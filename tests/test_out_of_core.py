@@ -252,8 +252,8 @@ def compared(graph, grid, cutter):
 
 CASES = [
     ("directed", (2, 1, 1), "random"),
-    ("loops_and_copies", (1, 1, 1), "random"),
     ("star", (3, 1, 1), "empty_rank"),
+    ("loops_and_copies", (1, 1, 1), "random"),
     ("undirected", (2, 2, 1), "lopsided"),
     ("directed", (1, 2, 2), "random"),
 ]

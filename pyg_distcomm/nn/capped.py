@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.comm import collectives
@@ -166,14 +167,6 @@ def is_pair(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return any(isinstance(v, Tensor) or _holds_tensors(v) for v in value)
-    return False
-
-
 def _split(
     layer: Any,
     call: Any,
@@ -263,7 +256,8 @@ def _other(name: str, value: Any, edges: Rows, nodes: Rows) -> Found | None:
         if value.dim() and len(value) > 1:
             return None
         return [(Argument(name, "whole"), entered(value, nodes.mesh))]
-    return None if _holds_tensors(value) else [(Argument(name, "value", value), None)]
+    holds = any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+    return None if holds else [(Argument(name, "value", value), None)]
 
 
 # A call in chunks ---------------------------------------------------------------------
@@ -285,10 +279,15 @@ class ReplayMesh:
 
     def next_key(self) -> int:
         """Returns the key of a draw; the same for each chunk."""
-        if self.drawn == len(self._keys):
-            self._keys.append(self._mesh.next_key())
         self.drawn += 1
+        self.draw(self.drawn)
         return self._keys[self.drawn - 1]
+
+    def draw(self, count: int) -> int:
+        """Draws keys until there are so many, and returns how many there are."""
+        while len(self._keys) < count:
+            self._keys.append(self._mesh.next_key())
+        return len(self._keys)
 
     @property
     def world(self) -> Any:
@@ -425,9 +424,7 @@ class NodeChunks:
         if self.params and torch.is_grad_enabled():
             try:
                 # PyG's GATConv leaves out weights of edges where there are none
-                most = max(
-                    range(len(self)), key=lambda k: self._first[k + 1] - self._first[k]
-                )
+                most = int(torch.tensor(self._first).diff().argmax())
                 learns = [x.requires_grad for x in tensors]
                 reached = _reached(self.run(most, tensors, learns)[0], self.params)
             except NotInChunksError:
@@ -451,9 +448,12 @@ class NodeChunks:
         return out
 
     def _on_any_rank(self, *said: bool) -> list[bool]:
-        """Tells what is so on any rank: one may have no edges in a chunk; collective."""
-        rows = collectives.all_gather_counts([*said], self.nodes.mesh.world)
-        return [any(each) for each in zip(*rows, strict=True)]
+        """Tells what is so on any rank: one may have no edges, and so drop none; collective."""
+        given = [self.mesh.draw(0), *said]
+        rows = collectives.all_gather_counts(given, self.nodes.mesh.world)
+        drawn, *found = zip(*rows, strict=True)
+        self.mesh.draw(max(drawn))
+        return [any(each) for each in found]
 
 
 class _Chunked(torch.autograd.Function):
