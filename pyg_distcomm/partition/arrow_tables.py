@@ -17,11 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from pyg_distcomm.partition.edge_files import (
-    MOST_NODES,
-    check_ids,
-    torch_name,
-)
+from pyg_distcomm.partition.edge_files import MOST_NODES, check_ids, torch_name
 
 CSV = (
     ".csv",
@@ -91,8 +87,12 @@ class ArrowTable:
             return reader.schema, reader
         form = "parquet" if kind == ".parquet" else "feather"
         data = _pyarrow("dataset").dataset(self.path, format=form)
-        how = {"batch_size": rows, "batch_readahead": 1, "fragment_readahead": 1}
-        return data.schema, data.to_batches(columns=columns, **how)
+        how = {"batch_size": rows, "batch_readahead": 1, "use_threads": False}
+
+        def batches() -> Iterator[Any]:
+            yield from data.to_batches(columns=columns, **how)  # begun once read
+
+        return data.schema, batches()
 
     def _csv(self, columns: list[str] | None) -> Any:
         """Returns pyarrow's reader of text, a block at a time."""
