@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from pyg_distcomm.partition.edge_files import PairWriter
+from pyg_distcomm.partition.arrow_tables import PairWriter
 from pyg_distcomm.partition.external import ArrayFile
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

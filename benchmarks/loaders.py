@@ -26,7 +26,7 @@ from torch_geometric.sampler import NodeSamplerInput
 
 from pyg_distcomm import kernels
 from pyg_distcomm.kernels import threads as pool
-from pyg_distcomm.kernels.minibatch import Request
+from pyg_distcomm.kernels.sample_ops import Request
 from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.loader.batcher import Batcher
 from pyg_distcomm.sampling.graph_source import read_topology

@@ -29,10 +29,9 @@ from communities import load as load_graph
 from tables import from_text
 
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.cutters import cut, refine_partition
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.partition import imbalance, report
-from pyg_distcomm.partition.refine import refine_partition
 
 METHODS = ("metis", "ldg", "stream", "random")
 GRIDS = {4: [(2, 2, 1), (1, 4, 1)], 8: [(4, 2, 1), (2, 2, 2), (2, 4, 1)]}

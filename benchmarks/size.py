@@ -49,7 +49,7 @@ from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.nn import DistSAGEConv, GraphSAGE
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import read_part
-from pyg_distcomm.plan.degree_distribution import LAWS
+from pyg_distcomm.plan.planner import LAWS
 
 GIB = 2**30
 PARAMETER = torch.nn.Parameter

@@ -3,8 +3,8 @@
 `pyg_distcomm/__init__.py` imports this module when one of them is first used.
 """
 
-from pyg_distcomm.checkpoint.training import load_checkpoint as load_checkpoint
-from pyg_distcomm.checkpoint.training import save_checkpoint as save_checkpoint
+from pyg_distcomm.checkpoint import load_checkpoint as load_checkpoint
+from pyg_distcomm.checkpoint import save_checkpoint as save_checkpoint
 from pyg_distcomm.comm.launch import launch as launch
 from pyg_distcomm.comm.launch import on_preempt as on_preempt
 from pyg_distcomm.comm.ledger import Ledger as Ledger
@@ -15,12 +15,12 @@ from pyg_distcomm.comm.trace import trace as trace
 from pyg_distcomm.graph.partition_data import load_partition as load_partition
 from pyg_distcomm.graph.partition_data import partition as partition
 from pyg_distcomm.graph.partition_data import partition_report as partition_report
+from pyg_distcomm.halo.policy import BNS as BNS
+from pyg_distcomm.halo.policy import SANCUS as SANCUS
+from pyg_distcomm.halo.policy import VARCO as VARCO
 from pyg_distcomm.halo.policy import LinkPolicy as LinkPolicy
-from pyg_distcomm.halo.presets import BNS as BNS
-from pyg_distcomm.halo.presets import SANCUS as SANCUS
-from pyg_distcomm.halo.presets import VARCO as VARCO
-from pyg_distcomm.halo.presets import PipeGCN as PipeGCN
-from pyg_distcomm.halo.presets import Sylvie as Sylvie
+from pyg_distcomm.halo.policy import PipeGCN as PipeGCN
+from pyg_distcomm.halo.policy import Sylvie as Sylvie
 from pyg_distcomm.nn.embedding import DistEmbedding as DistEmbedding
 from pyg_distcomm.nn.embedding import clip_grad_norm_ as clip_grad_norm_
 from pyg_distcomm.nn.layers import convert as convert
@@ -28,11 +28,11 @@ from pyg_distcomm.nn.replicate import replicate as replicate
 from pyg_distcomm.partition.partition import Partition as Partition
 from pyg_distcomm.partition.partition import PartitionReport as PartitionReport
 from pyg_distcomm.pipeline.pipeline import Pipeline as Pipeline
-from pyg_distcomm.plan.degree_distribution import RandomGraph as RandomGraph
 from pyg_distcomm.plan.init import Auto as Auto
 from pyg_distcomm.plan.init import init as init
 from pyg_distcomm.plan.planner import Plan as Plan
 from pyg_distcomm.plan.planner import Plans as Plans
+from pyg_distcomm.plan.planner import RandomGraph as RandomGraph
 from pyg_distcomm.plan.planner import plan as plan
 from pyg_distcomm.sharded.dist_tensor import DistTensor as DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex as DistEdgeIndex

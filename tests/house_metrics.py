@@ -81,7 +81,7 @@ def measure(root: Path) -> dict[str, int]:
 
 # where a frame names a line of the script in a warning or an error
 MESSAGES = (
-    "comm.whereabouts",
+    "comm.failure",
     "sharded.whole",
     "sharded.agreement",
     "pipeline.pipeline",

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyg_distcomm.kernels.minibatch import (
+from pyg_distcomm.kernels.sample_ops import (
     Minibatch,
     Relation,
     Request,

@@ -10,8 +10,7 @@ import sys
 import pytest
 
 import pyg_distcomm
-from pyg_distcomm import datasets
-from pyg_distcomm.checkpoint import folder
+from pyg_distcomm import checkpoint, datasets
 from pyg_distcomm.cli import command, doctor, main
 from pyg_distcomm.partition import layout
 from pyg_distcomm.partition.arrow_tables import ENDINGS
@@ -150,5 +149,5 @@ def test_first_checks_know_what_folders_hold():
     assert command.META == layout.META
     assert fnmatch.fnmatch(layout.part_name(7), command.PART)
     assert command.RUN == metrics.RUN
-    assert command.MARK == folder.MARK
-    assert {*command.KINDS} == {*folder._CONTENTS}
+    assert command.MARK == checkpoint.MARK
+    assert {*command.KINDS} == {*checkpoint._CONTENTS}

@@ -19,7 +19,6 @@ from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition import (
     arrow_tables,
     cutters,
-    edge_files,
     external,
 )
 from pyg_distcomm.partition.cutters import METHODS, cut
@@ -109,7 +108,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 @tiers.parametrize("chunk", [7, 1 << 18], [7])
 def test_every_format_gives_the_same_parts(tmp_path, monkeypatch, name, chunk):
-    monkeypatch.setattr(edge_files, "CHUNK", chunk)
+    monkeypatch.setattr(arrow_tables, "CHUNK", chunk)
     monkeypatch.setattr(arrow_tables, "BLOCK", 64 * chunk)
     edges = graph().edge_index
     FORMATS[name](tmp_path / name, edges)
@@ -124,8 +123,8 @@ def test_every_format_gives_the_same_parts(tmp_path, monkeypatch, name, chunk):
 
 @pytest.mark.parametrize("chunk", [5, 1 << 18])
 def test_attributes_travel(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(edge_files, "CHUNK", chunk)
-    monkeypatch.setattr(edge_files, "BYTES", 16 * chunk)
+    monkeypatch.setattr(arrow_tables, "CHUNK", chunk)
+    monkeypatch.setattr(arrow_tables, "BYTES", 16 * chunk)
     data = graph()
     path, files = write_arrays(tmp_path / "g", data)
     np.save(tmp_path / "g" / "x.npy", data.x.numpy().astype(">f4"))  # another machine's
@@ -139,7 +138,7 @@ def test_attributes_travel(tmp_path, monkeypatch, chunk):
 
 @tiers.cover(("method", "refine"), METHODS, [False, True])
 def test_files_are_cut_as_in_memory(tmp_path, monkeypatch, method, refine):
-    monkeypatch.setattr(edge_files, "CHUNK", 33)
+    monkeypatch.setattr(arrow_tables, "CHUNK", 33)
     monkeypatch.setattr(cutters, "CHUNK", 70)
     data = graph(3)
     path, files = write_arrays(tmp_path / "g", data)
@@ -164,7 +163,7 @@ def test_files_are_cut_as_in_memory(tmp_path, monkeypatch, method, refine):
 
 @pytest.mark.parametrize("form", ["txt", "npy"])
 def test_undirected_edges_get_their_reverse(tmp_path, monkeypatch, form):
-    monkeypatch.setattr(edge_files, "CHUNK", 8)
+    monkeypatch.setattr(arrow_tables, "CHUNK", 8)
     data = graph()
     edges, keep = data.edge_index, data.edge_index[0] != data.edge_index[1]
     want, rows = [], []

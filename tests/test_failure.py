@@ -20,9 +20,8 @@ from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives, failure
-from pyg_distcomm.comm.failure import FailureMonitor
+from pyg_distcomm.comm.failure import FailureMonitor, Wait
 from pyg_distcomm.comm.store import RankError
-from pyg_distcomm.comm.whereabouts import Wait
 from pyg_distcomm.halo.codecs import Quantise
 from pyg_distcomm.halo.policy import LinkPolicy
 

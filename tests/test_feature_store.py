@@ -26,8 +26,8 @@ from pyg_distcomm.halo.codecs import (
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
+from pyg_distcomm.loader.feature_store import Index, out_degrees, top_scoring_ids
 from pyg_distcomm.loader.fetch import EDGES
-from pyg_distcomm.loader.row_group import Index, out_degrees, top_scoring_ids
 
 pytestmark = pytest.mark.usefixtures("place")
 

@@ -11,7 +11,7 @@ import torch
 
 from pyg_distcomm.halo.codec import LEVELS, RngKey, packed_bytes
 from pyg_distcomm.halo.codecs import DegreeBits, Quantise, RangeBits
-from pyg_distcomm.halo.saved import codec_state, read_codec
+from pyg_distcomm.halo.state import codec_state, read_codec
 
 pytestmark = pytest.mark.usefixtures("place")
 

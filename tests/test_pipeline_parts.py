@@ -26,12 +26,7 @@ from pyg_distcomm.pipeline.layer_stack import (
     read_stack,
 )
 from pyg_distcomm.pipeline.pipeline import hybrid_words, stage_words
-from pyg_distcomm.pipeline.schedule import (
-    Action,
-    StageSchedule,
-    bubble,
-    fill_drain,
-)
+from pyg_distcomm.pipeline.schedule import Action, StageSchedule, bubble, fill_drain
 
 
 @pytest.mark.parametrize("stages", range(1, 9))

@@ -38,8 +38,7 @@ from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.plan.degree_distribution import PowerLaw
-from pyg_distcomm.plan.planner import plan
+from pyg_distcomm.plan.planner import PowerLaw, plan
 from pyg_distcomm.plan.training import training_of, training_of_model
 
 WIDTHS = (7, 5, 9, 4)

@@ -9,8 +9,8 @@ import tiers
 import torch
 from test_cutters import GRAPHS, NONE, cliques, random_graph, rng, star
 
-from pyg_distcomm.partition import cutters_jit, refine_jit
-from pyg_distcomm.partition.cutters import METHODS, cut
+from pyg_distcomm.partition import cutters_jit
+from pyg_distcomm.partition.cutters import METHODS, cut, refine_partition
 from pyg_distcomm.partition.partition import (
     Partition,
     capacities,
@@ -18,7 +18,6 @@ from pyg_distcomm.partition.partition import (
     part_loads,
     report,
 )
-from pyg_distcomm.partition.refine import refine_partition
 
 DATA = real.SHARED.exists()
 
@@ -66,15 +65,15 @@ def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
         owner.tolist(), pairs, weight, capacity, num_parts
     )
     rows = cutters_jit.distinct_sources(*edge_index.numpy(), n, False)
-    readers = refine_jit.list_readers(*rows, owner, num_parts)
-    load = refine_jit.rows(owner, num_parts, readers)
+    readers = cutters_jit.list_readers(*rows, owner, num_parts)
+    load = cutters_jit.rows(owner, num_parts, readers)
     most = int(load[:num_parts].sum())
     first = np.array([load[:num_parts].max(), load[num_parts:].max()])
     for _ in range(3):
         want = refine_reference.sweep(
             state, order.tolist(), first.tolist(), most, doublings
         )
-        got = refine_jit.sweep(
+        got = cutters_jit.sweep(
             order,
             *rows,
             owner,

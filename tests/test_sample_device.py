@@ -20,10 +20,10 @@ from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
 from pyg_distcomm.kernels import matrix_ops, sample_ops
-from pyg_distcomm.kernels.minibatch import Minibatch, UnweightedNode
 from pyg_distcomm.kernels.registry import Op
 from pyg_distcomm.kernels.sample_cpu import Sampler
 from pyg_distcomm.kernels.sample_device import DeviceSampler
+from pyg_distcomm.kernels.sample_ops import Minibatch, UnweightedNode
 from pyg_distcomm.loader import (
     ClusterData,
     ClusterLoader,

@@ -13,13 +13,13 @@ import tiers
 import torch
 
 from pyg_distcomm.kernels import sample_jit
-from pyg_distcomm.kernels.minibatch import (
+from pyg_distcomm.kernels.sample_cpu import Sampler
+from pyg_distcomm.kernels.sample_ops import (
     Relation,
     Request,
     SampleGraph,
     UnweightedNode,
 )
-from pyg_distcomm.kernels.sample_cpu import Sampler
 
 NORESERVE = 0x4000  # of Linux; named by mmap from Python 3.13 on
 

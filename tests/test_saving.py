@@ -22,8 +22,8 @@ import worlds
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.checkpoint import folder as checkpoint_folder
-from pyg_distcomm.checkpoint.folder import MARK
+from pyg_distcomm import checkpoint as checkpoint_folder
+from pyg_distcomm.checkpoint import MARK
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.partition import atomic
 from pyg_distcomm.partition.atomic import sha256

@@ -15,10 +15,9 @@ import worlds
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives, whereabouts
-from pyg_distcomm.comm.failure import FailureMonitor
+from pyg_distcomm.comm import collectives, failure
+from pyg_distcomm.comm.failure import FailureMonitor, Wait, place_of
 from pyg_distcomm.comm.store import StoreMailbox
-from pyg_distcomm.comm.whereabouts import Wait, place_of
 from pyg_distcomm.loader import LoaderOptions
 
 HERE = Path(__file__).name
@@ -33,7 +32,7 @@ def line(mark):
 
 
 def share_of(timeout, tell_after=1.5):
-    whereabouts._TELL_AFTER, whereabouts._LOOK_INTERVAL = tell_after, 0.3
+    failure._TELL_AFTER, failure._LOOK_INTERVAL = tell_after, 0.3
     mesh = pdc.init(timeout=timeout)
     return mesh, pdc.partition(GRAPHS["undirected"](), mesh, "random")
 

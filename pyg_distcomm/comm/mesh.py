@@ -25,6 +25,7 @@ from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.failure import (
     FailureMonitor,
     install_excepthook,
+    start_answering,
 )
 from pyg_distcomm.comm.ledger import Ledger, Ledgers
 from pyg_distcomm.comm.serialization import first_difference
@@ -39,7 +40,6 @@ from pyg_distcomm.comm.store import (
     world_size,
 )
 from pyg_distcomm.comm.store import latest_mesh as latest_mesh
-from pyg_distcomm.comm.whereabouts import start_answering
 from pyg_distcomm.process import PROCESS, tell
 
 Grid = tuple[int, int, int]

@@ -43,7 +43,7 @@ from pyg_distcomm.halo.codec import (
     ranges,
     unpack,
 )
-from pyg_distcomm.halo.codecs.quantise import Plain
+from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.halo.halo import DEGREES, ChunkedHalo, Direction, Halo, Link
 
 CallKey: TypeAlias = tuple[int, int]  # number of the layer, number of its call
@@ -54,7 +54,7 @@ class ExchangeKey(NamedTuple):
 
     layer: int  # by first use in training
     number: int  # of the layer's call in an epoch
-    name: int  # of the exchange in the call; see `cost.exchange_name`
+    name: int  # of the exchange in the call; see `policy.exchange_name`
     chunk: int
 
 

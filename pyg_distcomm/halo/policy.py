@@ -1,32 +1,331 @@
-"""Defines the codec, the compression rate and the staleness of the rows of a link."""
+"""Defines the codec, compression rate and staleness of the rows of a link, and its price."""
 
 from __future__ import annotations
 
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import Short, format_table
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.store import world_size
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs import Plain, codec_of
-from pyg_distcomm.halo.cost import LinkCostModel, LinkPrice
-from pyg_distcomm.halo.exchange import LayerExchange
+from pyg_distcomm.halo.codecs import (
+    Cast,
+    ColumnMask,
+    DegreeBits,
+    Plain,
+    Quantise,
+    RowSample,
+    codec_of,
+)
+from pyg_distcomm.halo.exchange import (
+    CallKey,
+    ExchangeKey,
+    LayerExchange,
+    gradient_codec,
+)
+from pyg_distcomm.halo.halo import DEGREES, NAMES
 from pyg_distcomm.halo.schedule import (
     Adaptive,
+    Linear,
     LossTrend,
     Schedule,
     bits_of,
     with_bits,
 )
 from pyg_distcomm.halo.staleness import Drift, Timing
-from pyg_distcomm.halo.state import LayerState, LinkState, LinkUse
+from pyg_distcomm.halo.state import ExchangeState, LayerState, LinkState, LinkUse
+
+
+@dataclass(frozen=True)
+class Line:
+    """Prices one exchange of this rank in one epoch.
+
+    Args:
+        layer: number, kind and call of the layer.
+        exchange: "ghost" moves rows over the row axis and "sums" moves sums back over it;
+            "out" and "far" do so over the col axis; numbers count what a layer looks up.
+        width: the width of the rows.
+        how: the codec and timing.
+        forward, backward: bytes received.
+        kept: bytes kept until the next epoch.
+    """
+
+    layer: str
+    exchange: str
+    width: int
+    how: str
+    forward: int
+    backward: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class LinkPrice:
+    """Prices the exchanges of this rank in one epoch of training.
+
+    Args:
+        epoch: the epoch.
+        lines: each exchange.
+        agreement: bytes by which ranks agree on whether calls are exact, or skipped.
+        exact: whether bytes are exact; where exchanges may be skipped, they are upper bounds.
+    """
+
+    epoch: int
+    lines: tuple[Line, ...]
+    agreement: int
+    exact: bool
+
+    @property
+    def forward(self) -> int:
+        """Bytes received in forward passes."""
+        return sum(line.forward for line in self.lines)
+
+    @property
+    def backward(self) -> int:
+        """Bytes received in backward passes."""
+        return sum(line.backward for line in self.lines)
+
+    @property
+    def total(self) -> int:
+        """All bytes received, including those of the agreement."""
+        return self.forward + self.backward + self.agreement
+
+    @property
+    def kept(self) -> int:
+        """Bytes kept until the next epoch."""
+        return sum(line.kept for line in self.lines)
+
+    def __str__(self) -> str:
+        head = ["layer", "exchange", "width", "how", "forward", "backward", "kept"]
+        rows: list[Sequence[object]] = [
+            (
+                *(line.layer, line.exchange, line.width, line.how),
+                *map(Short, (line.forward, line.backward, line.kept)),
+            )
+            for line in self.lines
+        ]
+        sums = map(Short, (self.forward, self.backward, self.kept))
+        rows.append(("all", "", None, "", *sums))
+        most = "" if self.exact else ", at most"
+        return (
+            f"epoch {self.epoch}: bytes received here{most}\n{format_table(head, rows)}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LinkCostModel:
+    """Predicts the bytes of a link's exchanges from its state at one moment.
+
+    Args:
+        link: the link.
+        active: calls of the last whole epoch, or of this one if it is the first.
+        size: the number of ranks.
+    """
+
+    link: Any
+    active: tuple[CallKey, ...]
+    size: int
+
+    @staticmethod
+    def of(link: Any) -> LinkCostModel:
+        """Returns the cost model of the exchanges seen so far."""
+        state = link.state
+        first = link.epoch == 0 and bool(state.calls)
+        parts = state.nodes is None or state.in_pipeline
+        size = 1 if parts or state.nodes is None else state.nodes.mesh.size
+        return LinkCostModel(link, tuple(state.calls) if first else state.active, size)
+
+    def price(self, epoch: int) -> LinkPrice:
+        """Returns the price of an epoch on this rank."""
+        lines: dict[tuple[int, int, int], Line] = {}
+        decision_bytes = 0
+        for key, exchange in self._active_exchanges(epoch):
+            computed_now = self._is_computed_now(key.layer, epoch)
+            forward = self._received_bytes(key, exchange, epoch, False, computed_now)
+            backward = (
+                0
+                if computed_now
+                else self._received_bytes(key, exchange, epoch, True, computed_now)
+            )
+            decision_bytes += (
+                0 if computed_now else self._skip_decision_bytes(key, exchange, epoch)
+            )
+            loads = [load for load in exchange.loads if load is not None]
+            before = lines.get(key[:3])
+            kept = 0 if computed_now else self._kept_bytes(key, exchange, epoch)
+            number = f" #{key.number}" if key.number else ""
+            lines[key[:3]] = Line(
+                f"{key.layer} {exchange.layer}{number}",
+                exchange_name(key.name),
+                loads[0].width if loads else 0,
+                self._describe(key, exchange, epoch, computed_now),
+                forward + (before.forward if before else 0),
+                backward + (before.backward if before else 0),
+                kept + (before.kept if before else 0),
+            )
+        agreement = self._agreement_bytes(epoch) + decision_bytes
+        return LinkPrice(epoch, tuple(lines.values()), agreement, not decision_bytes)
+
+    def _active_exchanges(
+        self, epoch: int
+    ) -> Iterator[tuple[ExchangeKey, ExchangeState]]:
+        for key, exchange in sorted(
+            self.link.state.exchanges.items(), key=lambda one: one[0]
+        ):
+            if key[:2] in self.active and not self._is_cached(key.layer, epoch):
+                yield key, exchange
+
+    def _agreement_bytes(self, epoch: int) -> int:
+        """Returns the bytes with which ranks agree on the modes of an epoch's calls."""
+        asking_layers = [
+            number
+            for number, _ in self.active
+            if not (
+                self._is_cached(number, epoch) or self._is_computed_now(number, epoch)
+            )
+        ]
+        if not asking_layers or self.size == 1:
+            return 0
+        new = {number for number in asking_layers if self._first_epoch(number) == epoch}
+        times = asking_layers.count(asking_layers[0]) + len(new - {asking_layers[0]})
+        return times * collectives.ring_words(1, self.size)
+
+    def _skip_decision_bytes(
+        self, key: ExchangeKey, exchange: ExchangeState, epoch: int
+    ) -> int:
+        """Returns at most how many bytes ranks use to decide whether to skip an exchange."""
+        if self.link.is_synchronous(epoch) or self._is_exact(key, exchange, epoch):
+            return 0
+        return sum(
+            8 * collectives.ring_words(2, load.peers + 1)
+            for backward, load in enumerate(exchange.loads)
+            if load is not None and self.link.timing.skips(bool(backward))
+        )
+
+    def _first_epoch(self, number: int) -> int:
+        """Returns the epoch in which a layer trains first."""
+        layer = self.link.state.layers.get(number)
+        return self.link.epoch if layer is None or layer.first is None else layer.first
+
+    def _input_stage(self, number: int) -> int:
+        layer = self.link.state.layers.get(number)
+        return 0 if layer is None else layer.input_stage
+
+    def _is_computed_now(self, number: int, epoch: int) -> bool:
+        """Tells whether a layer's product is computed in this epoch and then cached."""
+        layer = self.link.state.layers.get(number)
+        if layer is not None and layer.cached_at == epoch:
+            return True
+        return self._input_stage(number) == 1 and epoch == max(self.link.epoch, 1)
+
+    def _is_cached(self, number: int, epoch: int) -> bool:
+        """Tells whether a layer's product is cached, so that it exchanges nothing."""
+        if not self._input_stage(number) or self._is_computed_now(number, epoch):
+            return False
+        return epoch >= max(self.link.epoch, 1)
+
+    def _is_exact(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> bool:
+        first = self.link.exact_last and epoch == 0
+        return first or key[:2] == self.link.state.last or bool(exchange.exact_reason)
+
+    def oldest(self, epoch: int, late: int, since: int = 0) -> int:
+        """Returns the oldest epoch whose rows are used in `epoch`, at least `since`."""
+        window = range(epoch, max(epoch - late, -1), -1)
+        synchronous = (e for e in window if self.link.is_synchronous(e))
+        return next(synchronous, max(since, epoch - late))
+
+    def _codec(
+        self, key: ExchangeKey, exchange: ExchangeState, epoch: int, backward: bool
+    ) -> Codec:
+        """Returns the codec of rows, or of gradients, in an epoch."""
+        if self._is_exact(key, exchange, epoch):
+            return Plain()
+        codec = self.link.codec_at(epoch)
+        if not backward:
+            return codec
+        buffer, read = exchange.buffers[False], epoch  # the epoch of the rows read
+        since = None if buffer is None else buffer.since
+        if self.link.timing.skips(False) and buffer is not None and buffer.messages:
+            read = buffer.messages[-1].epoch
+        elif since is not None and not self.link.is_synchronous(epoch):
+            read = self.oldest(epoch, self.link.timing.staleness(False), since)
+        return gradient_codec(codec, self._codec(key, exchange, read, False))
+
+    def _received_bytes(
+        self,
+        key: ExchangeKey,
+        exchange: ExchangeState,
+        epoch: int,
+        backward: bool,
+        exact: bool,
+    ) -> int:
+        load = exchange.loads[backward]
+        if load is None:
+            return 0
+        codec = Plain() if exact else self._codec(key, exchange, epoch, backward)
+        return load.bytes(codec)
+
+    def _kept_bytes(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> int:
+        """Returns the bytes of both buffers after an epoch; see `StaleBuffer`."""
+        if key[:2] == self.link.state.last or exchange.exact_reason:
+            return 0
+        total = 0
+        for backward in (False, True):
+            load, late = exchange.loads[backward], self.link.timing.staleness(backward)
+            if load is None:
+                continue
+            buffer = exchange.buffers[backward]
+            since = epoch if buffer is None or buffer.since is None else buffer.since
+            for e in range(self.oldest(epoch, late - 1, since), epoch + 1):
+                total += load.bytes(self._codec(key, exchange, e, backward))
+            if self.link.timing.momentum(backward):
+                total += load.rows_bytes
+            row = load.width * load.dtype.itemsize
+            if self.link.timing.skips(backward):
+                sent = [m.codec for m in buffer.messages] if buffer else []
+                sent = sent or [self._codec(key, exchange, epoch, backward)]
+                total += load.bytes(sent[-1])
+                total += exchange.sent_rows[backward] * row
+        return total
+
+    def _describe(
+        self, key: ExchangeKey, exchange: ExchangeState, epoch: int, computed_now: bool
+    ) -> str:
+        if computed_now:
+            return "exact: its product is kept"
+        if key[:2] == self.link.state.last:
+            return "exact: the last one"
+        if exchange.exact_reason:
+            return f"exact: {exchange.exact_reason}"
+        if self._is_exact(key, exchange, epoch):
+            return "exact: the first epoch"
+        how = f"{self.link.codec_at(epoch)}"
+        late = [self.link.timing.staleness(backward) for backward in (False, True)]
+        skip = self.link.timing.skip
+        if skip is not None and not self.link.is_synchronous(epoch):
+            return f"{how}, once it drifts by {skip.bound:g}"
+        if self.link.is_synchronous(epoch) or not any(late):
+            return how
+        if late[0] == late[1]:
+            return f"{how}, late by {late[0]}"
+        return f"{how}, late by {late[0]} and {late[1]}"
+
+
+def exchange_name(name: int) -> str:
+    """Returns the name of an exchange of a call."""
+    if name >= DEGREES:
+        return "degrees"
+    return NAMES[name] if name < len(NAMES) else str(name - len(NAMES))
+
 
 __all__ = ["LinkPolicy"]
 
@@ -366,3 +665,179 @@ def check_link(link: Any) -> None:
 def settings_of(link: LinkPolicy | None) -> dict[str, str]:
     """Returns the settings of a link by name, which must be the same on all ranks."""
     return {"link": "exact"} if link is None else link.settings
+
+
+_PICKS = {"random": "epoch", "prefix": "prefix"}
+
+
+def VARCO(
+    epochs: int,
+    c_max: float = 128.0,
+    c_min: float = 1.0,
+    slope: float = 5.0,
+    mask: str = "random",
+    *,
+    scaled: bool = False,
+    schedule: Schedule | None = None,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+    seed: int = 0,
+) -> LinkPolicy:
+    """Returns a link that sends a growing share of the columns ([Cervino24]).
+
+    The defaults are one setting for all graphs; `docs/papers/varco.md` says how it was found.
+    The authors' scripts have the same slope, and end at c_min=1.5.
+
+    Args:
+        epochs: the number of epochs: `link.step()` once each.
+        c_max, c_min: the first and the last compression ratio.
+        slope: how often the ramp would fit in all epochs; the ratio reaches c_min after
+            1/slope of them. 5 saves a fifth of the columns; 1 saves more than three
+            quarters, and loses accuracy on some graphs.
+        mask: "random" columns as in the paper, or the "prefix" of columns as in its scripts.
+        scaled: scales received columns, which makes them unbiased.
+        schedule: another schedule than the paper's, which is linear in c; it has bounds of
+            its own, so leave out c_max, c_min and slope.
+        exact_last, exact_eval, seed: see `LinkPolicy`.
+    """
+    if schedule is not None and (c_max, c_min, slope) != (128.0, 1.0, 5.0):
+        raise ValueError(
+            f"{schedule!r} has ratios of its own; give c_max, c_min and slope to it, not to "
+            f"VARCO as well, which got {c_max}, {c_min} and {slope}"
+        )
+    if mask not in _PICKS:
+        raise ValueError(f"mask must be one of {', '.join(_PICKS)}, got {mask!r}")
+    if schedule is None:
+        schedule = Linear(epochs, c_max, c_min, slope)
+    return LinkPolicy(
+        ColumnMask(c_max, _PICKS[mask], scaled=scaled),
+        schedule,
+        exact_last=exact_last,
+        exact_eval=exact_eval,
+        seed=seed,
+    )
+
+
+def Sylvie(
+    bits: int = 1,
+    late: int = 1,
+    sync_every: int | None = None,
+    adaptive: bool | Adaptive = False,
+    *,
+    by_degree: bool = False,
+    late_gradients: int | None = None,
+    warmup: int = 1,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+    seed: int = 0,
+) -> LinkPolicy:
+    """Returns a link that sends a few bits per number, one epoch late ([Zhang23]).
+
+    Args:
+        bits: 1, 2, 4 or 8; 16 is bf16, and 32 sends numbers unchanged.
+        late: 1 is Sylvie-A, 0 is Sylvie-S.
+        sync_every: the period of synchronous epochs: its staleness adaptor.
+        adaptive: sets bits and timing by the loss, as the later Sylvie; give the loss to
+            `link.step(loss)`.
+        by_degree: gives rows of nodes with more in-edges more bits, from `bits` to 8, as
+            the later Sylvie; see `DegreeBits`.
+        late_gradients: 0 sends gradients promptly; None is as late as rows.
+        warmup: how many epochs are synchronous at first.
+        exact_last, exact_eval, seed: see `LinkPolicy`.
+    """
+    wide: dict[int, Codec] = {16: Cast(torch.bfloat16), 32: Plain()}
+    few = DegreeBits(bits) if by_degree else wide.get(bits)
+    return LinkPolicy(
+        few or Quantise(bits, "stochastic"),
+        late=late,
+        late_gradients=late_gradients,
+        sync_every=sync_every,
+        warmup=warmup,
+        adaptive=adaptive,
+        exact_last=exact_last,
+        exact_eval=exact_eval,
+        seed=seed,
+    )
+
+
+def PipeGCN(
+    smooth: float | None = None,
+    smooth_gradients: float | None = None,
+    *,
+    late_gradients: int = 1,
+    warmup: int = 1,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+) -> LinkPolicy:
+    """Returns a link that sends unchanged rows, one epoch late ([Wan22a]).
+
+    Args:
+        smooth: the momentum of a moving average of late rows; 0.95 in the paper.
+        smooth_gradients: that of late gradients; None is that of rows, 0 is none.
+        late_gradients: 0 sends gradients promptly.
+        warmup: how many epochs are synchronous at first.
+        exact_last, exact_eval: see `LinkPolicy`.
+    """
+    return LinkPolicy(
+        Plain(),
+        late=1,
+        late_gradients=late_gradients,
+        smooth=smooth,
+        smooth_gradients=smooth_gradients,
+        warmup=warmup,
+        exact_last=exact_last,
+        exact_eval=exact_eval,
+    )
+
+
+def BNS(
+    p: float,
+    *,
+    scaled: bool = True,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+    seed: int = 0,
+) -> LinkPolicy:
+    """Returns a link that samples rows of the boundary in each epoch ([Wan22]).
+
+    Args:
+        p: the share of rows that is sent, in (0, 1].
+        scaled: scales received rows, which makes sums unbiased.
+        exact_last, exact_eval, seed: see `LinkPolicy`.
+    """
+    if not 0.0 < p <= 1.0:
+        raise ValueError(f"p is a share in (0, 1], got {p!r}")
+    return LinkPolicy(
+        RowSample(1 / p, scaled),
+        exact_last=exact_last,
+        exact_eval=exact_eval,
+        seed=seed,
+    )
+
+
+def SANCUS(
+    bound: float = 0.1,
+    most: int = 4,
+    bits: int = 32,
+    *,
+    gradients: float | None = None,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+    seed: int = 0,
+) -> LinkPolicy:
+    """Returns a link that sends rows again once they have drifted ([Peng22]).
+
+    Args:
+        bound, most, gradients: the drift that is not sent, how many epochs old rows may
+            get, and the bound of gradients; see `Drift`.
+        bits: 32 sends numbers unchanged; fewer as in `Sylvie`, as SANCUS-q does.
+        exact_last, exact_eval, seed: see `LinkPolicy`.
+    """
+    codec = Plain() if bits == 32 else Quantise(bits, "stochastic")
+    return LinkPolicy(
+        codec,
+        skip=Drift(bound, most, gradients),
+        exact_last=exact_last,
+        exact_eval=exact_eval,
+        seed=seed,
+    )

@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from pyg_distcomm.halo.codec import LEVELS, Codec, Quantise
-from pyg_distcomm.halo.codecs.quantise import DegreeBits
-from pyg_distcomm.halo.codecs.sparse import Chain
+from pyg_distcomm.halo.codecs import Chain, DegreeBits
 
 __all__ = ["Adaptive", "Fixed", "Linear", "Schedule"]
 

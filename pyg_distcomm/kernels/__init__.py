@@ -45,9 +45,14 @@ from pyg_distcomm.kernels.matrix_ops import (
     spgemm,
     weighted_sampler,
 )
-from pyg_distcomm.kernels.minibatch import Minibatch, Request, SampleGraph
 from pyg_distcomm.kernels.registry import FLOATS
-from pyg_distcomm.kernels.sample_ops import rank_select_index, read_rows
+from pyg_distcomm.kernels.sample_ops import (
+    Minibatch,
+    Request,
+    SampleGraph,
+    rank_select_index,
+    read_rows,
+)
 
 __all__ = [
     "coo_to_csr",

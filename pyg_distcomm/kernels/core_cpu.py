@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyg_distcomm.kernels import (
-    attention_jit,
     core_jit,
     core_ops,
     memory,
@@ -130,7 +129,7 @@ def pair_scores(
             _whole(out),
         )
         args = (*args, heads, f)
-        _over_segments(attention_jit.pair_scores, args, pointers, heads * f)
+        _over_segments(core_jit.pair_scores, args, pointers, heads * f)
     return out
 
 
@@ -152,7 +151,7 @@ def pair_scores_grad(
         pointers, flats = vector(rowptr), [_whole(t) for t in (g, x, a)]
         args = pointers, vector(col), *flats, np.dtype(flats[0].dtype).type(slope)
         args = (*args, *map(_whole, (by, out, by_a)), heads, f)
-        _over_segments(attention_jit.pair_scores_grad, args, pointers, heads * f)
+        _over_segments(core_jit.pair_scores_grad, args, pointers, heads * f)
     return out, by_a.sum(0) if both else None
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from pyg_distcomm.kernels import core_jit, memory, threads
 from pyg_distcomm.kernels import sample_jit as loops
 from pyg_distcomm.kernels.compile import ready
-from pyg_distcomm.kernels.minibatch import (
+from pyg_distcomm.kernels.sample_ops import (
     Frontier,
     Minibatch,
     Relation,

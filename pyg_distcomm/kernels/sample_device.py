@@ -22,16 +22,14 @@ from torch import Tensor
 
 from pyg_distcomm.kernels import sample_jit as loops
 from pyg_distcomm.kernels.compile import ready
-from pyg_distcomm.kernels.minibatch import (
+from pyg_distcomm.kernels.sample_cpu import hop_key
+from pyg_distcomm.kernels.sample_ops import (
+    UNIT,
     Minibatch,
     Relation,
     Request,
     SampleGraph,
     UnweightedNode,
-)
-from pyg_distcomm.kernels.sample_cpu import hop_key
-from pyg_distcomm.kernels.sample_ops import (
-    UNIT,
     read_rows,
     spread,
     streams_of,

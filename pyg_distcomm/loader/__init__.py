@@ -16,23 +16,23 @@ from pyg_distcomm.loader.data_loader import ImbalancedSampler as ImbalancedSampl
 from pyg_distcomm.loader.data_loader import TemporalDataLoader as TemporalDataLoader
 from pyg_distcomm.loader.epoch import Phases as Phases
 from pyg_distcomm.loader.feature_store import DistFeatureStore as DistFeatureStore
-from pyg_distcomm.loader.layer_loader import DistLayerLoader as DistLayerLoader
-from pyg_distcomm.loader.layer_loader import HGTLoader as HGTLoader
+from pyg_distcomm.loader.neighbor_loader import DistLayerLoader as DistLayerLoader
 from pyg_distcomm.loader.neighbor_loader import (
     DistLinkNeighborLoader as DistLinkNeighborLoader,
 )
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader as DistNeighborLoader
+from pyg_distcomm.loader.neighbor_loader import HGTLoader as HGTLoader
 from pyg_distcomm.loader.neighbor_loader import NeighborSampler as NeighborSampler
 from pyg_distcomm.loader.options import LoaderOptions as LoaderOptions
-from pyg_distcomm.loader.saint import GraphSAINTEdgeSampler as GraphSAINTEdgeSampler
-from pyg_distcomm.loader.saint import GraphSAINTNodeSampler as GraphSAINTNodeSampler
-from pyg_distcomm.loader.saint import (
-    GraphSAINTRandomWalkSampler as GraphSAINTRandomWalkSampler,
-)
-from pyg_distcomm.loader.saint import GraphSAINTSampler as GraphSAINTSampler
 from pyg_distcomm.loader.shared import shared as shared
 from pyg_distcomm.loader.subgraphs import ClusterData as ClusterData
 from pyg_distcomm.loader.subgraphs import ClusterLoader as ClusterLoader
+from pyg_distcomm.loader.subgraphs import GraphSAINTEdgeSampler as GraphSAINTEdgeSampler
+from pyg_distcomm.loader.subgraphs import GraphSAINTNodeSampler as GraphSAINTNodeSampler
+from pyg_distcomm.loader.subgraphs import (
+    GraphSAINTRandomWalkSampler as GraphSAINTRandomWalkSampler,
+)
+from pyg_distcomm.loader.subgraphs import GraphSAINTSampler as GraphSAINTSampler
 from pyg_distcomm.loader.subgraphs import RandomNodeLoader as RandomNodeLoader
 from pyg_distcomm.loader.subgraphs import ShaDowKHopSampler as ShaDowKHopSampler
 from pyg_distcomm.pyg_mirror import mirror as _mirror

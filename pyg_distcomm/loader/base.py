@@ -14,11 +14,17 @@ from torch.utils.data import RandomSampler, SequentialSampler, get_worker_info
 from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.consistency import on_all_ranks
+from pyg_distcomm.comm.failure import script_stacklevel
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
-from pyg_distcomm.comm.whereabouts import script_stacklevel
 from pyg_distcomm.graph.local_adjacency import known
-from pyg_distcomm.loader.batcher import Batcher, attach_sizes, edge_index_of
+from pyg_distcomm.loader.batcher import (
+    Batcher,
+    attach_sizes,
+    edge_index_of,
+    holds_matrices,
+    with_edges,
+)
 from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.epoch import (
     BatchSharding,
@@ -54,7 +60,6 @@ from pyg_distcomm.loader.partitioned_source import (
     check_sampled_together,
     neighbor_sampler_of,
 )
-from pyg_distcomm.loader.sparse_adjacency import holds_matrices, with_edges
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 
 Graph = TypeVar("Graph")  # a Data or a HeteroData, of the graph and of its minibatches

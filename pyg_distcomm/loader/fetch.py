@@ -204,7 +204,7 @@ class Fetch:
 
         Raises:
             ValueError: on all ranks of the axis, if one has a problem (ids that cannot be,
-                see `row_group.problem_of`), or requests a row of a rank that has it not.
+                see `feature_store.problem_of`), or requests a row of a rank that has it not.
         """
         queries, problem = self.plan(wanted, problem)
         axis, pending = self.channel.row, None

@@ -47,10 +47,10 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pyg_distcomm.comm.consistency import differing, digest, projection
+from pyg_distcomm.comm.failure import Wait, script_stacklevel
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 from pyg_distcomm.comm.random import fold
 from pyg_distcomm.comm.store import RankError, StoreMailbox
-from pyg_distcomm.comm.whereabouts import Wait, script_stacklevel
 from pyg_distcomm.process import PROCESS
 
 TIMEOUT = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh

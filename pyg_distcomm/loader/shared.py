@@ -23,7 +23,7 @@ from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import BaseStorage
 
 from pyg_distcomm.comm.serialization import allowing
-from pyg_distcomm.kernels.minibatch import Relation
+from pyg_distcomm.kernels.sample_ops import Relation
 from pyg_distcomm.loader.notes import LoaderId, Notes, World
 from pyg_distcomm.partition.atomic import torch_save
 from pyg_distcomm.sampling.graph_source import read_topology, remember

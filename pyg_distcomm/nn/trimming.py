@@ -55,10 +55,11 @@ from pyg_distcomm.nn.leading_rows import (
     deferred,
     double,
     leading,
+    leaves,
+    version_of,
     whole,
     wrap,
 )
-from pyg_distcomm.nn.torch_calls import leaves, version_of
 
 _COPIED = 1 << 20  # numbers of a buffer that is copied; a larger one may not change
 

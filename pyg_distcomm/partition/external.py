@@ -21,20 +21,18 @@ from tqdm import tqdm
 from pyg_distcomm.partition.arrow_tables import ENDINGS as TABLES
 from pyg_distcomm.partition.arrow_tables import (
     ArrowTable,
-    NodeNames,
-    is_table,
-)
-from pyg_distcomm.partition.atomic import sha256, sync
-from pyg_distcomm.partition.cutters import check_method, check_nodes_fit, cut, stream
-from pyg_distcomm.partition.edge_files import (
     Column,
     EdgeFile,
+    NodeNames,
     NpyColumn,
     PairWriter,
     RowReader,
+    is_table,
     torch_name,
     with_reverses,
 )
+from pyg_distcomm.partition.atomic import sha256, sync
+from pyg_distcomm.partition.cutters import check_method, check_nodes_fit, cut, stream
 from pyg_distcomm.partition.folder import graph_meta, shape_kinds
 from pyg_distcomm.partition.layout import (
     OWNER,

@@ -3,7 +3,7 @@
 [Note: one chunk] To a layer, a chunk is a graph of one rank: its nodes are 0 ..
 n_c - 1, and rows of other chunks have the numbers that follow, which only sources have. A layer
 reads source rows where `propagate` looks them up, from the sites of [Note: sites]; see
-`nn/propagating.py`. Where it reads numbers of nodes by `edge_index[0]` itself, as `gcn_norm`
+`nn/halo_conv.py`. Where it reads numbers of nodes by `edge_index[0]` itself, as `gcn_norm`
 does degrees, they are facts of the graph, the same in all epochs.
 
 Sums over rows are those of the chunk alone in a backward pass, where the pipeline adds up the

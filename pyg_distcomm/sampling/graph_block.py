@@ -16,7 +16,7 @@ from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
+from pyg_distcomm.kernels.sample_ops import Relation, SampleGraph
 from pyg_distcomm.ops.csr import sorted_pairs
 from pyg_distcomm.ops.id_plan import IdPlan
 from pyg_distcomm.partition.partition import PIECE, Partition, pieces

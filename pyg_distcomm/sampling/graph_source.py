@@ -22,7 +22,7 @@ from torch_geometric.data.graph_store import EdgeLayout
 from torch_geometric.sampler.utils import to_csc
 
 from pyg_distcomm.comm.consistency import naming
-from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
+from pyg_distcomm.kernels.sample_ops import Relation, SampleGraph
 from pyg_distcomm.ops.csr import sorted_pairs
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.edges import DistEdgeIndex

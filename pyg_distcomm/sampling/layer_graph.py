@@ -32,7 +32,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm import kernels
-from pyg_distcomm.kernels.minibatch import Relation
+from pyg_distcomm.kernels.sample_ops import Relation
 from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes, check_nodes, offsets
 from pyg_distcomm.sampling.graph_source import read_topology
 from pyg_distcomm.sampling.rules import COUNTED, SQUARED, Rule

@@ -35,7 +35,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import ProcessGrid
 from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.kernels import threads
-from pyg_distcomm.kernels.minibatch import (
+from pyg_distcomm.kernels.sample_ops import (
     Frontier,
     Minibatch,
     Relation,

@@ -42,7 +42,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import ProcessGrid
 from pyg_distcomm.comm.collectives import Axis
-from pyg_distcomm.kernels.minibatch import (
+from pyg_distcomm.kernels.sample_ops import (
     Frontier,
     Relation,
     RemoteDraws,

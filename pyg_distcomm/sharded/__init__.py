@@ -4,7 +4,6 @@ from pyg_distcomm.sharded import (  # noqa: F401  which declare the rules
     by_id,
     constants,
     edges,
-    fused,
     reductions,
     views,
 )

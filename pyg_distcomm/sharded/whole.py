@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyg_distcomm.comm.whereabouts import place_of
+from pyg_distcomm.comm.failure import place_of
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.constants import constants_of, key_of
 from pyg_distcomm.sharded.dist_tensor import (
