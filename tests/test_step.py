@@ -13,12 +13,12 @@ import tiers
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
-from torch_geometric.data import Data
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.utils import trim_to_layer
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
-from pyg_distcomm.graph import edge_products, local_adjacency
+from pyg_distcomm.graph import edge_products
 from pyg_distcomm.graph.local_adjacency import GroupedEdges, adjacency_of, known
 from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import local_products, trimming
@@ -41,11 +41,12 @@ def close(found, wanted):
         assert all(t is None or not bool(t.any()) for t in (found, wanted))
         return
     bound = 1e-9 if wanted.dtype == torch.float64 else 1e-5
-    assert found.shape == wanted.shape
-    assert found.dtype == wanted.dtype
-    assert torch.allclose(found, wanted, rtol=bound, atol=bound), (
-        (found - wanted).abs().max()
-    )
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+
+
+def all_close(found, wanted):
+    for one, two in zip(found, wanted, strict=True):
+        close(one, two)
 
 
 def graded(model, rows, *args, x=None):
@@ -64,9 +65,19 @@ def graded(model, rows, *args, x=None):
 
 
 def agree(model, wanted, rows, *args, x):
-    found, theirs = graded(model, rows, *args, x=x), graded(wanted, rows, *args, x=x)
-    for one, two in zip(found, theirs, strict=True):
-        close(one, two)
+    all_close(graded(model, rows, *args, x=x), graded(wanted, rows, *args, x=x))
+
+
+def agree_at_seeds(ours, wanted, told="on", **options):
+    """Compares steps on minibatches; in the end the model says whether it is trimmed."""
+    for batch in loader_of(graph(), **options):
+        agree(ours, wanted, slice(batch.batch_size), batch.edge_index, x=batch.x)
+    assert pdc.nn.trimming_of(ours).startswith(told)
+
+
+def pair(model):
+    """A model of PyG's, and what `convert` makes of it."""
+    return model, pdc.convert(copy.deepcopy(model))
 
 
 @pytest.fixture
@@ -126,7 +137,11 @@ SAMPLES = {
     "disjoint": {"disjoint": True},
     "induced": {"subgraph_type": "induced"},
     "bidirectional": {"subgraph_type": "bidirectional"},
-    "temporal": {"time_attr": "time", "temporal_strategy": "last"},
+    "temporal": {
+        "time_attr": "time",
+        "temporal_strategy": "last",
+        "input_time": torch.full((14,), 30),
+    },
     "weighted": {"weight_attr": "edge_weight"},
     "no hop": {"num_neighbors": [4, 0, 2]},
     "one hop": {"num_neighbors": [2]},
@@ -144,15 +159,22 @@ def loader_of(data, seeds=None, **options):
     )
 
 
+def a_batch():
+    return next(iter(loader_of(graph())))
+
+
 class Stack(torch.nn.Module):
     """Three layers as a script writes them."""
 
-    def __init__(self, layer, last=None, dtype=torch.float64):
+    def __init__(self, layer):
         super().__init__()
         torch.manual_seed(5)
         self.convs = torch.nn.ModuleList(layer() for _ in range(3))
-        self.lins = torch.nn.ModuleList(torch.nn.LazyLinear(WIDTH) for _ in range(2))
-        self.to(dtype)
+        conv = self.convs[0]
+        heads = getattr(conv, "heads", 1) if getattr(conv, "concat", True) else 1
+        width = getattr(conv, "out_channels", 7) * heads
+        self.lins = torch.nn.ModuleList(torch.nn.Linear(width, WIDTH) for _ in range(2))
+        self.double()
 
     def forward(self, x, edge_index, *args):
         for conv, lin in zip(self.convs, self.lins, strict=False):
@@ -163,21 +185,14 @@ class Stack(torch.nn.Module):
 @tiers.cover("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_of_a_minibatch_equal_pygs(name, dtype, runs):
-    """Each layer alone, on edges that carry what the sampler knew."""
+    """Each layer alone, on edges that carry what the sampler knew; features have ties."""
     batch = next(iter(loader_of(graph(dtype))))
+    batch.x = batch.x.round()
     torch.manual_seed(1)
-    wanted = LAYERS[name]().to(dtype)
-    if name == "gcn cached":
-        wanted.cached = True
-    ours = pdc.convert(copy.deepcopy(wanted))
+    wanted, ours = pair(LAYERS[name]().to(dtype))
     assert known(batch.edge_index) is not None
-    weights = [()] if name not in WEIGHTED else [(), (batch.edge_weight,)]
-    for args in weights:
-        theirs = copy.deepcopy(wanted)
-        rest = graded(theirs, None, batch.edge_index.clone(), *args, x=batch.x)
-        found = graded(ours, None, batch.edge_index, *args, x=batch.x)
-        for one, two in zip(found, rest, strict=True):
-            close(one, two)
+    for args in [()] if name not in WEIGHTED else [(), (batch.edge_weight,)]:
+        agree(ours, wanted, None, batch.edge_index, *args, x=batch.x)
     assert bool(runs) or name in BY_PATH
 
 
@@ -187,23 +202,16 @@ def test_layers_of_a_minibatch_equal_pygs(name, dtype, runs):
     slice(0, None, 2),
 )
 def test_trimmed_models_equal_pygs_for_the_seeds(name, kind):
-    """Three layers, three minibatches of every kind of sampling, trimmed after the first."""
-    data = graph()
-    wanted, ours = Stack(LAYERS[name]), None
-    options = dict(SAMPLES[kind])
-    if kind == "temporal":
-        options["input_time"] = torch.full((14,), 30)
-    for batch in loader_of(data, **options):
-        if ours is None:
-            wanted(batch.x, batch.edge_index.clone())
-            ours = pdc.convert(copy.deepcopy(wanted))
+    """Three layers, every kind of sampling; each minibatch twice."""
+    wanted, ours = pair(Stack(LAYERS[name]))
+    for batch in loader_of(graph(), **SAMPLES[kind]):
         for _ in range(2):
             seeds = slice(batch.batch_size)
             agree(ours, wanted, seeds, batch.edge_index, x=batch.x)
     assert pdc.nn.trimming_of(ours) == "on"
 
 
-def test_trimming_computes_fewer_rows(runs, monkeypatch):
+def test_trimming_computes_fewer_rows(monkeypatch):
     """As many rows as are read, hop by hop; the shapes are those of all."""
     data = graph(n=400, e=3000)
     batch = next(iter(loader_of(data, seeds=torch.arange(5), num_neighbors=[3, 3, 3])))
@@ -220,15 +228,12 @@ def test_trimming_computes_fewer_rows(runs, monkeypatch):
     for _ in range(2):
         out = model(batch.x, batch.edge_index)
         assert out.shape == (n, 7)
-        assert len(out) == n
-        assert out.size(0) == n
+        assert len(out) == out.size(0) == n
     hops = torch.tensor(batch.num_sampled_nodes).cumsum(0).tolist()
-    trimmed = [hops[2], hops[1], hops[0]]
-    assert rows == [n] * 3 + 2 * trimmed  # the first pass is repeated
+    assert rows == [n] * 3 + 2 * hops[2::-1]  # the first pass is repeated
     assert type(out[:5]) is torch.Tensor
     assert pdc.nn.trimming_of(model) == "on"
-    model.eval()
-    assert pdc.nn.trimming_of(model) == "not yet known"
+    assert pdc.nn.trimming_of(model.eval()) == "not yet known"
     assert "trim=True" in pdc.nn.trimming_of(pdc.convert(model, trim=False))
 
 
@@ -277,17 +282,39 @@ ALL_ROWS = "batch norm", "mean", "late mean", "softmax of rows", "sort", "index"
 
 @pytest.mark.parametrize("what", [*ALL_ROWS, "jump", "residual", "in place"])
 def test_models_that_read_other_rows_are_not_trimmed(what):
-    wanted = Reads(what)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    for batch in loader_of(graph(), batch_size=3):
-        agree(ours, wanted, slice(batch.batch_size), batch.edge_index, x=batch.x)
-    told = pdc.nn.trimming_of(ours)
-    assert told.startswith("off: ") if what in ALL_ROWS else told == "on", told
-    wanted.eval(), ours.eval()
-    for batch in loader_of(graph(), batch_size=3):
-        agree(ours, wanted, slice(batch.batch_size), batch.edge_index, x=batch.x)
-    wanted_on = what in ("batch norm", "jump", "residual", "in place")
-    assert (pdc.nn.trimming_of(ours) == "on") == wanted_on
+    wanted, ours = pair(Reads(what))
+    told = "off: " if what in ALL_ROWS else "on"
+    agree_at_seeds(ours, wanted, told, batch_size=3)
+    told = "on" if what == "batch norm" else told  # row by row, in evaluation
+    agree_at_seeds(ours.eval(), wanted.eval(), told, batch_size=3)
+
+
+def test_parts_of_layers_that_mix_rows_switch_trimming_off():
+    """A batch norm inside of a GINConv, in training; in evaluation it works row by row."""
+
+    def layer():
+        parts = torch.nn.Linear(WIDTH, 7), torch.nn.BatchNorm1d(7), torch.nn.ReLU()
+        return pyg.GINConv(torch.nn.Sequential(*parts))
+
+    wanted, ours = pair(Stack(layer))
+    agree_at_seeds(ours, wanted, "off: GINConv", batch_size=4)
+    agree_at_seeds(ours.eval(), wanted.eval(), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (LAYERS["pna-like"], "SAGEConv"),
+        (lambda: pyg.EdgeConv(torch.nn.Linear(2 * WIDTH, 7)), "EdgeConv"),
+    ],
+)
+def test_layers_that_are_not_trimmed_are_named(layer, name):
+    """A model of them alone; as its first layer they leave the others to be trimmed."""
+    wanted, ours = pair(Stack(layer))
+    agree_at_seeds(ours, wanted, f"off: {name} is not trimmed", batch_size=4)
+    for k in (1, 2):
+        wanted.convs[k] = pyg.SAGEConv(WIDTH, 7).double()
+    agree_at_seeds(pair(wanted)[1], wanted, batch_size=4)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -313,11 +340,8 @@ def test_models_that_read_other_rows_are_not_trimmed(what):
 )
 def test_scripts_that_read_other_rows_get_them(read, late):
     """At once, which switches trimming off; or after passes that have been trimmed."""
-    wanted = Stack(LAYERS["sage mean"])
-    data = graph()
-    wanted(data.x, data.edge_index)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    for k, batch in enumerate(loader_of(data, batch_size=3)):
+    wanted, ours = pair(Stack(LAYERS["sage mean"]))
+    for k, batch in enumerate(loader_of(graph(), batch_size=3)):
         args, n = (batch.x, batch.edge_index), batch.batch_size
         out, theirs = ours(*args), wanted(*args)
         if late and k < 3:
@@ -347,123 +371,81 @@ def test_scripts_that_read_other_rows_get_them(read, late):
     ],
 )
 def test_scripts_that_read_seeds_are_trimmed(read):
-    wanted = Stack(LAYERS["sage mean"])
-    data = graph()
-    wanted(data.x, data.edge_index)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    for batch in loader_of(data, batch_size=3):
+    wanted, ours = pair(Stack(LAYERS["sage mean"]))
+    for batch in loader_of(graph(), batch_size=3):
         args, n = (batch.x, batch.edge_index), batch.batch_size
-        found, theirs = read(ours(*args), n), read(wanted(*args), n)
+        found = read(ours(*args), n)
         assert type(found) is torch.Tensor
-        assert torch.allclose(found, theirs)
+        close(found, read(wanted(*args), n))
     assert pdc.nn.trimming_of(ours) == "on"
 
 
-def test_parts_of_layers_that_mix_rows_switch_trimming_off():
-    """A batch norm inside of a GINConv, in training; in evaluation it works row by row."""
+class Turned(torch.autograd.Function):
+    """Doubles, and has a gradient of its own."""
 
-    def layer():
-        return pyg.GINConv(
-            torch.nn.Sequential(
-                torch.nn.Linear(WIDTH, 7), torch.nn.BatchNorm1d(7), torch.nn.ReLU()
-            )
-        )
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
 
-    wanted, data = Stack(layer), graph()
-    wanted(data.x, data.edge_index)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    for mode, told in ((True, "off: GINConv"), (False, "on")):
-        wanted.train(mode), ours.train(mode)
-        for batch in loader_of(data, batch_size=4):
-            rows = slice(batch.batch_size)
-            agree(ours, wanted, rows, batch.edge_index, x=batch.x)
-        assert pdc.nn.trimming_of(ours).startswith(told)
+    @staticmethod
+    def backward(ctx, g):
+        return -g
 
 
 @pytest.mark.parametrize(
-    ("layer", "name"),
-    [
-        (lambda: pyg.SAGEConv(WIDTH, 7, aggr=["mean", "std"]), "SAGEConv"),
-        (lambda: pyg.EdgeConv(torch.nn.Linear(2 * WIDTH, 7)), "EdgeConv"),
-    ],
+    "change", ["setitem", "setitem of seeds", "masked", "nested", "function"]
 )
-def test_layers_that_are_not_trimmed_are_named(layer, name):
-    """A model of them alone; as its first layer they leave the others to be trimmed."""
-    wanted, data = Stack(layer), graph()
-    wanted(data.x, data.edge_index)
-    mixed = copy.deepcopy(wanted)
-    for k in (1, 2):
-        mixed.convs[k] = pyg.SAGEConv(WIDTH, 7).double()
-    for model, told in ((wanted, f"off: {name} is not trimmed"), (mixed, "on")):
-        ours = pdc.convert(copy.deepcopy(model))
-        for batch in loader_of(data, batch_size=4):
-            rows = slice(batch.batch_size)
-            agree(ours, model, rows, batch.edge_index, x=batch.x)
-        assert pdc.nn.trimming_of(ours) == told
-
-
-@pytest.mark.parametrize("change", ["setitem", "setitem of seeds", "masked", "nested"])
-def test_late_changes_in_place_are_seen(change):
-    """What an operation changes after passes that have been trimmed."""
-    wanted = Stack(LAYERS["graph"])
-    data = graph()
-    wanted(data.x, data.edge_index)
-    ours = pdc.convert(copy.deepcopy(wanted))
+def test_late_changes_are_seen(change):
+    """What is done after passes that have been trimmed; a function gets all rows."""
+    wanted, ours = pair(Stack(LAYERS["graph"]))
     if change == "nested":
         ours = pdc.convert(torch.nn.ModuleDict({"a": ours}))["a"]
-    for k, batch in enumerate(loader_of(data, batch_size=3)):
-        found = []
+    for k, batch in enumerate(loader_of(graph(), batch_size=3)):
+        found, n = [], batch.batch_size
         for model in (ours, wanted):
             model.zero_grad()
-            out = model(batch.x, batch.edge_index) * 2
-            n = batch.batch_size
+            out = model(batch.x, batch.edge_index)
+            out = Turned.apply(out) if change == "function" else out * 2
             if k > 1 and change == "setitem":
                 out[1:] = 3.0
             if k > 1 and change == "setitem of seeds":
                 out[:2] += 1
             if k > 1 and change == "masked":
                 out.masked_fill_(torch.arange(out.numel()).view(out.shape) % 3 == 0, 7)
-            out[:n].square().sum().backward()
-            found.append([out[:n].detach(), model.lins[0].weight.grad])
-        for one, two in zip(*found, strict=True):
-            close(one, two)
+            out = out if k > 1 and change == "function" else out[:n]
+            out.square().sum().backward()
+            found.append([out.detach(), *(p.grad for p in model.parameters())])
+        all_close(*found)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("part", ["layer", "model"])
 def test_checkpointing_switches_trimming_off(part, reentrant):
     """Also where two passes, or two models on one batch, come before one backward."""
-    from torch.utils.checkpoint import checkpoint
+
+    def kept(module, *args):
+        return checkpoint(module, *args, use_reentrant=reentrant)
 
     class Kept(Stack):
         def forward(self, x, edge_index):
             for conv, lin in zip(self.convs, self.lins, strict=False):
-                if part == "layer":
-                    x = checkpoint(conv, x, edge_index, use_reentrant=reentrant)
-                else:
-                    x = conv(x, edge_index)
-                x = lin(x).relu()
+                args = x, edge_index
+                x = lin(kept(conv, *args) if part == "layer" else conv(*args)).relu()
             return self.convs[-1](x, edge_index)
 
-    wanted, data = Kept(LAYERS["sage mean"]), graph()
-    wanted(data.x, data.edge_index)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    for batch in loader_of(data, batch_size=3):
+    wanted, ours = pair(Kept(LAYERS["sage mean"]))
+    for batch in loader_of(graph(), batch_size=3):
         found, n = [], batch.batch_size
         for model in (ours, wanted):
             model.zero_grad()
             x, total = batch.x.clone().requires_grad_(), 0
             for other in (model, copy.deepcopy(model), model):
                 args = x, batch.edge_index
-                if part == "model":
-                    out = checkpoint(other, *args, use_reentrant=reentrant)
-                else:
-                    out = other(*args)
+                out = kept(other, *args) if part == "model" else other(*args)
                 total = total + out[:n].square().sum()
             total.backward()
             found.append([x.grad, *(p.grad for p in model.parameters())])
-        for one, two in zip(*found, strict=True):
-            close(one, two)
+        all_close(*found)
     assert pdc.nn.trimming_of(ours) != "on"
 
 
@@ -488,13 +470,11 @@ def grads_asked(out, n):
 
 @pytest.mark.parametrize("read", [grads_kept, grads_hooked, grads_asked])
 def test_gradients_of_what_a_model_returned(read):
-    wanted, data = Stack(LAYERS["sage mean"]), graph()
-    wanted(data.x, data.edge_index)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    for batch in loader_of(data, batch_size=3):
+    wanted, ours = pair(Stack(LAYERS["sage mean"]))
+    for batch in loader_of(graph(), batch_size=3):
         args, n = (batch.x, batch.edge_index), batch.batch_size
         close(read(ours(*args), n), read(wanted(*args), n))
-    late = pdc.convert(copy.deepcopy(wanted))
+    late = pair(wanted)[1]
     late(*args), late(*args)
     with pytest.raises(RuntimeError, match="trim=False"):
         read(late(*args), n)
@@ -520,8 +500,7 @@ def through_a_view(out, model, x):
 
 @pytest.mark.parametrize("change", [after_a_step, after_features, through_a_view])
 def test_rows_left_out_are_never_computed_from_changed_inputs(change):
-    model = pdc.convert(Stack(LAYERS["sage mean"]))
-    batch = next(iter(loader_of(graph())))
+    model, batch = pdc.convert(Stack(LAYERS["sage mean"])), a_batch()
     for _ in range(2):
         x = batch.x.clone()
         out = model(x, batch.edge_index)
@@ -530,63 +509,33 @@ def test_rows_left_out_are_never_computed_from_changed_inputs(change):
     assert pdc.nn.trimming_of(model).startswith("off")
 
 
-def test_an_autograd_function_gets_all_rows():
-    class Turned(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, g):
-            return -g
-
-    wanted, data = Stack(LAYERS["sage mean"]), graph()
-    wanted(data.x, data.edge_index)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    for k, batch in enumerate(loader_of(data, batch_size=3)):
-        found = []
-        for model in (ours, wanted):
-            model.zero_grad()
-            out = Turned.apply(model(batch.x, batch.edge_index))
-            out = out if k > 1 else out[: batch.batch_size]
-            out.square().sum().backward()
-            found.append([p.grad for p in model.parameters()])
-        for one, two in zip(*found, strict=True):
-            close(one, two)
-
-
-def test_inference_mode_comes_before_training():
+@pytest.mark.parametrize("name", ["gcn", "sage mean", "gat", "graph mean"])
+def test_inference_mode_comes_before_training(name):
     """What is kept from there serves autograd."""
-    data = graph()
-    for name in ("gcn", "sage mean", "gat", "graph mean"):
-        wanted = LAYERS[name]().double()
-        ours = pdc.convert(copy.deepcopy(wanted))
-        with torch.inference_mode():
-            for _ in range(3):
-                close(ours(data.x, data.edge_index), wanted(data.x, data.edge_index))
-            if name == "gcn":
-                args = data.x, data.edge_index, data.edge_weight * 2
-                close(ours(*args), wanted(*args))
-        agree(ours, wanted, None, data.edge_index, x=data.x)
+    data, (wanted, ours) = graph(), pair(LAYERS[name]().double())
+    given = data.x, data.edge_index
+    with torch.inference_mode():
+        for args in [given] * 3 + [(*given, data.edge_weight * 2)] * (name == "gcn"):
+            close(ours(*args), wanted(*args))
+    agree(ours, wanted, None, data.edge_index, x=data.x)
 
 
 def test_an_interrupted_pass_is_forgotten():
-    wanted, data = Stack(LAYERS["sage mean"]), graph()
-    wanted(data.x, data.edge_index)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    first, *rest = loader_of(data, batch_size=3)
+    wanted, ours = pair(Stack(LAYERS["sage mean"]))
+    batch = a_batch()
 
     def stop(*_):
         raise KeyboardInterrupt
 
     hook = ours.convs[1].register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        ours(first.x, first.edge_index)
+        ours(batch.x, batch.edge_index)
     hook.remove()
-    for batch in rest:
-        agree(ours, wanted, slice(batch.batch_size), batch.edge_index, x=batch.x)
-    assert pdc.nn.trimming_of(ours) == "on"
+    with pytest.raises(RuntimeError):
+        ours(batch.x[:, :2], batch.edge_index)
     assert trimming._pass.get() is None
+    assert not any("propagate" in vars(conv) for conv in ours.convs)
+    agree_at_seeds(ours, wanted, batch_size=3)
 
 
 @pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GAT", "GIN"])
@@ -594,41 +543,51 @@ def test_an_interrupted_pass_is_forgotten():
 def test_models_of_pyg(name, jk):
     torch.manual_seed(2)
     wanted = getattr(pyg, name)(WIDTH, 6, 3, 4, jk=jk, norm="layer_norm").double()
-    ours = pdc.convert(copy.deepcopy(wanted))
     mirrored = getattr(pdc.nn, name)(WIDTH, 6, 3, 4, jk=jk, norm="layer_norm").double()
     mirrored.load_state_dict(wanted.state_dict())
     for batch in loader_of(graph()):
         rows = slice(batch.batch_size)
-        agree(ours, wanted, rows, batch.edge_index, x=batch.x)
-        agree(mirrored, wanted, rows, batch.edge_index, x=batch.x)
         hops = {
             "num_sampled_nodes_per_hop": batch.num_sampled_nodes,
             "num_sampled_edges_per_hop": batch.num_sampled_edges,
         }
-        if jk is None:
-            found = ours(batch.x, batch.edge_index, **hops)
-            close(found[rows], wanted(batch.x, batch.edge_index, **hops)[rows])
+        for ours in (pair(wanted)[1], mirrored):
+            agree(ours, wanted, rows, batch.edge_index, x=batch.x)
+            if jk is None:
+                found = ours(batch.x, batch.edge_index, **hops)
+                close(found[rows], wanted(batch.x, batch.edge_index, **hops)[rows])
 
 
 def test_scripts_that_trim_themselves(runs):
     """A view of the first edges carries what the whole does."""
-    data = graph()
-    layer = pyg.SAGEConv(WIDTH, WIDTH).double()
-    ours = pdc.convert(copy.deepcopy(layer))
-    batch = next(iter(loader_of(data)))
+    wanted, ours = pair(pyg.SAGEConv(WIDTH, WIDTH).double())
+    batch = a_batch()
     hops = batch.num_sampled_nodes, batch.num_sampled_edges
     x, edges = batch.x, batch.edge_index
     for k in range(3):
         x, edges, _ = trim_to_layer(k, *hops, x, edges)
-        agree(ours, layer, None, edges, x=x)
+        agree(ours, wanted, None, edges, x=x)
     assert len(runs) == 6  # forward and backward
+
+
+def test_a_copy_of_a_model_begins_anew():
+    model = pdc.convert(Reads("mean"))
+    for batch in loader_of(graph(), batch_size=3):
+        model(batch.x, batch.edge_index)[:1].sum()
+    assert pdc.nn.trimming_of(model).startswith("off")
+    held = io.BytesIO()
+    torch.save(model, held)
+    held.seek(0)
+    for again in (copy.deepcopy(model), torch.load(held, weights_only=False)):
+        assert pdc.nn.trimming_of(again) == "not yet known"
+        assert trimming._trimmer_of(again) is not trimming._trimmer_of(model)
 
 
 # What a tensor carries ---------------------------------------------------------------
 
 
-def test_what_makes_another_tensor_carries_nothing(runs):
-    batch = next(iter(loader_of(graph())))
+def test_what_makes_another_tensor_carries_nothing():
+    batch = a_batch()
     e = batch.edge_index
     assert type(e) is torch.Tensor
     assert known(e) is not None
@@ -652,11 +611,9 @@ def test_what_makes_another_tensor_carries_nothing(runs):
 @pytest.mark.parametrize("change", ["swap", "data", "data twice", "resize"])
 def test_a_change_in_place_drops_what_is_known(change, runs):
     """Answers are those of the edges as they are now."""
-    batch = next(iter(loader_of(graph())))
+    batch, (wanted, ours) = a_batch(), pair(pyg.SAGEConv(WIDTH, 4).double())
     e = batch.edge_index
-    layer = pyg.SAGEConv(WIDTH, 4).double()
-    ours = pdc.convert(copy.deepcopy(layer))
-    agree(ours, layer, None, e, x=batch.x)
+    agree(ours, wanted, None, e, x=batch.x)
     if change == "swap":
         e[0, :10] = 0
         e[1] = e[1].flip(0)
@@ -668,44 +625,34 @@ def test_a_change_in_place_drops_what_is_known(change, runs):
         e.resize_(2, e.size(1) // 2)
     assert known(e) is None
     count = len(runs)
-    agree(ours, layer, None, e, x=batch.x)
+    agree(ours, wanted, None, e, x=batch.x)
     assert len(runs) == count
-    agree(ours, layer, None, e, x=batch.x)  # the second use of the new edges
+    agree(ours, wanted, None, e, x=batch.x)  # the second use of the new edges
     assert len(runs) > count
 
 
 def test_features_out_of_step():
     """Permuted rows, or more of them, are taken as they are; seeds need not come first."""
-    data = graph()
-    wanted = Stack(LAYERS["gcn"])
-    wanted(data.x, data.edge_index)
-    ours = pdc.convert(copy.deepcopy(wanted))
-    for batch in loader_of(data, batch_size=4):
-        seeds = slice(batch.batch_size)
-        agree(ours, wanted, seeds, batch.edge_index, x=batch.x)
-        agree(ours, wanted, seeds, batch.edge_index, x=batch.x.flip(0))
-        more = torch.cat([batch.x, batch.x[:3]])
-        agree(ours, wanted, seeds, batch.edge_index, x=more)
+    wanted, ours = pair(Stack(LAYERS["gcn"]))
+    for batch in loader_of(graph(), batch_size=4):
+        seeds, edges = slice(batch.batch_size), batch.edge_index
+        for x in (batch.x, batch.x.flip(0), torch.cat([batch.x, batch.x[:3]])):
+            agree(ours, wanted, seeds, edges, x=x)
         with pytest.raises((IndexError, RuntimeError)):
-            wanted(batch.x[:-1], batch.edge_index)
-        with pytest.raises((IndexError, RuntimeError)):
-            ours(batch.x[:2], batch.edge_index)
+            ours(batch.x[:2], edges)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_minibatches_are_plain_data(workers):
-    """They are saved, pickled and copied as PyG's are, and come from workers."""
-    loader = loader_of(graph(), num_workers=workers)
-    layer = pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
-    for batch in loader:
-        layer(batch.x, batch.edge_index)
-        held = io.BytesIO()
-        torch.save({"edges": batch.edge_index}, held)
-        held.seek(0)
-        again = torch.load(held, weights_only=True)["edges"]
-        assert torch.equal(again, batch.edge_index)
-        assert not vars(batch.edge_index)
-        assert torch.equal(copy.deepcopy(batch).edge_index, again)
+def test_minibatches_are_plain_data():
+    """They are saved, pickled and copied as PyG's are."""
+    layer, batch = pdc.convert(pyg.SAGEConv(WIDTH, 4).double()), a_batch()
+    layer(batch.x, batch.edge_index)
+    held = io.BytesIO()
+    torch.save({"edges": batch.edge_index}, held)
+    held.seek(0)
+    again = torch.load(held, weights_only=True)["edges"]
+    assert torch.equal(again, batch.edge_index)
+    assert not vars(batch.edge_index)
+    assert torch.equal(copy.deepcopy(batch).edge_index, again)
 
 
 def test_what_is_kept_goes_with_the_tensor():
@@ -713,17 +660,14 @@ def test_what_is_kept_goes_with_the_tensor():
     before = len(PROCESS.adjacencies)
     data = graph()
     layer = pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
-    for batch in loader_of(data):
+    for batch in (*loader_of(data), data, data, data):
         layer(batch.x, batch.edge_index).sum().backward()
-    del batch
-    for _ in range(3):
-        layer(data.x, data.edge_index)
-    del data, layer
+    del batch, data, layer
     gc.collect()
     assert len(PROCESS.adjacencies) == before
 
 
-# Whole graphs on one process ----------------------------------------------------------
+# Whole graphs, weights and attention --------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["sage mean", "gcn", "gcn cached", "graph", "gat"])
@@ -731,8 +675,7 @@ def test_whole_graphs_from_the_second_use_on(name, runs):
     data = graph()
     assert not bool((data.edge_index[1].diff() >= 0).all())
     torch.manual_seed(1)
-    wanted = LAYERS[name]().double()
-    ours = pdc.convert(copy.deepcopy(wanted))
+    wanted, ours = pair(LAYERS[name]().double())
     ours(data.x, data.edge_index)
     assert not runs
     agree(ours, wanted, None, data.edge_index, x=data.x)
@@ -740,14 +683,11 @@ def test_whole_graphs_from_the_second_use_on(name, runs):
     data.edge_index[:, 0] = torch.tensor([2, 3])
     if name != "gcn cached":
         agree(ours, wanted, None, data.edge_index, x=data.x)
-    assert ours.training
-    assert "propagate" not in vars(ours)
 
 
 def test_dropout_of_attention_is_drawn_in_the_order_of_edges(runs):
     data, found = graph(), []
-    wanted = pyg.GATConv(WIDTH, 4, heads=2, dropout=0.4).double()
-    ours = pdc.convert(copy.deepcopy(wanted))
+    wanted, ours = pair(pyg.GATConv(WIDTH, 4, heads=2, dropout=0.4).double())
     ours(data.x, data.edge_index)
     for model in (ours, wanted):
         torch.manual_seed(2)
@@ -756,26 +696,19 @@ def test_dropout_of_attention_is_drawn_in_the_order_of_edges(runs):
     close(*found)
 
 
-def test_weights_that_learn():
+@pytest.mark.parametrize(
+    "name", ["gcn", "gcn no loops", "gcn plain", "graph", "graph mean", "sg"]
+)
+def test_weights_that_learn(name):
     """Gradients of edge weights, and of weights that change between calls."""
-    data = graph()
-    for name in ("gcn", "gcn no loops", "gcn plain", "graph", "graph mean", "sg"):
-        torch.manual_seed(1)
-        wanted = LAYERS[name]().double()
-        ours = pdc.convert(copy.deepcopy(wanted))
-        for batch in loader_of(data):
-            for _ in range(2):
-                grads = []
-                for model in (ours, wanted):
-                    weight = batch.edge_weight.clone().requires_grad_()
-                    out = model(batch.x, batch.edge_index, weight)
-                    out.square().sum().backward()
-                    grads.append(weight.grad)
-                close(*grads)
-                with torch.no_grad():
-                    batch.edge_weight.mul_(1.5)
-                args = batch.x, batch.edge_index, batch.edge_weight
-                close(ours(*args), wanted(*args))
+    torch.manual_seed(1)
+    wanted, ours = pair(LAYERS[name]().double())
+    for batch in loader_of(graph()):
+        for _ in range(2):
+            agree(ours, wanted, None, batch.edge_index, batch.edge_weight, x=batch.x)
+            batch.edge_weight.mul_(1.5)
+            args = batch.x, batch.edge_index, batch.edge_weight
+            close(ours(*args), wanted(*args))
 
 
 FEATURED = {
@@ -791,19 +724,14 @@ FEATURED = {
 @pytest.mark.parametrize("name", FEATURED)
 def test_attention_weights_and_features_of_edges(name, runs):
     torch.manual_seed(1)
-    wanted = FEATURED[name]().double()
-    ours = pdc.convert(copy.deepcopy(wanted))
-    stack, trimmed = Stack(FEATURED[name]), None
+    wanted, ours = pair(FEATURED[name]().double())
+    stack, trimmed = pair(Stack(FEATURED[name]))
     for batch in loader_of(graph()):
         args = batch.x, batch.edge_index, batch.edge_attr
         agree(ours, wanted, None, *args[1:], x=batch.x)
         more = {"return_attention_weights": True}
         found, theirs = (m(*args, **more) for m in (ours, wanted))
-        close(found[0], theirs[0])
-        close(found[1][1], theirs[1][1])
-        assert torch.equal(found[1][0], theirs[1][0])
-        stack(*args)
-        trimmed = trimmed or pdc.convert(copy.deepcopy(stack))
+        all_close([found[0], *found[1]], [theirs[0], *theirs[1]])
         agree(trimmed, stack, slice(batch.batch_size), *args[1:], x=batch.x)
     assert ("segment_softmax" in runs) == (name != "gat max")
 
@@ -812,14 +740,12 @@ def test_products_are_differentiated_twice():
     g = torch.Generator().manual_seed(0)
     edge_index = torch.randint(6, (2, 20), generator=g)
     edges = GroupedEdges.build(edge_index, 8, 7)
-    x = torch.randn(8, 3, dtype=torch.float64, generator=g, requires_grad=True)
-    value = torch.rand(20, dtype=torch.float64, generator=g, requires_grad=True)
-    heads = torch.rand(20, 2, dtype=torch.float64, generator=g, requires_grad=True)
-    wide = torch.randn(8, 2, 3, dtype=torch.float64, generator=g, requires_grad=True)
-    targets = torch.randn(7, 2, 3, dtype=torch.float64, generator=g, requires_grad=True)
-    inner = torch.randn(2, 3, dtype=torch.float64, generator=g, requires_grad=True)
-    checks = torch.autograd.gradcheck, torch.autograd.gradgradcheck
-    for check in checks:
+    shapes = (8, 3), (20,), (20, 2), (8, 2, 3), (7, 2, 3), (2, 3)
+    x, value, heads, wide, targets, inner = (
+        torch.randn(s, dtype=torch.float64, generator=g, requires_grad=True)
+        for s in shapes
+    )
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
         for kind in ("sum", "mean"):
             run = lambda *a, kind=kind: edge_products.aggregate(kind, edges, *a)  # noqa: E731
             assert check(run, (value, x))
@@ -833,29 +759,12 @@ def test_products_are_differentiated_twice():
         assert check(scores, (targets, wide, inner))
 
 
-def test_ties_share_the_gradient_of_a_maximum():
-    x = torch.tensor([[1.0], [1.0], [0.0], [1.0]], dtype=torch.float64)
-    edge_index = torch.tensor([[0, 1, 2, 2, 3], [0, 0, 0, 1, 2]])
-    torch.manual_seed(0)
-    wanted = pyg.SAGEConv(1, 2, aggr="max").double()
-    ours = pdc.convert(copy.deepcopy(wanted))
-    for _ in range(2):
-        agree(ours, wanted, None, edge_index, x=x)
+# Anything else -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        "hook",
-        "method",
-        "flow",
-        "subclass",
-        "half",
-        "3d",
-        "adj_t",
-        "explain",
-        "autocast",
-    ],
+    "hook method flow subclass half 3d adj_t explain autocast".split(),
 )
 def test_anything_else_takes_pygs_path(change, runs):
     """A layer that does more than PyG's is PyG's, whatever its edges carry."""
@@ -879,10 +788,8 @@ def test_anything_else_takes_pygs_path(change, runs):
     if change == "3d":
         x = x.expand(2, *x.shape)
     if change == "adj_t":
-        size = (len(x), len(x))
-        e = torch.sparse_coo_tensor(
-            e.flip(0), torch.ones(e.size(1)), size
-        ).to_sparse_csr()
+        ones, size = torch.ones(e.size(1)), (len(x), len(x))
+        e = torch.sparse_coo_tensor(e.flip(0), ones, size).to_sparse_csr()
     if change == "explain":
         layer.explain = True
         layer._edge_mask, layer._apply_sigmoid = torch.ones(e.size(1)), False
@@ -892,14 +799,11 @@ def test_anything_else_takes_pygs_path(change, runs):
     assert not runs
 
 
-def test_compiled_and_scripted_functions_see_plain_tensors():
-    batch = next(iter(loader_of(graph())))
-    layer = pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
-    wanted = layer(batch.x, batch.edge_index)
-    found = torch.func.functional_call(
-        layer, dict(layer.named_parameters()), (batch.x, batch.edge_index)
-    )
-    close(found, wanted)
+def test_functional_transforms_see_plain_tensors():
+    batch, layer = a_batch(), pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
+    args = batch.x, batch.edge_index
+    found = torch.func.functional_call(layer, dict(layer.named_parameters()), args)
+    close(found, layer(*args))
 
     def loss(x):
         return layer(x, batch.edge_index).square().sum()
@@ -907,43 +811,18 @@ def test_compiled_and_scripted_functions_see_plain_tensors():
     x = batch.x.clone().requires_grad_()
     (by_hand,) = torch.autograd.grad(loss(x), x)
     close(torch.func.grad(loss)(batch.x), by_hand)
-    tangent = torch.ones_like(batch.x)
-    _, slope = torch.func.jvp(loss, (batch.x,), (tangent,))
+    _, slope = torch.func.jvp(loss, (batch.x,), (torch.ones_like(batch.x),))
     close(slope, by_hand.sum())
-
-
-def test_a_copy_of_a_model_begins_anew():
-    model = pdc.convert(Reads("mean"))
-    for batch in loader_of(graph(), batch_size=3):
-        model(batch.x, batch.edge_index)[:1].sum()
-    assert pdc.nn.trimming_of(model).startswith("off")
-    held = io.BytesIO()
-    torch.save(model, held)
-    held.seek(0)
-    for again in (copy.deepcopy(model), torch.load(held, weights_only=False)):
-        assert pdc.nn.trimming_of(again) == "not yet known"
-        assert trimming._trimmer_of(again) is not trimming._trimmer_of(model)
-
-
-def test_an_error_in_a_pass_leaves_nothing_behind():
-    model = pdc.convert(Stack(LAYERS["sage mean"]))
-    batch = next(iter(loader_of(graph())))
-    with pytest.raises(RuntimeError):
-        model(batch.x[:, :2], batch.edge_index)
-    assert trimming._pass.get() is None
-    assert not any("propagate" in vars(conv) for conv in model.convs)
 
 
 def test_ends_out_of_range_are_left_to_pyg():
     edge_index = torch.tensor([[0, 9], [1, 2]])
-    layer = pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
+    wanted, ours = pair(pyg.SAGEConv(WIDTH, 4).double())
     for _ in range(3):
         with pytest.raises((IndexError, RuntimeError)):
-            layer(torch.ones(4, WIDTH).double(), edge_index)
+            ours(torch.ones(4, WIDTH).double(), edge_index)
     assert GroupedEdges.build(edge_index, 4, 4) is None
-    assert local_adjacency.known(edge_index) is not None
-    empty = Data(x=torch.ones(3, WIDTH).double(), edge_index=torch.empty(2, 0).long())
-    wanted = pyg.SAGEConv(WIDTH, 4).double()
-    ours = pdc.convert(copy.deepcopy(wanted))
+    assert known(edge_index) is not None
+    empty = torch.empty(2, 0).long()
     for _ in range(2):
-        agree(ours, wanted, None, empty.edge_index, x=empty.x)
+        agree(ours, wanted, None, empty, x=torch.ones(3, WIDTH).double())
