@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 
+import places
 import torch
+import worlds
+from problems import GRAPHS, owners
+
+import pyg_distcomm as pdc
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9, "equal_nan": True}
 
 
 @contextlib.contextmanager
@@ -17,11 +25,68 @@ def in_doubles():
         torch.set_default_dtype(torch.float32)
 
 
+def share_of(graph="directed", cutter="random", grid=None):
+    """A graph, and this rank's share of it."""
+    torch.manual_seed(0)
+    data, mesh = GRAPHS[graph](), worlds.mesh(grid=grid)
+    return data, pdc.partition(data, mesh, owners(cutter, data, mesh.size))
+
+
 def whole(value):
     """All rows of a tensor, or of each in a list."""
     if isinstance(value, (list, tuple)):
         return [whole(v) for v in value]
     return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def same(got, want, what="", **close):
+    """Checks that values, or all within them, are those of one process."""
+    if isinstance(want, torch.Tensor):
+        assert isinstance(got, torch.Tensor), f"{what}: {got}"
+        pair = whole(got).detach(), want.detach()
+        torch.testing.assert_close(
+            *pair, **(CLOSE | close), msg=lambda text: f"{what}: {text}"
+        )
+    elif isinstance(want, dict):
+        assert got.keys() == want.keys(), what
+        for key, value in want.items():
+            same(got[key], value, f"{what} {key}", **close)
+    elif isinstance(want, (list, tuple)):
+        assert len(got) == len(want), what
+        for k, pair in enumerate(zip(got, want, strict=True)):
+            same(*pair, f"{what} {k}", **close)
+    else:
+        assert got == want, what
+
+
+def step(function, x, *more):
+    """What a function returns of rows, and their gradient by numbers of its shape."""
+    x = x.detach().clone().requires_grad_()
+    torch.manual_seed(0)
+    out = function(x, *more)
+    if isinstance(out, torch.Tensor) and out.requires_grad:
+        draw = torch.Generator().manual_seed(1)
+        weight = torch.randn(out.shape, generator=draw, dtype=torch.float64)
+        (out * weight.to(out.device)).sum().backward()
+    return out, x.grad
+
+
+def failures_of(cases, check):
+    """Runs every case on this rank, and returns those that fail, each with its reason."""
+    found = {}
+    for name, case in cases.items():
+        try:
+            check(case)
+        except Exception:
+            text = traceback.format_exc(limit=-6)
+            if not places.lacks(text):
+                found[name] = text
+    return found
+
+
+def assert_none(found):
+    told = {name: text for rank in found for name, text in rank.items()}
+    assert not told, "\n".join(f"=== {name}\n{text}" for name, text in told.items())
 
 
 def as_pyg_or_refused(run, want, message, kinds=(TypeError,), **close):
@@ -31,8 +96,6 @@ def as_pyg_or_refused(run, want, message, kinds=(TypeError,), **close):
     except kinds as error:
         told = str(error)
     else:
-        torch.testing.assert_close(
-            whole(got), whole(want), **(close or {"rtol": 1e-9, "atol": 1e-9})
-        )
+        same(got, want, **close)
         return
     assert message in told, told

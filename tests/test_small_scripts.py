@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
-from test_whole_tensors import assert_none, failures_of, share_of
+from alike import assert_none, failures_of, share_of
 from torch.utils.data._utils import worker
 from torch_geometric.utils import add_self_loops, degree, scatter
 
@@ -303,16 +303,8 @@ def _compared(cutter, described):
     for k in range(described * mesh.rank):  # ranks forget the latest descriptions alike
         constants.constants_of(mesh).number_of(("another", k))
 
-    def listed(found):
-        return (
-            [alike.whole(v) for v in found]
-            if isinstance(found, (list, tuple))
-            else [alike.whole(found)]
-        )
-
     def check(case):
-        for a, b in zip(listed(case(pyg, data)), listed(case(nn, share)), strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-9, equal_nan=True)
+        alike.same(case(nn, share), case(pyg, data), rtol=1e-8)
 
     return failures_of(CASES, check)
 
