@@ -223,17 +223,14 @@ def trained(kind, layers, loaders):
     return torch.tensor(told), [p.detach() for p in nets.parts.parameters()]
 
 
-def _trains(kind):
+@pytest.mark.parametrize("kind", ["rings", "pairs", "clouds"])
+@RANKS
+@worlds.on()
+def test_a_script_trains_as_on_one_process(size, kind):
     worlds.mesh()
     got = trained(kind, nn, pyg_distcomm.loader)
     want = trained(kind, pyg, torch_geometric.loader)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", ["rings", "pairs", "clouds"])
-@RANKS
-def test_a_script_trains_as_on_one_process(size, kind):
-    worlds.run(_trains, size, kind)
 
 
 # What iter() draws ---------------------------------------------------------------------
@@ -303,7 +300,10 @@ def drawn(lib, kind, way, rank, given):
     return found, torch.rand(1).item()
 
 
-def _draws(kind):
+@pytest.mark.parametrize("kind", DRAW)
+@pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
+@worlds.on()
+def test_iter_draws_as_pygs_does(size, kind):
     rank = worlds.mesh().rank
     for given in (False, True):
         for way in WAYS:
@@ -311,12 +311,6 @@ def _draws(kind):
             want = drawn(torch_geometric.loader, kind, way, 0, given)
             assert got[0] == want[0], (way, given)
             assert got[1] == want[1] or (way == "on_rank_0" and rank), (way, given)
-
-
-@pytest.mark.parametrize("kind", DRAW)
-@pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
-def test_iter_draws_as_pygs_does(size, kind):
-    worlds.run(_draws, size, kind)
 
 
 def _rank_0_draws(kind):

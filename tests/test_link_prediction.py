@@ -220,7 +220,9 @@ def drawn():
     return negative.tolist(), train.edge_label_index.full_tensor().tolist()
 
 
-def looked_up():
+@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
+@worlds.on()
+def test_negatives_are_those_of_one_process(size):
     mesh, data = worlds.mesh(), GRAPHS["directed"]()
     share = pdc.partition(data, mesh, "random")
     batch = torch.zeros(data.num_nodes, dtype=torch.long)
@@ -238,11 +240,6 @@ def looked_up():
         found.append(drawn)
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
-def test_negatives_are_those_of_one_process(size):
-    worlds.run(looked_up, size)
 
 
 def test_negatives_are_the_same_on_all_ranks():

@@ -73,7 +73,10 @@ def bar(loader):
     return tqdm(loader, file=io.StringIO())
 
 
-def _extra(kind):
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
+@worlds.on()
+def test_an_iterator_that_is_not_used_is_no_epoch(size, kind):
     """Iterators that are not used, on some ranks, change nothing."""
     mesh = worlds.mesh()
     loader = MAKE[kind](graph(), seed=1)
@@ -90,19 +93,19 @@ def _extra(kind):
     all_same(list(bar(loader)), before)
 
 
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
-def test_an_iterator_that_is_not_used_is_no_epoch(size, kind):
-    worlds.run(_extra, size, kind)
-
-
 def models(lib):
     yield "GCN", lib.GCN(5, 6, 2, 3)
     yield "GraphSAGE", lib.GraphSAGE(5, 6, 1, 3, norm="batch_norm")
     yield "GAT", lib.GAT(5, 6, 3, 4, heads=2, jk="last")
 
 
-def _inferred(cut, cache):
+@tiers.parametrize(
+    ("size", "cut", "cache"),
+    itertools.product([1, 2, 3], [False, True], [False, True]),
+    [(2, False, True), (3, True, False)],
+)
+@worlds.on()
+def test_inference_gets_all_rows_on_all_ranks(size, cut, cache):
     mesh = worlds.mesh()
     torch.manual_seed(0)
     data = graph()
@@ -125,15 +128,6 @@ def _inferred(cut, cache):
                 given, [-1], batch_size=16, options=LoaderOptions(split=True)
             )
             assert len(list(apart)) == -(-rounds // mesh.size)
-
-
-@tiers.parametrize(
-    ("size", "cut", "cache"),
-    itertools.product([1, 2, 3], [False, True], [False, True]),
-    [(2, False, True), (3, True, False)],
-)
-def test_inference_gets_all_rows_on_all_ranks(size, cut, cache):
-    worlds.run(_inferred, size, cut, cache)
 
 
 def _layers_on_one_rank_only(partitioned):

@@ -204,14 +204,11 @@ def test_ranks_that_do_not_come_are_named():
 # Seeds ---------------------------------------------------------------------------------
 
 
-def _seeds_differ():
+@worlds.on(2)
+def test_seeds_that_differ_by_rank_are_refused():
     mesh = worlds.mesh()
     with pytest.raises(ValueError, match=r"different seeds on the ranks, \[0, 1\]"):
         list(nodes(seed=mesh.rank))
-
-
-def test_seeds_that_differ_by_rank_are_refused():
-    worlds.run(_seeds_differ, 2)
 
 
 def _to_the(power):
@@ -233,14 +230,11 @@ def test_rules_that_differ_by_rank_are_refused():
     assert rule_name(UserRule(_to_the(3.0))) == rule_name(UserRule(_to_the(3.0)))
 
 
-def _lists_differ():
+@worlds.on(2)
+def test_one_list_is_asked_for():
     mesh = worlds.mesh()
     with pytest.raises(ValueError, match="different inputs on the ranks"):
         list(nodes(input_nodes=torch.arange(9 + mesh.rank), split=True))
-
-
-def test_one_list_is_asked_for():
-    worlds.run(_lists_differ, 2)
 
 
 def _rank_zeros_seed():
@@ -300,7 +294,8 @@ def test_an_epoch_of_two_ranks_goes_on_with_others(size):
     assert {left for _, left in found} == {7}
 
 
-def _split_state():
+@worlds.on(2)
+def test_split_lists_go_on():
     mesh = worlds.mesh()
     own = torch.arange(30) + 30 * mesh.rank
     made, later, whole = (nodes(input_nodes=own, batch_size=5) for _ in range(3))
@@ -314,21 +309,14 @@ def _split_state():
         one.load_state_dict({**state, "inputs": one._inputs})
 
 
-def test_split_lists_go_on():
-    worlds.run(_split_state, 2)
-
-
-def _pickled():
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_loaders_can_be_pickled(size):
     worlds.mesh()
     loader, other = nodes(), nodes()
     list(loader), list(other)
     copy = pickle.loads(pickle.dumps(loader))  # as workers that are spawned get it
     all_same(copy, other)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_loaders_can_be_pickled(size):
-    worlds.run(_pickled, size)
 
 
 # One copy of a graph -------------------------------------------------------------------
@@ -376,7 +364,8 @@ def test_nothing_is_left_behind():
         assert set(left) <= set(before)
 
 
-def _failing():
+@worlds.on(3)
+def test_a_source_that_fails_fails_on_all_ranks():
     worlds.mesh()
 
     def load():
@@ -386,10 +375,6 @@ def _failing():
         RuntimeError, match=r"rank 0 could not .* OSError: no such disk"
     ):
         shared(load)
-
-
-def test_a_source_that_fails_fails_on_all_ranks():
-    worlds.run(_failing, 3)
 
 
 class Roads(Data):

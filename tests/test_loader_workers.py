@@ -74,7 +74,9 @@ def epochs(loader):
                 break
 
 
-def _taken(kind):
+@tiers.parametrize("kind", LOADERS, ["shuffled", "kept", "streamed"])
+@worlds.on(2)
+def test_workers_batches_are_those_of_one_process(kind):
     worlds.mesh()
     got, want = [], []
     for lib, found in (pyg_distcomm.loader, got), (torch_geometric.loader, want):
@@ -84,11 +86,6 @@ def _taken(kind):
     assert len(got) > 6
     for mine, theirs in zip(got, want, strict=True):
         graphs.same(mine, theirs)
-
-
-@tiers.parametrize("kind", LOADERS, ["shuffled", "kept", "streamed"])
-def test_workers_batches_are_those_of_one_process(kind):
-    worlds.run(_taken, 2, kind)
 
 
 def _rank_0_draws(kind):

@@ -34,7 +34,10 @@ def expected(edges, batch, sizes):
     return torch.tensor(nodes), found[::-1]
 
 
-def _full(cut):
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_all_neighbours_come_in_torch_sparses_order(size, cut):
     mesh = worlds.mesh()
     data = graph()
     given = pdc.partition(data, mesh, "random") if cut else data
@@ -53,12 +56,6 @@ def _full(cut):
         rows = rows.full_tensor() if hasattr(rows, "full_tensor") else rows
         assert torch.equal(rows, data.x[n_id])
     assert k == 8
-
-
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_all_neighbours_come_in_torch_sparses_order(size, cut):
-    worlds.run(_full, size, cut)
 
 
 def test_neighbours_are_drawn_without_replacement_by_torchs_generator():

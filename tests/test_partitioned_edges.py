@@ -37,7 +37,12 @@ def alike(data, share, kind=DistNeighborLoader, fan_outs=(2, 2), **options):
     batches.equal_epochs(one, two, 1)
 
 
-def few_edges(size, c):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("size", "c"), [(2, 1), tiers.rarely(2, 2), tiers.rarely(3, 1)]
+)
+@worlds.on()
+def test_blocks_without_edges(size, c):
     mesh = worlds.mesh()
     x = torch.arange(14.0).view(7, 2)
     for ends in ([[1, 3, 5], [0, 0, 2]], [[], []], [[2], [2]]):
@@ -57,15 +62,9 @@ def few_edges(size, c):
         alike(data, share, subgraph_type="induced", replication=c)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("size", "c"), [(2, 1), tiers.rarely(2, 2), tiers.rarely(3, 1)]
-)
-def test_blocks_without_edges(size, c):
-    worlds.run(few_edges, size, size, c)
-
-
-def zeros(size):
+@worlds.on(2)
+def test_hops_that_draw_nothing():
+    size = 2
     mesh = worlds.mesh()
     data = masked()
     share = pdc.partition(data, mesh, cut(data, size))
@@ -74,16 +73,15 @@ def zeros(size):
             alike(data, share, fan_outs=fan_outs, sample_at=sample_at)
 
 
-def test_hops_that_draw_nothing():
-    worlds.run(zeros, 2, 2)
-
-
 def unweighted(batch):
     batch.pop("weight", None)  # of other edges than those of an altered number
     return batch
 
 
-def wide(size):
+@tiers.rare
+@worlds.on(2)
+def test_ids_that_need_eight_bytes():
+    size = 2
     mesh = worlds.mesh()
     data = timed()
     for weight in (data.weight, data.weight.double()):
@@ -101,11 +99,6 @@ def wide(size):
                 alike(plain, share, kind, weight_attr="weight", **common)
 
 
-@tiers.rare
-def test_ids_that_need_eight_bytes():
-    worlds.run(wide, 2, 2)
-
-
 class Endless:
     """Batches of a script that does not say how many."""
 
@@ -113,7 +106,9 @@ class Endless:
         yield from ([0, 1], [2, 3])
 
 
-def refused(size):
+@worlds.on(2)
+def test_what_cannot_be_is_refused_at_construction():
+    size = 2
     mesh = worlds.mesh()
     data = batches.hetero()
     share = pdc.partition(data, mesh, cut(data, size))
@@ -128,22 +123,19 @@ def refused(size):
         DistNeighborLoader(share, [2], options=LoaderOptions(features=short))
 
 
-def test_what_cannot_be_is_refused_at_construction():
-    worlds.run(refused, 2, 2)
-
-
-def twice(size):
+@worlds.on(2)
+def test_one_epoch_at_a_time():
+    size = 2
     _, loader = built(size)
     with pytest.raises(RuntimeError, match="another epoch of the loader has begun"):
         list(zip(loader, loader, strict=True))
     assert len(list(loader)) == len(loader)
 
 
-def test_one_epoch_at_a_time():
-    worlds.run(twice, 2, 2)
-
-
-def edited(size, c):
+@pytest.mark.parametrize("c", [1, 2])
+@worlds.on(2)
+def test_rows_that_change_are_seen_at_the_next_epoch(c):
+    size = 2
     share, loader = built(size, c)
     data = masked()
     list(loader)
@@ -159,12 +151,9 @@ def edited(size, c):
             assert torch.equal(batch.x, want[batch.n_id])
 
 
-@pytest.mark.parametrize("c", [1, 2])
-def test_rows_that_change_are_seen_at_the_next_epoch(c):
-    worlds.run(edited, 2, 2, c)
-
-
-def on_one_rank(size):
+@worlds.on(2)
+def test_what_happens_on_one_rank_is_known_to_all():
+    size = 2
     mesh = worlds.mesh()
     share, loader = built(size)
     list(loader)
@@ -188,11 +177,9 @@ def on_one_rank(size):
         DistNeighborLoader(share, [2], time_attr="time", is_sorted=True)
 
 
-def test_what_happens_on_one_rank_is_known_to_all():
-    worlds.run(on_one_rank, 2, 2)
-
-
-def lives(size):
+@worlds.on(2)
+def test_loaders_leave_no_process_groups_behind():
+    size = 2
     share, loader = built(size)
     list(loader)
     gc.collect()  # groups of the tests before
@@ -205,11 +192,9 @@ def lives(size):
     assert len(dist.distributed_c10d._world.pg_map) <= groups
 
 
-def test_loaders_leave_no_process_groups_behind():
-    worlds.run(lives, 2, 2)
-
-
-def counted(size):
+@worlds.on(2)
+def test_phases_do_not_depend_on_the_ledger_of_the_mesh():
+    size = 2
     mesh = worlds.mesh()
     _, loader = built(size, bulk_size=1, batch_size=2)
     for k, _ in enumerate(loader):
@@ -219,7 +204,3 @@ def counted(size):
         assert loader.phases[name].bytes > 0
         assert loader.phases[name].waiting >= 0
     assert "sample" in str(loader.phases)
-
-
-def test_phases_do_not_depend_on_the_ledger_of_the_mesh():
-    worlds.run(counted, 2, 2)

@@ -156,7 +156,9 @@ def test_links_of_a_share_are_those_of_the_whole_graph(world, case, where):
     worlds.run(_compared, size, size, c, case, where)
 
 
-def _refused(case):
+@pytest.mark.parametrize("case", ["a vector", "of one rank", "out of range", "workers"])
+@worlds.on(2)
+def test_what_is_wrong_is_refused_on_all_ranks(case):
     mesh = worlds.mesh()
     data = batches.graph()
     share = pdc.partition(data, mesh, "block")
@@ -181,11 +183,6 @@ def _refused(case):
             DistLinkNeighborLoader(share, [2], neg_sampling=pair[mesh.rank])
 
 
-@pytest.mark.parametrize("case", ["a vector", "of one rank", "out of range", "workers"])
-def test_what_is_wrong_is_refused_on_all_ranks(case):
-    worlds.run(_refused, 2, case)
-
-
 ALONE = {
     "workers": ({"num_workers": 2}, "num_workers=2"),
     "topology": ({"topology": "x"}, "topology must be one of"),
@@ -194,7 +191,9 @@ ALONE = {
 }
 
 
-def _refused_of_one(case):
+@pytest.mark.parametrize("case", ALONE)
+@worlds.on(2)
+def test_what_one_rank_alone_has_wrong_is_refused_on_all(case):
     share = pdc.partition(batches.graph(), worlds.mesh(), "block")
     options, said = ALONE[case]
     options = options if worlds.mesh().rank else {}
@@ -208,8 +207,3 @@ def _refused_of_one(case):
         DistLinkNeighborLoader(
             share, [2], neg_sampling="foo" if worlds.mesh().rank else None
         )
-
-
-@pytest.mark.parametrize("case", ALONE)
-def test_what_one_rank_alone_has_wrong_is_refused_on_all(case):
-    worlds.run(_refused_of_one, 2, case)

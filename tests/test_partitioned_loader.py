@@ -195,7 +195,9 @@ def test_an_epoch_can_be_left(prefetch):
     worlds.run(stop_early, 3, 3, 2, prefetch)
 
 
-def resume(size):
+@worlds.on(2)
+def test_an_epoch_can_be_resumed():
+    size = 2
     _, loader = built(size)
     whole = list(loader)
     loader.set_epoch(0)
@@ -222,10 +224,6 @@ def resume(size):
         )
         assert one == two
         assert any(key.startswith("values of") for key in one)
-
-
-def test_an_epoch_can_be_resumed():
-    worlds.run(resume, 2, 2)
 
 
 def uneven(size):
@@ -256,7 +254,10 @@ def test_a_rank_that_stops_alone_ends_the_others():
     assert "rank(s) 0 stopped in the middle of an epoch" in one
 
 
-def failing(size, prefetch):
+@pytest.mark.parametrize("prefetch", [0, 1])
+@worlds.on(2)
+def test_an_error_on_one_rank_ends_all_of_them(prefetch):
+    size = 2
     mesh = worlds.mesh(fresh=True)
     data = masked()
     data.weight = torch.ones(data.num_edges)
@@ -275,11 +276,6 @@ def failing(size, prefetch):
     )
     with pytest.raises(ValueError, match="all edges into node 3 are zero"):
         list(loader)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_an_error_on_one_rank_ends_all_of_them(prefetch):
-    worlds.run(failing, 2, 2, prefetch)
 
 
 def transformed(prefetch, own):
@@ -311,7 +307,9 @@ def test_a_transform_that_fails_on_one_rank_raises_on_all(prefetch, own):
     assert "rank 1 failed with KeyError: 'nothing of that name'" in other
 
 
-def refused(size):
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_wrong_use_is_refused_on_all_ranks(size):
     mesh = worlds.mesh()
     data = masked()
     share = pdc.partition(data, mesh, owners(data.num_nodes, size))
@@ -350,12 +348,9 @@ def refused(size):
             load(seed=mesh.rank)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_wrong_use_is_refused_on_all_ranks(size):
-    worlds.run(refused, size, size)
-
-
-def stored(size, c):
+@pytest.mark.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2)])
+@worlds.on()
+def test_rows_come_from_the_store_that_is_given(size, c):
     mesh = worlds.mesh()
     data = masked()
     share = pdc.partition(data, mesh, cut(data, size))
@@ -394,12 +389,9 @@ def stored(size, c):
         DistNeighborLoader(share, **batches.arguments(**options))
 
 
-@pytest.mark.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2)])
-def test_rows_come_from_the_store_that_is_given(size, c):
-    worlds.run(stored, size, size, c)
-
-
-def links(size):
+@worlds.on(2)
+def test_a_share_is_refused_where_a_whole_graph_is_needed():
+    size = 2
     mesh = worlds.mesh()
     data = masked()
     share = pdc.partition(data, mesh, owners(data.num_nodes, size))
@@ -411,11 +403,9 @@ def links(size):
             make()
 
 
-def test_a_share_is_refused_where_a_whole_graph_is_needed():
-    worlds.run(links, 2, 2)
-
-
-def overlapped(size):
+@worlds.on(2)
+def test_sampling_and_fetching_run_ahead_of_training_and_not_too_far():
+    size = 2
     mesh = worlds.mesh()
     _, loader = built(size, batch_size=2, bulk_size=1, num_neighbors=[3, 2])
     steps = iter(loader)
@@ -450,11 +440,8 @@ def overlapped(size):
     assert loader.phases["fetch"].bytes == mesh.ledger.total("bytes", axis="fetch:row")
 
 
-def test_sampling_and_fetching_run_ahead_of_training_and_not_too_far():
-    worlds.run(overlapped, 2, 2)
-
-
-def one_sided():
+@worlds.on(2)
+def test_what_one_rank_cannot_build_is_told_to_all():
     mesh = worlds.mesh()
     share = pdc.partition(masked(), mesh, owners(60, 2))
     none, some = torch.empty(0).long(), torch.arange(2)
@@ -480,11 +467,9 @@ def one_sided():
         DistNeighborLoader(share, [2], input_nodes=share.train_mask if odd else some)
 
 
-def test_what_one_rank_cannot_build_is_told_to_all():
-    worlds.run(one_sided, 2)
-
-
-def named():
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_seeds_are_named_as_on_a_whole_graph(size):
     mesh = worlds.mesh()
     data, size = batches.hetero(), mesh.size
     data["paper"].time = torch.arange(40)  # of targets, and not of all sources
@@ -515,11 +500,6 @@ def named():
     share = pdc.partition(bare, mesh, {"a": torch.arange(5) % size})
     with pytest.raises(ValueError, match="without edges to sample"):
         DistNeighborLoader(share, [2], input_nodes="a")
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_seeds_are_named_as_on_a_whole_graph(size):
-    worlds.run(named, size)
 
 
 def test_edges_that_were_not_cut_are_named():

@@ -127,7 +127,10 @@ def requester_price(ranks, rank, found, hop):
     return row, ranks.request(rank, wanted, ranks.bringer, ranks.twins(rank))
 
 
-def neighbours(size, c, sample_at):
+@pytest.mark.parametrize("sample_at", ["owner", "requester"])
+@tiers.parametrize(("size", "c"), MORE, FEW[::2])
+@worlds.on()
+def test_the_bytes_of_a_hop(size, c, sample_at):
     mesh = worlds.mesh()
     data, rank = batches.graph(n=300, e=4000), mesh.rank
     ranks = Ranks(data, size, c)
@@ -170,12 +173,6 @@ def neighbours(size, c, sample_at):
         assert sum(want.values()) == 0
 
 
-@pytest.mark.parametrize("sample_at", ["owner", "requester"])
-@tiers.parametrize(("size", "c"), MORE, FEW[::2])
-def test_the_bytes_of_a_hop(size, c, sample_at):
-    worlds.run(neighbours, size, size, c, sample_at)
-
-
 def layer_price(ranks, data, rank, parts, who, others):
     """What the rows of a layer, sums and edges bring, where `who` multiplies each row."""
     source, target = data.edge_index
@@ -201,7 +198,10 @@ def layer_price(ranks, data, rank, parts, who, others):
     return sums + edges_price(sent, asked, edges)
 
 
-def layers(size, c, sample_at):
+@pytest.mark.parametrize("sample_at", ["owner", "requester"])
+@tiers.parametrize(("size", "c"), MORE, FEW[1::2])
+@worlds.on()
+def test_the_bytes_of_a_layer(size, c, sample_at):
     mesh = worlds.mesh()
     data, rank = batches.graph(n=300, e=4000), mesh.rank
     ranks = Ranks(data, size, c)
@@ -246,9 +246,3 @@ def layers(size, c, sample_at):
     for axis, expected in want.items():
         assert mesh.ledger.bytes(axis=axis) == expected
     assert mesh.ledger.bytes() == sum(want.values())
-
-
-@pytest.mark.parametrize("sample_at", ["owner", "requester"])
-@tiers.parametrize(("size", "c"), MORE, FEW[1::2])
-def test_the_bytes_of_a_layer(size, c, sample_at):
-    worlds.run(layers, size, size, c, sample_at)

@@ -68,7 +68,12 @@ MAKE = {
 }
 
 
-def _loads(kind, layout, cut):
+@pytest.mark.parametrize("kind", MAKE)
+@tiers.parametrize("layout", LAYOUTS, ["sparse_csr"])
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
+@worlds.on()
+def test_a_matrix_of_torch_loads(size, cut, layout, kind):
     mesh = worlds.mesh()
     dense, x = graph()
     target, source = dense.nonzero().T
@@ -88,14 +93,6 @@ def _loads(kind, layout, cut):
         assert ("edge_index" in got) == cut
     assert isinstance(data.adj_t, torch.Tensor)
     assert set(data.keys()) == {"x", "adj_t", "y"}
-
-
-@pytest.mark.parametrize("kind", MAKE)
-@tiers.parametrize("layout", LAYOUTS, ["sparse_csr"])
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
-def test_a_matrix_of_torch_loads(size, cut, layout, kind):
-    worlds.run(_loads, size, kind, layout, cut)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -138,7 +135,10 @@ def test_rows_that_torch_cannot_select_are_named(name, layout):
         NeighborLoader(data, [2])
 
 
-def _refused(layout):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_ranks_hold_dense_rows(size, layout):
     mesh = worlds.mesh()
     typed = HeteroData()
     typed["a"].x = as_layout(graph()[1], layout)
@@ -156,13 +156,9 @@ def _refused(layout):
         next(iter(loader))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_ranks_hold_dense_rows(size, layout):
-    worlds.run(_refused, size, layout)
-
-
-def _edges_of_a_matrix():
+@worlds.on()
+def test_pyg_reads_the_edges_of_a_shares_matrix(size):
     mesh = worlds.mesh()
     dense, x = graph()
     data = Data(x=x, adj_t=as_layout(dense, "sparse_csr"))
@@ -175,11 +171,6 @@ def _edges_of_a_matrix():
     assert share.adj_t.layout == torch.sparse_csr
     assert share.edge_index.layout == torch.strided
     assert is_torch_sparse_tensor(share.adj_t)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_pyg_reads_the_edges_of_a_shares_matrix(size):
-    worlds.run(_edges_of_a_matrix, size)
 
 
 class FusedSAGEConv(torch_geometric.nn.SAGEConv):

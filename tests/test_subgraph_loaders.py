@@ -252,7 +252,8 @@ def test_what_is_kept_is_whole_or_not_there(tmp_path):
         path.write_bytes(text)
 
 
-def _own_clusters():
+@worlds.on(2)
+def test_clusters_of_a_share_lie_with_one_rank():
     mesh = worlds.mesh()
     data = graph()
     owner = torch.arange(60) % 3 // 2
@@ -267,10 +268,6 @@ def _own_clusters():
         ClusterData(pdc.partition(data, mesh, owner), 1)
     with pytest.raises(TypeError, match="no rank holds the graph"):
         made[0]
-
-
-def test_clusters_of_a_share_lie_with_one_rank():
-    worlds.run(_own_clusters, 2)
 
 
 # By budgets ---------------------------------------------------------------------------
@@ -313,7 +310,12 @@ def test_hgt_draws_by_the_square_of_the_budget():
         likely(found, chance)
 
 
-def _hgt(options):
+@tiers.parametrize("size", [1, 2, 4], [2])
+@tiers.parametrize(
+    "options", [{}, {"topology": "replicated"}, {"sample_at": "requester"}], [{}]
+)
+@worlds.on()
+def test_hgt_on_ranks(size, options):
     mesh = worlds.mesh()
     data = hetero()
     share = pdc.partition(data, mesh, cut(data, mesh.size))
@@ -344,14 +346,6 @@ def _hgt(options):
                     one.pop("num_nodes", None)
                     for key, value in one.items():
                         same(value, two[kind][key])
-
-
-@tiers.parametrize("size", [1, 2, 4], [2])
-@tiers.parametrize(
-    "options", [{}, {"topology": "replicated"}, {"sample_at": "requester"}], [{}]
-)
-def test_hgt_on_ranks(size, options):
-    worlds.run(_hgt, size, options)
 
 
 # Around roots --------------------------------------------------------------------------
@@ -525,7 +519,8 @@ def test_what_cannot_be_is_refused():
 # Held wrong on one rank -----------------------------------------------------------------
 
 
-def _wrong_on_one():
+@worlds.on(2)
+def test_what_is_wrong_on_one_rank_is_told_to_all():
     mesh, data = worlds.mesh(), graph()
     share = pdc.partition(data, mesh, "block")
     typed = pdc.partition(hetero(), mesh, "block")
@@ -549,7 +544,3 @@ def _wrong_on_one():
         ClusterData(share, 3, method=cluster if bad else "block")
     with pytest.raises(ValueError, match="owner has 59 entries"):
         ClusterData(share, 3, method=cluster[1:] if bad else cluster)
-
-
-def test_what_is_wrong_on_one_rank_is_told_to_all():
-    worlds.run(_wrong_on_one, 2)

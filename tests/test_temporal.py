@@ -212,11 +212,8 @@ def test_trains_as_one_process(size, kind, name, sizes, cut):
 # What it moves, and what it refuses -----------------------------------------------------
 
 
-def _refused():
+@worlds.on(2)
+def test_refuses_on_all_ranks():
     mesh, data = worlds.mesh(), stream()
     with pytest.raises((ValueError, TypeError), match="all"):
         next(iter(OURS.loader.TemporalDataLoader(data[: 9 + mesh.rank])))
-
-
-def test_refuses_on_all_ranks():
-    worlds.run(_refused, 2)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
+import functools
+import importlib
 import io
 import multiprocessing
 import os
@@ -63,6 +66,33 @@ def _where_possible():
         if places.lacks(str(error)):
             pytest.skip("the second device lacks an operation of this test")
         raise
+
+
+def on(size=None):
+    """Makes a test of what each rank does: of `size` ranks, or of as many as it is given."""
+
+    def test_of(body):
+        named = _Body(body.__module__, body.__name__)
+
+        @functools.wraps(body)
+        def test(**given):
+            run(named, given.get("size", size), given)
+
+        return test
+
+    return test_of
+
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """What ranks do in a test of `on`, which they import by its name."""
+
+    module: str
+    name: str
+
+    def __call__(self, given):
+        test = getattr(importlib.import_module(self.module), self.name)
+        return test.__wrapped__(**given)
 
 
 def anew(fn, size, *args, deadline=DEADLINE):
