@@ -3,7 +3,7 @@
     python benchmarks/call_path.py [--check] [WAY ...]
 
 Prints, for the second forward pass of a `DistGCNConv` on two ranks (with an exact and a coded
-link), how many frames of the package are on the stack when torch.distributed is first called,
+link), how many frames of the package are on the stack when a message is first handed over,
 how many of its functions were called by then, and in how many of its modules; and the modules
 that run between seed nodes and minibatches of a replicated and a partitioned graph. `--check`
 ends with an error where a count is above its bound.
@@ -58,18 +58,26 @@ class Counter:
         if event != "call" or self.stack:
             return
         module = _module_of(frame)
-        if module is not None:
+        path = (
+            module,
+            frame.f_code.co_name,
+            frame.f_back and frame.f_back.f_code.co_name,
+        )
+        if self._until_collective and path == _THROUGH_MEMORY:
+            self._arrive(frame.f_back)
+        elif module is not None:
             self.calls += 1
             ran = self.modules.setdefault(module, [])
             if frame.f_code.co_name not in ran:
                 ran.append(frame.f_code.co_name)
         elif self._until_collective:
-            if frame.f_code.co_filename.endswith("distributed_c10d.py"):
+            if (
+                frame.f_code.co_filename.endswith("distributed_c10d.py")
+                and frame.f_code.co_name in _COLLECTIVES
+            ):
                 self._arrive(frame)
 
     def _arrive(self, frame) -> None:
-        if frame.f_code.co_name not in _COLLECTIVES:
-            return
         stack = []
         while frame is not None and frame.f_code.co_name != "_forward":
             if _module_of(frame):
@@ -92,6 +100,8 @@ class Counter:
 
 
 _COLLECTIVES = ("all_to_all_single", "isend", "irecv")  # of rows
+# their like between ranks of one host
+_THROUGH_MEMORY = "comm/messages.py", "begin", "all_to_all"
 
 
 def _graph(nodes: int = 200):

@@ -27,7 +27,7 @@ from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.consistency import check_alike, naming, on_all_ranks
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.product_cache import inputs_of
+from pyg_distcomm.graph.topology import inputs_of
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.nn.replicate import bare

@@ -11,7 +11,8 @@ import pytest
 
 import pyg_distcomm
 from pyg_distcomm import checkpoint, datasets
-from pyg_distcomm.cli import command, doctor, main
+from pyg_distcomm import cli as command
+from pyg_distcomm.cli import doctor, main
 from pyg_distcomm.partition import layout
 from pyg_distcomm.partition.arrow_tables import ENDINGS
 from pyg_distcomm.partition.cutters import METHODS

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from pyg_distcomm.cli.command import _parser
+from pyg_distcomm.cli import _parser
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "cluster"

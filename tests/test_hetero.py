@@ -18,7 +18,7 @@ from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as dist
-from pyg_distcomm.cli.command import main
+from pyg_distcomm.cli import main
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import read_part, verify_folder, write_folder
 from pyg_distcomm.partition.layout import folder_meta, write_meta

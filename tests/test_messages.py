@@ -1,13 +1,15 @@
-"""Exchanges over gloo: messages, received first, and what they must not change."""
+"""Exchanges over gloo, and through memory of a host: what they must not change."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
 import time
 import weakref
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -17,7 +19,7 @@ import torch.distributed as dist
 import worlds
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm import axis, collectives
+from pyg_distcomm.comm import collectives, messages
 from pyg_distcomm.comm.ledger import exchange_price
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.halo.halo import Halo
@@ -49,15 +51,22 @@ def _row_values(source, target, count, dtype):
     return (value % 100).to(dtype)
 
 
-def _exchange(kind, dtype, width, most):
+def by_gloo(axis):
+    """The axis as if its ranks were on several hosts."""
+    return replace(axis, rings=None)
+
+
+def _exchange(kind, dtype, width, most, rings=True):
     mesh = worlds.mesh()
+    axis = mesh.world if rings else by_gloo(mesh.world)
+    assert not rings or axis.rings is not None
     counts, me = _counts(kind, mesh.size), mesh.rank
     send, recv = counts[me].tolist(), counts[:, me].tolist()
     parts = [_row_values(me, j, n, dtype) for j, n in enumerate(send)]
     x = torch.cat(parts).unsqueeze(1).expand(-1, width)
     bound = int(counts.max()) if most else None
     mesh.ledger.reset()
-    got = collectives.all_to_all(x, send, recv, mesh.world, "halo", bound).wait()
+    got = collectives.all_to_all(x, send, recv, axis, "halo", bound).wait()
     parts = [_row_values(i, me, n, dtype) for i, n in enumerate(recv)]
     assert torch.equal(got, torch.cat(parts).unsqueeze(1).expand(-1, width))
     price = exchange_price(send, recv, me, width)
@@ -71,8 +80,8 @@ def _exchange(kind, dtype, width, most):
 @pytest.mark.parametrize("kind", ["nothing", "little", "one way", "mixed"])
 def test_what_arrives_and_what_it_costs(kind, size):
     for dtype in (torch.float64, torch.int64, torch.uint8, torch.bfloat16):
-        for most in (True, False):
-            worlds.run(_exchange, size, kind, dtype, 1, most)
+        for most, rings in itertools.product((True, False), repeat=2):
+            worlds.run(_exchange, size, kind, dtype, 1, most, rings)
     worlds.run(_exchange, size, kind, torch.float64, 0, True)
 
 
@@ -124,13 +133,14 @@ def _order():
         for name in real:
             setattr(dist, name, spy(name))
         x = torch.zeros(sum(send), dtype=torch.float64)
-        collectives.all_to_all(x, send, recv, mesh.world).wait()
+        collectives.all_to_all(x, send, recv, by_gloo(mesh.world)).wait()
         collectives.barrier(mesh.world)
         first_send = [name for name, _ in said].index("isend")
         much_later = [s for s in said[first_send:] if s == ("irecv", True)]
         calls = len(said)
         x = torch.zeros(size * 4, dtype=torch.float64)
-        collectives.all_to_all(x, [4] * size, [4] * size, mesh.world, most=4).wait()
+        axis = by_gloo(mesh.world)
+        collectives.all_to_all(x, [4] * size, [4] * size, axis, most=4).wait()
     finally:
         for name, begin in real.items():
             setattr(dist, name, begin)
@@ -143,6 +153,43 @@ def test_receives_come_before_sends_of_much(size):
         assert said[0] == ("irecv", True)
         assert not much_later  # nothing much is asked for once sending has begun
         assert small == 0  # what all know to be small is one collective
+
+
+def _more_than_fits():
+    """Begins more than a ring has room for, then waits; and messages larger than a ring."""
+    mesh = worlds.mesh()
+    axis, size = mesh.world, mesh.size
+    room, pending = axis.rings.room // 8, []
+    for k, rows in enumerate(
+        (room // 2 + 1, 3, room // 3, room + 1, 0, room, 5, 2 * room)
+    ):
+        x = torch.full((rows * size,), 10.0 * k + mesh.rank, dtype=torch.float64)
+        pending.append(collectives.all_to_all(x, [rows] * size, [rows] * size, axis))
+        pending.append(collectives.all_reduce_begin(x[: rows // 4], axis))
+    for k, (rows, summed) in enumerate(zip(pending[::2], pending[1::2], strict=True)):
+        want = 10.0 * k + torch.arange(size, dtype=torch.float64)
+        got = rows.wait().view(size, -1)
+        assert torch.equal(got, want.unsqueeze(1).expand_as(got))
+        assert bool((summed.wait() == want.sum()).all())
+    collectives.barrier(axis)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_finds_no_room_in_memory_goes_by_gloo(size):
+    worlds.run(_more_than_fits, size)
+    worlds.run(_more_than_fits, size)
+
+
+def _other_sizes():
+    mesh = pdc.init(timeout=30)
+    x = torch.zeros(2 * (3 + mesh.rank))
+    counts = [3 + mesh.rank] * 2
+    collectives.all_to_all(x, counts, counts, mesh.world).wait()
+
+
+def test_ranks_at_other_operations_are_told_so():
+    with pytest.raises(ValueError, match=r"bytes came where \d+ were awaited: run the"):
+        pdc.launch(_other_sizes, 2, timeout=100)
 
 
 def _waits_in_slices():
@@ -167,10 +214,10 @@ def test_a_wait_that_ends_early_breaks_nothing():
     assert worlds.run(_waits_in_slices, 2)[0] >= 2  # the connection is whole
 
 
-def _much(mesh):
+def _much(mesh, axis=None):
     x = torch.zeros(BIG * mesh.size, dtype=torch.float64)
     counts = [BIG] * mesh.size
-    return collectives.all_to_all(x, counts, counts, mesh.world, "halo")
+    return collectives.all_to_all(x, counts, counts, axis or mesh.world, "halo")
 
 
 def _dies():
@@ -230,10 +277,10 @@ def _leaves(absent):
     mesh = pdc.init(timeout=120)
     pending = None
     if mesh.rank != absent:
-        pending = _much(mesh)
+        pending = _much(mesh, by_gloo(mesh.world))
     collectives.barrier(mesh.data)
     if mesh.rank == 0:
-        assert isinstance(pending.work, axis.Messages)
+        assert isinstance(pending.work, messages.Messages)
         time.sleep(1.0)
         pending.work.abort()
         assert pending.work.is_completed()

@@ -34,7 +34,7 @@ from torch_geometric.nn import (
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import latest_mesh
-from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
+from pyg_distcomm.graph.topology import ORDERS, MultiplyOrder
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut

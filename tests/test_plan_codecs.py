@@ -11,7 +11,7 @@ from problems import GRAPHS, grids, owners
 from test_plan import LAYERS, stack
 
 import pyg_distcomm as pdc
-from pyg_distcomm.graph.product_cache import MultiplyOrder
+from pyg_distcomm.graph.topology import MultiplyOrder
 from pyg_distcomm.halo.codecs import (
     Cast,
     Chain,

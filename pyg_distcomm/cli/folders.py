@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_geometric.data import HeteroData
 
-from pyg_distcomm.cli.command import showing_time
+from pyg_distcomm.cli import showing_time
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.external import is_source, partition_files
 from pyg_distcomm.partition.folder import (

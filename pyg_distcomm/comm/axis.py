@@ -1,4 +1,4 @@
-"""Describes axes of the mesh, opens grids of them, waits for messages, and ends them at exit.
+"""Describes axes of the mesh, opens grids of them, and ends their messages at exit.
 
 [Note: receive first] A gloo rank sends only once the other has said that it is ready to
 receive, and says so itself over the connection that it also sends over. Gloo's collectives
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import signal
 import threading
@@ -33,7 +32,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -41,16 +39,10 @@ from torch import Tensor
 
 from pyg_distcomm.comm.failure import FailureMonitor, abort_all_groups
 from pyg_distcomm.comm.ledger import Ledger
+from pyg_distcomm.comm.messages import Rings, open_rings
 from pyg_distcomm.comm.store import RankError, open_group
 from pyg_distcomm.process import PROCESS
 
-_NO_TIMEOUT = timedelta(days=30)  # the waiting rank aborts messages at its deadline
-_THREAD_TIMEOUT = 5.0  # seconds for a waiting thread to return on a busy machine
-AWAKE = 0.001  # seconds, before a wait sleeps: to wake takes as long as a small message
-try:  # which releases the GIL, too, unlike os.sched_yield
-    give_way: Callable[[], object] = ctypes.CDLL(None).sched_yield
-except (OSError, TypeError, AttributeError):
-    give_way = os.getpid  # as good as nothing
 # seconds at exit for exchanges to complete, and for threads to sleep
 _EXIT_TIMEOUT = 2.0
 _POLL_INTERVAL = 0.005  # seconds, enough for a thread that waits for the GIL to get it
@@ -75,6 +67,7 @@ class Axis:
             the ranks that read them, or sums "back".
         meeting: passes rows between ranks that are threads of this process, where plans are
             made for all of them; see `plan.ranks.Meeting`.
+        rings: carry messages of host memory where all ranks are on one host, else None.
     """
 
     name: str
@@ -85,10 +78,13 @@ class Axis:
     watch: FailureMonitor | None
     observer: Callable[[str, Tensor, Axis], None] | None = None
     meeting: Any = None
+    rings: Rings | None = None
 
     def __post_init__(self) -> None:
         if self.watch is not None and self.group not in (None, dist.group.WORLD):
             self.watch.groups.add(self.group)
+        if self.watch is not None and self.rings is not None:
+            self.watch.rings.add(self.rings)
 
     def __repr__(self) -> str:
         return f"Axis({self.name} {self.rank}/{self.size})"
@@ -110,7 +106,7 @@ def open_axes(
         watch, ledger: those of each axis.
         gloo: the axes whose messages lie in host memory.
     """
-    axes: dict[str, Axis] = {}
+    own: dict[str, tuple[Sequence[int], Any]] = {}
     for name, ranks in lines.items():
         for line in ranks:
             group = None
@@ -118,9 +114,18 @@ def open_axes(
                 backend = "gloo" if name in gloo else None
                 group = open_group(list(line), backend, watch.deadline)
             if rank in line:
-                place = line.index(rank)
-                axes[name] = Axis(name, place, len(line), group, ledger, watch)
-    return axes
+                own[name] = list(line), group
+    rings: dict[str, Rings] = {}
+    if watch is not None:
+        more = {name: line for name, line in own.items() if line[1] is not None}
+        rings = open_rings(more, watch)
+    return {
+        name: Axis(
+            *(name, line.index(rank), len(line), group, ledger, watch),
+            rings=rings.get(name),
+        )
+        for name, (line, group) in own.items()
+    }
 
 
 def destroy_groups(
@@ -224,82 +229,6 @@ def check_replication(mesh: Any, replication: int | None) -> int:
             f"it may be one of {fits}"
         )
     return int(replication)
-
-
-class Messages:
-    """Groups point-to-point messages under way, with the methods of `Work` that are used.
-
-    Args:
-        works: the work that torch returned for each message.
-        kept: the buffers, which must live until all works are done.
-    """
-
-    def __init__(self, works: Sequence[dist.Work], kept: Any) -> None:
-        self._works = works
-        self._kept = kept
-        self._done = threading.Event()
-        self._error: Exception | None = None
-        if not works:
-            self._done.set()
-            return
-        PROCESS.messages.add(self)
-        _idle_waiter().put(self)
-
-    def is_completed(self) -> bool:
-        """Returns whether all messages are done, or one has failed."""
-        return self._done.is_set()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for all of them.
-
-        Raises:
-            RuntimeError: if the transport broke, or after `timeout`; the messages go on then.
-        """
-        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError(f"messages are still under way after {timeout}")
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def run(self) -> None:
-        """Waits for one message after the other; runs in a waiter thread."""
-        try:
-            self._finish()
-        except Exception as error:
-            self._error = error.with_traceback(None)
-        PROCESS.messages.discard(self)
-        # release torch's objects before anyone sees completion: the process may exit next
-        self._works, self._kept = (), None
-        self._done.set()
-
-    def _finish(self) -> None:
-        for work in self._works:
-            work.wait(_NO_TIMEOUT)
-
-    def abort(self) -> None:
-        """Ends the wait by breaking the connections of the group."""
-        # the waiter thread waits in this order: it must be the first work that times out
-        for work in self._works[:1]:
-            try:
-                work.wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                self._done.wait(_THREAD_TIMEOUT)
-
-
-def _idle_waiter() -> SimpleQueue[Messages]:
-    try:
-        return PROCESS.inboxes.pop()
-    except IndexError:
-        inbox: SimpleQueue[Messages] = SimpleQueue()
-        # a daemon: a process that exits early must not wait for messages that never arrive
-        threading.Thread(target=_run_waiter, args=(inbox,), daemon=True).start()
-        return inbox
-
-
-def _run_waiter(inbox: SimpleQueue[Messages]) -> None:
-    while True:
-        inbox.get().run()
-        PROCESS.inboxes.append(inbox)
 
 
 @atexit.register

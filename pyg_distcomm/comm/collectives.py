@@ -12,6 +12,7 @@ whether another rank has failed: see [Note: failure].
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,15 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from pyg_distcomm.comm.axis import AWAKE, Messages, give_way
 from pyg_distcomm.comm.axis import Axis as Axis
 from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.ledger import Exchange, label
+from pyg_distcomm.comm.messages import AWAKE, Delivery, Messages, give_way
 from pyg_distcomm.comm.serialization import decode, encode
 from pyg_distcomm.comm.store import ENDED, RankError
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.process import PROCESS
 
+Work = dist.Work | Messages | Delivery
 _LARGE_MESSAGE = 1 << 17  # bytes to one rank from which receives are posted first
 _TAG = 0x9D0C  # of our messages, on groups that a script may use, too
 _WAIT_SLICE = timedelta(seconds=0.25)
@@ -48,7 +50,7 @@ class Pending:
     device: torch.device
     axis: Axis
     op: str
-    work: dist.Work | Messages | None = None
+    work: Work | None = None
     traced: Exchange | None = None
     kept: Any = None  # buffers that are being sent
     into: Tensor | None = None
@@ -79,7 +81,7 @@ class Pending:
         return self.out.to(self.device)
 
 
-def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> None:
+def _wait(work: Work, axis: Axis, op: str, on_stream: bool) -> None:
     watch = axis.watch
     if watch is None:
         work.wait()
@@ -97,9 +99,7 @@ def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> N
         raise
 
 
-def _wait_in_slices(
-    work: dist.Work | Messages, doing: str, watch: FailureMonitor
-) -> None:
+def _wait_in_slices(work: Work, doing: str, watch: FailureMonitor) -> None:
     start = time.monotonic()
     while not work.is_completed() and time.monotonic() < start + AWAKE:
         give_way()
@@ -111,7 +111,7 @@ def _wait_in_slices(
             check(time.monotonic() - start)
 
 
-def _wait_slice(work: dist.Work | Messages, doing: str, watch: FailureMonitor) -> bool:
+def _wait_slice(work: Work, doing: str, watch: FailureMonitor) -> bool:
     """Waits one slice; returns whether the work is done, and raises if the transport broke."""
     try:
         work.wait(_WAIT_SLICE)
@@ -233,6 +233,7 @@ def all_to_all(
     sizes = [len(part) for part in parts]
     traced = _count_rows(like, sizes, recv_counts, axis, op)
     small = most is not None and most * _row_bytes(like) < _LARGE_MESSAGE
+    small &= axis.rings is None
     single = small or like.is_cuda or "gloo" not in _backend_of(axis)
     if single and source is None:
         source = parts[axis.rank - 1] if equal else torch.cat(list(parts))
@@ -247,7 +248,11 @@ def all_to_all(
                 out, source, *splits, group=axis.group, async_op=True
             )
         else:  # the work keeps the parts, and releases them before anyone waits
-            work = _start_messages(out.split(list(recv_counts)), parts, axis)
+            places = out.split(list(recv_counts))
+            places[axis.rank].copy_(parts[axis.rank])
+            work = _start_messages(places, parts, axis)
+            if axis.rings is not None:
+                work = axis.rings.begin(places, parts, work)
     given = work, traced, source if single else None, into
     return Pending(out, device, axis, op, *given, recv_counts if equal else ())
 
@@ -336,7 +341,11 @@ def reduce_scatter_begin(
 
 def _start_messages(
     places: Sequence[Tensor], parts: Sequence[Tensor], axis: Axis
-) -> Messages:
+) -> Messages | None:
+    """Starts the messages that gloo carries; returns None if there are none."""
+    least = 0 if axis.rings is None else axis.rings.room
+    if max(x.nbytes for x in (*places, *parts)) <= least:
+        return None
     # [Note: receive first]; every rank starts with its neighbour, so that not all ranks
     # send to the same one at once
     peers = [(axis.rank + i) % axis.size for i in range(1, axis.size)]
@@ -347,9 +356,8 @@ def _start_messages(
     works = [
         begin(rows[i], _global_rank(i, axis), axis.group, _TAG)
         for begin, rows, i in order
-        if rows[i].numel()
+        if rows[i].nbytes > least
     ]
-    places[axis.rank].copy_(parts[axis.rank])
     return Messages(works, (places, parts))
 
 
@@ -417,10 +425,10 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     return all_reduce_begin(x, axis, op).wait()
 
 
-_REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
+_REDUCTIONS: dict[str, Any] = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
 }
 
 
@@ -434,10 +442,27 @@ def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     out = _to_backend_device(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
     traced = note_all_reduce(x, axis)
-    reduction: Any = {"op": _REDUCTIONS[op], "group": axis.group, "async_op": True}
     with guarded(axis, "all_reduce"):
-        work = dist.all_reduce(out, **reduction)
+        work = _start_all_reduce(out, axis, op)
     return Pending(out, x.device, axis, "all_reduce", work, traced)
+
+
+def _start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Any:
+    """Starts to reduce in place: of few bytes, each rank sends all and reduces all."""
+    rings = axis.rings
+    if rings is None or not x.is_cpu or (axis.size - 1) * x.nbytes > rings.room:
+        given: Any = {"op": _REDUCTIONS[op][0], "group": axis.group, "async_op": True}
+        return dist.all_reduce(x, **given)
+    every = [
+        x.clone() if i == axis.rank else torch.empty_like(x) for i in range(axis.size)
+    ]
+
+    def finish() -> None:
+        x.copy_(
+            functools.reduce(_REDUCTIONS[op][1], every)
+        )  # in the same order everywhere
+
+    return rings.begin(every, [every[axis.rank]] * axis.size, finish=finish)
 
 
 def note_all_reduce(x: Tensor, axis: Axis, before: int = 0) -> Exchange | None:
@@ -468,8 +493,8 @@ def all_reduce_future(x: Tensor, axis: Axis, before: int = 0) -> tuple[Pending, 
     """
     traced = note_all_reduce(x, axis, before)
     with guarded(axis, "all_reduce"):
-        work = dist.all_reduce(x, group=axis.group, async_op=True)
-    future = work.get_future()
+        work = _start_all_reduce(x, axis)
+    future = None if isinstance(work, Delivery) else work.get_future()
     return Pending(x, x.device, axis, "all_reduce", work, traced), future
 
 
@@ -527,20 +552,7 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     Raises:
         TypeError: on all ranks, if the value cannot be sent as data.
     """
-    if axis.size == 1:
-        return value
-    own_data = _encode(value) if axis.rank == 0 else bytearray()
-    size = exchange_counts([len(own_data)] * axis.size, axis)[0]
-    own_data = own_data if axis.rank == 0 else bytearray(size)
-    buffer = _to_backend_device(torch.frombuffer(own_data, dtype=torch.uint8), axis)
-    received, peers = (size, 0) if axis.rank else (0, axis.size - 1)
-    note = {"bytes": received, "sent_bytes": size * peers, "messages": peers}
-    traced = axis.ledger.note("plan", axis.name, words=received, **note)
-    with guarded(axis, "plan"):
-        first = _global_rank(0, axis)
-        work = dist.broadcast(buffer, first, axis.group, async_op=True)
-    got = Pending(buffer, torch.device("cpu"), axis, "plan", work, traced).wait()
-    return _decode(got)
+    return all_gather_object(value if axis.rank == 0 else None, axis)[0]
 
 
 def _encode(value: Any) -> bytearray:

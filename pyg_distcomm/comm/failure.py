@@ -421,7 +421,7 @@ class FailureMonitor:
         size: how many ranks there are.
         deadline: seconds a rank waits for the others before it gives up.
         ended: the error that lost messages which other ranks wait for; "" if none.
-        groups: the process groups of the mesh.
+        groups, rings: the process groups of the mesh, and their rings.
         threads: the thread that uses them.
         streamed: exchanges that CUDA streams wait for.
         places: where in the script the ranks are.
@@ -435,6 +435,7 @@ class FailureMonitor:
     deadline: float
     ended: str = field(default="", init=False)
     groups: Any = field(default_factory=weakref.WeakSet, init=False)
+    rings: Any = field(default_factory=weakref.WeakSet, init=False)
     threads: Threads = field(default_factory=Threads, init=False)
     streamed: StreamedWorks = field(init=False)
     places: Whereabouts = field(init=False)
@@ -477,6 +478,8 @@ class FailureMonitor:
 
     def abort_groups(self) -> None:
         """Ends running exchanges of all groups by breaking their connections."""
+        for rings in [] if self.closed else list(self.rings):
+            rings.give_up()
         for group in [] if self.closed else list(self.groups):
             with contextlib.suppress(Exception):
                 peer = (group.rank() + 1) % group.size()

@@ -191,7 +191,7 @@ class Mesh:
         plan: the `Plan` that chose the grid, if it was an `Auto` that `init` got.
         owners: the owner of each node in that plan, a Partition.
         compared: the replicated tensors that were compared; see `consistency.Comparer`.
-        inputs: the inputs of cached products; see `product_cache.Inputs`.
+        inputs: the inputs of cached products; see `topology.Inputs`.
         grid_warned: the layers whose warning about the grid has been given.
         sharded: what is kept for row-sharded tensors.
     """
@@ -270,7 +270,9 @@ class Mesh:
             if self._finalizer is not None:
                 self._finalizer.detach()
             for name in _AXES:  # groups are freed with their last reference
-                setattr(self, name, replace(getattr(self, name), group=None))
+                setattr(
+                    self, name, replace(getattr(self, name), group=None, rings=None)
+                )
 
     def __enter__(self) -> Mesh:
         return self

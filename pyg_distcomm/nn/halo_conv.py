@@ -32,8 +32,7 @@ from torch_geometric.nn import MessagePassing
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.local_adjacency import stays
-from pyg_distcomm.graph.product_cache import all_or_none
-from pyg_distcomm.graph.topology import OperatorKind, Topology
+from pyg_distcomm.graph.topology import OperatorKind, Topology, all_or_none
 from pyg_distcomm.halo.halo import NAMES, exchange
 from pyg_distcomm.kernels.memory import KEPT_FROM
 from pyg_distcomm.nn.capped import within_cap

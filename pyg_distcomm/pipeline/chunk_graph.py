@@ -26,8 +26,12 @@ from pyg_distcomm.comm import random
 from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.graph.product_cache import MultiplyOrder
-from pyg_distcomm.graph.topology import LocalGraph, OperatorKind, Topology
+from pyg_distcomm.graph.topology import (
+    LocalGraph,
+    MultiplyOrder,
+    OperatorKind,
+    Topology,
+)
 from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.message_forms import check_aggregations, compares, layers_of

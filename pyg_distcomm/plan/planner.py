@@ -17,7 +17,7 @@ from torch_geometric.data import Data
 
 from pyg_distcomm.comm.ledger import balanced_split, format_table
 from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, Mesh, named_grid, resolve_grid
-from pyg_distcomm.graph.product_cache import MultiplyOrder
+from pyg_distcomm.graph.topology import MultiplyOrder
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.halo.policy import LinkPolicy

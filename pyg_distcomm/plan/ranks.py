@@ -24,8 +24,7 @@ from pyg_distcomm.comm.collectives import Axis, ring_words
 from pyg_distcomm.comm.ledger import Ledger, Price
 from pyg_distcomm.comm.mesh import Grid, Mesh, axis_lines
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.product_cache import MultiplyOrder
-from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.graph.topology import MultiplyOrder, Topology
 from pyg_distcomm.halo.codec import Codec, packed_bytes
 from pyg_distcomm.halo.codecs import Cast, Plain, Quantise
 from pyg_distcomm.halo.halo import Halo

@@ -24,7 +24,7 @@ from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 from pyg_distcomm.comm.collectives import Axis, ring_words
 from pyg_distcomm.comm.mesh import Mesh, alone
 from pyg_distcomm.graph.partition_data import partition
-from pyg_distcomm.graph.product_cache import MultiplyOrder
+from pyg_distcomm.graph.topology import MultiplyOrder
 from pyg_distcomm.nn.halo_conv import HaloConv
 from pyg_distcomm.nn.layers import convert
 from pyg_distcomm.sharded.agreement import in_backward

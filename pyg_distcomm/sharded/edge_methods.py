@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
-from pyg_distcomm.graph.topology import OperatorKind, Topology
+from pyg_distcomm.graph.topology import (
+    MultiplyOrder,
+    OperatorKind,
+    ProductCache,
+    Topology,
+)
 from pyg_distcomm.halo.policy import LinkPolicy, check_link
 from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.process import PROCESS
