@@ -89,6 +89,11 @@ def assert_none(found):
     assert not told, "\n".join(f"=== {name}\n{text}" for name, text in told.items())
 
 
+def check_all(cases, check):
+    """Runs every case on this rank, and tells of all that fail."""
+    assert_none([failures_of(cases, check)])
+
+
 def as_pyg_or_refused(run, want, message, kinds=(TypeError,), **close):
     """Checks that `run` returns `want`, or raises an error with a message."""
     try:

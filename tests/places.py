@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import second_device
 import torch
@@ -235,11 +236,7 @@ def _changed(place):
         (torch, "equal", _comparing(torch.equal)),
         (torch, "allclose", _comparing(torch.allclose)),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    for owner, name, value in changes:
-        setattr(owner, name, value)
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)

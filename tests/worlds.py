@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib
 import io
+import math
 import multiprocessing
 import os
 import runpy
@@ -69,14 +70,18 @@ def _where_possible():
 
 
 def on(size=None):
-    """Makes a test of what each rank does: of `size` ranks, or of as many as it is given."""
+    """Makes a test of what each rank does.
+
+    It has `size` ranks, or as many as it is given by a `size` or a `grid`.
+    """
 
     def test_of(body):
         named = _Body(body.__module__, body.__name__)
 
         @functools.wraps(body)
         def test(**given):
-            run(named, given.get("size", size), given)
+            ranks = size or given.get("size") or math.prod(given["grid"])
+            run(named, ranks, given)
 
         return test
 
