@@ -1,66 +1,69 @@
-"""The contract of every distributed linear operator, on every grid."""
+"""The contract of every distributed linear operator, on every grid, whatever travels."""
 
 from __future__ import annotations
 
 import math
+from itertools import product
 
+import alike
+import definitions
 import pytest
 import tiers
 import torch
 import worlds
 from problems import GRAPHS, owners, some_grids
+from torch_geometric.data import Data
+from torch_geometric.nn import GCN
 
 import pyg_distcomm as pdc
+from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import dense_words
+from pyg_distcomm.comm.mesh import resolve_grid
+from pyg_distcomm.halo import halo as halos
+from pyg_distcomm.nn import DistGCNConv
+from pyg_distcomm.ops.grid_plan import HALOS, PACKING
 
 pytestmark = pytest.mark.usefixtures("place")
 
 SIZES = (1, 2, 3, 4, 6, 8)
 
 
-def _matrix(data, weighted):
-    n, e = data.num_nodes, data.edge_index.size(1)
-    value = data.edge_weight if weighted else torch.ones(e, dtype=torch.float64)
+def dense(data, weight):
+    """The adjacency matrix, with what a target sums of each source."""
     source, target = data.edge_index
-    dense = torch.zeros(n, n, dtype=torch.float64)
-    return dense.index_put_((target, source), value, accumulate=True)
+    out = torch.zeros(data.num_nodes, data.num_nodes, dtype=torch.float64)
+    return out.index_put_((target, source), weight, accumulate=True)
 
 
-def _contract(graph, cutter, grid, width, oblivious):
-    data = GRAPHS[graph]()
-    mesh = worlds.mesh(grid=grid)
-    share = pdc.partition(
-        data, mesh, owners(cutter, data, mesh.size), oblivious=oblivious
-    )
+def contract(graph, cutter, grid, width, oblivious=False, halo=None):
+    """Product, transpose and price; returns the words this rank receives."""
+    data, mesh = GRAPHS[graph](), worlds.mesh(grid=grid)
+    cut = owners(cutter, data, mesh.size)
+    share = pdc.partition(data, mesh, cut, oblivious=oblivious)
+    edges = share.edge_index.with_halo(halo) if halo else share.edge_index
     g = torch.Generator().manual_seed(3)
-    x = torch.randn(data.num_nodes, width, generator=g, dtype=torch.float64)
-    y = torch.randn(data.num_nodes, width, generator=g, dtype=torch.float64)
-    rows = share.edge_index.nodes
-    there = share.edge_index.device
-    mine, theirs = x[rows.gid].to(there), y[rows.gid].to(there)
-    plan = share.edge_index.topology.sum_plan()
-    dense = _matrix(data, True)
-    matrix = plan.valued(share.edge_weight.to_local())
-
-    mesh.ledger.reset()
-    z = matrix @ mine
-    assert mesh.ledger.words() == matrix.price(width).words
-    assert mesh.ledger.messages() == matrix.price(width).messages
-    assert mesh.ledger.bytes() == 8 * matrix.price(width).words
-    if mesh.size == 1:
-        assert mesh.ledger.words() == 0
-    torch.testing.assert_close(z, (dense @ x)[rows.gid], rtol=1e-12, atol=1e-12)
-
-    mesh.ledger.reset()
-    zt = matrix.transposed @ theirs
-    assert mesh.ledger.words() == matrix.transposed.price(width).words
-    torch.testing.assert_close(zt, (dense.t() @ y)[rows.gid], rtol=1e-12, atol=1e-12)
-
-    pair = torch.stack([(z * theirs).sum(), (mine * zt).sum()])
-    pair = collectives.all_reduce(pair, mesh.world)
-    torch.testing.assert_close(pair[0], pair[1])
-    assert torch.equal(matrix @ mine, z)  # the same bits twice
+    both = torch.randn(2, data.num_nodes, width, generator=g, dtype=torch.float64)
+    gid, truth = edges.nodes.gid, dense(data, data.edge_weight)
+    matrix = edges.topology.sum_plan().valued(share.edge_weight.to_local())
+    mine, found = both[:, gid].to(edges.device), []
+    for one, x, whole, whole_x in (
+        (matrix, mine[0], truth, both[0]),
+        (matrix.transposed, mine[1], truth.t(), both[1]),
+    ):
+        mesh.ledger.reset()
+        found.append(one @ x)
+        price = one.price(width)
+        assert mesh.ledger.words() == price.words
+        assert mesh.ledger.messages() == price.messages
+        assert mesh.ledger.bytes() == 8 * price.words
+        assert price.words == 0 or mesh.size > 1
+        alike.same(found[-1], (whole @ whole_x)[gid], rtol=1e-12, atol=1e-12)
+        assert torch.equal(one @ x, found[-1])  # the same bits twice
+    pair = torch.stack(
+        [(z * x).sum() for z, x in zip(found, mine.flip(0), strict=True)]
+    )
+    alike.same(*collectives.all_reduce(pair, mesh.world))
     return matrix.price(width).words
 
 
@@ -72,27 +75,7 @@ def test_contract_on_every_grid(size):
         graph = names[(k + size) % len(names)]
         for oblivious in (False, True):
             cutter, width = cutters[(k + size) % len(cutters)], (5, 1, 16)[k % 3]
-            worlds.run(_contract, size, graph, cutter, grid, width, oblivious)
-
-
-def _dense_words(grid, oblivious):
-    n, f, size = 120, 16, 8
-    every = torch.arange(n)
-    full = torch.stack([every.repeat_interleave(n), every.repeat(n)])
-    data = pdc_data(n, f, full)
-    mesh = worlds.mesh(grid=grid)
-    share = pdc.partition(data, mesh, "block", oblivious=oblivious)
-    matrix = share.edge_index.topology.sum_plan().matrix
-    mesh.ledger.reset()
-    matrix @ share.x.to_local()
-    assert size == mesh.size
-    return mesh.ledger.words()
-
-
-def pdc_data(n, f, edge_index):
-    from torch_geometric.data import Data
-
-    return Data(x=torch.ones(n, f), edge_index=edge_index)
+            worlds.run(contract, size, graph, cutter, grid, width, oblivious)
 
 
 @tiers.parametrize(
@@ -104,32 +87,37 @@ def pdc_data(n, f, edge_index):
     ],
     [((2, 2, 2), 720)],
 )
+@worlds.on()
 def test_dense_halo_costs_the_formula(grid, words):
     assert dense_words(120, 16, grid) == words
+    n, every = 120, torch.arange(120)
+    full = torch.stack([every.repeat_interleave(n), every.repeat(n)])
+    data, mesh = Data(x=torch.ones(n, 16), edge_index=full), worlds.mesh(grid=grid)
     for oblivious in (False, True):
-        assert worlds.run(_dense_words, 8, grid, oblivious) == [words] * 8
+        share = pdc.partition(data, mesh, "block", oblivious=oblivious)
+        matrix = share.edge_index.topology.sum_plan().matrix
+        mesh.ledger.reset()
+        matrix @ share.x.to_local()
+        assert mesh.ledger.words() == words
 
 
-def _oblivious_words():
-    data = GRAPHS["directed"]()
-    found = {}
+@worlds.on(4)
+def test_sparsity_aware_never_moves_more():
+    data, found = GRAPHS["directed"](), {}
     for oblivious in (False, True):
         mesh = worlds.mesh(grid=(4, 1, 1))
         share = pdc.partition(data, mesh, "block", oblivious=oblivious)
         matrix = share.edge_index.topology.sum_plan().matrix
         found[oblivious] = matrix.price(8).words
         matrix @ torch.ones_like(share.x.to_local())[:, :1].expand(-1, 8)
-        ops = {op for op, _ in mesh.ledger.entries}
-        assert ("all_gather" in ops) == oblivious
-    return found, len(share.edge_index.nodes)
+        assert ("all_gather" in {op for op, _ in mesh.ledger.entries}) == oblivious
+    own = len(share.edge_index.nodes)
+    assert found[False] <= found[True] == (60 - own) * 8
 
 
-def test_sparsity_aware_never_moves_more():
-    for found, own in worlds.run(_oblivious_words, 4):
-        assert found[False] <= found[True] == (60 - own) * 8
-
-
-def _overlap(grid):
+@pytest.mark.parametrize("grid", [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
+@worlds.on(4)
+def test_own_columns_are_multiplied_while_rows_travel(grid):
     data = GRAPHS["directed"]()
     mesh = worlds.mesh(grid=grid)
     share = pdc.partition(data, mesh, "random")
@@ -149,18 +137,13 @@ def _overlap(grid):
         assert own < events.index(("arrive", "in")) < first
 
 
-@pytest.mark.parametrize("grid", [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
-def test_own_columns_are_multiplied_while_rows_travel(grid):
-    worlds.run(_overlap, 4, grid)
-
-
-def _gradients_behind():
+@pytest.mark.place("cpu", "cuda")  # it is DistributedDataParallel's work
+@worlds.on(3)
+def test_gradients_travel_behind_the_backward_pass():
     """The last layer's gradients leave before the first layer's product is made."""
     data = GRAPHS["undirected"]()
     mesh = worlds.mesh()
     share = pdc.partition(data, mesh, "random")
-    from torch_geometric.nn import GCN
-
     model = pdc.replicate(pdc.convert(GCN(7, 64, 3, 64)).double(), mesh)
     share.x.requires_grad_()
     for _ in range(3):  # DDP puts its buckets in order after the first
@@ -175,17 +158,15 @@ def _gradients_behind():
     assert sums[1] < products[2]
 
 
-@pytest.mark.place("cpu", "cuda")  # it is DistributedDataParallel's work
-def test_gradients_travel_behind_the_backward_pass():
-    worlds.run(_gradients_behind, 3)
+def _exchanged(mesh):
+    return mesh.ledger.words("halo") + mesh.ledger.words("halo_reduce")
 
 
-def _no_needless_gradient():
+@worlds.on(3)
+def test_order_and_gradients_nobody_needs():
     data = GRAPHS["undirected"]()
     mesh = worlds.mesh()
     share = pdc.partition(data, mesh, "random")
-    from pyg_distcomm.nn import DistGCNConv
-
     conv = DistGCNConv(7, 16).double()  # (A X) W: the product needs no gradient
     conv(share.x, share.edge_index)
     mesh.ledger.reset()
@@ -201,17 +182,10 @@ def _no_needless_gradient():
     assert _exchanged(mesh) * 7 == forward * 2  # A (X W): two words per row
 
 
-def _exchanged(mesh):
-    return mesh.ledger.words("halo") + mesh.ledger.words("halo_reduce")
-
-
-def test_order_and_gradients_nobody_needs():
-    worlds.run(_no_needless_gradient, 3)
-
-
-def _relabelled(perm_seed):
+@worlds.on(3)
+def test_relabelling_permutes_the_answer():
     data = GRAPHS["loops_and_copies"]()
-    g = torch.Generator().manual_seed(perm_seed)
+    g = torch.Generator().manual_seed(11)
     perm = torch.randperm(data.num_nodes, generator=g)
     back = torch.argsort(perm)
     turned = data.clone()
@@ -224,13 +198,7 @@ def _relabelled(perm_seed):
     torch.testing.assert_close(found[0][perm], found[1], rtol=1e-12, atol=1e-12)
 
 
-def test_relabelling_permutes_the_answer():
-    worlds.run(_relabelled, 3, 11)
-
-
 def test_three_names_of_grids():
-    from pyg_distcomm.comm.mesh import resolve_grid
-
     assert resolve_grid(6, "2d") == (3, 2, 1)
     assert resolve_grid(64, "3d") == (4, 4, 4)
     assert resolve_grid(12, "3d") == (3, 2, 2)
@@ -253,8 +221,6 @@ def test_three_names_of_grids():
     ],
 )
 def test_impossible_grids_say_what_fits(args, text):
-    from pyg_distcomm.comm.mesh import resolve_grid
-
     with pytest.raises(ValueError, match=text):
         resolve_grid(*args)
 
@@ -271,3 +237,171 @@ def test_a_ledger_can_be_brought_home():
         assert ledger.messages("all_reduce") == 2
         ledger.note("more", "world", words=1, bytes=4, sent_bytes=4, messages=1)
         assert ledger.words("more") == 1
+
+
+# What travels -------------------------------------------------------------------------
+
+
+def _contract(few, *args):
+    """The contract of products, with pieces of few rows that are each a message."""
+    with pytest.MonkeyPatch.context() as patch:
+        if few:
+            patch.setattr(halos, "CHUNK_ROWS", few)
+            patch.setattr(collectives, "_LARGE_MESSAGE", 1)
+        return contract(*args)
+
+
+@tiers.parametrize("size", [2, 3, 4, 8], [3])
+def test_products_whatever_travels(size):
+    names, cutters = list(GRAPHS), ("random", "empty_rank", "lopsided", "metis")
+    for k, grid in enumerate(some_grids(size)):
+        graph, cutter = names[(k + size) % len(names)], cutters[k % 4]
+        words = {
+            halo: worlds.run(
+                _contract, size, k % 3, graph, cutter, grid, 5, False, halo
+            )
+            for halo in HALOS
+        }
+        ways = ("rows", "sums") if 1 in grid[:2] else ("rows",)
+        for rank in range(size):
+            for way in ways:
+                assert words["cover"][rank] <= words[way][rank], (grid, way, words)
+            most = words["cover"][rank] * (1 + PACKING)
+            assert words["auto"][rank] <= most, (grid, words)
+
+
+def _hubs(n=64):
+    """Half the nodes are hubs on one side, half on the other: neither choice is best."""
+    a, b = torch.arange(0, n // 2), torch.arange(n // 2, n)
+    spread = torch.stack([a, b[:1].expand(len(a))])  # many to one: send sums
+    gather = torch.stack([b[:1].expand(len(a)), a])  # one to many: send rows
+    both = torch.cat([spread, gather], 1)
+    return Data(x=torch.rand(n, 3), edge_index=both, num_nodes=n)
+
+
+@worlds.on(2)
+def test_hubs_send_one_row_and_take_one_sum():
+    found, mesh = {}, worlds.mesh(grid=(2, 1, 1))
+    share = pdc.partition(_hubs(), mesh, "block")
+    for halo in HALOS:
+        matrix = share.edge_index.with_halo(halo).topology.sum_plan().matrix
+        every = collectives.all_gather_counts([matrix.price(1).words], mesh.world)
+        found[halo] = sum(row[0] for row in every)
+    assert found == {"rows": 33, "sums": 33, "cover": 2, "blocks": 64, "auto": 2}
+
+
+@worlds.on(3)
+def test_blocks_take_over_where_a_halo_is_dense():
+    n, mesh = 24, worlds.mesh(grid=(3, 1, 1))
+    every = torch.arange(n)
+    full = torch.stack([every.repeat_interleave(n), every.repeat(n)])
+    share = pdc.partition(Data(x=torch.ones(n, 4), edge_index=full), mesh, "block")
+    x = share.x.detach().requires_grad_()
+    for halo, some, none in (
+        ("auto", {"all_gather", "reduce_scatter"}, "halo"),
+        ("cover", {"halo"}, "all_gather"),
+    ):
+        edges = share.edge_index.with_halo(halo)
+        edges.matmul(x)
+        mesh.ledger.reset()
+        edges.matmul(x).sum().backward()
+        ops = {op for op, _ in mesh.ledger.entries}
+        assert some <= ops
+        assert none not in ops
+        assert halo == "cover" or mesh.ledger.words("all_gather") == 16 * 4
+
+
+@pytest.mark.parametrize("halo", HALOS)
+@worlds.on(3)
+def test_learnt_weights(halo):
+    """Learnt weights of edges send rows, and nothing for the edges themselves."""
+    data = GRAPHS["undirected"]()
+    mesh = worlds.mesh(grid=(3, 1, 1))
+    share = pdc.partition(data, mesh, "random")
+    edges = share.edge_index.with_halo(halo)
+    weight = share.edge_weight.detach().requires_grad_()
+    x = share.x.detach().requires_grad_()
+    edges.matmul(x, weight)
+    mesh.ledger.reset()
+    out = edges.matmul(x, weight)
+    assert mesh.ledger.words("edges") == 0
+    out.square().sum().backward()
+    full, w = data.x.clone().requires_grad_(), data.edge_weight.clone().requires_grad_()
+    (dense(data, w) @ full).square().sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), full.grad)
+    torch.testing.assert_close(weight.grad.full_tensor(), w.grad)
+
+
+def test_an_unknown_halo_says_which_there_are():
+    share = pdc.partition(GRAPHS["tiny"](), worlds.mesh())
+    with pytest.raises(ValueError, match="'cover', 'rows', 'sums', 'blocks'"):
+        share.edge_index.with_halo("all")
+
+
+@worlds.on(3)
+def test_sums_leave_in_parts():
+    """The backward pass of a 1D grid sends a part of its sums before the next is made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halos, "CHUNK_ROWS", 4)
+        mesh = worlds.mesh(grid=(3, 1, 1))
+        share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+        edges = share.edge_index.with_halo("rows")
+        x = share.x.detach().requires_grad_()
+        out = edges.matmul(x)
+    with mesh.ledger.record() as events:
+        out.sum().backward()
+    part = [("multiply", "out"), ("begin", "out")]
+    assert events == [
+        ("begin", "in"),
+        *(halos.MAX_CHUNKS * part),
+        ("multiply", "own"),
+        ("arrive", "in"),
+        ("multiply", "ghost"),
+        ("arrive", "out"),
+    ]
+
+
+# The cover ----------------------------------------------------------------------------
+
+
+def _bipartite(seed, left, right, edges):
+    g = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, left, (edges,), generator=g)
+    cols = torch.randint(0, right, (edges,), generator=g)
+    ptr, to, _ = kernels.coo_to_csr(rows, cols, left)
+    return ptr, to, rows, cols
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_cover_is_smallest(seed):
+    left, right, edges = 1 + seed % 5, 1 + seed // 3 % 5, seed % 14
+    ptr, to, rows, cols = _bipartite(seed, left, right, edges)
+    mine, theirs = kernels.minimum_cover(ptr, to, right)
+    assert bool((mine[rows] | theirs[cols]).all())
+    sizes = []
+    for choice in product((False, True), repeat=left + right):
+        of = torch.tensor(choice)
+        if bool((of[:left][rows] | of[left:][cols]).all()):
+            sizes.append((sum(choice), -sum(choice[:left])))
+    assert (int(mine.sum() + theirs.sum()), -int(mine.sum())) == min(sizes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_compiled_cover_is_the_reference(seed):
+    left, right, edges = 40 + seed, 60 - seed, 20 + 8 * seed
+    ptr, to, _, _ = _bipartite(seed, left, right, edges)
+    found = kernels.minimum_cover(ptr, to, right)
+    for a, b in zip(found, definitions.minimum_cover(ptr, to, right), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_large_cover_has_the_size_of_a_matching():
+    sparse = pytest.importorskip("scipy.sparse")
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
+    ptr, to, rows, cols = _bipartite(1, 30_000, 20_000, 50_000)
+    graph = sparse.csr_array((torch.ones(50_000), to.numpy(), ptr.numpy()))
+    matched = int((maximum_bipartite_matching(graph, "column") >= 0).sum())
+    mine, theirs = kernels.minimum_cover(ptr, to, 20_000)
+    assert int(mine.sum() + theirs.sum()) == matched
+    assert bool((mine[rows] | theirs[cols]).all())

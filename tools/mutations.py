@@ -88,7 +88,7 @@ test_pipeline.py -k constant_history and gcn-True
 test_pipeline.py -k test_gradients_between_chunks
     staleness: gradients of an epoch are kept in the next one
         if self.gradients {{is not => is}} None:
-test_cover.py -k test_learnt_weights
+test_products.py -k test_learnt_weights
     adjoint: the gradient of an edge's value takes row and column the wrong way round
         block.value_gradient({{rows, cols => cols, rows}})
 test_link.py -k transpose
@@ -102,7 +102,7 @@ test_averaging.py -k test_gradients_are_those_of_one_process
 test_averaging.py -k test_a_pass_sums_all_gradients
     price: an all-reduce costs half of what a ring moves
         return -(-{{2 * numel => numel}} * (size - 1) // size)
-test_sharded.py
+test_tensor.py -k test_modules_learn
     reduction: the running variance of batch norm is biased
         var.mul_(1 - momentum).add_(square / {{(n - 1) => n}}, alpha=momentum)
 test_tensor.py -k test_what_needs_all_rows
