@@ -6,10 +6,8 @@ import alike
 import pytest
 import tiers
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
-from alike import assert_none, failures_of, share_of
 from torch.utils.data._utils import worker
 from torch_geometric.utils import add_self_loops, degree, scatter
 
@@ -213,34 +211,6 @@ def rows_at_sources(lib, data):
     return [out, x.grad, *(p.grad for p in conv.parameters())]
 
 
-def stacked_and_turned(lib, data):
-    x = data.x.clone().requires_grad_()
-    q = x.softmax(1)
-    p = q.detach() ** 2 / q.detach().sum(0)
-    p = (p.t() / p.sum(1)).t()  # the target of DEC
-    z = torch.stack([q, q * x, q.tanh()])
-    loss = (
-        F.kl_div(q.log(), p, reduction="batchmean") + z.std(0).sum() + z.var(0).mean()
-    )
-    (loss + (z.transpose(0, 1) @ x.new_ones(F_IN, 2)).square().sum()).backward()
-    flat = torch.stack([x[:, :1].flatten(), x[:, 1].flatten()])
-    found = [
-        loss,
-        x.grad,
-        z.argmax(0),
-        (z > 1).any(0),
-        (z @ x.new_ones(F_IN, 2))[1],
-    ]
-    found += [flat.t(), flat.T.sum(0), torch.corrcoef(flat.detach()), flat @ data.x]
-    found += [
-        torch.from_numpy(z.detach().cpu().numpy()),
-        *x.T.unbind(0),
-        x.T.mean(1),
-        x.t()[1],
-    ]
-    return [v.detach() for v in found]
-
-
 def one_edge(lib, data):
     assert f"{data.edge_index}"
     return [data.edge_index[:, 5], data.edge_index[:, -1]]
@@ -248,7 +218,6 @@ def one_edge(lib, data):
 
 CASES = {
     "rows at sources": rows_at_sources,
-    "stacks and transposes": stacked_and_turned,
     "one edge": one_edge,
     "message": another_message("GCNConv"),
     "message of SAGE": another_message("SAGEConv"),
@@ -297,36 +266,30 @@ CASES = {
 }
 
 
-def _compared(cutter, described):
-    data, share = share_of("directed", cutter)
+@pytest.mark.parametrize(
+    ("size", "cutter", "more"),
+    [tiers.rarely(1, "block", 0), (2, "random", 60), tiers.rarely(3, "random", 0)],
+)
+@worlds.on()
+def test_scripts_compute_what_one_process_does(size, cutter, more):
+    data, share = alike.share_of("directed", cutter)
     mesh = share.edge_index.rows.mesh
+    described = constants._NUMBERED - more
     for k in range(described * mesh.rank):  # ranks forget the latest descriptions alike
         constants.constants_of(mesh).number_of(("another", k))
 
     def check(case):
         alike.same(case(nn, share), case(pyg, data), rtol=1e-8)
 
-    return failures_of(CASES, check)
+    alike.check_all(CASES, check)
 
 
-@pytest.mark.parametrize(
-    ("size", "cutter", "more"),
-    [tiers.rarely(1, "block", 0), (2, "random", 60), tiers.rarely(3, "random", 0)],
-)
-def test_scripts_compute_what_one_process_does(size, cutter, more):
-    assert_none(worlds.run(_compared, size, cutter, constants._NUMBERED - more))
-
-
-def _read_by_a_worker():
-    _, share = share_of()
+@worlds.on(2)
+def test_workers_of_a_loader_are_told_that_they_are_no_ranks():
+    _, share = alike.share_of()
     worker._worker_info = object()  # as in a process of a DataLoader with num_workers=1
     try:
         with pytest.raises(ValueError, match="leave num_workers at 0"):
             share.x[torch.tensor([3, 5])]
     finally:
         worker._worker_info = None
-
-
-@pytest.mark.parametrize("size", [2])
-def test_workers_of_a_loader_are_told_that_they_are_no_ranks(size):
-    worlds.run(_read_by_a_worker, size)

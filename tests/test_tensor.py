@@ -24,7 +24,9 @@ import pyg_distcomm as pdc
 pytestmark = pytest.mark.usefixtures("place")
 
 ranks = tiers.parametrize("size", [1, 2, 3, 4], [1, 3])
-CUTS = ("random", "empty_rank", "no_train")  # the last one matters to masks alone
+CUTS = [(1, "random"), *itertools.product((2, 3, 4), ("random", "empty_rank"))]
+MASKED = [(size, "no_train") for size in (3, 4)]  # which matters to masks alone
+cuts = tiers.parametrize(("size", "cutter"), CUTS, [CUTS[0], *CUTS[3:5]])
 
 
 def _share(cutter="random"):
@@ -82,6 +84,10 @@ LOCAL = {
         0
     ],
     "normalize a stack": lambda x: F.normalize(torch.stack([x, x**2]), dim=-1).sum(0),
+    "spread of stacks": lambda x: torch.stack([x, x**2, x.tanh()]).std(0),
+    "variances of stacks": lambda x: torch.stack([x, x**2]).var(0).mean(),
+    "stacks turned": lambda x: torch.stack([x, x**2]).transpose(0, 1) @ ones(x, 7, 2),
+    "stacks compared": lambda x: (torch.stack([x, x**2]) > 1).any(0),
     "largest of stacks": lambda x: torch.max(torch.stack([x, x**2]), dim=0).values,
     "columns": lambda x: x[:, 1:3],
     "one column": lambda x: x[:, 0],
@@ -110,6 +116,14 @@ LOCAL = {
     "eval dropout": lambda x: F.dropout(x, 0.5, training=False),
     "replicated row": lambda x: x * counted(x, 7),
 }
+
+
+def target(x):
+    """The clusters that DEC aims at, by the transpose of what rows are divided by."""
+    q = x.softmax(1)
+    p = q**2 / q.sum(0)
+    return (p.t() / p.sum(1)).t()
+
 
 GLOBAL = {
     "sum": lambda x: x.sum(),
@@ -145,6 +159,11 @@ GLOBAL = {
     "last dim of a vector": lambda x: x[:, 0].sum(-1),
     "any": lambda x: (x > 2).any(),
     "all": lambda x: (x > -9).all(dim=0),
+    "target of DEC": lambda x: F.kl_div(x.log_softmax(1), target(x), reduction="sum"),
+    "means of a transpose": lambda x: x.T.mean(1) + x.t()[1].sum(),
+    "columns of a transpose": lambda x: x.T.unbind(0)[3] * x.t()[1],
+    "vectors in one": lambda x: torch.stack([x[:, :1].flatten(), x[:, 1]]) @ x,
+    "vectors turned": lambda x: torch.stack([x[:, 0], x[:, 1]]).T.sum(0),
     "count": lambda x: torch.count_nonzero(x > 0),
     "equal": lambda x: torch.tensor(torch.equal(x, x)),
     "allclose": lambda x: torch.tensor(torch.allclose(x, x + 1)),
@@ -311,11 +330,10 @@ def _check_table(table, cutter):
         alike.same(got, alike.step(f, x), name)
 
 
-@ranks
+@cuts
 @pytest.mark.parametrize("table", ["LOCAL", "GLOBAL", "DECOMPOSED"])
-def test_tables(table, size):
-    for cutter in CUTS[: min(size, 2)]:
-        worlds.run(_check_table, size, table, cutter)
+def test_tables(table, size, cutter):
+    worlds.run(_check_table, size, table, cutter)
 
 
 @pytest.mark.place("cpu")
@@ -337,9 +355,11 @@ NORMS = {
 }
 
 
-def _norms(cutter):
+@ranks
+@worlds.on()
+def test_norms(size):
     """Compares norms and their gradients where numbers, rows and columns are zero."""
-    data, share = _share(cutter)
+    data, share = _share("empty_rank")
     x = torch.where(data.x > 0, data.x, 0)
     x[:, 2], x[3] = 0, 0
     many = pdc.from_local(x[share.x.rows.gid].to(share.x.device), share.x)
@@ -352,11 +372,6 @@ def _norms(cutter):
         assert torch.isnan((share.x + math.nan).norm(order)) == (order != 0), order
         with pytest.raises(RuntimeError, match="floating point"):
             share.x.long().norm(order)
-
-
-@ranks
-def test_norms(size):
-    worlds.run(_norms, size, "empty_rank")
 
 
 def _apply(x, module):
@@ -402,7 +417,9 @@ MODULES = {
 }
 
 
-def _learn(cutter):
+@cuts
+@worlds.on()
+def test_modules_learn_of_all_nodes(size, cutter):
     """Compares outputs, gradients and running statistics of modules."""
     data, share = _share(cutter)
     for name, (make, call) in _within_reach("MODULES"):
@@ -415,12 +432,6 @@ def _learn(cutter):
             grads = [p.grad for p in module.parameters()]
             found.append([trained, grads, kept, evaluated])
         alike.same(found[1], found[0], name)
-
-
-@ranks
-def test_modules_learn_of_all_nodes(size):
-    for cutter in CUTS[: min(size, 2)]:
-        worlds.run(_learn, size, cutter)
 
 
 LOSSES = {
@@ -473,17 +484,13 @@ LOSSES = {
 }
 
 
-def _losses(cutter):
+@tiers.parametrize(("size", "cutter"), CUTS + MASKED, [CUTS[0], *CUTS[3:5], MASKED[0]])
+@worlds.on()
+def test_losses_are_global_means(size, cutter):
     data, share = _share(cutter)
     for name, f in LOSSES.items():
         got = alike.step(f, share.x, share.y, share.train_mask)
         alike.same(got, alike.step(f, data.x, data.y, data.train_mask), name)
-
-
-@ranks
-def test_losses_are_global_means(size):
-    for cutter in CUTS[:size]:
-        worlds.run(_losses, size, cutter)
 
 
 AS_TORCH = {
@@ -559,7 +566,9 @@ def _as_torch(x, f):
         return error
 
 
-def _all_rows_at_once():
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@worlds.on()
+def test_what_needs_all_rows_is_that_of_one_process(size):
     data, share = _share()
     for name, f in (AS_TORCH | TRANSFORMED).items():
         want, got = _as_torch(data.x, f), _as_torch(share.x, f)
@@ -573,12 +582,9 @@ def _all_rows_at_once():
             torch.cat([x[:, 0], ones(x, 2, 7)])
 
 
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
-def test_what_needs_all_rows_is_that_of_one_process(size):
-    worlds.run(_all_rows_at_once, size)
-
-
-def _selected():
+@ranks
+@worlds.on()
+def test_a_selection_stays_where_it_is(size):
     """Rows of distinct ids stay where they are, forward and backward."""
     data, share = _share()
     idx = torch.tensor([7, 3, -1, 21, 4], device=data.x.device)
@@ -600,11 +606,8 @@ def _selected():
 
 
 @ranks
-def test_a_selection_stays_where_it_is(size):
-    worlds.run(_selected, size)
-
-
-def _masks_and_values():
+@worlds.on()
+def test_masks_cost_nothing_and_full_tensors_are_in_order(size):
     data, share = _share("empty_rank")
     names = ("x", "edge_index", "edge_attr")
     alike.same([share[n] for n in names], [data[n] for n in names], rtol=0, atol=0)
@@ -627,11 +630,8 @@ def _masks_and_values():
 
 
 @ranks
-def test_masks_cost_nothing_and_full_tensors_are_in_order(size):
-    worlds.run(_masks_and_values, size)
-
-
-def _as_data():
+@worlds.on()
+def test_a_share_is_a_data(size):
     data, share = _share()
     assert f"x=[{share.num_nodes}, 7]" in str(share)
     assert isinstance(share.to("cpu").edge_index, pdc.DistEdgeIndex)
@@ -663,11 +663,8 @@ def _as_data():
 
 
 @ranks
-def test_a_share_is_a_data(size):
-    worlds.run(_as_data, size)
-
-
-def _noise():
+@worlds.on()
+def test_noise_is_that_of_one_process(size):
     """Draws of every kind are those of one process, and leave its generator behind."""
     data, share = _share()
     draws = [
@@ -701,11 +698,8 @@ def _noise():
 
 
 @ranks
-def test_noise_is_that_of_one_process(size):
-    worlds.run(_noise, size)
-
-
-def _gradients_by_hand():
+@worlds.on()
+def test_gradients_by_hand(size):
     data, share = _share()
     found = []
     for x in (share.x, data.x):
@@ -739,8 +733,3 @@ def _gradients_by_hand():
     mine = data.x[gid].to(share.x.device).requires_grad_()
     (pdc.from_local(mine, like=share.x) * share.x).square().mean().backward()
     alike.same(mine.grad, other.x.grad[gid])
-
-
-@ranks
-def test_gradients_by_hand(size):
-    worlds.run(_gradients_by_hand, size)

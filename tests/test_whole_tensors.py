@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import torch_geometric.utils as U
 import worlds
-from alike import assert_none, failures_of, share_of
+from alike import assert_none, failures_of  # noqa: F401 - of other tests, too
 
 import pyg_distcomm.nn as nn
 
@@ -190,17 +190,28 @@ def _set_ids(x):
     return x * 1
 
 
-def _scalars():
-    data, share = share_of()
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@worlds.on()
+def test_sizes_are_the_whole_graphs(size):
+    data, share = alike.share_of()
 
     def check(case):
         assert case(share) == case(data)
 
-    return failures_of(SCALARS, check)
+    alike.check_all(SCALARS, check)
 
 
-def _values(graph, cutter):
-    data, share = share_of(graph, cutter)
+@pytest.mark.parametrize(
+    ("size", "graph", "cutter"),
+    [
+        tiers.rarely(1, "directed", "block"),
+        tiers.rarely(2, "directed", "random"),
+        (3, "directed", "empty_rank"),
+    ],
+)
+@worlds.on()
+def test_values_and_gradients_are_those_of_one_process(size, graph, cutter):
+    data, share = alike.share_of(graph, cutter)
 
     def check(case):
         def of(x, d):
@@ -212,21 +223,4 @@ def _values(graph, cutter):
         assert want[0].shape == got[0].shape
         alike.same(got, want)
 
-    return failures_of(CASES, check)
-
-
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
-def test_sizes_are_the_whole_graphs(size):
-    assert_none(worlds.run(_scalars, size))
-
-
-@pytest.mark.parametrize(
-    ("size", "graph", "cutter"),
-    [
-        tiers.rarely(1, "directed", "block"),
-        tiers.rarely(2, "directed", "random"),
-        (3, "directed", "empty_rank"),
-    ],
-)
-def test_values_and_gradients_are_those_of_one_process(size, graph, cutter):
-    assert_none(worlds.run(_values, size, graph, cutter))
+    alike.check_all(CASES, check)
