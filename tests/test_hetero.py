@@ -7,6 +7,7 @@ import itertools
 import math
 import warnings
 
+import alike
 import numpy as np
 import pytest
 import second_device
@@ -31,7 +32,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 COUNTS = {"paper": 41, "author": 23, "venue": 6, "field": 1}
 
 
-def graph(features=True):
+def graph(features=True, cites=130):
     """A graph with teeth: an empty relation, few edges, loops, repeats, types of few nodes."""
     g = torch.Generator().manual_seed(1)
     data = HeteroData()
@@ -48,7 +49,7 @@ def graph(features=True):
         return torch.stack([torch.randint(0, n, (count,), generator=g) for n in ends])
 
     for source, name, target, count in (
-        ("paper", "cites", "paper", 130),
+        ("paper", "cites", "paper", cites),
         ("author", "writes", "paper", 70),
         ("paper", "written", "author", 70),
         ("paper", "in", "venue", 3),
@@ -220,7 +221,8 @@ def test_layers_of_this_package_need_no_conversion(kind):
     worlds.run(equal, 2, kind, option, "metis", "swapped")
 
 
-def bytes_of_a_layer():
+@worlds.on(3)
+def test_bytes_are_those_of_the_halos_of_all_relations():
     data, mesh = graph(), worlds.mesh()
     share = pdc.partition(data, mesh, "random")
     kinds = itertools.cycle([pyg.GraphConv, pyg.SAGEConv])
@@ -246,11 +248,18 @@ def bytes_of_a_layer():
     assert sum(map(mesh.ledger.words, moved)) == want > 0
 
 
-def test_bytes_are_those_of_the_halos_of_all_relations():
-    worlds.run(bytes_of_a_layer, 3)
+KEPT = {
+    "graph": lambda data: pyg.HeteroConv(
+        pair(lambda: pyg.GraphConv((-1, -1), 5))(data)
+    ),
+    "hgt": lambda data: pyg.HGTConv(-1, 24, data.metadata(), heads=2),
+}
 
 
-def kept_inputs(kind):
+@tiers.parametrize("size", [2, 3, 4], [3])
+@tiers.parametrize("kind", ["graph", "hgt"], ["graph"])
+@worlds.on()
+def test_features_that_do_not_change_travel_twice(kind, size):
     data, mesh = graph(), worlds.mesh()
     del data["paper", "cites", "paper"]
     share = pdc.partition(data, mesh, "random")
@@ -278,13 +287,7 @@ def kept_inputs(kind):
                 out = out.full_tensor() if epoch % 2 else out
             out.sin().sum().backward()
             found.append((out, [p.grad for p in net.parameters()]))
-        (want, grads), (got, same) = found
-        got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
-        torch.testing.assert_close(got, want, **CLOSE)
-        for one, two in zip(same, grads, strict=True):
-            assert (one is None) == (two is None)
-            if one is not None:
-                torch.testing.assert_close(one, two, **CLOSE)
+        alike.same(found[1], found[0])
     prices = {
         k: e.topology.locals.halo.price(share[k[0]].x.size(1)).words
         for k, e in share.edge_index_dict.items()
@@ -294,76 +297,43 @@ def kept_inputs(kind):
     assert sent[1:] == [every, 0, authors, authors, prices[key]]  # 0: of plans, too
 
 
-KEPT = {
-    "graph": lambda data: pyg.HeteroConv(
-        pair(lambda: pyg.GraphConv((-1, -1), 5))(data)
-    ),
-    "hgt": lambda data: pyg.HGTConv(-1, 24, data.metadata(), heads=2),
-}
-
-
-@tiers.parametrize("size", [2, 3, 4], [3])
-@tiers.parametrize("kind", ["graph", "hgt"], ["graph"])
-def test_features_that_do_not_change_travel_twice(kind, size):
-    worlds.run(kept_inputs, size, kind)
-
-
-def edges_between_types():
+@worlds.on(3)
+def test_edges_between_two_types_are_edges():
     data = graph()
     share = pdc.partition(data, worlds.mesh(), "random")
-    whole = data["author", "writes", "paper"].edge_index
-    edges = share["author", "writes", "paper"].edge_index
-    assert edges.shape == whole.shape
-    assert torch.equal(edges.full_tensor(), whole)
-    keep = torch.arange(whole.size(1)) % 3 > 0
-    some = {
-        "mask": (edges[:, keep], whole[:, keep]),
-        "own mask": (edges[:, edges[1] > 4], whole[:, whole[1] > 4]),
-        "ids": (edges[:, torch.tensor([3, 1, 8])], whole[:, [3, 1, 8]]),
-        "joined": (
-            torch.cat([edges, edges[:, :5]], 1),
-            torch.cat([whole, whole[:, :5]], 1),
-        ),
-    }
+    whole, sides = data["author", "writes", "paper"].edge_index, []
+    for d in (share, data):
+        edges = d["author", "writes", "paper"].edge_index
+        assert edges.shape == whole.shape
+        x = d.x_dict["author"], d.x_dict["paper"]
+        torch.manual_seed(0)
+        layer = dist.SAGEConv((10, 9), 4, aggr="max").double()
+        back, looped = dist.SAGEConv((9, 10), 4), dist.GATConv((10, 9), 4)
+        wide = dist.GATConv((10, 9), 4, heads=2, add_self_loops=False).double()
+        found = {
+            "edges": edges,
+            "mask": layer(x, edges[:, torch.arange(whole.size(1)) % 3 > 0]),
+            "own mask": layer(x, edges[:, edges[1] > 4]),
+            "ids": layer(x, edges[:, torch.tensor([3, 1, 8])]),
+            "joined": layer(x, torch.cat([edges, edges[:, :5]], 1)),
+            "an ordinary edge_index": layer(x, whole.to(edges.device)),
+            "back": back.double()(x[::-1], edges.flip(0)),
+            "attention": wide(x, edges, return_attention_weights=True),
+            "loops": looped.double()(x, edges),  # PyG adds them to the first nodes
+            "sizes": [wide(x, edges, size=size) for size in ((23, 41), (None, 41))],
+        }
+        sides.append(found)
+        with pytest.raises(ValueError, match="expected size 40"):  # as PyG says
+            wide(x, edges, size=(23, 40))
+    alike.same(*sides)
     x = share.x_dict["author"], share.x_dict["paper"]
-    plain = data.x_dict["author"], data.x_dict["paper"]
-    layer = dist.SAGEConv((10, 9), 4, aggr="max").double()
-    for name, (got, want) in some.items():
-        out, right = layer(x, got).full_tensor(), layer(plain, want)
-        torch.testing.assert_close(
-            out, right, msg=lambda m, n=name: f"{n}: {m}", **CLOSE
-        )
-    out = layer(
-        x, whole.to(edges.device)
-    ).full_tensor()  # an ordinary edge_index, beside rows of ranks
-    torch.testing.assert_close(out, layer(plain, whole), **CLOSE)
-    back = dist.SAGEConv((9, 10), 4).double()
-    out = back(x[::-1], edges.flip(0)).full_tensor()
-    torch.testing.assert_close(out, back(plain[::-1], whole.flip(0)), **CLOSE)
-    torch.manual_seed(0)
-    wide = dist.GATConv((10, 9), 4, heads=2, add_self_loops=False).double()
-    out, (found, alpha) = wide(x, edges, return_attention_weights=True)
-    right, (want, beta) = wide(plain, whole, return_attention_weights=True)
-    torch.testing.assert_close(out.full_tensor(), right, **CLOSE)
-    assert torch.equal(found.full_tensor(), want)
-    torch.testing.assert_close(alpha.full_tensor(), beta, **CLOSE)
-    looped = dist.GATConv((10, 9), 4).double()  # PyG adds loops to the first nodes
-    out = looped(x, edges).full_tensor()
-    torch.testing.assert_close(out, looped(plain, whole), **CLOSE)
+    edges = share["author", "writes", "paper"].edge_index
     with pytest.raises(ValueError, match="flip them"):  # where PyG says of ids
         dist.GATConv((10, 9), 4, flow="target_to_source").double()(x, edges)
-    for size in ((23, 41), (None, 41)):
-        out = wide(x, edges, size=size).full_tensor()
-        torch.testing.assert_close(out, right, **CLOSE)
-    with pytest.raises(ValueError, match="expected size 40"):  # as PyG says
-        wide(x, edges, size=(23, 40))
 
 
-def test_edges_between_two_types_are_edges():
-    worlds.run(edges_between_types, 3)
-
-
-def mistakes():
+@worlds.on(3)
+def test_what_cannot_be_is_said():
     data, mesh = graph(), worlds.mesh()
     share = pdc.partition(data, mesh, "random")
     edges = share["author", "writes", "paper"].edge_index
@@ -387,9 +357,8 @@ def mistakes():
     twice = pdc.partition(data, mesh, "block")
     for kind in ("hgt", "han"):
         model = Mixed(data, kind, 8, dist).double()
-        out = model(twice.x_dict, share.edge_index_dict, None).full_tensor()
-        want = model(data.x_dict, data.edge_index_dict, None)
-        torch.testing.assert_close(out, want, **CLOSE)
+        out = model(twice.x_dict, share.edge_index_dict, None)
+        alike.same(out, model(data.x_dict, data.edge_index_dict, None))
     few = HeteroData()  # a rank without nodes of either type raises what the others do
     few["a"].x = few["b"].x = torch.ones(2, 3)
     few["a", "to", "b"].edge_index = ends = torch.tensor([[0, 1], [1, 1]])
@@ -398,13 +367,8 @@ def mistakes():
     x = share["a"].x, share["b"].x
     edges, plain = share["a", "to", "b"].edge_index, (few["a"].x, few["b"].x)
     for layer in (dist.SAGEConv((3, 3), 4), dist.GATConv((3, 3), 4)):
-        out = layer(x[::-1], edges).full_tensor()
-        torch.testing.assert_close(out, layer(plain[::-1], ends))
-        torch.testing.assert_close(layer(x, ends).full_tensor(), layer(plain, ends))
-
-
-def test_what_cannot_be_is_said():
-    worlds.run(mistakes, 3)
+        got = layer(x[::-1], edges), layer(x, ends)
+        alike.same(got, (layer(plain[::-1], ends), layer(plain, ends)))
 
 
 @tiers.parametrize(
@@ -429,19 +393,17 @@ class Learnt(torch.nn.Module):
     def __init__(self, tables, data):
         super().__init__()
         self.tables = torch.nn.ModuleDict(tables)
-        self.layers = pyg.HeteroConv(
-            {kind: pyg.SAGEConv((5, 5), 3) for kind in data.edge_types}
-        )
+        torch.manual_seed(3)
+        self.layers = pyg.HeteroConv(pair(lambda: pyg.SAGEConv((5, 5), 3))(data))
 
     def forward(self, edge_index):
-        x = {
-            k: t() if isinstance(t, pdc.DistEmbedding) else t.weight
-            for k, t in self.tables.items()
-        }
+        of = lambda t: t() if isinstance(t, pdc.DistEmbedding) else t.weight  # noqa: E731
+        x = {kind: of(table) for kind, table in self.tables.items()}
         return self.layers(x, edge_index)["paper"]
 
 
-def learnt():
+@worlds.on(3)
+def test_types_without_features_learn_rows():
     data, mesh = graph(features=False), worlds.mesh()
     torch.manual_seed(3)
     plain = {
@@ -451,15 +413,11 @@ def learnt():
     share = pdc.partition(data, mesh, "random")
     tables = {}
     for name, count in COUNTS.items():
-        tables[name] = pdc.DistEmbedding(
-            count, 5, like=share[name], dtype=torch.float64
-        )
+        made = pdc.DistEmbedding(count, 5, like=share[name], dtype=torch.float64)
         with torch.no_grad():
-            rows = tables[name].rows.gid
-            tables[name].shard.copy_(plain[name].weight[rows])
-    together = Learnt(tables, data).double()
-    together.layers.load_state_dict(copy.deepcopy(alone.layers.state_dict()))
-    together = pdc.convert(together)
+            made.shard.copy_(plain[name].weight[made.rows.gid])
+        tables[name] = made
+    together = pdc.convert(Learnt(tables, data).double())
     for model, given in ((alone, data), (together, share)):
         opt = torch.optim.SGD(model.parameters(), lr=0.5)
         for _ in range(2):
@@ -468,13 +426,7 @@ def learnt():
             torch.nn.functional.cross_entropy(out, given["paper"].y).backward()
             opt.step()
     for name, table in tables.items():
-        torch.testing.assert_close(
-            table.shard, plain[name].weight[table.rows.gid], **CLOSE
-        )
-
-
-def test_types_without_features_learn_rows():
-    worlds.run(learnt, 3)
+        alike.same(table.shard, plain[name].weight[table.rows.gid])
 
 
 @pytest.mark.parametrize("method", ["ldg", "metis"])
@@ -495,21 +447,14 @@ def parts_of(folder, data, parts, method="metis"):
     return write_folder(folder, data, owners), owners
 
 
-def same_shares(one, two):
-    assert one.node_types == two.node_types
-    assert one.edge_types == two.edge_types
-    for a, b in zip(one.stores, two.stores, strict=True):
-        assert set(a.keys()) == set(b.keys())
-        for name in a.keys():  # noqa: SIM118
-            left, right = a[name], b[name]
-            if isinstance(left, torch.Tensor):
-                assert left.shape == right.shape
-                left, right = (
-                    t.to_local() if hasattr(t, "to_local") else t for t in (left, right)
-                )
-                torch.testing.assert_close(left, right, rtol=0, atol=0)
-            else:
-                assert left == right
+def in_parts(share):
+    """What this rank has of each attribute, by name."""
+    stores = share.stores
+    return {
+        (s._key, k): v.to_local() if hasattr(v, "to_local") else v
+        for s in stores
+        for k, v in s.items()
+    }
 
 
 def from_folder(folder, merge):
@@ -525,14 +470,16 @@ def from_folder(folder, merge):
     for name in data.node_types:
         by_type[name] = owners.owner[begin : begin + data[name].num_nodes]
         begin += data[name].num_nodes
-    same_shares(share, pdc.partition(data, mesh, by_type))
+    again = pdc.partition(data, mesh, by_type)
+    assert share.metadata() == again.metadata()
+    alike.same(in_parts(share), in_parts(again), rtol=0, atol=0)
     if not merge:
         report = folder_meta(folder)["report"]
         assert pdc.partition_report(share) == PartitionReport.from_dict(report)
     want = train(model_of(data, "hgt", 8), data)
     got = train(pdc.convert(model_of(data, "hgt", 8)), share)
-    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]), **CLOSE)
-    torch.testing.assert_close(got[2].full_tensor(), want[2], **CLOSE)
+    alike.same(torch.tensor(got[0]), torch.tensor(want[0]))
+    alike.same(got[2], want[2])
 
 
 def in_folder():
@@ -607,7 +554,9 @@ def test_the_command_cuts_and_shows_a_heterodata(tmp_path, capsys):
     assert "edge type   venue of paper: 0 edges, max/mean 1.000, 0 halo rows" in shown
 
 
-def links_by_relation(kind, option):
+@tiers.parametrize(("kind", "option"), [("hgt", 2), ("sage", "sum")], slice(0, 1))
+@worlds.on(2)
+def test_relations_go_by_links_of_their_own(kind, option):
     data, mesh = graph(), worlds.mesh()
     few = pdc.LinkPolicy(pdc.halo.codecs.Quantise(2), exact_last=False)
     link = {"cites": few, ("author", "writes", "paper"): few, "paper__in__venue": None}
@@ -629,13 +578,9 @@ def links_by_relation(kind, option):
             pdc.partition(data, mesh, "random", link=wrong)
 
 
-@tiers.parametrize(("kind", "option"), [("hgt", 2), ("sage", "sum")], slice(0, 1))
-def test_relations_go_by_links_of_their_own(kind, option):
-    worlds.run(links_by_relation, 2, kind, option)
-
-
-def resumed(folder):
-    data, mesh = graph(), worlds.mesh()
+@worlds.on(2)
+def test_links_of_relations_are_resumed(tmp_path):
+    data, mesh, folder = graph(), worlds.mesh(), tmp_path / "a"
 
     def begin():
         late = pdc.Sylvie()
@@ -667,7 +612,3 @@ def resumed(folder):
     for wrong in (pdc.Sylvie(), {"cites": pdc.Sylvie()}):
         with pytest.raises(ValueError, match="give links as they were saved"):
             pdc.load_checkpoint(folder, mesh, model, link=wrong)
-
-
-def test_links_of_relations_are_resumed(tmp_path):
-    worlds.run(resumed, 2, tmp_path / "a")
