@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
-from problems import GRAPHS, owners
-from test_whole_tensors import assert_none, failures_of, share_of
+from alike import share_of
+from problems import GRAPHS
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -57,11 +57,6 @@ def step(model, data, out=None):
     loss = loss_of(model(data.x, data.edge_index) if out is None else out, data)
     loss.backward()
     return model
-
-
-def _methods(net, data):
-    e = data.edge_index
-    return step(net, data, net.decode(net.encode(data.x, e), e))
 
 
 def _penalty(net, data):
@@ -151,14 +146,6 @@ def _intermediate(net, data):
     return net
 
 
-def _twice(net, data):
-    z = net.conv2(net.conv1(data.x, data.edge_index).sigmoid(), data.edge_index)
-    weight = net.conv1.lin.weight
-    (g,) = torch.autograd.grad(z.square().mean(), weight, create_graph=True)
-    g.square().sum().backward()
-    return net
-
-
 def _copied(net, data):
     twin = copy.deepcopy(step(net, data))
     twin.zero_grad()
@@ -202,14 +189,6 @@ def _edge_weights(net, data):
     return step(net, data, out[:, :4] * net.scale)
 
 
-def _gcn2(net, data):
-    lib = pyg if type(data.x) is torch.Tensor else nn
-    torch.manual_seed(3)
-    net.gcn2 = lib.GCN2Conv(8, 0.1, 0.5, 1).double()
-    z = net.encode(data.x, data.edge_index)
-    return step(net, data, net.gcn2(z, z, data.edge_index)[:, :4])
-
-
 def _recurrent(net, data):
     torch.manual_seed(3)
     net.cell = torch.nn.GRUCell(7, 8).double()
@@ -234,26 +213,6 @@ def _class_weights(net, data):
     return net
 
 
-def _lbfgs(net, data):
-    opt = torch.optim.LBFGS([*net.conv1.parameters(), net.scale], lr=0.1, max_iter=3)
-
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(net(data.x, data.edge_index), data)
-        loss.backward()
-        return loss
-
-    opt.step(closure)
-    return net
-
-
-def _clipped(net, data):
-    step(net, data)
-    used = [p for p in net.parameters() if p.grad is not None]
-    torch.nn.utils.clip_grad_norm_(used, 0.01)
-    return net
-
-
 def _detached(net, data):
     """As a memory that training carries on, but does not go back through."""
     z = net.encode(data.x, data.edge_index).detach_()
@@ -271,7 +230,6 @@ def _reversible(net, data):
 
 CASES = {
     "forward": step,
-    "methods": _methods,
     "penalty": _penalty,
     "accumulated": _accumulated,
     "frozen": _frozen,
@@ -283,7 +241,6 @@ CASES = {
     "checkpoint": _checkpointed(False),
     "reentrant checkpoint": _checkpointed(True),
     "autograd.grad": _autograd_grad,
-    "create_graph": _twice,
     "intermediate": _intermediate,
     "deepcopy": _copied,
     "two models": _two_models,
@@ -291,53 +248,37 @@ CASES = {
     "sparse": _sparse,
     "shared": _shared,
     "edge weights": _edge_weights,
-    "gcn2": _gcn2,
     "recurrent": _recurrent,
     "aggregations": _learnt_aggregation,
     "class weights": _class_weights,
-    "lbfgs": _lbfgs,
-    "clipped": _clipped,
     "detach_": _detached,
     "reversible": _reversible,
 }
-
-
-def _gradients(cutter, replicated):
-    data, share = share_of("directed", cutter)
-    mesh = share.x.rows.mesh
-
-    def check(case):
-        want = case(net_of(pyg), data)
-        net = net_of(nn).to(share.x.device)
-        got = case(pdc.replicate(net, mesh) if replicated else net, share)
-        for (name, p), (_, q) in zip(
-            want.named_parameters(), got.named_parameters(), strict=True
-        ):
-            for kind, a, b in (("value", p, q), ("grad", p.grad, q.grad)):
-                if a is None or b is None:
-                    assert a is b, f"{kind} {name}: {a} and {b}"
-                    continue
-                where = f"{kind} {name}"
-                torch.testing.assert_close(
-                    alike.whole(b),
-                    a,
-                    rtol=1e-8,
-                    atol=1e-9,
-                    msg=lambda t, w=where: f"{w}: {t}",
-                )
-
-    return failures_of(CASES, check)
 
 
 @pytest.mark.parametrize(
     ("size", "cutter"),
     [tiers.rarely(1, "block"), (2, "random"), tiers.rarely(3, "no_train")],
 )
+@worlds.on()
 def test_gradients_are_those_of_one_process(size, cutter):
-    assert_none(worlds.run(_gradients, size, cutter, False))
+    data, share = share_of("directed", cutter)
+
+    def check(case):
+        want = case(net_of(pyg), data)
+        got = case(net_of(nn).to(share.x.device), share)
+        for kind in ("data", "grad"):
+            sides = (
+                {k: getattr(p, kind) for k, p in net.named_parameters()}
+                for net in (got, want)
+            )
+            alike.same(*sides, kind, rtol=1e-8)
+
+    alike.check_all(CASES, check)
 
 
-def _differing():
+@worlds.on(2)
+def test_parameters_that_differ_take_rank_0s_and_say_so_once():
     data, share = share_of()
     mesh = share.x.rows.mesh
     torch.manual_seed(mesh.rank)
@@ -347,23 +288,16 @@ def _differing():
         step(net, share)
     torch.manual_seed(0)
     want = step(Net(pyg).double(), data)
-    for (name, p), (_, q) in zip(
-        want.named_parameters(), net.named_parameters(), strict=True
-    ):
-        if "unused" not in name:
-            torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-9)
-    return sum("rank 0's are taken" in str(w.message) for w in told)
+    alike.same(*([p.grad for p in one.parameters()] for one in (net, want)))
+    told = [w for w in told if "rank 0's are taken" in str(w.message)]
+    assert len(told) == (mesh.rank == 0)
 
 
-def test_parameters_that_differ_take_rank_0s_and_say_so_once():
-    assert worlds.run(_differing, 2) == [1, 0]
-
-
-def _refused():
-    _, share = share_of()
+@worlds.on(2)
+def test_what_differs_between_ranks_is_refused():
     mesh = worlds.mesh(fresh=True)
     data = GRAPHS["directed"]()
-    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
+    share = pdc.partition(data, mesh, "random")
     torch.manual_seed(mesh.rank)
     with pytest.raises(ValueError, match="seed the generator"):
         share.x + torch.rand(data.num_nodes, 1).double().to(share.x.device)
@@ -378,11 +312,13 @@ def _refused():
     torch.testing.assert_close(local.grad, share.x.to_local())
 
 
-def test_what_differs_between_ranks_is_refused():
-    worlds.run(_refused, 2)
-
-
-def _other_rate(loader, wrapper):
+@tiers.parametrize(
+    ("size", "loader", "wrapper"),
+    [(2, False, False), (2, False, True), (3, True, True), (2, True, True)],
+    slice(0, 3),
+)
+@worlds.on()
+def test_another_learning_rate_is_refused(size, loader, wrapper):
     """Trains a model with another learning rate on rank 1."""
     mesh = worlds.mesh()
     data = GRAPHS["undirected"]()
@@ -413,16 +349,8 @@ def _other_rate(loader, wrapper):
     assert len(steps) == 1
 
 
-@tiers.parametrize(
-    ("size", "loader", "wrapper"),
-    [(2, False, False), (2, False, True), (3, True, True), (2, True, True)],
-    slice(0, 3),
-)
-def test_another_learning_rate_is_refused(size, loader, wrapper):
-    worlds.run(_other_rate, size, loader, wrapper)
-
-
-def _messages():
+@worlds.on(2)
+def test_a_pass_sums_all_gradients_of_parameters_at_once():
     _, share = share_of()
     net = net_of(nn)
     ledger = share.x.rows.mesh.ledger
@@ -433,40 +361,8 @@ def _messages():
         loss.backward()
     entry = ledger.entries["all_reduce", "world"]
     used = sum(p.numel() for p in net.parameters() if p.grad is not None)
-    return entry.calls, entry.words, used
-
-
-def test_a_pass_sums_all_gradients_of_parameters_at_once():
-    calls, words, used = worlds.run(_messages, 2)[0]
-    assert (calls, words) == (2, used)  # those of the batch norm are needed on the way
-
-
-def _accumulated(share):
-    """What hooks see of gradients that three passes add up, by parameter."""
-    torch.manual_seed(0)
-    net, seen = net_of(nn).to(share.x.device), {}
-    for name, p in net.named_parameters():
-        seen[name] = []
-        p.register_post_accumulate_grad_hook(
-            lambda q, n=name: seen[n].append(q.grad + 0)
-        )
-    for _ in range(3):
-        loss_of(net(share.x, share.edge_index), share).backward()
-    return seen
-
-
-def _hooked():
-    want, got = map(_accumulated, share_of("undirected"))
-    for name, grads in want.items():
-        for a, b in zip(got[name], grads, strict=True):
-            torch.testing.assert_close(
-                alike.whole(a).cpu(), b.cpu(), rtol=1e-9, atol=1e-9
-            )
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_hooks_see_gradients_that_add_up(size):
-    worlds.run(_hooked, size)
+    # those of the batch norm are needed on the way
+    assert (entry.calls, entry.words) == (2, used)
 
 
 UNREAD = {
@@ -490,7 +386,9 @@ class TwoOutputs(torch.nn.Module):
         return {"read": self.read(x, *edges), "unread": self.unread(x, *edges)}
 
 
-def _unread_outputs(kind):
+@tiers.parametrize("kind", [*UNREAD], ["mean"])
+@worlds.on(2)
+def test_replicate_leaves_what_no_rank_reads_without_a_gradient(kind):
     """No gradient, not one of zeros, is what an optimizer with weight decay passes over."""
     g = torch.Generator().manual_seed(worlds.mesh().rank)
     x = torch.rand(6, 5, generator=g)
@@ -504,8 +402,3 @@ def _unread_outputs(kind):
         model(x, *edges)["read"].square().sum().backward()
         for name, p in model.module.named_parameters():
             assert (p.grad is None) == name.startswith("unread"), name
-
-
-@tiers.parametrize("kind", [*UNREAD], ["mean"])
-def test_replicate_leaves_what_no_rank_reads_without_a_gradient(kind):
-    worlds.run(_unread_outputs, 2, kind)

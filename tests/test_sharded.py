@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import alike
@@ -11,10 +10,9 @@ import pytest
 import tiers
 import torch
 import torch.autograd.forward_ad as forward_ad
-import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
-from problems import owners
+from problems import GRAPHS, owners
 from test_layers import problem, shared, step
 from torch_geometric.nn import MessagePassing
 
@@ -24,20 +22,6 @@ from pyg_distcomm.sharded import whole
 
 LAYERS = {**layers.EXACT, **layers.OTHERS}
 CUTTERS = ("random", "empty_rank")
-
-
-def _assert_same(got, want, what):
-    got, want = alike.whole(got), alike.whole(want)
-    assert (got is None) == (want is None), what
-    if got is not None:
-        torch.testing.assert_close(
-            got.detach(),
-            want.detach(),
-            rtol=1e-9,
-            atol=1e-9,
-            equal_nan=True,
-            msg=lambda text: f"{what}: {text}",
-        )
 
 
 def _pieces(conv, data, names):
@@ -54,9 +38,7 @@ def exact_layers(names, graph):
         want = _pieces(layers.make(build), problem(graph), inputs)
         share = shared(problem(graph), mesh, CUTTERS[at % 2])
         got = _pieces(layers.make(build), share, inputs)
-        assert got.keys() == want.keys(), name
-        for what in want:
-            _assert_same(got[what], want[what], f"{name} on {graph}: {what}")
+        alike.same(got, want, f"{name} on {graph}")
 
 
 @pytest.mark.parametrize(
@@ -149,95 +131,6 @@ def _views_after_no_grad(data):
     return found
 
 
-CALLS = (
-    _computed_weights,
-    _attribute,
-    _backward_hooks,
-    _double_backward,
-    _functional,
-    _sparse,
-    _views_after_no_grad,
-)
-
-
-@alike.in_doubles()
-def same_calls(graph, cutter):
-    mesh, data = worlds.mesh(), problem(graph)
-    share = shared(copy.copy(data), mesh, cutter)
-    for call in CALLS:
-        pairs = zip(call(share), call(data), strict=True)
-        for k, (got, want) in enumerate(pairs):
-            _assert_same(got, want, f"{call.__name__} {k}")
-
-
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
-def test_scripts_compute_the_numbers_of_one_process(size):
-    worlds.run(same_calls, size, "directed", "empty_rank" if size == 3 else "random")
-
-
-def an_epoch(make, data):
-    torch.manual_seed(0)
-    first, last = make(7, 16), make(16, 4)
-    optimizer = torch.optim.Adam([*first.parameters(), *last.parameters()])
-    for _ in range(4):
-        optimizer.zero_grad()
-        out = last(first(data.x, data.edge_index).relu(), data.edge_index)
-        F.cross_entropy(out[data.train_mask], data.y[data.train_mask]).backward()
-        optimizer.step()
-    return [out, *first.parameters(), *last.parameters()]
-
-
-@alike.in_doubles()
-def training(grid):
-    mesh, data = worlds.mesh(grid=grid), problem("directed")
-    whole = pdc.partition(problem("directed"), mesh, owners("random", data, mesh.size))
-    share = whole
-    for own, pygs in ((nn.GCNConv, pyg.GCNConv), (nn.SAGEConv, pyg.SAGEConv)):
-        want = an_epoch(pygs, data)
-        for make in (own, pygs):
-            before = mesh.ledger.snapshot()
-            got = an_epoch(make, share)
-            assert all(type(p.grad) is torch.Tensor for p in got[1:])
-            for k, pair in enumerate(zip(got, want, strict=True)):
-                _assert_same(*pair, f"{make} {k}")
-            if mesh.size > 1:
-                assert mesh.ledger.snapshot() != before
-
-
-@pytest.mark.parametrize(("size", "grid"), [(1, None), (3, None), (4, (2, 2, 1))])
-def test_products_and_pyg_train_alike(size, grid):
-    worlds.run(training, size, grid)
-
-
-def waits():
-    """One all-reduce for all parameters, and one halo planned for all epochs."""
-    mesh, data = worlds.mesh(), problem("directed")
-    data.x = data.x.float()
-    share = pdc.partition(data, mesh, "random")
-    torch.manual_seed(0)
-    first = pyg.GATConv(7, 8, heads=2, concat=False)
-    last = pyg.GATConv(8, 4, heads=2, concat=False)
-    counts = []
-    for _ in range(4):
-        before = {k: v.calls for k, v in mesh.ledger.entries.items()}
-        out = last(first(share.x, share.edge_index).relu(), share.edge_index)
-        out.square().sum().backward()
-        after = {k: v.calls for k, v in mesh.ledger.entries.items()}
-        counts.append({k[0]: n - before.get(k, 0) for k, n in after.items()})
-    return counts
-
-
-def test_constant_structure_is_planned_once_and_gradients_are_summed_together():
-    for counts in worlds.run(waits, 2):
-        assert counts[0]["plan"] > 0
-        for later in counts[1:]:
-            assert later.get("plan", 0) == 0
-            assert later["all_reduce"] == 2  # the loss, and all gradients
-            assert not [
-                name for name in later if name.startswith("gather") and later[name]
-            ]
-
-
 def views_of_copies(x):
     """Writes to parts of parts that ranks hold as copies."""
 
@@ -260,7 +153,9 @@ def views_of_copies(x):
     yield lambda: torch._foreach_zero_([x[3], x[4]])
 
 
-def refusals():
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@worlds.on()
+def test_what_would_be_lost_or_differ_is_refused(size):
     """What is refused, on all ranks and before anything is exchanged, and what is said."""
     mesh, data = worlds.mesh(fresh=True), problem("directed")
     share = pdc.partition(data, mesh, owners("random", data, mesh.size))
@@ -293,7 +188,7 @@ def refusals():
     ):
         with pytest.raises(kind, match=told):
             x.data = value
-    _assert_same(x, data.x, "x")
+    alike.same(x, data.x)
     mesh.sharded["strict"] = True
     if mesh.size > 1:
         with pytest.raises(TypeError, match=r"sort\(\) needs all rows.*strict=True"):
@@ -314,11 +209,6 @@ def refusals():
     told = [str(w.message) for w in said if "gathers all rows" in str(w.message)]
     assert len(told) == (mesh.size > 1 and mesh.rank == 0) * 2, told
     assert all("test_sharded.py" in text for text in told)
-
-
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
-def test_what_would_be_lost_or_differ_is_refused(size):
-    worlds.run(refusals, size)
 
 
 def _numbers(data):
@@ -346,13 +236,17 @@ def _twice(data):
 
 
 def _read_early(data):
-    """Reads gradients by a hook before the backward pass ends."""
+    """Reads gradients that passes add up, by a hook before the backward pass ends."""
     torch.manual_seed(0)
-    conv, seen = pyg.GraphConv(7, 4), []
-    for p in conv.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    conv(data.x, data.edge_index).square().sum().backward()
-    return sorted(seen, key=lambda g: (g.dim(), float(g.sum())))
+    convs, seen = [make(7, 4) for make in (pyg.GraphConv, _own(data)[0])], []
+    for conv in convs:
+        at = len(seen)
+        for p in conv.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad + 0))
+        for _ in range(3):
+            conv(data.x, data.edge_index).square().sum().backward()
+        seen[at:] = sorted(seen[at:], key=lambda g: (g.dim(), float(g.sum())))
+    return seen
 
 
 def _inference(data):
@@ -406,6 +300,15 @@ def _rows_into_plain(data):
     return [out, x.grad]
 
 
+CALLS = (
+    _computed_weights,
+    _attribute,
+    _backward_hooks,
+    _double_backward,
+    _functional,
+    _sparse,
+    _views_after_no_grad,
+)
 MENDED = (
     _rows_into_plain,
     _numbers,
@@ -418,18 +321,45 @@ MENDED = (
 
 
 @alike.in_doubles()
-def mended():
-    mesh = worlds.mesh(fresh=True)
-    for case in MENDED:
-        data = problem("directed")
-        want = case(problem("directed"))
-        share = pdc.partition(data, mesh, owners("random", data, mesh.size))
-        got = case(share)
-        assert len(got) == len(want), case
-        for k, pair in enumerate(zip(got, want, strict=True)):
-            _assert_same(*pair, f"{case.__name__} {k}")
+def same_calls(cases, fresh):
+    data, mesh = GRAPHS["directed"](), worlds.mesh(fresh=fresh)
+    cutter = "empty_rank" if mesh.size == 3 and not fresh else "random"
+    for case in cases:
+        share = pdc.partition(data, mesh, owners(cutter, data, mesh.size))
+        alike.same(case(share), case(data), case.__name__)
 
 
 @tiers.parametrize("size", [1, 2, 3], [1, 3])
-def test_writes_hooks_and_seeds_give_the_numbers_of_one_process(size):
-    worlds.run(mended, size)
+def test_scripts_compute_the_numbers_of_one_process(size):
+    worlds.run(same_calls, size, CALLS, False)
+    worlds.run(same_calls, size, MENDED, True)
+
+
+@worlds.on(2)
+@alike.in_doubles()
+def test_constant_structure_is_planned_once_and_gradients_are_summed_together():
+    """Counts collectives of epochs whose results are those of one process."""
+    data, share = alike.share_of()
+    mesh, found, counts = share.x.rows.mesh, [], []
+    for given in (data, share):
+        torch.manual_seed(0)
+        first, last = (pyg.GATConv(n, 4, heads=2, concat=False) for n in (7, 4))
+        weights = [*first.parameters(), *last.parameters()]
+        optimizer = torch.optim.Adam(weights)
+        for _ in range(4):
+            before = {k: v.calls for k, v in mesh.ledger.entries.items()}
+            optimizer.zero_grad()
+            out = last(first(given.x, given.edge_index).relu(), given.edge_index)
+            out.square().sum().backward()
+            optimizer.step()
+            after = {k: v.calls for k, v in mesh.ledger.entries.items()}
+            counts.append({k[0]: n - before.get(k, 0) for k, n in after.items()})
+        assert all(type(w.grad) is torch.Tensor for w in weights)
+        found.append([out, weights])
+    alike.same(found[1], found[0])
+    first, *others = counts[4:]
+    assert first["plan"] > 0
+    for later in others:
+        assert later.get("plan", 0) == 0
+        assert later["all_reduce"] == 2  # the loss, and all gradients
+        assert not [n for n in later if n.startswith("gather") and later[n]]

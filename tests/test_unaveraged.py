@@ -30,23 +30,15 @@ def graph():
     return batches.graph(n=120, e=700)
 
 
-def _nodes(data):
-    return NeighborLoader(data, [4, 3], batch_size=10, shuffle=True)
-
-
-def _links(data):
-    return LinkNeighborLoader(
+LOADERS = {
+    "nodes": lambda data: NeighborLoader(data, [4, 3], batch_size=10, shuffle=True),
+    "links": lambda data: LinkNeighborLoader(
         data,
         [4, 3],
         batch_size=50,
         neg_sampling_ratio=1.0,
         edge_label_index=data.edge_index[:, :400],
-    )
-
-
-LOADERS = {
-    "nodes": _nodes,
-    "links": _links,
+    ),
     "workers": lambda data: NeighborLoader(data, [4, 3], batch_size=10, num_workers=1),
     "one batch": lambda data: NeighborLoader(data, [4, 3], batch_size=60),
     "parts": lambda data: RandomNodeLoader(data, num_parts=8, shuffle=True),
@@ -101,14 +93,15 @@ def _adam(model, lr=0.01):
     return torch.optim.Adam(model.parameters(), lr=lr)
 
 
-def _plainly(model, mesh):
-    return model, _adam(model), nothing, nothing
+def _by(model, optimizer=None, run=None, average=nothing, after=nothing):
+    """What is run, the optimizer, and what follows a backward pass and a step."""
+    return run or model, optimizer or _adam(model), average, after
 
 
 def _warm(model, mesh):
     optimizer = _adam(model)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(k / 4, 1.0))
-    return model, optimizer, nothing, rate.step
+    return _by(model, optimizer, after=rate.step)
 
 
 def _accumulated(model, mesh):
@@ -121,27 +114,19 @@ def _accumulated(model, mesh):
             inner(), zero()
 
     optimizer.step, optimizer.zero_grad = step, nothing
-    return model, optimizer, nothing, nothing
+    return _by(model, optimizer)
 
 
 def _lbfgs(model, mesh):
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
     inner = optimizer.step
     optimizer.step = lambda: inner(lambda: torch.zeros(()))
-    return model, optimizer, nothing, nothing
-
-
-def _replicate(model, mesh):
-    return pdc.replicate(model, mesh), _adam(model), nothing, nothing
-
-
-def _ddp(model, mesh):
-    return DistributedDataParallel(model), _adam(model), nothing, nothing
+    return _by(model, optimizer)
 
 
 def _zero(model, mesh):
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    return DistributedDataParallel(model), optimizer, nothing, nothing
+    return _by(model, optimizer, DistributedDataParallel(model))
 
 
 def _own_all_reduce(model, mesh):
@@ -150,7 +135,7 @@ def _own_all_reduce(model, mesh):
             dist.all_reduce(p.grad)
             p.grad /= mesh.size
 
-    return model, _adam(model), average, nothing
+    return _by(model, average=average)
 
 
 def _own_sum(model, mesh):
@@ -163,7 +148,7 @@ def _own_sum(model, mesh):
             mine = every[mesh.rank :] + every[: mesh.rank]
             p.grad.copy_(sum(mine) / mesh.size)
 
-    return model, _adam(model), average, nothing
+    return _by(model, average=average)
 
 
 def _own_parameters(model, mesh):
@@ -172,14 +157,13 @@ def _own_parameters(model, mesh):
             dist.all_reduce(p.data)
             p.data /= mesh.size
 
-    return model, _adam(model), nothing, average
+    return _by(model, after=average)
 
 
 def _probed(model, mesh):
     """Rank 0 alone trains something else, too."""
     probe = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
-    run = DistributedDataParallel(model)
     steps = iter(range(99))
 
     def train_probe():
@@ -187,22 +171,20 @@ def _probed(model, mesh):
             probe(torch.ones(2, 2)).sum().backward()
             optimizer.step()
 
-    return run, _adam(model), nothing, train_probe
+    return _by(model, run=DistributedDataParallel(model), after=train_probe)
 
 
-HOW = {
-    "plainly": _plainly,
-    "warm": _warm,
-    "accumulated": _accumulated,
-    "lbfgs": _lbfgs,
-    "replicate": _replicate,
-    "ddp": _ddp,
+LATE = {"warm": _warm, "accumulated": _accumulated, "lbfgs": _lbfgs}
+AVERAGED = {
+    "replicate": lambda model, mesh: _by(model, run=pdc.replicate(model, mesh)),
+    "ddp": lambda model, mesh: _by(model, run=DistributedDataParallel(model)),
     "zero": _zero,
     "own all_reduce": _own_all_reduce,
     "own sum": _own_sum,
     "own parameters": _own_parameters,
     "probed": _probed,
 }
+HOW = {"plainly": lambda model, mesh: _by(model), **LATE, **AVERAGED}
 
 
 def refused(answers, steps):
@@ -225,17 +207,12 @@ def test_batches_of_every_loader_are_looked_at(loader):
     refused(worlds.run(train, 2, "plainly", loader), 1)
 
 
-@pytest.mark.parametrize(
-    ("how", "steps"), [("warm", 2), ("accumulated", 4), ("lbfgs", 1)]
-)
+@pytest.mark.parametrize(("how", "steps"), [*zip(LATE, (2, 4, 1), strict=True)])
 def test_steps_that_come_late_or_change_nothing_are_refused_later(how, steps):
     refused(worlds.run(train, 2, how), steps)
 
 
-LEFT_ALONE = [k for k in HOW if k not in ("plainly", "warm", "accumulated", "lbfgs")]
-
-
-@pytest.mark.parametrize("how", LEFT_ALONE)
+@pytest.mark.parametrize("how", AVERAGED)
 def test_what_averages_in_any_way_is_left_alone(how):
     size = 3 if how == "own sum" else 2
     for found, steps in worlds.run(train, size, how):
@@ -243,54 +220,37 @@ def test_what_averages_in_any_way_is_left_alone(how):
         assert steps == 2 * -(-12 // size)
 
 
-def _alike():
-    mesh = worlds.mesh()
-    return train(
-        "plainly",
-        lambda d: NeighborLoader(
-            d, [-1], batch_size=10, options=LoaderOptions(split=False, seed=1)
-        ),
-        mesh=mesh,
-    )
-
-
-def _apart():
-    with worlds.mesh(fresh=True, check="never") as mesh:
-        return train("plainly", mesh=mesh)
-
-
-def _graphs():
-    mesh = worlds.mesh()
-    made = [graph() for _ in range(4)]
-    model, loss = pdc.nn.GraphSAGE(5, 8, 2, 4), []
+@worlds.on(2)
+def test_batches_that_are_the_same_or_cut_need_no_wrapper():
+    mesh, options = worlds.mesh(), LoaderOptions(split=False, seed=1)
+    every = lambda d: NeighborLoader(d, [-1], batch_size=10, options=options)  # noqa: E731
+    assert train("plainly", every, mesh=mesh) == (0.0, 24)
+    made, model, steps = [graph() for _ in range(4)], pdc.nn.GraphSAGE(5, 8, 2, 4), 0
     optimizer = _adam(model)
     for batch in DataLoader(made, batch_size=2, mesh=mesh):
         optimizer.zero_grad()
         loss_of(model, batch).backward()
-        optimizer.step(), loss.append(1)
-    return gap(model), len(loss)
+        optimizer.step()
+        steps += 1
+    assert gap(model) < 1e-6
+    assert steps == 2
 
 
-def test_batches_that_are_the_same_or_cut_need_no_wrapper():
-    for found, steps in worlds.run(_alike, 2):
-        assert (found, steps) == (0.0, 24)
-    for found, steps in worlds.run(_graphs, 2):
-        assert found < 1e-6
-        assert steps == 2
-
-
+@worlds.on(2)
 def test_the_comparison_can_be_left_out():
-    for found, steps in worlds.run(_apart, 2):
-        assert found > 1e-3
-        assert steps == 12
+    with worlds.mesh(fresh=True, check="never") as mesh:
+        found, steps = train("plainly", mesh=mesh)
+    assert found > 1e-3
+    assert steps == 12
 
 
-def _evaluated():
+@worlds.on(2)
+def test_evaluation_waits_for_nobody():
     """A loader for evaluation, and a probe that rank 0 trains after it."""
     mesh = worlds.mesh()
     model = pyg.GraphSAGE(5, 8, 2, 4).eval()
     rows = []
-    for batch in _nodes(graph()):
+    for batch in LOADERS["nodes"](graph()):
         rows.append(len(model(batch.x, batch.edge_index)[: batch.batch_size]))
     if mesh.rank == 0:
         probe = torch.nn.Linear(8, 2)
@@ -298,8 +258,4 @@ def _evaluated():
         for _ in range(3):
             probe(torch.ones(2, 8)).sum().backward()
             optimizer.step()
-    return sum(rows)
-
-
-def test_evaluation_waits_for_nobody():
-    assert worlds.run(_evaluated, 2) == [60, 60]
+    assert sum(rows) == 60
