@@ -89,23 +89,16 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_data_for_tensors_is_told(name):
-    data = generated(20)
-    with pytest.raises(
-        TypeError, match=r"takes tensors, got a Data: call it with data.x"
+def test_what_is_given_in_the_place_of_features_is_told(name):
+    data, layer = generated(20), LAYERS[name]()
+    share = pdc.partition(data, lone(), "block")
+    for given, words in (
+        ((data,), "takes tensors, got a Data: call it with data.x"),
+        ((data, data.edge_index), "takes tensors, got a Data: call it with data.x"),
+        ((share.edge_index, share.x), r"takes \(x, edge_index, .* give it x first"),
     ):
-        LAYERS[name]()(data)
-    with pytest.raises(
-        TypeError, match=r"takes tensors, got a Data: call it with data.x"
-    ):
-        LAYERS[name]()(data, data.edge_index)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_edges_in_the_place_of_features_are_told(name):
-    data = pdc.partition(generated(20), lone(), "block")
-    with pytest.raises(TypeError, match=r"takes \(x, edge_index, .* give it x first"):
-        LAYERS[name]()(data.edge_index, data.x)
+        with pytest.raises(TypeError, match=words):
+            layer(*given)
 
 
 PYG = {
@@ -114,20 +107,16 @@ PYG = {
 }
 
 
-def _loaded(name):
+@pytest.mark.parametrize("name", PYG)
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_a_loader_of_pyg_on_a_share_gives_its_minibatches(name, size):
     """PyG's loaders give every rank the same minibatches, of sharded rows."""
     whole = generated(40)
     share = pdc.partition(whole, worlds.mesh(), "random")
     for mine, theirs in zip(PYG[name](share), PYG[name](whole), strict=True):
         for key, value in theirs.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(alike.whole(mine[key]), value), key
-
-
-@pytest.mark.parametrize("name", PYG)
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_loader_of_pyg_on_a_share_gives_its_minibatches(name, size):
-    worlds.run(_loaded, size, name)
+            alike.same(mine[key], value, key, rtol=0, atol=0)
 
 
 # Ranks that were meant ------------------------------------------------------------------
@@ -188,122 +177,95 @@ def test_a_grid_on_one_process_names_torchrun(said):
 # On several ranks -----------------------------------------------------------------------
 
 
-def told(act):
+def told(act, *given):
     """Texts of the warnings of an act, which is told anew."""
     PROCESS.warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        act()
+        act(*given)
     return [str(one.message) for one in caught]
 
 
-def again():
+@worlds.on(2)
+def test_a_second_init_is_told():
     first = pdc.init(timeout=180)
-    same = told(lambda: pdc.init(timeout=180))
+    (same,) = told(lambda: pdc.init(timeout=180))
     other = told(lambda: pdc.init("feature", timeout=180))
     first.close()
-    return same, other
+    assert "pdc.init was called again" in same
+    assert "mesh.close() before the second" in same
+    assert other == []  # grids are compared so
 
 
-def test_a_second_init_is_told():
-    for same, other in worlds.run(again, 2):
-        assert len(same) == 1
-        assert "pdc.init was called again" in same[0]
-        assert "mesh.close() before the second" in same[0]
-        assert other == []  # grids are compared so
+def _trained(layer, *graphs):
+    for each in graphs:
+        layer(each.x, each.edge_index).sum().backward()
 
 
-def whole_graphs():
+@torch.no_grad()
+def _evaluated(layer, *graphs):
+    layer.eval()
+    for each in graphs:
+        layer(each.x, each.edge_index)
+
+
+@worlds.on(2)
+def test_a_whole_graph_on_each_rank_is_told():
     mesh, data = worlds.mesh(), generated(60)
+    share = pdc.partition(data, mesh, "block")
     loaders, PROCESS.loaders = PROCESS.loaders, []
-    found = {}
     for name, make in LAYERS.items():
         torch.manual_seed(0)
         layer = make()
-
-        def train(data, times=2, layer=layer):
-            for _ in range(times):
-                layer(data.x, data.edge_index).sum().backward()
-
-        def batches(layer=layer):
-            for seed in range(3):
-                batch = generated(30, seed)
-                layer(batch.x, batch.edge_index).sum().backward()
-
-        def evaluate(layer=layer):
-            layer.eval()
-            with torch.no_grad():
-                layer(data.x, data.edge_index), layer(data.x, data.edge_index)
-
-        share = pdc.partition(data, mesh, "block")
-        acts = {
-            "whole": lambda t=train: t(data),
-            "share": lambda t=train, s=share: t(s),
-            "batches": batches,
-            "evaluation": evaluate,
-        }
-        found[name] = {kind: told(act) for kind, act in acts.items()}
+        (whole,) = told(_trained, layer, data, data)
+        assert "each of 2 ranks gives" in whole, name
+        assert "pdc.partition(data, mesh)" in whole
+        batches = [generated(30, seed) for seed in range(3)]
+        assert told(_trained, layer, share, share) == [], name
+        assert told(_trained, layer, *batches) == [], name
+        assert told(_evaluated, layer, data, data) == [], name
     PROCESS.loaders = loaders
-    return found
 
 
-def test_a_whole_graph_on_each_rank_is_told():
-    for found in worlds.run(whole_graphs, 2):
-        for name, kinds in found.items():
-            (whole,) = kinds.pop("whole")
-            assert "each of 2 ranks gives" in whole, name
-            assert "pdc.partition(data, mesh)" in whole
-            assert kinds == {"share": [], "batches": [], "evaluation": []}, name
+def _epochs(data, link, layers=2, given=True):
+    """Warnings of four epochs of layers on a share, to which a link is given or is not."""
+    own = link if given else None
+    share = pdc.partition(data, worlds.mesh(), "block", link=own)
+    torch.manual_seed(0)
+    widths = [data.num_features, *[4] * layers]
+    convs = [nn.GCNConv(a, b) for a, b in itertools.pairwise(widths)]
+
+    def run():
+        for _ in range(4):
+            x = share.x
+            for conv in convs:
+                x = F.relu(conv(x, share.edge_index))
+            x.sum().backward()
+            link.step()
+
+    return told(run)
 
 
-def links():
-    mesh, data = worlds.mesh(), generated(80)
-    found = {}
-
-    def epochs(link, own, layers=2, times=4):
-        share = pdc.partition(data, mesh, "block", link=own)
-        torch.manual_seed(0)
-        widths = [data.num_features, *[4] * layers]
-        convs = [nn.GCNConv(a, b) for a, b in itertools.pairwise(widths)]
-
-        def run():
-            for _ in range(times):
-                x = share.x
-                for conv in convs:
-                    x = F.relu(conv(x, share.edge_index))
-                x.sum().backward()
-                link.step()
-
-        return told(run)
-
-    made = pdc.VARCO(4)
-    found["given to nobody"] = epochs(made, None)
-    made = pdc.VARCO(4)
-    found["two layers"] = epochs(made, made)
-    made = pdc.VARCO(4, exact_last=False)
-    found["all are coded"] = epochs(made, made)
-    made = pdc.Sylvie()
-    found["three layers"] = epochs(made, made, layers=3)
-    made = pdc.LinkPolicy(Plain())
-    found["exact, as asked"] = epochs(made, made)
-    return found
-
-
+@worlds.on(2)
 def test_a_link_that_is_not_used_is_told():
-    for found in worlds.run(links, 2):
-        (nobody,) = found.pop("given to nobody")
-        assert "configured but not used: no layer has trained with it" in nobody
-        assert "pdc.partition(data, mesh, link=link)" in nobody
-        (exact,) = found.pop("two layers")
-        assert "all exchanges are exact" in exact
-        assert "exact_last=False" in exact
-        assert not any(found.values()), found
+    data = generated(80)
+    (nobody,) = _epochs(data, pdc.VARCO(4), given=False)
+    assert "configured but not used: no layer has trained with it" in nobody
+    assert "pdc.partition(data, mesh, link=link)" in nobody
+    (exact,) = _epochs(data, pdc.VARCO(4))
+    assert "all exchanges are exact" in exact
+    assert "exact_last=False" in exact
+    assert _epochs(data, pdc.VARCO(4, exact_last=False)) == []  # all are coded
+    assert _epochs(data, pdc.Sylvie(), layers=3) == []
+    assert _epochs(data, pdc.LinkPolicy(Plain())) == []  # exact, as asked
 
 
 # Other ways of torch to run a model -----------------------------------------------------
 
 
-def _exported():
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_what_is_exported_of_a_share_computes_the_same(size):
     share = pdc.partition(generated(20), worlds.mesh(), "random")
     width = share.x.size(1)
     model, row = nn.GCNConv(width, 2), torch.nn.Linear(width, 2)
@@ -316,12 +278,8 @@ def _exported():
     torch.export.export(model, (data.x, data.edge_index))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_is_exported_of_a_share_computes_the_same(size):
-    worlds.run(_exported, size)
-
-
-def _sharded_by_torch():
+@worlds.on(2)
+def test_fsdp_on_a_share_is_refused():
     mesh = worlds.mesh()
     share = pdc.partition(generated(20), mesh, "random")
     width = share.x.size(1)
@@ -332,11 +290,8 @@ def _sharded_by_torch():
             model(share.x, share.edge_index)
 
 
-def test_fsdp_on_a_share_is_refused():
-    worlds.run(_sharded_by_torch, 2)
-
-
-def _other_selections():
+@worlds.on(2)
+def test_ranks_that_select_differently_all_raise():
     mesh = worlds.mesh(fresh=True)
     share = pdc.partition(generated(20), mesh, "random")
     x, edges, n, late = share.x, share.edge_index, share.num_nodes, mesh.rank
@@ -361,31 +316,30 @@ def _other_selections():
     assert counts[1] == counts[2]
 
 
-def test_ranks_that_select_differently_all_raise():
-    worlds.run(_other_selections, 2)
-
-
-def _other_operations():
+@worlds.on(2)
+def test_ranks_that_compute_differently_all_raise():
     mesh = worlds.mesh(fresh=True)
     share = pdc.partition(generated(20), mesh, "random")
     x, edges, late = share.x * 2, share.edge_index, mesh.rank
     layer = nn.GATConv(x.size(1), 2, negative_slope=0.1 + 0.1 * late)
     other = nn.SAGEConv(x.size(1), 2, aggr="max" if late else "mean")
+
+    def selected():
+        mask = torch.arange(share.num_edges) >= late
+        return share.edge_subgraph(mask).edge_index[0].double()
+
     for words, differs in (
         ("run the same operations", lambda: x.sum(0) if late else x.sum()),
         ("run the same operations", lambda: (x.double() if late else x)[edges[0]]),
         ("run the same operations", lambda: F.dropout(x, training=late > 0).sum()),
         ("seed the generator", lambda: x * torch.full((x.size(1),), float(late))),
         ("seed the generator", lambda: x.__setitem__(0, torch.tensor(float(late)))),
+        ("same ids|same values|all ranks", lambda: selected().sum()),
         ("same negative_slope: it is 0.1 on rank 0", lambda: layer(x, edges)),
         ("same aggr: it is 'mean' on rank 0", lambda: other(x, edges)),
     ):
         with pytest.raises(ValueError, match=words):
             differs()
-
-
-def test_ranks_that_compute_differently_all_raise():
-    worlds.run(_other_operations, 2)
 
 
 def _dropout_ends_on_one_rank():
@@ -402,7 +356,8 @@ def test_dropout_that_one_rank_leaves_out_is_found():
         worlds.run(_dropout_ends_on_one_rank, 2)
 
 
-def _parts_of_weights():
+@worlds.on(2)
+def test_parts_of_weights_and_frozen_ones_that_differ_are_refused():
     mesh = worlds.mesh()
     share = pdc.partition(generated(20), mesh, "random")
     ranks = init_device_mesh("cpu", (mesh.size,))
@@ -418,10 +373,6 @@ def _parts_of_weights():
     row = torch.nn.Linear(share.x.size(1), 4).requires_grad_(False)
     with pytest.raises(ValueError, match=r"ranks .* differ"):
         row(share.x * 2)
-
-
-def test_parts_of_weights_and_frozen_ones_that_differ_are_refused():
-    worlds.run(_parts_of_weights, 2)
 
 
 def test_pyg_layers_are_scripted_as_without_this_package():
