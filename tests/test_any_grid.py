@@ -6,6 +6,7 @@ import itertools
 import math
 from unittest import mock
 
+import alike
 import pytest
 import tiers
 import torch
@@ -64,50 +65,31 @@ def test_every_layer(name, graph, cutter, grid):
     worlds.run(exact, math.prod(grid), name, graph, cutter, grid)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [case[0] for case in NAMED])
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
-def test_named_layers_on_all_grids(name, size):
-    graphs = itertools.cycle(("star", "loops_and_copies", "isolated", "tiny"))
-    for grid in beyond(size) if size <= 4 else some_grids(size):
-        for cutter in ("random", "empty_rank"):
-            worlds.run(exact, size, name, next(graphs), cutter, grid)
-
-
 # Bytes ------------------------------------------------------------------------------
 
 
 def mixed():
     inner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU())
-    calls = [
-        (pyg.GATConv(7, 3, heads=2), "x, edge_index -> x"),
-        (pyg.GINConv(inner), "x, edge_index -> x"),
-        (pyg.GCNConv(5, 4), "x, edge_index -> x"),
-    ]
-    return Sequential("x, edge_index", calls)
+    return pyg.GATConv(7, 3, heads=2), pyg.GINConv(inner), pyg.GCNConv(5, 4)
 
 
 def sums():
     inner = torch.nn.Linear(7, 6)
-    calls = [
-        (pyg.GINConv(inner), "x, edge_index -> x"),
-        (pyg.GraphConv(6, 5, aggr="mean"), "x, edge_index -> x"),
-        (pyg.APPNP(2, 0.1), "x, edge_index -> x"),
-        (pyg.TAGConv(5, 4, K=2), "x, edge_index -> x"),
-    ]
-    return Sequential("x, edge_index", calls)
+    mean = pyg.GraphConv(6, 5, aggr="mean")
+    return pyg.GINConv(inner), mean, pyg.APPNP(2, 0.1), pyg.TAGConv(5, 4, K=2)
 
 
 def attending():
-    calls = [
-        (pyg.GATv2Conv(7, 6), "x, edge_index -> x"),
-        (pyg.TransformerConv(6, 5), "x, edge_index -> x"),
-        (pyg.EdgeConv(torch.nn.Linear(10, 4)), "x, edge_index -> x"),
-    ]
-    return Sequential("x, edge_index", calls)
+    edge = pyg.EdgeConv(torch.nn.Linear(10, 4))
+    return pyg.GATv2Conv(7, 6), pyg.TransformerConv(6, 5), edge
 
 
 MODELS = {"mixed": mixed, "sums": sums, "attending": attending}
+
+
+def model_of(name):
+    calls = [(layer, "x, edge_index -> x") for layer in MODELS[name]()]
+    return Sequential("x, edge_index", calls)
 
 
 def counted(model, grid, graph, owner, halos):
@@ -116,7 +98,7 @@ def counted(model, grid, graph, owner, halos):
     found = []
     for halo in halos:
         torch.manual_seed(0)
-        net = pdc.replicate(pdc.convert(MODELS[model]().double()), mesh)
+        net = pdc.replicate(pdc.convert(model_of(model).double()), mesh)
         edges = share.edge_index.with_halo(halo)
         adds = edges.topology.adds_on_grid
         found.append((late_epoch(net, share.x, edges, share.y), adds))
@@ -131,7 +113,7 @@ def planned(model, grid, graph, cutter, halos=("auto",)):
     how = {"partition": owner, "dtype": torch.float64}
     ran = worlds.run(counted, size, model, grid, graph, owner, halos)
     for k, halo in enumerate(halos):
-        plans = pdc.plan(data, ranks=size, model=MODELS[model](), halo=halo, **how)
+        plans = pdc.plan(data, ranks=size, model=model_of(model), halo=halo, **how)
         assert not plans.refused
         assert {one.grid for one in plans} == set(grids(size))
         one = plans.of(grid)
@@ -162,7 +144,9 @@ def test_bytes_are_the_planners_on_all_grids(model, size):
     assert False in chosen
 
 
-def multiplied(grid):
+@pytest.mark.parametrize("grid", [(2, 2, 1), (3, 1, 1)])
+@worlds.on()
+def test_sums_are_products_where_these_are_fewer_words(grid):
     """A GIN layer on a grid where its sums are fewer words, and its exact price."""
     mesh = worlds.mesh(grid=grid)
     share = pdc.partition(GRAPHS["directed"](), mesh, "random")
@@ -177,11 +161,6 @@ def multiplied(grid):
     assert mesh.ledger.words() == price.words
     words = pdc.comm.collectives.all_reduce(torch.tensor([price.words]), mesh.world)
     assert int(words) == 7 * added < 7 * rows
-
-
-@pytest.mark.parametrize("grid", [(2, 2, 1), (3, 1, 1)])
-def test_sums_are_products_where_these_are_fewer_words(grid):
-    worlds.run(multiplied, math.prod(grid), grid)
 
 
 ADDING = {
@@ -202,46 +181,6 @@ ADDING = {
     "LGConv": lambda: pyg.LGConv(),
     "MixHopConv": lambda: pyg.MixHopConv(7, 5, powers=[0, 1, 2]),
 }
-
-
-def added(grid, graph, cutter):
-    """Layers whose weights do not learn; returns which of them the grid summed."""
-    mesh = worlds.mesh(grid=grid)
-    data = GRAPHS[graph]()
-    owner = owners(cutter, data, mesh.size)
-    share = pdc.partition(data, mesh, owner)
-    summed = set()
-    for name, build in ADDING.items():
-        for weighted in (False, True):
-            if weighted and name == "GIN":
-                continue
-            found = []
-            for source in (data, share):
-                torch.manual_seed(3)
-                conv = build().double()
-                if source is share:
-                    conv = pdc.convert(conv)
-                x = source.x.clone().requires_grad_()
-                edges = source.edge_index
-                for turn in range(3):  # the second time as planned, then of new weights
-                    scale = 1.0 if turn < 2 else 0.5
-                    weight = (
-                        source.edge_weight if scale == 1 else source.edge_weight * scale
-                    )
-                    given = (x, edges, weight) if weighted else (x, edges)
-                    if "cached" in name and turn == 2:
-                        break
-                    with counting(name, summed):
-                        out = conv(*given)
-                    out.square().sum().backward()
-                grads = [p.grad for p in conv.parameters()]
-                found.append([out, x.grad, *grads])
-            for want, got in zip(*found, strict=True):
-                got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
-                torch.testing.assert_close(
-                    got, want, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
-                )
-    return summed
 
 
 def counting(name, summed):
@@ -268,8 +207,37 @@ def counting(name, summed):
     ],
     slice(0, 1),
 )
+@worlds.on()
 def test_sums_on_the_grid_are_pygs(grid, graph, cutter, all_of_them):
-    for summed in worlds.run(added, math.prod(grid), grid, graph, cutter):
-        # against the edges, rows may be as few words
-        ahead = {name for name in ADDING if "back" not in name}
-        assert ahead <= summed or not all_of_them
+    """Layers whose weights do not learn, and which of them the grid summed."""
+    mesh = worlds.mesh(grid=grid)
+    data = GRAPHS[graph]()
+    share = pdc.partition(data, mesh, owners(cutter, data, mesh.size))
+    summed = set()
+    for name, build in ADDING.items():
+        for weighted in (False, True):
+            if weighted and name == "GIN":
+                continue
+            found = []
+            for source in (data, share):
+                torch.manual_seed(3)
+                conv = build().double()
+                if source is share:
+                    conv = pdc.convert(conv)
+                x = source.x.clone().requires_grad_()
+                edges = source.edge_index
+                for turn in range(3):  # the second time as planned, then of new weights
+                    weight = source.edge_weight
+                    weight = weight * 0.5 if turn == 2 else weight
+                    given = (x, edges, weight) if weighted else (x, edges)
+                    if "cached" in name and turn == 2:
+                        break
+                    with counting(name, summed):
+                        out = conv(*given)
+                    out.square().sum().backward()
+                grads = [p.grad for p in conv.parameters()]
+                found.append([out, x.grad, *grads])
+            alike.same(found[1], found[0], name)
+    # against the edges, rows may be as few words
+    ahead = {name for name in ADDING if "back" not in name}
+    assert ahead <= summed or not all_of_them

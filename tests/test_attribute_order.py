@@ -100,7 +100,9 @@ def shares(mesh):
     }
 
 
-def lists_in_order():
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@worlds.on()
+def test_a_share_lists_attributes_in_the_order_of_the_graph(size):
     mesh = worlds.mesh()
     found = shares(mesh)
     whole = graph()
@@ -132,12 +134,9 @@ def lists_in_order():
     assert later.keys()[-2:] == later.node_attrs()[-2:] == ["first", "second"]
 
 
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
-def test_a_share_lists_attributes_in_the_order_of_the_graph(size):
-    worlds.run(lists_in_order, size)
-
-
-def takes_the_order_of_rank_0():
+@tiers.parametrize("size", [2, 3], [3])
+@worlds.on()
+def test_a_share_takes_the_order_of_rank_0(size):
     mesh = worlds.mesh()
     first = mesh.rank == 0
     data = graph()
@@ -151,11 +150,6 @@ def takes_the_order_of_rank_0():
     share = pdc.partition(several, mesh, "random")
     assert share.metadata() == typed().metadata()
     assert all(share[kind].zeta.max() == ord(kind) for kind in share.node_types)
-
-
-@tiers.parametrize("size", [2, 3], [3])
-def test_a_share_takes_the_order_of_rank_0(size):
-    worlds.run(takes_the_order_of_rank_0, size)
 
 
 def on_ranks_with_hash_seeds():

@@ -57,7 +57,10 @@ def _ids(y, x):
     yield x[y - 1], x[torch.tensor([1, -1])]
 
 
-def _constants(cutter):
+@pytest.mark.parametrize("cutter", ["spread", "halves"])
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@worlds.on()
+def test_constants_are_what_torch_computes(size, cutter):
     mesh = worlds.mesh()
     owner = torch.zeros(N, dtype=torch.int64)
     if cutter == "spread":
@@ -73,24 +76,14 @@ def _constants(cutter):
     share = pdc.partition(data, mesh, owner)
     for case in (_scalars, _aliases, _norms, _ids):
         for _ in range(2):  # computed, and kept
-            for theirs, ours in zip(
-                case(copy.copy(data.y), data.x), case(share.y, share.x), strict=True
-            ):
-                for k, (want, got) in enumerate(zip(theirs, ours, strict=True)):
-                    got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
-                    assert got.dtype == want.dtype, (case.__name__, k)
-                    torch.testing.assert_close(got, want, msg=f"{case.__name__} {k}")
-    assert torch.equal(share.y.full_tensor(), data.y)
-    assert torch.equal(share.x.full_tensor(), data.x)
+            want = [*case(copy.copy(data.y), data.x)]
+            alike.same([*case(share.y, share.x)], want, case.__name__)
+    alike.same([share.y, share.x], [data.y, data.x], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("cutter", ["spread", "halves"])
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
-def test_constants_are_what_torch_computes(size, cutter):
-    worlds.run(_constants, size, cutter)
-
-
-def _kept():
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_what_is_kept_of_rows_and_parameters_is_bounded(size):
     """What loops over sizes and new parameters leave behind is bounded."""
     mesh = worlds.mesh(fresh=True)
     g = torch.Generator().manual_seed(0)
@@ -114,13 +107,16 @@ def _kept():
     assert len(mesh.sharded.get("facts", ())) < 20
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_is_kept_of_rows_and_parameters_is_bounded(size):
-    worlds.run(_kept, size)
-
-
-def _relations_at_once(options, owner):
-    mesh, owner = worlds.mesh(), owner and torch.tensor(owner)
+# where no edge ends at nodes of the last rank, and one may have none
+@pytest.mark.parametrize(
+    ("size", "owner"), [(1, [0] * N), (3, [0] * 10 + [2, 2]), (3, [0, 1] * 5 + [2, 2])]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_bases": 2}, {"aggr": "max"}, {"num_blocks": 2}], ids=str
+)
+@worlds.on()
+def test_relations_are_summed_by_one_product_after_one_exchange(options, size, owner):
+    mesh, owner = worlds.mesh(), torch.tensor(owner)
     torch.manual_seed(0)
     ends, kinds = torch.randint(N - 2, (2, 60)), torch.arange(60) % 3
     x = torch.randn(N, 4, dtype=torch.float64, requires_grad=True)
@@ -148,16 +144,9 @@ def _relations_at_once(options, owner):
         nn.RGCNConv(8, 4, 3, root_weight=False).double()(x, ends, kinds)
 
 
-# where no edge ends at nodes of the last rank, and one may have none
-@pytest.mark.parametrize("owner", [None, [0] * 10 + [2, 2], [0, 1] * 5 + [2, 2]])
-@pytest.mark.parametrize(
-    "option", [{}, {"num_bases": 2}, {"aggr": "max"}, {"num_blocks": 2}], ids=str
-)
-def test_relations_are_summed_by_one_product_after_one_exchange(option, owner):
-    worlds.run(_relations_at_once, 3 if owner else 1, option, owner)
-
-
-def _other_relations(relations):
+@pytest.mark.parametrize("relations", [3, 40])  # of 40 most rows are empty
+@worlds.on(2)
+def test_types_of_edges_may_be_made_anew_and_be_many(relations):
     mesh = worlds.mesh()
     torch.manual_seed(0)
     ends, kinds = torch.randint(N, (2, 60)), torch.randint(relations, (60,))
@@ -172,8 +161,3 @@ def _other_relations(relations):
         torch.testing.assert_close(found.full_tensor(), want)
         again = conv(x, ends, (kinds + k) % relations)
         torch.testing.assert_close(again, want)
-
-
-@pytest.mark.parametrize("relations", [3, 40])  # of 40 most rows are empty
-def test_types_of_edges_may_be_made_anew_and_be_many(relations):
-    worlds.run(_other_relations, 2, relations)

@@ -101,21 +101,19 @@ def as_pyg(names, grid):
             close(alike.whole(grads[name]), grad, exact_grads[name], max(found), about)
 
 
-@tiers.parametrize(
-    ("size", "grid"), [(1, None), (2, None), (4, (1, 2, 2))], [(2, None)]
+@pytest.mark.parametrize(
+    ("size", "grid", "names"),
+    [
+        tiers.rarely(1, None, FIRST),
+        (2, None, FIRST),
+        tiers.rarely(4, (1, 2, 2), FIRST),
+        (4, (1, 2, 2), ("GCNConv sums", "SAGEConv", "APPNP")),
+        tiers.rarely(3, None, tuple(LAYERS)),
+        tiers.rarely(4, (2, 2, 1), tuple(LAYERS)),
+    ],
 )
-def test_layers_under_autocast(size, grid):
-    worlds.run(as_pyg, size, FIRST, grid)
-
-
-def test_products_of_a_grid_under_autocast():
-    worlds.run(as_pyg, 4, ("GCNConv sums", "SAGEConv", "APPNP"), (1, 2, 2))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("size", "grid"), [(3, None), (4, (2, 2, 1))])
-def test_every_layer_under_autocast(size, grid):
-    worlds.run(as_pyg, size, tuple(LAYERS), grid)
+def test_layers_under_autocast(size, grid, names):
+    worlds.run(as_pyg, size, names, grid)
 
 
 HALO = ("halo", "halo_reduce", "fiber")
@@ -125,7 +123,13 @@ def bytes_of(mesh):
     return sum(mesh.ledger.bytes(op) for op in HALO)
 
 
-def bytes_halve(grid):
+@tiers.parametrize(
+    ("size", "grid"),
+    [(2, None), (3, None), (4, (1, 2, 2)), (4, (2, 2, 1))],
+    [(2, None)],
+)
+@worlds.on()
+def test_bytes_halve(size, grid):
     mesh = worlds.mesh(grid=grid)
     data = singles(problem("directed"))
     share = pdc.partition(data, mesh, owners("random", data, mesh.size))
@@ -159,15 +163,6 @@ def bytes_halve(grid):
     out = conv.to(BF16)(share.x.to(BF16), share.edge_index)
     assert out.dtype == BF16
     assert bytes_of(mesh) == single // 2
-
-
-@tiers.parametrize(
-    ("size", "grid"),
-    [(2, None), (3, None), (4, (1, 2, 2)), (4, (2, 2, 1))],
-    [(2, None)],
-)
-def test_bytes_halve(size, grid):
-    worlds.run(bytes_halve, size, grid)
 
 
 class Net(torch.nn.Module):

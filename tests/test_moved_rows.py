@@ -77,14 +77,16 @@ def _run(layer, data, *given):
     return layer(data) if not given else layer(given[0], data.edge_index, *given[1:])
 
 
-def _moves(name):
+@sizes
+@pytest.mark.parametrize("name", CASES)
+@worlds.on()
+def test_layers_of_pyg_gather_nothing_in_a_step(name, size):
     make, times, leaves = CASES[name]
     mesh, data = worlds.mesh(), _graph()
     share = pdc.partition(data, mesh, owners("random", data, mesh.size))
     want, _ = _steps(_On(make, _run), data, leaves)
     got, moved = _steps(_On(make, _run), share, leaves, mesh)
-    for found, wanted in zip(got, want, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    alike.same(got, want)
     assert not [op for op in moved if op.startswith("gather")], moved
     if times is not None:
         halo = share.edge_index.topology.locals.halo
@@ -93,12 +95,8 @@ def _moves(name):
 
 
 @sizes
-@pytest.mark.parametrize("name", CASES)
-def test_layers_of_pyg_gather_nothing_in_a_step(name, size):
-    worlds.run(_moves, size, name)
-
-
-def _degrees():
+@worlds.on()
+def test_degrees_orders_and_parts_travel_no_further_than_needed(size):
     mesh, data = worlds.mesh(), _graph()
     share = pdc.partition(data, mesh, owners("random", data, mesh.size))
     here = len(share.x.to_local())
@@ -119,11 +117,6 @@ def _degrees():
         data.x[data.edge_index[0]] - data.x[data.edge_index[1]],
     )
     assert not mesh.ledger.words("halo")  # the parts lie as before they were joined
-
-
-@sizes
-def test_degrees_orders_and_parts_travel_no_further_than_needed(size):
-    worlds.run(_degrees, size)
 
 
 # What one rank does alone ----------------------------------------------------------------
@@ -154,17 +147,6 @@ def test_what_one_rank_alone_writes_to_is_named_on_all(how, size):
     worlds.only(0)  # messages are left over
 
 
-def _fails(op):
-    mesh, data = worlds.mesh(), _graph()
-    data.square = torch.randn(N, 3, 3).double()
-    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
-    square = share.square @ share.square.mT
-    torch.testing.assert_close(op(square), op(data.square @ data.square.mT))
-    share.square[17] = torch.nan
-    with pytest.raises(RuntimeError, match=r"rank \d: .*linalg"):
-        op(share.square)
-
-
 def _last(x):
     return torch.linalg.eigh(x)[0].sum()
 
@@ -175,5 +157,13 @@ def _largest(x):
 
 @sizes
 @pytest.mark.parametrize("op", [_last, _largest])
+@worlds.on()
 def test_a_matrix_that_has_no_values_is_an_error_on_all_ranks(op, size):
-    worlds.run(_fails, size, op)
+    mesh, data = worlds.mesh(), _graph()
+    data.square = torch.randn(N, 3, 3).double()
+    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
+    square = share.square @ share.square.mT
+    torch.testing.assert_close(op(square), op(data.square @ data.square.mT))
+    share.square[17] = torch.nan
+    with pytest.raises(RuntimeError, match=r"rank \d: .*linalg"):
+        op(share.square)

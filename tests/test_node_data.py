@@ -73,12 +73,15 @@ def write_ogb(root, name, kind):
         )
         np.savez(raw / "node-label.npz", node_label=labels)
     else:
-        csv(raw / "edge.csv.gz", given["edges"].T)
-        csv(raw / "node-feat.csv.gz", given["x"].astype(np.float64))
-        csv(raw / "node-label.csv.gz", given["y"][:, None])
-        csv(raw / "num-node-list.csv.gz", np.array([[N]]))
-        csv(raw / "num-edge-list.csv.gz", np.array([[E]]))
-        csv(raw / "node_year.csv.gz", np.full((N, 1), 2000))
+        for part, array in (
+            ("edge", given["edges"].T),
+            ("node-feat", given["x"].astype(np.float64)),
+            ("node-label", given["y"][:, None]),
+            ("num-node-list", np.array([[N]])),
+            ("num-edge-list", np.array([[E]])),
+            ("node_year", np.full((N, 1), 2000)),
+        ):
+            csv(raw / f"{part}.csv.gz", array)
     for part, ids in split(given).items():
         csv(cut / f"{part}.csv.gz", ids[:, None])
     return given

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 
+import alike
 import pytest
 import tiers
 import torch
@@ -86,9 +87,8 @@ def late_epoch(widths, grid, oblivious):
         for a, b in itertools.pairwise(widths)
     )
     for gradients, out in results[1:]:
-        torch.testing.assert_close(out, results[0][1], rtol=1e-10, atol=1e-12)
-        for one, two in zip(gradients, results[0][0], strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+        alike.same(out, results[0][1], rtol=1e-10, atol=1e-12)
+        alike.same(gradients, results[0][0], atol=1e-11)
     return words, reference
 
 
@@ -124,9 +124,8 @@ def switches(layer):
             words[order, keep] = moved(mesh)
     for gradients, out in found.values():
         want = found["first", False]
-        torch.testing.assert_close(out, want[1], rtol=1e-10, atol=1e-12)
-        for one, two in zip(gradients, want[0], strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+        alike.same(out, want[1], rtol=1e-10, atol=1e-12)
+        alike.same(gradients, want[0], atol=1e-11)
     return words
 
 
@@ -141,7 +140,8 @@ def test_every_order_is_the_same_function(layer):
     assert words["auto", True] == unit * 2 * 4
 
 
-def changing():
+@worlds.on(2)
+def test_a_kept_product_follows_its_inputs():
     mesh = worlds.mesh()
     data = graph(5)
     share = pdc.partition(data, mesh, "random")
@@ -174,10 +174,6 @@ def changing():
     assert len(rows) == len(share.x.rows)
 
 
-def test_a_kept_product_follows_its_inputs():
-    worlds.run(changing, 2)
-
-
 KEPT = {
     "gat": lambda: pyg.GATConv(5, 3, heads=2),
     "gatv2": lambda: pyg.GATv2Conv(5, 6),
@@ -199,7 +195,10 @@ class Writes(pyg.GraphConv):
         return super().forward(x, edge_index)
 
 
-def kept_ghosts(kind):
+@tiers.parametrize("size", [2, 3, 4], [2])
+@tiers.parametrize("kind", [*KEPT, "writes"], ["gat"])
+@worlds.on()
+def test_the_ghosts_of_features_travel_twice(kind, size):
     """The rows of features travel twice, and again when they have changed."""
     data, mesh = graph(5), worlds.mesh()
     share = pdc.partition(data, mesh, "random")
@@ -225,21 +224,13 @@ def kept_ghosts(kind):
             out = net[1](h.relu(), at)
             out.sin().sum().backward()
             found.append((out, [p.grad for p in net.parameters()]))
-        (want, grads), (got, same) = found
-        torch.testing.assert_close(got.full_tensor(), want)
-        torch.testing.assert_close(same, grads)
+        alike.same(found[1], found[0])
     adds = kind in ("graph", "gin", "no pair", "writes")  # sends some rows as sums
     price = (edges.topology.sum_plan().matrix if adds else halo).price(5).words
     if kind == "writes":
         assert sent[1:] == [price] * 7
     else:
         assert sent[1:] == [price, 0, 0, price, price, 0, price * (kind != "edge")]
-
-
-@tiers.parametrize("size", [2, 3, 4], [2])
-@tiers.parametrize("kind", [*KEPT, "writes"], ["gat"])
-def test_the_ghosts_of_features_travel_twice(kind, size):
-    worlds.run(kept_ghosts, size, kind)
 
 
 def changed_on_one(layer):
@@ -321,18 +312,6 @@ def test_an_unknown_order_is_refused():
         share.edge_index.with_ordering("best")
 
 
-def checkpointed(layer):
-    """An epoch that computes a layer again multiplies in the order of the first time."""
-    mesh = worlds.mesh()
-    share = pdc.partition(graph(9), mesh, "random")
-    net = Net((9, 2), layer)
-    again = Recomputed(net)
-    want, _ = step(net, share, share.edge_index.with_ordering(keep_inputs=False))
-    for _ in range(4):
-        got, _ = step(again, share, share.edge_index)
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-
-
 class Recomputed(torch.nn.Module):
     def __init__(self, net):
         super().__init__()
@@ -343,5 +322,14 @@ class Recomputed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("layer", [DistGCNConv, DistSAGEConv])
+@worlds.on(2)
 def test_checkpointing_repeats_the_order(layer):
-    worlds.run(checkpointed, 2, layer)
+    """An epoch that computes a layer again multiplies in the order of the first time."""
+    mesh = worlds.mesh()
+    share = pdc.partition(graph(9), mesh, "random")
+    net = Net((9, 2), layer)
+    again = Recomputed(net)
+    want, _ = step(net, share, share.edge_index.with_ordering(keep_inputs=False))
+    for _ in range(4):
+        got, _ = step(again, share, share.edge_index)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import second_device
@@ -96,24 +98,13 @@ def unseen(run):
 @contextlib.contextmanager
 def uncounted(mesh):
     """Leaves out what gloo moves through host memory, and comparisons of copies."""
-    staged, wait, check = (
-        collectives._to_backend_device,
-        collectives.Pending.wait,
-        mesh.check,
-    )
-    collectives._to_backend_device, collectives.Pending.wait = (
-        unseen(staged),
-        unseen(wait),
-    )
-    mesh.check = "never"  # of copies, in passes 1, 2, 4, 8, ...
-    try:
+    staged, wait = collectives._to_backend_device, collectives.Pending.wait
+    with (
+        mock.patch.object(collectives, "_to_backend_device", unseen(staged)),
+        mock.patch.object(collectives.Pending, "wait", unseen(wait)),
+        mock.patch.object(mesh, "check", "never"),  # in passes 1, 2, 4, 8, ...
+    ):
         yield
-    finally:
-        collectives._to_backend_device, collectives.Pending.wait, mesh.check = (
-            staged,
-            wait,
-            check,
-        )
 
 
 def third(step, counting, device):
@@ -121,32 +112,44 @@ def third(step, counting, device):
     for _ in range(2):
         step()
     under = torch._C._len_torch_dispatch_stack
-    with counting(device=device) as mode:
-        # layers run by products under no mode but this one
-        torch._C._len_torch_dispatch_stack = lambda: max(under() - 1, 0)
-        try:
-            step()
-        finally:
-            torch._C._len_torch_dispatch_stack = under
+
+    def fewer():  # layers run by products under no mode but this one
+        return max(under() - 1, 0)
+
+    seen = mock.patch.object(torch._C, "_len_torch_dispatch_stack", fewer)
+    with counting(device=device) as mode, seen:
+        step()
     return mode.found
 
 
-def waits(names, place, grid=None):
-    where = second_device.device() if place == "spare" else torch.device(place)
-    mesh, data, found = worlds.mesh(grid=grid), GRAPHS["undirected"](), {}
-    share = pdc.partition(data, mesh, owners("random", data, mesh.size)).to(where)
+def device_of(place):
+    return second_device.device() if place == "spare" else torch.device(place)
+
+
+def waits_of(steps, mesh, place):
+    """For what the host waits in steps, by their names."""
     with uncounted(mesh):
-        for name in names:
-            conv = pdc.convert({**LAYERS, **MORE}[name]().double().to(where))
-            x = share.x.clone().requires_grad_()
+        found = {name: third(step, counter(), place != "cpu") for name, step in steps}
+    return {name: came for name, came in found.items() if came}
 
-            def step(conv=conv, x=x):
-                conv(x, share.edge_index).sum().backward()
 
-            came = third(step, counter(), place != "cpu")
-            if came:
-                found[name] = came
-    return found
+def step_of(conv, share, link=None):
+    x = share.x.clone().requires_grad_()
+
+    def step():
+        conv(x, share.edge_index).sum().backward()
+        if link is not None:
+            link.step()
+
+    return step
+
+
+def waits(names, place, grid=None):
+    where, mesh, data = device_of(place), worlds.mesh(grid=grid), GRAPHS["undirected"]()
+    share = pdc.partition(data, mesh, owners("random", data, mesh.size)).to(where)
+    made = (pdc.convert({**LAYERS, **MORE}[n]().double().to(where)) for n in names)
+    steps = ((n, step_of(c, share)) for n, c in zip(names, made, strict=True))
+    return waits_of(steps, mesh, place)
 
 
 TYPED = {
@@ -163,8 +166,7 @@ TYPED = {
 
 def waits_by_type(place):
     """Layers of typed nodes, and the rows of a `DistEmbedding`, as a step learns them."""
-    where = second_device.device() if place == "spare" else torch.device(place)
-    mesh, data, found = worlds.mesh(), two_types(), {}
+    where, mesh, data = device_of(place), worlds.mesh(), two_types()
     share = pdc.partition(data, mesh).to(where)
     plain = pdc.partition(GRAPHS["undirected"](), mesh, "random").to(where)
     table = pdc.DistEmbedding(plain.num_nodes, 7, like=plain).to(where)
@@ -177,7 +179,7 @@ def waits_by_type(place):
         pdc.clip_grad_norm_(torch.nn.ModuleList([table, conv]), 1.0)
         sgd.step()
 
-    with uncounted(mesh):
+    def steps():
         for name, make in TYPED.items():
             layer = pdc.convert(make(data.metadata())).to(where)
 
@@ -185,9 +187,10 @@ def waits_by_type(place):
                 out = layer(share.x_dict, share.edge_index_dict)
                 sum(y.sum() for y in out.values() if y is not None).backward()
 
-            found[name] = third(step, counter(), place != "cpu")
-        found["embedding"] = third(learnt, counter(), place != "cpu")
-    return {name: came for name, came in found.items() if came}
+            yield name, step
+        yield "embedding", learnt
+
+    return waits_of(steps(), mesh, place)
 
 
 LINKS = {
@@ -206,36 +209,27 @@ def codes_unseen(place):
     `test_cuda_codecs.py` counts within those.
     """
     ops = [v for v in vars(codec_ops).values() if isinstance(v, Op)]
-    before = [op._backends.get(place) for op in ops]
-    for op in ops:
-        op._backends[place] = unseen(op.definition)
-    try:
+    with contextlib.ExitStack() as stack:
+        for op in ops:
+            instead = {place: unseen(op.definition)}
+            stack.enter_context(mock.patch.dict(op._backends, instead))
         yield
-    finally:
-        for op, twin in zip(ops, before, strict=True):
-            op._backends[place] = twin
 
 
 def waits_by_links(names, place, grid=None):
     """Layers whose rows are coded or late, of exchanges that were made before."""
-    where = second_device.device() if place == "spare" else torch.device(place)
-    mesh, data, found = worlds.mesh(grid=grid), GRAPHS["undirected"](), {}
-    with uncounted(mesh), codes_unseen(place):
-        for name in names:
-            for kind in ("GCN", "SAGE"):
-                link, cut = LINKS[name](), owners("random", data, mesh.size)
-                share = pdc.partition(data, mesh, cut, link=link).to(where)
-                conv = pdc.convert(LAYERS[kind]().double().to(where))
-                x = share.x.clone().requires_grad_()
+    where, mesh, data = device_of(place), worlds.mesh(grid=grid), GRAPHS["undirected"]()
+    cut = owners("random", data, mesh.size)
 
-                def step(conv=conv, x=x, share=share, link=link):
-                    conv(x, share.edge_index).sum().backward()
-                    link.step()
+    def steps():
+        for name, kind in itertools.product(names, ("GCN", "SAGE")):
+            link = LINKS[name]()
+            share = pdc.partition(data, mesh, cut, link=link).to(where)
+            conv = pdc.convert(LAYERS[kind]().double().to(where))
+            yield (name, kind), step_of(conv, share, link)
 
-                came = third(step, counter(), place != "cpu")
-                if came:
-                    found[name, kind] = came
-    return found
+    with codes_unseen(place):
+        return waits_of(steps(), mesh, place)
 
 
 def test_products_ask_for_no_value():
