@@ -2,22 +2,39 @@
 
 A rank runs a workload: a short script that prints `RESULT` and a hash of what it computed.
 A fault strikes one rank at the n-th exchange that it begins, in whatever thread that is:
-`kill` (SIGKILL), `exit` (the process ends without a word), `stop` (SIGSTOP), `term` (SIGTERM),
+`kill` (SIGKILL), `stop` (SIGSTOP), `term` (SIGTERM),
 `raise` (an exception), `leave` (the script ends early), `slow` (a pause, which is no fault).
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
+import functools
 import hashlib
 import json
 import os
 import select
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv, SAGEConv
+
+import pyg_distcomm as pdc
+from pyg_distcomm import nn
+from pyg_distcomm.comm.ledger import Ledger
+from pyg_distcomm.loader import (
+    DistFeatureStore,
+    DistLayerLoader,
+    DistNeighborLoader,
+    LoaderOptions,
+    shared,
+)
 
 WORKLOADS = {}
 TIMEOUT = 4.0  # seconds, of every mesh
@@ -39,9 +56,6 @@ def workload(ranks=2, files=(), rank=1):
 
 
 def graph(n=240, f=8, classes=3):
-    import torch
-    from torch_geometric.data import Data
-
     g = torch.Generator().manual_seed(0)
     edges = torch.randint(0, n, (2, 6 * n), generator=g)
     x = torch.rand(n, f, generator=g, dtype=torch.float64)
@@ -50,10 +64,17 @@ def graph(n=240, f=8, classes=3):
     return data
 
 
-def train(mesh, model, data, epochs=4, step=None, each=None):
-    import torch
-    import torch.nn.functional as F
+def started(*args, **how):
+    return pdc.init(*args, **{"timeout": TIMEOUT, **how})
 
+
+def shared_out(data=None, mesh=None, method="random", **how):
+    """A mesh, and this rank's share of a graph."""
+    mesh = started() if mesh is None else mesh
+    return mesh, pdc.partition(graph() if data is None else data, mesh, method, **how)
+
+
+def train(mesh, model, data, epochs=4, step=None, each=None):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch in range(epochs):
         optimizer.zero_grad()
@@ -68,32 +89,24 @@ def train(mesh, model, data, epochs=4, step=None, each=None):
     return [*model.parameters(), loss]
 
 
-def net(layers, width=16):
-    import torch
-    import torch.nn.functional as F
+class Net(torch.nn.Module):
+    def __init__(self, layers, width):
+        super().__init__()
+        torch.manual_seed(1)
+        self.one, self.two = layers(8, width), layers(width, 3)
 
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(1)
-            self.one, self.two = layers(8, width), layers(width, 3)
-
-        def forward(self, x, edge_index):
-            x = F.dropout(self.one(x, edge_index).relu(), 0.3, self.training)
-            return self.two(x, edge_index)
-
-    return Net().double()
+    def forward(self, x, edge_index):
+        x = F.dropout(self.one(x, edge_index).relu(), 0.3, self.training)
+        return self.two(x, edge_index)
 
 
-def full_graph(algorithm="1d", layer="GCNConv", link=None, **shape):
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
+def net(layers=nn.GCNConv, width=16):
+    return Net(layers, width).double()
 
-    mesh = pdc.init(algorithm, timeout=TIMEOUT, **shape)
-    link = None if link is None else getattr(pdc, link[0])(*link[1:])
-    data = pdc.partition(graph(), mesh, "random", link=link)
-    step = None if link is None else link.step
-    return train(mesh, net(getattr(nn, layer)), data, step=step)
+
+def full_graph(algorithm="1d", layer=nn.GCNConv, link=None, **shape):
+    mesh, data = shared_out(mesh=started(algorithm, **shape), link=link)
+    return train(mesh, net(layer), data, step=None if link is None else link.step)
 
 
 @workload()
@@ -118,55 +131,44 @@ def gcn_by_features():
 
 @workload(ranks=3)
 def gat():
-    return full_graph(layer="GATConv")
+    return full_graph(layer=nn.GATConv)
 
 
 @workload()
 def largest_neighbour():
-    import functools
-
-    from pyg_distcomm import nn
-
-    nn.Largest = functools.partial(nn.SAGEConv, aggr="max")
-    return full_graph(layer="Largest")
+    return full_graph(layer=functools.partial(nn.SAGEConv, aggr="max"))
 
 
 @workload()
 def varco():
-    return full_graph(link=("VARCO", 4))
+    return full_graph(link=pdc.VARCO(4))
 
 
 @workload()
 def one_bit_late():
-    return full_graph(link=("Sylvie", 1))
+    return full_graph(link=pdc.Sylvie(1))
 
 
 @workload()
 def some_rows():
-    return full_graph(link=("BNS", 0.5))
+    return full_graph(link=pdc.BNS(0.5))
+
+
+class NormedNet(Net):
+    """The same with batch norm, and without dropout."""
+
+    def __init__(self):
+        super().__init__(nn.SAGEConv, 16)
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, x, edge_index):
+        return self.two(self.norm(self.one(x, edge_index)).relu(), edge_index)
 
 
 @workload()
 def batch_norm_and_metrics():
-    import torch
-
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
-    mesh = pdc.init(timeout=TIMEOUT)
-    data = pdc.partition(graph(), mesh, "random")
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(1)
-            self.one, self.two = nn.SAGEConv(8, 16), nn.SAGEConv(16, 3)
-            self.norm = torch.nn.BatchNorm1d(16)
-
-        def forward(self, x, edge_index):
-            return self.two(self.norm(self.one(x, edge_index)).relu(), edge_index)
-
-    model, found = Net().double(), []
+    mesh, data = shared_out()
+    model, found = NormedNet().double(), []
 
     def each(epoch, optimizer):
         model.eval()
@@ -183,23 +185,12 @@ def batch_norm_and_metrics():
 
 @workload()
 def wrapped_by_ddp():
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
-    mesh = pdc.init(timeout=TIMEOUT)
-    data = pdc.partition(graph(), mesh, "random")
-    return train(mesh, pdc.replicate(net(nn.GCNConv), mesh), data)
+    mesh, data = shared_out()
+    return train(mesh, pdc.replicate(net(), mesh), data)
 
 
 def staged(chunks, **how):
-    import torch
-    import torch.nn.functional as F
-    from torch_geometric.nn import GCNConv
-
-    import pyg_distcomm as pdc
-
-    mesh = pdc.init(timeout=TIMEOUT, **how)
-    data = pdc.partition(graph(), mesh, "random")
+    mesh, data = shared_out(mesh=started(**how))
     torch.manual_seed(1)
     stack = [GCNConv(8, 8), torch.nn.ReLU(), GCNConv(8, 8), torch.nn.ReLU()]
     stack = [layer.double() for layer in (*stack, GCNConv(8, 3))]
@@ -226,11 +217,19 @@ def hybrid():
     return staged(4, stages=2)
 
 
-def minibatches(mesh, loader, model):
-    import torch
-    import torch.nn.functional as F
+def plain_net():
+    return net(SAGEConv).float()
 
-    model = model.float()
+
+def neighbors(data, batch_size=16, **how):
+    """A loader of minibatches of two hops."""
+    options = LoaderOptions(seed=how.pop("seed", 0), **how.pop("options", {}))
+    how = {"num_neighbors": [4, 4], **how}
+    return DistNeighborLoader(data, batch_size=batch_size, options=options, **how)
+
+
+def minibatches(mesh, loader):
+    model = pdc.replicate(plain_net(), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(2):
         for batch in loader:
@@ -243,62 +242,26 @@ def minibatches(mesh, loader, model):
 
 @workload()
 def partitioned_loader():
-    import pyg_distcomm as pdc
-    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
-
-    mesh = pdc.init(timeout=TIMEOUT)
-    data = pdc.partition(graph(), mesh, "random")
-    loader = DistNeighborLoader(
-        data,
-        [4, 4],
-        batch_size=16,
-        shuffle=True,
-        options=LoaderOptions(seed=0, bulk_size=2),
-    )
-    return minibatches(mesh, loader, pdc.replicate(plain_net(), mesh))
-
-
-def plain_net():
-    from torch_geometric.nn import SAGEConv
-
-    return net(SAGEConv).float()
+    mesh, data = shared_out()
+    return minibatches(mesh, neighbors(data, shuffle=True, options={"bulk_size": 2}))
 
 
 @workload()
 def replicated_loader():
-    import pyg_distcomm as pdc
-    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
-
-    mesh = pdc.init(timeout=TIMEOUT)
-    data = graph()
-    loader = DistNeighborLoader(
-        data, [4, 4], batch_size=16, shuffle=True, options=LoaderOptions(seed=0)
-    )
-    return minibatches(mesh, loader, pdc.replicate(plain_net(), mesh))
+    mesh = started()
+    return minibatches(mesh, neighbors(graph(), shuffle=True))
 
 
 @workload()
 def layerwise_loader():
-    import pyg_distcomm as pdc
-    from pyg_distcomm.loader import DistLayerLoader, LoaderOptions
-
-    mesh = pdc.init(timeout=TIMEOUT)
-    data = pdc.partition(graph(), mesh, "random")
-    loader = DistLayerLoader(
-        data, [24, 24], rule="ladies", batch_size=16, options=LoaderOptions(seed=0)
-    )
-    return minibatches(mesh, loader, pdc.replicate(plain_net(), mesh))
+    mesh, data = shared_out()
+    how = {"rule": "ladies", "batch_size": 16, "options": LoaderOptions(seed=0)}
+    return minibatches(mesh, DistLayerLoader(data, [24, 24], **how))
 
 
 @workload()
 def feature_store():
-    import torch
-
-    import pyg_distcomm as pdc
-    from pyg_distcomm.loader import DistFeatureStore
-
-    mesh = pdc.init(timeout=TIMEOUT)
-    data = pdc.partition(graph(), mesh, "random")
+    mesh, data = shared_out()
     store = DistFeatureStore.from_data(data, mesh, cache=0.1)
     found = []
     for step in range(6):
@@ -309,11 +272,7 @@ def feature_store():
 
 @workload(files=("run",))
 def checkpoints():
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
-    mesh = pdc.init(timeout=TIMEOUT)
-    data, model = pdc.partition(graph(), mesh, "random"), net(nn.GCNConv)
+    (mesh, data), model = shared_out(), net()
 
     def each(epoch, optimizer):
         pdc.save_checkpoint("run", mesh, model, optimizer, epoch=epoch)
@@ -324,30 +283,21 @@ def checkpoints():
 
 @workload(files=("run.json", *(f"rank{rank}.run.json" for rank in range(4))))
 def traced():
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
-    mesh = pdc.init(timeout=TIMEOUT)
-    data = pdc.partition(graph(), mesh, "random")
+    mesh, data = shared_out()
     with pdc.trace("run.json", mesh):
-        return train(mesh, net(nn.GCNConv), data)
+        return train(mesh, net(), data)
 
 
 @workload()
 def planned():
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
     data = graph()
-    mesh = pdc.init(pdc.Auto(data, widths=[8, 16, 3]), timeout=TIMEOUT)
-    train(mesh, net(nn.GCNConv), pdc.partition(data, mesh))
+    mesh = started(pdc.Auto(data, widths=[8, 16, 3]))
+    train(mesh, net(), pdc.partition(data, mesh))
     return []  # the plan depends on what was measured
 
 
 def graph_in_steps():
     """Makes a graph; a fault may strike between its steps."""
-    from pyg_distcomm.comm.ledger import Ledger
-
     nothing = dict.fromkeys(("words", "bytes", "sent_bytes", "messages"), 0)
     for _ in range(4):
         Ledger().note("load", "none", **nothing)
@@ -356,23 +306,14 @@ def graph_in_steps():
 
 @workload(rank=0)
 def one_copy_a_host():
-    import pyg_distcomm as pdc
-    from pyg_distcomm.loader import shared
-
-    mesh = pdc.init(timeout=TIMEOUT)
-    data = shared(graph_in_steps)
+    mesh, data = started(), shared(graph_in_steps)
     mesh.everyone.watch.barrier("the end", 0, mesh.size)
     return [data.x.sum()]
 
 
 @workload()
 def gathered():
-    import torch
-
-    import pyg_distcomm as pdc
-
-    mesh = pdc.init(timeout=TIMEOUT)
-    data = pdc.partition(graph(), mesh, "random")
+    _mesh, data = shared_out()
     found = []
     for _ in range(3):
         found += [data.x.sort(0).values, data.x.mean(0), data.x.std()]
@@ -386,10 +327,6 @@ def gathered():
 
 def arm(how, rank, at):
     """Makes a fault strike this process at its n-th exchange; counts exchanges."""
-    import threading
-
-    from pyg_distcomm.comm.ledger import Ledger
-
     note, state = Ledger.note, {"count": 0}
 
     def counted(self, *args, **kwargs):
@@ -410,7 +347,7 @@ def strike(how, main):
         os.kill(os.getpid(), numbers[how])
     elif how == "raise":
         raise ValueError(INJECTED)
-    elif how == "exit" or (how == "leave" and not main):
+    elif how == "leave" and not main:
         os._exit(7)
     elif how == "leave":
         raise SystemExit(0)
@@ -419,8 +356,6 @@ def strike(how, main):
 
 
 def hashed(found):
-    import torch
-
     total = hashlib.sha256()
     for value in found:
         value = value.to_local() if hasattr(value, "to_local") else value
@@ -451,16 +386,9 @@ def serve():
     A rank leaves through here, so that it ends as any script does: with its own exit code,
     the package's hook for exceptions, and `atexit`.
     """
-    import torch
-
     torch.set_num_threads(1)
-    import warm
+    import warm  # noqa: F401
 
-    import pyg_distcomm
-
-    assert warm
-    assert pyg_distcomm
-    gc.freeze()
     print(json.dumps({"ready": True}), flush=True)
     text, children = b"", {}
     while True:

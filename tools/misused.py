@@ -9,16 +9,35 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 
-from faulty import TIMEOUT, graph, net, plain_net, train
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from faulty import (
+    TIMEOUT,
+    graph,
+    neighbors,
+    net,
+    plain_net,
+    shared_out,
+    started,
+    train,
+)
+from torch_geometric.data import HeteroData
+from torch_geometric.nn import GCNConv
+
+import pyg_distcomm as pdc
+from pyg_distcomm import nn
+from pyg_distcomm.partition.folder import write_folder
 
 CASES = {}
 LATE = rf"waited {TIMEOUT:.0f} s"
 
 
-def case(says=None, ranks=2, files=(), codes=None):
+def case(says=None, ranks=2, files=(), codes=None, name=None):
     """Registers a misuse.
 
     Args:
@@ -26,11 +45,12 @@ def case(says=None, ranks=2, files=(), codes=None):
         ranks: how many there are.
         files: what may stay in their folder.
         codes: their exit codes; by default 1 if they say something, else 0.
+        name: of the case; by default its function's.
     """
 
     def register(fn):
         fn.says, fn.ranks, fn.files, fn.codes = says, ranks, tuple(files), codes
-        CASES[fn.__name__] = fn
+        CASES[name or fn.__name__] = fn
         return fn
 
     return register
@@ -40,69 +60,53 @@ def me():
     return int(os.environ["RANK"])
 
 
-def started(*args, **how):
-    import pyg_distcomm as pdc
-
-    return pdc.init(*args, **{"timeout": TIMEOUT, **how})
-
-
-def shared_out(data=None, mesh=None, **how):
-    import pyg_distcomm as pdc
-
-    mesh = started() if mesh is None else mesh
-    data = graph() if data is None else data
-    return mesh, pdc.partition(data, mesh, how.pop("method", "random"), **how)
-
-
-def trained(layer="GCNConv", **how):
-    from pyg_distcomm import nn
-
+def trained(**how):
     mesh, data = shared_out(**how)
     link = how.get("link")
-    step = None if link is None else link.step
-    return train(mesh, net(getattr(nn, layer)), data, step=step)
+    return train(mesh, net(), data, step=None if link is None else link.step)
 
 
-def differs(name, first, second, where="init"):
+def loaded(**how):
+    _mesh, data = shared_out()
+    return sum(batch.num_nodes for batch in neighbors(data, **how))
+
+
+def loaded_from_all(**how):
+    started()
+    for _ in neighbors(graph(), options={"split": True}, **how):
+        pass
+
+
+PLACES = {
+    "init": started,
+    "partition": trained,
+    "loader": loaded,
+    "replicated loader": loaded_from_all,
+}
+
+
+def differs(name, first, second, where="init", says=None, called=None):
     """Makes a case of an argument that differs between ranks."""
+    says = says or rf"same {name}(\.\w+)?: "
 
+    @case(says=says, name=called or f"{name} differs in {where}")
     def run():
-        value = first() if me() == 0 else second()
-        if where == "init":
-            started(**{name: value})
-        elif where == "partition":
-            trained(**{name: value})
-        elif where == "loader":
-            loaded(**{name: value})
-        else:
-            from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
-
-            mesh = started()
-            options = LoaderOptions(seed=0, split=True)
-            how = {"batch_size": 16, name: value, "options": options}
-            for _ in DistNeighborLoader(graph(), [4, 4], **how):
-                assert mesh.size == 2
-
-    run.__name__ = f"{name} differs in {where}"
-    case(
-        says=rf"same {name}(\.\w+)?: "
-        if where != "replicated loader"
-        else rf"got .*{name}=.* on rank [01],? and .*{name}=.* on rank [01]"
-    )(run)
+        PLACES[where](**{name: second if me() else first})
 
 
 # What must agree ---------------------------------------------------------------------
 
-differs("seed", lambda: 0, lambda: 1)
-differs("timeout", lambda: 4.0, lambda: 5.0)
-differs("check", lambda: "first", lambda: "always")
-differs("strict", lambda: False, lambda: True)
-differs("grid", lambda: (2, 1, 1), lambda: (1, 1, 2))
-differs("stages", lambda: 1, lambda: 2)
-differs("algorithm", lambda: "1d", lambda: "feature")
+differs("seed", 0, 1)
+differs("timeout", 4.0, 5.0)
+differs("check", "first", "always")
+differs("strict", False, True)
+differs("grid", (2, 1, 1), (1, 1, 2))
+differs("stages", 1, 2)
+differs("algorithm", "1d", "feature")
 
 
 def changed(name, place=(1, 3)):
+    @case(says=rf"same data.{name}: ", name=f"{name} of the data differs")
     def run():
         data = graph()
         if me() == 1:
@@ -110,50 +114,28 @@ def changed(name, place=(1, 3)):
             data[name] = data[name].clone()
         trained(data=data)
 
-    run.__name__ = f"{name} of the data differs"
-    case(says=rf"same data.{name}: ")(run)
-
 
 for attribute in ("x", "y", "train_mask", "edge_index"):
     changed(attribute)
-
-
-def link(name, *args, **how):
-    def make():
-        import pyg_distcomm as pdc
-
-        return getattr(pdc, name)(*args, **how)
-
-    return make
-
-
-def no_link():
-    return None
-
-
 for k, pair in enumerate(
     (
-        (link("Sylvie", 2), link("Sylvie", 1)),
-        (link("Sylvie"), no_link),
-        (link("VARCO", 10), link("VARCO", 20)),
-        (link("VARCO", 10), link("BNS", 0.5)),
-        (link("BNS", 0.5), link("BNS", 0.25)),
-        (link("PipeGCN"), link("PipeGCN", smooth=0.9)),
-        (link("Sylvie", late=1), link("Sylvie", late=0)),
+        (pdc.Sylvie(2), pdc.Sylvie(1)),
+        (pdc.Sylvie(), None),
+        (pdc.VARCO(10), pdc.VARCO(20)),
+        (pdc.VARCO(10), pdc.BNS(0.5)),
+        (pdc.BNS(0.5), pdc.BNS(0.25)),
+        (pdc.PipeGCN(), pdc.PipeGCN(smooth=0.9)),
+        (pdc.Sylvie(late=1), pdc.Sylvie(late=0)),
     )
 ):
-    differs("link", *pair, "partition")
-    CASES[f"link {k} differs"] = CASES.pop("link differs in partition")
-differs("method", lambda: "random", lambda: "block", "partition")
-differs("method", lambda: "random", lambda: "metiss", "partition")
-CASES["a method is not known on one rank"] = CASES.pop("method differs in partition")
-differs("method", lambda: "random", lambda: "block", "partition")
+    differs("link", *pair, "partition", called=f"link {k} differs")
+unknown = "a method is not known on one rank"
+differs("method", "random", "metiss", "partition", called=unknown)
+differs("method", "random", "block", "partition")
 
 
 @case(says="same level of data.z: it is node on rank 0, and edge on rank 1")
 def levels_differ():
-    import torch
-
     data = graph()
     data.edge_index = data.edge_index[:, :240]
     data.z = torch.arange(240.0)
@@ -170,8 +152,6 @@ def plain_values_differ():
 
 @case(says="'near' is torch.sparse_coo, and ranks hold dense rows")
 def a_sparse_attribute():
-    import torch
-
     data = graph()
     value = torch.ones(data.edge_index.size(1))
     data.near = torch.sparse_coo_tensor(data.edge_index, value, (240, 240))
@@ -179,13 +159,9 @@ def a_sparse_attribute():
 
 
 def typed():
-    import torch
-    from torch_geometric.data import HeteroData
-
-    draw = torch.Generator().manual_seed(0)
     data = HeteroData()
-    data["a"].x = torch.randn(50, 3, generator=draw)
-    data["a", "to", "a"].edge_index = torch.randint(0, 50, (2, 200), generator=draw)
+    data["a"].x = torch.rand(20, 3, generator=torch.Generator().manual_seed(0))
+    data["a", "to", "a"].edge_index = torch.arange(40).view(2, 20) % 20
     return data
 
 
@@ -196,22 +172,18 @@ def methods_of_typed_graphs_differ():
 
 @case(says=r"same method\['a'\]: ")
 def owners_of_typed_graphs_differ():
-    import torch
-
-    owner = torch.arange(50) % 2
+    owner = torch.arange(20) % 2
     shared_out(data=typed(), method={"a": owner.flip(0) if me() else owner})
+
+
+PARTS = pdc.Partition.from_owner(torch.arange(240) % 2, 2)
 
 
 @case(says="same META.json: ", files=("p0", "p1"))
 def folders_differ():
-    import pyg_distcomm as pdc
-    from pyg_distcomm.partition.cutters import cut
-    from pyg_distcomm.partition.folder import write_folder
-
     mesh, data = started(), graph()
     data.x[3] += me()
-    parts = cut(data.edge_index, 240, 2, "random")
-    write_folder(f"p{me()}", data, parts)
+    write_folder(f"p{me()}", data, PARTS)
     pdc.load_partition(f"p{me()}", mesh)
 
 
@@ -229,29 +201,20 @@ def one_rank_has_float32():
 
 @case(says="out_channels: it is 16 on rank 0, and 24 on rank 1")
 def one_model_is_wider():
-    from pyg_distcomm import nn
-
     mesh, data = shared_out()
-    train(mesh, net(nn.GCNConv, 16 + 8 * me()), data)
+    train(mesh, net(width=16 + 8 * me()), data)
 
 
 @case(says=rf"{LATE}|differ|order|other")
 def one_model_has_another_layer():
-    from pyg_distcomm import nn
-
     mesh, data = shared_out()
     train(mesh, net(nn.SAGEConv if me() else nn.GCNConv), data)
 
 
 @case(says="Give optimizers the same lr")
 def learning_rates_differ():
-    import torch
-    import torch.nn.functional as F
-
-    from pyg_distcomm import nn
-
     _mesh, data = shared_out(mesh=started(check="always"))
-    model = net(nn.GCNConv)
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + 0.1 * me())
     for _ in range(4):
         optimizer.zero_grad()
@@ -269,10 +232,8 @@ def one_rank_skips_a_pass():
 
 @case(says=rf"{LATE}|lost another rank|left", codes=(1, 0))
 def one_rank_skips_backward():
-    from pyg_distcomm import nn
-
     _mesh, data = shared_out()
-    model = net(nn.GCNConv)
+    model = net()
     loss = model(data.x, data.edge_index).sum()
     if me() == 0:
         loss.backward()
@@ -300,8 +261,6 @@ def one_rank_prints():
 
 @case(says="seed the generator of this tensor")
 def plain_tensors_differ():
-    import torch
-
     _mesh, data = shared_out()
     torch.manual_seed(me())
     (data.x[:, 0] + torch.rand(240)).sum()
@@ -309,8 +268,6 @@ def plain_tensors_differ():
 
 @case(says="from_local|rows")
 def a_tensor_of_local_rows():
-    import torch
-
     _mesh, data = shared_out()
     (data.x[:, 0] + torch.ones(len(data.x.to_local()))).sum()
 
@@ -320,125 +277,83 @@ def a_tensor_of_local_rows():
 ALIKE = "all ranks in the same order"
 
 
+SEEDS = "seed the generator of this tensor"
+
+
 def operations(name, first, second, says=ALIKE, **how):
-    """Makes a case of ranks that call different things with `torch`, the package and x."""
+    """Makes a case of ranks that call different things with x."""
 
+    @case(says=says, name=name)
     def run():
-        import torch
-
-        import pyg_distcomm as pdc
-
         _mesh, data = shared_out(mesh=started(**how))
         x = data.x.detach()
-        (first if me() == 0 else second)(torch, pdc, x)
+        (second if me() else first)(x)
         (x + 1).sum()  # scripts go on
 
-    run.__name__ = name
-    case(says=says)(run)
 
-
-def rows_of(columns, dtype):
-    def make(torch, pdc, x):
-        rows = torch.ones(len(x.to_local()), columns, dtype=getattr(torch, dtype))
+def rows_of(columns, dtype=torch.float32):
+    def make(x):
+        rows = torch.ones(len(x.to_local()), columns, dtype=dtype)
         pdc.from_local(rows, like=x).full_tensor()
 
     return make
 
 
-def rows_kept(first):
-    def mask(torch):
-        return torch.arange(240) % 2 == first
-
-    return mask
-
-
 def smoothed(amount):
-    def loss(torch, _pdc, x):
-        y = x.argmax(-1)
-        torch.nn.functional.cross_entropy(x, y, label_smoothing=amount)
-
-    return loss
+    return lambda x: F.cross_entropy(x, x.argmax(-1), label_smoothing=amount)
 
 
 def dropped(training):
-    return lambda torch, _pdc, x: torch.nn.functional.dropout(x, training=training)
+    return lambda x: F.dropout(x, training=training)
 
 
-operations("sums differ", lambda _t, _p, x: x.sum(0), lambda _t, _p, x: x.sum())
-operations(
-    "a sum and a maximum", lambda _t, _p, x: x.sum(0), lambda _t, _p, x: x.max(0)
-)
-operations(
-    "ids and all rows",
-    lambda torch, _p, x: x[torch.arange(5)],
-    lambda _t, _p, x: x.full_tensor(),
-)
-operations(
-    "a sum and the length of a selection",
-    lambda _t, _p, x: x.sum(),
-    lambda _t, _p, x: len(x[x[:, 0] > 0.5]),
-)
-operations("rows of other widths", rows_of(3, "float32"), rows_of(4, "float32"))
-operations("rows of another dtype", rows_of(3, "float32"), rows_of(3, "float64"))
-operations("rows of whole numbers", rows_of(3, "float32"), rows_of(3, "int32"))
+def written(mask, value):
+    return lambda x: x.__setitem__(mask, value)
+
+
+EVEN, ODD = torch.arange(240) % 2 == 0, torch.arange(240) % 2 == 1
+operations("sums differ", lambda x: x.sum(0), lambda x: x.sum())
+operations("a sum and a maximum", lambda x: x.sum(0), lambda x: x.max(0))
+some = torch.arange(5)
+operations("ids and all rows", lambda x: x[some], lambda x: x.full_tensor())
+selection = "a sum and the length of a selection"
+operations(selection, lambda x: x.sum(), lambda x: len(x[x[:, 0] > 0.5]))
+operations("rows of other widths", rows_of(3), rows_of(4))
+operations("rows of another dtype", rows_of(3), rows_of(3, torch.float64))
+operations("rows of whole numbers", rows_of(3), rows_of(3, torch.int32))
 operations("label smoothing differs", smoothed(0.0), smoothed(0.1))
 operations("one rank drops", dropped(True), dropped(False))
 for checked in ("first", "always"):
-    operations(
-        f"masks differ, compared {checked}",
-        lambda torch, _p, x: x[rows_kept(0)(torch)].sum(),
-        lambda torch, _p, x: x[rows_kept(1)(torch)].sum(),
-        says="seed the generator of this tensor",
-        check=checked,
-    )
-operations(
-    "masks of what is written differ",
-    lambda torch, _p, x: x.__setitem__(rows_kept(0)(torch), 0),
-    lambda torch, _p, x: x.__setitem__(rows_kept(1)(torch), 0),
-    says="seed the generator of this tensor",
-)
-operations(
-    "written values differ",
-    lambda torch, _p, x: x.__setitem__(rows_kept(0)(torch), torch.zeros(x.shape[1])),
-    lambda torch, _p, x: x.__setitem__(rows_kept(0)(torch), torch.ones(x.shape[1])),
-    says="seed the generator of this tensor",
-)
+    masks = (lambda x: x[EVEN].sum(), lambda x: x[ODD].sum())
+    operations(f"masks differ, compared {checked}", *masks, SEEDS, check=checked)
+both = written(EVEN, 0), written(ODD, 0)
+operations("masks of what is written differ", *both, SEEDS)
+both = written(EVEN, torch.zeros(8)), written(EVEN, torch.ones(8))
+operations("written values differ", *both, SEEDS)
 
 
-def layers_differ(name, layer, first, second, says):
-    """Makes a case of a layer whose constructor got other arguments on one rank."""
+def layers_differ(name, layer, value, other, **more):
+    """Makes a case of a layer whose constructor got another argument on one rank."""
+    says = rf"same {name}: it is .* on rank 0, and .* on rank 1|{ALIKE}"
 
+    @case(says=says, name=f"{name} of {layer} differs")
     def run():
-        from pyg_distcomm import nn
-
         _mesh, data = shared_out()
-        conv = getattr(nn, layer)(data.num_features, 8, **(second if me() else first))
-        conv.double()(data.x, data.edge_index)
+        how = {name: other if me() else value, **more}
+        getattr(nn, layer)(data.num_features, 8, **how).double()(
+            data.x, data.edge_index
+        )
 
-    run.__name__ = name
-    case(says=says)(run)
 
-
-for setting, layer, value, other, more in (
-    ("add_self_loops", "GCNConv", True, False, {}),
-    ("normalize", "GCNConv", True, False, {"add_self_loops": False}),
-    ("aggr", "SAGEConv", "mean", "max", {}),
-    ("negative_slope", "GATConv", 0.2, 0.1, {}),
-    ("dropout", "GATConv", 0.5, 0.4, {}),
-):
-    layers_differ(
-        f"{setting} of {layer} differs",
-        layer,
-        {setting: value, **more},
-        {setting: other, **more},
-        rf"same {setting}: it is .* on rank 0, and .* on rank 1|{ALIKE}",
-    )
+layers_differ("add_self_loops", "GCNConv", True, False)
+layers_differ("normalize", "GCNConv", True, False, add_self_loops=False)
+layers_differ("aggr", "SAGEConv", "mean", "max")
+layers_differ("negative_slope", "GATConv", 0.2, 0.1)
+layers_differ("dropout", "GATConv", 0.5, 0.4)
 
 
 @case(says="same training: it is True on rank 0, and False on rank 1")
 def one_rank_evaluates():
-    from pyg_distcomm import nn
-
     _mesh, data = shared_out()
     conv = nn.GCNConv(data.num_features, 8).to(data.x.dtype)
     conv.train(me() == 0)
@@ -447,8 +362,6 @@ def one_rank_evaluates():
 
 @case(says=LATE)
 def one_rank_evaluates_later():
-    from pyg_distcomm import nn
-
     _mesh, data = shared_out()
     conv = nn.GCNConv(data.num_features, 8).to(data.x.dtype)
     conv(data.x, data.edge_index)
@@ -458,8 +371,6 @@ def one_rank_evaluates_later():
 
 @case(says="link must be a LinkPolicy")
 def a_link_of_a_layer_by_name():
-    from pyg_distcomm import nn
-
     nn.GCNConv(8, 8, link="fast")
 
 
@@ -467,16 +378,9 @@ def a_link_of_a_layer_by_name():
 
 
 def refused(where, says, **how):
-    def run():
-        if where == "init":
-            started(**how)
-        elif where == "partition":
-            shared_out(**how)
-        else:
-            loaded(**how)
-
-    run.__name__ = f"{where}: " + ", ".join(f"{k}={v!r}" for k, v in how.items())
-    case(says=says)(run)
+    called = f"{where}: " + ", ".join(f"{k}={v!r}" for k, v in how.items())
+    place = shared_out if where == "partition" else PLACES[where]
+    case(says=says, name=called)(lambda: place(**how))
 
 
 for wrong in (0, -1, 0.0, float("nan"), True, "5"):
@@ -491,38 +395,24 @@ refused("init", "check", check="sometimes")
 refused("init", "seed", seed="zero")
 refused("partition", "metiss", method="metiss")
 refused("partition", "link", link="sylvie")
-
-
-def loaded(**how):
-    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
-
-    _mesh, data = shared_out()
-    options = LoaderOptions(seed=how.pop("seed", 0))
-    how = {"num_neighbors": [4, 4], "batch_size": 16, "options": options, **how}
-    return sum(batch.num_nodes for batch in DistNeighborLoader(data, **how))
-
-
 for wrong in ([4, -2], [4, 1.5], [True, 4], "44", [-7]):
     refused("loader", "num_neighbors|fan-out", num_neighbors=wrong)
 for wrong in (0, -1, 1.5):
     refused("loader", "batch_size", batch_size=wrong)
 refused("loader", "input_nodes|240", input_nodes=[0, 240])
-differs("num_neighbors", lambda: [4, 4], lambda: [4, 3], "loader")
-differs("batch_size", lambda: 16, lambda: 8, "loader")
-differs("batch_size", lambda: 16, lambda: 8, "replicated loader")
-differs("seed", lambda: 0, lambda: 1, "loader")
-differs("replace", lambda: False, lambda: True, "loader")
+differs("num_neighbors", [4, 4], [4, 3], "loader")
+differs("batch_size", 16, 8, "loader")
+told = "got .*batch_size=.* on rank [01],? and .*batch_size=.* on rank [01]"
+differs("batch_size", 16, 8, "replicated loader", says=told)
+differs("seed", 0, 1, "loader")
+differs("replace", False, True, "loader")
 
 
 @case()
 def two_meshes_in_a_layer():
-    import torch
-
-    from pyg_distcomm import nn
-
     _, one = shared_out()
     _, two = shared_out(method="block")
-    model = net(nn.GCNConv).eval()
+    model = net().eval()
     found = model(one.x, two.edge_index).full_tensor()
     torch.testing.assert_close(found, model(one.x, one.edge_index).full_tensor())
 
@@ -545,14 +435,12 @@ def a_second_mesh():
 
 @case(says="thread")
 def training_from_two_threads():
-    from pyg_distcomm import nn
-
     mesh, data = shared_out()
     errors = []
 
     def work():
         try:
-            train(mesh, net(nn.GCNConv), data)
+            train(mesh, net(), data)
         except BaseException as error:
             errors.append(error)
 
@@ -570,14 +458,8 @@ def training_from_two_threads():
 
 @case(says=rf"{LATE}|stop|lost another rank|left")
 def one_rank_breaks_off_its_loader():
-    import torch
-
-    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
-
     _mesh, data = shared_out()
-    loader = DistNeighborLoader(
-        data, [4, 4], batch_size=8, options=LoaderOptions(seed=0, bulk_size=1)
-    )
+    loader = neighbors(data, 8, options={"bulk_size": 1})
     for number, batch in enumerate(loader):
         if me() == 1 and number == 1:
             break
@@ -589,17 +471,9 @@ def one_rank_breaks_off_its_loader():
 
 @case(says=rf"{LATE}|lost another rank|left")
 def one_rank_builds_a_loader():
-    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
-
     _mesh, data = shared_out()
     if me() == 0:
-        next(
-            iter(
-                DistNeighborLoader(
-                    data, [4, 4], batch_size=8, options=LoaderOptions(seed=0)
-                )
-            )
-        )
+        next(iter(neighbors(data)))
     else:
         time.sleep(2 * TIMEOUT)
         data.x.sum()
@@ -607,26 +481,16 @@ def one_rank_builds_a_loader():
 
 @case()
 def ranks_have_unlike_many_seeds():
-    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
-
     _mesh, data = shared_out()
     seeds = list(range(40 if me() else 3))
-    loader = DistNeighborLoader(
-        data, [4, 4], input_nodes=seeds, batch_size=4, options=LoaderOptions(seed=0)
-    )
-    return len(list(loader)) > 0
+    return len(list(neighbors(data, 4, input_nodes=seeds))) > 0
 
 
 @case()
 def everybody_breaks():
-    import pyg_distcomm as pdc
-    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
-
     mesh, data = shared_out()
     model = pdc.replicate(plain_net(), mesh)
-    for batch in DistNeighborLoader(
-        data, [4, 4], batch_size=8, options=LoaderOptions(seed=0)
-    ):
+    for batch in neighbors(data, 8):
         model(batch.x.float(), batch.edge_index).sum().backward()
         break
     return float(data.x.sum())
@@ -636,17 +500,14 @@ def everybody_breaks():
 
 
 def saved(path, **how):
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
     mesh, data = shared_out()
-    model = net(nn.GCNConv)
+    model = net()
     train(mesh, model, data, 1)
     pdc.save_checkpoint(path, mesh, model, **how)
     return mesh, model
 
 
-@case(says="path|run0", files=())
+@case(says="path|run0")
 def paths_differ():
     saved(f"run{me()}")
 
@@ -673,30 +534,21 @@ def a_file_in_the_way():
     saved("run")
 
 
-@case(says="nowhere", files=())
+@case(says="nowhere")
 def a_checkpoint_that_is_not_there():
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
-    pdc.load_checkpoint("nowhere", started(), net(nn.GCNConv))
+    pdc.load_checkpoint("nowhere", started(), net())
 
 
 @case(says="shape|size|match", files=("run",))
 def a_checkpoint_of_another_model():
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
     mesh, _ = saved("run")
-    pdc.load_checkpoint("run", mesh, net(nn.GCNConv, 32))
+    pdc.load_checkpoint("run", mesh, net(width=32))
 
 
-@case(says=rf"{LATE}|lost another rank", files=())
+@case(says=rf"{LATE}|lost another rank")
 def one_rank_saves():
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
     mesh, data = shared_out()
-    model = net(nn.GCNConv)
+    model = net()
     train(mesh, model, data, 1)
     if me() == 0:
         pdc.save_checkpoint("run", mesh, model)
@@ -709,8 +561,6 @@ OWN_TRACES = tuple(f"rank{rank}.run.json" for rank in range(4))
 
 @case(says=rf"{LATE}|lost another rank", files=OWN_TRACES)
 def one_rank_traces():
-    import pyg_distcomm as pdc
-
     mesh, data = shared_out()
     if me() == 0:
         with pdc.trace("run.json", mesh):
@@ -723,8 +573,6 @@ def one_rank_traces():
 
 @case(says="in the block", files=OWN_TRACES)
 def an_error_in_a_trace_on_all_ranks():
-    import pyg_distcomm as pdc
-
     mesh, data = shared_out()
     with pdc.trace("run.json", mesh):
         data.x.sum()
@@ -733,9 +581,6 @@ def an_error_in_a_trace_on_all_ranks():
 
 @case(says="in the block", files=OWN_TRACES, ranks=4)
 def an_error_in_a_trace_on_one_rank():
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
     mesh, data = shared_out()
     model = net(nn.GATConv)
     with pdc.trace("run.json", mesh):
@@ -747,8 +592,6 @@ def an_error_in_a_trace_on_one_rank():
 
 @case(says="same path: it is run0.json on rank 0, and run1.json on rank 1")
 def traces_to_paths_that_differ():
-    import pyg_distcomm as pdc
-
     mesh, data = shared_out()
     with pdc.trace(f"run{me()}.json", mesh):
         data.x.sum()
@@ -756,24 +599,15 @@ def traces_to_paths_that_differ():
 
 @case(says="link must be", files=("p0", "p1"))
 def a_link_by_name_for_a_folder():
-    import torch
-
-    import pyg_distcomm as pdc
-    from pyg_distcomm.partition.folder import write_folder
-
     mesh, data = started(), graph()
-    parts = pdc.Partition.from_owner(torch.arange(data.num_nodes) % 2, 2)
-    write_folder(f"p{me()}", data, parts)
+    write_folder(f"p{me()}", data, PARTS)
     pdc.load_partition(f"p{me()}", mesh, link="fast")
 
 
 @case(says="link")
 def a_link_by_name_for_converted_layers():
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
     shared_out()
-    pdc.nn.convert(net(nn.GCNConv), link="fast")
+    pdc.nn.convert(net(), link="fast")
 
 
 # Ranks that do not come, and signals ------------------------------------------------
@@ -781,8 +615,6 @@ def a_link_by_name_for_converted_layers():
 
 @case(says="process groups of this mesh were ended")
 def groups_are_destroyed_before_a_call():
-    import torch
-
     _mesh, data = shared_out()
     data.x.sum()
     torch.distributed.destroy_process_group()
@@ -791,25 +623,13 @@ def groups_are_destroyed_before_a_call():
 
 @case(says="process groups of this mesh were ended")
 def groups_are_destroyed_before_a_loader():
-    import torch
-
-    from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
-
     _mesh, data = shared_out()
     torch.distributed.destroy_process_group()
-    next(
-        iter(
-            DistNeighborLoader(
-                data, [4, 4], batch_size=8, options=LoaderOptions(seed=0)
-            )
-        )
-    )
+    next(iter(neighbors(data)))
 
 
 @case()
 def a_run_joins_anew_after_its_groups_are_destroyed():
-    import torch
-
     mesh, data = shared_out()
     data.x.sum()
     torch.distributed.destroy_process_group()
@@ -820,8 +640,6 @@ def a_run_joins_anew_after_its_groups_are_destroyed():
 
 @case(says="giving up|rank 1 had come to its end, or called sys.exit")
 def one_rank_gives_up():
-    import sys
-
     _mesh, data = shared_out()
     data.x.sum()
     if me() == 1:
@@ -868,11 +686,8 @@ def all_ranks_are_interrupted():
 
 
 def preempted_by(number, *ranks):
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
     mesh, data = shared_out()
-    model = net(nn.GCNConv)
+    model = net()
     check = pdc.on_preempt(lambda: pdc.save_checkpoint("last", mesh, model))
 
     def each(epoch, optimizer):
@@ -885,8 +700,6 @@ def preempted_by(number, *ranks):
 
 @case(says="main thread", codes=(1, 1))
 def on_preempt_in_a_thread():
-    import pyg_distcomm as pdc
-
     mesh, errors = started(), []
 
     def work():
@@ -903,8 +716,6 @@ def on_preempt_in_a_thread():
 
 @case()
 def a_script_ends_the_process_group_itself():
-    import torch.distributed as dist
-
     mesh, data = shared_out()
     found = float(data.x.sum())
     del data
@@ -914,15 +725,12 @@ def a_script_ends_the_process_group_itself():
 
 
 def differing_links(own):
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
     mesh, data = shared_out()
     link = pdc.Sylvie() if me() else None
     if own:
         nn.DistSAGEConv(8, 3, link=link)(data.x.float(), data.edge_index)
     data.edge_index = data.edge_index.with_link(link)
-    train(mesh, net(nn.GCNConv), data)
+    train(mesh, net(), data)
 
 
 @case(says="same link.*on rank 0, and.*on rank 1")
@@ -937,15 +745,12 @@ def links_of_layers_differ():
 
 @case(says="holds nan")
 def features_are_not_numbers():
-    import pyg_distcomm as pdc
-    from pyg_distcomm import nn
-
     data = graph()
     data.x[3, 2] = float("nan")
     mesh, data = shared_out(data=data)
     link = pdc.Sylvie(exact_last=False)
     data.edge_index = data.edge_index.with_link(link)
-    train(mesh, net(nn.GCNConv), data, step=link.step)
+    train(mesh, net(), data, step=link.step)
 
 
 @case(says="BatchNorm|batch norm")
@@ -969,12 +774,6 @@ def no_chunks():
 
 
 def staged(stack=None, chunks=4):
-    import torch
-    import torch.nn.functional as F
-    from torch_geometric.nn import GCNConv
-
-    import pyg_distcomm as pdc
-
     mesh, data = shared_out(mesh=started(stages=2))
     layers = [GCNConv(8, 8).double(), GCNConv(8, 3).double()]
     layers = layers if stack is None else stack(layers, torch)
