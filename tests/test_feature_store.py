@@ -26,30 +26,17 @@ from pyg_distcomm.halo.codecs import (
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
-from pyg_distcomm.loader.feature_store import Index, out_degrees, top_scoring_ids
+from pyg_distcomm.loader.feature_store import out_degrees, top_scoring_ids
 from pyg_distcomm.loader.fetch import EDGES
 
 pytestmark = pytest.mark.usefixtures("place")
 
 WORLDS = [(p, c) for p in (1, 2, 3, 4) for c in range(1, p + 1) if p % c == 0]
+everywhere = tiers.parametrize(("size", "c"), WORLDS, [(1, 1), (2, 1), (4, 2)])
 OPS = {"plan": 8, "fetch_ids": 4, "fetch_rows": 1}  # bytes of a word
 
 
-FEW = ((1, 1), (2, 1), (4, 2))
-
-
-@pytest.fixture(
-    scope="module",
-    params=[w if w in FEW else tiers.rarely(w) for w in WORLDS],
-    ids=lambda w: f"{w[0]}-{w[1]}",
-)
-def world(request):
-    """A number of ranks and c; tests of one world run together."""
-    worlds.only(request.param[0])
-    return request.param
-
-
-def channel(c):
+def channel(c=1):
     """The channel of this world with replication c, kept, with a clean ledger."""
     return worlds.channel(worlds.mesh(), c)
 
@@ -59,7 +46,7 @@ def random_ids(rank, count, total, seed=0):
     return torch.randint(0, total, (count,), generator=g)
 
 
-def shared(graph, cutter, c):
+def shared(c, graph="directed", cutter="random"):
     road, data = channel(c), GRAPHS[graph]()
     mesh = worlds.mesh()
     return road, data, pdc.partition(data, mesh, owners(cutter, data, mesh.size))
@@ -69,17 +56,22 @@ def edge_owner(data, share):
     return share.edge_index.nodes.partition.owner_of(data.edge_index[1])
 
 
-def everywhere(rows, road):
-    """What each rank asks of this one, from what each asks of whom."""
-    every = collectives.all_gather_object(rows, road.row)
-    return {g: [one[g][road.row.rank] for one in every] for g in rows}
-
-
 # Rows ----------------------------------------------------------------------------------
 
 
-def _fetches(graph, cutter, c):
-    road, data, share = shared(graph, cutter, c)
+CUTS = (
+    ("random", "directed"),
+    ("empty_rank", "tiny"),
+    ("lopsided", "star"),
+    ("block", "edgeless"),
+)
+
+
+@everywhere
+@pytest.mark.parametrize(("cutter", "graph"), CUTS)
+@worlds.on()
+def test_rows_are_those_of_the_whole_tensor(size, c, cutter, graph):
+    road, data, share = shared(c, graph, cutter)
     n, e, rank = data.num_nodes, data.edge_index.size(1), road.world.rank
     store = DistFeatureStore.from_data(share, road)
     owner = edge_owner(data, share)
@@ -108,26 +100,9 @@ def _fetches(graph, cutter, c):
     assert all(list(rows) == ["y"] for rows in found.values())
 
 
-@pytest.mark.parametrize(
-    "gid", [[], [0], [3, 4, 5], [0, 1, 2, 3], [9, 10, 11], [1, 4, 9], [0, 2, 3, 11]]
-)
-def test_ids_are_found_in_a_block_and_beside_it_none_are(gid):
-    index = Index(torch.tensor(gid, dtype=torch.int64), 12)
-    ids = torch.arange(12).flip(0)
-    place, here = index.places(ids.clone())
-    assert here.tolist() == [v in gid for v in ids.tolist()]
-    assert place.tolist() == [gid.index(v) if v in gid else 0 for v in ids.tolist()]
-
-
-def test_rows_are_those_of_the_whole_tensor(world):
-    size, c = world
-    cutters = ("random", "empty_rank", "lopsided", "block")
-    graphs = ("directed", "tiny", "star", "edgeless")
-    for cutter, graph in zip(cutters, graphs, strict=True):
-        worlds.run(_fetches, size, graph, cutter, c)
-
-
-def _types(c):
+@everywhere
+@worlds.on()
+def test_rows_of_every_type_and_width(size, c):
     road = channel(c)
     n, rank = 50, road.world.rank
     whole = {
@@ -155,12 +130,9 @@ def _types(c):
         assert torch.equal(found[name], values[ids]), name
 
 
-def test_rows_of_every_type_and_width(world):
-    size, c = world
-    worlds.run(_types, size, c)
-
-
-def _hetero(c):
+@everywhere
+@worlds.on()
+def test_groups_of_a_heterogeneous_graph(size, c):
     road, data = channel(c), hetero()
     share = pdc.partition(data, worlds.mesh(), "random")
     store = DistFeatureStore.from_data(share, road, cache=5)
@@ -182,16 +154,14 @@ def _hetero(c):
     assert torch.equal(chosen, best.sort().values)
 
 
-def test_groups_of_a_heterogeneous_graph(world):
-    size, c = world
-    worlds.run(_hetero, size, c)
-
-
 # Bytes ---------------------------------------------------------------------------------
 
 
-def _priced(c, form, cache):
-    road, data, share = shared("directed", "random", c)
+@everywhere
+@pytest.mark.parametrize(("form", "cache"), [(None, 0), ("fp16", 0.2), ("int8", 7)])
+@worlds.on()
+def test_the_ledger_says_what_the_price_says(size, c, form, cache):
+    road, data, share = shared(c)
     n, e, rank = data.num_nodes, data.edge_index.size(1), road.world.rank
     store = DistFeatureStore.from_data(share, road, wire=form, cache=cache)
     owner = edge_owner(data, share)
@@ -199,13 +169,15 @@ def _priced(c, form, cache):
         ids, edges = random_ids(rank, count, n), random_ids(rank, 2 * count, e, 1)
         wanted = {None: ids, EDGES: (edges, owner[edges])}
         want = store.travelling(wanted, attrs)
-        price = store.price(want, everywhere(want, road), attrs)
+        every = collectives.all_gather_object(want, road.row)
+        asked = {g: [one[g][road.row.rank] for one in every] for g in want}
+        price = store.price(want, asked, attrs)
         ledger = worlds.mesh().ledger
         ledger.reset()
         store.fetch(wanted, attrs)
-        for op, size in OPS.items():
+        for op, word in OPS.items():
             assert ledger.words(op, "row") == price[op].words, op
-            assert ledger.bytes(op, "row") == price[op].bytes(size), op
+            assert ledger.bytes(op, "row") == price[op].bytes(word), op
             assert ledger.messages(op, "row") == price[op].messages, op
         assert ledger.bytes() == sum(price[op].bytes(s) for op, s in OPS.items())
         if count == 90:  # the row of x is 7 numbers, of y one of 8 bytes
@@ -214,13 +186,9 @@ def _priced(c, form, cache):
             assert sum(want[EDGES]) == 0
 
 
-def test_the_ledger_says_what_the_price_says(world):
-    size, c = world
-    for form, cache in ((None, 0), ("fp16", 0.2), ("int8", 7)):
-        worlds.run(_priced, size, c, form, cache)
-
-
-def _falls(c):
+@everywhere
+@worlds.on()
+def test_traffic_falls_with_replication_and_the_cache(size, c):
     road = channel(c)
     n, f = 480, 16
     x = torch.arange(n * f, dtype=torch.float32).view(n, f)
@@ -251,16 +219,14 @@ def _falls(c):
     assert travelled(every) == 0
 
 
-def test_traffic_falls_with_replication_and_the_cache(world):
-    size, c = world
-    worlds.run(_falls, size, c)
-
-
 # The cache -----------------------------------------------------------------------------
 
 
-def _cached(c, ranking):
-    road, data, share = shared("star", "random", c)
+@everywhere
+@pytest.mark.parametrize("ranking", ["degree", "given"])
+@worlds.on()
+def test_the_cache_is_the_same_on_all_ranks(size, c, ranking):
+    road, data, share = shared(c, "star")
     n, rank = data.num_nodes, road.world.rank
     given = torch.arange(n).float() if ranking == "given" else ranking
     store = DistFeatureStore.from_data(
@@ -280,18 +246,21 @@ def _cached(c, ranking):
     store.update_tensor(late + 1, None, "late", None)  # and so is what takes its place
     assert torch.equal(store.fetch({None: known})[None]["late"], late[known] + 1)
     store.fetch({None: random_ids(rank, 20, n)})
-    return row_group.cached_gid.tolist()
+    kept = row_group.cached_gid.tolist()
+    every = collectives.all_gather_object(kept, road.world)
+    assert every == [kept] * size
+    assert ranking == "degree" or kept == list(range(32, 40))
 
 
-def test_the_cache_is_the_same_on_all_ranks(world):
-    size, c = world
-    for ranking in ("degree", "given"):
-        found = worlds.run(_cached, size, c, ranking)
-        assert all(one == found[0] for one in found)
-    assert found[0] == list(range(32, 40))
-
-
-def _degrees(graph, cutter, grid):
+@tiers.parametrize(
+    "graph", ["directed", "star", "isolated", "tiny", "edgeless"], slice(0, None, 3)
+)
+@pytest.mark.parametrize(
+    ("size", "cutter", "grid"),
+    [(1, "block", (1, 1, 1)), (3, "empty_rank", (3, 1, 1)), (4, "random", (2, 2, 1))],
+)
+@worlds.on()
+def test_hot_rows_are_those_of_highest_out_degree(graph, size, cutter, grid):
     data, mesh = GRAPHS[graph](), worlds.mesh(grid=grid)
     share = pdc.partition(data, mesh, owners(cutter, data, mesh.size))
     degree = out_degrees(share)[None].full_tensor()
@@ -303,57 +272,50 @@ def _degrees(graph, cutter, grid):
     assert torch.equal(best, want.sort().values)
 
 
-@tiers.parametrize(
-    "graph", ["directed", "star", "isolated", "tiny", "edgeless"], slice(0, None, 3)
-)
-def test_hot_rows_are_those_of_highest_out_degree(graph):
-    for size, cutter, grid in (
-        (1, "block", (1, 1, 1)),
-        (3, "empty_rank", (3, 1, 1)),
-        (4, "random", (2, 2, 1)),
-    ):
-        worlds.run(_degrees, size, graph, cutter, grid)
-
-
-def test_a_graph_that_is_not_partitioned_has_no_hot_rows():
-    with pytest.raises(TypeError, match=r"give a share from pdc\.partition"):
-        out_degrees(GRAPHS["star"]())
-
-
-def _bad_caches():
-    road, _, share = shared("directed", "random", 1)
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_what_makes_no_sense_is_refused(size):
+    road, _, share = shared(1)
+    typed, star = pdc.partition(hetero(), worlds.mesh(), "block"), GRAPHS["star"]()
     store = DistFeatureStore.from_data(share, road)
-    for size in (-1, 1.5, True, "0.5"):
-        with pytest.raises(ValueError, match="number of rows"):
-            store.keep(None, torch.zeros(60), size)
-    with pytest.raises(ValueError, match="got NaN"):
-        store.keep(None, torch.full((60,), float("nan")), 3)
-    with pytest.raises(ValueError, match="choose 'degree', or give scores"):
-        DistFeatureStore.from_data(share, road, cache=3, ranking="hubs")
-    with pytest.raises(ValueError, match=r"got scores \[5\]"):
-        DistFeatureStore.from_data(share, road, cache=3, ranking=torch.zeros(5))
-    with pytest.raises(ValueError, match=r"got wire for \['X'\]"):
-        DistFeatureStore.from_data(share, road, wire={"X": "fp16"})
-    typed = pdc.partition(hetero(), worlds.mesh(), "block")
-    with pytest.raises(ValueError, match="a dictionary with a vector for each"):
-        DistFeatureStore.from_data(typed, road, cache=3, ranking=torch.zeros(40))
-    with pytest.raises(ValueError, match=r"got ranking for \['papr'\]"):
-        DistFeatureStore.from_data(
-            typed, road, cache=3, ranking={"papr": torch.zeros(40)}
+    few, papers = torch.zeros(5), {"papr": torch.zeros(40)}
+    wrong = [
+        (lambda: out_degrees(star), r"give a share from pdc\.partition"),
+        (lambda: DistFeatureStore.from_data(star, road), "from_replicated"),
+        (lambda: DistFeatureStore(road, wire="zip"), "fp16, bf16, int8"),
+        (lambda: store.keep(None, torch.full((60,), torch.nan), 3), "got NaN"),
+    ]
+    wrong += [
+        (lambda size=size: store.keep(None, torch.zeros(60), size), "number of rows")
+        for size in (-1, 1.5, True, "0.5")
+    ]
+    wrong += [
+        (lambda d=d, o=o: DistFeatureStore.from_data(d, road, **o), said)
+        for d, o, said in (
+            (share, {"cache": 3, "ranking": "hubs"}, "choose 'degree', or give scores"),
+            (share, {"cache": 3, "ranking": few}, r"got scores \[5\]"),
+            (share, {"wire": {"X": "fp16"}}, r"got wire for \['X'\]"),
+            (
+                typed,
+                {"cache": 3, "ranking": few},
+                "a dictionary with a vector for each",
+            ),
+            (typed, {"cache": 3, "ranking": papers}, r"got ranking for \['papr'\]"),
         )
-
-
-def test_caches_that_make_no_sense(world):
-    size, c = world
-    if c == 1:
-        worlds.run(_bad_caches, size)
+    ]
+    for make, said in wrong:
+        with pytest.raises((TypeError, ValueError), match=said):
+            make()
 
 
 # Codecs --------------------------------------------------------------------------------
 
 
-def _coded(c, form):
-    road, data, share = shared("directed", "random", c)
+@everywhere
+@pytest.mark.parametrize("form", ["fp16", "bf16", "int8"])
+@worlds.on()
+def test_rows_on_the_wire_are_coded(size, c, form):
+    road, data, share = shared(c)
     store = DistFeatureStore.from_data(share, road, wire=form)
     ids = torch.arange(data.num_nodes)
     found = store.fetch({None: ids})[None]
@@ -373,27 +335,19 @@ def _coded(c, form):
         assert float(error.sum()) > 0
 
 
-def test_rows_on_the_wire_are_coded(world):
-    size, c = world
-    for form in ("fp16", "bf16", "int8"):
-        worlds.run(_coded, size, c, form)
-
-
 def test_which_attributes_are_coded():
-    store = DistFeatureStore(channel(1), wire={"x": "int8", "w": Quantise()})
+    store = DistFeatureStore(channel(), wire={"x": "int8", "w": Quantise()})
     store.add_group(None, torch.arange(4), 4)
     store.add(None, "x", torch.rand(4, 3))
     store.add(None, "z", torch.rand(4, 3))  # nobody asked
     store.add(None, "w", torch.rand(4))  # 5 bytes in place of 4
     codecs = store._row_groups[None].codecs
     assert codecs == {"x": Quantise(strict=False), "z": Plain(), "w": Plain()}
-    with pytest.raises(ValueError, match="fp16, bf16, int8"):
-        DistFeatureStore(channel(1), wire="zip")
 
 
 def _drawn(size):
     """What arrives of all rows, from a store of any size: in the order of ids."""
-    road = channel(1)
+    road = channel()
     x = torch.randn(60, 40, generator=torch.Generator().manual_seed(1))
     rank, ranks = road.world.rank, road.world.size
     gid = torch.arange(rank, 60, ranks)
@@ -415,16 +369,16 @@ def test_values_that_a_codec_cannot_send_are_refused(form):
         x = torch.rand(4, 32)
         x[2, 3] = value
         if value in fine or abs(value) < 1e5:
-            DistFeatureStore.from_replicated(x, channel(1), wire=form)
+            DistFeatureStore.from_replicated(x, channel(), wire=form)
             continue
         with pytest.raises(
             ValueError, match=r"'x': row 2 .* holds (nan|inf|[13]\S+), with"
         ):
-            DistFeatureStore.from_replicated(x, channel(1), wire=form)
+            DistFeatureStore.from_replicated(x, channel(), wire=form)
     every = torch.full((4, 32), inf)  # would be NaN between bounds
     if form not in ("fp16", "bf16"):
         with pytest.raises(ValueError, match=r"row 0 .* holds inf, with"):
-            DistFeatureStore.from_replicated(every, channel(1), wire=form)
+            DistFeatureStore.from_replicated(every, channel(), wire=form)
 
 
 def test_what_a_codec_draws_depends_on_the_row_alone():
@@ -461,14 +415,16 @@ class Compared(Quantise):
 )
 def test_links_that_rows_cannot_be_fetched_by(link):
     with pytest.raises(ValueError, match=r"late, nor follow|compares or drops"):
-        DistFeatureStore(channel(1), wire=link)
+        DistFeatureStore(channel(), wire=link)
 
 
 # PyG's contract ------------------------------------------------------------------------
 
 
-def _contract(c):
-    road, data, share = shared("directed", "random", c)
+@everywhere
+@worlds.on()
+def test_what_pyg_asks_of_a_feature_store(size, c):
+    road, data, share = shared(c)
     n, rank = data.num_nodes, road.world.rank
     store = DistFeatureStore.from_data(share, road)
     ids = random_ids(rank, 20, n)
@@ -514,13 +470,10 @@ def _contract(c):
     assert f"{road.row.size} blocks x {c}" in repr(store)
 
 
-def test_what_pyg_asks_of_a_feature_store(world):
-    size, c = world
-    worlds.run(_contract, size, c)
-
-
-def _puts(c):
-    road, data, share = shared("directed", "empty_rank", c)
+@everywhere
+@worlds.on()
+def test_putting_and_removing(size, c):
+    road, data, share = shared(c, cutter="empty_rank")
     n, rank = data.num_nodes, road.world.rank
     store = DistFeatureStore(road)
     assert store.put_tensor(share.x, None, "x", None)  # a DistTensor
@@ -552,16 +505,13 @@ def _puts(c):
         _ = store[ids]
 
 
-def test_putting_and_removing(world):
-    size, c = world
-    worlds.run(_puts, size, c)
-
-
 # Mistakes ------------------------------------------------------------------------------
 
 
-def _mistakes(c):
-    road, data, share = shared("directed", "random", c)
+@everywhere
+@worlds.on()
+def test_mistakes_are_told_to_all_ranks(size, c):
+    road, data, share = shared(c)
     n, rank, alone = data.num_nodes, road.world.rank, road.row.size == 1
     store = DistFeatureStore.from_data(share, road)
     fine, last = torch.arange(5), road.world.size - 1
@@ -598,12 +548,9 @@ def _mistakes(c):
         store.fetch({None: fine}, attrs={None: ["u"]})
 
 
-def test_mistakes_are_told_to_all_ranks(world):
-    size, c = world
-    worlds.run(_mistakes, size, c)
-
-
-def _wrong_rows(c):
+@everywhere
+@worlds.on()
+def test_rows_that_do_not_fit(size, c):
     road, n = channel(c), 12
     rank, size = road.world.rank, road.world.size
     mine = torch.arange(n)[rank::size]
@@ -628,12 +575,8 @@ def _wrong_rows(c):
             store.add("g", "x", torch.zeros(len(mine), 3 + odd))
 
 
-def test_rows_that_do_not_fit(world):
-    size, c = world
-    worlds.run(_wrong_rows, size, c)
-
-
-def _misled():
+@worlds.on(3)
+def test_an_owner_that_has_not_what_is_asked_of_it():
     mesh = pdc.init(timeout=120)  # its own: what happens here, it does not survive
     data = GRAPHS["directed"]()
     share = pdc.partition(data, mesh, "random")
@@ -645,15 +588,10 @@ def _misled():
         ValueError, match=r"as the owner of id .* but its row is not there"
     ):
         store.fetch({EDGES: (edges, wrong[edges])})
-    return True
 
 
-def test_an_owner_that_has_not_what_is_asked_of_it(world):
-    if world == (3, 1):
-        assert worlds.run(_misled, 3) == [True] * 3
-
-
-def _diverged():
+@worlds.on(2)
+def test_rows_that_cannot_be_written_are_told_to_those_who_wait():
     mesh = pdc.init(timeout=120)
     x = torch.arange(80.0).view(20, 4)
     store = DistFeatureStore.from_replicated(x, mesh, wire=Quantise(8))
@@ -661,21 +599,12 @@ def _diverged():
         store._row_groups[None].values["x"][:, 1] = float("nan")
     with pytest.raises(ValueError, match=r"x: row 0 of a message holds nan"):
         store[torch.arange(20)]
-    return True
 
 
-def test_rows_that_cannot_be_written_are_told_to_those_who_wait(world):
-    if world == (2, 1):
-        assert worlds.run(_diverged, 2) == [True] * 2
-
-
-def test_a_graph_that_is_not_partitioned_is_refused():
-    with pytest.raises(TypeError, match="from_replicated"):
-        DistFeatureStore.from_data(GRAPHS["star"](), channel(1))
-
-
-def _as_one_tensor(c):
-    road, data, _ = shared("directed", "random", c)
+@everywhere
+@worlds.on()
+def test_a_store_of_one_attribute_is_a_tensor(size, c):
+    road, data, _ = shared(c)
     n, rank = data.num_nodes, road.world.rank
     x = data.x.float()
     ours = DistFeatureStore.from_replicated(x, road)
@@ -688,8 +617,3 @@ def _as_one_tensor(c):
     whole = torch.cat([x[:k] for k in sizes])
     assert list(parts.shape) == list(whole.shape)
     assert torch.equal(parts[:], whole)
-
-
-def test_a_store_of_one_attribute_is_a_tensor(world):
-    size, c = world
-    worlds.run(_as_one_tensor, size, c)
