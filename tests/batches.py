@@ -10,7 +10,21 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from pyg_distcomm.loader import LoaderOptions
+import pyg_distcomm as pdc
+from pyg_distcomm.loader import (
+    ClusterData,
+    ClusterLoader,
+    DistLayerLoader,
+    GraphSAINTEdgeSampler,
+    GraphSAINTNodeSampler,
+    GraphSAINTRandomWalkSampler,
+    ImbalancedSampler,
+    LinkNeighborLoader,
+    LoaderOptions,
+    NeighborLoader,
+    RandomNodeLoader,
+    ShaDowKHopSampler,
+)
 
 OURS = {field.name for field in dataclasses.fields(LoaderOptions)}
 
@@ -20,6 +34,57 @@ def arguments(**given):
     ours = {name: value for name, value in given.items() if name in OURS}
     theirs = {name: value for name, value in given.items() if name not in OURS}
     return theirs | ({"options": LoaderOptions(**ours)} if ours else {})
+
+
+def made(kind, *args, **options):
+    """Returns what makes loaders of a kind, given a graph and more options."""
+
+    def make(data, **more):
+        return kind(data, *args, **arguments(**{**options, **more}))
+
+    return make
+
+
+def clusters(data, **options):
+    n = data.num_nodes
+    parts = ClusterData(data, 7, method=torch.arange(n) * 7 // n)
+    return made(ClusterLoader, batch_size=2, shuffle=True)(parts, **options)
+
+
+def classes(data, **options):
+    sampler = ImbalancedSampler(data)
+    return made(NeighborLoader, [3], batch_size=7, sampler=sampler)(data, **options)
+
+
+SUBGRAPHS = {
+    "random": made(RandomNodeLoader, 7, shuffle=True),
+    "clusters": clusters,
+    "shadow": made(ShaDowKHopSampler, 2, 3, batch_size=9, shuffle=True),
+    "saint_nodes": made(GraphSAINTNodeSampler, 9, 5, 20, log=False),
+    "saint_edges": made(GraphSAINTEdgeSampler, 9, 5),
+    "saint_walks": made(GraphSAINTRandomWalkSampler, 4, 3, 5),
+}
+LOADERS = {
+    "nodes": made(NeighborLoader, [3, 2], batch_size=7, shuffle=True),
+    "links": made(
+        LinkNeighborLoader, [2], batch_size=50, shuffle=True, neg_sampling="binary"
+    ),
+    "layers": made(DistLayerLoader, [5, 5], batch_size=9, shuffle=True),
+    "classes": classes,
+    **SUBGRAPHS,
+}
+
+
+def nodes(data=None, fan_outs=(3, 2), **options):
+    options = {"batch_size": 7, "shuffle": True, "seed": 1, **options}
+    data = graph() if data is None else data
+    return NeighborLoader(data, list(fan_outs), **arguments(**options))
+
+
+def links(data=None, fan_outs=(3, 2), **options):
+    options = {"batch_size": 60, "shuffle": True, "seed": 1, **options}
+    data = graph() if data is None else data
+    return LinkNeighborLoader(data, list(fan_outs), **arguments(**options))
 
 
 @contextlib.contextmanager
@@ -64,6 +129,44 @@ def hetero(seed=4):
         data[source, name, target].edge_index = torch.stack(ends)
         data[source, name, target].edge_attr = torch.randn(200, 2, generator=g)
     return data
+
+
+def rich():
+    """Its nodes with a mask and times, its edges with times, and with weights, some zero."""
+    data = graph()
+    g = torch.Generator().manual_seed(1)
+    data.train_mask = torch.arange(data.num_nodes) % 3 == 0
+    data.name = "a graph-level attribute"
+    data.time = torch.randint(50, (data.num_nodes,), generator=g)
+    data.edge_time = torch.rand(data.num_edges, generator=g)
+    data.weight = torch.rand(data.num_edges, generator=g) + 0.1
+    data.weight[::7] = 0.0
+    into = torch.zeros(data.num_nodes).index_add(0, data.edge_index[1], data.weight)
+    data.weight[into[data.edge_index[1]] == 0] = 1.0
+    return data
+
+
+def timed_types():
+    data = hetero()
+    g = torch.Generator().manual_seed(1)
+    for name in data.node_types:
+        data[name].time = torch.randint(50, (data[name].num_nodes,), generator=g)
+    return data
+
+
+def owners(n, size, seed=0):
+    """Owners at random; the last rank of several has no nodes at all."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(max(size - 1, 1), (n,), generator=g)
+
+
+def share_of(data, mesh):
+    """The share of a graph that is cut by such owners."""
+    if isinstance(data, Data):
+        return pdc.partition(data, mesh, owners(data.num_nodes, mesh.size))
+    types = enumerate(data.node_types)
+    cut = {t: owners(data[t].num_nodes, mesh.size, k) for k, t in types}
+    return pdc.partition(data, mesh, cut)
 
 
 def same(one, two):

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tiers
 import torch
-from batches import all_same, arguments, check, graph, hetero, ids, same
+from batches import all_same, check, graph, hetero, ids, links, made, nodes, same
 from torch_geometric.data import Data
-from torch_geometric.sampler import NegativeSampling
+from torch_geometric.sampler import NegativeSampling, NodeSamplerInput, neighbor_sampler
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
-from pyg_distcomm.loader import (
-    DistLinkNeighborLoader,
-    DistNeighborLoader,
-    LoaderOptions,
-)
+from pyg_distcomm.loader import DistLayerLoader, NeighborLoader
+from pyg_distcomm.sampling import KeyedNeighborSampler
 
 WRITES = ("author", "writes", "paper")
-
-
-def nodes(data=None, fan_outs=(3, 2), **kwargs):
-    kwargs = {"batch_size": 7, "shuffle": True, "seed": 1, **kwargs}
-    return DistNeighborLoader(
-        graph() if data is None else data, list(fan_outs), **arguments(**kwargs)
-    )
-
-
-def links(data=None, fan_outs=(3, 2), **kwargs):
-    kwargs = {"batch_size": 60, "shuffle": True, "seed": 1, **kwargs}
-    data = graph() if data is None else data
-    return DistLinkNeighborLoader(data, list(fan_outs), **arguments(**kwargs))
 
 
 KINDS = {
@@ -123,20 +108,15 @@ def test_nothing_to_draw_from():
     (batch,) = nodes(empty, **still)
     assert torch.equal(batch.n_id, torch.arange(5))
     assert (batch.num_edges, batch.num_sampled_edges) == (0, [0, 0])
-    assert (
-        list(nodes(empty, input_nodes=torch.empty(0, dtype=torch.long), **still)) == []
-    )
-    assert (
-        list(nodes(graph(), input_nodes=torch.zeros(60, dtype=torch.bool), **still))
-        == []
-    )
     none = torch.empty(2, 0, dtype=torch.long)
-    assert (
-        list(links(graph(), edge_label_index=none, neg_sampling="binary", **still))
-        == []
-    )
     void = Data(x=torch.ones(0, 2), edge_index=none, num_nodes=0)
-    assert list(nodes(void, **still)) == []
+    for loader in (
+        nodes(empty, input_nodes=none[0], **still),
+        nodes(input_nodes=torch.zeros(60, dtype=torch.bool), **still),
+        links(edge_label_index=none, neg_sampling="binary", **still),
+        nodes(void, **still),
+    ):
+        assert list(loader) == []
 
 
 def test_narrow_edges_stay_narrow():
@@ -178,10 +158,7 @@ def test_heterogeneous_batches():
     data = hetero()
     fan_outs = {key: [2, 3] for key in data.edge_types}
     fan_outs["paper", "cites", "paper"] = [0, -1]
-    loader = DistNeighborLoader(
-        data, fan_outs, input_nodes="paper", batch_size=9, options=LoaderOptions(seed=2)
-    )
-    for batch in loader:
+    for batch in made(NeighborLoader, fan_outs, "paper", batch_size=9, seed=2)(data):
         for name in data.node_types:
             assert torch.equal(batch[name].x, data[name].x[batch[name].n_id])
             assert sum(batch[name].num_sampled_nodes) == batch[name].n_id.numel()
@@ -202,19 +179,16 @@ def test_heterogeneous_batches():
 
 
 def stores(data):
+    """A store of rows, and one of edges: those of a graph without types have none."""
+    typed = hasattr(data, "node_types")
     features, edges = MyFeatureStore(), MyGraphStore()
-    kinds = data.node_types if hasattr(data, "node_types") else [None]
-    for name in kinds:
-        x = data.x if name is None else data[name].x
-        features.put_tensor(x, group_name=name, attr_name="x", index=None)
-    for key in data.edge_types if hasattr(data, "edge_types") else [None]:
-        ends = data.edge_index if key is None else data[key].edge_index
-        size = (
-            (data.num_nodes,) * 2
-            if key is None
-            else (data[key[0]].num_nodes, data[key[2]].num_nodes)
+    for name in data.node_types if typed else [None]:
+        features.put_tensor((data[name] if typed else data).x, name, "x", None)
+    for key in data.edge_types if typed else [None]:
+        store = data[key] if typed else data
+        edges.put_edge_index(
+            tuple(store.edge_index), edge_type=key, layout="coo", size=store.size()
         )
-        edges.put_edge_index(tuple(ends), edge_type=key, layout="coo", size=size)
     return features, edges
 
 
@@ -303,3 +277,79 @@ def test_calls_draw_anew_but_repeat_from_a_seed():
     same(two([0, 1, 2]), first)
     same(two(torch.tensor([0, 1, 2])), second)
     check(one.data, first, (3, 2))
+
+
+# What scripts may do --------------------------------------------------------------------
+
+
+def test_what_pyg_says_of_a_batch_wins_over_attributes_of_the_same_name():
+    data = graph()
+    data.edge_label, data.batch = torch.arange(400) + 1000, torch.zeros(60).long()
+    data.input_id = torch.arange(60) + 500
+    some = {"edge_label_index": data.edge_index[:, :40], "edge_label": torch.arange(40)}
+    labels = torch.cat([b.edge_label for b in links(data, shuffle=False, **some)])
+    assert torch.equal(labels, torch.arange(40))
+    batch = next(iter(nodes(data, shuffle=False)))
+    assert batch.input_id.tolist() == [*range(7)]
+    assert batch.batch is None
+
+
+def test_edits_of_the_data_do_not_reach_a_loader_that_is_built():
+    data = graph()
+    order = data.edge_index[1].argsort(stable=True)
+    data.edge_index = data.edge_index[:, order].contiguous()
+    loader = nodes(data, is_sorted=True)
+    before = ids(loader)
+    data.edge_index[0] = 10**12
+    loader.set_epoch(0)
+    assert torch.equal(ids(loader), before)
+    with pytest.raises(ValueError, match="source nodes"):
+        nodes(data, is_sorted=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("filter_per_worker", [True, False])
+def test_methods_of_a_subclass_are_called(workers, filter_per_worker):
+    class Mine(NeighborLoader):
+        def collate_fn(self, index):
+            out = super().collate_fn(index)
+            out.touched = True
+            return out
+
+        def filter_fn(self, out):
+            data = super().filter_fn(out)
+            data.filtered = True
+            return data
+
+    data = graph()
+    ways = {"num_workers": workers, "filter_per_worker": filter_per_worker}
+    for batch in Mine(data, [2], batch_size=20, **ways):
+        assert batch.filtered
+        assert torch.equal(batch.x, data.x[batch.n_id])
+        assert "touched" in batch if filter_per_worker else True
+
+
+def test_samplers_go_backward_and_in_both_directions(monkeypatch):
+    data, inputs = hetero(), NodeSamplerInput(None, torch.arange(10))
+    inputs.input_type = "author"
+    for fan_out in ([-1], {kind: [-1] for kind in data.edge_types}):
+        sampler = KeyedNeighborSampler(data, fan_out, sample_direction="backward")
+        found = sampler.sample_from_nodes(inputs).edge[WRITES].sort()[0]
+        assert torch.equal(found, (data[WRITES].edge_index[0] < 10).nonzero().view(-1))
+    monkeypatch.setattr(neighbor_sampler, "NeighborSampler", KeyedNeighborSampler)
+    both = neighbor_sampler.BidirectionalNeighborSampler(graph(), [-1])
+    out = both.sample_from_nodes(NodeSamplerInput(None, torch.arange(10)))
+    wanted = (graph().edge_index < 10).any(0).nonzero().view(-1)
+    assert torch.equal(out.edge.unique(), wanted)
+
+
+@pytest.mark.parametrize("as_given", [np.array, list])
+def test_masks_and_ids_that_are_no_tensors(as_given):
+    mask = as_given([k < 4 for k in range(60)])
+    for kind in (NeighborLoader, DistLayerLoader):
+        (batch,) = kind(graph(), [2], input_nodes=mask, batch_size=9)
+        assert batch.n_id[:4].tolist() == [0, 1, 2, 3]
+        for bad in ([1.5], [[1, 2]], {1}):
+            with pytest.raises(ValueError, match="vector of node ids, or a mask"):
+                kind(graph(), [2], input_nodes=bad)
+        assert not len(kind(graph(), [2], input_nodes=[]))

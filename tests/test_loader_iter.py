@@ -10,63 +10,14 @@ import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from batches import all_same, arguments, graph, hetero
+from batches import LOADERS, all_same, graph, hetero, made
 from tqdm.auto import tqdm
 
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as nn
-from pyg_distcomm.loader import (
-    ClusterData,
-    ClusterLoader,
-    DistLayerLoader,
-    DistNeighborLoader,
-    GraphSAINTEdgeSampler,
-    GraphSAINTNodeSampler,
-    GraphSAINTRandomWalkSampler,
-    HGTLoader,
-    ImbalancedSampler,
-    LinkNeighborLoader,
-    LoaderOptions,
-    NeighborLoader,
-    RandomNodeLoader,
-    ShaDowKHopSampler,
-)
+from pyg_distcomm.loader import HGTLoader, LoaderOptions, NeighborLoader
 
-MAKE = {
-    "nodes": lambda d, **k: NeighborLoader(
-        d, [3, 2], **arguments(batch_size=7, shuffle=True, **k)
-    ),
-    "links": lambda d, **k: LinkNeighborLoader(
-        d, [2], **arguments(batch_size=50, shuffle=True, neg_sampling="binary", **k)
-    ),
-    "layers": lambda d, **k: DistLayerLoader(
-        d, [5, 5], **arguments(batch_size=9, shuffle=True, **k)
-    ),
-    "parts": lambda d, **k: RandomNodeLoader(d, 5, **arguments(shuffle=True, **k)),
-    "clusters": lambda d, **k: ClusterLoader(
-        ClusterData(d, 6, method="random"), **arguments(batch_size=2, shuffle=True, **k)
-    ),
-    "hops": lambda d, **k: ShaDowKHopSampler(
-        d, 2, 3, **arguments(batch_size=9, shuffle=True, **k)
-    ),
-    "saint nodes": lambda d, **k: GraphSAINTNodeSampler(
-        d, 9, **arguments(num_steps=5, **k)
-    ),
-    "saint edges": lambda d, **k: GraphSAINTEdgeSampler(
-        d, 9, **arguments(num_steps=5, **k)
-    ),
-    "saint walks": lambda d, **k: GraphSAINTRandomWalkSampler(
-        d, 5, 2, **arguments(num_steps=5, **k)
-    ),
-    "classes": lambda d, **k: NeighborLoader(
-        d,
-        [2],
-        **arguments(batch_size=9, sampler=ImbalancedSampler(torch.arange(60) % 3), **k),
-    ),
-    "types": lambda d, **k: HGTLoader(
-        hetero(), [4, 3], "paper", **arguments(batch_size=9, **k)
-    ),
-}
+MAKE = {**LOADERS, "types": made(HGTLoader, [4, 3], "paper", batch_size=9)}
 
 
 def bar(loader):
@@ -79,8 +30,8 @@ def bar(loader):
 def test_an_iterator_that_is_not_used_is_no_epoch(size, kind):
     """Iterators that are not used, on some ranks, change nothing."""
     mesh = worlds.mesh()
-    loader = MAKE[kind](graph(), seed=1)
-    other = MAKE[kind](graph(), seed=1)
+    data = hetero() if kind == "types" else graph()
+    loader, other = (MAKE[kind](data, seed=1) for _ in range(2))
     for epoch in range(2):
         want = list(other)
         iter(loader)
@@ -137,7 +88,7 @@ def _layers_on_one_rank_only(partitioned):
     seeds = seeds if mesh.rank == 0 else seeds[: len(seeds) // 2]
     data = pdc.partition(data, mesh) if partitioned else data
     ours = LoaderOptions(even_batches="drop")
-    loader = DistNeighborLoader(data, [-1], seeds, batch_size=9, options=ours)
+    loader = NeighborLoader(data, [-1], seeds, batch_size=9, options=ours)
     return sum(1 for _ in loader)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -10,8 +11,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from batches import all_same, check, graph, hetero
-from test_loader import WRITES, nodes
+from batches import all_same, check, graph, hetero, ids, links, made, nodes
+from test_loader import WRITES
+from torch_geometric.data import HeteroData
 from torch_geometric.sampler import NegativeSampling
 
 from pyg_distcomm.loader import (
@@ -20,6 +22,8 @@ from pyg_distcomm.loader import (
     DistNeighborLoader,
     LoaderOptions,
 )
+from pyg_distcomm.loader.batcher import Batcher
+from pyg_distcomm.loader.epoch import Phases
 
 # Times and weights -------------------------------------------------------------------
 
@@ -81,16 +85,7 @@ def test_seeds_take_the_time_of_their_nodes():
 def test_times_of_links_and_of_types():
     data, _ = timed("node", torch.long)
     when = torch.arange(data.num_edges) % 8
-    loader = DistLinkNeighborLoader(
-        data,
-        [3, 2],
-        edge_label_index=data.edge_index,
-        edge_label_time=when,
-        time_attr="clock",
-        neg_sampling="binary",
-        batch_size=50,
-        options=LoaderOptions(seed=3),
-    )
+    loader = links(data, edge_label_time=when, time_attr="clock", neg_sampling="binary")
     for batch in loader:
         pairs = batch.edge_label_index.numel()  # the seeds, negative ones too
         assert pairs == 4 * batch.input_id.numel()
@@ -110,6 +105,16 @@ def test_times_of_links_and_of_types():
     for batch in loader:
         limit = batch["paper"].seed_time[batch["author"].batch]
         assert bool((typed["author"].clock[batch["author"].n_id] <= limit).all())
+
+
+def test_times_beyond_whole_numbers():
+    data, _ = timed("node", torch.long)
+    seeds = {"input_nodes": torch.arange(60), "time_attr": "clock"}
+    for when, count in ((torch.inf, 400), (-torch.inf, 0)):
+        loader = nodes(data, (-1,), input_time=torch.full((60,), when), **seeds)
+        assert len(ids(loader)) == count
+    with pytest.raises(ValueError, match="NaN"):
+        list(nodes(data, input_time=torch.full((60,), torch.nan), **seeds))
 
 
 def test_edges_without_weight_are_never_drawn():
@@ -160,15 +165,29 @@ def test_an_epoch_goes_on_where_it_was_left(num_workers):
 
 @pytest.mark.parametrize("own", [{}, {"sampler": range(30, 60), "shuffle": False}])
 def test_a_state_after_the_last_batch(own):
-    made, whole = nodes(**own), nodes(**own)
-    for _, _batch in zip(range(len(made)), made, strict=False):
+    loader, whole = nodes(**own), nodes(**own)
+    for _, _batch in zip(range(len(loader)), loader, strict=False):
         pass
-    state = made.state_dict()
+    state = loader.state_dict()
     assert (state["epoch"], state["batches"]) == (1, 0)
     later = nodes(**own)
     later.load_state_dict(state)
     list(whole)
     all_same(later, whole)
+
+
+def test_a_loaded_state_outlives_set_epoch():
+    loader, again = nodes(), nodes()
+    steps = iter(loader)
+    next(steps), next(steps)
+    state = loader.state_dict()
+    next(iter(again))  # an epoch begun before does not count
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    again.set_epoch(state["epoch"])
+    all_same(again, steps)
+    again.set_epoch(7)
+    assert (again.state_dict()["epoch"], again.state_dict()["batches"]) == (7, 0)
 
 
 def test_states_that_do_not_fit_are_refused():
@@ -214,6 +233,7 @@ OTHERS = {
     "number of edges=": lambda: nodes(graph(e=399)),
     "edges=": lambda: nodes(graph(seed=8)),
     r"edges=\[": lambda: nodes(in_another_order(graph())),
+    "draws=neighbor": lambda: nodes(draws="labor"),
     "loader=DistNeighborLoader": lambda: DistLayerLoader(
         graph(), [3], batch_size=7, shuffle=True, options=LoaderOptions(seed=1)
     ),
@@ -279,6 +299,48 @@ def test_a_loader_ends_when_it_is_dropped():
         gc.enable()
 
 
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets the cores of this process, torch's threads, and the ranks of its host."""
+    before = torch.get_num_threads()
+
+    def set_up(cores, used, ranks=None):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+        torch.set_num_threads(used)
+        if ranks is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+
+    yield set_up
+    torch.set_num_threads(before)
+
+
+# cores, torch's threads, ranks; prefetch, and on how many threads bulks are built
+CASES = [
+    (1, 1, None, "auto", 0, 1),
+    (1, 2, None, "auto", 0, 2),
+    (2, 2, None, "auto", 0, 2),
+    (2, 1, None, "auto", 1, 1),
+    (8, 2, None, "auto", 1, 2),
+    (8, 6, None, "auto", 1, 2),
+    (8, 2, 2, "auto", 1, 2),
+    (8, 2, 4, "auto", 0, 2),
+    (8, 2, 16, "auto", 0, 2),
+    (2, 2, None, 1, 1, 1),
+    (8, 2, None, 3, 3, 2),
+    (8, 2, None, 0, 0, 2),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bulks_are_built_on_idle_cores(case, machine):
+    cores, used, ranks, prefetch, ahead, width = case
+    machine(cores, used, ranks)
+    bulk = Batcher(nodes(prefetch=prefetch), Phases())
+    assert (bulk.ahead, bulk.width) == (ahead, width)
+    if prefetch == "auto" and used <= cores // (ranks or 1):
+        assert used + ahead * width <= cores // (ranks or 1)
+
+
 class OddError(Exception):
     pass
 
@@ -292,12 +354,11 @@ def test_what_goes_wrong_comes_home(way):
         return batch
 
     seen = []
-    if not way.get("num_workers"):
-        for name in ("transform", "transform_sampler_output"):
-            seen.clear()
-            with pytest.raises(OddError, match="third"):
-                list(nodes(**{name: fails}, **way))
-            assert seen == [True] * 3
+    for name in ("transform", "transform_sampler_output"):
+        seen.clear()
+        with pytest.raises(OddError, match="third"):
+            list(nodes(**{name: fails}, **way))
+        assert seen == [True] * 3
     loader = nodes(input_nodes=torch.tensor([*range(20), 60]), shuffle=False, **way)
     found = []
     with pytest.raises(ValueError, match=r"span 14 \.\. 60, but there are 60 nodes"):
@@ -310,179 +371,130 @@ def test_what_goes_wrong_comes_home(way):
 # Complaints ----------------------------------------------------------------------------
 
 
-def weighted(*values):
-    data = graph()
-    data.weight = torch.ones(data.num_edges)
-    data.weight[: len(values)] = torch.tensor(values)
-    return data
+def having(**rows):
+    """A graph with more rows."""
+    return graph().update(rows)
 
 
-def with_edge(source, target, **kwargs):
+def weighing(values):
+    """Options that give weights to a graph whose edges have them."""
+    return {"data": having(w=torch.as_tensor(values)), "weight_attr": "w"}
+
+
+def with_edge(source, target):
     data = graph()
     data.edge_index[:, 7] = torch.tensor([source, target])
-    return data
+    return {"data": data}
 
 
+def with_times(count):
+    data = HeteroData()
+    data["a"].num_nodes = 60
+    data["a", "to", "a"].edge_index = graph().edge_index
+    data["a", "to", "a"].time = torch.randperm(count)
+    return {"data": data, "time_attr": "time", "input_nodes": "a"}
+
+
+layers = made(DistLayerLoader, batch_size=7)
+ONES = torch.ones(400)
+OF_TYPES = {"data": hetero(), "input_nodes": "paper"}
 BAD = {
-    "fan-out": (lambda: nodes(fan_outs=(2, -2)), "num_neighbors holds -2"),
-    "no fan-out": (lambda: nodes(fan_outs=[None]), "num_neighbors holds None"),
-    "large fan-out": (lambda: nodes(fan_outs=[2**31]), "below 2\\^31"),
-    "large layer": (
-        lambda: DistLayerLoader(graph(), [2**63], batch_size=7),
-        "below 2\\^63",
-    ),
-    "seed above": (lambda: nodes(input_nodes=torch.tensor([60])), "0 .. 59"),
-    "seed below": (lambda: nodes(input_nodes=torch.tensor([-1])), "span -1 .. -1"),
-    "real seeds": (
-        lambda: nodes(input_nodes=torch.tensor([1.0])),
-        "vector of node ids",
-    ),
-    "link above": (
-        lambda: DistLinkNeighborLoader(
-            graph(), [2], edge_label_index=torch.tensor([[1], [60]])
+    nodes: (
+        ({"fan_outs": (2, -2)}, "num_neighbors holds -2"),
+        ({"fan_outs": [None]}, "num_neighbors holds None"),
+        ({"fan_outs": [2**31]}, "below 2\\^31"),
+        ({"fan_outs": [2**32]}, "holds 4294967296"),
+        (
+            {"fan_outs": [2**31 - 1], "replace": True},
+            "fan-out, or a smaller batch_size",
         ),
-        "0 .. 59",
-    ),
-    "nan": (
-        lambda: nodes(weighted(1, float("nan")), weight_attr="weight"),
-        "holds nan for edge 1",
-    ),
-    "negative": (lambda: nodes(weighted(-1.0), weight_attr="weight"), "holds -1.0"),
-    "zeros": (
-        lambda: nodes(weighted(*[0.0] * 400), weight_attr="weight"),
-        "all weights in 'weight' are zero",
-    ),
-    "zeros at a node": (
-        lambda: nodes(
-            weighted(*(graph().edge_index[1] != 3).float()), weight_attr="weight"
+        ({"data": hetero(), "input_nodes": ("venue", torch.arange(3))}, "venue"),
+        ({"input_nodes": torch.tensor([60])}, "0 .. 59"),
+        ({"input_nodes": torch.tensor([-1])}, "span -1 .. -1"),
+        ({"input_nodes": torch.tensor([1.0])}, "vector of node ids"),
+        (
+            {"input_nodes": torch.ones(7).bool()},
+            r"mask of shape \[7\], but there are 60",
         ),
-        "into node 3 are zero",
-    ),
-    "few weights": (
-        lambda: nodes(graph().update({"w": torch.ones(9)}), weight_attr="w"),
-        "9 weights for 400 edges",
-    ),
-    "no such weight": (
-        lambda: nodes(weight_attr="w"),
-        "no edges have an attribute 'w'",
-    ),
-    "infinite sum": (
-        lambda: nodes(
-            graph().update({"w": torch.full((400,), 1e307, dtype=torch.float64)}),
-            weight_attr="w",
+        (weighing([1, torch.nan, *[1.0] * 398]), "holds nan for edge 1"),
+        (weighing(-ONES), "holds -1.0"),
+        (weighing(0 * ONES), "all weights in 'w' are zero"),
+        (weighing((graph().edge_index[1] != 3).float()), "into node 3 are zero"),
+        (weighing(ONES[:9]), "9 weights for 400 edges"),
+        (weighing(1e307 * ONES.double()), "add up to infinity"),
+        (weighing(1e-310 * ONES.double()), "0 or at least 1e-300"),
+        (
+            weighing(ONES.to(torch.complex64)),
+            "one real number each, got torch.complex64",
         ),
-        "add up to infinity",
-    ),
-    "tiny weight": (
-        lambda: nodes(
-            graph().update({"w": torch.full((400,), 1e-310, dtype=torch.float64)}),
-            weight_attr="w",
+        ({"weight_attr": "w"}, "no edges have an attribute 'w'"),
+        ({"time_attr": "when"}, "'when' is neither"),
+        ({"data": having(t=torch.full((60,), np.nan)), "time_attr": "t"}, "NaN"),
+        ({"data": having(t=ONES), "time_attr": "t"}, "input_time"),
+        (
+            {
+                "data": having(t=torch.arange(60)),
+                "input_nodes": [0, 1],
+                "input_time": torch.arange(5),
+                "time_attr": "t",
+            },
+            "input_time must .* of the 2 seeds",
         ),
-        "0 or at least 1e-300",
-    ),
-    "no such time": (lambda: nodes(time_attr="when"), "'when' is neither"),
-    "too many draws": (
-        lambda: nodes(fan_outs=[2**31 - 1], replace=True),
-        "smaller fan-out, or a smaller batch_size",
-    ),
-    "fan-out of 33 bits": (lambda: nodes(fan_outs=[2**32]), "holds 4294967296"),
-    "complex weights": (
-        lambda: nodes(
-            graph().update({"w": torch.ones(400, dtype=torch.complex64)}),
-            weight_attr="w",
+        *(
+            (with_times(k), f"there are {k} times for 400 edges")
+            for k in (399, 401, 40_000)
         ),
-        "one real number each, got torch.complex64",
+        ({"temporal_strategy": "first"}, "temporal_strategy must be"),
+        ({"data": having(edge_index=[[0, 1], [1, 2]])}, "is a list, wanted a tensor"),
+        ({"data": having(edge_index=torch.ones(2, 9).bool())}, "integer tensor"),
+        ({"is_sorted": True}, "not sorted by their target"),
+        (with_edge(60, 0), "source nodes .* span 0 .. 60"),
+        (with_edge(0, -1), "target nodes .* span -1"),
+        ({"bulk_size": 0}, "bulk_size must be"),
+        ({"even_batches": "cut"}, "even_batches must be"),
+        ({"prefetch": -1}, "prefetch must be"),
+        ({"split": "no"}, "split must be"),
+        ({"batch_size": None, "shuffle": False}, "batch_size=None"),
+        ({"seed": "three"}, "seed must be a whole number"),
+        ({"draws": "ladies"}, "draws must be one of"),
+        ({"draws": "labor", "replace": True}, "without replacement"),
     ),
-    "edges in a list": (
-        lambda: nodes(graph().update({"edge_index": [[0, 1], [1, 2]]})),
-        "is a list, wanted a tensor",
+    made(DistNeighborLoader): (
+        ({**OF_TYPES, "num_neighbors": {WRITES: [2]}}, "cites"),
+        ({**OF_TYPES, "num_neighbors": 3}, "must be a list with a number for each hop"),
+        ({"data": graph(), "num_neighbors": {WRITES: [2]}}, "have no types"),
     ),
-    "time that is nan": (
-        lambda: nodes(graph().update({"t": torch.full((60,), np.nan)}), time_attr="t"),
-        "NaN",
-    ),
-    "time of no seed": (
-        lambda: nodes(
-            graph().update({"t": torch.ones(400)}),
-            time_attr="t",
+    links: (
+        ({"edge_label_index": torch.tensor([[1], [60]])}, "0 .. 59"),
+        ({"edge_label_index": torch.rand(2, 5)}, r"must be \[2, k\]"),
+        ({"data": hetero()}, "is an edge type, or a pair of one"),
+        ({"edge_label": torch.ones(401)}, "edge_label must .* of the 400 seeds"),
+        (
+            {"neg_sampling": NegativeSampling("binary", src_weight=torch.zeros(60))},
+            "src_weight",
         ),
-        "input_time",
     ),
-    "not sorted": (lambda: nodes(is_sorted=True), "not sorted by their target"),
-    "source above": (lambda: nodes(with_edge(60, 0)), "source nodes .* span 0 .. 60"),
-    "target below": (lambda: nodes(with_edge(0, -1)), "target nodes .* span -1"),
-    "type": (lambda: nodes(hetero(), input_nodes=("venue", torch.arange(3))), "venue"),
-    "fan-outs of types": (
-        lambda: DistNeighborLoader(hetero(), {WRITES: [2]}, input_nodes="paper"),
-        "cites",
-    ),
-    "bulk": (lambda: nodes(bulk_size=0), "bulk_size must be"),
-    "even": (lambda: nodes(even_batches="cut"), "even_batches must be"),
-    "prefetch": (lambda: nodes(prefetch=-1), "prefetch must be"),
-    "split": (lambda: nodes(split="no"), "split must be"),
-    "no batches": (lambda: nodes(batch_size=None, shuffle=False), "batch_size=None"),
-    "mask of another length": (
-        lambda: nodes(input_nodes=torch.ones(7).bool()),
-        r"mask of shape \[7\], but there are 60 nodes",
-    ),
-    "mask of layers": (
-        lambda: DistLayerLoader(graph(), [2], input_nodes=torch.ones(30).bool()),
-        r"a mask of shape \[30\]",
-    ),
-    "no edge type": (
-        lambda: DistLinkNeighborLoader(hetero(), [2], None),
-        "is an edge type, or a pair of one",
-    ),
-    "real links": (
-        lambda: DistLinkNeighborLoader(graph(), [2], torch.rand(2, 5)),
-        r"must be \[2, k\]",
-    ),
-    "times of other seeds": (
-        lambda: nodes(
-            graph().update({"t": torch.arange(60)}),
-            input_nodes=[0, 1],
-            input_time=torch.arange(5),
-            time_attr="t",
+    layers: (
+        ({"data": graph(), "num_nodes_per_layer": [2**63]}, "below 2\\^63"),
+        (
+            {
+                "data": graph(),
+                "num_nodes_per_layer": [2],
+                "input_nodes": torch.ones(30).bool(),
+            },
+            r"a mask of shape \[30\]",
         ),
-        "input_time must .* of the 2 seeds",
-    ),
-    "labels of other links": (
-        lambda: DistLinkNeighborLoader(graph(), [2], edge_label=torch.ones(401)),
-        "edge_label must .* of the 400 seeds",
-    ),
-    "fan-out that is no list": (
-        lambda: DistNeighborLoader(hetero(), 3, input_nodes="paper"),
-        "must be a list with a number for each hop",
-    ),
-    "fan-outs of types, without types": (
-        lambda: DistNeighborLoader(graph(), {WRITES: [2]}),
-        "have no types",
-    ),
-    "weights of negatives": (
-        lambda: DistLinkNeighborLoader(
-            graph(),
-            [2],
-            neg_sampling=NegativeSampling("binary", src_weight=torch.zeros(60)),
-        ),
-        "src_weight",
-    ),
-    "edges that are no ids": (
-        lambda: nodes(graph().update({"edge_index": torch.ones(2, 9).bool()})),
-        "integer tensor",
-    ),
-    "seed in words": (lambda: nodes(seed="three"), "seed must be a whole number"),
-    "strategy": (
-        lambda: nodes(temporal_strategy="first"),
-        "temporal_strategy must be",
     ),
 }
 
 
-@pytest.mark.parametrize("which", BAD)
-def test_what_cannot_be_is_named(which):
-    make, text = BAD[which]
-    with pytest.raises((ValueError, KeyError), match=text):
-        list(make())
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [(make, *case) for make, cases in BAD.items() for case in cases],
+)
+def test_what_cannot_be_is_named(make, options, said):
+    with pytest.raises((ValueError, KeyError), match=said):
+        list(make(**options))
 
 
 @pytest.mark.parametrize("kind", [DistNeighborLoader, DistLinkNeighborLoader])

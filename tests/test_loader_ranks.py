@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiers
 import torch
 import torch.distributed as dist
 import worlds
-from batches import all_same, arguments, full_disk, graph, hetero, same
-from torch.utils.data import DistributedSampler
+from batches import (
+    LOADERS,
+    all_same,
+    full_disk,
+    graph,
+    hetero,
+    made,
+    nodes,
+    same,
+    share_of,
+)
+from torch.utils.data import DistributedSampler, RandomSampler
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import (
-    DistLayerLoader,
-    DistLinkNeighborLoader,
-    DistNeighborLoader,
-    notes,
-    shared,
-)
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.loader import DistLayerLoader, HGTLoader, notes, shared
 from pyg_distcomm.sampling.rules import UserRule, rule_name
 
-SIZES = [1, 2, 3, 4]
-
-
-def nodes(**kwargs):
-    kwargs = {"batch_size": 7, "shuffle": True, "seed": 1, **kwargs}
-    return DistNeighborLoader(graph(), [3, 2], **arguments(**kwargs))
-
-
-def links(**kwargs):
-    return DistLinkNeighborLoader(
-        graph(),
-        [3, 2],
-        **arguments(neg_sampling="binary", batch_size=60, seed=1, **kwargs),
-    )
-
-
-MAKE = {"nodes": nodes, "links": links}
+SEEDS = ("paper", torch.arange(30))
+HGT = made(HGTLoader, [4, 3], SEEDS, batch_size=6, shuffle=True)
+MAKE = {**LOADERS, "types": HGT}
 
 
 def unmarked(batch):
@@ -52,40 +45,66 @@ def unmarked(batch):
     return batch
 
 
-# Dealing -------------------------------------------------------------------------------
+def contents(batch):
+    """What a batch holds, but for how many nodes it says that it has, and its marks."""
+    marks = ("num_nodes", "padding")
+    for store in batch.stores:
+        yield {name: store[name] for name in sorted(store.keys()) if name not in marks}
 
 
-def _dealt(kind, even):
-    rank, size = worlds.mesh().rank, worlds.mesh().size
-    alone = MAKE[kind](split=False)
-    loader = MAKE[kind](even_batches=even)
-    numbers = []
-    for _epoch in range(2):
-        whole = list(alone)
-        total, found = len(whole), list(loader)
-        rounds = -(-total // size) if even == "pad" else total // size
-        assert len(found) == len(loader) == rounds
-        for i, batch in enumerate(found):
-            t = i * size + rank
-            if size == 1:
-                assert "padding" not in batch
-            elif even == "pad":
-                assert batch.padding == (t >= total)
-            same(unmarked(batch), whole[t % total])
-            numbers.append(t)
-    return numbers, total
+# Dealing, cut or not, resumed ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("even", ["pad", "drop"])
-@pytest.mark.parametrize("kind", MAKE)
-@tiers.parametrize("size", SIZES, [2, 3])
-def test_batch_t_goes_to_rank_t_mod_p(size, kind, even):
-    found = worlds.run(_dealt, size, kind, even)
-    total = found[0][1]
-    every = sorted(t for numbers, _ in found for t in numbers if t < total)
-    full = total if even == "pad" else total - total % size
-    assert every == sorted([*range(full)] * 2)
-    assert full > total - size
+def _on_ranks(kinds, options):
+    mesh = worlds.mesh()
+    for kind in kinds:
+        data = hetero() if kind == "types" else graph()
+        alone = MAKE[kind](data, seed=3, split=False)
+        share = share_of(data, mesh)
+        loaders = [
+            MAKE[kind](data, seed=3),
+            MAKE[kind](share, seed=3, **options),
+            MAKE[kind](data, seed=3, even_batches="drop"),
+        ]
+        for _epoch in range(2):
+            whole = list(alone)
+            for loader in loaders:
+                found = list(loader)
+                rounds = len(whole) / mesh.size
+                rounds = int(rounds) if loader is loaders[2] else math.ceil(rounds)
+                assert len(found) == len(loader) == rounds
+                for i, batch in enumerate(found):
+                    t = i * mesh.size + mesh.rank
+                    padding = getattr(batch, "padding", False)
+                    assert padding == (t >= len(whole) and mesh.size > 1)
+                    assert mesh.size > 1 or not hasattr(batch, "padding")
+                    all_same(contents(batch), contents(whole[t % len(whole)]))
+        for given in (data, share):  # a state resumes inside an epoch
+            loader, other = MAKE[kind](given, seed=3), MAKE[kind](given, seed=3)
+            if len(loader) == 1:  # after its batch the next epoch would begin
+                continue
+            step = iter(loader)
+            next(step)
+            other.load_state_dict(loader.state_dict())
+            all_same(list(step), list(other))
+
+
+@tiers.parametrize("size", [1, 2, 3, 4], [2, 3])
+@tiers.parametrize(
+    "kind",
+    MAKE,
+    ["clusters", "shadow", "saint_nodes", "classes", "types", "links", "layers"],
+)
+def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(kind, size):
+    worlds.run(_on_ranks, size, [kind], {})
+
+
+@tiers.parametrize("size", [2, 4], [])
+def test_shares_in_other_ways(size):
+    for options in ({"replication": 2}, {"topology": "replicated", "bulk_size": 2}):
+        worlds.run(_on_ranks, size, list(MAKE), options)
+    kinds = [kind for kind in MAKE if "saint" not in kind]
+    worlds.run(_on_ranks, size, kinds, {"sample_at": "requester"})
 
 
 # Lists that the script has split -------------------------------------------------------
@@ -140,18 +159,14 @@ def test_a_distributed_sampler_is_followed(size):
     assert all(found[0] != other for other in found[1:])
 
 
-def _own_batches():
+@worlds.on(3)
+def test_own_batches_come_out_even():
     mesh = worlds.mesh()
     mine = [[mesh.rank, 5], [6]] if mesh.rank == 0 else [[mesh.rank, 7]]
     found = list(nodes(batch_sampler=mine, batch_size=1, shuffle=False))
     assert [b.padding for b in found] == [False, mesh.rank > 0]
     if mesh.rank:
         same(unmarked(found[1]), unmarked(found[0]))
-    return len(found)
-
-
-def test_own_batches_come_out_even():
-    assert worlds.run(_own_batches, 3) == [2, 2, 2]
 
 
 # One rank's own ------------------------------------------------------------------------
@@ -182,59 +197,104 @@ def test_rank_0_evaluates_while_others_wait_elsewhere(size, where):
     assert sorted(torch.cat([later for _, later in found]).tolist()) == [*range(60)]
 
 
-def _missing():
+def _evaluates_alone():
+    mesh = worlds.mesh()
+    train = nodes(batch_size=5)
+    if mesh.rank == 0:
+        alone = nodes(batch_size=5)
+    steps = len(list(train))
+    if mesh.rank != 0:
+        return steps
+    with pytest.warns(UserWarning, match="not all ranks have built the loader") as told:
+        counts = len(list(alone)), len(list(alone))
+    assert told[0].filename == __file__  # the line that iterates
+    return steps, *counts
+
+
+def test_a_loader_that_the_others_have_passed_by_is_ones_own():
+    assert worlds.anew(_evaluates_alone, 3) == [(4, 12, 12), 4, 4]
+
+
+def _others_of_one_kind():
+    mesh = worlds.mesh()
+    with pytest.raises(ValueError, match="which wait for each other"):
+        list(nodes(batch_size=8 + mesh.rank, split=True))
+
+
+def test_loaders_that_wait_for_each_other_raise_on_all_ranks():
+    worlds.anew(_others_of_one_kind, 2)  # ranks that count their loaders apart
+
+
+@worlds.on(3)
+def test_a_rank_without_inputs_has_nothing_to_repeat():
+    mesh = worlds.mesh()
+    mine = torch.arange(10) if mesh.rank else torch.empty(0).long()
+    with pytest.raises(ValueError, match=r"got \[0, 2, 2\] batches on the ranks"):
+        list(nodes(input_nodes=mine, shuffle=False))
+    dropped = nodes(input_nodes=mine, even_batches="drop", shuffle=True)
+    assert isinstance(dropped.sampler, RandomSampler) == bool(mesh.rank)
+    assert list(dropped) == []
+
+
+def _comes_too_late():
+    mesh = worlds.mesh(fresh=True)
+    if mesh.rank:
+        mesh.world.watch.report(OSError("no such file"))
+        return "failed"
+    with pytest.raises(OSError, match=r"rank 1 failed .* no such file"):
+        list(nodes())
+    return "heard"
+
+
+def test_a_rank_that_failed_is_not_waited_for():
+    assert worlds.anew(_comes_too_late, 2) == ["heard", "failed"]
+
+
+@worlds.on(3)
+def test_ranks_that_do_not_come_are_named():
     mesh = worlds.mesh()
     if mesh.rank != 0:
-        return "not built"
+        return
     before, mesh.world.watch.deadline = mesh.world.watch.deadline, 1.0
+    said = r"rank\(s\) 1, 2 have not come to DistNeighborLoader.*split=False"
     try:
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(RuntimeError, match=f"(?s){said}"):
             list(nodes(split=True))
     finally:
         mesh.world.watch.deadline = before
-    return str(caught.value)
-
-
-def test_ranks_that_do_not_come_are_named():
-    said = worlds.run(_missing, 3)[0]
-    assert "rank(s) 1, 2 have not come to DistNeighborLoader" in said
-    assert "split=False" in said
 
 
 # Seeds ---------------------------------------------------------------------------------
 
 
 @worlds.on(2)
-def test_seeds_that_differ_by_rank_are_refused():
-    mesh = worlds.mesh()
-    with pytest.raises(ValueError, match=r"different seeds on the ranks, \[0, 1\]"):
-        list(nodes(seed=mesh.rank))
+def test_what_differs_by_rank_is_refused():
+    rank = worlds.mesh().rank
+    for options, said in (
+        ({"seed": rank}, r"different seeds on the ranks, \[0, 1\]"),
+        (
+            {"input_nodes": torch.arange(9 + rank), "split": True},
+            "different inputs on the ranks",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            list(nodes(**options))
 
 
 def _to_the(power):
     return lambda p: p**power
 
 
-def _rules_differ():
+@worlds.on(2)
+def test_rules_that_differ_by_rank_are_refused():
     mesh = worlds.mesh()
     share = pdc.partition(graph(), mesh, "random")
     with pytest.raises(ValueError, match=r"rule.*_to_the"):
         DistLayerLoader(share, [3, 2], _to_the((0.5, 2.0)[mesh.rank]), batch_size=7)
     next(iter(DistLayerLoader(share, [3, 2], _to_the(0.5), batch_size=7)))
-
-
-def test_rules_that_differ_by_rank_are_refused():
-    worlds.run(_rules_differ, 2)
     rules = [_to_the(0.5), _to_the(2.0), lambda p: p**0.5, lambda p: p**0.25]
     assert len({rule_name(UserRule(rule)) for rule in rules}) == 4
     assert rule_name(UserRule(_to_the(3.0))) == rule_name(UserRule(_to_the(3.0)))
-
-
-@worlds.on(2)
-def test_one_list_is_asked_for():
-    mesh = worlds.mesh()
-    with pytest.raises(ValueError, match="different inputs on the ranks"):
-        list(nodes(input_nodes=torch.arange(9 + mesh.rank), split=True))
 
 
 def _rank_zeros_seed():
@@ -322,31 +382,24 @@ def test_loaders_can_be_pickled(size):
 # One copy of a graph -------------------------------------------------------------------
 
 
-def _shared(folder, typed):
-    mesh = worlds.mesh()
-    calls = []
-
-    def load():
-        calls.append(1)
-        return hetero() if typed else graph()
-
-    data = shared(load, folder)
-    same(data, hetero() if typed else graph())
-    given = {"input_nodes": "paper"} if typed else {}
-    make = {"batch_size": 7, "seed": 2, "split": False, **given}
-    found = DistNeighborLoader(data, [3, 2], **arguments(**make))
-    all_same(found, DistNeighborLoader(load(), [3, 2], **arguments(**make)))
-    dist.barrier() if mesh.size > 1 else None
-    left = os.listdir(folder)
-    return len(calls) - 1, left
-
-
 @pytest.mark.parametrize("typed", [False, True])
 @tiers.parametrize("size", [1, 2, 3], [1, 3])
+@worlds.on()
 def test_one_rank_loads_for_all(tmp_path, size, typed):
-    found = worlds.run(_shared, size, str(tmp_path), typed)
-    assert sum(calls for calls, _ in found) == 1
-    assert all(left == [] for _, left in found)
+    mesh, calls = worlds.mesh(), []
+    make, seeds = (hetero, "paper") if typed else (graph, None)
+
+    def load():
+        calls.append(mesh.rank)
+        return make()
+
+    data = shared(load, tmp_path)
+    every = collectives.all_gather_object(calls, mesh.world)
+    assert sum(map(len, every)) == 1
+    assert os.listdir(tmp_path) == []
+    same(data, make())
+    both = (nodes(d, input_nodes=seeds, split=False) for d in (data, make()))
+    all_same(*both)
 
 
 def _shared_by_default():
@@ -364,19 +417,6 @@ def test_nothing_is_left_behind():
         assert set(left) <= set(before)
 
 
-@worlds.on(3)
-def test_a_source_that_fails_fails_on_all_ranks():
-    worlds.mesh()
-
-    def load():
-        raise OSError("no such disk")
-
-    with pytest.raises(
-        RuntimeError, match=r"rank 0 could not .* OSError: no such disk"
-    ):
-        shared(load)
-
-
 class Roads(Data):
     """A graph of a script's own."""
 
@@ -386,9 +426,10 @@ class Strange:
         return os.mkdir, (os.environ["STRANGE_PLACE"],)
 
 
-def _shared_as_data(place):
+@worlds.on(2)
+def test_a_shared_graph_is_read_as_data(tmp_path):
     worlds.mesh()
-    os.environ["STRANGE_PLACE"] = place
+    os.environ["STRANGE_PLACE"] = str(tmp_path / "ran")
     data = graph()
     roads = Roads(**data.to_dict(), told={"a": [1, 2.5, None, True, "b"]})
     got = shared(roads)
@@ -400,41 +441,55 @@ def _shared_as_data(place):
         RuntimeError, match=r"the graph holds .*mkdir; shared\(\) passes"
     ):
         shared(data)
-    return os.path.exists(place)
+    assert not os.listdir(tmp_path)
 
 
-def test_a_shared_graph_is_read_as_data(tmp_path):
-    assert worlds.run(_shared_as_data, 2, str(tmp_path / "ran")) == [False, False]
+def no_disk():
+    raise OSError("no such disk")
 
 
-def _shared_from_nothing():
+@pytest.mark.parametrize("size", [1, 3])
+@worlds.on()
+def test_a_source_that_is_no_graph_is_told_to_all_ranks(size):
     rank = worlds.mesh().rank
-    for source in (None, 5):
-        with pytest.raises(TypeError, match=rf"rank 0: .* got {type(source).__name__}"):
-            shared(source if rank == 0 else graph)
-    with pytest.raises(
-        RuntimeError, match="must return a Data or HeteroData, got None"
+    where = "rank 0: .* " if size > 1 else ""
+    for source, said in (
+        (None, rf"{where}got NoneType"),
+        (5, rf"{where}got int"),
+        (lambda: None, "must return a Data or HeteroData"),
+        (
+            no_disk,
+            r"no such disk" if size == 1 else "rank 0 could not .* OSError: no such",
+        ),
     ):
-        shared(lambda: None)
+        with pytest.raises((TypeError, RuntimeError, OSError), match=said):
+            shared(source if rank == 0 else graph)
 
 
-def test_shared_needs_a_graph():
-    worlds.run(_shared_from_nothing, 2)
-    with pytest.raises(TypeError, match="got NoneType"):
-        shared(None)
-    with pytest.raises(TypeError, match="must return a Data"):
-        shared(lambda: None)
-
-
-def _shared_on_a_full_disk(folder):
+@worlds.on(2)
+def test_shared_says_that_a_disk_is_full(tmp_path):
     rank = worlds.mesh().rank
     with (
         full_disk(4096 if rank == 0 else None),
-        pytest.raises(RuntimeError, match=rf"written to {folder}: .*make room"),
+        pytest.raises(RuntimeError, match=rf"written to {tmp_path}: .*make room"),
     ):
-        shared(graph, folder=folder)
-    assert not os.listdir(folder)
+        shared(graph, folder=tmp_path)
+    assert not os.listdir(tmp_path)
 
 
-def test_shared_says_that_a_disk_is_full(tmp_path):
-    worlds.run(_shared_on_a_full_disk, 2, str(tmp_path))
+@worlds.on(2)
+def test_shared_arrays_stay_on_disk(tmp_path):
+    mesh, data = worlds.mesh(), graph()
+    path = tmp_path / "x.npy"
+    if mesh.rank == 0:
+        x = np.memmap(path, np.float32, "w+", shape=(60, 5))
+        x[:] = data.x.numpy()
+        x.flush()
+    dist.barrier()
+    data.z = np.arange(60)
+    data.x = np.memmap(path, np.float32, "r", shape=(60, 5))
+    held = shared(lambda: data)
+    assert isinstance(held.x, np.memmap)
+    for batch in nodes(held, split=False):
+        assert torch.equal(batch.z, batch.n_id)
+        assert torch.equal(batch.x, graph().x[batch.n_id])

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import time
+from dataclasses import replace
+from functools import partial
 
 import batches
 import pytest
 import tiers
 import torch
+import torch.distributed as dist
 import worlds
-from test_partitioned_sampling import owners, timed
-from torch_geometric.data import HeteroData
+from batches import arguments, graph, hetero, rich, same, share_of, timed_types
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import NegativeSampling
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
@@ -18,82 +24,174 @@ from pyg_distcomm.comm.axis import new_process_grid
 from pyg_distcomm.loader import (
     DistFeatureStore,
     DistLayerLoader,
+    DistLinkNeighborLoader,
     DistNeighborLoader,
-    LoaderOptions,
 )
-from pyg_distcomm.sampling import KeyedLayerSampler, KeyedNeighborSampler, Ladies
+from pyg_distcomm.sampling import (
+    FastGCN,
+    KeyedLayerSampler,
+    KeyedNeighborSampler,
+    Ladies,
+)
 
 pytestmark = pytest.mark.usefixtures("place")
 
-GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]
+GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
+HERE = {"bulk_size": 3}
+THERE = {"sample_at": "requester", "bulk_size": 2}
+WHOLE = {"topology": "replicated", "prefetch": 0}
+CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
+WRITTEN = "paper", "written", "author"
 
 
-def masked():
-    data = batches.graph()
-    data.train_mask = torch.arange(data.num_nodes) % 3 == 0
-    data.name = "a graph-level attribute"
+def edges_of(*pairs):
+    """Seven nodes, and few edges."""
+    ends = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
+    return Data(x=torch.arange(14.0).view(7, 2), edge_index=ends)
+
+
+FEW = {
+    "three edges": partial(edges_of, (1, 0), (3, 0), (5, 2)),
+    "no edges": edges_of,
+    "one loop": partial(edges_of, (2, 2)),
+}
+
+
+def late_types():
+    """Times of targets, and not of all sources; a type without edges or attributes."""
+    data = hetero()
+    data["paper"].time = torch.arange(40)
+    data["late"].num_nodes = 7
     return data
 
 
-def weighted():
-    data = masked()
-    data.weight = torch.rand(data.num_edges, generator=torch.Generator().manual_seed(1))
-    return data
+def masked(d):
+    return {"input_nodes": d.train_mask}
 
 
-def cut(data, size):
-    if hasattr(data, "node_types"):
-        return {
-            t: owners(data[t].num_nodes, size, k) for k, t in enumerate(data.node_types)
-        }
-    return owners(data.num_nodes, size)
+def of_papers(**options):
+    return {"input_nodes": "paper", **options}
 
 
-def load(size, c, make, nodes, options):
-    mesh = worlds.mesh()
-    data = make()
-    share = pdc.partition(data, mesh, cut(data, size))
-    given = {
-        "num_neighbors": [3, 2],
-        "batch_size": 5,
-        "shuffle": True,
-        "seed": 11,
-        **options,
-    }
-    plain = {
-        k: v
-        for k, v in given.items()
-        if k not in ("topology", "sample_at", "replication", "bulk_size", "prefetch")
-    }
-    pick = {"mask": lambda d: d.train_mask, "all": lambda d: None}.get(
-        nodes, lambda d: nodes
-    )
-    whole = DistNeighborLoader(
-        data, **batches.arguments(input_nodes=pick(data), **plain)
-    )
-    part = DistNeighborLoader(
-        share, **batches.arguments(input_nodes=pick(share), replication=c, **given)
-    )
-    batches.equal_epochs(whole, part)
+EARLY = torch.rand(60, generator=torch.Generator().manual_seed(2))
+SEEDS = {"input_nodes": torch.arange(60)}
+# the graph, and options: those of a graph are a function, of the share where it is `own`
+NODES = {
+    "own mask": (rich, masked),
+    "all": (graph, {"sizes": [4, 3, -1]}),
+    "equal seeds": (graph, {"input_nodes": torch.tensor([5, 5, 7, 59])}),
+    "a tuple of seeds": (graph, {"input_nodes": (1, 2, 3)}),
+    "one batch": (graph, {"batch_size": 64}),
+    "dropped": (graph, {"even_batches": "drop"}),
+    "replace": (graph, {"replace": True}),
+    "disjoint": (graph, {"disjoint": True}),
+    "induced": (graph, {"subgraph_type": "induced"}),
+    "bidirectional": (graph, {"subgraph_type": "bidirectional"}),
+    "weighted": (rich, {"weight_attr": "weight"}),
+    "weighted, replace": (rich, {"weight_attr": "weight", "replace": True}),
+    "labor": (rich, {"draws": "labor"}),
+    "weighted labor": (rich, {"weight_attr": "weight", "draws": "labor"}),
+    "node times": (rich, {"time_attr": "time"}),
+    "latest": (rich, {"time_attr": "time", "temporal_strategy": "last"}),
+    "edge times": (rich, {**SEEDS, "input_time": EARLY, "time_attr": "edge_time"}),
+    "edge times, weighted": (
+        rich,
+        {
+            **SEEDS,
+            "input_time": EARLY + 1,
+            "time_attr": "edge_time",
+            "weight_attr": "weight",
+        },
+    ),
+    "times, labor": (rich, {"time_attr": "time", "draws": "labor"}),
+    "types": (hetero, {"input_nodes": ("paper", torch.arange(30))}),
+    "other types": (hetero, {"input_nodes": "author", "sizes": [4, 3, -1]}),
+    "sizes of types": (
+        hetero,
+        of_papers(sizes={CITES: [3, 0], WRITES: [2, 2], WRITTEN: [-1, 4]}),
+    ),
+    "times of types": (timed_types, of_papers(time_attr="time")),
+    "induced types": (hetero, of_papers(subgraph_type="induced")),
+    "seeds in a list": (
+        late_types,
+        {"input_nodes": ["paper", torch.arange(6)], "time_attr": "time"},
+    ),
+    "a mask of a type": (
+        late_types,
+        {"input_nodes": ("paper", torch.arange(40) < 6), "time_attr": "time"},
+    ),
+    "a type without edges": (late_types, {"input_nodes": "late"}),
+    **{
+        f"hops {hops}": (graph, {"sizes": hops})
+        for hops in ([0], [2, 0], [0, 2], [2, 0, 2])
+    },
+    **{name: (make, {}) for name, make in FEW.items()},
+    **{f"{k}, induced": (m, {"subgraph_type": "induced"}) for k, m in FEW.items()},
+}
 
 
-@tiers.parametrize(("size", "c"), GRIDS, [(2, 1)])
-def test_batches_are_those_of_the_whole_graph(size, c):
-    ways = (
-        (masked, "mask", {}),
-        (masked, "all", {"sample_at": "requester", "bulk_size": 3}),
-        (masked, "mask", {"topology": "replicated", "batch_size": 64}),
-        (masked, torch.tensor([5, 5, 7, 59]), {"prefetch": 0}),
-        (masked, "mask", {"subgraph_type": "bidirectional", "even_batches": "drop"}),
-        (timed, "all", {"time_attr": "time", "batch_size": 16}),
-        (timed, "all", {"time_attr": "time", "topology": "replicated"}),
-        (batches.hetero, ("paper", torch.arange(30)), {"batch_size": 4}),
-        (batches.hetero, "author", {"topology": "replicated"}),
-        (weighted, "mask", {"weight_attr": "weight", "draws": "labor"}),
-        (timed, "all", {"time_attr": "time", "batch_size": 16, "draws": "labor"}),
-    )
-    for make, nodes, options in ways[:: 1 if size < 4 else 2]:
-        worlds.run(load, size, size, c, make, nodes, options)
+def pairs(d):
+    return {"edge_label_index": d.edge_index[:, ::3]}
+
+
+def paired(**options):
+    return lambda d: {**pairs(d), **options}
+
+
+def timed_pairs(d):
+    when = d.time[d.edge_index[1, ::3]] + 5
+    return {**pairs(d), "edge_label_time": when, "time_attr": "time"}
+
+
+def timed_typed_pairs(d):
+    ends = d[WRITES].edge_index[:, :40]
+    when = d["paper"].time[ends[1]] + 20
+    given = {"edge_label_index": (WRITES, ends), "edge_label_time": when}
+    return {**given, "time_attr": "time", "neg_sampling": TWO}
+
+
+def weighted_pairs(d):
+    source, target = d.x[:, 0].abs(), d.x[:, 1].abs()
+    drawn = NegativeSampling("binary", 1.5, src_weight=source, dst_weight=target)
+    return {"edge_label_index": d.edge_index, "neg_sampling": drawn, "batch_size": 50}
+
+
+TWO = NegativeSampling("triplet", 2)
+BY_WEIGHT = NegativeSampling("triplet", 2, dst_weight=torch.arange(60) % 3 + 0.5)
+LINKS = {
+    "pairs": (graph, pairs),
+    "all edges": (graph, {"batch_size": 50}),
+    "own edges": (
+        graph,
+        lambda d: {"edge_label_index": d.edge_index, "batch_size": 50},
+    ),
+    "one edge of other strides": (
+        graph,
+        lambda d: {"edge_label_index": d.edge_index[:, ::3][:, :1]},
+    ),
+    "labels": (graph, paired(edge_label=torch.arange(134), neg_sampling="binary")),
+    "ratio": (graph, paired(neg_sampling_ratio=1.5)),
+    "triplets": (graph, paired(neg_sampling=BY_WEIGHT)),
+    "own weights": (graph, weighted_pairs),
+    "disjoint": (graph, paired(neg_sampling="binary", disjoint=True)),
+    "disjoint triplets": (graph, paired(neg_sampling=TWO, disjoint=True)),
+    "bidirectional": (graph, paired(subgraph_type="bidirectional")),
+    "times": (rich, timed_pairs),
+    "times, negatives": (
+        rich,
+        lambda d: {**timed_pairs(d), "neg_sampling": "binary"},
+    ),
+    "types": (hetero, {"edge_label_index": WRITES, "neg_sampling": "binary"}),
+    "one type": (
+        hetero,
+        lambda d: {
+            "edge_label_index": (CITES, d[CITES].edge_index[:, :30]),
+            "neg_sampling": NegativeSampling("triplet", 1),
+            "disjoint": True,
+        },
+    ),
+    "times of types": (timed_types, timed_typed_pairs),
+}
 
 
 def halved(p):
@@ -109,178 +207,185 @@ class Halved(Ladies):
         return halved(p)
 
 
-def load_layers(size, c, make, rule, options):
-    mesh = worlds.mesh()
-    data = make()
-    if isinstance(rule, Halved):
-        kept = [Halved() for _ in range(mesh.rank + 1)]
-        rule = kept[-1]
-    share = pdc.partition(data, mesh, cut(data, size))
-    given = {"batch_size": 5, "shuffle": True, "seed": 11, **options}
-    plain = {
-        k: v
-        for k, v in given.items()
-        if k not in ("topology", "sample_at", "bulk_size")
-    }
-    whole = DistLayerLoader(
-        data, [6, 9], rule, **batches.arguments(input_nodes=data.train_mask, **plain)
-    )
-    part = DistLayerLoader(
-        share,
-        [6, 9],
-        rule,
-        share.train_mask,
-        **batches.arguments(replication=c, **given),
-    )
-    for batch in batches.equal_epochs(whole, part):
-        loops = batch.e_id < 0
-        real = batch.e_id[~loops]
-        assert torch.equal(batch.edge_attr[~loops], data.edge_attr[real])
-        assert not batch.edge_attr[loops].any()
-        assert torch.equal(batch.x, data.x[batch.n_id])
-        ends = batch.n_id[batch.edge_index]
-        assert torch.equal(ends[:, ~loops], data.edge_index[:, real])
-        assert torch.equal(ends[0, loops], ends[1, loops])
-        assert len(batch.edge_weight) == batch.num_edges
+def of_rule(rule, make=rich, sizes=(6, 9), **options):
+    return make, {"rule": rule, "sizes": list(sizes), **options}
 
 
-@tiers.parametrize(("size", "c"), GRIDS, [(2, 1)])
-def test_layers_are_those_of_the_whole_graph(size, c):
-    for rule, options in (
-        ("ladies", {}),
-        ("ladies", {"sample_at": "requester", "weights": "debiased"}),
-        ("fastgcn", {"bulk_size": 2}),
-        (halved, {"topology": "replicated"}),
-        (Halved(), {"prefetch": 0}),
-        (Ladies("paper"), {"prefetch": 0, "replace": True, "weights": "importance"}),
-    ):
-        worlds.run(load_layers, size, size, c, masked, rule, options)
+LAYERS = {
+    "own mask": (rich, lambda d: {**masked(d), "rule": "ladies", "sizes": [6, 9]}),
+    "debiased": of_rule("ladies", weights="debiased"),
+    "without weights": of_rule(Ladies("cagnet"), weights=None, sizes=(6, 9, -1)),
+    "paper": of_rule(Ladies("paper"), weights="debiased"),
+    "replace": of_rule(Ladies("paper"), replace=True, weights="importance"),
+    "weighted": of_rule(
+        Ladies(), weight_attr="weight", weights="importance", replace=True
+    ),
+    "shared": of_rule(FastGCN(), weights="debiased", sizes=(6, 9, -1)),
+    "weighted, shared": of_rule("fastgcn", weight_attr="weight"),
+    "a function": of_rule(halved, weight_attr="weight", keep_batch=False),
+    "a class": of_rule(Halved()),
+    **{
+        f"{name}, {rule}": of_rule(rule, make)
+        for name, make in FEW.items()
+        for rule in ("ladies", "fastgcn")
+    },
+}
+
+
+def loaders_of(kind, data, share, options, own, **more):
+    """Two loaders of one kind and with the same options: of a graph, and of its share."""
+    common = {"batch_size": 7, "shuffle": True, "seed": 11}
+    for given, where in ((data, {}), (share, more)):
+        found = (
+            options if isinstance(options, dict) else options(given if own else data)
+        )
+        made = {**common, **found, **where}
+        sizes = made.pop("sizes", [3, 2])
+        if isinstance(made.get("rule"), Halved):
+            kept = [Halved() for _ in range(worlds.mesh().rank + 1)]
+            made["rule"] = kept[-1]
+        yield kind(given, sizes, **arguments(**made))
+
+
+def compare(kind, cases, c, where):
+    """Asserts that a share yields what the whole graph does, in every case."""
+    for name, (make, options) in cases.items():
+        data = make()
+        share, own = share_of(data, worlds.mesh()), name.startswith("own")
+        two = loaders_of(kind, data, share, options, own, replication=c, **where)
+        yield data, batches.equal_epochs(*two)
+
+
+def on_grids(*default):
+    every = [(*grid, where) for grid in GRIDS for where in (HERE, THERE, WHOLE)]
+    return tiers.parametrize(("size", "c", "where"), every, default)
+
+
+@on_grids((2, 1, THERE), (4, 2, HERE), (2, 2, WHOLE))
+@worlds.on()
+def test_batches_are_those_of_the_whole_graph(size, c, where):
+    for _ in compare(DistNeighborLoader, NODES, c, where):
+        pass
+
+
+@on_grids((2, 1, HERE), (4, 2, THERE))
+@worlds.on()
+def test_links_of_a_share_are_those_of_the_whole_graph(size, c, where):
+    for _ in compare(DistLinkNeighborLoader, LINKS, c, where):
+        pass
+
+
+@on_grids((2, 1, HERE), (2, 1, THERE), (2, 2, WHOLE))
+@worlds.on()
+def test_layers_are_those_of_the_whole_graph(size, c, where):
+    for data, found in compare(DistLayerLoader, LAYERS, c, where):
+        for batch in found:
+            loops = batch.e_id < 0
+            real = batch.e_id[~loops]
+            if "edge_attr" in data:
+                assert torch.equal(batch.edge_attr[~loops], data.edge_attr[real])
+                assert not batch.edge_attr[loops].any()
+            assert torch.equal(batch.x, data.x[batch.n_id])
+            ends = batch.n_id[batch.edge_index]
+            assert torch.equal(ends[:, ~loops], data.edge_index[:, real])
+            assert torch.equal(ends[0, loops], ends[1, loops])
+            assert len(batch.edge_weight) == batch.num_edges
+
+
+def unweighted(batch):
+    batch.pop("weight", None)  # of other edges than those of an altered number
+    return batch
+
+
+@tiers.rare
+@pytest.mark.parametrize("c", [1, 2])
+@worlds.on(2)
+def test_ids_that_need_eight_bytes(c):
+    data = rich()
+    for weight in (data.weight, data.weight.double()):
+        data.weight = weight
+        share = share_of(data, worlds.mesh())
+        topology = share.edge_index.topology
+        topology.edges = replace(topology.edges, total=2**31 + 10)  # ids need 8 bytes
+        del share.edge_attr, share.edge_time, share.y, share.train_mask
+        plain = Data(
+            x=data.x, edge_index=data.edge_index, weight=weight, time=data.time
+        )
+        plain.name = data.name
+        options = {"weight_attr": "weight", "transform": unweighted}
+        for where in (HERE, THERE):
+            for kind in (DistNeighborLoader, DistLayerLoader):
+                two = loaders_of(
+                    kind, plain, share, options, False, replication=c, **where
+                )
+                batches.equal_epochs(*two)
 
 
 # The life of an epoch ------------------------------------------------------------------
 
 
-def built(size, c=1, data=None, **options):
-    mesh = worlds.mesh()
-    data = masked() if data is None else data
-    share = pdc.partition(data, mesh, cut(data, size))
+def built(share=None, **options):
+    """A share, and a loader of it."""
+    share = share_of(rich(), worlds.mesh()) if share is None else share
     given = {"num_neighbors": [3, 2], "batch_size": 4, "seed": 7, "shuffle": True}
-    return share, DistNeighborLoader(
-        share, **batches.arguments(replication=c, **{**given, **options})
-    )
+    return share, DistNeighborLoader(share, **arguments(**{**given, **options}))
 
 
-def stop_early(size, bulk_size, prefetch):
-    _, loader = built(size, bulk_size=bulk_size, prefetch=prefetch)
+@tiers.parametrize("size", [2, 3], [2])
+@tiers.parametrize("prefetch", [0, 1, 2], [1])
+@worlds.on()
+def test_an_epoch_can_be_left_and_resumed(size, prefetch):
+    _, loader = built(bulk_size=size - 1, prefetch=prefetch)
     whole = list(loader)
     for count in (1, 2, 3):
         loader.set_epoch(0)
         for k, batch in enumerate(loader):
-            batches.same(batch.n_id, whole[k].n_id)
+            same(batch.n_id, whole[k].n_id)
             if k + 1 == count:
                 break
     loader.set_epoch(0)
     left = iter(loader)  # begun, and left where it is
     next(left)
     loader.set_epoch(0)
-    again = list(loader)
-    assert len(again) == len(whole)
-    for one, two in zip(again, whole, strict=True):
-        batches.same(one.x, two.x)
-
-
-@tiers.parametrize("prefetch", [0, 1, 2], [1])
-def test_an_epoch_can_be_left(prefetch):
-    worlds.run(stop_early, 2, 2, 1, prefetch)
-    worlds.run(stop_early, 3, 3, 2, prefetch)
+    steps = iter(loader)
+    head = [next(steps), next(steps)]
+    _, other = built()
+    other.load_state_dict(loader.state_dict())
+    tail = list(other)
+    batches.all_same(
+        [b.to_dict() for b in [*head, *tail]], [b.to_dict() for b in whole]
+    )
+    with pytest.raises(RuntimeError, match="another epoch of the loader has begun"):
+        list(zip(loader, loader, strict=True))
+    assert len(list(loader)) == len(loader)
 
 
 @worlds.on(2)
-def test_an_epoch_can_be_resumed():
-    size = 2
-    _, loader = built(size)
-    whole = list(loader)
-    loader.set_epoch(0)
-    steps = iter(loader)
-    head = [next(steps), next(steps)]
-    state = loader.state_dict()
-    _, other = built(size)
-    other.load_state_dict(state)
-    tail = list(other)
-    assert len(head) + len(tail) == len(whole)
-    for one, two in zip([*head, *tail], whole, strict=True):
-        batches.same(one.n_id, two.n_id)
-
-    data = masked()
-    data.heavy = torch.rand(data.num_edges, generator=torch.Generator().manual_seed(1))
-    data.when = torch.arange(data.num_nodes)
-    share = pdc.partition(data, worlds.mesh(), owners(data.num_nodes, size))
-    for name in ({"weight_attr": "heavy"}, {"time_attr": "when"}):
+def test_states_of_a_share_are_those_of_the_whole_graph():
+    data = rich()
+    share = share_of(data, worlds.mesh())
+    for name in ({"weight_attr": "weight"}, {"time_attr": "time"}):
         one, two = (
-            DistNeighborLoader(
-                d, [2], **batches.arguments(seed=1, **name)
-            ).state_dict()["made_from"]
-            for d in (data, share)
+            built(d, **name)[1].state_dict()["made_from"] for d in (data, share)
         )
         assert one == two
         assert any(key.startswith("values of") for key in one)
 
 
-def uneven(size):
-    mesh = worlds.mesh(fresh=True)
-    data = masked()
-    share = pdc.partition(data, mesh, owners(data.num_nodes, size))
-    loader = DistNeighborLoader(
-        share,
-        num_neighbors=[3],
-        batch_size=1,
-        options=LoaderOptions(bulk_size=1, seed=7),
-    )
-    if mesh.rank == 0:
-        for _ in loader:
-            break
-        return "stopped"
+def told(loader, count=None):
+    """What ends the epoch of a loader."""
     try:
-        for _ in loader:
-            pass
-    except RuntimeError as error:
-        return str(error)
+        for k, _ in enumerate(loader, 1):
+            if k == count:
+                return "stopped"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def test_a_rank_that_stops_alone_ends_the_others():
-    zero, one = worlds.run(uneven, 2, 2)
-    assert zero == "stopped"
-    assert "rank(s) 0 stopped in the middle of an epoch" in one
-
-
-@pytest.mark.parametrize("prefetch", [0, 1])
-@worlds.on(2)
-def test_an_error_on_one_rank_ends_all_of_them(prefetch):
-    size = 2
+def _ends(how, prefetch):
     mesh = worlds.mesh(fresh=True)
-    data = masked()
-    data.weight = torch.ones(data.num_edges)
-    into = data.edge_index[1] == 3  # all edges into one node
-    data.weight[into] = 0
-    cutter = owners(data.num_nodes, size)
-    cutter[3] = 0
-    share = pdc.partition(data, mesh, cutter)
-    loader = DistNeighborLoader(
-        share,
-        num_neighbors=[2],
-        input_nodes=torch.arange(8),
-        batch_size=1,
-        weight_attr="weight",
-        options=LoaderOptions(prefetch=prefetch, bulk_size=1),
-    )
-    with pytest.raises(ValueError, match="all edges into node 3 are zero"):
-        list(loader)
-
-
-def transformed(prefetch, own):
-    mesh = worlds.mesh(fresh=True)
-    share, seen = pdc.partition(masked(), mesh, owners(60, 2)), []
+    seen = []
 
     def transform(batch):
         seen.append(batch)
@@ -288,226 +393,273 @@ def transformed(prefetch, own):
             raise KeyError("nothing of that name")
         return batch
 
-    name = "transform_sampler_output" if own else "transform"
-    options = {"batch_size": 2, "bulk_size": 2, "prefetch": prefetch, name: transform}
-    try:
-        for _ in DistNeighborLoader(share, [2], **batches.arguments(**options)):
-            pass
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    options = {"batch_size": 2, "bulk_size": 2, "prefetch": prefetch}
+    if how == "stops":
+        _, loader = built(**{**options, "bulk_size": 1})
+        return told(loader, 1 if mesh.rank == 0 else None)
+    if how == "weights":  # of all edges into one node, which rank 0 has
+        data = rich()
+        data.weight = (data.edge_index[1] != 3).float()
+        seeds = {"input_nodes": torch.arange(8), "weight_attr": "weight"}
+        owner = torch.arange(60) % 3 // 2
+        return told(built(pdc.partition(data, mesh, owner), **options, **seeds)[1])
+    return told(built(**options, **{how: transform})[1])
+
+
+NAMED = "KeyError: 'nothing of that name'"
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "own"), [(0, False), (1, False), (0, True), (1, True)]
+    ("how", "prefetch", "other", "one"),
+    [
+        ("stops", 1, "stopped", r"rank\(s\) 0 stopped in the middle of an epoch"),
+        *(("weights", k, *["all edges into node 3 are zero"] * 2) for k in (0, 1)),
+        *(("transform", k, NAMED, NAMED) for k in (0, 1)),
+        *(("transform_sampler_output", k, NAMED, NAMED) for k in (0, 1)),
+    ],
 )
-def test_a_transform_that_fails_on_one_rank_raises_on_all(prefetch, own):
-    other, failed = worlds.run(transformed, 2, prefetch, own)
-    assert failed == "KeyError: 'nothing of that name'"
-    assert "rank 1 failed with KeyError: 'nothing of that name'" in other
+def test_what_ends_an_epoch_on_one_rank_ends_it_on_all(how, prefetch, other, one):
+    found = worlds.run(_ends, 2, how, prefetch)
+    for said, wanted in zip(found, (other, one), strict=True):
+        assert re.search(wanted, said), said
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@worlds.on()
-def test_wrong_use_is_refused_on_all_ranks(size):
+@tiers.parametrize("prefetch", [0, 1], [1])
+@worlds.on(2)
+def test_loaders_leave_no_process_groups_behind(prefetch):
+    share, loader = built(prefetch=prefetch)
+    list(loader)
+    gc.collect()  # groups of the tests before
+    groups = len(dist.distributed_c10d._world.pg_map)
+    for _ in range(4):
+        list(built(share, batch_size=9)[1])
+    gc.collect()
+    assert len(dist.distributed_c10d._world.pg_map) <= groups
+
+
+@worlds.on(2)
+def test_sampling_and_fetching_run_ahead_of_training_and_not_too_far():
     mesh = worlds.mesh()
-    data = masked()
-    share = pdc.partition(data, mesh, owners(data.num_nodes, size))
+    _, loader = built(batch_size=2, bulk_size=1)
+    steps = iter(loader)
+    next(steps)
 
-    def load(graph=share, **options):
-        return DistNeighborLoader(
-            graph, **batches.arguments(**{"num_neighbors": [2], **options})
-        )
+    def travelled(op, axis):
+        entry = mesh.ledger.entries.get((op, axis))
+        return entry.calls if entry else 0
 
-    with pytest.raises(ValueError, match="topology must be one of"):
-        load(topology="shared")
-    with pytest.raises(ValueError, match="sample_at must be one of"):
-        load(sample_at="home")
-    with pytest.raises(ValueError, match="may be one of"):
-        load(replication=size + 1)
-    with pytest.raises(ValueError, match="num_workers=2"):
-        load(num_workers=2)
-    with pytest.raises(ValueError, match="split=False"):
-        load(split=False)
-    with pytest.raises(ValueError, match="is a mask of shape"):
-        load(input_nodes=share.train_mask.to_local()[:3])
-    with pytest.raises(ValueError, match="each rank holds whole"):
-        load(data, topology="partitioned")
-    with pytest.raises(ValueError, match="neither a node-level or edge-level"):
-        load(time_attr="when")
-    with pytest.raises(ValueError, match="no edges have an attribute 'heavy'"):
-        load(weight_attr="heavy")
-    with pytest.raises(ValueError, match="no row for each edge of the share"):
-        load(weight_attr="edge_index")
-    if size > 1:
-        with pytest.raises(ValueError, match="the same num_neighbors"):
-            load(num_neighbors=[2 + mesh.rank])
-        with pytest.raises(
-            ValueError, match="same seed: it is 0 on rank 0, and 1 on rank 1"
-        ):
-            load(seed=mesh.rank)
+    def fetched():
+        return travelled("fetch_rows", "fetch:row")
+
+    def sampled():  # in two hops each
+        return travelled("frontier", "sample:row") // 2
+
+    deadline = time.monotonic() + 60
+    # the loop has taken one batch: the second is fetched, the third is sampled
+    while time.monotonic() < deadline and (fetched() < 2 or sampled() < 3):
+        time.sleep(0.01)
+    assert fetched() >= 2
+    assert sampled() >= 3
+    time.sleep(0.5)
+    # and no more than may wait: in use, waiting, held by each stage, between them
+    assert fetched() <= 3
+    assert sampled() <= 5
+    for k, _ in enumerate(steps):  # training talks at its own pace, in its own groups
+        time.sleep(0.002 * ((k + mesh.rank) % 3))
+        total = collectives.all_reduce(torch.ones(3), mesh.world)
+        assert total.tolist() == [2] * 3
+    names = {"sample", "fetch", "assemble", "wait", "train"}
+    assert names == set(loader.phases.by_name)
+    assert loader.phases["fetch"].bytes == mesh.ledger.total("bytes", axis="fetch:row")
+    for k, _ in enumerate(loader):
+        if k == 2:
+            mesh.ledger.reset()  # phases do not depend on it
+    assert all(loader.phases[name].bytes > 0 for name in ("sample", "fetch"))
+    assert "sample" in str(loader.phases)
+
+
+# Rows ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2)])
 @worlds.on()
 def test_rows_come_from_the_store_that_is_given(size, c):
-    mesh = worlds.mesh()
-    data = masked()
-    share = pdc.partition(data, mesh, cut(data, size))
-    options = {"num_neighbors": [3, 2], "batch_size": 6, "seed": 3}
-    plain = list(
-        DistNeighborLoader(share, **batches.arguments(replication=c, **options))
-    )
-    store = DistFeatureStore.from_data(
-        share,
-        new_process_grid(mesh, c),
-        cache=0.3,
-    )
+    data, road = rich(), new_process_grid(worlds.mesh(), c)
+    share, plain = built(replication=c)
+    plain = list(plain)
+    store = DistFeatureStore.from_data(share, road, cache=0.3)
     more = torch.arange(data.num_nodes * 3.0).view(-1, 3)
-    mine = share.edge_index.nodes.gid
-    store.add(None, "more", more[mine])
-    mesh.ledger.reset()
-    cached = list(
-        DistNeighborLoader(share, **batches.arguments(features=store, **options))
-    )
-    for one, two in zip(plain, cached, strict=True):
-        batches.same(one.x, two.x)
-        batches.same(one.edge_attr, two.edge_attr)
-        batches.same(two.more, more[two.n_id])
-    lossy = DistFeatureStore.from_data(share, new_process_grid(mesh, c), wire="int8")
-    for one, two in zip(
-        plain,
-        DistNeighborLoader(share, **batches.arguments(features=lossy, **options)),
-        strict=True,
-    ):
-        batches.same(one.y, two.y)
+    store.add(None, "more", more[share.edge_index.nodes.gid])
+    for one, two in zip(plain, built(share, features=store)[1], strict=True):
+        same(one.x, two.x)
+        same(one.edge_attr, two.edge_attr)
+        same(two.more, more[two.n_id])
+    lossy = DistFeatureStore.from_data(share, road, wire="int8")
+    for one, two in zip(plain, built(share, features=lossy)[1], strict=True):
+        same(one.y, two.y)
         assert (one.x - two.x).abs().max() < 0.05
-    with pytest.raises(TypeError, match="must be a DistFeatureStore"):
-        DistNeighborLoader(share, **batches.arguments(features={}, **options))
     share.x.requires_grad_()
     with pytest.raises(TypeError, match="requires a gradient"):
-        DistNeighborLoader(share, **batches.arguments(**options))
+        built(share)
 
 
+@pytest.mark.parametrize("c", [1, 2])
 @worlds.on(2)
-def test_a_share_is_refused_where_a_whole_graph_is_needed():
-    size = 2
-    mesh = worlds.mesh()
-    data = masked()
-    share = pdc.partition(data, mesh, owners(data.num_nodes, size))
-    for make in (
-        lambda: KeyedNeighborSampler(share, [2]),
-        lambda: KeyedLayerSampler(share, [2]),
-    ):
-        with pytest.raises(TypeError, match=r"share of pdc\.partition"):
-            make()
+def test_rows_that_change_are_seen_at_the_next_epoch(c):
+    share, loader = built(replication=c)
+    want = rich().x
+    for turn in ("as they were", "changed", "replaced", "changed on one rank"):
+        for batch in loader:
+            assert torch.equal(batch.x, want[batch.n_id])
+        if turn == "as they were":
+            share.x.to_local().add_(1.0)
+            want = want + 1
+        if turn == "changed":
+            share.x = share.x * 2.0
+            want = want * 2
+        if turn == "replaced":
+            want[share.edge_index.nodes.partition.gids(0)[0]] = 7.0
+            if worlds.mesh().rank == 0:
+                share.x.to_local()[0] = 7.0
 
 
-@worlds.on(2)
-def test_sampling_and_fetching_run_ahead_of_training_and_not_too_far():
-    size = 2
-    mesh = worlds.mesh()
-    _, loader = built(size, batch_size=2, bulk_size=1, num_neighbors=[3, 2])
-    steps = iter(loader)
-    next(steps)
-    calls = {}
-
-    def travelled(op, axis):
-        entry = mesh.ledger.entries.get((op, axis))
-        calls[op] = entry.calls if entry else 0
-        return calls[op]
-
-    deadline = time.monotonic() + 60
-    # the loop has taken one batch: the second is fetched, the third is sampled
-    while time.monotonic() < deadline and (
-        travelled("fetch_rows", "fetch:row") < 2
-        or travelled("frontier", "sample:row") < 3 * 2
-    ):
-        time.sleep(0.01)
-    assert calls["fetch_rows"] >= 2
-    assert calls["frontier"] >= 3 * 2
-    time.sleep(0.5)
-    # and no more than may wait: in use, waiting, held by each stage, between them
-    assert travelled("fetch_rows", "fetch:row") <= 3
-    assert travelled("frontier", "sample:row") <= 5 * 2
-    for k, _ in enumerate(steps):  # training talks at its own pace, in its own groups
-        time.sleep(0.002 * ((k + mesh.rank) % 3))
-        total = collectives.all_reduce(torch.ones(3), mesh.world)
-        assert total.tolist() == [size] * 3
-    assert {"sample", "fetch", "assemble", "wait", "train"} == set(
-        loader.phases.by_name
-    )
-    assert loader.phases["fetch"].bytes == mesh.ledger.total("bytes", axis="fetch:row")
+# Refusals ------------------------------------------------------------------------------
 
 
-@worlds.on(2)
-def test_what_one_rank_cannot_build_is_told_to_all():
-    mesh = worlds.mesh()
-    share = pdc.partition(masked(), mesh, owners(60, 2))
-    none, some = torch.empty(0).long(), torch.arange(2)
-    odd = mesh.rank == 1
-    seeds = {"input_nodes": none if odd else some, "batch_size": 1, "shuffle": True}
-    assert not list(
-        DistNeighborLoader(
-            share, [2], **batches.arguments(even_batches="drop", **seeds)
+class Endless:
+    """Batches of a script that does not say how many."""
+
+    def __iter__(self):
+        yield from ([0, 1], [2, 3])
+
+
+KINDS = DistNeighborLoader, DistLinkNeighborLoader, DistLayerLoader
+ALL_WRONG = (
+    (KINDS, {"topology": "shared"}, "topology must be one of"),
+    (KINDS, {"sample_at": "home"}, "sample_at must be one of"),
+    (KINDS, {"replication": 3}, "may be one of"),
+    (KINDS, {"num_workers": 2}, "num_workers=2"),
+    (KINDS, {"bulk_size": 0}, "bulk_size must be"),
+    (KINDS, {"features": {}}, "features must be a DistFeatureStore"),
+    (KINDS, {"split": False}, "split=False"),
+    (KINDS, {"weight_attr": "heavy"}, "no edges have an attribute 'heavy'"),
+    (KINDS, {"weight_attr": "edge_index"}, "no row for each edge of the share"),
+    (KINDS[:1], {"input_nodes": torch.ones(3).bool()}, "is a mask of shape"),
+    (KINDS[:1], {"input_nodes": "paper"}, "names a node type"),
+    (KINDS[:1], {"time_attr": "when"}, "neither a node-level or edge-level"),
+    (KINDS[:1], {"batch_sampler": Endless(), "batch_size": 1}, "without a length"),
+    (
+        KINDS[:1],
+        {"time_attr": "time", "is_sorted": True},
+        "do not ascend",
+    ),
+    (KINDS[1:2], {"edge_label_index": torch.arange(4)}, r"must be \[2, k\]"),
+    (KINDS[1:2], {"edge_label_index": torch.tensor([[0], [60]])}, "there are 60 nodes"),
+)
+# on rank 1 only, with what the other rank has
+BY_TARGET = [
+    NegativeSampling("binary", dst_weight=torch.arange(60) + r) for r in (1, 2)
+]
+ONE_WRONG = (
+    *((kinds, {}, options, said) for kinds, options, said in ALL_WRONG[:1]),
+    (KINDS, {}, {"num_workers": 2}, "num_workers=2"),
+    (KINDS, {}, {"features": 3}, "features must be a DistFeatureStore"),
+    (KINDS, {}, {"bulk_size": 0}, "bulk_size must be"),
+    (KINDS, {}, {"foo": 1}, r"rank 1: .*'foo'"),
+    (KINDS[:2], {}, {"num_neighbors": [3]}, "the same num_neighbors"),
+    (KINDS, {}, {"seed": 1}, "same seed: it is 0 on rank 0, and 1 on rank 1"),
+    (KINDS[:1], {}, {"input_nodes": object()}, "vector of node ids"),
+    (
+        KINDS[:1],
+        {"input_nodes": torch.arange(2), "batch_size": 1},
+        {"input_nodes": torch.empty(0).long()},
+        r"got \[2, 0\] batches on the ranks",
+    ),
+    (
+        KINDS[:1],
+        {"input_nodes": torch.arange(2)},
+        masked,
+        r"the same input_nodes: it is .* and rows of the share on rank 1",
+    ),
+    (KINDS[1:2], {}, pairs(graph()), "edge_label_index"),
+    (KINDS[1:2], {}, {"neg_sampling": "foo"}, "'foo' is not a valid"),
+    (
+        KINDS[1:2],
+        {"neg_sampling": "binary"},
+        {"neg_sampling": None},
+        "neg_sampling=NegativeSampling",
+    ),
+    *(
+        (
+            KINDS[1:2],
+            {"neg_sampling": one},
+            {"neg_sampling": BY_TARGET[0]},
+            "neg_sampling=NegativeSampling",
         )
-    )
-    with pytest.raises(ValueError, match=r"got \[2, 0\] batches on the ranks"):
-        list(DistNeighborLoader(share, [2], **batches.arguments(**seeds)))
-    with pytest.raises(TypeError, match=r"rank 1: .*'foo'"):
-        DistNeighborLoader(
-            share, [2], **batches.arguments(**({"foo": 1} if odd else {}))
-        )
-    with pytest.raises(ValueError, match="vector of node ids"):
-        DistNeighborLoader(share, [2], input_nodes=object() if odd else some)
-    with pytest.raises(
-        ValueError,
-        match=r"the same input_nodes: it is .* and rows of the share on rank 1",
-    ):
-        DistNeighborLoader(share, [2], input_nodes=share.train_mask if odd else some)
+        for one in ("binary", BY_TARGET[1])
+    ),
+    (KINDS[2:], {}, {"num_nodes_per_layer": [-2]}, "num_nodes_per_layer must hold"),
+)
+
+
+def refuses(kinds, given, options, said):
+    """Asserts that no kind of loader can be made, or gone through."""
+    for kind in kinds:
+        sizes = "num_nodes_per_layer" if kind is DistLayerLoader else "num_neighbors"
+        made = {sizes: [2, 2], "batch_size": 4, "seed": 0, **options}
+        with pytest.raises((TypeError, ValueError), match=said):
+            list(kind(given, **arguments(**made)))
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @worlds.on()
-def test_seeds_are_named_as_on_a_whole_graph(size):
-    mesh = worlds.mesh()
-    data, size = batches.hetero(), mesh.size
-    data["paper"].time = torch.arange(40)  # of targets, and not of all sources
-    data["late"].num_nodes = 7  # neither edges nor attributes
-    share = pdc.partition(data, mesh, cut(data, size))
-    options = {"batch_size": 4, "seed": 1, "split": True}
-    for given in (["paper", torch.arange(6)], ("paper", torch.arange(40) < 6), "late"):
-        some = {**options, "input_nodes": given}
-        for more in ({}, {"time_attr": "time"} if given != "late" else {}):
-            one = DistNeighborLoader(share, [2, 2], **batches.arguments(**some, **more))
-            two = DistNeighborLoader(data, [2, 2], **batches.arguments(**some, **more))
-            batches.all_same(list(one), list(two))
-    types = list(share.node_types)
-    for given in (None, torch.ones(40).bool(), "papre", ("papre", torch.arange(3))):
-        with pytest.raises(ValueError, match="seeds of a HeteroData are a node type"):
-            DistNeighborLoader(share, [2], input_nodes=given)
-    assert share.node_types == types
-    plain = pdc.partition(masked(), mesh, owners(60, size))
-    for given in ((1, 2), (1, 2, 3)):
-        found = DistNeighborLoader(
-            plain, [2], input_nodes=given, options=LoaderOptions(split=True)
-        )
-        assert found.input_data.node.tolist() == list(given)
-    with pytest.raises(ValueError, match="names a node type"):
-        DistNeighborLoader(plain, [2], input_nodes="paper")
+def test_what_is_wrong_is_refused_on_all_ranks(size):
+    mesh, data = worlds.mesh(), rich()
+    share = share_of(data, mesh)
+    for kinds, options, said in ALL_WRONG:
+        refuses(kinds, share, options, said)
+    refuses(KINDS, data, {"topology": "partitioned"}, "each rank holds whole")
+    short = DistFeatureStore.from_replicated(torch.zeros(50, 3), new_process_grid(mesh))
+    said = "50 rows of 'x', and a graph with 60"
+    refuses(KINDS[:1], share, {"features": short}, said)
+    typed = share_of(hetero(), mesh)
+    types, said = list(typed.node_types), "seeds of a HeteroData are a node type"
+    for seeds in (None, torch.ones(40).bool(), "papre", ("papre", torch.arange(3))):
+        refuses(KINDS[:1], typed, {"input_nodes": seeds}, said)
+    assert typed.node_types == types
+    said = "no edges have an attribute 'heavy'"
+    refuses(KINDS[:1], typed, of_papers(weight_attr="heavy"), said)
     bare = HeteroData()
     bare["a"].x = torch.zeros(5, 1)
-    share = pdc.partition(bare, mesh, {"a": torch.arange(5) % size})
-    with pytest.raises(ValueError, match="without edges to sample"):
-        DistNeighborLoader(share, [2], input_nodes="a")
+    bare = share_of(bare, mesh)
+    refuses(KINDS[:1], bare, {"input_nodes": "a"}, "without edges to sample")
+    for sampler in (KeyedNeighborSampler, KeyedLayerSampler):
+        with pytest.raises(TypeError, match=r"share of pdc\.partition"):
+            sampler(share, [2])
+
+
+@worlds.on(2)
+def test_what_one_rank_alone_has_wrong_is_refused_on_all():
+    rank, data = worlds.mesh().rank, rich()
+    share = share_of(data, worlds.mesh())
+    for kinds, options, of_one, said in ONE_WRONG:
+        of_one = of_one(share) if callable(of_one) else of_one
+        refuses(kinds, share, {**options, **(of_one if rank else {})}, said)
+    none = torch.empty(0).long() if rank else torch.arange(2)
+    dropped = {"input_nodes": none, "batch_size": 1, "even_batches": "drop"}
+    assert not list(built(share, **dropped)[1])
+    share.time = share.time.double()
+    if rank == 0:
+        share.time.to_local()[0] = float("nan")
+    refuses(KINDS[:1], share, {"time_attr": "time"}, "holds NaN")
 
 
 def test_edges_that_were_not_cut_are_named():
-    graph = HeteroData()
-    graph["a"].x, graph["b"].x = torch.randn(6, 2), torch.randn(4, 2)
-    pairs = torch.tensor([[0, 5, 2], [3, 1, 0]])
-    graph["a", "to", "b"].edge_index = pairs
-    share = pdc.partition(graph, worlds.mesh())
-    share["a", "new", "b"].edge_index = pairs
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.randn(6, 2), torch.randn(4, 2)
+    ends = torch.tensor([[0, 5, 2], [3, 1, 0]])
+    data["a", "to", "b"].edge_index = ends
+    share = pdc.partition(data, worlds.mesh())
+    share["a", "new", "b"].edge_index = ends
     with pytest.raises(TypeError, match=r"'new', 'b'.*before pdc\.partition"):
         DistNeighborLoader(share, [2], input_nodes="b")

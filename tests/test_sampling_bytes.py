@@ -7,10 +7,12 @@ import pytest
 import tiers
 import torch
 import worlds
-from test_partitioned_sampling import GRIDS, inputs, owners
+from test_partitioned_loader import GRIDS
+from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import Price
+from pyg_distcomm.comm.random import fold
 from pyg_distcomm.sampling import KeyedLayerSampler, KeyedNeighborSampler, Ladies
 from pyg_distcomm.sampling.graph_block import read_block
 from pyg_distcomm.sampling.partitioned import (
@@ -21,6 +23,17 @@ from pyg_distcomm.sampling.partitioned import (
 HOPS = [4, 3, 5]
 MORE = [*GRIDS, (6, 2), (6, 3), (8, 4)]
 FEW = [(2, 1), (3, 1), (3, 3), (4, 2)]
+
+
+def inputs(n, rank, k=3, b=7):
+    """Minibatches of one rank: its first seed twice, its last batch short."""
+    for i in range(k):
+        g = torch.Generator().manual_seed(100 * rank + i)
+        node = torch.randint(n, (b if i < k - 1 else 2,), generator=g)
+        node[-1] = node[0]
+        given = NodeSamplerInput(torch.arange(len(node)), node)
+        given.key = fold(5, rank, i)
+        yield given
 
 
 def request_price(asked, asked_by_others, drawn, id_words=1):
@@ -53,7 +66,7 @@ class Ranks:
 
     def __init__(self, data, size, c):
         self.size, self.c = size, c
-        self.owner = owners(data.num_nodes, size)
+        self.owner = batches.owners(data.num_nodes, size)
         self.degree = torch.bincount(data.edge_index[1], minlength=data.num_nodes)
 
     def column(self, rank):
@@ -144,7 +157,7 @@ def test_the_bytes_of_a_hop(size, c, sample_at):
         share, HOPS, seed=1, channel=worlds.channel(mesh, c), sample_at=sample_at
     )
     mesh.ledger.reset()
-    part.sample_bulk(inputs(300, rank))
+    part.sample_bulk(list(inputs(300, rank)))
     k, others = len(found[rank]), size // c - 1
     want = {"row": 0, "col": 0}
     counts = {"row": 8 * k * others if sample_at == "owner" else 0, "col": 0}
@@ -218,7 +231,7 @@ def test_the_bytes_of_a_layer(size, c, sample_at):
     )
     part = KeyedLayerSampler(graph, [20, 30], weights=None)
     mesh.ledger.reset()
-    part.sample_bulk(inputs(300, rank))
+    part.sample_bulk(list(inputs(300, rank)))
     k, want = len(found[rank]), {"row": 0, "col": 0}
     for layer in range(2):
         parts = {

@@ -6,6 +6,7 @@ misses once in 10,000 seeds.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations, permutations
 
 import pytest
@@ -47,12 +48,30 @@ def draws(data, k, count=DRAWS, time=None, **kwargs):
     return drawn
 
 
-@tiers.parametrize("disjoint", [False, True], [True])
-@tiers.parametrize(("degree", "k"), [(5, 1), (6, 2), (7, 3), (6, 5)], [(7, 3)])
-def test_all_subsets_are_equally_likely(degree, k, disjoint):
-    drawn = draws(fan(degree), k, disjoint=disjoint)
-    likely(subsets(drawn.sort(1).values, degree))
-    likely(torch.bincount(drawn.flatten(), minlength=degree))
+def labor(data, k, count=6000, **kwargs):
+    """What node 0 draws [count, k], in as many copies of a graph, which share no source."""
+    n, e = data.num_nodes, data.num_edges
+    copy = torch.arange(count).repeat_interleave(e)
+    many = Data(edge_index=data.edge_index.repeat(1, count) + n * copy)
+    many.num_nodes = n * count
+    if "weight" in data:
+        many.weight = data.weight.repeat(count)
+    sampler = KeyedNeighborSampler(many, [k], draws="labor", seed=8, **kwargs)
+    out = sampler.sample_from_nodes(NodeSamplerInput(None, n * torch.arange(count)))
+    assert torch.equal(out.col, torch.arange(count).repeat_interleave(k))
+    return out.edge.view(count, k) % e
+
+
+WEIGHT = torch.tensor([0.0, 1.0, 2.0, 0.5, 4.0, 0.25])
+HOW = {"disjoint": draws, "joint": partial(draws, disjoint=False), "labor": labor}
+
+
+@tiers.cover(("weighted", "k", "how"), [False, True], [3, 2, 4, 1], list(HOW), step=2)
+def test_all_subsets_are_as_likely_as_their_weights(how, k, weighted):
+    options = {"weight_attr": "weight"} if weighted else {}
+    drawn = HOW[how](fan(6, weight=WEIGHT), k, **options)
+    weight = WEIGHT if weighted else torch.ones(6)
+    likely(subsets(drawn.sort(1).values, 6), successive(weight, k))
 
 
 @tiers.parametrize(("degree", "k"), [(200, 40), (200, 70)], [(200, 70)])
@@ -70,28 +89,48 @@ def test_edges_and_pairs_of_long_rows(degree, k):
     assert abs(float(pairs[0, 1:].mean()) / 4000 - chance) < 0.01
 
 
-@tiers.parametrize("k", [2, 3], [2])
-def test_draws_with_replacement_are_independent(k):
-    drawn = draws(fan(5), k, replace=True)
-    code = (drawn * 5 ** torch.arange(k)).sum(1)
-    likely(torch.bincount(code, minlength=5**k))
-
-
-WEIGHT = torch.tensor([0.0, 1.0, 2.0, 0.5, 4.0, 0.25])
-
-
-@tiers.parametrize("disjoint", [False, True], [False])
-@tiers.parametrize("k", [1, 2, 3, 4], [3])
-def test_weighted_subsets(k, disjoint):
-    data = fan(6, weight=WEIGHT)
-    drawn = draws(data, k, weight_attr="weight", disjoint=disjoint)
-    likely(subsets(drawn.sort(1).values, 6), successive(WEIGHT, k))
-
-
-def test_weighted_draws_with_replacement():
-    drawn = draws(fan(6, weight=WEIGHT), 2, weight_attr="weight", replace=True)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_draws_with_replacement_are_independent(weighted):
+    options = {"weight_attr": "weight"} if weighted else {}
+    drawn = draws(fan(6, weight=WEIGHT), 2, replace=True, **options)
+    weight = WEIGHT if weighted else torch.ones(6)
     code = drawn[:, 0] * 6 + drawn[:, 1]
-    likely(torch.bincount(code, minlength=36), torch.outer(WEIGHT, WEIGHT))
+    likely(torch.bincount(code, minlength=36), torch.outer(weight, weight))
+
+
+def test_edges_beside_each_other_are_drawn_apart():
+    ends = torch.tensor([[1, 2, 1, 1, 2], [0, 0, 0, 0, 0]])
+    found = labor(Data(edge_index=ends, num_nodes=3), 2)
+    likely(subsets(found.sort(1).values, 5))
+
+
+def star(targets, degree):
+    """Nodes 0 .. targets-1 with in-edges from all of `degree` others."""
+    source = torch.arange(targets, targets + degree).repeat(targets)
+    target = torch.arange(targets).repeat_interleave(degree)
+    return Data(edge_index=torch.stack([source, target]), num_nodes=targets + degree)
+
+
+def test_by_labor_nodes_of_a_hop_share_their_draws_and_hops_do_not():
+    data, seeds = star(6, 40), NodeSamplerInput(None, torch.arange(6))
+    distinct = {}
+    for how in ("neighbor", "labor"):
+        sampler = KeyedNeighborSampler(data, [8], draws=how, seed=1)
+        outs = [sampler.sample_from_nodes(seeds) for _ in range(60)]
+        assert all(len(out.edge) == 48 for out in outs)
+        distinct[how] = sum(len(out.node) - 6 for out in outs) / 60
+    assert distinct["labor"] == 8
+    assert abs(distinct["neighbor"] - 40 * (1 - 0.8**6)) < 1
+    # node 0 draws at hop 0, and node 2, a neighbour of seed 1, at hop 1
+    edges = data.edge_index[:, data.edge_index[1] % 2 == 0]
+    edges = torch.cat([edges, torch.tensor([[2], [1]])], 1)
+    chain = Data(edge_index=edges, num_nodes=46)
+    sampler = KeyedNeighborSampler(chain, [8, 8], draws="labor", seed=1)
+    out = sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([0, 1])))
+    at = [int((out.node == v).nonzero()) for v in (0, 2)]
+    found = [set(out.node[out.row[out.col == v]].tolist()) for v in at]
+    assert len(found[0]) == 8
+    assert found[0] != found[1]
 
 
 @tiers.parametrize("of", ["node", "edge"], ["edge"])

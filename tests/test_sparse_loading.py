@@ -9,21 +9,14 @@ import tiers
 import torch
 import torch_geometric.nn
 import worlds
+from alike import whole
+from batches import LOADERS
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
 import pyg_distcomm as pdc
 import pyg_distcomm.nn
-from pyg_distcomm.loader import (
-    DataLoader,
-    DistLayerLoader,
-    GraphSAINTNodeSampler,
-    LinkNeighborLoader,
-    LoaderOptions,
-    NeighborLoader,
-    RandomNodeLoader,
-    ShaDowKHopSampler,
-)
+from pyg_distcomm.loader import DataLoader, NeighborLoader
 
 # torch and PyG warn of sparse tensors as such
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
@@ -43,32 +36,11 @@ def as_layout(dense, layout):
     return dense.to_sparse(layout=getattr(torch, layout))
 
 
-MAKE = {
-    "nodes": lambda d: NeighborLoader(
-        d, [2, 2], batch_size=5, options=LoaderOptions(seed=1)
-    ),
-    "links": lambda d: LinkNeighborLoader(
-        d,
-        [2],
-        edge_label_index=torch.arange(18).view(2, 9),
-        batch_size=5,
-        options=LoaderOptions(seed=1),
-        neg_sampling="binary",
-    ),
-    "layers": lambda d: DistLayerLoader(
-        d, [5], batch_size=5, options=LoaderOptions(seed=1)
-    ),
-    "hops": lambda d: ShaDowKHopSampler(
-        d, 2, 3, batch_size=5, options=LoaderOptions(seed=1)
-    ),
-    "parts": lambda d: RandomNodeLoader(d, 4, options=LoaderOptions(seed=1)),
-    "saint": lambda d: GraphSAINTNodeSampler(
-        d, 5, num_steps=3, options=LoaderOptions(seed=1)
-    ),
-}
+KINDS = ("nodes", "links", "layers", "shadow", "random", "saint_nodes")
+LABELS = {"edge_label_index": torch.arange(18).view(2, 9)}
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", KINDS)
 @tiers.parametrize("layout", LAYOUTS, ["sparse_csr"])
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
@@ -81,7 +53,8 @@ def test_a_matrix_of_torch_loads(size, cut, layout, kind):
     plain = Data(x=x, edge_index=edges, edge_attr=dense[target, source])
     data = Data(x=x, adj_t=as_layout(dense, layout), y=torch.arange(NODES))
     given = pdc.partition(data, mesh, "random") if cut else data
-    found = MAKE[kind](given), MAKE[kind](plain)
+    more = LABELS if kind == "links" else {}
+    found = (LOADERS[kind](d, seed=1, **more) for d in (given, plain))
     for got, want in zip(*found, strict=True):
         adj = torch.zeros(got.num_nodes, got.num_nodes)
         ends = want.edge_index[1], want.edge_index[0]
@@ -191,29 +164,19 @@ LAYERS = {
 }
 
 
-def _by_a_matrix(lib, name):
-    mesh = worlds.mesh()
-    dense, x = graph()
-    data = Data(
-        x=x.double(), adj_t=as_layout(dense.double().fill_diagonal_(0), "sparse_csr")
-    )
-    share, found = pdc.partition(data, mesh, "random"), []
-    for layers, given in ((torch_geometric.nn, data), (lib, share)):
-        torch.manual_seed(0)
-        layer = LAYERS[name](layers).double()
-        out = layer(given.x, given.adj_t)
-        out.square().mean().backward()
-        out = out.full_tensor() if hasattr(out, "full_tensor") else out
-        found.append([out.detach(), *(p.grad for p in layer.parameters())])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("lib", [torch_geometric.nn, pyg_distcomm.nn])
+@pytest.mark.parametrize("lib", ["torch_geometric.nn", "pyg_distcomm.nn"])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
 def test_layers_take_the_matrix_of_a_share(size, name, lib):
-    worlds.run(_by_a_matrix_of, size, lib.__name__, name)
-
-
-def _by_a_matrix_of(lib, name):
-    _by_a_matrix(importlib.import_module(lib), name)
+    dense, x = graph()
+    matrix = as_layout(dense.double().fill_diagonal_(0), "sparse_csr")
+    data = Data(x=x.double(), adj_t=matrix)
+    share, found = pdc.partition(data, worlds.mesh(), "random"), []
+    for layers, given in (("torch_geometric.nn", data), (lib, share)):
+        torch.manual_seed(0)
+        layer = LAYERS[name](importlib.import_module(layers)).double()
+        out = layer(given.x, given.adj_t)
+        out.square().mean().backward()
+        found.append([whole(out).detach(), *(p.grad for p in layer.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)

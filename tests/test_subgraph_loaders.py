@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-import tiers
 import torch
 import worlds
-from batches import all_same, arguments, graph, hetero, same
+from batches import graph, hetero, made, share_of
 from chances import likely
-from test_partitioned_loader import cut
 from test_saving import full_after
 from torch_geometric.data import Batch, Data
 from torch_geometric.utils import k_hop_subgraph, subgraph, to_undirected
@@ -34,87 +30,22 @@ from pyg_distcomm.loader import (
 pytestmark = pytest.mark.usefixtures("place")
 
 
-def clusters(data):
-    return ClusterData(data, 7, method=torch.arange(60) * 7 // 60)
-
-
-MAKE = {
-    "random": lambda d, **k: RandomNodeLoader(d, 7, **arguments(shuffle=True, **k)),
-    "clusters": lambda d, **k: ClusterLoader(
-        clusters(d), **arguments(batch_size=2, shuffle=True, **k)
-    ),
-    "shadow": lambda d, **k: ShaDowKHopSampler(d, 2, 3, **arguments(batch_size=9, **k)),
-    "saint_nodes": lambda d, **k: GraphSAINTNodeSampler(
-        d, 9, 5, 20, **arguments(log=False, **k)
-    ),
-    "saint_edges": lambda d, **k: GraphSAINTEdgeSampler(d, 9, 5, **arguments(**k)),
-    "saint_walks": lambda d, **k: GraphSAINTRandomWalkSampler(
-        d, 4, 3, 5, **arguments(**k)
-    ),
-    "classes": lambda d, **k: NeighborLoader(
-        d, [3], **arguments(batch_size=7, sampler=ImbalancedSampler(d), **k)
-    ),
-}
-
-
 def check_induced(data, batch):
     """Asserts that a batch has the rows of its nodes, and all edges between them."""
-    n_id, e_id = batch.n_id, batch.e_id
-    assert torch.equal(n_id[batch.edge_index], data.edge_index[:, e_id])
-    inside = torch.isin(data.edge_index, n_id).all(0)
-    assert torch.equal(e_id.sort().values, inside.nonzero().view(-1))
-    for name in ("x", "y"):
-        assert torch.equal(batch[name], data[name][n_id])
-    assert torch.equal(batch.edge_attr, data.edge_attr[e_id])
-    assert "batch_size" not in batch
-
-
-# On ranks, cut or not, resumed ---------------------------------------------------------
-
-
-def _on_ranks(kinds, options):
-    mesh = worlds.mesh()
-    for kind in kinds:
-        data = graph()
-        alone = MAKE[kind](data, seed=3, split=False)
-        share = pdc.partition(data, mesh, cut(data, mesh.size))
-        loaders = [MAKE[kind](data, seed=3), MAKE[kind](share, seed=3, **options)]
-        for _epoch in range(2):
-            whole = list(alone)
-            for loader in loaders:
-                found = list(loader)
-                assert len(found) == len(loader) == math.ceil(len(whole) / mesh.size)
-                for i, batch in enumerate(found):
-                    t = i * mesh.size + mesh.rank
-                    padding = batch.pop("padding", False) if mesh.size > 1 else False
-                    assert padding == (t >= len(whole))
-                    one, two = batch.to_dict(), whole[t % len(whole)].to_dict()
-                    one.pop("num_nodes", None), two.pop("num_nodes", None)
-                    assert set(one) == set(two)
-                    for key, value in two.items():
-                        same(one[key], value)
-        for given in (data, share):  # a state resumes inside an epoch
-            loader, other = MAKE[kind](given, seed=3), MAKE[kind](given, seed=3)
-            if len(loader) == 1:  # after its batch the next epoch would begin
-                continue
-            step = iter(loader)
-            next(step)
-            other.load_state_dict(loader.state_dict())
-            all_same(list(step), list(other))
-
-
-@tiers.parametrize("size", [1, 2, 3, 4], [2])
-@tiers.parametrize("kind", MAKE, ["clusters", "shadow", "saint_nodes", "classes"])
-def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(kind, size):
-    worlds.run(_on_ranks, size, [kind], {})
-
-
-@tiers.parametrize("size", [2, 4], [])
-def test_shares_in_other_ways(size):
-    for options in ({"replication": 2}, {"topology": "replicated", "bulk_size": 2}):
-        worlds.run(_on_ranks, size, list(MAKE), options)
-    kinds = [kind for kind in MAKE if "saint" not in kind]
-    worlds.run(_on_ranks, size, kinds, {"sample_at": "requester"})
+    for kind in getattr(data, "edge_types", [None]):
+        given, found = (data, batch) if kind is None else (data[kind], batch[kind])
+        ends = [batch, batch] if kind is None else [batch[kind[0]], batch[kind[2]]]
+        n_id, e_id = [store.n_id for store in ends], found.e_id
+        pairs = zip(n_id, found.edge_index, strict=True)
+        pairs = torch.stack([ids[side] for ids, side in pairs])
+        assert torch.equal(pairs, given.edge_index[:, e_id])
+        sides = zip(given.edge_index, n_id, strict=True)
+        inside = torch.stack([torch.isin(side, ids) for side, ids in sides]).all(0)
+        assert torch.equal(e_id.sort().values, inside.nonzero().view(-1))
+        assert torch.equal(found.edge_attr, given.edge_attr[e_id])
+    for whole, found in zip(data.node_stores, batch.node_stores, strict=True):
+        for name in {"x", "y"} & set(whole.keys()):
+            assert torch.equal(found[name], whole[name][found.n_id])
 
 
 # Random parts --------------------------------------------------------------------------
@@ -130,33 +61,21 @@ def test_random_parts_cover_the_nodes():
         assert torch.equal(every.sort().values, torch.arange(60))
         for batch in batches:
             check_induced(data, batch)
-            theirs = data.subgraph(batch.n_id)  # as PyG's loader has it
-            assert torch.equal(theirs.x, batch.x)
-            assert theirs.num_edges == batch.num_edges
+            assert "batch_size" not in batch
     assert not torch.equal(epochs[0][0].n_id, epochs[1][0].n_id)
 
 
 def _typed(cut_):
     mesh = worlds.mesh()
     data = hetero()
-    given = pdc.partition(data, mesh, cut(data, mesh.size)) if cut_ else data
+    given = share_of(data, mesh) if cut_ else data
     loader = RandomNodeLoader(
         given, 4, shuffle=True, options=LoaderOptions(seed=1, even_batches="drop")
     )
     found = []
     for batch in loader:
         assert batch.num_nodes == 17 or batch.num_nodes == 14
-        for name in data.node_types:
-            assert torch.equal(batch[name].x, data[name].x[batch[name].n_id])
-        for kind in data.edge_types:
-            ends, e_id = batch[kind].edge_index, batch[kind].e_id
-            here = [batch[end].n_id for end in (kind[0], kind[2])]
-            wanted = data[kind].edge_index
-            assert torch.equal(
-                torch.stack([here[0][ends[0]], here[1][ends[1]]]), wanted[:, e_id]
-            )
-            inside = torch.isin(wanted[0], here[0]) & torch.isin(wanted[1], here[1])
-            assert len(e_id) == int(inside.sum())
+        check_induced(data, batch)
         found.append([batch[name].n_id.tolist() for name in data.node_types])
     return found
 
@@ -209,24 +128,28 @@ def test_clusters_are_merged_with_the_edges_between_them(fmt):
         ClusterLoader(data)
 
 
-def test_clusters_are_kept_for_another_run(tmp_path):
+def test_clusters_and_norms_are_kept_for_another_run(tmp_path):
     data = graph()
-    first = ClusterData(data, 5, save_dir=str(tmp_path), method="ldg")
-    again = ClusterData(data, 5, save_dir=str(tmp_path), method="random")
+    first, again = (
+        ClusterData(data, 5, save_dir=str(tmp_path), method=how)
+        for how in ("ldg", "random")
+    )
     assert torch.equal(first.node_perm, again.node_perm)
     assert torch.equal(first[2].edge_index, again[2].edge_index)
     assert [p.name for p in tmp_path.rglob("*.*")] == ["metis.pt"]
+    make = made(GraphSAINTNodeSampler, 9, 3, sample_coverage=5, log=False)
+    kept = [make(data, save_dir=str(tmp_path), seed=seed).node_norm for seed in (1, 2)]
+    assert torch.equal(*kept)
+    assert not torch.equal(make(data, seed=2).node_norm, kept[1])
 
 
 def test_what_is_kept_is_whole_or_not_there(tmp_path):
     data = graph()
-    saint = {"batch_size": 9, "num_steps": 3, "sample_coverage": 5, "log": False}
+    saint = made(GraphSAINTNodeSampler, 9, 3, sample_coverage=5, log=False)
 
     def make(folder=tmp_path / "kept"):
         ClusterData(data, 5, save_dir=str(folder), method="ldg")
-        return GraphSAINTNodeSampler(
-            data, **arguments(save_dir=str(folder), **saint)
-        ).node_norm
+        return saint(data, save_dir=str(folder)).node_norm
 
     make(tmp_path / "first")  # compiles loops, which a full disk does not take either
     with (
@@ -293,6 +216,8 @@ def test_hgt_draws_by_the_square_of_the_budget():
         ("paper", seeds),
         options=LoaderOptions(seed=1),
     )
+    for batch in loader:
+        check_induced(data, batch)
     budgets = _budgets({"paper": {3, 7}, "author": set()}, data)
     counts = {name: torch.zeros(40) for name in data.node_types}
     for key in range(500):
@@ -308,44 +233,6 @@ def test_hgt_draws_by_the_square_of_the_budget():
         for (kind, u), budget in budgets.items():
             chance[u] += budget**2 if kind == name else 0
         likely(found, chance)
-
-
-@tiers.parametrize("size", [1, 2, 4], [2])
-@tiers.parametrize(
-    "options", [{}, {"topology": "replicated"}, {"sample_at": "requester"}], [{}]
-)
-@worlds.on()
-def test_hgt_on_ranks(size, options):
-    mesh = worlds.mesh()
-    data = hetero()
-    share = pdc.partition(data, mesh, cut(data, mesh.size))
-    make = {"num_samples": [4, 3], "batch_size": 6, "shuffle": True, "seed": 2}
-    make["input_nodes"] = "paper", torch.arange(30)
-    alone = HGTLoader(data, **arguments(split=False, **make))
-    loaders = (
-        HGTLoader(data, **arguments(**make)),
-        HGTLoader(share, **arguments(**make, **options)),
-    )
-    for _epoch in range(2):
-        whole = list(alone)
-        for batch in whole:
-            assert batch["paper"].batch_size == 6
-            assert (batch["paper"].num_nodes, batch["author"].num_nodes) == (13, 7)
-            for kind in data.edge_types:
-                here = [batch[end].n_id for end in (kind[0], kind[2])]
-                wanted = data[kind].edge_index
-                inside = torch.isin(wanted[0], here[0]) & torch.isin(wanted[1], here[1])
-                e_id = batch[kind].e_id
-                assert torch.equal(e_id.sort().values, inside.nonzero().view(-1))
-        for loader in loaders:
-            for i, batch in enumerate(loader):
-                two = whole[(i * mesh.size + mesh.rank) % len(whole)]
-                assert hasattr(batch, "padding") == (mesh.size > 1)
-                for kind in (*data.node_types, *data.edge_types):
-                    one = batch[kind].to_dict()
-                    one.pop("num_nodes", None)
-                    for key, value in one.items():
-                        same(value, two[kind][key])
 
 
 # Around roots --------------------------------------------------------------------------
@@ -371,13 +258,7 @@ def test_shadow_takes_the_neighbourhoods_of_its_roots():
         inside = torch.isin(data.edge_index, n_id).all(0)
         assert torch.equal(e_id.sort().values, inside.nonzero().view(-1))
     assert torch.equal(batch.x, data.x[batch.n_id])
-    small = next(
-        iter(
-            ShaDowKHopSampler(
-                data, 1, 2, roots, batch_size=4, options=LoaderOptions(seed=1)
-            )
-        )
-    )
+    small = next(iter(made(ShaDowKHopSampler, 1, 2, roots, batch_size=4, seed=1)(data)))
     assert int(small.ptr.diff().max()) <= 3
 
 
@@ -445,20 +326,6 @@ def test_saint_subgraphs_and_norms():
         star, 1, 4, sample_coverage=20, log=False, options=LoaderOptions(seed=1)
     )
     assert loader.edge_norm.tolist() == [1e4] * 4
-
-
-def test_saint_norms_are_kept(tmp_path):
-    data = graph()
-    make = {"batch_size": 9, "num_steps": 3, "sample_coverage": 5, "log": False}
-    kept = [
-        GraphSAINTNodeSampler(
-            data, **arguments(save_dir=str(tmp_path), seed=seed, **make)
-        )
-        for seed in (1, 2)
-    ]
-    assert torch.equal(kept[0].node_norm, kept[1].node_norm)
-    fresh = GraphSAINTNodeSampler(data, **arguments(seed=2, **make))
-    assert not torch.equal(fresh.node_norm, kept[1].node_norm)
 
 
 # Classes -------------------------------------------------------------------------------

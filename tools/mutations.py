@@ -135,7 +135,7 @@ test_feature_store.py -k test_the_ledger_says_what_the_price_says
 test_feature_store.py -k hot_rows
     weights: the rows of the lowest scores are cached
         best = torch.sort(score.double(), descending={{True => False}}, stable=True)
-test_feature_store.py -k found_in_a_block
+test_feature_store.py -k test_rows_are_those
     index: an id just behind a block is found in it
         here = (place >= 0) & (place {{< => <=}} len(self.gid))
 test_feature_store.py -k test_the_cache_is_the_same or test_putting
@@ -182,7 +182,7 @@ test_codec.py -k test_quantised_rows_that_are_no_numbers
 test_sample_kernels.py test_loader.py -k compiled_equals_reference or batches_follow_the_rule
     sampler: a row that is small gives all it has, with replacement too
         if fan_out < 0 or {{(choices < fan_out and not replace) => choices < fan_out}}:
-test_sampling_statistics.py -k all_subsets_are_equally_likely or draws_with_replacement
+test_sampling_statistics.py -k all_subsets or draws_with_replacement
     sampler: the last edge of a row is never drawn first
         pick = np.int64(uniform(generator, k) * {{top => (top - 1)}})
                     if replace:
@@ -192,10 +192,10 @@ test_loader_life.py -k test_nothing_later or test_seeds_take_the_time
 test_layer_sampler.py -k test_probabilities_are_those_of_the_formula
     weights: LADIES draws by the weights, not by their squares
         return {{SQUARED => PLAIN}} if self.definition == "code" else COUNTED
-test_layer_sampler.py -k test_debiased_weights_by_hand or test_unbiased_estimates
+test_layer_sampler.py -k by_hand or test_unbiased_estimates
     weights: debiased weights count the draw itself among those to come
         chance = drawn.left.double() / value.double() + (s - nth{{ - 1 => }})
-test_layer_sampler.py -k test_importance_weights_by_hand
+test_layer_sampler.py -k by_hand
     weights: importance weights are not divided by the number of draws
         found.index_add_(0, place, chance{{ / s => }})
 test_layer_sampler.py -k by_hand
@@ -302,14 +302,14 @@ test_subgraph_loaders.py -k saint
         node = {{torch.where(degree > 0, ends, node) => ends}}
     subgraphs: edges are drawn by the degrees of their own ends
         return ({{into[self.source] + out => out[self.source] + into}}[self.target]).double()
-test_subgraph_loaders.py -k test_hgt_draws_by_the_square or test_hgt_on_ranks
+test_subgraph_loaders.py -k test_hgt_draws_by_the_square
     subgraphs: HGT draws by budgets, not by their squares
         budget{{.square() => }}, count
     subgraphs: edges give the same budget whatever their target has
         share = ({{1.0 / count.double() => count.double() * 0 + 1}})[target]
     subgraphs: HGT draws a node again
         left = {{~torch.isin(node, self.node[name]) => node >= 0}}
-test_labor.py
+test_sampling_statistics.py -k all_subsets or beside_each_other or by_labor
     sampler: nodes of a hop draw their sources by numbers of their own
         generator = stream(keys[batch], {{0 => i}}, source)
     sampler: edges beside each other have one draw
