@@ -61,23 +61,15 @@ def stacked(m, n, nnz, dtype=None, seed=0, most=9, batches=1):
     )
 
 
-def row_of(weights):
-    weights = torch.as_tensor(weights)
-    ends = torch.tensor([0, len(weights)])
-    return BulkMatrix(ends, torch.arange(len(weights)), weights, len(weights), ends[:2])
-
-
 def copies(weights, count):
-    """The same row many times."""
-    weights = torch.as_tensor(weights)
-    n = len(weights)
-    return BulkMatrix(
-        n * torch.arange(count + 1),
-        torch.arange(n).repeat(count),
-        weights.repeat(count),
-        n,
-        torch.arange(count + 1),
-    )
+    """The same row many times, each of a minibatch of its own."""
+    n, ptr = len(weights), torch.arange(count + 1)
+    col, value = torch.arange(n).repeat(count), weights.repeat(count)
+    return BulkMatrix(n * ptr, col, value, n, ptr)
+
+
+def row_of(weights):
+    return copies(torch.as_tensor(weights), 1)
 
 
 def same(ours, theirs):
@@ -212,19 +204,13 @@ def single(*values):
     return [CSR(one, torch.tensor([v])) for v in values]
 
 
-def test_integers_are_exact():
+def test_products_of_integers_are_exact():
     assert int(spgemm(*single((1 << 60) + 1, 3)).value) == 3 * ((1 << 60) + 1)
     # cancelling, through sums that float64 cannot hold
     wide = CSR(Pattern(torch.tensor([0, 3]), torch.arange(3), 3))
-    ends = torch.arange(4)
-    tall = CSR(
-        Pattern(ends, torch.zeros(3, dtype=LONG), 1),
-        torch.tensor([(1 << 53) - 1, 2, -(1 << 53) + 1]),
-    )
+    tall = Pattern(torch.arange(4), torch.zeros(3, dtype=LONG), 1)
+    tall = CSR(tall, torch.tensor([(1 << 53) - 1, 2, -(1 << 53) + 1]))
     assert int(spgemm(wide, tall).value) == 2
-
-
-def test_product_errors():
     with pytest.raises(ValueError, match="Q has 5 columns, but A has 4 rows"):
         spgemm(csr(2, 5, 3), csr(4, 5, 3))
 
@@ -308,29 +294,23 @@ def test_all_subsets(s):
     likely(subsets(drawn.matrix.col.view(-1, s), 6), successive(WEIGHT, s))
 
 
+@pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_orders_of_draw(shared):
+def test_orders_of_draw(shared, replace):
     p = row_of(WEIGHT) if shared else copies(WEIGHT, DRAWS)
-    drawn = sample(p, 2, keys(DRAWS, 7))
+    drawn = sample(p, 2, keys(DRAWS, 7), replace)
     first, second = (drawn.drawn % 6).view(-1, 2).T
     w = WEIGHT.double()
-    chance = w[:, None] * w / (w.sum() - w)[:, None]
-    chance.fill_diagonal_(0)
+    chance = torch.outer(w, w)
+    if not replace:
+        chance /= (w.sum() - w)[:, None]
+        chance.fill_diagonal_(0)
     likely(torch.bincount(first * 6 + second, minlength=36), chance)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_draws_with_replacement_are_independent(shared):
-    p = row_of(WEIGHT) if shared else copies(WEIGHT, DRAWS)
-    drawn = sample(p, 2, keys(DRAWS, 3), replace=True)
-    first, second = (drawn.drawn % 6).view(-1, 2).T
-    likely(
-        torch.bincount(first * 6 + second, minlength=36), torch.outer(WEIGHT, WEIGHT)
-    )
-    assert int(drawn.matrix.value.sum()) == 2 * DRAWS
-    assert not bool(drawn.complete.any())
-    again = torch.bincount(drawn.matrix.col, drawn.matrix.value.double(), 6)
-    assert torch.equal(again, torch.bincount(drawn.drawn % 6, minlength=6).double())
+    if replace:
+        assert int(drawn.matrix.value.sum()) == 2 * DRAWS
+        assert not bool(drawn.complete.any())
+        again = torch.bincount(drawn.matrix.col, drawn.matrix.value.double(), 6)
+        assert torch.equal(again, torch.bincount(drawn.drawn % 6, minlength=6).double())
 
 
 def test_floats_are_rounded_once():
@@ -358,50 +338,10 @@ def test_rows_that_give_all_they_have():
         assert drawn.matrix.rowptr.tolist() == [0, *ends.tolist()]
         if complete:
             assert drawn.matrix.col.tolist() == [1, 3, 4] * 3
-    none = sample(copies(torch.zeros(4, dtype=LONG), 2), 3, keys(2))
-    assert none.matrix.nnz == 0
     assert sample(p, 0, keys(3)).matrix.nnz == 0
-    assert (
-        sample(
-            copies(torch.zeros(4, dtype=LONG), 2), 3, keys(2), replace=True
-        ).matrix.nnz
-        == 0
-    )
-
-
-def test_what_is_left_before_each_draw():
-    p = stacked(50, 30, 600, LONG)
+    none = copies(torch.zeros(4, dtype=LONG), 2)
     for replace in (False, True):
-        drawn = sample(p, 4, keys(50), replace)
-        total = torch.zeros(50, dtype=LONG).index_add_(0, p.row, p.value)
-        for i in range(50):
-            span = slice(int(drawn.ptr[i]), int(drawn.ptr[i + 1]))
-            weight = p.value[drawn.drawn[span]]
-            gone = weight.cumsum(0) - weight
-            wanted = total[i] - (0 if replace else gone)
-            assert torch.equal(drawn.left[span], wanted.expand(len(weight)))
-            assert bool((p.row[drawn.drawn[span]] == i).all())
-
-
-def test_a_row_depends_on_its_key_alone():
-    p = stacked(21, 40, 500, LONG, most=1 << 40)
-    rows = [
-        BulkMatrix(
-            p.rowptr[i : i + 2] - p.rowptr[i],
-            p.col[p.rowptr[i] : p.rowptr[i + 1]],
-            p.value[p.rowptr[i] : p.rowptr[i + 1]],
-            40,
-            torch.tensor([0, 1]),
-        )
-        for i in range(21)
-    ]
-    for replace in (False, True):
-        drawn = sample(p, 5, keys(21), replace)
-        alone = [sample(r, 5, keys(21)[i : i + 1], replace) for i, r in enumerate(rows)]
-        assert torch.equal(drawn.matrix.col, torch.cat([a.matrix.col for a in alone]))
-        assert torch.equal(drawn.left, torch.cat([a.left for a in alone]))
-        order = torch.cat([a.drawn + p.rowptr[i] for i, a in enumerate(alone)])
-        assert torch.equal(drawn.drawn, order)
+        assert sample(none, 3, keys(2), replace).matrix.nnz == 0
 
 
 def test_a_shared_row_is_the_row_repeated():

@@ -16,14 +16,7 @@ from torch_geometric.data.feature_store import AttrView
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo.codecs import (
-    Cast,
-    Chain,
-    Plain,
-    Quantise,
-    RangeBits,
-    RowSample,
-)
+from pyg_distcomm.halo.codecs import Cast, Chain, Plain, Quantise, RangeBits, RowSample
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.feature_store import out_degrees, top_scoring_ids
@@ -277,35 +270,22 @@ def test_hot_rows_are_those_of_highest_out_degree(graph, size, cutter, grid):
 def test_what_makes_no_sense_is_refused(size):
     road, _, share = shared(1)
     typed, star = pdc.partition(hetero(), worlds.mesh(), "block"), GRAPHS["star"]()
-    store = DistFeatureStore.from_data(share, road)
     few, papers = torch.zeros(5), {"papr": torch.zeros(40)}
-    wrong = [
-        (lambda: out_degrees(star), r"give a share from pdc\.partition"),
-        (lambda: DistFeatureStore.from_data(star, road), "from_replicated"),
-        (lambda: DistFeatureStore(road, wire="zip"), "fp16, bf16, int8"),
-        (lambda: store.keep(None, torch.full((60,), torch.nan), 3), "got NaN"),
-    ]
-    wrong += [
-        (lambda size=size: store.keep(None, torch.zeros(60), size), "number of rows")
-        for size in (-1, 1.5, True, "0.5")
-    ]
-    wrong += [
-        (lambda d=d, o=o: DistFeatureStore.from_data(d, road, **o), said)
-        for d, o, said in (
-            (share, {"cache": 3, "ranking": "hubs"}, "choose 'degree', or give scores"),
-            (share, {"cache": 3, "ranking": few}, r"got scores \[5\]"),
-            (share, {"wire": {"X": "fp16"}}, r"got wire for \['X'\]"),
-            (
-                typed,
-                {"cache": 3, "ranking": few},
-                "a dictionary with a vector for each",
-            ),
-            (typed, {"cache": 3, "ranking": papers}, r"got ranking for \['papr'\]"),
-        )
-    ]
-    for make, said in wrong:
+    for data, options, said in (
+        (star, {}, "from_replicated"),
+        (share, {"wire": "zip"}, "fp16, bf16, int8"),
+        (share, {"wire": {"X": "fp16"}}, r"got wire for \['X'\]"),
+        (share, {"cache": 3, "ranking": "hubs"}, "choose 'degree', or give scores"),
+        (share, {"cache": 3, "ranking": few}, r"got scores \[5\]"),
+        (share, {"cache": 3, "ranking": torch.full((60,), torch.nan)}, "got NaN"),
+        (typed, {"cache": 3, "ranking": few}, "a dictionary with a vector for each"),
+        (typed, {"cache": 3, "ranking": papers}, r"got ranking for \['papr'\]"),
+        *((share, {"cache": k}, "number of rows") for k in (-1, 1.5, True, "0.5")),
+    ):
         with pytest.raises((TypeError, ValueError), match=said):
-            make()
+            DistFeatureStore.from_data(data, road, **options)
+    with pytest.raises(TypeError, match=r"give a share from pdc\.partition"):
+        out_degrees(star)
 
 
 # Codecs --------------------------------------------------------------------------------

@@ -64,18 +64,14 @@ def evaluate(share, net):
         net(share.x, share.edge_index)
 
 
-def losses_of(name, evaluates):
-    return trained(*begun(worlds.mesh(), LINKS[name]()), 6, evaluates)
-
-
-NAMES = ["pipegcn", "sylvie", "late by 2 and 1", "varco late"]
-
-
-@tiers.parametrize("name", NAMES, ["varco late"])
+@tiers.parametrize(
+    "name", ["pipegcn", "sylvie", "late by 2 and 1", "varco late"], ["varco late"]
+)
+@worlds.on(3)
 def test_losses_are_the_same_with_evaluations_and_without(name):
-    want = worlds.run(losses_of, 3, name, "")
-    assert worlds.run(losses_of, 3, name, "after") == want
-    assert worlds.run(losses_of, 3, name, "before the step") == want
+    ways = ("", "after", "before the step")
+    want, *others = (trained(*begun(worlds.mesh(), LINKS[name]()), 6, w) for w in ways)
+    assert others == [want, want]
 
 
 def first_evaluated(evaluates):

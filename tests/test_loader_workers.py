@@ -11,7 +11,6 @@ import test_data_loader as graphs
 import tiers
 import torch
 import torch_geometric.loader
-import torch_geometric.nn as pyg
 import worlds
 
 import pyg_distcomm as pdc
@@ -109,26 +108,11 @@ def test_without_a_seed_workers_draw_what_rank_0s_do(kind):
     assert [got] == worlds.run(_one_process_draws, 1, kind)
 
 
-def trained(layers, loaders, replicate):
-    torch.manual_seed(3)
-    model = replicate(layers.GraphConv(2, 3).double())
-    optimizer, told = torch.optim.SGD(model.parameters(), 0.01), []
-    for batch in shuffled(loaders):
-        optimizer.zero_grad()
-        h = model(batch.x, batch.edge_index, batch.edge_attr)
-        out = layers.global_add_pool(h, batch.batch, batch.num_graphs)
-        loss = torch.nn.functional.cross_entropy(out, batch.y % 3)
-        loss.backward()
-        optimizer.step()
-        told.append(loss.item())
-    return torch.tensor(told), [p.detach() for p in model.parameters()]
-
-
-def _trains():
+def _started():
     mesh = pdc.init()
-    got = trained(nn, pyg_distcomm.loader, lambda model: pdc.replicate(model, mesh))
-    want = trained(pyg, torch_geometric.loader, lambda model: model)
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    model = pdc.replicate(nn.GraphConv(2, 3).double(), mesh)
+    for batch in shuffled(pyg_distcomm.loader):
+        model(batch.x, batch.edge_index, batch.edge_attr).sum().backward()
     return multiprocessing.get_start_method(allow_none=True)
 
 
@@ -136,4 +120,4 @@ def test_launched_ranks_start_workers_as_their_launcher_does():
     """By a fork server of their own, workers would import everything anew in each epoch."""
     asked = multiprocessing.get_start_method(allow_none=True)
     default = multiprocessing.get_all_start_methods()[0]
-    assert pdc.launch(_trains, 2, timeout=300) == [asked or default] * 2
+    assert pdc.launch(_started, 2, timeout=300) == [asked or default] * 2

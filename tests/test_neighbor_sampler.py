@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 import worlds
+from alike import whole
 from batches import graph
-from torch_geometric.data import Data
 from torch_geometric.loader.neighbor_sampler import EdgeIndex
 
 import pyg_distcomm as pdc
@@ -52,9 +52,7 @@ def test_all_neighbours_come_in_torch_sparses_order(size, cut):
             assert adj.size == shape
             assert torch.equal(adj.edge_index, want[:2])
             assert torch.equal(adj.e_id, want[2])
-        rows = given.x[n_id]
-        rows = rows.full_tensor() if hasattr(rows, "full_tensor") else rows
-        assert torch.equal(rows, data.x[n_id])
+        assert torch.equal(whole(given.x[n_id]), data.x[n_id])
     assert k == 8
 
 
@@ -116,6 +114,6 @@ def test_a_script_of_old_trains_and_infers():
 
     loader = NeighborSampler(data.edge_index, [-1, -1], num_nodes=60, batch_size=13)
     out = torch.cat([layers(data.x[n_id], adjs) for _, n_id, adjs in loader])
-    whole = Data(edge_index=data.edge_index, num_nodes=60).edge_index
-    want = convs[1](convs[0](data.x, whole).relu(), whole)
+    edges = data.edge_index
+    want = convs[1](convs[0](data.x, edges).relu(), edges)
     torch.testing.assert_close(out, want)

@@ -76,14 +76,19 @@ def runs(name, size, c, n, widths):
         ("1.5d", 4, 2, 24, (8, 4, 12)),
         ("2d", 4, 1, 24, (8, 4, 12)),
         ("3d", 8, 1, 24, (8, 4, 12)),
+        ("2d", 4, 2, 23, (7, 3, 5)),  # where nothing divides, formulas are none
         ("1d", 3, 1, 24, (6, 3)),
         ("1.5d", 8, 2, 48, (6, 4, 2)),
         ("2d", 9, 1, 36, (9, 3, 6)),
+        ("3d", 8, 2, 29, (5, 1, 3)),
+        ("1.5d", 4, 2, 23, (7, 3, 5)),
     ],
-    slice(1, 4),
+    slice(1, 5),
 )
 def test_baselines_are_exact_and_receive_what_is_printed(name, size, c, n, widths):
     found = worlds.run(runs, size, name, size, c, n, widths)
+    if n % 2:
+        return
     product, spent = map(sum, zip(*found, strict=True))
     m = 6 * n
     words = oblivious.product_words(name, n, m, widths[0], size, c, entry=3)
@@ -91,15 +96,6 @@ def test_baselines_are_exact_and_receive_what_is_printed(name, size, c, n, width
     pairs = itertools.pairwise(widths)
     words = sum(oblivious.layer_words(name, n, m, a, b, size, c, 3) for a, b in pairs)
     assert spent == round(8 * size * words)
-
-
-@tiers.parametrize(
-    ("name", "size", "n", "widths"),
-    [("2d", 4, 23, (7, 3, 5)), ("3d", 8, 29, (5, 1, 3)), ("1.5d", 4, 23, (7, 3, 5))],
-    slice(1),
-)
-def test_baselines_are_exact_where_nothing_divides(name, size, n, widths):
-    worlds.run(runs, size, name, size, 2, n, widths)
 
 
 def test_ranks_that_fit_no_grid_are_refused():

@@ -1,8 +1,7 @@
-"""Training by minibatches of a partitioned graph: its gradients, its steps, its accuracy.
+"""Training by minibatches of a partitioned graph: its gradients, its steps.
 
 Where one process is compared with several, it samples the whole graph with this package's
-loaders, whose batches have the distribution of PyG's (`test_sampling_statistics.py`). PyG's
-own NeighborLoader takes part where pyg-lib or torch-sparse, which it needs, is installed.
+loaders, whose batches have the distribution of PyG's (`test_sampling_statistics.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 import worlds
 from batches import arguments
 from problems import GRAPHS, owners
-from torch_geometric.loader import NeighborLoader
 from torch_geometric.nn import GCN, GraphSAGE
 from torch_geometric.utils import add_self_loops, scatter
 
@@ -84,30 +82,6 @@ def full_gradient(kind, data, weight_attr):
     return [p.grad for p in net.parameters()]
 
 
-def adds_up(size, name, cutter, cases):
-    mesh, data = worlds.mesh(), rounded(name)
-    share = pdc.partition(data, mesh, owners(cutter, data, size))
-    total = int(data.train_mask.sum())
-    for kind, options in cases:
-        attr = options.get("weight_attr")
-        net = network(kind)
-        model = pdc.replicate(net, mesh)
-        for batch in everything(kind, share, **options):
-            # gradients are averaged over the ranks: size times as much adds up
-            loss = loss_of(model, batch, kind, reduction="sum")
-            (loss * size / total).backward()
-        want = full_gradient(kind, data, attr)
-        close(net, want, f"{kind} {options}")
-
-
-def close(net, wanted, what):
-    """Compares the gradient of each parameter with what it should be."""
-    for (name, p), want in zip(net.named_parameters(), wanted, strict=True):
-        torch.testing.assert_close(
-            p.grad, want, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{what} {n}: {m}"
-        )
-
-
 CASES = [
     ("sage", {"batch_size": 3}),
     ("sage", {"batch_size": 7, "sample_at": "requester"}),
@@ -132,8 +106,27 @@ CASES = [
         ("isolated", "empty_rank"),
     ],
 )
+@worlds.on()
 def test_minibatches_of_all_neighbours_add_up_to_the_full_gradient(name, cutter, size):
-    worlds.run(adds_up, size, size, name, cutter, CASES)
+    mesh, data = worlds.mesh(), rounded(name)
+    share = pdc.partition(data, mesh, owners(cutter, data, size))
+    total = int(data.train_mask.sum())
+    for kind, options in CASES:
+        net = network(kind)
+        model = pdc.replicate(net, mesh)
+        for batch in everything(kind, share, **options):
+            # gradients are averaged over the ranks: size times as much adds up
+            loss = loss_of(model, batch, kind, reduction="sum")
+            (loss * size / total).backward()
+        want = full_gradient(kind, data, options.get("weight_attr"))
+        for (which, p), grad in zip(net.named_parameters(), want, strict=True):
+            torch.testing.assert_close(
+                p.grad,
+                grad,
+                rtol=1e-9,
+                atol=1e-9,
+                msg=lambda m, at=(kind, options, which): f"{at}: {m}",
+            )
 
 
 # ---------------------------------------------------------------------------- steps
@@ -178,53 +171,30 @@ def together(kind, mesh, share, seeds, epochs, **options):
     return net
 
 
-def steps(size, name, cutter, seeds, epochs=2):
-    mesh, data = worlds.mesh(), GRAPHS[name]()
-    share = pdc.partition(data, mesh, owners(cutter, data, size))
-    every = torch.arange(data.num_nodes)
-    ids = {"train": every[data.train_mask], "all": every, "none": every[:0]}
-    ids = ids[seeds] if isinstance(seeds, str) else torch.tensor(seeds)
-    for kind in FANOUTS:
-        want = alone(kind, data, ids, size, epochs)
-        for options in ({"bulk_size": 1}, {"sample_at": "requester", "prefetch": 0}):
-            net = together(kind, mesh, share, ids, epochs, **options)
-            for p, q in zip(net.parameters(), want, strict=True):
-                assert bool(p.isfinite().all())
-                torch.testing.assert_close(p.detach(), q, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize(
     ("size", "name", "cutter", "seeds"),
     [
         tiers.rarely(2, "directed", "metis", "train"),
         (2, "directed", "empty_rank", "train"),  # the last rank owns nothing
         tiers.rarely(3, "directed", "no_train", "train"),  # rank 0 has all the seeds
-        tiers.rarely(
-            3, "undirected", "random", [4]
-        ),  # two of three ranks have none to train on
+        tiers.rarely(3, "undirected", "random", [4]),  # two of three ranks have none
         tiers.rarely(2, "directed", "random", "none"),
-        tiers.rarely(
-            3, "star", "empty_rank", "all"
-        ),  # every rank wants the rows of the hub
-        # minibatches without an edge
-        tiers.rarely(3, "isolated", "lopsided", "all"),
+        tiers.rarely(3, "star", "empty_rank", "all"),  # every rank wants the hub
+        tiers.rarely(3, "isolated", "lopsided", "all"),  # minibatches without an edge
         tiers.rarely(2, "edgeless", "random", "train"),
     ],
 )
+@worlds.on()
 def test_ranks_take_the_steps_of_one_process(size, name, cutter, seeds):
-    worlds.run(steps, size, size, name, cutter, seeds)
-
-
-# ------------------------------------------------------------------------- accuracy
-
-
-def minibatches(kind, data, seed, share=1):
-    """256 seeds on all ranks; nodes of a layer in proportion to those of a minibatch."""
-    options = {"input_nodes": data.train_mask, "shuffle": True}
-    options["batch_size"] = 256 // share
-    if kind == "peer":  # draws by torch's generator, which `trained` has seeded
-        return NeighborLoader(data, [5, 5], **arguments(**options))
-    options["seed"] = seed
-    if kind == "sage":
-        return DistNeighborLoader(data, [5, 5], **arguments(**options))
-    return DistLayerLoader(data, [1024 // share] * 2, **arguments(**options))
+    mesh, data = worlds.mesh(), GRAPHS[name]()
+    share = pdc.partition(data, mesh, owners(cutter, data, size))
+    every = torch.arange(data.num_nodes)
+    ids = {"train": every[data.train_mask], "all": every, "none": every[:0]}
+    ids = ids[seeds] if isinstance(seeds, str) else torch.tensor(seeds)
+    for kind in FANOUTS:
+        want = alone(kind, data, ids, size, 2)
+        for options in ({"bulk_size": 1}, {"sample_at": "requester", "prefetch": 0}):
+            net = together(kind, mesh, share, ids, 2, **options)
+            for p, q in zip(net.parameters(), want, strict=True):
+                assert bool(p.isfinite().all())
+                torch.testing.assert_close(p.detach(), q, rtol=1e-9, atol=1e-9)
