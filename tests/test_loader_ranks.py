@@ -31,12 +31,19 @@ from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.loader import DistLayerLoader, HGTLoader, notes, shared
+from pyg_distcomm.loader import (
+    DistLayerLoader,
+    HGTLoader,
+    RandomNodeLoader,
+    notes,
+    shared,
+)
 from pyg_distcomm.sampling.rules import UserRule, rule_name
 
 SEEDS = ("paper", torch.arange(30))
 HGT = made(HGTLoader, [4, 3], SEEDS, batch_size=6, shuffle=True)
-MAKE = {**LOADERS, "types": HGT}
+PARTS = made(RandomNodeLoader, 4, shuffle=True)
+MAKE = {**LOADERS, "types": HGT, "types, random": PARTS}
 
 
 def unmarked(batch):
@@ -58,7 +65,7 @@ def contents(batch):
 def _on_ranks(kinds, options):
     mesh = worlds.mesh()
     for kind in kinds:
-        data = hetero() if kind == "types" else graph()
+        data = hetero() if kind.startswith("types") else graph()
         alone = MAKE[kind](data, seed=3, split=False)
         share = share_of(data, mesh)
         loaders = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import worlds
-from batches import graph, hetero, made, share_of
+from batches import graph, hetero, made, nodes
 from chances import likely
 from test_saving import full_after
 from torch_geometric.data import Batch, Data
@@ -51,42 +51,25 @@ def check_induced(data, batch):
 # Random parts --------------------------------------------------------------------------
 
 
-def test_random_parts_cover_the_nodes():
-    data = graph()
-    loader = RandomNodeLoader(data, 7, shuffle=True, options=LoaderOptions(seed=1))
+@pytest.mark.parametrize(
+    ("make", "sizes"), [(graph, [9] * 6 + [6]), (hetero, [10] * 6 + [5])]
+)
+def test_random_parts_cover_the_nodes(make, sizes):
+    data = make()
+    loader = made(RandomNodeLoader, 7, shuffle=True, seed=1)(data)
     epochs = [list(loader) for _ in range(2)]
     for batches in epochs:
-        assert [b.num_nodes for b in batches] == [9] * 6 + [6]
-        every = torch.cat([b.n_id for b in batches])
-        assert torch.equal(every.sort().values, torch.arange(60))
+        assert [b.num_nodes for b in batches] == sizes
         for batch in batches:
             check_induced(data, batch)
-            assert "batch_size" not in batch
-    assert not torch.equal(epochs[0][0].n_id, epochs[1][0].n_id)
-
-
-def _typed(cut_):
-    mesh = worlds.mesh()
-    data = hetero()
-    given = share_of(data, mesh) if cut_ else data
-    loader = RandomNodeLoader(
-        given, 4, shuffle=True, options=LoaderOptions(seed=1, even_batches="drop")
-    )
-    found = []
-    for batch in loader:
-        assert batch.num_nodes == 17 or batch.num_nodes == 14
-        check_induced(data, batch)
-        found.append([batch[name].n_id.tolist() for name in data.node_types])
-    return found
-
-
-@pytest.mark.parametrize("cut_", [False, True])
-def test_random_parts_of_all_types_together(cut_):
-    alone = worlds.run(_typed, 1, False)[0]
-    papers, authors = (sorted(v for b in alone for v in b[k]) for k in range(2))
-    assert (papers, authors) == (list(range(40)), list(range(25)))
-    found = worlds.run(_typed, 2, cut_)
-    assert [found[t % 2][t // 2] for t in range(4)] == alone
+            assert not hasattr(batch, "batch_size")
+        for stores in zip(
+            data.node_stores, *(b.node_stores for b in batches), strict=True
+        ):
+            every = torch.cat([store.n_id for store in stores[1:]])
+            assert torch.equal(every.sort().values, torch.arange(stores[0].num_nodes))
+    first = (batches[0].node_stores[0].n_id for batches in epochs)
+    assert not torch.equal(*first)
 
 
 # Clusters ------------------------------------------------------------------------------
@@ -114,11 +97,8 @@ def test_cluster_data_is_as_pyg_defines_it():
 @pytest.mark.parametrize("fmt", ["csr", "csc"])
 def test_clusters_are_merged_with_the_edges_between_them(fmt):
     data = graph()
-    made = ClusterData(data, 7, sparse_format=fmt)
-    loader = ClusterLoader(
-        made, batch_size=3, shuffle=True, options=LoaderOptions(seed=2)
-    )
-    batches = list(loader)
+    parts = ClusterData(data, 7, sparse_format=fmt)
+    batches = list(made(ClusterLoader, batch_size=3, shuffle=True, seed=2)(parts))
     assert len(batches) == 3
     for batch in batches:
         check_induced(data, batch)
@@ -210,12 +190,8 @@ def _budgets(drawn, data):
 
 def test_hgt_draws_by_the_square_of_the_budget():
     data, seeds = hetero(), torch.tensor([3, 7])
-    loader = HGTLoader(
-        data,
-        {"paper": [1, 2], "author": [1]},
-        ("paper", seeds),
-        options=LoaderOptions(seed=1),
-    )
+    sizes = {"paper": [1, 2], "author": [1]}
+    loader = made(HGTLoader, sizes, ("paper", seeds), seed=1)(data)
     for batch in loader:
         check_induced(data, batch)
     budgets = _budgets({"paper": {3, 7}, "author": set()}, data)
@@ -301,9 +277,8 @@ def test_saint_draws_by_the_chances_of_pyg():
 def test_saint_subgraphs_and_norms():
     data = graph()
     data.edge_index, data.edge_attr = to_undirected(data.edge_index, data.edge_attr)
-    loader = GraphSAINTNodeSampler(
-        data, 15, 4, sample_coverage=60, log=False, options=LoaderOptions(seed=1)
-    )
+    make = made(GraphSAINTNodeSampler, log=False, num_steps=4, seed=1)
+    loader = make(data, batch_size=15, sample_coverage=60)
     for batch in loader:
         check_induced(data, batch)
         assert torch.equal(batch.node_norm, loader.node_norm[batch.n_id])
@@ -322,9 +297,7 @@ def test_saint_subgraphs_and_norms():
     assert abs(float((loader.edge_norm / wanted).median()) - 1) < 0.15
     # sources alone are drawn, one at a time: no edge is ever met, though its source is
     star = Data(edge_index=torch.tensor([[0, 0, 0, 1], [1, 2, 3, 0]]), num_nodes=4)
-    loader = GraphSAINTNodeSampler(
-        star, 1, 4, sample_coverage=20, log=False, options=LoaderOptions(seed=1)
-    )
+    loader = make(star, batch_size=1, sample_coverage=20)
     assert loader.edge_norm.tolist() == [1e4] * 4
 
 
@@ -336,14 +309,8 @@ def test_classes_are_drawn_alike():
     data.y = (torch.arange(200) % 20 == 0).long()
     mask = torch.arange(200) % 2 == 0
     sampler = ImbalancedSampler(data, input_nodes=mask, num_samples=500)
-    loader = NeighborLoader(
-        data,
-        [2],
-        input_nodes=mask,
-        batch_size=50,
-        sampler=sampler,
-        options=LoaderOptions(seed=1),
-    )
+    options = {"batch_size": 50, "sampler": sampler, "shuffle": False}
+    loader = nodes(data, [2], input_nodes=mask, **options)
     assert len(loader) == 10
     seeds = [b.n_id[: b.batch_size] for _ in range(4) for b in loader]
     every = torch.cat(seeds)
