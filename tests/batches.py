@@ -9,8 +9,10 @@ import resource
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import SamplerOutput
 
 import pyg_distcomm as pdc
+from pyg_distcomm.kernels.sample_ops import Minibatch
 from pyg_distcomm.loader import (
     ClusterData,
     ClusterLoader,
@@ -18,6 +20,7 @@ from pyg_distcomm.loader import (
     GraphSAINTEdgeSampler,
     GraphSAINTNodeSampler,
     GraphSAINTRandomWalkSampler,
+    HGTLoader,
     ImbalancedSampler,
     LinkNeighborLoader,
     LoaderOptions,
@@ -56,6 +59,7 @@ def classes(data, **options):
     return made(NeighborLoader, [3], batch_size=7, sampler=sampler)(data, **options)
 
 
+SEEDS = ("paper", torch.arange(30))
 SUBGRAPHS = {
     "random": made(RandomNodeLoader, 7, shuffle=True),
     "clusters": clusters,
@@ -72,7 +76,13 @@ LOADERS = {
     "layers": made(DistLayerLoader, [5, 5], batch_size=9, shuffle=True),
     "classes": classes,
     **SUBGRAPHS,
+    "types": made(HGTLoader, [4, 3], SEEDS, batch_size=6, shuffle=True),
+    "types, random": made(RandomNodeLoader, 4, shuffle=True),
 }
+
+
+def graph_of(kind):
+    return hetero() if kind.startswith("types") else graph()
 
 
 def nodes(data=None, fan_outs=(3, 2), **options):
@@ -177,6 +187,10 @@ def same(one, two):
         assert torch.equal(one, two)
     elif isinstance(one, (Data, HeteroData)):
         same(one.to_dict(), two.to_dict())
+    elif isinstance(one, (Minibatch, SamplerOutput)):
+        same(vars(one), vars(two))
+    elif isinstance(one, (list, tuple)):
+        all_same(one, two)
     elif isinstance(one, dict):
         assert list(one) == list(two)
         for key in one:

@@ -9,6 +9,7 @@ import problems
 import pytest
 import tiers
 import torch
+from batches import same
 from chances import likely, subsets, successive
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NodeSamplerInput
@@ -90,13 +91,6 @@ def layers(out):
     for i in range(len(nodes) - 1):
         source, target = cuts[0][i] - begin[i + 1], cuts[1][i] - begin[i]
         yield nodes[i], nodes[i + 1], source, target, cuts[2][i], weights[i]
-
-
-def same(one, two):
-    for name in ("node", "row", "col", "edge", "edge_weight"):
-        assert torch.equal(getattr(one, name), getattr(two, name)), name
-    assert one.num_sampled_nodes == two.num_sampled_nodes
-    assert one.num_sampled_edges == two.num_sampled_edges
 
 
 # ---------------------------------------------------------------- structure

@@ -10,28 +10,26 @@ import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from batches import LOADERS, all_same, graph, hetero, made
+from alike import whole
+from batches import LOADERS, all_same, graph, graph_of, made
 from tqdm.auto import tqdm
 
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as nn
-from pyg_distcomm.loader import HGTLoader, LoaderOptions, NeighborLoader
-
-MAKE = {**LOADERS, "types": made(HGTLoader, [4, 3], "paper", batch_size=9)}
+from pyg_distcomm.loader import NeighborLoader
 
 
 def bar(loader):
     return tqdm(loader, file=io.StringIO())
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
 @worlds.on()
 def test_an_iterator_that_is_not_used_is_no_epoch(size, kind):
     """Iterators that are not used, on some ranks, change nothing."""
     mesh = worlds.mesh()
-    data = hetero() if kind == "types" else graph()
-    loader, other = (MAKE[kind](data, seed=1) for _ in range(2))
+    loader, other = (LOADERS[kind](graph_of(kind), seed=1) for _ in range(2))
     for epoch in range(2):
         want = list(other)
         iter(loader)
@@ -61,23 +59,18 @@ def test_inference_gets_all_rows_on_all_ranks(size, cut, cache):
     torch.manual_seed(0)
     data = graph()
     given = pdc.partition(data, mesh, "random") if cut else data
+    load = made(NeighborLoader, [-1], batch_size=16)
     for lib in (pyg, nn):
         for name, model in models(lib):
             model.eval()
-            loader = NeighborLoader(
-                data, [-1], batch_size=16, options=LoaderOptions(split=False)
-            )
-            want = getattr(pyg, name).inference(model, loader)
-            loader = NeighborLoader(given, [-1], batch_size=16)
+            want = getattr(pyg, name).inference(model, load(data, split=False))
+            loader = load(given)
             for _ in range(1 + (name == "GCN")):
                 got = model.inference(loader, cache=cache)
-                got = got.full_tensor() if hasattr(got, "full_tensor") else got
-                torch.testing.assert_close(got, want)
+                torch.testing.assert_close(whole(got), want)
             rounds = -(-60 // 16)
             assert len(loader) == len(list(loader)) == rounds
-            apart = NeighborLoader(
-                given, [-1], batch_size=16, options=LoaderOptions(split=True)
-            )
+            apart = load(given, split=True)
             assert len(list(apart)) == -(-rounds // mesh.size)
 
 
@@ -87,8 +80,8 @@ def _layers_on_one_rank_only(partitioned):
     seeds = torch.arange(data.num_nodes)
     seeds = seeds if mesh.rank == 0 else seeds[: len(seeds) // 2]
     data = pdc.partition(data, mesh) if partitioned else data
-    ours = LoaderOptions(even_batches="drop")
-    loader = NeighborLoader(data, [-1], seeds, batch_size=9, options=ours)
+    options = {"input_nodes": seeds, "even_batches": "drop", "batch_size": 9}
+    loader = made(NeighborLoader, [-1])(data, **options)
     return sum(1 for _ in loader)
 
 

@@ -20,8 +20,8 @@ from batches import (
     all_same,
     full_disk,
     graph,
+    graph_of,
     hetero,
-    made,
     nodes,
     same,
     share_of,
@@ -31,19 +31,8 @@ from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.loader import (
-    DistLayerLoader,
-    HGTLoader,
-    RandomNodeLoader,
-    notes,
-    shared,
-)
+from pyg_distcomm.loader import DistLayerLoader, notes, shared
 from pyg_distcomm.sampling.rules import UserRule, rule_name
-
-SEEDS = ("paper", torch.arange(30))
-HGT = made(HGTLoader, [4, 3], SEEDS, batch_size=6, shuffle=True)
-PARTS = made(RandomNodeLoader, 4, shuffle=True)
-MAKE = {**LOADERS, "types": HGT, "types, random": PARTS}
 
 
 def unmarked(batch):
@@ -65,13 +54,13 @@ def contents(batch):
 def _on_ranks(kinds, options):
     mesh = worlds.mesh()
     for kind in kinds:
-        data = hetero() if kind.startswith("types") else graph()
-        alone = MAKE[kind](data, seed=3, split=False)
+        data = graph_of(kind)
+        alone = LOADERS[kind](data, seed=3, split=False)
         share = share_of(data, mesh)
         loaders = [
-            MAKE[kind](data, seed=3),
-            MAKE[kind](share, seed=3, **options),
-            MAKE[kind](data, seed=3, even_batches="drop"),
+            LOADERS[kind](data, seed=3),
+            LOADERS[kind](share, seed=3, **options),
+            LOADERS[kind](data, seed=3, even_batches="drop"),
         ]
         for _epoch in range(2):
             whole = list(alone)
@@ -87,7 +76,7 @@ def _on_ranks(kinds, options):
                     assert mesh.size > 1 or not hasattr(batch, "padding")
                     all_same(contents(batch), contents(whole[t % len(whole)]))
         for given in (data, share):  # a state resumes inside an epoch
-            loader, other = MAKE[kind](given, seed=3), MAKE[kind](given, seed=3)
+            loader, other = LOADERS[kind](given, seed=3), LOADERS[kind](given, seed=3)
             if len(loader) == 1:  # after its batch the next epoch would begin
                 continue
             step = iter(loader)
@@ -99,7 +88,7 @@ def _on_ranks(kinds, options):
 @tiers.parametrize("size", [1, 2, 3, 4], [2, 3])
 @tiers.parametrize(
     "kind",
-    MAKE,
+    LOADERS,
     ["clusters", "shadow", "saint_nodes", "classes", "types", "links", "layers"],
 )
 def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(kind, size):
@@ -109,8 +98,8 @@ def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(kind, size
 @tiers.parametrize("size", [2, 4], [])
 def test_shares_in_other_ways(size):
     for options in ({"replication": 2}, {"topology": "replicated", "bulk_size": 2}):
-        worlds.run(_on_ranks, size, list(MAKE), options)
-    kinds = [kind for kind in MAKE if "saint" not in kind]
+        worlds.run(_on_ranks, size, list(LOADERS), options)
+    kinds = [kind for kind in LOADERS if "saint" not in kind]
     worlds.run(_on_ranks, size, kinds, {"sample_at": "requester"})
 
 

@@ -536,11 +536,11 @@ class Endless:
 KINDS = DistNeighborLoader, DistLinkNeighborLoader, DistLayerLoader
 ALL_WRONG = (
     (KINDS, {"topology": "shared"}, "topology must be one of"),
-    (KINDS, {"sample_at": "home"}, "sample_at must be one of"),
-    (KINDS, {"replication": 3}, "may be one of"),
     (KINDS, {"num_workers": 2}, "num_workers=2"),
     (KINDS, {"bulk_size": 0}, "bulk_size must be"),
     (KINDS, {"features": {}}, "features must be a DistFeatureStore"),
+    (KINDS, {"sample_at": "home"}, "sample_at must be one of"),
+    (KINDS, {"replication": 3}, "may be one of"),
     (KINDS, {"split": False}, "split=False"),
     (KINDS, {"weight_attr": "heavy"}, "no edges have an attribute 'heavy'"),
     (KINDS, {"weight_attr": "edge_index"}, "no row for each edge of the share"),
@@ -561,10 +561,7 @@ BY_TARGET = [
     NegativeSampling("binary", dst_weight=torch.arange(60) + r) for r in (1, 2)
 ]
 ONE_WRONG = (
-    *((kinds, {}, options, said) for kinds, options, said in ALL_WRONG[:1]),
-    (KINDS, {}, {"num_workers": 2}, "num_workers=2"),
-    (KINDS, {}, {"features": 3}, "features must be a DistFeatureStore"),
-    (KINDS, {}, {"bulk_size": 0}, "bulk_size must be"),
+    *((kinds, {}, options, said) for kinds, options, said in ALL_WRONG[:4]),
     (KINDS, {}, {"foo": 1}, r"rank 1: .*'foo'"),
     (KINDS[:2], {}, {"num_neighbors": [3]}, "the same num_neighbors"),
     (KINDS, {}, {"seed": 1}, "same seed: it is 0 on rank 0, and 1 on rank 1"),

@@ -16,7 +16,6 @@ import torch
 import worlds
 from batches import SUBGRAPHS, arguments, made, rich, same, timed_types
 from test_sample_kernels import graph, request
-from test_sample_kernels import same as same_sample
 
 import pyg_distcomm as pdc
 from pyg_distcomm.kernels import matrix_ops, sample_ops
@@ -106,7 +105,7 @@ def test_device_equals_cpu(
             if isinstance(theirs, tuple):
                 assert ours == theirs
             else:
-                same_sample(on_host(ours), theirs)
+                same(on_host(ours), theirs)
 
 
 def data():

@@ -11,6 +11,7 @@ import pytest
 import sample_reference
 import tiers
 import torch
+from batches import same
 
 from pyg_distcomm.kernels import sample_jit
 from pyg_distcomm.kernels.sample_cpu import Sampler
@@ -80,23 +81,6 @@ def request(g, fan_out=(4, 3, 2), key=5, **kwargs):
         kwargs["tree_time"] = torch.arange(sum(len(s) for _, s in seeds)) + 2
         kwargs["disjoint"] = True
     return Request(tuple(seeds), (tuple(fan_out),) * len(g.relations), key, **kwargs)
-
-
-def same(one, two):
-    pairs = [
-        (one.node, two.node),
-        (one.edge_index, two.edge_index),
-        (one.edge, two.edge),
-    ]
-    assert (one.tree is None) == (two.tree is None)
-    if one.tree is not None:
-        pairs.append((one.tree, two.tree))
-    assert one.nodes_per_hop == two.nodes_per_hop
-    assert one.edges_per_hop == two.edges_per_hop
-    for ours, theirs in pairs:
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.dtype == b.dtype == torch.int64
-            assert torch.equal(a, b)
 
 
 KINDS = ["plain", "weighted", "node", "edge", "labor", "weighted labor"]

@@ -12,16 +12,12 @@ from itertools import combinations, permutations
 import pytest
 import tiers
 import torch
+from batches import links, nodes
 from chances import likely, subsets, successive
 from torch_geometric.data import Data
 from torch_geometric.sampler import NegativeSampling, NodeSamplerInput
 
 from pyg_distcomm.comm.random import keyed_permutation
-from pyg_distcomm.loader import (
-    DistLinkNeighborLoader,
-    DistNeighborLoader,
-    LoaderOptions,
-)
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 DRAWS = 20_000
@@ -158,14 +154,8 @@ def test_epochs_batches_and_hops_are_independent():
     leaves = torch.arange(6)
     cycle = torch.stack([leaves.repeat(6), leaves.repeat_interleave(6)])
     data = Data(edge_index=cycle, num_nodes=6)
-    loader = DistNeighborLoader(
-        data,
-        [1, 1],
-        input_nodes=torch.zeros(600).long(),
-        disjoint=True,
-        batch_size=300,
-        options=LoaderOptions(seed=3),
-    )
+    seeds = {"input_nodes": torch.zeros(600).long(), "batch_size": 300}
+    loader = nodes(data, [1, 1], disjoint=True, shuffle=False, seed=3, **seeds)
     epochs = []
     for _ in range(20):
         kept = []
@@ -184,14 +174,7 @@ def test_shuffles_are_uniform():
     orders = {p: i for i, p in enumerate(permutations(range(4)))}
     found = [orders[tuple(keyed_permutation(key, 4).tolist())] for key in range(6000)]
     likely(torch.bincount(torch.tensor(found), minlength=24))
-    loader = DistNeighborLoader(
-        fan(4),
-        [1],
-        input_nodes=torch.arange(4),
-        batch_size=4,
-        shuffle=True,
-        options=LoaderOptions(seed=2),
-    )
+    loader = nodes(fan(4), [1], input_nodes=torch.arange(4), seed=2)
     found = [orders[tuple(b.input_id.tolist())] for _ in range(600) for b in loader]
     likely(torch.bincount(torch.tensor(found), minlength=24))
 
@@ -206,14 +189,9 @@ def test_negatives_are_drawn_by_weight(weighted, mode):
         sampling = NegativeSampling("binary", 40, src_weight=given, dst_weight=given)
     else:
         sampling = NegativeSampling("triplet", 40, dst_weight=given)
-    loader = DistLinkNeighborLoader(
-        fan(n - 1),
-        [1],
-        edge_label_index=torch.tensor([[1], [0]]).repeat(1, 200),
-        neg_sampling=sampling,
-        batch_size=100,
-        options=LoaderOptions(seed=6),
-    )
+    pairs = {"edge_label_index": torch.tensor([[1], [0]]).repeat(1, 200)}
+    options = {"neg_sampling": sampling, "batch_size": 100, "shuffle": False, "seed": 6}
+    loader = links(fan(n - 1), [1], **pairs, **options)
     for batch in loader:
         if mode == "triplet":
             drawn = batch.n_id[batch.dst_neg_index].flatten()
