@@ -408,16 +408,18 @@ def test_what_pyg_asks_of_a_feature_store(size, c):
     n, rank = data.num_nodes, road.world.rank
     store = DistFeatureStore.from_data(share, road)
     ids = random_ids(rank, 20, n)
-    for index in (ids, ids.numpy(), ids.int()):
-        assert torch.equal(store[None, "x", index], data.x[ids])
+    for group, name, index, given in (
+        *((None, "x", ids, given) for given in (ids, ids.numpy(), ids.int())),
+        (None, "y", data.train_mask, data.train_mask),
+        (None, "x", 5, 5),
+        (None, "x", slice(None), None),
+        (EDGES, "edge_attr", slice(None), None),
+        (EDGES, "edge_attr", ids, ids),
+    ):
+        assert torch.equal(store[group, name, given], data[name][index])
     assert torch.equal(store.get_tensor(None, "x", index=ids.tolist()), data.x[ids])
     named = {"group_name": None, "attr_name": "y", "index": slice(3, 40, 2)}
     assert torch.equal(store.get_tensor(**named), data.y[3:40:2])
-    assert torch.equal(store[None, "y", data.train_mask], data.y[data.train_mask])
-    assert torch.equal(store[None, "x", 5], data.x[5])
-    assert torch.equal(store[None, "x", None], data.x)
-    assert torch.equal(store[EDGES, "edge_attr", None], data.edge_attr)
-    assert torch.equal(store[EDGES, "edge_attr", ids], data.edge_attr[ids])
     as_array = store.get_tensor(None, "x", ids.numpy(), convert_type=True)
     assert isinstance(as_array, np.ndarray)
     # one exchange for what is read together
@@ -425,11 +427,10 @@ def test_what_pyg_asks_of_a_feature_store(size, c):
     attrs += [TensorAttr(EDGES, "edge_weight", ids), TensorAttr(None, "y", ids.flip(0))]
     ledger = worlds.mesh().ledger
     ledger.reset()
-    x, y, w, back = store.multi_get_tensor(attrs)
-    assert torch.equal(x, data.x[ids])
-    assert torch.equal(y, data.y[ids])
-    assert torch.equal(w, data.edge_weight[ids])
-    assert torch.equal(back, data.y[ids.flip(0)])
+    found = store.multi_get_tensor(attrs)
+    wanted = data.x[ids], data.y[ids], data.edge_weight[ids], data.y[ids.flip(0)]
+    assert all(map(torch.equal, found, wanted))
+    assert len(found) == len(wanted)
     assert ledger.total("calls", "fetch_rows") == (2 if road.row.size > 1 else 0)
     # views, sizes, names
     assert isinstance(store[None, "x"], AttrView)
@@ -437,14 +438,11 @@ def test_what_pyg_asks_of_a_feature_store(size, c):
     assert torch.equal(store.view(group_name=None).x[ids], data.x[ids])
     assert store.get_tensor_size(None, "x") == (n, 7)
     assert store.get_tensor_size(None, "x", ids) == (20, 7)
-    names = [(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()]
-    assert sorted(names, key=str) == sorted(
-        [
-            *((None, name) for name in ("x", "y", "train_mask")),
-            *((EDGES, name) for name in ("edge_weight", "edge_attr")),
-        ],
-        key=str,
-    )
+    names = {(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()}
+    assert names == {
+        *((None, name) for name in ("x", "y", "train_mask")),
+        *((EDGES, name) for name in ("edge_weight", "edge_attr")),
+    }
     assert not store.get_all_tensor_attrs()[0].is_set("index")
     assert "'x'" in repr(store)
     assert f"{road.row.size} blocks x {c}" in repr(store)

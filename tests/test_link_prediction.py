@@ -178,15 +178,15 @@ if importlib.util.find_spec("ogb"):
 
 
 def listed(found):
-    return [
-        f.full_tensor() if isinstance(f, pdc.DistTensor) else torch.as_tensor(f)
-        for f in found
-    ]
+    return [torch.as_tensor(alike.whole(f)) for f in found]
 
 
+@pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
+@worlds.on()
 @alike.in_doubles()
-def predicted(cutter):
+def test_links_are_predicted_as_by_one_process(size):
     data, mesh = GRAPHS["directed"](), worlds.mesh()
+    cutter = "empty_rank" if size > 2 else "random"
     seed_everything(8)
     before = T.RandomLinkSplit(0.1, 0.2)(copy.copy(data))[0]
     owner = owners(cutter, data, mesh.size)
@@ -200,11 +200,6 @@ def predicted(cutter):
             torch.testing.assert_close(
                 b, a, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
             )
-
-
-@pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
-def test_links_are_predicted_as_by_one_process(size):
-    worlds.run(predicted, size, "empty_rank" if size > 2 else "random")
 
 
 def drawn():

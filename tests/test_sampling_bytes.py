@@ -46,21 +46,6 @@ def counts_price(segments, ranks):
     return Price(words=(segments + 2) * (ranks - 1))
 
 
-def sums_price(asked_by_others, batches, columns):
-    """The words of a layer's sums, as `PartitionedLayerGraph` says, for words of 4 bytes."""
-    return Price(words=asked_by_others + batches + 3 * columns)
-
-
-def edges_price(cols_of_others, asked, edges):
-    """Those of its edges, without weights."""
-    return Price(words=cols_of_others + asked + 2 * edges + 2 * asked)
-
-
-def layer_counts_price(batches, ranks):
-    """Its counts."""
-    return Price(words=(2 * batches + 3) * (ranks - 1))
-
-
 class Ranks:
     """Who has what of a graph on a grid, from all ranks' point of view."""
 
@@ -167,10 +152,8 @@ def test_the_bytes_of_a_hop(size, c, sample_at):
             counts["row"] += counts_price(k, size // c).bytes(8)
             continue
         row, col = requester_price(ranks, rank, found, hop)
-        want["row"], want["col"] = (
-            want["row"] + row.bytes(4),
-            want["col"] + col.bytes(4),
-        )
+        want["row"] += row.bytes(4)
+        want["col"] += col.bytes(4)
         counts["row"] += counts_price(1, size // c).bytes(8)
         counts["col"] += counts_price(1, c).bytes(8)
     ledger = mesh.ledger
@@ -200,7 +183,6 @@ def layer_price(ranks, data, rank, parts, who, others):
             at = rows[who(rank, rows) == q]
             columns += len(source[torch.isin(target, at)].unique())
     rows_asked = sum(map(sum, asking.values()))
-    sums = sums_price(rows_asked, len(mine) * len(others), columns)
     sent = sum(
         len(cols)
         for q in others
@@ -208,7 +190,9 @@ def layer_price(ranks, data, rank, parts, who, others):
         if count
     )
     edges = sum(int((who(rank, ends) != rank).sum()) for _, _, ends in mine)
-    return sums + edges_price(sent, asked, edges)
+    # as `PartitionedLayerGraph` says, for words of 4 bytes and edges without weights
+    sums = rows_asked + len(mine) * len(others) + 3 * columns
+    return Price(words=sums + sent + asked + 2 * edges + 2 * asked)
 
 
 @pytest.mark.parametrize("sample_at", ["owner", "requester"])
@@ -255,7 +239,7 @@ def test_the_bytes_of_a_layer(size, c, sample_at):
             want["row"] += ranks.rows(rank, pools).bytes(4)
             want["row"] += counts_price(1, size // c).bytes(8)
         want[axis] += layer_price(ranks, data, rank, parts, who, others).bytes(4)
-        want[axis] += layer_counts_price(k, len(others) + 1).bytes(8)
+        want[axis] += 8 * (2 * k + 3) * len(others)
     for axis, expected in want.items():
         assert mesh.ledger.bytes(axis=axis) == expected
     assert mesh.ledger.bytes() == sum(want.values())
