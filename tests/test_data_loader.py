@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
+import random
 
 import alike
 import pytest
@@ -14,8 +16,11 @@ import worlds
 from torch_geometric.data import Batch, Data, HeteroData, TemporalData
 from tqdm.auto import tqdm
 
+import pyg_distcomm as pdc
 import pyg_distcomm.loader
 import pyg_distcomm.nn as nn
+
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
 
 COUNTS = (3, 5, 1, 4, 7, 2, 6)
 RANKS = pytest.mark.parametrize("size", [2, tiers.rarely(3)])
@@ -324,3 +329,104 @@ def _rank_0_draws(kind):
 def test_without_a_seed_batches_are_those_of_rank_0(kind):
     (got, want), (other, _) = worlds.run(_rank_0_draws, 2, kind)
     assert got == other == want
+
+
+# With workers --------------------------------------------------------------------------
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Draws a number for a graph whenever it is read, from torch's and Python's generators."""
+
+    def __init__(self, kind="rings"):
+        self.graphs = dataset(kind) * 2
+
+    def __len__(self):
+        return len(self.graphs)
+
+    def __getitem__(self, k):
+        data = self.graphs[k].clone()
+        data.noise = torch.rand(1) + random.random()
+        return data
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        yield from dataset("clouds")[worker.id :: worker.num_workers]
+
+
+def shuffled_by_workers(lib, **more):
+    options = {"shuffle": True, "drop_last": True, "pin_memory": True, **more}
+    return lib.DataLoader(Noisy(), 4, num_workers=2, **options)
+
+
+def kept(lib):
+    return shuffled_by_workers(lib, persistent_workers=True)
+
+
+def own_batches(lib):
+    batches = torch.utils.data.BatchSampler(range(13, -1, -1), 5, drop_last=False)
+    chosen = {"follow_batch": ["x"], "exclude_keys": ["edge_attr"]}
+    make = {"batch_sampler": batches, "num_workers": 2, **chosen}
+    return lib.DataLoader(Noisy("types"), **make)
+
+
+def streamed(lib):
+    return lib.DataLoader(Stream(), 2, num_workers=2)
+
+
+BY_WORKERS = {f.__name__: f for f in (shuffled_by_workers, kept, own_batches, streamed)}
+
+
+def epochs(loader):
+    """Yields the batches of an epoch, of one that is broken off, and of one more."""
+    for left in (99, 2, 99):
+        for count, batch in enumerate(loader, 1):
+            yield batch
+            if count == left:
+                break
+
+
+@tiers.parametrize("kind", BY_WORKERS, ["shuffled_by_workers", "kept", "streamed"])
+@worlds.on(2)
+def test_workers_batches_are_those_of_one_process(kind):
+    worlds.mesh()
+    got, want = [], []
+    for lib, found in (pyg_distcomm.loader, got), (torch_geometric.loader, want):
+        torch.manual_seed(5)
+        found += epochs(BY_WORKERS[kind](lib))
+        found.append(torch.rand(3))
+    assert len(got) > 6
+    for mine, theirs in zip(got, want, strict=True):
+        same(mine, theirs)
+
+
+def _workers_draw(kind):
+    torch.manual_seed(worlds.mesh().rank)  # a script without a seed
+    lib = pyg_distcomm.loader if worlds.mesh().size > 1 else torch_geometric.loader
+    return [
+        [alike.whole(batch[name]).tolist() for name in ("y", "noise")]
+        for batch in epochs(BY_WORKERS[kind](lib))
+    ]
+
+
+@tiers.parametrize("kind", ["shuffled_by_workers", "kept"], ["shuffled_by_workers"])
+def test_without_a_seed_workers_draw_what_rank_0s_do(kind):
+    got, other = worlds.run(_workers_draw, 2, kind)
+    assert got == other
+    assert [got] == worlds.run(_workers_draw, 1, kind)
+
+
+def _started():
+    mesh = pdc.init()
+    model = pdc.replicate(nn.GraphConv(2, 3).double(), mesh)
+    for batch in shuffled_by_workers(pyg_distcomm.loader):
+        model(batch.x, batch.edge_index, batch.edge_attr).sum().backward()
+    return multiprocessing.get_start_method(allow_none=True)
+
+
+def test_launched_ranks_start_workers_as_their_launcher_does():
+    """By a fork server of their own, workers would import everything anew in each epoch."""
+    asked = multiprocessing.get_start_method(allow_none=True)
+    default = multiprocessing.get_all_start_methods()[0]
+    assert pdc.launch(_started, 2, timeout=300) == [asked or default] * 2

@@ -158,9 +158,11 @@ def test_a_distributed_sampler_is_followed(size):
 @worlds.on(3)
 def test_own_batches_come_out_even():
     mesh = worlds.mesh()
-    mine = [[mesh.rank, 5], [6]] if mesh.rank == 0 else [[mesh.rank, 7]]
+    mine = [[5, 7], [6]] if mesh.rank == 0 else [[5, 7]]
     found = list(nodes(batch_sampler=mine, batch_size=1, shuffle=False))
     assert [b.padding for b in found] == [False, mesh.rank > 0]
+    drawn = collectives.all_gather_object(found[0].e_id.tolist(), mesh.world)
+    assert len(set(map(tuple, drawn))) == 3  # each by a number of its own
     if mesh.rank:
         same(unmarked(found[1]), unmarked(found[0]))
 

@@ -252,8 +252,9 @@ def compare(kind, cases, c, where):
     for name, (make, options) in cases.items():
         data = make()
         share, own = share_of(data, worlds.mesh()), name.startswith("own")
-        two = loaders_of(kind, data, share, options, own, replication=c, **where)
-        yield data, batches.equal_epochs(*two)
+        more = {"replication": c, **where}
+        two = list(loaders_of(kind, data, share, options, own, **more))
+        yield data, batches.equal_epochs(*two), two
 
 
 def on_grids(*default):
@@ -278,7 +279,9 @@ def test_links_of_a_share_are_those_of_the_whole_graph(size, c, where):
 @on_grids((2, 1, HERE), (2, 1, THERE), (2, 2, WHOLE))
 @worlds.on()
 def test_layers_are_those_of_the_whole_graph(size, c, where):
-    for data, found in compare(DistLayerLoader, LAYERS, c, where):
+    for data, found, two in compare(DistLayerLoader, LAYERS, c, where):
+        scales = {loader.neighbor_sampler_in_use.graph.scale for loader in two}
+        assert len(scales) == 1
         for batch in found:
             loops = batch.e_id < 0
             real = batch.e_id[~loops]
