@@ -438,31 +438,22 @@ def test_errors():
     huge = Data(edge_index=torch.tensor([[1, 2], [0, 0]]), num_nodes=3)
     huge.weight = torch.full((2,), 1e308, dtype=REAL)
     graph = LocalLayerGraph.from_data(data, Ladies())
-    for said, given_data, numbers, *rule, options in (
-        (r"-1 for all nodes, got \[3, -2\]", data, [3, -2], {}),
-        ("must hold a whole number", data, [], {}),
-        ("must hold a whole number", data, [1.5], {}),
-        (r"weights must be one of .* got 'x'", data, [1], {"weights": "x"}),
-        (
-            "'debiased' with replace=True",
-            data,
-            [1],
-            {"weights": "debiased", "replace": True},
-        ),
-        ("use KeyedNeighborSampler", data, [1], GraphSAGE(), {}),
-        ("a Rule or a function, got 3", data, [1], 3, {}),
-        ("takes a Data, got HeteroData", HeteroData(), [1], {}),
-        (r"was made for Ladies.*, not for FastGCN", graph, [1], FastGCN(), {}),
-        (
-            "weight_attr, most_rows are of the graph",
-            graph,
-            [1],
-            {"weight_attr": "edge_weight"},
-        ),
-        ("add up to infinity", huge, [1], {"weight_attr": "weight"}),
+    debiased = {"weights": "debiased", "replace": True}
+    for said, of, options in (
+        (r"-1 for all nodes, got \[3, -2\]", data, {"num_nodes_per_layer": [3, -2]}),
+        ("must hold a whole number", data, {"num_nodes_per_layer": []}),
+        ("must hold a whole number", data, {"num_nodes_per_layer": [1.5]}),
+        (r"weights must be one of .* got 'x'", data, {"weights": "x"}),
+        ("'debiased' with replace=True", data, debiased),
+        ("use KeyedNeighborSampler", data, {"rule": GraphSAGE()}),
+        ("a Rule or a function, got 3", data, {"rule": 3}),
+        ("takes a Data, got HeteroData", HeteroData(), {}),
+        (r"was made for Ladies.*, not for FastGCN", graph, {"rule": FastGCN()}),
+        ("weight_attr, most_rows are of the graph", graph, {"weight_attr": "w"}),
+        ("add up to infinity", huge, {"weight_attr": "weight"}),
     ):
         with pytest.raises((TypeError, ValueError), match=said):
-            KeyedLayerSampler(given_data, numbers, *rule, **options)
+            KeyedLayerSampler(of, **{"num_nodes_per_layer": [1], **options})
     sampler = KeyedLayerSampler(data, [1, 1], most_rows=4)
     for said, seeds in (
         (r"seeds span 0 \.\. 7, but there are 7", [0, 7]),
