@@ -19,7 +19,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import Cast, Chain, Plain, Quantise, RangeBits, RowSample
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
-from pyg_distcomm.loader.feature_store import out_degrees, top_scoring_ids
+from pyg_distcomm.loader.feature_store import Index, out_degrees, top_scoring_ids
 from pyg_distcomm.loader.fetch import EDGES
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -91,6 +91,17 @@ def test_rows_are_those_of_the_whole_tensor(size, c, cutter, graph):
     found = store.fetch(only, attrs={None: ["y"]})
     assert list(found) == list(only)
     assert all(list(rows) == ["y"] for rows in found.values())
+
+
+@pytest.mark.parametrize(
+    "gid", [[], [0], [3, 4, 5], [0, 1, 2, 3], [9, 10, 11], [1, 4, 9], [0, 2, 3, 11]]
+)
+def test_ids_are_found_in_a_block_and_beside_it_none_are(gid):
+    index = Index(torch.tensor(gid, dtype=torch.int64), 12)
+    ids = torch.arange(12).flip(0)
+    place, here = index.places(ids.clone())
+    assert here.tolist() == [v in gid for v in ids.tolist()]
+    assert place.tolist() == [gid.index(v) if v in gid else 0 for v in ids.tolist()]
 
 
 @everywhere

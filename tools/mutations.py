@@ -135,7 +135,7 @@ test_feature_store.py -k test_the_ledger_says_what_the_price_says
 test_feature_store.py -k hot_rows
     weights: the rows of the lowest scores are cached
         best = torch.sort(score.double(), descending={{True => False}}, stable=True)
-test_feature_store.py -k test_rows_are_those
+test_feature_store.py -k found_in_a_block
     index: an id just behind a block is found in it
         here = (place >= 0) & (place {{< => <=}} len(self.gid))
 test_feature_store.py -k test_the_cache_is_the_same or test_putting
