@@ -1,4 +1,4 @@
-"""Stacks of layers, and a pipeline computed by brute force on dense matrices."""
+"""Stacks of layers, and a pipeline that is computed by brute force."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import nn
 from torch_geometric.nn import (
     APPNP,
     DeepGCNLayer,
+    EdgeConv,
     GATConv,
+    GatedGraphConv,
     GCN2Conv,
     GCNConv,
     GENConv,
@@ -18,6 +20,9 @@ from torch_geometric.nn import (
     JumpingKnowledge,
     SAGEConv,
     Sequential,
+    SGConv,
+    TAGConv,
+    TransformerConv,
 )
 
 from pyg_distcomm.pipeline.layer_stack import read_stack
@@ -84,12 +89,19 @@ def jumping(f, c, h):
 STACKS = {
     f.__name__: f for f in (weighted, gcn, sage, gat, gin, gcnii, resgcn, jumping)
 }
+SINGLE = {  # with degrees, exchanges and tensors of edges of their own
+    "SGConv": lambda f, c, h: [SGConv(f, c, K=2)],
+    "TAGConv": lambda f, c, h: [TAGConv(f, c)],
+    "EdgeConv": lambda f, c, h: [EdgeConv(nn.Linear(2 * f, c))],
+    "GatedGraphConv": lambda f, c, h: [GatedGraphConv(f, 2)],
+    "TransformerConv": lambda f, c, h: [TransformerConv(f, c)],
+}
 
 
 def stack_of(name, f=7, c=4, h=8, seed=0, dropout=0.0):
     """Layers in float64, weights from a seed."""
     torch.manual_seed(seed)
-    made = STACKS[name](f, c, h)
+    made = {**STACKS, **SINGLE}[name](f, c, h)
     if dropout:
         made = list(made)
         made.insert(2, nn.Dropout(dropout))
@@ -129,72 +141,6 @@ def run_plain(stack, data):
     return out.detach(), loss.detach(), torch.autograd.grad(loss, weights)
 
 
-class Dense:
-    """A model of dense matrices, whose every read of a neighbour can be intercepted.
-
-    `read(x)` returns `[chunks of targets]` matrices of all rows: what targets of a chunk
-    see. It is called at the same places, with the same rows, as the pipeline exchanges.
-    """
-
-    def __init__(self, data, chunk):
-        n, (source, target) = data.num_nodes, data.edge_index
-        one = torch.ones(source.numel(), dtype=torch.float64)
-        self.adj = torch.zeros(n, n, dtype=torch.float64)
-        self.adj.index_put_((target, source), one, accumulate=True)
-        loops = self.adj.diagonal().clone()
-        # the loop that is there, or one: PyG keeps the weight of the last of several
-        norm = self.adj - torch.diag(loops) + torch.eye(n, dtype=torch.float64)
-        scale = norm.sum(1).pow(-0.5)
-        self.norm = scale[:, None] * norm * scale
-        degree = self.adj.sum(1, keepdim=True).clamp(min=1)
-        self.mean = self.adj / degree
-        self.chunk, self.data = chunk, data
-
-    def times(self, matrix, views):
-        rows = [matrix[self.chunk == c] @ view for c, view in enumerate(views)]
-        return self._together(rows)
-
-    def _together(self, rows):
-        out = rows[0].new_zeros(len(self.chunk), rows[0].size(1))
-        for c, part in enumerate(rows):
-            out = out.index_add(0, (self.chunk == c).nonzero().flatten(), part)
-        return out
-
-    def layer(self, module, read, x, *rest):
-        if isinstance(module, GCNConv):
-            w, b = module.lin.weight, module.bias
-            if module.in_channels <= module.out_channels:
-                return self.times(self.norm, read(x)) @ w.t() + b
-            return self.times(self.norm, read(x @ w.t())) + b
-        if isinstance(module, SAGEConv):
-            assert module.in_channels <= module.out_channels
-            mean = self.times(self.mean, read(x))
-            return module.lin_l(mean) + module.lin_r(x)
-        if isinstance(module, GCN2Conv):
-            h = 0.9 * self.times(self.norm, read(x)) + 0.1 * rest[0]
-            return (1 - module.beta) * h + module.beta * (h @ module.weight1)
-        if isinstance(module, GATConv):
-            return self._attention(module, read, x)
-        return module(x, *rest)
-
-    def _attention(self, module, read, x):
-        n, heads, width = len(x), module.heads, module.out_channels
-        near = ((x @ module.lin.weight.t()).view(n, heads, width) * module.att_dst).sum(
-            -1
-        )
-        counts = self.adj - torch.diag(self.adj.diagonal()) + torch.eye(n)
-        parts = []
-        for c, view in enumerate(read(x)):  # it is the input that is exchanged
-            mine = self.chunk == c
-            values = (view @ module.lin.weight.t()).view(n, heads, width)
-            scores = (values * module.att_src).sum(-1)
-            e = F.leaky_relu(near[mine].unsqueeze(1) + scores.unsqueeze(0), 0.2)
-            weight = e.exp() * counts[mine].unsqueeze(-1)
-            weight = weight / weight.sum(1, keepdim=True)
-            parts.append(torch.einsum("ijh,jhf->ihf", weight, values).flatten(1))
-        return self._together(parts) + module.bias
-
-
 class _View(torch.autograd.Function):
     """What chunk c sees: fresh rows, or old ones, which are constant."""
 
@@ -212,51 +158,49 @@ class _View(torch.autograd.Function):
 
 
 class BruteForce:
-    """Training with history, as autograd of the forward with history detached.
+    """Training with history: PyG's layers on what each chunk sees, old rows being constant.
 
     Gradients of other chunks count `cross` times.
     """
 
     def __init__(self, stack, data, chunk, refresh=1, cross=1.0):
-        self.cross = cross
         self.layers = read_stack(copy.deepcopy(stack))
-        self.dense, self.chunk = Dense(data, chunk), chunk
-        self.chunks, self.refresh = int(chunk.max()) + 1, refresh
-        self.history, self.epoch, self.data = {}, 0, data
-        self._forward(lambda key, x: [x] * self.chunks, keep=True)
+        self.data, self.chunk, self.chunks = data, chunk, int(chunk.max()) + 1
+        self.refresh, self.cross = refresh, cross
+        self.history, self.epoch = {}, 0
+        self._forward(lambda place, x: [x] * self.chunks, keep=True)
         owners = [la.run for la in self.layers if isinstance(la.run, nn.Module)]
         self.parameters = [p for m in owners for p in m.parameters()]
 
     def _forward(self, views, keep):
-        known = {"x": self.data.x, "edge_index": None}
-        fresh = {}
+        known, fresh = {"x": self.data.x, "edge_index": self.data.edge_index}, {}
         for place, layer in enumerate(self.layers):
-            count = 0
-
-            def read(x, place=place):
-                nonlocal count
-                count += 1
-                fresh[place, count] = x.detach()
-                return views((place, count), x)
-
-            inputs = [known[name] for name in layer.reads if name != "edge_index"]
-            known[layer.writes[0]] = self.dense.layer(layer.run, read, *inputs)
+            x, *rest = (known[name] for name in layer.reads)
+            if "edge_index" in layer.reads:
+                run, x = exchanged(layer.run, x)
+                fresh[place] = x.detach()
+                x = sum(
+                    torch.where(self._rows_of(c), run(view, *rest), 0)
+                    for c, view in enumerate(views(place, x))
+                )
+            else:
+                x = layer.run(x, *rest)
+            known[layer.writes[0]] = x
         if keep:
             self.history = fresh
         return known[self.layers[-1].writes[0]]
 
+    def _rows_of(self, c):
+        return (self.chunk == c).unsqueeze(1)
+
     def step(self, order):
         """One epoch; returns the loss, with gradients in the parameters."""
-        turn = torch.empty(self.chunks, dtype=torch.long)
-        turn[torch.tensor(order)] = torch.arange(self.chunks)
+        turn = torch.tensor(order).argsort()
+        late = turn[self.chunk].unsqueeze(1)
 
-        def views(key, x):
-            old = self.history[key]
-            late = turn[self.chunk].unsqueeze(1)
-            return [
-                _View.apply(x, old, late <= turn[c], late == turn[c], self.cross)
-                for c in range(self.chunks)
-            ]
+        def views(place, x):
+            old = self.history[place]
+            return [_View.apply(x, old, late <= t, late == t, self.cross) for t in turn]
 
         self.epoch += 1
         out = self._forward(views, keep=self.epoch % self.refresh == 0)
@@ -265,6 +209,18 @@ class BruteForce:
             p.grad = None
         loss.backward()
         return loss.detach()
+
+
+def exchanged(layer, x):
+    """The rows that a layer reads of neighbours, and what it does with them.
+
+    A GCNConv that narrows its rows multiplies by its weight before.
+    """
+    if not isinstance(layer, GCNConv) or layer.in_channels <= layer.out_channels:
+        return layer, x
+    rest = copy.copy(layer)
+    rest._modules = {**layer._modules, "lin": nn.Identity()}
+    return rest, layer.lin(x)
 
 
 def without_loss(ledger, what="words"):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 import torch
-from schedules import simulated, verify
 from torch import nn
 from torch_geometric.nn import (
     BatchNorm,
@@ -26,16 +26,83 @@ from pyg_distcomm.pipeline.layer_stack import (
     read_stack,
 )
 from pyg_distcomm.pipeline.pipeline import hybrid_words, stage_words
-from pyg_distcomm.pipeline.schedule import Action, StageSchedule, bubble, fill_drain
+from pyg_distcomm.pipeline.schedule import (
+    Action,
+    ActionSpan,
+    bubble,
+    fill_drain,
+)
+
+
+def needs(schedule, stage, action):
+    """What must have been done on a stage before an action; see [Note: lanes]."""
+    kind, slot, end = action.kind, action.slot, schedule.chunks - 1
+    if kind == "forward":
+        before = [Action("forward", slot - 1)] if slot else []
+        return before + ([Action("receive", slot)] if stage else [])
+    if kind == "backward":  # history is put back chunk by chunk, the last first
+        last = stage == len(schedule.stages) - 1
+        later = Action("backward", slot + 1) if slot < end else Action("forward", end)
+        return [later, Action("loss") if last else Action("receive_grad", slot)]
+    if kind == "loss":
+        return [Action("forward", end)]
+    before = {"receive": "post", "receive_grad": "post_grad"}
+    before |= {"send": "forward", "send_grad": "backward"}
+    return [Action(before[kind], slot)] if kind in before else []
+
+
+def carried_out(schedule, forward, backward):
+    """When each chunk is computed, if transfers take no time; asserts that no stage hangs."""
+    cost = {"forward": forward, "backward": backward}
+    left = [list(actions) for actions in schedule.stages]
+    done, clock, spans = [set() for _ in left], [0.0] * len(left), set()
+    lanes, arrived = defaultdict(list), {}
+    moving = True
+    while moving:
+        moving = False
+        for stage, actions in enumerate(left):
+            while actions:
+                action = actions[0]
+                if action.kind.startswith("receive"):
+                    if (stage, action) not in arrived:
+                        break
+                    clock[stage] = max(clock[stage], arrived[stage, action])
+                elif action.peer:
+                    begun = action.kind.removesuffix("_grad"), action, clock[stage]
+                    lanes[stage, stage + action.peer].append(begun)
+                    meet(lanes, stage, stage + action.peer, arrived)
+                assert done[stage].issuperset(needs(schedule, stage, action)), action
+                assert action not in done[stage]
+                done[stage].add(actions.pop(0))
+                end = clock[stage] + cost.get(action.kind, 0.0)
+                if action.kind in cost:
+                    span = stage, action.kind, action.slot, clock[stage], end
+                    spans.add(ActionSpan(*span))
+                clock[stage], moving = end, True
+    assert not any(left), f"stages would wait for ever: {left}"
+    assert not any(lanes.values())
+    return spans
+
+
+def meet(lanes, here, there, arrived):
+    """Has the first messages at both ends of a lane meet: a send and its post."""
+    ends = lanes[here, there], lanes[there, here]
+    while all(ends):
+        (one, mine, began), (other, theirs, began_there) = (end.pop(0) for end in ends)
+        assert {one, other} == {"send", "post"}
+        assert mine.slot == theirs.slot
+        assert mine.kind.endswith("_grad") == theirs.kind.endswith("_grad")
+        to, post = (here, mine) if one == "post" else (there, theirs)
+        receive = Action(post.kind.replace("post", "receive"), post.slot)
+        arrived[to, receive] = max(began, began_there)
 
 
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_schedules_are_carried_out(stages):
     for chunks, ahead in itertools.product(range(1, 10), range(0, 4)):
         schedule = fill_drain(stages, chunks, ahead)
-        verify(schedule)
         assert schedule.bubble == pytest.approx(bubble(stages, chunks))
-        assert set(schedule.spans(1.0, 2.0)) == simulated(schedule, 1.0, 2.0)
+        assert set(schedule.spans(1.0, 2.0)) == carried_out(schedule, 1.0, 2.0)
         ends = [span.end for span in schedule.spans(1.0, 2.0)]
         assert max(ends) == 3 * (chunks + stages - 1)
         drawn = str(schedule).splitlines()
@@ -44,57 +111,6 @@ def test_schedules_are_carried_out(stages):
             turns = line.split()[2:]
             assert len(turns) == 2 * (chunks + stages - 1)
             assert sum(t.startswith(".") for t in turns) == 2 * (stages - 1)
-
-
-def _broken(change, stage=1):
-    good = fill_drain(3, 3)
-    actions = list(good.stages[stage])
-    change(actions)
-    stages = [*good.stages]
-    stages[stage] = tuple(actions)
-    return StageSchedule(tuple(stages), good.chunks)
-
-
-def _swap(first, second):
-    def change(actions):
-        i, j = actions.index(first), actions.index(second)
-        actions[i], actions[j] = actions[j], actions[i]
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda a: a.remove(Action("send", 1)), "send|wait"),
-        (lambda a: a.remove(Action("forward", 1)), "before it could forward 1"),
-        (lambda a: a.append(Action("forward", 1)), "twice"),
-        (lambda a: a.remove(Action("backward", 0)), "before it could backward 0"),
-        (
-            _swap(Action("receive", 0), Action("forward", 0)),
-            "before it could receive 0",
-        ),
-        (_swap(Action("send", 0), Action("send", 1)), "before it could forward 1"),
-        (_swap(Action("send_grad", 1), Action("backward", 0)), "same order|backward"),
-        (_swap(Action("post", 0), Action("post", 1)), "same order"),
-        (_swap(Action("backward", 1), Action("backward", 2)), "before it could"),
-        (lambda a: a.append(Action("post", 0)), "twice"),
-    ],
-)
-def test_broken_schedules_are_refused(change, told):
-    with pytest.raises(ValueError, match=told):
-        verify(_broken(change))
-
-
-def test_a_circle_of_waits_is_refused():
-    # both ends expect a message first, and would send theirs afterwards
-    first = (Action("post_grad"), Action("receive_grad"), Action("send"))
-    second = (Action("post"), Action("receive"), Action("send_grad"))
-    with pytest.raises(ValueError, match="while stage 0 would post_grad 0"):
-        simulated(StageSchedule((first, second), 1), 1.0, 1.0)
-    alone = (Action("post"), Action("receive"))
-    with pytest.raises(ValueError, match="for ever: stage 1 at receive 0"):
-        simulated(StageSchedule(((Action("forward"),), alone), 1), 1.0, 1.0)
 
 
 def test_layers_are_cut_as_well_as_can_be():

@@ -14,7 +14,6 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
-from pyg_distcomm.pipeline.layer_stack import read_stack
 from pyg_distcomm.pipeline.pipeline import hybrid_words, stage_words
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -23,19 +22,17 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SHAPES = [(2, 1), (1, 2), (4, 1), (2, 2)]
 
 
-def _train(
-    stages, name, graph="directed", epochs=3, dropout=0.0, cutter=None, **kwargs
-):
-    """Losses, state and output after some epochs, and whether bytes were as foretold."""
+def _train(stages, name, graph="directed", dropout=0.0, cutter="random", **kwargs):
+    """Losses, state and output after some epochs, whose bytes are as foretold."""
     data = GRAPHS[graph]()
     mesh = worlds.mesh(stages=stages)
-    share = pdc.partition(data, mesh, "random" if cutter is None else cutter)
+    share = pdc.partition(data, mesh, cutter)
     stack = stack_of(name, dropout=dropout)
     pipe = pdc.Pipeline(stack, mesh, **kwargs)
     opt = torch.optim.SGD(pipe.parameters(), 0.3)
     pipe(share)
     losses = []
-    for _ in range(epochs):
+    for _ in range(3):
         opt.zero_grad()
         mesh.ledger.reset()
         losses.append(float(pipe.train_step(share, loss_of)))
@@ -61,18 +58,33 @@ def _train(
         assert pipe.crossing == float(apart.mean() if len(apart) else 0)
     memory = pipe.memory()
     assert memory["sites"] == sum(s.nbytes for s in pipe._run.sites.values())
+    assert ("x" in pipe._stage._data) == (mesh.stage.rank == 0)  # others would keep it
+    if stages > 1:
+        with pytest.raises(ValueError, match="has save"):
+            pdc.save_checkpoint("nowhere", mesh, pipe)
     out = pipe(share).full_tensor()
     right = pipe.eval_step(share, lambda out, data: float(loss_of(out, data)))
-    return losses, pipe.state_dict(), out, right, price
+    return losses, pipe.state_dict(), out, right, pipe.balance
 
 
 def _chunks(graph, count=5):
     return torch.arange(GRAPHS[graph]().num_nodes) * 7 % count
 
 
-def _assert_same(got, want):
-    for mine, theirs in zip(got[:4], want[:4], strict=True):
-        torch.testing.assert_close(mine, theirs, **CLOSE)
+def _agree(name, shape, options, cutter="random"):
+    """Checks that stages and rows give what one rank does."""
+    stages, ways = shape
+    want = _train(1, name, **options)
+    options = {**options, "cutter": cutter}
+    found = worlds.run(_train_with, stages * ways, stages, name, options)
+    for *got, balance in found:
+        assert balance == found[0][-1]
+        for mine, theirs in zip(got, want[:4], strict=True):
+            torch.testing.assert_close(mine, theirs, **CLOSE)
+
+
+def _train_with(stages, name, options):
+    return _train(stages, name, **options)
 
 
 @tiers.cover(("name", "shape"), [*STACKS], SHAPES, step=2)
@@ -81,24 +93,14 @@ def test_numbers_do_not_depend_on_stages_and_rows(name, shape):
     options = {"chunks": _chunks(graph), "graph": graph, "history_refresh": 2}
     if name != "jumping":
         options["dropout"] = 0.3
-    want = _train(1, name, **options)
-    stages, ways = shape
-    for got in worlds.run(_train_with, stages * ways, stages, name, options):
-        _assert_same(got, want)
-
-
-def _train_with(stages, name, options):
-    return _train(stages, name, **options)
+    _agree(name, shape, options)
 
 
 @tiers.cover(("name", "shape"), ["gcn", "gat"], SHAPES, step=2)
 def test_scaled_gradients_do_not_depend_on_them_either(name, shape):
     options = {"chunks": _chunks("undirected"), "graph": "undirected"}
     options |= {"gradient": "scaled", "recompute": shape[0] == 2, "dropout": 0.2}
-    options["order"] = "fixed"
-    want = _train(1, name, **options)
-    for got in worlds.run(_train_with, shape[0] * shape[1], shape[0], name, options):
-        _assert_same(got, want)
+    _agree(name, shape, {**options, "order": "fixed"})
 
 
 ODD = ["tiny", "star", "edgeless"]
@@ -111,33 +113,15 @@ ODD = ["tiny", "star", "edgeless"]
     [(2, 1), (1, 4), (2, 2)],
 )
 def test_graphs_with_teeth(shape, graph, cutter):
-    stages, ways = shape
     chunks = min(GRAPHS[graph]().num_nodes, 6)
-    options = {"chunks": torch.arange(GRAPHS[graph]().num_nodes) % chunks}
-    options |= {"graph": graph, "dropout": 0.2}
-    want = _train(1, "gcn", **options)
-    options["cutter"] = owners(cutter, GRAPHS[graph](), ways)
-    for got in worlds.run(_train_with, stages * ways, stages, "gcn", options):
-        _assert_same(got, want)
-    options["chunks"] = chunks  # as cut within ranks: other results, all alike
-    worlds.run(_train_with, stages * ways, stages, "gcn", options)
-
-
-def _alone(stages, name):
-    """One chunk: loss, gradients and output are PyG's, whoever computes them."""
-    data = GRAPHS["loops_and_copies"]()
-    mesh = worlds.mesh(stages=stages)
-    share = pdc.partition(data, mesh, "random")
-    stack = stack_of(name)
-    out, loss, _ = run_plain(stack, data)
-    pipe = pdc.Pipeline(stack, mesh, chunks=1)
-    close = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(pipe(share).full_tensor(), out, **close)
-    torch.testing.assert_close(pipe.train_step(share, loss_of), loss, **close)
-    with pytest.raises(ValueError, match="has save"):
-        pdc.save_checkpoint("nowhere", mesh, pipe)
-    assert ("x" in pipe._stage._data) == (mesh.stage.rank == 0)  # others would keep it
-    return {k: p.grad for k, p in pipe.layers.named_parameters()}, pipe.balance
+    options = {"chunks": _chunks(graph, chunks), "graph": graph, "dropout": 0.2}
+    cutter = owners(cutter, GRAPHS[graph](), shape[1])
+    _agree("gcn", shape, options, cutter)
+    options |= {
+        "chunks": chunks,
+        "cutter": cutter,
+    }  # as cut within ranks: other results
+    worlds.run(_train_with, shape[0] * shape[1], shape[0], "gcn", options)
 
 
 def _clipped(stages, most, norm_type):
@@ -169,24 +153,6 @@ def test_gradients_are_clipped_to_the_norm_of_all_stages(shape, norm):
         got = [grad for _, grads in every[row::ways] for grad in grads]
         for grad, weight in zip(got, want, strict=True):
             torch.testing.assert_close(grad, weight.grad, **CLOSE)
-
-
-@tiers.cover(("name", "shape"), ["gcn", "gat", "gcnii", "jumping"], [(2, 1), (2, 2)])
-def test_one_chunk_is_the_full_graph(name, shape):
-    stages, ways = shape
-    stack, data = stack_of(name), GRAPHS["loops_and_copies"]()
-    grads = run_plain(stack, data)[2]
-    layers = [la for la in read_stack(stack) if isinstance(la.run, torch.nn.Module)]
-    names = [f"{la.name}.{k}" for la in layers for k, _ in la.run.named_parameters()]
-    want = dict(zip(names, grads, strict=True))
-    seen, balances = set(), set()
-    for found, balance in worlds.run(_alone, stages * ways, stages, name):
-        balances.add(balance)
-        for key, grad in found.items():
-            torch.testing.assert_close(grad, want[key], rtol=1e-10, atol=1e-10)
-            seen.add(key)
-    assert seen == set(want)
-    assert len(balances) == 1
 
 
 def _bytes(stages, chunks):
@@ -400,35 +366,6 @@ def test_mistakes_are_told_on_all_ranks():
                 assert any(part in text for part in parts.split("|")), text
 
 
-def _later(stages, how):
-    """What one stage alone runs into, once all is planned."""
-    mesh = worlds.mesh(stages=stages, fresh=True)
-    share = pdc.partition(GRAPHS["directed"](), mesh)
-    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4)
-    pipe.train_step(share, loss_of)
-    try:
-        if how == "metric":
-            pipe.eval_step(share, lambda out, data: lambda: None)
-        share.x = share.x[share.train_mask]
-        pipe.train_step(share, loss_of)
-    except Exception as error:
-        return str(error)
-    return "all went well"
-
-
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("metric", "send numbers"),
-        ("data", "layers of a pipeline read rows of the nodes or"),
-    ],
-)
-def test_what_one_stage_runs_into_is_heard_of_on_all(how, told):
-    for text in worlds.run(_later, 2, 2, how):
-        assert told in text
-    worlds.only(0)
-
-
 def _failing(stages, where, how):
     mesh = worlds.mesh(stages=stages, fresh=True)
     share = pdc.partition(GRAPHS["directed"](), mesh)
@@ -463,31 +400,42 @@ def _failing(stages, where, how):
 
 @tiers.parametrize("where", [1, 3], [1])
 def test_a_stage_that_fails_is_heard_of_on_all(where):
-    found = worlds.run(_failing, 4, 4, where, "raise")
-    for text, again in found:
+    for text, again in worlds.run(_failing, 4, 4, where, "raise"):
         assert "this layer is out of order" in text
         assert "make mesh, data and pipeline anew" in again
     worlds.only(0)  # the meshes of these ranks have heard of a failure
 
 
-def _autocast(stages):
-    """Training in half precision, once the pipeline has planned for float32."""
-    mesh = worlds.mesh(stages=stages, fresh=True)
-    data = GRAPHS["directed"]()
-    data = Data(data.x.float(), data.edge_index)
-    share = pdc.partition(data, mesh)
-    layers = [torch.nn.Linear(7, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)]
-    pipe = pdc.Pipeline(layers, mesh, chunks=3, balance=[2, 1])
-    pipe(share)
-    with (
-        torch.autocast(share.x.device.type, torch.bfloat16),
-        pytest.raises(TypeError, match=r"torch\.autocast around all"),
-    ):
-        pipe.train_step(share, lambda out, data: out.float().mean())
+def _refused(stages):
+    """What is refused once all is planned, by one stage alone or by all."""
+    found = []
+    for how in ("metric", "data", "dtype"):
+        mesh = worlds.mesh(stages=stages, fresh=True)
+        data = GRAPHS["directed"]()
+        share = pdc.partition(Data(data.x.float(), data.edge_index), mesh)
+        layers = [GCNConv(7, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)]
+        pipe = pdc.Pipeline(layers, mesh, chunks=3, balance=[2, 1])
+        pipe.train_step(share, _mean)
+        with pytest.raises((TypeError, ValueError)) as told:  # noqa: PT012
+            if how == "metric":
+                pipe.eval_step(share, lambda out, data: lambda: None)
+            if how == "data":
+                share.x = share.x[torch.arange(60) < 9]
+            with torch.autocast(share.x.device.type, torch.bfloat16):
+                pipe.train_step(share, _mean)
+        found.append(str(told.value))
+    return found
 
 
-def test_borders_keep_their_type():
-    worlds.run(_autocast, 2, 2)
+def _mean(out, data):
+    return out.float().mean()
+
+
+def test_what_one_stage_runs_into_is_heard_of_on_all():
+    for metric, data, dtype in worlds.run(_refused, 2, 2):
+        assert "send numbers" in metric
+        assert "layers of a pipeline read rows of the nodes or" in data
+        assert "torch.autocast around all" in dtype
     worlds.only(0)
 
 
