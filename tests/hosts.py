@@ -42,8 +42,12 @@ class Host:
 
     def __init__(self, name, number):
         self.name, self.address, self.started = name, f"10.78.0.{number}", []
+        self.begin()
+
+    def begin(self):
+        """Starts the host, which may have died."""
         pipe = subprocess.PIPE
-        start = f"hostname {name} && mount -t tmpfs none /dev/shm"
+        start = f"hostname {self.name} && mount -t tmpfs none /dev/shm"
         start += " && mount -t proc none /proc && ip link set lo up && echo && exec cat"
         self.outer = subprocess.Popen(
             ["unshare", *APART, "--kill-child", "sh", "-c", start],
@@ -51,9 +55,22 @@ class Host:
             stdout=pipe,
             start_new_session=True,
         )
-        assert self.outer.stdout.readline() == b"\n", f"{name} could not be made"
+        assert self.outer.stdout.readline() == b"\n", f"{self.name} could not be made"
         children = Path(f"/proc/{self.outer.pid}/task/{self.outer.pid}/children")
         self.first = int(children.read_text().split()[0])
+
+    def join(self, switch, known):
+        """Gives the host an interface `eth0` on a switch, and the names of all hosts."""
+        here, there = (("netns", str(host.first)) for host in (self, switch))
+        link = "ip", "link", "add", "eth0", *here, "type", "veth"
+        subprocess.run([*link, "peer", "name", self.name, *there], check=True)
+        switch.call("ip", "link", "set", self.name, "master", "bridge", "up")
+        self.call("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
+        self.call("ip", "link", "set", "eth0", "up")
+        # as Debian has it: the own name is a loopback address
+        text = f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n{known}"
+        words = f"printf %s '{text}' > /dev/shm/hosts"
+        self.call("sh", "-c", words + " && mount --bind /dev/shm/hosts /etc/hosts")
 
     def enter(self, *words):
         """Returns a command as it is to be called to run on this host."""
@@ -94,34 +111,22 @@ class Host:
 
 @contextlib.contextmanager
 def pair():
-    """Makes two hosts, joined by a switch: each has an interface `eth0`, in any case."""
+    """Makes two hosts, joined by a switch; `comes_back(host)` starts one that died."""
     with contextlib.ExitStack() as stack:
-        hosts = []
+        made = []
         for number, name in enumerate(("switch", "host-a", "host-b")):
-            hosts.append(Host(name, number))
-            stack.callback(hosts[-1].die)
-        switch, *hosts = hosts
+            made.append(Host(name, number))
+            stack.callback(made[-1].die)
+        switch, *made = made
         switch.call("ip", "link", "add", "bridge", "type", "bridge")
         switch.call("ip", "link", "set", "bridge", "up")
-        known = "".join(f"{host.address} {host.name}\n" for host in hosts)
-        for host in hosts:
-            here = (
-                "ip",
-                "link",
-                "add",
-                "eth0",
-                "netns",
-                str(host.first),
-                "type",
-                "veth",
-            )
-            peer = ("peer", "name", host.name, "netns", str(switch.first))
-            subprocess.run([*here, *peer], check=True)
-            switch.call("ip", "link", "set", host.name, "master", "bridge", "up")
-            host.call("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
-            host.call("ip", "link", "set", "eth0", "up")
-            # as Debian has it: the own name is a loopback address
-            text = f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{known}"
-            words = f"printf %s '{text}' > /dev/shm/hosts"
-            host.call("sh", "-c", words + " && mount --bind /dev/shm/hosts /etc/hosts")
-        yield hosts
+        known = "".join(f"{host.address} {host.name}\n" for host in made)
+        for host in made:
+            host.join(switch, known)
+
+        def comes_back(host):
+            switch.call("sh", "-c", f"ip link del {host.name}; true")
+            host.begin()
+            host.join(switch, known)
+
+        yield made, comes_back

@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "elastic.py"
 REASON = hosts.missing()
+PATHS = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 EVERY, PATIENCE = 5, 300
 
 pytestmark = [
@@ -35,9 +36,8 @@ def start(pair, folder, name, epochs):
     words += ["--folder", str(folder), "--cut", "2", "--dataset", "generated-300"]
     words += ["--epochs", str(epochs), "--every", str(EVERY), "--pause", "0.2"]
     logs = [folder.parent / f"{folder.name}.{name}.{host.name}.log" for host in pair]
-    paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     started = [
-        host.run(words, log, PYTHONPATH=paths)
+        host.run(words, log, PYTHONPATH=PATHS)
         for host, log in zip(pair, logs, strict=True)
     ]
     return started, logs
@@ -83,28 +83,74 @@ def ended(log):
     return digest
 
 
-def test_hosts_share_nothing_but_files():
-    with hosts.pair() as (one, two):
-        assert [host.call("hostname").strip() for host in (one, two)] == [
-            one.name,
-            two.name,
-        ]
-        one.call("touch", "/dev/shm/mine")
-        assert "mine" not in two.call("ls", "/dev/shm")
-        spaces = ("net", "uts", "ipc", "mnt", "pid")
-        for space in spaces:
-            seen = {
-                os.readlink(f"/proc/{host.first}/ns/{space}") for host in (one, two)
-            }
-            assert len(seen) == 2
-        addresses = [host.call("ip", "-br", "addr") for host in (one, two)]
-        assert one.address in addresses[0]
-        assert one.address not in addresses[1]
+def each_on_a_host(pair, folder, text):
+    """Runs a script on a rank of each host; returns what they said, and their exit codes."""
+    script, started = folder / "script.py", []
+    script.write_text(text)
+    env = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": pair[0].address, "MASTER_PORT": "29500", "PYTHONPATH": PATHS}
+    for rank, host in enumerate(pair):
+        log = folder / f"{rank}.log"
+        words = [sys.executable, str(script)]
+        started.append((host.run(words, log, RANK=str(rank), **env), log))
+    codes = [process.wait(PATIENCE) for process, _ in started]
+    return [log.read_text() for _, log in started], codes
+
+
+BLIND = """
+import time
+import pyg_distcomm as pdc
+from pyg_distcomm.comm import store
+store._choose_interface = lambda *args: None
+begin = time.time()
+try:
+    mesh = pdc.init(timeout=6)
+except pdc.RankError as error:
+    print("TOLD", time.time() - begin, error, flush=True)
+    raise
+"""
+
+
+def test_hosts_that_cannot_meet_are_told_what_to_set(tmp_path):
+    with hosts.pair() as (pair, _):
+        said, codes = each_on_a_host(pair, tmp_path, BLIND)
+    assert codes == [1, 1]
+    for text, host in zip(said, pair, strict=True):
+        assert f"{host.name} resolves to 127.0.1.1" in text
+        assert "GLOO_SOCKET_IFNAME=eth0" in text
+        assert float(text.split("TOLD ")[1].split()[0]) < 6 + 10
+
+
+CUT = """
+import subprocess, time
+import pyg_distcomm as pdc
+from pyg_distcomm.comm import collectives
+mesh = pdc.init(timeout=6)
+for step in range(6):
+    collectives.barrier(mesh.world)
+if mesh.rank == 1:
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+begin = time.time()
+try:
+    collectives.barrier(mesh.world)
+except pdc.RankError as error:
+    print("TOLD", time.time() - begin, error, flush=True)
+    raise
+"""
+
+
+def test_a_link_that_is_cut_for_good_is_noticed_on_both_hosts(tmp_path):
+    with hosts.pair() as (pair, _):
+        said, codes = each_on_a_host(pair, tmp_path, CUT)
+    assert codes == [1, 1]
+    for text in said:
+        assert float(text.split("TOLD ")[1].split()[0]) < 6 + 20
+    assert "store does not answer" in said[1]
 
 
 def test_a_rank_dies_and_the_run_ends_in_the_same_bits(tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    with hosts.pair() as pair:
+    with hosts.pair() as (pair, _):
         started, logs = start(pair, straight, "straight", 20)
         assert [one.wait(PATIENCE) for one in started] == [0, 0]
         want = ended(logs[0])
@@ -122,7 +168,7 @@ def test_a_rank_dies_and_the_run_ends_in_the_same_bits(tmp_path):
 
 def test_a_host_dies_and_the_run_goes_on_on_the_other(tmp_path):
     folder = tmp_path / "run"
-    with hosts.pair() as pair:
+    with hosts.pair() as (pair, _):
         started, logs = start(pair, folder, "run", 25)
         reach(folder, 2 * EVERY + 2, started)
         pair[1].die()
@@ -133,3 +179,20 @@ def test_a_host_dies_and_the_run_goes_on_on_the_other(tmp_path):
     about = json.loads((folder / "run.json").read_text())
     assert [start["ranks"] for start in about["starts"]] == [2, 1]
     assert about["hosts"] == ["host-a"]
+
+
+def test_a_host_that_comes_back_is_taken_in_again(tmp_path):
+    """As examples/cluster/torchrun.sh starts them; torch's default ends both hosts."""
+    folder = tmp_path / "run"
+    with hosts.pair() as (pair, comes_back):
+        started, logs = start(pair, folder, "run", 2000)
+        reach(folder, EVERY + 2, started)
+        pair[1].die()
+        reach(folder, 2 * EVERY + 2, started[:1])
+        comes_back(pair[1])
+        start(pair[1:], folder, "run", 2000)
+        stop = time.monotonic() + PATIENCE
+        while len(begun := told(logs[0], r"(\d) ranks begin at epoch (\d+)")) < 3:
+            assert time.monotonic() < stop
+            time.sleep(0.1)
+    assert [ranks for ranks, _ in begun] == ["2", "1", "2"]

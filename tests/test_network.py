@@ -22,14 +22,10 @@ import network  # noqa: E402
 REASON = network.missing()
 
 
-def linked(test):
-    """Marks a test that makes network namespaces."""
-    reason = f"no links here: {REASON}"
-    test = pytest.mark.skipif(REASON is not None, reason=reason)(test)
-    return pytest.mark.netns(test)
-
-
-# What works -------------------------------------------------------------------------
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(REASON is not None, reason=f"no links here: {REASON}"),
+]
 
 
 def run(*words):
@@ -62,7 +58,6 @@ def gone(mark, seconds=60):
     return not of(mark)
 
 
-@linked
 def test_ranks_know_their_places_and_rank_0_is_heard():
     names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME"
     show = f"import os; print(*[os.environ[n] for n in {names.split()}])"
@@ -131,7 +126,6 @@ print(json.dumps([found, network.carried()]))
 """
 
 
-@linked
 @tiers.parametrize("size", [2, 3], [2])
 def test_a_rank_changes_its_rate_both_ways_and_counts_what_comes(size):
     command = [sys.executable, "-c", TALK, str(SCRIPT.parent)]
@@ -147,7 +141,6 @@ def test_a_rank_changes_its_rate_both_ways_and_counts_what_comes(size):
 
 
 @pytest.mark.exhaustive
-@linked
 def test_the_first_failure_decides_and_ends_the_others():
     fail = "import os, sys, time; r = int(os.environ['RANK']); print('I am', r)\n"
     fail += "time.sleep(900 * (r != 1)); sys.exit(7)"
@@ -161,7 +154,6 @@ def test_the_first_failure_decides_and_ends_the_others():
 ENDS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
 
 
-@linked
 @tiers.parametrize("number", ENDS, [signal.SIGKILL])
 def test_nothing_is_left_however_it_ends(number):
     mark = f"61{os.getpid()}.{int(number)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,9 +16,8 @@ import tiers
 import torch
 import torch.nn.functional as F
 import worlds
-from test_network import linked, network
 from torch_geometric.data import Data
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
@@ -70,47 +68,20 @@ def test_a_backward_pass_stands_under_the_deadline(ddp):
     assert waited < min(DEADLINE + SOON, asleep)
 
 
-def _writer_is_killed(stopped):
-    """Rank 0 dies, or stops for good, while it loads the graph for both."""
-    from pyg_distcomm.loader import shared
+def _shares(how):
+    """Rank 1 comes too late, or rank 0 dies once it has written the graph for both."""
+    mesh, write = pdc.init(timeout=DEADLINE), torch.save
 
-    mesh = pdc.init(timeout=DEADLINE)
+    def save(value, file):
+        write(value, file)
+        _killed()
 
-    def load():
-        time.sleep(1.5 * DEADLINE)  # longer than the deadline, and alive
-        os.kill(os.getpid(), signal.SIGSTOP if stopped else signal.SIGKILL)
-
-    begin = time.monotonic()
-    with pytest.raises(RankError, match=r"rank\(s\) 0 have not come"):
-        shared(load if mesh.rank == 0 else graph)
-    raise ValueError(f"waited {time.monotonic() - begin:.3f}")
-
-
-@tiers.rare
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_writer_that_is_killed_is_not_waited_for_for_ever(stopped):
-    with pytest.raises((RankError, ValueError)) as caught:
-        pdc.launch(_writer_is_killed, 2, stopped, timeout=120)
-    if stopped:
-        waited = float(str(caught.value).split()[-1])
-        assert 1.5 * DEADLINE < waited < 2.5 * DEADLINE + SOON
-    else:
-        assert "signal 9" in str(caught.value)
-
-
-def _calls_shared_late():
-    from pyg_distcomm.loader import shared
-
-    mesh = pdc.init(timeout=DEADLINE)
-    if mesh.rank:
+    if how == "late" and mesh.rank:
         time.sleep(2 * DEADLINE)
         return
-    with pytest.raises(RankError, match=r"have not come .*All ranks have to call sha"):
-        shared(graph)
-
-
-def test_a_rank_that_does_not_call_shared_is_named():
-    pdc.launch(_calls_shared_late, 2, timeout=120)
+    if how == "killed" and not mesh.rank:
+        torch.save = save
+    shared(_large)
 
 
 def _large():
@@ -119,29 +90,18 @@ def _large():
     return data
 
 
-def _writer_is_killed_in_the_middle(mark):
-    from pyg_distcomm.loader import shared
-
-    mesh = pdc.init(timeout=DEADLINE)
-    if mesh.rank == 0:
-        before = torch.save
-
-        def save(value, file):
-            before(value, file)
-            Path(mark).write_text("written")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        torch.save = save
-    shared(_large)
-
-
-@pytest.mark.exhaustive
-def test_a_shared_graph_leaves_nothing_in_memory(tmp_path):
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("late", r"have not come .*All ranks have to call sha"),
+        tiers.rarely("killed", "signal 9"),
+    ],
+)
+def test_a_shared_graph_waits_for_no_rank_and_leaves_nothing(how, told):
     folders = [Path("/dev/shm"), Path("/tmp")]
     before = {f for folder in folders for f in folder.glob("pyg_distcomm-*")}
-    with pytest.raises(RankError):
-        pdc.launch(_writer_is_killed_in_the_middle, 2, str(tmp_path / "mark"))
-    assert (tmp_path / "mark").exists()
+    with pytest.raises(RankError, match=told):
+        pdc.launch(_shares, 2, how, timeout=120)
     assert {f for folder in folders for f in folder.glob("pyg_distcomm-*")} <= before
 
 
@@ -281,11 +241,6 @@ def _killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_launch_names_the_signal():
-    with pytest.raises(RankError, match=r"without an error message \(signal 9"):
-        pdc.launch(_killed, 1, timeout=60)
-
-
 def _killed_beside_a_worker(over):
     """A process goes on with all that the rank had open, as a worker of a DataLoader does."""
     if os.fork() == 0:
@@ -412,21 +367,6 @@ def test_the_same_signal_again_ends_at_once(capsys):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_signals_belong_to_the_main_thread():
-    told = []
-
-    def ask():
-        try:
-            pdc.on_preempt(print)
-        except ValueError as error:
-            told.append(str(error))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    assert "main thread" in told[0]
-
-
 def _terminated(folder):
     mesh = pdc.init(timeout=60)
     try:
@@ -450,12 +390,7 @@ def test_sigterm_runs_a_scripts_own_cleanup(tmp_path):
 def _preempted_in_the_midst(folder):
     """Is asked to stop inside a traced epoch over a graph that ranks hold once."""
     mesh = pdc.init(timeout=60)
-    data = shared(graph)
-    torch.manual_seed(0)
-    model = pdc.replicate(Net(), mesh)
-    loader = DistNeighborLoader(
-        data, [4, 4], batch_size=4, options=LoaderOptions(seed=0), shuffle=True
-    )
+    model, loader = pdc.replicate(net(), mesh), loader_of(shared(graph))
     preempted = pdc.on_preempt(
         lambda: pdc.save_checkpoint(
             f"{folder}/run", mesh, model, loader=loader.state_dict()
@@ -470,13 +405,14 @@ def _preempted_in_the_midst(folder):
             preempted()
 
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = GCNConv(8, 16), GCNConv(16, 3)
+def loader_of(data):
+    how = {"options": LoaderOptions(seed=0), "shuffle": True}
+    return DistNeighborLoader(data, [4, 4], batch_size=4, **how)
 
-    def forward(self, x, edge_index):
-        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+
+def net():
+    torch.manual_seed(0)
+    return GraphSAGE(8, 16, 2, 3)
 
 
 def test_sigterm_inside_a_traced_epoch_saves_and_leaves_nothing(tmp_path):
@@ -486,211 +422,17 @@ def test_sigterm_inside_a_traced_epoch_saves_and_leaves_nothing(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         *("run", "rank0.trace.json", "rank1.trace.json")
     }
-    loader = DistNeighborLoader(
-        graph(), [4, 4], batch_size=4, options=LoaderOptions(seed=0), shuffle=True
-    )
-    state = pdc.load_checkpoint(
-        str(tmp_path / "run"), pdc.init(), Net(), loader=loader.state_dict()
-    )
+    told = loader_of(graph()).state_dict()
+    state = pdc.load_checkpoint(tmp_path / "run", pdc.init(), net(), loader=told)
     assert state["loader"]["batches"] >= 3
     left = {n for n in set(os.listdir("/dev/shm")) - before if "pyg_distcomm" in n}
     assert not left
 
 
-# Hosts ------------------------------------------------------------------------------
-
-MEETS = """
-import torch, pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives, store
-if BLIND:
-    store._choose_interface = lambda *args: None
-import time
-begin = time.time()
-try:
-    mesh = pdc.init(timeout=6)
-except pdc.RankError as error:
-    print("TOLD", time.time() - begin, error, flush=True)
-    raise
-print("SUM", collectives.all_reduce(torch.ones(1), mesh.world).item(), flush=True)
-"""
-
-CUT = """
-import subprocess, time
-import torch, pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives
-mesh = pdc.init(timeout=6)
-for step in range(6):
-    collectives.barrier(mesh.world)
-if mesh.rank == 1:
-    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
-begin = time.time()
-try:
-    collectives.barrier(mesh.world)
-except pdc.RankError as error:
-    print("TOLD", time.time() - begin, error, flush=True)
-    raise
-"""
-
-
-def on_two_hosts(tmp_path, text, master="10.77.0.1"):
-    """Runs a script on a rank of each of two hosts, whose own name is that of loopback."""
-    script, hosts = tmp_path / "script.py", tmp_path / "hosts"
-    script.write_text(text)
-    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 debian\n")
-    bind = f"mount --bind {hosts} /etc/hosts; hostname debian; exec {sys.executable}"
-    said, ranks = [], []
-    with network.links(2, network.BARE) as net:
-        for rank, space in enumerate(net.ranks):
-            where = "nsenter", f"--net=/proc/{space}/ns/net", "--"
-            where += "unshare", "--mount", "--uts", "sh", "-c"
-            own = {
-                "RANK": rank,
-                "WORLD_SIZE": 2,
-                "LOCAL_RANK": 0,
-                "LOCAL_WORLD_SIZE": 1,
-            }
-            own |= {"MASTER_ADDR": master, "MASTER_PORT": 29500, "OMP_NUM_THREADS": 1}
-            own |= {"PYTHONPATH": ROOT}
-            env = {**os.environ, **{name: str(value) for name, value in own.items()}}
-            env.pop("GLOO_SOCKET_IFNAME", None)
-            rank = subprocess.Popen(
-                [*where, f"{bind} {script}"],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            ranks.append(rank)
-        try:
-            said = [rank.communicate(timeout=120)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    return said, [rank.returncode for rank in ranks]
-
-
-@tiers.rare
-@linked
-def test_hosts_meet_whose_name_is_that_of_loopback(tmp_path):
-    said, codes = on_two_hosts(tmp_path, "BLIND = False" + MEETS)
-    assert codes == [0, 0], said
-    assert all("SUM 2.0" in text for text in said)
-
-
-@pytest.mark.exhaustive
-@linked
-def test_hosts_that_cannot_meet_are_told_what_to_set(tmp_path):
-    said, codes = on_two_hosts(tmp_path, "BLIND = True" + MEETS)
-    assert codes == [1, 1]
-    for text in said:
-        assert "debian resolves to 127.0.1.1" in text
-        assert "GLOO_SOCKET_IFNAME=eth0" in text
-        assert float(text.split("TOLD ")[1].split()[0]) < 6 + 10
-
-
-@tiers.rare
-@linked
-def test_a_link_that_is_cut_for_good_is_noticed_on_both_hosts(tmp_path):
-    said, codes = on_two_hosts(tmp_path, CUT)
-    assert codes == [1, 1]
-    for text in said:
-        assert float(text.split("TOLD ")[1].split()[0]) < 6 + SOON
-    assert "store does not answer" in said[1]
-
-
-# Restarts ----------------------------------------------------------------------------
-
-
-RETURNS = """
-import sys, time
-from pathlib import Path
-import torch
-import pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives
-
-folder, mesh = Path(sys.argv[1]), pdc.init(timeout=30)
-if mesh.rank == 0:
-    with open(folder / "sizes", "a") as file:
-        print(mesh.size, file=file)
-while True:
-    over = torch.tensor([float((folder / "end").exists())])
-    if collectives.all_reduce(over, mesh.world).item():
-        break
-    time.sleep(0.1)
-"""
-
-
-@tiers.rare
-@pytest.mark.subprocess
-def test_a_host_that_comes_back_is_taken_in_again(tmp_path):
-    """As examples/cluster/torchrun.sh starts them; torch's default ends both hosts."""
-    script, sizes = tmp_path / "script.py", tmp_path / "sizes"
-    script.write_text(RETURNS)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
-    words += ["--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
-    words += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "returns"]
-    words += ["--rdzv-conf", "join_timeout=120,last_call_timeout=4"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-
-    def started():
-        return subprocess.Popen(
-            [*words, str(script), str(tmp_path)],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def wait_for(size):
-        stop = time.monotonic() + 150
-        while not sizes.exists() or sizes.read_text().split()[-1:] != [str(size)]:
-            assert time.monotonic() < stop, sizes.exists() and sizes.read_text()
-            assert first.poll() is None
-            time.sleep(0.1)
-
-    first = started()
-    others = []
-    try:
-        wait_for(1)
-        for _ in range(2):
-            others.append(started())
-            wait_for(2)
-            if len(others) == 1:
-                for process in marked_by(str(script), others[0].pid):
-                    os.kill(process, signal.SIGKILL)
-                others[0].wait()
-                wait_for(1)
-        (tmp_path / "end").touch()
-        assert first.wait(120) == 0
-        assert others[1].wait(120) in (0, 1)  # 1: the rendezvous went before it
-    finally:
-        for agent in (first, *others):
-            for process in marked_by(str(script), agent.pid):
-                os.kill(process, signal.SIGKILL)
-            agent.kill()
-
-
-def marked_by(script, session):
-    """Ids of the processes of a session that run this script, its agent among them."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            mine = script.encode() in (entry / "cmdline").read_bytes()
-            # ranks have sessions of their own; their parent is the agent
-            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if mine and session in (int(entry.name), parent):
-                found.append(int(entry.name))
-    return found
-
-
 # The end of a script: [Note: compiled in its own thread], [Note: exit] ----------------
 
 KEEPS_NOTHING = """
-import gc, weakref
+import gc, threading, time, weakref
 import numpy as np
 gc.disable()
 import torch
@@ -704,8 +446,9 @@ def frame(act):
     act()
     return weakref.ref(mine)
 
+rowptr, col = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1])
+
 def multiply():
-    rowptr, col = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1])
     kernels.spmm(rowptr, col, torch.ones(3), torch.ones(2, 3))
 
 def cut():
@@ -713,19 +456,13 @@ def cut():
 
 for act in (multiply, cut):
     assert frame(act)() is None, act
-"""
 
-COMPILES_LATE = """
-import threading, time
-import torch
-from pyg_distcomm import kernels
-
-def multiply():
+def late():
     time.sleep(1)
-    rowptr, col = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1])
-    print(kernels.spmm(rowptr, col, torch.ones(3), torch.ones(2, 3)).sum())
+    half = torch.ones(3, dtype=torch.float64)
+    print(kernels.spmm(rowptr, col, half, torch.ones(2, 3, dtype=torch.float64)).sum())
 
-threading.Thread(target=multiply).start()
+threading.Thread(target=late).start()
 """
 
 ENDS_AT_ONCE = """
@@ -763,17 +500,10 @@ def _ran(tmp_path, text, *launcher, cold=True):
 @tiers.rare
 @pytest.mark.cold
 @pytest.mark.subprocess
-def test_compiling_keeps_no_frame_of_the_caller(tmp_path):
+def test_compiling_keeps_no_frame_and_may_begin_once_the_script_is_through(tmp_path):
     done = _ran(tmp_path, KEEPS_NOTHING)
     assert done.returncode == 0, done.stderr
-
-
-@tiers.rare
-@pytest.mark.cold
-@pytest.mark.subprocess
-def test_a_thread_may_compile_once_the_script_is_through(tmp_path):
-    done = _ran(tmp_path, COMPILES_LATE)
-    assert "tensor(9.)" in done.stdout, done.stderr
+    assert "tensor(9., dtype=torch.float64)" in done.stdout, done.stderr
 
 
 @pytest.mark.subprocess
