@@ -35,13 +35,21 @@ EXACT = {
 }
 
 
-def same(name, grid):
+def same(name, grid, weights="none"):
     _, share, net = build(grid, None)
-    want = [epoch(net, share) for _ in range(2)]
+
+    def once():
+        if weights == "none":
+            return epoch(net, share)
+        weight = share.edge_weight.clone().requires_grad_(weights == "learnt")
+        found = epoch(net, share, weight)
+        return found + [weight.grad.to_local()] * weight.requires_grad
+
+    want = [once() for _ in range(2)]
     link = EXACT[name]()
     _, share, net = build(grid, link)
     for one in want:
-        for got, exact in zip(epoch(net, share), one, strict=True):
+        for got, exact in zip(once(), one, strict=True):
             assert torch.equal(got, exact)
         link.step()
 
@@ -53,24 +61,10 @@ def test_rate_one_and_no_lateness_are_the_exact_link(name):
     worlds.run(same, 1, name, (1, 1, 1))
 
 
-def weighted(grid, learnt):
-    """With weights of edges the gradient is of what was multiplied by."""
-    link = LinkPolicy(ColumnMask(1), exact_last=False)
-    found = []
-    for one in (None, link):
-        _, share, net = build(grid, one)
-        weight = share.edge_weight.clone().requires_grad_(learnt)
-        found.append(epoch(net, share, weight))
-        if learnt:
-            found[-1].append(weight.grad.to_local())
-    for got, want in zip(*found, strict=True):
-        assert torch.equal(got, want)
-
-
-@tiers.parametrize("learnt", [False, True], [True])
-def test_weights_of_edges(learnt):
-    worlds.run(weighted, 4, (2, 2, 1), learnt)
-    worlds.run(weighted, 3, (3, 1, 1), learnt)
+@tiers.parametrize("weights", ["given", "learnt"], ["learnt"])
+def test_weights_of_edges(weights):
+    worlds.run(same, 4, "mask", (2, 2, 1), weights)
+    worlds.run(same, 3, "mask", (3, 1, 1), weights)
 
 
 # what is multiplied, and its transpose
@@ -85,7 +79,7 @@ LINEAR = [
 ]
 
 
-def adjoint(grid, codec, learnt):
+def adjoint(grid, codec):
     mesh = worlds.mesh(grid=grid)
     data = GRAPHS["directed"]()
     link = LinkPolicy(codec, exact_last=False)
@@ -105,7 +99,7 @@ def adjoint(grid, codec, learnt):
 
 @tiers.cover(("grid", "codec"), [(4, 1, 1), (2, 2, 1)], LINEAR, ids=str)
 def test_products_over_linear_codecs_have_their_transpose(grid, codec):
-    worlds.run(adjoint, 4, grid, codec, False)
+    worlds.run(adjoint, 4, grid, codec)
 
 
 # modes
@@ -197,7 +191,7 @@ def test_a_kept_product_is_exact():
         assert bytes_ == 0
 
 
-def outputs(size, codec):
+def outputs(codec):
     """The same two ranks, and others that own nothing."""
     mesh = worlds.mesh()
     data = GRAPHS["undirected"]()
@@ -218,8 +212,8 @@ def outputs(size, codec):
 
 @tiers.parametrize("codec", [ONE, ColumnMask(3), RowSample(2.0)], slice(2), ids=str)
 def test_the_same_halo_has_the_same_draws_on_any_number_of_ranks(codec):
-    two = worlds.run(outputs, 2, 2, codec)[0]
-    three = worlds.run(outputs, 3, 3, codec)[0]
+    two = worlds.run(outputs, 2, codec)[0]
+    three = worlds.run(outputs, 3, codec)[0]
     # inside, gradients are P times the true ones, which bf16 rounds another way
     pairs = list(zip(two, three, strict=True))
     for one, other in pairs[::2] if codec is ONE else pairs:
@@ -242,3 +236,57 @@ def copies():
 
 def test_copies_of_layers_share_their_link():
     worlds.run(copies, 3)
+
+
+# late links, beside their emulation in test_emulated_ranks.py
+
+
+def thawed():
+    """Layers that were frozen for some epochs: their last gradients are of long ago."""
+    link = LinkPolicy(Plain(), late_gradients=1, exact_last=False)
+    mesh, share, net = build((3, 1, 1), link)
+    exact, right = share.edge_index.with_link(None), []
+    for t in range(7):
+        frozen = 1 < t < 5
+        net.layers[:2].requires_grad_(not frozen)
+        found = []
+        for edge_index in (exact, share.edge_index):
+            net.zero_grad()
+            mesh.ledger.reset()
+            (net(share.x, edge_index).square().sum() * (t + 1)).backward()
+            found.append([p.grad for p in net.parameters() if p.grad is not None])
+        right.append(all(map(torch.allclose, *found)))
+        if t not in (0, 2):  # the first product plans, and nobody tells what freezes
+            assert moved(mesh) == link.price().total, t
+            link.drain()
+            assert link.held == link.price().kept, t
+        link.step()
+    return right
+
+
+def test_late_gradients_begin_anew_where_layers_were_frozen():
+    for right in worlds.run(thawed, 3):
+        assert right == [True, False, True, True, True, True, False]
+
+
+def rates(epochs):
+    """A learning rate that is divided by staleness, as the documentation has it."""
+    link = LinkPolicy(Plain(), late=2, warmup=3, sync_every=6)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    pace = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda _: 1 / (1 + link.staleness())
+    )
+    _, share, net = build((2, 1, 1), link)
+    found = []
+    for _ in range(epochs):
+        found.append(optimizer.param_groups[0]["lr"])
+        epoch(net, share)
+        optimizer.step()
+        link.step()
+        pace.step()
+    return found
+
+
+def test_staleness_is_known_ahead_and_paces_the_optimizer():
+    for found in worlds.run(rates, 2, 8):
+        assert found == [1, 1, 1, 1 / 2, 1 / 3, 1, 1 / 2, 1 / 3]

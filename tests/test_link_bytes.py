@@ -10,7 +10,9 @@ from problems import grids
 
 import pyg_distcomm as pdc
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.nn import DistSAGEConv
+from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
+
+LAYERS = DistSAGEConv, DistGCNConv
 
 
 def priced(name, grid, keep=False, cutter="random", graph="undirected", sized=True):
@@ -58,44 +60,25 @@ def test_bytes_where_ranks_have_little(graph, cutter):
     worlds.run(priced, 4, "late by 2 and 1", (1, 4, 1), False, cutter, graph)
 
 
-def kept():
-    """A product that is kept, without evaluations."""
-    link = pdc.Sylvie()
-    mesh, share, net = build((2, 1, 1), link, layer=DistSAGEConv, keep=True)
-    for _ in range(4):
+def trained(link, grid, learnt):
+    """With weights of edges that are learnt, degrees travel each time; or a kept product."""
+    mesh, share, net = build(grid, link, layer=LAYERS[learnt], keep=not learnt)
+    weight = [share.edge_weight.clone().requires_grad_()] if learnt else []
+    for t in range(4):
         foretold = link.price().total
         mesh.ledger.reset()
-        net(share.x, share.edge_index).square().sum().backward()
-        counted = moved(mesh)
-        assert link.price().total == counted
-        assert foretold in (0, counted)
-        link.step()
-    assert foretold
-
-
-def test_bytes_of_a_product_that_is_kept():
-    worlds.run(kept, 2)
-
-
-def learnt(grid):
-    """With weights of edges that are learnt, degrees travel each time."""
-    link = LinkPolicy(ONE, late=1)
-    mesh, share, net = build(grid, link)
-    weight = share.edge_weight.clone().requires_grad_()
-    for t in range(3):
-        foretold = link.price().total
-        mesh.ledger.reset()
-        net(share.x, share.edge_index, weight).square().sum().backward()
+        net(share.x, share.edge_index, *weight).square().sum().backward()
         counted = moved(mesh)
         if t:  # the first product plans
             assert foretold == link.price().total == counted
         link.step()
-    assert "degrees" in str(link)
+    assert ("degrees" in str(link)) == learnt
 
 
-def test_bytes_of_weights_that_are_learnt():
-    worlds.run(learnt, 2, (2, 1, 1))
-    worlds.run(learnt, 4, (2, 2, 1))
+def test_bytes_of_weights_that_are_learnt_and_of_a_product_that_is_kept():
+    worlds.run(trained, 2, LinkPolicy(ONE, late=1), (2, 1, 1), True)
+    worlds.run(trained, 4, LinkPolicy(ONE, late=1), (2, 2, 1), True)
+    worlds.run(trained, 2, pdc.Sylvie(), (2, 1, 1), False)
 
 
 def opened(late):

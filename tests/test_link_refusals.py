@@ -61,20 +61,20 @@ def test_what_does_not_go_together_is_refused():
             pdc.VARCO(3, schedule=Fixed(2), **given)
 
 
-def steps(how):
+def misused(how):
+    """Does what all ranks refuse alike."""
     link = LinkPolicy(ONE, late=1, exact_last=False)
     _, share, net = build((3, 1, 1), link)
+    x = share.x.clone().requires_grad_()
     if how == "step":
         epoch(net, share)
         epoch(net, share)
     if how == "checkpoint":
-        x = share.x.clone().requires_grad_()
-        torch.utils.checkpoint.checkpoint(
-            net, x, share.edge_index, use_reentrant=False
-        ).sum().backward()
+        again = torch.utils.checkpoint.checkpoint
+        out = again(net, x, share.edge_index, use_reentrant=False)
+        out.sum().backward()
     if how == "again":
         for _ in range(2):
-            x = share.x.clone().requires_grad_()
             out = net(x, share.edge_index).sum()
             out.backward(retain_graph=True)
             link.step()
@@ -83,28 +83,21 @@ def steps(how):
         epoch(net, share)
         share = pdc.partition(GRAPHS["tiny"](), worlds.mesh(fresh=True), link=link)
         net(share.x, share.edge_index)
-    if how == "metric":
-        link = pdc.Sylvie(adaptive=True)
-        link.step()
 
 
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("step", r"layer \d .DistGCNConv.*link.step\(\) once"),
-        ("checkpoint", "computed again"),
-        ("again", "second backward"),
-        ("mesh", "one for each"),
-        ("metric", "needs a finite loss"),
-    ],
-)
-def test_misuse_is_refused_on_all_ranks(how, text):
-    worlds.run(refused, 3, how, text)
+def refused():
+    for how, text in {
+        "step": r"layer \d .DistGCNConv.*link.step\(\) once",
+        "checkpoint": "computed again",
+        "again": "second backward",
+        "mesh": "one for each",
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            misused(how)
 
 
-def refused(how, text):
-    with pytest.raises(ValueError, match=text):
-        steps(how)
+def test_misuse_is_refused_on_all_ranks():
+    worlds.run(refused, 3)
 
 
 def _diverges():
@@ -125,15 +118,12 @@ def test_what_diverged_is_told_on_all_ranks():
 def lost_metric():
     link = pdc.Sylvie(adaptive=True)
     mesh, share, net = build((3, 1, 1), link)
-    for lost in (1, 0):
-        epoch(net, share)
-        metric = float("nan") if mesh.rank == lost else 1.0
-        if lost == 0:  # rank 0's counts
-            for one in (metric, float("inf")):
-                with pytest.raises(ValueError, match="needs a finite loss"):
-                    link.step(one)
-        else:
-            link.step(metric)
+    epoch(net, share)
+    link.step(float("nan") if mesh.rank == 1 else 1.0)
+    epoch(net, share)
+    for lost in (float("nan"), float("inf"), None):  # rank 0's counts
+        with pytest.raises(ValueError, match="needs a finite loss"):
+            link.step(1.0 if mesh.rank else lost)
 
 
 def test_a_lost_loss_is_told_on_all_ranks_or_none():

@@ -89,9 +89,11 @@ def test_the_next_epoch_is_the_same(name, tmp_path):
         worlds.run(resumed, 4, name, (2, 2, 1), tmp_path / "b")
 
 
-def dropped(folder, size):
+def dropped(folder):
     mesh = worlds.mesh()
     share, net, optimizer = begin(mesh, "block")
+    with pytest.raises(ValueError, match="this one has schedule"):
+        pdc.load_checkpoint(folder, mesh, net, optimizer, link=pdc.Sylvie())
     link = make("varco late")
     pdc.load_checkpoint(folder, mesh, net, optimizer, link=link)
     with pytest.warns(UserWarning, match="dropped: the next epoch is synchronous"):
@@ -111,77 +113,43 @@ def saves(folder):
 @tiers.parametrize("size", [2, 3, 4], [2, 3])  # 3: on as many ranks as before
 def test_rows_of_another_partition_are_dropped(size, tmp_path):
     worlds.run(saves, 3, tmp_path / "a")
-    worlds.run(dropped, size, tmp_path / "a", size)
+    worlds.run(dropped, size, tmp_path / "a")
 
 
-def mismatched(folder):
-    mesh = worlds.mesh()
-    _, net, optimizer = begin(mesh, "random")
-    with pytest.raises(ValueError, match="this one has schedule"):
-        pdc.load_checkpoint(folder, mesh, net, optimizer, link=pdc.Sylvie())
-
-
-def test_another_kind_of_link_is_refused(tmp_path):
-    worlds.run(saves, 3, tmp_path / "a")
-    worlds.run(mismatched, 3, tmp_path / "a")
-
-
-def unused():
-    """Restored rows, before anything has used them."""
+def restored_state():
+    """What was restored, before anything has used it, is saved again, used, and given up."""
     mesh = worlds.mesh()
     share, net, optimizer = begin(mesh, "random")
     link = make("late by 2 and 1")
     train(share, net, optimizer, link, 3)
     states = net.state_dict(), optimizer.state_dict(), link.state_dict()
-    *weights, state = copy.deepcopy(states)
+    weights, moments, state = copy.deepcopy(states)
     want = train(share, net, optimizer, link, 2)
 
     def restored(state):
-        net.load_state_dict(weights[0])
-        optimizer.load_state_dict(copy.deepcopy(weights[1]))
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(moments))
         link = make("late by 2 and 1")
         link.load_state_dict(state)
         return link
 
     state = restored(state).state_dict()
-    return want, restored, state, share, net, optimizer
-
-
-def again():
-    want, restored, state, share, net, optimizer = unused()
-    for _ in range(2):
+    for _ in range(2):  # it is not shared
         assert train(share, net, optimizer, restored(state), 2) == want
-
-
-def test_what_was_restored_can_be_saved_and_is_not_shared():
-    worlds.run(again, 3)
-
-
-def given_up():
-    _, restored, state, share, net, optimizer = unused()
     for way in ("reset", "step"):
         link = restored(state)
         getattr(link, way)()
         assert not link.state_dict()["kept"]
         train(share, net, optimizer, link, 1)
-
-
-def test_what_was_restored_is_given_up_with_the_rest():
-    worlds.run(given_up, 3)
-
-
-def swapped():
-    """Rank 0's state on all ranks: it fits rank 0, but not what the others have."""
-    _, restored, state, share, net, optimizer = unused()
-    mesh = share.edge_index.nodes.mesh
+    # rank 0's state on all ranks: it fits rank 0, but not what the others have
     link = restored(collectives.broadcast_object(state, mesh.world))
     with pytest.warns(UserWarning, match="saved by another rank"):
         train(share, net, optimizer, link, 1)
     train(share, net, optimizer, link, 2)
 
 
-def test_rows_of_another_rank_are_dropped_on_all():
-    worlds.run(swapped, 3)
+def test_what_was_restored_is_saved_again_given_up_or_dropped_on_all_ranks():
+    worlds.run(restored_state, 3)
 
 
 def half_done():

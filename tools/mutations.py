@@ -79,13 +79,12 @@ test_products.py -k test_contract_on_every_grid and 2
 test_products.py -k test_dense_halo_costs_the_formula
     price: the words of a dense halo count the fiber once
         (1 - 1 / s) / (r * p) + {{2 * (1 - 1 / p) => (1 - 1 / p)}} / size
-test_pipeline.py -k constant_history and gcn-True-1
+test_pipeline.py -k as_defined and gcn-surrogate
     adjoint: a chunk pulls gradients through the matrix, not its transpose
         operator.own{{.transposed => }}.matmul(self.gradients, out, own.start)
-test_pipeline.py -k constant_history and gcn-True
     staleness: the history of a chunk is one epoch older
         self.history[rows] = {{fresh => self.mix[rows].clone()}}
-test_pipeline.py -k test_gradients_between_chunks
+test_pipeline.py -k as_defined and gcnii-scaled
     staleness: gradients of an epoch are kept in the next one
         if self.gradients {{is not => is}} None:
 test_products.py -k test_learnt_weights
@@ -204,21 +203,19 @@ test_layer_sampler.py -k by_hand
 test_algebra.py -k test_rows_that_give_all_they_have
     weights: a row with as many entries as draws is taken for an estimate
         return offsets(count.clamp(max=s)), count {{<= => <}} s
-test_link_late.py -k test_synchronous_epochs
+test_emulated_ranks.py -k sync or every
     staleness: late rows are one epoch newer than they should be
         return self.messages[max(len(self.messages) - {{1 - late => late}}, 0)]
     staleness: synchronous epochs come one too late
         return every is not None and {{(epoch + 1) => epoch}} % every == 0
-test_link_late.py -k test_smooth
+test_emulated_ranks.py -k smooth
     staleness: a moving average takes the two shares the wrong way round
         mul_({{smooth).add_(rows, alpha=1 - smooth) => 1 - smooth).add_(rows, alpha=smooth)}}
-test_link_late.py -k test_rows_get_no_older
-    compressed: rows that are skipped get an epoch less old than they may
-        if exchange.epoch - buffer.messages[-1].epoch {{> => >=}} rule.most:
-test_emulated_ranks.py -k smooth
     staleness: late gradients are averaged as rows are
         own = {{self.smooth_gradients if backward else None => None}}
 test_emulated_ranks.py -k skipped
+    compressed: rows that are skipped get an epoch less old than they may
+        if exchange.epoch - buffer.messages[-1].epoch {{> => >=}} rule.most:
     compressed: the bound of a drift is taken of its square
         return bool(change <= rule.bound_of(backward){{ ** 2 => }} * norm)
 test_graded.py -k greater_degree
