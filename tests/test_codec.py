@@ -92,14 +92,6 @@ def test_shapes_bytes_and_out(codec, dtype):
         assert begin.numel() == 0 or begin.data_ptr() == room.data_ptr() + 2
 
 
-@pytest.mark.parametrize("codec", EVERY, ids=str)
-def test_torchs_generator_is_left_alone(codec):
-    x = rows()
-    before = torch.get_rng_state()
-    there_and_back(codec, x)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("codec", [c for c in EVERY if c.keyed], ids=str)
 def test_a_row_is_written_alike_wherever_it_lies(codec):
     x, at = rows(m=60, f=32), torch.tensor([7, 3, 59, 20])
@@ -108,8 +100,6 @@ def test_a_row_is_written_alike_wherever_it_lies(codec):
     part = there_and_back(codec, x[at], draw=RngKey(5, gid[at]))
     assert torch.equal(part, whole[at])
     other = there_and_back(codec, x, draw=RngKey(6, gid))
-    k = ColumnMask(10**6).kept(32)
-    assert k == 1
     assert not torch.equal(other, whole)
     with pytest.raises(ValueError, match="give draw=RngKey"):
         codec.encode(x)
@@ -143,42 +133,13 @@ def test_unbiased_both_ways_within_four_standard_errors(codec, scale):
         assert int((far > 4).sum()) <= 1
         assert float(far.max()) < 5
         assert float(slack.max()) > 0
-
-
-@tiers.parametrize("bits", BITS, [2])
-@tiers.parametrize("scale", [1e-8, 1.0, 1e4], [1.0])
-def test_stochastic_variance_is_the_formula(bits, scale):
-    m, f, draws = 8, 64, 2000
-    x, codec = rows(torch.float64, scale, m, f), Quantise(bits, "stochastic")
-    z, step = meta(codec, x)
-    part = ((x - z) / step) % 1
-    wanted = (step**2 * part * (1 - part)).sum(1)
-    square = torch.zeros(m, dtype=torch.float64)
-    for key in range(draws):
-        y = there_and_back(codec, x, draw=draw_of(m, key))
-        square += ((y - x) ** 2).sum(1)
-    assert (square / draws / wanted).tolist() == pytest.approx([1.0] * m, rel=0.03)
-    assert bool((wanted <= f * step.view(-1) ** 2 / 4).all())
-
-
-@tiers.rare
-def test_mask_variance_and_choice_are_the_formula():
-    m, f, draws = 12, 40, 4000
-    x = torch.ones(m, f, dtype=torch.float64)
-    for rate in (1.6, 4.0, 13.0):
-        for scaled in (False, True):
-            codec = ColumnMask(rate, scaled=scaled)
-            k = codec.kept(f)
-            wanted = f / k - 1 if scaled else 1 - k / f
-            chosen, square = torch.zeros(m, f), 0.0
-            for key in range(draws):
-                y = there_and_back(codec, x, draw=draw_of(m, key))
-                chosen += y != 0
-                square += float(((y - x) ** 2).sum()) / (m * f)
-            assert square / draws == pytest.approx(wanted, rel=0.03)
-            spread = math.sqrt(k / f * (1 - k / f) / draws)
-            assert float((chosen / draws - k / f).abs().max()) < 5 * spread
-            assert k == min(max(round(f / rate), 1), f)
+    if isinstance(codec, Quantise):  # and the variance is that of the formula
+        z, step = meta(codec, y)
+        part = ((y - z) / step) % 1
+        wanted = (step**2 * part * (1 - part)).sum(1)
+        square = errors.square().sum(2).mean(0)[wanted > 0]
+        assert len(square) >= 4
+        torch.testing.assert_close(square, wanted[wanted > 0], rtol=0.05, atol=0)
 
 
 ROWS = [RowSample(4.0), RowSample(3.0, scaled=False, values=ColumnMask(2))]
@@ -332,14 +293,10 @@ def test_a_scaled_mask_multiplies_by_its_width_over_what_it_keeps(codec):
     x = rows(torch.float64)
     y = there_and_back(codec, x)
     kept = (y != 0).sum(1, keepdim=True)
+    assert len((y != 0).unique(dim=0)) == 1  # rows of a message share their columns
     assert kept.unique().tolist() == [codec.kept(x.size(1))]
     assert codec.kept(33) * codec.rate != 33  # a rate is met as nearly as may be
     torch.testing.assert_close(y, torch.where(y != 0, x * 33 / kept, 0.0))
-
-
-def test_rows_of_a_message_share_their_columns():
-    y = there_and_back(ColumnMask(5), torch.ones(40, 50), draw=draw_of(40, 3))
-    assert len((y != 0).unique(dim=0)) == 1
 
 
 def test_chain_bytes_and_what_is_refused():
@@ -367,6 +324,7 @@ def test_messages_are_split_alike_on_both_ends(codec):
     x = rows(m=n, f=f).relu()
     index = torch.randint(0, n, (sum(counts),))
     draw = RngKey(4, torch.arange(sum(counts)) + 5)
+    before = torch.get_rng_state()
     plan = Packing.of(codec, x, counts, draw, index)
     message, sizes = plan.write(x, draw), plan.sizes
     assert message.dtype == torch.uint8
@@ -380,6 +338,7 @@ def test_messages_are_split_alike_on_both_ends(codec):
     # a peer gets what it would get alone
     alone = there_and_back(codec, x[index[7:20]], draw=draw.part(7, 20))
     assert torch.equal(got[7:20], alone)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # Names and flags ----------------------------------------------------------------------

@@ -40,12 +40,8 @@ ARRAYS = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=str)
-def test_values_come_back_as_they_were(value):
-    assert decode(encode(value)) == value
-
-
-def test_arrays_come_back_as_they_were():
+def test_values_come_back_as_they_were():
+    assert decode(encode(VALUES)) == VALUES
     back = decode(encode({"arrays": ARRAYS, "number": np.float32(0.1)}))
     for was, now in zip(ARRAYS, back["arrays"], strict=True):
         assert (now.dtype, now.shape) == (was.dtype, was.shape)
@@ -55,12 +51,10 @@ def test_arrays_come_back_as_they_were():
     assert back["number"] == np.float32(0.1)
 
 
-@pytest.mark.parametrize(
-    "value", [object(), lambda: 0, random.Random(), os], ids=list("abcd")
-)
-def test_what_is_no_data_is_refused_by_name(value):
-    with pytest.raises(TypeError, match="send numbers, text, tensors"):
-        encode([value])
+def test_what_is_no_data_is_refused_by_name():
+    for value in (object(), lambda: 0, random.Random(), os):
+        with pytest.raises(TypeError, match="send numbers, text, tensors"):
+            encode([value])
 
 
 def crafted(tree, rest=b""):
