@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +14,6 @@ from torch_geometric.explain import Explanation
 
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.graph.partition_data import listed_in_order
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-
-# Graphs in files -------------------------------------------------------------------------
 
 
 def graph(**values):
@@ -123,3 +116,26 @@ def test_a_graph_in_a_file_is_data(tmp_path):
         assert str(path) in str(error.value)
         assert "\n" not in str(error.value)
     assert not ran.exists()
+
+
+def test_what_is_no_graph_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown graph 'Cora'.*torch\.save\(dataset"):
+        load_dataset("Cora")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save(Data(x=torch.ones(3, 1)), tmp_path / "points.pt")
+    np.savez(tmp_path / "points.npz", x=np.ones(3))
+    (tmp_path / "bad.pt").write_bytes(b"nonsense")
+    (tmp_path / "text.pt").write_bytes(b"hello")
+    (tmp_path / "bad.npz").write_bytes(b"nonsense")
+    np.savez(tmp_path / "pickle.npz", edge_index=np.array([{}], dtype=object))
+    for name, words in (
+        ("list.pt", "holds a list, not a Data"),
+        ("points.pt", "has no edge_index"),
+        ("points.npz", "has no edge_index"),
+        ("bad.pt", "cannot be read"),
+        ("text.pt", "cannot be read: not saved by torch.save"),
+        ("bad.npz", "cannot be read"),
+        ("pickle.npz", "cannot be read: Object arrays"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: {words}"):
+            load_dataset(str(tmp_path / name))
