@@ -242,8 +242,8 @@ def test_first_checks_know_what_the_package_knows():
     assert command.META == layout.META
     assert fnmatch.fnmatch(layout.part_name(7), command.PART)
     assert command.RUN == metrics.RUN
-    assert command.MARK == folder.MARK
-    assert {*command.KINDS} == {*folder._CONTENTS}
+    assert command.MARK == checkpoint.MARK
+    assert {*command.KINDS} == {*checkpoint._CONTENTS}
 
 
 @pytest.mark.parametrize(
