@@ -39,16 +39,12 @@ def measure(root: Path) -> dict[str, int]:
         node.name
         for every in nodes.values()
         for node in every
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        if isinstance(node, ast.ClassDef)
     )
     rooms = [name for name in paths if name.rpartition(".")[2] != "__init__"]
     single = [n for n in rooms if len(importers[n]) == 1 and lines[n] > 0]
-    doors = [
-        name
-        for name in single
-        if set(importers[name])
-        & {"__init__", "api", f"{name.rpartition('.')[0]}.__init__"}
-    ]
+    inits = {n: {"__init__", "api", f"{n.rpartition('.')[0]}.__init__"} for n in single}
+    doors = [name for name in single if importers[name] & inits[name]]
     verbless = [
         name
         for name in rooms
@@ -73,19 +69,12 @@ def measure(root: Path) -> dict[str, int]:
             for folder in ("tests", "tools")
             for path in (root / folder).glob("*.py")
         ),
-        "lines of CONTRIBUTING.md": len(
-            (root / "CONTRIBUTING.md").read_text().splitlines()
-        ),
+        "lines of CONTRIBUTING.md": (root / "CONTRIBUTING.md").read_text().count("\n"),
     }
 
 
 # where a frame names a line of the script in a warning or an error
-MESSAGES = (
-    "comm.failure",
-    "sharded.whole",
-    "sharded.agreement",
-    "pipeline.pipeline",
-)
+MESSAGES = "comm.failure sharded.whole sharded.agreement pipeline.pipeline".split()
 FRAMES = {"_getframe", "currentframe", "stack", "f_back", "f_locals"}
 CODE = {"__code__", "co_code", "get_objects", "get_referrers", "dis"}
 
@@ -154,10 +143,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.modules:
         for path in sorted((given.root / "pyg_distcomm").rglob("*.py")):
-            first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[
-                0
-            ]
-            print(f"{path.relative_to(given.root / 'pyg_distcomm')!s:34}{first}")
+            said = ast.get_docstring(ast.parse(path.read_text())) or ""
+            name = str(path.relative_to(given.root / "pyg_distcomm"))
+            print(f"{name:34}{said.partition(chr(10))[0]}")
         return
     for name, value in measure(given.root).items():
         print(f"{name:50}{value:8,}")

@@ -1,9 +1,10 @@
 """Lists the private APIs of torch, PyG and Numba that the package touches.
 
 A name here may be gone in the next release, and nobody warns. `LISTED` gives the releases
-that have each, of those looked at: torch 2.6.0, 2.8.0, 2.11.0, 2.13.0 and 2.15.0, PyG 2.7.0
-and 2.8.1, Numba 0.57.1 and 0.68.1. `python tests/private_apis.py` prints the names that the
-installed releases lack; `tests/test_versions.py` compares the list with the source.
+that have each, and what has it, of those looked at: torch 2.6.0, 2.8.0, 2.11.0, 2.13.0 and
+2.15.0, PyG 2.7.0 and 2.8.1, Numba 0.57.1 and 0.68.1. `python tests/private_apis.py` prints the
+names that the installed releases lack; `tests/test_versions.py` compares the list with the
+source.
 """
 
 from __future__ import annotations
@@ -29,138 +30,72 @@ import pyg_distcomm
 
 LISTED = {
     "torch 2.6.0 to 2.15.0": """
-        torch._C.DisableTorchFunctionSubclass
-        torch._C._are_functorch_transforms_active
-        torch._C._current_graph_task_id
-        torch._C._functorch.is_functorch_wrapped_tensor
-        torch._C._is_any_autocast_enabled
-        torch._C._len_torch_dispatch_stack
-        torch.Tensor._backward_hooks
-        torch.Tensor._base
-        torch.nn.Parameter._fsdp_flattened
-        torch.nn.Parameter._is_param
-        torch.Tensor._is_view
-        torch.Tensor._nnz
-        torch.Tensor._post_accumulate_grad_hooks
-        torch.Tensor._version
-        torch.UntypedStorage._cdata
-        torch._foreach_add
-        torch._foreach_max
-        torch._foreach_mul
-        torch._foreach_norm
-        torch._has_compatible_shallow_copy_type
-        torch._subclasses.fake_tensor.FakeTensor
-        torch.autograd.Variable._execution_engine.queue_callback
-        torch.autograd.forward_ad._current_level
-        torch.autograd.profiler._is_profiler_enabled
-        torch.distributed.ProcessGroup._get_backend
-        torch.distributed._composable_state._module_state_mapping
-        torch.distributed.distributed_c10d._get_default_store
-        torch.distributed.distributed_c10d._world.pg_map
-        torch.nn.Module._buffers
-        torch.nn.Module._forward_hooks
-        torch.nn.Module._forward_hooks_always_called
-        torch.nn.Module._forward_hooks_with_kwargs
-        torch.nn.Module._forward_pre_hooks
-        torch.nn.Module._forward_pre_hooks_with_kwargs
-        torch.nn.Module._backward_hooks
-        torch.nn.Module._modules
-        torch.nn.Module._non_persistent_buffers_set
-        torch.nn.Module._parameters
-        torch.nn.functional._threshold
-        torch.nn.modules.batchnorm._BatchNorm
-        torch.nn.modules.batchnorm._NormBase
-        torch.nn.parallel.DistributedDataParallel._active_ddp_module
-        torch.nn.parallel.DistributedDataParallel._module_parameters
-        torch.nn.parallel.DistributedDataParallel._pre_forward
-        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        torch.utils._pytree.tree_leaves
-        torch.utils._pytree.tree_map
-        torch.utils._pytree.tree_map_only
-        torch.utils.data._utils.pin_memory.pin_memory
+        torch: _foreach_add _foreach_max _foreach_mul _foreach_norm
+            _has_compatible_shallow_copy_type
+        torch.Tensor: _backward_hooks _base _is_view _nnz _post_accumulate_grad_hooks
+            _version
+        torch.UntypedStorage: _cdata
+        torch._C: DisableTorchFunctionSubclass _are_functorch_transforms_active
+            _current_graph_task_id _is_any_autocast_enabled _len_torch_dispatch_stack
+        torch._C._functorch: is_functorch_wrapped_tensor
+        torch._subclasses.fake_tensor: FakeTensor
+        torch.autograd.Variable._execution_engine: queue_callback
+        torch.autograd.forward_ad: _current_level
+        torch.autograd.profiler: _is_profiler_enabled
+        torch.distributed.ProcessGroup: _get_backend
+        torch.distributed._composable_state: _module_state_mapping
+        torch.distributed.distributed_c10d: _get_default_store
+        torch.distributed.distributed_c10d._world: pg_map
+        torch.nn.Module: _backward_hooks _buffers _forward_hooks
+            _forward_hooks_always_called _forward_hooks_with_kwargs _forward_pre_hooks
+            _forward_pre_hooks_with_kwargs _modules _non_persistent_buffers_set _parameters
+        torch.nn.Parameter: _fsdp_flattened _is_param
+        torch.nn.functional: _threshold
+        torch.nn.modules.batchnorm: _BatchNorm _NormBase
+        torch.nn.parallel.DistributedDataParallel: _active_ddp_module _module_parameters
+            _pre_forward _set_params_and_buffers_to_ignore_for_model
+        torch.utils._pytree: tree_leaves tree_map tree_map_only
+        torch.utils.data._utils.pin_memory: pin_memory
     """,
     "torch 2.8.0 to 2.15.0": """
-        torch._dynamo.config.nontraceable_tensor_subclasses
+        torch._dynamo.config: nontraceable_tensor_subclasses
     """,
     "torch 2.11.0 to 2.15.0": """
-        torch._C._current_autograd_node
-        torch._C._disabled_torch_function_impl
-        torch._C._dispatch_has_kernel_for_dispatch_key
-        torch.Tensor._make_wrapper_subclass
-        torch._dynamo.eval_frame.OptimizedModule._orig_mod
-        torch._foreach_powsum
-        torch.nn.Module._call_impl
-        torch.nn.Module._wrapped_call_impl
-        torch.ops.aten._trilinear
-        torch.ops.aten._safe_softmax
-        torch.ops.aten._prelu_kernel
-        torch.ops.aten._linalg_svd
-        torch.ops.aten._linalg_solve_ex
-        torch.ops.aten._linalg_slogdet
-        torch.ops.aten._linalg_eigh
-        torch.ops.aten._linalg_det
-        torch.ops.aten._fft_r2c
-        torch.ops.aten._fft_c2r
-        torch.ops.aten._conj
-        torch.ops.aten._fft_c2c
-        torch.ops.aten._adaptive_avg_pool2d
-        torch.ops.aten._index_put_impl_
-        torch.ops.aten._local_scalar_dense
-        torch.ops.aten._log_softmax_backward_data
-        torch.ops.aten._native_batch_norm_legit
-        torch.ops.aten._native_batch_norm_legit_functional
-        torch.ops.aten._log_softmax
-        torch.ops.aten._softmax
-        torch.ops.aten._softmax_backward_data
-        torch.ops.aten._sparse_addmm
-        torch.ops.aten._sparse_mm_reduce_impl
-        torch.ops.aten._sparse_mm_reduce_impl_backward
-        torch.ops.aten._to_copy
-        torch.ops.aten._unsafe_view
+        torch: _foreach_powsum
+        torch.Tensor: _make_wrapper_subclass
+        torch._C: _current_autograd_node _disabled_torch_function_impl
+            _dispatch_has_kernel_for_dispatch_key
+        torch._dynamo.eval_frame.OptimizedModule: _orig_mod
+        torch.nn.Module: _call_impl _wrapped_call_impl
+        torch.ops.aten: _adaptive_avg_pool2d _conj _fft_c2c _fft_c2r _fft_r2c
+            _index_put_impl_ _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex
+            _linalg_svd _local_scalar_dense _log_softmax _log_softmax_backward_data
+            _native_batch_norm_legit _native_batch_norm_legit_functional _prelu_kernel
+            _safe_softmax _softmax _softmax_backward_data _sparse_addmm
+            _sparse_mm_reduce_impl _sparse_mm_reduce_impl_backward _to_copy _trilinear
+            _unsafe_view
     """,
     "torch_geometric 2.7.0 to 2.8.1": """
-        torch_geometric.data.Batch._inc_dict
-        torch_geometric.data.Batch._num_graphs
-        torch_geometric.data.Batch._slice_dict
-        torch_geometric.data.Data._store
-        torch_geometric.data.HeteroData._edge_store_dict
-        torch_geometric.data.HeteroData._node_store_dict
-        torch_geometric.data.FeatureStore._get_tensor
-        torch_geometric.data.FeatureStore._get_tensor_size
-        torch_geometric.data.FeatureStore._multi_get_tensor
-        torch_geometric.data.FeatureStore._put_tensor
-        torch_geometric.data.FeatureStore._remove_tensor
-        torch_geometric.data.FeatureStore._tensor_attr_cls
-        torch_geometric.data.HeteroData._edge_store_dict
-        torch_geometric.data.HeteroData._node_store_dict
-        torch_geometric.data.storage.BaseStorage._cached_attr
-        torch_geometric.data.storage.BaseStorage._key
-        torch_geometric.data.storage.BaseStorage._num_nodes
-        torch_geometric.data.storage.BaseStorage._parent
-        torch_geometric.loader.ClusterData._permute_data
-        torch_geometric.nn.MessagePassing._edge_mask
-        torch_geometric.nn.MessagePassing._edge_user_args
-        torch_geometric.nn.MessagePassing._index_select
-        torch_geometric.nn.MessagePassing._propagate_forward_hooks
-        torch_geometric.nn.MessagePassing._user_args
-        torch_geometric.nn.GCNConv._cached_edge_index
-        torch_geometric.nn.SGConv._cached_x
-        torch_geometric.nn.SSGConv._cached_h
-        torch_geometric.nn.Sequential._children
-        torch_geometric.nn.models.rev_gnn.InvertibleModule._fn_apply
-        torch_geometric.nn.models.rev_gnn.InvertibleModule._inverse
-        torch_geometric.sampler.NeighborSampler._num_neighbors
-        torch_geometric.sampler.NeighborSampler._sample
+        torch_geometric.data.Batch: _inc_dict _num_graphs _slice_dict
+        torch_geometric.data.Data: _store
+        torch_geometric.data.FeatureStore: _get_tensor _get_tensor_size _multi_get_tensor
+            _put_tensor _remove_tensor _tensor_attr_cls
+        torch_geometric.data.HeteroData: _edge_store_dict _node_store_dict
+        torch_geometric.data.storage.BaseStorage: _cached_attr _key _num_nodes _parent
+        torch_geometric.loader.ClusterData: _permute_data
+        torch_geometric.nn.GCNConv: _cached_edge_index
+        torch_geometric.nn.MessagePassing: _edge_mask _edge_user_args _index_select
+            _propagate_forward_hooks _user_args
+        torch_geometric.nn.SGConv: _cached_x
+        torch_geometric.nn.SSGConv: _cached_h
+        torch_geometric.nn.Sequential: _children
+        torch_geometric.nn.models.rev_gnn.InvertibleModule: _fn_apply _inverse
+        torch_geometric.sampler.NeighborSampler: _num_neighbors _sample
     """,
     "numba 0.57.1 to 0.68.1": """
-        numba.core.caching.FunctionCache._cache_path
-        numba.core.caching.FunctionCache._impl
-        numba.core.caching.FunctionCache._index_key
-        numba.core.caching.IndexDataCacheFile._data_name
-        numba.core.caching.IndexDataCacheFile._load_index
-        numba.core.caching.IndexDataCacheFile._save_data
-        numba.core.caching.IndexDataCacheFile._save_index
-        numba.core.dispatcher.Dispatcher._cache
+        numba.core.caching.FunctionCache: _cache_path _impl _index_key
+        numba.core.caching.IndexDataCacheFile: _data_name _load_index _save_data _save_index
+        numba.core.dispatcher.Dispatcher: _cache
     """,
 }
 
@@ -244,9 +179,8 @@ def _named(tree: ast.AST, own: set[str], foreign: set[str]) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for a in node.names:
-                known[a.asname or a.name.split(".")[0]] = (
-                    a.name if a.asname else a.name.split(".")[0]
-                )
+                top = a.name.split(".")[0]
+                known[a.asname or top] = a.name if a.asname else top
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for a in node.names:
                 known[a.asname or a.name] = f"{node.module}.{a.name}"
@@ -314,18 +248,20 @@ def has(name: str) -> bool:
 
 def _is_set_by(kind: Any, name: str) -> bool:
     """Tells whether the source of a class sets an attribute of its objects."""
-    kinds = [
-        k for k in getattr(kind, "__mro__", ()) if k.__module__.split(".")[0] in ROOTS
-    ]
-    return any(re.search(rf"\.{name}\b.* = ", inspect.getsource(k)) for k in kinds)
+    kinds = getattr(kind, "__mro__", ())
+    theirs = [k for k in kinds if k.__module__.split(".")[0] in ROOTS]
+    return any(re.search(rf"\.{name}\b.* = ", inspect.getsource(k)) for k in theirs)
 
 
 def listed() -> dict[str, tuple[str, str, str]]:
     """The package of each listed name, and the first and last release that have it."""
-    spans = {
-        name: span.split() for span, names in LISTED.items() for name in names.split()
-    }
-    return {name: (of, first, last) for name, (of, first, _, last) in spans.items()}
+    found = {}
+    for span, names in LISTED.items():
+        of, first, _, last = span.split()
+        for line in re.sub(r"\n {12}", " ", names).split("\n"):
+            owner, _, its = line.strip().partition(": ")
+            found |= {f"{owner}.{name}": (of, first, last) for name in its.split()}
+    return found
 
 
 if __name__ == "__main__":

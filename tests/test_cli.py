@@ -17,8 +17,8 @@ import torch
 from torch_geometric.data import Data
 
 import pyg_distcomm
+from pyg_distcomm import checkpoint, datasets
 from pyg_distcomm import cli as command
-from pyg_distcomm import datasets
 from pyg_distcomm.cli import doctor, main
 from pyg_distcomm.cli.doctor import Finding
 from pyg_distcomm.partition import layout
