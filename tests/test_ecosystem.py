@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import tiers
 import torch
 import worlds
+from test_examples import shown_by, torchrun
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
@@ -48,10 +48,8 @@ def plainly(epochs):
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    out = model(data.x, data.edge_index)
-    return losses, {
-        m: node_score(out[data[m]], data.y[data[m]]) for m in ("val_mask", "test_mask")
-    }
+    out, masks = model(data.x, data.edge_index), ("val_mask", "test_mask")
+    return losses, {m: node_score(out[data[m]], data.y[data[m]]) for m in masks}
 
 
 def _lightning(minibatches):
@@ -69,29 +67,11 @@ def _accelerate(minibatches):
     return run["fit"](argparse.Namespace(**flags, **ARGS))
 
 
-def shown_by(*words, **environment):
-    """Runs a command as a user does, and returns what it prints."""
-    done = subprocess.run(
-        words,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def torchrun(name, *flags):
-    start = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    flags = (*FLAGS, *map(str, flags))  # the last of two wins
-    return shown_by(*start, "--nproc-per-node=2", str(ECOSYSTEM / name), *flags)
-
-
-def first_and_last_loss(text):
-    found = re.search(r"loss ([\d.]+) to ([\d.]+)", text)
-    return [float(value) for value in found.groups()]
+def first_and_last(shown):
+    """Checks the losses that a script printed."""
+    found = re.search(r"loss ([\d.]+) to ([\d.]+)", shown)
+    losses, _ = plainly(3)
+    assert [*map(float, found.groups())] == pytest.approx(losses[::2], abs=1e-4)
 
 
 @tiers.rare
@@ -99,9 +79,7 @@ def first_and_last_loss(text):
 def test_plain_python_lets_lightning_start_the_ranks():
     pytest.importorskip("lightning", reason="pip install 'pyg-distcomm[lightning]'")
     path = ECOSYSTEM / "lightning_training.py"
-    shown = shown_by(sys.executable, str(path), "--devices", "2", *FLAGS)
-    losses, _ = plainly(3)
-    assert first_and_last_loss(shown) == pytest.approx(losses[::2], abs=1e-4)
+    first_and_last(shown_by(sys.executable, path, "--devices", "2", *FLAGS))
 
 
 @tiers.rare
@@ -109,9 +87,7 @@ def test_plain_python_lets_lightning_start_the_ranks():
 @pytest.mark.parametrize("order", [(), ("--accelerator-first",)])
 def test_accelerate_and_init_come_in_either_order(order):
     pytest.importorskip("accelerate", reason="pip install accelerate")
-    losses, _ = plainly(3)
-    shown = torchrun("accelerate_training.py", *order)
-    assert first_and_last_loss(shown) == pytest.approx(losses[::2], abs=1e-4)
+    first_and_last(torchrun(ECOSYSTEM / "accelerate_training.py", *FLAGS, *order))
 
 
 @tiers.rare
@@ -120,7 +96,7 @@ def test_ray_train_makes_the_group_that_init_adopts():
     pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
     path = ECOSYSTEM / "ray_training.py"
     place = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    shown = shown_by(sys.executable, str(path), *FLAGS, **place)
+    shown = shown_by(sys.executable, path, *FLAGS, **place)
     losses, _ = plainly(3)
     (loss,) = re.findall(r"generated-300: loss ([\d.]+), test [\d.]+", shown)
     assert float(loss) == pytest.approx(losses[-1], abs=1e-4)
@@ -155,27 +131,25 @@ def test_parts_and_checkpoints_lie_in_an_object_store(tmp_path, scheme, monkeypa
         url = f"gs://{os.environ['GS_BUCKET']}/run"
     losses, _ = plainly(3)
     for epochs in (2, 3):  # the second run goes on where the first one ended
-        shown = torchrun("object_store.py", "--url", url, "--epochs", epochs)
+        flags = (*FLAGS, "--url", url, "--epochs", epochs)  # the last of two wins
+        shown = torchrun(ECOSYSTEM / "object_store.py", *flags)
         (loss,) = re.findall(r": loss ([\d.]+)", shown)
         assert float(loss) == pytest.approx(losses[epochs - 1], abs=1e-4)
     if scheme == "s3":
         moto.stop()
 
 
-def on_ranks(function, ranks, minibatches):
-    return worlds.run(_launched, ranks, function.__name__, minibatches)
+def on_ranks(name, ranks, minibatches):
+    """Runs a function of this file under the environment that torchrun gives."""
+    return worlds.run(_launched, ranks, name, minibatches)
 
 
 def _launched(name, minibatches):
-    """Runs under the environment that torchrun gives."""
     import torch.distributed as dist
 
     if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
-        told |= {"GROUP_RANK": 0, "LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "x"}
-        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
-        os.environ.update({key: str(value) for key, value in told.items()})
+        told = {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "29500"}
+        os.environ.update(told)
     return globals()[name](minibatches)
 
 
@@ -184,7 +158,7 @@ def _launched(name, minibatches):
 def test_lightning_on_the_whole_graph_is_the_plain_loop(ranks):
     pytest.importorskip("lightning", reason="pip install 'pyg-distcomm[lightning]'")
     want, scores = plainly(3)
-    for losses, score, seeds, _ in on_ranks(_lightning, ranks, False):
+    for losses, score, seeds, _ in on_ranks("_lightning", ranks, False):
         assert losses == pytest.approx(want, rel=1e-4)
         assert seeds == []
         assert score == pytest.approx(scores["val_mask"]) or score != score  # on rank 0
@@ -194,12 +168,10 @@ def test_lightning_on_the_whole_graph_is_the_plain_loop(ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_lightning_takes_each_seed_once_in_an_epoch(ranks):
     pytest.importorskip("lightning", reason="pip install 'pyg-distcomm[lightning]'")
-    found = on_ranks(_lightning, ranks, True)
+    found = on_ranks("_lightning", ranks, True)
     train = load_node_data(ARGS["dataset"]).train_mask.nonzero().view(-1)
     seeds = sorted(seed for one in found for seed in one[2])
-    assert seeds == sorted([*range(len(train))] * 3) or seeds == sorted(
-        train.tolist() * 3
-    )
+    assert seeds in (sorted([*range(len(train))] * 3), sorted(train.tolist() * 3))
     assert all(torch.equal(one[3], found[0][3]) for one in found)  # one model
 
 
@@ -207,7 +179,7 @@ def test_lightning_takes_each_seed_once_in_an_epoch(ranks):
 def test_accelerate_on_the_whole_graph_is_the_plain_loop(ranks):
     pytest.importorskip("accelerate", reason="pip install accelerate")
     want, scores = plainly(3)
-    for losses, score in on_ranks(_accelerate, ranks, False):
+    for losses, score in on_ranks("_accelerate", ranks, False):
         assert losses == pytest.approx(want, rel=1e-4)
         assert score == pytest.approx(scores["test_mask"], abs=0.02)
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import tiers
 import torch
 import torch.nn.functional as F
 import worlds
+from test_docs import DOCS, blocks
 
 import pyg_distcomm as pdc
 
 pytestmark = pytest.mark.usefixtures("place")
 
-DOCS = Path(__file__).parents[1] / "docs" / "how-to"
 
-
-def templates(page="extend.md"):
-    """Runs the blocks of a page, and returns what they define."""
+def templates():
+    """Runs the blocks of the page, and returns what they define."""
     names = {"__name__": "__main__"}
-    text = (DOCS / page).read_text()
-    for block in re.finditer(r"(<!-- not run.*?-->\n)?```python\n(.*?)```", text, re.S):
-        if block[1] is None:
-            exec(compile(block[2], page, "exec"), names)
+    for _, code in blocks((DOCS / "how-to/extend.md").read_text()):
+        exec(compile(code, "extend.md", "exec"), names)
     return names
 
 
@@ -33,15 +27,11 @@ def _trained():
     made = templates()
     mesh, whole, found = worlds.mesh(), made["whole"], {}
     owner = torch.arange(whole.num_nodes) % mesh.size
-    for name, link in (
-        ("codec", pdc.LinkPolicy(made["Signs"](), exact_last=False)),
-        (
-            "schedule",
-            pdc.LinkPolicy(
-                made["ColumnMask"](1), schedule=made["Halving"](8, 1), exact_last=False
-            ),
-        ),
-    ):
+    halving = pdc.LinkPolicy(
+        made["ColumnMask"](1), schedule=made["Halving"](8, 1), exact_last=False
+    )
+    signs = pdc.LinkPolicy(made["Signs"](), exact_last=False)
+    for name, link in (("codec", signs), ("schedule", halving)):
         share = pdc.partition(whole, mesh, owner, link=link)
         torch.manual_seed(0)
         model = pdc.convert(
@@ -115,11 +105,3 @@ def test_rule_and_cutter_do_what_they_say():
     assert owner.bincount().tolist() == [250] * 4
     means = [float(whole.x[owner == part, 0].mean()) for part in range(4)]
     assert means == sorted(means)
-
-
-@tiers.rare
-@pytest.mark.parametrize("page", ["reproduce.md", "ecosystem.md"])
-def test_the_other_pages_run(page):
-    if page == "ecosystem.md":
-        pytest.importorskip("pyarrow", reason="pip install 'pyg-distcomm[arrow]'")
-    assert templates(page)
