@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,18 +12,12 @@ TINY = 1e-12
 
 @dataclass
 class RefineState:
-    """A graph and who owns its nodes, changed in place by `sweep`.
+    """A graph and who owns its nodes, changed in place by `sweep`."""
 
-    owner     the part of each node
-    pairs     distinct (source, target), loops apart
-    weight    [n, c], what each node adds to the loads that have a limit
-    capacity  [c], the most of each that a part may carry
-    """
-
-    owner: list[int]
-    pairs: set[tuple[int, int]]
-    weight: np.ndarray
-    capacity: np.ndarray
+    owner: list[int]  # the part of each node
+    pairs: set[tuple[int, int]]  # distinct (source, target), loops apart
+    weight: np.ndarray  # [n, c], what each node adds to the loads that have a limit
+    capacity: np.ndarray  # [c], the most of each that a part may carry
     num_parts: int
 
     def rows(self) -> tuple[list[int], list[int]]:
@@ -37,16 +31,7 @@ class RefineState:
 
     def moved(self, v: int, b: int) -> RefineState:
         """Returns the state after a move of v to part b."""
-        owner = [b if u == v else q for u, q in enumerate(self.owner)]
-        return RefineState(
-            owner, self.pairs, self.weight, self.capacity, self.num_parts
-        )
-
-    def carried(self, part: int) -> np.ndarray:
-        """Adds up what a part carries."""
-        mine = [v for v, q in enumerate(self.owner) if q == part]
-        total: np.ndarray = self.weight[mine].sum(0)
-        return total
+        return replace(self, owner=[*self.owner[:v], b, *self.owner[v + 1 :]])
 
 
 def sweep(
@@ -96,8 +81,9 @@ def candidates(state: RefineState, v: int) -> list[int]:
 
 
 def _fits(state: RefineState, v: int, b: int) -> bool:
-    new = state.carried(b) + state.weight[v]
-    return bool(((state.weight[v] == 0) | (new <= state.capacity)).all())
+    carried = state.weight[[u for u, q in enumerate(state.owner) if q == b]].sum(0)
+    fits = carried + state.weight[v] <= state.capacity
+    return bool(((state.weight[v] == 0) | fits).all())
 
 
 def _gain(
@@ -111,18 +97,11 @@ def _gain(
     was, now = old.rows(), new.rows()
     if sum(now[0]) > most:
         return 0.0
-    gain = 0.0
+    gain, power = 0.0, 2**doublings
     largest = max(*was[0], *was[1])
     for before, after, limit in zip(was, now, first, strict=True):
-        top = min(limit, largest)
         for x, y in zip(before, after, strict=True):
-            if y > x and y > top:
+            if y > x and y > min(limit, largest):
                 return 0.0
-            gain += _power(x / scale, doublings) - _power(y / scale, doublings)
+            gain += (x / scale) ** power - (y / scale) ** power
     return gain
-
-
-def _power(value: float, doublings: int) -> float:
-    for _ in range(doublings):
-        value *= value
-    return value

