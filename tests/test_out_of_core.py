@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 import worlds
+from alike import whole
 from layers import EXACT
 from problems import GRAPHS, grids, owners
 from test_hetero import graph, model_of, train
@@ -28,14 +29,7 @@ from pyg_distcomm.nn import GATConv, GCNConv, SAGEConv, capped
 pytestmark = pytest.mark.usefixtures("place")
 
 CAP = 60_000  # of which a stage is 3,750 bytes
-LARGE = [
-    "GATv2Conv edges",
-    "EdgeConv",
-    "PNAConv",
-    "GINConv",
-    "TransformerConv",
-    "APPNP",
-]
+LARGE = "GATv2Conv edges,EdgeConv,PNAConv,GINConv,TransformerConv,APPNP".split(",")
 
 
 @pytest.fixture
@@ -105,9 +99,7 @@ def owned(kind):
         out = pdc.convert(torch.nn.Sequential(layer))[0](x, share.edge_index)
         out.sin().sum().backward()
         found.append([out, x.grad, *(p.grad for p in layer.parameters())])
-    for a, b in zip(*found, strict=True):
-        a, b = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (a, b))
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*map(whole, found), rtol=1e-9, atol=1e-9)
     return layer.calls
 
 
@@ -135,20 +127,15 @@ def test_weights_that_the_first_chunk_does_not_read_have_gradients(counted):
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
-class Rounded(torch.nn.Linear):
-    """A weight that bfloat16 rounds to 1."""
-
-    def __init__(self):
-        super().__init__(7, 7, bias=False)
-        torch.nn.init.eye_(self.weight).data.mul_(1 + 2**-9)
-
-
 class Rounding(torch_geometric.nn.MessagePassing):
+    """Has a weight that bfloat16 rounds to 1."""
+
     in_chunks = True
 
     def __init__(self):
         super().__init__(aggr="add")
-        self.lin = Rounded()
+        self.lin = torch.nn.Linear(7, 7, bias=False)
+        torch.nn.init.eye_(self.lin.weight).data.mul_(1 + 2**-9)
 
     def forward(self, x, edge_index):
         return self.propagate(edge_index, x=x)
@@ -181,14 +168,13 @@ def _several(cases):
 
 
 def test_layers_in_chunks_on_ranks():
-    grid = (2, 1, 1)
     cases = [
-        ("GATv2Conv edges", "directed", "random"),
-        ("EdgeConv", "star", "empty_rank"),
-        ("GATConv edges", "directed", "empty_rank"),
-        ("RGATConv within", "loops_and_copies", "empty_rank"),
+        ("GATv2Conv edges", "directed", "random", (2, 1, 1)),
+        ("EdgeConv", "star", "empty_rank", (2, 1, 1)),
+        ("GATConv edges", "directed", "empty_rank", (2, 1, 1)),
+        ("RGATConv within", "loops_and_copies", "empty_rank", (2, 1, 1)),
     ]
-    worlds.run(_several, 2, [(*case, grid) for case in cases])
+    worlds.run(_several, 2, cases)
 
 
 @pytest.mark.exhaustive
@@ -231,9 +217,8 @@ def trained(share):
         out = model(x, share.edge_index, weight)
         F.nll_loss(out[share.train_mask], share.y[share.train_mask]).backward()
     words = rows_moved(mesh) - before
-    found = [out, x.grad, weight.grad, *(p.grad for p in model.parameters())]
-    full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in found]
-    return [t.detach() for t in full], words
+    found = [out.detach(), x.grad, weight.grad, *(p.grad for p in model.parameters())]
+    return whole(found), words
 
 
 def cut(mesh, graph, cap, cutter="random"):
@@ -245,8 +230,7 @@ def cut(mesh, graph, cap, cutter="random"):
 def compared(graph, grid, cutter):
     want, free = trained(cut(worlds.mesh(grid=grid), graph, None, cutter))
     got, words = trained(cut(worlds.mesh(grid=grid), graph, "2 KiB", cutter))
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     return words, free
 
 
@@ -328,11 +312,8 @@ def spilled_rows():
 
     mesh, data = worlds.mesh(), GRAPHS["directed"]()
     data.x = torch.randn(data.num_nodes, 50, dtype=torch.float64)
-    conv, found = (
-        torch.nn.Sequential(torch.nn.Linear(50, 40), torch.nn.Linear(40, 40)),
-        [],
-    )
-    layer = torch_geometric.nn.GINConv(conv.double())
+    conv = torch.nn.Sequential(torch.nn.Linear(50, 40), torch.nn.Linear(40, 40))
+    layer, found = torch_geometric.nn.GINConv(conv.double()), []
     for cap in (None, "20KiB"):
         share = pdc.partition(data, mesh, "random", memory=cap)
         layer.zero_grad()
@@ -342,8 +323,7 @@ def spilled_rows():
         out.square().sum().backward()
         found.append([p.grad.clone() for p in layer.parameters()])
         assert any(kept) is (cap is not None)
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 def test_saved_rows_of_shares_go_to_files():
@@ -361,20 +341,14 @@ def test_nothing_is_left_of_what_was_kept():
     assert (cap._saved_bytes, cap._saved) == (0, {})
 
 
-@pytest.mark.parametrize(
-    ("size", "found"),
-    [(7, 7), ("8GiB", 2**33), ("1.5 kb", 1500), ("2e3", 2000), ("3 M", 3_000_000)],
-)
-def test_sizes(size, found):
-    assert memory.parse_bytes(size) == found
-
-
-@pytest.mark.parametrize("size", ["lots", 0, "-3GB", "4 apples", True, "0.1"])
-def test_what_is_no_size_is_refused(size):
-    with pytest.raises(
-        ValueError, match=r"got memory=.*, wanted a number of bytes; give"
-    ):
-        pdc.partition(GRAPHS["tiny"](), pdc.init(), memory=size)
+def test_sizes():
+    sizes = {7: 7, "8GiB": 2**33, "1.5 kb": 1500, "2e3": 2000, "3 M": 3_000_000}
+    for size, found in sizes.items():
+        assert memory.parse_bytes(size) == found
+    told = "got memory=.*, wanted a number of bytes; give"
+    for size in ("lots", 0, "-3GB", "4 apples", True, "0.1"):
+        with pytest.raises(ValueError, match=told):
+            pdc.partition(GRAPHS["tiny"](), pdc.init(), memory=size)
 
 
 def relations(kind, option):
@@ -383,8 +357,7 @@ def relations(kind, option):
     for cap in (None, "4KiB"):
         share = pdc.partition(graph(), mesh, "random", memory=cap)
         found.append(train(model_of(share, kind, option), share))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 @tiers.parametrize("size", [1, 2, 3], slice(0, 0))
