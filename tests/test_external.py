@@ -19,7 +19,6 @@ from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition import (
     arrow_tables,
     cutters,
-    external,
 )
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.external import partition_files
@@ -296,32 +295,6 @@ def test_no_edges_tell_no_number_of_nodes(tmp_path, name):
     with pytest.raises(ValueError, match=rf"{name}: holds no edges.*--num-nodes"):
         partition_files(path, tmp_path / "out", 2)
     assert sum(partition_files(path, tmp_path / "out", 2, num_nodes=4).nodes) == 4
-
-
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    path = write_text(tmp_path / "e.txt", as_text(graph().edge_index))
-    partition_files(path, tmp_path / "out", 2)
-    before = read_part(tmp_path / "out", 0).partition.digest()
-
-    def full(self, at, array):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(external.ArrayFile, "write", full)
-    with pytest.raises(ValueError, match=r"make room and allow writing.*no space"):
-        partition_files(path, tmp_path / "out", 3, force=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["e.txt", "out"]
-    assert read_part(tmp_path / "out", 0).partition.digest() == before
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_small_graphs_in_files(tmp_path, method):
-    path, out = tmp_path / "e.txt", tmp_path / "out"
-    for pairs, count, parts in ([], 1, 4), ([[0, 0]], None, 3), ([[0, 1]], None, 2):
-        write_text(path, as_text(torch.tensor(pairs).view(-1, 2).t()))
-        how = {"num_nodes": count, "force": True}
-        figures = partition_files(path, out, parts, method, **how)
-        assert sum(figures.edges) == len(pairs)
-        assert verify_folder(out) == []
 
 
 def test_the_command_takes_files(tmp_path, capsys):
