@@ -29,7 +29,6 @@ import contextlib
 import dataclasses
 import difflib
 import gc
-import hashlib
 import importlib
 import importlib.util
 import json
@@ -190,16 +189,19 @@ class Edit:
     new: str
 
 
+def changed(why, *pairs):
+    """Edits of one purpose."""
+    return tuple(Edit(why, old, new) for old, new in pairs)
+
+
 def first_batch(inputs):
     """The edits by which a lazy model sees a minibatch before it is replicated."""
     line = "model = pdc.replicate(model, mesh)\n"
-    why = "a first minibatch before `replicate`"
-    passed = (
-        f"with torch.no_grad():\n    batch = next(iter(train_loader))\n    {inputs}\n"
-    )
-    return (
-        Edit(why, line + "optimizer", "optimizer"),
-        Edit(why, "def train():\n", passed + line + "\n\ndef train():\n"),
+    batch = "with torch.no_grad():\n    batch = next(iter(train_loader))\n"
+    return changed(
+        "a first minibatch before `replicate`",
+        (line + "optimizer", "optimizer"),
+        ("def train():\n", f"{batch}    {inputs}\n{line}\n\ndef train():\n"),
     )
 
 
@@ -212,31 +214,28 @@ SAMPLED = (
 )
 
 
-def changed(why, *pairs):
-    """Edits of one purpose."""
-    return tuple(Edit(why, old, new) for old, new in pairs)
-
-
+SPECTRAL = (
+    "x = model.create_spectral_features(train_pos_edge_index, train_neg_edge_index)\n"
+)
 # tried where the swap alone is not exact, all of a script's edits together
 UNUSED = changed(
     "`replicate(..., find_unused_parameters=True)`",
     ("replicate(model, mesh)", "replicate(model, mesh, find_unused_parameters=True)"),
 )
 EDITS = {
-    "jit/gcn": (
-        Edit(
-            "no torch.jit.script",
-            "model = torch.jit.script(model).to(device)",
-            "model = model.to(device)",
-        ),
+    "jit/gcn": changed(
+        "no torch.jit.script",
+        ("torch.jit.script(model).to(device)", "model.to(device)"),
     ),
-    "jit/gat": (Edit("no torch.jit.script", "model = torch.jit.script(model)\n", ""),),
-    "compile/gcn": (
-        Edit("no torch.compile", "model = torch.compile(model, dynamic=False)\n", ""),
+    "jit/gat": changed(
+        "no torch.jit.script", ("model = torch.jit.script(model)\n", "")
     ),
-    "explain/graphmask_explainer": (
-        Edit(
-            "explain on whole tensors, `.full_tensor()`",
+    "compile/gcn": changed(
+        "no torch.compile", ("model = torch.compile(model, dynamic=False)\n", "")
+    ),
+    "explain/graphmask_explainer": changed(
+        "explain on whole tensors, `.full_tensor()`",
+        (
             "explainer(data.x, data.edge_index,",
             "explainer(data.x.full_tensor(), data.edge_index.full_tensor(),",
         ),
@@ -271,26 +270,15 @@ EDITS = {
         ("train_idx, DAD)", "train_idx, DAD.edge_index, DAD.edge_weight)"),
         ("train_idx, DA)", "train_idx, DA.edge_index, DA.edge_weight)"),
     ),
-    "graphland": (
-        Edit(
-            "partition where dataset[0] is read",
-            "        data = dataset[0]\n",
-            "        data = pdc.partition(dataset[0], mesh)\n",
-        ),
-        Edit(
-            "partition where dataset[0] is read",
-            "    data = dataset[0]\n",
-            "    data = pdc.partition(dataset[0], mesh)\n",
-        ),
+    "graphland": changed(
+        "partition where dataset[0] is read",
+        ("    data = dataset[0]\n", "    data = pdc.partition(dataset[0], mesh)\n"),
     ),
-    "signed_gcn": (
-        Edit(
-            "a Data of the features and edges",
-            "x = model.create_spectral_features(train_pos_edge_index, "
-            "train_neg_edge_index)\n",
-            "x = model.create_spectral_features(train_pos_edge_index, "
-            "train_neg_edge_index)\n"
-            "from torch_geometric.data import Data\n"
+    "signed_gcn": changed(
+        "a Data of the features and edges",
+        (
+            SPECTRAL,
+            f"{SPECTRAL}from torch_geometric.data import Data\n"
             "positive = pdc.partition(Data(x=x, edge_index=train_pos_edge_index), mesh)\n"
             "negative = Data(x=x, edge_index=train_neg_edge_index)\n"
             "negative = pdc.partition(negative, mesh, positive.x.rows.partition)\n"
@@ -314,10 +302,10 @@ def renamed(source):
             ours = [a for a in node.names if a.name in ("nn", "loader")]
             rest = [a for a in node.names if a not in ours]
             if ours:
-                new = [ast.unparse(ast.ImportFrom("pyg_distcomm", ours, 0))]
-                new += (
-                    [ast.unparse(ast.ImportFrom(node.module, rest, 0))] if rest else []
-                )
+                parts = {"pyg_distcomm": ours, node.module: rest}.items()
+                new = [
+                    ast.unparse(ast.ImportFrom(m, its, 0)) for m, its in parts if its
+                ]
                 lines[node.lineno - 1] = " " * node.col_offset + "; ".join(new) + "\n"
                 for k in range(node.lineno, node.end_lineno):
                     lines[k] = "\n"
@@ -443,7 +431,6 @@ def run(job, ranks, deadline, folder):
     for old in folder.glob("result*.pt"):
         old.unlink()
     job = job | {"out": str(folder / "result{rank}.pt"), "folder": str(folder)}
-    (folder / "job.json").write_text(json.dumps(job, indent=1))
     shared = {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -466,7 +453,6 @@ def run(job, ranks, deadline, folder):
             if code is None:
                 os.waitpid(pid, 0)
     seconds = time.monotonic() - begin
-    (folder / "seconds.txt").write_text(str(seconds))
     return gathered(folder, ranks or 1, hung, seconds)
 
 
@@ -512,18 +498,6 @@ def wait(children, end):
     return False
 
 
-def kept(job, ranks, folder):
-    """The run of the same job that a folder still holds, if any."""
-    file = folder / "job.json"
-    there = all((folder / f"result{r}.pt").exists() for r in range(ranks))
-    if not there or not (folder / "seconds.txt").exists():
-        return None
-    before = json.loads(file.read_text())
-    if not job.items() <= before.items():
-        return None
-    return gathered(folder, ranks, False, float((folder / "seconds.txt").read_text()))
-
-
 def gathered(folder, ranks, hung, seconds):
     results, printed, complaint = [], [], ""
     for rank in range(ranks):
@@ -548,9 +522,8 @@ NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan)(?![\w])
 
 def numbers(text):
     """All numbers printed, except in lines on time."""
-    lines = [
-        line for line in text.splitlines() if not re.search("time|took", line, re.I)
-    ]
+    timed = re.compile("time|took", re.I)
+    lines = [line for line in text.splitlines() if not timed.search(line)]
     return [float(n) for line in lines for n in NUMBER.findall(line)]
 
 
@@ -564,11 +537,7 @@ def apart(a, b):
     same = (a == b) | (a.isnan() & b.isnan())
     scale = max(float(a.nan_to_num().abs().max()), float(b.nan_to_num().abs().max()))
     gap = (a - b).abs().masked_fill(same, 0.0)
-    return (
-        float(gap.max()) / scale
-        if scale and not gap.isnan().any()
-        else float(gap.max())
-    )
+    return float(gap.max()) / (scale if scale and not gap.isnan().any() else 1.0)
 
 
 def difference(plain, other, printed=True):
@@ -590,9 +559,8 @@ def difference(plain, other, printed=True):
         for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             gap = abs(a - b) / max(abs(a), abs(b), 1e-12) if a != b and a == a else 0.0
             gap = float("inf") if (a == a) != (b == b) else gap
-            worst = max(
-                worst, (gap, f"printed number {k}: {a:.9g}, rank {rank}: {b:.9g}")
-            )
+            told = f"printed number {k}: {a:.9g}, rank {rank}: {b:.9g}"
+            worst = max(worst, (gap, told))
         if result["tensors"].keys() != tensors.keys():
             odd = sorted(result["tensors"].keys() ^ tensors.keys())[0]
             return float("inf"), f"rank {rank}: only one of both has {odd}"
@@ -625,12 +593,9 @@ def judged(plain, other, tolerance, printed=True):
         return Verdict("HANG", f"killed; {other.complaint[:120]}", other.seconds)
     fault = other.error
     if fault:
-        line = (
-            f" [line {fault['line']}, {Path(fault['place']).name}]"
-            if fault["line"]
-            else ""
-        )
-        return Verdict("refused", fault["error"][:200] + line, other.seconds)
+        place = f" [line {fault['line']}, {Path(fault['place']).name}]"
+        told = fault["error"][:200] + (place if fault["line"] else "")
+        return Verdict("refused", told, other.seconds)
     if plain.hung or plain.error:
         return Verdict("ran", "nothing to compare with", other.seconds)
     gap, where = difference(plain, other, printed)
@@ -685,7 +650,6 @@ class Example:
         return period | {
             "script": str(self.script),
             "source": str(source),
-            "text": hashlib.sha256(Path(source).read_bytes()).hexdigest(),
             "argv": ARGV.get(self.name, "").format(batch=batch).split(),
             "epochs": self.args.epochs,
             "seed": SEEDS.get(self.name, self.args.seed),
@@ -704,9 +668,8 @@ class Example:
     def foreign(self):
         """Says of a loader that is PyG's own here, or ''."""
         loader = OTHER_LOADERS.get(self.name)
-        ours = loader and getattr(
-            importlib.import_module("pyg_distcomm.loader"), loader
-        )
+        home = importlib.import_module("pyg_distcomm.loader")
+        ours = loader and getattr(home, loader)
         if ours and not ours.__module__.startswith("pyg_distcomm"):
             return f"{loader} is PyG's own: all ranks would draw the same minibatches"
         return ""
@@ -720,16 +683,11 @@ class Example:
         for processes in self.args.ranks if self.batched else [1]:
             job = self.job(script, processes)
             folder = self.folder / f"plain{processes}"
-            plain = self.plain[processes] = self.done(job, 0, folder)
+            plain = self.plain[processes] = run(job, 0, self.args.deadline, folder)
             if plain.hung or plain.error:
                 why = "hangs" if plain.hung else plain.error["error"][:160]
                 self.note = f"PyG's own run: {why}"
         print(f"{self.name:<34} plain: {self.note or 'runs'}", flush=True)
-
-    def done(self, job, ranks, folder):
-        """The run that --work still holds, else a new one."""
-        before = kept(job, ranks or 1, folder) if self.args.reuse else None
-        return before or run(job, ranks, self.args.deadline, folder)
 
     def run_swapped(self):
         for k, (what, text) in enumerate(attempts(self.name, self.source)):
@@ -741,7 +699,7 @@ class Example:
             verdicts = {}
             for ranks in self.args.ranks:
                 folder = self.folder / f"try{k}_{ranks}"
-                other = self.done(self.job(copy, 1), ranks, folder)
+                other = run(self.job(copy, 1), ranks, self.args.deadline, folder)
                 plain = self.plain[ranks if self.batched else 1]
                 printed = not self.batched or ranks == 1
                 found = judged(plain, other, self.args.tolerance, printed)
@@ -802,10 +760,8 @@ def table(rows, ranks):
         lost += [f"- `{row['name']}`, {told}" for told in row.get("bad", ())]
         if set(kinds) != {"exact"} and not row.get("bad"):
             bad = next(r for r in ranks if row["kinds"][str(r)] != "exact")
-            lost.append(
-                f"- `{row['name']}`, {bad} rank(s), {row['kinds'][str(bad)]}: "
-                f"{row['texts'][str(bad)]}"
-            )
+            told = f"{row['kinds'][str(bad)]}: {row['texts'][str(bad)]}"
+            lost.append(f"- `{row['name']}`, {bad} rank(s), {told}")
     yield from ["", f"What lost ({len(lost)}):" if lost else "", *lost]
 
 
@@ -906,23 +862,21 @@ def run_apart(names, args, work):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", help="PyG's repository")
-    parser.add_argument("--only", default="", help="names, as gcn,hetero/han_imdb")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--compiled", help="where pyg-lib or torch-sparse is")
-    parser.add_argument("--data", default=SHARED, help="a folder of real graphs")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=12345)
-    parser.add_argument("--columns", type=int, default=64, help="of features, at most")
-    parser.add_argument("--apart", action="store_true", help="each rank another seed")
-    parser.add_argument("--tolerance", type=float, default=1e-9)
-    parser.add_argument("--deadline", type=float, default=180.0, help="seconds a run")
-    parser.add_argument("--work", help="a folder to keep scripts and output in")
-    parser.add_argument(
-        "--reuse", action="store_true", help="runs that --work still holds"
-    )
-    parser.add_argument("--rows", help=argparse.SUPPRESS)  # of run_apart
-    parser.add_argument("--write", help="a file for the report")
+    add = parser.add_argument
+    add("checkout", help="PyG's repository")
+    add("--only", default="", help="names, as gcn,hetero/han_imdb")
+    add("--ranks", type=int, nargs="*", default=[1, 2])
+    add("--compiled", help="where pyg-lib or torch-sparse is")
+    add("--data", default=SHARED, help="a folder of real graphs")
+    add("--epochs", type=int, default=3)
+    add("--seed", type=int, default=12345)
+    add("--columns", type=int, default=64, help="of features, at most")
+    add("--apart", action="store_true", help="each rank another seed")
+    add("--tolerance", type=float, default=1e-9)
+    add("--deadline", type=float, default=180.0, help="seconds a run")
+    add("--work", help="a folder to keep scripts and output in")
+    add("--rows", help=argparse.SUPPRESS)  # of run_apart
+    add("--write", help="a file for the report")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end all ranks
     only = [name for name in args.only.split(",") if name]

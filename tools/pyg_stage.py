@@ -71,9 +71,8 @@ class Uniform(ast.NodeTransformer):
                 node.args = [ast.Constant(first), ast.Constant(first + self.epochs)]
         for word in node.keywords:
             thins = word.arg == "p" and name.split(".")[-1].startswith("dropout")
-            if (word.arg == "dropout" or thins) and isinstance(
-                word.value, ast.Constant
-            ):
+            thins |= word.arg == "dropout"
+            if thins and isinstance(word.value, ast.Constant):
                 word.value = ast.Constant(0.0)
             if word.arg in self.SHORT:
                 word.value = self._capped(word.value)
@@ -248,11 +247,7 @@ def negatives(period):
 
 
 def log(**values):
-    print(
-        ", ".join(
-            f"{k}: {v:.15g}" if v == v else f"{k}: nan" for k, v in values.items()
-        )
-    )
+    print(", ".join(f"{k}: {v:.15g}" for k, v in values.items()))
 
 
 def module(name, **names):
@@ -295,14 +290,11 @@ def adjust(seed, columns):
     tgn.scatter_argmax = last_messages(tgn.scatter_argmax)
     get, item = InMemoryDataset.get, torch_geometric.data.Dataset.__getitem__
     InMemoryDataset.get = lambda self, idx: at_hand(get(self, idx), columns)
-    # what a transform has made
-    torch_geometric.data.Dataset.__getitem__ = lambda self, idx: in_doubles(
-        item(self, idx)
-    )
-    spectral = torch_geometric.nn.SignedGCN.create_spectral_features
-    torch_geometric.nn.SignedGCN.create_spectral_features = lambda *args, **kwargs: (
-        spectral(*args, **kwargs).double()
-    )
+    ours = lambda self, idx: in_doubles(item(self, idx))  # noqa: E731 - of a transform
+    torch_geometric.data.Dataset.__getitem__ = ours
+    signed = torch_geometric.nn.SignedGCN
+    spectral = signed.create_spectral_features
+    signed.create_spectral_features = lambda *a, **how: spectral(*a, **how).double()
     empty = torch.empty  # what a layer leaves as it is has the same values in each run
     torch.empty = lambda *args, **kwargs: zeroed(empty(*args, **kwargs))
 
@@ -316,9 +308,10 @@ def adjust(seed, columns):
     Explanation.visualize_graph = lambda *_, **__: None
     for attack in (PRBCDAttack, GRBCDAttack):  # 125 epochs, and 100 with resampling
         start = attack.__init__
+        few = {125: 3, 100: 2}
+        given = start.__defaults__
         start.__defaults__ = tuple(
-            {125: 3, 100: 2}.get(d, d) if type(d) is int else d
-            for d in start.__defaults__
+            few.get(d, d) if type(d) is int else d for d in given
         )
     torch_geometric.seed.seed_everything(seed)
     random.seed(seed)
@@ -401,6 +394,12 @@ def masks(g, n, splits=None):
     return dict(zip(("train_mask", "val_mask", "test_mask"), parts, strict=True))
 
 
+def both_ways(data, source, verb, target, back, edges):
+    """Has edges of two types lead there and back."""
+    data[source, verb, target].edge_index = edges
+    data[target, back, source].edge_index = edges.flip(0)
+
+
 def one_graph(name, n=400, e=2400, features=24, classes=4, splits=None):
     g = numbers(name)
     edges = links(g, n, n, e)
@@ -461,24 +460,15 @@ class ZINC(StandIn):
         return graphs
 
 
-class WikipediaNetwork(StandIn):
-    def make(self):
-        return one_graph("chameleon", splits=10)
+def of_one_graph(kind, *args, **options):
+    """A data set of one graph by its class's name."""
+    return type(kind, (StandIn,), {"make": lambda self: one_graph(*args, **options)})
 
 
-class LINKXDataset(StandIn):
-    def make(self):
-        return one_graph("Penn94", splits=5)
-
-
-class Flickr(StandIn):
-    def make(self):
-        return one_graph("Flickr", classes=7)
-
-
-class Reddit(StandIn):
-    def make(self):
-        return one_graph("Reddit", n=640, classes=5)
+WikipediaNetwork = of_one_graph("WikipediaNetwork", "chameleon", splits=10)
+LINKXDataset = of_one_graph("LINKXDataset", "Penn94", splits=5)
+Flickr = of_one_graph("Flickr", "Flickr", classes=7)
+Reddit = of_one_graph("Reddit", "Reddit", n=640, classes=5)
 
 
 class GraphLandDataset(StandIn):
@@ -504,14 +494,8 @@ class Entities(StandIn):
         nodes = torch.from_numpy(g.permutation(n))[:150]
         y = torch.arange(150) % 4
         own = dict(zip(("train_idx", "test_idx"), nodes.split([100, 50]), strict=True))
-        return Data(
-            edge_index=edges,
-            edge_type=kinds,
-            num_nodes=n,
-            train_y=y[:100],
-            test_y=y[100:],
-            **own,
-        )
+        own |= {"train_y": y[:100], "test_y": y[100:], "num_nodes": n}
+        return Data(edge_index=edges, edge_type=kinds, **own)
 
 
 class RelLinkPredDataset(StandIn):
@@ -523,10 +507,8 @@ class RelLinkPredDataset(StandIn):
         types = torch.arange(edges.size(1)) % kinds
         order = torch.from_numpy(g.permutation(edges.size(1)))
         data = Data(num_nodes=n)
-        sizes = [edges.size(1) - 16, 8, 8]
-        for name, ids in zip(
-            ("train", "valid", "test"), order.split(sizes), strict=True
-        ):
+        parts = order.split([edges.size(1) - 16, 8, 8])
+        for name, ids in zip(("train", "valid", "test"), parts, strict=True):
             data[f"{name}_edge_index"] = edges[:, ids]
             data[f"{name}_edge_type"] = types[ids]
         train, kind = data.train_edge_index, data.train_edge_type
@@ -543,9 +525,8 @@ class BitcoinOTC(StandIn):
         for ids in order.chunk(5):
             good = ints(g, 10, len(ids)) + 1
             sign = torch.where(ints(g, 4, len(ids)) > 0, 1, -1)
-            graphs.append(
-                Data(edge_index=edges[:, ids], edge_attr=good * sign, num_nodes=n)
-            )
+            how = {"edge_attr": good * sign, "num_nodes": n}
+            graphs.append(Data(edge_index=edges[:, ids], **how))
         return graphs
 
 
@@ -556,12 +537,9 @@ class IMDB(StandIn):
             data[name].x = normal(g, n, 32)
         movie = data["movie"]
         movie.y = (movie.x @ normal(g, 32, 3)).argmax(-1)
-        for name, mask in masks(g, 240).items():
-            movie[name] = mask
+        movie.update(masks(g, 240))
         for name, n, e in (("director", 80, 100), ("actor", 200, 500)):
-            edges = links(g, 240, n, e)
-            data["movie", "to", name].edge_index = edges
-            data[name, "to", "movie"].edge_index = edges.flip(0)
+            both_ways(data, "movie", "to", name, "to", links(g, 240, n, e))
         return data
 
 
@@ -584,9 +562,8 @@ class AmazonBook(StandIn):
         edges = links(g, 120, 160, 1800)
         parts = edges[:, torch.from_numpy(g.permutation(edges.size(1)))]
         train, test = parts[:, :-300], parts[:, -300:]
-        data["user", "rates", "book"].edge_index = train
+        both_ways(data, "user", "rates", "book", "rated_by", train)
         data["user", "rates", "book"].edge_label_index = test
-        data["book", "rated_by", "user"].edge_index = train.flip(0)
         return data
 
 
@@ -598,10 +575,8 @@ class AMiner(StandIn):
             data[name].num_nodes = count
         data["author"].y_index, data["author"].y = torch.arange(120), ints(g, 4, 120)
         writes, shown = links(g, 120, 200, 400), links(g, 200, 12, 100)
-        data["author", "writes", "paper"].edge_index = writes
-        data["paper", "written_by", "author"].edge_index = writes.flip(0)
-        data["paper", "published_in", "venue"].edge_index = shown
-        data["venue", "publishes", "paper"].edge_index = shown.flip(0)
+        both_ways(data, "author", "writes", "paper", "written_by", writes)
+        both_ways(data, "paper", "published_in", "venue", "publishes", shown)
         return data
 
 
@@ -614,8 +589,7 @@ class OGB_MAG(StandIn):
         for name, n in sizes.items():
             data[name].x = normal(g, n, 16)
         data["paper"].y = ints(g, 4, 320)
-        for name, mask in masks(g, 320).items():
-            data["paper"][name] = mask
+        data["paper"].update(masks(g, 320))
         for a, verb, b in (
             ("author", "affiliated_with", "institution"),
             ("author", "writes", "paper"),
@@ -688,14 +662,10 @@ class PygLinkPropPredDataset(StandIn):
         edges = data.edge_index[:, data.edge_index[0] < data.edge_index[1]].t()
         edges = edges[torch.from_numpy(g.permutation(len(edges)))]
         self.parts = {}
-        sizes = [len(edges) - 200, 100, 100]
-        for name, rows in zip(
-            ("train", "valid", "test"), edges.split(sizes), strict=True
-        ):
-            self.parts[name] = {
-                "edge": rows,
-                "edge_neg": ints(g, data.num_nodes, 100, 2),
-            }
+        rows = edges.split([len(edges) - 200, 100, 100])
+        for name, some in zip(("train", "valid", "test"), rows, strict=True):
+            drawn = ints(g, data.num_nodes, 100, 2)
+            self.parts[name] = {"edge": some, "edge_neg": drawn}
         train = self.parts["train"]["edge"].t()
         edges = torch.cat([train, train.flip(0)], 1)
         return Data(x=data.x, edge_index=edges, num_nodes=data.num_nodes)
@@ -717,13 +687,10 @@ class Evaluator:
         if "y_pred_pos" in given:
             border = np.sort(given["y_pred_neg"])[-self.K]
             return {f"hits@{self.K}": float((given["y_pred_pos"] > border).mean())}
+        both = given["y_true"], given["y_pred"]
         if self.name == "ogbn-proteins":
-            return {
-                "rocauc": sklearn.metrics.roc_auc_score(
-                    given["y_true"], given["y_pred"]
-                )
-            }
-        return {"acc": float((given["y_true"] == given["y_pred"]).mean())}
+            return {"rocauc": sklearn.metrics.roc_auc_score(*both)}
+        return {"acc": float((both[0] == both[1]).mean())}
 
 
 class Planetoid(StandIn):
@@ -737,12 +704,9 @@ class DBLP(StandIn):
         data["author"].x, data["paper"].x = normal(g, 120, 33), normal(g, 200, 42)
         data["term"].x, data["conference"].num_nodes = normal(g, 90, 5), 20
         data["author"].y = ints(g, 4, 120)
-        for name, mask in masks(g, 120).items():
-            data["author"][name] = mask
+        data["author"].update(masks(g, 120))
         for name, n in (("author", 120), ("term", 90), ("conference", 20)):
-            edges = links(g, 200, n, 400)
-            data["paper", "to", name].edge_index = edges
-            data[name, "to", "paper"].edge_index = edges.flip(0)
+            both_ways(data, "paper", "to", name, "to", links(g, 200, n, 400))
         return data
 
 
@@ -764,16 +728,11 @@ def furnish(home):
     for cls in StandIn.__subclasses__():
         if hasattr(real, cls.__name__) and cls not in (Planetoid, DBLP):
             setattr(real, cls.__name__, cls)
-    module(
-        "ogb.nodeproppred",
-        PygNodePropPredDataset=PygNodePropPredDataset,
-        Evaluator=Evaluator,
-    )
-    module(
-        "ogb.linkproppred",
-        PygLinkPropPredDataset=PygLinkPropPredDataset,
-        Evaluator=Evaluator,
-    )
+    for what, kind in (
+        ("node", PygNodePropPredDataset),
+        ("link", PygLinkPropPredDataset),
+    ):
+        module(f"ogb.{what}proppred", **{kind.__name__: kind, "Evaluator": Evaluator})
 
 
 # ----- what is kept -------------------------------------------------------------------
