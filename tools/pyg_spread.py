@@ -103,9 +103,8 @@ class Spreader:
         """How the spread call stands to one on one process, in words."""
         for dtype, gaps in PRECISIONS.items():
             one = self.alike(as_type(copy.deepcopy(module), dtype))
-            given = tree(
-                lambda v, to=dtype: as_type(v, to), bound(module, args, kwargs)
-            )
+            named = bound(module, args, kwargs)
+            given = tree(lambda v, to=dtype: as_type(v, to), named)
             with torch.enable_grad():
                 try:
                     generators(state)
@@ -130,15 +129,14 @@ class Spreader:
                 except Exception as error:
                     return f"ERROR: {type(error).__name__}: {str(error)[:150]}"
                 found = compared(want, got, gaps)
-                if found.startswith("WRONG"):
-                    for ulps in (8, -8, 3, -5):
-                        generators(state)
-                        moved = tree(lambda v, k=ulps: nudged(v, k), given)
-                        again = measured(copy.deepcopy(one), leaves(moved))
-                        if compared(want, again, gaps).startswith("WRONG"):
-                            raise Skipped(
-                                "PyG's own result hangs on the last bits of inputs"
-                            )
+                for ulps in (8, -8, 3, -5) if found.startswith("WRONG") else ():
+                    generators(state)
+                    moved = tree(lambda v, k=ulps: nudged(v, k), given)
+                    again = measured(copy.deepcopy(one), leaves(moved))
+                    if compared(want, again, gaps).startswith("WRONG"):
+                        raise Skipped(
+                            "PyG's own result hangs on the last bits of inputs"
+                        )
                 return found
         raise AssertionError("there is a last precision")
 
@@ -153,9 +151,8 @@ class Spreader:
 
     def spread(self, given, module):
         """The same inputs with rows of nodes, and of edges, spread over ranks."""
-        cells = [
-            c for v in given.values() for c in getattr(v, "__closure__", None) or ()
-        ]
+        functions = [getattr(v, "__closure__", None) for v in given.values()]
+        cells = [cell for closure in functions for cell in closure or ()]
         if any(isinstance(c.cell_contents, torch.Tensor) for c in cells):
             raise Skipped("a function that holds tensors, which are not spread")
         if any(isinstance(v, dict) for v in given.values()):
@@ -184,19 +181,10 @@ class Spreader:
             if of_edges or (len(value) == n and (whole or "edge" not in name)):
                 data[name] = value
                 named["edge" if of_edges else "node"].append(name)
-        share = pdc.partition(
-            data,
-            self.mesh,
-            self.owners(n),
-            node_attrs=named["node"],
-            edge_attrs=named["edge"],
-        )
-        out = dict(given)
-        for name in (*named["node"], *named["edge"]):
-            out[name] = share[name]
-        if whole:
-            out["edge_index"] = share.edge_index
-        return out
+        how = {f"{level}_attrs": names for level, names in named.items()}
+        share = pdc.partition(data, self.mesh, self.owners(n), **how)
+        names = [*named["node"], *named["edge"], *(["edge_index"] if whole else ())]
+        return given | {name: share[name] for name in names}
 
     def of_two_types(self, given, pairs):
         """Inputs whose sources and targets are nodes of two types."""
@@ -214,21 +202,18 @@ class Spreader:
         for end, count in zip(("source", "target"), counts, strict=True):
             data[end].num_nodes = count
         data[key].edge_index = edges
-        attrs = {
-            k: v
-            for k, v in given.items()
-            if isinstance(v, torch.Tensor) and v.dim() and len(v) == edges.size(1)
-        }
-        attrs.pop("edge_index", None)
-        for name, value in attrs.items():
-            data[key][name] = value
+        attrs = []
+        for name, v in given.items():
+            if isinstance(v, torch.Tensor) and v.dim() and v is not edges:
+                if len(v) == edges.size(1):
+                    data[key][name] = v
+                    attrs.append(name)
         for name, pair in pairs.items():
             for end, value in zip(("source", "target"), pair, strict=True):
                 if value is not None:
                     data[end][name] = value
-        owners = {
-            end: self.owners(c) for end, c in zip(data.node_types, counts, strict=True)
-        }
+        ends = zip(data.node_types, counts, strict=True)
+        owners = {end: self.owners(count) for end, count in ends}
         share = pdc.partition(data, self.mesh, owners)
         out = dict(given, edge_index=share[key].edge_index)
         for name in attrs:
@@ -245,12 +230,9 @@ class Spreader:
             for key, value in table.items():
                 if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
                     raise Skipped("a dictionary of something else than tensors")
+                data[key][attribute(name, key, value)] = value
                 if isinstance(key, str):
-                    data[key][name], count[key] = value, len(value)
-                else:
-                    data[key]["edge_index" if value.dtype == torch.long else name] = (
-                        value
-                    )
+                    count[key] = len(value)
         if not data.edge_types or set(data.node_types) - set(count):
             raise Skipped("dictionaries that are no graph")
         for key, n in count.items():
@@ -258,14 +240,18 @@ class Spreader:
         owners = {key: self.owners(n) for key, n in count.items()}
         share, out = pdc.partition(data, self.mesh, owners), dict(given)
         for name, table in tables.items():
-            out[name] = {
-                key: share[key]["edge_index" if value.dtype == torch.long else name]
-                for key, value in table.items()
-            }
+            out[name] = {k: share[k][attribute(name, k, v)] for k, v in table.items()}
         return out
 
     def owners(self, n):
         return (torch.arange(n) * 7 + 3) % 5 % self.mesh.size
+
+
+def attribute(name, key, value):
+    """The attribute of a `HeteroData` for an input, by the type of its nodes or edges."""
+    return (
+        "edge_index" if isinstance(key, tuple) and value.dtype == torch.long else name
+    )
 
 
 def is_pair(value):
@@ -290,13 +276,15 @@ def leaves(given):
     """The inputs, floating point ones as leaves that want a gradient."""
 
     def leaf(value):
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        if value.layout != torch.strided:
-            return value
-        return value.detach().clone().requires_grad_()
+        return value.detach().clone().requires_grad_() if is_real(value) else value
 
     return tree(leaf, given)
+
+
+def is_real(value):
+    """Tells whether a value is a dense tensor of floating point numbers."""
+    dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    return dense and value.is_floating_point()
 
 
 def tensors(value, name):
@@ -349,9 +337,8 @@ def compared(want, got, gaps):
         if a.shape != b.shape:
             return f"WRONG: {name} has the shape {list(b.shape)}, not {list(a.shape)}"
         a, b = a.double(), b.double()
-        near = [
-            torch.allclose(a, b, rtol=gap, atol=gap, equal_nan=True) for gap in gaps
-        ]
+        how = [{"rtol": gap, "atol": gap, "equal_nan": True} for gap in gaps]
+        near = [torch.allclose(a, b, **each) for each in how]
         if not near[1]:
             return f"WRONG: {name} differs by {float((a - b).abs().max()):.1e}"
         out = out if near[0] else "works to 1e-6"
@@ -365,9 +352,7 @@ def cloned(value):
 
 def nudged(value, ulps):
     """A floating point tensor moved by a few units in the last place."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return value
-    if value.layout != torch.strided:
+    if not is_real(value):
         return value
     steps = torch.linspace(-ulps, ulps, value.numel(), dtype=value.dtype)
     return value * (1 + steps.view(value.shape) * torch.finfo(value.dtype).eps)
@@ -418,15 +403,12 @@ def rank_main(checkout, only, most, as_is, files):
     torch.manual_seed(0)
     mesh = pdc.init(timeout=300.0)
     spreader = Spreader(mesh, only, most, as_is)
-    torch.nn.Module.__call__ = lambda module, *args, **kwargs: spreader(
-        module, *args, **kwargs
-    )
+    call = lambda module, *args, **kwargs: spreader(module, *args, **kwargs)  # noqa: E731
+    torch.nn.Module.__call__ = call
     sys.path.insert(0, str(checkout))
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", NOT_RUN]
-    with (
-        tempfile.TemporaryDirectory() as own,
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with tempfile.TemporaryDirectory() as own, quiet:
         options += ["--basetemp", own, "--rootdir", str(checkout)]
         pytest.main([*options, *files])
     torch.nn.Module.__call__ = PLAIN
@@ -509,15 +491,14 @@ ADD = collections.Counter()
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", help="PyG's repository")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--only", default="", help="names of classes")
-    parser.add_argument("--most", type=int, default=100, help="calls of a class")
-    parser.add_argument(
-        "--as-they-are", action="store_true", help="PyG's classes, not converted"
-    )
-    parser.add_argument("--folders", default=",".join(FOLDERS), help="or files of them")
-    parser.add_argument("--write", help="a file for the page")
+    add = parser.add_argument
+    add("checkout", help="PyG's repository")
+    add("--ranks", type=int, default=2)
+    add("--only", default="", help="names of classes")
+    add("--most", type=int, default=100, help="calls of a class")
+    add("--as-they-are", action="store_true", help="PyG's classes, not converted")
+    add("--folders", default=",".join(FOLDERS), help="or files of them")
+    add("--write", help="a file for the page")
     args = parser.parse_args()
     only = {name for name in args.only.split(",") if name}
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -533,14 +514,8 @@ def main():
         if args.write:
             Path(args.write).write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
-    bad = [
-        v
-        for kinds in found.values()
-        for verdicts in kinds.values()
-        for v in verdicts
-        if v.partition(":")[0].isupper()
-    ]
-    sys.exit(1 if bad else 0)
+    kinds = [counts for kinds in found.values() for counts in kinds.values()]
+    sys.exit(any(v.partition(":")[0].isupper() for counts in kinds for v in counts))
 
 
 if __name__ == "__main__":
