@@ -25,11 +25,13 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
 import misused
 import torch
+import torch.distributed as dist
 from faulty import INJECTED, TIMEOUT, WORKLOADS
 
 HERE = Path(__file__).parent
@@ -57,13 +59,8 @@ class Nursery:
     """The server that ranks are forked from, and the store that they meet at."""
 
     def __init__(self):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                [str(HERE.parent), str(HERE.parent / "tests")]
-            ),
-            "OMP_NUM_THREADS": "1",
-        }
+        paths = os.pathsep.join([str(HERE.parent), str(HERE.parent / "tests")])
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         self.server = subprocess.Popen(
             [sys.executable, "-u", str(HERE / "faulty.py")],
             stdin=subprocess.PIPE,
@@ -102,8 +99,6 @@ def run_ranks(nursery, case, ranks, resume=(), hard=HARD):
 
     Returns codes, texts, when each ended, and what is left behind.
     """
-    import torch.distributed as dist
-
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     outs = Path(tempfile.mkdtemp(prefix="faults-out-"))
     memory = set(os.listdir("/dev/shm"))
@@ -128,9 +123,7 @@ def run_ranks(nursery, case, ranks, resume=(), hard=HARD):
                 if codes[rank] is None and not told.empty():
                     event = told.get()
                     codes[rank], ends[rank] = event["code"], event["time"]
-            if resume and all(
-                codes[r] is not None for r in range(ranks) if r not in resume
-            ):
+            if None not in (code for r, code in enumerate(codes) if r not in resume):
                 for rank in resume:
                     os.kill(running[rank][0], signal.SIGCONT)
                 resume = ()
@@ -141,16 +134,12 @@ def run_ranks(nursery, case, ranks, resume=(), hard=HARD):
                 os.kill(pid, signal.SIGKILL)
                 told.get(timeout=10)
     texts = [(outs / str(rank)).read_text() for rank in range(ranks)]
+    groups = [pid for pid, _ in running]
     left = [
-        f"process in the group of rank {r}"
-        for r, (pid, _) in enumerate(running)
-        if _alive(pid)
+        f"process in the group of rank {r}" for r, p in enumerate(groups) if _alive(p)
     ]
-    left += [
-        f"/dev/shm/{name}"
-        for name in set(os.listdir("/dev/shm")) - memory
-        if "torch" in name or "pyg" in name
-    ]
+    new = set(os.listdir("/dev/shm")) - memory
+    left += [f"/dev/shm/{name}" for name in new if "torch" in name or "pyg" in name]
     left += sorted(str(path.relative_to(folder)) for path in folder.iterdir())
     shutil.rmtree(folder)
     shutil.rmtree(outs)
@@ -225,7 +214,7 @@ class Campaign:
                 case = {"workload": workload, "how": "none", "rank": -1, "at": 0}
                 codes, texts, _, _ = run_ranks(self.nursery, case, ranks, hard=2 * HARD)
                 assert codes == [0] * ranks, "\n".join(texts)
-                results = [re.search(r"^RESULT (.*)$", t, re.M)[1] for t in texts]
+                results = list(map(result_of, texts))
                 counts = [int(re.search(r"^COUNT (\d+)$", t, re.M)[1]) for t in texts]
                 self.undisturbed[workload] = results, counts
             return self.undisturbed[workload]
@@ -237,14 +226,12 @@ class Campaign:
     def _misuse(self, misuse):
         case = misused.CASES[misuse.case]
         begin = time.time()
-        codes, texts, ends, left = run_ranks(
-            self.nursery, {"misuse": misuse.case}, case.ranks
-        )
+        told = {"misuse": misuse.case}
+        codes, texts, ends, left = run_ranks(self.nursery, told, case.ranks)
         seconds = max([e for e in ends if e] or [begin + HARD]) - begin
         wrong = [f"left behind: {name}" for name in left if name not in case.files]
+        wrong += _late(codes, seconds, 3.5 * TIMEOUT + LATE)
         wanted = list(case.codes or [int(case.says is not None)] * case.ranks)
-        if None in codes or seconds > 3.5 * TIMEOUT + LATE:
-            wrong.append("hangs" if None in codes else f"ends after {seconds:.0f} s")
         if codes != wanted:
             wrong.append(f"exit codes {codes}, not {wanted}")
         for rank, text in enumerate(texts):
@@ -255,47 +242,44 @@ class Campaign:
                 wrong.append(f"rank {rank} reached terminate")
             if "CLEANED" not in text:
                 wrong.append(f"rank {rank} ended without atexit")
-        told = [re.search(r"^RESULT (.*)$", t, re.M) for t in texts]
-        if case.says is None and len({t and t[1] for t in told}) > 1:
-            wrong.append(f"results differ: {[t and t[1] for t in told]}")
+        results = {result_of(text) for text in texts}
+        if case.says is None and len(results) > 1:
+            wrong.append(f"results differ: {results}")
         return Outcome(misuse.name, codes, texts, seconds, left, wrong)
 
     def _fault(self, fault):
         results, counts = self.plain(fault.workload)
-        at = max(1, round(fault.place * counts[fault.rank]))
-        case = {
-            "workload": fault.workload,
-            "how": fault.how,
-            "rank": fault.rank,
-            "at": at,
-        }
-        ranks = WORKLOADS[fault.workload].ranks
-        resume = (fault.rank,) if fault.how == "stop" else ()
-        codes, texts, ends, left = run_ranks(self.nursery, case, ranks, resume)
-        left = [name for name in left if name not in WORKLOADS[fault.workload].files]
-        struck = re.search(r"^STRUCK (.*)$", texts[fault.rank], re.M)
+        workload, rank = WORKLOADS[fault.workload], fault.rank
+        at = max(1, round(fault.place * counts[rank]))
+        case = {"workload": fault.workload, "how": fault.how, "rank": rank, "at": at}
+        resume = (rank,) if fault.how == "stop" else ()
+        found = run_ranks(self.nursery, case, workload.ranks, resume)
+        codes, texts, ends, left = found
+        left = [name for name in left if name not in workload.files]
+        struck = re.search(r"^STRUCK (.*)$", texts[rank], re.M)
         if struck is None:
-            return Outcome(
-                fault.name, codes, texts, 0.0, left, ["the fault did not strike"]
-            )
+            wrong = ["the fault did not strike"]
+            return Outcome(fault.name, codes, texts, 0.0, left, wrong)
         begin = float(struck[1])
-        others = [r for r in range(ranks) if r != fault.rank]
-        last = [
-            e for r, e in enumerate(ends) if e and (r in others or fault.how != "stop")
-        ]
+        last = [e for r, e in enumerate(ends) if e and r not in resume]
         seconds = max(last) - begin if last else HARD
         wrong = [f"left behind: {name}" for name in left]
-        limit = TIMEOUT + LATE if fault.how != "slow" else HARD
-        if None in codes or seconds > limit:
-            wrong.append(
-                f"ends after {seconds:.0f} s" if None not in codes else "hangs"
-            )
-        for rank in range(ranks):
-            wrong += [
-                f"rank {rank}: {w}"
-                for w in _wrong(fault, rank, codes[rank], texts[rank], results[rank])
-            ]
+        wrong += _late(codes, seconds, TIMEOUT + LATE if fault.how != "slow" else HARD)
+        for r, ended in enumerate(zip(codes, texts, results, strict=True)):
+            wrong += [f"rank {r}: {w}" for w in _wrong(fault, r, *ended)]
         return Outcome(fault.name, codes, texts, seconds, left, wrong)
+
+
+def result_of(text):
+    """The result that a rank has printed, None if there is none."""
+    told = re.search(r"^RESULT (.*)$", text, re.M)
+    return told and told[1]
+
+
+def _late(codes, seconds, limit):
+    if None in codes:
+        return ["hangs"]
+    return [f"ends after {seconds:.0f} s"] if seconds > limit else []
 
 
 def _wrong(fault, rank, code, text, result):
@@ -310,18 +294,16 @@ def _wrong(fault, rank, code, text, result):
     if code == 0:
         if mine and fault.how == "leave":
             return []
-        told = re.search(r"^RESULT (.*)$", text, re.M)
-        if told is None:
+        if result_of(text) is None:
             return ["ended well, with no result"]
-        return [] if told[1] == result else ["another result"]
+        return [] if result_of(text) == result else ["another result"]
     if fault.how == "slow":
         return ["failed, though rank 1 was only slow"]
     if mine:
         own = {"raise": 1, "term": 143}.get(fault.how)
-        told = INJECTED not in text if fault.how == "raise" else False
-        return [f"exit code {code}"] * (own not in (None, code)) + [
-            "no traceback"
-        ] * told
+        silent = fault.how == "raise" and INJECTED not in text
+        said = ["no traceback"] * silent
+        return [f"exit code {code}"] * (own not in (None, code)) + said
     return [] if _says(fault, text) else [f"says something else: {last_line(text)}"]
 
 
@@ -355,17 +337,13 @@ def table(outcomes):
         "|---|---|---|---|---|",
     ]
     for one in outcomes:
-        said = "; ".join(
-            dict.fromkeys(
-                last_line(t) for t, c in zip(one.said, one.codes, strict=True) if c
-            )
-        )
+        ended = zip(one.said, one.codes, strict=True)
+        said = "; ".join(dict.fromkeys(last_line(t) for t, code in ended if code))
         said = said.replace("|", "\\|")[:160]
-        verdict = "well" if not one.wrong else "; ".join(one.wrong)
+        verdict = "; ".join(one.wrong) or "well"
         codes = " ".join("-" if c is None else str(c) for c in one.codes)
-        rows.append(
-            f"| {one.name} | {codes} | {one.seconds:.1f} | {said} | {verdict} |"
-        )
+        cells = one.name, codes, f"{one.seconds:.1f}", said, verdict
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -406,17 +384,11 @@ def report(outcomes, machine):
         some = by_kind[kind]
         took = [one.seconds for one in some]
         well = sum(not one.wrong for one in some)
-        rows.append(
-            f"| {well} | {len(some)} | {kind} | {median(took):.1f} | {max(took):.1f} |"
-        )
+        times = f"{median(took):.1f} | {max(took):.1f}"
+        rows.append(f"| {well} | {len(some)} | {kind} | {times} |")
     bad = [one for one in outcomes if one.wrong]
-    workloads = len(
-        {
-            one.name.split(",")[0]
-            for one in outcomes
-            if re.search(r"rank \d+: ", one.name)
-        }
-    )
+    faults = [one.name for one in outcomes if re.search(r"rank \d+: ", one.name)]
+    workloads = len({name.split(",")[0] for name in faults})
     told = f"{len(outcomes)} cases of {workloads} workloads"
     rows += ["", f"{told}. " + ("All end well." if not bad else "What fell short:"), ""]
     rows += [f"- {one.name}: {'; '.join(one.wrong)[:300]}" for one in bad]
@@ -425,61 +397,39 @@ def report(outcomes, machine):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--report", help="a file for cases by kind, and what fell short"
-    )
-    parser.add_argument("-k", default="", help="cases whose names hold this")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="print what ranks said, and write runs/faults.md",
-    )
+    add = parser.add_argument
+    add("--report", help="a file for cases by kind, and what fell short")
+    add("-k", default="", help="cases whose names hold this")
+    add("--jobs", type=int, default=2)
+    told = "print what ranks said, and write runs/faults.md"
+    add("--verbose", action="store_true", help=told)
     asked = parser.parse_args()
     campaign = Campaign()
     chosen = [case for case in cases() if re.search(asked.k, case.name)]
-    outcomes, left = {}, queue.SimpleQueue()
-    for number, case in enumerate(chosen):
-        left.put((number, case))
 
-    def work():
-        while True:
-            try:
-                number, case = left.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                one = outcomes[number] = campaign.run(case)
-            except AssertionError as error:
-                one = outcomes[number] = Outcome(
-                    case.name, [], [], 0.0, [], [str(error)[-2000:]]
-                )
-            print(
-                f"{one.seconds:5.1f} s  {one.name}: {'; '.join(one.wrong) or 'well'}",
-                flush=True,
-            )
-            if asked.verbose and one.wrong:
-                print(
-                    "\n".join(f"--- rank {r}\n{t}" for r, t in enumerate(one.said)),
-                    flush=True,
-                )
+    def judged(case):
+        try:
+            one = campaign.run(case)
+        except AssertionError as error:
+            one = Outcome(case.name, [], [], 0.0, [], [str(error)[-2000:]])
+        print(f"{one.seconds:5.1f} s  {one.name}: {'; '.join(one.wrong) or 'well'}")
+        if asked.verbose and one.wrong:
+            print(*(f"--- rank {r}\n{t}" for r, t in enumerate(one.said)), sep="\n")
+        sys.stdout.flush()
+        return one
 
-    threads = [threading.Thread(target=work) for _ in range(asked.jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        outcomes = list(pool.map(judged, chosen))
     campaign.nursery.close()
-    ordered = [outcomes[number] for number in sorted(outcomes)]
-    bad = [one for one in ordered if one.wrong]
+    bad = [one for one in outcomes if one.wrong]
     if asked.report:
         machine = f"torch {torch.__version__}, {os.cpu_count()} cores"
-        Path(asked.report).write_text(report(ordered, machine) + "\n")
+        Path(asked.report).write_text(report(outcomes, machine) + "\n")
     if asked.verbose:
         place = HERE.parent / "runs" / "faults.md"
         place.parent.mkdir(exist_ok=True)
-        place.write_text(table(ordered) + "\n")
-    print(f"{len(ordered)} cases, {len(bad)} end badly")
+        place.write_text(table(outcomes) + "\n")
+    print(f"{len(outcomes)} cases, {len(bad)} end badly")
     return int(bool(bad))
 
 
