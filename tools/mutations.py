@@ -34,22 +34,14 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.M)
 
 @dataclass(frozen=True)
 class Mutation:
-    """One fault, and the tests that should find it.
+    """One fault, and the tests that should find it."""
 
-    Args:
-        name: what is wrong with it.
-        kind: what part of the package it is in.
-        old, new: a text that occurs once in the package, and what takes its place.
-        files: tests of the default tier.
-        words: selects some of them, as pytest's -k does; nothing selects all.
-    """
-
-    name: str
-    kind: str
-    old: str
-    new: str
-    files: str
-    words: str = ""
+    name: str  # what is wrong with it
+    kind: str  # what part of the package it is in
+    old: str  # a text that occurs once in the package
+    new: str  # what takes its place
+    files: str  # tests of the default tier
+    words: str = ""  # select some of them, as pytest's -k does; nothing selects all
 
 
 # The tests that should find some faults, and below them each fault: its kind and what is
@@ -373,21 +365,15 @@ def find(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the tests of one fault.
-
-    Args:
-        mutation: the fault.
-        file: where it was.
-        verdict: "caught", "NOT caught", "timeout", or "broken" where tests could not be run.
-        by: the first test that failed.
-        seconds: that the tests took.
-    """
+    """What became of the tests of one fault."""
 
     mutation: Mutation
-    file: str
-    verdict: str
-    by: str
-    seconds: float
+    file: str  # where it was
+    verdict: (
+        str  # "caught", "NOT caught", "timeout", "broken" where tests could not be run
+    )
+    by: str  # the first test that failed
+    seconds: float  # that the tests took
 
 
 class Workshop:
@@ -402,13 +388,12 @@ class Workshop:
 
     def pytest(self, arguments: Sequence[str]) -> tuple[int | None, str, float]:
         """Runs pytest; returns its exit code, None if it was stopped, output and seconds."""
-        place = {"PYTHONPATH": str(self.root)}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         begin = time.monotonic()
         process = subprocess.Popen(
             [*command, *arguments],
             cwd=self.root,
-            env={**os.environ, **place},
+            env={**os.environ, "PYTHONPATH": str(self.root)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -420,14 +405,10 @@ class Workshop:
         except subprocess.TimeoutExpired:
             code, text = None, ""
         finally:
-            self._end(process)
+            with suppress(ProcessLookupError):  # the ranks that it has left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         return code, text, time.monotonic() - begin
-
-    def _end(self, process: subprocess.Popen[str]) -> None:
-        """Ends a run, and the ranks that it has left."""
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
     @contextmanager
     def mutated(self, mutation: Mutation) -> Iterator[Path]:
@@ -505,9 +486,8 @@ class Workshop:
             said = (text.splitlines() or [""])[-1]
             print(f"without a fault, {files}: {said}", flush=True)
             if code != 0:
-                raise RuntimeError(
-                    f"{files} does not pass without a fault:\n{text[-5000:]}"
-                )
+                told = f"{files} does not pass without a fault"
+                raise RuntimeError(f"{told}:\n{text[-5000:]}")
 
 
 def selection(mutation: Mutation) -> list[str]:
@@ -550,15 +530,15 @@ def campaign(
 
 def rows_of(outcomes: Sequence[Outcome]) -> dict[str, str]:
     """Returns the line of a table for each fault, by name."""
-    rows = {}
+    found = {}
     for outcome in outcomes:
         mutation = outcome.mutation
         by = f"`{outcome.by}`" if outcome.verdict == "caught" else outcome.verdict
         file = outcome.file.removeprefix(f"{PACKAGE}/")
         cells = mutation.name, mutation.kind, f"`{file}`", by, f"{outcome.seconds:.0f}"
         line = " | ".join(cell.replace("|", "&#124;") for cell in cells)
-        rows[mutation.name] = f"| {line} |"
-    return rows
+        found[mutation.name] = f"| {line} |"
+    return found
 
 
 def cases(outcomes: Sequence[Outcome], before: str) -> str:
@@ -568,47 +548,42 @@ def cases(outcomes: Sequence[Outcome], before: str) -> str:
         outcomes: of this run.
         before: an earlier table, from which the lines of other faults are taken.
     """
-    lines = re.findall(r"^\| (.+?) \| .+ \| +\d+ \|$", before, re.M)
-    kept = re.findall(r"^\| .+ \| +\d+ \|$", before, re.M)
-    known = dict(zip(lines, kept, strict=True)) | rows_of(outcomes)
-    rows = [known[m.name] for m in MUTATIONS if m.name in known]
-    return "\n".join([*COLUMNS, *rows, ""])
+    kept = {row.split(" | ")[0][2:]: row for row in rows(before)}
+    known = kept | rows_of(outcomes)
+    return "\n".join(
+        [*COLUMNS, *(known[m.name] for m in MUTATIONS if m.name in known), ""]
+    )
+
+
+def rows(table: str) -> list[str]:
+    return re.findall(r"^\| .+ \| +\d+ \|$", table, re.M)
 
 
 def report(table: str) -> str:
     """Returns the short report of a table of `cases`: faults by kind, and those missed."""
-    cells = [row.split(" | ") for row in re.findall(r"^\| .+ \| +\d+ \|$", table, re.M)]
+    cells = [row.split(" | ") for row in rows(table)]
     caught = [row for row in cells if "::" in row[3]]
     told = f"{len(caught)} of {len(cells)} faults are caught."
-    if len(cells) < len(MUTATIONS):
-        told += (
-            f" {len(MUTATIONS) - len(cells)} more of the list have not been tried here."
-        )
-    kinds = Counter(row[1] for row in cells)
-    found = Counter(row[1] for row in caught)
+    if left := len(MUTATIONS) - len(cells):
+        told += f" {left} more of the list have not been tried here."
+    kinds, found = (Counter(row[1] for row in some) for some in (cells, caught))
     counts = [f"| {found[kind]} of {kinds[kind]} | {kind} |" for kind in sorted(kinds)]
     missed = [f"- Missed: {row[0][2:]}" for row in cells if row not in caught]
-    head = [
-        HEAD[0],
-        "",
-        f"**{told}**",
-        *HEAD[1:],
-        "| caught | kind of fault |",
-        "|---|---|",
-    ]
-    return "\n".join([*head, *counts, "", *missed]).rstrip() + "\n"
+    return "\n".join([HEAD.format(told), *counts, "", *missed]).rstrip() + "\n"
 
 
-HEAD = (
-    "# Faults that the tests find",
-    "",
-    "    python tools/mutations.py --report benchmarks/reports/mutations.md",
-    "",
-    "A fault is a line that was changed in a copy of the package. It is caught if one of the "
-    "tests that `tools/mutations.py` names for it fails, while all of them pass without it. "
-    "`runs/mutations.md`, which is not under version control, says which test caught which.",
-    "",
-)
+HEAD = """# Faults that the tests find
+
+**{}**
+
+    python tools/mutations.py --report benchmarks/reports/mutations.md
+
+A fault is a line that was changed in a copy of the package. It is caught if one of the \
+tests that `tools/mutations.py` names for it fails, while all of them pass without it. \
+`runs/mutations.md`, which is not under version control, says which test caught which.
+
+| caught | kind of fault |
+|---|---|"""
 COLUMNS = ("| fault | kind | file | caught by | seconds |", "|---|---|---|---|---:|")
 CASES = ROOT / "runs" / "mutations.md"
 
@@ -621,19 +596,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("-k", dest="words", default="", help="a pattern to be found in names or kinds")
     add("--jobs", type=int, default=1, help="faults at a time")
     add("--limit", type=float, default=LIMIT, help="seconds for the tests of a fault")
-    add(
-        "--unchecked",
-        action="store_true",
-        help="tests are known to pass without faults",
-    )
+    told = "tests are known to pass without faults"
+    add("--unchecked", action="store_true", help=told)
     add("--list", action="store_true", help="name the faults, and do nothing")
     given = parser.parse_args(arguments)
     chosen = [m for m in MUTATIONS if re.search(given.words, f"{m.kind}: {m.name}")]
     if given.list:
-        for mutation in chosen:
-            print(
-                f"{mutation.kind}: {mutation.name} ({find(mutation).relative_to(ROOT)})"
-            )
+        for fault in chosen:
+            print(f"{fault.kind}: {fault.name} ({find(fault).relative_to(ROOT)})")
         return 0
     known = given.report is not None and given.words and CASES.exists()
     before = CASES.read_text() if known else ""
