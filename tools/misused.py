@@ -275,8 +275,6 @@ def a_tensor_of_local_rows():
 # Operations that differ between ranks --------------------------------------------------
 
 ALIKE = "all ranks in the same order"
-
-
 SEEDS = "seed the generator of this tensor"
 
 
@@ -314,8 +312,8 @@ def written(mask, value):
 EVEN, ODD = torch.arange(240) % 2 == 0, torch.arange(240) % 2 == 1
 operations("sums differ", lambda x: x.sum(0), lambda x: x.sum())
 operations("a sum and a maximum", lambda x: x.sum(0), lambda x: x.max(0))
-some = torch.arange(5)
-operations("ids and all rows", lambda x: x[some], lambda x: x.full_tensor())
+FEW = torch.arange(5)
+operations("ids and all rows", lambda x: x[FEW], lambda x: x.full_tensor())
 selection = "a sum and the length of a selection"
 operations(selection, lambda x: x.sum(), lambda x: len(x[x[:, 0] > 0.5]))
 operations("rows of other widths", rows_of(3), rows_of(4))
@@ -340,9 +338,8 @@ def layers_differ(name, layer, value, other, **more):
     def run():
         _mesh, data = shared_out()
         how = {name: other if me() else value, **more}
-        getattr(nn, layer)(data.num_features, 8, **how).double()(
-            data.x, data.edge_index
-        )
+        conv = getattr(nn, layer)(data.num_features, 8, **how).double()
+        conv(data.x, data.edge_index)
 
 
 layers_differ("add_self_loops", "GCNConv", True, False)

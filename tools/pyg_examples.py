@@ -736,9 +736,7 @@ class Example:
             "name": self.name,
             "batched": self.batched,
             "needed": what,
-            "kinds": {str(ranks): v.kind for ranks, v in verdicts.items()},
-            "texts": {str(ranks): v.text for ranks, v in verdicts.items()},
-            "bytes": {str(ranks): v.bytes for ranks, v in verdicts.items()},
+            "verdicts": [dataclasses.asdict(v) for v in verdicts.values()],
         }
 
 
@@ -748,20 +746,21 @@ def table(rows, ranks):
     yield "|---" * (len(ranks) + 3) + "|"
     lost = []
     for row in rows:
-        if "kinds" not in row:
+        if "verdicts" not in row:
             lost.append(f"- `{row['name']}`: {row['note']}")
             continue
-        kinds = [row["kinds"][str(r)] for r in ranks]
-        sent = row["bytes"][str(ranks[-1])]
+        kinds = [verdict["kind"] for verdict in row["verdicts"]]
+        sent = row["verdicts"][-1]["bytes"]
         needed = ["`replicate`"] if row["batched"] else []
         needed += [row["needed"]] if row["needed"] else []
         cells = [*kinds, f"{sent:,}" if sent is not None else "", "; ".join(needed)]
         yield f"| {row['name']} | {' | '.join(cells)} |"
-        lost += [f"- `{row['name']}`, {told}" for told in row.get("bad", ())]
-        if set(kinds) != {"exact"} and not row.get("bad"):
-            bad = next(r for r in ranks if row["kinds"][str(r)] != "exact")
-            told = f"{row['kinds'][str(bad)]}: {row['texts'][str(bad)]}"
-            lost.append(f"- `{row['name']}`, {bad} rank(s), {told}")
+        told = [
+            f"{r} rank(s), {verdict['kind']}: {verdict['text']}"
+            for r, verdict in zip(ranks, row["verdicts"], strict=True)
+            if verdict["kind"] != "exact"
+        ]
+        lost += [f"- `{row['name']}`, {one}" for one in row["bad"] or told[:1]]
     yield from ["", f"What lost ({len(lost)}):" if lost else "", *lost]
 
 
@@ -783,16 +782,14 @@ def headline(args):
     """Versions."""
     init = Path(args.checkout, "torch_geometric", "__init__.py").read_text()
     tag = re.search(r"__version__ = '(.*)'", init)
-    return (
-        f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"torch_geometric {torch_geometric.__version__}, examples of "
-        f"{tag.group(1) if tag else '?'}."
-    )
+    ours = f"Python {platform.python_version()}, torch {torch.__version__}"
+    theirs = f"torch_geometric {torch_geometric.__version__}"
+    return f"{ours}, {theirs}, examples of {tag[1] if tag else '?'}."
 
 
 def written(args, rows):
     """The report."""
-    good = [r for r in rows if "kinds" in r and set(r["kinds"].values()) == {"exact"}]
+    good = [r for r in rows if {v["kind"] for v in r.get("verdicts", ())} == {"exact"}]
     alone = [r for r in good if not r["needed"]]
     head = f"""# PyG's example scripts with their imports swapped
 
