@@ -2,8 +2,8 @@
 
 A rank runs a workload: a short script that prints `RESULT` and a hash of what it computed.
 A fault strikes one rank at the n-th exchange that it begins, in whatever thread that is:
-`kill` (SIGKILL), `stop` (SIGSTOP), `term` (SIGTERM),
-`raise` (an exception), `leave` (the script ends early), `slow` (a pause, which is no fault).
+`kill` (SIGKILL), `stop` (SIGSTOP), `term` (SIGTERM), `raise` (an exception), `leave` (the
+script ends early), `slow` (a pause, which is no fault).
 """
 
 from __future__ import annotations

@@ -181,7 +181,17 @@ def whole(tensor):
     return (tensor.to_dense() if tensor.is_sparse else tensor).clone()
 
 
-class Bar:
+class Anything:
+    """In the place of what only shows something: takes every call."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+class Bar(Anything):
     """In the place of tqdm: prints what it says, once."""
 
     def __init__(self, iterable=(), *_, **__):
@@ -194,19 +204,6 @@ class Bar:
         print(text)
 
     set_postfix_str = set_description
-
-    def __getattr__(self, name):
-        return lambda *_, **__: None
-
-
-class Anything:
-    """In the place of what only shows something: takes every call."""
-
-    def __init__(self, *_, **__):
-        pass
-
-    def __getattr__(self, name):
-        return lambda *_, **__: None
 
 
 def dropout(
