@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import definitions
@@ -19,9 +19,17 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.kernels import core_ops, memory, threads
+from pyg_distcomm.kernels import compile, core_cpu, core_ops, memory, threads
 
 reference = definitions.of(core_ops)
+
+
+def agree(name: str, *args, **close):
+    """Asserts that a kernel gives what its definition gives, and returns it."""
+    found, wanted = (getattr(ops, name)(*args) for ops in (kernels, reference))
+    torch.testing.assert_close(found, wanted, **(close or {"rtol": 0, "atol": 0}))
+    return found
+
 
 WIDTHS = [0, 1, 2, 3, 7, 16, 33, 64, 100, 128, 130]
 KEY = 2**62 + 12345
@@ -102,30 +110,22 @@ def test_sddmm_equals_dense(graph, f, dtype):
 
 
 @pytest.mark.parametrize("f", [1, 7, 64, 100])
-def test_spmm_accumulates_into_out(f):
+def test_spmm_accumulates_into_out_and_row_ranges_give_the_bits_of_the_whole(f):
     rowptr, col, value, x = large_problem(f)
+    whole = kernels.spmm(rowptr, col, value, x)
     start = torch.randn(len(rowptr) - 1, f)
     out = start.clone()
     assert kernels.spmm(rowptr, col, value, x, out, accumulate=True) is out
-    total = kernels.spmm(rowptr, col, value, x)
-    torch.testing.assert_close(out, start + total, atol=1e-3, rtol=1e-4)
-    out.fill_(torch.nan)
-    kernels.spmm(rowptr, col, value, x, out)
-    assert torch.equal(out, kernels.spmm(rowptr, col, value, x))
-
-
-@pytest.mark.parametrize("f", [3, 64, 100])
-def test_row_ranges_give_the_bits_of_the_whole(f):
-    rowptr, col, value, x = large_problem(f)
-    whole = kernels.spmm(rowptr, col, value, x)
+    torch.testing.assert_close(out, start + whole, atol=1e-3, rtol=1e-4)
+    kernels.spmm(rowptr, col, value, x, out.fill_(torch.nan))
+    assert torch.equal(out, whole)
     edges = kernels.sddmm(rowptr, col, whole, x)
     for begin, end in ((0, 1), (17, 900), (2000, 4000), (5, 5)):
         part = rowptr[begin : end + 1]
-        assert torch.equal(kernels.spmm(part, col, value, x), whole[begin:end])
+        found = agree("spmm", part, col, value, x, atol=1e-3, rtol=1e-4)
+        assert torch.equal(found, whole[begin:end])
         some = edges[int(part[0]) : int(part[-1])]
         assert torch.equal(kernels.sddmm(part, col, whole[begin:end], x), some)
-        expected = reference.spmm(part, col, value, x)
-        torch.testing.assert_close(whole[begin:end], expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("f", [5, 64, 100])
@@ -148,26 +148,22 @@ def test_strided_rows_and_columns(f):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_panels_give_the_same_bits(monkeypatch, dtype):
-    from pyg_distcomm.kernels import core_cpu as cpu
-
     rowptr, col, value, x = large_problem(100, dtype)
     start = torch.randn(len(rowptr) - 1, 100, dtype=dtype)
     results = []
     for pay in (False, True):
-        monkeypatch.setattr(cpu, "_panels_pay", lambda x, edges, pay=pay: pay)
+        monkeypatch.setattr(core_cpu, "_panels_pay", lambda x, edges, pay=pay: pay)
         out = kernels.spmm(rowptr, col, value, x, start.clone(), accumulate=True)
-        results += [(kernels.spmm(rowptr, col, value, x), out)]
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+        results.append([kernels.spmm(rowptr, col, value, x), out])
+    assert same(*results)
 
 
 @pytest.mark.parametrize("f", [1, 33, 128])
 def test_nan_and_inf_travel_along_edges_only(f):
     rowptr, col, value, x = large_problem(f)
     x[1007], x[1011] = torch.nan, torch.inf
-    expected = reference.spmm(rowptr, col, value, x)
-    out = kernels.spmm(rowptr, col, value, x)
-    torch.testing.assert_close(out, expected, equal_nan=True, atol=1e-3, rtol=1e-4)
+    close = {"equal_nan": True, "atol": 1e-3, "rtol": 1e-4}
+    out = agree("spmm", rowptr, col, value, x, **close)
     assert out.isnan().any()
     assert out.isfinite().any()
     value[5] = torch.nan
@@ -195,26 +191,13 @@ def test_gather_and_scatter_rows(f, index_dtype):
     assert torch.equal(target, expected)
 
 
-def test_rows_out_of_range_are_refused():
-    x = torch.randn(4, 2)
-    for bad in (torch.tensor([4]), torch.tensor([0, -1])):
-        for op in (kernels, reference):
-            with pytest.raises(IndexError, match="4 rows"):
-                op.gather_rows(x, bad)
-            with pytest.raises(IndexError, match="4 rows"):
-                op.scatter_add_rows(x, bad, x[: len(bad)])
-            with pytest.raises(IndexError, match="4 rows"):
-                op.coo_to_csr(bad, bad, 4)
-
-
 def test_gather_and_scatter_of_other_ranks_and_types():
     index = torch.tensor([2, 0, 2])
     for x in (torch.arange(3.0), torch.arange(3), torch.randn(3, 2, 2)):
         assert torch.equal(kernels.gather_rows(x, index), x[index])
         expected = x.clone().index_add_(0, index, x[index])
-        assert torch.equal(
-            kernels.scatter_add_rows(x.clone(), index, x[index]), expected
-        )
+        found = kernels.scatter_add_rows(x.clone(), index, x[index])
+        assert torch.equal(found, expected)
 
 
 # --- sorting ------------------------------------------------------------------
@@ -224,31 +207,20 @@ def test_gather_and_scatter_of_other_ranks_and_types():
 def test_coo_to_csr_sorts_stably(graph, index_dtype):
     row, col, m, _ = graph
     row, col = row.to(index_dtype), col.to(index_dtype)
-    rowptr, col_sorted, perm = kernels.coo_to_csr(row, col, m)
+    rowptr, col_sorted, perm = agree("coo_to_csr", row, col, m)
     expected = torch.tensor(sorted(range(len(row)), key=row.tolist().__getitem__))
     assert torch.equal(perm, expected.long())
     assert torch.equal(col_sorted.long(), col[perm].long())
     assert (rowptr.dtype, col_sorted.dtype) == (torch.int32, torch.int32)
     assert torch.equal(rowptr.diff().long(), torch.bincount(row.long(), minlength=m))
-    for ours, theirs in zip(
-        (rowptr, col_sorted, perm), reference.coo_to_csr(row, col, m), strict=True
-    ):
-        assert torch.equal(ours, theirs)
-        assert ours.dtype == theirs.dtype
 
 
 def test_csr_transpose(graph):
     row, col, m, n = graph
     rowptr, col, _ = kernels.coo_to_csr(row, col, m)
     value = torch.randn(len(col))
-    rowptr_t, row_t, perm = kernels.csr_transpose(rowptr, col, n)
-    for ours, theirs in zip(
-        (rowptr_t, row_t, perm), reference.csr_transpose(rowptr, col, n), strict=True
-    ):
-        assert torch.equal(ours, theirs)
-        assert ours.dtype == theirs.dtype
-    x = torch.eye(m)
-    there = kernels.spmm(rowptr_t, row_t, value[perm], x)
+    rowptr_t, row_t, perm = agree("csr_transpose", rowptr, col, n)
+    there = kernels.spmm(rowptr_t, row_t, value[perm], torch.eye(m))
     back = kernels.spmm(rowptr, col, value, torch.eye(n))
     torch.testing.assert_close(there, back.t())
     for begin, end in zip(rowptr_t.tolist(), rowptr_t[1:].tolist(), strict=False):
@@ -257,14 +229,11 @@ def test_csr_transpose(graph):
 
 def test_csr_transpose_of_a_row_range():
     rowptr, col, _, _ = large_problem()
-    for op in (kernels, reference):
-        rowptr_t, row_t, perm = op.csr_transpose(rowptr[10:50], col, 4000)
-        low, high = int(rowptr[10]), int(rowptr[49])
-        assert int(rowptr_t[-1]) == high - low
-        assert torch.equal(perm.sort().values, torch.arange(low, high))
-        assert int(row_t.max()) < 39
-    with pytest.raises(IndexError, match="10 rows"):
-        kernels.csr_transpose(rowptr, col, 10)
+    rowptr_t, row_t, perm = agree("csr_transpose", rowptr[10:50], col, 4000)
+    low, high = int(rowptr[10]), int(rowptr[49])
+    assert int(rowptr_t[-1]) == high - low
+    assert torch.equal(perm.sort().values, torch.arange(low, high))
+    assert int(row_t.max()) < 39
 
 
 # --- keyed randomness ---------------------------------------------------------
@@ -289,61 +258,20 @@ def test_keyed_bits_are_those_of_the_definition(key):
         bits = op.keyed_bits(key, gid, 5)
         assert bits.tolist() == expected
         assert bits.dtype == torch.int32
-    small = gid[:3].int()
-    assert torch.equal(kernels.keyed_bits(key, small, 5), bits[:3])
-
-
-@pytest.mark.parametrize("cols", [0, 1, 33])
-def test_keyed_bits_equal_the_reference(cols):
-    gid = torch.randint(0, 2**60, (3000,))
-    ours = kernels.keyed_bits(KEY, gid, cols)
-    assert torch.equal(ours, reference.keyed_bits(KEY, gid, cols))
-    assert kernels.keyed_bits(KEY, gid[:0], cols).shape == (0, cols)
-    with pytest.raises(ValueError, match="key must lie in"):
-        kernels.keyed_bits(-1, gid, cols)
-
-
-def chi_square(cells: Tensor) -> float:
-    """Returns the statistic less its mean, in standard deviations."""
-    expected = cells.sum() / cells.numel()
-    freedom = cells.numel() - 1
-    statistic = ((cells - expected) ** 2 / expected).sum()
-    return float((statistic - freedom) / (2 * freedom) ** 0.5)
-
-
-@pytest.mark.parametrize("key", [0, 1, KEY])
-def test_keyed_bits_are_uniform_and_independent(key):
-    bits = kernels.keyed_bits(key, torch.arange(1 << 14), 32).double() / 2**24
-    assert abs(bits.mean() - 0.5) < 4 * (1 / 12 / bits.numel()) ** 0.5
-    assert abs(chi_square(torch.histc(bits, 256, 0, 1))) < 4.5
-    pairs = {
-        "next column": (bits[:, :-1], bits[:, 1:]),
-        "next gid": (bits[:-1], bits[1:]),
-        "next key": (
-            bits,
-            kernels.keyed_bits(key ^ 1, torch.arange(1 << 14), 32) / 2**24,
-        ),
-    }
-    for name, (a, b) in pairs.items():
-        cell = (a * 16).long() * 16 + (b * 16).long()
-        counts = torch.bincount(cell.flatten(), minlength=256).double()
-        assert abs(chi_square(counts)) < 4.5, name
-    correlation = torch.corrcoef(bits.t()) - torch.eye(32)
-    assert correlation.abs().max() < 6 / (1 << 14) ** 0.5
+    assert torch.equal(kernels.keyed_bits(key, gid[:3].int(), 5), bits[:3])
+    for cols in (0, 1, 33):
+        agree("keyed_bits", key, torch.randint(0, 2**60, (3000,)), cols)
+        assert kernels.keyed_bits(key, gid[:0], cols).shape == (0, cols)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_keyed_dropout(p, dtype):
     x, gid = torch.randn(500, 3, 7).to(dtype), torch.randint(0, 2**40, (500,))
-    out = kernels.keyed_dropout(x, KEY, gid, p)
-    assert torch.equal(out, reference.keyed_dropout(x, KEY, gid, p))
-    assert out.dtype == dtype
-    keep = kernels.keyed_mask(KEY, gid, 21, p)
-    assert torch.equal(keep, reference.keyed_mask(KEY, gid, 21, p))
+    out = agree("keyed_dropout", x, KEY, gid, p)
+    keep = agree("keyed_mask", KEY, gid, 21, p)
     assert torch.equal(keep, reference.keyed_bits(KEY, gid, 21) >= round(p * 2**24))
     assert torch.equal(out != 0, keep.view(500, 3, 7) & (x != 0))
-    assert abs(float(keep.double().mean()) - (1 - p)) < 0.02
     if p < 1:
         expected = torch.where(keep.view(500, 3, 7), x.double() / (1 - p), 0)
         torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-6)
@@ -351,87 +279,50 @@ def test_keyed_dropout(p, dtype):
 
 def test_keyed_dropout_edges():
     gid = torch.arange(4)
-    for shape in ((4,), (4, 0), (4, 2, 2)):
+    for shape in ((4,), (4, 0), (4, 2, 2), (0, 3)):
         x = torch.randn(shape)
-        assert kernels.keyed_dropout(x, 1, gid, 0.5).shape == x.shape
-    assert kernels.keyed_dropout(torch.randn(0, 3), 1, gid[:0], 0.5).shape == (0, 3)
-    strided = torch.randn(8, 4).t()
-    out = kernels.keyed_dropout(strided, 1, gid, 0.5)
-    assert torch.equal(out, reference.keyed_dropout(strided, 1, gid, 0.5))
-    for p in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="probability"):
-            kernels.keyed_dropout(strided, 1, gid, p)
-    with pytest.raises(ValueError, match="4 rows"):
-        kernels.keyed_dropout(strided, 1, gid[:3], 0.5)
+        assert kernels.keyed_dropout(x, 1, gid[: len(x)], 0.5).shape == x.shape
+    agree("keyed_dropout", torch.randn(8, 4).t(), 1, gid, 0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("graph", GRAPHS)
 def test_segments_equal_their_definitions_and_autograd(graph, dtype):
-    m, n, nnz = GRAPHS[graph]
-    row, col = random_graph(m, n, nnz)
+    row, col, m, n = graph
     rowptr, col, _ = kernels.coo_to_csr(row, col, m)
     g = torch.Generator().manual_seed(1)
-    values, by = (torch.randn(nnz, 3, generator=g).to(dtype) for _ in range(2))
+    values, by = (torch.randn(len(col), 3, generator=g).to(dtype) for _ in range(2))
     x = torch.randint(-2, 3, (n, 9), generator=g).to(dtype)  # with ties, at zero too
     out_by = torch.randn(m, 9, generator=g).to(dtype)
-    y, z = kernels.segment_softmax(rowptr, values), kernels.segment_max(rowptr, col, x)
-    assert torch.allclose(y, reference.segment_softmax(rowptr, values))
-    assert torch.equal(z, reference.segment_max(rowptr, col, x))
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    y = agree("segment_softmax", rowptr, values, **close)
+    z = agree("segment_max", rowptr, col, x)
     leaf, dense = values.clone().requires_grad_(), x.clone().requires_grad_()
-    found = kernels.segment_softmax_grad(rowptr, y, by)
-    assert torch.allclose(
-        found, reference.segment_softmax_grad(rowptr, y, by), atol=1e-6
-    )
+    found = agree("segment_softmax_grad", rowptr, y, by, **close)
     (wanted,) = torch.autograd.grad(reference.segment_softmax(rowptr, leaf), leaf, by)
-    assert torch.allclose(found, wanted, atol=1e-6)
-    found = kernels.segment_max_grad(rowptr, col, x, z, out_by)
-    assert torch.allclose(
-        found, reference.segment_max_grad(rowptr, col, x, z, out_by), atol=1e-5
+    torch.testing.assert_close(found, wanted, **close)
+    found = agree("segment_max_grad", rowptr, col, x, z, out_by, **close)
+    most = reference.segment_max(rowptr, col, dense)
+    torch.testing.assert_close(
+        found, *torch.autograd.grad(most, dense, out_by), **close
     )
-    (wanted,) = torch.autograd.grad(
-        reference.segment_max(rowptr, col, dense), dense, out_by
-    )
-    assert torch.allclose(found, wanted, atol=1e-5)
-    with pytest.raises(ValueError, match="one shape"):
-        kernels.segment_softmax_grad(rowptr, y, by[:, :2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("graph", GRAPHS)
 def test_scores_of_pairs_equal_their_definition_and_autograd(graph, dtype):
-    m, n, nnz = GRAPHS[graph]
-    rowptr, col, _ = kernels.coo_to_csr(*random_graph(m, n, nnz), m)
+    row, col, m, n = graph
+    rowptr, col, _ = kernels.coo_to_csr(row, col, m)
     g = torch.Generator().manual_seed(1)
-    sizes = (m, 3, 5), (n, 3, 5), (3, 5), (nnz, 3)
-    ends = [torch.randn(*size, generator=g).to(dtype) for size in sizes]
-    *given, by = ends
-    want = reference.pair_scores(rowptr, col, *given, 0.2)
-    torch.testing.assert_close(kernels.pair_scores(rowptr, col, *given, 0.2), want)
+    sizes = (m, 3, 5), (n, 3, 5), (3, 5), (len(col), 3)
+    *given, by = (torch.randn(*size, generator=g).to(dtype) for size in sizes)
+    close = {"rtol": 1e-4, "atol": 1e-3}
+    agree("pair_scores", rowptr, col, *given, 0.2, **close)
     leaves = [t.clone().requires_grad_() for t in given]
     found = reference.pair_scores(rowptr, col, *leaves, 0.2)
     by_rows, _, by_a = torch.autograd.grad(found, leaves, by)
     for op in (kernels.pair_scores_grad, reference.pair_scores_grad):
-        one, two = op(rowptr, col, *given, 0.2, by, True)
-        torch.testing.assert_close(one, by_rows, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(two, by_a, rtol=1e-4, atol=1e-3)
+        both = op(rowptr, col, *given, 0.2, by, True)
+        torch.testing.assert_close(both, (by_rows, by_a), **close)
         assert op(rowptr, col, *given, 0.2, by, False)[1] is None
-    with pytest.raises(ValueError, match=r"a \[heads, f\]"):
-        kernels.pair_scores(rowptr, col, *given[:2], given[2][:1], 0.2)
-
-
-def test_values_of_edges_need_offsets_that_span_all_of_them():
-    rowptr, col, x = torch.tensor([0, 1, 2]), torch.zeros(3).int(), torch.ones(3, 2)
-    rows = torch.ones(2, 2, 1)
-    for run in (
-        lambda: kernels.segment_softmax(rowptr, x),
-        lambda: kernels.segment_softmax_grad(rowptr, x, x),
-        lambda: kernels.pair_scores(rowptr, col, rows, rows, rows[0], 0.2),
-    ):
-        with pytest.raises(
-            ValueError, match="span all 3 edges, from 0 to 3, got 0 to 2"
-        ):
-            run()
 
 
 # --- threads and processes ----------------------------------------------------
@@ -464,28 +355,19 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
-def test_same_bits_for_any_number_of_threads():
-    before, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3, 2):
-            torch.set_num_threads(count)
-            results.append(every_op())
-    finally:
-        torch.set_num_threads(before)
+def test_same_bits_for_any_number_of_threads(two_threads):
+    results = []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        results.append(every_op())
     assert all(same(results[0], other) for other in results[1:])
 
 
 def test_concurrent_callers(two_threads):
-    expected, found = every_op(), []
-    callers = [
-        threading.Thread(target=lambda: found.append(every_op())) for _ in range(6)
-    ]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join(60)
-    assert len(found) == 6
-    assert all(same(expected, other) for other in found)
+    expected = every_op()
+    with ThreadPoolExecutor(6) as callers:
+        found = [callers.submit(every_op) for _ in range(6)]
+        assert all(same(expected, other.result(60)) for other in found)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -517,8 +399,6 @@ def test_a_piece_that_fails_stops_the_rest(two_threads):
 
     with pytest.raises(RuntimeError, match="piece 3"):
         threads.run(work, [(k,) for k in range(50)])
-    settled = len(done)
-    assert len(done) == settled
     threads.run(done.append, [(k,) for k in range(5)])
 
 
@@ -558,12 +438,7 @@ def test_processes_that_start_cold_together_compile_once(tmp_path):
 def test_compiled_ops_have_the_arguments_of_their_definitions(name):
     module = importlib.import_module(f"pyg_distcomm.kernels.{name}_ops")
     twins = importlib.import_module(f"pyg_distcomm.kernels.{name}_cpu")
-    ops = vars(definitions.of(module))
-    compiled = {op: d for op, d in ops.items() if hasattr(twins, op)}
-    alone = set(ops) - set(compiled)  # on the CPU the definition runs
-    assert compiled
-    assert not alone
-    for op, definition in compiled.items():
+    for op, definition in vars(definitions.of(module)).items():
         wanted, found = (
             [(p.name, p.default) for p in inspect.signature(f).parameters.values()]
             for f in (definition, getattr(twins, op))
@@ -574,18 +449,48 @@ def test_compiled_ops_have_the_arguments_of_their_definitions(name):
 # --- the front door -----------------------------------------------------------
 
 
-def test_mistakes_are_named():
+def mistakes():
+    """Calls with wrong arguments, and what is said of each."""
     rowptr, col, value, x = large_problem(8)
-    with pytest.raises(ValueError, match="one number for each of the 60000 edges"):
-        kernels.spmm(rowptr, col, value[:-1], x)
-    with pytest.raises(ValueError, match="matrix"):
-        kernels.spmm(rowptr, col, value, x[0])
-    with pytest.raises(ValueError, match="needs the out"):
-        kernels.spmm(rowptr, col, value, x, accumulate=True)
-    with pytest.raises(ValueError, match=r"shape \[4000, 8\]"):
-        kernels.spmm(rowptr, col, value, x, x[:5])
-    with pytest.raises(ValueError, match="one length"):
-        kernels.coo_to_csr(col, col[1:], 4000)
+    few, ends, rows = torch.randn(4, 2), torch.tensor([0, 1, 2]), torch.ones(2, 2, 1)
+    spans = "span all 3 edges, from 0 to 3, got 0 to 2"
+    three, ids = torch.ones(3, 2), torch.zeros(3).int()
+    for bad in (torch.tensor([4]), torch.tensor([0, -1])):
+        for op in (kernels, reference):
+            yield "4 rows", op.gather_rows, few, bad
+            yield "4 rows", op.scatter_add_rows, few, bad, few[: len(bad)]
+            yield "4 rows", op.coo_to_csr, bad, bad, 4
+    yield "10 rows", kernels.csr_transpose, rowptr, col, 10
+    yield "each of the 60000 edges", kernels.spmm, rowptr, col, value[:-1], x
+    yield "matrix", kernels.spmm, rowptr, col, value, x[0]
+    yield "needs the out", kernels.spmm, rowptr, col, value, x, None, True
+    yield r"shape \[4000, 8\]", kernels.spmm, rowptr, col, value, x, x[:5]
+    yield "one length", kernels.coo_to_csr, col, col[1:], 4000
+    yield "key must lie in", kernels.keyed_bits, -1, ends, 1
+    for p in (-0.1, 1.1, float("nan")):
+        yield "probability", kernels.keyed_dropout, few, 1, torch.arange(4), p
+    yield "4 rows", kernels.keyed_dropout, few, 1, ends, 0.5
+    yield "one shape", kernels.segment_softmax_grad, ends, few[:2], few[:2, :1]
+    yield spans, kernels.segment_softmax, ends, three
+    yield spans, kernels.segment_softmax_grad, ends, three, three
+    yield spans, kernels.pair_scores, ends, ids, rows, rows, rows[0], 0.2
+    wide = torch.ones(2, 3, 1)
+    yield (
+        r"a \[heads, f\]",
+        kernels.pair_scores,
+        ends,
+        ids[:2],
+        wide,
+        wide,
+        rows[0],
+        0.2,
+    )
+
+
+def test_mistakes_are_named():
+    for told, call, *args in mistakes():
+        with pytest.raises((IndexError, ValueError), match=told):
+            call(*args)
 
 
 def test_tensors_that_require_gradients_are_read():
@@ -595,8 +500,6 @@ def test_tensors_that_require_gradients_are_read():
 
 
 def test_loops_compile_without_a_cache_folder(monkeypatch):
-    from pyg_distcomm.kernels import compile
-
     def no_folder(loop):
         raise RuntimeError("no locator available")
 
@@ -639,8 +542,6 @@ def cached(tmp_path, monkeypatch):
         result = compile.ready(loops.run, (6,))()
         return result, bool(loops.run.stats.cache_hits)
 
-    from pyg_distcomm.kernels import compile
-
     monkeypatch.setattr(compile, "PACKAGE", tmp_path)
     return call
 
@@ -666,8 +567,6 @@ def test_cached_code_that_is_cut_short_is_compiled_anew(cached, tmp_path, ending
 
 
 def test_a_disk_without_room_keeps_no_compiled_code(cached, monkeypatch):
-    from pyg_distcomm.kernels import compile
-
     def full(self, path):
         raise OSError(28, "No space left on device")
 
@@ -677,8 +576,6 @@ def test_a_disk_without_room_keeps_no_compiled_code(cached, monkeypatch):
 
 
 def test_cached_code_is_keyed_by_sources_and_tools(monkeypatch, tmp_path):
-    from pyg_distcomm.kernels import compile
-
     monkeypatch.setattr(compile, "PACKAGE", tmp_path / "kernels")
     known = {compile.digest("1"), compile.digest("2")}
     for folder in ("kernels", "partition"):
@@ -690,26 +587,19 @@ def test_cached_code_is_keyed_by_sources_and_tools(monkeypatch, tmp_path):
 
 def test_a_cache_that_others_can_write_is_not_read(tmp_path):
     """Numba's cache is made of pickles: whoever writes there would run code here."""
-    cache = tmp_path / "cache"
-    program = (
-        "from pyg_distcomm.kernels import core_jit as loops;"
-        "print(loops.spmm.stats.cache_path)"
-    )
-
-    cache.mkdir()
-    cache.chmod(0o777)
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    tmp_path.chmod(0o777)
+    program = "from pyg_distcomm.kernels import core_jit as loops;"
+    program += "print(loops.spmm.stats.cache_path)"
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     told = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True
     )
-    assert str(cache) not in told.stdout
-    assert f"because all users can write to {cache}" in told.stderr
+    assert str(tmp_path) not in told.stdout
+    assert f"because all users can write to {tmp_path}" in told.stderr
     assert "a folder of your own" in told.stderr
 
 
 def test_a_folder_is_judged_by_all_above_it(tmp_path, monkeypatch):
-    from pyg_distcomm.kernels import compile
-
     deep = tmp_path / "a" / "b" / "not yet"
     deep.parent.mkdir(parents=True)
     assert compile.untrusted_writer(deep) is None
@@ -806,12 +696,10 @@ def test_describe_and_warm_up():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_follows_the_definition():
-    rowptr, col, value, x = (t.cuda() for t in large_problem(33))
-    out = kernels.spmm(rowptr, col, value, x).cpu()
-    expected = reference.spmm(*(t.cpu() for t in (rowptr, col, value, x)))
-    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
+    given = large_problem(33)
+    out = kernels.spmm(*(t.cuda() for t in given)).cpu()
+    torch.testing.assert_close(out, reference.spmm(*given), atol=1e-3, rtol=1e-4)
     bits = kernels.keyed_bits(KEY, torch.arange(100).cuda(), 7)
     assert torch.equal(bits.cpu(), kernels.keyed_bits(KEY, torch.arange(100), 7))
 
@@ -835,13 +723,9 @@ def test_places_of_ids(total, share):
 ROWS, WIDTH = 2**22 + 5, 520  # 2^31 numbers and more; only touched rows take memory
 
 
-def untouched(rows, width):
-    return torch.empty(rows, width)
-
-
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_rows_beyond_two_to_the_31_numbers_are_found(index_dtype):
-    x = untouched(ROWS, WIDTH)
+    x = torch.empty(ROWS, WIDTH)
     assert x.numel() > 2**31
     ids = torch.tensor([ROWS - 1, 3, ROWS - 2], dtype=index_dtype)
     values = torch.rand(3, WIDTH)
