@@ -324,6 +324,8 @@ def test_layers_that_are_not_trimmed_are_named(layer, name):
         lambda out, n: out.mean(),
         lambda out, n: out[: n + 3].sum(),
         lambda out, n: out[-2:].sum(),
+        lambda out, n: out[-1],
+        lambda out, n: torch.cat([out, out]).sum(),
         lambda out, n: (
             (out * 2).relu().log_softmax(-1)[torch.arange(len(out)) % 2 == 0]
         ),
@@ -657,14 +659,14 @@ def test_minibatches_are_plain_data():
 
 def test_what_is_kept_goes_with_the_tensor():
     gc.collect()
-    before = len(PROCESS.adjacencies)
+    before = len(PROCESS.adjacencies), len(PROCESS.minibatches)
     data = graph()
     layer = pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
     for batch in (*loader_of(data), data, data, data):
         layer(batch.x, batch.edge_index).sum().backward()
     del batch, data, layer
     gc.collect()
-    assert len(PROCESS.adjacencies) == before
+    assert (len(PROCESS.adjacencies), len(PROCESS.minibatches)) == before
 
 
 # Whole graphs, weights and attention --------------------------------------------------

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 
 import pytest
 import second_device
-import test_step
 import test_synchronisations
 import tiers
 import torch
@@ -16,6 +14,17 @@ import torch_geometric.nn as pyg
 import worlds
 from batches import arguments
 from problems import two_types
+from test_step import (
+    LAYERS,
+    SAMPLES,
+    WIDTH,
+    Stack,
+    close,
+    graded,
+    graph,
+    loader_of,
+    pair,
+)
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
@@ -23,11 +32,11 @@ from pyg_distcomm.graph import local_adjacency
 from pyg_distcomm.graph.local_adjacency import GroupedEdges, known
 from pyg_distcomm.kernels import registry
 from pyg_distcomm.loader import NeighborLoader, device_placement
-from pyg_distcomm.process import PROCESS
 
 builds = pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
 # PyG's own code selects edges by masks in each call of these, for which the host waits
 BY_MASKS = {"sg", "cheb", "cluster", "mf"}
+CAPTURED = ("sage mean", "gcn", "gat", "graph max")
 NEVER = BY_MASKS - {"mf"} | {"arma", "le", "pna-like", "gcn cached"}
 
 
@@ -68,22 +77,21 @@ def counted():
 def same(found, wanted, place):
     for one, two in zip(found, wanted, strict=True):
         assert one is None or one.device == place
-        test_step.close(None if one is None else one.cpu(), two)
+        close(None if one is None else one.cpu(), two)
 
 
 def step(model, x, *args):
-    return test_step.graded(model.eval(), None, *args, x=x)
+    return graded(model.eval(), None, *args, x=x)
 
 
 def there(name, data, place):
     """PyG's layer, and ours with its inputs on a device."""
-    wanted = test_step.LAYERS[name]().double()
-    ours = pdc.convert(copy.deepcopy(wanted)).to(place)
-    return wanted, ours, data.x.to(place), data.edge_index.to(place)
+    wanted, ours = pair(LAYERS[name]().double())
+    return wanted, ours.to(place), data.x.to(place), data.edge_index.to(place)
 
 
 def layers(names):
-    data = test_step.graph()
+    data = graph()
     with device() as place:
         for name in names:
             wanted, ours, x, edges = there(name, data, place)
@@ -95,6 +103,14 @@ def layers(names):
             same(found, want, place)
             assert bool(products) == (name not in NEVER), name
             assert bool(waits) == (name in BY_MASKS), (name, waits)
+            if name in CAPTURED:  # into a CUDA graph, on a stream that has made nothing
+                with pytest.MonkeyPatch.context() as patch, counted() as (runs, waits):
+                    patch.setattr(local_adjacency, "_stream", lambda t: 8)
+                    patch.setattr(local_adjacency, "_is_captured", lambda t: True)
+                    found = step(ours, x, edges)
+                same(found, want, place)
+                assert runs, name
+                assert not waits, (name, waits)
             edges[:, :9] = edges[:, 9:18].clone()  # they are others now
             same(step(ours, x, edges), step(wanted, data.x, edges.cpu()), place)
 
@@ -102,43 +118,18 @@ def layers(names):
 @builds
 @tiers.parametrize(
     "names",
-    [("sage mean", "gcn", "gat", "gatv2", "graph max"), tuple(test_step.LAYERS)],
+    [("sage mean", "gcn", "gat", "gatv2", "graph max"), tuple(LAYERS)],
     slice(1),
 )
 def test_layers_equal_pygs_and_wait_for_nothing(names):
     worlds.anew(layers, 1, names)
 
 
-def captured(names):
-    """A third step as a CUDA graph would capture it: on a stream that has made nothing."""
-    data = test_step.graph()
-    with device() as place:
-        for name in names:
-            wanted, ours, x, edges = there(name, data, place)
-            for _ in range(2):
-                step(ours, x, edges)
-            with pytest.MonkeyPatch.context() as patch, counted() as (products, waits):
-                patch.setattr(local_adjacency, "_stream", lambda t: 8)
-                patch.setattr(local_adjacency, "_is_captured", lambda t: True)
-                found = step(ours, x, edges)
-            same(found, step(wanted, data.x, data.edge_index), place)
-            assert products, name
-            assert not waits, (name, waits)
-
-
-@builds
-def test_a_step_after_two_can_be_captured_as_a_graph():
-    worlds.anew(captured, 1, ("sage mean", "gcn", "gat", "graph max"))
-
-
 def moved(kind, name, place):
     """Minibatches that `.to(device)` moves: all seeds, and what the host waits for."""
-    wanted = test_step.Stack(test_step.LAYERS[name])
-    ours, waits = None, []
-    for batch in test_step.loader_of(test_step.graph(), **test_step.SAMPLES[kind]):
-        if ours is None:
-            wanted(batch.x, batch.edge_index.clone())
-            ours = pdc.convert(copy.deepcopy(wanted)).to(place)
+    wanted, ours = pair(Stack(LAYERS[name]))
+    ours, waits = ours.to(place), []
+    for batch in loader_of(graph(), **SAMPLES[kind]):
         want = wanted.eval()(batch.x, batch.edge_index.clone())
         batch = batch.to(place)
         for model in (ours.train(), ours.eval()):
@@ -147,7 +138,7 @@ def moved(kind, name, place):
             out = ours(batch.x, batch.edge_index)
         assert out.device == place
         seeds = slice(batch.batch_size)
-        test_step.close(out[seeds].detach().cpu(), want[seeds].detach())
+        close(out[seeds].detach().cpu(), want[seeds].detach())
         assert products, name
         waits.append(found)
     assert pdc.nn.trimming_of(ours) == "on"
@@ -167,8 +158,7 @@ PLAIN = ("plain", "sage mean"), ("induced", "gcn"), ("no hop", "gat")
 @builds
 @tiers.parametrize(
     "cases",
-    [PLAIN]
-    + [tuple((k, n) for k in test_step.SAMPLES) for n in ("sage mean", "gcn", "gat")],
+    [PLAIN] + [tuple((k, n) for k in SAMPLES) for n in ("sage mean", "gcn", "gat")],
     slice(1),
 )
 def test_minibatches_that_move_are_trimmed(cases):
@@ -177,12 +167,10 @@ def test_minibatches_that_move_are_trimmed(cases):
 
 def asked():
     """How often the host waits in the layers of each new minibatch."""
-    data, found = test_step.graph(), {}
+    data, found = graph(), {}
     with device() as place:
         for where in ("moved", "made there"):
-            model = test_step.Stack(test_step.LAYERS["sage mean"])
-            model(data.x, data.edge_index)
-            model = pdc.convert(model).to(place)
+            model = pdc.convert(Stack(LAYERS["sage mean"])).to(place)
             device_placement.HOST = frozenset()
             options = {} if where == "moved" else {"device": place}
             loader = NeighborLoader(
@@ -228,7 +216,7 @@ def typed():
     wanted, seeds = Net(), kinds[0][2]
     wanted(data.x_dict, data.edge_index_dict)
     with device() as place:
-        ours = pdc.convert(copy.deepcopy(wanted)).to(place)
+        ours = pair(wanted)[1].to(place)
         for options in ({}, {"device": place}):
             device_placement.HOST = frozenset()
             loader = NeighborLoader(
@@ -269,9 +257,8 @@ def as_cuda(monkeypatch):
 def test_products_by_triton_equal_pygs(name, as_cuda):
     if torch.cuda.is_available():
         pytest.skip("the kernels run on the device: test_cuda.py")
-    data = test_step.graph(n=20, e=60)
-    wanted = test_step.LAYERS[name]().double()
-    ours = pdc.convert(copy.deepcopy(wanted))
+    data = graph(n=20, e=60)
+    wanted, ours = pair(LAYERS[name]().double())
     want = step(wanted, data.x, data.edge_index.clone())
     for _ in range(2):
         found = step(ours, data.x, data.edge_index)
@@ -292,22 +279,12 @@ def test_edges_on_a_device_are_checked_before_products_read_them():
     assert build(*good[:, :0], 0, 0, False).pattern.rowptr.tolist() == [0]
 
 
-def test_the_transpose_asks_for_nothing_and_is_the_same():
-    g = torch.Generator().manual_seed(0)
-    row, col = (torch.randint(9, (40,), generator=g) for _ in "ab")
-    form = local_adjacency._build_on_device(col, row, 9, 9, False)
-    csr = form.pattern.rowptr, form.pattern.col
-    found = kernels.csr_transpose.definition(*csr, 9)
-    for one, two in zip(found, kernels.csr_transpose(*csr, 9), strict=True):
-        assert torch.equal(one, two)
-
-
 def test_what_one_stream_made_another_does_not_use(monkeypatch):
     """It may run ahead of the first; while it is captured into a graph, it has waited."""
     stream, captured = [7], [False]
     monkeypatch.setattr(local_adjacency, "_stream", lambda t: stream[0])
     monkeypatch.setattr(local_adjacency, "_is_captured", lambda t: captured[0])
-    data = test_step.graph()
+    data = graph()
     edges = data.edge_index
     for _ in range(2):
         found = local_adjacency.adjacency_of(edges)
@@ -334,7 +311,7 @@ def test_what_a_loader_made_on_its_stream_is_handed_over(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
     record = lambda t, at: recorded.append((t, at))  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "record_stream", record)
-    batch = next(iter(test_step.loader_of(test_step.graph())))
+    batch = next(iter(loader_of(graph())))
     found = known(batch.edge_index)
     found.batch.prepare(2)
     stream[0] = 8
@@ -347,8 +324,8 @@ def test_what_a_loader_made_on_its_stream_is_handed_over(monkeypatch):
 
 def unlike():
     """Edges and rows on two devices take PyG's path, which says so."""
-    data = test_step.graph()
-    conv = pdc.convert(pyg.SAGEConv(test_step.WIDTH, 4).double())
+    data = graph()
+    conv = pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
     for _ in range(2):
         conv(data.x, data.edge_index)
     with device() as place:
@@ -374,15 +351,3 @@ def unlike():
 @builds
 def test_what_is_elsewhere_takes_pygs_path():
     worlds.anew(unlike, 1)
-
-
-def test_minibatches_are_followed_as_long_as_they_live():
-    batch = next(iter(test_step.loader_of(test_step.graph())))
-    assert batch in PROCESS.minibatches
-    edges_of, sizes, seeds = PROCESS.minibatches[batch]
-    assert edges_of(batch) is batch.edge_index
-    assert sizes == {None: batch.num_nodes}
-    assert seeds == {None: 7}
-    count = len(PROCESS.minibatches)
-    del batch
-    assert len(PROCESS.minibatches) < count
