@@ -12,7 +12,7 @@ import torch
 from pyg_distcomm import kernels
 from pyg_distcomm.kernels import codec_cpu, codec_ops
 
-codec_reference = definitions.of(codec_ops)
+reference = definitions.of(codec_ops)
 SHAPES = [(1, 1), (9, 1), (3, 7), (8, 8), (19, 33), (64, 100), (41, 256)]
 KEY = 2**62 + 12345
 FLOATS = (torch.float32, torch.float64)
@@ -25,11 +25,11 @@ def odd_rows(m, f, dtype, seed=0):
     x = torch.randn(m, f, generator=g, dtype=torch.float64)
     kinds = (1.0, 1e-8, 1e4, 1e-30, 3e37, 1e-42, -0.0, nan)
     x *= torch.tensor([kinds[k % len(kinds)] for k in range(m)]).double()[:, None]
-    if m > 12:
-        x[8], x[9] = 3.14159, -0.1
-        x[10, 0], x[11, 0] = inf, -inf
-        x[12, : f // 2] = 0.0
-        x[13, 0], x[13, -1] = -3e38, 3e38  # too wide for one bit in bf16
+    x[8:9], x[9:10], x[15:16] = 3.14159, -0.1, x[:1].sign() * 2e38
+    x[10:11, :1], x[11:12, -1:] = inf, -inf
+    x[12:13, : f // 2] = 0.0
+    x[13:14, :1], x[13:14, -1:] = -3e38, 3e38  # too wide for one bit in bf16
+    x[14:15], x[14:15, -1:] = 2e36, 3.4e38  # rounded, it leaves the range of float32
     return x.to(dtype)
 
 
@@ -42,6 +42,49 @@ def same_bits(a, b):
     return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
 
 
+def quantised(twins, place, x, index, bits, noise):
+    """Asserts that compiled loops write and read the bytes of their definitions."""
+    (m, f), (at, drawn) = x.shape, (index, noise)
+    if index is not None:
+        m, at = len(index), index.to(place)
+    if noise is not None:
+        drawn = noise[0], noise[1].to(place)
+    size = codec_ops.message_bytes(m, f, bits, x.element_size())
+    want, found = (torch.full((size,), 9, dtype=torch.uint8) for _ in range(2))
+    found = found.to(place)
+    bad = reference.quantise_wide(x, index, bits, noise, want)
+    assert twins.quantise_wide(x.to(place), at, bits, drawn, found) == bad
+    assert torch.equal(found.cpu(), want)
+    back = torch.full((m, f), 7.0, dtype=x.dtype)
+    here = back.clone().to(place)
+    reference.dequantise_wide(want, bits, back)
+    assert twins.dequantise_wide(found, bits, here) is here
+    assert same_bits(here.cpu(), back)
+
+
+def twin(twins, place, name, *given):
+    """Runs a compiled loop and its definition, and returns what both give."""
+    want = getattr(reference, name)(*given)
+    here = [t.to(place) if isinstance(t, torch.Tensor) else t for t in given]
+    found = getattr(twins, name)(*here)
+    assert found.dtype == want.dtype
+    assert same_bits(found.cpu(), want)
+    return want
+
+
+def by_columns(twins, place, x, index):
+    """Takes some columns of rows, and puts them back."""
+    f = x.size(1)
+    for k in {1, (f + 1) // 2, f} if f else ():
+        columns = torch.randperm(f, generator=torch.Generator().manual_seed(k))[
+            :k
+        ].int()
+        y = twin(twins, place, "take_columns", x, index, columns)
+        if x.dtype in codec_ops.FLOATS:
+            out = torch.full((len(y), f), 7.0, dtype=x.dtype)
+            twin(twins, place, "put_columns", y, columns, 1.7, out)
+
+
 @tiers.parametrize(
     ("random", "bits", "dtype"),
     itertools.product([False, True], [1, 2, 4, 8], FLOATS),
@@ -50,23 +93,9 @@ def same_bits(a, b):
 )
 def test_quantise(bits, dtype, random):
     for m, f in SHAPES:
-        x = odd_rows(m, f, dtype)
         for index in (None, torch.randperm(m)[: m // 2 + 1]):
-            count = m if index is None else len(index)
-            noise = (KEY, gids(count)) if random else None
-            messages, bad = [], []
-            for op in (codec_reference.quantise_wide, codec_cpu.quantise_wide):
-                size = codec_ops.message_bytes(count, f, bits, dtype.itemsize)
-                out = torch.full((size,), 9, dtype=torch.uint8)
-                bad.append(op(x, index, bits, noise, out))
-                messages.append(out)
-            assert torch.equal(*messages), (m, f)
-            assert bad[0] == bad[1]
-            rows = [
-                op(messages[0], bits, torch.full((count, f), 7.0, dtype=dtype))
-                for op in (codec_reference.dequantise_wide, codec_cpu.dequantise_wide)
-            ]
-            assert same_bits(*rows), (m, f)
+            noise = (KEY, gids(m if index is None else len(index))) if random else None
+            quantised(codec_cpu, "cpu", odd_rows(m, f, dtype), index, bits, noise)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -99,14 +128,14 @@ def test_quantise_on_threads_at_an_odd_place_in_memory(two_threads):
         big = torch.zeros(size + 16, dtype=torch.uint8)
         part = big[3 : 3 + size]
         wanted = torch.empty(size, dtype=torch.uint8)
-        codec_reference.quantise_wide(x, None, bits, (KEY, gid), wanted)
+        reference.quantise_wide(x, None, bits, (KEY, gid), wanted)
         codec_ops.quantise(x, None, bits, (KEY, gid), part)
         assert torch.equal(part, wanted)
         assert not big[:3].any()
         assert not big[3 + size :].any()
         wide = torch.full((m, f + 5), 7.0)
         codec_ops.dequantise(part, bits, wide[:, 2 : 2 + f])  # rows that are apart
-        rows = codec_reference.dequantise_wide(wanted, bits, torch.empty(m, f))
+        rows = reference.dequantise_wide(wanted, bits, torch.empty(m, f))
         assert same_bits(wide[:, 2 : 2 + f], rows)
         assert bool((wide[:, :2] == 7).all())
         assert bool((wide[:, 2 + f :] == 7).all())
@@ -118,10 +147,10 @@ def test_quantise_on_threads_at_an_odd_place_in_memory(two_threads):
 def test_pack_bits(bits):
     for n in (0, 1, 7, 8, 9, 1000, 1003):
         x = torch.randint(0, 2**bits, (n,), dtype=torch.uint8)
-        packed = codec_reference.pack_bits(x, bits)
+        packed = reference.pack_bits(x, bits)
         assert len(packed) == -(-n * bits // 8)
         assert torch.equal(packed, codec_ops.pack_bits(x, bits))
-        for op in (codec_reference.unpack_bits, codec_ops.unpack_bits):
+        for op in (reference.unpack_bits, codec_ops.unpack_bits):
             assert torch.equal(op(packed, bits, n), x)
     with pytest.raises(ValueError, match="its header says"):
         codec_ops.unpack_bits(packed, bits, 5)
@@ -144,17 +173,8 @@ def test_keyed_columns():
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_columns_taken_and_put(dtype, two_threads):
     for m, f in (*SHAPES, (3000, 40)):
-        x = odd_rows(m, f, dtype).nan_to_num(1.0)
         for index in (None, torch.randperm(m)[: m // 2 + 1]):
-            for k in {1, (f + 1) // 2, f}:
-                columns = torch.randperm(f)[:k].int()
-                y = codec_reference.take_columns(x, index, columns)
-                assert torch.equal(y, codec_ops.take_columns(x, index, columns))
-                out = [
-                    op(y, columns, 1.7, torch.full((len(y), f), 7.0, dtype=dtype))
-                    for op in (codec_reference.put_columns, codec_ops.put_columns)
-                ]
-                assert torch.equal(*out)
+            by_columns(codec_ops, "cpu", odd_rows(m, f, dtype), index)
 
 
 def test_noise_is_uniform_and_its_columns_are_independent():

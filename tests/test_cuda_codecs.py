@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import traceback
 
-import definitions
 import pytest
 import tiers
 import torch
+from test_code_kernels import KEY, by_columns, odd_rows, quantised, twin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyg_distcomm.halo import codecs
@@ -19,44 +19,12 @@ from pyg_distcomm.process import PROCESS
 pytest.importorskip("triton", reason="Triton is not installed")
 from pyg_distcomm.kernels import codec_cuda
 
-reference = definitions.of(codec_ops)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KEY = 2**62 + 12345
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ]  # of the interpreter
 if DEVICE.type == "cuda":
     pytestmark.append(pytest.mark.cuda)
-
-
-def rows(m, f, dtype):
-    """Returns rows with all that is special in a row, as far as there are rows."""
-    x = torch.randn(m, f, generator=torch.Generator().manual_seed(m + f)).to(dtype)
-    for r, value in enumerate((0.0, -0.0, torch.pi, -1e30, 1e-42)):
-        x[2 * r + 1 : 2 * r + 2] = value
-    x[4:5] *= 1e-39
-    x[6:7] = x[6:7].sign() * 2e38
-    x[10:11], x[10:11, -1:] = 2e36, 3.4e38  # rounded, it leaves the range of float32
-    x[8:9, :1] = float("nan")
-    x[12:13, -1:] = float("-inf")
-    return x
-
-
-def compare(x, index, bits, noise):
-    m = len(x) if index is None else len(index)
-    size = codec_ops.message_bytes(m, x.size(1), bits, x.element_size())
-    want, found = (torch.full((size,), 7, dtype=torch.uint8) for _ in range(2))
-    bad = reference.quantise_wide(x, index, bits, noise, want)
-    found = found.to(DEVICE)
-    at = None if index is None else index.to(DEVICE)
-    drawn = None if noise is None else (noise[0], noise[1].to(DEVICE))
-    assert codec_cuda.quantise_wide(x.to(DEVICE), at, bits, drawn, found) == bad
-    assert torch.equal(found.cpu(), want)
-    back = torch.zeros(m, x.size(1), dtype=x.dtype)
-    here = back.clone().to(DEVICE)
-    reference.dequantise_wide(want, bits, back)
-    assert codec_cuda.dequantise_wide(found, bits, here) is here
-    torch.testing.assert_close(here.cpu(), back, rtol=0, atol=0, equal_nan=True)
 
 
 @tiers.cover(
@@ -69,25 +37,14 @@ def compare(x, index, bits, noise):
     step=24,
 )
 def test_quantised_rows_have_the_bytes_of_the_cpu(f, m, dtype, bits, ids):
-    x = rows(m, f, dtype)
-    gid = torch.randint(0, 2**31 - 1, (m,)).to(ids)
-    compare(x, None, bits, None)
-    compare(x, None, bits, (KEY, gid))
+    x, gid = odd_rows(m, f, dtype), torch.randint(0, 2**31 - 1, (m,)).to(ids)
     index = torch.randperm(m)[: m // 2 + 1].to(ids)
-    compare(x, index, bits, (KEY, gid[: len(index)]))
-
-
-def same(name, *given):
-    """Runs a twin and its definition on the same arguments, and returns what is equal."""
-    want = getattr(reference, name)(*given)
-    here = [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given]
-    found = getattr(codec_cuda, name)(*here)
-    if isinstance(want, torch.Tensor):
-        assert found.dtype == want.dtype
-        assert torch.equal(found.cpu().nan_to_num(7.5), want.nan_to_num(7.5))
-    else:
-        assert int(found) == want
-    return want
+    for at, noise in (
+        (None, None),
+        (None, (KEY, gid)),
+        (index, (KEY, gid[: len(index)])),
+    ):
+        quantised(codec_cuda, DEVICE, x, at, bits, noise)
 
 
 SHAPES = ((33, 16), (1, 2), (513, 3), (2, 130), (0, 4), (4, 0))
@@ -104,19 +61,16 @@ def test_rows_by_columns(shape, dtype, ids):
     (f, m), g = shape, torch.Generator().manual_seed(0)
     x = (torch.randn(m, f, generator=g) * 2).round().to(dtype)
     index = torch.randperm(m, generator=g)[: m // 2 + 1].to(ids)
-    for at in (None, index):
-        for k in {1, (f + 1) // 2, f} if f else ():
-            columns = torch.randperm(f, generator=g)[:k].int()
-            y = same("take_columns", x, at, columns) if m else x[:, :k]
-            if dtype in codec_ops.FLOATS and m:
-                same("put_columns", y, columns, f / k, torch.ones(len(y), f).to(dtype))
+    for at in (None, index) if m else ():
+        by_columns(codec_cuda, DEVICE, x, at)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_codes_without_gaps(bits):
     for n in (0, 1, 7, 9, 4099):
         x = torch.randint(0, 2**bits, (n,), dtype=torch.uint8)
-        same("unpack_bits", same("pack_bits", x, bits), bits, n)
+        packed = twin(codec_cuda, DEVICE, "pack_bits", x, bits)
+        twin(codec_cuda, DEVICE, "unpack_bits", packed, bits, n)
 
 
 TWINS = [name for name, value in vars(codec_ops).items() if isinstance(value, Op)]
