@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from layers import DEG, F, problem
-from test_layers import _in_doubles, _parameter_grads, shared, step
+from layers import DEG, F, W, X, make, problem
+from test_layers import _in_doubles, parity, step
 from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
 from torch_geometric.nn.models import GAT, GCN, GIN, PNA, EdgeCNN, GraphSAGE
 
@@ -21,8 +22,6 @@ from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 
 pytestmark = pytest.mark.usefixtures("place")
 
-X = ("x", "edge_index")
-W = ("x", "edge_index", "edge_weight")
 PNA_ARGS = {
     "aggregators": ["mean", "max", "std"],
     "scalers": ["identity", "amplification"],
@@ -107,72 +106,36 @@ MODELS = {
 }
 
 
-def build(name):
-    torch.manual_seed(2)
-    return MODELS[name][0]().double()
+class ByKeyword(torch.nn.Module):
+    """Gives a BasicGNN its edge_weight or edge_attr, which it takes by keyword only."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, edge_index, edge=None):
+        if edge is None:
+            return self.inner(x, edge_index)
+        name = "edge_weight" if edge.dim() == 1 else "edge_attr"
+        return self.inner(x, edge_index, **{name: edge})
 
 
-def _ready(model):
-    """BasicGNN takes edge_weight and edge_attr by keyword only."""
-    if not isinstance(model, pyg.models.basic_gnn.BasicGNN):
-        return model
-
-    class ByKeyword(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x, edge_index, edge=None):
-            if edge is None:
-                return self.inner(x, edge_index)
-            name = "edge_weight" if edge.dim() == 1 else "edge_attr"
-            return self.inner(x, edge_index, **{name: edge})
-
-    return ByKeyword(model)
+def ready(name):
+    model = MODELS[name][0]()
+    is_basic = isinstance(model, pyg.models.basic_gnn.BasicGNN)
+    return ByKeyword(model) if is_basic else model
 
 
-def parity(name, graph, cutter):
-    names = MODELS[name][1]
-    data = problem(graph)
-    single = _ready(build(name))
-    want = step(single, data, names)
-    want.update(_parameter_grads(single))
-    mesh = worlds.mesh()
-    share = shared(problem(graph), mesh, cutter)
-    model = _ready(pdc.convert(build(name)))
-    got = step(model, share, names)
-    got.update(_parameter_grads(model))
-    assert got.keys() == want.keys()
-    for key, value in got.items():
-        if isinstance(value, pdc.DistTensor):
-            value = value.full_tensor()
-        assert (value is None) == (want[key] is None), key
-        if value is not None:
-            torch.testing.assert_close(
-                value, want[key], rtol=1e-9, atol=1e-9, msg=lambda t, key=key: key + t
-            )
-
-
-def parity_in_doubles(*args):
-    _in_doubles(parity, *args)
+def compared(name, graph, cutter):
+    build, names = partial(ready, name), MODELS[name][1]
+    _in_doubles(parity, build, names, graph, cutter, pdc.convert)
 
 
 @tiers.parametrize("name", MODELS, slice(0, None, 4))
 def test_converted_model_equals_pyg(name):
-    worlds.run(parity_in_doubles, 1, name, "directed", "random")
-    worlds.run(parity_in_doubles, 3, name, "directed", "random")
-    worlds.run(parity_in_doubles, 2, name, "loops_and_copies", "empty_rank")
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_names_and_values_stay(name):
-    before, model = build(name), build(name)
-    same = pdc.convert(model)
-    assert list(before.state_dict()) == list(same.state_dict())
-    assert [n for n, _ in before.named_parameters()] == [
-        n for n, _ in same.named_parameters()
-    ]
-    same.load_state_dict(before.state_dict(), strict=True)
+    worlds.run(compared, 1, name, "directed", "random")
+    worlds.run(compared, 3, name, "directed", "random")
+    worlds.run(compared, 2, name, "loops_and_copies", "empty_rank")
 
 
 @tiers.cover(
@@ -181,8 +144,11 @@ def test_names_and_values_stay(name):
     ["none", "deepcopy", "pickle", "save", "state", "again"],
 )
 def test_on_ordinary_inputs_a_converted_model_is_what_it_was(name, copying):
-    names = MODELS[name][1]
-    model = pdc.convert(build(name))
+    """Its values, and the names of its parameters, also after it has been copied."""
+    names, build = MODELS[name][1], partial(ready, name)
+    before, model = make(build), pdc.convert(make(build))
+    assert list(before.state_dict()) == list(model.state_dict())
+    assert list(dict(before.named_parameters())) == list(dict(model.named_parameters()))
     if copying == "deepcopy":
         model = copy.deepcopy(model)
     elif copying == "pickle" and name != "Sequential":  # PyG's own cannot be pickled
@@ -193,38 +159,35 @@ def test_on_ordinary_inputs_a_converted_model_is_what_it_was(name, copying):
         file.seek(0)
         model = torch.load(file, weights_only=False)
     elif copying == "state":
-        other = pdc.convert(MODELS[name][0]().double())
-        other.load_state_dict(model.state_dict())
-        model = other
+        model = pdc.convert(build().double())
+        model.load_state_dict(before.state_dict(), strict=True)
     elif copying == "again":
         model = pdc.convert(model)
-    want = step(_ready(build(name)), problem("directed"), names)
-    got = step(_ready(model), problem("directed"), names)
-    same = step(_ready(pdc.convert(build(name))), problem("directed"), names)
-    for key, value in got.items():
-        assert torch.equal(value, same[key]), key
+    found = [
+        step(each, problem("directed"), names)
+        for each in (model, before, pdc.convert(make(build)))
+    ]
+    for key, value in found[0].items():
+        assert torch.equal(value, found[2][key]), key
         # sums are taken in another order, from the second use of the edges on
-        assert torch.allclose(value, want[key], rtol=1e-9, atol=1e-12), key
+        assert torch.allclose(value, found[1][key], rtol=1e-9, atol=1e-12), key
 
 
 def test_what_becomes_what():
-    model = pdc.convert(
-        torch.nn.ModuleDict(
-            {
-                "gcn": pyg.GCNConv(4, 4),
-                "sage": pyg.SAGEConv(4, 4),
-                "gat": pyg.GATConv(4, 4),
-                "norm": BatchNorm1d(4),
-                "lin": Linear(4, 4),
-            }
-        )
+    model = torch.nn.Sequential(
+        pyg.GCNConv(4, 4),
+        pyg.SAGEConv(4, 4),
+        pyg.GATConv(4, 4),
+        BatchNorm1d(4),
+        Linear(4, 4),
     )
     kinds = [DistGCNConv, DistSAGEConv, HaloConv, BatchNorm1d, Linear]
-    assert [type(m) for m in model.values()] == kinds
-    with pytest.raises(
-        TypeError, match=r"convert takes a model, a torch\.nn\.Module, got int"
-    ):
+    assert [type(m) for m in pdc.convert(model)] == kinds
+    told = r"convert takes a model, a torch\.nn\.Module, got int"
+    with pytest.raises(TypeError, match=told):
         pdc.convert(3)
+    with pytest.raises(TypeError, match="HaloConv wraps a MessagePassing layer"):
+        HaloConv(Linear(3, 3))
 
 
 def test_a_shared_layer_stays_one():
@@ -274,11 +237,6 @@ def test_halo_conv_is_its_layer_to_torch():
     assert layer.eps is conv.eps
     conv.to(torch.float32)
     assert layer.eps is conv.eps
-
-
-def test_halo_conv_of_no_layer():
-    with pytest.raises(TypeError, match="HaloConv wraps a MessagePassing layer"):
-        HaloConv(Linear(3, 3))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import alike
 import pytest
@@ -31,7 +32,7 @@ from problems import owners
 from torch.nn import Linear
 
 import pyg_distcomm as pdc
-from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
+from pyg_distcomm.nn import HaloConv
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -186,30 +187,22 @@ def test_every_layer_of_pyg_is_in_the_table():
     assert set(pyg.conv.__all__) <= known
 
 
-def aggregation(name, kwargs, wrap, graph, cutter):
-    kwargs = dict(kwargs)
+def aggregation(name, wrap, graph, cutter):
+    kwargs = dict(AGGREGATIONS[name])
     aggr = kwargs.pop("aggr", name)
-    deep = aggr == "deepsets"
-    layer = pyg.SAGEConv if wrap is HaloConv else DistSAGEConv
-    lead = wrap if wrap is HaloConv else _matrix
 
     def build():
-        torch.manual_seed(5)
+        deep = aggr == "deepsets"
         how = pyg.DeepSetsAggregation(plain(F, F), Linear(F, F)) if deep else aggr
-        return layer(F, 6, aggr=how, **kwargs)
+        return pyg.SAGEConv(F, 6, aggr=how, **kwargs)
 
-    _in_doubles(parity, build, X, graph, cutter, lead)
-
-
-def _matrix(conv):
-    return conv
+    _in_doubles(parity, build, X, graph, cutter, wrap)
 
 
-@tiers.cover(("name", "wrap"), [*AGGREGATIONS], [HaloConv, DistSAGEConv])
+@tiers.cover(("name", "wrap"), [*AGGREGATIONS], [HaloConv, pdc.convert])
 def test_aggregations(name, wrap):
-    how = AGGREGATIONS[name]
-    worlds.run(aggregation, 3, name, how, wrap, "sorted directed", "empty_rank")
-    worlds.run(aggregation, 2, name, how, wrap, "sorted undirected", "random")
+    worlds.run(aggregation, 3, name, wrap, "sorted directed", "empty_rank")
+    worlds.run(aggregation, 2, name, wrap, "sorted undirected", "random")
 
 
 GCN = {
@@ -251,21 +244,17 @@ SAGE = {
 
 def matrix_layer(kind, kwargs, graph, cutter):
     kwargs = dict(kwargs)
-    out, lazy = (kwargs.pop(k, None) for k in ("out", "lazy"))
+    out, lazy = kwargs.pop("out", 4), kwargs.pop("lazy", False)
     pair, column = (kwargs.pop(k, None) for k in ("pair", "column"))
-    layers = (
-        (pyg.GCNConv, DistGCNConv) if kind == "gcn" else (pyg.SAGEConv, DistSAGEConv)
-    )
-    turn = iter(layers)
+    layer = pyg.GCNConv if kind == "gcn" else pyg.SAGEConv
     width = -1 if lazy else (F, F) if pair else F
 
-    def build():
-        torch.manual_seed(5)
-        return next(turn)(width, out or 4, **kwargs)
+    def changed(conv):
+        conv = pdc.convert(conv)
+        return _pairing(conv) if pair else _column(conv) if column else conv
 
-    names = ("x", "edge_index", "edge_weight") if kind == "gcn" else X
-    change = _pairing if pair else _column if column else _matrix
-    _in_doubles(parity, build, names, graph, cutter, change)
+    build, names = partial(layer, width, out, **kwargs), W if kind == "gcn" else X
+    _in_doubles(parity, build, names, graph, cutter, changed)
 
 
 def _column(conv):
