@@ -5,58 +5,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-
-class _Stream:
-    """A stream of the device, whose operations have ended when they return."""
-
-    def wait_stream(self, other):
-        pass
-
-    def synchronize(self):
-        pass
-
-
-class _Module:
-    """What torch asks of the module of a device."""
-
-    @staticmethod
-    def is_available():
-        return True
-
-    @staticmethod
-    def device_count():
-        return 1
-
-    @staticmethod
-    def current_device():
-        return 0
-
-    @staticmethod
-    def _is_in_bad_fork():
-        return False
-
-    @staticmethod
-    def manual_seed_all(seed):
-        pass
-
-    @staticmethod
-    def get_amp_supported_dtype():
-        return [torch.float16, torch.bfloat16]
-
-    @staticmethod
-    def current_stream(device=None):
-        return _Stream()
-
-    @staticmethod
-    def device(device):
-        return contextlib.nullcontext()
-
-    @staticmethod
-    def stream(stream):
-        return contextlib.nullcontext()
+# operations of the device have ended when they return
+_STREAM = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+# what torch asks of the module of a device
+_MODULE = SimpleNamespace(
+    is_available=lambda: True,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda seed: None,
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    current_stream=lambda device=None: _STREAM,
+    device=contextlib.nullcontext,
+    stream=contextlib.nullcontext,
+)
 
 
 def can_build():
@@ -66,19 +34,15 @@ def can_build():
 @functools.cache
 def device():
     """Compiles and registers the device, once in a process; minutes the first time."""
-    from pathlib import Path
-
     torch.utils.rename_privateuse1_backend("spare")
     _load(Path(__file__).with_suffix(".cpp"))
-    torch._register_device_module("spare", _Module)
+    torch._register_device_module("spare", _MODULE)
     return torch.device("spare", 0)
 
 
 def _load(source):
     """Builds one process at a time: torch's own lock outlives a process that was killed."""
     import fcntl
-    import sys
-    from pathlib import Path
 
     from torch.utils import cpp_extension
 

@@ -14,7 +14,6 @@ import torch_geometric.loader
 import torch_geometric.nn as pyg
 import torch_geometric.utils as U
 import worlds
-from test_whole_tensors import assert_none, failures_of
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.nn import aggr
 
@@ -350,9 +349,9 @@ def _cases(how):
     @alike.in_doubles()
     def check(name):
         want, got = measured(theirs[name], batch), measured(mine[name], share)
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        alike.same(got, want)
 
-    return failures_of({name: name for name in mine}, check)
+    return alike.failures_of({name: name for name in mine}, check)
 
 
 @tiers.parametrize(
@@ -365,10 +364,11 @@ def _cases(how):
     slice(1),
 )
 def test_a_batch_is_that_of_one_process(size, how):
-    assert_none(worlds.run(_cases, size, how))
+    alike.assert_none(worlds.run(_cases, size, how))
 
 
-def _whole_graphs():
+@worlds.on(2)
+def test_whole_graphs_go_to_one_rank_each():
     mesh = worlds.mesh()
     batch = Batch.from_data_list(graphs())
     owner, _ = graph_owners(batch, mesh.size)
@@ -405,10 +405,6 @@ def _whole_graphs():
         torch.testing.assert_close(got, want)
 
 
-def test_whole_graphs_go_to_one_rank_each():
-    worlds.run(_whole_graphs, 2)
-
-
 def train(lib, loaders, epochs=2):
     """PyG's mutag_gin.py, in short."""
     torch.manual_seed(1)
@@ -441,7 +437,9 @@ def train(lib, loaders, epochs=2):
     return told, [p.detach() for p in model.parameters()]
 
 
-def _trained():
+@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
+@worlds.on()
+def test_a_script_on_many_graphs_trains_by_the_swap(size):
     mesh = worlds.mesh()
     got, mine = train(nn, pyg_distcomm.loader)
     want, theirs = train(pyg, torch_geometric.loader)
@@ -458,12 +456,8 @@ def _trained():
         next(iter(pyg_distcomm.loader.DataLoader(graphs()[mesh.rank :], 2)))
 
 
-@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
-def test_a_script_on_many_graphs_trains_by_the_swap(size):
-    worlds.run(_trained, size)
-
-
-def _heads():
+@worlds.on(2)
+def test_heads_on_pooled_values_have_to_be_alike():
     mesh = worlds.mesh(fresh=True)
     share = pdc.partition(Batch.from_data_list(graphs()), mesh)
     torch.manual_seed(0)
@@ -473,10 +467,6 @@ def _heads():
     out = head(nn.global_add_pool(conv(share.x, share.edge_index), share.batch))
     with pytest.raises(ValueError, match=r"torch\.manual_seed .* pooled"):
         F.cross_entropy(out, share.y).backward()
-
-
-def test_heads_on_pooled_values_have_to_be_alike():
-    worlds.run(_heads, 2)
 
 
 def test_graphs_that_say_how_many_nodes_they_have():

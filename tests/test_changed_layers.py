@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import alike
 import batches
 import pytest
 import tiers
@@ -115,9 +116,14 @@ def made(name, plain=False):
     return conv.double()
 
 
-def on_ranks(grid):
+@tiers.parametrize(
+    ("size", "grid"), [(n, grid) for n in (2, 3) for grid in grids(n)], slice(3)
+)
+@worlds.on()
+def test_changed_layers_on_ranks_are_what_they_were_changed_to(size, grid):
     data = GRAPHS["directed"]()
-    share = pdc.partition(data, worlds.mesh(grid=grid), "random")
+    mesh = worlds.mesh(grid=grid)
+    share = pdc.partition(data, mesh, "random")
     for name in CHANGES:
         plain, ours = made(name, plain=True), pdc.convert(made(name))
         found = []
@@ -125,22 +131,8 @@ def on_ranks(grid):
             x = given.x.clone().requires_grad_()
             out = layer(x, given.edge_index)
             out.square().sum().backward()
-            found.append([out.detach(), x.grad])
-            grads = [p.grad for p in layer.parameters()]
-            if layer is ours:
-                mesh = share.edge_index.nodes.mesh
-                found[-1] = [t.full_tensor() for t in found[-1]]
-                reduce = pdc.comm.collectives.all_reduce
-                grads = [reduce(g, mesh.world) / mesh.size for g in grads]
-            found[-1] += grads
-        for want, got in zip(*found, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, msg=name)
-
-
-@tiers.parametrize("size", [2, 3], [2])
-def test_changed_layers_on_ranks_are_what_they_were_changed_to(size):
-    for grid in grids(size):
-        worlds.run(on_ranks, size, grid)
+            found.append([out, x.grad, *(p.grad for p in layer.parameters())])
+        alike.same(found[1], found[0], name)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import alike
 import tiers
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,6 @@ def train(model, batches):
     with torch.no_grad():
         model.eval()
         out = model(data.x, data.edge_index)
-    out = out.full_tensor() if isinstance(out, pdc.DistTensor) else out
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return [torch.tensor(losses), out, *grads]
 
@@ -66,8 +66,7 @@ def full_graph(kinds, grid, backend, p):
             model = torch.compile(model, backend=chosen)
         masks = share.train_mask, ~share.train_mask, share.y > 1
         found.append(train(model, [(share, mask) for mask in (*masks, masks[0])]))
-    for got, want in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    alike.same(*reversed(found))
     return found[0][0]
 
 
@@ -109,11 +108,12 @@ def test_minibatches(kinds):
         loader = NeighborLoader(data, [4, 3, 2], batch_size=12)
         batches = [(b, torch.arange(b.batch_size)) for b in loader]
         found.append(train(model, batches))
-    for got, want in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    alike.same(*reversed(found))
 
 
-def replicated(kinds):
+@tiers.parametrize("kinds", ["products", "halos"], ["products"])
+@worlds.on(2)
+def test_replicated_models(kinds):
     """Trains a model of `replicate` on minibatches and on the full graph."""
     mesh, data, found = worlds.mesh(), GRAPHS["undirected"](), []
     share = pdc.partition(data, mesh, owners("random", data, mesh.size))
@@ -127,13 +127,7 @@ def replicated(kinds):
         )
         batches = [(b, torch.arange(b.batch_size)) for b in loader]
         found.append(train(model, [batches[0], *[(share, share.train_mask)] * 2]))
-    for got, want in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-
-
-@tiers.parametrize("kinds", ["products", "halos"], ["products"])
-def test_replicated_models(kinds):
-    worlds.run(replicated, 2, kinds)
+    alike.same(*reversed(found))
 
 
 def test_layers_on_ordinary_tensors_break_no_graph():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import io
 
+import alike
 import pytest
 import tiers
 import torch
 import torch.nn.functional as F
 import worlds
-from problems import GRAPHS, owners
+from problems import GRAPHS
 
 import pyg_distcomm as pdc
 from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
@@ -40,33 +41,25 @@ def _loss(rows, ids):
     return ((rows - target) ** 2).sum()
 
 
-def _trained(optimizer, sparse, steps=3):
-    """Trains on minibatches t of a step by rank t mod P; returns all rows."""
+def _steps(emb, opt, steps, rank=0, size=1):
+    """Trains on minibatches t of a step by rank t mod P."""
+    for step in steps:
+        opt.zero_grad()
+        for batch in range(rank, BATCHES, size):
+            ids = _ids(batch, step)
+            (_loss(emb(ids), ids) * size / BATCHES).backward()
+        opt.step()
+
+
+def _trained(optimizer, sparse):
     mesh = worlds.mesh()
     share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
     torch.manual_seed(5)
     emb = pdc.DistEmbedding(N, DIM, like=share, sparse=sparse, dtype=torch.float64)
+    start = emb.weight.detach().full_tensor()
     opt = OPTIMIZERS[optimizer](emb.parameters())
-    for step in range(steps):
-        opt.zero_grad()
-        for batch in range(mesh.rank, BATCHES, mesh.size):
-            ids = _ids(batch, step)
-            (_loss(emb(ids), ids) * mesh.size / BATCHES).backward()
-        opt.step()
-    return emb.weight.detach().full_tensor()
-
-
-def _plain(optimizer, sparse, steps=3):
-    torch.manual_seed(5)
-    emb = torch.nn.Embedding(N, DIM, sparse=sparse, dtype=torch.float64)
-    opt = OPTIMIZERS[optimizer](emb.parameters())
-    for step in range(steps):
-        opt.zero_grad()
-        for batch in range(BATCHES):
-            ids = _ids(batch, step)
-            (_loss(emb(ids), ids) / BATCHES).backward()
-        opt.step()
-    return emb.weight.detach()
+    _steps(emb, opt, range(3), mesh.rank, mesh.size)
+    return start, emb.weight.detach().full_tensor()
 
 
 KINDS = [("sgd", True), ("sgd", False), ("adagrad", True), ("sparse_adam", True)]
@@ -75,40 +68,33 @@ KINDS = [("sgd", True), ("sgd", False), ("adagrad", True), ("sparse_adam", True)
 @pytest.mark.parametrize(("optimizer", "sparse"), [*KINDS, ("adam", False)])
 @tiers.parametrize("size", [1, 2, 4], [1, 4])
 def test_minibatches_train_the_rows_that_torch_trains(size, optimizer, sparse):
-    want = _plain(optimizer, sparse)
+    torch.manual_seed(5)
+    plain = torch.nn.Embedding(N, DIM, sparse=sparse, dtype=torch.float64)
+    start = plain.weight.detach().clone()
+    _steps(plain, OPTIMIZERS[optimizer](plain.parameters()), range(3))
     every = worlds.run(_trained, size, optimizer, sparse)
-    assert all(torch.equal(got, every[0]) for got in every)
-    torch.testing.assert_close(every[0], want, atol=1e-9, rtol=1e-9)
+    assert all(torch.equal(found[0], start) for found in every)
+    assert all(torch.equal(found[1], every[0][1]) for found in every)
+    torch.testing.assert_close(every[0][1], plain.weight.detach(), atol=1e-9, rtol=1e-9)
 
 
-def _table():
-    return torch.randn(N, DIM, generator=torch.Generator().manual_seed(1))
-
-
-def _one_step(sparse):
-    """Takes one minibatch on each rank; returns the gradient of all rows."""
+def _added(sparse, batches):
+    """Takes minibatches, one after the other; returns the gradient of all rows."""
     mesh = worlds.mesh()
     emb = pdc.DistEmbedding(N, DIM, like=mesh, sparse=sparse)
-    emb.shard.data.copy_(_table()[emb.rows.gid])
-    ids = _ids(mesh.rank, 0).unique()
-    (_loss(emb(ids), ids) * mesh.size).backward()
+    table = torch.randn(N, DIM, generator=torch.Generator().manual_seed(1))
+    emb.shard.data.copy_(table[emb.rows.gid])
+    for batch in batches or [mesh.rank]:
+        ids = _ids(batch, 0).unique()
+        (_loss(emb(ids), ids) * mesh.size).backward()
     grad = emb.shard.grad.to_dense() if sparse else emb.shard.grad
     return pdc.from_local(grad, like=emb.weight.detach()).full_tensor()
 
 
 @pytest.mark.parametrize("sparse", [True, False])
 def test_gradients_are_added_in_the_order_of_ranks(sparse):
-    want = worlds.run(_one_after_the_other, 1, sparse)[0]
-    assert torch.equal(worlds.run(_one_step, BATCHES, sparse)[0], want)
-
-
-def _one_after_the_other(sparse):
-    emb = pdc.DistEmbedding(N, DIM, like=worlds.mesh(), sparse=sparse)
-    emb.shard.data.copy_(_table())
-    for batch in range(BATCHES):
-        ids = _ids(batch, 0).unique()
-        _loss(emb(ids), ids).backward()
-    return emb.shard.grad.to_dense() if sparse else emb.shard.grad
+    want = worlds.run(_added, 1, sparse, range(BATCHES))[0]
+    assert torch.equal(worlds.run(_added, BATCHES, sparse, None)[0], want)
 
 
 class Net(torch.nn.Module):
@@ -133,67 +119,50 @@ def _full_graph(data, embedding_of, steps=4):
     return net
 
 
-def _spread(cut):
-    mesh = worlds.mesh()
-    data = GRAPHS["undirected"]()
-    share = pdc.partition(data, mesh, owners(cut, data, mesh.size))
+def _spread():
+    share = pdc.partition(GRAPHS["undirected"](), worlds.mesh(), "random")
     net = _full_graph(share, lambda d: pdc.DistEmbedding(N, DIM, like=d))
-    names = dict(net.named_parameters())
-    return net.emb().detach().full_tensor(), names["conv1.lin.weight"].detach()
+    return net.emb().detach().full_tensor(), net.conv1.lin.weight.detach()
 
 
 @tiers.parametrize("size", [1, 2, 3], [1, 3])
 def test_full_graph_training_is_that_of_one_process(size):
     net = _full_graph(GRAPHS["undirected"](), lambda d: torch.nn.Embedding(N, DIM))
-    for table, weight in worlds.run(_spread, size, "random"):
-        torch.testing.assert_close(table, net.emb.weight.detach(), atol=1e-9, rtol=1e-9)
-        torch.testing.assert_close(
-            weight, net.conv1.lin.weight.detach(), atol=1e-9, rtol=1e-9
-        )
+    want = net.emb.weight.detach(), net.conv1.lin.weight.detach()
+    for found in worlds.run(_spread, size):
+        torch.testing.assert_close(found, want, atol=1e-9, rtol=1e-9)
 
 
-def _resumable(cut, optimizer):
+def _saved(path, optimizer, resumes):
+    """Saves after two steps of four, or goes on from there with another cut."""
     mesh = worlds.mesh()
+    cut = "block" if resumes else "random"
     share = pdc.partition(GRAPHS["undirected"](), mesh, cut)
     torch.manual_seed(2)
     emb = pdc.DistEmbedding(N, DIM, like=share, sparse=optimizer != "adam")
     model = pdc.replicate(torch.nn.Sequential(emb.double()), mesh)
-    return mesh, emb, model, OPTIMIZERS[optimizer](model.parameters())
-
-
-def _steps(mesh, emb, opt, steps):
-    for step in steps:
-        opt.zero_grad()
-        for batch in range(mesh.rank, BATCHES, mesh.size):
-            ids = _ids(batch, step)
-            (_loss(emb(ids), ids) * mesh.size / BATCHES).backward()
-        opt.step()
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    if resumes:
+        pdc.load_checkpoint(path, mesh, model, opt)
+    else:
+        _steps(emb, opt, range(2), mesh.rank, mesh.size)
+        pdc.save_checkpoint(path, mesh, model, opt)
+    _steps(emb, opt, range(2, 4), mesh.rank, mesh.size)
     return emb.weight.detach().full_tensor()
-
-
-def _save(path, optimizer):
-    mesh, emb, model, opt = _resumable("random", optimizer)
-    _steps(mesh, emb, opt, range(2))
-    pdc.save_checkpoint(path, mesh, model, opt)
-    return _steps(mesh, emb, opt, range(2, 4))
-
-
-def _resume(path, optimizer):
-    mesh, emb, model, opt = _resumable("block", optimizer)
-    pdc.load_checkpoint(path, mesh, model, opt)
-    return _steps(mesh, emb, opt, range(2, 4))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, optimizer):
     path = str(tmp_path / "ckpt")
-    want = worlds.run(_save, 2, path, optimizer)[0]
+    want = worlds.run(_saved, 2, path, optimizer, False)[0]
     for size in (1, 2, 4):
-        got = worlds.run(_resume, size, path, optimizer)[0]
+        got = worlds.run(_saved, size, path, optimizer, True)[0]
         torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
 
 
-def _with_factors(path):
+@worlds.on(2)
+def test_what_an_optimizer_keeps_of_all_rows_is_refused(tmp_path):
+    path = str(tmp_path / "ckpt")
     mesh = worlds.mesh()
     emb = pdc.DistEmbedding(N, DIM, like=mesh)
     opt = Factored(emb.parameters(), lr=0.1)
@@ -218,11 +187,8 @@ class Factored(torch.optim.SGD):
             self.state[p]["row_var"] = p.grad.square().sum(1)
 
 
-def test_what_an_optimizer_keeps_of_all_rows_is_refused(tmp_path):
-    worlds.run(_with_factors, 2, str(tmp_path / "ckpt"))
-
-
-def _replaced():
+@worlds.on(2)
+def test_a_whole_table_in_place_of_the_rows_is_refused():
     emb = pdc.DistEmbedding(N, DIM, like=worlds.mesh())
     values = torch.rand(N, DIM)
     emb.weight.data.copy_(values)
@@ -241,27 +207,19 @@ def _replaced():
     assert thin(torch.arange(N)).shape == (N, 0)
 
 
-def test_a_whole_table_in_place_of_the_rows_is_refused():
-    worlds.run(_replaced, 2)
-
-
 def _priced():
     mesh = worlds.mesh()
     share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
     emb = pdc.DistEmbedding(N, DIM, like=share)
     owner = share.edge_index.nodes.partition.owner_of(torch.arange(N))
     ids = [torch.arange(rank, N, 2).repeat(2) for rank in range(mesh.size)]
-    asked = [(owner[i.unique()] != r).sum() for r, i in enumerate(ids)]
-    served = [
-        (owner[i.unique()] == mesh.rank).sum()
-        for r, i in enumerate(ids)
-        if r != mesh.rank
-    ]
-    before = [mesh.ledger.words(op) for op in ("halo", "halo_reduce")]
+    owners = [owner[i.unique()] for i in ids]
+    asked = (owners[mesh.rank] != mesh.rank).sum()
+    served = sum((o == mesh.rank).sum() for r, o in enumerate(owners) if r != mesh.rank)
+    mesh.ledger.reset()
     emb(ids[mesh.rank]).sum().backward()
-    after = [mesh.ledger.words(op) for op in ("halo", "halo_reduce")]
-    moved = [b - a for a, b in zip(before, after, strict=True)]
-    return moved, [int(asked[mesh.rank]) * DIM, int(sum(served)) * DIM]
+    moved = [mesh.ledger.words(op) for op in ("halo", "halo_reduce")]
+    return moved, [int(asked) * DIM, int(served) * DIM]
 
 
 def test_distinct_rows_of_other_ranks_travel_once_each_way():
@@ -270,7 +228,8 @@ def test_distinct_rows_of_other_ranks_travel_once_each_way():
             assert moved == want
 
 
-def _looked_up():
+@worlds.on(2)
+def test_bad_ids_of_one_rank_are_refused_on_all():
     mesh, good = worlds.mesh(), torch.tensor([1])
     emb = pdc.DistEmbedding(N, DIM, like=mesh)
     wrong = [torch.tensor(ids) for ids in ([0, N], [-1], [0.5])]
@@ -278,10 +237,6 @@ def _looked_up():
         with pytest.raises(IndexError, match=r"rank 1: give ids .*in \[0, 50\)"):
             emb(bad if mesh.rank else good)
         assert emb(torch.tensor([[mesh.rank, 3], [3, 4]])).shape == (2, 2, DIM)
-
-
-def test_bad_ids_of_one_rank_are_refused_on_all():
-    worlds.run(_looked_up, 2)
 
 
 def _misfit():
@@ -333,7 +288,10 @@ class Scores(torch.nn.Module):
         return self.lin(self.emb(ids))
 
 
-def _under_ddp(ids):
+@pytest.mark.parametrize("ids", [torch.tensor([1, 2]), None])
+@pytest.mark.place("cpu")
+@worlds.on(2)
+def test_ddp_that_would_send_the_rows_is_refused(ids):
     mesh = worlds.mesh()
     emb = pdc.DistEmbedding(4 * mesh.size, DIM, like=mesh)
     assert pdc.replicate(Scores(emb), mesh)(ids).shape[1] == 1
@@ -342,36 +300,25 @@ def _under_ddp(ids):
         model(ids)
 
 
-@pytest.mark.parametrize("ids", [torch.tensor([1, 2]), None])
-@pytest.mark.place("cpu")
-def test_ddp_that_would_send_the_rows_is_refused(ids):
-    worlds.run(_under_ddp, 2, ids)
-
-
-def _initial():
-    torch.manual_seed(11)
-    return pdc.DistEmbedding(N, DIM, like=worlds.mesh()).weight.detach().full_tensor()
-
-
-def test_the_table_starts_as_torchs():
-    torch.manual_seed(11)
-    want = torch.nn.Embedding(N, DIM).weight.detach()
-    for size in (1, 3):
-        assert torch.equal(worlds.run(_initial, size)[0], want)
-
-
 def _clipped(norm_type, sparse):
     mesh = worlds.mesh()
     torch.manual_seed(1)
     emb = pdc.DistEmbedding(N, DIM, like=mesh, sparse=sparse)
-    model = torch.nn.Sequential(emb, torch.nn.Linear(DIM, 1))
-    model = pdc.replicate(model.double(), mesh)
+    return _clip(emb, norm_type, lambda net: pdc.replicate(net, mesh), mesh)
+
+
+def _clip(emb, norm_type, wrap, mesh=None):
+    """Clips the gradients of one step; returns their norm, and the weights after it."""
+    rank, size = (mesh.rank, mesh.size) if mesh else (0, 1)
+    model = wrap(torch.nn.Sequential(emb, torch.nn.Linear(DIM, 1)).double())
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in range(mesh.rank, BATCHES, mesh.size):
-        (model(_ids(batch, 0)).square().sum() * mesh.size / BATCHES).backward()
-    norm = pdc.clip_grad_norm_(model, 0.1, norm_type)
+    for batch in range(rank, BATCHES, size):
+        (model(_ids(batch, 0)).square().sum() * size / BATCHES).backward()
+    clip = pdc.clip_grad_norm_ if mesh else torch.nn.utils.clip_grad_norm_
+    norm = clip(model if mesh else model.parameters(), 0.1, norm_type)
     opt.step()
-    return norm, emb.weight.detach().full_tensor(), model.module[1].weight.detach()
+    rest = [p.detach() for p in model.parameters()][1:]
+    return norm, alike.whole(emb.weight.detach()), *rest
 
 
 @pytest.mark.parametrize(
@@ -379,20 +326,15 @@ def _clipped(norm_type, sparse):
 )
 def test_gradients_are_clipped_as_on_one_process(norm_type, sparse):
     torch.manual_seed(1)
-    net = torch.nn.Sequential(torch.nn.Embedding(N, DIM), torch.nn.Linear(DIM, 1))
-    net = net.double()
-    for batch in range(BATCHES):
-        (net(_ids(batch, 0)).square().sum() / BATCHES).backward()
-    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1, norm_type)
-    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    want = _clip(torch.nn.Embedding(N, DIM), norm_type, lambda net: net)
     for size in (1, 2):
         for found in worlds.run(_clipped, size, norm_type, sparse):
-            want = norm, net[0].weight.detach(), net[1].weight.detach()
-            for a, b in zip(found, want, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
 
 
-def _changed_ids():
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_a_route_of_changed_ids_is_not_taken(size):
     mesh = worlds.mesh()
     share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
     emb = pdc.DistEmbedding.from_pretrained(share.x, freeze=False)
@@ -425,8 +367,3 @@ def _changed_ids():
     share.x.requires_grad_()
     with pytest.raises(TypeError, match=r"DistEmbedding.from_pretrained\(data.x"):
         DistNeighborLoader(share, [2])
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_route_of_changed_ids_is_not_taken(size):
-    worlds.run(_changed_ids, size)

@@ -9,12 +9,7 @@ import torch
 import torch_geometric.nn as pyg
 import worlds
 from torch_geometric.data import Data
-from torch_geometric.explain import (
-    Explainer,
-    GNNExplainer,
-    PGExplainer,
-    fidelity,
-)
+from torch_geometric.explain import Explainer, GNNExplainer, PGExplainer, fidelity
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
@@ -80,25 +75,16 @@ def graph():
     )
 
 
-def full(value):
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.detach()
-
-
 @alike.in_doubles()
 def explained(ns, data, kind, index):
     """Returns masks of nodes and edges, the output afterwards, and how faithful they are."""
     torch.manual_seed(7)
     net = Net(ns, kind)
-    explainer = Explainer(
-        net,
-        GNNExplainer(epochs=4),
-        **MASKS,
-    )
+    explainer = Explainer(net, GNNExplainer(epochs=4), **MASKS)
     found = explainer(data.x, data.edge_index, index=index)
     after = net(data.x, data.edge_index)
     measured = torch.tensor(fidelity(explainer, found))
-    return [full(v) for v in (found.node_mask, found.edge_mask, after, measured)]
+    return alike.whole([found.node_mask, found.edge_mask, after.detach(), measured])
 
 
 def _share(kind, index, grid):
@@ -140,7 +126,7 @@ def trained(ns, data):
             at = {"target": data.y, "index": index}
             algorithm.train(epoch, net, data.x, data.edge_index, **at)
     found = explainer(data.x, data.edge_index, target=data.y, index=3)
-    return full(found.edge_mask)
+    return alike.whole(found.edge_mask).detach()
 
 
 def _trained_share():
@@ -154,7 +140,8 @@ def test_an_explainer_that_learns_equals_that_of_one_process():
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-def _held_wrong():
+@worlds.on(2)
+def test_a_mask_of_other_edges_is_refused():
     data, net = pdc.partition(graph(), worlds.mesh()), Net(nn, "gcn").double()
     net.one.explain = True
     net.one._edge_mask = None
@@ -163,7 +150,3 @@ def _held_wrong():
     net.one._edge_mask = torch.ones(5)
     with pytest.raises(ValueError, match="each of 103 edges"):
         net(data.x, data.edge_index)
-
-
-def test_a_mask_of_other_edges_is_refused():
-    worlds.run(_held_wrong, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import alike
 import pytest
 import tiers
 import torch
@@ -27,7 +28,7 @@ def _found(model, *args):
         out = model(*args)
         rows = list(out.values()) if isinstance(out, dict) else [out]
         sum(x.square().sum() for x in rows).backward()
-        found += [x.full_tensor() if isinstance(x, pdc.DistTensor) else x for x in rows]
+        found += rows
     found += [p.grad for p in model.parameters()]
     return found, list(model.buffers())
 
@@ -51,7 +52,7 @@ def _compare(make, one, many):
             if a is None or b is None:  # of no row
                 assert a is b or not (b if a is None else a).any()
             else:
-                torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
+                alike.same(b, a)
 
 
 LAYERS = {
@@ -83,7 +84,11 @@ class _Attention(torch.nn.Module):
         return self.attend(rows, rows, x[None])[0].squeeze(0) + x
 
 
-def _one_node(edges):
+@tiers.parametrize(
+    ("size", "edges"), itertools.product(SIZES, [0, 2]), [(2, 2), (3, 0)]
+)
+@worlds.on()
+def test_layers_on_one_node(size, edges):
     mesh = worlds.mesh()
     x = torch.randn(1, WIDE, generator=torch.Generator().manual_seed(0))
     data = Data(x=x.double(), edge_index=torch.zeros(2, edges, dtype=torch.long))
@@ -93,13 +98,6 @@ def _one_node(edges):
     )
     for make in LAYERS.values():
         _compare(make, (data.x, data.edge_index), (share.x, share.edge_index))
-
-
-@tiers.parametrize(
-    ("size", "edges"), itertools.product(SIZES, [0, 2]), [(2, 2), (3, 0)]
-)
-def test_layers_on_one_node(size, edges):
-    worlds.run(_one_node, size, edges)
 
 
 NORMS = {
@@ -123,7 +121,13 @@ class _Normed(torch.nn.Module):
         return self.last(self.norm(self.first(x, edge_index)).relu(), edge_index)
 
 
-def _types(nodes):
+@tiers.parametrize(
+    ("size", "nodes"),
+    itertools.product(SIZES, [0, 1, 2]),
+    [(2, 1), (3, 0)],
+)
+@worlds.on()
+def test_norms_of_a_node_type_with_few_rows(size, nodes):
     """Compares models on nodes of two types, of which the second has few."""
     mesh, g, data = worlds.mesh(), torch.Generator().manual_seed(0), HeteroData()
     counts = {"a": 9, "b": nodes}
@@ -140,12 +144,3 @@ def _types(nodes):
     one, many = ((d.x_dict, d.edge_index_dict) for d in (data, share))
     for norm in NORMS.values():
         _compare(lambda k=norm: pyg.to_hetero(_Normed(k()), data.metadata()), one, many)
-
-
-@tiers.parametrize(
-    ("size", "nodes"),
-    itertools.product(SIZES, [0, 1, 2]),
-    [(2, 1), (3, 0)],
-)
-def test_norms_of_a_node_type_with_few_rows(size, nodes):
-    worlds.run(_types, size, nodes)

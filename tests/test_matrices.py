@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 
+import alike
 import pytest
 import tiers
 import torch
@@ -52,7 +53,21 @@ VALUED = {
 }
 
 
-def valued(layout, memory, grid):
+@tiers.parametrize(
+    ("size", "layout", "memory", "grid"),
+    [
+        (2, "csr", None, None),
+        (1, "coo", None, None),
+        (3, "csc", None, None),
+        (3, "coo", None, None),
+        (2, "csr", "4KiB", None),
+        (2, "coo", None, (1, 2, 1)),
+        (4, "csr", None, (2, 2, 1)),
+    ],
+    slice(0, 1),
+)
+@worlds.on()
+def test_values_of_a_matrix_weigh_what_pyg_weighs_by_them(size, layout, memory, grid):
     """Layers that are given a matrix of torch's; its values weigh what PyG weighs by them."""
     data, mesh = GRAPHS["loops_and_copies"](), worlds.mesh(grid=grid)
     n = data.num_nodes
@@ -76,11 +91,7 @@ def valued(layout, memory, grid):
             given = [share.adj_t] * len(given)
             for _ in range(1 + (memory is None)):  # the second time by what is kept
                 ours.zero_grad()
-                got = stepped(ours, share.x, given)
-                assert got.keys() == want.keys()
-                for key, found in got.items():
-                    close = torch.allclose(found, want[key], rtol=1e-9, atol=1e-9)
-                    assert close, f"{key} of {name}"
+                alike.same(stepped(ours, share.x, given), want, name)
 
 
 def stepped(layer, x, given):
@@ -91,33 +102,11 @@ def stepped(layer, x, given):
         out = layer(x, *given)
     out.sin().sum().backward()
     found = {"out": out.detach(), "x": x.grad}
-    found |= {name: p.grad for name, p in layer.named_parameters()}
-    whole = {}
-    for name, value in found.items():
-        if value is not None:  # PDNConv's weights of edge_attr learn nothing here
-            spread = isinstance(value, pdc.DistTensor)
-            whole[name] = value.full_tensor() if spread else value
-    return whole
+    return found | {name: p.grad for name, p in layer.named_parameters()}
 
 
-@tiers.parametrize(
-    ("size", "layout", "memory", "grid"),
-    [
-        (2, "csr", None, None),
-        (1, "coo", None, None),
-        (3, "csc", None, None),
-        (3, "coo", None, None),
-        (2, "csr", "4KiB", None),
-        (2, "coo", None, (1, 2, 1)),
-        (4, "csr", None, (2, 2, 1)),
-    ],
-    slice(0, 1),
-)
-def test_values_of_a_matrix_weigh_what_pyg_weighs_by_them(size, layout, memory, grid):
-    worlds.run(valued, size, layout, memory, grid)
-
-
-def _other_size():
+@worlds.on(2)
+def test_a_matrix_of_another_number_of_nodes_is_refused():
     data = GRAPHS["loops_and_copies"]()
     share, n = pdc.partition(data, worlds.mesh(), "random"), data.num_nodes
     layer = pdc.convert(pyg.SAGEConv(7, 4).double())
@@ -130,11 +119,8 @@ def _other_size():
         adj @ torch.ones(n - 1, 2)
 
 
-def test_a_matrix_of_another_number_of_nodes_is_refused():
-    worlds.run(_other_size, 2)
-
-
-def _attributes():
+@worlds.on(2)
+def test_values_of_a_matrix_may_be_vectors():
     data = GRAPHS["loops_and_copies"]()
     data = Data(x=data.x, edge_index=U.coalesce(data.edge_index))
     share, n = pdc.partition(data, worlds.mesh(), "random"), data.num_nodes
@@ -147,11 +133,9 @@ def _attributes():
     torch.testing.assert_close(got.full_tensor(), want, rtol=0, atol=1e-9)
 
 
-def test_values_of_a_matrix_may_be_vectors():
-    worlds.run(_attributes, 2)
-
-
-def _parts():
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_parts_of_a_matrix_are_those_of_one_process(size):
     """Rows and columns of a matrix, as torch has them of one process."""
     data, mesh = GRAPHS["loops_and_copies"](), worlds.mesh()
     share, n = pdc.partition(data, mesh, "random"), data.num_nodes
@@ -170,8 +154,3 @@ def _parts():
         want, got = read(one), read(all_)
         assert got.layout == want.layout
         torch.testing.assert_close(got.to_dense(), want.to_dense())
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_parts_of_a_matrix_are_those_of_one_process(size):
-    worlds.run(_parts, size)

@@ -43,7 +43,8 @@ def _epochs(model, inputs, mesh, epochs=4):
     return found
 
 
-def _words_of_layers():
+@worlds.on(2)
+def test_layers_send_the_rows_of_constant_features_once():
     whole, mesh = _graph(), worlds.mesh()
     share = pdc.partition(whole, mesh)
     x, edges, weights = share.x.float(), share.edge_index, share.edge_attr
@@ -63,11 +64,8 @@ def _words_of_layers():
         assert words[-1] == 0, (name, words)
 
 
-def test_layers_send_the_rows_of_constant_features_once():
-    worlds.run(_words_of_layers, 2)
-
-
-def _adjoint_of_an_adjacency():
+@worlds.on(2)
+def test_a_sparse_adjacency_sends_back_what_its_transpose_costs():
     whole, mesh = _graph(), worlds.mesh()
     share = pdc.partition(whole, mesh)
     n = whole.num_nodes
@@ -86,11 +84,8 @@ def _adjoint_of_an_adjacency():
     assert mesh.ledger.words("halo") + mesh.ledger.words("halo_reduce") == words
 
 
-def test_a_sparse_adjacency_sends_back_what_its_transpose_costs():
-    worlds.run(_adjoint_of_an_adjacency, 2)
-
-
-def _pooled_and_embedded():
+@worlds.on(2)
+def test_plain_groups_of_sharded_rows_are_reduced_where_the_rows_are():
     # rows of another test, as many as groups, would have the sums sharded
     whole, mesh = _graph(), worlds.mesh(fresh=True)
     share = pdc.partition(whole, mesh)
@@ -113,11 +108,8 @@ def _pooled_and_embedded():
     torch.testing.assert_close(*reversed(found))
 
 
-def test_plain_groups_of_sharded_rows_are_reduced_where_the_rows_are():
-    worlds.run(_pooled_and_embedded, 2)
-
-
-def _odd_operands():
+@worlds.on(2)
+def test_odd_operands_are_those_of_one_process():
     """Index narrower than rows, negative ids, one row, no rows, other dimensions."""
     whole, mesh = _graph(), worlds.mesh()
     ids, table = torch.arange(40) % 5, _random(5, 8)
@@ -151,19 +143,6 @@ def _odd_operands():
                 if name not in ("one column", "fewer rows", "a column put"):
                     # of which torch has no gradient
                     out.float().square().sum().backward()
-                got.append(
-                    [alike.whole(t) for t in (out, x.grad, c.grad) if t is not None]
-                )
-            for a, b in zip(*reversed(got), strict=True):
-                loose = 1e-3 if name == "softmax of large" else 1e-9  # in half
-                torch.testing.assert_close(
-                    a,
-                    b,
-                    rtol=loose,
-                    atol=loose,
-                    msg=lambda m, name=name: f"{name}: {m}",
-                )
-
-
-def test_odd_operands_are_those_of_one_process():
-    worlds.run(_odd_operands, 2)
+                got.append([t for t in (out, x.grad, c.grad) if t is not None])
+            loose = 1e-3 if name == "softmax of large" else 1e-9  # in half
+            alike.same(*reversed(got), name, rtol=loose, atol=loose)

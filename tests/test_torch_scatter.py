@@ -174,19 +174,20 @@ def data():
     )
 
 
-def check(size):
+@tiers.parametrize("size", [2, 3], [3])
+@worlds.on()
+def test_all_ranks_reduce_as_one_process(size):
     plain = data()
     mesh = pdc.init()
     share = pdc.partition(plain, mesh, owners("empty_rank", plain, size))
     for name, case in CASES.items():
         x, ours = plain.x.clone().requires_grad_(), share.x.detach().requires_grad_()
         want, got = case(x, plain.batch), case(ours, share.batch)
-        torch.testing.assert_close(alike.whole(got), want, rtol=0, atol=1e-9, msg=name)
+        alike.same(got, want, name)
         if want.is_floating_point():
             want.sin().sum().backward()
             got.sin().sum().backward()
-            same = torch.allclose(alike.whole(ours.grad), x.grad, rtol=0, atol=1e-9)
-            assert same, name
+            alike.same(ours.grad, x.grad, name)
     for how in ("max", "mul", "softmax"):
         torch.manual_seed(1)
         layer = Own(how)
@@ -194,13 +195,7 @@ def check(size):
         want = layer(plain.x, plain.edge_index)
         gradients = torch.autograd.grad(want.sin().sum(), list(layer.parameters()))
         got = converted(share.x, share.edge_index)
-        torch.testing.assert_close(alike.whole(got), want, rtol=0, atol=1e-9, msg=how)
         got.sin().sum().backward()
-        for p, g in zip(converted.parameters(), gradients, strict=True):
-            torch.testing.assert_close(p.grad, g, rtol=0, atol=1e-9, msg=how)
+        found = [got, *(p.grad for p in converted.parameters())]
+        alike.same(found, [want, *gradients], how)
     mesh.close()
-
-
-@tiers.parametrize("size", [2, 3], [3])
-def test_all_ranks_reduce_as_one_process(size):
-    worlds.run(check, size, size)
