@@ -6,6 +6,7 @@ import itertools
 import sys
 from pathlib import Path
 
+import alike
 import tiers
 import torch
 import worlds
@@ -55,83 +56,7 @@ LINKS = {
     ),
     "varco": lambda: pdc.VARCO(9, c_max=8, slope=1),
 }
-TRAINED = ("halo", "halo_reduce")
 CUTTERS = ("random", "empty_rank", "lopsided")
-
-
-def real(name, size, graph, cutter, epochs):
-    """Outputs, gradients and bytes of each epoch, and whether bytes are as foretold."""
-    mesh = worlds.mesh()
-    data, link = GRAPHS[graph](), LINKS[name]()
-    share = pdc.partition(data, mesh, owners(cutter, data, size), link=link)
-    edges = share.edge_index.with_halo("rows").with_ordering(keep_inputs=False)
-    torch.manual_seed(3)
-    pairs = itertools.pairwise(WIDTHS)
-    layers = torch.nn.ModuleList(DistGCNConv(a, b) for a, b in pairs).double()
-    found = []
-    for t in range(epochs):
-        before = {op: mesh.ledger.bytes(op) for op in TRAINED}
-        asked = mesh.ledger.bytes("all_reduce", "row")
-        x = start = (share.x * wave(t)).requires_grad_()
-        for number, layer in enumerate(layers):
-            x = layer(x.relu() if number else x, edges)
-        layers.zero_grad()
-        x.square().sum().backward()
-        grads = [p.grad.clone() for p in layers.parameters()]
-        moved = sum(mesh.ledger.bytes(op) - before[op] for op in TRAINED)
-        asked = mesh.ledger.bytes("all_reduce", "row") - asked
-        price = link.price()
-        if t:  # the first product plans, and sends degrees
-            assert moved <= price.forward + price.backward
-            assert moved == price.forward + price.backward or not price.exact
-            assert asked <= price.agreement
-            link.drain()
-            assert link.held == price.kept, (t, link.held, price.kept)
-        link.step(10.0 - t**0.5)
-        mine = mesh.rank == 0
-        out, grad = x.full_tensor().detach(), start.grad.full_tensor()
-        grads = [grad, *grads]
-        found.append((grads if mine else [], out, moved))
-    return found
-
-
-def wave(t):
-    """Inputs that change fast at first, and then hardly."""
-    return 1.0 + 1.0 / (1 + t) ** 2
-
-
-def emulated(name, size, graph, cutter, epochs):
-    mesh = worlds.mesh()
-    data, link = GRAPHS[graph](), LINKS[name]()
-    share = pdc.partition(data, mesh, owners(cutter, data, size))
-    owner = share.edge_index.nodes.partition.owner.long()
-    ranks = EmulatedRanks.cut(data.edge_index, owner, size, torch.float64)
-    torch.manual_seed(3)
-    net = EmulatedGCN(WIDTHS, keep=False).double()
-    made, found = EmulatedLink(ranks, link, len(WIDTHS) - 2), []
-    for t in range(epochs):
-        before = made.bytes
-        x = (data.x * wave(t)).requires_grad_()
-        out = net(x, ranks, made)
-        net.zero_grad()
-        out.square().sum().backward()
-        grads = [p.grad.clone() for p in net.parameters()]
-        made.step(10.0 - t**0.5)
-        found.append(([x.grad, *grads], out.detach(), made.bytes - before))
-    return found, made.skipped
-
-
-def same(name, size, graph, cutter, epochs):
-    got = real(name, size, graph, cutter, epochs)
-    want, skipped = emulated(name, size, graph, cutter, epochs)
-    assert (skipped > 0) == ("skipped" in name) or size == 1
-    mesh = worlds.mesh()
-    for t, (one, other) in enumerate(zip(got, want, strict=True)):
-        for a, b in zip([*one[0], one[1]], [*other[0], other[1]], strict=False):
-            if mesh.rank == 0:
-                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=f"epoch {t}")
-        moved = collectives.all_gather_object(one[2], mesh.world)
-        assert t == 0 or sum(moved) == other[2], (t, moved, other[2])
 
 
 CASES = [
@@ -144,5 +69,47 @@ DEFAULT = [case for case in CASES if OFTEN.get(case[0]) == case[1]]
 
 
 @tiers.parametrize(("name", "size", "graph", "cutter"), CASES, DEFAULT)
+@worlds.on()
 def test_links_are_as_defined(name, size, graph, cutter):
-    worlds.run(same, size, name, size, graph, cutter, 9)
+    mesh, data = worlds.mesh(), GRAPHS[graph]()
+    link, same = LINKS[name](), LINKS[name]()
+    share = pdc.partition(data, mesh, owners(cutter, data, size), link=link)
+    edges = share.edge_index.with_halo("rows").with_ordering(keep_inputs=False)
+    torch.manual_seed(3)
+    pairs = itertools.pairwise(WIDTHS)
+    layers = torch.nn.ModuleList(DistGCNConv(a, b) for a, b in pairs).double()
+    torch.manual_seed(3)
+    net = EmulatedGCN(WIDTHS, keep=False).double()
+    owner = share.edge_index.nodes.partition.owner.long()
+    ranks = EmulatedRanks.cut(data.edge_index, owner, size, torch.float64)
+    emulated = EmulatedLink(ranks, same, len(WIDTHS) - 2)
+    for t in range(9):
+        wave = 1.0 + 1.0 / (1 + t) ** 2  # inputs change fast at first, and then hardly
+        mesh.ledger.reset()
+        x = start = (share.x * wave).requires_grad_()
+        for number, layer in enumerate(layers):
+            x = layer(x.relu() if number else x, edges)
+        layers.zero_grad()
+        x.square().sum().backward()
+        moved = sum(mesh.ledger.bytes(op) for op in ("halo", "halo_reduce"))
+        asked, price = mesh.ledger.bytes("all_reduce", "row"), link.price()
+        if t:  # the first product plans, and sends degrees
+            assert moved <= price.forward + price.backward
+            assert moved == price.forward + price.backward or not price.exact
+            assert asked <= price.agreement
+            link.drain()
+            assert link.held == price.kept, (t, link.held, price.kept)
+        link.step(10.0 - t**0.5)
+        got = [x.full_tensor().detach(), start.grad.full_tensor()]
+        got += [p.grad for p in layers.parameters()]
+        whole, before = (data.x * wave).requires_grad_(), emulated.bytes
+        out = net(whole, ranks, emulated)
+        net.zero_grad()
+        out.square().sum().backward()
+        emulated.step(10.0 - t**0.5)
+        want = [out.detach(), whole.grad, *(p.grad for p in net.parameters())]
+        if mesh.rank == 0:
+            alike.same(got, want, f"epoch {t}")
+        moved = sum(collectives.all_gather_object(moved, mesh.world))
+        assert t == 0 or moved == emulated.bytes - before, t
+    assert (emulated.skipped > 0) == ("skipped" in name) or size == 1
