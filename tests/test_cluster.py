@@ -36,10 +36,9 @@ def start(pair, folder, name, epochs):
     words += ["--folder", str(folder), "--cut", "2", "--dataset", "generated-300"]
     words += ["--epochs", str(epochs), "--every", str(EVERY), "--pause", "0.2"]
     logs = [folder.parent / f"{folder.name}.{name}.{host.name}.log" for host in pair]
-    started = [
-        host.run(words, log, PYTHONPATH=PATHS)
-        for host, log in zip(pair, logs, strict=True)
-    ]
+    # as examples/cluster/torchrun.sh: a host that comes back finds the others
+    env = {"PYTHONPATH": PATHS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    started = [h.run(words, log, **env) for h, log in zip(pair, logs, strict=True)]
     return started, logs
 
 

@@ -27,8 +27,10 @@ def commands(text, first):
     return [shlex.split(line) for line in found]
 
 
-def check_elastic(words):
-    """Lets examples/elastic.py read its flags."""
+def check_launch(command, read):
+    """Lets torchrun and examples/elastic.py read their flags, which name the parts."""
+    launch = get_args_parser().parse_args(command[1:])
+    words = launch.training_script_args
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "elastic.py", *words, "--help"],
         capture_output=True,
@@ -39,6 +41,8 @@ def check_elastic(words):
     assert done.returncode == 0, done.stderr
     known = set(re.findall(r"--[\w-]+", done.stdout))
     assert {w.partition("=")[0] for w in words if w.startswith("--")} <= known
+    assert f"--parts={read.out}" in words
+    return launch
 
 
 def test_torchrun_takes_its_flags():
@@ -75,53 +79,53 @@ def test_the_slurm_script_partitions_and_calls_the_other():
     assert "examples/cluster/torchrun.sh" in text
 
 
-@pytest.mark.exhaustive
-def test_the_manifest_is_a_pytorchjob():
+def manifest(name):
+    """The claim and the job of a manifest, and what its first job cuts the graph with."""
     yaml = pytest.importorskip("yaml")
-    claim, cut, job = yaml.safe_load_all((FOLDER / "pytorchjob.yaml").read_text())
+    claim, cut, job = yaml.safe_load_all((FOLDER / name).read_text())
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     (partition,) = cut["spec"]["template"]["spec"]["containers"]
     read = _parser().parse_args(partition["command"][1:])
-    policy, worker = (
-        job["spec"]["elasticPolicy"],
-        job["spec"]["pytorchReplicaSpecs"]["Worker"],
-    )
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert policy["minReplicas"] <= worker["replicas"] <= policy["maxReplicas"]
-    (container,) = worker["template"]["spec"]["containers"]
-    assert container["name"] == "pytorch"
-    launch = get_args_parser().parse_args(container["command"][1:])
-    ranks = int(launch.nproc_per_node) * policy["maxReplicas"]
-    assert read.parts == ranks
-    volumes = {one["name"] for one in worker["template"]["spec"]["volumes"]}
+    return claim, job, partition["image"], read
+
+
+def container_of(pod):
+    """The only container of a pod, which mounts all of its volumes."""
+    (container,) = pod["containers"]
+    volumes = {one["name"] for one in pod["volumes"]}
     assert {one["name"] for one in container["volumeMounts"]} == volumes
-    assert f"--parts={read.out}" in launch.training_script_args
-    check_elastic(launch.training_script_args)
+    return container
+
+
+@pytest.mark.exhaustive
+def test_the_manifest_is_a_pytorchjob():
+    _, job, _, read = manifest("pytorchjob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    policy = job["spec"]["elasticPolicy"]
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    assert policy["minReplicas"] <= worker["replicas"] <= policy["maxReplicas"]
+    container = container_of(worker["template"]["spec"])
+    assert container["name"] == "pytorch"
+    launch = check_launch(container["command"], read)
+    assert read.parts == int(launch.nproc_per_node) * policy["maxReplicas"]
 
 
 @pytest.mark.exhaustive
 def test_the_manifest_is_a_trainjob():
-    yaml = pytest.importorskip("yaml")
-    claim, cut, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    (partition,) = cut["spec"]["template"]["spec"]["containers"]
-    read = _parser().parse_args(partition["command"][1:])
-    assert job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
-    assert job["kind"] == "TrainJob"
+    claim, job, image, read = manifest("trainjob.yaml")
+    kind = job["apiVersion"], job["kind"]
+    assert kind == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
     trainer = job["spec"]["trainer"]
-    assert trainer["image"] == partition["image"]
+    assert trainer["image"] == image
     assert read.parts == trainer["numNodes"] * trainer["numProcPerNode"]
-    launch = get_args_parser().parse_args(trainer["command"][1:])
-    assert f"--parts={read.out}" in launch.training_script_args
-    check_elastic(launch.training_script_args)
+    check_launch(trainer["command"], read)
     (patch,) = job["spec"]["runtimePatches"]
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert (node["name"], container["name"]) == ("node", "node")  # as the runtime's
+    # as the runtime's
+    assert (node["name"], container_of(pod)["name"]) == ("node", "node")
     volumes = {one["name"]: one for one in pod["volumes"]}
-    assert {one["name"] for one in container["volumeMounts"]} == {*volumes}
     claimed = volumes["runs"]["persistentVolumeClaim"]["claimName"]
     assert claimed == claim["metadata"]["name"]
 
@@ -145,24 +149,17 @@ def test_the_example_trains_alone(tmp_path, monkeypatch, capsys):
     spec.loader.exec_module(elastic)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    flags = ["--folder", str(tmp_path / "run"), "--dataset", "generated-200"]
-    digests = []
-    for epochs in (
-        4,
-        8,
-        8,
-    ):  # a start, one that goes on, and one that has nothing to do
-        monkeypatch.setattr(
-            sys, "argv", ["elastic.py", *flags, "--epochs", str(epochs), "--every", "2"]
-        )
+
+    def trained(folder, epochs):
+        flags = f"--folder {tmp_path / folder} --dataset generated-200 --every 2"
+        words = ["elastic.py", *flags.split(), "--epochs", str(epochs)]
+        monkeypatch.setattr(sys, "argv", words)
         elastic.main()
         out = capsys.readouterr().out
-        digests.append(re.search(r"sha256 of the parameters (\w+)", out).group(1))
+        return out, re.search(r"sha256 of the parameters (\w+)", out).group(1)
+
+    # a start, one that goes on, and one that has nothing to do
+    (_, first), (_, second), (out, third) = (trained("run", n) for n in (4, 8, 8))
     assert "1 ranks begin at epoch 8" in out
-    assert digests[1] == digests[2] != digests[0]
-    other = [
-        w if w != str(tmp_path / "run") else str(tmp_path / "straight") for w in flags
-    ]
-    monkeypatch.setattr(sys, "argv", ["elastic.py", *other, "--epochs", "8"])
-    elastic.main()
-    assert f"sha256 of the parameters {digests[1]}" in capsys.readouterr().out
+    assert second == third != first
+    assert trained("straight", 8)[1] == second

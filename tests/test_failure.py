@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -34,15 +32,6 @@ def _raises_inside():
         if step == 3 and mesh.rank == 1:
             raise KeyError("the data of step 3")
         share.x.sum()
-
-
-def _returns(value):
-    mesh = pdc.init()
-    return mesh.rank, value
-
-
-def test_launch_returns_what_each_rank_returns():
-    assert pdc.launch(_returns, 2, "x") == [(0, "x"), (1, "x")]
 
 
 def test_launch_raises_the_first_cause():
@@ -79,7 +68,7 @@ def test_launch_explains_what_it_cannot_send():
     with pytest.raises(TypeError, match=r"\.py file"):
         pdc.launch(lambda: 1, 2)
     with pytest.raises(ValueError, match="at least 1"):
-        pdc.launch(_returns, 0)
+        pdc.launch(_dies, 0)
     for how, kind in {
         ("nprocs", "2"): TypeError,
         ("nprocs", True): TypeError,
@@ -90,7 +79,7 @@ def test_launch_explains_what_it_cannot_send():
     }.items():
         name, value = how
         with pytest.raises(kind, match=f"{name} must be .*got {value!r}"):
-            pdc.launch(_returns, **{"nprocs": 2, name: value})
+            pdc.launch(_dies, **{"nprocs": 2, name: value})
     with pytest.raises(TypeError, match="takes a function, got 5"):
         pdc.launch(5, 2)
 
@@ -107,91 +96,48 @@ def test_launch_raises_the_cause_and_not_what_gloo_makes_of_it():
         pdc.launch(_fails_beside_a_collective_of_the_scripts_own, 2, timeout=300)
 
 
-CAUSE = """
-import pyg_distcomm as pdc, torch
-mesh = pdc.init(timeout=120)
-x = torch.ones(3)
-from pyg_distcomm.comm import collectives
-if mesh.rank == 1:
-    raise ValueError("bad luck on this rank")
-try:
-    collectives.all_reduce(x, mesh.world)
-except ValueError as error:
-    print("HEARD", str(error).splitlines()[0])
-    raise
-"""
-
-
-@tiers.rare
-@pytest.mark.subprocess
-def test_torchrun_ends_with_the_cause(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(CAUSE)
-    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    how = {"env": env, "capture_output": True, "text": True, "timeout": 600}
-    done = subprocess.run([sys.executable, *launcher, script], **how, check=False)
-    assert done.returncode != 0
-    assert "bad luck on this rank" in done.stderr
-    heard = "HEARD rank 1 failed with ValueError: bad luck on this rank"
-    assert heard in done.stdout or "SIGTERM" in done.stderr  # torchrun may be faster
-
-
-def _bad_inputs():
-    mesh = worlds.mesh()
-    good = GRAPHS["undirected"]()
-    cases = []
-
-    def case(text, kind, **change):
-        data = good.clone()
-        for name, value in change.items():
-            data[name] = value
-        cases.append((text, kind, data))
-
-    edges = good.edge_index
-    case("float", TypeError, edge_index=edges.double())
-    case("NaN|nan", (TypeError, ValueError), edge_index=edges * float("nan"))
-    case("50", ValueError, edge_index=torch.cat([edges, torch.tensor([[50], [0]])], 1))
-    case("-1", ValueError, edge_index=torch.cat([edges, torch.tensor([[-1], [0]])], 1))
-    case("shape|two|\\[2", ValueError, edge_index=edges.t().contiguous())
-    case("train_mask", ValueError, train_mask=torch.ones(49, dtype=torch.bool))
-    case("'x'", ValueError, x=good.x[:-1])
-    for text, kind, data in cases:
-        with pytest.raises(kind, match=text):
-            pdc.partition(data, mesh, "random")
-    with pytest.raises(ValueError, match="metis"):
-        pdc.partition(good, mesh, "metiss")
-    with pytest.raises(ValueError, match="50"):
-        pdc.partition(good, mesh, torch.zeros(49, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"part|owner"):
-        pdc.partition(good, mesh, torch.full((50,), mesh.size))
-    with pytest.raises(TypeError, match="HeteroData"):
-        pdc.partition([good], mesh)
-    with pytest.raises(ValueError, match="no nodes of any type"):
-        pdc.partition(HeteroData(), mesh)
-    share = pdc.partition(good, mesh, "random")
-    with pytest.raises(TypeError, match="share already"):
-        pdc.partition(share, mesh)
-    if mesh.size > 1:  # one rank alone holds something else: all of them say so
-        data = good.clone()
-        if mesh.rank == 1:
-            data.edge_index = edges.flip(1)
-        with pytest.raises(ValueError, match="same graph and arguments on all ranks"):
-            pdc.partition(data, mesh, "random")
-        data = good.clone()
-        if mesh.rank == 1:
-            data.train_mask = data.train_mask[:-1]
-        with pytest.raises(ValueError, match=r"rank 1.*train_mask"):
-            pdc.partition(data, mesh, "random")
-    return float(share.x.sum())  # the mesh is as good as before
-
-
 @tiers.parametrize("size", [1, 2, 3], [1, 3])
+@worlds.on()
 def test_bad_input_raises_on_all_ranks_alike(size):
-    assert len({round(v, 9) for v in worlds.run(_bad_inputs, size)}) == 1
+    mesh, good = worlds.mesh(), GRAPHS["undirected"]()
+    edges, share = good.edge_index, pdc.partition(good, mesh, "random")
+    above, below = (torch.tensor([[node], [0]]) for node in (50, -1))
+    changes = [
+        ("float", "edge_index", edges.double()),
+        ("NaN|nan", "edge_index", edges * float("nan")),
+        ("50", "edge_index", torch.cat([edges, above], 1)),
+        ("-1", "edge_index", torch.cat([edges, below], 1)),
+        (r"shape|two|\[2", "edge_index", edges.t().contiguous()),
+        ("train_mask", "train_mask", torch.ones(49, dtype=torch.bool)),
+        ("'x'", "x", good.x[:-1]),
+    ]
+    if size > 1:  # one rank alone holds something else: all of them say so
+        other = edges.flip(1) if mesh.rank == 1 else edges
+        mask = good.train_mask[mesh.rank == 1 :]
+        changes += [("same graph and arguments on all ranks", "edge_index", other)]
+        changes += [(r"rank 1.*train_mask", "train_mask", mask)]
+    for told, name, value in changes:
+        data = good.clone()
+        data[name] = value
+        with pytest.raises((TypeError, ValueError), match=told):
+            pdc.partition(data, mesh, "random")
+    for kind, told, given in (
+        (ValueError, "metis", (good, mesh, "metiss")),
+        (ValueError, "50", (good, mesh, torch.zeros(49, dtype=torch.long))),
+        (ValueError, "part|owner", (good, mesh, torch.full((50,), size))),
+        (TypeError, "HeteroData", ([good], mesh)),
+        (ValueError, "no nodes of any type", (HeteroData(), mesh)),
+        (TypeError, "share already", (share, mesh)),
+    ):
+        with pytest.raises(kind, match=told):
+            pdc.partition(*given)
+    # the mesh is as good as before
+    torch.testing.assert_close(share.x.sum(), good.x.sum())
 
 
-def _misuse():
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_misuse_says_what_to_do(size):
     from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
     mesh = worlds.mesh()
@@ -216,11 +162,6 @@ def _misuse():
         pdc.convert("model")
     with pytest.raises(ValueError, match="no_such_folder"):
         pdc.load_partition("/no_such_folder", mesh)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_misuse_says_what_to_do(size):
-    worlds.run(_misuse, size)
 
 
 def test_data_must_have_edges():
@@ -282,7 +223,8 @@ def test_a_rank_that_failed_in_another_thread_says_so(monkeypatch):
     assert "LookupError: no such row" in told
 
 
-def fails_alike():
+@worlds.on(3)
+def test_what_all_ranks_failed_with_alike_is_over():
     """All ranks fail alike and go on; then one of them fails alone."""
     link = LinkPolicy(Quantise(1, "stochastic"), late=1, exact_last=False)
     mesh = worlds.mesh(fresh=True)
@@ -304,10 +246,6 @@ def fails_alike():
         return
     with pytest.raises(RuntimeError, match="of one rank"):
         collectives.barrier(mesh.world)
-
-
-def test_what_all_ranks_failed_with_alike_is_over():
-    worlds.run(fails_alike, 3)
 
 
 def goes_on():
