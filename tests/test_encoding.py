@@ -99,7 +99,8 @@ def test_random_bytes_never_run():
             continue
 
 
-def _told():
+@worlds.on(3)
+def test_ranks_tell_each_other_values_or_all_refuse():
     axis = worlds.mesh().world
     value = {"rank": axis.rank, "x": torch.arange(axis.rank)}
     every = collectives.all_gather_object(value, axis)
@@ -110,7 +111,3 @@ def _told():
         collectives.all_gather_object(object() if axis.rank else 1, axis)
     with pytest.raises(TypeError, match=r"got builtins\.object"):
         collectives.broadcast_object(object() if axis.rank == 0 else None, axis)
-
-
-def test_ranks_tell_each_other_values_or_all_refuse():
-    worlds.run(_told, 3)

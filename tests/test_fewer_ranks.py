@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import alike
 import pytest
 import tiers
 import torch
@@ -11,6 +12,7 @@ import torch_geometric.nn
 import worlds
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.datasets import generated
 from pyg_distcomm.nn import GCNConv
 from pyg_distcomm.partition.cutters import cut
@@ -29,22 +31,13 @@ def graph():
     return data
 
 
-def conv_of(kind, data):
+def step(kind, data):
+    """The output of a layer on some data, and its gradients."""
     torch.manual_seed(0)
-    return kind(data.num_features, 3).double()
-
-
-def read(folder):
-    """Runs on a rank: what it has, and what a layer makes of it."""
-    mesh = worlds.mesh()
-    data = pdc.load_partition(folder, mesh, merge=True)
-    conv = conv_of(GCNConv, data)
+    conv = kind(data.num_features, 3).double()
     out = conv(data.x, data.edge_index)
     out.square().sum().backward()
-    grads = [p.grad for p in conv.parameters()]
-    own = data.edge_index.nodes.gid, data.edge_attr.to_local()
-    whole = data.x.full_tensor(), data.y.full_tensor(), out.full_tensor().detach()
-    return own, whole, grads, pdc.partition_report(data).nodes
+    return out, [p.grad for p in conv.parameters()]
 
 
 @pytest.fixture(scope="module")
@@ -54,32 +47,22 @@ def folder(tmp_path_factory):
     return str(out)
 
 
-@tiers.parametrize("ranks", [1, 2, 3, 4], [2, 3])
-def test_fewer_ranks_have_the_same_graph(folder, ranks):
-    every, data = worlds.run(read, ranks, folder), graph()
-    conv = conv_of(torch_geometric.nn.GCNConv, data)
-    want = conv(data.x, data.edge_index)
-    want.square().sum().backward()
-    for own, (x, y, out), grads, _ in every:
-        assert torch.equal(x, data.x)
-        assert torch.equal(y, data.y)
-        assert torch.allclose(out, want, atol=1e-12)
-        for grad, p in zip(grads, conv.parameters(), strict=True):
-            assert torch.allclose(grad, p.grad, atol=1e-10)
-        assert all(torch.equal(ids, ids.sort().values) for ids in own)
-    edges = torch.cat([own[1] for own, *_ in every]).sort().values
-    assert torch.equal(edges, data.edge_attr)
-    ends = [k * PARTS // ranks for k in range(ranks + 1)]
-    parts = cut(data.edge_index, data.num_nodes, PARTS, "random").sizes
+@tiers.parametrize("size", [1, 2, 3, 4], [2, 3])
+@worlds.on()
+def test_fewer_ranks_have_the_same_graph(folder, size):
+    mesh, whole = worlds.mesh(), graph()
+    data = pdc.load_partition(folder, mesh, merge=True)
+    (out, grads), want = step(GCNConv, data), step(torch_geometric.nn.GCNConv, whole)
+    alike.same([data.x, data.y, out, grads], [whole.x, whole.y, *want])
+    edge = data.edge_attr.to_local()
+    for ids in (data.edge_index.nodes.gid, edge):
+        assert torch.equal(ids, ids.sort().values)
+    edges = torch.cat(collectives.all_gather_object(edge, mesh.world))
+    assert torch.equal(edges.sort().values, whole.edge_attr)
+    ends = [k * PARTS // size for k in range(size + 1)]
+    parts = cut(whole.edge_index, whole.num_nodes, PARTS, "random").sizes
     sums = [sum(parts[a:b]) for a, b in itertools.pairwise(ends)]
-    assert list(every[0][3]) == sums
-
-
-def loads(folder, merge):
-    mesh = worlds.mesh()
-    with pytest.raises(ValueError, match="holds 5 parts, but there are") as caught:
-        pdc.load_partition(folder, mesh, merge=merge)
-    return str(caught.value)
+    assert list(pdc.partition_report(data).nodes) == sums
 
 
 def test_parts_with_other_rows_are_not_merged(folder):
@@ -90,6 +73,7 @@ def test_parts_with_other_rows_are_not_merged(folder):
 
 
 def test_without_being_asked_ranks_read_one_part_each(folder):
-    (told,) = worlds.run(loads, 1, folder, False)
-    assert "torchrun --nproc-per-node 5" in told
-    assert "merge=True" in told
+    with pytest.raises(ValueError, match="holds 5 parts, but there are") as caught:
+        pdc.load_partition(folder, worlds.mesh())
+    assert "torchrun --nproc-per-node 5" in str(caught.value)
+    assert "merge=True" in str(caught.value)

@@ -56,37 +56,26 @@ def test_a_table_of_nothing():
     assert empty.sum == Ledger()
 
 
-def gathered():
+@pytest.mark.parametrize("size", [1, 3])
+@worlds.on()
+def test_all_ranks_gather_what_each_has_counted(size):
     mesh = worlds.mesh()
     x = torch.ones(mesh.rank + 1, 3)
     counts = [rank + 1 for rank in range(mesh.size)]
     collectives.all_gather_rows(x, counts, mesh.world)
     mine = mesh.ledger.snapshot()
-    found = mesh.gather_ledger()
-    assert found.ranks[mesh.rank].entries == mine
-    assert mesh.gather_ledger().sum.bytes("plan") or mesh.size == 1  # counted, later
-    return pickle.dumps(found), mine
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_all_ranks_gather_what_each_has_counted(size):
-    answers = worlds.run(gathered, size)
-    for text, _ in answers:
-        found = pickle.loads(text)
-        assert [rank.entries for rank in found.ranks] == [mine for _, mine in answers]
-        entries = [e for _, mine in answers for e in mine.values()]
-        assert found.sum.bytes() == sum(e.bytes for e in entries)
-        assert found.sum.messages() == sum(e.messages for e in entries)
-        if size == 3:  # rank 0 lacks 2 + 3 rows of 3 words, rank 1 1 + 3, rank 2 1 + 2
-            assert [rank.bytes() for rank in found.ranks] == [60, 48, 36]
-            head, _, row, _ = cells(str(found))
-            assert row[head.index("bytes") : head.index("slowest")] == [
-                "144",
-                "6",
-                "60",
-                "0",
-                "1.25",
-            ]
+    found = pickle.loads(pickle.dumps(mesh.gather_ledger()))
+    assert mesh.gather_ledger().sum.bytes("plan") or size == 1  # counted, later
+    every = collectives.all_gather_object(mine, mesh.world)
+    assert [rank.entries for rank in found.ranks] == every
+    entries = [e for mine in every for e in mine.values()]
+    assert found.sum.bytes() == sum(e.bytes for e in entries)
+    assert found.sum.messages() == sum(e.messages for e in entries)
+    if size == 3:  # rank 0 lacks 2 + 3 rows of 3 words, rank 1 1 + 3, rank 2 1 + 2
+        assert [rank.bytes() for rank in found.ranks] == [60, 48, 36]
+        head, _, row, _ = cells(str(found))
+        told = row[head.index("bytes") : head.index("slowest")]
+        assert told == ["144", "6", "60", "0", "1.25"]
 
 
 def test_sums_over_ranks():

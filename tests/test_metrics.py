@@ -11,6 +11,7 @@ import worlds
 from test_saving import full_after
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import alone
 from pyg_distcomm.datasets import generated
 from pyg_distcomm.loader import LoaderOptions
@@ -22,15 +23,13 @@ def lone():
     return alone((1, 1, 1), 0, torch.device("cpu"))
 
 
-def counted(folder):
-    """Runs on a rank: rows beside the ledgers of all ranks."""
+@worlds.on(3)
+def test_rows_are_the_ledgers_of_all_ranks(tmp_path):
     mesh = worlds.mesh()
     data = pdc.partition(generated(90), mesh, "block")
-    torch.manual_seed(0)
     conv = GCNConv(data.num_features, 4)
-    run = pdc.metrics(folder, mesh, data=data)
+    run, rows = pdc.metrics(tmp_path / "run", mesh, data=data), []
     mesh.ledger.reset()
-    rows = []
     for epoch in range(3):
         with run.phase("train"):
             conv(data.x, data.edge_index).sum().backward()
@@ -38,34 +37,27 @@ def counted(folder):
         rows.append(run.epoch(epoch, loss=0.5, rank=mesh.rank))
         assert mesh.ledger.snapshot() == before  # what is its own is not counted
     silent = run.epoch(3)
-    ledgers = mesh.gather_ledger().sum
-    halo = {key: entry.bytes for key, entry in ledgers.entries.items()}
-    return rows, silent, halo
-
-
-def test_rows_are_the_ledgers_of_all_ranks(tmp_path):
-    every = worlds.run(counted, 3, str(tmp_path / "run"))
-    rows, silent, moved = every[0]
-    assert all(other[0] == rows for other in every)  # equal on all ranks
-    assert sum(moved.values()) > 0
-    for (op, axis), count in moved.items():
-        assert sum(row["bytes"].get(f"{op} {axis}", 0) for row in rows) == count
+    assert silent["bytes"] == {"total": 0}
+    moved = mesh.gather_ledger().sum
+    assert moved.bytes() > 0
+    for (op, axis), entry in moved.entries.items():
+        counts = [row["bytes"].get(f"{op} {axis}", 0) for row in rows]
+        assert sum(counts) == entry.bytes
     for row in rows:
         assert row["bytes"]["total"] == sum(row["by_rank"]["bytes"])
-        assert (
-            row["bytes"]["total"] == sum(row["bytes"].values()) - row["bytes"]["total"]
-        )
+        assert 2 * row["bytes"]["total"] == sum(row["bytes"].values())
         assert row["seconds"] == max(row["by_rank"]["seconds"])
         assert row["waits"]["most"] == max(row["by_rank"]["waits"])
         assert row["phases"]["train"] > 0
         assert row["imbalance"]["bytes"] >= 1
         assert (row["loss"], row["rank"]) == (0.5, 0)
         json.dumps(row)
-    assert silent["bytes"] == {"total": 0}
-    run = read_run(tmp_path / "run")
-    assert run.rows == [*rows, silent]
-    assert run.about["ranks"] == 3
-    assert run.about["partition"]["nodes"] == [30, 30, 30]
+    for other in collectives.all_gather_object(rows, mesh.world):
+        assert other == rows  # equal on all ranks
+    found = read_run(tmp_path / "run")
+    assert found.rows == [*rows, silent]
+    assert found.about["ranks"] == 3
+    assert found.about["partition"]["nodes"] == [30, 30, 30]
 
 
 def test_a_run_goes_on_in_its_folder(tmp_path):
@@ -120,45 +112,29 @@ def test_tensorboard_reads_the_scalars(tmp_path):
     assert "bytes/total" in events.Tags()["scalars"]
 
 
-def test_wandb_takes_the_rows(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    with wandb.init(project="gcn", mode="offline", dir=tmp_path) as run:
-        figures = pdc.metrics(None, lone(), writers=[wandb.log])
-        for epoch in range(3):
-            figures.epoch(epoch, loss=1.5 * epoch)
-        assert run.summary["loss"] == 3.0
-        assert run.summary["bytes"]["total"] == 0
-    assert [*tmp_path.glob("wandb/offline-run-*/*.wandb")]
+def test_all_ranks_see_what_rank_0_is_given(tmp_path):
+    pdc.metrics(tmp_path / "run", lone())  # an earlier start
+    first, second = worlds.run(alike, 2, str(tmp_path / "run"))
+    assert first == second
+    assert (first["epoch"], first["start"], first["loss"]) == (0, 1, 2.0)
 
 
 def alike(folder):
     """What a rank that is given other things than rank 0 sees."""
     mesh = worlds.mesh()
     data = pdc.partition(generated(40), mesh, "block")
-    one, said = mesh.rank == 1, []
-    for wrong in (generated(20), None):
-        with pytest.raises((TypeError, ValueError)) as refused:
+    one = mesh.rank == 1
+    for wrong, told in (
+        (generated(20), "Data with a plain edge_index on rank 1"),
+        (None, "missing on rank 1"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=told):
             pdc.metrics(None, mesh, data=wrong if one else data)
-        said.append(str(refused.value))
     run = pdc.metrics(None if one else folder, mesh)
-    with pytest.raises(TypeError) as refused:
+    with pytest.raises(TypeError, match="loss=str is not one number"):
         run.epoch(0, loss=1.0 if one else "much")
-    said.append(str(refused.value))
     with run.trace():
-        row = run.epoch(7 if one else 0, loss=None if one else 2.0)
-    return said, row
-
-
-def test_all_ranks_see_what_rank_0_is_given(tmp_path):
-    folder = tmp_path / "run"
-    pdc.metrics(folder, lone())  # an earlier start
-    (said, row), other = worlds.run(alike, 2, str(folder))
-    assert other == (said, row)
-    assert (row["epoch"], row["start"], row["loss"]) == (0, 1, 2.0)
-    assert "Data with a plain edge_index on rank 1" in said[0]
-    assert "missing on rank 1" in said[1]
-    assert "loss=str is not one number" in said[2]
+        return run.epoch(7 if one else 0, loss=None if one else 2.0)
 
 
 def test_a_csv_file_drops_a_line_that_was_cut_short(tmp_path):

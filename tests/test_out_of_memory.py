@@ -35,59 +35,65 @@ TEXTS = {
 }
 
 
+PLACES = {
+    "product": (kernels, "spmm"),
+    "backward": (kernels, "spmm"),
+    "halo": (halo.kernels, "gather_rows"),
+    "partition": (partition_data, "DividedGraph"),
+    "typed": (partition_data, "DividedGraph"),
+    "folder": (partition_data, "_read_share"),
+    "to": (torch.Tensor, "to"),
+    "matrix": (GridPlan, "valued"),
+}
+
+
+def steps(where, mesh):
+    """Trains a layer; stops once before an allocation that may fail."""
+    data = GRAPHS["undirected"]()
+    cut = owners("random", data, mesh.size)
+    if where in ("partition", "typed", "folder"):
+        yield
+    if where == "typed":
+        typed = HeteroData()
+        typed["v"].x = data.x
+        typed["v", "to", "v"].edge_index = data.edge_index
+        pdc.partition(typed, mesh, cut)
+        collectives.barrier(mesh.world)  # a rank that has room goes on until it waits
+    if where == "folder":
+        with tempfile.TemporaryDirectory() as folder:
+            each = torch.arange(data.num_nodes) % mesh.size
+            parts = pdc.Partition.from_owner(each, mesh.size)
+            write_folder(f"{folder}/parts", data, parts)
+            pdc.load_partition(f"{folder}/parts", mesh)
+    share = pdc.partition(data, mesh, cut)
+    x = share.x.clone().requires_grad_()
+    layer = GATConv(7, 4) if where == "halo" else DistGCNConv(7, 4)
+    conv = pdc.convert(layer.double())
+    if where == "backward":
+        loss = conv(x, share.edge_index).sum()
+        yield
+        loss.backward()
+        return
+    yield
+    if where == "to":
+        share.x.to(torch.device("cpu"))
+        collectives.barrier(mesh.world)
+    conv(x, share.edge_index).sum().item()
+
+
 def full(where, text, ranks):
     """Runs a step in which an allocation fails on some ranks; says what each raised."""
-    mesh, data = worlds.mesh(fresh=True), GRAPHS["undirected"]()
-    kind, said = TEXTS[text]
-    cut = owners("random", data, mesh.size)
+    mesh, (kind, said) = worlds.mesh(fresh=True), TEXTS[text]
+    module, name = PLACES[where]
+    before = getattr(module, name)
 
     def fails(*args, **kwargs):
         raise kind(said)
 
-    places = {
-        "product": (kernels, "spmm"),
-        "backward": (kernels, "spmm"),
-        "halo": (halo.kernels, "gather_rows"),
-        "partition": (partition_data, "DividedGraph"),
-        "typed": (partition_data, "DividedGraph"),
-        "folder": (partition_data, "_read_share"),
-        "to": (torch.Tensor, "to"),
-        "matrix": (GridPlan, "valued"),
-    }
-    module, name = places[where]
-    before = getattr(module, name)
     try:
-        if mesh.rank in ranks and where in ("partition", "typed", "folder"):
-            setattr(module, name, fails)
-        if where == "typed":
-            typed = HeteroData()
-            typed["v"].x = data.x
-            typed["v", "to", "v"].edge_index = data.edge_index
-            data = typed
-        if where == "folder":
-            with tempfile.TemporaryDirectory() as folder:
-                each = torch.arange(data.num_nodes) % mesh.size
-                owners_of = pdc.Partition.from_owner(each, mesh.size)
-                write_folder(f"{folder}/parts", data, owners_of)
-                pdc.load_partition(f"{folder}/parts", mesh)
-        share = pdc.partition(data, mesh, cut)
-        if where == "typed":  # a rank that has room goes on until it waits
-            collectives.barrier(mesh.world)
-        x = share.x.clone().requires_grad_()
-        layer = GATConv(7, 4) if where == "halo" else DistGCNConv(7, 4)
-        conv = pdc.convert(layer.double())
-        if where == "backward":
-            loss = conv(x, share.edge_index).sum()
+        for _ in steps(where, mesh):
             if mesh.rank in ranks:
                 setattr(module, name, fails)
-            loss.backward()
-            return "it went on"
-        if mesh.rank in ranks:
-            setattr(module, name, fails)
-        if where == "to":
-            share.x.to(torch.device("cpu"))
-            collectives.barrier(mesh.world)
-        conv(x, share.edge_index).sum().item()
     except (RuntimeError, MemoryError, pdc.RankError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -138,29 +144,30 @@ def test_a_loader_names_what_does_not_fit_on_the_device(part, monkeypatch):
     """The host stands for a device, whose rows are copied there all the same."""
     monkeypatch.setattr(device_placement, "HOST", frozenset())
     data, device = GRAPHS["undirected"](), torch.device("cpu")
+    how = {"batch_size": 4, "options": LoaderOptions(device=device)}
+    placed, ids = device_placement.Placement(device), torch.tensor([1])
 
     def fails(*args, **kwargs):
         raise torch.OutOfMemoryError(TEXTS["cuda"][1])
 
-    if part == "rows":
-        monkeypatch.setattr(device_placement.Placement, "put", fails)
-    elif part == "graph":
-        monkeypatch.setattr(kernels, "neighbor_sampler", fails)
-    else:
-        monkeypatch.setattr(LocalLayerGraph, "on", fails)
-    text = "rows_on='host'" if part == "rows" else "graph_on='pinned'"
+    place, run, text = {
+        "rows": (
+            (device_placement.Placement, "put"),
+            lambda: placed.take((None, "x"), data.x, ids),
+            "rows_on='host'",
+        ),
+        "graph": (
+            (kernels, "neighbor_sampler"),
+            lambda: list(NeighborLoader(data, [2], **how)),
+            "graph_on='pinned'",
+        ),
+        "layers": (
+            (LocalLayerGraph, "on"),
+            lambda: DistLayerLoader(data, [4, 4], **how),
+            "graph_on='pinned'",
+        ),
+    }[part]
+    monkeypatch.setattr(*place, fails)
     wanted = rf"out of memory on cpu of rank 0: .* about [\d,]+ bytes.*{text}"
-    placed, ids = device_placement.Placement(device), torch.tensor([1])
-    runs = {
-        "rows": lambda: placed.take((None, "x"), data.x, ids),
-        "graph": lambda: list(
-            NeighborLoader(
-                data, [2], batch_size=4, options=LoaderOptions(device=device)
-            )
-        ),
-        "layers": lambda: DistLayerLoader(
-            data, [4, 4], batch_size=4, options=LoaderOptions(device=device)
-        ),
-    }
     with pytest.raises(MemoryError, match=wanted):
-        runs[part]()
+        run()

@@ -18,7 +18,6 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives, failure
 from pyg_distcomm.comm.failure import FailureMonitor, Wait, place_of
 from pyg_distcomm.comm.store import StoreMailbox
-from pyg_distcomm.loader import LoaderOptions
 
 HERE = Path(__file__).name
 SOURCE = Path(__file__).read_text().splitlines()
@@ -57,13 +56,12 @@ def asks_alone(others):
             elif others[mesh.rank - 1] == "sleep":
                 time.sleep(7.5)  # sleeps
             elif others[mesh.rank - 1] == "backward":
+                time.sleep(0.5)  # so that rank 0 gives up first
                 loss.backward()  # backward
             elif others[mesh.rank - 1] == "barrier":
                 dist.barrier()  # torch
             elif others[mesh.rank - 1] == "error":
-                with contextlib.suppress(
-                    TypeError
-                ):  # this rank's own, which it handles
+                with contextlib.suppress(TypeError):  # its own, which it handles
                     torch.ones(1).view("all")
                 compute_until(stop)
         except (RuntimeError, ValueError) as error:
@@ -80,93 +78,50 @@ def asks_alone(others):
     return printed.getvalue(), said, total
 
 
-def check_asked_alone(found, others):
+@tiers.parametrize(
+    "others",
+    [["error"], ["barrier"], ["sleep", "sleep"], ["error", "backward", "sleep"]],
+    [["error"]],
+)
+def test_a_rank_that_asks_alone(others):
+    found = worlds.anew(asks_alone, 1 + len(others), others)
     places = {
         "sleep": line("sleeps"),
         "backward": f"{line('backward')} (backward)",
         "barrier": f"{line('torch')} (barrier)",
         "error": line("computes"),
     }
-    wanted = f"rank 0 waits at {line('asks')} (mean)"
-    if len(set(others)) == 1 < len(others):
-        wanted += f", ranks 1-{len(others)} are at {places[others[0]]}"
-    else:
-        for rank, other in enumerate(others, 1):
-            wanted += f", rank {rank} is at {places[other]}"
+    each = [f"rank {k} is at {places[other]}" for k, other in enumerate(others, 1)]
+    if others == ["sleep", "sleep"]:
+        each = [f"ranks 1-2 are at {places['sleep']}"]
+    wanted = ", ".join([f"rank 0 waits at {line('asks')} (mean)", *each])
     lines = [text for printed, _, _ in found for text in printed.splitlines()]
     (told,) = [text for text in lines if "pyg_distcomm: after" in text]
     assert told.endswith(wanted), (told, wanted)
     error = found[0][1][0]
     assert error.startswith("RankError: rank 0 waited 6 s for mean, and not every rank")
     assert wanted in error
-    assert "make a new one by pdc.init() on all ranks" in error
-    for _, said, _ in found:
-        assert all("make a new one by pdc.init()" in str(one) for one in said[-2:]), (
-            said
-        )
+    for text in (error, *(str(one) for _, said, _ in found for one in said[-2:])):
+        assert "make a new one by pdc.init()" in text
     assert len({total for *_, total in found}) == 1
 
 
-@tiers.parametrize(
-    "others",
-    [
-        ["error"],
-        ["sleep"],
-        ["barrier"],
-        ["sleep", "sleep"],
-        ["error", "backward", "sleep"],
-    ],
-    [["error"]],
-)
-def test_a_rank_that_asks_alone(others):
-    found = worlds.anew(asks_alone, 1 + len(others), others)
-    check_asked_alone(found, others)
-
-
-def asks_something_else():
-    """All ranks raise where one calls another operation, and go on with the same ones."""
+@worlds.on(2)
+def test_a_mesh_works_after_ranks_that_called_different_operations():
     mesh = pdc.init(timeout=120)
     share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
     with pytest.raises(ValueError, match="run the same operations on all ranks"):
         share.x.mean() if mesh.rank else share.x.sum()
-    return float(share.x.sum()), float(share.x.mean())
+    found = float(share.x.sum()), float(share.x.mean())
+    assert set(collectives.all_gather_object(found, mesh.world)) == {found}
 
 
-def test_a_mesh_works_after_ranks_that_called_different_operations():
-    first, *others = worlds.run(asks_something_else, 2)
-    assert all(other == first for other in others)
-
-
-def loads_alone():
-    """Rank 0 alone iterates over a loader that all ranks share; returns what it raised."""
-    mesh, _ = share_of(timeout=5)
-    if mesh.rank:
-        time.sleep(6)  # elsewhere
-        return ""
-    data = GRAPHS["undirected"]()
-    try:
-        for _ in pdc.loader.NeighborLoader(  # loads
-            data, [2], options=LoaderOptions(split=True)
-        ):
-            return "loaded"
-    except pdc.RankError as error:
-        return str(error)
-
-
-@tiers.rare
-def test_a_rank_that_loads_alone_says_where_the_others_are():
-    told = worlds.anew(loads_alone, 2)[0]
-    assert "have not come to" in told
-    assert f"(rank 0 waits at {line('loads')} (next)" in told, told
-    assert f"rank 1 is at {line('elsewhere')})" in told, told
-
-
-def is_late(rounds):
+def is_late():
     """The last rank comes late, again and again; returns what each rank printed."""
     mesh, share = share_of(timeout=100, tell_after=1.0)
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        for _ in range(rounds):
+        for _ in range(2):
             if mesh.rank == mesh.size - 1:
                 time.sleep(2.5)  # late
             (share.x * 1.5).sum()  # waits
@@ -175,12 +130,11 @@ def is_late(rounds):
 
 
 def test_one_line_is_printed_for_each_long_wait():
-    found = worlds.anew(is_late, 3, 2)
-    lines = [text for printed in found for text in printed.splitlines()]
-    wait, late = line("waits"), line("late")
-    assert len(lines) == 2, lines
-    for text in lines:
-        assert f"ranks 0-1 wait at {wait} (sum), rank 2 is at {late}" in text
+    printed = worlds.anew(is_late, 3)
+    (first, second) = [text for one in printed for text in one.splitlines()]
+    told = f"ranks 0-1 wait at {line('waits')} (sum), rank 2 is at {line('late')}"
+    assert told in first
+    assert told in second
 
 
 def monitors(size):
