@@ -37,18 +37,15 @@ def build(layer, link):
     return mesh, share, net
 
 
-def same(layer):
+@tiers.parametrize("layer", LAYERS, slice(0, None, 3))
+@worlds.on(3)
+def test_rate_one_is_the_exact_layer(layer):
     """What is coded at rate 1 is the exact layer, with its gradients."""
     found = []
     for link in (None, LinkPolicy(ColumnMask(1), exact_last=False)):
         _, share, net = build(layer, link)
         found.append(epoch(net, share))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)
-
-
-@tiers.parametrize("layer", LAYERS, slice(0, None, 3))
-def test_rate_one_is_the_exact_layer(layer):
-    worlds.run(same, 3, layer)
 
 
 def test_what_softmaxes_and_gates_are_made_of_is_exact():
@@ -71,7 +68,8 @@ def test_what_softmaxes_and_gates_are_made_of_is_exact():
     assert is_coded(pyg.GENConv(4, 4, aggr="add"), "propagate", "x", x)
 
 
-def keeps_rows():
+@worlds.on(2)
+def test_what_a_layer_keeps_for_good_is_exact():
     link = LinkPolicy(ColumnMask(4), exact_last=False)
     share = pdc.partition(GRAPHS["undirected"](), worlds.mesh(), "random", link=link)
     for kind in (pyg.SGConv, lambda *a, **k: pyg.SSGConv(*a, alpha=0.1, **k)):
@@ -89,16 +87,16 @@ def keeps_rows():
         assert link.price().total == 0
 
 
-def test_what_a_layer_keeps_for_good_is_exact():
-    worlds.run(keeps_rows, 2)
+PRICED = ["GAT", "GIN", "Transformer", "GATv2", "TAG", "Cheb"]
 
 
-def priced(layer, name):
+@tiers.cover(("layer", "name"), PRICED, ["sylvie", "varco late"], step=3)
+@worlds.on(3)
+def test_bytes_of_layers_are_those_foretold(layer, name):
     link = LINKS[name]()
     mesh, share, net = build(layer, link)
-    x = share.x.clone()
     for t in range(4):
-        x = x.detach().clone()  # never the same: no product is kept
+        x = share.x.clone()  # never the same: no product is kept
         foretold = link.price().total
         mesh.ledger.reset()
         net(x, share.edge_index).square().mean(1).sum().backward()
@@ -108,23 +106,16 @@ def priced(layer, name):
             assert price.forward + price.backward == counted, (t, counted)
             assert foretold == price.total
         link.step(1.0 / (t + 1))
-    return str(link)
+    assert ("attention depends on it" in str(link)) == (
+        layer not in ("GIN", "TAG", "Cheb")
+    )
+    codec = "Quantise" if name == "sylvie" else "ColumnMask"
+    rows = [line for line in str(link).splitlines() if "Conv" in line]
+    assert any(codec in line for line in rows) is (layer != "GATv2")
 
 
-PRICED = ["GAT", "GIN", "Transformer", "GATv2", "TAG", "Cheb"]
-
-
-@tiers.cover(("layer", "name"), PRICED, ["sylvie", "varco late"], step=3)
-def test_bytes_of_layers_are_those_foretold(layer, name):
-    for text in worlds.run(priced, 3, layer, name):
-        if layer not in ("GIN", "TAG", "Cheb"):
-            assert "attention depends on it" in text
-        codec = "Quantise" if name == "sylvie" else "ColumnMask"
-        rows = [line for line in text.splitlines() if "Conv" in line]
-        assert any(codec in line for line in rows) is (layer != "GATv2")
-
-
-def refused():
+@worlds.on(2)
+def test_zeros_must_not_win():
     for aggr in ("max", "median", "std", "softmax"):
         for codec in (ColumnMask(2), ONE):
             link = LinkPolicy(codec, late=1)
@@ -140,11 +131,8 @@ def refused():
             conv(share.x, share.edge_index)
 
 
-def test_zeros_must_not_win():
-    worlds.run(refused, 2)
-
-
-def one_evaluates():
+@worlds.on(3)
+def test_one_rank_in_evaluation():
     link = pdc.Sylvie(exact_last=False)
     mesh, share, net = build("GAT", link)
     want = net(share.x, share.edge_index.with_link(None))
@@ -156,11 +144,9 @@ def one_evaluates():
     assert moved(mesh)
 
 
-def test_one_rank_in_evaluation():
-    worlds.run(one_evaluates, 3)
-
-
-def one_layer_evaluates(before):
+@pytest.mark.parametrize("before", [0, 2])
+@worlds.on(2)
+def test_one_layer_in_evaluation_on_one_rank(before):
     """One layer does, on one rank: from the start, or after some epochs."""
     link = pdc.Sylvie(exact_last=False)
     mesh, share, net = build("GIN", link)
@@ -177,8 +163,3 @@ def one_layer_evaluates(before):
         net(x, share.edge_index).sum().backward()
         link.step()
     assert len(link.state.numbers) == 2
-
-
-@pytest.mark.parametrize("before", [0, 2])
-def test_one_layer_in_evaluation_on_one_rank(before):
-    worlds.run(one_layer_evaluates, 2, before)

@@ -85,7 +85,8 @@ def misused(how):
         net(share.x, share.edge_index)
 
 
-def refused():
+@worlds.on(3)
+def test_misuse_is_refused_on_all_ranks():
     for how, text in {
         "step": r"layer \d .DistGCNConv.*link.step\(\) once",
         "checkpoint": "computed again",
@@ -94,10 +95,6 @@ def refused():
     }.items():
         with pytest.raises(ValueError, match=text):
             misused(how)
-
-
-def test_misuse_is_refused_on_all_ranks():
-    worlds.run(refused, 3)
 
 
 def _diverges():
@@ -115,7 +112,8 @@ def test_what_diverged_is_told_on_all_ranks():
         pdc.launch(_diverges, 3, timeout=300)
 
 
-def lost_metric():
+@worlds.on(3)
+def test_a_lost_loss_is_told_on_all_ranks_or_none():
     link = pdc.Sylvie(adaptive=True)
     mesh, share, net = build((3, 1, 1), link)
     epoch(net, share)
@@ -126,11 +124,8 @@ def lost_metric():
             link.step(1.0 if mesh.rank else lost)
 
 
-def test_a_lost_loss_is_told_on_all_ranks_or_none():
-    worlds.run(lost_metric, 3)
-
-
-def by_degree():
+@worlds.on(3)
+def test_bits_by_degree_are_for_nodes_of_one_type():
     mesh, data = worlds.mesh(), GRAPHS["directed"]()
     link = pdc.Sylvie(8, late=0, by_degree=True, exact_last=False)
     share = pdc.partition(data, mesh, "random", link=link)
@@ -148,15 +143,12 @@ def by_degree():
         layer((share["a"].x, share["b"].x), share["a", "to", "b"].edge_index)
 
 
-def test_bits_by_degree_are_for_nodes_of_one_type():
-    worlds.run(by_degree, 3)
-
-
 class OwnHAN(torch_geometric.nn.HANConv):
     """A layer of a script, which takes edges by type."""
 
 
-def _several_edges():
+@worlds.on(2)
+def test_layers_of_several_edge_index_refuse_links():
     """Layers of several edge_index take no link, and run where there is none."""
     mesh, data = worlds.mesh(), two_types()
     torch.manual_seed(1)
@@ -179,7 +171,3 @@ def _several_edges():
         conv.link = LinkPolicy(ONE)
         with pytest.raises(TypeError, match="SignedConv reads 2 edge_index"):
             conv(edges.x, edges.edge_index, edges.edge_index)
-
-
-def test_layers_of_several_edge_index_refuse_links():
-    worlds.run(_several_edges, 2)

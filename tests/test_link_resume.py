@@ -116,7 +116,8 @@ def test_rows_of_another_partition_are_dropped(size, tmp_path):
     worlds.run(dropped, size, tmp_path / "a")
 
 
-def restored_state():
+@worlds.on(3)
+def test_what_was_restored_is_saved_again_given_up_or_dropped_on_all_ranks():
     """What was restored, before anything has used it, is saved again, used, and given up."""
     mesh = worlds.mesh()
     share, net, optimizer = begin(mesh, "random")
@@ -148,11 +149,8 @@ def restored_state():
     train(share, net, optimizer, link, 2)
 
 
-def test_what_was_restored_is_saved_again_given_up_or_dropped_on_all_ranks():
-    worlds.run(restored_state, 3)
-
-
-def half_done():
+@worlds.on(2)
+def test_one_that_is_saved_before_its_step_warns():
     mesh = worlds.mesh()
     share, net, _ = begin(mesh, "random")
     link = make("sylvie")
@@ -167,27 +165,24 @@ def half_done():
             link.state_dict()
 
 
-def test_one_that_is_saved_before_its_step_warns():
-    worlds.run(half_done, 2)
-
-
-def after_a_copy(folder):
+@worlds.on(2)
+def test_saved_rows_are_not_lost_to_a_copy(tmp_path):
     """A copy that is evaluated first takes no place of the layers whose rows were saved."""
     mesh = worlds.mesh()
     share, net, optimizer = begin(mesh, "random")
     link = make("late by 2 and 1")
     train(share, net, optimizer, link, 3)
-    pdc.save_checkpoint(folder, mesh, net, optimizer, link=link)
+    pdc.save_checkpoint(tmp_path, mesh, net, optimizer, link=link)
     want = train(share, net, optimizer, link, 2)
     share, net, optimizer = begin(mesh, "random")
     link = make("late by 2 and 1")
-    pdc.load_checkpoint(folder, mesh, net, optimizer, link=link)
+    pdc.load_checkpoint(tmp_path, mesh, net, optimizer, link=link)
     with torch.no_grad():
         copy.deepcopy(net.module).eval()(share.x, share.edge_index.with_link(link))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert train(share, net, optimizer, link, 2) == want
-    pdc.load_checkpoint(folder, mesh, net, optimizer, link=link)
+    pdc.load_checkpoint(tmp_path, mesh, net, optimizer, link=link)
     net.module.layers[1](
         net.module.layers[0](share.x, share.edge_index),
         share.edge_index.with_link(link),
@@ -196,11 +191,9 @@ def after_a_copy(folder):
         link.step()
 
 
-def test_saved_rows_are_not_lost_to_a_copy(tmp_path):
-    worlds.run(after_a_copy, 2, tmp_path / "a")
-
-
-def evaluated_first(exactly):
+@pytest.mark.parametrize("exactly", [True, False])
+@worlds.on(2)
+def test_an_evaluation_that_comes_first_is_that_of_the_run(exactly):
     mesh = worlds.mesh()
 
     def made():
@@ -228,8 +221,3 @@ def evaluated_first(exactly):
         got, again = evaluated(one, share)
         assert torch.equal(got, want)
         assert again == count
-
-
-@pytest.mark.parametrize("exactly", [True, False])
-def test_an_evaluation_that_comes_first_is_that_of_the_run(exactly):
-    worlds.run(evaluated_first, 2, exactly)
