@@ -111,7 +111,8 @@ def _frozen(link, recompute):
     return train(2, link, epochs=9, lr=0.0, chunks=1, recompute=recompute)[3]
 
 
-def _refused():
+@worlds.on(2)
+def test_links_that_do_not_go_with_chunks_are_refused():
     mesh = worlds.mesh()
     share = pdc.partition(GRAPHS["directed"](), mesh, "random")
     exact = share.edge_index
@@ -136,10 +137,6 @@ def _refused():
     share.edge_index = exact.with_link(link)
     with pytest.raises(ValueError, match="evaluates exactly"):
         pdc.Pipeline(stack_of("gcn"), mesh, chunks=2)(share)
-
-
-def test_links_that_do_not_go_with_chunks_are_refused():
-    worlds.run(_refused, 2)
 
 
 def _exactly(stack, link):
@@ -215,7 +212,8 @@ def _restarted(stages, path):
     pipe = pdc.Pipeline(stack_of("gcnii"), pipe.mesh, chunks=3)
     pipe.load(path)
     with pytest.warns(UserWarning, match="late rows of links as well"):
-        go_on(pipe, share, opt, 1)
+        pipe.train_step(share, loss_of)
+    share.edge_index.topology.link.step()
     return share.edge_index.topology.link.epoch
 
 
