@@ -347,20 +347,14 @@ OTHERS = {
 
 # no message passing on one edge_index, or not to be made here: never reached
 NOT_LAYERS = {
+    **dict.fromkeys(
+        ("CuGraphSAGEConv", "CuGraphGATConv", "CuGraphRGCNConv"), "cugraph"
+    ),
+    **dict.fromkeys(("FusedGATConv", "SplineConv", "PANConv"), "needs another package"),
+    **dict.fromkeys(("GravNetConv", "DynamicEdgeConv", "XConv"), "takes no edge_index"),
+    **dict.fromkeys(("HeteroConv", "HGTConv", "HANConv"), "takes dictionaries"),
     "MessagePassing": "abstract",
-    "CuGraphSAGEConv": "needs pylibcugraphops",
-    "CuGraphGATConv": "needs pylibcugraphops",
-    "CuGraphRGCNConv": "needs pylibcugraphops",
-    "FusedGATConv": "needs dgNN",
-    "SplineConv": "needs pyg-lib or torch-spline-conv",
-    "GravNetConv": "takes no edge_index (k nearest neighbours), needs torch-cluster",
-    "DynamicEdgeConv": "takes no edge_index (k nearest neighbours), needs torch-cluster",
-    "XConv": "takes no edge_index",
-    "PANConv": "needs torch-sparse",
     "WLConv": "no MessagePassing layer: hashes colours",
-    "HeteroConv": "no MessagePassing layer: takes dictionaries",
-    "HGTConv": "takes dictionaries",
-    "HANConv": "takes dictionaries",
     "GPSConv": "no MessagePassing layer: attends over all nodes",
     "AntiSymmetricConv": "no MessagePassing layer; convert() makes what is inside it so",
     "DirGNNConv": "no MessagePassing layer; reads edge_index.flip",

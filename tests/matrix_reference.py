@@ -93,18 +93,15 @@ def draw(
 
 
 def weighted_sampler(value: Tensor):
-    weight = value.tolist()
-    count = sum(w > 0 for w in weight)
+    n = len(value)
 
     def draw_all(keys: Tensor, ptr: Tensor, replace: bool) -> tuple[Tensor, Tensor]:
-        entries: list[int] = []
-        sums: list[int] = []
-        for i, key in enumerate(keys.tolist()):
-            draws = int(ptr[i + 1] - ptr[i])
-            picks, lefts = _draw_row(list(weight), count, key, draws, replace)
-            entries += picks
-            sums += lefts
-        return _ids(entries), _ids(sums)
+        """Draws as from a matrix whose rows are all the same."""
+        m = len(keys)
+        count = (value > 0).sum().repeat(m)
+        rows = torch.arange(m + 1) * n, value.repeat(m)
+        entries, sums = draw(*rows, count, keys, ptr, replace)
+        return entries % max(n, 1), sums
 
     return draw_all
 

@@ -69,10 +69,11 @@ def _where_possible():
         raise
 
 
-def on(size=None):
+def on(size=None, start=None):
     """Makes a test of what each rank does.
 
-    It has `size` ranks, or as many as it is given by a `size` or a `grid`.
+    It has `size` ranks, or as many as it is given by a `size` or a `grid`. `start` is how
+    they are started: by `run`, or by `anew`.
     """
 
     def test_of(body):
@@ -81,7 +82,7 @@ def on(size=None):
         @functools.wraps(body)
         def test(**given):
             ranks = size or given.get("size") or math.prod(given["grid"])
-            run(named, ranks, given)
+            (start or run)(named, ranks, given)
 
         return test
 
