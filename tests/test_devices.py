@@ -29,30 +29,6 @@ from pyg_distcomm.nn import DistGCNConv, HaloConv
 META = torch.device("meta")
 
 
-def misplaced(what, ranks):
-    """Says what a layer raises where some ranks have something on the meta device."""
-    mesh, data = worlds.mesh(fresh=True), GRAPHS["undirected"]()
-    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
-    conv, head = DistGCNConv(7, 4).double(), torch.nn.Linear(4, 2).double()
-    if what == "edge_attr":
-        conv = HaloConv(GATConv(7, 4, edge_dim=1).double())
-    x, weight = share.x, share.edge_weight
-    if mesh.rank in ranks:
-        if what == "features":
-            x = x.to(META)
-        elif what in ("parameters", "between layers"):
-            (conv if what == "parameters" else head).to(META)
-        else:
-            weight = weight.to(META)
-    try:
-        more = [weight] if what in ("edge_attr", "edge_weight") else []
-        out = conv(x, share.edge_index, *more)
-        head(out).sum()
-        return "it went on"
-    except (ValueError, RankError) as error:
-        return str(error)
-
-
 @tiers.parametrize(
     ("what", "ranks"),
     [
@@ -67,14 +43,31 @@ def misplaced(what, ranks):
     ],
     slice(0, 4),
 )
+@worlds.on(2)
 def test_misplaced_tensors_are_named_on_all_ranks(what, ranks):
+    """Where some ranks have something on the meta device."""
+    mesh, data = worlds.mesh(fresh=True), GRAPHS["undirected"]()
+    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
+    conv, head = DistGCNConv(7, 4).double(), torch.nn.Linear(4, 2).double()
+    if what == "edge_attr":
+        conv = HaloConv(GATConv(7, 4, edge_dim=1).double())
+    x, weight = share.x, share.edge_weight
+    if mesh.rank in ranks:
+        if what == "features":
+            x = x.to(META)
+        elif what in ("parameters", "between layers"):
+            (conv if what == "parameters" else head).to(META)
+        else:
+            weight = weight.to(META)
     name = {"parameters": r"DistGCNConv\.bias", "features": "x"}.get(what, what)
-    wrong = rf"by \.to\(mesh.device\): {name} lies on meta, and the edges on cpu"
+    wrong = f"{name} lies on meta, and the edges on cpu"
     if what == "between layers":
         named = r"Linear\.weight lies on meta, and a tensor \[\d+, \d+\] lies on cpu"
-        wrong = rf"by \.to\(mesh.device\): in addmm\(\), {named}"
-    for said in worlds.run(misplaced, 2, what, ranks):
-        assert re.search(wrong, said), said
+        wrong = rf"in addmm\(\), {named}"
+    more = [weight] if what in ("edge_attr", "edge_weight") else []
+    told = rf"by \.to\(mesh.device\): {wrong}"
+    with pytest.raises((ValueError, RankError), match=told):
+        head(conv(x, share.edge_index, *more)).sum()
 
 
 def unlike(case):
@@ -204,8 +197,10 @@ class OnStream:
         return self.work.is_completed()
 
 
-def streams():
-    """In which order the current stream gets work, and where exchanges run beside it."""
+@tiers.parametrize("size", [2, 3], [2])
+@worlds.on()
+def test_a_stream_multiplies_while_an_exchange_is_on_another(size):
+    """Between the beginning of an exchange and the wait for it lies the product of own rows."""
     mesh, data, tape = worlds.mesh(), GRAPHS["undirected"](), []
     share = pdc.partition(data, mesh, owners("random", data, mesh.size))
     conv, x = DistGCNConv(7, 4).double(), share.x.clone().requires_grad_()
@@ -239,21 +234,15 @@ def streams():
         forward = list(tape)
         tape.clear()
         out.sum().backward()
-    return forward, tape
+    for order in (forward, tape):
+        begun, waited = order.index("exchange begins"), order.index("stream waits")
+        assert "product" in order[begun:waited], order
+        assert order.count("exchange begins") == order.count("stream waits"), order
 
 
-@tiers.parametrize("size", [2, 3], [2])
-def test_a_stream_multiplies_while_an_exchange_is_on_another(size):
-    """Between the beginning of an exchange and the wait for it lies the product of own rows."""
-    for each in worlds.run(streams, size):
-        for order in each:
-            begun, waited = order.index("exchange begins"), order.index("stream waits")
-            assert "product" in order[begun:waited], order
-            assert order.count("exchange begins") == order.count("stream waits"), order
-
-
-def hangs():
-    """Waits for an exchange of a device that does not end; says what the next one raises."""
+@worlds.on(2)
+def test_the_deadline_watches_exchanges_of_a_device():
+    """An exchange that does not end is named by the next one."""
     mesh = worlds.mesh(fresh=True)
     watch = mesh.world.watch
     watch.deadline = 1.0
@@ -262,18 +251,15 @@ def hangs():
     under_way = types.SimpleNamespace(is_completed=lambda: mesh.rank > 0)
     watch.streamed.add(under_way, "halo_reduce")
     stop = time.monotonic() + 60
-    while time.monotonic() < stop:
-        try:
+    told = "waited 1 s for halo_reduce, and not every rank came"
+
+    def meet():
+        while time.monotonic() < stop:
             collectives.all_reduce(torch.ones(1), mesh.world)
             time.sleep(0.1)
-        except (RankError, RuntimeError) as error:
-            return str(error)
-    return "it went on"
 
-
-def test_the_deadline_watches_exchanges_of_a_device():
-    for said in worlds.run(hangs, 2):
-        assert "waited 1 s for halo_reduce, and not every rank came" in said, said
+    with pytest.raises((RankError, RuntimeError), match=told):
+        meet()
 
 
 @pytest.mark.parametrize("kind", ["HeteroConv", "HGT", "HAN", "GCN", "GAT", "pipeline"])

@@ -13,6 +13,7 @@ import tiers
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.utils import trim_to_layer
 
@@ -49,18 +50,20 @@ def all_close(found, wanted):
         close(one, two)
 
 
+def leaf(t):
+    return t.clone().requires_grad_() if t.is_floating_point() else t
+
+
 def graded(model, rows, *args, x=None):
     """Returns outputs and all gradients of a loss over some rows."""
     model.zero_grad()
-    x, edges, *args = (
-        t.clone().requires_grad_() if t.is_floating_point() else t for t in (x, *args)
-    )
-    out = model(x, edges, *args)
-    out = out[rows] if rows is not None else out
+    given = tree_map(leaf, (x, *args))
+    out = model(*given)
+    out = rows(out) if callable(rows) else out if rows is None else out[rows]
     kind = {"dtype": out.dtype, "device": out.device}
     weights = torch.linspace(0.5, 1.5, out.numel(), **kind).view(out.shape)
     (out * weights).sum().backward()
-    grads = [t.grad for t in (x, *args, *model.parameters())]
+    grads = [t.grad for t in (*tree_leaves(given), *model.parameters())]
     return [torch.as_tensor(out.detach()), *grads]
 
 

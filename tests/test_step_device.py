@@ -25,6 +25,7 @@ from test_step import (
     loader_of,
     pair,
 )
+from test_step_relations import Relations
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
@@ -90,7 +91,14 @@ def there(name, data, place):
     return wanted, ours.to(place), data.x.to(place), data.edge_index.to(place)
 
 
-def layers(names):
+@builds
+@tiers.parametrize(
+    "names",
+    [("sage mean", "gcn", "gat", "gatv2", "graph max"), tuple(LAYERS)],
+    slice(1),
+)
+@worlds.on(1, worlds.anew)
+def test_layers_equal_pygs_and_wait_for_nothing(names):
     data = graph()
     with device() as place:
         for name in names:
@@ -115,43 +123,6 @@ def layers(names):
             same(step(ours, x, edges), step(wanted, data.x, edges.cpu()), place)
 
 
-@builds
-@tiers.parametrize(
-    "names",
-    [("sage mean", "gcn", "gat", "gatv2", "graph max"), tuple(LAYERS)],
-    slice(1),
-)
-def test_layers_equal_pygs_and_wait_for_nothing(names):
-    worlds.anew(layers, 1, names)
-
-
-def moved(kind, name, place):
-    """Minibatches that `.to(device)` moves: all seeds, and what the host waits for."""
-    wanted, ours = pair(Stack(LAYERS[name]))
-    ours, waits = ours.to(place), []
-    for batch in loader_of(graph(), **SAMPLES[kind]):
-        want = wanted.eval()(batch.x, batch.edge_index.clone())
-        batch = batch.to(place)
-        for model in (ours.train(), ours.eval()):
-            model(batch.x, batch.edge_index)
-        with counted() as (products, found):
-            out = ours(batch.x, batch.edge_index)
-        assert out.device == place
-        seeds = slice(batch.batch_size)
-        close(out[seeds].detach().cpu(), want[seeds].detach())
-        assert products, name
-        waits.append(found)
-    assert pdc.nn.trimming_of(ours) == "on"
-    return waits
-
-
-def minibatches(cases):
-    with device() as place:
-        for kind, name in cases:
-            for found in moved(kind, name, place):
-                assert not found, (kind, name, found)
-
-
 PLAIN = ("plain", "sage mean"), ("induced", "gcn"), ("no hop", "gat")
 
 
@@ -161,24 +132,40 @@ PLAIN = ("plain", "sage mean"), ("induced", "gcn"), ("no hop", "gat")
     [PLAIN] + [tuple((k, n) for k in SAMPLES) for n in ("sage mean", "gcn", "gat")],
     slice(1),
 )
+@worlds.on(1, worlds.anew)
 def test_minibatches_that_move_are_trimmed(cases):
-    worlds.anew(minibatches, 1, cases)
+    """Minibatches that `.to(device)` moves: all seeds, and the host waits for nothing."""
+    with device() as place:
+        for kind, name in cases:
+            wanted, ours = pair(Stack(LAYERS[name]))
+            ours = ours.to(place)
+            for batch in loader_of(graph(), **SAMPLES[kind]):
+                want = wanted.eval()(batch.x, batch.edge_index.clone())
+                batch = batch.to(place)
+                for model in (ours.train(), ours.eval()):
+                    model(batch.x, batch.edge_index)
+                with counted() as (products, waits):
+                    out = ours(batch.x, batch.edge_index)
+                assert out.device == place
+                seeds = slice(batch.batch_size)
+                close(out[seeds].detach().cpu(), want[seeds].detach())
+                assert products, name
+                assert not waits, (kind, name, waits)
+            assert pdc.nn.trimming_of(ours) == "on"
 
 
-def asked():
-    """How often the host waits in the layers of each new minibatch."""
+@builds
+@worlds.on(1, worlds.anew)
+def test_who_waits_for_new_minibatches():
+    """Once for their edges and once for their hops; a loader of the device is ahead."""
     data, found = graph(), {}
     with device() as place:
         for where in ("moved", "made there"):
             model = pdc.convert(Stack(LAYERS["sage mean"])).to(place)
             device_placement.HOST = frozenset()
             options = {} if where == "moved" else {"device": place}
-            loader = NeighborLoader(
-                data,
-                [4, 3, 2],
-                **arguments(batch_size=7, prefetch=0, bulk_size=1, **options),
-            )
-            for batch in loader:
+            options |= {"batch_size": 7, "prefetch": 0, "bulk_size": 1}
+            for batch in NeighborLoader(data, [4, 3, 2], **arguments(**options)):
                 batch = batch.to(place)
                 with counted() as (products, waits):
                     model(batch.x, batch.edge_index)[:7].sum().backward()
@@ -186,56 +173,34 @@ def asked():
                 assert known(batch.edge_index).batch is not None
                 found.setdefault(where, []).append(len(waits))
             assert pdc.nn.trimming_of(model) == "on"
-    return found
-
-
-@builds
-def test_who_waits_for_new_minibatches():
-    """Once for their edges and once for their hops; a loader of the device is ahead."""
-    found = worlds.anew(asked, 1)[0]
     assert max(found["moved"]) == 2, found
     assert max(found["made there"][2:]) == 0, found
 
 
-def typed():
-    """Minibatches of two types of nodes, moved and made on the device."""
+@builds
+@tiers.rare
+@worlds.on(1, worlds.anew)
+def test_minibatches_of_two_types():
+    """Moved, and made on the device."""
     data = two_types()
     torch.manual_seed(0)
-    kinds = data.edge_types
-    nets = [pyg.HeteroConv({e: pyg.SAGEConv((-1, -1), 4) for e in kinds}) for _ in "ab"]
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.convs = torch.nn.ModuleList(nets)
-
-        def forward(self, x, edges):
-            x = {k: v.relu() for k, v in self.convs[0](x, edges).items()}
-            return self.convs[1](x, edges)[kinds[0][2]]
-
-    wanted, seeds = Net(), kinds[0][2]
+    seeds = data.edge_types[0][2]
+    layer = functools.partial(pyg.SAGEConv, (-1, -1), 4)
+    wanted = Relations(data.edge_types, "sum", lambda _: layer())
     wanted(data.x_dict, data.edge_index_dict)
     with device() as place:
         ours = pair(wanted)[1].to(place)
         for options in ({}, {"device": place}):
             device_placement.HOST = frozenset()
-            loader = NeighborLoader(
-                data, [3, 2], **arguments(batch_size=4, input_nodes=seeds, **options)
-            )
-            for batch in loader:
+            options = arguments(batch_size=4, input_nodes=seeds, **options)
+            for batch in NeighborLoader(data, [3, 2], **options):
                 batch = batch.to(place)
-                out = ours(batch.x_dict, batch.edge_index_dict)
+                out = ours(batch.x_dict, batch.edge_index_dict)[seeds]
                 assert out.device == place
                 host = batch.cpu()
-                want = wanted(host.x_dict, host.edge_index_dict)
+                want = wanted(host.x_dict, host.edge_index_dict)[seeds]
                 rows = slice(host[seeds].batch_size)
                 torch.testing.assert_close(out[rows].cpu(), want[rows])
-
-
-@builds
-@tiers.rare
-def test_minibatches_of_two_types():
-    worlds.anew(typed, 1)
 
 
 @pytest.fixture
@@ -322,21 +287,19 @@ def test_what_a_loader_made_on_its_stream_is_handed_over(monkeypatch):
     assert len(recorded) >= 2
 
 
-def unlike():
+@builds
+@worlds.on(1, worlds.anew)
+def test_what_is_elsewhere_takes_pygs_path():
     """Edges and rows on two devices take PyG's path, which says so."""
     data = graph()
     conv = pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
     for _ in range(2):
         conv(data.x, data.edge_index)
     with device() as place:
-        conv = conv.to(place)
+        conv, x, edges = conv.to(place), data.x.to(place), data.edge_index.to(place)
         with counted() as (products, _), contextlib.suppress(RuntimeError):
-            conv(
-                data.x.to(place), data.edge_index
-            )  # CUDA refuses it, this device does not
+            conv(x, data.edge_index)  # CUDA refuses it, this device does not
         assert not products
-        edges = data.edge_index.to(place)
-        x = data.x.to(place)
         for _ in range(2):
             conv(x, edges)
         with counted() as (products, _), torch.autocast("cpu", torch.bfloat16):
@@ -346,8 +309,3 @@ def unlike():
         with counted() as (products, _):
             assert halves(x.half(), edges).dtype == torch.float16
         assert not products
-
-
-@builds
-def test_what_is_elsewhere_takes_pygs_path():
-    worlds.anew(unlike, 1)
