@@ -1,21 +1,26 @@
-"""Layers of a user's own that read index and sizes: PyG's numbers, or refused by name."""
+"""Layers of a user's own, and those that a user has changed: PyG's numbers, or its errors."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import alike
+import batches
 import pytest
 import tiers
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn as pyg
 import worlds
-from problems import owners
+from problems import GRAPHS, grids, owners
+from test_step import agree
 from torch_geometric.data import Data
 from torch_geometric.nn import Aggregation, MessagePassing
 from torch_geometric.utils import add_self_loops, degree, scatter, softmax
 
 import pyg_distcomm as pdc
+from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.nn import HaloConv
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -93,6 +98,27 @@ MESSAGES = {
 }
 
 
+# what else a message may do with ids, numbers of rows, and tables; errors are as PyG's
+OTHERS = {
+    "max()": lambda self, x_j, index: index.max(),
+    "len(x)": lambda self, x_j, index: 1 / len(x_j),
+    "len(x) inside": lambda self, x_j, index: 1 / len(index),
+    "tensor(x)": lambda self, x_j, index: column(torch.tensor(index)),
+    "vmap": lambda self, x_j, index: torch.vmap(lambda a, b: a * b)(x_j, index),
+    "vmap and": lambda self, x_j, index: column(torch.vmap(torch.sum)(x_j)),
+    "scatter_add()": lambda self, x_j, index, size_i: scatter(
+        x_j, index * 2, 0, size_i * 2, "sum"
+    )[index],
+    "range": lambda self, x_j, size_i: sum(1 for _ in range(size_i)),
+    "1.0": lambda self, x_j, size_i: 1.0 / size_i,
+    "log": lambda self, x_j, dim_size: math.log(dim_size),
+    "table of 9 rows": lambda self, x_j, index: torch.ones(9, 1)[index],
+    "numpy()": lambda self, x_j, index: torch.from_numpy(index.numpy()),
+    "unique()": lambda self, x_j, index: index.unique().numel(),
+    "setitem()": lambda self, x_j, index: self.known.clone().__setitem__(index, 1.0),
+}
+
+
 def _times(factor):
     """Makes a message of a factor, with the factor's own arguments for PyG to read."""
     names = ", ".join(factor.__code__.co_varnames[1 : factor.__code__.co_argcount])
@@ -152,39 +178,14 @@ def _made(k, message):
 
 
 KINDS = {
-    **{name: _made(k, _times(f)) for k, (name, f) in enumerate(MESSAGES.items())},
+    **{
+        name: _made(k, _times(factor))
+        for k, (name, factor) in enumerate((MESSAGES | OTHERS).items())
+    },
     "aggregate": Ids,
     "update": Sizes,
     "aggregation": lambda: Aggregated(aggr=OwnAggregation()),
 }
-
-# what else a layer's message may do with ids, numbers of rows, and tables
-OTHERS = {
-    "max()": lambda self, x_j, index: x_j * index.max(),
-    "len(x)": lambda self, x_j, index: x_j / len(x_j),
-    "len(x) inside": lambda self, x_j, index: x_j / len(index),
-    "tensor(x)": lambda self, x_j, index: x_j * column(torch.tensor(index)),
-    "vmap": lambda self, x_j, index: torch.vmap(lambda a, b: a * b)(x_j, index),
-    "vmap and": lambda self, x_j, index: torch.vmap(torch.sum)(x_j),
-    "scatter_add()": lambda self, x_j, index, size_i: scatter(
-        x_j, index * 2, 0, size_i * 2, "sum"
-    )[index],
-    "range": lambda self, x_j, size_i: sum(x_j for _ in range(size_i)),
-    "1.0": lambda self, x_j, size_i: x_j * (1.0 / size_i),
-    "log": lambda self, x_j, dim_size: x_j * math.log(dim_size),
-    "table of 9 rows": lambda self, x_j, index: x_j * torch.ones(9, 1)[index],
-    "numpy()": lambda self, x_j, index: x_j * torch.from_numpy(index.numpy()),
-    "unique()": lambda self, x_j, index: x_j * index.unique().numel(),
-    "setitem()": lambda self, x_j, index: (
-        x_j * self.known.clone().__setitem__(index, 1.0)
-    ),
-}
-
-
-def _other(name):
-    message = OTHERS[name]
-    message.__name__ = message.__qualname__ = "message"
-    return _made(100 + list(OTHERS).index(name), message)
 
 
 def _graph():
@@ -197,53 +198,175 @@ def _graph():
     )
 
 
-def _step(conv, data):
-    x = data.x.clone().requires_grad_()
-    out = conv(x, data.edge_index)
+def _step(name, data, wrap):
+    """A step of a layer, or that it raised an error, as those of `OTHERS` may."""
+    torch.manual_seed(0)
+    conv, x = wrap(KINDS[name]()), data.x.clone().requires_grad_()
+    try:
+        out = conv(x, data.edge_index)
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        assert name in OTHERS, name
+        return "an error"
     (out.square().sum() + out.sin().sum()).backward()
     grads = {name: p.grad for name, p in conv.named_parameters()}
-    return {"out": out.detach(), "x": x.grad, **grads}
+    return {"out": out, "x": x.grad, **grads}
 
 
 @tiers.parametrize(
     ("grid", "size", "cutter"),
     [
         (None, 3, "lopsided"),
+        (None, 3, "random"),
         (None, 2, "random"),
         ((2, 2, 1), 4, "random"),
         (None, 3, "empty_rank"),
         ((1, 2, 1), 2, "lopsided"),
         ((1, 1, 3), 3, "random"),
     ],
-    slice(1),
+    slice(2),
 )
 @worlds.on()
 @alike.in_doubles()
 def test_values_of_index_and_sizes_are_those_of_one_process(grid, size, cutter):
     mesh, data = worlds.mesh(grid=grid), _graph()
     share = pdc.partition(_graph(), mesh, owners(cutter, data, size))
-    for name, make in KINDS.items():
-        layers = []
-        for _ in "ab":
-            torch.manual_seed(0)
-            layers.append(make())
-        want = _step(layers[0], data)
-        alike.same(_step(HaloConv(layers[1]), share), want, name)
+    # a rank without edges raises no error of a message
+    for name in KINDS if cutter == "random" else sorted(KINDS.keys() - OTHERS.keys()):
+        want = _step(name, data, lambda conv: conv)
+        alike.same(_step(name, share, HaloConv), want, name)
 
 
-@worlds.on(3)
-@alike.in_doubles()
-def test_what_messages_do_with_ids_and_numbers_is_that_of_one_process():
-    """Messages do as they like; where PyG's layer raises an error, ours does."""
-    data = _graph()
-    share = pdc.partition(_graph(), worlds.mesh(), "random")
-    for name in OTHERS:
+# Layers of PyG that a user has changed ---------------------------------------------------
+
+
+class Twice:
+    """Doubles what a layer propagates."""
+
+    def propagate(self, edge_index, **given):
+        return 2 * super().propagate(edge_index, **given)
+
+
+TwiceSAGE, TwiceGraph, TwiceGAT, TwiceOfOurs = (
+    type(f"Twice{kind.__name__}", (Twice, kind), {})
+    for kind in (pyg.SAGEConv, pyg.GraphConv, pyg.GATConv, pdc.nn.SAGEConv)
+)
+
+
+class CentredGraph(pyg.GraphConv):
+    def message(self, x_j):
+        return x_j - x_j.mean(0)
+
+
+def biased(name):
+    def change(conv):
+        lin = getattr(conv, name)
+        setattr(conv, name, torch.nn.Linear(7, lin.out_channels))
+
+    return change
+
+
+def patched(name):
+    def change(conv):
+        part = getattr(conv, name)
+        inner = part.forward
+        part.forward = lambda *args, **given: 2 * inner(*args, **given)
+
+    return change
+
+
+def twice(out):
+    return 2 * out
+
+
+def centred(out):
+    return out - out.mean(0)
+
+
+def hooked(name, change=twice):
+    def add(conv):
+        part = getattr(conv, name)
+        part.register_forward_hook(lambda module, given, out: change(out))
+
+    return add
+
+
+def own_propagate(conv):
+    inner = conv.propagate
+    conv.propagate = lambda *args, **given: 2 * inner(*args, **given)
+
+
+def own_update(conv):
+    conv.update = centred
+
+
+MEAN = pyg.MeanAggregation()
+CHANGES = {
+    "gcn linear with bias": (pyg.GCNConv, biased("lin")),
+    "gcn linear patched": (pyg.GCNConv, patched("lin")),
+    "gcn sum hooked": (pyg.GCNConv, hooked("aggr_module")),
+    "gcn own propagate": (pyg.GCNConv, own_propagate),
+    "sage root with bias": (pyg.SAGEConv, biased("lin_r")),
+    "sage linear patched": (pyg.SAGEConv, patched("lin_l")),
+    "sage mean hooked": (pyg.SAGEConv, hooked("aggr_module")),
+    "sage own propagate": (pyg.SAGEConv, own_propagate),
+    "sage class with propagate": (TwiceSAGE, None),
+    "our class with propagate": (TwiceOfOurs, None),
+    "graph class with propagate": (TwiceGraph, None),
+    "graph class with message": (CentredGraph, None),
+    "graph own update": (pyg.GraphConv, own_update),
+    "sage projects": (partial(pyg.SAGEConv, aggr=MEAN, project=True), None),
+    "graph sum hooked": (pyg.GraphConv, hooked("aggr_module")),
+    "gat class with propagate": (TwiceGAT, None),
+    "gat linear with bias": (pyg.GATConv, biased("lin")),
+    "gat linear hooked": (pyg.GATConv, hooked("lin", centred)),
+    "gat sum hooked": (pyg.GATConv, hooked("aggr_module")),
+}
+
+
+def made(name, plain=False):
+    kind, change = CHANGES[name]
+    kind = TwiceSAGE if plain and kind is TwiceOfOurs else kind
+    torch.manual_seed(2)
+    conv = kind(7, 4)
+    if change is not None:
+        change(conv)
+    return conv.double()
+
+
+@tiers.parametrize(
+    ("size", "grid"), [(n, grid) for n in (2, 3) for grid in grids(n)], slice(3)
+)
+@worlds.on()
+def test_changed_layers_on_ranks_are_what_they_were_changed_to(size, grid):
+    data = GRAPHS["directed"]()
+    mesh = worlds.mesh(grid=grid)
+    share = pdc.partition(data, mesh, "random")
+    for name in CHANGES:
+        plain, ours = made(name, plain=True), pdc.convert(made(name))
         found = []
-        for wrap, given in ((torch.nn.Identity(), data), (HaloConv, share)):
-            torch.manual_seed(0)
-            conv = wrap(_other(name)())
-            try:
-                found.append(conv(given.x, given.edge_index))
-            except (IndexError, RuntimeError, TypeError, ValueError):
-                found.append("an error")
+        for layer, given in ((plain, data), (ours, share)):
+            x = given.x.clone().requires_grad_()
+            out = layer(x, given.edge_index)
+            out.square().sum().backward()
+            found.append([out, x.grad, *(p.grad for p in layer.parameters())])
         alike.same(found[1], found[0], name)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_layers_of_minibatches_are_what_they_were_changed_to(name):
+    class Model(torch.nn.Module):
+        def __init__(self, plain):
+            super().__init__()
+            self.conv, self.last = made(name, plain), pyg.SAGEConv(4, 3).double()
+
+        def forward(self, x, edge_index):
+            return self.last(self.conv(x, edge_index).relu(), edge_index)
+
+    data = batches.graph()
+    data.x = torch.randn(data.num_nodes, 7, dtype=torch.float64)
+    wanted, ours = Model(plain=True), pdc.convert(Model(plain=False))
+    ours.load_state_dict(wanted.state_dict())
+    given = {"input_nodes": torch.arange(9), "options": LoaderOptions(seed=2)}
+    for batch in DistNeighborLoader(data, [4, 3], batch_size=3, **given):
+        rows = slice(batch.batch_size)
+        agree(ours, wanted, rows, batch.edge_index, x=batch.x)
