@@ -10,7 +10,6 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
-import torch_geometric.loader
 import torch_geometric.nn as pyg
 import torch_geometric.utils as U
 import worlds
@@ -405,55 +404,11 @@ def test_whole_graphs_go_to_one_rank_each():
         torch.testing.assert_close(got, want)
 
 
-def train(lib, loaders, epochs=2):
-    """PyG's mutag_gin.py, in short."""
-    torch.manual_seed(1)
-    loader = loaders.DataLoader(graphs() * 2, batch_size=5, shuffle=True)
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gnn = lib.GIN(F_IN, 8, 2, norm="batch_norm")
-            self.head = lib.MLP([8, 8, 3], norm=None)
-
-        def forward(self, x, edge_index, batch, batch_size):
-            x = self.gnn(x, edge_index)
-            return self.head(lib.global_add_pool(x, batch, size=batch_size))
-
-    model = Net().double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    told = []
-    for _ in range(epochs):
-        total = right = 0.0
-        for data in loader:
-            optimizer.zero_grad()
-            out = model(data.x, data.edge_index, data.batch, data.batch_size)
-            loss = F.cross_entropy(out, data.y)
-            loss.backward()
-            optimizer.step()
-            total += float(loss) * data.num_graphs
-            right += int((out.argmax(-1) == data.y).sum())
-        told.append((total, right / len(loader.dataset)))
-    return told, [p.detach() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
-@worlds.on()
-def test_a_script_on_many_graphs_trains_by_the_swap(size):
-    mesh = worlds.mesh()
-    got, mine = train(nn, pyg_distcomm.loader)
-    want, theirs = train(pyg, torch_geometric.loader)
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-    # Adam takes the sign of gradients that are nothing but rounding
-    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
-    batch = next(iter(pyg_distcomm.loader.DataLoader(graphs(), 3)))
-    assert hasattr(batch.x, "full_tensor")
-    torch.manual_seed(mesh.rank)  # a script without a seed
-    for _ in range(2):
-        loader = pyg_distcomm.loader.DataLoader(graphs(), 2, shuffle=True)
-        assert sum(batch.num_graphs for batch in loader) == len(graphs())
+@worlds.on(2)
+def test_ranks_that_have_other_graphs_are_told():
+    every = graphs()[worlds.mesh().rank :]
     with pytest.raises(ValueError, match="the ranks have"):
-        next(iter(pyg_distcomm.loader.DataLoader(graphs()[mesh.rank :], 2)))
+        next(iter(pyg_distcomm.loader.DataLoader(every, 2)))
 
 
 @worlds.on(2)
