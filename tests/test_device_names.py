@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 
+import alike
 import pytest
 import second_device
 import test_codec
@@ -21,7 +22,6 @@ from torch_geometric import seed_everything
 from torch_geometric.data import TemporalData
 from torch_geometric.sampler import NodeSamplerInput
 
-import pyg_distcomm as pdc
 import pyg_distcomm.loader as loading
 from pyg_distcomm import kernels, ops, sampling
 from pyg_distcomm.halo import codecs
@@ -36,6 +36,11 @@ ROWPTR, INTS = torch.tensor([0, 2, 3, 5]), torch.tensor([3, 1, 4, 1, 5])
 X, IDS = torch.arange(6.0).view(3, 2).sin(), torch.tensor([2, 0])
 EDGES = torch.arange(10.0).view(5, 2).cos()  # a number or two an edge
 KEYS, KEY = torch.tensor([17, 4, 9]), 2**62 + 12345
+
+
+def told(why, names):
+    """Lines of names that run elsewhere, or not on devices."""
+    return dict.fromkeys(names.split(), why)
 
 
 def matrix(at, values=None):
@@ -105,12 +110,8 @@ KERNELS = {
     "weighted_sampler": lambda at: kernels.weighted_sampler(at(INTS))(
         at(KEYS), at(torch.tensor([0, 2, 4, 6])), False
     ),
-    "neighbor_sampler": "KeyedNeighborSampler",
-    "describe": "says what runs on the CPU",
-    "layer_weights": "weighs a graph on the host, before it is sent",
-    "minimum_cover": "plans on the host",
-    "quantiser": "loops of the CPU",
-    "warm_up": "compiles for the CPU",
+    **told("KeyedNeighborSampler", "neighbor_sampler"),
+    **told("the host", "describe layer_weights minimum_cover quantiser warm_up"),
 }
 
 
@@ -172,28 +173,19 @@ SAMPLING = {
         weights(at).dense(),
     ],
     "BulkNodes": lambda at: [bulk(at), bulk(at).batch, bulk(at).split()],
-    "Sample": "algebra.sample",
     "FastGCN": by_rule(sampling.FastGCN()),
     "Ladies": by_rule(sampling.Ladies()),
     "UserRule": by_rule(sampling.UserRule(lambda p: p.with_value(p.values.sqrt()))),
-    "KeyedLayerSampler": "Ladies",
     "KeyedNeighborSampler": sampled_by(
         lambda d, where: sampling.KeyedNeighborSampler(d, [4, 3], seed=5, device=where)
     ),
-    "GraphSAGE": "draws node by node: KeyedNeighborSampler",
-    "LayerEdges": "Ladies",
-    "LayerGraph": "a protocol",
-    "LayerSamplerOutput": "Ladies",
-    "LocalLayerGraph": "Ladies",
-    "PartitionedLayerGraph": "ranks sample their shares on hosts",
-    "PartitionedNeighborSampler": "ranks sample their shares on hosts",
-    "Rule": "abstract",
-    "algebra": "a module, below",
+    **told("Ladies", "KeyedLayerSampler LayerEdges LayerSamplerOutput LocalLayerGraph"),
+    **told("KeyedNeighborSampler", "GraphSAGE"),
+    **told("hosts", "PartitionedLayerGraph PartitionedNeighborSampler"),
+    **told("abstract, or below", "LayerGraph Rule Sample algebra"),
 }
 ALGEBRA = {
-    "BulkMatrix": "above",
-    "BulkNodes": "above",
-    "Sample": "sample",
+    **told("above, or sample", "BulkMatrix BulkNodes Sample"),
     "SharedRow": lambda at: algebra.SharedRow(
         sampling.BulkMatrix(at(ROWPTR)[[0, 3]], at(COL), at(INTS), 3, at(IDS).sort()[0])
     ).sample(2, at(KEYS)),
@@ -229,13 +221,7 @@ def coded(name):
 CODED = [*test_codec.EVERY, codecs.RowSample(2.5), codecs.DegreeBits(1)]
 CODED += [codecs.RangeBits(4)]
 CODECS = {name: coded(name) for name in {type(codec).__name__ for codec in CODED}}
-CODECS |= {
-    "CODECS": "names of codecs",
-    "Codec": "abstract",
-    "RngKey": "Quantise",
-    "codec_of": "gives a codec by its name",
-    "known_codecs": "gives names",
-}
+CODECS |= told("no codec", "CODECS Codec RngKey codec_of known_codecs")
 
 
 def batches(make):
@@ -283,17 +269,13 @@ class ByWeight(loading.GraphSAINTSampler):
         return torch.arange(batch_size)
 
 
-ELSEWHERE = "test_sample_device.py has it on every device"
 LOADER = {
-    "NeighborLoader": ELSEWHERE,
-    "LinkNeighborLoader": ELSEWHERE,
-    "DistLayerLoader": ELSEWHERE,
-    "ClusterLoader": ELSEWHERE,
-    "RandomNodeLoader": ELSEWHERE,
-    "ShaDowKHopSampler": ELSEWHERE,
-    "GraphSAINTEdgeSampler": ELSEWHERE,
-    "GraphSAINTRandomWalkSampler": ELSEWHERE,
-    "HGTLoader": ELSEWHERE,
+    **told(
+        "test_sample_device.py has it on every device",
+        "NeighborLoader LinkNeighborLoader DistLayerLoader ClusterLoader HGTLoader "
+        "RandomNodeLoader ShaDowKHopSampler GraphSAINTEdgeSampler "
+        "GraphSAINTRandomWalkSampler",
+    ),
     "NeighborSampler": sampled,
     "GraphSAINTSampler": batches(
         lambda d, place: ByWeight(d, 9, 2, **arguments(seed=1, **place))
@@ -306,13 +288,8 @@ LOADER = {
     "DataLoader": moved(lambda d: loading.DataLoader([d, d, d], batch_size=2)),
     "TemporalDataLoader": moved(lambda _: loading.TemporalDataLoader(events(), 9)),
     "DistFeatureStore": fetched,
-    "ClusterData": "ClusterLoader",
-    "DistLinkNeighborLoader": "LinkNeighborLoader",
-    "DistNeighborLoader": "NeighborLoader",
-    "ImbalancedSampler": "draws seeds on the host",
-    "Phases": "seconds",
-    "LoaderOptions": "holds options",
-    "shared": "maps memory of the host",
+    **told("a loader above", "ClusterData DistLinkNeighborLoader DistNeighborLoader"),
+    **told("the host", "ImbalancedSampler Phases LoaderOptions shared"),
 }
 
 
@@ -372,47 +349,43 @@ def tensors(value, seen):
         yield from tensors(vars(value), seen)
 
 
-def whole(t):
-    t = t.full_tensor() if isinstance(t, pdc.DistTensor) else t
-    return t.detach().cpu()
+def at_home(t):
+    return alike.whole(t).detach().cpu()
 
 
-def same(name, case, device, close, failed):
-    """Runs a case on both devices, and notes what is elsewhere, or has other numbers."""
-    try:
+def run_table(names, place):
+    """Runs cases on both devices: nothing is elsewhere, or has other numbers."""
+    device = second_device.device_of(place)
+
+    def check(which):
+        table, name = which
+        case = TABLES[table][name]
+        if isinstance(case, str):
+            return
         seed_everything(3)
-        want = [whole(t) for t in tensors(case(At(CPU)), [])]
+        want = [at_home(t) for t in tensors(case(At(CPU)), [])]
         seed_everything(3)
         found = list(tensors(case(At(device)), []))
         astray = {str(t.device) for t in found} - {str(device)}
         assert not astray, f"tensors on {astray}"
         assert want, "no tensors"
-        for a, b in zip(want, found, strict=True) if close else ():
-            torch.testing.assert_close(whole(b), a, equal_nan=True, **close)
-    except Exception as error:
-        failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+        loose = 1e-5 * (table == "ops" or place == "cuda")  # terms come in any order
+        alike.same([at_home(t) for t in found], want, rtol=loose, atol=loose)
+
+    cases = {
+        f"{table}.{name}": (table, name) for table in names for name in TABLES[table]
+    }
+    alike.assert_none([alike.failures_of(cases, check)])
 
 
-def run_table(names, place="spare"):
-    device, failed = second_device.device_of(place), []
-    for table in names:
-        sums = table == "ops" or place == "cuda"  # whose terms come in any order
-        close = {"rtol": 1e-5 * sums, "atol": 1e-5 * sums}
-        for name, case in TABLES[table].items():
-            if not isinstance(case, str):
-                same(f"{table}.{name}", case, device, close, failed)
-    return failed
-
-
-builds = pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
-
-
-@builds
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
 @tiers.parametrize("names", [tuple(TABLES)[:4], tuple(TABLES)[4:]], [])
+@worlds.on(1, worlds.anew)
 def test_tables(names):
-    assert worlds.anew(run_table, 1, names) == [[]]
+    run_table(names, "spare")
 
 
 @pytest.mark.cuda
+@worlds.on(1, worlds.anew)
 def test_on_cuda():
-    assert worlds.anew(run_table, 1, tuple(TABLES), "cuda") == [[]]
+    run_table(TABLES, "cuda")
