@@ -39,7 +39,7 @@ def gids(m, seed=1):
 
 
 def same_bits(a, b):
-    return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def quantised(twins, place, x, index, bits, noise):
