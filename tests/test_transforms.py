@@ -15,11 +15,12 @@ import torch_geometric.nn
 import torch_geometric.transforms as T
 import torch_geometric.utils as U
 import worlds
-from problems import GRAPHS, undirected
+from problems import GRAPHS, two_types, undirected
 from test_link_prediction import Variational
 from torch.utils.data import DataLoader, TensorDataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch, Data
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import pyg_distcomm as pdc
 import pyg_distcomm.nn
@@ -54,6 +55,13 @@ def pairs(z, edges):
 def _loops(nn, d):
     edges, _ = U.add_self_loops(d.edge_index, num_nodes=d.num_nodes)
     return gcn(nn, d, edges), gcn(nn, d, U.remove_self_loops(edges)[0])
+
+
+def _gcn_norm(nn, d):
+    edges, weight = gcn_norm(
+        d.edge_index, None, d.num_nodes, False, True, dtype=d.x.dtype
+    )
+    return seeded(nn.GCNConv, 7, 4, normalize=False)(d.x, edges, weight)
 
 
 def _laplacian(nn, d):
@@ -143,6 +151,14 @@ def _around(nn, d):
     return found
 
 
+def _written_by_mask(nn, d):
+    mask = torch.zeros(d.num_nodes, dtype=torch.bool, device=d.x.device)
+    mask[d.train_mask] = True
+    rows = torch.zeros(d.num_nodes, 3, device=d.x.device)
+    rows[d.train_mask] = d.x[d.train_mask][:, :3]
+    return d.x[mask], rows
+
+
 def _written_by_id(nn, d):
     """Of several rows for one id, the last stays."""
     number, rows, mark = d.y.clone(), d.x.clone(), d.y > 9
@@ -153,6 +169,7 @@ def _written_by_id(nn, d):
 
 
 CASES = {
+    "AddSelfLoops": through(T.AddSelfLoops()),
     "GCNNorm": through(T.GCNNorm()),
     "ToUndirected": through(T.ToUndirected()),
     "NormalizeFeatures": through(T.NormalizeFeatures()),
@@ -174,6 +191,10 @@ CASES = {
     "data.edge_subgraph": lambda nn, d: gcn(
         nn, d.edge_subgraph(torch.arange(d.num_edges) % 2 == 0)
     ),
+    "subgraph": lambda nn, d: gcn(
+        nn, d, U.subgraph(d.y > 0, d.edge_index, num_nodes=d.num_nodes)[0]
+    ),
+    "narrow": lambda nn, d: gcn(nn, d, d.edge_index.narrow(1, start=2, length=9)),
     "narrow from the end": lambda nn, d: gcn(nn, d, d.edge_index.narrow(1, -9, 9)),
     "batched_negative_sampling": lambda nn, d: pairs(
         gcn(nn, d),
@@ -201,6 +222,14 @@ CASES = {
     ],
     "loops": _loops,
     "get_laplacian": _laplacian,
+    "gcn_norm": _gcn_norm,
+    "to_undirected": lambda nn, d: gcn(
+        nn, d, U.to_undirected(d.edge_index, num_nodes=d.num_nodes)
+    ),
+    "is_undirected": lambda nn, d: torch.tensor(
+        [U.is_undirected(e) for e in (d.edge_index, U.to_undirected(d.edge_index))]
+    ),
+    "degree": lambda nn, d: U.degree(d.edge_index[0], d.num_nodes),
     "DeepGraphInfomax": _infomax,
     "VGAE": _vgae("VGAE"),
     "ARGVA": _vgae("ARGVA"),
@@ -233,6 +262,7 @@ CASES = {
         d.y[d.edge_index],
     ],
     "written by id": _written_by_id,
+    "written by mask": _written_by_mask,
     "DataLoader": _batches,
 }
 
@@ -516,3 +546,52 @@ def test_sparse_adjacencies_are_cut(size):
         )
         with pytest.raises(TypeError, match="a part of a row-sharded tensor alone"):
             pickle.dumps(share.y)
+
+
+def _mask(n, one):
+    """A mask that keeps all, and on one rank leaves out the first."""
+    mask = torch.ones(n, dtype=torch.bool)
+    mask[0] = not one
+    return mask
+
+
+def _with_ids(data, ids):
+    data = copy.copy(data)
+    data.train_index = torch.tensor(ids)
+    return data
+
+
+def _types(share, name):
+    return pdc.partition(two_types(), share.x.rows.mesh).node_type_subgraph([name])
+
+
+APART = {
+    "edges": lambda d, one: d.edge_subgraph(_mask(d.num_edges, one)),
+    "no edge": lambda d, one: d.edge_subgraph(
+        torch.tensor([999 if one else 1], device=d.x.device)
+    ),
+    "ids": lambda d, one: T.IndexToMask()(_with_ids(d, [3, 4 + one])),
+    "rows": lambda d, one: d.x[torch.tensor([1, 99 if one else 2])],
+    "types": lambda d, one: _types(d, "ab"[int(one)]),
+}
+
+
+def _read(out, x):
+    """Sums what a selection holds, and rows of `x` where it is a mask of these."""
+    stores = [] if isinstance(out, torch.Tensor) else out.stores
+    for value in [out] if not stores else [v for s in stores for v in s.values()]:
+        if isinstance(value, torch.Tensor):
+            value.double().sum()
+            if value.shape == x.shape[:1]:
+                (x.double().sum(1) * value.double()).sum()
+
+
+@worlds.on(2)
+def test_what_one_rank_selects_otherwise_is_noticed_on_all_when_it_is_read():
+    mesh = worlds.mesh()
+    share = pdc.partition(graph(), mesh, "random")
+    for name, run in APART.items():
+        with pytest.raises(ValueError, match=r"all ranks|same values|same ids") as told:
+            _read(run(share, mesh.rank == mesh.size - 1), share.x)
+        assert "waited" not in str(told.value), name
+        _read(run(share, False), share.x)  # and alike, it is taken

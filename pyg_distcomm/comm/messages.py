@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import platform
@@ -38,6 +37,9 @@ from torch import Tensor
 from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.store import gather_notes
 from pyg_distcomm.process import PROCESS
+
+with contextlib.suppress(ImportError):  # not on Windows, where gloo sends
+    import fcntl
 
 _NO_TIMEOUT = timedelta(days=30)  # the waiting rank aborts messages at its deadline
 _THREAD_TIMEOUT = 5.0  # seconds for a waiting thread to return on a busy machine

@@ -205,6 +205,7 @@ class PartitionedSource:
         """Returns values, row-sharded or not, as a plain tensor of all nodes; collective."""
         sharded = isinstance(values, (DistTensor, DistEdgeIndex))
         kind = "rows of the share" if sharded else "a tensor, or None"
+        kind = "all of its edges" if isinstance(values, DistEdgeIndex) else kind
         check_alike({what: kind}, self.mesh.world)
         return values.full_tensor() if sharded else values
 
