@@ -37,12 +37,13 @@ LINKS = {
 
 def same_as_ledger(grid, graph, cutter, layer, name, order, keep, halo):
     """Checks the fourth epoch of training over a link, and what the link keeps after it."""
-    mesh, data, link = worlds.mesh(grid=grid), GRAPHS[graph](), LINKS[name]()
+    mesh, data = worlds.mesh(grid=grid), GRAPHS[graph]()
+    link, same = LINKS[name](), LINKS[name]()
     owner = owners(cutter, data, mesh.size)
     how = {"partition": owner, "layers": layer, "dtype": torch.float64, "grid": grid}
     how |= {"halo": halo, "ordering": MultiplyOrder(order, keep)}
-    plans = pdc.plan(data, WIDTHS, mesh.size, codecs=[LINKS[name]()], **how)
-    one, plain = plans.of(grid, link=LINKS[name]()), plans.of(grid, codec="plain")
+    plans = pdc.plan(data, WIDTHS, mesh.size, codecs=[same], **how)
+    one, plain = plans.of(grid, link=same), plans.of(grid, codec="plain")
     share = pdc.partition(data, mesh, owner, link=link)
     edges = share.edge_index.with_halo(halo).with_ordering(order, keep_inputs=keep)
     torch.manual_seed(0)
