@@ -19,7 +19,7 @@ import torch.distributed as dist
 import worlds
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives, messages
+from pyg_distcomm.comm import collectives, failure, messages
 from pyg_distcomm.comm.ledger import exchange_price
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.halo.halo import Halo
@@ -178,6 +178,41 @@ def _more_than_fits():
 def test_what_finds_no_room_in_memory_goes_by_gloo(size):
     worlds.run(_more_than_fits, size)
     worlds.run(_more_than_fits, size)
+
+
+def _many_under_way():
+    """Begins more exchanges than a ring describes, on all ranks, before any is waited for."""
+    mesh = worlds.mesh()
+    ones = [1] * mesh.size
+    pending = []
+    for k in range(messages._DESCRIBED + 76):
+        with torch.inference_mode(k % 2 == 0):  # a place may be an inference tensor
+            x = torch.full((mesh.size,), 2.0 * k + mesh.rank)
+            pending.append(collectives.all_to_all(x, ones, ones, mesh.world))
+    for k, one in enumerate(pending):
+        assert one.wait().tolist() == [2.0 * k + i for i in range(mesh.size)]
+
+
+def test_more_may_be_under_way_than_a_ring_describes():
+    worlds.run(_many_under_way, 2)
+    assert len({collectives._TAG, messages._TAG, failure._ABORT_TAG}) == 3
+
+
+def _forks():
+    """A process that a rank forks, and that ends as a script does, ends no exchange."""
+    mesh = pdc.init(timeout=60)
+    if mesh.rank == 0 and (child := os.fork()) == 0:
+        for rings in mesh.everyone.watch.rings:
+            rings.give_up()
+        os._exit(0)
+    if mesh.rank == 0:
+        os.waitpid(child, 0)
+    collectives.barrier(mesh.world)
+    return float(collectives.all_reduce(torch.ones(1), mesh.world))
+
+
+def test_a_forked_process_is_no_rank():
+    assert pdc.launch(_forks, 2, timeout=100) == [2.0, 2.0]
 
 
 def _other_sizes():

@@ -27,7 +27,7 @@ from torch.utils.data import get_worker_info
 from pyg_distcomm.comm.axis import Axis as Axis
 from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.ledger import Exchange, label
-from pyg_distcomm.comm.messages import AWAKE, Delivery, Messages, give_way
+from pyg_distcomm.comm.messages import AWAKE, Delivery, Messages, Rings, give_way
 from pyg_distcomm.comm.serialization import decode, encode
 from pyg_distcomm.comm.store import ENDED, RankError
 from pyg_distcomm.kernels.registry import HALVES
@@ -233,9 +233,10 @@ def all_to_all(
     sizes = [len(part) for part in parts]
     traced = _count_rows(like, sizes, recv_counts, axis, op)
     small = most is not None and most * _row_bytes(like) < _LARGE_MESSAGE
-    small &= axis.rings is None
+    rings = _rings_of(axis)
+    small &= rings is None
     single = small or like.is_cuda or "gloo" not in _backend_of(axis)
-    if single and source is None:
+    if (single or equal) and source is None:
         source = parts[axis.rank - 1] if equal else torch.cat(list(parts))
     with guarded(axis, op):
         if equal:
@@ -250,9 +251,11 @@ def all_to_all(
         else:  # the work keeps the parts, and releases them before anyone waits
             places = out.split(list(recv_counts))
             places[axis.rank].copy_(parts[axis.rank])
-            work = _start_messages(places, parts, axis)
-            if axis.rings is not None:
-                work = axis.rings.begin(places, parts, work)
+            work = _start_messages(
+                places, parts, axis, 0 if rings is None else rings.room
+            )
+            if rings is not None:
+                work = rings.begin(places, parts, work)
     given = work, traced, source if single else None, into
     return Pending(out, device, axis, op, *given, recv_counts if equal else ())
 
@@ -291,6 +294,11 @@ def _is_equal_gather(
     if not _has_equal_blocks(sent, counts, len(sent), axis):
         return False
     return all(part is sent for i, part in enumerate(parts) if i != axis.rank)
+
+
+def _rings_of(axis: Axis) -> Rings | None:
+    # a transform of torch.func wraps tensors, whose memory is hidden then
+    return None if torch._C._are_functorch_transforms_active() else axis.rings
 
 
 def _row_bytes(x: Tensor) -> int:
@@ -340,10 +348,9 @@ def reduce_scatter_begin(
 
 
 def _start_messages(
-    places: Sequence[Tensor], parts: Sequence[Tensor], axis: Axis
+    places: Sequence[Tensor], parts: Sequence[Tensor], axis: Axis, least: int
 ) -> Messages | None:
-    """Starts the messages that gloo carries; returns None if there are none."""
-    least = 0 if axis.rings is None else axis.rings.room
+    """Starts the messages of more than `least` bytes; returns None if there are none."""
     if max(x.nbytes for x in (*places, *parts)) <= least:
         return None
     # [Note: receive first]; every rank starts with its neighbour, so that not all ranks
@@ -441,6 +448,7 @@ def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
         return Pending(torch.stack(every).sum(0), x.device, axis, "all_reduce")
     out = _to_backend_device(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
+    out = out.contiguous()
     traced = note_all_reduce(x, axis)
     with guarded(axis, "all_reduce"):
         work = _start_all_reduce(out, axis, op)
@@ -449,14 +457,16 @@ def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
 
 def _start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Any:
     """Starts to reduce in place: of few bytes, each rank sends all and reduces all."""
-    rings = axis.rings
-    if rings is None or not x.is_cpu or (axis.size - 1) * x.nbytes > rings.room:
+    rings = _rings_of(axis)
+    much = (axis.size - 2) * x.nbytes > _LARGE_MESSAGE
+    if rings is None or not x.is_cpu or much or x.nbytes > rings.room:
         given: Any = {"op": _REDUCTIONS[op][0], "group": axis.group, "async_op": True}
         return dist.all_reduce(x, **given)
     every = [
         x.clone() if i == axis.rank else torch.empty_like(x) for i in range(axis.size)
     ]
 
+    @torch.inference_mode()
     def finish() -> None:
         x.copy_(
             functools.reduce(_REDUCTIONS[op][1], every)

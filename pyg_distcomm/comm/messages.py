@@ -5,7 +5,7 @@ of the same host: four small ones take longer than an epoch of a small graph. So
 of an axis are on one host, each rank has memory with a ring for each rank that it sends to.
 The sender copies a message into the ring, and then describes it: where it is, and its bytes.
 The receiver copies it out, in the order of sending. Stores of a processor are seen in their
-order, as x86 promises; elsewhere gloo sends. A sender never waits: what is larger than a ring
+order, as x86 promises; elsewhere gloo sends. A sender does not wait: what is larger than a ring
 goes by gloo, as both ends know, and what finds no room goes by gloo, as its description says.
 A rank holds a lock on its memory, which the system releases when the process ends, and marks it
 when it gives up, so that nobody waits for its messages: see [Note: failure]. Ranks in network
@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pyg_distcomm.comm.failure import FailureMonitor
@@ -50,7 +51,7 @@ try:  # both release the GIL, unlike os.sched_yield
 except (OSError, TypeError, AttributeError):
     give_way = os.getpid  # as good as nothing
 
-_TAG = 0x9D0D  # of messages that found no room in a ring
+_TAG = 0x9D0E  # of messages that found no room in a ring
 _RING, _MEMORY = 1 << 22, 1 << 25  # most bytes of a ring, and of all rings of a rank
 _DESCRIBED = 1024  # messages of a ring that may be under way
 _SENT, _TAKEN, _FIRST = 0, 8, 16  # words of a ring: counts, each on a line of its own
@@ -140,13 +141,16 @@ def _run_waiter(inbox: SimpleQueue[Messages]) -> None:
 # Memory of a host --------------------------------------------------------------------
 
 
+Bytes = NDArray[np.uint8]
+
+
 class Memory:
     """Maps the memory of a rank, in which it sends: its own, or that of another rank.
 
     Args:
         fd: an open file.
         size: its bytes.
-        token: what it holds, unless it is another file by now.
+        token: what it holds, unless it is another file by now; 0 if nothing yet.
     """
 
     def __init__(self, fd: int, size: int, token: int) -> None:
@@ -156,21 +160,24 @@ class Memory:
             raise OSError("the memory of a rank is another one's")
         self.map = mmap.mmap(fd, size)
         self.marks = np.frombuffer(self.map, np.int64, 2)
-        if int(self.marks[1]) not in (0, token):
+        if token and self.marks[1] != token:
             raise OSError("the memory of a rank is another one's")
-        self.marks[1] = token
+        self._process = os.getpid()
 
     @classmethod
     def new(cls, size: int, token: int) -> Memory:
         """Makes the memory of this rank, and locks it while the process lives."""
         fd = os.memfd_create("pyg_distcomm")
-        os.ftruncate(fd, size)
+        os.truncate(fd, size)
+        made = cls(fd, size, 0)
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-        return cls(fd, size, token)
+        made.marks[1] = token
+        return made
 
     def give_up(self) -> None:
-        """Marks that this rank sends no more."""
-        self.marks[0] = 1
+        """Marks that this rank sends no more; a process that it forked is no rank."""
+        if os.getpid() == self._process:
+            self.marks[0] = 1
 
     def has_ended(self) -> bool:
         """Returns whether the rank of this memory has ended, or given up."""
@@ -197,24 +204,18 @@ class Ring:
         begin = _MARKS + place * (_HEAD + room)
         self.memory, self.room = memory, room
         self._words = np.frombuffer(memory.map, np.int64, _HEAD // 8, begin)
-        self._bytes = torch.frombuffer(
-            memory.map, dtype=torch.uint8, count=room, offset=begin + _HEAD
-        )
+        self._bytes = np.frombuffer(memory.map, np.uint8, room, begin + _HEAD)
         self._sent = ctypes.c_void_p(self._words[_SENT:].ctypes.data)
         self._count = 0  # messages that this end has sent, or taken
         self._under_way: deque[tuple[int, int, int]] = deque()  # number, begin, end
 
-    def put(self, message: Tensor, patience: float) -> bool:
-        """Sends bytes; returns whether they found room.
+    def is_full(self) -> bool:
+        """Returns whether no more messages can be described."""
+        return self._count - int(self._words[_TAKEN]) >= _DESCRIBED
 
-        Raises:
-            RuntimeError: if too many messages are not taken for so many seconds.
-        """
-        stop = time.monotonic() + patience
-        while self._count - (taken := int(self._words[_TAKEN])) >= _DESCRIBED:
-            if self.memory.marks[0] or time.monotonic() > stop:
-                raise RuntimeError("a rank of this host takes no messages")
-            time.sleep(AWAKE)
+    def put(self, message: Bytes) -> bool:
+        """Sends bytes; returns whether they found room."""
+        taken = int(self._words[_TAKEN])
         while self._under_way and self._under_way[0][0] < taken:
             self._under_way.popleft()
         size = len(message)
@@ -252,7 +253,7 @@ class Ring:
         count = ctypes.c_uint32(self._count)
         _system_call(_FUTEX, self._sent, _WAIT, count, span, None, 0)
 
-    def take(self, into: Tensor) -> bool:
+    def take(self, into: Bytes) -> bool:
         """Receives the next message; returns whether it was in the ring, and not by gloo.
 
         Raises:
@@ -266,7 +267,7 @@ class Ring:
                 "same operations on all ranks in the same order"
             )
         if begin >= 0:
-            into.copy_(self._bytes[begin : begin + size])
+            into[:] = self._bytes[begin : begin + size]
         self._count += 1
         self._words[_TAKEN] = self._count
         return begin >= 0
@@ -293,7 +294,7 @@ class Rings:
         self.group, self.room, self._patience = group, room, patience
         self._sends, self._receives = sends, receives
         self._lock = threading.RLock()
-        self._awaited: dict[int, deque[tuple[Delivery, Tensor]]] = {
+        self._awaited: dict[int, deque[tuple[Delivery, Bytes]]] = {
             i: deque() for i in receives
         }
 
@@ -304,25 +305,48 @@ class Rings:
         by_gloo: Messages | None = None,
         finish: Callable[[], object] | None = None,
     ) -> Delivery:
-        """Starts to exchange a tensor with each other rank; those above `room` bytes do not go.
+        """Starts to exchange a tensor with each other rank; a large one goes as if empty.
+
+        Messages of no bytes are sent, so that an exchange ends for all ranks or for none.
 
         Args:
-            places: what to receive into, of no numbers where nothing comes; contiguous.
+            places: what to receive into; contiguous.
             parts: what to send.
-            by_gloo: the larger messages of the same exchange.
+            by_gloo: the messages of more than `room` bytes.
             finish: called once all have come.
+
+        Raises:
+            RuntimeError: if a rank has given up, or takes no messages.
         """
+        rings = (*self._sends.values(), *self._receives.values())
+        if any(ring.memory.marks[0] for ring in rings):
+            raise RuntimeError("a rank of this host has ended")
         work = Delivery(self, by_gloo, finish)
         with self._lock:
+            self.advance()
             for i, ring in self._sends.items():
-                if 0 < places[i].nbytes <= self.room:
-                    work.left += 1
-                    self._awaited[i].append((work, _bytes_of(places[i])))
-                if 0 < parts[i].nbytes <= self.room:
-                    part = _bytes_of(parts[i].resolve_conj().resolve_neg())
-                    if not ring.put(part, self._patience):
-                        work.add(dist.isend, part, i)
+                work.left += 1
+                self._awaited[i].append((work, self._bytes_of(places[i])))
+                self._wait_for_place(ring, self._receives[i])
+                part = self._bytes_of(parts[i].resolve_conj().resolve_neg())
+                if not ring.put(part):
+                    work.add(dist.isend, part, i)
         return work
+
+    def _wait_for_place(self, ring: Ring, back: Ring) -> None:
+        stop = time.monotonic() + self._patience
+        while ring.is_full():
+            self.advance()
+            time.sleep(AWAKE)
+            if back.memory.has_ended() or time.monotonic() > stop:
+                raise RuntimeError("a rank of this host takes no messages")
+
+    def _bytes_of(self, x: Tensor) -> Bytes:
+        # the stride of one number may be anything, which `view` does not take
+        assert x.is_contiguous()
+        count = x.numel() if x.nbytes <= self.room else 0
+        flat = x.detach().as_strided((count,), (1,)).view(torch.uint8)
+        return flat.numpy()  # which inference mode does not protect
 
     def advance(self) -> None:
         """Takes the messages that have come."""
@@ -342,17 +366,13 @@ class Rings:
         for ring in self._sends.values():
             ring.memory.give_up()
 
-    def sleep(self, seconds: float) -> bool:
+    def sleep(self, work: Delivery, seconds: float) -> bool:
         """Sleeps for so long, or until a message comes; returns whether one cannot."""
-        awaited = [self._receives[i] for i, queue in self._awaited.items() if queue]
+        pairs = [(self._receives[i], [*queue]) for i, queue in self._awaited.items()]
+        awaited = [ring for ring, queue in pairs if any(w is work for w, _ in queue)]
         for ring in awaited[:1]:
             ring.sleep(seconds)
         return any(ring.memory.has_ended() for ring in awaited)
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    # the stride of one number may be anything, which `view` does not take
-    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class Delivery:
@@ -369,11 +389,11 @@ class Delivery:
         self.left = 0
         self.error: Exception | None = None
 
-    def add(self, begin: Any, message: Tensor, peer: int) -> None:
+    def add(self, begin: Any, message: Bytes, peer: int) -> None:
         """Starts to send, or to receive, by gloo what found no room in a ring."""
-        group = self._rings.group
-        work = begin(message, dist.get_global_rank(group, peer), group, _TAG)
-        self._by_gloo.append(Messages([work], message))
+        group, tensor = self._rings.group, torch.from_numpy(message)
+        work = begin(tensor, dist.get_global_rank(group, peer), group, _TAG)
+        self._by_gloo.append(Messages([work], tensor))
 
     def is_completed(self) -> bool:
         """Returns whether all messages have come, or one cannot."""
@@ -397,15 +417,15 @@ class Delivery:
             for one in () if self.left else self._by_gloo:
                 with contextlib.suppress(RuntimeError):
                     one.wait(timedelta(seconds=_LOOK))
-            if self.left and self._rings.sleep(_LOOK) and not self.is_completed():
+            if self.left and self._rings.sleep(self, _LOOK) and not self.is_completed():
                 self.error = RuntimeError("a rank of this host has ended")
         if self.error is not None:
             raise self.error
         for one in self._by_gloo:
             one.wait()
-        if self._finish is not None:
-            self._finish()
-        self._by_gloo, self._finish = [], None
+        finish, self._by_gloo, self._finish = self._finish, [], None
+        if finish is not None:
+            finish()
         return True
 
 
@@ -418,13 +438,14 @@ def open_rings(
         groups: the ranks of each axis of this rank, and their process group.
         watch: has the store where ranks leave notes, and their deadline.
     """
-    rank, deadline, store = watch.rank, watch.deadline, watch.store
+    rank, deadline = watch.rank, watch.deadline
+    store = watch.store.patient(deadline)
+    number = store.add(f"rings/{rank}", 1)  # alike on all ranks
     slots: list[Any] = [
         [name, r] for name, (line, _) in groups.items() for r in line if r != rank
     ]
     room = min(_RING, _MEMORY // max(len(slots), 1)) // _MARKS * _MARKS
     total = _MARKS + len(slots) * (_HEAD + room)
-    number = store.add(f"rings/{rank}", 1)  # alike on all ranks
     own, token = None, secrets.randbits(62) + 1
     host = _host()
     if host and slots:
@@ -432,8 +453,7 @@ def open_rings(
             own = Memory.new(total, token)
     note: dict[str, Any] = {"pid": os.getpid(), "size": total, "token": token}
     note |= {"host": own and host, "fd": own and own.fd, "slots": slots, "room": room}
-    at = rank, watch.size, deadline
-    store, name = store.patient(deadline), f"rings/{number}"
+    at, name = (rank, watch.size, deadline), f"rings/{number}"
     notes = gather_notes(store, name, *at, note)
     opened: dict[int, Memory] = {}
     for r in {r for _, r in slots} if own else ():
@@ -460,7 +480,7 @@ def open_rings(
 
 def _host() -> str:
     """Returns a name of this host, whose memory ranks can share; "" if they cannot."""
-    if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "memfd_create"):
+    if platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
         return ""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
