@@ -52,7 +52,7 @@ except (OSError, TypeError, AttributeError):
     give_way = os.getpid  # as good as nothing
 
 _TAG = 0x9D0E  # of messages that found no room in a ring
-_RING, _MEMORY = 1 << 22, 1 << 25  # most bytes of a ring, and of all rings of a rank
+_RING, _MEMORY = 1 << 24, 1 << 25  # most bytes of a ring, and of all rings of a rank
 _DESCRIBED = 1024  # messages of a ring that may be under way
 _SENT, _TAKEN, _FIRST = 0, 8, 16  # words of a ring: counts, each on a line of its own
 _HEAD = 8 * (_FIRST + 2 * _DESCRIBED)  # bytes before the messages

@@ -247,7 +247,8 @@ def _sharded_by_torch(what: str) -> TypeError:
 def _compare_computed(x: Tensor, mesh: Mesh) -> None:
     """Compares a value computed from parameters, and these, when its kind is first met."""
     known = mesh.sharded.setdefault("computed", Latest(_KINDS))
-    kind = PROCESS.op, x.shape, x.dtype
+    made: Any = x.grad_fn
+    kind = PROCESS.op, made.name(), x.shape, x.dtype
     if known.get(kind) or mesh.check == "never":
         return
     known[kind] = True
