@@ -184,7 +184,7 @@ def one_rank(nodes: int) -> list[dict[str, str]]:
 def small(nodes: int) -> list[dict[str, str]]:
     """Trains on few nodes of width 16 and degree 10, on a share and with PyG, in turns.
 
-    What the messages of a step take alone is measured by as many sums of 1,000 numbers.
+    What the messages of a step take by gloo is measured by as many sums of 1,000 numbers.
     """
     global WIDTH, DEGREE  # of this process
     WIDTH, DEGREE = 16, 10
@@ -203,7 +203,7 @@ def small(nodes: int) -> list[dict[str, str]]:
         mesh.ledger.reset()
         steps["share"]()
         messages = sum(entry.calls for entry in mesh.ledger.entries.values())
-        steps["messages alone"] = lambda n=messages: [
+        steps["by gloo alone"] = lambda n=messages: [
             dist.all_reduce(sums, async_op=True).wait() for _ in range(n)
         ]
         spent: dict[str, list[tuple[float, float]]] = defaultdict(list)
