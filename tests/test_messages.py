@@ -177,7 +177,6 @@ def _more_than_fits():
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_finds_no_room_in_memory_goes_by_gloo(size):
     worlds.run(_more_than_fits, size)
-    worlds.run(_more_than_fits, size)
 
 
 def _many_under_way():

@@ -358,8 +358,9 @@ def test_an_epoch_can_be_left_and_resumed(size, prefetch):
     batches.all_same(
         [b.to_dict() for b in [*head, *tail]], [b.to_dict() for b in whole]
     )
-    with pytest.raises(RuntimeError, match="another epoch of the loader has begun"):
-        list(zip(loader, loader, strict=True))
+    if prefetch:
+        with pytest.raises(RuntimeError, match="another epoch of the loader has begun"):
+            list(zip(loader, loader, strict=True))
     assert len(list(loader)) == len(loader)
 
 
