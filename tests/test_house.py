@@ -289,7 +289,7 @@ def test_references_and_citations_agree():
 
 # what house_metrics counts; a bound may only fall
 BOUNDS = {
-    "lines": 56_589,
+    "lines": 56_587,
     "modules": 139,
     "lines of tests and their helpers": 39_990,
     "lines of CONTRIBUTING.md": 250,

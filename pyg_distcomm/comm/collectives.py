@@ -447,8 +447,8 @@ def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
         every: Any = axis.meeting.swap(axis.rank, [x] * axis.size)
         return Pending(torch.stack(every).sum(0), x.device, axis, "all_reduce")
     out = _to_backend_device(x, axis)
-    out = out.clone(memory_format=torch.contiguous_format) if out is x else out
-    out = out.contiguous()
+    own = torch.contiguous_format
+    out = out.clone(memory_format=own) if out is x else out.contiguous()
     traced = note_all_reduce(x, axis)
     with guarded(axis, "all_reduce"):
         work = _start_all_reduce(out, axis, op)
@@ -466,11 +466,9 @@ def _start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Any:
         x.clone() if i == axis.rank else torch.empty_like(x) for i in range(axis.size)
     ]
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # where an inference tensor may be written to
     def finish() -> None:
-        x.copy_(
-            functools.reduce(_REDUCTIONS[op][1], every)
-        )  # in the same order everywhere
+        x.copy_(functools.reduce(_REDUCTIONS[op][1], every))  # in the order of ranks
 
     return rings.begin(every, [every[axis.rank]] * axis.size, finish=finish)
 
