@@ -289,7 +289,7 @@ def assemble(
         made = DistEdgeIndex.build(ends, nodes[target], edges, **how)
         if share.edge_hash is not None and not types.typed:
             read = share.edge_hash, share.in_degree
-            edges.derived["read"] = made.topology.source_gid, *read
+            edges.derived["counted"] = made.topology.source_gid, *read
         (out[kind] if types.typed else out).edge_index = made.with_link(links[kind])
         rows[kind] = edges
     for held, spread in ((share.node, nodes), (share.edge, rows), (share.graph, None)):

@@ -413,7 +413,7 @@ def _edge_sum(store: Any) -> int:
     if isinstance(edge_index, DistEdgeIndex):
         source, target = edge_index.topology.source_gid, edge_index.topology.target_gid
         place = edge_index.edges.place
-        of, known, _ = edge_index.edges.derived.get("read", (None, 0, None))
+        of, known, _ = edge_index.edges.derived.get("counted", (None, 0, None))
         if of is source:  # found while the part was loaded
             return _wrapped(known)
     elif isinstance(edge_index, Tensor):

@@ -206,7 +206,7 @@ def _own_edges(
             )
     if node_time is not None and clock is not None:
         time = IdPlan.build(topology.source_gid, node_time.rows).gather(clock)
-    of, _, degree = edges.edges.derived.get("read", (None, 0, None))
+    of, _, degree = edges.edges.derived.get("counted", (None, 0, None))
     return _Edges(
         edges.edges.gid,
         topology.source_gid,
