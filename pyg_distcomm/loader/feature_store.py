@@ -19,7 +19,6 @@ from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.consistency import check_alike, naming, on_all_ranks
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey, codec_of
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels.core_ops import as_bytes
@@ -74,16 +73,6 @@ class RowGroup:
     cached: Index = field(default_factory=lambda: Index(_no_ids(), 0))
     cached_rows: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def total(self) -> int:
-        """Returns the number of ids."""
-        return self.index.total
-
-    @property
-    def names(self) -> list[str]:
-        """Returns the names of the attributes."""
-        return list(self.values)
-
 
 def as_rows(values: Any) -> Tensor:
     """Returns rows as a contiguous CPU tensor, without copying memory-mapped files.
@@ -110,80 +99,9 @@ _SAFE = 65504.0  # the largest magnitude that every codec can encode
 _CHUNK = 1 << 20  # numbers checked at a time
 
 
-def make_row_group(
-    group: Group,
-    gid: Tensor,
-    total: int,
-    owners: Partition | None,
-    channel: ProcessGrid,
-) -> RowGroup:
-    """Makes a group without attributes from the ids that this rank owns; collective.
-
-    Raises:
-        ValueError: on all ranks, if ids are missing, repeated or out of order.
-    """
-    gid, world = gid.detach().cpu().long(), channel.world
-    problem = None
-    if len(gid) and not bool((gid[1:] > gid[:-1]).all()):
-        problem = f"the ids of group {group!r} must ascend"
-    elif len(gid) and not 0 <= int(gid[0]) <= int(gid[-1]) < total:
-        problem = f"the ids of group {group!r} must lie in [0, {total})"
-    sizes = lengths(gid, world)
-    if problem is None and sum(sizes) != total:
-        problem = f"the ranks own {sizes} rows of group {group!r}, not all {total}"
-    collectives.agree(problem, world)
-    every = _all_owned(gid, channel)
-    return RowGroup(group, Index(every.sort().values, total), gid, owners)
-
-
-def _all_owned(gid: Tensor, channel: ProcessGrid) -> Tensor:
-    """Gathers the ids that the ranks of this block own, rank by rank; collective."""
-    counts = lengths(gid, channel.col)
-    return collectives.all_gather_rows(gid, counts, channel.col, "build")
-
-
 def lengths(rows: Tensor | np.ndarray, axis: collectives.Axis) -> list[int]:
     """Returns the number of rows on each rank of an axis; collective."""
     return [count for (count,) in collectives.all_gather_counts([len(rows)], axis)]
-
-
-def add_rows(
-    row_group: RowGroup,
-    name: str,
-    values: Any,
-    channel: ProcessGrid,
-    codec: Codec,
-) -> None:
-    """Adds one attribute to a group, from the rows this rank owns; collective.
-
-    Price: the rows of a block that other ranks of it own, as bytes.
-
-    Raises:
-        ValueError, TypeError: on all ranks, if sizes or dtypes do not fit, or a codec
-            cannot encode the values.
-    """
-    with on_all_ranks(channel.world), naming(f"attribute {name!r}"):
-        rows = as_rows(values)
-        if len(rows) != len(row_group.own):
-            raise ValueError(
-                f"has {len(rows)} rows, but {len(row_group.own)} ids of group "
-                f"{row_group.group!r} are owned here"
-            )
-    spec = name, rows.dtype, tuple(rows.shape[1:])
-    check_alike({"attribute": spec}, channel.world)
-    shape = width_of(rows), rows.dtype
-    smaller = codec.wire_bytes(1, *shape) < Plain().wire_bytes(1, *shape)
-    codec = codec if rows.is_floating_point() and smaller else Plain()
-    if not isinstance(codec, Plain):
-        collectives.agree(_codec_problem(name, rows, codec), channel.world)
-    if channel.col.size > 1:
-        counts = lengths(row_group.own, channel.col)
-        order = torch.argsort(_all_owned(row_group.own, channel))
-        whole, dtype = [sum(counts), *rows.shape[1:]], rows.dtype
-        flat = as_bytes(rows).view(len(rows), width_of(rows) * rows.element_size())
-        every = collectives.all_gather_rows(flat, counts, channel.col, "build")
-        rows = take_rows(every.view(-1).view(dtype).view(whole), order)
-    row_group.values[name], row_group.codecs[name] = rows, codec
 
 
 def fixed_size_codec(wire: Wire) -> Codec:
@@ -238,59 +156,6 @@ def _rows_a_codec_spoils(rows: Tensor, codec: Codec) -> Tensor:
     return ~(fine | back.isnan() & rows.isnan()).all(1)
 
 
-def own_rows(row_group: RowGroup, values: Any) -> Any:
-    """Returns this rank's own rows, of values with a row for every id of the group."""
-    if len(values) == row_group.total != len(row_group.own):
-        return values[row_group.own]
-    return values
-
-
-def learn_owners(row_group: RowGroup, channel: ProcessGrid) -> Partition:
-    """Finds the block of every id, once; collective over the blocks.
-
-    Returns a partition over ranks that names the first rank of each block as the owner.
-    Price: the ids of all other blocks. It holds one byte per id, up to 256 ranks.
-    """
-    if row_group.owners is None:
-        gid, axis = row_group.index.gid, channel.row
-        counts = lengths(gid, axis)
-        every = collectives.all_gather_rows(gid, counts, axis, "build")
-        block = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        owner = torch.empty(row_group.total, dtype=torch.int64)
-        owner[every] = block * channel.replication
-        row_group.owners = Partition.from_owner(owner, channel.world.size)
-    return row_group.owners
-
-
-def problem_of(
-    row_groups: Sequence[RowGroup], wanted: Wanted, ranks: int
-) -> tuple[Wanted, str | None]:
-    """Returns what is wanted as vectors of int64, and an error message for what cannot be."""
-    groups = {row_group.group: row_group for row_group in row_groups}
-    found: dict[Group, Any] = {}
-    try:
-        for group, asked in wanted.items():
-            if group not in groups:
-                raise ValueError(
-                    f"got group {group!r}, but the store has {list(groups)}; take one of them"
-                )
-            total, what = groups[group].total, f"ids of group {group!r}"
-            ids = found[group] = checked_ids(asked, what, total)
-            check_range(ids, total, what)
-            if isinstance(asked, tuple):
-                owner = torch.as_tensor(asked[1]).cpu().long()
-                if owner.shape != ids.shape:
-                    raise ValueError(
-                        f"owners must be given for each of {len(ids)} ids, got "
-                        f"{list(owner.shape)}"
-                    )
-                check_range(owner, ranks, f"owners of group {group!r}")
-                found[group] = ids, owner
-    except ValueError as error:
-        return {}, str(error)
-    return found, None
-
-
 def ids_of(asked: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """Returns the ids of a request, without their owners, on the CPU."""
     ids = asked[0] if isinstance(asked, tuple) else asked
@@ -309,6 +174,7 @@ def checked_ids(asked: Any, what: str, total: int) -> Tensor:
         ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool
     ):
         raise ValueError(f"{wanted}, got {ids.dtype} {list(ids.shape)}")
+    check_range(ids, total, what)
     return ids.long()
 
 
@@ -321,56 +187,23 @@ def check_range(values: Tensor, end: int, what: str) -> None:
         raise ValueError(f"{what} must be in 0 .. {end - 1}, got {bad}")
 
 
-def sum_over_out_edges(edge_index: DistEdgeIndex, x: Tensor) -> Tensor:
-    """Returns the sum over the out-edges of each source; collective.
-
-        z_u = sum over edges (u, v) of x_v
-
-    Shapes (this rank; n targets, m sources): x `[n]`, return `[m]`.
-    Price: a word for each distinct source on another rank.
-    """
-    local, m = edge_index.topology.locals, len(edge_index.sources)
-    part = x.new_zeros(m + local.halo.num_ghosts, 1)
-    source, target = local.ends.cpu()
-    part.index_add_(0, source, x[target].unsqueeze(1))
-    out, ghosts = part[:m].contiguous(), part[m:]
-    device = local.ends.device
-    arrive = local.halo.begin_transpose(ghosts.to(device))
-    return arrive(out.to(device)).squeeze(1).cpu()
-
-
 def out_degrees(data: Any) -> dict[Group, DistTensor]:
     """Returns the out-degree of each node, float64 `[n_i]` by type; collective."""
-    rows = _nodes_by_type(data)
-    sums = {
-        group: torch.zeros(len(r), dtype=torch.float64) for group, r in rows.items()
-    }
-    for key, edge_index in _edge_index_by_type(data).items():
-        one = torch.ones(len(edge_index.nodes), dtype=torch.float64)
-        sums[key[0]] += sum_over_out_edges(edge_index, one)
-    return {group: DistTensor.wrap(sums[group], r) for group, r in rows.items()}
-
-
-def _edge_index_by_type(data: Any) -> dict[Any, DistEdgeIndex]:
-    """Returns the edge_index of each edge type; of (None, None) in a homogeneous graph."""
-    found = {}
-    for part in data.stores:
-        edge_index = part.get("edge_index")
-        if isinstance(edge_index, DistEdgeIndex):
-            found[(NODES, NODES) if part._key is None else part._key] = edge_index
+    found: dict[Group, Any] = {}
+    for part in filter(_is_share, data.stores):
+        edges = part.edge_index
+        key = (NODES, NODES) if part._key is None else part._key
+        for group, rows in ((key[0], edges.sources), (key[-1], edges.nodes)):
+            none = torch.zeros(len(rows), dtype=torch.float64)
+            found.setdefault(group, DistTensor.wrap(none, rows))
+        one = torch.ones(len(edges.edges), dtype=torch.float64)
+        one = DistTensor.wrap(one, edges.edges)
+        found[key[0]] = found[key[0]].scatter_add(0, edges[0].cpu(), one)
     if not found:
         raise TypeError(
             "got data without a partitioned edge_index, by which nodes are ranked; give a "
             "share from pdc.partition"
         )
-    return found
-
-
-def _nodes_by_type(data: Any) -> dict[Group, Rows]:
-    """Returns the row layout of the nodes of each type that has edges."""
-    found = {}
-    for key, edge_index in _edge_index_by_type(data).items():
-        found[key[0]], found[key[-1]] = edge_index.sources, edge_index.nodes
     return found
 
 
@@ -596,9 +429,23 @@ class DistFeatureStore(FeatureStore):
         Raises:
             ValueError: on all ranks, if ids are missing, repeated or out of order.
         """
-        self._row_groups[group] = make_row_group(
-            group, gid, total, owners, self.channel
-        )
+        gid, world = gid.detach().cpu().long(), self.channel.world
+        problem = None
+        if len(gid) and not bool((gid[1:] > gid[:-1]).all()):
+            problem = f"the ids of group {group!r} must ascend"
+        elif len(gid) and not 0 <= int(gid[0]) <= int(gid[-1]) < total:
+            problem = f"the ids of group {group!r} must lie in [0, {total})"
+        sizes = lengths(gid, world)
+        if problem is None and sum(sizes) != total:
+            problem = f"the ranks own {sizes} rows of group {group!r}, not all {total}"
+        collectives.agree(problem, world)
+        every = self._in_block(gid).sort().values
+        self._row_groups[group] = RowGroup(group, Index(every, total), gid, owners)
+
+    def _in_block(self, rows: Tensor) -> Tensor:
+        """Gathers the rows that the ranks of this block own, rank by rank; collective."""
+        axis = self.channel.col
+        return collectives.all_gather_rows(rows, lengths(rows, axis), axis, "build")
 
     def add(self, group: Group, name: str, values: Tensor | np.ndarray) -> None:
         """Adds one attribute from this rank's own rows; collective over all ranks.
@@ -609,11 +456,32 @@ class DistFeatureStore(FeatureStore):
             values: `[len(gid), ...]`, which may be memory-mapped: with replication 1 it is
                 not copied.
 
+        Price: the rows of a block that other ranks of it own, as bytes.
+
         Raises:
             ValueError: on all ranks, if sizes or dtypes do not fit.
         """
         row_group, codec = self._row_group(group), self._codecs.get(name, self._codec)
-        add_rows(row_group, name, values, self.channel, codec)
+        own, world = row_group.own, self.channel.world
+        with on_all_ranks(world), naming(f"attribute {name!r}"):
+            rows = as_rows(values)
+            if len(rows) != len(own):
+                raise ValueError(
+                    f"has {len(rows)} rows, but {len(own)} ids of group {group!r} are "
+                    "owned here"
+                )
+        check_alike({"attribute": (name, rows.dtype, tuple(rows.shape[1:]))}, world)
+        shape = width_of(rows), rows.dtype
+        smaller = codec.wire_bytes(1, *shape) < Plain().wire_bytes(1, *shape)
+        codec = codec if rows.is_floating_point() and smaller else Plain()
+        if not isinstance(codec, Plain):
+            collectives.agree(_codec_problem(name, rows, codec), world)
+        if self.channel.col.size > 1:
+            order = torch.argsort(self._in_block(own))
+            flat = as_bytes(rows).view(len(rows), shape[0] * rows.element_size())
+            every = self._in_block(flat).view(-1).view(rows.dtype)
+            rows = take_rows(every.view(len(order), *rows.shape[1:]), order)
+        row_group.values[name], row_group.codecs[name] = rows, codec
         if len(row_group.cached_gid):
             self._fill_cache(row_group, [name])
 
@@ -624,14 +492,27 @@ class DistFeatureStore(FeatureStore):
 
     def total(self, group: Group) -> int:
         """Returns the number of rows of a group over all ranks."""
-        return self._row_group(group).total
+        return self._row_group(group).index.total
 
     def learn_owners(self, group: Group) -> Partition:
         """Finds the owners of all ids of a group, so that rows can be fetched by id alone.
 
         Collective over a column the first time; later calls return what is known.
+        Returns a partition over ranks that names the first rank of each block as the owner.
+        Price: the ids of all other blocks. It holds one byte per id, up to 256 ranks.
         """
-        return learn_owners(self._row_group(group), self.channel)
+        row_group, axis = self._row_group(group), self.channel.row
+        if row_group.owners is None:
+            counts = lengths(row_group.index.gid, axis)
+            every = collectives.all_gather_rows(
+                row_group.index.gid, counts, axis, "build"
+            )
+            block = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+            owner = torch.empty(row_group.index.total, dtype=torch.int64)
+            owner[every] = block * self.channel.replication
+            size = self.channel.world.size
+            row_group.owners = Partition.from_owner(owner, size)
+        return row_group.owners
 
     def keep(self, group: Group, score: Tensor | np.ndarray, size: float) -> None:
         """Caches the rows of highest score on every rank; collective over all ranks.
@@ -645,9 +526,9 @@ class DistFeatureStore(FeatureStore):
             size: the number of rows: a count (int), or a fraction of all (float).
         """
         row_group, world = self._row_group(group), self.channel.world
-        count = num_cached_rows(size, row_group.total)
+        count = num_cached_rows(size, row_group.index.total)
         local = score.to_local() if isinstance(score, DistTensor) else score
-        local = own_rows(row_group, torch.as_tensor(local).cpu())
+        local = _own_rows(row_group, torch.as_tensor(local).cpu())
         row_group.cached_gid = top_scoring_ids(local, row_group.own, count, world)
         row_group.cached_rows.clear()
         self._fill_cache(row_group, list(row_group.values))
@@ -663,7 +544,7 @@ class DistFeatureStore(FeatureStore):
             row_group.cached_rows |= fetcher({row_group.group: away})[
                 row_group.group
             ].take(away)
-        row_group.cached = Index(away, row_group.total)
+        row_group.cached = Index(away, row_group.index.total)
 
     def _row_group(self, group: Group) -> RowGroup:
         if group not in self._row_groups:
@@ -676,10 +557,10 @@ class DistFeatureStore(FeatureStore):
     def _group_with(self, group: Group, name: Any) -> RowGroup:
         """Returns a group, or raises KeyError if it has no such attribute."""
         row_group = self._row_group(group)
-        if name not in row_group.names:
+        if name not in row_group.values:
             raise KeyError(
-                f"got attribute {name!r}, but group {group!r} has {row_group.names}; take one "
-                "of them"
+                f"got attribute {name!r}, but group {group!r} has {list(row_group.values)}; "
+                "take one of them"
             )
         return row_group
 
@@ -722,8 +603,31 @@ class DistFeatureStore(FeatureStore):
         return replace(self.fetcher(attrs), placement=placement)(wanted, problem)
 
     def _checked(self, wanted: Wanted) -> tuple[Wanted, str | None]:
-        groups, ranks = list(self._row_groups.values()), self.channel.world.size
-        return problem_of(groups, wanted, ranks)
+        """Returns what is wanted as vectors of int64, and an error for what cannot be."""
+        found: dict[Group, Any] = {}
+        try:
+            for group, asked in wanted.items():
+                if group not in self._row_groups:
+                    raise ValueError(
+                        f"got group {group!r}, but the store has {self.groups}; take one of "
+                        "them"
+                    )
+                what = f"ids of group {group!r}"
+                ids = checked_ids(asked, what, self.total(group))
+                found[group] = ids
+                if isinstance(asked, tuple):
+                    owner = torch.as_tensor(asked[1]).cpu().long()
+                    if owner.shape != ids.shape:
+                        raise ValueError(
+                            f"owners must be given for each of {len(ids)} ids, got "
+                            f"{list(owner.shape)}"
+                        )
+                    size = self.channel.world.size
+                    check_range(owner, size, f"owners of group {group!r}")
+                    found[group] = ids, owner
+        except ValueError as error:
+            return {}, str(error)
+        return found, None
 
     def fetcher(self, attrs: Attrs = None, exact: bool = False) -> Fetch:
         """Returns a `Fetch` of attributes, widest numbers first so that most are aligned."""
@@ -825,7 +729,7 @@ class DistFeatureStore(FeatureStore):
         row_group = self._row_group(group)
         if isinstance(tensor, DistTensor):
             tensor = tensor.to_local()
-        self.add(group, name, own_rows(row_group, tensor))
+        self.add(group, name, _own_rows(row_group, tensor))
         return True
 
     def _add_group_like(self, group: Group, tensor: Any) -> None:
@@ -875,7 +779,7 @@ class DistFeatureStore(FeatureStore):
             for name in names[group]:
                 row_group = self._group_with(group, name)
             self.learn_owners(group)
-            wanted[group] = _ids(asked, row_group.total)
+            wanted[group] = _ids(asked, row_group.index.total)
         rows = self.fetch(wanted, names)
         for group, asked in index.items():
             if isinstance(asked, int):  # one row, without its dimension
@@ -904,22 +808,30 @@ class DistFeatureStore(FeatureStore):
 
     def _size(self, group: Group, name: Any) -> tuple[int, ...]:
         row_group = self._group_with(group, name)
-        return (row_group.total, *row_group.values[name].shape[1:])
+        return (row_group.index.total, *row_group.values[name].shape[1:])
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
         """Returns the attributes of the store."""
         return [
             RowsAttr(group, name)
             for group, row_group in self._row_groups.items()
-            for name in row_group.names
+            for name in row_group.values
         ]
 
     def __repr__(self) -> str:
         there = {
-            group: row_group.names for group, row_group in self._row_groups.items()
+            group: list(row_group.values)
+            for group, row_group in self._row_groups.items()
         }
         blocks, c = self.channel.row.size, self.channel.replication
         return f"DistFeatureStore({there}, {blocks} blocks x {c})"
+
+
+def _own_rows(row_group: RowGroup, values: Any) -> Any:
+    """Returns this rank's own rows, of values with a row for every id of the group."""
+    if len(values) == row_group.index.total != len(row_group.own):
+        return values[row_group.own]
+    return values
 
 
 def _ids(index: Any, total: int) -> Any:
