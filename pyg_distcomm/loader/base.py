@@ -248,9 +248,9 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         if self.num_workers:
             return super()._get_iterator()
         self._end_epoch()
-        if self.partitioned_source is not None:
-            if not self.partitioned_source.rows.are_current():
-                self.partitioned_source.read_rows()
+        source = self.partitioned_source
+        if source is not None and not source.rows_are_current():
+            source.read_rows()
         batcher = Batcher(self, self.phases)
         bulks = PrefetchQueue(
             self._plan(),
@@ -258,9 +258,9 @@ class BulkLoading(Generic[Graph], _PyGLoader):
             batcher.finish,
             batcher.size,
             batcher.ahead,
-            drain=self.partitioned_source is not None,
+            drain=source is not None,
         )
-        if self.partitioned_source is not None:
+        if source is not None:
             self._previous_epoch = weakref.ref(bulks), bulks.threads
         return bulks
 

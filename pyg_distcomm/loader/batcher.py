@@ -227,7 +227,7 @@ class Batcher:
         self._shell = copy.copy(loader)  # PyG's methods run on it
         self._shell.transform = self._shell.transform_sampler_output = None
         if self._source is not None:
-            ours, self._attributes = True, self._source.rows.attributes
+            ours, self._attributes = True, self._source.attributes
             self._shell.data = self._source.placeholder
         elif not isinstance(loader.data, (Data, HeteroData)) or loader.data.is_cuda:
             ours = False
@@ -396,7 +396,7 @@ class Batcher:
         """Fetches the distinct rows that a bulk needs; collective if they are sharded."""
         pools: Pools = {}
         if self._source is not None:
-            pools = self._source.rows.fetch(outs, self._place)
+            pools = self._source.fetch(outs, self._place)
             return pools
         for k, attribute in enumerate(self._attributes):
             if isinstance(attribute.values, np.ndarray):

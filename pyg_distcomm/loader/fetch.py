@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -18,11 +17,9 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
 from pyg_distcomm.kernels.sample_cpu import RankSelect
-from pyg_distcomm.loader.batcher import Attribute, Pools, take_rows
+from pyg_distcomm.loader.batcher import take_rows
 from pyg_distcomm.loader.device_placement import ON_HOST, Placement
 from pyg_distcomm.sampling.row_service import RowRound
-from pyg_distcomm.sharded.dist_tensor import DistTensor
-from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 Group: TypeAlias = Any  # None, a node type, an edge type, or EDGES
 Counts = Sequence[Sequence[int]]  # rows of each group, for each rank
@@ -204,7 +201,7 @@ class Fetch:
 
         Raises:
             ValueError: on all ranks of the axis, if one has a problem (ids that cannot be,
-                see `feature_store.problem_of`), or requests a row of a rank that has it not.
+                see `DistFeatureStore.fetch`), or requests a row of a rank that has it not.
         """
         queries, problem = self.plan(wanted, problem)
         axis, pending = self.channel.row, None
@@ -484,105 +481,3 @@ def distinct(ids: Tensor, total: int) -> Tensor:
         seen[ids] = True
         return seen.nonzero().view(-1)
     return torch.unique(ids)
-
-
-@dataclass(eq=False)
-class ShareRows:
-    """Fetches the rows of a share that minibatches need, from feature stores.
-
-    Args:
-        data: the share.
-        channel: the ranks that fetch together.
-        attributes: what is fetched.
-        fetches: for each store, what fetches from it, and names of attributes by group.
-        marks: what the rows were when they were read, by `marks_of`.
-        learned: whether the owner of each edge is known, not just that of its target.
-    """
-
-    data: Any
-    channel: ProcessGrid
-    attributes: list[Attribute] = field(default_factory=list)
-    fetches: list[tuple[Fetch, dict[Group, list[str]]]] = field(default_factory=list)
-    marks: list[Any] = field(default_factory=list)
-    learned: bool = False
-
-    def are_current(self) -> bool:
-        """Returns whether the rows are as they were read, on all ranks; collective."""
-        same = same_marks(self.marks, self.data)
-        found = collectives.all_gather_counts([int(same)], self.channel.world)
-        return all(one for (one,) in found)
-
-    def fetch(self, outs: Sequence[Any], placement: Placement | None = None) -> Pools:
-        """Fetches the distinct rows that a bulk needs, to a device if any; collective.
-
-        One exchange of ids and one of rows for each store.
-        """
-        groups = {group_of(a): a for a in self.attributes}
-        wanted = {group: self._wanted(a, outs) for group, a in groups.items()}
-        found: dict[Any, tuple[Any, Any]] = {}
-        for fetch, attrs in self.fetches:
-            some = {group: wanted[group] for group in attrs}
-            pools = replace(fetch, placement=placement)(some)
-            for group, pool in pools.items():
-                for name in attrs[group]:
-                    found[group, name] = pool.find, pool.rows[name]
-        return {k: found[group_of(a), a.name] for k, a in enumerate(self.attributes)}
-
-    def _wanted(self, attribute: Attribute, outs: Sequence[Any]) -> Any:
-        none = torch.empty(0, dtype=torch.int64)
-        found = [attribute.ids(out) for out in outs]
-        if not attribute.of_edges:
-            return torch.cat([none, *(ids for ids in found if ids is not None)])
-        key, ids, owners = attribute.store, [none], [none]
-        edges: DistEdgeIndex = (self.data if key is None else self.data[key]).edge_index
-        assert edges.nodes.partition is not None
-        for out, e_id in zip(outs, found, strict=True):
-            if e_id is not None:
-                real = e_id >= 0  # self-loops that a rule adds have no rows
-                target, col = (
-                    (out.node, out.col)
-                    if key is None
-                    else (out.node[key[2]], out.col[key])
-                )
-                ids.append(e_id[real])
-                owners.append(edges.nodes.partition.owner_of(target[col[real]]))
-        every = torch.cat(ids)
-        return every if self.learned else (every, torch.cat(owners))
-
-
-def group_of(attribute: Attribute) -> Group:
-    """Returns the group of an attribute in a feature store."""
-    if attribute.store is None:
-        return EDGES if attribute.of_edges else NODES
-    return attribute.store
-
-
-def _held(data: Any) -> list[tuple[str, DistTensor]]:
-    stored = (item for part in data.stores for item in part.items())
-    return [(name, value) for name, value in stored if isinstance(value, DistTensor)]
-
-
-def _writes(value: Tensor) -> int:
-    return 0 if value.is_inference() else value._version
-
-
-def marks_of(data: Any) -> list[Any]:
-    """Returns the identity and version of each attribute, to find out what has changed."""
-    with torch._C.DisableTorchFunctionSubclass():
-        found = [(name, value, value.to_local()) for name, value in _held(data)]
-        return [
-            (name, weakref.ref(value), local, _writes(value), _writes(local))
-            for name, value, local in found
-        ]
-
-
-def same_marks(marks: list[Any], data: Any) -> bool:
-    """Returns whether attributes are those of the marks, and were not written to since."""
-    now = _held(data)
-    with torch._C.DisableTorchFunctionSubclass():
-        return len(marks) == len(now) and all(
-            mark[0] == name
-            and mark[1]() is value
-            and mark[3:] == (_writes(value), _writes(mark[2]))
-            for mark, (name, value) in zip(marks, now, strict=True)
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from pyg_distcomm.comm.axis import (
 from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.loader.batcher import Attribute, placeholder_rows
+from pyg_distcomm.loader.batcher import Attribute, Pools, placeholder_rows
+from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.epoch import FETCH, SAMPLE
 from pyg_distcomm.loader.feature_store import DistFeatureStore
-from pyg_distcomm.loader.fetch import EDGES, ShareRows, group_of, marks_of, same_marks
+from pyg_distcomm.loader.fetch import EDGES, NODES, Fetch, Group
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     check_mask,
@@ -52,6 +54,10 @@ class PartitionedSource:
         options: those of the loader.
         dataloader: arguments of torch's DataLoader.
         **arguments: others of the loader, which must be equal on all ranks, too.
+
+    Attributes:
+        attributes: what is fetched for minibatches.
+        placeholder: what PyG's loader holds instead of the share.
 
     Raises:
         ValueError, TypeError: on all ranks alike.
@@ -82,33 +88,73 @@ class PartitionedSource:
         self.fetching: ProcessGrid = new_process_grid(self.mesh, c, FETCH)
         self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
         self._given_store = features
-        self.rows = ShareRows(data, self.fetching)
+        self._edges_learned = False  # whether owners of edges are, not just of targets
         with on_all_ranks(self.mesh.world):
             self.embeddings = _rows_of_embeddings(data, options.embedding)
         self.read_rows()
 
     def read_rows(self) -> None:
         """Reads the rows of the share, and of the store that was given; collective."""
-        rows = self.rows
-        rows.marks = marks_of(self.data)
+        self._marks = _marks_of(self.data)
         if self._given_store is None:
-            found = [_kept_store(self.data, rows.marks, self.fetching)]
+            found = [_kept_store(self.data, self._marks, self.fetching)]
         else:  # attributes that it lacks come from the share
             rest = _without(self.data, self._given_store)
             found = [self._given_store, DistFeatureStore.from_data(rest, self.fetching)]
         self.stores = [copy.copy(store) for store in found]
         self.placeholder = _with_placeholders(self.data)
-        rows.attributes, rows.fetches = [], []
+        self.attributes: list[Attribute] = []
+        self._fetches: list[tuple[Fetch, dict[Group, list[str]]]] = []
         for store in self.stores:
             store.channel = self.fetching
             if attrs := self._attributes_of(store):
-                rows.fetches.append((store.fetcher(attrs), attrs))
-        if rows.learned:
+                self._fetches.append((store.fetcher(attrs), attrs))
+        if self._edges_learned:
             self.learn_edge_owners()
+
+    def rows_are_current(self) -> bool:
+        """Returns whether the rows are as they were read, on all ranks; collective."""
+        same = _same_marks(self._marks, self.data)
+        found = collectives.all_gather_counts([int(same)], self.fetching.world)
+        return all(one for (one,) in found)
+
+    def fetch(self, outs: Sequence[Any], placement: Placement | None = None) -> Pools:
+        """Fetches the distinct rows that a bulk needs, to a device if any; collective.
+
+        One exchange of ids and one of rows for each store.
+        """
+        groups = {_group_of(a): a for a in self.attributes}
+        wanted = {group: self._wanted(a, outs) for group, a in groups.items()}
+        found: dict[Any, tuple[Any, Any]] = {}
+        for fetch, attrs in self._fetches:
+            some = {group: wanted[group] for group in attrs}
+            pools = replace(fetch, placement=placement)(some)
+            for group, pool in pools.items():
+                for name in attrs[group]:
+                    found[group, name] = pool.find, pool.rows[name]
+        return {k: found[_group_of(a), a.name] for k, a in enumerate(self.attributes)}
+
+    def _wanted(self, attribute: Attribute, outs: Sequence[Any]) -> Any:
+        none = torch.empty(0, dtype=torch.int64)
+        found = [attribute.ids(out) for out in outs]
+        if not attribute.of_edges:
+            return torch.cat([none, *(ids for ids in found if ids is not None)])
+        key, ids, owners = attribute.store, [none], [none]
+        edges: DistEdgeIndex = _store(self.data, key).edge_index
+        assert edges.nodes.partition is not None
+        for out, e_id in zip(outs, found, strict=True):
+            if e_id is not None:
+                real = e_id >= 0  # self-loops that a rule adds have no rows
+                node = _part(out.node, None if key is None else key[2])
+                target = node[_part(out.col, key)[real]]
+                ids.append(e_id[real])
+                owners.append(edges.nodes.partition.owner_of(target))
+        every = torch.cat(ids)
+        return every if self._edges_learned else (every, torch.cat(owners))
 
     def _attributes_of(self, store: DistFeatureStore) -> dict[Any, list[str]]:
         """Returns the attributes to fetch from a store, without those of earlier stores."""
-        known = {(group_of(a), a.name) for a in self.rows.attributes}
+        known = {(_group_of(a), a.name) for a in self.attributes}
         found: dict[Any, list[str]] = {}
         for held in store.get_all_tensor_attrs():
             group, name = held.group_name, held.attr_name
@@ -129,7 +175,7 @@ class PartitionedSource:
                     f"{count} {'edges' if of_edges else 'nodes'} there; build both from the "
                     "same graph"
                 )
-            self.rows.attributes.append(Attribute(key, name, None, of_edges))
+            self.attributes.append(Attribute(key, name, None, of_edges))
             out[name] = placeholder_rows(rows)
             if name == "x" and not of_edges:
                 out.pop("num_nodes", None)
@@ -212,11 +258,11 @@ class PartitionedSource:
     def learn_edge_owners(self) -> None:
         """Finds the owners of all edges; needed if the target of an edge is not known."""
         for store in self.stores:
-            for attribute in self.rows.attributes:
-                group = group_of(attribute)
+            for attribute in self.attributes:
+                group = _group_of(attribute)
                 if attribute.of_edges and group in store.groups:
                     store.learn_owners(group)
-        self.rows.learned = True
+        self._edges_learned = True
 
     def routes(self, outs: Sequence[Any]) -> list[dict[Any, IdPlan]]:
         """Plans the exchange of embedding rows of each minibatch, by node type; collective.
@@ -238,6 +284,44 @@ class PartitionedSource:
             ids = _store(batch, key).get("n_id")
             if isinstance(ids, Tensor) and len(ids) == len(plan.slot):
                 attach_route(ids, plan, self.embeddings[key])
+
+
+def _group_of(attribute: Attribute) -> Group:
+    """Returns the group of an attribute in a feature store."""
+    if attribute.store is None:
+        return EDGES if attribute.of_edges else NODES
+    return attribute.store
+
+
+def _held(data: Any) -> list[tuple[str, DistTensor]]:
+    stored = (item for part in data.stores for item in part.items())
+    return [(name, value) for name, value in stored if isinstance(value, DistTensor)]
+
+
+def _writes(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version
+
+
+def _marks_of(data: Any) -> list[Any]:
+    """Returns the identity and version of each attribute, to find out what has changed."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [(name, value, value.to_local()) for name, value in _held(data)]
+        return [
+            (name, weakref.ref(value), local, _writes(value), _writes(local))
+            for name, value, local in found
+        ]
+
+
+def _same_marks(marks: list[Any], data: Any) -> bool:
+    """Returns whether attributes are those of the marks, and were not written to since."""
+    now = _held(data)
+    with torch._C.DisableTorchFunctionSubclass():
+        return len(marks) == len(now) and all(
+            mark[0] == name
+            and mark[1]() is value
+            and mark[3:] == (_writes(value), _writes(mark[2]))
+            for mark, (name, value) in zip(marks, now, strict=True)
+        )
 
 
 def check_sampled_together(sampler: Any, dataloader: dict[str, Any]) -> None:
@@ -362,7 +446,7 @@ def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
             if not is_rows(value):
                 continue
             of_edges = isinstance(key, tuple) or value.rows.partition is None
-            if (group_of(Attribute(key, name, None, of_edges)), name) in held:
+            if (_group_of(Attribute(key, name, None, of_edges)), name) in held:
                 del part[name]
     return rest
 
@@ -381,7 +465,7 @@ def _kept_store(
     anchor = next(s.edge_index for s in data.edge_stores).topology
     kept = PROCESS.stores.setdefault(anchor, {})  # as long as the share is alive
     known = kept.get(channel.replication)  # loaders to train and to evaluate share it
-    same = known is not None and same_marks(known[0], data)
+    same = known is not None and _same_marks(known[0], data)
     if all(one for (one,) in collectives.all_gather_counts([int(same)], channel.world)):
         store: DistFeatureStore = known[1]
         return store
