@@ -366,7 +366,7 @@ def _improve(
     def rebalance(limit: np.ndarray) -> None:
         max_loss = 0
         while max_loss <= 2 * most and (load > limit).any():
-            loops.rebalance(lightest_first, *csr, weight, limit, owner, load, max_loss)
+            loops.improve(lightest_first, *csr, weight, limit, owner, load, max_loss)
             max_loss = 2 * max_loss + 1
 
     def excess() -> float:
@@ -379,7 +379,7 @@ def _improve(
         rebalance(np.concatenate([load.sum(0)[:2], capacity[2:]]))
         rebalance(capacity)
     for _ in range(PASSES):
-        if loops.lower_cut(visit_order, *csr, weight, capacity, owner, load) == 0:
+        if not loops.improve(visit_order, *csr, weight, capacity, owner, load, -1):
             break
 
 
@@ -670,11 +670,9 @@ def _refine_moves(
     weight: np.ndarray,
     balance: float,
 ) -> np.ndarray:
-    # Numba takes a second to import
-    loops: Any = importlib.import_module("pyg_distcomm.partition.cutters_jit")
-    csr: Any = importlib.import_module("pyg_distcomm.partition.cutters_jit")
+    loops = jit_loops()
     src, dst = plain_edges(edge_index).cpu().numpy()
-    rows = csr.distinct_sources(src, dst, owner.size, False)
+    rows = loops.distinct_sources(src, dst, owner.size, False)
     readers = loops.list_readers(*rows, owner, num_parts)
     load = loops.rows(owner, num_parts, readers)
     part_load = part_loads(owner, weight, num_parts)

@@ -166,41 +166,6 @@ def fits(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
     return True
 
 
-@entry
-def lower_cut(
-    order: Array,
-    indptr: Array,
-    indices: Array,
-    weight: Array,
-    capacity: Array,
-    owner: Array,
-    load: Array,
-) -> int:
-    """Moves each node to the part with most of its neighbours that has room for it.
-
-    Every move lowers the cut strictly. Returns the number of moves.
-    """
-    num_parts = load.shape[0]
-    count = np.zeros(num_parts, np.int64)
-    near_parts = np.empty(num_parts, np.int64)
-    moves = 0
-    for v in order:
-        found = _count_neighbors(v, indptr, indices, owner, count, near_parts)
-        own_part = owner[v]
-        best, best_count = own_part, count[own_part]
-        for t in range(found):
-            p = near_parts[t]
-            if count[p] > best_count and fits(load, capacity, p, weight, v):
-                best, best_count = p, count[p]
-        for t in range(found):
-            count[near_parts[t]] = 0
-        if best != own_part and load[own_part, 0] > 1:
-            moves += 1
-            owner[v] = best
-            transfer(load, weight, v, own_part, best)
-    return moves
-
-
 @jit
 def _over_capacity(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
     over = False
@@ -210,7 +175,7 @@ def _over_capacity(load: Array, capacity: Array, p: int, weight: Array, v: int) 
 
 
 @entry
-def rebalance(
+def improve(
     order: Array,
     indptr: Array,
     indices: Array,
@@ -219,14 +184,19 @@ def rebalance(
     owner: Array,
     load: Array,
     loss: int,
-) -> None:
-    """Moves nodes out of parts above a limit; a move adds at most `loss` to the cut."""
+) -> int:
+    """Moves each node to the part with most of its neighbours that has room for it.
+
+    Every move lowers the cut, for a loss of -1; else nodes move out of parts above a limit,
+    and a move adds at most `loss` to the cut. Returns the number of moves.
+    """
     num_parts = load.shape[0]
     count = np.zeros(num_parts, np.int64)
     near_parts = np.empty(num_parts, np.int64)
+    moves = 0
     for v in order:
         own_part = owner[v]
-        if not _over_capacity(load, capacity, own_part, weight, v):
+        if loss >= 0 and not _over_capacity(load, capacity, own_part, weight, v):
             continue
         found = _count_neighbors(v, indptr, indices, owner, count, near_parts)
         best, best_count = -1, max(0, count[own_part] - loss - 1)
@@ -241,9 +211,11 @@ def rebalance(
                 best = p
         for t in range(found):
             count[near_parts[t]] = 0
-        if best >= 0 and best != own_part:
+        if best >= 0 and best != own_part and (loss >= 0 or load[own_part, 0] > 1):
+            moves += 1
             owner[v] = best
             transfer(load, weight, v, own_part, best)
+    return moves
 
 
 @entry
