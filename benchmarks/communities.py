@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from pyg_distcomm.partition.arrow_tables import PairWriter
-from pyg_distcomm.partition.external import ArrayFile
+from pyg_distcomm.partition.arrow_tables import ArrayFile
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from graphs import load_dataset
@@ -197,10 +196,10 @@ def write(
     law = (np.array(MIXING), total, guide, *levels, *bounds)
     rate = _rate(law, order, place, num_edges)
     written = 0
-    with PairWriter(folder / "edge_index.npy") as writer:
-        for pairs in _pairs(law, order, place, rate, seed):
-            writer.write(pairs)
-            written += len(pairs)
+    writer = ArrayFile(folder / "edge_index.npy", np.int64, (0, 2))
+    for pairs in _pairs(law, order, place, rate, seed):
+        writer.append(pairs)
+        written += len(pairs)
     label = _with_errors([None, *levels[1:]], rng).astype(np.int64)
     np.save(folder / "y.npy", label[order])
     np.save(folder / "train_mask.npy", rng.random(n) < train)

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import math
+import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from pyg_distcomm.partition.cutters import CHUNK
-from pyg_distcomm.partition.layout import dtype_name
+from pyg_distcomm.partition.layout import dtype_name, file_name
 
 BYTES = 1 << 24  # bytes of attribute rows in memory at once
 MOST_NODES = 2**31 - 1
@@ -42,7 +43,7 @@ class NpyFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.name = name = str(path)
+        self.name = self._path = name = str(path)
         try:
             # maps the file, to read no more than its header
             array: np.memmap = np.lib.format.open_memmap(path, mode="r")
@@ -65,7 +66,7 @@ class NpyFile:
     def numbers(self, start: int, count: int) -> np.ndarray:
         """Reads `count` numbers from number `start` on, in the order of the file."""
         at = self._head + start * self.dtype.itemsize
-        found = np.fromfile(self.name, self.dtype, count, offset=at)
+        found = np.fromfile(self._path, self.dtype, count, offset=at)
         if len(found) < count:
             raise ValueError(f"{self.name}: ends early: it was cut since it was opened")
         return found
@@ -136,51 +137,54 @@ def with_reverses(pairs: np.ndarray) -> np.ndarray:
     return doubled[keep]
 
 
-class PairWriter:
-    """Writes an .npy file `[m, 2]` whose length is known only at the end."""
+class ArrayFile:
+    """Writes a .npy file of known dtype, a piece at a time, anywhere or at its end."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._rows = path, 0
+    def __init__(self, path: Path, dtype: Any, shape: tuple[int, ...]) -> None:
+        """Writes the header, and extends the file to its length."""
+        self._path, self.dtype = path, np.dtype(dtype).newbyteorder("=")
+        self.shape = shape
+        path.write_bytes(head := self._header())
+        self._head = len(head)
+        os.truncate(path, self._head + math.prod(shape) * self.dtype.itemsize)
 
-    def __enter__(self) -> PairWriter:
-        self._file = open(self._path, "wb")
-        self._head()
-        return self
+    def _header(self) -> bytes:
+        """Returns NumPy's header, of one length however many rows there are."""
+        descr = np.lib.format.dtype_to_descr(self.dtype)
+        text = (
+            f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {self.shape}, }}"
+        )
+        room = len(text) + (21 - len(str(self.shape[0])) if self.shape else 0)
+        size = -(-(room + 11) // 64) * 64
+        line = text.encode().ljust(size - 11) + b"\n"
+        return b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line
 
-    def __exit__(self, *_: object) -> None:
-        self._file.seek(0)
-        self._head()
-        self._file.close()
+    def write(self, at: int, array: np.ndarray) -> None:
+        """Writes numbers into the flat array, from element `at` on."""
+        # opened each time, since a process may open few files; not mapped, since writing to
+        # a mapped file on a full disk would kill the process
+        with open(self._path, "r+b") as file:
+            file.seek(self._head + at * self.dtype.itemsize)
+            file.write(np.ascontiguousarray(array, self.dtype).tobytes())
 
-    def _head(self) -> None:
-        # written twice, so its length must not depend on the number of rows
-        text = repr({"descr": "<i8", "fortran_order": False, "shape": (self._rows, 2)})
-        line = text.encode().ljust(117) + b"\n"
-        self._file.write(b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line)
-
-    def write(self, pairs: np.ndarray) -> None:
-        """Appends pairs `[c, 2]`."""
-        self._file.write(np.ascontiguousarray(pairs, "<i8").tobytes())
-        self._rows += len(pairs)
-
-
-class Column(Protocol):
-    """Defines an attribute with a row per node or edge, or of the whole graph."""
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    def rows(self) -> Iterator[np.ndarray]:
-        """Yields arrays `[c, ...]` of rows, in order; raises if rows are missing."""
+    def append(self, rows: np.ndarray) -> None:
+        """Adds rows `[c, ...]` at the end."""
+        self.write(math.prod(self.shape), rows)
+        self.shape = (self.shape[0] + len(rows), *self.shape[1:])
+        with open(self._path, "r+b") as file:
+            file.write(self._header())
 
 
 class NpyColumn(NpyFile):
     """Reads the rows of a .npy file."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Reads the header; raises ValueError for an array that a folder cannot hold."""
+    def __init__(self, path: str | Path, name: str | None = None) -> None:
+        """Reads the header; raises ValueError for an array that a folder cannot hold.
+
+        `name` stands for the path in messages.
+        """
         super().__init__(path)
+        self.name = name or self.name
         if self.shape:
             torch_name(self.name, self.dtype)
         if self.fortran and min(len(self.shape), 2) == 2:
@@ -189,36 +193,18 @@ class NpyColumn(NpyFile):
                 "np.ascontiguousarray(array)"
             )
 
+    def take(self, start: int, stop: int) -> np.ndarray:
+        """Reads the rows start .. stop - 1, `[c, ...]`."""
+        width, count = math.prod(self.shape[1:]), stop - start
+        flat = self.numbers(start * width, count * width)
+        return flat.reshape(self.shape and (count, *self.shape[1:]))
+
     def rows(self) -> Iterator[np.ndarray]:
         """Yields arrays `[c, ...]` of rows, in order."""
-        total, width = (*self.shape, 1)[0], int(np.prod(self.shape[1:]))
+        total, width = (*self.shape, 1)[0], math.prod(self.shape[1:])
         each = max(1, BYTES // max(1, width * self.dtype.itemsize))
         for start in range(0, total, each):
-            count = min(each, total - start)
-            flat = self.numbers(start * width, count * width)
-            yield flat.reshape(self.shape and (count, *self.shape[1:]))
-
-
-class RowReader:
-    """Reads ranges of rows from a column, in the order of their first rows."""
-
-    def __init__(self, column: Column) -> None:
-        self._rows = column.rows()
-        self._rows_held = np.empty((0, *column.shape[1:]), column.dtype)
-        self._first = 0
-
-    def take(self, start: int, stop: int) -> np.ndarray:
-        """Returns the rows start .. stop - 1."""
-        while self._first + len(self._rows_held) < stop:
-            held = self._rows_held[max(0, start - self._first) :]
-            self._first += len(self._rows_held) - len(held)
-            self._rows_held = np.concatenate([held, next(self._rows)])
-        return self._rows_held[start - self._first : stop - self._first]
-
-    def finish(self) -> None:
-        """Reads to the end, which raises for a file that is too long or damaged."""
-        for _ in self._rows:
-            pass
+            yield self.take(start, min(start + each, total))
 
 
 def torch_name(name: str, dtype: np.dtype) -> str:
@@ -283,7 +269,7 @@ class ArrowTable:
         with self._reading():
             self._schema = self._batches(None, ROWS)[0]
 
-    @cached_property
+    @property
     def num_rows(self) -> int:
         """Returns the number of rows; of text, it is counted."""
         with self._reading():
@@ -425,7 +411,6 @@ class ArrowTable:
         limit = MOST_NODES if num_nodes is None else num_nodes
         bar = tqdm(
             desc="reading edges",
-            total=None if ending(self.path) in CSV else self.num_rows,
             unit=" edges",
             disable=None,
             leave=False,
@@ -471,42 +456,63 @@ class ArrowTable:
             done += len(places[0])
             yield places
 
-    def edge_columns(self) -> dict[str, ArrowColumn]:
-        """Returns the columns beside the ends of edges, by name."""
-        ends = self.ends()
-        return {n: ArrowColumn(self, n) for n in self.names if n not in ends}
+    def edge_columns(self, folder: Path) -> dict[str, NpyColumn]:
+        """Copies the columns beside the ends of edges to files; returns them by name."""
+        return self._copied(folder, "edge", self.ends())
+
+    def _copied(
+        self, folder: Path, kind: str, left: Sequence[str | None]
+    ) -> dict[str, NpyColumn]:
+        """Copies all columns but those `left` out to .npy files."""
+        names = [name for name in self.names if name not in left]
+        files: dict[str, ArrayFile] = {}
+        paths = {name: folder / file_name(kind, name) for name in names}
+        for arrays in self.batches(names) if names else ():
+            for name, rows in zip(names, arrays, strict=True):
+                if name not in files:
+                    shape = (0, *rows.shape[1:])
+                    files[name] = ArrayFile(paths[name], rows.dtype, shape)
+                file = files[name]
+                if rows.shape[1:] != file.shape[1:] or rows.dtype != file.dtype:
+                    raise ValueError(
+                        f"{self.path}: {name}: rows of {list(rows.shape[1:])} {rows.dtype} "
+                        f"after those of {list(file.shape[1:])} {file.dtype}"
+                    )
+                file.append(rows)
+        for name in names if not files else ():
+            ArrayFile(paths[name], np.float32, (0,))
+        return {n: NpyColumn(paths[n], f"{self.path}: {n}") for n in names}
 
     def _id_column(self) -> str | None:
         lower = {name.lower(): name for name in self.names}
         return next((lower[name] for name in IDS if name in lower), None)
 
-    def node_columns(self) -> dict[str, ArrowColumn]:
-        """Returns the other columns than the ids, by name, with rows in the order of ids."""
-        id_column, order = self._id_column(), None
-        if id_column is not None and self.node_names() is None:
-            order = self._order(id_column)
-        return {n: ArrowColumn(self, n, order) for n in self.names if n != id_column}
+    def node_columns(
+        self, folder: Path
+    ) -> tuple[dict[str, NpyColumn], NodeNames | None]:
+        """Copies the columns of nodes to files, in the order of ids, but for the ids.
 
-    def node_names(self) -> NodeNames | None:
-        """Returns the ids of nodes for lookups, in the order of the rows.
-
-        None if there is no column of ids, or it holds each of 0 .. n - 1: then an id is the
-        index of a node.
+        Returns them by name, and ids to look nodes up by, in the order of the rows: None if
+        there is no column of ids, or it holds each of 0 .. n - 1. Then an id is the index of a
+        node, and if rows are in another order, one whole column at a time is in memory.
         """
         id_column = self._id_column()
+        columns = self._copied(folder, "node", [id_column])
         if id_column is None:
-            return None
-        lib, parts = (
-            _pyarrow("lib"),
-            [ids for (ids,) in self._columns([id_column], ROWS)],
-        )
+            return columns, None
+        parts = [ids for (ids,) in self._columns([id_column], ROWS)]
         if not parts:
-            return None
-        names = lib.chunked_array(parts).combine_chunks()
+            return columns, None
+        names = _pyarrow("lib").chunked_array(parts).combine_chunks()
         if _pyarrow("types").is_integer(names.type):
-            ids = np.sort(names.to_numpy(zero_copy_only=False))
-            if np.array_equal(ids, np.arange(ids.size)):
-                return None
+            ids = names.to_numpy(zero_copy_only=False)
+            order = np.argsort(ids, kind="stable")
+            in_order = np.arange(ids.size)
+            if np.array_equal(ids[order], in_order):
+                for name in columns if not np.array_equal(order, in_order) else ():
+                    path = folder / file_name("node", name)
+                    np.save(path, np.load(path)[order])
+                return columns, None
         with self._reading():
             counted = _pyarrow("compute").value_counts(names)
             counts = counted.field("counts").to_numpy(zero_copy_only=False)
@@ -516,15 +522,7 @@ class ArrowTable:
                 f"{self.path}: {id_column!r} holds {name!r} {counts.max()} times; give each "
                 "node one row"
             )
-        return NodeNames(f"{id_column!r} of {self.path}", names)
-
-    def _order(self, name: str) -> np.ndarray | None:
-        """Returns the row of each of the node ids 0 .. n - 1; None if they are in order."""
-        parts = [ids for (ids,) in self.batches([name])]
-        ids = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-        if np.array_equal(ids, np.arange(ids.size)):
-            return None
-        return np.argsort(ids, kind="stable")
+        return columns, NodeNames(f"{id_column!r} of {self.path}", names)
 
 
 class NodeNames:
@@ -546,48 +544,6 @@ class NodeNames:
         found = compute.index_in(ids, value_set=self.names)
         place: np.ndarray = compute.fill_null(found, -1).to_numpy(zero_copy_only=False)
         return place.astype(np.int64)
-
-
-class ArrowColumn:
-    """Reads an attribute from columns of a table; see `Column`.
-
-    If the rows are in another order than the ids, a whole column is held in memory.
-
-    Args:
-        table: the table.
-        name: the column.
-        order: the row of each id; None if they are in order.
-    """
-
-    def __init__(
-        self, table: ArrowTable, name: str, order: np.ndarray | None = None
-    ) -> None:
-        self.name = f"{table.path}: {name}"
-        self._table, self._column, self._order = table, name, order
-        first = next(self._arrays(), np.zeros(0, np.float32))
-        self.dtype = first.dtype
-        self.shape: tuple[int, ...] = (table.num_rows, *first.shape[1:])
-        torch_name(self.name, self.dtype)
-
-    def rows(self) -> Iterator[np.ndarray]:
-        """Yields arrays `[c, ...]` of rows, in order."""
-        if self._order is None:
-            yield from self._checked()
-        else:
-            yield np.concatenate(list(self._checked()))[self._order]
-
-    def _arrays(self) -> Iterator[np.ndarray]:
-        for (rows,) in self._table.batches([self._column]):
-            yield rows
-
-    def _checked(self) -> Iterator[np.ndarray]:
-        for rows in self._arrays():
-            if rows.shape[1:] != self.shape[1:] or rows.dtype != self.dtype:
-                raise ValueError(
-                    f"{self.name}: rows of {list(rows.shape[1:])} {rows.dtype} after those "
-                    f"of {list(self.shape[1:])} {self.dtype}"
-                )
-            yield rows
 
 
 def _pyarrow(name: str) -> Any:

@@ -20,13 +20,11 @@ from tqdm import tqdm
 
 from pyg_distcomm.partition.arrow_tables import ENDINGS as TABLES
 from pyg_distcomm.partition.arrow_tables import (
+    ArrayFile,
     ArrowTable,
-    Column,
     EdgeFile,
     NodeNames,
     NpyColumn,
-    PairWriter,
-    RowReader,
     is_table,
     torch_name,
     with_reverses,
@@ -154,7 +152,7 @@ def _train_mask(graph: GraphFiles) -> torch.Tensor | None:
     mask = graph.columns.get("train_mask")
     if mask is None or mask.dtype != np.bool_ or mask.shape != (graph.num_nodes,):
         return None
-    return torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *mask.rows()]))
+    return torch.from_numpy(mask.take(0, graph.num_nodes))
 
 
 @dataclass(eq=False)
@@ -214,7 +212,7 @@ class _Writer:
     def _scatter(
         self,
         name: str,
-        column: Column,
+        column: NpyColumn,
         sizes: Sequence[int],
         pieces: Iterable[tuple[np.ndarray, np.ndarray]],
     ) -> None:
@@ -230,7 +228,7 @@ class _Writer:
                 done[part] += here.size
 
     def _node_rows(
-        self, name: str, column: Column
+        self, name: str, column: NpyColumn
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         owner, start = self.partition.owner.numpy(), 0
         bar = tqdm(desc=name, total=owner.size, unit=" rows", disable=None, leave=False)
@@ -241,13 +239,12 @@ class _Writer:
                 bar.update(len(rows))
 
     def _edge_rows(
-        self, name: str, column: Column
+        self, name: str, column: NpyColumn
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        owner, reader = self.partition.owner.numpy(), RowReader(column)
+        owner = self.partition.owner.numpy()
         for pair, row in self._edges_and_rows(name):
-            rows = reader.take(int(row[0]), int(row[-1]) + 1)
+            rows = column.take(int(row[0]), int(row[-1]) + 1)
             yield owner[pair[1]], rows[row - row[0]]
-        reader.finish()
 
     def _edges_and_rows(self, what: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields chunks of edges, and the row of the file that each edge came from."""
@@ -297,28 +294,6 @@ class _Writer:
         return graph_meta(self.partition, num_edges, attributes, {}, figures, files)
 
 
-class ArrayFile:
-    """Writes a .npy file of known dtype and shape, a piece at a time."""
-
-    def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-        """Writes the header, and extends the file to its final length."""
-        self._path, self._dtype = path, np.dtype(dtype).newbyteorder("=")
-        with open(path, "wb") as file:
-            descr = np.lib.format.dtype_to_descr(self._dtype)
-            head = {"descr": descr, "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, head)
-            self._head = file.tell()
-            file.truncate(self._head + int(np.prod(shape)) * self._dtype.itemsize)
-
-    def write(self, at: int, array: np.ndarray) -> None:
-        """Writes numbers into the flat array, from element `at` on."""
-        # opened each time, since a process may open few files; not mapped, since writing to
-        # a mapped file on a full disk would kill the process
-        with open(self._path, "r+b") as file:
-            file.seek(self._head + at * self._dtype.itemsize)
-            file.write(np.ascontiguousarray(array, self._dtype).tobytes())
-
-
 def flush_files(folder: Path) -> dict[str, dict[str, str | int]]:
     """Flushes all .npy files below a folder; returns their lengths and sha256."""
     files: dict[str, dict[str, str | int]] = {}
@@ -351,10 +326,10 @@ class GraphFiles:
     edges: EdgeFile
     num_nodes: int
     doubled: bool = False
-    columns: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, NpyColumn] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, column: Column, kind: str) -> None:
+    def add(self, name: str, column: NpyColumn, kind: str) -> None:
         """Adds a column, whose name must be free."""
         if name in self.columns or name == "edge_index":
             raise ValueError(
@@ -392,7 +367,7 @@ def open_source(
     edge_files: Mapping[str, str | Path] | None = None,
     node_table: str | Path | None = None,
 ) -> GraphFiles:
-    """Opens a graph; a table is read once, into a file of the folder `spool`.
+    """Opens a graph; tables are copied to .npy files in the folder `spool`.
 
     path        a .npy file of edges, or a table of edges (.csv, .tsv, .txt, .el, .edges;
                 .gz; .parquet, .arrow, .feather: `ArrowTable.edges`)
@@ -409,7 +384,7 @@ def open_source(
     path = Path(path)
     _check_names(set(node_files or {}), set(edge_files or {}))
     table = None if node_table is None else ArrowTable(Path(node_table))
-    names = None if table is None else table.node_names()
+    columns, names = ({}, None) if table is None else table.node_columns(spool)
     if table is not None and num_nodes is None:
         num_nodes = table.num_rows
     if names is not None and not is_table(path):
@@ -424,7 +399,7 @@ def open_source(
         found.columns[name] = NpyColumn(file)
     for name in node_files or {}:
         _check_rows(found.columns[name], found.num_nodes, "nodes")
-    for name, column in {} if table is None else table.node_columns().items():
+    for name, column in columns.items():
         _check_rows(column, found.num_nodes, "nodes")
         found.add(name, column, "node")
     if not found.num_nodes and num_nodes is None:
@@ -449,7 +424,7 @@ def _check_names(node: set[str], edge: set[str]) -> None:
         )
 
 
-def _check_rows(column: Column, count: int, what: str) -> None:
+def _check_rows(column: NpyColumn, count: int, what: str) -> None:
     if not column.shape or column.shape[0] != count:
         why = ""
         if what == "nodes":
@@ -470,7 +445,7 @@ def _with_edges(
     """Reads a table, adds reverses and counts nodes, in one pass; or needs none."""
     if is_table(path):
         table = ArrowTable(path)
-        pairs, columns = table.edges(num_nodes, names), table.edge_columns()
+        pairs, columns = table.edges(num_nodes, names), table.edge_columns(spool)
     elif path.suffix == ".npy":
         edges, columns = EdgeFile(path), {}
         if num_nodes is not None:
@@ -484,11 +459,11 @@ def _with_edges(
             ".npz file, unpack the arrays (unzip), and give each by its name"
         )
     copied, file, largest = undirected or is_table(path), spool / "edges.npy", -1
-    with PairWriter(file) as writer:
-        for pair in pairs:
-            largest = max(largest, int(pair.max(initial=-1)))
-            if copied:
-                writer.write(with_reverses(pair.T) if undirected else pair.T)
+    writer = ArrayFile(file, np.int64, (0, 2))
+    for pair in pairs:
+        largest = max(largest, int(pair.max(initial=-1)))
+        if copied:
+            writer.append(with_reverses(pair.T) if undirected else pair.T)
     if copied:
         edges = EdgeFile(file, pair_rows=True)
     count = _infer_num_nodes(path, largest, edges, num_nodes)

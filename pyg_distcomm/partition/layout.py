@@ -47,7 +47,7 @@ Verify = Literal["sizes", "checksums"]
 
 _PART = re.compile(r"part_\d{5,}")
 _OWN = re.compile(
-    r"META\.json|owner\.npy|graph__[^/]*\.npy|spool/edges\.npy"
+    r"META\.json|owner\.npy|graph__[^/]*\.npy|spool/[^/]*\.npy"
     r"|part_\d{5,}/(node_gid|edge_gid|edge_index|(node|edge)__[^/]*)\.npy"
 )
 _LEVELS = ("node", "edge", "graph")
