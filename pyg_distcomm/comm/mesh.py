@@ -485,10 +485,11 @@ def remember(mesh: Mesh) -> Mesh:
     return mesh
 
 
-def alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
+def alone(grid: Grid, seed: int, device: torch.device, observer: Any = None) -> Mesh:
     """Returns the mesh of a single process, which communicates with no other."""
     ledger = Ledger()
-    axes: Any = {name: Axis(name, 0, 1, None, ledger, None) for name in _AXES}
+    each: Any = 0, 1, None, ledger, None, observer
+    axes: Any = {name: Axis(name, *each) for name in _AXES}
     return Mesh(grid, seed, device, ledger=ledger, **axes)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 import warnings
@@ -33,6 +32,7 @@ from pyg_distcomm.plan.training import (
     Training,
     dtype_of,
     training_from_options,
+    training_of,
 )
 from pyg_distcomm.process import PROCESS
 
@@ -267,20 +267,13 @@ def shortlist(
 
 
 def _is_plain_stack(training: Training) -> bool:
-    """Returns whether layers of `LAYERS` multiply what `training` does."""
+    """Returns whether layers of `LAYERS` alone multiply as those of `training` do."""
     layers = training.layers
-    pairs = itertools.pairwise(layers)
-    follow = all(one.width_out == other.width_in for one, other in pairs)
-    usual = (
-        layer.kind in LAYERS
-        and layer.trains
-        and not layer.fresh
-        and layer.is_feature == (i == 0)
-        and layer.needs_gradient == (i > 0 or training.inputs == "trained")
-        for i, layer in enumerate(layers)
-    )
-    known = not training.missing and training.itemsize in DTYPES
-    return follow and known and all(usual)
+    kinds = [layer.kind for layer in layers]
+    if training.missing or training.itemsize not in DTYPES or {*kinds} - {*LAYERS}:
+        return False
+    widths = [layers[0].width_in, *(layer.width_out for layer in layers)]
+    return training_of(widths, kinds, inputs=training.inputs).layers == layers
 
 
 def fastest(
@@ -340,7 +333,7 @@ def _start_run(
     mesh = grids.init(grid=plan.grid, **mesh_options)
     mesh.plan, mesh.owners = plan, owners
     share: Any = partition(data, mesh).to(mesh.device)
-    share.x.requires_grad_(training.layers[0].needs_gradient)
+    share.x.requires_grad_(training.inputs == "trained")
     layers = (
         LAYERS[one.kind](int(one.width_in), int(one.width_out))
         for one in training.layers

@@ -34,6 +34,7 @@ from pyg_distcomm.plan.ranks import (
     epoch_cost,
 )
 from pyg_distcomm.plan.training import (
+    DEFAULT_ORDER,
     ProductShape,
     Training,
     dtype_of,
@@ -447,9 +448,6 @@ def name_of(grid: Grid) -> str:
     return "1.5d" if p == 1 else "grid"
 
 
-AUTO_ORDER = MultiplyOrder()
-
-
 def plan(
     graph: Data | Tensor | RandomGraph,
     widths: Sequence[int] | None = None,
@@ -467,7 +465,7 @@ def plan(
     codecs: Sequence[CodecLike] = (),
     dtype: torch.dtype | None = None,
     halo: str = "auto",
-    ordering: MultiplyOrder = AUTO_ORDER,
+    ordering: MultiplyOrder = DEFAULT_ORDER,
 ) -> Plans:
     """Lists every grid and link for training a graph, with its costs, ranked.
 
@@ -504,9 +502,10 @@ def plan(
     cutting = graph, size, partition, seed
     grid = _grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
-    training = training_from_options(graph, widths, model, layers, inputs, dtype)
+    read = widths, model, layers, inputs, dtype, ordering
+    training = training_from_options(graph, *read)
     source, description, owners = _source(*cutting, grid)
-    orders, links = training.orders(ordering), codings(codecs)
+    links = codings(codecs)
     check_halo(halo)
     found = []
     for each in _grids(size, algorithm, grid):
@@ -514,8 +513,8 @@ def plan(
             source = _source(*cutting, each)[0]
         traffic = _traffic(source, each, halo, training)
         for link in links:
-            cost = epoch_cost(traffic, training, ordering, link, dtype)
-            found.append(Plan(each, orders, **cost, **_link_fields(link)))
+            cost = epoch_cost(traffic, training, link, dtype)
+            found.append(Plan(each, training.orders, **cost, **_link_fields(link)))
     known = (replace(each, missing=training.missing) for each in found)
     checked = sorted((_check_memory(each, memory) for each in known), key=_sort_key)
     ranked = tuple(one for one in checked if one.reason is None)

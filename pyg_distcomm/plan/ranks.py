@@ -24,7 +24,7 @@ from pyg_distcomm.comm.collectives import Axis, ring_words
 from pyg_distcomm.comm.ledger import Ledger, Price
 from pyg_distcomm.comm.mesh import Grid, Mesh, axis_lines
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.topology import MultiplyOrder, Topology
+from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.codec import Codec, packed_bytes
 from pyg_distcomm.halo.codecs import Cast, Plain, Quantise
 from pyg_distcomm.halo.halo import Halo
@@ -350,7 +350,6 @@ def _codec_name(codec: Codec) -> str:
 def epoch_cost(
     traffic: Traffic,
     training: Training,
-    ordering: MultiplyOrder,
     coding: Coding | None,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
@@ -359,25 +358,24 @@ def epoch_cost(
     Args:
         traffic: what ranks exchange.
         training: the model.
-        ordering: the order in which layers multiply A X W.
         coding: the link; None is the exact one. Rows of a coded link are summed on the rank
             that reads them, and none are cached.
         dtype: the dtype of the rows.
     """
     exact, size = coding is None, math.prod(traffic.grid)
-    how: Any = {"adds_on_grid": traffic.adds and exact, "keeps_rows": exact}
-    products, orders = training.products(ordering, **how), training.orders(ordering)
+    products, rows = training.products(traffic.adds, exact)
     last = len(training.layers) - 1
     exchange, messages, kept = _totals(traffic, products, last, coding, dtype)
     sums = training.sums(size)
     if coding is not None and size > 1:
-        sums["agreement"] = ring_words(1, size) * any(o != "kept" for o in orders)
+        sums["agreement"] = ring_words(1, size) * any(
+            o != "kept" for o in training.orders
+        )
     every = sum(sums.values())
     by_rank = tuple(round(float(n)) + every for n in exchange)
     known = len(by_rank) == size and exchange.dtype.kind == "i"
     mean = (float(exchange.mean()) + every) * size
-    memory = kept + _memory(traffic, training, products, orders)
-    rows = training.kept_rows(ordering, **how)
+    memory = kept + _memory(traffic, training, products)
     memory = memory + traffic.ghosts * rows * training.itemsize
     return {
         "bytes_by_rank": by_rank if known else (max(by_rank),),
@@ -420,7 +418,6 @@ def _memory(
     traffic: Traffic,
     training: Training,
     products: list[ProductShape],
-    orders: tuple[str, ...],
 ) -> Array:
     """Returns an estimate of the bytes allocated on each rank at the peak of an epoch.
 
@@ -433,6 +430,7 @@ def _memory(
     parameters   with gradients and the two moments of Adam
     """
     layers, item, p = training.layers, training.itemsize, traffic.grid[2]
+    orders = training.orders
     features = layers[0].width_in * (1 + (orders[0] == "kept")) * item + 9
     saved = sum(
         layer.width_in

@@ -11,8 +11,8 @@ import functools
 import itertools
 import numbers
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,51 +22,67 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 
 from pyg_distcomm.comm.collectives import Axis, ring_words
-from pyg_distcomm.comm.mesh import Mesh, alone
+from pyg_distcomm.comm.mesh import alone
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.graph.topology import MultiplyOrder
 from pyg_distcomm.nn.halo_conv import HaloConv
 from pyg_distcomm.nn.layers import convert
 from pyg_distcomm.sharded.agreement import in_backward
 
+INPUTS = ("constant", "changing", "trained")
+KINDS: dict[str, Any] = {"gcn": GCNConv, "sage": SAGEConv}
+LOSS_WORDS = 2  # a mean is a sum and a count
+DEFAULT_ORDER = MultiplyOrder()
 
-class Round(NamedTuple):
-    """One halo exchange of a layer.
+
+@dataclass(frozen=True)
+class ProductShape:
+    """One application of the graph: its width, its direction, and how it travels.
 
     Args:
-        width: the width of the rows.
-        to_owners: whether they travel from ghosts to owners.
-        adds: whether the layer reads only their sums.
-        kept: whether they are cached, since they do not change.
+        layer: the number of its layer.
+        width: features.
+        transposed: whether it is one of the backward pass.
+        halo: whether rows travel alone, as `HaloConv` has it; else only sums are read.
+        kept: whether later epochs take what it brought, which does not change.
     """
 
+    layer: int
     width: int
-    to_owners: bool
-    adds: bool = False
+    transposed: bool
+    halo: bool = False
     kept: bool = False
 
 
 @dataclass
-class LayerCall:
-    """Records one call of a message passing layer.
+class LayerShape:
+    """One layer, as an epoch runs it: X' = A X W and the like, or rows of X at their edges.
 
     Args:
-        conv: the layer.
-        width: the width of its input.
-        is_feature: whether its input is the features themselves.
-        needs_gradient: whether its input needs a gradient.
-        rounds: its halo exchanges, forward and backward.
-        out: the width of its output.
-        multiplies: whether it multiplies rows by a matrix of its own.
+        number: its place among the layers.
+        width_in, width_out: features that go in and come out.
+        kind: "gcn" or "sage", which multiply by the matrix of all edges, or "halo": any
+            other, run by `HaloConv`.
+        order: of A X W: "kept", "first" or "last"; else "halo".
+        products: its applications of the graph, forward and backward.
     """
 
-    conv: Module
-    width: int
-    is_feature: bool
-    needs_gradient: bool
-    rounds: list[Round] = field(default_factory=list)
-    out: int = 0
-    multiplies: bool = False
+    number: int
+    width_in: int
+    width_out: int = 0
+    kind: str = "halo"
+    order: str = "halo"
+    products: list[ProductShape] = field(default_factory=list)
+
+    def set_order(self, ordering: MultiplyOrder) -> None:
+        """Sets the order in which it multiplies, from its products."""
+        if self.kind == "halo":
+            return
+        if not self.products or self.products[0].kept:
+            self.order = "kept"
+        else:
+            first = self.products[0].width == self.width_in
+            self.order = "first" if first and ordering.order != "last" else "last"
 
 
 class RunRecorder:
@@ -78,14 +94,13 @@ class RunRecorder:
     def __init__(self) -> None:
         self.missing: list[str] = []
         self.stack: list[Module] = []
-        self.features: list[Any] = []
         self.sums: list[
             int
         ] = []  # of batch norms, and of gradients that are read at once
         self.summed = 0  # gradients of parameters, in numbers
         self.trained: list[Tensor] = []  # all parameters that train
-        self.calls: list[LayerCall] = []
-        self.now: Any = None  # the record of the layer that runs
+        self.layers: list[LayerShape] = []
+        self.now: Any = None  # the layer that runs
         self.norm: Any = None  # the batch norm that runs
 
     def watch(self, model: Module) -> None:
@@ -98,7 +113,10 @@ class RunRecorder:
         outer = is_layer(module) and not any(map(is_layer, self.stack))
         self.stack.append(module)
         if outer:
-            self._set("now", self.begin(module, args, kwargs), (args, kwargs))
+            x = args[0] if args else kwargs["x"]  # rows, which may be a pair
+            x = x[0] if isinstance(x, (tuple, list)) else x
+            self.layers.append(LayerShape(len(self.layers), x.size(-1)))
+            self._set("now", self.layers[-1], (args, kwargs))
         if isinstance(module, BatchNorm1d):
             self._set("norm", module, (args, kwargs))
 
@@ -120,17 +138,8 @@ class RunRecorder:
         if is_layer(module) and not any(map(is_layer, self.stack)):
             record, self.now = self.now, None
             first = out[0] if isinstance(out, (tuple, list)) else out
-            record.out = first.size(-1)
+            record.width_out = first.size(-1)
             _at_gradients(out, lambda: setattr(self, "now", record))
-
-    def begin(self, layer: Module, args: tuple[Any, ...], kwargs: Any) -> LayerCall:
-        """Records a call of a layer with rows x, which may be a pair."""
-        x = args[0] if args else kwargs["x"]
-        x = x[0] if isinstance(x, (tuple, list)) else x
-        is_feature = any(x is each for each in self.features)
-        call = LayerCall(bare(layer), x.size(-1), is_feature, x.requires_grad)
-        self.calls.append(call)
-        return call
 
     def note(
         self,
@@ -151,9 +160,9 @@ class RunRecorder:
             return
         if how in ("rows", "back"):
             if self.now is not None and known:
-                adds = axis.name == "row"
-                one = Round(x.shape[1:].numel(), how == "back", adds)
-                self.now.rounds.append(one)
+                halo = axis.name == "world"
+                what = self.now.number, x.shape[1:].numel(), how == "back", halo
+                self.now.products.append(ProductShape(*what))
             elif not back:
                 self._miss("rows that {} reads by ids")
         elif how == "sum" and (back or self.norm is not None):
@@ -161,19 +170,23 @@ class RunRecorder:
         elif how == "parameters":
             self.summed += x.numel()
         elif not back:
-            what = "sums over nodes of {}" if how == "sum" else "all rows, read by {}"
-            self._miss(what)
+            self._miss(
+                "sums over nodes of {}" if how == "sum" else "all rows, read by {}"
+            )
 
     def _miss(self, what: str) -> None:
         self.missing.append(what.format(type(bare(self.stack[-1])).__name__))
 
-    def note_product(self) -> None:
-        """Records that a layer multiplies by a matrix of its own."""
-        self.now.multiplies = True
+    def note_operator(self) -> None:
+        """Records that the layer multiplies by a matrix of all edges."""
+        conv = bare(next(filter(is_layer, self.stack)))
+        kinds = {**KINDS, "gcn": (GCNConv, GCN2Conv)}
+        found = (kind for kind, types in kinds.items() if isinstance(conv, types))
+        self.now.kind = next(found, "halo")
 
     def clear(self) -> None:
         """Clears the records."""
-        self.missing, self.sums, self.summed, self.calls = [], [], 0, []
+        self.missing, self.sums, self.summed, self.layers = [], [], 0, []
         self.now = self.norm = None
 
 
@@ -184,25 +197,26 @@ def _at_gradients(values: Any, do: Callable[[], None]) -> None:
             x.register_hook(lambda _: do())
 
 
-def mark_kept(calls: Sequence[LayerCall], later: Sequence[LayerCall]) -> None:
-    """Marks the rounds of an epoch that a later one has no more: their rows are kept."""
-    if len(calls) != len(later):
+def mark_kept(layers: Sequence[LayerShape], later: Sequence[LayerShape]) -> None:
+    """Marks the products of an epoch that a later one has no more: they are kept."""
+    if len(layers) != len(later):
         return
-    for call, other in zip(calls, later, strict=True):
-        left = list(other.rounds)
-        for place, one in enumerate(call.rounds):
+    for layer, other in zip(layers, later, strict=True):
+        left = list(other.products)
+        for place, one in enumerate(layer.products):
             if one in left:
                 left.remove(one)
             else:
-                call.rounds[place] = one._replace(kept=True)
+                layer.products[place] = replace(one, kept=True)
 
 
 def visited(
-    model: Module, num_features: int, inputs: str
-) -> tuple[list[LayerCall], RunRecorder]:
+    model: Module, num_features: int, inputs: str, ordering: MultiplyOrder
+) -> RunRecorder:
     """Runs a copy of a model, as it would be distributed, on two nodes and one rank.
 
-    Returns the calls of its layers, and the record of the last epoch.
+    Returns the record of the last epoch, with the layers of the one before, whose products
+    are marked if they are kept.
 
     Raises:
         ValueError: if the model does not run, or calls no layer, with the reason.
@@ -210,71 +224,64 @@ def visited(
     visit, grad = RunRecorder(), torch.enable_grad()
     try:
         with torch.inference_mode(False), grad, torch.random.fork_rng(devices=[]):
-            calls = _run(
-                copy.deepcopy(model).cpu().train(), num_features, inputs, visit
-            )
+            own = copy.deepcopy(model).cpu().train()
+            _run(own, num_features, inputs, ordering, visit)
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} does not run on a graph of two nodes, from which plans "
             f"tell what it sends ({type(error).__name__}: {error}); have it run as "
             "model(x, edge_index), or give widths=[...] and layers=[...] instead"
         ) from error
-    if not calls:
+    if not visit.layers:
         raise ValueError(
             f"{type(model).__name__} calls no message passing layer in model(x, edge_index); "
             "give widths=[...] and layers=[...] instead"
         )
-    return calls, visit
+    return visit
 
 
 def _run(
-    model: Module, num_features: int, inputs: str, visit: RunRecorder
-) -> list[LayerCall]:
+    model: Module,
+    num_features: int,
+    inputs: str,
+    ordering: MultiplyOrder,
+    visit: RunRecorder,
+) -> None:
     model = convert(model)
     visit.watch(model)
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     x = torch.zeros(2, num_features, dtype=dtype)
     data = Data(x=x, edge_index=torch.tensor([[0, 1, 1], [1, 0, 0]]))
-    mesh = observing_mesh(visit.note)
+    mesh = alone((1, 1, 1), 0, torch.device("cpu"), visit.note)
     share = partition(data, mesh, "block", node_attrs=["x"])
     x = share.x.requires_grad_(inputs == "trained")
-    edges = share.edge_index.topology
-    vars(edges)["operator"] = telling(edges.operator, visit.note_product)
-    calls: list[list[LayerCall]] = []
+    how = {"keep_inputs": ordering.keep_inputs}
+    edge_index = share.edge_index.with_ordering(ordering.order, **how)
+    edges = edge_index.topology
+    vars(edges)["operator"] = telling(edges.operator, visit.note_operator)
+    epochs: list[list[LayerShape]] = []
     for _ in range(3):  # layers fill their caches, then what they read is kept
         visit.clear()
-        visit.features = [x + 0 if inputs == "changing" else x]
-        outs = tree_leaves(model(*visit.features, share.edge_index))
+        outs = tree_leaves(model(x + 0 if inputs == "changing" else x, edge_index))
         for out in outs:
             if isinstance(out, Tensor) and out.requires_grad:
                 out.square().sum().backward(retain_graph=True)
-        calls.append(visit.calls)
+        epochs.append(visit.layers)
     visit.trained = [p for p in model.parameters() if p.requires_grad]
-    mark_kept(calls[1], calls[2])
-    return calls[1]
+    mark_kept(epochs[1], epochs[2])
+    visit.layers = epochs[1]
+    for layer in visit.layers:
+        layer.set_order(ordering)
 
 
 def telling(multiply: Any, tell: Callable[[], None]) -> Any:
-    """Returns a function that tells of a call for a matrix of a layer's own, and makes it."""
+    """Returns a function that tells of a call for a matrix of all edges, and makes it."""
 
     def run(*args: Any, **how: Any) -> Any:
-        if not how:  # else it sums rows, of which its rounds tell
-            tell()
+        tell()
         return multiply(*args, **how)
 
     return run
-
-
-def observing_mesh(observer: Callable[..., None]) -> Mesh:
-    """Returns a mesh of one rank that tells `observer` what more ranks would send."""
-    mesh = alone((1, 1, 1), 0, torch.device("cpu"))
-    parts = {f.name: getattr(mesh, f.name) for f in fields(mesh)}
-    axes: Any = {
-        name: replace(axis, observer=observer)
-        for name, axis in parts.items()
-        if isinstance(axis, Axis)
-    }
-    return replace(mesh, **axes)
 
 
 def is_layer(module: Module) -> bool:
@@ -285,52 +292,6 @@ def is_layer(module: Module) -> bool:
 def bare(module: Module) -> Module:
     """Returns PyG's layer inside a HaloConv, or the module itself."""
     return module.conv if isinstance(module, HaloConv) else module
-
-
-INPUTS = ("constant", "changing", "trained")
-KINDS: dict[str, Any] = {"gcn": GCNConv, "sage": SAGEConv}
-LOSS_WORDS = 2  # a mean is a sum and a count
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """One layer: X' = A X W and the like, or rows of X brought to where edges end.
-
-    Args:
-        kind: "gcn", "sage" (mean and sum), or "halo": any other, run by `HaloConv`.
-        width_in, width_out: features that go in and come out.
-        fresh: whether it multiplies by what it computes of its input.
-        is_feature: whether its input is the features themselves.
-        needs_gradient: whether a gradient goes on to its input.
-        trains: whether the weights that an order could put before the product do.
-        rounds: of "halo", the rows it exchanges.
-    """
-
-    kind: str
-    width_in: int
-    width_out: int
-    fresh: bool
-    is_feature: bool
-    needs_gradient: bool
-    trains: bool
-    rounds: tuple[Round, ...] = ()
-
-
-@dataclass(frozen=True)
-class ProductShape:
-    """One application of the graph: its width, its direction, and how it travels.
-
-    Args:
-        layer: the number of its layer.
-        width: features.
-        transposed: whether it is one of the backward pass.
-        halo: whether rows travel alone, as `HaloConv` has it.
-    """
-
-    layer: int
-    width: int
-    transposed: bool
-    halo: bool = False
 
 
 @dataclass(frozen=True)
@@ -371,86 +332,39 @@ class Training:
     @property
     def adds_rows(self) -> bool:
         """Whether some layer run by `HaloConv` sums rows, which grids may do."""
-        return any(each.adds for one in self.layers for each in one.rounds)
+        some = (layer.products for layer in self.layers if layer.kind == "halo")
+        return any(not one.halo for one in itertools.chain(*some))
 
     @property
     def adds_loops(self) -> bool:
         """Whether self-loops join the edges."""
         return any(layer.kind == "gcn" for layer in self.layers)
 
-    def orders(self, ordering: MultiplyOrder) -> tuple[str, ...]:
-        """Returns for each layer "kept", "first", "last" or "halo"."""
-        return tuple(self._order(i, ordering) for i in range(len(self.layers)))
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """The order of each layer."""
+        return tuple(layer.order for layer in self.layers)
 
-    def _order(self, number: int, ordering: MultiplyOrder) -> str:
-        layer = self.layers[number]
-        if layer.kind == "halo":
-            return "halo"
-        if self._keeps(number, ordering) and ordering.order != "last":
-            return "kept"
-        return self._multiplied(number, ordering)
-
-    def _multiplied(self, number: int, ordering: MultiplyOrder) -> str:
-        """Returns the order of a product that is not kept."""
-        layer = self.layers[number]
-        grad = layer.needs_gradient
-        widths, grads = (layer.width_in, layer.width_out), (grad, grad or layer.trains)
-        return "first" if ordering.takes_first(*widths, grads) else "last"
-
-    def _keeps(self, number: int, ordering: MultiplyOrder) -> bool:
-        """Whether what a layer reads of its input is kept, which does not change."""
-        layer, constant = self.layers[number], self.inputs == "constant"
-        kept = layer.is_feature and constant and ordering.keep_inputs
-        return kept and not (layer.needs_gradient or layer.fresh)
-
-    def products(
-        self,
-        ordering: MultiplyOrder,
-        *,
-        adds_on_grid: bool = False,
-        keeps_rows: bool = True,
-    ) -> list[ProductShape]:
-        """Lists the products of the third epoch or a later one (see `ProductCache`).
+    def products(self, adds: bool, exact: bool) -> tuple[list[ProductShape], int]:
+        """Returns the products of the third epoch or a later one.
 
         Args:
-            ordering: how layers take A X W apart.
-            adds_on_grid: whether rows that `HaloConv` sums are products on the grid.
-            keeps_rows: whether it keeps rows that do not change.
-        """
-        found = []
-        for i, order in enumerate(self.orders(ordering)):
-            layer, halo = self.layers[i], order == "halo"
-            if halo:
-                for each in layer.rounds:
-                    rows = not (each.adds and adds_on_grid)
-                    if not (each.kept and keeps_rows and ordering.keep_inputs):
-                        way = each.width, each.to_owners, rows
-                        found.append(ProductShape(i, *way))
-                continue
-            if order == "kept":
-                continue
-            width = layer.width_out if order == "last" else layer.width_in
-            found.append(ProductShape(i, width, False))
-            if (order == "last" and layer.trains) or layer.needs_gradient:
-                found.append(ProductShape(i, width, True))
-        return found
+            adds: whether sums of rows that `HaloConv` reads are products.
+            exact: whether the link is; else `HaloConv` sums and keeps no rows.
 
-    def kept_rows(
-        self,
-        ordering: MultiplyOrder,
-        *,
-        adds_on_grid: bool = False,
-        keeps_rows: bool = True,
-    ) -> int:
-        """Returns the width of the ghosts that layers run by `HaloConv` keep, or 0.
-
-        Arguments are those of `products`.
+        Returns:
+            The products, and the width of the ghosts that `HaloConv` keeps.
         """
-        widths = [0]
-        for layer in self.layers if keeps_rows and ordering.keep_inputs else ():
-            rows = (r for r in layer.rounds if r.kept)
-            widths += [r.width for r in rows if not (r.adds and adds_on_grid)]
-        return max(widths)
+        found, widths = [], [0]
+        for layer in self.layers:
+            by_halo = layer.kind == "halo" and not (adds and exact)
+            for one in layer.products:
+                halo = one.halo or by_halo
+                if not one.kept or (halo and not exact):
+                    found.append(replace(one, halo=halo))
+                elif halo:
+                    widths.append(one.width)
+        return found, max(widths)
 
     def sums(self, size: int) -> dict[str, int]:
         """Returns the bytes a rank receives in all-reduces, by what is summed."""
@@ -482,6 +396,7 @@ def training_of(
     *,
     inputs: str = "constant",
     itemsize: int = 4,
+    ordering: MultiplyOrder = DEFAULT_ORDER,
 ) -> Training:
     """Returns the training of a stack of layers from their widths.
 
@@ -489,6 +404,7 @@ def training_of(
         widths: of the features, the hidden layers, and the output.
         layers: the kind of all layers ("gcn" or "sage"), or of each.
         inputs, itemsize: see `Training`.
+        ordering: the order of A X W in layers.
     """
     pairs = list(itertools.pairwise(widths))
     if not pairs:
@@ -515,12 +431,15 @@ def training_of(
     stack = Stack(
         KINDS[kind](int(a), int(b)) for kind, (a, b) in zip(kinds, pairs, strict=True)
     )
-    read = training_of_model(stack, int(widths[0]), inputs)
+    read = training_of_model(stack, int(widths[0]), inputs, ordering)
     return replace(read, itemsize=itemsize)
 
 
 def training_of_model(
-    model: torch.nn.Module, num_features: int, inputs: str = "constant"
+    model: torch.nn.Module,
+    num_features: int,
+    inputs: str = "constant",
+    ordering: MultiplyOrder = DEFAULT_ORDER,
 ) -> Training:
     """Reads the layers of a model, in the order in which it calls them.
 
@@ -530,6 +449,7 @@ def training_of_model(
         model: of PyG's layers or ours.
         num_features: of x; what layers of unknown (lazy) width get.
         inputs: see `Training`.
+        ordering: the order of A X W in layers.
 
     Raises:
         ValueError: if the model has no layer that reads neighbours, or does not run.
@@ -539,10 +459,10 @@ def training_of_model(
             f"{type(model).__name__} has no message passing layer to plan for; give "
             "widths=[...]"
         )
-    calls, run = visited(model, num_features, inputs)
+    run = visited(model, num_features, inputs, ordering)
     trained = sum(p.numel() for p in run.trained)
     return Training(
-        tuple(map(layer_from_call, calls)),
+        tuple(run.layers),
         trained,
         inputs,
         run.trained[0].element_size() if run.trained else 4,
@@ -570,42 +490,6 @@ def num_features_of_model(model: torch.nn.Module) -> int:
     )
 
 
-def layer_from_call(call: Any) -> LayerShape:
-    """Returns the shape of a layer from a recorded call."""
-    conv, (kind, fresh) = call.conv, _kind_of(call.conv)
-    if not call.multiplies:  # op by op
-        kind, fresh = "halo", False
-    trained = {name for name, p in conv.named_parameters() if p.requires_grad}
-    projects = kind == "sage" and fresh
-    needs_gradient = call.needs_gradient or (
-        projects and any(n.startswith("lin.") for n in trained)
-    )
-    return LayerShape(
-        kind,
-        call.width,
-        call.out,
-        fresh,
-        call.is_feature,
-        needs_gradient,
-        trains=("lin.weight" if kind == "gcn" else "lin_l.weight") in trained,
-        rounds=tuple(call.rounds) if kind == "halo" else (),
-    )
-
-
-def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:
-    """Returns the kind of a layer, and whether its input is computed in any case."""
-    aggr = getattr(conv, "aggr", None)
-    if getattr(conv, "flow", None) != "source_to_target":
-        return "halo", False
-    if isinstance(conv, GCNConv) and aggr in ("add", "sum"):
-        return "gcn", False
-    if isinstance(conv, GCN2Conv) and aggr in ("add", "sum"):  # x_0 comes before it
-        return "gcn", True
-    if isinstance(conv, SAGEConv) and aggr in ("mean", "sum", "add"):
-        return "sage", bool(conv.project)
-    return "halo", False
-
-
 def training_from_options(
     graph: Any,
     widths: Sequence[int] | None,
@@ -613,6 +497,7 @@ def training_from_options(
     layers: str | Sequence[str],
     inputs: str,
     dtype: torch.dtype,
+    ordering: MultiplyOrder = DEFAULT_ORDER,
 ) -> Training:
     """Returns the training that the options of `plan` describe: widths, or a model."""
     if (widths is None) == (model is None):
@@ -626,10 +511,11 @@ def training_from_options(
                 "torch_geometric.nn.Sequential"
             )
         features = num_features_of(graph, model)
-        read = training_of_model(model, features, inputs)
+        read = training_of_model(model, features, inputs, ordering)
         return replace(read, itemsize=dtype.itemsize)
     assert widths is not None
-    read = training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
+    how: Any = {"itemsize": dtype.itemsize, "ordering": ordering}
+    read = training_of(widths, layers, inputs=inputs, **how)
     _check_width(graph, read.layers[0].width_in, inputs)
     return read
 
