@@ -37,8 +37,9 @@ Work = dist.Work | Messages | Delivery
 _LARGE_MESSAGE = 1 << 17  # bytes to one rank from which receives are posted first
 _TAG = 0x9D0C  # of our messages, on groups that a script may use, too
 _WAIT_SLICE = timedelta(seconds=0.25)
-# the kinds of errors that one rank raises for another; others become a RuntimeError
+# the kinds of errors that one rank raises for another; others become the last
 _KINDS = (TypeError, ValueError, IndexError, ImportError, NotImplementedError)
+_BY_NAME: dict[Any, Any] = {kind.__name__: kind for kind in (*_KINDS, RuntimeError)}
 _MAX_TRACKED_WORKS = 8  # works tracked before completed ones are removed
 
 
@@ -610,11 +611,11 @@ def agree(
     note: Any = problem
     if isinstance(problem, Exception):
         own = next((k for k in _KINDS if isinstance(problem, k)), RuntimeError)
-        note = own, str(problem) or type(problem).__name__
+        note = own.__name__, str(problem) or type(problem).__name__
     found = all_gather_object(note, axis)
     for rank, other in enumerate(found):
         if other is not None:
-            kind, text = (kind, other) if isinstance(other, str) else other
+            name, text = (None, other) if isinstance(other, str) else other
             where = f"rank {rank}: " if axis.size > 1 else ""
             cause = problem if isinstance(problem, Exception) else None
-            raise kind(where + text) from cause
+            raise _BY_NAME.get(name, kind)(where + text) from cause

@@ -1,19 +1,22 @@
 """Serialises plans, settings and errors without pickle, and reads them back.
 
 The format is JSON text, followed by the raw bytes of arrays. Reading runs no code: the only
-classes are this package's dataclasses and Python's exceptions, looked up by name, and an
-object is made of its fields alone.
+classes are this package's dataclasses, looked up by name, and an object is made of its fields
+alone.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import dataclasses
+import io
 import json
+import math
+import operator
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +34,7 @@ def encode(value: Any) -> bytearray:
 
     Args:
         value: None, numbers, text, bytes, tensors, arrays, dtypes, devices, this package's
-            dataclasses, classes of exceptions, and tuples, lists, sets and dicts of these.
+            dataclasses, and tuples, lists, sets and dicts of these.
 
     Raises:
         TypeError: for other types.
@@ -54,7 +57,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         (size,) = _HEAD.unpack_from(data)
         start = _HEAD.size + size
         tree = json.loads(bytes(data[_HEAD.size : start]))
-        return _Reader(memoryview(data)[start:]).read(tree)
+        return _from_tree(tree, io.BytesIO(memoryview(data)[start:]))
     except (struct.error, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"a rank sent what this package does not write: {error!r}"
@@ -114,166 +117,116 @@ def _shortened(value: Any) -> str:
 _MAX_SHOWN = 200  # characters of a value in a message
 
 
+_PACKAGE = "pyg_distcomm."
+
+
+def _from_tree(tree: Any, arrays: io.BytesIO) -> Any:
+    """Returns the value of a tree of `_to_tree`, and of the arrays behind it."""
+    if isinstance(tree, list):
+        return [_from_tree(one, arrays) for one in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((name, parts),) = tree.items()
+    if name != "array":
+        return _KINDS[name][2](_from_tree(parts, arrays))
+    dtype, shape = np.dtype(parts[0]), tuple(map(int, parts[1]))
+    size = math.prod(shape) * dtype.itemsize
+    if dtype.hasobject or min(shape, default=0) < 0:
+        raise ValueError("arrays of objects are not read")
+    left = len(arrays.getbuffer()) - arrays.tell()
+    if size > left:
+        raise ValueError(f"an array needs {size} bytes, but {left} are left")
+    return np.frombuffer(bytearray(arrays.read(size)), dtype).reshape(shape)
+
+
 def _to_tree(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Returns a value as JSON holds it, and adds its arrays to a list."""
     if type(value) in _SCALARS:
         return value
     if isinstance(value, list):
         return [_to_tree(v, arrays) for v in value]
-    name, parts = _describe(value)
-    if isinstance(value, (Tensor, np.ndarray, np.generic, bytes)):
-        arrays.append(_raw(value))
-        return {name: parts}
-    return {name: _to_tree(parts, arrays)}
-
-
-def _describe(value: Any) -> tuple[str, Any]:
-    """Returns the type tag of a value, and its parts."""
-    kind: Any = type(value)
-    if isinstance(value, Tensor) and not getattr(kind, "_spread", False):
-        return "tensor", [str(value.dtype).removeprefix("torch."), list(value.shape)]
-    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-        name = "array" if isinstance(value, np.ndarray) else "number"
-        return name, [value.dtype.str, list(value.shape)]
-    if isinstance(value, bytes):
-        return "bytes", len(value)
-    if isinstance(value, torch.Size):
-        return "size", list(value)
-    if isinstance(value, tuple):
-        if hasattr(value, "_fields"):
-            return "record", [kind.__module__, kind.__qualname__, list(value)]
-        return "tuple", list(value)
-    if isinstance(value, (set, frozenset)):
-        return kind.__name__, list(value)
-    if isinstance(value, dict):
-        return "dict", [[k, v] for k, v in value.items()]
-    if isinstance(value, torch.dtype):
-        return "dtype", str(value).removeprefix("torch.")
-    if isinstance(value, torch.device):
-        return "device", str(value)
-    if isinstance(value, type) and issubclass(value, Exception):
-        return "error", [value.__module__, value.__qualname__]
-    if kind.__module__.startswith(_PACKAGE) and hasattr(kind, "__dataclass_fields__"):
-        fields = [[f.name, getattr(value, f.name)] for f in dataclasses.fields(value)]
-        return "data", [kind.__module__, kind.__qualname__, fields]
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        arrays.append(value)
+        return {"array": [value.dtype.str, list(value.shape)]}
+    for name, (fits, take_apart, _) in _KINDS.items():
+        if fits(value):
+            return {name: _to_tree(take_apart(value), arrays)}
+    kind = type(value)
     raise TypeError(
         "send numbers, text, tensors, or lists, tuples and dicts of them to other ranks; "
         f"got {kind.__module__}.{kind.__qualname__}"
     )
 
 
-_PACKAGE = "pyg_distcomm."
+def _tensor_parts(value: Tensor) -> list[Any]:
+    own = as_bytes(value.detach().as_subclass(Tensor).cpu()).numpy()
+    return [value.dtype, list(value.shape), own]
 
 
-def _raw(value: Any) -> np.ndarray:
-    if isinstance(value, Tensor):
-        return as_bytes(value.detach().as_subclass(Tensor).cpu()).numpy()
-    if isinstance(value, bytes):
-        return np.frombuffer(value, np.uint8)
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+def _make_tensor(parts: Any) -> Tensor:
+    dtype, shape, own = parts
+    if torch.Size(shape).numel() * dtype.itemsize != own.nbytes:
+        raise ValueError(f"a tensor {shape} of {dtype} has {own.nbytes} bytes")
+    if not own.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(own, dtype=dtype).view(shape)
 
 
-class _Reader:
-    """Makes values of a tree of `_to_tree`, and of the arrays behind it."""
-
-    def __init__(self, rest: memoryview) -> None:
-        self.rest = rest
-
-    def read(self, tree: Any) -> Any:
-        if isinstance(tree, list):
-            return [self.read(one) for one in tree]
-        if not isinstance(tree, dict):
-            return tree
-        ((name, parts),) = tree.items()
-        if name in ("tensor", "array", "number", "bytes"):
-            return getattr(self, f"_{name}")(parts)
-        return _CONSTRUCTORS[name](self.read(parts))
-
-    def _take_bytes(self, size: int) -> bytearray:
-        if not 0 <= size <= len(self.rest):
-            raise ValueError(
-                f"an array needs {size} bytes, but {len(self.rest)} are left"
-            )
-        taken, self.rest = bytearray(self.rest[:size]), self.rest[size:]
-        return taken
-
-    def _tensor(self, parts: Any) -> Tensor:
-        dtype, shape = _dtype(parts[0]), [int(n) for n in parts[1]]
-        size = torch.Size(shape).numel() * dtype.itemsize
-        taken = self._take_bytes(size)
-        if not taken:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(taken, dtype=dtype).view(shape)
-
-    def _array(self, parts: Any) -> np.ndarray:
-        dtype, shape = np.dtype(parts[0]), [int(n) for n in parts[1]]
-        if dtype.hasobject:
-            raise ValueError("arrays of objects are not read")
-        taken = self._take_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-        return np.frombuffer(taken, dtype).reshape(shape)
-
-    def _number(self, parts: Any) -> Any:
-        return self._array(parts)[()]
-
-    def _bytes(self, size: Any) -> bytes:
-        return bytes(self._take_bytes(int(size)))
-
-
-def _dtype(name: str) -> torch.dtype:
+def _make_dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name} is no dtype")
     return found
 
 
-def _class(module: str, name: str) -> Any:
-    """Returns a class of this package, of an imported module."""
-    if not module.startswith(_PACKAGE):
-        raise ValueError(f"{module}.{name} is not of this package")
-    found: Any = sys.modules[module]
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+def _is_ours(value: Any) -> bool:
+    """Returns whether a value is of a dataclass of this package."""
+    kind = type(value)
+    return kind.__module__.startswith(_PACKAGE) and dataclasses.is_dataclass(kind)
+
+
+def _dataclass_parts(value: Any) -> list[Any]:
+    kind, names = type(value), [f.name for f in dataclasses.fields(value)]
+    values = {name: getattr(value, name) for name in names}
+    return [kind.__module__, kind.__qualname__, values]
 
 
 def _make_dataclass(parts: Any) -> Any:
+    """Makes an object of its fields alone; its class is one of an imported module."""
     module, name, fields = parts
-    kind = _class(module, name)
+    if not module.startswith(_PACKAGE):
+        raise ValueError(f"{module}.{name} is not of this package")
+    kind: Any = operator.attrgetter(name)(sys.modules[module])
     if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
         raise ValueError(f"{module}.{name} is no dataclass")
-    names = {f.name for f in dataclasses.fields(kind)}
     made = object.__new__(kind)
-    for field, value in fields:
-        if field not in names:
-            raise ValueError(f"{name} has no field {field}")
+    if unknown := fields.keys() - {f.name for f in dataclasses.fields(kind)}:
+        raise ValueError(f"{name} has no fields {unknown}")
+    for field, value in fields.items():
         object.__setattr__(made, field, value)
     return made
 
 
-def _make_named_tuple(parts: Any) -> Any:
-    module, name, values = parts
-    kind = _class(module, name)
-    if not (isinstance(kind, type) and issubclass(kind, tuple)):
-        raise ValueError(f"{module}.{name} is no tuple")
-    return tuple.__new__(kind, values)
+def _is(kind: Any) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
 
 
-def _make_exception(parts: Any) -> type[Exception]:
-    module, name = parts
-    found = getattr(builtins, name) if module == "builtins" else _class(module, name)
-    if not (isinstance(found, type) and issubclass(found, Exception)):
-        raise ValueError(f"{name} is no exception")
-    return found
-
-
-_CONSTRUCTORS: dict[str, Any] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "dict": lambda pairs: {k: v for k, v in pairs},
-    "size": torch.Size,
-    "dtype": _dtype,
-    "device": torch.device,
-    "data": _make_dataclass,
-    "record": _make_named_tuple,
-    "error": _make_exception,
+# name -> what tells a value of a kind, takes it apart, and makes it of its parts
+_KINDS: dict[str, tuple[Callable[..., bool], Callable[..., Any], Callable[..., Any]]]
+_KINDS = {
+    "tensor": (
+        lambda v: isinstance(v, Tensor) and not getattr(type(v), "_spread", False),
+        _tensor_parts,
+        _make_tensor,
+    ),
+    "number": (_is(np.generic), np.asarray, lambda array: array[()]),
+    "bytes": (_is(bytes), partial(np.frombuffer, dtype=np.uint8), np.ndarray.tobytes),
+    "size": (_is(torch.Size), list, torch.Size),
+    "tuple": (_is(tuple), list, tuple),
+    "set": (_is(set), list, set),
+    "frozenset": (_is(frozenset), list, frozenset),
+    "dict": (_is(dict), lambda v: [list(pair) for pair in v.items()], dict),
+    "dtype": (_is(torch.dtype), lambda v: str(v).partition(".")[2], _make_dtype),
+    "device": (_is(torch.device), str, torch.device),
+    "data": (_is_ours, _dataclass_parts, _make_dataclass),
 }
