@@ -6,9 +6,7 @@ all end with an error; without it, all ranks end well, with the same result.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -21,13 +19,11 @@ from faulty import (
     graph,
     neighbors,
     net,
-    plain_net,
     shared_out,
     started,
     train,
 )
 from torch_geometric.data import HeteroData
-from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
@@ -209,17 +205,6 @@ def one_model_is_wider():
 def one_model_has_another_layer():
     mesh, data = shared_out()
     train(mesh, net(nn.SAGEConv if me() else nn.GCNConv), data)
-
-
-@case(says="Give optimizers the same lr")
-def learning_rates_differ():
-    _mesh, data = shared_out(mesh=started(check="always"))
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + 0.1 * me())
-    for _ in range(4):
-        optimizer.zero_grad()
-        F.cross_entropy(model(data.x, data.edge_index), data.y).backward()
-        optimizer.step()
 
 
 @case(says=LATE, codes=(1, 0))
@@ -414,22 +399,6 @@ def two_meshes_in_a_layer():
     torch.testing.assert_close(found, model(one.x, one.edge_index).full_tensor())
 
 
-@case(says="closed")
-def a_mesh_that_was_closed():
-    mesh, data = shared_out()
-    mesh.close()
-    data.x.sum()
-
-
-@case()
-def a_second_mesh():
-    _mesh, data = shared_out()
-    first = float(data.x.sum())
-    _, again = shared_out()
-    assert float(again.x.sum()) == first == float(data.x.sum())
-    return first
-
-
 @case(says="thread")
 def training_from_two_threads():
     mesh, data = shared_out()
@@ -453,19 +422,6 @@ def training_from_two_threads():
 # Loaders ------------------------------------------------------------------------------
 
 
-@case(says=rf"{LATE}|stop|lost another rank|left")
-def one_rank_breaks_off_its_loader():
-    _mesh, data = shared_out()
-    loader = neighbors(data, 8, options={"bulk_size": 1})
-    for number, batch in enumerate(loader):
-        if me() == 1 and number == 1:
-            break
-        assert torch.isfinite(batch.x).all()
-    data.x.sum()
-    time.sleep(2 * TIMEOUT)
-    data.x.sum()
-
-
 @case(says=rf"{LATE}|lost another rank|left")
 def one_rank_builds_a_loader():
     _mesh, data = shared_out()
@@ -483,63 +439,7 @@ def ranks_have_unlike_many_seeds():
     return len(list(neighbors(data, 4, input_nodes=seeds))) > 0
 
 
-@case()
-def everybody_breaks():
-    mesh, data = shared_out()
-    model = pdc.replicate(plain_net(), mesh)
-    for batch in neighbors(data, 8):
-        model(batch.x.float(), batch.edge_index).sum().backward()
-        break
-    return float(data.x.sum())
-
-
 # Files --------------------------------------------------------------------------------
-
-
-def saved(path, **how):
-    mesh, data = shared_out()
-    model = net()
-    train(mesh, model, data, 1)
-    pdc.save_checkpoint(path, mesh, model, **how)
-    return mesh, model
-
-
-@case(says="path|run0")
-def paths_differ():
-    saved(f"run{me()}")
-
-
-@case(
-    says="save to another path: .* holds something other than a checkpoint",
-    files=("run",),
-)
-def a_folder_of_someone_else():
-    os.makedirs("run", exist_ok=True)
-    with open("run/thesis.txt", "w") as file:
-        file.write("years of work")
-    with contextlib.suppress(Exception):
-        saved("run")
-        os._exit(9)
-    assert os.path.exists("run/thesis.txt")
-    saved("run")
-
-
-@case(says="run", files=("run",))
-def a_file_in_the_way():
-    with open("run", "w") as file:
-        file.write("notes")
-    saved("run")
-
-
-@case(says="nowhere")
-def a_checkpoint_that_is_not_there():
-    pdc.load_checkpoint("nowhere", started(), net())
-
-
-@case(says="shape|size|match", files=("run",))
-def a_checkpoint_of_another_model():
-    mesh, _ = saved("run")
-    pdc.load_checkpoint("run", mesh, net(width=32))
 
 
 @case(says=rf"{LATE}|lost another rank")
@@ -566,25 +466,6 @@ def one_rank_traces():
         data.x.sum()
         time.sleep(2 * TIMEOUT)
         data.x.sum()
-
-
-@case(says="in the block", files=OWN_TRACES)
-def an_error_in_a_trace_on_all_ranks():
-    mesh, data = shared_out()
-    with pdc.trace("run.json", mesh):
-        data.x.sum()
-        raise KeyError("in the block")
-
-
-@case(says="in the block", files=OWN_TRACES, ranks=4)
-def an_error_in_a_trace_on_one_rank():
-    mesh, data = shared_out()
-    model = net(nn.GATConv)
-    with pdc.trace("run.json", mesh):
-        model(data.x, data.edge_index).sum()
-        if me() == 1:
-            raise KeyError("in the block")
-        train(mesh, model, data)
 
 
 @case(says="same path: it is run0.json on rank 0, and run1.json on rank 1")
@@ -672,29 +553,6 @@ def one_rank_comes_late():
     started()
 
 
-@case(codes=(143, 143), files=("last",))
-def one_rank_is_told_to_end():
-    preempted_by(signal.SIGTERM, 1)
-
-
-@case(codes=(130, 130), files=("last",))
-def all_ranks_are_interrupted():
-    preempted_by(signal.SIGINT, 0, 1)
-
-
-def preempted_by(number, *ranks):
-    mesh, data = shared_out()
-    model = net()
-    check = pdc.on_preempt(lambda: pdc.save_checkpoint("last", mesh, model))
-
-    def each(epoch, optimizer):
-        if epoch == 2 and me() in ranks:
-            os.kill(os.getpid(), number)
-        check()
-
-    train(mesh, model, data, epochs=20, each=each)
-
-
 @case(says="main thread", codes=(1, 1))
 def on_preempt_in_a_thread():
     mesh, errors = started(), []
@@ -748,31 +606,3 @@ def features_are_not_numbers():
     link = pdc.Sylvie(exact_last=False)
     data.edge_index = data.edge_index.with_link(link)
     train(mesh, net(), data, step=link.step)
-
-
-@case(says="BatchNorm|batch norm")
-def batch_norm_in_a_pipeline():
-    staged(stack=lambda layers, torch: [layers[0], torch.nn.BatchNorm1d(8), layers[1]])
-
-
-@case(says="layers|stages")
-def more_stages_than_layers():
-    staged(stack=lambda layers, torch: layers[:1])
-
-
-@case(says="chunks")
-def chunks_differ():
-    staged(chunks=2 + me())
-
-
-@case(says="chunks")
-def no_chunks():
-    staged(chunks=0)
-
-
-def staged(stack=None, chunks=4):
-    mesh, data = shared_out(mesh=started(stages=2))
-    layers = [GCNConv(8, 8).double(), GCNConv(8, 3).double()]
-    layers = layers if stack is None else stack(layers, torch)
-    pipe = pdc.Pipeline(layers, mesh, chunks=chunks)
-    pipe.train_step(data, lambda out, data: F.cross_entropy(out, data.y))
