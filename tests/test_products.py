@@ -6,7 +6,6 @@ import math
 from itertools import product
 
 import alike
-import definitions
 import pytest
 import tiers
 import torch
@@ -384,15 +383,6 @@ def test_a_cover_is_smallest(seed):
         if bool((of[:left][rows] | of[left:][cols]).all()):
             sizes.append((sum(choice), -sum(choice[:left])))
     assert (int(mine.sum() + theirs.sum()), -int(mine.sum())) == min(sizes)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_compiled_cover_is_the_reference(seed):
-    left, right, edges = 40 + seed, 60 - seed, 20 + 8 * seed
-    ptr, to, _, _ = _bipartite(seed, left, right, edges)
-    found = kernels.minimum_cover(ptr, to, right)
-    for a, b in zip(found, definitions.minimum_cover(ptr, to, right), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_a_large_cover_has_the_size_of_a_matching():

@@ -83,6 +83,7 @@ def test_device_equals_cpu(
 ):
     if not table:
         monkeypatch.setattr("pyg_distcomm.kernels.sample_device.TABLE", 0)
+        monkeypatch.setattr("pyg_distcomm.kernels.sample_cpu.TABLES", 0)
     options = dict(RULES[rule])
     weighted = options.pop("weighted", False)
     for pairs, dtype in ((True, torch.int32), (False, torch.int64)):

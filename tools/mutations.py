@@ -170,7 +170,7 @@ test_codec.py -k test_quantised_rows_that_are_no_numbers
     codec: rows that are no numbers are refused by codecs that may send them
         if {{self.strict => not self.strict}}:
                     context.refuse(x, index, bad)
-test_sample_kernels.py test_loader.py -k compiled_equals_reference or batches_follow_the_rule
+test_sample_device.py test_loader.py -k device_equals_cpu or batches_follow_the_rule
     sampler: a row that is small gives all it has, with replacement too
         if fan_out < 0 or {{(choices < fan_out and not replace) => choices < fan_out}}:
 test_sampling_statistics.py -k all_subsets or draws_with_replacement
