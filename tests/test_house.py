@@ -322,13 +322,13 @@ def test_every_fault_of_the_campaign_has_its_place():
     assert len(names) == len(set(names)) >= 36
     known = mutations.texts()
     for fault in mutations.MUTATIONS:
-        text = known[mutations.find(fault, known=known)]
+        text = known[mutations.find(fault, known)]
         ast.parse(text.replace(fault.old, fault.new))
         for name in fault.files.split():
             assert (ROOT / "tests" / name).is_file(), name
     gone = mutations.Mutation("gone", "", "no such text: \0", "", "")
     with pytest.raises(LookupError, match=r"'gone' must occur once .* occurs 0 times"):
-        mutations.find(gone)
+        mutations.find(gone, known)
 
 
 def test_readme_holds_the_two_commands():

@@ -17,11 +17,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -29,7 +28,7 @@ from queue import Queue
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "pyg_distcomm"
 LIMIT = 300.0  # seconds that the tests of one fault may take
-FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.M)
+FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(.+?)(?: - .*)?$", re.M)
 
 
 @dataclass(frozen=True)
@@ -342,38 +341,20 @@ def texts(root: Path = ROOT) -> dict[Path, str]:
     return {p: p.read_text() for p in sorted((root / PACKAGE).rglob("*.py"))}
 
 
-def find(
-    mutation: Mutation, root: Path = ROOT, known: dict[Path, str] | None = None
-) -> Path:
-    """Returns the only file below a root whose text a fault changes.
-
-    ``known`` are the `texts` below that root, read anew by default.
+def find(mutation: Mutation, known: dict[Path, str]) -> Path:
+    """Returns the only file whose text a fault changes, of `texts`.
 
     Raises:
         LookupError: if there is no such text, or more than one.
     """
-    known = known or texts(root)
     counts = {path: text.count(mutation.old) for path, text in known.items()}
-    places = [str(p.relative_to(root)) for p, count in counts.items() if count]
+    places = [path for path, count in counts.items() if count]
     if sum(counts.values()) != 1:
         raise LookupError(
             f"the old text of {mutation.name!r} must occur once in {PACKAGE}, but occurs "
             f"{sum(counts.values())} times (in {places}): {mutation.old!r}"
         )
-    return root / places[0]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of the tests of one fault."""
-
-    mutation: Mutation
-    file: str  # where it was
-    verdict: (
-        str  # "caught", "NOT caught", "timeout", "broken" where tests could not be run
-    )
-    by: str  # the first test that failed
-    seconds: float  # that the tests took
+    return places[0]
 
 
 class Workshop:
@@ -386,14 +367,15 @@ class Workshop:
             shutil.copytree(ROOT / name, folder / name, ignore=skip)
         shutil.copy2(ROOT / "pyproject.toml", folder)
 
-    def pytest(self, arguments: Sequence[str]) -> tuple[int | None, str, float]:
-        """Runs pytest; returns its exit code, None if it was stopped, output and seconds."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        begin = time.monotonic()
+    def pytest(self, mutation: Mutation, **more: str) -> tuple[int | None, str]:
+        """Runs the tests of a fault; returns pytest's exit code, None if it was stopped."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        command += [f"tests/{name}" for name in mutation.files.split()]
+        own = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", **more}
         process = subprocess.Popen(
-            [*command, *arguments],
+            [*command, "-k", mutation.words],
             cwd=self.root,
-            env={**os.environ, "PYTHONPATH": str(self.root)},
+            env={**os.environ, **own},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -401,175 +383,85 @@ class Workshop:
         )
         try:
             text, _ = process.communicate(timeout=self.limit)
-            code: int | None = process.returncode
+            return process.returncode, text
         except subprocess.TimeoutExpired:
-            code, text = None, ""
+            return None, ""
         finally:
             with suppress(ProcessLookupError):  # the ranks that it has left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        return code, text, time.monotonic() - begin
 
-    @contextmanager
-    def mutated(self, mutation: Mutation) -> Iterator[Path]:
-        """Has a fault in a block, and yields its file."""
-        path = find(mutation, self.root)
+    def judge(self, mutation: Mutation) -> str:
+        """Runs the tests of a fault with it; returns the first that failed, or what was."""
+        path = find(mutation, texts(self.root))
         text, about = path.read_text(), path.stat()
-        apart = self._compiled_of(path) if "@jit" in text else []
-        self._write(path, text.replace(mutation.old, mutation.new))
+        path.write_text(text.replace(mutation.old, mutation.new))
         try:
-            with self._compiled_anew(apart):
-                yield path.relative_to(self.root)
+            with tempfile.TemporaryDirectory() as compiled:
+                apart = {"NUMBA_CACHE_DIR": compiled} if "@jit" in text else {}
+                code, said = self.pytest(mutation, **apart)
         finally:
-            self._write(path, text)
+            path.write_text(text)
             os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-
-    def _write(self, path: Path, text: str) -> None:
-        path.write_text(text)
-        # byte code is known by seconds and sizes, which may be the same
-        for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-            stale.unlink()
-
-    def _compiled_of(self, path: Path) -> list[str]:
-        """Returns the names of modules whose compiled loops have those of one inside."""
-        sources = {p.stem: p.read_text() for p in (self.root / PACKAGE).rglob("*.py")}
-        names, before = {path.stem}, 0
-        while len(names) > before:
-            before = len(names)
-            uses = re.compile(rf"^(?:from|import) .*\b({'|'.join(names)})\b", re.M)
-            names |= {stem for stem, text in sources.items() if uses.search(text)}
-        return sorted(names)
-
-    @contextmanager
-    def _compiled_anew(self, names: Sequence[str]) -> Iterator[None]:
-        """Lays compiled loops of some modules aside in a block, and drops its own."""
-
-        def loops() -> list[Path]:
-            every = (self.root / PACKAGE).rglob("__pycache__/*.nb?")
-            return [path for path in every if path.name.split(".")[0] in names]
-
-        aside = {path: path.read_bytes() for path in loops()}
-        for path in aside:
-            path.unlink()
-        try:
-            yield
-        finally:
-            for path in loops():
-                path.unlink()
-            for path, data in aside.items():
-                path.write_bytes(data)
-
-    def judge(self, mutation: Mutation) -> Outcome:
-        """Runs the tests of a fault with it."""
-        with self.mutated(mutation) as path:
-            code, text, seconds = self.pytest(["-x", *selection(mutation)])
-        failed = FAILED.search(text)
-        by = failed[1].removeprefix("tests/") if failed else ""
-        verdict = {None: "timeout", 0: "NOT caught", 1: "caught"}.get(code, "broken")
-        if verdict == "caught" and not failed:
-            verdict = "broken"
-        if verdict == "broken":
-            print(text[-3000:])
-        return Outcome(mutation, str(path), verdict, by, seconds)
+        failed = FAILED.search(said)
+        if code == 1 and failed:
+            return failed[1]
+        if code:
+            print(said[-3000:])
+        return {None: "timeout", 0: "NOT caught"}.get(code, "broken")
 
     def check_unmutated(self, mutations: Sequence[Mutation]) -> None:
-        """Runs the tests of faults without any, file by file.
+        """Runs the tests of faults without any.
 
         Raises:
             RuntimeError: with what pytest said, unless they pass.
         """
-        for files in dict.fromkeys(m.files for m in mutations):
-            words = dict.fromkeys(m.words for m in mutations if m.files == files)
-            either = "" if "" in words else " or ".join(f"({one})" for one in words)
-            both = Mutation("", "", "", "", files, either)
-            code, text, _ = self.pytest(selection(both))
-            said = (text.splitlines() or [""])[-1]
-            print(f"without a fault, {files}: {said}", flush=True)
+        for mutation in {(m.files, m.words): m for m in mutations}.values():
+            code, said = self.pytest(mutation)
             if code != 0:
-                told = f"{files} does not pass without a fault"
-                raise RuntimeError(f"{told}:\n{text[-5000:]}")
-
-
-def selection(mutation: Mutation) -> list[str]:
-    """Returns the arguments of pytest that select the tests of a fault."""
-    files = [f"tests/{name}" for name in mutation.files.split()]
-    return [*files, *(["-k", mutation.words] if mutation.words else [])]
+                told = f"{mutation.files} -k {mutation.words!r} fails without a fault"
+                raise RuntimeError(f"{told}:\n{said[-5000:]}")
 
 
 def campaign(
-    mutations: Sequence[Mutation], jobs: int, limit: float, check: bool
-) -> Iterator[Outcome]:
-    """Judges faults, some at a time; yields each outcome in turn, and prints it."""
+    mutations: Sequence[Mutation], jobs: int, limit: float
+) -> Iterator[tuple[Mutation, str]]:
+    """Judges faults, some at a time; yields what came of each in turn, and prints it."""
+    known = texts()
     for mutation in mutations:
-        find(mutation)
+        find(mutation, known)
     shops: Queue[Workshop] = Queue()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         for number in range(jobs):
             shops.put(Workshop(Path(folder) / str(number), limit))
 
-        def judge(mutation: Mutation) -> Outcome:
+        def judge(mutation: Mutation) -> str:
             shop = shops.get()
             try:
                 return shop.judge(mutation)
             finally:
                 shops.put(shop)
 
-        if check:
-            shop = shops.get()
-            shop.check_unmutated(mutations)
-            shops.put(shop)
+        shop = shops.get()
+        shop.check_unmutated(mutations)
+        shops.put(shop)
         pool = ThreadPoolExecutor(jobs)
         try:
-            for one in pool.map(judge, mutations):
-                line = f"{one.verdict:>10}  {one.seconds:5.0f} s  {one.mutation.name}"
-                print(f"{line}  {one.by}", flush=True)
-                yield one
+            for mutation, by in zip(mutations, pool.map(judge, mutations), strict=True):
+                print(f"{mutation.name}: {by}", flush=True)
+                yield mutation, by
         finally:  # interrupted, it ends with the faults that are being judged
             pool.shutdown(cancel_futures=True)
 
 
-def rows_of(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """Returns the line of a table for each fault, by name."""
-    found = {}
-    for outcome in outcomes:
-        mutation = outcome.mutation
-        by = f"`{outcome.by}`" if outcome.verdict == "caught" else outcome.verdict
-        file = outcome.file.removeprefix(f"{PACKAGE}/")
-        cells = mutation.name, mutation.kind, f"`{file}`", by, f"{outcome.seconds:.0f}"
-        line = " | ".join(cell.replace("|", "&#124;") for cell in cells)
-        found[mutation.name] = f"| {line} |"
-    return found
-
-
-def cases(outcomes: Sequence[Outcome], before: str) -> str:
-    """Returns a table in Markdown, a line for each fault.
-
-    Args:
-        outcomes: of this run.
-        before: an earlier table, from which the lines of other faults are taken.
-    """
-    kept = {row.split(" | ")[0][2:]: row for row in rows(before)}
-    known = kept | rows_of(outcomes)
-    return "\n".join(
-        [*COLUMNS, *(known[m.name] for m in MUTATIONS if m.name in known), ""]
-    )
-
-
-def rows(table: str) -> list[str]:
-    return re.findall(r"^\| .+ \| +\d+ \|$", table, re.M)
-
-
-def report(table: str) -> str:
-    """Returns the short report of a table of `cases`: faults by kind, and those missed."""
-    cells = [row.split(" | ") for row in rows(table)]
-    caught = [row for row in cells if "::" in row[3]]
-    told = f"{len(caught)} of {len(cells)} faults are caught."
-    if left := len(MUTATIONS) - len(cells):
-        told += f" {left} more of the list have not been tried here."
-    kinds, found = (Counter(row[1] for row in some) for some in (cells, caught))
-    counts = [f"| {found[kind]} of {kinds[kind]} | {kind} |" for kind in sorted(kinds)]
-    missed = [f"- Missed: {row[0][2:]}" for row in cells if row not in caught]
-    return "\n".join([HEAD.format(told), *counts, "", *missed]).rstrip() + "\n"
+def report(found: Sequence[tuple[Mutation, str]]) -> str:
+    """Returns the report of a whole run: faults by kind, and those missed."""
+    missed = [mutation for mutation, by in found if "::" not in by]
+    every, left = (Counter(m.kind for m in some) for some in (dict(found), missed))
+    told = f"{len(found) - len(missed)} of {len(found)} faults are caught."
+    counts = [f"| {every[k] - left[k]} of {every[k]} | {k} |" for k in sorted(every)]
+    told = [HEAD.format(told), *counts, "", *(f"- Missed: {m.name}" for m in missed)]
+    return "\n".join(told).rstrip() + "\n"
 
 
 HEAD = """# Faults that the tests find
@@ -579,45 +471,28 @@ HEAD = """# Faults that the tests find
     python tools/mutations.py --report benchmarks/reports/mutations.md
 
 A fault is a line that was changed in a copy of the package. It is caught if one of the \
-tests that `tools/mutations.py` names for it fails, while all of them pass without it. \
-`runs/mutations.md`, which is not under version control, says which test caught which.
+tests that `tools/mutations.py` names for it fails, while all of them pass without it.
 
 | caught | kind of fault |
 |---|---|"""
-COLUMNS = ("| fault | kind | file | caught by | seconds |", "|---|---|---|---|---:|")
-CASES = ROOT / "runs" / "mutations.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0 if all faults were caught."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--report", type=Path, help="a Markdown file; with -k, other faults stay in it")
+    add("--report", type=Path, help="a Markdown file")
     add("-k", dest="words", default="", help="a pattern to be found in names or kinds")
     add("--jobs", type=int, default=1, help="faults at a time")
     add("--limit", type=float, default=LIMIT, help="seconds for the tests of a fault")
-    told = "tests are known to pass without faults"
-    add("--unchecked", action="store_true", help=told)
-    add("--list", action="store_true", help="name the faults, and do nothing")
     given = parser.parse_args(arguments)
     chosen = [m for m in MUTATIONS if re.search(given.words, f"{m.kind}: {m.name}")]
-    if given.list:
-        for fault in chosen:
-            print(f"{fault.kind}: {fault.name} ({find(fault).relative_to(ROOT)})")
-        return 0
-    known = given.report is not None and given.words and CASES.exists()
-    before = CASES.read_text() if known else ""
-    outcomes = []
-    for outcome in campaign(chosen, given.jobs, given.limit, not given.unchecked):
-        outcomes.append(outcome)
-        if given.report is not None:  # as far as it has come
-            table = cases(outcomes, before)
-            CASES.parent.mkdir(exist_ok=True)
-            CASES.write_text(table)
-            given.report.write_text(report(table))
-    missed = [outcome for outcome in outcomes if outcome.verdict != "caught"]
-    print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught")
-    return int(bool(missed))
+    found = list(campaign(chosen, given.jobs, given.limit))
+    told = report(found)
+    if given.report is not None:
+        given.report.write_text(told)
+    print(told.splitlines()[2].strip("*"))
+    return int("Missed" in told)
 
 
 if __name__ == "__main__":
