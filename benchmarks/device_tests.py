@@ -64,7 +64,7 @@ FIRST = (
     ("test_step_relations.py::test_relations_of_hetero_conv_are_trimmed", 1),
     ("test_tensor.py::test_losses_are_global_means", 1),
     # every public name once, which takes longest
-    ("test_device_names.py::test_on_cuda", 1),
+    ("test_devices.py::test_on_cuda", 1),
 )
 SMOKED = (
     "test_cuda.py::test_one_process",  # it is skipped without a device

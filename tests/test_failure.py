@@ -1,26 +1,44 @@
-"""An error on one rank reaches all of them, within seconds, with its cause."""
+"""An error on one rank, or memory it lacks, reaches all with its cause, and who is where."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import signal
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import tiers
 import torch
+import torch.distributed as dist
 import worlds
-from problems import GRAPHS
+from problems import GRAPHS, owners
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.nn import GATConv
 
 import pyg_distcomm as pdc
+from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives, failure
-from pyg_distcomm.comm.failure import FailureMonitor, Wait
-from pyg_distcomm.comm.store import RankError
+from pyg_distcomm.comm.failure import FailureMonitor, Wait, place_of
+from pyg_distcomm.comm.store import RankError, StoreMailbox
+from pyg_distcomm.graph import partition_data
+from pyg_distcomm.halo import halo
 from pyg_distcomm.halo.codecs import Quantise
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.loader import (
+    DistLayerLoader,
+    LoaderOptions,
+    NeighborLoader,
+    device_placement,
+)
+from pyg_distcomm.nn import DistGCNConv
+from pyg_distcomm.ops.grid_plan import GridPlan
+from pyg_distcomm.partition.folder import write_folder
+from pyg_distcomm.sampling.layer_graph import LocalLayerGraph
 
 ROOT = Path(__file__).parents[1]
 
@@ -265,3 +283,321 @@ def goes_on():
 def test_what_a_failed_step_sent_stays_with_its_mesh():
     assert worlds.run(goes_on, 2) == [[5.0] * 4] * 2
     worlds.only(0)
+
+
+# A rank that waits for long says where in the script each rank is --------------------
+
+HERE = Path(__file__).name
+SOURCE = Path(__file__).read_text().splitlines()
+
+
+def line(mark):
+    """Returns "file:line" of the line of this file that ends with a mark."""
+    found = [n for n, text in enumerate(SOURCE, 1) if text.endswith(f"# {mark}")]
+    (number,) = found
+    return f"{HERE}:{number}"
+
+
+def share_of(timeout, tell_after=1.5):
+    failure._TELL_AFTER, failure._LOOK_INTERVAL = tell_after, 0.3
+    mesh = pdc.init(timeout=timeout)
+    return mesh, pdc.partition(GRAPHS["undirected"](), mesh, "random")
+
+
+def compute_until(stop):
+    while time.sleep(0.02) or time.monotonic() < stop:  # computes
+        pass
+
+
+def asks_alone(others):
+    """Rank 0 asks alone; returns what each rank printed, its error, and those after it."""
+    mesh, share = share_of(timeout=6)
+    conv = pdc.nn.DistGCNConv(7, 4).double()
+    loss = conv(share.x.clone().requires_grad_(), share.edge_index).square().sum()
+    collectives.barrier(mesh.world)
+    printed, said = io.StringIO(), []
+    stop = time.monotonic() + 7.5
+    with contextlib.redirect_stderr(printed):
+        try:
+            if mesh.rank == 0:
+                print(float(share.x.mean()))  # asks
+            elif others[mesh.rank - 1] == "sleep":
+                time.sleep(7.5)  # sleeps
+            elif others[mesh.rank - 1] == "backward":
+                time.sleep(0.5)  # so that rank 0 gives up first
+                loss.backward()  # backward
+            elif others[mesh.rank - 1] == "barrier":
+                dist.barrier()  # torch
+            elif others[mesh.rank - 1] == "error":
+                with contextlib.suppress(TypeError):  # its own, which it handles
+                    torch.ones(1).view("all")
+                compute_until(stop)
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        time.sleep(max(0.0, stop - time.monotonic()))
+        for _ in range(2):
+            try:
+                said.append(float(share.x.sum()))
+            except RuntimeError as error:
+                said.append(str(error))
+    again, share = share_of(timeout=120)
+    total = float(share.x.sum())
+    again.close()
+    return printed.getvalue(), said, total
+
+
+@tiers.parametrize(
+    "others",
+    [["error"], ["barrier"], ["sleep", "sleep"], ["error", "backward", "sleep"]],
+    [["error"]],
+)
+def test_a_rank_that_asks_alone(others):
+    found = worlds.anew(asks_alone, 1 + len(others), others)
+    places = {
+        "sleep": line("sleeps"),
+        "backward": f"{line('backward')} (backward)",
+        "barrier": f"{line('torch')} (barrier)",
+        "error": line("computes"),
+    }
+    each = [f"rank {k} is at {places[other]}" for k, other in enumerate(others, 1)]
+    if others == ["sleep", "sleep"]:
+        each = [f"ranks 1-2 are at {places['sleep']}"]
+    wanted = ", ".join([f"rank 0 waits at {line('asks')} (mean)", *each])
+    lines = [text for printed, _, _ in found for text in printed.splitlines()]
+    (told,) = [text for text in lines if "pyg_distcomm: after" in text]
+    assert told.endswith(wanted), (told, wanted)
+    error = found[0][1][0]
+    assert error.startswith("RankError: rank 0 waited 6 s for mean, and not every rank")
+    assert wanted in error
+    for text in (error, *(str(one) for _, said, _ in found for one in said[-2:])):
+        assert "make a new one by pdc.init()" in text
+    assert len({total for *_, total in found}) == 1
+
+
+@worlds.on(2)
+def test_a_mesh_works_after_ranks_that_called_different_operations():
+    mesh = pdc.init(timeout=120)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    with pytest.raises(ValueError, match="run the same operations on all ranks"):
+        share.x.mean() if mesh.rank else share.x.sum()
+    found = float(share.x.sum()), float(share.x.mean())
+    assert set(collectives.all_gather_object(found, mesh.world)) == {found}
+
+
+def is_late():
+    """The last rank comes late, again and again; returns what each rank printed."""
+    mesh, share = share_of(timeout=100, tell_after=1.0)
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        for _ in range(2):
+            if mesh.rank == mesh.size - 1:
+                time.sleep(2.5)  # late
+            (share.x * 1.5).sum()  # waits
+            collectives.barrier(mesh.world)
+    return printed.getvalue()
+
+
+def test_one_line_is_printed_for_each_long_wait():
+    printed = worlds.anew(is_late, 3)
+    (first, second) = [text for one in printed for text in one.splitlines()]
+    told = f"ranks 0-1 wait at {line('waits')} (sum), rank 2 is at {line('late')}"
+    assert told in first
+    assert told in second
+
+
+def monitors(size):
+    store = StoreMailbox(dist.HashStore())
+    return [FailureMonitor(store, rank, size, deadline=60.0) for rank in range(size)]
+
+
+def test_ranks_at_one_place_are_told_together():
+    watches = monitors(70)
+    wait = Wait(watches[3].places, "halo", 0)
+    wait.question = watches[3].places.ask()
+    for rank, watch in enumerate(watches):
+        watch.places.here = lambda rank=rank: (rank == 3, f"train.py:{9 + rank % 2}")
+        if rank != 5:
+            watch.answer()
+    watches[6].report_exit()
+    told = watches[3].places.told(wait)
+    even = ", ".join(map(str, [0, 2, 4, *range(8, 70, 2)]))
+    odd = ", ".join(map(str, [1, 3, *range(7, 70, 2)]))
+    assert told.split(", rank") == [
+        f"ranks {even} are at train.py:9",
+        f"s {odd} wait at train.py:10",
+        " 5 is silent (it was stopped or killed, or a call holds Python's lock)",
+        " 6 is at the end of the script",
+    ]
+    older, wait.question = wait.question, watches[3].places.ask()
+    assert older < wait.question
+    # those were answers of before
+    assert "ranks 0-2, 4-5, 7-69 are silent" in watches[3].places.told(wait)
+    for watch in watches[6:]:
+        watch.places.here = lambda: (False, "train.py:30")
+        watch.answer()
+    assert ", ranks 7-69 are at train.py:30" in watches[3].places.told(wait)
+
+
+class Called(torch.nn.Module):
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def forward(self, x):
+        import sys
+
+        self.found.append(place_of(sys._getframe().f_back))
+        return x
+
+
+def test_a_place_is_the_innermost_line_of_a_script():
+    found = []
+    Called(found)(torch.ones(1))  # module
+    assert found == [f"{line('module')} (Called)"]
+    assert place_of(None) == ""
+
+
+# Memory that runs out on one rank ----------------------------------------------------
+
+TEXTS = {
+    "cuda": (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "cpu": (RuntimeError, "DefaultCPUAllocator: can't allocate memory: you tried to"),
+}
+
+
+PLACES = {
+    "product": (kernels, "spmm"),
+    "backward": (kernels, "spmm"),
+    "halo": (halo.kernels, "gather_rows"),
+    "partition": (partition_data, "DividedGraph"),
+    "typed": (partition_data, "DividedGraph"),
+    "folder": (partition_data, "_read_share"),
+    "to": (torch.Tensor, "to"),
+    "matrix": (GridPlan, "valued"),
+}
+
+
+def steps(where, mesh):
+    """Trains a layer; stops once before an allocation that may fail."""
+    data = GRAPHS["undirected"]()
+    cut = owners("random", data, mesh.size)
+    if where in ("partition", "typed", "folder"):
+        yield
+    if where == "typed":
+        typed = HeteroData()
+        typed["v"].x = data.x
+        typed["v", "to", "v"].edge_index = data.edge_index
+        pdc.partition(typed, mesh, cut)
+        collectives.barrier(mesh.world)  # a rank that has room goes on until it waits
+    if where == "folder":
+        with tempfile.TemporaryDirectory() as folder:
+            each = torch.arange(data.num_nodes) % mesh.size
+            parts = pdc.Partition.from_owner(each, mesh.size)
+            write_folder(f"{folder}/parts", data, parts)
+            pdc.load_partition(f"{folder}/parts", mesh)
+    share = pdc.partition(data, mesh, cut)
+    x = share.x.clone().requires_grad_()
+    layer = GATConv(7, 4) if where == "halo" else DistGCNConv(7, 4)
+    conv = pdc.convert(layer.double())
+    if where == "backward":
+        loss = conv(x, share.edge_index).sum()
+        yield
+        loss.backward()
+        return
+    yield
+    if where == "to":
+        share.x.to(torch.device("cpu"))
+        collectives.barrier(mesh.world)
+    conv(x, share.edge_index).sum().item()
+
+
+def full(where, text, ranks):
+    """Runs a step in which an allocation fails on some ranks; says what each raised."""
+    mesh, (kind, said) = worlds.mesh(fresh=True), TEXTS[text]
+    module, name = PLACES[where]
+    before = getattr(module, name)
+
+    def fails(*args, **kwargs):
+        raise kind(said)
+
+    try:
+        for _ in steps(where, mesh):
+            if mesh.rank in ranks:
+                setattr(module, name, fails)
+    except (RuntimeError, MemoryError, pdc.RankError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(module, name, before)
+    return "it went on"
+
+
+CASES = [
+    ("product", "cuda", (1,)),
+    ("halo", "cpu", (0,)),
+    ("backward", "cuda", (0,)),
+    ("partition", "cpu", (1,)),
+    ("product", "cpu", (0, 1)),
+    ("typed", "cpu", (0,)),
+    ("folder", "cpu", (1,)),
+    ("to", "cuda", (1,)),
+    ("matrix", "cpu", (0,)),
+]
+
+
+@tiers.parametrize(("where", "text", "ranks"), CASES, slice(0, 1))
+def test_all_ranks_say_what_did_not_fit(where, text, ranks):
+    part = {"halo": "GATConv, with messages", "to": "a tensor of rows"}
+    part |= dict.fromkeys(("partition", "typed", "folder"), "share of the graph")
+    part |= {"matrix": "a matrix of"}
+    part = part.get(where, "a product of the graph and rows")
+    for said in worlds.run(full, 2, where, text, ranks):
+        assert re.search(r"needs about [\d,]+ bytes", said), said
+        assert part in said
+        assert re.search(r"4 ranks, about [\d,]+ bytes on each", said), said
+        assert "memory=" in said
+        assert TEXTS[text][1] in said
+        assert said.startswith(("OutOfMemoryError", "MemoryError", "RankError")), said
+
+
+def test_other_errors_stay_as_they_are(monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("misaligned address")
+
+    share = pdc.partition(GRAPHS["undirected"](), pdc.init(), "random")
+    monkeypatch.setattr(kernels, "spmm", fails)
+    with pytest.raises(RuntimeError, match=r"^misaligned address$"):
+        DistGCNConv(7, 4).double()(share.x, share.edge_index)
+
+
+@pytest.mark.parametrize("part", ["rows", "graph", "layers"])
+def test_a_loader_names_what_does_not_fit_on_the_device(part, monkeypatch):
+    """The host stands for a device, whose rows are copied there all the same."""
+    monkeypatch.setattr(device_placement, "HOST", frozenset())
+    data, device = GRAPHS["undirected"](), torch.device("cpu")
+    how = {"batch_size": 4, "options": LoaderOptions(device=device)}
+    placed, ids = device_placement.Placement(device), torch.tensor([1])
+
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError(TEXTS["cuda"][1])
+
+    place, run, text = {
+        "rows": (
+            (device_placement.Placement, "put"),
+            lambda: placed.take((None, "x"), data.x, ids),
+            "rows_on='host'",
+        ),
+        "graph": (
+            (kernels, "neighbor_sampler"),
+            lambda: list(NeighborLoader(data, [2], **how)),
+            "graph_on='pinned'",
+        ),
+        "layers": (
+            (LocalLayerGraph, "on"),
+            lambda: DistLayerLoader(data, [4, 4], **how),
+            "graph_on='pinned'",
+        ),
+    }[part]
+    monkeypatch.setattr(*place, fails)
+    wanted = rf"out of memory on cpu of rank 0: .* about [\d,]+ bytes.*{text}"
+    with pytest.raises(MemoryError, match=wanted):
+        run()

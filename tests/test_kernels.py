@@ -677,15 +677,6 @@ def test_describe_and_warm_up():
     assert {"numba", "threads", "cache", "cpu", "simd"} <= set(found)
 
 
-@pytest.mark.cuda
-def test_cuda_follows_the_definition():
-    given = large_problem(33)
-    out = kernels.spmm(*(t.cuda() for t in given)).cpu()
-    torch.testing.assert_close(out, reference.spmm(*given), atol=1e-3, rtol=1e-4)
-    bits = kernels.keyed_bits(KEY, torch.arange(100).cuda(), 7)
-    assert torch.equal(bits.cpu(), kernels.keyed_bits(KEY, torch.arange(100), 7))
-
-
 @pytest.mark.parametrize("total", [1, 63, 64, 65, 5000])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.7, 1.0])
 def test_places_of_ids(total, share):

@@ -27,6 +27,10 @@ def seeded(make):
     return make()
 
 
+def as_it_is(layer):
+    return layer
+
+
 class Multiplies(MessagePassing):
     """A user's layer, which multiplies by a matrix if it is given one."""
 
@@ -47,6 +51,8 @@ VALUED = {
         7, 4, aggr="std"
     ),  # not by a product: no values
     "SignedConv": lambda: pyg.SignedConv(7, 4, first_aggr=True),
+    "TAGConv": lambda: pyg.TAGConv(7, 4, 2),
+    "GATConv": lambda: pyg.GATConv(7, 4, add_self_loops=False),
     "PDNConv": lambda: pyg.PDNConv(7, 4, 3, 4),
     "EGConv": lambda: pyg.EGConv(7, 8, ["sum", "symnorm", "max"], 4, 2),
     "Multiplies": lambda: Multiplies("mean"),
@@ -86,8 +92,13 @@ def test_values_of_a_matrix_weigh_what_pyg_weighs_by_them(size, layout, memory, 
         theirs = seeded(build).double()
         given = (adj, adj) if name == "SignedConv" else (adj,)
         want = stepped(theirs, whole.x, given)
-        for share in (cut, later, copy.deepcopy(cut).to("cpu")):
-            ours = pdc.convert(seeded(build).double())
+        moved = copy.deepcopy(cut).to("cpu")
+        for share, made in (
+            (cut, pdc.convert),
+            (later, pdc.convert),
+            (moved, as_it_is),
+        ):
+            ours = made(seeded(build).double())
             given = [share.adj_t] * len(given)
             for _ in range(1 + (memory is None)):  # the second time by what is kept
                 ours.zero_grad()

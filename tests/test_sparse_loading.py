@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import tiers
 import torch
-import torch_geometric.nn
 import worlds
-from alike import whole
 from batches import LOADERS
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
@@ -144,39 +140,3 @@ def test_pyg_reads_the_edges_of_a_shares_matrix(size):
     assert share.adj_t.layout == torch.sparse_csr
     assert share.edge_index.layout == torch.strided
     assert is_torch_sparse_tensor(share.adj_t)
-
-
-class FusedSAGEConv(torch_geometric.nn.SAGEConv):
-    """PyG's, which is compiled once for a class, as its first object of a process needs."""
-
-
-def sage(lib):
-    return FusedSAGEConv if lib is torch_geometric.nn else lib.SAGEConv
-
-
-LAYERS = {
-    "GCNConv": lambda lib: lib.GCNConv(4, 3),
-    "TAGConv": lambda lib: lib.TAGConv(4, 3, 2),
-    "max": lambda lib: sage(lib)(4, 3, aggr="max"),
-    "mean": lambda lib: sage(lib)(4, 3),
-    "GINConv": lambda lib: lib.GINConv(torch.nn.Linear(4, 3)),
-    "GATConv": lambda lib: lib.GATConv(4, 3),
-}
-
-
-@pytest.mark.parametrize("lib", ["torch_geometric.nn", "pyg_distcomm.nn"])
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("size", [1, 2])
-@worlds.on()
-def test_layers_take_the_matrix_of_a_share(size, name, lib):
-    dense, x = graph()
-    matrix = as_layout(dense.double().fill_diagonal_(0), "sparse_csr")
-    data = Data(x=x.double(), adj_t=matrix)
-    share, found = pdc.partition(data, worlds.mesh(), "random"), []
-    for layers, given in (("torch_geometric.nn", data), (lib, share)):
-        torch.manual_seed(0)
-        layer = LAYERS[name](importlib.import_module(layers)).double()
-        out = layer(given.x, given.adj_t)
-        out.square().mean().backward()
-        found.append([whole(out).detach(), *(p.grad for p in layer.parameters())])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)

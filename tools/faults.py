@@ -2,8 +2,8 @@
 
     python tools/faults.py --report benchmarks/reports/faults.md [-k WORDS] [--jobs 2]
 
-The report counts cases by kind, and lists those that fell short; with --verbose, a line for
-each case goes to runs/faults.md, which is not kept under version control.
+The report counts cases by kind, and lists those that fell short; --verbose prints what their
+ranks said.
 
 A case passes if all its ranks end in time, none by a signal that is not the fault's own, each
 with the right result or an error that says what happened, and nothing is left behind.
@@ -330,23 +330,6 @@ def last_line(text):
     return (ends or lines or [""])[-1][:300]
 
 
-def table(outcomes):
-    """Returns the report: a row for each case."""
-    rows = [
-        "| case | exit codes | seconds | what the others said | verdict |",
-        "|---|---|---|---|---|",
-    ]
-    for one in outcomes:
-        ended = zip(one.said, one.codes, strict=True)
-        said = "; ".join(dict.fromkeys(last_line(t) for t, code in ended if code))
-        said = said.replace("|", "\\|")[:160]
-        verdict = "; ".join(one.wrong) or "well"
-        codes = " ".join("-" if c is None else str(c) for c in one.codes)
-        cells = one.name, codes, f"{one.seconds:.1f}", said, verdict
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
 KINDS = {  # of a case's name: what is done to a rank, or what ranks do
     r"rank \d+: kill at ": "a rank is killed",
     r"rank \d+: raise at ": "a rank raises an exception",
@@ -401,8 +384,7 @@ def main():
     add("--report", help="a file for cases by kind, and what fell short")
     add("-k", default="", help="cases whose names hold this")
     add("--jobs", type=int, default=2)
-    told = "print what ranks said, and write runs/faults.md"
-    add("--verbose", action="store_true", help=told)
+    add("--verbose", action="store_true", help="print what ranks said")
     asked = parser.parse_args()
     campaign = Campaign()
     chosen = [case for case in cases() if re.search(asked.k, case.name)]
@@ -425,10 +407,6 @@ def main():
     if asked.report:
         machine = f"torch {torch.__version__}, {os.cpu_count()} cores"
         Path(asked.report).write_text(report(outcomes, machine) + "\n")
-    if asked.verbose:
-        place = HERE.parent / "runs" / "faults.md"
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(table(outcomes) + "\n")
     print(f"{len(outcomes)} cases, {len(bad)} end badly")
     return int(bool(bad))
 

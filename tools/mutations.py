@@ -224,7 +224,7 @@ test_failure.py -k test_a_wait_raises
                 if seconds > self.deadline:
     error: a rank reads another's failure as its own
         if note["rank"] {{!= => ==}} self.rank:
-test_whereabouts.py -k test_ranks_at_one_place
+test_failure.py -k test_ranks_at_one_place
     error: a rank tells where the others were when it asked before
         if number{{ >= wait.question > 0 => }}:
 test_first_errors.py -k test_ranks_that_select_differently
