@@ -469,6 +469,7 @@ PLACES = {
     "product": (kernels, "spmm"),
     "backward": (kernels, "spmm"),
     "halo": (halo.kernels, "gather_rows"),
+    "op": (halo.kernels, "gather_rows"),
     "partition": (partition_data, "DividedGraph"),
     "typed": (partition_data, "DividedGraph"),
     "folder": (partition_data, "_read_share"),
@@ -497,8 +498,8 @@ def steps(where, mesh):
             pdc.load_partition(f"{folder}/parts", mesh)
     share = pdc.partition(data, mesh, cut)
     x = share.x.clone().requires_grad_()
-    layer = GATConv(7, 4) if where == "halo" else DistGCNConv(7, 4)
-    conv = pdc.convert(layer.double())
+    layer = GATConv(7, 4) if where in ("halo", "op") else DistGCNConv(7, 4)
+    conv = layer.double() if where == "op" else pdc.convert(layer.double())
     if where == "backward":
         loss = conv(x, share.edge_index).sum()
         yield
@@ -534,6 +535,7 @@ def full(where, text, ranks):
 CASES = [
     ("product", "cuda", (1,)),
     ("halo", "cpu", (0,)),
+    ("op", "cpu", (1,)),
     ("backward", "cuda", (0,)),
     ("partition", "cpu", (1,)),
     ("product", "cpu", (0, 1)),
@@ -544,9 +546,10 @@ CASES = [
 ]
 
 
-@tiers.parametrize(("where", "text", "ranks"), CASES, slice(0, 1))
+@tiers.parametrize(("where", "text", "ranks"), CASES, slice(0, 3))
 def test_all_ranks_say_what_did_not_fit(where, text, ranks):
-    part = {"halo": "GATConv, with messages", "to": "a tensor of rows"}
+    part = {"halo": "GATConv, with messages", "op": "index_select() of a tensor ["}
+    part |= {"to": "a tensor of rows"}
     part |= dict.fromkeys(("partition", "typed", "folder"), "share of the graph")
     part |= {"matrix": "a matrix of"}
     part = part.get(where, "a product of the graph and rows")

@@ -26,10 +26,11 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.local_adjacency import stays
 from pyg_distcomm.graph.topology import OperatorKind, Topology, all_or_none
@@ -329,6 +330,7 @@ def run_on_share(
     check_flow(conv, topology)
     if getattr(conv, "explain", False):
         check_mask(conv, topology)
+    run = _explaining_memory(conv, run, topology)
     exact = link in (None, "exact") and topology.link is None
     if exact and not topology.chunked:
         agreed_link(conv, "exact", topology)
@@ -359,6 +361,26 @@ def run_on_share(
         warn_about_grid(conv, topology, why)
     with exchanging(conv, context):
         return run(*args, **kwargs)
+
+
+def _explaining_memory(
+    conv: Any, run: Callable[..., Any], topology: Topology
+) -> Callable[..., Any]:
+    """Returns a call of `run` that explains an out-of-memory error of a layer."""
+    nodes, count = topology.nodes, len(topology.edges)
+    what = f"{type(conv).__name__}, with messages of {count:,} edges and its halo,"
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        def size() -> int:
+            given = [x for x in tree_leaves((args, kwargs)) if type(x) is DistTensor]
+            rows = [x.local[:1].nbytes for x in given if x.dim_ == 0]
+            widest = max(rows, default=8)
+            return (count + topology.locals.halo.num_ghosts + len(nodes)) * widest
+
+        with needing(what, size, watch_of(nodes.mesh), topology.device):
+            return run(*args, **kwargs)
+
+    return call
 
 
 def run_any(

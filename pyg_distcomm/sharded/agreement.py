@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import comparer_of, digest
-from pyg_distcomm.comm.failure import watch_of
+from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest
 from pyg_distcomm.process import PROCESS
@@ -392,23 +392,27 @@ def compare_ids(ids: Tensor, count: int, mesh: Any) -> None:
         raise IndexError(f"index {bad} is out of range for a tensor of {count} rows")
 
 
-def check_devices(op: Any, args: Any, kwargs: Any, error: Exception) -> None:
-    """Raises on all ranks if torch failed because operands are on different devices.
+def explain(op: Any, args: Any, kwargs: Any, error: Exception) -> NoReturn:
+    """Raises on all ranks if an op lacked memory, or has operands on different devices.
 
     Raises:
+        OutOfMemoryError, MemoryError: naming the op, its bytes, and what needs less.
         ValueError: naming the operands, and their devices.
     """
     found = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     where = {str(t.device): t for t in found if t.dim()}
+    rows: Any = next(t for t in found if hasattr(t, "rows"))
+    watch = watch_of(rows.rows.mesh)
     if len(where) < 2 or not re.search("device|meta tensor", str(error)):
-        return
+        size = 2 * sum(getattr(t, "local", t).nbytes for t in found)
+        what = f"{name_of(op)}() of {_described(rows)}"
+        with needing(what, lambda: size, watch, rows.device):
+            raise error
     said = [f"{_described(t)} lies on {device}" for device, t in where.items()]
     wrong = ValueError(
         "move the model and the data to one device, by .to(mesh.device): in "
         f"{name_of(op)}(), {', and '.join(said)}"
     )
-    rows = next((t.rows for t in found if hasattr(t, "rows")), None)
-    watch = None if rows is None else watch_of(rows.mesh)
     if watch is not None:
         watch.fail(wrong)
     raise wrong from error

@@ -29,10 +29,10 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.core_ops import offset_dtype
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import (
-    check_devices,
     compare_call,
     compare_plain,
     compare_weights,
+    explain,
     in_backward,
     name_of,
 )
@@ -136,9 +136,8 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
         """Computes one aten op by its rule."""
         try:
             return cls._computed(func, types, args, kwargs)
-        except RuntimeError as error:  # perhaps on this rank only
-            check_devices(func, args, kwargs, error)
-            raise
+        except (RuntimeError, MemoryError) as error:  # perhaps on this rank only
+            explain(func, args, kwargs, error)
 
     @classmethod
     def _computed(
