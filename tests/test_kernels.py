@@ -139,6 +139,24 @@ def test_strided_rows_and_columns(f):
     )
 
 
+@pytest.mark.parametrize("f", [1, 10, 64])
+def test_products_of_heads_are_those_of_each_head(f):
+    rowptr, col, _, wide = large_problem(4 * f + 2)
+    value = torch.randn(len(col), 3)
+    own = wide[:, 2:].view(-1, 4, f)[:, :3]
+    for x in (own, own.contiguous(), own[:, :1].expand(-1, 3, -1), own.flip(2).mT.mT):
+        out = agree("spmm", rowptr, col, value, x, atol=1e-3, rtol=1e-4)
+        scores = agree("sddmm", rowptr, col, out, x, atol=1e-2, rtol=1e-4)
+        start = torch.ones_like(out)
+        more = kernels.spmm(rowptr, col, value, x, start.clone(), accumulate=True)
+        torch.testing.assert_close(more, start + out, atol=1e-4, rtol=1e-5)
+        for h in range(3):
+            alone = kernels.spmm(rowptr, col, value[:, h], x[:, h])
+            assert torch.equal(out[:, h], alone)
+            alone = kernels.sddmm(rowptr, col, out[:, h], x[:, h])
+            torch.testing.assert_close(scores[:, h], alone, atol=1e-3, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_panels_give_the_same_bits(monkeypatch, dtype):
     rowptr, col, value, x = large_problem(100, dtype)
@@ -453,6 +471,7 @@ def mistakes():
     yield "10 rows", kernels.csr_transpose, rowptr, col, 10
     yield "each of the 60000 edges", kernels.spmm, rowptr, col, value[:-1], x
     yield "matrix", kernels.spmm, rowptr, col, value, x[0]
+    yield "of the 2 heads", kernels.spmm, rowptr, col, value, x.view(len(x), 2, -1)
     yield "needs the out", kernels.spmm, rowptr, col, value, x, None, True
     yield r"shape \[4000, 8\]", kernels.spmm, rowptr, col, value, x, x[:5]
     yield "one length", kernels.coo_to_csr, col, col[1:], 4000

@@ -40,13 +40,7 @@ class _SpMM(torch.autograd.Function):
 
     @staticmethod
     def forward(pattern: Pattern, value: Tensor | None, x: Tensor) -> Tensor:
-        if x.dim() == 2:
-            return kernels.spmm(pattern.rowptr, pattern.col, value, x)
-        assert value is not None
-        z = memory.empty_rows(x, pattern.shape[0])
-        for h in range(x.size(1)):
-            kernels.spmm(pattern.rowptr, pattern.col, value[:, h], x[:, h], z[:, h])
-        return z
+        return kernels.spmm(pattern.rowptr, pattern.col, value, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -73,12 +67,7 @@ class _SDDMM(torch.autograd.Function):
 
     @staticmethod
     def forward(pattern: Pattern, g: Tensor, x: Tensor) -> Tensor:
-        csr = pattern.rowptr, pattern.col
-        if x.dim() == 2:
-            return kernels.sddmm(*csr, g, x)
-        return torch.stack(
-            [kernels.sddmm(*csr, g[:, h], x[:, h]) for h in range(x.size(1))], 1
-        )
+        return kernels.sddmm(pattern.rowptr, pattern.col, g, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

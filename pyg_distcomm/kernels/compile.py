@@ -310,20 +310,22 @@ def _sum_block(
     offset: Any,
     ahead: Any,
     last: Any,
+    heads: Any,
+    head: Any,
 ) -> Emitted:
     """Sums a block of the rows of x that edges begin .. end-1 point to.
 
-        total[at + k] (+)= sum of value[e] x[col[e] x_ld + offset + k]
+        total[at + k] (+)= sum of value[e heads + head] x[col[e] x_ld + offset + k]
 
     A block is 2**len(width) bytes, known when compiling as the length of a tuple;
-    ``value`` may be None. While it adds edge e it prefetches for edge e + ahead, or
-    the last. The sum is taken in the order of edges, from zero if ``fresh``.
+    ``value`` and ``heads`` may be None. While it adds edge e it prefetches for edge
+    e + ahead, or the last. The sum is taken in the order of edges, from zero if ``fresh``.
     """
     integer, size = types.int64, 2 ** len(width)
-    head = (width, total, integer, types.boolean, col, value, integer, integer)
-    sig = types.void(*head, x, integer, integer, integer, integer)
+    given = (width, total, integer, types.boolean, col, value, integer, integer)
+    sig = types.void(*given, x, *[integer] * 4, heads, integer)
     lanes = 8 * size // x.dtype.bitwidth
-    weighted = not isinstance(value, types.NoneType)
+    weighted, by_head = (not isinstance(t, types.NoneType) for t in (value, heads))
 
     def emit(context: Any, build: Builder, sig: Any, args: Any) -> Any:
         def pointer(k: int) -> ir.Value:
@@ -347,7 +349,8 @@ def _sum_block(
             row = _load(build, build.bitcast(row_of(edge), block.as_pointer()))
             if weights is None:
                 return build.fadd(sums, row)
-            weight = build.load(build.gep(weights, [edge]))
+            at = build.add(build.mul(edge, args[13]), args[14]) if by_head else edge
+            weight = build.load(build.gep(weights, [at]))
             return _multiply_add(build, _spread(build, weight, block), row, sums)
 
         start = _start(build, args[3], target)

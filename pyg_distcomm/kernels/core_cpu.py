@@ -43,7 +43,7 @@ def spmm(
     """Runs `core_ops.spmm`, rows in parallel, pieces balanced by edges."""
     target = writable(out, rowptr.numel() - 1, x)
     if target.numel():
-        weight = None if value is None else vector(value.to(x.dtype))
+        weight = None if value is None else vector(value.to(x.dtype)).reshape(-1)
         matrix = vector(rowptr), vector(col), weight
         edges = int(matrix[0][-1]) - int(matrix[0][0])
         multiply = _multiply_panels if _panels_pay(x, edges) else _multiply
@@ -57,6 +57,8 @@ def _panels_pay(x: Tensor, edges: int) -> bool:
     Such a panel is likelier to stay in the last cache. That pays when x does not
     stay there and each of its rows is read often.
     """
+    if x.dim() > 2:
+        return False
     n, f = x.shape
     size = x.element_size()
     return n * f * size >= LAST_CACHE and f * size >= 4 * PANEL and edges >= 8 * n
@@ -78,9 +80,10 @@ def _multiply_panels(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -
 
 def _multiply(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -> None:
     """Multiplies a block of columns at a time, as many as fit in registers."""
-    arrays = (*matrix, *flat(x), *flat(out), accumulate)
-    pieces = _pieces(matrix[0], x.size(1))
-    for at, lanes, keep in _blocks(x.size(1), WIDEST // x.element_size()):
+    heads = x.size(1) if x.dim() > 2 else None
+    arrays = (*matrix, heads, *_heads(x), *_heads(out), accumulate)
+    pieces = _pieces(matrix[0], (heads or 1) * x.size(-1))
+    for at, lanes, keep in _blocks(x.size(-1), WIDEST // x.element_size()):
         width = (0,) * (lanes * x.element_size()).bit_length()
         args = (width[1:], *arrays, at, at, lanes, keep if accumulate else lanes)
         threads.run(ready(core_jit.spmm, args, 2), pieces)
@@ -104,13 +107,25 @@ def _blocks(f: int, widest: int) -> list[tuple[int, int, int]]:
 def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
     """Runs `core_ops.sddmm`, rows in parallel."""
     pointers = vector(rowptr)
-    f = x.size(1)
-    out = memory.empty((int(pointers[-1]) - int(pointers[0]),), x.dtype)
+    f, heads = x.size(-1), x.size(1) if x.dim() > 2 else None
+    edges = int(pointers[-1]) - int(pointers[0])
+    out = memory.empty((edges, *x.shape[1:-1]), x.dtype)
     if f and out.numel():
-        args = (pointers, vector(col), *flat(g), *flat(x), out.numpy(), f)
-        _over_segments(core_jit.sddmm, args, pointers, f)
+        matrix = pointers, vector(col), heads
+        args = (*matrix, *_heads(g), *_heads(x), out.view(-1).numpy(), f)
+        _over_segments(core_jit.sddmm, args, pointers, (heads or 1) * f)
         return out
     return out.zero_()
+
+
+def _heads(t: Tensor) -> tuple[Array, int, int]:
+    """Returns the storage under rows as a vector, and its strides of rows and heads."""
+    if t.dim() == 2:
+        return *flat(t), 0
+    t = t.detach() if t.stride(-1) == 1 else t.detach().contiguous()
+    (n, heads, f), (ld, step, _) = t.shape, t.stride()
+    span = (n - 1) * ld + (heads - 1) * step + f if t.numel() else 0
+    return t.as_strided((span,), (1,)).numpy(), ld, step
 
 
 def pair_scores(
@@ -164,8 +179,11 @@ def segment_softmax(rowptr: Tensor, x: Tensor) -> Tensor:
     pointers, values = vector(rowptr), x.detach().contiguous()
     out = memory.empty_rows(values, len(values))
     h = x.size(1)
-    args = (pointers, values.view(-1).numpy(), out.view(-1).numpy(), h)
-    _over_segments(core_jit.segment_softmax, args, pointers, h)
+    flat_out = out.view(-1).numpy()
+    args = (pointers, values.view(-1).numpy(), flat_out, h)
+    _over_segments(core_jit.less_segment_max, args, pointers, h)
+    out.exp_()  # which torch vectorises
+    _over_segments(core_jit.over_segment_sum, (pointers, flat_out, h), pointers, h)
     return out
 
 
@@ -407,7 +425,7 @@ def deliver(target: Tensor, out: Tensor | None) -> Tensor:
 
 def row_strided(t: Tensor) -> bool:
     """Returns whether the rows of a matrix are contiguous."""
-    return t.stride(1) == 1 and t.stride(0) >= t.size(1)
+    return t.stride(-1) == 1 and t.stride(0) >= t.size(-1)
 
 
 def flat(t: Tensor) -> tuple[Array, int]:

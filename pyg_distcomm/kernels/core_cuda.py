@@ -268,6 +268,8 @@ def spmm(
     bits are the same at each run; in deterministic mode rows are not cut, and they are those
     of the CPU.
     """
+    if x.dim() > 2:
+        return _by_head(rowptr, col, value, x, out, accumulate)
     if x.dtype not in _TYPES or (value is not None and value.dtype not in _TYPES):
         return core_ops.spmm.definition(rowptr, col, value, x, out, accumulate)
     in_order = torch.are_deterministic_algorithms_enabled()
@@ -310,6 +312,22 @@ def spmm(
     return deliver(home, target if out is None else out)
 
 
+def _by_head(
+    rowptr: Tensor,
+    col: Tensor,
+    value: Any,
+    x: Tensor,
+    out: Tensor | None,
+    accumulate: bool,
+) -> Tensor:
+    """Multiplies the rows of each head in turn."""
+    target = x.new_empty(len(rowptr) - 1, *x.shape[1:]) if out is None else out
+    for h in range(x.size(1)):
+        given = value[:, h], x[:, h], target[:, h], accumulate
+        spmm(rowptr, col, *given)
+    return target
+
+
 def library_wins(rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor) -> bool:
     """Returns whether cuSPARSE is to multiply: where it was faster on a device.
 
@@ -331,6 +349,9 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
 
     The number of edges is read from the device when offsets are first seen.
     """
+    if x.dim() > 2:
+        heads = range(x.size(1))
+        return torch.stack([sddmm(rowptr, col, g[:, h], x[:, h]) for h in heads], 1)
     if x.dtype not in _TYPES:
         return core_ops.sddmm.definition(rowptr, col, g, x)
     low, high = core_ops.span_of(rowptr)

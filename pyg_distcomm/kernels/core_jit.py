@@ -36,10 +36,13 @@ def spmm(
     rowptr: Array,
     col: Array,
     value: Array | None,
+    heads: int | None,
     x: Array,
     x_ld: int,
+    x_step: int,
     out: Array,
     out_ld: int,
+    out_step: int,
     add: bool,
     x_at: int,
     out_at: int,
@@ -48,7 +51,7 @@ def spmm(
     begin: int,
     end: int,
 ) -> None:
-    """Multiplies rows begin .. end-1 of one block of columns.
+    """Multiplies rows begin .. end-1 of one block of columns, of each head if there are any.
 
     The block is ``lanes`` wide, of which the last ``keep`` are wanted: where columns
     do not fill a block it reaches back over its neighbour, never past a row. All are
@@ -59,19 +62,17 @@ def spmm(
     last = np.int64(rowptr[end]) - 1
     for i in range(begin, end):
         low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
-        home = i * out_ld + out_at
-        if keep < lanes:
+        for h in range(1 if heads is None else heads):
+            home, from_ = i * out_ld + h * out_step + out_at, h * x_step + x_at
+            edges = x, x_ld, from_, soon, last, heads, h
+            if keep == lanes:
+                sum_block(width, out, home, fresh, col, value, low, high, *edges)
+                continue
             for k in range(lanes - keep, lanes):
                 spill[np.uint64(k)] = out[np.uint64(home + k)]
-            sum_block(
-                width, spill, 0, fresh, col, value, low, high, x, x_ld, x_at, soon, last
-            )
+            sum_block(width, spill, 0, fresh, col, value, low, high, *edges)
             for k in range(lanes - keep, lanes):
                 out[np.uint64(home + k)] = spill[np.uint64(k)]
-            continue
-        sum_block(
-            width, out, home, fresh, col, value, low, high, x, x_ld, x_at, soon, last
-        )
 
 
 @jit
@@ -108,22 +109,29 @@ def balance(rowptr: Array, pieces: int) -> Array:
 def sddmm(
     rowptr: Array,
     col: Array,
+    heads: int | None,
     g: Array,
     g_ld: int,
+    g_step: int,
     x: Array,
     x_ld: int,
+    x_step: int,
     out: Array,
     f: int,
     begin: int,
     end: int,
 ) -> None:
     first, last = np.int64(rowptr[0]), np.int64(rowptr[end]) - 1
+    count = 1 if heads is None else heads
     for i in range(begin, end):
         for e in range(np.int64(rowptr[i]), np.int64(rowptr[i + 1])):
             soon = np.int64(col[min(e + SOON, last)]) * x_ld
-            for k in range(0, f, LINE // x.itemsize):
+            for k in range(0, (count - 1) * x_step + f, LINE // x.itemsize):
                 prefetch(x, soon + k)
-            out[e - first] = dot(g, i * g_ld, x, np.int64(col[e]) * x_ld, f)
+            source = np.int64(col[e]) * x_ld
+            for h in range(count):
+                from_, at = i * g_ld + h * g_step, source + h * x_step
+                out[(e - first) * count + h] = dot(g, from_, x, at, f)
 
 
 @reordering
@@ -135,7 +143,7 @@ def dot(a: Array, a_at: int, b: Array, b_at: np.int64, f: int) -> Any:
 
 
 @jit
-def segment_softmax(
+def less_segment_max(
     rowptr: Array, x: Array, out: Array, h: int, begin: int, end: int
 ) -> None:
     for i in range(begin, end):
@@ -144,12 +152,19 @@ def segment_softmax(
             most = x[low * h + k]
             for e in range(low + 1, high):
                 most = max(most, x[e * h + k])
-            total = x.dtype.type(0)
             for e in range(low, high):
-                y = np.exp(x[e * h + k] - most)
-                out[e * h + k] = y
-                total += y
-            total += x.dtype.type(TINY)
+                out[e * h + k] = x[e * h + k] - most
+
+
+@jit
+def over_segment_sum(rowptr: Array, out: Array, h: int, begin: int, end: int) -> None:
+    for i in range(begin, end):
+        low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
+        for k in range(h):
+            total = out.dtype.type(0)
+            for e in range(low, high):
+                total += out[e * h + k]
+            total += out.dtype.type(TINY)
             for e in range(low, high):
                 out[e * h + k] /= total
 

@@ -17,18 +17,21 @@ HASH_BITS = 24
 TINY = 1e-16  # what PyG adds to the sums of a softmax
 
 
-def _check_product(rowptr: Tensor, col: Tensor, x: Tensor) -> None:
+def _check_product(
+    rowptr: Tensor, col: Tensor, x: Tensor, dims: tuple[int, ...] = (2,)
+) -> None:
     if rowptr.dim() != 1 or col.dim() != 1 or not rowptr.numel():
         raise ValueError(
             f"rowptr [m + 1] and col [nnz] must be vectors, got "
             f"{list(rowptr.shape)} and {list(col.shape)}"
         )
-    if x.dim() != 2:
-        raise ValueError(f"x must be a matrix [n, f], got {list(x.shape)}")
+    if x.dim() not in dims:
+        wanted = " or rows of heads [n, h, f]" if 3 in dims else ""
+        raise ValueError(f"x must be a matrix [n, f]{wanted}, got {list(x.shape)}")
 
 
 def _check_out(out: Tensor, rows: int, like: Tensor) -> None:
-    wanted = (rows, like.size(1))
+    wanted = (rows, *like.shape[1:])
     if tuple(out.shape) != wanted or out.dtype != like.dtype:
         raise ValueError(
             f"expected a tensor of shape {list(wanted)} and type {like.dtype}, "
@@ -44,11 +47,13 @@ def _check_spmm(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    _check_product(rowptr, col, x)
-    if value is not None and value.shape != col.shape:
+    _check_product(rowptr, col, x, (2, 3))
+    heads = x.shape[1:-1]
+    if heads if value is None else value.shape != col.shape + heads:
+        each = f", and each of the {heads[0]} heads" if heads else ""
         raise ValueError(
-            f"value must hold one number for each of the {col.numel()} edges, "
-            f"got {list(value.shape)}"
+            f"value must hold one number for each of the {col.numel()} edges{each}, "
+            f"got {value if value is None else list(value.shape)}"
         )
     if accumulate and out is None:
         raise ValueError("spmm(accumulate=True) needs the out to add to")
@@ -66,7 +71,7 @@ def _check_span(rowptr: Tensor, nnz: int) -> None:
 
 
 def _check_sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> None:
-    _check_product(rowptr, col, x)
+    _check_product(rowptr, col, x, (2, 3))
     _check_out(g, rowptr.numel() - 1, x)
 
 
@@ -114,7 +119,8 @@ def spmm(
 
         out[i] (+)= sum of value[e] x[col[e]] over rowptr[i] <= e < rowptr[i + 1]
 
-    Shapes: rowptr [m + 1], col and value [nnz], x [n, f], out [m, f].
+    Shapes: rowptr [m + 1], col and value [nnz], x [n, f], out [m, f]; or, with a value for
+    each head, value [nnz, h], x [n, h, f], out [m, h, f].
     Half-precision sums are taken in float32. Values are rounded to the type of x. The sum
     of a row is taken in edge order, so the bits depend neither on the number of threads nor
     on how callers cut ``rowptr``; cuSPARSE may take another order, and is not called where
@@ -127,9 +133,9 @@ def spmm(
     wide = _wide(x.dtype)
     message = x[col[lo:hi].long()].to(wide)
     if value is not None:
-        message = message * value[lo:hi, None].to(x.dtype).to(wide)
-    m = rowptr.numel() - 1
-    total = torch.zeros(m, x.size(1), dtype=wide, device=x.device)
+        message = message * value[lo:hi, ..., None].to(x.dtype).to(wide)
+    shape = (rowptr.numel() - 1, *x.shape[1:])
+    total = torch.zeros(shape, dtype=wide, device=x.device)
     total = total.index_add_(0, row, message).to(x.dtype)
     if out is None:
         return total
@@ -165,6 +171,7 @@ def library_fits(rowptr: Tensor, col: Tensor, x: Tensor) -> bool:
     """
     return (
         x.dtype in FLOATS
+        and x.dim() == 2
         and rowptr.dtype == col.dtype
         and rowptr.numel() > 1
         and len(col) > 0
@@ -180,12 +187,13 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
 
         out[e - rowptr[0]] = <g[row(e)], x[col[e]]>
 
-    Shapes: rowptr [m + 1], col [nnz], g [m, f], x [n, f], out [rowptr[m] - rowptr[0]].
+    Shapes: rowptr [m + 1], col [nnz], g [m, f], x [n, f], out [rowptr[m] - rowptr[0]]; or, of
+    each head, g [m, h, f], x [n, h, f], out [rowptr[m] - rowptr[0], h].
     """
     row, lo, hi = _rows(rowptr)
     wide = _wide(x.dtype)
     product = g[row].to(wide) * x[col[lo:hi].long()].to(wide)
-    return product.sum(1).to(x.dtype)
+    return product.sum(-1).to(x.dtype)
 
 
 def _check_pairs(
