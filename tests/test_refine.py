@@ -53,15 +53,15 @@ def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
         owner.tolist(), pairs, weight, capacity, num_parts
     )
     rows = cutters_jit.distinct_sources(*edge_index.numpy(), n, False)
-    readers = cutters_jit.list_readers(*rows, owner, num_parts)
+    readers = cutters_jit.list_readers(rows, owner, num_parts)
     load = cutters_jit.rows(owner, num_parts, readers)
     most = int(load[:num_parts].sum())
     first = np.array([load[:num_parts].max(), load[num_parts:].max()])
     for _ in range(3):
         bounds = first.tolist(), most, doublings
         want = refine_reference.sweep(state, order.tolist(), *bounds)
-        loads = load, weight, capacity, carried, first, most, doublings
-        assert cutters_jit.sweep(order, *rows, owner, readers, *loads) == want
+        loads = load, (weight, capacity, carried), first, most, doublings
+        assert cutters_jit.sweep(order, rows, owner, readers, *loads) == want
         assert owner.tolist() == state.owner
         assert load.tolist() == [*state.rows()[0], *state.rows()[1]]
         assert (carried == part_loads(owner, weight, num_parts)).all()

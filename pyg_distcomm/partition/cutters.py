@@ -161,7 +161,7 @@ def cut(
         def parts(edges: Tensor, many: int, train: np.ndarray) -> Partition:
             return _cut("metis", edges, many, train, seed, balance)
 
-        result = grid_cut(edge_index, train, grid, parts, jit_loops().deal)
+        result = grid_cut(edge_index, train, grid, parts)
     elif method not in METHODS:
         result = registered_cut(
             method, edge_index, num_nodes, num_parts, seed=seed, train_mask=train_mask
@@ -273,12 +273,12 @@ def ldg(
     csr = symmetric_csr(edge_index, num_nodes)
     weight = node_weights(edge_index, train)
     capacity = capacities(weight, num_parts, balance)
-    load = np.zeros((num_parts, weight.shape[1]), np.int64)
+    loads = weight, capacity, np.zeros((num_parts, weight.shape[1]), np.int64)
     visit_order = _by_degree(csr, seed)
     owner = np.full(num_nodes, -1, np.int64)
     best, best_cut = owner, math.inf
     for _ in tqdm(range(PASSES), "ldg", disable=None, leave=False):
-        loops.ldg(visit_order, *csr, weight, capacity, owner, load)
+        loops.ldg(visit_order, csr, loads, owner)
         size = loops.cut_size(*csr, owner)
         if size >= best_cut:
             break
@@ -366,7 +366,7 @@ def _improve(
     def rebalance(limit: np.ndarray) -> None:
         max_loss = 0
         while max_loss <= 2 * most and (load > limit).any():
-            loops.improve(lightest_first, *csr, weight, limit, owner, load, max_loss)
+            loops.improve(lightest_first, csr, (weight, limit, load), owner, max_loss)
             max_loss = 2 * max_loss + 1
 
     def excess() -> float:
@@ -379,7 +379,7 @@ def _improve(
         rebalance(np.concatenate([load.sum(0)[:2], capacity[2:]]))
         rebalance(capacity)
     for _ in range(PASSES):
-        if not loops.improve(visit_order, *csr, weight, capacity, owner, load, -1):
+        if not loops.improve(visit_order, csr, (weight, capacity, load), owner, -1):
             break
 
 
@@ -501,8 +501,8 @@ class _StreamCut:
         self.dtype: Any = np.int32 if largest < NARROW else np.int64
         self.weight = np.ones((num_nodes, 2), self.dtype)
         self.weight[:, 1] = 0
-        self.capacity = capacity
         self.load = np.zeros((num_parts, 2), np.int64)
+        self.room = capacity, self.load
 
     def run(self) -> Partition:
         cluster_of, weight = self._clusters()
@@ -510,7 +510,7 @@ class _StreamCut:
         share = (weight[ids] / np.maximum(weight[ids].sum(0), 1)).sum(1)
         cluster_part = np.full(self.n, -1, np.int32)
         largest = ids[np.argsort(-share, kind="stable")]
-        self.loops.pack(largest, weight, self.capacity, self.load, cluster_part)
+        self.loops.pack(largest, (weight, *self.room), cluster_part)
         if (cluster_part[ids] >= 0).all():
             cluster_part = self._vote(
                 ids, cluster_part, weight, cluster_of, CLUSTER_PASSES
@@ -518,7 +518,7 @@ class _StreamCut:
         owner = cluster_part[cluster_of]
         del cluster_of, weight, cluster_part
         unplaced = np.flatnonzero(owner < 0)
-        self.loops.pack(unplaced, self.weight, self.capacity, self.load, owner)
+        self.loops.pack(unplaced, (self.weight, *self.room), owner)
         nodes = np.arange(self.n, dtype=self.dtype)
         owner = self._vote(nodes, owner, self.weight, None, NODE_PASSES)
         return Partition.from_owner(fill_empty(owner, self.parts), self.parts)
@@ -552,10 +552,12 @@ class _StreamCut:
         """Moves nodes, or clusters if `cluster_of` is given; returns the best owners."""
         label = "moving nodes" if cluster_of is None else "moving clusters"
         slots = min(self.parts, SLOTS)
-        own = np.zeros(self.n, np.int32)
         part_dtype: Any = np.int16 if self.parts <= 2**15 else np.int32
-        voted_part = np.zeros((self.n, slots), part_dtype)
-        count = np.zeros((self.n, slots), np.int32)
+        votes = own, _, count = (
+            np.zeros(self.n, np.int32),
+            np.zeros((self.n, slots), part_dtype),
+            np.zeros((self.n, slots), np.int32),
+        )
         self.load[:] = 0
         np.add.at(self.load, owner[ids], weight[ids])
         best, least = owner, np.inf
@@ -565,7 +567,7 @@ class _StreamCut:
             for src, dst in self.edges.chunks(label):
                 if cluster_of is not None:
                     src, dst = cluster_of[src], cluster_of[dst]
-                cut += self.loops.vote(src, dst, owner, own, voted_part, count)
+                cut += self.loops.vote(src, dst, owner, votes)
             last = k == passes or cut > ENOUGH * least
             if cut < least:
                 best, least = owner.copy(), cut
@@ -573,9 +575,7 @@ class _StreamCut:
                 break
             rng = np.random.default_rng((self.seed, k))
             half = rng.permutation(ids)[: -(-ids.size // 2)]
-            self.loops.move(
-                half, owner, own, voted_part, count, weight, self.capacity, self.load
-            )
+            self.loops.move(half, owner, votes, (weight, *self.room))
         self.load[:] = 0
         np.add.at(self.load, best[ids], weight[ids])
         return best
@@ -673,7 +673,7 @@ def _refine_moves(
     loops = jit_loops()
     src, dst = plain_edges(edge_index).cpu().numpy()
     rows = loops.distinct_sources(src, dst, owner.size, False)
-    readers = loops.list_readers(*rows, owner, num_parts)
+    readers = loops.list_readers(rows, owner, num_parts)
     load = loops.rows(owner, num_parts, readers)
     part_load = part_loads(owner, weight, num_parts)
     capacity = np.maximum(capacities(weight, num_parts, balance), part_load.max(0))
@@ -682,17 +682,8 @@ def _refine_moves(
     order = np.argsort(degree, kind="stable")
     max_volume = int(load[:num_parts].sum())
     start_limit = np.array([load[:num_parts].max(), load[num_parts:].max()])
-    state = (
-        *rows,
-        owner,
-        readers,
-        load,
-        weight,
-        capacity,
-        part_load,
-        start_limit,
-        max_volume,
-    )
+    loads = weight, capacity, part_load
+    state = rows, owner, readers, load, loads, start_limit, max_volume
     for doublings in tqdm(DOUBLINGS, "refining", disable=None, leave=False):
         for _ in range(SWEEPS):
             if not loops.sweep(order, *state, doublings):
@@ -701,7 +692,7 @@ def _refine_moves(
 
 
 def grid_cut(
-    edge_index: Tensor, train: np.ndarray, grid: Grid, cutter: Cutter, deal: Any
+    edge_index: Tensor, train: np.ndarray, grid: Grid, cutter: Cutter
 ) -> Partition:
     """Cuts into row and column parts; see [Note: what a grid exchanges].
 
@@ -713,7 +704,6 @@ def grid_cut(
         train: 1 for each train node `[num_nodes]`.
         grid: (r, s, p).
         cutter: cuts a graph into a number of parts, given its train nodes.
-        deal: spreads nodes over bins by weight, in place, as `cutters_jit.deal`.
     """
     r, s, p = grid
     ends = plain_edges(edge_index).cpu().numpy()
@@ -737,7 +727,7 @@ def grid_cut(
         for each in range(r * s):
             gid = np.flatnonzero(block == each)
             falling = gid[np.argsort(-degree[gid], kind="stable")]
-            deal(falling, degree, np.zeros(p, np.int64), fiber)
+            jit_loops().deal(falling, degree, np.zeros(p, np.int64), fiber)
     return Partition.from_owner(fill_empty(block * p + fiber, r * s * p), r * s * p)
 
 

@@ -1,8 +1,10 @@
 """Compiles the loops of the cutters and of refinement; importing this module imports Numba.
 
 The loads of a part are its nodes (a hard limit), its in-edges and, except for streams, its
-train nodes (soft limits). Loops of the streaming cutter take a chunk of edges, and arrays with
-an entry, or a few slots, per node.
+train nodes (soft limits). `loads` are the weights [n, c] that nodes, or clusters, add to a
+part, the capacity [c] of any part, and the loads [P, c] of all. A `csr` is (indptr, indices).
+Loops of the streaming cutter take a chunk of edges, and arrays with an entry, or a few slots,
+per node.
 
 `readers` lists the parts that read the row of each node, as (start, size, part, count): the row
 of node u is read by the `size[u]` parts from `part[start[u]]` on, each for `count` targets.
@@ -17,6 +19,9 @@ import numpy as np
 from pyg_distcomm.kernels.compile import entry, jit
 
 Array = np.ndarray
+Csr = tuple[Array, Array]
+Loads = tuple[Array, Array, Array]
+Votes = tuple[Array, Array, Array]  # see `vote`
 
 
 @entry
@@ -69,8 +74,9 @@ def distinct_sources(
 
 
 @jit
-def transfer(load: Array, weight: Array, v: int, a: int, b: int) -> None:
+def transfer(loads: Loads, v: int, a: int, b: int) -> None:
     """Moves the weights of node v from the loads of part a to those of part b."""
+    weight, _, load = loads
     for c in range(weight.shape[1]):
         load[a, c] -= weight[v, c]
         load[b, c] += weight[v, c]
@@ -78,10 +84,10 @@ def transfer(load: Array, weight: Array, v: int, a: int, b: int) -> None:
 
 @jit
 def _count_neighbors(
-    v: int, indptr: Array, indices: Array, owner: Array, count: Array, near_parts: Array
+    v: int, csr: Csr, owner: Array, count: Array, near_parts: Array
 ) -> int:
     """Counts v's neighbours by part; lists in `near_parts` the parts that have any."""
-    found = 0
+    (indptr, indices), found = csr, 0
     for k in range(indptr[v], indptr[v + 1]):
         p = owner[indices[k]]
         if p >= 0:
@@ -93,8 +99,9 @@ def _count_neighbors(
 
 
 @jit
-def _free_share(load: Array, capacity: Array, p: int, weight: Array, v: int) -> float:
+def _free_share(loads: Loads, p: int, v: int) -> float:
     """Returns the least free fraction of part p over the loads of v; <= 0 means full."""
+    weight, capacity, load = loads
     free: float = 1.0 - load[p, 0] / capacity[0]
     for c in range(1, capacity.size):
         if weight[v, c] > 0:
@@ -103,44 +110,38 @@ def _free_share(load: Array, capacity: Array, p: int, weight: Array, v: int) -> 
 
 
 @jit
-def _emptiest_part(load: Array, capacity: Array, weight: Array, v: int) -> int:
+def _emptiest_part(loads: Loads, v: int) -> int:
     """Returns the part with the largest free fraction that may take another node."""
+    _, capacity, load = loads
     best, best_free = -1, -np.inf
     for p in range(load.shape[0]):
         if load[p, 0] < capacity[0]:
-            free = _free_share(load, capacity, p, weight, v)
+            free = _free_share(loads, p, v)
             if free > best_free:
                 best, best_free = p, free
     return best
 
 
 @entry
-def ldg(
-    order: Array,
-    indptr: Array,
-    indices: Array,
-    weight: Array,
-    capacity: Array,
-    owner: Array,
-    load: Array,
-) -> None:
+def ldg(order: Array, csr: Csr, loads: Loads, owner: Array) -> None:
     """Assigns each node of `order` anew, by linear deterministic greedy.
 
         part(v) = argmax_p |N(v) in p| * free(p),   free = min_c 1 - load_c(p) / cap_c
 
-    owner [n] holds the parts of the last pass (-1 for none yet) and is overwritten; load
-    [P, 2 + c] is counted anew. Ties go to the emptier part, then to the lower number.
+    owner [n] holds the parts of the last pass (-1 for none yet) and is overwritten; loads are
+    counted anew. Ties go to the emptier part, then to the lower number.
     """
+    weight, capacity, load = loads
     num_parts = load.shape[0]
     count = np.zeros(num_parts, np.int64)
     near_parts = np.empty(num_parts, np.int64)
     load[:] = 0
     for v in order:
-        found = _count_neighbors(v, indptr, indices, owner, count, near_parts)
+        found = _count_neighbors(v, csr, owner, count, near_parts)
         best, best_score, best_free = -1, 0.0, 0.0
         for t in range(found):
             p = near_parts[t]
-            free = _free_share(load, capacity, p, weight, v)
+            free = _free_share(loads, p, v)
             score = count[p] * free
             count[p] = 0
             if load[p, 0] >= capacity[0] or free <= 0:
@@ -151,15 +152,16 @@ def ldg(
             if score > best_score or tie:
                 best, best_score, best_free = p, score, free
         if best < 0:
-            best = _emptiest_part(load, capacity, weight, v)
+            best = _emptiest_part(loads, v)
         owner[v] = best
         for c in range(capacity.size):
             load[best, c] += weight[v, c]
 
 
 @jit
-def fits(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
+def fits(loads: Loads, p: int, v: int) -> bool:
     """Returns whether part p has room for all weights of node v."""
+    weight, capacity, load = loads
     for c in range(capacity.size):
         if weight[v, c] > 0 and load[p, c] + weight[v, c] > capacity[c]:
             return False
@@ -167,7 +169,8 @@ def fits(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
 
 
 @jit
-def _over_capacity(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
+def _over_capacity(loads: Loads, p: int, v: int) -> bool:
+    weight, capacity, load = loads
     over = False
     for c in range(capacity.size):
         over = over or (weight[v, c] > 0 and load[p, c] > capacity[c])
@@ -175,46 +178,37 @@ def _over_capacity(load: Array, capacity: Array, p: int, weight: Array, v: int) 
 
 
 @entry
-def improve(
-    order: Array,
-    indptr: Array,
-    indices: Array,
-    weight: Array,
-    capacity: Array,
-    owner: Array,
-    load: Array,
-    loss: int,
-) -> int:
+def improve(order: Array, csr: Csr, loads: Loads, owner: Array, loss: int) -> int:
     """Moves each node to the part with most of its neighbours that has room for it.
 
     Every move lowers the cut, for a loss of -1; else nodes move out of parts above a limit,
     and a move adds at most `loss` to the cut. Returns the number of moves.
     """
+    load = loads[2]
     num_parts = load.shape[0]
     count = np.zeros(num_parts, np.int64)
     near_parts = np.empty(num_parts, np.int64)
     moves = 0
     for v in order:
         own_part = owner[v]
-        if loss >= 0 and not _over_capacity(load, capacity, own_part, weight, v):
+        if loss >= 0 and not _over_capacity(loads, own_part, v):
             continue
-        found = _count_neighbors(v, indptr, indices, owner, count, near_parts)
+        found = _count_neighbors(v, csr, owner, count, near_parts)
         best, best_count = -1, max(0, count[own_part] - loss - 1)
         for t in range(found):
             p = near_parts[t]
-            better = p != own_part and count[p] > best_count
-            if better and fits(load, capacity, p, weight, v):
+            if p != own_part and count[p] > best_count and fits(loads, p, v):
                 best, best_count = p, count[p]
         if best < 0 and count[own_part] <= loss:
-            p = _emptiest_part(load, capacity, weight, v)
-            if p >= 0 and _free_share(load, capacity, p, weight, v) > 0:
+            p = _emptiest_part(loads, v)
+            if p >= 0 and _free_share(loads, p, v) > 0:
                 best = p
         for t in range(found):
             count[near_parts[t]] = 0
         if best >= 0 and best != own_part and (loss >= 0 or load[own_part, 0] > 1):
             moves += 1
             owner[v] = best
-            transfer(load, weight, v, own_part, best)
+            transfer(loads, v, own_part, best)
     return moves
 
 
@@ -294,13 +288,9 @@ def cluster(
 
 
 @entry
-def pack(
-    order: Array, weight: Array, capacity: Array, load: Array, place: Array
-) -> None:
-    """Assigns each cluster of `order` to the part with most room; `place` is -1 if none has.
-
-    load [P, 2] is updated.
-    """
+def pack(order: Array, loads: Loads, place: Array) -> None:
+    """Assigns each cluster of `order` to the part with most room; `place` is -1 if none has."""
+    weight, capacity, load = loads
     for c in order:
         best, best_free = -1, -np.inf
         for p in range(load.shape[0]):
@@ -317,9 +307,7 @@ def pack(
 
 
 @entry
-def vote(
-    src: Array, dst: Array, owner: Array, own: Array, voted_part: Array, count: Array
-) -> int:
+def vote(src: Array, dst: Array, owner: Array, votes: Votes) -> int:
     """Counts, for both ends of each edge, the part of the other end; returns the edges cut.
 
     own [n] counts neighbours in a node's own part, exactly. voted_part [n, SLOTS] names other
@@ -327,7 +315,7 @@ def vote(
     slot takes an empty slot, or takes one vote from every slot. So counts are never too
     high, and exact while a node has neighbours in no more parts than there are slots.
     """
-    cut = 0
+    (own, voted_part, count), cut = votes, 0
     for e in range(src.size):
         u, v = src[e], dst[e]
         if u == v:
@@ -360,34 +348,21 @@ def _add_vote(v: int, part: int, voted_part: Array, count: Array) -> None:
 
 
 @entry
-def move(
-    order: Array,
-    owner: Array,
-    own: Array,
-    voted_part: Array,
-    count: Array,
-    weight: Array,
-    capacity: Array,
-    load: Array,
-) -> int:
-    """Moves each node or cluster of `order` to the part with most votes that has room.
-
-    weight [n, 2] is what a node or cluster adds to a part. Returns the number of moves.
-    """
-    moves = 0
+def move(order: Array, owner: Array, votes: Votes, loads: Loads) -> None:
+    """Moves each node or cluster of `order` to the part with most votes that has room."""
+    own, voted_part, count = votes
+    weight, _, load = loads
     for v in order:
         a, best, most = owner[v], -1, own[v]
         for k in range(voted_part.shape[1]):
             q = voted_part[v, k]
-            if count[v, k] == 0 or not fits(load, capacity, q, weight, v):
+            if count[v, k] == 0 or not fits(loads, q, v):
                 continue
             if count[v, k] > most or (best >= 0 and count[v, k] == most and q < best):
                 best, most = q, count[v, k]
         if best >= 0 and load[a, 0] > weight[v, 0]:
             owner[v] = best
-            transfer(load, weight, v, a, best)
-            moves += 1
-    return moves
+            transfer(loads, v, a, best)
 
 
 Readers = tuple[Array, Array, Array, Array]
@@ -397,9 +372,9 @@ TINY = 1e-12  # differences below are rounding
 
 
 @entry
-def list_readers(indptr: Array, source: Array, owner: Array, num_parts: int) -> Readers:
+def list_readers(csr: Csr, owner: Array, num_parts: int) -> Readers:
     """Lists the parts that read each node's row, and for how many targets."""
-    num_nodes = owner.size
+    (indptr, source), num_nodes = csr, owner.size
     start = np.zeros(num_nodes + 1, np.int64)
     for k in range(source.size):
         start[source[k] + 1] += 1
@@ -472,8 +447,7 @@ def _add_change(
 def _count_change(
     v: int,
     b: int,
-    indptr: Array,
-    source: Array,
+    csr: Csr,
     owner: Array,
     readers: Readers,
     delta: Array,
@@ -485,8 +459,8 @@ def _count_change(
     the entries touched, whose number is returned.
     """
     start, size, part, count = readers
+    (indptr, source), a = csr, owner[v]
     num_parts = delta.shape[0] // 2
-    a = owner[v]
     remote_a = remote_b = in_a = in_b = 0
     for k in range(start[v], start[v] + size[v]):
         in_a += part[k] == a
@@ -548,63 +522,44 @@ def _gain(
 
 @jit
 def _candidates(
-    v: int,
-    indptr: Array,
-    source: Array,
-    owner: Array,
-    readers: Readers,
-    neighbors: Array,
-    candidates: Array,
+    v: int, csr: Csr, owner: Array, readers: Readers, count: Array, near_parts: Array
 ) -> int:
-    """Lists the other parts with most neighbours of v; ties go to the lower number."""
-    start, size, part, count = readers
-    found = 0
+    """Lists first the other parts with most neighbours of v; ties go to the lower number.
+
+    Returns how many, `CANDIDATES` at most; count [P] is zero before and after.
+    """
+    start, size, part, targets = readers
+    found = _count_neighbors(v, csr, owner, count, near_parts)
     for k in range(start[v], start[v] + size[v]):
-        neighbors[part[k]] += count[k]
-    for e in range(indptr[v], indptr[v + 1]):
-        neighbors[owner[source[e]]] += 1
-    for _ in range(CANDIDATES):
-        best = -1
-        for k in range(start[v], start[v] + size[v]):
-            best = _better_part(part[k], best, owner[v], neighbors)
-        for e in range(indptr[v], indptr[v + 1]):
-            best = _better_part(owner[source[e]], best, owner[v], neighbors)
-        if best < 0:
+        if count[part[k]] == 0:
+            near_parts[found] = part[k]
+            found += 1
+        count[part[k]] += targets[k]
+    count[owner[v]] = 0
+    chosen = 0
+    while chosen < min(found, CANDIDATES):
+        best = chosen
+        for t in range(chosen, found):
+            p, q = near_parts[t], near_parts[best]
+            if count[p] > count[q] or (count[p] == count[q] and p < q):
+                best = t
+        if count[near_parts[best]] == 0:  # its own
             break
-        candidates[found] = best
-        found += 1
-        neighbors[best] = 0
-    for k in range(start[v], start[v] + size[v]):
-        neighbors[part[k]] = 0
-    for e in range(indptr[v], indptr[v + 1]):
-        neighbors[owner[source[e]]] = 0
-    return found
-
-
-@jit
-def _better_part(q: int, best: int, own_part: int, neighbors: Array) -> int:
-    if q == own_part or neighbors[q] == 0:
-        return best
-    if (
-        best < 0
-        or neighbors[q] > neighbors[best]
-        or (neighbors[q] == neighbors[best] and q < best)
-    ):
-        return q
-    return best
+        near_parts[chosen], near_parts[best] = near_parts[best], near_parts[chosen]
+        chosen += 1
+    for t in range(found):
+        count[near_parts[t]] = 0
+    return chosen
 
 
 @entry
 def sweep(
     order: Array,
-    indptr: Array,
-    source: Array,
+    csr: Csr,
     owner: Array,
     readers: Readers,
     load: Array,
-    weight: Array,
-    capacity: Array,
-    part_load: Array,
+    loads: Loads,
     start_limit: Array,
     max_volume: int,
     doublings: int,
@@ -613,10 +568,11 @@ def sweep(
 
     The definition is `sweep` in tests/refine_reference.py. Returns the number of moves.
     """
+    (indptr, source), part_load = csr, loads[2]
     num_parts = part_load.shape[0]
     delta = np.zeros((2 * num_parts, 2), np.int64)
     touched = np.empty(2 * num_parts, np.int64)
-    neighbors, candidates = np.zeros(num_parts, np.int64), np.empty(num_parts, np.int64)
+    count, candidates = np.zeros(num_parts, np.int64), np.empty(num_parts, np.int64)
     scale = float(max(1, load.max()))
     limit = np.minimum(start_limit, load.max())
     moves = 0
@@ -624,15 +580,13 @@ def sweep(
         a = owner[v]
         if part_load[a, 0] <= 1:
             continue
-        found = _candidates(v, indptr, source, owner, readers, neighbors, candidates)
+        found = _candidates(v, csr, owner, readers, count, candidates)
         best, best_gain = -1, 0.0
         for c in range(found):
             b = candidates[c]
-            if not fits(part_load, capacity, b, weight, v):
+            if not fits(loads, b, v):
                 continue
-            num_touched = _count_change(
-                v, b, indptr, source, owner, readers, delta, touched
-            )
+            num_touched = _count_change(v, b, csr, owner, readers, delta, touched)
             gain = _gain(
                 load, limit, max_volume, scale, doublings, delta, touched, num_touched
             )
@@ -640,9 +594,7 @@ def sweep(
                 best, best_gain = b, gain
         if best < 0:
             continue
-        num_touched = _count_change(
-            v, best, indptr, source, owner, readers, delta, touched
-        )
+        num_touched = _count_change(v, best, csr, owner, readers, delta, touched)
         for h in range(num_touched):
             load[touched[h]] += delta[touched[h], 0]
             delta[touched[h]] = 0
@@ -650,7 +602,7 @@ def sweep(
             _remove_reader(source[e], a, readers)
             _add_reader(source[e], best, readers)
         owner[v] = best
-        transfer(part_load, weight, v, a, best)
+        transfer(loads, v, a, best)
         limit = np.minimum(start_limit, load.max())
         moves += 1
     return moves
