@@ -305,7 +305,7 @@ def _ledger_totals(ledger: Ledger | None) -> tuple[float, int]:
     return ledger.total("seconds"), ledger.bytes()
 
 
-_POLL_SECONDS = 0.2  # seconds between looks at whether to stop
+_POLL_SECONDS = 0.2  # seconds between looks at whether anyone reads on
 
 Stage = Callable[[list[Any], Callable[[], bool]], list[Any]]
 
@@ -338,29 +338,25 @@ class PrefetchQueue:
         self._finish = finish
         self._ready: deque[Any] = deque()
         stop = threading.Event()
-        bulks: Iterator[list[Any]] = _cut(plan, lambda: size(stop.is_set))
-        upstream: _StageQueue | None = None
+        self._bulks: Iterator[list[Any]] = _cut(plan, size, stop, drain)
         self.threads: list[threading.Thread] = []
         self._close: Any = None
-        if ahead == 0:
-            for stage in stages:
-                bulks = map(partial(_staged, stage, stop), bulks)
-            self._bulks = bulks
-            return
-        for k, stage in enumerate(stages):
-            output = _StageQueue(ahead, stop, drain, last=k == len(stages) - 1)
-            thread = threading.Thread(
-                target=_run,
-                args=(bulks, partial(_staged, stage, stop), upstream, output),
-                name="pyg_distcomm bulks",
-                daemon=True,
-            )
+        output: _StageQueue | None = None
+        for stage in stages:
+            work = partial(_staged, stage, stop)
+            if ahead == 0:
+                self._bulks = map(work, self._bulks)
+                continue
+            upstream, output = output, _StageQueue(ahead, stop)
+            about = self._bulks, work, upstream, output
+            name = "pyg_distcomm bulks"
+            thread = threading.Thread(target=_run, args=about, name=name, daemon=True)
             self.threads.append(thread)
-            bulks, upstream = iter(output), output
-        self._bulks = bulks
-        # the threads refer to the queues, not to this object: dropping it ends them
-        timeout = 5.0 if drain else 30.0  # other ranks may have gone
-        self._close = weakref.finalize(self, _stop, output, self.threads, timeout)
+            self._bulks = iter(output)
+        if output is not None:
+            # the threads refer to the queues, not to this object: dropping it ends them
+            timeout = 5.0 if drain else 30.0  # other ranks may have gone
+            self._close = weakref.finalize(self, _stop, output, self.threads, timeout)
         for thread in self.threads:
             thread.start()
 
@@ -380,29 +376,18 @@ class PrefetchQueue:
 
 
 class _StageQueue:
-    """Passes bulks from the thread of one stage to the next."""
+    """Passes bulks from the thread of one stage to the next, up to an end or an error."""
 
-    def __init__(
-        self, capacity: int, stop: threading.Event, drain: bool, last: bool
-    ) -> None:
+    def __init__(self, capacity: int, stop: threading.Event) -> None:
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(capacity)
-        self._stop, self._drain, self._last = stop, drain, last
-        self._closed = threading.Event()
+        self._stop, self._closed = stop, threading.Event()
 
-    def put(self, kind: str, value: Any) -> bool:
-        """Waits for a free slot, or until nobody reads on; returns whether to go on."""
-        while not self._abandoned():
-            try:
+    def put(self, kind: str, value: Any = None) -> None:
+        """Waits for a free slot, or until nobody reads on."""
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
                 self._queue.put((kind, value), timeout=_POLL_SECONDS)
-                break
-            except queue.Full:
-                continue
-        return self._drain or not self._abandoned()
-
-    def _abandoned(self) -> bool:
-        # bulks that are drained go on to the next stage, even after a stop
-        through = self._drain and not self._last
-        return self._closed.is_set() or (self._stop.is_set() and not through)
+                return
 
     def close(self) -> None:
         """Ends reading, frees a slot for a waiting writer, and raises in a waiting reader."""
@@ -421,23 +406,22 @@ class _StageQueue:
                     self._queue.get_nowait()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        while True:
-            try:
-                kind, value = self._queue.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                # the previous stage may have stopped without an end mark
-                if self._stop.is_set() and not self._drain:
-                    return
-                continue
-            if kind == "error":
-                raise value
-            if kind == "end":
-                return
-            yield value
+        while (item := self._queue.get())[0] != "end":
+            if item[0] == "error":
+                raise item[1]
+            yield item[1]
 
 
-def _cut(plan: Iterator[Any], size: Callable[[], int]) -> Iterator[list[Any]]:
-    while wanted := list(islice(plan, size())):
+def _cut(
+    plan: Iterator[Any],
+    size: Callable[[Callable[[], bool]], int],
+    stop: threading.Event,
+    drain: bool,
+) -> Iterator[list[Any]]:
+    """Yields bulks of the plan; after a stop none, or where ranks agree, until `size` says."""
+    while drain or not stop.is_set():
+        if not (wanted := list(islice(plan, size(stop.is_set)))):
+            return
         yield wanted
 
 
@@ -454,9 +438,8 @@ def _run(
     """Fills an output queue from the plan or the previous stage; errors go into it, too."""
     try:
         for bulk in bulks:
-            if not output.put("bulk", work(bulk)):
-                return
-        output.put("end", None)
+            output.put("bulk", work(bulk))
+        output.put("end")
     except BaseException as error:
         output.put("error", error)
         if upstream is not None:
