@@ -215,7 +215,6 @@ class Fetch:
                 message_bytes(self.columns, asked),
                 message_bytes(self.columns, [query.counts for query in queries]),
                 "fetch_rows",
-                self._receive_buffer(queries, outputs),
             )
         elif problem is not None:
             raise ValueError(problem)
@@ -386,18 +385,6 @@ class Fetch:
         count = len(query.ids)
         return column.values.new_empty((count, *column.values.shape[1:]))
 
-    def _receive_buffer(
-        self, queries: Sequence[GroupQuery], outputs: Sequence[Tensor]
-    ) -> Tensor | None:
-        """Returns the rows that the message is received into, if it needs no decoding."""
-        if len(self.columns) != 1 or not isinstance(self.columns[0].codec, Plain):
-            return None
-        query = queries[self.columns[0].number]
-        rows = outputs[0][len(outputs[0]) - sum(query.counts) :]
-        if not sum(query.counts) or not rows.numel():  # nothing is received
-            return None
-        return rows.view(-1).view(torch.uint8)
-
     def _join(
         self,
         wanted: Wanted,
@@ -417,19 +404,15 @@ class Fetch:
                         row_group.cached_rows[column.name], query.kept, rows[here:kept]
                     )
         if pending is not None:
-            message = pending.wait()
-            if self._receive_buffer(queries, outputs) is None:
-                counts, away = (
-                    [query.counts for query in queries],
-                    [query.away for query in queries],
-                )
-                into = {
-                    column: rows[len(rows) - sum(counts[column.number]) :]
-                    for column, rows in zip(self.columns, outputs, strict=True)
-                }
-                for column, some, part in _parts(self.columns, counts):
-                    gid = away[column.number][some]
-                    column.read(message[part], into[column][some], gid)
+            message, counts = pending.wait(), [query.counts for query in queries]
+            away = [query.away for query in queries]
+            into = {
+                column: rows[len(rows) - sum(counts[column.number]) :]
+                for column, rows in zip(self.columns, outputs, strict=True)
+            }
+            for column, some, part in _parts(self.columns, counts):
+                gid = away[column.number][some]
+                column.read(message[part], into[column][some], gid)
         if self.placement is not None:
             outputs = [
                 self._to_device(*one, queries)
