@@ -8,7 +8,6 @@ by reading the parts back, one after another.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,6 @@ from pyg_distcomm.partition.arrow_tables import (
     torch_name,
     with_reverses,
 )
-from pyg_distcomm.partition.atomic import sha256, sync
 from pyg_distcomm.partition.cutters import check_method, check_nodes_fit, cut, stream
 from pyg_distcomm.partition.folder import graph_meta, shape_kinds
 from pyg_distcomm.partition.layout import (
@@ -290,22 +288,7 @@ class _Writer:
                 shape[0] = num_edges
             dtype = torch_name(column.name, column.dtype)
             attributes[name] = {"kind": kind, "dtype": dtype, "shape": shape}
-        files = flush_files(self.out)
-        return graph_meta(self.partition, num_edges, attributes, {}, figures, files)
-
-
-def flush_files(folder: Path) -> dict[str, dict[str, str | int]]:
-    """Flushes all .npy files below a folder; returns their lengths and sha256."""
-    files: dict[str, dict[str, str | int]] = {}
-    paths = sorted(folder.rglob("*.npy"))
-    for path in paths:
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-        name = path.relative_to(folder).as_posix()
-        files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-    for parent in {path.parent for path in paths}:
-        sync(parent)
-    return files
+        return graph_meta(self.out, self.partition, num_edges, attributes, {}, figures)
 
 
 # ids from here on, if they are 100 times the edges, too, are taken for a mistake

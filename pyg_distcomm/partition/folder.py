@@ -29,7 +29,6 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from tqdm import tqdm
 
-from pyg_distcomm.partition.atomic import sync
 from pyg_distcomm.partition.layout import (
     OWNER,
     Meta,
@@ -38,6 +37,7 @@ from pyg_distcomm.partition.layout import (
     check_target,
     dtype_name,
     file_name,
+    flush_files,
     folder_meta,
     new_folder,
     part_name,
@@ -264,7 +264,7 @@ def _content_problems(folder: Path, meta: Meta) -> list[str]:
 
 def _write_all(out: Path, graph: DividedGraph, figures: PartitionReport) -> None:
     partition, types = graph.partition, graph.types
-    files = {OWNER: write_array(out / OWNER, partition.owner)}
+    write_array(out / OWNER, partition.owner)
     attributes: Meta = {}
     values: Meta = {}
     for part in tqdm(range(partition.num_parts), "writing parts", disable=None):
@@ -273,25 +273,24 @@ def _write_all(out: Path, graph: DividedGraph, figures: PartitionReport) -> None
             attributes, values = _describe(share)
             for name, attr in attributes.items():
                 if attr["kind"] == "graph":
-                    file = file_name("graph", name)
                     tensor = _dense(name, share.graph[name])
-                    files[file] = write_array(out / file, tensor)
-        files |= _write_part(out, share)
+                    write_array(out / file_name("graph", name), tensor)
+        _write_part(out, share)
     several = {"types": types_to_meta(types)} if types.typed else {}
-    described = attributes, values, figures, files
-    meta = graph_meta(partition, sum(figures.edges), *described)
+    described = attributes, values, figures
+    meta = graph_meta(out, partition, sum(figures.edges), *described)
     write_meta(out, several | meta)
 
 
 def graph_meta(
+    out: Path,
     partition: Partition,
     num_edges: int,
     attributes: Meta,
     values: Meta,
     figures: PartitionReport,
-    files: Meta,
 ) -> Meta:
-    """Returns the content of META.json for a graph, for `write_meta`."""
+    """Flushes the files of a graph; returns the content of META.json, for `write_meta`."""
     return {
         "num_nodes": partition.num_nodes,
         "num_edges": num_edges,
@@ -300,13 +299,13 @@ def graph_meta(
         "attributes": attributes,
         "values": values,
         "report": asdict(figures),
-        "files": files,
+        "files": flush_files(out),
     }
 
 
-def _write_part(out: Path, share: PartShare) -> dict[str, dict[str, str | int]]:
-    folder = part_name(share.part)
-    (out / folder).mkdir()
+def _write_part(out: Path, share: PartShare) -> None:
+    folder = out / part_name(share.part)
+    folder.mkdir()
     arrays = {
         "node_gid.npy": share.node_gid,
         "edge_gid.npy": share.edge_gid,
@@ -314,12 +313,8 @@ def _write_part(out: Path, share: PartShare) -> dict[str, dict[str, str | int]]:
         **{file_name("node", name): rows for name, rows in share.node.items()},
         **{file_name("edge", name): rows for name, rows in share.edge.items()},
     }
-    files = {
-        f"{folder}/{name}": write_array(out / folder / name, _dense(name, array))
-        for name, array in arrays.items()
-    }
-    sync(out / folder)
-    return files
+    for name, array in arrays.items():
+        write_array(folder / name, _dense(name, array))
 
 
 def _describe(share: PartShare) -> tuple[Meta, Meta]:

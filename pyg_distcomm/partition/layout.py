@@ -297,15 +297,26 @@ def _file_problems(name: str, file: Any) -> Iterator[str]:
         yield f"files.{name}.sha256 is wrong: {file['sha256']!r}"
 
 
-def write_array(path: Path, tensor: Tensor) -> dict[str, str | int]:
-    """Writes a tensor, flushed to the disk; returns the file's length and sha256."""
+def write_array(path: Path, tensor: Tensor) -> None:
+    """Writes a tensor; `flush_files` flushes it to the disk."""
     plain = tensor.detach().as_subclass(Tensor).cpu().contiguous()
     array = plain.view(_numpy_dtype(plain.dtype)).numpy()
     with open(path, "wb") as file:
         np.save(Output(file), array, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def flush_files(folder: Path) -> Meta:
+    """Flushes all .npy files below a folder; returns their lengths and sha256."""
+    files: Meta = {}
+    paths = sorted(folder.rglob("*.npy"))
+    for path in paths:
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    for parent in {path.parent for path in paths}:
+        sync(parent)
+    return files
 
 
 def read_array(
